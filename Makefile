@@ -1,0 +1,36 @@
+# make demo   what gnnfleet does, on generated data
+# make test   lint, types and tests; sets up .venv by itself
+# make lint   ruff and mypy only
+# make clean  remove everything that was built
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+NATIVE := CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: demo test lint build clean
+
+build: $(STAMP)
+
+# pip's own build isolation fetches scikit-build-core, nanobind and (where absent) cmake and ninja.
+$(STAMP): pyproject.toml $(NATIVE)
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit("gnnfleet needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	@touch $@
+
+demo: build
+	$(BIN)/gnnfleet demo
+
+lint: build
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,81 @@
+// Row gather, with half-precision rows widened on the way. Bound by memory: each thread takes a range of output rows and
+// asks for the rows a few steps ahead.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels.h"
+
+#define GNNFLEET_TEXT_(x) #x
+#define GNNFLEET_TEXT(x) GNNFLEET_TEXT_(x)
+
+namespace gnnfleet::GNNFLEET_ISA {
+namespace {
+
+constexpr int64_t kAhead = 8;
+
+template <typename Index, typename Element, typename Copy>
+void each_row(const Element* table, const Index* rows, int64_t n, int64_t width, int threads, Copy copy) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(table + static_cast<int64_t>(rows[i + kAhead]) * width);
+    copy(i, table + static_cast<int64_t>(rows[i]) * width);
+  }
+}
+
+template <typename Element, typename Copy>
+void each_row(const Element* table, const void* rows, bool wide, int64_t n, int64_t width, int threads, Copy copy) {
+  if (wide) each_row(table, static_cast<const int64_t*>(rows), n, width, threads, copy);
+  else each_row(table, static_cast<const int32_t*>(rows), n, width, threads, copy);
+}
+
+inline float widen_bfloat(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+// Branch-free half → float: normals by rebias; subnormals by a subtraction of the implied one; inf and NaN by exponent.
+inline float widen_half(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
+  const uint32_t body = static_cast<uint32_t>(bits & 0x7fffu) << 13;
+  const uint32_t exponent = body & 0x0f800000u;
+  const uint32_t normal = body + ((127u - 15u) << 23);
+  const uint32_t special = body + ((255u - 31u) << 23);
+  float subnormal;
+  const uint32_t shifted = body + (113u << 23);
+  std::memcpy(&subnormal, &shifted, 4);
+  subnormal -= 6.103515625e-05f;
+  uint32_t small;
+  std::memcpy(&small, &subnormal, 4);
+  const uint32_t wide = sign | (exponent == 0 ? small : exponent == 0x0f800000u ? special : normal);
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+void gather_rows(const uint8_t* table, const void* rows, bool wide, int64_t n, int64_t width, uint8_t* out, int threads) {
+  each_row(table, rows, wide, n, width, threads,
+           [=](int64_t i, const uint8_t* row) { std::memcpy(out + i * width, row, static_cast<size_t>(width)); });
+}
+
+void gather_half(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int threads) {
+  each_row(table, rows, wide, n, width, threads, [=](int64_t i, const uint16_t* row) {
+    float* target = out + i * width;
+    for (int64_t f = 0; f < width; ++f) target[f] = widen_half(row[f]);
+  });
+}
+
+void gather_bfloat(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int threads) {
+  each_row(table, rows, wide, n, width, threads, [=](int64_t i, const uint16_t* row) {
+    float* target = out + i * width;
+    for (int64_t f = 0; f < width; ++f) target[f] = widen_bfloat(row[f]);
+  });
+}
+
+}  // namespace
+
+extern const Kernels table;
+const Kernels table = {GNNFLEET_TEXT(GNNFLEET_ISA), gather_rows, gather_half, gather_bfloat};
+
+}  // namespace gnnfleet::GNNFLEET_ISA

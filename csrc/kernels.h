@@ -1,0 +1,27 @@
+// The table of kernels that exist once per instruction set. Each set is compiled in its own namespace from the same
+// sources with its own vector width; dispatch.cpp chooses when the module is loaded.
+#pragma once
+#include <cstdint>
+
+namespace gnnfleet {
+
+struct Kernels {
+  const char* isa;
+  // out[i] = table[rows[i]] for rows of `width` bytes.
+  void (*gather_rows)(const uint8_t* table, const void* rows, bool wide, int64_t n, int64_t width, uint8_t* out, int threads);
+  // The same for `width` half-precision numbers a row, widened to float32.
+  void (*gather_half)(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int threads);
+  void (*gather_bfloat)(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int threads);
+};
+
+namespace baseline { extern const Kernels table; }
+#if defined(__x86_64__)
+namespace avx2 { extern const Kernels table; }
+namespace avx512 { extern const Kernels table; }
+#endif
+
+const Kernels& kernels();                // the set in use
+bool select_kernels(const char* isa);    // false when this machine or build lacks it
+const char* supported_kernels();         // names, best first, separated by spaces
+
+}  // namespace gnnfleet

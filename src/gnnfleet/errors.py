@@ -1,0 +1,37 @@
+"""What can go wrong because of the user, the data or the machine.
+
+    GnnfleetError
+    ├── ConfigError       a word or value on the command line, in a config or in an argument
+    ├── InputError        a row, column or file of the data being imported
+    ├── StoreError        a graph on disk: missing, incomplete, altered, of another version
+    ├── PartitionError    an assignment or a partition on disk
+    └── NativeError       the compiled kernels are missing or do not fit the machine
+
+Each message says what was expected, what was found and what to do. Mistakes of a programmer are asserts, not errors.
+"""
+
+
+class GnnfleetError(Exception):
+    """Root of the family; ``exit_code`` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(GnnfleetError):
+    exit_code = 2
+
+
+class InputError(GnnfleetError):
+    exit_code = 3
+
+
+class StoreError(GnnfleetError):
+    exit_code = 4
+
+
+class PartitionError(GnnfleetError):
+    exit_code = 5
+
+
+class NativeError(GnnfleetError):
+    exit_code = 6

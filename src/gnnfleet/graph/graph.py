@@ -1,0 +1,380 @@
+"""A graph: node types and edge types with their data, as tensors in memory or memory-mapped from a store.
+
+Edges of a type are kept sorted by destination, then source, then input order (CSC): ``indptr[v]:indptr[v + 1]`` are the
+in-edges of node v. The position in that order is the *store edge id*; the row of a node is its *store id*.
+N nodes of a type, E edges of a type, F features, K splits, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.bundle import Bundle
+from gnnfleet.graph.ids import Ids
+from gnnfleet.ops import csr
+
+TRAIN, VAL, TEST, NO_SPLIT = 0, 1, 2, -1
+SPLITS = {"train": TRAIN, "val": VAL, "test": TEST}
+FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class EdgeType(NamedTuple):
+    """Source type, relation, destination type: the direction of the message."""
+
+    src: str
+    relation: str
+    dst: str
+
+    def __str__(self) -> str:
+        return ":".join(self)
+
+    @classmethod
+    def parse(cls, text: str) -> EdgeType:
+        """``user:buys:product``; raises ConfigError for anything else."""
+        fields = text.split(":")
+        if len(fields) != 3 or not all(fields):
+            raise ConfigError(f"an edge type reads SRC:RELATION:DST, found {text!r}")
+        return cls(*fields)
+
+
+NODE = "node"
+EDGE = EdgeType(NODE, "to", NODE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """One node type. ``y`` is [N] int64 with −1 for no label, or [N, C] int8 for several labels per node."""
+
+    count: int
+    x: Tensor | None = None
+    y: Tensor | None = None
+    classes: tuple[str, ...] = ()
+    split: Tensor | None = None  # [K, N] int8: TRAIN, VAL, TEST or NO_SPLIT; most graphs have K = 1
+    ids: Ids = field(default_factory=lambda: Ids(0))
+
+    def __post_init__(self) -> None:
+        if not len(self.ids) and self.count:
+            object.__setattr__(self, "ids", Ids(self.count))
+        for name, length in (("x", self.x), ("y", self.y)):
+            if length is not None and length.shape[0] != self.count:
+                raise InputError(f"{name} has {length.shape[0]} rows, expected one for each of {self.count} nodes")
+        if self.split is not None and self.split.shape[-1] != self.count:
+            raise InputError(f"split covers {self.split.shape[-1]} nodes, expected {self.count}")
+        if len(self.ids) != self.count:
+            raise InputError(f"found {len(self.ids)} ids for {self.count} nodes")
+
+    @property
+    def multilabel(self) -> bool:
+        return self.y is not None and self.y.dim() == 2
+
+    @property
+    def num_classes(self) -> int:
+        if self.y is None:
+            return 0
+        if self.multilabel:
+            return int(self.y.shape[1])
+        highest = int(self.y.max()) + 1 if self.y.numel() else 0
+        return max(len(self.classes), highest)
+
+    def mask(self, split: str, index: int = 0) -> Tensor:
+        """[N] bool: the nodes of ``train``, ``val`` or ``test``; none when the graph has no split."""
+        if self.split is None:
+            return torch.zeros(self.count, dtype=torch.bool)
+        return self.split[index] == SPLITS[split]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edges:
+    """One edge type. All per-edge tensors are in store order."""
+
+    indptr: Tensor  # [N_dst + 1] int64
+    src: Tensor  # [E] int32, or int64 when there are more sources than int32 can name
+    weight: Tensor | None = None  # [E] float32
+    attr: Tensor | None = None  # [E, F]
+    time: Tensor | None = None  # [E] int64 or float64
+    order: Tensor | None = None  # [E] store edge ids by time, ties in input order; there when time is
+    links: Mapping[str, Tensor] = field(default_factory=dict)  # val, test, val_neg, test_neg: [2, L] held-out pairs
+
+    @property
+    def count(self) -> int:
+        return int(self.src.shape[0])
+
+    @property
+    def num_dst(self) -> int:
+        return int(self.indptr.shape[0]) - 1
+
+    def dst(self) -> Tensor:
+        """[E] destinations in store order."""
+        return torch.repeat_interleave(
+            torch.arange(self.num_dst, dtype=self.src.dtype), self.indptr.diff(), output_size=self.count
+        )
+
+    def edge_index(self) -> Tensor:
+        """[2, E] int64 as PyG has it, in store order."""
+        return torch.stack([self.src.long(), self.dst().long()])
+
+    def in_degree(self) -> Tensor:
+        """[N_dst] int64."""
+        return self.indptr.diff()
+
+
+class Graph:
+    """Node types and edge types. The constructor's plain arguments make a graph of one type of each.
+
+    >>> graph = Graph(edge_index=edge_index, x=x, y=y, split={"train": train_mask, "val": val_mask, "test": test_mask})
+    """
+
+    def __init__(
+        self,
+        edge_index: Any = None,
+        *,
+        x: Any = None,
+        y: Any = None,
+        split: Any = None,
+        edge_weight: Any = None,
+        edge_attr: Any = None,
+        time: Any = None,
+        num_nodes: int | None = None,
+        ids: Any = None,
+        name: str = "graph",
+    ) -> None:
+        given = [len(a) for a in (x, y, ids) if a is not None]
+        if edge_index is None:
+            edge_index = torch.empty((2, 0), dtype=torch.int64)
+        edge_index = torch.as_tensor(edge_index)
+        if num_nodes is None:
+            num_nodes = given[0] if given else (int(edge_index.max()) + 1 if edge_index.numel() else 0)
+        nodes = make_nodes(num_nodes, x=x, y=y, split=split, ids=ids)
+        edges = make_edges(
+            edge_index, num_src=num_nodes, num_dst=num_nodes, weight=edge_weight, attr=edge_attr, time=time
+        )
+        self._set({NODE: nodes}, {EDGE: edges}, name=name, undirected=False, store=None)
+
+    @classmethod
+    def of(
+        cls,
+        nodes: Mapping[str, Nodes],
+        edges: Mapping[EdgeType, Edges],
+        *,
+        name: str = "graph",
+        undirected: bool = False,
+        store: Bundle | None = None,
+    ) -> Graph:
+        """From node and edge types; raises InputError when an edge type names a node type that is not there."""
+        graph = cls.__new__(cls)
+        graph._set(dict(nodes), dict(edges), name=name, undirected=undirected, store=store)
+        return graph
+
+    def _set(
+        self,
+        nodes: dict[str, Nodes],
+        edges: dict[EdgeType, Edges],
+        *,
+        name: str,
+        undirected: bool,
+        store: Bundle | None,
+    ) -> None:
+        for kind, table in edges.items():
+            for end in (kind.src, kind.dst):
+                if end not in nodes:
+                    raise InputError(f"edges {kind} need nodes of type {end!r}; there are {', '.join(nodes) or 'none'}")
+            if table.num_dst != nodes[kind.dst].count:
+                raise InputError(f"edges {kind} cover {table.num_dst} destinations, expected {nodes[kind.dst].count}")
+        self.nodes = nodes
+        self.edges = edges
+        self.name = name
+        self.undirected = undirected
+        self.store = store
+
+    def __repr__(self) -> str:
+        return f"Graph({self.name!r}, nodes={self.num_nodes}, edges={self.num_edges})"
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(table.count for table in self.nodes.values())
+
+    @property
+    def num_edges(self) -> int:
+        return sum(table.count for table in self.edges.values())
+
+    @property
+    def is_hetero(self) -> bool:
+        return len(self.nodes) > 1 or len(self.edges) > 1
+
+    @property
+    def node_offsets(self) -> dict[str, int]:
+        """Where each node type starts when all types are numbered through, in order."""
+        offsets, start = {}, 0
+        for kind, table in self.nodes.items():
+            offsets[kind] = start
+            start += table.count
+        return offsets
+
+    @property
+    def only_nodes(self) -> Nodes:
+        """The nodes of a graph of one type; raises ConfigError for a heterogeneous one."""
+        if len(self.nodes) != 1:
+            raise ConfigError(f"this graph has several node types ({', '.join(self.nodes)}): name one")
+        return next(iter(self.nodes.values()))
+
+    @property
+    def only_edges(self) -> Edges:
+        """The edges of a graph of one type; raises ConfigError for a heterogeneous one."""
+        if len(self.edges) != 1:
+            raise ConfigError(f"this graph has {len(self.edges)} edge types ({', '.join(map(str, self.edges))}): name one")
+        return next(iter(self.edges.values()))
+
+    @property
+    def labelled_type(self) -> str | None:
+        """The first node type that has labels."""
+        return next((kind for kind, table in self.nodes.items() if table.y is not None), None)
+
+    def with_nodes(self, kind: str, **changes: Any) -> Graph:
+        """The same graph with some tensors of one node type replaced."""
+        nodes = {**self.nodes, kind: replace(self.nodes[kind], **changes)}
+        return Graph.of(nodes, self.edges, name=self.name, undirected=self.undirected)
+
+
+def make_nodes(
+    count: int, *, x: Any = None, y: Any = None, split: Any = None, ids: Any = None, classes: Sequence[str] = ()
+) -> Nodes:
+    """Check and convert one node type's arrays; raises InputError naming what is wrong."""
+    return Nodes(
+        count=count,
+        x=None if x is None else _features(x, "x"),
+        y=None if y is None else _labels(y),
+        classes=tuple(classes),
+        split=None if split is None else _split(split, count),
+        ids=Ids(count) if ids is None else Ids.from_values(ids),
+    )
+
+
+def make_edges(
+    edge_index: Any,
+    *,
+    num_src: int,
+    num_dst: int,
+    weight: Any = None,
+    attr: Any = None,
+    time: Any = None,
+    links: Mapping[str, Any] | None = None,
+) -> Edges:
+    """Sort one edge type into store order; raises InputError for ids out of range or data of another length."""
+    edge_index = torch.as_tensor(edge_index)
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.is_floating_point():
+        raise InputError(f"edge_index must be integers of shape [2, E], found {edge_index.dtype} {list(edge_index.shape)}")
+    for row, count, end in ((edge_index[0], num_src, "source"), (edge_index[1], num_dst, "destination")):
+        if row.numel() and (int(row.min()) < 0 or int(row.max()) >= count):
+            wrong = int(row.min()) if int(row.min()) < 0 else int(row.max())
+            raise InputError(f"edge_index names {end} {wrong}, but there are {count} nodes (0 to {count - 1})")
+    index = index_dtype(max(num_src, num_dst))
+    indptr, order = csr.sort_edges(edge_index[0].to(index), edge_index[1].to(index), num_src=num_src, num_dst=num_dst)
+    length = edge_index.shape[1]
+    time = None if time is None else _times(time, length)
+    return Edges(
+        indptr=indptr,
+        src=edge_index[0].to(index)[order],
+        weight=None if weight is None else _per_edge(weight, "edge_weight", length).to(torch.float32).reshape(-1)[order],
+        attr=None if attr is None else _edge_features(attr, length)[order],
+        time=None if time is None else time[order],
+        order=None if time is None else time_order(time, order),
+        links={name: torch.as_tensor(pairs).long() for name, pairs in (links or {}).items()},
+    )
+
+
+def time_order(time: Tensor, order: Tensor) -> Tensor:
+    """Store edge ids by time, ties in input order; ``time`` in input order, ``order[i]`` the input position of store edge i."""
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.shape[0], dtype=order.dtype)
+    return place[torch.argsort(time, stable=True)]
+
+
+def index_dtype(count: int) -> torch.dtype:
+    """int32 while it can name ``count`` things."""
+    return torch.int32 if count < 2**31 else torch.int64
+
+
+def _features(x: Any, name: str) -> Tensor:
+    x = torch.as_tensor(np.asarray(x) if not isinstance(x, Tensor) else x)
+    x = x[:, None] if x.dim() == 1 else x
+    if x.dim() != 2:
+        raise InputError(f"{name} must have shape [rows, features], found {list(x.shape)}")
+    x = x if x.dtype in FEATURE_DTYPES else x.to(torch.float32)
+    if x.numel() and not torch.isfinite(x).all():
+        row, column = (~torch.isfinite(x)).nonzero()[0].tolist()
+        raise InputError(f"{name} must be finite, found {x[row, column].item()} in row {row}, column {column}")
+    return x
+
+
+def _edge_features(attr: Any, length: int) -> Tensor:
+    return _features(_per_edge(attr, "edge_attr", length), "edge_attr")
+
+
+def _labels(y: Any) -> Tensor:
+    y = torch.as_tensor(y)
+    if y.dim() == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.dim() == 2:
+        return y.nan_to_num(-1).to(torch.int8) if y.is_floating_point() else y.to(torch.int8)
+    if y.is_floating_point():
+        y = y.nan_to_num(-1)
+        if not torch.equal(y, y.round()):
+            raise InputError("labels must be whole numbers (class numbers, −1 for none), found fractions")
+    y = y.to(torch.int64)
+    if y.numel() and int(y.min()) < -1:
+        raise InputError(f"labels are class numbers from 0, or −1 for none; found {int(y.min())}")
+    return y
+
+
+def _split(split: Any, count: int) -> Tensor:
+    if isinstance(split, Mapping):
+        unknown = set(split) - set(SPLITS)
+        if unknown:
+            raise InputError(f"a split has train, val and test masks; found {', '.join(sorted(unknown))}")
+        return masks_to_split({name: torch.as_tensor(mask) for name, mask in split.items()}, count)
+    codes = torch.as_tensor(split).to(torch.int8)
+    codes = codes[None] if codes.dim() == 1 else codes
+    if codes.numel() and (int(codes.min()) < NO_SPLIT or int(codes.max()) > TEST):
+        raise InputError("split codes are 0 (train), 1 (val), 2 (test) and −1 (none)")
+    return codes
+
+
+def masks_to_split(masks: Mapping[str, Tensor], count: int) -> Tensor:
+    """[K, N] codes from boolean masks ([N] or [K, N]) or index lists; raises InputError when two masks overlap."""
+    codes: Tensor | None = None
+    for name, mask in masks.items():
+        if mask.dtype != torch.bool:
+            rows = mask.long()
+            mask = torch.zeros(count, dtype=torch.bool)
+            mask[rows] = True
+        mask = mask[None] if mask.dim() == 1 else mask
+        if codes is None:
+            codes = torch.full((mask.shape[0], count), NO_SPLIT, dtype=torch.int8)
+        if mask.shape != codes.shape:
+            raise InputError(f"{name} mask has shape {list(mask.shape)}, expected {list(codes.shape)}")
+        if bool((codes[mask] != NO_SPLIT).any()):
+            raise InputError(f"the {name} mask overlaps another one: a node belongs to one split only")
+        codes[mask] = SPLITS[name]
+    return codes if codes is not None else torch.full((1, count), NO_SPLIT, dtype=torch.int8)
+
+
+def _per_edge(values: Any, name: str, length: int) -> Tensor:
+    values = torch.as_tensor(values)
+    if values.shape[0] != length:
+        raise InputError(f"{name} has {values.shape[0]} rows, expected one for each of {length} edges")
+    return values
+
+
+def _times(time: Any, length: int) -> Tensor:
+    time = _per_edge(time, "time", length).reshape(-1)
+    time = time.to(torch.float64) if time.is_floating_point() else time.to(torch.int64)
+    if time.numel() and not bool((time >= 0).all()):
+        raise InputError("event times must not be negative or missing")
+    return time

@@ -1,0 +1,88 @@
+"""The ids the user came with: integers or strings, one per row, given back in every output.
+
+A node type without ids of its own is known by its row numbers. ``Ids`` is read from Parquet on first use only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from gnnfleet.errors import InputError
+
+COLUMN = "id"
+
+
+class Ids:
+    """Original ids in row order."""
+
+    def __init__(self, count: int, load: Callable[[], pa.Array] | None = None) -> None:
+        self.count = count
+        self._load = load
+        self._values: pa.Array | None = None
+
+    @classmethod
+    def from_values(cls, values: Any) -> Ids:
+        """From a sequence of ints or strings; raises InputError when one is missing, repeated or of another type."""
+        array = pa.array(values)
+        if pa.types.is_integer(array.type):
+            array = array.cast(pa.int64())
+        elif pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+            array = array.cast(pa.large_string())
+        elif len(array):
+            raise InputError(f"node ids must be integers or strings, found {array.type}")
+        if array.null_count:
+            raise InputError(f"node ids must not be missing, found {array.null_count} without a value")
+        if pc.count_distinct(array).as_py() != len(array):
+            counts = pc.value_counts(array)
+            twice = next(item["values"].as_py() for item in counts if item["counts"].as_py() > 1)
+            raise InputError(f"node ids must be unique, found {twice!r} more than once")
+        return cls(len(array), lambda: array)
+
+    @classmethod
+    def from_parquet(cls, path: Path, count: int) -> Ids:
+        return cls(count, lambda: pq.read_table(path, columns=[COLUMN])[COLUMN].combine_chunks())
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def are_rows(self) -> bool:
+        """True when nodes are known by their row numbers."""
+        return self._load is None
+
+    def values(self) -> pa.Array:
+        """All ids in row order."""
+        if self._values is None:
+            self._values = pa.array(np.arange(self.count)) if self._load is None else self._load()
+        return self._values
+
+    def take(self, rows: Any) -> pa.Array:
+        """The ids of some rows."""
+        rows = pa.array(np.asarray(rows, dtype=np.int64))
+        return rows if self._load is None else self.values().take(rows)
+
+    def rows(self, ids: Sequence[int] | Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The rows of some ids; raises InputError naming the first that is unknown."""
+        if self._load is None:
+            wanted = np.asarray(ids)
+            unknown = [i for i in wanted.tolist() if not isinstance(i, int) or not 0 <= i < self.count]
+            if unknown:
+                raise InputError(f"no node with id {unknown[0]!r}: ids here are row numbers from 0 to {self.count - 1}")
+            return wanted.astype(np.int64)
+        values = self.values()
+        found = pc.index_in(pa.array(ids).cast(values.type), value_set=values)
+        if found.null_count:
+            missing = next(i for i, row in zip(ids, found, strict=True) if not row.is_valid)
+            raise InputError(f"no node with id {missing!r}")
+        return np.asarray(found.to_numpy(zero_copy_only=False), dtype=np.int64)
+
+    def write(self, path: Path) -> None:
+        """One Parquet column named ``id``."""
+        pq.write_table(pa.table({COLUMN: self.values()}), path, compression="zstd")

@@ -1,0 +1,105 @@
+"""The graph on disk: write a Graph as a bundle of arrays, open one as memory-mapped tensors.
+
+docs/formats.md describes the files. Both directions go through ``NODE_ARRAYS`` and ``EDGE_ARRAYS``, so a tensor of a node
+or edge type is stored under its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from gnnfleet.errors import StoreError
+from gnnfleet.graph.bundle import Bundle, BundleWriter
+from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes
+from gnnfleet.graph.ids import Ids
+
+KIND = "graph"
+NODE_ARRAYS = ("x", "y", "split")
+EDGE_ARRAYS = ("indptr", "src", "weight", "attr", "time", "order")
+
+
+def open_store(path: str | Path) -> Graph:
+    """Open a store without reading its arrays; raises StoreError when it is not whole."""
+    bundle = Bundle.open(path, KIND)
+    try:
+        nodes = {entry["type"]: _open_nodes(bundle, entry) for entry in bundle.meta["nodes"]}
+        edges = {EdgeType(*entry["type"]): _open_edges(bundle, entry) for entry in bundle.meta["edges"]}
+        name, undirected = bundle.meta["name"], bundle.meta["undirected"]
+    except KeyError as error:
+        raise StoreError(f"{path}/{KIND}.json lacks {error}: make the store again from its source") from error
+    return Graph.of(nodes, edges, name=name, undirected=undirected, store=bundle)
+
+
+def save_store(
+    graph: Graph, path: str | Path, *, overwrite: bool = False, advance: Callable[[int], None] = lambda _: None
+) -> Graph:
+    """Write a graph and open what was written; ``advance`` is told the bytes as they go out."""
+    with BundleWriter(path, kind=KIND, overwrite=overwrite) as out:
+        for node_type, nodes in graph.nodes.items():
+            for name in NODE_ARRAYS:
+                if (tensor := getattr(nodes, name)) is not None:
+                    out.put(f"{node_folder(node_type)}/{name}.npy", tensor)
+                    advance(tensor.nbytes)
+            if not nodes.ids.are_rows:
+                nodes.ids.write(out.file(f"{node_folder(node_type)}/ids.parquet"))
+        for edge_type, edges in graph.edges.items():
+            for name in EDGE_ARRAYS:
+                if (tensor := getattr(edges, name)) is not None:
+                    out.put(f"{edge_folder(edge_type)}/{name}.npy", tensor)
+                    advance(tensor.nbytes)
+            for name, pairs in edges.links.items():
+                out.put(f"{edge_folder(edge_type)}/links_{name}.npy", pairs)
+        out.commit(describe(graph))
+    return open_store(path)
+
+
+def describe(graph: Graph) -> dict[str, Any]:
+    """The ``meta`` of a store's manifest."""
+    return store_meta(
+        name=graph.name,
+        undirected=graph.undirected,
+        nodes=[{"type": kind, "count": table.count, "classes": list(table.classes)} for kind, table in graph.nodes.items()],
+        edges=[{"type": list(kind), "count": table.count} for kind, table in graph.edges.items()],
+    )
+
+
+def store_meta(*, name: str, undirected: bool, nodes: list[dict[str, Any]], edges: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ``meta`` of a store's manifest, for writers that never hold a Graph."""
+    return {"name": name, "undirected": undirected, "nodes": nodes, "edges": edges}
+
+
+def node_folder(node_type: str) -> str:
+    return f"nodes/{_safe(node_type)}"
+
+
+def edge_folder(edge_type: EdgeType) -> str:
+    return "edges/" + "+".join(_safe(word) for word in edge_type)
+
+
+def _safe(word: str) -> str:
+    """A type's name as a file name; different names stay different."""
+    return quote(word, safe="").replace(".", "%2E")
+
+
+def _open_nodes(bundle: Bundle, entry: dict[str, Any]) -> Nodes:
+    folder = node_folder(entry["type"])
+    tensors = {name: bundle.tensor(f"{folder}/{name}.npy") for name in NODE_ARRAYS if f"{folder}/{name}.npy" in bundle}
+    ids = Ids(entry["count"])
+    if f"{folder}/ids.parquet" in bundle:
+        ids = Ids.from_parquet(bundle.path / folder / "ids.parquet", entry["count"])
+    return Nodes(count=entry["count"], classes=tuple(entry["classes"]), ids=ids, **tensors)
+
+
+def _open_edges(bundle: Bundle, entry: dict[str, Any]) -> Edges:
+    folder = edge_folder(EdgeType(*entry["type"]))
+    tensors = {name: bundle.tensor(f"{folder}/{name}.npy") for name in EDGE_ARRAYS if f"{folder}/{name}.npy" in bundle}
+    prefix = f"{folder}/links_"
+    links = {
+        name.removeprefix(prefix).removesuffix(".npy"): bundle.tensor(name)
+        for name in bundle.files
+        if name.startswith(prefix)
+    }
+    return Edges(links=links, **tensors)

@@ -1,0 +1,22 @@
+"""The compiled kernels, or a clear word on how to build them.
+
+torch is imported first, so that the extension binds to the OpenMP runtime torch has loaded.
+"""
+
+import torch
+
+from gnnfleet.errors import NativeError
+
+try:
+    from gnnfleet import _native
+except ImportError as error:
+    raise NativeError(
+        f"the compiled kernels of gnnfleet cannot be loaded ({error}). Build them: pip install -e . in a checkout, or make build"
+    ) from error
+
+__all__ = ["_native", "threads"]
+
+
+def threads() -> int:
+    """How many threads a kernel may use: torch's setting, passed on because OpenMP's own is per calling thread."""
+    return torch.get_num_threads()

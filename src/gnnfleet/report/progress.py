@@ -1,0 +1,84 @@
+"""Progress on long work: a live bar on a terminal, plain lines elsewhere, silence when asked. Always on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+
+class Progress(Protocol):
+    """What long work talks to. ``stage`` opens a named stage and returns what to call with the amount done since."""
+
+    def stage(self, name: str, total: float | None = None) -> Callable[[float], None]: ...
+
+
+class Silent:
+    """No progress: the default of library calls."""
+
+    def stage(self, name: str, total: float | None = None) -> Callable[[float], None]:
+        return lambda amount: None
+
+
+class Lines:
+    """One line when a stage starts, then at most one every ``every`` seconds: for logs and pipes."""
+
+    def __init__(self, every: float = 5.0) -> None:
+        self.every = every
+
+    def stage(self, name: str, total: float | None = None) -> Callable[[float], None]:
+        done, last = 0.0, time.monotonic()
+        print(name, file=sys.stderr, flush=True)  # noqa: T201
+
+        def advance(amount: float) -> None:
+            nonlocal done, last
+            done += amount
+            now = time.monotonic()
+            if now - last >= self.every:
+                last = now
+                share = f"{100 * done / total:.0f} %" if total else f"{done:,.0f}"
+                print(f"{name}: {share}", file=sys.stderr, flush=True)  # noqa: T201
+
+        return advance
+
+
+class Bars:
+    """A live display, one line per stage."""
+
+    def __init__(self, display: RichProgress) -> None:
+        self._display = display
+        self._current: int | None = None
+
+    def stage(self, name: str, total: float | None = None) -> Callable[[float], None]:
+        self.finish()
+        task = self._display.add_task(name, total=total)
+        self._current = task
+        return lambda amount: self._display.advance(task, amount)
+
+    def finish(self) -> None:
+        """Fill the bar of the stage before: stages follow each other."""
+        if self._current is not None:
+            task = self._display.tasks[self._current]
+            total = task.total or max(task.completed, 1)
+            self._display.update(task.id, total=total, completed=total)
+
+
+@contextmanager
+def show(quiet: bool = False) -> Iterator[Progress]:
+    """The progress that fits where standard error goes."""
+    if quiet:
+        yield Silent()
+    elif not sys.stderr.isatty():
+        yield Lines()
+    else:
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with RichProgress(*columns, console=Console(stderr=True)) as display:
+            bars = Bars(display)
+            yield bars
+            bars.finish()
