@@ -1,0 +1,1 @@
+"""From a command or a call to a finished run."""

@@ -1,0 +1,5 @@
+"""``python -m gnnfleet`` and ``torchrun -m gnnfleet``."""
+
+from gnnfleet.run.cli import main
+
+main()

@@ -1,0 +1,71 @@
+"""``gnnfleet``: hangs the commands together and turns errors into one short message and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import click
+import typer
+
+from gnnfleet.errors import ConfigError, GnnfleetError
+from gnnfleet.run.console import remark
+
+app = typer.Typer(
+    name="gnnfleet",
+    help="Train graph neural networks on graphs too big for one machine.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> NoReturn:
+    """Entry point: exit 0 on success, 1 for a defect of ours, 2 usage, 3 input, 4 store, 5 partition, 6 kernels, 130 Ctrl-C."""
+    signal.signal(signal.SIGTERM, _terminate)
+    debug = "--debug" in sys.argv
+    arguments = [word for word in sys.argv[1:] if word != "--debug"]
+    try:
+        app(args=arguments, prog_name="gnnfleet", standalone_mode=False)
+        code = 0
+    except GnnfleetError as error:
+        code = _fail(str(error), error.exit_code, debug)
+    except click.exceptions.Exit as error:
+        code = error.exit_code
+    except click.exceptions.ClickException as error:
+        code = _fail(error.format_message(), ConfigError.exit_code, debug)
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        code = _fail("interrupted; nothing half-written was left behind", 130, debug)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as error:
+        code = _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1, debug)
+    except Exception as error:
+        remark("".join(traceback.format_exception(error)))
+        code = _fail(f"unexpected {type(error).__name__}: {error}. This is a defect of gnnfleet.", 1, False)
+    sys.exit(code)
+
+
+def _fail(message: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    remark(f"error: {message}")
+    return code
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """A polite kill ends like Ctrl-C, so that partial output is removed."""
+    raise KeyboardInterrupt
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Train graph neural networks on graphs too big for one machine."""
