@@ -7,13 +7,15 @@ import signal
 import sys
 import traceback
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 
 from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.run.console import remark
+
+# The root of what the parser raises: click's ClickException, which newer releases of typer carry under another name.
+_UsageProblem: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="gnnfleet",
@@ -31,15 +33,15 @@ def main() -> NoReturn:
     debug = "--debug" in sys.argv
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     try:
-        app(args=arguments, prog_name="gnnfleet", standalone_mode=False)
-        code = 0
+        ended = app(args=arguments, prog_name="gnnfleet", standalone_mode=False)
+        code = ended if isinstance(ended, int) else 0
     except GnnfleetError as error:
         code = _fail(str(error), error.exit_code, debug)
-    except click.exceptions.Exit as error:
+    except typer.Exit as error:
         code = error.exit_code
-    except click.exceptions.ClickException as error:
-        code = _fail(error.format_message(), ConfigError.exit_code, debug)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except _UsageProblem as error:
+        code = _fail(f"{error.format_message()} (gnnfleet --help)", ConfigError.exit_code, debug)
+    except (KeyboardInterrupt, typer.Abort):
         code = _fail("interrupted; nothing half-written was left behind", 130, debug)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
