@@ -9,6 +9,8 @@
 
 #include "csr.h"
 #include "kernels.h"
+#include "quality.h"
+#include "shard.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -75,6 +77,58 @@ void bind_gather(nb::module_& m) {
   m.def("gather_floats", gather_floats<Index>, "table"_a.noconvert(), "rows"_a.noconvert(), "out"_a.noconvert(), "bfloat"_a, "threads"_a);
 }
 
+// ---- partition ------------------------------------------------------------------------------------------------------
+
+template <typename Index>
+void count_traffic(int64_t first, In<int64_t> indptr, In<Index> src, In<int32_t> part, int64_t base, Out<uint64_t> seen,
+                   OutRows<int64_t> edges, OutRows<int64_t> rows) {
+  require(size(seen) == size(part), "count_traffic: seen must have one entry per node");
+  require(first >= 0 && first + size(indptr) - 1 <= size(part), "count_traffic: destinations beyond the nodes");
+  nb::gil_scoped_release free;
+  const gnnfleet::EdgeChunk<Index> chunk{first, size(indptr) - 1, indptr.data(), src.data()};
+  gnnfleet::count_traffic(chunk, part.data(), static_cast<int64_t>(edges.shape(0)), base, seen.data(), edges.data(), rows.data());
+}
+
+template <typename Index>
+gnnfleet::InEdges<Index> in_edges(const In<int64_t>& indptr, const In<Index>& src, const In<int64_t>& dst,
+                                  const In<int32_t>& owner, const In<int32_t>& local, int64_t parts) {
+  require(size(owner) == size(local), "blocks: owner and local must have one entry per source");
+  return {indptr.data(), src.data(), dst.data(), size(dst), owner.data(), local.data(), parts};
+}
+
+template <typename Index>
+void count_blocks(In<int64_t> indptr, In<Index> src, In<int64_t> dst, In<int32_t> owner, In<int32_t> local,
+                  Out<int64_t> edges, Out<int64_t> rows) {
+  const auto in = in_edges<Index>(indptr, src, dst, owner, local, size(edges));
+  nb::gil_scoped_release free;
+  gnnfleet::count_blocks(in, edges.data(), rows.data());
+}
+
+template <typename Index>
+void fill_blocks(In<int64_t> indptr, In<Index> src, In<int64_t> dst, In<int32_t> owner, In<int32_t> local,
+                 Out<int64_t> edge_start, Out<int64_t> row_start, Out<int32_t> row, Out<int64_t> degree,
+                 Out<int32_t> col, Out<int64_t> edge_id) {
+  const auto in = in_edges<Index>(indptr, src, dst, owner, local, size(edge_start));
+  nb::gil_scoped_release free;
+  gnnfleet::fill_blocks(in, edge_start.data(), row_start.data(), row.data(), degree.data(), col.data(), edge_id.data());
+}
+
+int64_t rank_distinct(In<int32_t> values, Out<int32_t> rank) {
+  nb::gil_scoped_release free;
+  return gnnfleet::rank_distinct(values.data(), size(values), size(rank), rank.data());
+}
+
+template <typename Index>
+void bind_partition(nb::module_& m) {
+  m.def("count_traffic", count_traffic<Index>, "first"_a, "indptr"_a.noconvert(), "src"_a.noconvert(), "part"_a.noconvert(),
+        "base"_a, "seen"_a.noconvert(), "edges"_a.noconvert(), "rows"_a.noconvert());
+  m.def("count_blocks", count_blocks<Index>, "indptr"_a.noconvert(), "src"_a.noconvert(), "dst"_a.noconvert(),
+        "owner"_a.noconvert(), "local"_a.noconvert(), "edges"_a.noconvert(), "rows"_a.noconvert());
+  m.def("fill_blocks", fill_blocks<Index>, "indptr"_a.noconvert(), "src"_a.noconvert(), "dst"_a.noconvert(),
+        "owner"_a.noconvert(), "local"_a.noconvert(), "edge_start"_a.noconvert(), "row_start"_a.noconvert(),
+        "row"_a.noconvert(), "degree"_a.noconvert(), "col"_a.noconvert(), "edge_id"_a.noconvert());
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -86,4 +140,7 @@ NB_MODULE(_native, m) {
   bind_csr(m);
   bind_gather<int32_t>(m);
   bind_gather<int64_t>(m);
+  bind_partition<int32_t>(m);
+  bind_partition<int64_t>(m);
+  m.def("rank_distinct", rank_distinct, "values"_a.noconvert(), "rank"_a.noconvert());
 }

@@ -59,6 +59,7 @@ class Bundle:
         self.meta: dict[str, Any] = manifest["meta"]
         self.files: dict[str, dict[str, Any]] = manifest["files"]
         self.digest: str = manifest["digest"]
+        self._mapped: dict[str, Tensor] = {}
 
     @classmethod
     def open(cls, path: str | Path, kind: str) -> Self:
@@ -74,6 +75,11 @@ class Bundle:
 
     def tensor(self, name: str) -> Tensor:
         """The array as a memory-mapped tensor; writing to it changes memory, never the file."""
+        if name not in self._mapped:
+            self._mapped[name] = self._map(name)
+        return self._mapped[name]
+
+    def _map(self, name: str) -> Tensor:
         entry = self.files[name]
         torch_dtype, numpy_dtype = DTYPES[entry["dtype"]]
         shape = tuple(entry["shape"])
@@ -178,6 +184,7 @@ class BundleWriter:
         self.path = self.target.parent / f".{self.target.name}{marker}"
         self._arrays: dict[str, ArrayWriter] = {}
         self._entries: dict[str, dict[str, Any]] = {}
+        self._read: dict[str, Tensor] = {}
         self._done = False
 
     def __enter__(self) -> Self:
@@ -220,8 +227,10 @@ class BundleWriter:
         """An array already written, memory-mapped: what a later stage of the same import reads back."""
         if name in self._arrays:
             self._close(name)
-        entry = {**self._entries[name], "bytes": 0}
-        return Bundle(self.path, {"meta": {}, "files": {name: entry}, "digest": ""}).tensor(name)
+        if name not in self._read:
+            entry = {**self._entries[name], "bytes": 0}
+            self._read[name] = Bundle(self.path, {"meta": {}, "files": {name: entry}, "digest": ""}).tensor(name)
+        return self._read[name]
 
     def commit(self, meta: Mapping[str, Any]) -> None:
         """Checksum everything, write the manifest, rename into place."""

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnfleet.errors import ConfigError, PartitionError
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.partition import Partition, write_partition
+from gnnfleet.graph.partitioners import PARTITIONERS, Assignment, assign
+from gnnfleet.graph.quality import measure
+from gnnfleet.graph.store import open_store, save_store
+from tests.graph.partition_laws import brute_force, check_shards
+from tests.graph.strategies import graphs
+
+
+@given(graph=graphs(), parts=st.integers(1, 70), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_report_equals_brute_force(graph: Graph, parts: int, seed: int) -> None:
+    part = np.random.default_rng(seed).integers(0, parts, graph.num_nodes).astype(np.int32)
+    quality = measure(graph, part, parts)
+    expected = brute_force(graph, part, parts)
+    summary = quality.summary()
+    for name in ("volume", "need", "kept_edges", "cut_edges"):
+        assert summary[name] == expected[name], name
+    assert summary["per_part"]["edges"] == expected["edges"]
+    assert summary["per_part"]["nodes"] == expected["nodes"]
+    nodes = expected["nodes"]
+    if graph.num_nodes:
+        assert summary["balance"]["nodes"] == pytest.approx(max(nodes) * parts / sum(nodes))
+        assert summary["replication"] == pytest.approx(1 + expected["volume"] / graph.num_nodes)
+    assert summary["bytes_per_layer"]["64"]["total"] == 256 * expected["volume"]
+
+
+@given(graph=graphs(), parts=st.integers(1, 5), seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_shards_hold_every_node_and_edge_once(graph: Graph, parts: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    part = random.integers(0, parts, graph.num_nodes).astype(np.int32)
+    cluster = random.integers(0, 4, graph.num_nodes).astype(np.int32)
+    assignment = Assignment(part=part, parts=parts, method="random", cluster=cluster)
+    with tempfile.TemporaryDirectory() as folder:
+        partition = write_partition(graph, assignment, Path(folder) / "cut")
+        check_shards(graph, partition)
+
+
+@pytest.mark.parametrize("method", PARTITIONERS)
+@given(graph=graphs(), parts=st.integers(1, 30), seed=st.integers(0, 9))
+@settings(max_examples=15, deadline=None)
+def test_every_partitioner_takes_every_graph(method: str, graph: Graph, parts: int, seed: int) -> None:
+    first = assign(graph, parts, method, seed=seed)
+    again = assign(graph, parts, method, seed=seed)
+    assert np.array_equal(first.part, again.part)
+    assert len(first.part) == graph.num_nodes
+
+
+@pytest.mark.parametrize("method", ["random", "range"])
+@pytest.mark.parametrize("balance", ["nodes", "edges", "train"])
+def test_dealt_parts_are_even(method: str, balance: str) -> None:
+    graph = ring(2000)
+    cut = assign(graph, 7, method, balance=balance)
+    summary = measure(graph, cut.part, 7).summary()
+    assert summary["balance"][balance] < 1.02
+
+
+def test_mincut_finds_the_cut_of_a_ring() -> None:
+    graph = ring(400)
+    cut = assign(graph, 4, "mincut")
+    assert measure(graph, cut.part, 4).cut_edges <= 2 * 4 * 3  # a few more than the perfect 2 × 4 is METIS's right
+
+
+def test_super_deals_whole_clusters() -> None:
+    graph = ring(1000)
+    cut = assign(graph, 4, "super", clusters=50)
+    assert cut.cluster is not None
+    for cluster in range(50):
+        assert len(set(cut.part[cut.cluster == cluster])) <= 1
+    summary = measure(graph, cut.part, 4).summary()
+    assert summary["balance"]["nodes"] < 1.15
+    random = measure(graph, assign(graph, 4, "random").part, 4)
+    assert summary["cut_edges"] < random.cut_edges
+
+
+def test_seed_changes_the_parts() -> None:
+    graph = ring(500)
+    for method in ("random", "super"):
+        assert not np.array_equal(assign(graph, 4, method, seed=0).part, assign(graph, 4, method, seed=1).part)
+
+
+def test_unknown_words_are_refused() -> None:
+    graph = ring(10)
+    with pytest.raises(ConfigError, match="choose one of"):
+        assign(graph, 2, "magic")
+    with pytest.raises(ConfigError, match="balance"):
+        assign(graph, 2, "random", balance="mood")
+    with pytest.raises(ConfigError, match="at least one part"):
+        assign(graph, 0, "random")
+    with pytest.raises(ConfigError, match="has none"):
+        assign(Graph(torch.tensor([[0], [1]]), num_nodes=2), 2, "random", balance="train")
+
+
+def test_partition_of_another_store_is_refused(tmp_path: Path) -> None:
+    one = save_store(ring(20), tmp_path / "one")
+    other = save_store(ring(30), tmp_path / "other")
+    write_partition(one, assign(one, 2, "random"), tmp_path / "cut")
+    assert Partition.open(tmp_path / "cut", one).parts == 2
+    with pytest.raises(PartitionError, match="another version"):
+        Partition.open(tmp_path / "cut", other)
+
+
+def test_any_damaged_file_of_a_partition_is_noticed(tmp_path: Path) -> None:
+    graph = save_store(ring(50), tmp_path / "store")
+    write_partition(graph, assign(graph, 2, "random"), tmp_path / "cut")
+    files = [path for path in sorted((tmp_path / "cut").rglob("*")) if path.is_file()]
+    assert len(files) > 20
+    for path in files:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1])
+        with pytest.raises(PartitionError):
+            Partition.open(tmp_path / "cut")
+        path.unlink()
+        with pytest.raises(PartitionError):
+            Partition.open(tmp_path / "cut")
+        path.write_bytes(content)
+    assert open_store(tmp_path / "store").num_nodes == 50
+    assert Partition.open(tmp_path / "cut").parts == 2
+
+
+def ring(count: int) -> Graph:
+    ahead = torch.arange(count)
+    index = torch.stack([torch.cat([ahead, (ahead + 1) % count]), torch.cat([(ahead + 1) % count, ahead])])
+    return Graph(index, x=torch.randn(count, 4), y=ahead % 3, split=(ahead % 5).clamp(max=2))
