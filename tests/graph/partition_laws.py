@@ -100,11 +100,7 @@ def check_shards(graph: Graph, partition: Partition) -> None:
                     assert torch.equal(plans[p].need[q], plans[q].give[p])
                     listed = plans[p].need[q].tolist()
                     assert listed == sorted(set(listed))
-            used = {
-                (p, q): set()
-                for p in range(partition.parts)
-                for q in range(partition.parts)
-            }
+            used = {(p, q): set() for p in range(partition.parts) for q in range(partition.parts)}
             for shard in shards:
                 for edge_type in graph.edges:
                     if (edge_type.src if direction == "in" else edge_type.dst) == kind:

@@ -32,9 +32,7 @@ def graphs(draw: st.DrawFn, max_nodes: int = 12, max_edges: int = 40, hetero: bo
     for kind in edge_types:
         num_src, num_dst = nodes[kind.src].count, nodes[kind.dst].count
         count = draw(st.integers(0, max_edges)) if num_src and num_dst else 0
-        index = torch.stack(
-            [torch.randint(0, max(num, 1), (count,), generator=random) for num in (num_src, num_dst)]
-        )
+        index = torch.stack([torch.randint(0, max(num, 1), (count,), generator=random) for num in (num_src, num_dst)])
         data = draw(st.booleans())
         edges[kind] = make_edges(
             index,

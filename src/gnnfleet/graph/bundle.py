@@ -98,7 +98,7 @@ class Bundle:
         return tensor.view(torch_dtype) if torch_dtype is torch.bfloat16 else tensor
 
     def array_file(self, name: str) -> tuple[Path, int, np.dtype[Any], int]:
-        """Where an array's bytes lie, for readers in bounded buffers: path, offset of the data, dtype, element count."""
+        """Where an array's bytes lie, for readers in bounded buffers: path, offset, dtype, count."""
         entry = self.files[name]
         _, numpy_dtype = DTYPES[entry["dtype"]]
         dtype = np.dtype(numpy_dtype)
@@ -114,7 +114,9 @@ class Bundle:
                 if found != entry["sha256"]:
                     wrong.append(name)
         if wrong:
-            raise StoreError(f"{self.path}: altered since it was written: {', '.join(wrong)}. Make it again from the source.")
+            raise StoreError(
+                f"{self.path}: altered since it was written: {', '.join(wrong)}. Make it again from the source."
+            )
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +143,7 @@ class ArrayWriter:
         assert tuple(rows.shape[1:]) == self.columns, (rows.shape, self.columns)
         rows = rows.detach().to(device="cpu", dtype=self.dtype).contiguous()
         raw = rows.view(torch.uint16) if self.dtype is torch.bfloat16 else rows
-        self._file.write(memoryview(raw.numpy()).cast("B") if raw.numel() else b"")
+        self._file.write(raw.numpy().reshape(-1).view(np.uint8).data if raw.numel() else b"")
         self.rows += rows.shape[0]
 
     def close(self) -> None:
@@ -192,7 +194,9 @@ class BundleWriter:
         self.path.mkdir()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
         if not self._done:
             for writer in self._arrays.values():
                 writer.abort()
@@ -343,7 +347,8 @@ def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
         raise StoreError(f"{manifest_path} is damaged ({error}): make the {kind} again from its source") from error
     if kind_found != kind or version != VERSION:
         raise StoreError(
-            f"{manifest_path} is a {kind_found} of version {version}, this gnnfleet reads {kind} version {VERSION}: make it again"
+            f"{manifest_path} is a {kind_found} of version {version}, this gnnfleet reads {kind} version {VERSION}: "
+            "make it again"
         )
     if _digest(manifest) != digest:
         raise StoreError(f"{manifest_path} was altered since it was written: make the {kind} again from its source")
@@ -361,7 +366,9 @@ def _check_size(path: Path, expected: int) -> None:
     except OSError as error:
         raise StoreError(f"{path} is missing: the directory is damaged, make it again from the source") from error
     if found != expected:
-        raise StoreError(f"{path} has {found} bytes, expected {expected}: the file is damaged, make it again from the source")
+        raise StoreError(
+            f"{path} has {found} bytes, expected {expected}: the file is damaged, make it again from the source"
+        )
 
 
 def _flush(file: BinaryIO) -> None:

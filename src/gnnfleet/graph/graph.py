@@ -228,7 +228,9 @@ class Graph:
     def only_edges(self) -> Edges:
         """The edges of a graph of one type; raises ConfigError for a heterogeneous one."""
         if len(self.edges) != 1:
-            raise ConfigError(f"this graph has {len(self.edges)} edge types ({', '.join(map(str, self.edges))}): name one")
+            raise ConfigError(
+                f"this graph has {len(self.edges)} edge types ({', '.join(map(str, self.edges))}): name one"
+            )
         return next(iter(self.edges.values()))
 
     @property
@@ -268,8 +270,11 @@ def make_edges(
 ) -> Edges:
     """Sort one edge type into store order; raises InputError for ids out of range or data of another length."""
     edge_index = torch.as_tensor(edge_index)
+    edge_index = edge_index if edge_index.numel() else edge_index.long()  # an empty list arrives as floats
     if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.is_floating_point():
-        raise InputError(f"edge_index must be integers of shape [2, E], found {edge_index.dtype} {list(edge_index.shape)}")
+        raise InputError(
+            f"edge_index must be integers of shape [2, E], found {edge_index.dtype} {list(edge_index.shape)}"
+        )
     for row, count, end in ((edge_index[0], num_src, "source"), (edge_index[1], num_dst, "destination")):
         if row.numel() and (int(row.min()) < 0 or int(row.max()) >= count):
             wrong = int(row.min()) if int(row.min()) < 0 else int(row.max())
@@ -281,7 +286,9 @@ def make_edges(
     return Edges(
         indptr=indptr,
         src=edge_index[0].to(index)[order],
-        weight=None if weight is None else _per_edge(weight, "edge_weight", length).to(torch.float32).reshape(-1)[order],
+        weight=None
+        if weight is None
+        else _per_edge(weight, "edge_weight", length).to(torch.float32).reshape(-1)[order],
         attr=None if attr is None else _edge_features(attr, length)[order],
         time=None if time is None else time[order],
         order=None if time is None else time_order(time, order),
@@ -290,7 +297,7 @@ def make_edges(
 
 
 def time_order(time: Tensor, order: Tensor) -> Tensor:
-    """Store edge ids by time, ties in input order; ``time`` in input order, ``order[i]`` the input position of store edge i."""
+    """Store edge ids by time, ties in input order; ``order[i]`` is the input position of store edge i."""
     place = torch.empty_like(order)
     place[order] = torch.arange(order.shape[0], dtype=order.dtype)
     return place[torch.argsort(time, stable=True)]
@@ -301,8 +308,8 @@ def index_dtype(count: int) -> torch.dtype:
     return torch.int32 if count < 2**31 else torch.int64
 
 
-def _features(x: Any, name: str) -> Tensor:
-    x = torch.as_tensor(np.asarray(x) if not isinstance(x, Tensor) else x)
+def _features(values: Any, name: str) -> Tensor:
+    x = torch.as_tensor(values if isinstance(values, Tensor) else np.asarray(values))
     x = x[:, None] if x.dim() == 1 else x
     if x.dim() != 2:
         raise InputError(f"{name} must have shape [rows, features], found {list(x.shape)}")
@@ -317,8 +324,8 @@ def _edge_features(attr: Any, length: int) -> Tensor:
     return _features(_per_edge(attr, "edge_attr", length), "edge_attr")
 
 
-def _labels(y: Any) -> Tensor:
-    y = torch.as_tensor(y)
+def _labels(values: Any) -> Tensor:
+    y = torch.as_tensor(values)
     if y.dim() == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.dim() == 2:
@@ -366,14 +373,14 @@ def masks_to_split(masks: Mapping[str, Tensor], count: int) -> Tensor:
 
 
 def _per_edge(values: Any, name: str, length: int) -> Tensor:
-    values = torch.as_tensor(values)
-    if values.shape[0] != length:
-        raise InputError(f"{name} has {values.shape[0]} rows, expected one for each of {length} edges")
-    return values
+    tensor = torch.as_tensor(values)
+    if tensor.shape[0] != length:
+        raise InputError(f"{name} has {tensor.shape[0]} rows, expected one for each of {length} edges")
+    return tensor
 
 
-def _times(time: Any, length: int) -> Tensor:
-    time = _per_edge(time, "time", length).reshape(-1)
+def _times(values: Any, length: int) -> Tensor:
+    time = _per_edge(values, "time", length).reshape(-1)
     time = time.to(torch.float64) if time.is_floating_point() else time.to(torch.int64)
     if time.numel() and not bool((time >= 0).all()):
         raise InputError("event times must not be negative or missing")

@@ -1,8 +1,8 @@
 """A partitioned graph on disk: one directory per part (``Shard``), the assignment, and what it costs.
 
 Writing goes part by part: memory is a few numbers per node plus the edges of one part. First the in-edges of every part
-are cut by the part of their source; the block q → p written there is then turned round to become p's out-edges for q, so
-the whole graph is never transposed.
+are cut by the part of their source; the block q → p written there is then turned round to become q's out-edges for p,
+so the whole graph is never transposed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KIND = "partition"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the nodes of one type go: ``owner[v]`` is the part, ``local[v]`` the row there, ``members[p]`` the reverse."""
+    """Where the nodes of one type go: ``owner[v]`` is the part, ``local[v]`` the row there; ``members`` reverses it."""
 
     owner: Array  # [n] int32
     local: Array  # [n] int32
@@ -104,7 +104,7 @@ def write_partition(
             _write_in_edges(graph, places, part, writer)
             advance(1)
         advance = progress.stage("out-edges", assignment.parts)
-        for part, writer in enumerate(writers):
+        for part in range(assignment.parts):
             _write_out_edges(graph, places, part, writers)
             advance(1)
         for part, writer in enumerate(writers):
@@ -134,7 +134,9 @@ def place(graph: Graph, assignment: Assignment) -> dict[str, Placement]:
     for kind, start in graph.node_offsets.items():
         own = slice(start, start + graph.nodes[kind].count)
         part = assignment.part[own]
-        order = np.arange(len(part)) if assignment.cluster is None else np.argsort(assignment.cluster[own], kind="stable")
+        order = (
+            np.arange(len(part)) if assignment.cluster is None else np.argsort(assignment.cluster[own], kind="stable")
+        )
         order = order[np.argsort(part[order], kind="stable")]
         bounds = np.searchsorted(part[order], np.arange(assignment.parts + 1))
         local = np.empty(len(part), dtype=np.int32)
@@ -145,7 +147,12 @@ def place(graph: Graph, assignment: Assignment) -> dict[str, Placement]:
 
 
 def _part_meta(graph: Graph, part: int, parts: int) -> dict[str, Any]:
-    return {"part": part, "parts": parts, "node_types": list(graph.nodes), "edge_types": [list(kind) for kind in graph.edges]}
+    return {
+        "part": part,
+        "parts": parts,
+        "node_types": list(graph.nodes),
+        "edge_types": [list(kind) for kind in graph.edges],
+    }
 
 
 def _write_nodes(graph: Graph, places: dict[str, Placement], part: int, out: BundleWriter) -> None:
@@ -213,18 +220,18 @@ def _write_out_edges(graph: Graph, places: dict[str, Placement], part: int, writ
             blocks.far.append(far.numpy())
             blocks.edge_ids.append(edge_id[order].numpy())
     _write_blocks(graph, places, part, blocks, "out", writers[part])
-    for kind in graph.nodes:
+    for node_type in graph.nodes:
         # What this part gives is what the others said they need; both lists were made ascending.
-        given = [_written_list(writers[q], "in", kind, "need", part).numpy() for q in range(parts)]
-        _put_lists(writers[part], plan_folder("in", kind), "give", given)
-        into = [number for number, edge_type in enumerate(graph.edges) if edge_type.dst == kind]
+        given = [_written_list(writers[q], "in", node_type, "need", part).numpy() for q in range(parts)]
+        _put_lists(writers[part], plan_folder("in", node_type), "give", given)
+        into = [number for number, edge_type in enumerate(graph.edges) if edge_type.dst == node_type]
         given = [
             np.unique(np.concatenate([_written_block(writers[part], n * parts + q)[0].numpy() for n in into]))
             if into and q != part
             else np.empty(0, np.int32)
             for q in range(parts)
         ]
-        _put_lists(writers[part], plan_folder("out", kind), "give", given)
+        _put_lists(writers[part], plan_folder("out", node_type), "give", given)
 
 
 def _write_blocks(
@@ -249,13 +256,17 @@ def _write_blocks(
     degrees = np.concatenate(blocks.degrees) if blocks.degrees else np.empty(0, np.int64)
     out.put(f"{direction}/row_start.npy", torch.from_numpy(row_start))
     out.put(f"{direction}/indptr.npy", torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)]).astype(np.int64)))
-    for name, pieces, dtype in (("rows", blocks.rows, np.int32), ("cols", blocks.far, np.int32), ("edge_ids", blocks.edge_ids, np.int64)):
+    for name, pieces, dtype in (
+        ("rows", blocks.rows, np.int32),
+        ("cols", blocks.far, np.int32),
+        ("edge_ids", blocks.edge_ids, np.int64),
+    ):
         out.put(f"{direction}/{name}.npy", torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, dtype)))
     _write_edge_data(graph, parts, blocks, direction, out)
 
 
 def _write_edge_data(graph: Graph, parts: int, blocks: _Blocks, direction: str, out: BundleWriter) -> None:
-    """Weights go with both copies of an edge, since backward passes read out-edges; features and times with in-edges."""
+    """Weights go with both copies of an edge, as backward passes read out-edges; features and times with in-edges."""
     for number, edges in enumerate(graph.edges.values()):
         edge_ids = torch.from_numpy(np.concatenate(blocks.edge_ids[number * parts : (number + 1) * parts]))
         for name in ("weight", "attr", "time") if direction == "in" else ("weight",):

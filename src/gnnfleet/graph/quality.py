@@ -1,8 +1,8 @@
 """What an assignment costs: edges kept and cut, rows that travel, how even the parts are. Counted, never estimated.
 
-Net j is node j and everything it sends to; it touches λ_j parts, so row j travels λ_j − 1 times in each layer. The sum
-over nodes is the true volume of full-graph training, and ``need[p][q]`` says which of it part p takes from part q. A row
-that several relations need travels once.
+Net j is node j and everything it sends to; it touches λ_j parts, so row j travels λ_j − 1 times in each layer. The
+sum over nodes is the true volume of full-graph training, and ``need[p][q]`` says which of it part p takes from part q.
+A row that several relations need travels once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class Quality:
             },
             "need": self.need.tolist(),
             "bytes_per_layer": {
-                str(width): {"total": 4 * width * self.volume, "max_part": 4 * width * int(self.need.sum(axis=1).max(initial=0))}
+                str(width): {
+                    "total": 4 * width * self.volume,
+                    "max_part": 4 * width * int(self.need.sum(axis=1).max(initial=0)),
+                }
                 for width in widths
             },
         }

@@ -24,7 +24,7 @@ _NODES = 1 << 17
 
 @dataclass(frozen=True)
 class Chunk:
-    """In-edges of consecutive destinations ``first``, ``first`` + 1, …: those of the k-th are ``src[indptr[k]:indptr[k + 1]]``.
+    """In-edges of consecutive destinations from ``first`` on: those of the k-th are ``src[indptr[k]:indptr[k + 1]]``.
 
     Whole destinations only, except that one with more in-edges than the limit comes alone, in several chunks.
     """
@@ -73,9 +73,11 @@ class EdgeScan:
                 pointers = indptr.read(low, min(low + _NODES, num_dst) + 1)
                 for chunk in _cut(pointers, src, limit):
                     shift = offsets[edge_type.src]
-                    sources = chunk.src.astype(self._index, copy=False)
+                    sources: Array = chunk.src.astype(self._index, copy=False)
                     yield Chunk(
-                        offsets[edge_type.dst] + low + chunk.first, chunk.indptr, sources + self._index(shift) if shift else sources
+                        offsets[edge_type.dst] + low + chunk.first,
+                        chunk.indptr,
+                        sources + self._index(shift) if shift else sources,
                     )
 
     def in_degree(self) -> Array:

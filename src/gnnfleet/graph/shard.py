@@ -1,9 +1,9 @@
 """One part of a partitioned graph, as one rank opens it.
 
 Nodes of a type are rows 0 … n−1 here, ordered by cluster. In-edges are cut into blocks by the part q of their source,
-out-edges by the part q of their destination. Inside a block rows are the nodes of this part that have an edge in it, and
-columns point at the far ends: rows of this part when q is this part, otherwise places in the list of rows that q sends
-(``Plan``). All lists of rows at q are in q's own numbering, ascending, so neither side ever sends ids.
+out-edges by the part q of their destination. Inside a block rows are the nodes of this part that have an edge in it,
+and columns point at the far ends: rows of this part when q is this part, otherwise places in the list of rows that q
+sends (``Plan``). All lists of rows at q are in q's own numbering, ascending, so neither side ever sends ids.
 P parts, T edge types.
 """
 

@@ -1,7 +1,7 @@
 """The graph on disk: write a Graph as a bundle of arrays, open one as memory-mapped tensors.
 
-docs/formats.md describes the files. Both directions go through ``NODE_ARRAYS`` and ``EDGE_ARRAYS``, so a tensor of a node
-or edge type is stored under its own name.
+docs/formats.md describes the files. Both directions go through ``NODE_ARRAYS`` and ``EDGE_ARRAYS``, so a tensor of a
+node or edge type is stored under its own name.
 """
 
 from __future__ import annotations
@@ -61,12 +61,16 @@ def describe(graph: Graph) -> dict[str, Any]:
     return store_meta(
         name=graph.name,
         undirected=graph.undirected,
-        nodes=[{"type": kind, "count": table.count, "classes": list(table.classes)} for kind, table in graph.nodes.items()],
+        nodes=[
+            {"type": kind, "count": table.count, "classes": list(table.classes)} for kind, table in graph.nodes.items()
+        ],
         edges=[{"type": list(kind), "count": table.count} for kind, table in graph.edges.items()],
     )
 
 
-def store_meta(*, name: str, undirected: bool, nodes: list[dict[str, Any]], edges: list[dict[str, Any]]) -> dict[str, Any]:
+def store_meta(
+    *, name: str, undirected: bool, nodes: list[dict[str, Any]], edges: list[dict[str, Any]]
+) -> dict[str, Any]:
     """The ``meta`` of a store's manifest, for writers that never hold a Graph."""
     return {"name": name, "undirected": undirected, "nodes": nodes, "edges": edges}
 

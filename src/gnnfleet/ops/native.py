@@ -11,7 +11,8 @@ try:
     from gnnfleet import _native
 except ImportError as error:
     raise NativeError(
-        f"the compiled kernels of gnnfleet cannot be loaded ({error}). Build them: pip install -e . in a checkout, or make build"
+        f"the compiled kernels of gnnfleet cannot be loaded ({error}). "
+        "Build them: make build, or pip install -e . in a checkout"
     ) from error
 
 __all__ = ["_native", "threads"]

@@ -24,7 +24,9 @@ def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Ten
     if dtype == table.dtype:
         _native.gather_rows(source, rows.contiguous(), target, threads())
     else:
-        _native.gather_floats(table.view(torch.uint16), rows.contiguous(), out, table.dtype == torch.bfloat16, threads())
+        _native.gather_floats(
+            table.view(torch.uint16), rows.contiguous(), out, table.dtype == torch.bfloat16, threads()
+        )
     return out
 
 

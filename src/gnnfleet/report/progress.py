@@ -77,7 +77,13 @@ def show(quiet: bool = False) -> Iterator[Progress]:
     elif not sys.stderr.isatty():
         yield Lines()
     else:
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         with RichProgress(*columns, console=Console(stderr=True)) as display:
             bars = Bars(display)
             yield bars

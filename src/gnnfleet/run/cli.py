@@ -12,6 +12,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from gnnfleet.errors import ConfigError, GnnfleetError
+from gnnfleet.run.commands.doctor import doctor
+from gnnfleet.run.commands.info import info
+from gnnfleet.run.commands.partition import partition
 from gnnfleet.run.console import remark
 
 # The root of what the parser raises: click's ClickException, which newer releases of typer carry under another name.
@@ -25,10 +28,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+for command in (info, partition, doctor):
+    app.command(no_args_is_help=command is not doctor)(command)
 
 
 def main() -> NoReturn:
-    """Entry point: exit 0 on success, 1 for a defect of ours, 2 usage, 3 input, 4 store, 5 partition, 6 kernels, 130 Ctrl-C."""
+    """Exit 0 on success, 1 for a defect of ours, 130 for Ctrl-C, otherwise the error's own code (errors.py)."""
     signal.signal(signal.SIGTERM, _terminate)
     debug = "--debug" in sys.argv
     arguments = [word for word in sys.argv[1:] if word != "--debug"]

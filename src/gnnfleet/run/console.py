@@ -1,7 +1,7 @@
 """What every command shares: where its words go, how it ends.
 
-Everything human goes to standard error or, for the result itself, to standard output as a table; with ``--json`` the last
-line of standard output is one JSON object and nothing else is printed there.
+Everything human goes to standard error or, for the result itself, to standard output as a table; with ``--json`` the
+last line of standard output is one JSON object and nothing else is printed there.
 """
 
 from __future__ import annotations

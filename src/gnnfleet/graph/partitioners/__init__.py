@@ -1,7 +1,7 @@
 """Partitioners: functions from a graph to the part of every node, chosen by name.
 
-A partitioner sees the node types numbered through (``EdgeScan``). ``balance`` says what the parts share evenly: ``nodes``,
-``edges`` (in-edges, the work of aggregation) or ``train`` (training nodes, the work of sampled training).
+A partitioner sees the node types numbered through (``EdgeScan``). ``balance`` says what the parts share evenly:
+``nodes``, ``edges`` (in-edges, the work of aggregation) or ``train`` (training nodes, the work of sampled training).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def assign(
     progress: Progress | None = None,
     **options: Any,
 ) -> Assignment:
-    """Assign every node to one of ``parts`` parts; raises ConfigError for unknown words, PartitionError when it cannot be."""
+    """Assign every node to one of ``parts`` parts; raises ConfigError for words it does not know."""
     if method not in PARTITIONERS:
         raise ConfigError(f"no partitioner {method!r}: choose one of {', '.join(PARTITIONERS)}")
     if parts < 1:

@@ -27,6 +27,7 @@ def cut_evenly(weights: Array, parts: int) -> Array:
     total = int(weights.sum())
     if total == 0:
         return (np.arange(len(weights), dtype=np.int64) * parts // max(len(weights), 1)).astype(np.int32)
-    # The middle of an item decides, so that a heavy one does not drag the border to one side. Integers: exact everywhere.
-    twice_middle = 2 * np.cumsum(weights) - weights
-    return np.minimum(twice_middle * parts // (2 * total), parts - 1).astype(np.int32)
+    # The middle of an item decides, so that a heavy one does not drag the border to one side.
+    twice_middle: Array = 2 * np.cumsum(weights) - weights
+    part: Array = np.minimum(twice_middle * parts // (2 * total), parts - 1).astype(np.int32)
+    return part

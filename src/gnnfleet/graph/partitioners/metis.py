@@ -28,7 +28,9 @@ def mincut(scan: EdgeScan, request: Request, progress: Progress) -> tuple[Array,
     advance = progress.stage(f"METIS, best of {request.tries}", request.tries)
     best: tuple[int, Array] | None = None
     for attempt in range(max(request.tries, 1)):
-        cut, part = _kway(graph, request.parts, request.weights, seed=request.seed * 1009 + attempt, imbalance=request.imbalance)
+        cut, part = _kway(
+            graph, request.parts, request.weights, seed=request.seed * 1009 + attempt, imbalance=request.imbalance
+        )
         if best is None or cut < best[0]:
             best = cut, part
         advance(1)
@@ -73,7 +75,9 @@ def simple_graph(scan: EdgeScan, progress: Progress) -> tuple[Array, Array]:
         raise PartitionError("METIS cannot hold more than 2**31 nodes: use --method stream")
     pairs = []
     for chunk in scan.chunks():
-        dst = np.repeat(np.arange(chunk.first, chunk.first + len(chunk.indptr) - 1, dtype=np.int32), np.diff(chunk.indptr))
+        dst = np.repeat(
+            np.arange(chunk.first, chunk.first + len(chunk.indptr) - 1, dtype=np.int32), np.diff(chunk.indptr)
+        )
         src = chunk.src.astype(np.int32, copy=False)
         keep = src != dst
         pairs.append(np.stack([src[keep], dst[keep]]))
@@ -83,16 +87,16 @@ def simple_graph(scan: EdgeScan, progress: Progress) -> tuple[Array, Array]:
     del pairs, one_way
     n = scan.num_nodes
     indptr, order = csr.sort_edges(cols, rows, num_src=n, num_dst=n)
-    cols = cols[order].numpy()
-    first = np.ones(len(cols), dtype=bool)
-    first[1:] = cols[1:] != cols[:-1]
+    neighbour: Array = cols[order].numpy()
+    first = np.ones(len(neighbour), dtype=bool)
+    first[1:] = neighbour[1:] != neighbour[:-1]
     starts = indptr.numpy()
-    first[starts[:-1][starts[:-1] < len(cols)]] = True
+    first[starts[:-1][starts[:-1] < len(neighbour)]] = True
     xadj = np.zeros(n + 1, dtype=np.int64)
-    xadj[1:] = np.cumsum(first)[starts[1:] - 1] if len(cols) else 0
+    xadj[1:] = np.cumsum(first)[starts[1:] - 1] if len(neighbour) else 0
     # A node before the first edge reads index −1 above; nothing has been counted there.
     xadj[1:][starts[1:] == 0] = 0
-    return xadj, cols[first]
+    return xadj, neighbour[first]
 
 
 def _kway(graph: tuple[Array, Array], parts: int, weights: Array, *, seed: int, imbalance: float) -> tuple[int, Array]:

@@ -1,0 +1,129 @@
+"""``gnnfleet partition``: cut a store into parts and say what it costs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gnnfleet.run.console import JsonFlag, QuietFlag, emit, remark
+
+if TYPE_CHECKING:
+    from gnnfleet.graph.graph import Graph
+    from gnnfleet.graph.partitioners import Assignment
+
+
+class Method(StrEnum):
+    random = "random"
+    super = "super"
+    mincut = "mincut"
+    stream = "stream"
+    range = "range"
+
+
+class Balance(StrEnum):
+    nodes = "nodes"
+    edges = "edges"
+    train = "train"
+
+
+def partition(
+    store: Annotated[Path, typer.Argument(help="The store to cut.")],
+    parts: Annotated[int, typer.Option("--parts", "-p", help="How many parts; usually one per worker.")],
+    method: Annotated[
+        Method, typer.Option("--method", "-m", help="How nodes are assigned, see below.")
+    ] = Method.mincut,
+    balance: Annotated[Balance, typer.Option(help="What the parts share evenly.")] = Balance.nodes,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same parts.")] = 0,
+    imbalance: Annotated[
+        float | None, typer.Option(help="mincut, stream: heaviest part over the mean, minus one. Default 0.03.")
+    ] = None,
+    clusters: Annotated[
+        int | None, typer.Option(help="super: number of mini-clusters. Default nodes / 10, at most 15,000.")
+    ] = None,
+    tries: Annotated[int | None, typer.Option(help="mincut: seeds tried, best kept. Default 5.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write. Default STORE/parts/NAME.")
+    ] = None,
+    ids: Annotated[
+        Path | None, typer.Option(help="Also write a Parquet table of original id, node type and part.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Assign and count only, write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing partition.")] = False,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Cut a store into parts, one directory per worker, and report what the cut costs.
+
+    random  nodes dealt at random: even in everything, most edges cut
+    range   store order cut into stretches: for stores already in a good order
+    super   many METIS mini-clusters dealt at random: parts alike, neighbourhoods kept
+    mincut  METIS k-way, best of several seeds: fewest edges cut; holds the graph in memory
+    stream  a few passes over the edges on disk, memory for the nodes only: for graphs METIS cannot hold
+    """
+    from gnnfleet.graph.bundle import check_target
+    from gnnfleet.graph.partition import KIND, write_partition
+    from gnnfleet.graph.partitioners import assign
+    from gnnfleet.graph.quality import measure
+    from gnnfleet.graph.store import open_store
+    from gnnfleet.report.progress import show
+    from gnnfleet.run.commands.info import partition_table
+
+    graph = open_store(store)
+    options: dict[str, Any] = {"imbalance": imbalance, "clusters": clusters, "tries": tries}
+    options = {name: value for name, value in options.items() if value is not None}
+    target = output or store / "parts" / partition_name(method, parts, balance, seed, options)
+    if not dry_run:
+        check_target(target, KIND, overwrite)
+    with show(quiet or as_json) as progress:
+        assignment = assign(graph, parts, method, seed=seed, balance=balance, progress=progress, **options)
+        quality = measure(graph, assignment.part, parts, progress=progress)
+        if not dry_run:
+            write_partition(graph, assignment, target, overwrite=overwrite, quality=quality, progress=progress)
+        if ids is not None:
+            write_ids(graph, assignment, ids)
+    result = {
+        "name": target.name,
+        "path": None if dry_run else str(target),
+        "method": str(method),
+        "balance_by": str(balance),
+        "seed": seed,
+        **quality.summary(),
+    }
+    emit(result, as_json=as_json, human=[partition_table(target.name, result)])
+    remark("nothing written (--dry-run)" if dry_run else f"written to {target}", quiet=quiet or as_json)
+
+
+def partition_name(method: str, parts: int, balance: str, seed: int, options: dict[str, Any]) -> str:
+    """Where a store keeps a partition: the same request finds the same directory."""
+    words = [
+        str(method),
+        str(parts),
+        str(balance),
+        f"seed{seed}",
+        *(f"{key}{value}" for key, value in sorted(options.items())),
+    ]
+    return "-".join(words)
+
+
+def write_ids(graph: Graph, assignment: Assignment, path: Path) -> None:
+    """One row per node: original id, node type, part; several node types with ids of different kinds become strings."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = [nodes.ids.values() for nodes in graph.nodes.values()]
+    if len({column.type for column in columns}) > 1:
+        columns = [column.cast(pa.large_string()) for column in columns]
+    kinds = [kind for kind, nodes in graph.nodes.items() for _ in range(nodes.count)]
+    content = pa.table(
+        {
+            "id": pa.chunked_array(columns),
+            "type": pa.array(kinds, pa.string()).dictionary_encode(),
+            "part": assignment.part,
+        }
+    )
+    partial = path.with_name(f".{path.name}.partial")
+    pq.write_table(content, partial)
+    partial.replace(path)

@@ -1,0 +1,18 @@
+"""Fixtures every test may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real graphs, where a directory with them lies beside the checkout or GNNFLEET_DATA names one."""
+    beside = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("GNNFLEET_DATA", beside))
+    if not (folder / "static").is_dir():
+        pytest.skip("no real graphs: set GNNFLEET_DATA to a directory that has them")
+    return folder
