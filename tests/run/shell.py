@@ -1,0 +1,48 @@
+"""The command line as a user meets it: a process, its two outputs, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def start(*words: str | Path, **options: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "COLUMNS": "200"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "gnnfleet", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )
+
+
+def run(*words: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    process = start(*words)
+    out, err = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run_json(*words: str | Path) -> dict[str, Any]:
+    """The object a command prints with ``--json``; it must be the only thing on standard output."""
+    done = run(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1, done.stdout
+    found: dict[str, Any] = json.loads(lines[0])
+    return found
+
+
+def fails(*words: str | Path, code: int) -> str:
+    """The one-line message of a command that must fail with ``code``, without a traceback and without output."""
+    done = run(*words)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr and not done.stdout.strip(), (done.stdout, done.stderr)
+    message = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(message) == 1, done.stderr
+    return message[0]

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from gnnfleet.errors import GnnfleetError
+from gnnfleet.graph.bundle import PARTIAL
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.partition import Partition
+from gnnfleet.graph.store import open_store, save_store
+from tests.run.shell import fails, run, run_json, start
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    random = torch.Generator().manual_seed(0)
+    count = 300
+    graph = Graph(
+        torch.randint(0, count, (2, 2000), generator=random),
+        x=torch.randn(count, 4, generator=random),
+        y=torch.randint(0, 3, (count,), generator=random),
+        split=torch.randint(0, 3, (count,), generator=random),
+        ids=[f"user {i:04d}" for i in range(count)],
+    )
+    path = tmp_path_factory.mktemp("cli") / "store"
+    save_store(graph, path)
+    return path
+
+
+def test_help_names_every_command() -> None:
+    shown = run("--help")
+    assert shown.returncode == 0
+    for command in ("info", "import", "export", "datasets", "partition", "doctor", "demo"):
+        assert command in shown.stdout
+        assert run(command, "--help").returncode == 0
+
+
+def test_info_says_what_is_there(store: Path) -> None:
+    found = run_json("info", store, "--verify", "--head", "2")
+    assert (found["num_nodes"], found["num_edges"], found["verified"]) == (300, 2000, True)
+    assert [row["id"] for row in found["nodes"]["node"]["head"]] == ["user 0000", "user 0001"]
+    shown = run("info", store, "--head", "2")
+    assert "2,000" in shown.stdout and "user 0001" in shown.stdout
+
+
+def test_info_verify_finds_an_altered_byte(store: Path, tmp_path: Path) -> None:
+    graph = open_store(store)
+    save_store(graph, tmp_path / "copy")
+    file = tmp_path / "copy" / "nodes" / "node" / "x.npy"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    assert run("info", tmp_path / "copy").returncode == 0, "the size is right; only --verify reads"
+    assert "nodes/node/x.npy" in fails("info", tmp_path / "copy", "--verify", "-q", code=4)
+
+
+def test_partition_reports_and_writes(store: Path, tmp_path: Path) -> None:
+    found = run_json("partition", store, "--parts", "3", "--method", "super", "--ids", tmp_path / "ids.parquet")
+    assert found["parts"] == 3 and found["kept_edges"] + found["cut_edges"] == 2000
+    partition = Partition.open(found["path"], open_store(store))
+    table = pq.read_table(tmp_path / "ids.parquet").to_pydict()
+    assert table["id"] == [f"user {i:04d}" for i in range(300)]
+    assert table["part"] == partition.assignment().tolist()
+    assert run_json("info", store)["partitions"][0]["volume"] == found["volume"]
+    assert run_json("info", found["path"], "--verify")["volume"] == found["volume"]
+    assert "--overwrite" in fails("partition", store, "--parts", "3", "--method", "super", code=4)
+    again = run_json("partition", store, "--parts", "3", "--method", "super", "--overwrite")
+    assert again["need"] == found["need"], "the same seed gives the same parts"
+
+
+def test_a_dry_run_writes_nothing(store: Path) -> None:
+    before = sorted(store.rglob("*"))
+    found = run_json("partition", store, "--parts", "2", "--method", "random", "--balance", "edges", "--dry-run")
+    assert found["path"] is None and sorted(store.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("info", "nowhere"), 4, "does not exist"),
+        (("partition", "nowhere", "--parts", "2"), 4, "does not exist"),
+        (("partition", "STORE", "--parts", "0"), 2, "at least one part"),
+        (("partition", "STORE", "--parts", "two"), 2, "--parts"),
+        (("partition", "STORE", "--parts", "2", "--method", "magic"), 2, "magic"),
+        (("partition", "STORE"), 2, "--parts"),
+        (("magic",), 2, "magic"),
+        (("info", "STORE", "--magic"), 2, "--magic"),
+    ],
+)
+def test_mistakes_get_one_short_message(store: Path, words: tuple[str, ...], code: int, message: str) -> None:
+    assert message in fails(*(store if word == "STORE" else word for word in words), code=code)
+
+
+def test_debug_shows_the_traceback() -> None:
+    assert "Traceback" in run("info", "nowhere", "--debug").stderr
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_killed_partition_leaves_nothing_that_opens(tmp_path: Path, how: signal.Signals) -> None:
+    random = torch.Generator().manual_seed(1)
+    graph = Graph(torch.randint(0, 20_000, (2, 400_000), generator=random), num_nodes=20_000)
+    save_store(graph, tmp_path / "s")
+    target = tmp_path / "out" / "cut"
+    for delay in (0.0, 0.05, 0.15):
+        stale = set(target.parent.glob(f".cut{PARTIAL}*"))
+        process = start("partition", tmp_path / "s", "--parts", "16", "--method", "random", "-o", target)
+        deadline = time.monotonic() + 60
+        while set(target.parent.glob(f".cut{PARTIAL}*")) <= stale and time.monotonic() < deadline:
+            if process.poll() is not None:
+                break
+            time.sleep(0.002)
+        time.sleep(delay)
+        process.send_signal(how)
+        process.communicate(timeout=60)
+        if target.exists():
+            assert Partition.open(target).parts == 16, "it was faster than the signal, so it must be whole"
+            continue
+        left = list(target.parent.iterdir()) if target.parent.exists() else []
+        if how is not signal.SIGKILL:
+            assert left == [] and process.returncode == 130
+        for path in left:
+            assert PARTIAL in path.name
+            with pytest.raises(GnnfleetError):
+                Partition.open(path)
+    done = run("partition", tmp_path / "s", "--parts", "16", "--method", "random", "-o", target, "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in target.parent.iterdir()] == ["cut"]
+
+
+def test_doctor_finds_this_machine_fit() -> None:
+    found = run_json("doctor")
+    assert found["fit"]
+    checks = {check["check"]: check for check in found["checks"]}
+    assert checks["openmp"]["level"] == "ok", checks["openmp"]
+    assert {"torch", "kernels", "shared memory", "ports", "interface", "open files"} <= set(checks)

@@ -1,0 +1,27 @@
+"""The public face: every name resolves, nothing heavy is loaded before it is needed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import gnnfleet
+
+
+def test_every_public_name_resolves_to_what_type_checkers_see() -> None:
+    source = ast.parse(Path(gnnfleet.__file__).read_text())
+    seen = {
+        alias.asname: alias.name
+        for node in ast.walk(source)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for name in gnnfleet.__all__:
+        assert getattr(gnnfleet, name).__name__ == seen[name]
+
+
+def test_help_does_not_load_torch() -> None:
+    script = "import sys, gnnfleet.run.cli; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
