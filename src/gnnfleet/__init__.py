@@ -25,28 +25,33 @@ if TYPE_CHECKING:
     from gnnfleet.graph.store import open_store as open
     from gnnfleet.graph.store import save_store as save
 
-# Public name → module it lives in, and its name there where it differs.
-_HOMES: dict[str, tuple[str, str | None]] = {
-    "ConfigError": ("gnnfleet.errors", None),
-    "EdgeType": ("gnnfleet.graph.graph", None),
-    "GnnfleetError": ("gnnfleet.errors", None),
-    "Graph": ("gnnfleet.graph.graph", None),
-    "InputError": ("gnnfleet.errors", None),
-    "NativeError": ("gnnfleet.errors", None),
-    "PartitionError": ("gnnfleet.errors", None),
-    "StoreError": ("gnnfleet.errors", None),
-    "open": ("gnnfleet.graph.store", "open_store"),
-    "save": ("gnnfleet.graph.store", "save_store"),
+# Public name → where it lives, for all that is not an error.
+_HOMES = {
+    "EdgeType": "gnnfleet.graph.graph.EdgeType",
+    "Graph": "gnnfleet.graph.graph.Graph",
+    "open": "gnnfleet.graph.store.open_store",
+    "save": "gnnfleet.graph.store.save_store",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = [
+    "ConfigError",
+    "EdgeType",
+    "GnnfleetError",
+    "Graph",
+    "InputError",
+    "NativeError",
+    "PartitionError",
+    "StoreError",
+    "open",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'gnnfleet' has no attribute {name!r}")
-    module, own_name = _HOMES[name]
-    return getattr(import_module(module), own_name or name)
+    module, _, own_name = _HOMES.get(name, f"gnnfleet.errors.{name}").rpartition(".")
+    return getattr(import_module(module), own_name)
 
 
 def __dir__() -> list[str]:
