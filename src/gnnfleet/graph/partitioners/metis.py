@@ -27,9 +27,16 @@ def mincut(scan: EdgeScan, request: Request, progress: Progress) -> tuple[Array,
     graph = simple_graph(scan, progress)
     advance = progress.stage(f"METIS, best of {request.tries}", request.tries)
     best: tuple[int, Array] | None = None
+    # METIS itself repeats and keeps the best: on a small graph that costs nothing, and single runs differ by 20 %.
+    repeats = max(1, min(16, 2_000_000 // max(len(graph[1]), 1)))
     for attempt in range(max(request.tries, 1)):
         cut, part = _kway(
-            graph, request.parts, request.weights, seed=request.seed * 1009 + attempt, imbalance=request.imbalance
+            graph,
+            request.parts,
+            request.weights,
+            seed=request.seed * 1009 + attempt,
+            imbalance=request.imbalance,
+            repeats=repeats,
         )
         if best is None or cut < best[0]:
             best = cut, part
@@ -99,11 +106,13 @@ def simple_graph(scan: EdgeScan, progress: Progress) -> tuple[Array, Array]:
     return xadj, neighbour[first]
 
 
-def _kway(graph: tuple[Array, Array], parts: int, weights: Array, *, seed: int, imbalance: float) -> tuple[int, Array]:
+def _kway(
+    graph: tuple[Array, Array], parts: int, weights: Array, *, seed: int, imbalance: float, repeats: int = 1
+) -> tuple[int, Array]:
     xadj, adjncy = graph
     if parts == 1:
         return 0, np.zeros(len(xadj) - 1, dtype=np.int32)
-    options = pymetis.Options(seed=seed % 2**31, ufactor=max(1, round(imbalance * 1000)))
+    options = pymetis.Options(seed=seed % 2**31, ufactor=max(1, round(imbalance * 1000)), ncuts=repeats)
     uniform = bool((weights == weights[0]).all())
     index = np.int64 if pymetis._internal._idx_type_width() == 64 else np.int32  # another width is copied item by item
     cut, part = pymetis.part_graph(
