@@ -84,7 +84,7 @@ def test_mincut_finds_the_cut_of_a_ring() -> None:
     ],
 )
 def test_mincut_is_as_good_as_metis_by_itself(shared_data: Path, name: str, cuts: dict[int, int]) -> None:
-    """Undirected edges cut, against gpmetis 5.1.0 with its defaults: at most 5 % more, within its own 3 % of balance."""
+    """Undirected edges cut, against gpmetis 5.1.0 with its defaults: at most 5 % more, at its own balance."""
     index = np.load(shared_data / "static" / f"{name}.npz", allow_pickle=False)["edge_index"].astype(np.int64)
     count = int(index.max()) + 1
     pairs = {(min(s, d), max(s, d)) for s, d in index.T.tolist() if s != d}
