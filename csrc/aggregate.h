@@ -1,0 +1,74 @@
+// Linear and max aggregation over compressed rows, and the gradients of their inputs. Arguments travel in one struct
+// because every instruction set has its own copy of the functions behind one table.
+#pragma once
+#include <cstdint>
+
+namespace gnnfleet {
+
+enum class Element : int { float32 = 0, bfloat16 = 1, float64 = 2 };
+
+// Row i of the structure has columns col[indptr[i] .. indptr[i+1]) and is row `rows[i]` of the output (i without rows).
+struct Rows {
+  const int64_t* indptr;
+  const void* col;        // int32, or int64 when wide
+  bool wide;
+  const int32_t* rows;    // may be null
+  int64_t n;
+};
+
+// out[rows[i]] (+)= row_scale[i] * sum_e weight[e] * col_scale[col[e]] * x[col[e]]. The three factors may be null.
+// x is `element`, everything else its wide type (float32 for bfloat16). With `add` the output is added to.
+struct SumArgs {
+  Rows structure;
+  const void* x;
+  int64_t width;
+  Element element;
+  const void* weight;
+  const void* row_scale;
+  const void* col_scale;
+  void* out;
+  bool add;
+  int threads;
+};
+
+// out[rows[i]] = max_e x[col[e]] elementwise, first edge wins ties; winner[rows[i]] = number of the edge (+ edge_base),
+// -1 where there is none. With `merge` an existing winner stays unless beaten strictly. Rows without edges: out 0 (when not
+// merging). Output is float32 or float64.
+struct MaxArgs {
+  Rows structure;
+  const void* x;
+  int64_t width;
+  Element element;
+  void* out;
+  int64_t* winner;
+  int64_t edge_base;
+  bool merge;
+  int threads;
+};
+
+// Backward of max over the reversed structure: dx[rows[j]] (+)= sum over out-edges e of g[col[e]] where winner[col[e]] == edge_id[e].
+struct MaxBackArgs {
+  Rows structure;
+  const int64_t* edge_id;
+  const void* grad;
+  const int64_t* winner;
+  int64_t width;
+  Element element;   // of grad and dx: float32 or float64
+  void* dx;
+  bool add;
+  int threads;
+};
+
+// dot[e] = <a[row of e], b[col[e]]> * scale[row]: the gradient of edge weights.
+struct DotArgs {
+  Rows structure;
+  const void* a;
+  const void* b;
+  int64_t width;
+  Element element;   // of both
+  const void* row_scale;
+  void* out;
+  int threads;
+};
+
+}  // namespace gnnfleet

@@ -1,0 +1,63 @@
+// Vectors of one instruction set: GNNFLEET_VECTOR_BYTES wide, loaded and stored unaligned. Included by kernel sources
+// only, inside whose namespace everything lives.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+namespace gnnfleet::GNNFLEET_ISA {
+
+struct BFloat {  // bfloat16 in memory; arithmetic is float32
+  uint16_t bits;
+};
+
+// What a stored element is computed in.
+template <typename T> struct Wide { using type = T; };
+template <> struct Wide<BFloat> { using type = float; };
+template <typename T> using wide_t = typename Wide<T>::type;
+
+template <typename A>
+struct Lanes {
+  static constexpr int count = GNNFLEET_VECTOR_BYTES / static_cast<int>(sizeof(A));
+  typedef A type __attribute__((vector_size(GNNFLEET_VECTOR_BYTES)));
+};
+template <typename A> using vec_t = typename Lanes<A>::type;
+
+template <typename A>
+inline vec_t<A> load(const A* from) {
+  vec_t<A> v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+inline vec_t<float> load(const BFloat* from) {
+  constexpr int n = Lanes<float>::count;
+  typedef uint16_t narrow __attribute__((vector_size(n * 2)));
+  typedef uint32_t wide __attribute__((vector_size(n * 4)));
+  narrow raw;
+  std::memcpy(&raw, from, sizeof raw);
+  const wide shifted = __builtin_convertvector(raw, wide) << 16;
+  vec_t<float> v;
+  std::memcpy(&v, &shifted, sizeof v);
+  return v;
+}
+
+template <typename A>
+inline void store(A* to, vec_t<A> v) {
+  std::memcpy(to, &v, sizeof v);
+}
+
+template <typename A>
+inline vec_t<A> splat(A value) {
+  return vec_t<A>{} + value;
+}
+
+inline float widen(BFloat value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+inline float widen(float value) { return value; }
+inline double widen(double value) { return value; }
+
+}  // namespace gnnfleet::GNNFLEET_ISA
