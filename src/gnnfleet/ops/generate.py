@@ -1,4 +1,4 @@
-"""What generated datasets are drawn from: heavy tails, weighted choices, Gaussian rows, recursive matrices, distinct edges.
+"""What generated datasets are drawn from: heavy tails, weighted choices, Gaussian rows, recursive matrices.
 
 Every output is a function of the draws and of the index alone; see ``draws``.
 """
@@ -27,7 +27,7 @@ def paretos(draws: Draws, count: int, *, shape: float, limit: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Slots:
-    """Things to choose from by weight: thing ``table[s]`` for a slot s, group g owning slots ``starts[g]:starts[g + 1]``.
+    """Things to choose from by weight: ``table[s]`` for a slot s; group g owns slots ``starts[g]:starts[g + 1]``.
 
     A thing has as many slots as its whole-numbered weight says, so a choice is one random number and one look-up.
     """
@@ -60,10 +60,10 @@ class Slots:
         return whole.draw(draws, torch.zeros(count, dtype=torch.int32), first=first)
 
 
-def whole_weights(draws: Draws, weights: Tensor, *, slots: int) -> Tensor:
-    """Weights as int64 that sum to about ``slots``: scaled, rounded up or down by chance, at least 1."""
-    scaled = weights * (slots / float(weights.sum()))
-    return (scaled + draws.uniforms(weights.shape[0])).floor().long().clamp_(min=1)
+def whole_weights(draws: Draws, weights: Tensor, *, scale: float) -> Tensor:
+    """Weights times ``scale`` as int64, rounded up or down by chance, at least 1."""
+    # No normalising by the sum: a floating-point sum depends on the number of threads.
+    return (weights * scale + draws.uniforms(weights.shape[0])).floor().long().clamp_(min=1)
 
 
 def rows(draws: Draws, count: int, width: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -71,7 +71,9 @@ def rows(draws: Draws, count: int, width: int, *, dtype: torch.dtype = torch.flo
     return _in_pieces(count, width, dtype, lambda first, out: _native.draw_rows(*draws.words, first, out, threads()))
 
 
-def rows_around(draws: Draws, centres: Tensor, groups: Tensor, *, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
+def rows_around(
+    draws: Draws, centres: Tensor, groups: Tensor, *, scale: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """[n, width]: scale · centres[groups] plus standard normal noise; int32 groups, float32 centres."""
     assert not groups.numel() or (int(groups.min()) >= 0 and int(groups.max()) < centres.shape[0])
 
@@ -82,7 +84,9 @@ def rows_around(draws: Draws, centres: Tensor, groups: Tensor, *, scale: float, 
     return _in_pieces(groups.shape[0], centres.shape[1], dtype, fill)
 
 
-def rmat(draws: Draws, count: int, *, nodes: int, quadrants: tuple[float, float, float, float], first: int = 0) -> tuple[Tensor, Tensor]:
+def rmat(
+    draws: Draws, count: int, *, nodes: int, quadrants: tuple[float, float, float, float], first: int = 0
+) -> tuple[Tensor, Tensor]:
     """([count], [count]) int32 ends of edges of a recursive matrix over ``nodes`` nodes."""
     src = torch.empty(count, dtype=torch.int32)
     dst = torch.empty(count, dtype=torch.int32)
