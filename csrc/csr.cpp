@@ -8,6 +8,7 @@
 namespace gnnfleet {
 namespace {
 
+constexpr int64_t kGrain = 1 << 14;  // edges; below this, waking threads costs more than they do
 constexpr int64_t kRows = 512;  // rows a thread takes at a time: enough to hide the taking, few enough to balance hubs
 
 template <typename Index>
@@ -26,7 +27,7 @@ template <typename Index, typename Put>
 void scatter(const Index* keys, int64_t n, int64_t buckets, const int64_t* offsets, int threads, Put put) {
   std::vector<int64_t> cursor(offsets, offsets + buckets);
   threads = std::max(1, std::min<int>(threads, 16));
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (n >= kGrain)
   {
     const int64_t parts = omp_get_num_threads(), part = omp_get_thread_num();
     const auto bound = [&](int64_t p) {
@@ -78,7 +79,7 @@ int64_t sort_edges(const int32_t* src, const int32_t* dst, int64_t n, int64_t nu
   if (wrong >= 0) return wrong;
   // (source, position) in one word sorts as the pair does; the words live in the room of `order` until they are parted.
   scatter(dst, n, num_dst, indptr, threads, [=](int64_t at, int64_t i) { order[at] = static_cast<int64_t>(src[i]) << 32 | i; });
-#pragma omp parallel for num_threads(threads) schedule(dynamic, kRows)
+#pragma omp parallel for num_threads(threads) schedule(dynamic, kRows) if (n >= kGrain)
   for (int64_t row = 0; row < num_dst; ++row) {
     sort_row(order + indptr[row], order + indptr[row + 1]);
     for (int64_t at = indptr[row]; at < indptr[row + 1]; ++at) {
@@ -94,14 +95,14 @@ int64_t sort_rows(const int32_t* src, const int32_t* dst, int64_t n, int64_t num
   const int64_t wrong = count_ends(src, dst, n, num_src, num_dst, indptr);
   if (wrong >= 0) return wrong;
   scatter(dst, n, num_dst, indptr, threads, [=](int64_t at, int64_t i) { sorted[at] = src[i]; });
-#pragma omp parallel for num_threads(threads) schedule(dynamic, kRows)
+#pragma omp parallel for num_threads(threads) schedule(dynamic, kRows) if (n >= kGrain)
   for (int64_t row = 0; row < num_dst; ++row) sort_row(sorted + indptr[row], sorted + indptr[row + 1]);
   return -1;
 }
 
 void count_distinct(const int64_t* indptr, const int32_t* sorted, int64_t rows, int64_t* distinct, int threads) {
   distinct[0] = 0;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, kRows)
+#pragma omp parallel for num_threads(threads) schedule(dynamic, kRows) if (indptr[rows] >= kGrain)
   for (int64_t row = 0; row < rows; ++row) {
     int64_t count = 0;
     for (int64_t at = indptr[row]; at < indptr[row + 1]; ++at) count += at == indptr[row] || sorted[at] != sorted[at - 1];
@@ -112,7 +113,7 @@ void count_distinct(const int64_t* indptr, const int32_t* sorted, int64_t rows, 
 
 void take_distinct(const int64_t* indptr, const int32_t* sorted, int64_t rows, const int64_t* distinct, int32_t* out,
                    int32_t* times, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, kRows)
+#pragma omp parallel for num_threads(threads) schedule(dynamic, kRows) if (indptr[rows] >= kGrain)
   for (int64_t row = 0; row < rows; ++row) {
     int64_t to = distinct[row] - 1;
     for (int64_t at = indptr[row]; at < indptr[row + 1]; ++at) {

@@ -103,9 +103,11 @@ class Shuffle {
   std::array<uint64_t, kRounds> keys_;
 };
 
+constexpr int64_t kGrain = 1 << 14;  // below this, waking threads costs more than they do
+
 template <typename Entry>
-void each(int64_t n, int threads, Entry entry) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+void each(int64_t n, int threads, Entry entry, int64_t size = 1) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (n * size >= kGrain)
   for (int64_t i = 0; i < n; ++i) entry(i);
 }
 
@@ -137,7 +139,7 @@ int64_t draw_slots(Draws draws, int64_t first, int64_t n, const int32_t* table, 
   // Slots first, look-ups after: the table is larger than the caches, and this way many misses are under way at once.
   constexpr int64_t kBatch = 64;
   int64_t wrong = n;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(min : wrong)
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(min : wrong) if (n >= kGrain)
   for (int64_t start = 0; start < n; start += kBatch) {
     const int64_t end = std::min(n, start + kBatch);
     std::array<int64_t, kBatch> slots;
@@ -170,12 +172,13 @@ void draw_rows(Draws draws, int64_t first, int64_t n, int64_t width, const float
         target[start + f] = centre ? scale * centre[start + f] + noise : noise;
       }
     }
-  });
+  }, width);
 }
 
 void draw_rmat(Draws draws, int64_t first, int64_t n, int levels, int64_t nodes, const double* quadrants, int32_t* src,
                int32_t* dst, int threads) {
   // Sixteen bits decide a level, eight levels a block: the probabilities are met to 2^-17.
+  constexpr uint32_t kTurns = 256;  // quadrants that reach only ends beyond `nodes` must come to an end too
   const auto bound = [](double share) { return static_cast<uint32_t>(share * 65536 + 0.5); };
   const uint32_t a = bound(quadrants[0]), b = bound(quadrants[0] + quadrants[1]);
   const uint32_t c = bound(quadrants[0] + quadrants[1] + quadrants[2]);
@@ -192,9 +195,9 @@ void draw_rmat(Draws draws, int64_t first, int64_t n, int levels, int64_t nodes,
         row = row << 1 | static_cast<int64_t>(u >= b);
         column = column << 1 | static_cast<int64_t>((u >= a) ^ (u >= b) ^ (u >= c));
       }
-    } while (row >= nodes || column >= nodes);
-    src[i] = static_cast<int32_t>(row);
-    dst[i] = static_cast<int32_t>(column);
+    } while ((row >= nodes || column >= nodes) && turn < kTurns);
+    src[i] = static_cast<int32_t>(row % nodes);
+    dst[i] = static_cast<int32_t>(column % nodes);
   });
 }
 

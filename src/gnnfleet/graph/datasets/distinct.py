@@ -5,6 +5,7 @@ Edges are drawn by index and dropped by a keyed number of the pair, so the numbe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -48,13 +49,13 @@ def draw_distinct(quotas: Sequence[Quota], draws: Draws, *, kind: Kind, nodes: i
     src = dst = torch.empty(0, dtype=torch.int32)
     kinds = torch.empty(0, dtype=torch.int8)
     drawn, found, worth = [0] * len(quotas), [0] * len(quotas), [1.0] * len(quotas)
-    for _ in range(_ROUNDS):
-        asked = [
-            int(max(q.wanted - n, 0) / w * _SPARE) + 16 * (q.wanted > n)
-            for q, n, w in zip(quotas, found, worth, strict=True)
-        ]
-        if not any(asked):
+    for turn in itertools.count():
+        missing = [max(quota.wanted - n, 0) for quota, n in zip(quotas, found, strict=True)]
+        if not any(missing):
             return _drop_surplus(quotas, kinds, src=src, dst=dst, numbers=pair_numbers(draws, src, dst))
+        if turn == _ROUNDS:
+            break
+        asked = [int(count / w * _SPARE) + 16 if count else 0 for count, w in zip(missing, worth, strict=True)]
         fresh = [q.draw(first, count) for q, first, count in zip(quotas, drawn, asked, strict=True) if count]
         src, dst = _distinct([(src, dst), *fresh], nodes, directed)
         kinds = kind(src, dst)
@@ -63,10 +64,9 @@ def draw_distinct(quotas: Sequence[Quota], draws: Draws, *, kind: Kind, nodes: i
             drawn[k] += count
             if count:
                 worth[k] = min(1.0, max((found[k] - before[k]) / count, 0.05))
-    short = next((q, n) for q, n in zip(quotas, found, strict=True) if n < q.wanted)
+    quota, n = next((quota, n) for quota, n in zip(quotas, found, strict=True) if n < quota.wanted)
     raise ConfigError(
-        f"only {short[1]:,} different {short[0].name} were found of {short[0].wanted:,} wanted: "
-        "ask for fewer edges or more nodes"
+        f"only {n:,} different {quota.name} were found of {quota.wanted:,} wanted: ask for fewer edges or more nodes"
     )
 
 

@@ -101,10 +101,8 @@ def _count_nodes(graph: Graph) -> dict[str, dict[str, int]]:
 def _tensor_bytes(graph: Graph) -> int:
     from gnnfleet.graph.store import EDGE_ARRAYS, NODE_ARRAYS
 
-    tables = [(nodes, NODE_ARRAYS) for nodes in graph.nodes.values()] + [
-        (edges, EDGE_ARRAYS) for edges in graph.edges.values()
-    ]
-    tensors = (getattr(owner, name) for owner, names in tables for name in names)
+    tensors = [getattr(nodes, name) for nodes in graph.nodes.values() for name in NODE_ARRAYS]
+    tensors += [getattr(edges, name) for edges in graph.edges.values() for name in EDGE_ARRAYS]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
