@@ -13,6 +13,7 @@ from typing import Any
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.datasets.base import DatasetConfig, configure
 from gnnfleet.graph.datasets.communities import CommunitiesConfig, make_communities
+from gnnfleet.graph.datasets.debian import DebianConfig, make_debian
 from gnnfleet.graph.datasets.events import EventsConfig, make_events
 from gnnfleet.graph.datasets.rmat import RmatConfig, make_rmat
 from gnnfleet.graph.datasets.shop import ShopConfig, make_shop
@@ -59,6 +60,7 @@ DATASETS: dict[str, Dataset] = {
         Dataset("rmat", "recursive matrix as in Graph500: very skewed, for scale", RmatConfig, make_rmat),
         Dataset("shop", "users, products and brands: six relations, string ids", ShopConfig, make_shop),
         Dataset("events", "users and items in time: repeats and drift", EventsConfig, make_events),
+        Dataset("debian", "packages of this Debian machine's archive: a real graph", DebianConfig, make_debian),
     )
 }
 
@@ -82,5 +84,5 @@ def _kind(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return "|".join(schema["enum"])
     kinds = [option["type"] for option in schema.get("anyOf", [schema])]
-    words = {"integer": "int", "number": "float", "boolean": "bool"}
+    words = {"integer": "int", "number": "float", "boolean": "bool", "string": "text"}
     return "|".join(words.get(kind, kind) for kind in kinds if kind != "null")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="datasets", help="Generated graphs, from a seed.", no_args_is_help=True)
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="communities, rmat, shop or events.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A generator: gnnfleet datasets list names all.")]
 
 
 @app.command("list")
@@ -77,13 +77,21 @@ def make_dataset(
         "edges": {str(kind): edges.count for kind, edges in graph.edges.items()},
         "bytes": graph.store.nbytes,
         "seconds": {stage: round(taken, 3) for stage, taken in seconds.items()},
-        "parameters": config.model_dump(),
+        "parameters": config.model_dump(mode="json"),
     }
     emit(result, as_json=as_json, human=_tables(graph, result))
 
 
 def _describe(dataset: Dataset) -> dict[str, Any]:
-    fields = [{"name": p.name, "type": p.kind, "default": p.default, "meaning": p.meaning} for p in dataset.parameters]
+    fields = [
+        {
+            "name": p.name,
+            "type": p.kind,
+            "default": p.default if isinstance(p.default, int | float | None) else str(p.default),
+            "meaning": p.meaning,
+        }
+        for p in dataset.parameters
+    ]
     return {"name": dataset.name, "summary": dataset.summary, "parameters": fields}
 
 
