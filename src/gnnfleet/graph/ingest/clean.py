@@ -30,8 +30,8 @@ def clean_edges(
     """The cleaned graph and what was found: self_loops, parallel, self_loops_dropped, parallel_dropped, reverse_added.
 
     ``undirected`` adds the reverse of every edge: in the same edge type between nodes of one type, else as a new edge
-    type (dst, rev_relation, src), unless it is there. ``drop`` keeps the first of parallel edges in store order, reverse
-    edges behind given ones; ``sum`` also adds the weights, each 1 without one. ``error`` raises InputError.
+    type (dst, rev_relation, src), unless that exists. ``drop`` keeps the first parallel edge in store order, reverse
+    edges behind given ones; ``sum`` adds the weights, each 1 without one. ``error`` raises InputError.
     """
     _check_word("duplicates", duplicates, get_args(Duplicates))
     _check_word("self_loops", self_loops, get_args(SelfLoops))
@@ -149,7 +149,7 @@ def _both_directions(edges: Edges) -> Edges:
 
 
 def _sort(edges: Edges, src: Tensor, dst: Tensor, rows: Tensor, *, num_dst: int) -> Edges:
-    """New ends, each with the data of the old edge in ``rows``; copies come behind their originals, in the same order."""
+    """New ends, each with the data of the old edge in ``rows``; copies stay behind their originals."""
     num_src = max(num_dst, edges.num_dst)
     indptr, order = csr.sort_edges(src.contiguous(), dst.contiguous(), num_src=num_src, num_dst=num_dst)
     rows_sorted = rows[order]
