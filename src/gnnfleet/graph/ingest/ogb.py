@@ -202,8 +202,8 @@ def _load_pt(path: Path) -> dict[str, Any]:
             held = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"{path} needs more than tensors and arrays, and gnnfleet runs no code from a file: if you "
-            "trust it, load it with weights_only=False and save it again with torch.save"
+            f"{path} needs more than tensors and arrays (or a newer pickle protocol than 2), and gnnfleet runs no "
+            "code from a file: if you trust it, load it with weights_only=False and save it again with torch.save"
         ) from error
     except Exception as error:  # a damaged file fails in many ways inside the unpickler
         raise InputError(f"{path} cannot be read as a .pt file: {error}") from error

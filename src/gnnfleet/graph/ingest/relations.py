@@ -61,7 +61,7 @@ class NodeKinds:
     def declared(self, relation: str) -> EdgeType | None:
         """The edge type a relation's name alone fixes, also when it has no edges."""
         if len(self.names) == 1:
-            return EdgeType(self.names[0], relation, self.names[0])
+            return self.name(relation, self.names[0], self.names[0])
         for src in self.names:
             for dst in self.names:
                 if (kind := self.name(relation, src, dst)).relation != relation:
