@@ -17,8 +17,8 @@ _LINKS = {"val": "valid_edge", "val_neg": "valid_edge_neg", "test": "test_edge",
 
 
 def write_npz(graph: Graph, path: str | Path) -> None:
-    """Write ``path``; edges in store order. Raises ConfigError for data only some types have, which a store can hold."""
-    arrays = {**_node_arrays(graph), **_edge_arrays(graph)}
+    """Write ``path``; edges in store order. Raises ConfigError for data that only some types have."""
+    arrays: dict[str, Any] = {**_node_arrays(graph), **_edge_arrays(graph)}
     with Path(path).open("wb") as file:  # a file, because numpy appends .npz to names without it
         np.savez_compressed(file, **arrays)
 
@@ -44,7 +44,7 @@ def _node_arrays(graph: Graph) -> dict[str, Array]:
     splits = [None if table.split is None else table.split.T for table in graph.nodes.values()]
     codes = _stack(splits, counts, "splits", fill=NO_SPLIT)
     if codes is not None:
-        arrays |= {f"{name}_masks": code == codes.T for name, code in SPLITS.items()}
+        arrays |= {f"{name}_masks": np.equal(codes.T, code) for name, code in SPLITS.items()}
     return arrays
 
 

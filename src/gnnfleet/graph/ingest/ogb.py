@@ -20,7 +20,7 @@ from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import EDGE, NODE, Edges, EdgeType, Graph, Nodes, make_edges, make_nodes
 from gnnfleet.graph.ingest.clean import clean_edges
 from gnnfleet.graph.ingest.ogb_files import RawFiles, find, open_raw, read_numbers, read_table
-from gnnfleet.graph.ingest.relations import Array, NodeKinds, relation_names
+from gnnfleet.graph.ingest.relations import Array, NodeKinds, check_links, relation_names
 
 _log = logging.getLogger(__name__)
 BOTH_WAYS = ("products", "proteins", "ppa", "ppassoc", "collab", "ddi")
@@ -112,23 +112,13 @@ def _read_edges(source: RawFiles, scheme: Path | None, counts: Mapping[str, int]
                 raise InputError(f"{source.raw}: edges {kind} need nodes of type {end!r}, found {', '.join(counts)}")
         try:
             num_src, num_dst = counts[kind.src], counts[kind.dst]
-            _check_links(links.get(kind, {}), num_src, num_dst)
+            check_links(links.get(kind, {}), num_src, num_dst)
             edges[kind] = make_edges(
                 data.pop("edge_index"), num_src=num_src, num_dst=num_dst, links=links.get(kind), **data
             )
         except InputError as error:
             raise InputError(f"{source.raw}, edges {kind}: {error}") from error
     return edges
-
-
-def _check_links(links: Mapping[str, Array], num_src: int, num_dst: int) -> None:
-    for name, pairs in links.items():
-        if pairs.ndim != 2 or pairs.shape[0] != 2 or pairs.dtype.kind not in "iu":
-            raise InputError(f"held-out links {name} must be pairs of nodes, found {pairs.dtype} {list(pairs.shape)}")
-        if pairs.size and (pairs.min() < 0 or pairs[0].max() >= num_src or pairs[1].max() >= num_dst):
-            raise InputError(
-                f"held-out links {name} name nodes that are not there: {num_src} sources, {num_dst} targets"
-            )
 
 
 def _cut_relations(data: dict[str, Any], codes: Array, count: int) -> dict[EdgeType, dict[str, Any]]:

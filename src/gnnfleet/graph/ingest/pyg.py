@@ -22,7 +22,7 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EDGE, NODE, SPLITS, Edges, EdgeType, Graph, Nodes, make_edges, make_nodes
 from gnnfleet.graph.ingest.clean import is_undirected
-from gnnfleet.graph.ingest.relations import NodeKinds, relation_names
+from gnnfleet.graph.ingest.relations import NodeKinds, check_links, relation_names
 
 _log = logging.getLogger(__name__)
 _LINKS = {
@@ -41,9 +41,12 @@ def from_pyg(data: Any, *, name: str = "graph") -> Graph:
     """The graph of a Data, HeteroData or TemporalData; raises InputError naming the type and what does not fit."""
     if hasattr(data, "node_types") and hasattr(data, "edge_types"):
         nodes = {str(kind): _read_nodes(data[kind], _count_hetero(data, kind), str(kind)) for kind in data.node_types}
+        for kind in data.node_types:
+            _report_ignored(data[kind], str(kind), _NODE_WORDS)
         edges = {}
         for kind in data.edge_types:
             edge_type = EdgeType(*map(str, kind))
+            _report_ignored(data[kind], str(edge_type), _EDGE_WORDS)
             for end in (edge_type.src, edge_type.dst):  # PyG lets edges name a type that has no store of its own
                 nodes.setdefault(end, make_nodes(_count_hetero(data, end)))
             edges[edge_type] = _read_edges(data[kind], edge_type, nodes)
@@ -51,12 +54,13 @@ def from_pyg(data: Any, *, name: str = "graph") -> Graph:
     if all(getattr(data, word, None) is not None for word in ("src", "dst", "t")):
         pairs = torch.stack([data.src, data.dst])
         return Graph(pairs, edge_attr=getattr(data, "msg", None), time=data.t, name=name)
+    _report_ignored(data, NODE, _NODE_WORDS | _EDGE_WORDS)
     count = _count_nodes(data, [data])
-    nodes = {NODE: _read_nodes(data, count, NODE, other=_EDGE_WORDS)}
+    nodes = {NODE: _read_nodes(data, count, NODE)}
     if getattr(data, "edge_type", None) is not None:
         tables = _read_relations(data, count)
     else:
-        tables = {EDGE: _read_edges(data, EDGE, nodes, other=_NODE_WORDS)}
+        tables = {EDGE: _read_edges(data, EDGE, nodes)}
     return Graph.of(nodes, tables, name=name, undirected=is_undirected(tables))
 
 
@@ -156,15 +160,15 @@ def _count_nodes(store: Any, edges: list[Any]) -> int:
 
 
 def _optional(store: Any, word: str) -> Any:
-    return getattr(store, word, None)
+    value = getattr(store, word, None)
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def _read_nodes(store: Any, count: int, kind: str, other: set[str] = frozenset()) -> Nodes:  # type: ignore[assignment]
+def _read_nodes(store: Any, count: int, kind: str) -> Nodes:
     masks = {name: mask for name, word in _MASKS.items() if (mask := _optional(store, word)) is not None}
     # PyG has one column per split, gnnfleet one row.
     masks = {name: mask.T if mask.dim() == 2 else mask for name, mask in masks.items()}
     ids = _optional(store, "n_id") if _optional(store, "n_id") is not None else _optional(store, "ids")
-    _report_ignored(store, kind, _NODE_WORDS | other)
     try:
         return make_nodes(
             count,
@@ -182,13 +186,12 @@ def _dense(x: Any) -> Any:
     return x.to_dense() if isinstance(x, Tensor) and x.layout != torch.strided else x
 
 
-def _read_edges(store: Any, kind: EdgeType, nodes: Mapping[str, Nodes], other: set[str] | None = None) -> Edges:
-    if other is None:  # a store of its own; what a Data has besides was reported with its nodes
-        _report_ignored(store, str(kind), _EDGE_WORDS)
+def _read_edges(store: Any, kind: EdgeType, nodes: Mapping[str, Nodes]) -> Edges:
     num_src, num_dst = nodes[kind.src].count, nodes[kind.dst].count
     try:
-        values = _edge_data(store, kind)
-        return make_edges(values.pop("edge_index"), num_src=num_src, num_dst=num_dst, links=_links(store), **values)
+        values, links = _edge_data(store, kind), _links(store)
+        check_links({name: pairs.numpy() for name, pairs in links.items()}, num_src, num_dst)
+        return make_edges(values.pop("edge_index"), num_src=num_src, num_dst=num_dst, links=links, **values)
     except InputError as error:
         raise InputError(f"edges {kind}: {error}") from error
 

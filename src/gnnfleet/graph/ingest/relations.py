@@ -6,7 +6,7 @@ two node types, so one relation that joins several pairs of node types becomes s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import EDGE, NODE, EdgeType
 from gnnfleet.ops import csr
 
 Array = np.ndarray[Any, Any]
+SINGLE_RELATION = EDGE.relation
 
 
 @dataclass(frozen=True)
@@ -80,4 +82,12 @@ def sort_codes(codes: Array, buckets: int) -> tuple[Array, Array]:
     return offsets.numpy(), order.numpy()
 
 
-SINGLE_RELATION = EDGE.relation
+def check_links(links: Mapping[str, Array], num_src: int, num_dst: int) -> None:
+    """Raise InputError unless links are [2, L] rows that exist."""
+    for name, pairs in links.items():
+        if pairs.ndim != 2 or pairs.shape[0] != 2 or pairs.dtype.kind not in "iu":
+            raise InputError(f"held-out links {name} must be pairs of nodes, found {pairs.dtype} {list(pairs.shape)}")
+        if pairs.size and (pairs.min() < 0 or pairs[0].max() >= num_src or pairs[1].max() >= num_dst):
+            raise InputError(
+                f"held-out links {name} name nodes that are not there: {num_src} sources, {num_dst} targets"
+            )
