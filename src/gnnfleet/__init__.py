@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from gnnfleet.errors import StoreError as StoreError
     from gnnfleet.graph.graph import EdgeType as EdgeType
     from gnnfleet.graph.graph import Graph as Graph
+    from gnnfleet.graph.ingest.networkx import from_networkx as from_networkx
+    from gnnfleet.graph.ingest.npz import read_npz as read_npz
+    from gnnfleet.graph.ingest.ogb import read_ogb as read_ogb
+    from gnnfleet.graph.ingest.pyg import from_pyg as from_pyg
+    from gnnfleet.graph.ingest.pyg import to_pyg as to_pyg
     from gnnfleet.graph.store import open_store as open
     from gnnfleet.graph.store import save_store as save
 
@@ -29,8 +34,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "EdgeType": "gnnfleet.graph.graph.EdgeType",
     "Graph": "gnnfleet.graph.graph.Graph",
+    "from_networkx": "gnnfleet.graph.ingest.networkx.from_networkx",
+    "from_pyg": "gnnfleet.graph.ingest.pyg.from_pyg",
     "open": "gnnfleet.graph.store.open_store",
+    "read_npz": "gnnfleet.graph.ingest.npz.read_npz",
+    "read_ogb": "gnnfleet.graph.ingest.ogb.read_ogb",
     "save": "gnnfleet.graph.store.save_store",
+    "to_pyg": "gnnfleet.graph.ingest.pyg.to_pyg",
 }
 
 __all__ = [
@@ -42,8 +52,13 @@ __all__ = [
     "NativeError",
     "PartitionError",
     "StoreError",
+    "from_networkx",
+    "from_pyg",
     "open",
+    "read_npz",
+    "read_ogb",
     "save",
+    "to_pyg",
 ]
 
 

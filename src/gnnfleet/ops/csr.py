@@ -52,5 +52,7 @@ def counting_sort(keys: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     """(offsets [buckets + 1] int64, order [n] int64): positions by key, ties in input order."""
     offsets = torch.empty(buckets + 1, dtype=torch.int64)
     order = torch.empty(keys.shape[0], dtype=torch.int64)
-    _native.counting_sort(keys.contiguous(), offsets, order, threads())
+    # Waking a second thread on a busy machine takes longer than sorting this many keys with one.
+    workers = threads() if keys.shape[0] > 1 << 18 else 1
+    _native.counting_sort(keys.contiguous(), offsets, order, workers)
     return offsets, order

@@ -1,0 +1,1 @@
+"""Graphs from what users have: tables, arrays, files and objects of other libraries."""

@@ -1,0 +1,93 @@
+"""A graph as one ``.npz`` file in the layout that ``read_npz`` takes; what the layout cannot hold is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.graph import EDGE, NO_SPLIT, NODE, SPLITS, Graph
+from gnnfleet.graph.ingest.relations import Array
+
+_LINKS = {"val": "valid_edge", "val_neg": "valid_edge_neg", "test": "test_edge", "test_neg": "test_edge_neg"}
+
+
+def write_npz(graph: Graph, path: str | Path) -> None:
+    """Write ``path``; edges in store order. Raises ConfigError for data that only some types have."""
+    arrays: dict[str, Any] = {**_node_arrays(graph), **_edge_arrays(graph)}
+    with Path(path).open("wb") as file:  # a file, because numpy appends .npz to names without it
+        np.savez_compressed(file, **arrays)
+
+
+def _node_arrays(graph: Graph) -> dict[str, Array]:
+    plain = list(graph.nodes) == [NODE]
+    counts = [table.count for table in graph.nodes.values()]
+    arrays: dict[str, Array] = {"num_nodes": np.array(graph.num_nodes)}
+    if not plain:
+        arrays["node_type_names"] = np.array(list(graph.nodes))
+        arrays["node_type_offset"] = np.cumsum([0, *counts])
+    for kind, table in graph.nodes.items():
+        ending = "" if plain else f"__{kind}"
+        if table.x is not None:
+            arrays[f"x{ending}"] = _array(table.x)
+        if not plain or not table.ids.are_rows:
+            arrays[f"ids{ending}"] = np.array(table.ids.values().to_pylist())
+        if table.classes:
+            arrays["class_names"] = np.array(table.classes)
+    y = _stack([table.y for table in graph.nodes.values()], counts, "labels", fill=-1)
+    if y is not None:
+        arrays["y" if y.ndim == 1 else "y_multi"] = y
+    splits = [None if table.split is None else table.split.T for table in graph.nodes.values()]
+    codes = _stack(splits, counts, "splits", fill=NO_SPLIT)
+    if codes is not None:
+        arrays |= {f"{name}_masks": np.equal(codes.T, code) for name, code in SPLITS.items()}
+    return arrays
+
+
+def _edge_arrays(graph: Graph) -> dict[str, Array]:
+    offset, plain = graph.node_offsets, list(graph.edges) == [EDGE]
+    one_kind = list(graph.nodes) == [NODE]
+    starts = {kind: torch.tensor([[offset[kind.src]], [offset[kind.dst]]]) for kind in graph.edges}
+    pairs = [table.edge_index() + starts[kind] for kind, table in graph.edges.items()]
+    counts = [table.count for table in graph.edges.values()]
+    arrays: dict[str, Array] = {"edge_index": torch.cat([torch.empty(2, 0, dtype=torch.int64), *pairs], 1).numpy()}
+    if not plain:
+        arrays["edge_type"] = np.repeat(np.arange(len(counts)), counts)
+        names = [kind.relation if one_kind else "-".join(kind) for kind in graph.edges]
+        arrays["edge_type_names"] = np.array(names, dtype=np.str_)
+    for name in ("weight", "attr", "time"):
+        given = [getattr(table, name) for table in graph.edges.values()]
+        if (values := _stack(given, counts, f"edge {name}", fill=None)) is not None:
+            arrays[f"edge_{name}"] = values
+    for name, word in _LINKS.items():
+        held = [(i, k, t.links[name]) for i, (k, t) in enumerate(graph.edges.items()) if name in t.links]
+        if held:
+            arrays[word] = torch.cat([links + starts[kind] for _, kind, links in held], 1).numpy()
+            if not plain:
+                arrays[f"{word}_type"] = np.repeat([i for i, _, _ in held], [links.shape[1] for _, _, links in held])
+    return arrays
+
+
+def _stack(parts: list[Tensor | None], counts: list[int], what: str, *, fill: int | None) -> Array | None:
+    """The parts below each other; ``fill`` stands in for a missing one, and without it none may be missing."""
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    if len({part.shape[1:] for part in given}) > 1 or (fill is None and len(given) < len(parts)):
+        raise ConfigError(
+            f"an .npz file cannot hold {what} that differ between types: save the graph as a store instead"
+        )
+    shape: Any = given[0].shape[1:]
+    rows = [
+        np.full((count, *shape), fill, dtype=_array(given[0]).dtype) if part is None else _array(part)
+        for part, count in zip(parts, counts, strict=True)
+    ]
+    return np.concatenate(rows)
+
+
+def _array(tensor: Tensor) -> Array:
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()

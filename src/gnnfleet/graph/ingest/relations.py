@@ -1,0 +1,93 @@
+"""One list of edges between numbered nodes, cut into edge types: what .npz files, PyG's ``edge_type`` and OGB share.
+
+Nodes are numbered through all types (*file ids*); inside a type a node has a row. An edge type is a relation between
+two node types, so one relation that joins several pairs of node types becomes several edge types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from gnnfleet.errors import InputError
+from gnnfleet.graph.graph import EDGE, NODE, EdgeType
+from gnnfleet.ops import csr
+
+Array = np.ndarray[Any, Any]
+SINGLE_RELATION = EDGE.relation
+
+
+@dataclass(frozen=True)
+class NodeKinds:
+    """The type each file id belongs to (``code``), its row there (``row``), and the file ids of each type by row."""
+
+    names: tuple[str, ...]
+    code: Array
+    row: Array
+    members: tuple[Array, ...]
+
+    @classmethod
+    def single(cls, count: int) -> NodeKinds:
+        rows = np.arange(count)
+        return cls((NODE,), np.zeros(count, dtype=np.int64), rows, (rows,))
+
+    @classmethod
+    def of(cls, names: Sequence[str], code: Array) -> NodeKinds:
+        """From the type number of every node; rows follow the file's order."""
+        offsets, order = sort_codes(code, len(names))
+        members = tuple(order[start:stop] for start, stop in pairwise(offsets.tolist()))
+        row = np.empty(len(code), dtype=np.int64)
+        for ids in members:
+            row[ids] = np.arange(len(ids))
+        return cls(tuple(names), code.astype(np.int64), row, members)
+
+    def cut(self, pairs: Array, relation: Array, relations: Sequence[str]) -> Iterator[tuple[EdgeType, Array]]:
+        """Edge types in order of relation, each with the positions of its pairs ([2, E] file ids) in input order."""
+        kinds = len(self.names)
+        keys = (relation.astype(np.int64) * kinds + self.code[pairs[0]]) * kinds + self.code[pairs[1]]
+        offsets, order = sort_codes(keys, len(relations) * kinds * kinds)
+        for key in np.flatnonzero(np.diff(offsets)).tolist():
+            src, dst = self.names[key // kinds % kinds], self.names[key % kinds]
+            yield self.name(relations[key // kinds // kinds], src, dst), order[offsets[key] : offsets[key + 1]]
+
+    def name(self, relation: str, src: str, dst: str) -> EdgeType:
+        """``paper-cites-paper`` between papers is the relation ``cites``; any other name is the relation itself."""
+        inner = relation.removeprefix(f"{src}-").removesuffix(f"-{dst}")
+        return EdgeType(src, inner if relation == f"{src}-{inner}-{dst}" and inner else relation, dst)
+
+    def declared(self, relation: str) -> EdgeType | None:
+        """The edge type a relation's name alone fixes, also when it has no edges."""
+        if len(self.names) == 1:
+            return self.name(relation, self.names[0], self.names[0])
+        for src in self.names:
+            for dst in self.names:
+                if (kind := self.name(relation, src, dst)).relation != relation:
+                    return kind
+        return None
+
+
+def relation_names(count: int) -> list[str]:
+    """Names for relations that have numbers only: r0, r1, …"""
+    return [f"r{i}" for i in range(count)]
+
+
+def sort_codes(codes: Array, buckets: int) -> tuple[Array, Array]:
+    """(offsets [buckets + 1], order): positions by code, ties in input order."""
+    offsets, order = csr.counting_sort(torch.from_numpy(np.ascontiguousarray(codes, dtype=np.int64)), buckets)
+    return offsets.numpy(), order.numpy()
+
+
+def check_links(links: Mapping[str, Array], num_src: int, num_dst: int) -> None:
+    """Raise InputError unless links are [2, L] rows that exist."""
+    for name, pairs in links.items():
+        if pairs.ndim != 2 or pairs.shape[0] != 2 or pairs.dtype.kind not in "iu":
+            raise InputError(f"held-out links {name} must be pairs of nodes, found {pairs.dtype} {list(pairs.shape)}")
+        if pairs.size and (pairs.min() < 0 or pairs[0].max() >= num_src or pairs[1].max() >= num_dst):
+            raise InputError(
+                f"held-out links {name} name nodes that are not there: {num_src} sources, {num_dst} targets"
+            )
