@@ -8,6 +8,7 @@
 #include <string>
 
 #include "csr.h"
+#include "generate.h"
 #include "kernels.h"
 #include "quality.h"
 #include "shard.h"
@@ -48,9 +49,148 @@ void counting_sort(In<Index> keys, Out<int64_t> offsets, Out<int64_t> order, int
   if (wrong >= 0) throw std::out_of_range("counting_sort: key out of range at position " + std::to_string(wrong));
 }
 
+void check_ends(int64_t wrong, const char* verb) {
+  if (wrong >= 0) throw std::out_of_range(std::string(verb) + ": edge end out of range at position " + std::to_string(wrong));
+}
+
+void sort_edges(In<int32_t> src, In<int32_t> dst, int64_t num_src, Out<int64_t> indptr, Out<int64_t> order,
+                Out<int32_t> sorted, int threads) {
+  require(size(src) == size(dst) && size(order) == size(src) && size(sorted) == size(src), "sort_edges: lengths differ");
+  require(size(src) <= int64_t{0xffffffff}, "sort_edges: at most 2^32 - 1 edges");
+  int64_t wrong;
+  {
+    nb::gil_scoped_release free;
+    wrong = gnnfleet::sort_edges(src.data(), dst.data(), size(src), num_src, size(indptr) - 1, indptr.data(), order.data(),
+                                 sorted.data(), threads);
+  }
+  check_ends(wrong, "sort_edges");
+}
+
+void sort_rows(In<int32_t> src, In<int32_t> dst, int64_t num_src, Out<int64_t> indptr, Out<int32_t> sorted, int threads) {
+  require(size(src) == size(dst) && size(sorted) == size(src), "sort_rows: lengths differ");
+  int64_t wrong;
+  {
+    nb::gil_scoped_release free;
+    wrong = gnnfleet::sort_rows(src.data(), dst.data(), size(src), num_src, size(indptr) - 1, indptr.data(), sorted.data(), threads);
+  }
+  check_ends(wrong, "sort_rows");
+}
+
+void count_distinct(In<int64_t> indptr, In<int32_t> sorted, Out<int64_t> distinct, int threads) {
+  require(size(distinct) == size(indptr), "count_distinct: one count per row and one more");
+  nb::gil_scoped_release free;
+  gnnfleet::count_distinct(indptr.data(), sorted.data(), size(indptr) - 1, distinct.data(), threads);
+}
+
+void take_distinct(In<int64_t> indptr, In<int32_t> sorted, In<int64_t> distinct, Out<int32_t> out, Out<int32_t> times,
+                   int threads) {
+  require(size(distinct) == size(indptr) && size(out) == size(times), "take_distinct: lengths differ");
+  nb::gil_scoped_release free;
+  gnnfleet::take_distinct(indptr.data(), sorted.data(), size(indptr) - 1, distinct.data(), out.data(), times.data(), threads);
+}
+
 void bind_csr(nb::module_& m) {
+  m.def("sort_edges", sort_edges, "src"_a.noconvert(), "dst"_a.noconvert(), "num_src"_a, "indptr"_a.noconvert(),
+        "order"_a.noconvert(), "sorted"_a.noconvert(), "threads"_a);
+  m.def("sort_rows", sort_rows, "src"_a.noconvert(), "dst"_a.noconvert(), "num_src"_a, "indptr"_a.noconvert(),
+        "sorted"_a.noconvert(), "threads"_a);
+  m.def("count_distinct", count_distinct, "indptr"_a.noconvert(), "sorted"_a.noconvert(), "distinct"_a.noconvert(), "threads"_a);
+  m.def("take_distinct", take_distinct, "indptr"_a.noconvert(), "sorted"_a.noconvert(), "distinct"_a.noconvert(),
+        "out"_a.noconvert(), "times"_a.noconvert(), "threads"_a);
   m.def("counting_sort", counting_sort<int32_t>, "keys"_a.noconvert(), "offsets"_a.noconvert(), "order"_a.noconvert(), "threads"_a);
   m.def("counting_sort", counting_sort<int64_t>, "keys"_a.noconvert(), "offsets"_a.noconvert(), "order"_a.noconvert(), "threads"_a);
+}
+
+// ---- generate: keyed draws and generated datasets --------------------------------------------------------------------
+
+using gnnfleet::Draws;
+
+void philox(uint64_t key, InRows<uint32_t> counters, OutRows<uint32_t> out) {
+  require(counters.shape(1) == 4 && out.shape(1) == 4 && out.shape(0) == counters.shape(0), "philox: counters and out are [n, 4]");
+  for (int64_t i = 0; i < size(counters); ++i) {
+    const uint32_t* c = counters.data() + 4 * i;
+    const gnnfleet::Words words = gnnfleet::philox({c[0], c[1], c[2], c[3]}, key);
+    for (int64_t k = 0; k < 4; ++k) out.data()[4 * i + k] = words[k];
+  }
+}
+
+void draw_uniforms(uint64_t key, uint32_t place, int64_t first, Out<double> out, int threads) {
+  nb::gil_scoped_release free;
+  gnnfleet::draw_uniforms(Draws{key, place}, first, size(out), out.data(), threads);
+}
+
+void draw_exponentials(uint64_t key, uint32_t place, int64_t first, Out<double> out, int threads) {
+  nb::gil_scoped_release free;
+  gnnfleet::draw_exponentials(Draws{key, place}, first, size(out), out.data(), threads);
+}
+
+void draw_paretos(uint64_t key, uint32_t place, int64_t first, double shape, double limit, Out<double> out, int threads) {
+  require(shape > 0 && limit >= 1, "draw_paretos: shape must be positive, limit at least 1");
+  nb::gil_scoped_release free;
+  gnnfleet::draw_paretos(Draws{key, place}, first, size(out), shape, limit, out.data(), threads);
+}
+
+void draw_slots(uint64_t key, uint32_t place, int64_t first, In<int32_t> table, In<int64_t> starts, In<int32_t> groups,
+                Out<int32_t> out, int threads) {
+  require(size(out) == size(groups), "draw_slots: one output per group");
+  require(size(starts) >= 1 && starts.data()[size(starts) - 1] <= size(table), "draw_slots: starts reach past the table");
+  int64_t wrong;
+  {
+    nb::gil_scoped_release free;
+    wrong = gnnfleet::draw_slots(Draws{key, place}, first, size(out), table.data(), starts.data(), size(starts) - 1,
+                                 groups.data(), out.data(), threads);
+  }
+  if (wrong >= 0) throw std::out_of_range("draw_slots: group out of range at position " + std::to_string(wrong));
+}
+
+void draw_rows(uint64_t key, uint32_t place, int64_t first, OutRows<float> out, int threads) {
+  nb::gil_scoped_release free;
+  gnnfleet::draw_rows(Draws{key, place}, first, size(out), static_cast<int64_t>(out.shape(1)), nullptr, nullptr, 0, out.data(), threads);
+}
+
+void draw_rows_around(uint64_t key, uint32_t place, int64_t first, InRows<float> centres, In<int32_t> groups, float scale,
+                      OutRows<float> out, int threads) {
+  require(size(groups) == size(out) && centres.shape(1) == out.shape(1), "draw_rows: shapes differ");
+  nb::gil_scoped_release free;
+  gnnfleet::draw_rows(Draws{key, place}, first, size(out), static_cast<int64_t>(out.shape(1)), centres.data(), groups.data(),
+                      scale, out.data(), threads);
+}
+
+void draw_rmat(uint64_t key, uint32_t place, int64_t first, int levels, int64_t nodes, In<double> quadrants, Out<int32_t> src,
+               Out<int32_t> dst, int threads) {
+  require(size(quadrants) == 4 && size(src) == size(dst), "draw_rmat: four quadrants, as many sources as destinations");
+  require(levels >= 0 && levels <= 31 && nodes >= 1 && nodes <= (int64_t{1} << levels), "draw_rmat: nodes must fit the levels");
+  nb::gil_scoped_release free;
+  gnnfleet::draw_rmat(Draws{key, place}, first, size(src), levels, nodes, quadrants.data(), src.data(), dst.data(), threads);
+}
+
+void draw_permutation(uint64_t key, uint32_t place, Out<int32_t> out, int threads) {
+  nb::gil_scoped_release free;
+  gnnfleet::draw_permutation(Draws{key, place}, size(out), out.data(), threads);
+}
+
+void draw_pairs(uint64_t key, uint32_t place, In<int32_t> a, In<int32_t> b, Out<int64_t> out, int threads) {
+  require(size(a) == size(b) && size(a) == size(out), "draw_pairs: lengths differ");
+  nb::gil_scoped_release free;
+  gnnfleet::draw_pairs(Draws{key, place}, size(a), a.data(), b.data(), out.data(), threads);
+}
+
+void bind_generate(nb::module_& m) {
+  m.def("philox", philox, "key"_a, "counters"_a.noconvert(), "out"_a.noconvert());
+  m.def("draw_key", gnnfleet::draw_key, "seed"_a, "epoch"_a, "step"_a);
+  m.def("draw_place", Draws::place_of, "purpose"_a, "layer"_a, "relation"_a);
+  m.def("draw_uniforms", draw_uniforms, "key"_a, "place"_a, "first"_a, "out"_a.noconvert(), "threads"_a);
+  m.def("draw_exponentials", draw_exponentials, "key"_a, "place"_a, "first"_a, "out"_a.noconvert(), "threads"_a);
+  m.def("draw_paretos", draw_paretos, "key"_a, "place"_a, "first"_a, "shape"_a, "limit"_a, "out"_a.noconvert(), "threads"_a);
+  m.def("draw_slots", draw_slots, "key"_a, "place"_a, "first"_a, "table"_a.noconvert(), "starts"_a.noconvert(),
+        "groups"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
+  m.def("draw_rows", draw_rows, "key"_a, "place"_a, "first"_a, "out"_a.noconvert(), "threads"_a);
+  m.def("draw_rows_around", draw_rows_around, "key"_a, "place"_a, "first"_a, "centres"_a.noconvert(), "groups"_a.noconvert(),
+        "scale"_a, "out"_a.noconvert(), "threads"_a);
+  m.def("draw_rmat", draw_rmat, "key"_a, "place"_a, "first"_a, "levels"_a, "nodes"_a, "quadrants"_a.noconvert(),
+        "src"_a.noconvert(), "dst"_a.noconvert(), "threads"_a);
+  m.def("draw_permutation", draw_permutation, "key"_a, "place"_a, "out"_a.noconvert(), "threads"_a);
+  m.def("draw_pairs", draw_pairs, "key"_a, "place"_a, "a"_a.noconvert(), "b"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
 }
 
 // ---- gather ---------------------------------------------------------------------------------------------------------
@@ -138,6 +278,7 @@ NB_MODULE(_native, m) {
   m.def("select_isa", [](const std::string& name) { return gnnfleet::select_kernels(name.c_str()); }, "name"_a,
         "Use another instruction set (tests and benchmarks); False when it is not supported.");
   bind_csr(m);
+  bind_generate(m);
   bind_gather<int32_t>(m);
   bind_gather<int64_t>(m);
   bind_partition<int32_t>(m);

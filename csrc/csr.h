@@ -1,4 +1,4 @@
-// Stable counting sort by small integer keys: the one primitive from which CSR, CSC and transposes are built.
+// Sorting by small integer keys: the primitives from which CSR, CSC and transposes are built.
 #pragma once
 #include <cstdint>
 
@@ -8,5 +8,19 @@ namespace gnnfleet {
 // offsets has buckets + 1 entries, order n. Returns the first key outside 0..buckets-1 as its position, or -1.
 template <typename Index>
 int64_t counting_sort(const Index* keys, int64_t n, int64_t buckets, int64_t* offsets, int64_t* order, int threads);
+
+// Edges by destination, then source, then input position: row starts, input positions, sources in that order.
+// For fewer than 2^32 edges. Returns the first edge with an end out of range as its position, or -1.
+int64_t sort_edges(const int32_t* src, const int32_t* dst, int64_t n, int64_t num_src, int64_t num_dst, int64_t* indptr,
+                   int64_t* order, int32_t* sorted, int threads);
+
+// The same without the positions: half the memory, for edges that carry no data.
+int64_t sort_rows(const int32_t* src, const int32_t* dst, int64_t n, int64_t num_src, int64_t num_dst, int64_t* indptr,
+                  int32_t* sorted, int threads);
+
+// Repeated entries of sorted rows, taken once: first the row starts, then entries and how often each was there.
+void count_distinct(const int64_t* indptr, const int32_t* sorted, int64_t rows, int64_t* distinct, int threads);
+void take_distinct(const int64_t* indptr, const int32_t* sorted, int64_t rows, const int64_t* distinct, int32_t* out,
+                   int32_t* times, int threads);
 
 }  // namespace gnnfleet

@@ -276,16 +276,17 @@ def make_edges(
             f"edge_index must be integers of shape [2, E], found {edge_index.dtype} {list(edge_index.shape)}"
         )
     for row, count, end in ((edge_index[0], num_src, "source"), (edge_index[1], num_dst, "destination")):
-        if row.numel() and (int(row.min()) < 0 or int(row.max()) >= count):
-            wrong = int(row.min()) if int(row.min()) < 0 else int(row.max())
+        low, high = (int(bound) for bound in torch.aminmax(row)) if row.numel() else (0, -1)
+        if low < 0 or high >= count:
+            wrong = low if low < 0 else high
             raise InputError(f"edge_index names {end} {wrong}, but there are {count} nodes (0 to {count - 1})")
     index = index_dtype(max(num_src, num_dst))
-    indptr, order = csr.sort_edges(edge_index[0].to(index), edge_index[1].to(index), num_src=num_src, num_dst=num_dst)
+    indptr, order, src = csr.sort_into_rows(*edge_index.to(index), num_src=num_src, num_dst=num_dst)
     length = edge_index.shape[1]
     time = None if time is None else _times(time, length)
     return Edges(
         indptr=indptr,
-        src=edge_index[0].to(index)[order],
+        src=src,
         weight=None
         if weight is None
         else _per_edge(weight, "edge_weight", length).to(torch.float32).reshape(-1)[order],

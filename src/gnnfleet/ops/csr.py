@@ -10,10 +10,42 @@ from gnnfleet.ops.native import _native, threads
 
 def sort_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple[Tensor, Tensor]:
     """(indptr [num_dst + 1], order [E]): edge positions by destination, then source, then input position."""
+    indptr, order, _ = sort_into_rows(src, dst, num_src=num_src, num_dst=num_dst)
+    return indptr, order
+
+
+def sort_into_rows(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(indptr, order, src[order]); see ``sort_edges``. Raises IndexError for an end out of range."""
     assert src.dtype == dst.dtype and src.shape == dst.shape
-    by_src = counting_sort(src, num_src)[1]
-    indptr, second = counting_sort(dst[by_src], num_dst)
-    return indptr, by_src[second]
+    if src.dtype != torch.int32 or src.shape[0] >= 2**32:
+        by_src = counting_sort(src, num_src)[1]
+        indptr, second = counting_sort(dst[by_src], num_dst)
+        order = by_src[second]
+        return indptr, order, src[order]
+    indptr = torch.empty(num_dst + 1, dtype=torch.int64)
+    order = torch.empty(src.shape[0], dtype=torch.int64)
+    sorted_src = torch.empty_like(src, memory_format=torch.contiguous_format)
+    _native.sort_edges(src.contiguous(), dst.contiguous(), num_src, indptr, order, sorted_src, threads())
+    return indptr, order, sorted_src
+
+
+def sort_sources(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple[Tensor, Tensor]:
+    """(indptr, sources in store order) of int32 edges that carry no data: half the memory of ``sort_into_rows``."""
+    indptr = torch.empty(num_dst + 1, dtype=torch.int64)
+    sorted_src = torch.empty_like(src, memory_format=torch.contiguous_format)
+    _native.sort_rows(src.contiguous(), dst.contiguous(), num_src, indptr, sorted_src, threads())
+    return indptr, sorted_src
+
+
+def distinct_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(indptr, sources, times): int32 edges in store order, each once, and how often it was there ([E] int32)."""
+    indptr, every = sort_sources(src, dst, num_src=num_src, num_dst=num_dst)
+    distinct = torch.empty_like(indptr)
+    _native.count_distinct(indptr, every, distinct, threads())
+    out = torch.empty(int(distinct[-1]), dtype=torch.int32)
+    times = torch.empty_like(out)
+    _native.take_distinct(indptr, every, distinct, out, times, threads())
+    return distinct, out, times
 
 
 def counting_sort(keys: Tensor, buckets: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,114 @@
+"""What the generators share: configuration with helpful errors, splits, readable ids, whole-numbered weights.
+
+A generator is a frozen configuration and a function from it to a Graph. All randomness is keyed (``ops.draws``):
+the same configuration gives the same graph, bit for bit, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal, Self, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
+from gnnfleet.graph.ids import Ids
+from gnnfleet.ops.draws import Draws, Purpose
+from gnnfleet.ops.generate import paretos, whole_weights
+
+FeatureDtype = Literal["float32", "float16", "bfloat16"]
+DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MOST = 2**31 - 1  # nodes of a type, so that int32 names them
+# Slots a thing of the smallest weight has; more follow its weight more closely, at 4 bytes each.
+_SLOTS = 3.0
+
+
+class DatasetConfig(BaseModel):
+    """Parameters every generator has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    seed: int = Field(0, ge=0, lt=2**64, description="another seed, another graph")
+
+    @property
+    def draws(self) -> Draws:
+        return Draws(self.seed, Purpose.GENERATE)
+
+
+class SplitConfig(DatasetConfig):
+    """Parameters of generators whose nodes are split."""
+
+    train: float = Field(0.1, ge=0, le=1, description="share of labelled nodes to train on")
+    val: float = Field(0.1, ge=0, le=1, description="share of labelled nodes to validate on; the rest is for the test")
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> Self:
+        if self.train + self.val > 1:
+            raise ValueError(f"train + val must be at most 1, found {self.train} + {self.val}")
+        return self
+
+
+Config = TypeVar("Config", bound=DatasetConfig)
+
+
+def configure(kind: type[Config], name: str, settings: Mapping[str, Any]) -> Config:
+    """A configuration from words or values; raises ConfigError naming the key, and the nearest one for an unknown."""
+    try:
+        return kind(**settings)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, kind, name)) from error
+
+
+def _explain(error: ValidationError, kind: type[DatasetConfig], name: str) -> str:
+    first = error.errors()[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:
+        return f"{name}: {message}"
+    key = str(first["loc"][0])
+    if first["type"] != "extra_forbidden":
+        return f"{name}: {key}: {message[:1].lower()}{message[1:]}, found {first['input']!r}"
+    near = difflib.get_close_matches(key, kind.model_fields, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(kind.model_fields)}"
+    return f"{name} has no parameter {key!r}: {hint}"
+
+
+def split_at_random(draws: Draws, count: int, *, train: float, val: float) -> Tensor:
+    """[1, count] int8 codes with exact shares."""
+    return split_by_rank(draws.permutation(count), count, train=train, val=val)
+
+
+def split_by_rank(rank: Tensor, count: int, *, train: float, val: float) -> Tensor:
+    """[1, N] int8 codes: the lowest of ``count`` ranks train, the next validate; ranks beyond are in no split."""
+    first, second = round(train * count), round((train + val) * count)
+    codes = torch.full(rank.shape, TEST, dtype=torch.int8)
+    codes[rank < second] = VAL
+    codes[rank < first] = TRAIN
+    codes[rank >= count] = NO_SPLIT
+    return codes[None]
+
+
+def heavy_weights(draws: Draws, count: int, *, exponent: float, limit: float) -> Tensor:
+    """[count] int64 weights with a power-law tail; ``draws`` and its next relation are used."""
+    tail = paretos(draws, count, shape=exponent - 1, limit=limit)
+    return whole_weights(draws.at(draws.layer, draws.relation + 1), tail, scale=_SLOTS)
+
+
+def numbered_ids(word: str, count: int) -> Ids:
+    """``user-000123``: strings made of bytes at once, since a million Python strings take a second."""
+    digits = max(6, len(str(max(count - 1, 0))))
+    head = np.frombuffer(f"{word}-".encode(), dtype=np.uint8)
+    text = np.empty((count, len(head) + digits), dtype=np.uint8)
+    text[:, : len(head)] = head
+    rest = np.arange(count)
+    for column in range(text.shape[1] - 1, len(head) - 1, -1):
+        rest, digit = np.divmod(rest, 10)
+        text[:, column] = digit + ord("0")
+    offsets = np.arange(count + 1, dtype=np.int64) * text.shape[1]
+    values = pa.Array.from_buffers(pa.large_string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(text)])
+    return Ids(count, lambda: values)

@@ -1,0 +1,70 @@
+"""Random draws as a function of what they are for: Philox4x32-10 under a key, a purpose, a layer, a relation and an id.
+
+Nothing is advanced by drawing: the same words give the same numbers, whatever the thread count and the order of calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from gnnfleet.ops.native import _native, threads
+
+
+class Purpose(IntEnum):
+    """What a draw is for; numbers are part of what makes runs repeatable, so they stay."""
+
+    GENERATE = 1
+
+
+@dataclass(frozen=True)
+class Draws:
+    """A family of draws. ``id`` i of a family always gives the same number; ``first`` shifts the ids."""
+
+    seed: int
+    purpose: Purpose
+    layer: int = 0
+    relation: int = 0
+    epoch: int = 0
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.purpose < 255 and 0 <= self.layer < 256 and 0 <= self.relation < 65536
+
+    def at(self, layer: int, relation: int = 0) -> Draws:
+        """The family of another layer and relation."""
+        return replace(self, layer=layer, relation=relation)
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """(key, place) as the kernels take them."""
+        key = _native.draw_key(self.seed % 2**64, self.epoch, self.step)
+        return key, _native.draw_place(int(self.purpose), self.layer, self.relation)
+
+    def uniforms(self, count: int, *, first: int = 0) -> Tensor:
+        """[count] float64 in [0, 1)."""
+        out = torch.empty(count, dtype=torch.float64)
+        _native.draw_uniforms(*self.words, first, out, threads())
+        return out
+
+    def exponentials(self, count: int, *, first: int = 0) -> Tensor:
+        """[count] float64 of mean 1."""
+        out = torch.empty(count, dtype=torch.float64)
+        _native.draw_exponentials(*self.words, first, out, threads())
+        return out
+
+    def permutation(self, count: int) -> Tensor:
+        """[count] int32: where each of 0 … count − 1 goes."""
+        out = torch.empty(count, dtype=torch.int32)
+        _native.draw_permutation(*self.words, out, threads())
+        return out
+
+
+def philox(counters: Tensor, key: int) -> Tensor:
+    """[n, 4] uint32: the bare generator on [n, 4] uint32 counters."""
+    out = torch.empty_like(counters)
+    _native.philox(key, counters.contiguous(), out)
+    return out

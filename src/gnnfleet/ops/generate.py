@@ -1,0 +1,115 @@
+"""What generated datasets are drawn from: heavy tails, weighted choices, Gaussian rows, recursive matrices.
+
+Every output is a function of the draws and of the index alone; see ``draws``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gnnfleet.ops.draws import Draws
+from gnnfleet.ops.native import _native, threads
+
+# Rows of features made at a time, when they are narrowed afterwards.
+_ROWS = 1 << 16
+
+
+def paretos(draws: Draws, count: int, *, shape: float, limit: float) -> Tensor:
+    """[count] float64 between 1 and ``limit`` whose density falls as x^−(shape + 1)."""
+    out = torch.empty(count, dtype=torch.float64)
+    _native.draw_paretos(*draws.words, 0, shape, limit, out, threads())
+    return out
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Things to choose from by weight: ``table[s]`` for a slot s; group g owns slots ``starts[g]:starts[g + 1]``.
+
+    A thing has as many slots as its whole-numbered weight says, so a choice is one random number and one look-up.
+    """
+
+    table: Tensor  # [S] int32
+    starts: Tensor  # [G + 1] int64
+
+    @classmethod
+    def of(cls, weights: Tensor, groups: Tensor | None = None, num_groups: int = 1) -> Slots:
+        """Slots for things 0 … n − 1 by int64 ``weights``, in one group or in int32 ``groups``."""
+        if groups is None:
+            table = torch.repeat_interleave(torch.arange(weights.shape[0], dtype=torch.int32), weights)
+            return cls(table, torch.tensor([0, table.shape[0]]))
+        order = torch.argsort(groups, stable=True)
+        table = torch.repeat_interleave(order.to(torch.int32), weights[order])
+        starts = torch.zeros(num_groups + 1, dtype=torch.int64)
+        # Through integers all the way: scatter-adding floats would depend on the order.
+        starts[1:] = torch.zeros(num_groups, dtype=torch.int64).index_add_(0, groups.long(), weights).cumsum(0)
+        return cls(table, starts)
+
+    def draw(self, draws: Draws, groups: Tensor, *, first: int = 0) -> Tensor:
+        """[n] int32: for each of n int32 groups one thing, −1 where the group is empty."""
+        out = torch.empty(groups.shape[0], dtype=torch.int32)
+        _native.draw_slots(*draws.words, first, self.table, self.starts, groups.contiguous(), out, threads())
+        return out
+
+    def draw_any(self, draws: Draws, count: int, *, first: int = 0) -> Tensor:
+        """[count] int32 from all groups together."""
+        whole = Slots(self.table, torch.tensor([0, self.table.shape[0]]))
+        return whole.draw(draws, torch.zeros(count, dtype=torch.int32), first=first)
+
+
+def whole_weights(draws: Draws, weights: Tensor, *, scale: float) -> Tensor:
+    """Weights times ``scale`` as int64, rounded up or down by chance, at least 1."""
+    # No normalising by the sum: a floating-point sum depends on the number of threads.
+    return (weights * scale + draws.uniforms(weights.shape[0])).floor().long().clamp_(min=1)
+
+
+def rows(draws: Draws, count: int, width: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[count, width] standard normal."""
+    return _in_pieces(count, width, dtype, lambda first, out: _native.draw_rows(*draws.words, first, out, threads()))
+
+
+def rows_around(
+    draws: Draws, centres: Tensor, groups: Tensor, *, scale: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """[n, width]: scale · centres[groups] plus standard normal noise; int32 groups, float32 centres."""
+    assert not groups.numel() or (int(groups.min()) >= 0 and int(groups.max()) < centres.shape[0])
+
+    def fill(first: int, out: Tensor) -> None:
+        part = groups[first : first + out.shape[0]]
+        _native.draw_rows_around(*draws.words, first, centres, part, scale, out, threads())
+
+    return _in_pieces(groups.shape[0], centres.shape[1], dtype, fill)
+
+
+def rmat(
+    draws: Draws, count: int, *, nodes: int, quadrants: tuple[float, float, float, float], first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """([count], [count]) int32 ends of edges of a recursive matrix over ``nodes`` nodes."""
+    src = torch.empty(count, dtype=torch.int32)
+    dst = torch.empty(count, dtype=torch.int32)
+    shares = torch.tensor(quadrants, dtype=torch.float64)
+    _native.draw_rmat(*draws.words, first, max(nodes - 1, 0).bit_length(), nodes, shares, src, dst, threads())
+    return src, dst
+
+
+def pair_numbers(draws: Draws, a: Tensor, b: Tensor) -> Tensor:
+    """[n] int64, different for different pairs of int32 nodes, the same in both directions."""
+    out = torch.empty(a.shape[0], dtype=torch.int64)
+    _native.draw_pairs(*draws.words, a.contiguous(), b.contiguous(), out, threads())
+    return out
+
+
+def _in_pieces(count: int, width: int, dtype: torch.dtype, fill: Callable[[int, Tensor], None]) -> Tensor:
+    """Rows made in float32; through a small buffer where another dtype is wanted."""
+    out = torch.empty((count, width), dtype=dtype)
+    if dtype == torch.float32:
+        fill(0, out)
+        return out
+    for first in range(0, count, _ROWS):
+        piece = torch.empty((min(_ROWS, count - first), width))
+        fill(first, piece)
+        out[first : first + _ROWS] = piece.to(dtype)
+    return out

@@ -1,0 +1,125 @@
+"""The package graph, from a tiny directory of lists."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+
+import pyarrow as pa
+import pytest
+import torch
+
+from gnnfleet.errors import InputError
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.store import save_store
+
+MAIN = """\
+Package: alpha
+Source: greek (1.0)
+Section: libs
+Depends: beta (>= 1.2), gamma:any | delta, libvirtual,
+ epsilon
+Recommends: alpha, beta
+Description: Letters of the old alphabet
+ with a second line
+Description-md5: 0123
+
+Package: beta
+Source: greek
+Section: non-free/doc
+Pre-Depends: alpha
+Suggests: gamma, gamma (>> 2) | delta
+Description: letters, again
+"""
+MORE = """\
+Package: gamma
+Section: doc
+Description: a page
+
+Package: alpha
+Section: games
+Description: a later alpha that does not count
+
+Package: delta
+"""
+STATUS = """\
+Package: epsilon
+Status: install ok installed
+Section: libs
+Description: installed only
+"""
+
+
+@pytest.fixture
+def lists(tmp_path):
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "a_main_Packages").write_text(MAIN)
+    (tmp_path / "lists" / "b_more_Packages.xz").write_bytes(lzma.compress(MORE.encode()))
+    (tmp_path / "lists" / "a_InRelease").write_text("Package: nothing")
+    (tmp_path / "status").write_text(STATUS)
+    return {"lists": tmp_path / "lists", "status": tmp_path / "status", "features": 64}
+
+
+def edges_of(graph, relation):
+    names = graph.only_nodes.ids.values().to_pylist()
+    src, dst = graph.edges[EdgeType("package", relation, "package")].edge_index().tolist()
+    return {(names[s], names[d]) for s, d in zip(src, dst, strict=True)}
+
+
+def test_packages_and_relations(lists, tmp_path):
+    graph = make_dataset("debian", **lists)
+    assert graph.only_nodes.ids.values().to_pylist() == ["alpha", "beta", "delta", "epsilon", "gamma"]
+    depends = {("alpha", "beta"), ("alpha", "gamma"), ("alpha", "delta"), ("alpha", "epsilon"), ("beta", "alpha")}
+    assert edges_of(graph, "depends") == depends
+    assert edges_of(graph, "recommends") == {("alpha", "beta")}
+    assert edges_of(graph, "suggests") == {("beta", "gamma"), ("beta", "delta")}
+    nodes = graph.only_nodes
+    assert nodes.classes == ("doc", "libs", "unknown") and nodes.y.tolist() == [1, 0, 2, 1, 0]
+    both = make_dataset("debian", **lists, reverse=True)
+    assert edges_of(both, "depends_back") == {(b, a) for a, b in depends}
+    assert save_store(graph, tmp_path / "store").only_nodes.ids.take([0]).to_pylist() == ["alpha"]
+
+
+def test_features_are_the_words(lists):
+    x = make_dataset("debian", **lists, dtype="float32").only_nodes.x
+    assert torch.allclose(x.norm(dim=1), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]))
+    # alpha: letters of the old alphabet with second line (single letters are no words); beta: letters again
+    assert [int((row > 0).sum()) for row in x] == [8, 2, 0, 2, 1]
+    assert float(x[0] @ x[1]) > 0 and float(x[1] @ x[4]) == 0
+
+
+def test_packages_of_one_source_share_a_split(lists):
+    seen = set()
+    for seed in range(12):
+        split = make_dataset("debian", **lists, seed=seed, train=0.5, val=0.25).only_nodes.split[0].tolist()
+        assert split[0] == split[1]
+        seen.add(tuple(split))
+    assert len(seen) > 3
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".lz4", None), ("", bytes)])
+def test_packed_lists(lists, suffix, pack):
+    plain = make_dataset("debian", **lists)
+    (lists["lists"] / "a_main_Packages").unlink()
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "lz4") as stream:
+        stream.write(MAIN.encode())
+    packed = pack(MAIN.encode()) if pack else sink.getvalue().to_pybytes()
+    (lists["lists"] / f"a_main_Packages{suffix}").write_bytes(packed)
+    again = make_dataset("debian", **lists)
+    assert torch.equal(plain.only_nodes.x, again.only_nodes.x) and plain.num_edges == again.num_edges
+
+
+def test_no_lists_or_damaged_ones(tmp_path, lists):
+    with pytest.raises(InputError, match=r"no package lists .* Debian machine"):
+        make_dataset("debian", lists=tmp_path / "absent")
+    (lists["lists"] / "a_main_Packages.xz").write_bytes(b"not packed")
+    with pytest.raises(InputError, match="cannot be read"):
+        make_dataset("debian", **lists)
+
+
+def test_empty_lists(tmp_path):
+    (tmp_path / "x_Packages").write_text("\n")
+    with pytest.raises(InputError, match="name no package"):
+        make_dataset("debian", lists=tmp_path, status=tmp_path / "none")

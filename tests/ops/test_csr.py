@@ -1,0 +1,89 @@
+"""Sorting edges equals the plain version in torch, for every index type, shape and number of threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnfleet.ops import csr, reference
+
+
+@pytest.fixture(params=[1, 2, 4])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random_edges(count: int, num_src: int, num_dst: int, dtype: torch.dtype, *, skew: bool = False):
+    generator = torch.Generator().manual_seed(count + num_src)
+    src = torch.randint(0, num_src, (count,), generator=generator)
+    dst = torch.randint(0, num_dst, (count,), generator=generator)
+    return src.to(dtype), (dst * dst // num_dst if skew else dst).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("count", "num_src", "num_dst"), [(0, 5, 5), (0, 0, 0), (1, 1, 1), (50, 1, 1), (5000, 30, 700), (20000, 5000, 40)]
+)
+def test_sort_edges_equals_reference(count, num_src, num_dst, dtype, threads):
+    for skew in (False, True):
+        src, dst = random_edges(count, max(num_src, 1), max(num_dst, 1), dtype, skew=skew)
+        indptr, order, sorted_src = csr.sort_into_rows(src, dst, num_src=num_src, num_dst=num_dst)
+        expected_indptr, expected = reference.sort_edges(src, dst, num_src=num_src, num_dst=num_dst)
+        assert torch.equal(indptr, expected_indptr) and torch.equal(order, expected)
+        assert torch.equal(sorted_src, src[order]) and sorted_src.dtype == dtype
+        assert torch.equal(csr.sort_edges(src, dst, num_src=num_src, num_dst=num_dst)[1], expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=40))
+def test_distinct_edges_are_a_counter(pairs):
+    src, dst = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).T
+    indptr, sources, times = csr.distinct_edges(src, dst, num_src=7, num_dst=5)
+    found = [
+        (int(sources[at]), row, int(times[at]))
+        for row in range(5)
+        for at in range(int(indptr[row]), int(indptr[row + 1]))
+    ]
+    expected = sorted(((s, d, pairs.count((s, d))) for s, d in set(pairs)), key=lambda edge: (edge[1], edge[0]))
+    assert found == expected
+    every_indptr, every = csr.sort_sources(src, dst, num_src=7, num_dst=5)
+    expected_indptr, order = reference.sort_edges(src, dst, num_src=7, num_dst=5)
+    assert torch.equal(every_indptr, expected_indptr) and torch.equal(every, src[order])
+
+
+def test_sorted_rows_do_not_depend_on_threads(threads):
+    src, dst = random_edges(30000, 300, 200, torch.int32, skew=True)
+    indptr, sources, times = csr.distinct_edges(src, dst, num_src=300, num_dst=200)
+    keys, expected = torch.unique(dst.long() * 300 + src, return_counts=True)
+    row = torch.repeat_interleave(torch.arange(200), indptr.diff())
+    assert torch.equal(row * 300 + sources, keys) and torch.equal(times.long(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("src", "dst"), [(-1, 0), (3, 0), (0, -1), (0, 2)])
+def test_ends_out_of_range(src, dst, dtype):
+    ends = torch.tensor([0, 1, src], dtype=dtype), torch.tensor([0, 1, dst], dtype=dtype)
+    with pytest.raises(IndexError, match="position"):
+        csr.sort_edges(*ends, num_src=3, num_dst=2)
+    if dtype == torch.int32:
+        with pytest.raises(IndexError, match="position 2"):
+            csr.distinct_edges(*ends, num_src=3, num_dst=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_counting_sort_is_stable(dtype, threads):
+    keys = random_edges(10000, 70, 70, dtype)[0]
+    offsets, order = csr.counting_sort(keys, 70)
+    assert torch.equal(order, torch.argsort(keys, stable=True))
+    assert torch.equal(offsets.diff(), torch.bincount(keys.long(), minlength=70))
+
+
+def test_strided_ends():
+    pairs = torch.tensor([[2, 0], [1, 1], [0, 0]], dtype=torch.int32)
+    indptr, order = csr.sort_edges(pairs[:, 0], pairs[:, 1], num_src=3, num_dst=2)
+    assert indptr.tolist() == [0, 2, 3] and order.tolist() == [2, 0, 1]
