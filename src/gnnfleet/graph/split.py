@@ -37,7 +37,7 @@ class Shares:
 class PerClass:
     """``count`` training nodes of each class; then 500 to val and 1,000 to test as in Planetoid.
 
-    Where fewer than 1,500 remain, a third of them goes to val and the rest to test. A smaller class gives all its nodes.
+    Where fewer than 1,500 remain, a third of them goes to val, the rest to test. A smaller class gives all its nodes.
     """
 
     count: int
@@ -57,7 +57,8 @@ def parse_rule(text: str) -> Rule:
         shares = []
     if len(shares) != 3 or min(shares) < 0 or not 0 < sum(shares) <= 1 + 1e-9:
         raise ConfigError(
-            f"a split reads TRAIN/VAL/TEST with shares that sum to at most 1, as 0.6/0.2/0.2, or 20-per-class; found {text!r}"
+            "a split reads TRAIN/VAL/TEST with shares that sum to at most 1, as 0.6/0.2/0.2, or 20-per-class; "
+            f"found {text!r}"
         )
     return Shares(*shares)
 
@@ -68,7 +69,7 @@ def split_nodes(nodes: Nodes, rule: Rule, *, seed: int = 0) -> Tensor:
 
 
 def make_split(rule: Rule, keys: Keys, y: Tensor | None, *, seed: int = 0) -> Tensor:
-    """[1, N] int8 split codes for nodes with these keys and labels; raises ConfigError when the rule needs other labels."""
+    """[1, N] int8 split codes for nodes with these keys and labels; raises ConfigError for labels it cannot serve."""
     if isinstance(rule, PerClass) and (y is None or y.dim() != 1):
         found = "no labels" if y is None else "several labels per node"
         raise ConfigError(f"a split per class needs one label per node, found {found}: use shares, as 0.6/0.2/0.2")

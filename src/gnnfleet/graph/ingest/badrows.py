@@ -42,7 +42,8 @@ def fail(source: Source, position: int, check: Check, *, count: int) -> NoReturn
     value = source.value(position, check.column)
     also = f" ({count:,} such rows)" if count > 1 else ""
     raise InputError(
-        f"{source.place(position)}, column {check.column!r}: expected {check.expected}, found {shown(value)}{also}. {check.advice}"
+        f"{source.place(position)}, column {check.column!r}: expected {check.expected}, "
+        f"found {shown(value)}{also}. {check.advice}"
     )
 
 

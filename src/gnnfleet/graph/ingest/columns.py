@@ -131,7 +131,7 @@ def find_features(source: Source, patterns: str | None, *, used: Iterable[str | 
 
 
 def _numeric(source: Source, columns: Sequence[str]) -> list[str]:
-    """Columns of numbers. For CSV the first rows decide, so that a later word in such a column is an error, not a silent loss."""
+    """Columns of numbers. For CSV the first rows decide: a word in a later one is an error, not a silent loss."""
     if not source.is_text:
         return [c for c in columns if is_number(list_item(source.types[c]) or source.types[c])]
     if not columns:

@@ -67,11 +67,17 @@ class Duck:
 
     def stream(self, sql: str, batch: int = BATCH) -> Iterator[pa.RecordBatch]:
         """The result in pieces, never whole in memory."""
-        with self._our_words():
-            relation = self._connection.sql(sql)
-            # to_arrow_reader came with DuckDB 1.4 or so; the older name warns in releases that have both.
-            reader = (getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader)(batch)
-            yield from (piece for piece in reader if piece.num_rows)
+        # A connection of its own: since DuckDB 2.0 one with an open result takes no other query, and a bad row met on
+        # the way has to be located.
+        own = self._connection.cursor()
+        try:
+            with self._our_words():
+                relation = own.sql(sql)
+                # The newer name of the same; the older one warns in releases that have both.
+                reader = (getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader)(batch)
+                yield from (piece for piece in reader if piece.num_rows)
+        finally:
+            own.close()
 
     def keep_order(self, keep: bool) -> None:
         """Whether the next statements must give rows in input order; not caring saves memory."""

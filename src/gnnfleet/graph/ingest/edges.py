@@ -18,7 +18,15 @@ from gnnfleet.graph.graph import EdgeType, index_dtype
 from gnnfleet.graph.ingest import badrows
 from gnnfleet.graph.ingest import duck as sql
 from gnnfleet.graph.ingest.badrows import Check
-from gnnfleet.graph.ingest.columns import Features, find_column, find_features, is_floating, is_integer, unused
+from gnnfleet.graph.ingest.columns import (
+    Features,
+    find_column,
+    find_features,
+    find_usual,
+    is_floating,
+    is_integer,
+    unused,
+)
 from gnnfleet.graph.ingest.columns import canonical as is_canonical
 from gnnfleet.graph.ingest.duck import BATCH, Duck
 from gnnfleet.graph.ingest.keys import KeyColumn, NodeKeys
@@ -77,7 +85,11 @@ def plan_edges(source: Source, table: EdgeTable, dtype: str) -> EdgePlan:
     weight = find_column(source, "weight", table.weight)
     column = find_column(source, "time", table.time)
     time = None if column is None else _read_time(source, column)
-    features = find_features(source, table.features, used=[src, dst, weight, column], dtype=dtype)
+    # The name of an edge, or what is to be predicted of it, is no feature unless somebody says so.
+    others = (
+        [find_usual(source.types, part, None) for part in ("id", "label", "split")] if table.features is None else []
+    )
+    features = find_features(source, table.features, used=[src, dst, weight, column, *others], dtype=dtype)
     return EdgePlan(source, KeyColumn(source, src), KeyColumn(source, dst), weight, time, features)
 
 
@@ -128,7 +140,8 @@ class EdgeImport:
         extra = "".join(f", {column}" for column in self.payload)
         rows = f"SELECT s, d, p{extra} FROM matched" + (" WHERE s <> d" if dropped else "")
         if self.doubled:  # a reverse edge comes right after its edge, so positions are twice those of rows
-            rows = f"SELECT s, d, 2 * p AS p{extra} FROM ({rows}) UNION ALL SELECT d, s, 2 * p + 1{extra} FROM matched WHERE s <> d"
+            turned = f"SELECT d, s, 2 * p + 1{extra} FROM matched WHERE s <> d"
+            rows = f"SELECT s, d, 2 * p AS p{extra} FROM ({rows}) UNION ALL {turned}"
         made = {kind: self._write(kind, rows, (src, dst), counts, advance)}
         if self.spec.undirected and not same:
             reverse = EdgeType(kind.dst, f"rev_{kind.relation}", kind.src)
@@ -138,7 +151,7 @@ class EdgeImport:
         return made
 
     def _match(self, src: NodeKeys, dst: NodeKeys, same: bool) -> int:
-        """Table ``matched``: rows of both ends, position and payload of every edge, all checked. The number of self-loops."""
+        """Make and check table ``matched``: rows of both ends, position and payload of every edge; count self-loops."""
         plan, source = self.plan, self.plan.source
         payload = plan.payload()
         columns = [

@@ -1,7 +1,7 @@
 """Labels and split words of a node table: how a column reads, and its values as class numbers.
 
-A label column holds class numbers from 0 (−1 or nothing for none), or names, which are numbered in sorted order. Several
-columns of 0 and 1, or lists, make several labels per node.
+A label column holds class numbers from 0 (−1 or nothing for none), or names, which are numbered in sorted order.
+Several columns of 0 and 1, or lists, make several labels per node.
 """
 
 from __future__ import annotations
@@ -63,8 +63,15 @@ class Labels:
         if self.form == "number":
             column, cell = cells[0]
             value = f"try_cast({cell} AS DOUBLE)"
-            bad = f"({cell} IS NOT NULL AND (coalesce({value} < -1, true) OR (NOT isnan({value}) AND {value} <> floor({value}))))"
-            return [Check(column, bad, "a class number from 0, −1 or nothing for no label", _ADVICE)]
+            wrong = f"coalesce({value} < -1, true) OR (NOT isnan({value}) AND {value} <> floor({value}))"
+            return [
+                Check(
+                    column,
+                    f"({cell} IS NOT NULL AND ({wrong}))",
+                    "a class number from 0, −1 or nothing for no label",
+                    _ADVICE,
+                )
+            ]
         if self.form == "columns":
             return [
                 Check(
@@ -110,7 +117,7 @@ class Labels:
 
 
 def find_labels(source: Source, wanted: str | None) -> Labels | None:
-    """The label columns of a node table, named or by their usual names; raises InputError for a type that cannot be one."""
+    """The label columns of a node table, named or by their usual names."""
     if wanted == NONE:
         return None
     if wanted is None or wanted in source.types:
@@ -145,7 +152,8 @@ def read_split(array: Any) -> np.ndarray[Any, np.dtype[np.int8]] | None:
     if found.null_count > array.null_count:
         return None
     codes = np.asarray([*SPLIT_WORDS.values(), NO_SPLIT], dtype=np.int8)
-    return codes[np.asarray(pc.fill_null(found, len(SPLIT_WORDS)))]
+    made: np.ndarray[Any, np.dtype[np.int8]] = codes[np.asarray(pc.fill_null(found, len(SPLIT_WORDS)))]
+    return made
 
 
 def split_select(column: str) -> str:

@@ -1,6 +1,6 @@
 """One table: Parquet or CSV files of the same columns, scanned as one, each row with its position.
 
-CSV is first copied to Parquet in the scratch, every value as text, so that '007' stays '007' and rows can be found again.
+CSV is first copied to Parquet in the scratch, every value as text: '007' stays '007', and rows can be found again.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ class Source:
 
     def value(self, position: int, column: str) -> Any:
         """What a cell holds."""
-        found = self.duck.one(self.scan(sql.name(column), f"{self.position} = {position}"))[0]
-        return found
+        return self.duck.one(self.scan(sql.name(column), f"{self.position} = {position}"))[0]
 
     def _reader(self) -> str:
         options = f"{_ROW} = true"
@@ -183,8 +182,8 @@ def _copy_csv(duck: Duck, path: str) -> str:
     # Sniffing is off: what a column means must not depend on a sample of its rows. An unquoted nothing is missing,
     # a quoted one is the empty text.
     reader = (
-        f"read_csv({sql.literal(path)}, auto_detect = false, header = true, delim = {sql.literal(delimiter)}, quote = '\"', "
-        f"escape = '\"', nullstr = '', allow_quoted_nulls = false, columns = {{{columns}}})"
+        f"read_csv({sql.literal(path)}, auto_detect = false, header = true, delim = {sql.literal(delimiter)}, "
+        f"quote = '\"', escape = '\"', nullstr = '', allow_quoted_nulls = false, columns = {{{columns}}})"
     )
     target = duck.scratch / f"csv-{len(list(duck.scratch.glob('csv-*')))}.parquet"
     duck.keep_order(True)
@@ -200,7 +199,8 @@ def _csv_problem(text: str) -> str:
     line = re.search(r"Line: (\d+)", text)
     columns = re.search(r"Expected Number of Columns: (\d+) Found: (\d+)", text)
     if line and columns:
-        return f"line {line[1]}: expected {columns[1]} values, found {columns[2]}. Correct the line or quote its delimiters"
+        found = f"line {line[1]}: expected {columns[1]} values, found {columns[2]}"
+        return f"{found}. Correct the line, or quote values that hold the delimiter"
     return text.partition("\nPossible fixes")[0].replace("\n", ". ")
 
 

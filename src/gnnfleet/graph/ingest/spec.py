@@ -59,7 +59,7 @@ class TableSpec:
     """Tables and rules of an import; raises ConfigError for a word that is none of the choices.
 
     ``duplicates`` concerns edges with the same source and destination and, where there are times, the same time; by
-    default they are dropped from undirected graphs and kept in others. ``split_rule`` is as ``split.parse_rule`` reads it.
+    default they are dropped from undirected graphs and kept in others. ``split_rule`` is for ``split.parse_rule``.
     """
 
     nodes: Mapping[str, NodeTable] = field(default_factory=dict)

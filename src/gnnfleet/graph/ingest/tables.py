@@ -68,7 +68,7 @@ def import_tables(
 def sort_out(
     patterns: Sequence[str], *, src: str | None = None, dst: str | None = None, id: str | None = None
 ) -> TableSpec:
-    """Tell edge tables (with src and dst) from node tables (with id) of a graph of one type; raises InputError for others."""
+    """Tell edge tables (src and dst) from node tables (id) of a graph of one type; raises ConfigError for others."""
     nodes: list[str] = []
     edges: list[str] = []
     for path in find_files(patterns):
@@ -79,7 +79,8 @@ def sort_out(
             nodes.append(path)
         else:
             raise ConfigError(
-                f"{path}: expected columns src and dst (a table of edges) or id (a table of nodes), found {', '.join(names)}. "
+                f"{path}: expected columns src and dst (a table of edges) or id (a table of nodes), "
+                f"found {', '.join(names)}. "
                 "Name them: --src COLUMN --dst COLUMN, or --id COLUMN"
             )
     return TableSpec(
