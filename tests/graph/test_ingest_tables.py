@@ -247,8 +247,10 @@ def test_split_words_and_rules(tmp_path: Path) -> None:
     words = ["train", "Valid", " test ", "val", None, "none"]
     nodes = write(tmp_path / "n.parquet", {"id": list("abcdef"), "split": words})
     assert made(spec_of(nodes, None), tmp_path / "s").only_nodes.split.tolist() == [[0, 1, 2, 1, -1, -1]]
-    with pytest.raises(ConfigError, match="has a split already"):
-        import_tables(spec_of(nodes, None, split_rule="0.5/0.25/0.25"), tmp_path / "t")
+    assert made(spec_of(nodes, None, split_rule="1/0/0"), tmp_path / "t").only_nodes.split.tolist() == [[0] * 6]
+    both = TableSpec(nodes={NODE: NodeTable(files=(nodes,), split="split")}, split_rule="1/0/0")
+    with pytest.raises(ConfigError, match="either from a column or from a rule"):
+        import_tables(both, tmp_path / "u")
     names = [f"n{i}" for i in range(40)]
     codes = []
     for order in (names, names[::-1]):
@@ -364,8 +366,8 @@ def test_spills_under_a_small_memory_limit(tmp_path: Path) -> None:
     edges = tmp_path / "e.parquet"
     duckdb.sql(
         f"""COPY (SELECT 'a rather long name of a node number ' || (i * 7919 % 100000) AS src,
-            'a rather long name of a node number ' || (i * 31 % 100000) AS dst, i::DOUBLE AS time FROM range({count}) t(i))
-            TO '{edges}' (FORMAT parquet)"""
+            'a rather long name of a node number ' || (i * 31 % 100000) AS dst, i::DOUBLE AS time
+            FROM range({count}) t(i)) TO '{edges}' (FORMAT parquet)"""
     )
     graph = made(spec_of(None, str(edges), memory="128MiB"), tmp_path / "store")
     assert graph.num_edges == count

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.bundle import DTYPES, BundleWriter
-from gnnfleet.graph.graph import NO_SPLIT, SPLITS
+from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
 from gnnfleet.graph.ids import COLUMN
 from gnnfleet.graph.ingest import badrows, keys, labels
 from gnnfleet.graph.ingest.columns import Features, find_column, find_features, unused
@@ -25,7 +25,7 @@ from gnnfleet.graph.ingest.duck import BATCH, Duck
 from gnnfleet.graph.ingest.keys import KeyColumn, KeyWriter, Kind, NodeKeys
 from gnnfleet.graph.ingest.labels import Labels
 from gnnfleet.graph.ingest.source import Source
-from gnnfleet.graph.ingest.spec import NodeCounts, NodeTable, TableSpec
+from gnnfleet.graph.ingest.spec import NodeCounts, NodeTable, TableSpec, count_labelled, count_split
 from gnnfleet.graph.split import Keys, make_split, parse_rule, value_keys
 from gnnfleet.graph.store import node_folder
 
@@ -61,14 +61,17 @@ class NodeResult:
     classes: tuple[str, ...]
 
 
-def plan_nodes(source: Source, table: NodeTable, dtype: str) -> NodePlan:
+def plan_nodes(source: Source, table: NodeTable, spec: TableSpec) -> NodePlan:
     """Find the columns of a node table; raises InputError naming one that is missing."""
     id_column = find_column(source, "id", table.id, required=True)
     assert id_column is not None
     found = labels.find_labels(source, table.label)
     split = find_column(source, "split", table.split)
     used = [id_column, split, *(found.columns if found else ())]
-    return NodePlan(source, id_column, find_features(source, table.features, used=used, dtype=dtype), found, split)
+    features = find_features(source, table.features, used=used, dtype=spec.feature_dtype)
+    if spec.split_rule is not None and table.split is None:
+        split = None  # a rule that is asked for wins over a column that happens to be there
+    return NodePlan(source, id_column, features, found, split)
 
 
 class NodeImport:
@@ -172,10 +175,12 @@ class NodeImport:
             ids="rows" if found.are_rows else found.kind,
             features=plan.features.width if plan else 0,
             classes=_count_classes(y, classes),
-            labelled=0 if y is None else int((y if y.dim() == 1 else y.amax(1)).ge(0).sum()),
+            labelled=count_labelled(y),
+            train=count_split(self.split, TRAIN),
+            val=count_split(self.split, VAL),
+            test=count_split(self.split, TEST),
             added=added,
             unused=unused(plan.source, plan.used) if plan else (),
-            **{name: 0 if self.split is None else int((self.split == code).sum()) for name, code in SPLITS.items()},
         )
         return NodeResult(found, counts, classes)
 
@@ -184,9 +189,7 @@ class NodeImport:
             return
         rule = parse_rule(self.spec.split_rule)
         if self.split is not None:
-            raise ConfigError(
-                f"the table has a split already: pass --split-column none to make one by {self.spec.split_rule}"
-            )
+            raise ConfigError("a split comes either from a column or from a rule: leave out --split or --split-column")
         self.split = make_split(rule, _draw_keys(found), y, seed=self.spec.seed)
 
 

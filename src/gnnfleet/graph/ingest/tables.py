@@ -21,7 +21,6 @@ from gnnfleet.graph.ingest.keys import KeyColumn
 from gnnfleet.graph.ingest.nodes import NodeImport, NodePlan, NodeResult, plan_nodes
 from gnnfleet.graph.ingest.source import column_names, find_files, open_source
 from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, ImportReport, NodeTable, TableSpec
-from gnnfleet.graph.split import parse_rule
 from gnnfleet.graph.store import KIND, store_meta
 from gnnfleet.report.progress import Progress, Silent
 
@@ -34,12 +33,12 @@ def import_tables(
     """Write a store from tables; raises InputError naming file, row and column of what cannot be imported."""
     progress = progress or Silent()
     started = time.monotonic()
-    if spec.split_rule is not None:
-        parse_rule(spec.split_rule)  # a word that cannot be read is better refused before an hour of sorting
     with BundleWriter(output, kind=KIND, overwrite=overwrite) as out, Duck(out.scratch(), spec.memory) as duck:
         progress.stage("reading tables")
-        node_plans = {kind: plan_nodes(open_source(duck, t.files), t, spec.dtype) for kind, t in spec.nodes.items()}
-        edge_plans = {kind: plan_edges(open_source(duck, t.files), t, spec.dtype) for kind, t in spec.edges.items()}
+        node_plans = {kind: plan_nodes(open_source(duck, t.files), t, spec) for kind, t in spec.nodes.items()}
+        edge_plans = {
+            kind: plan_edges(open_source(duck, t.files), t, spec.feature_dtype) for kind, t in spec.edges.items()
+        }
         nodes = _import_nodes(duck, out, spec, (node_plans, edge_plans), progress)
         edges = _import_edges(duck, out, spec, (edge_plans, nodes), progress)
         name = spec.name or Path(output).resolve().name
