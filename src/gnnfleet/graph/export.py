@@ -8,8 +8,10 @@ A heterogeneous graph has one file per type: ``nodes-user.parquet``, ``edges-use
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import StoreError
-from gnnfleet.graph.bundle import PARTIAL
+from gnnfleet.graph.bundle import PARTIAL, remove_stale
 from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes
 from gnnfleet.graph.store import edge_folder, node_folder
 from gnnfleet.report.progress import Progress, Silent
@@ -47,7 +49,9 @@ def export_tables(graph: Graph, directory: str | Path, *, progress: Progress | N
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise StoreError(f"{target} exists already: choose another output or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}{PARTIAL}{secrets.token_hex(6)}"
+    remove_stale(target)
+    marker = f"{PARTIAL}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    partial = target.parent / f".{target.name}{marker}"
     partial.mkdir()
     files: dict[str, int] = {}
     try:
