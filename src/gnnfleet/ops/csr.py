@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from gnnfleet.ops.native import _native, threads
+
+
+@dataclass(frozen=True, eq=False)
+class Compressed:
+    """Edges as compressed rows: row i has columns ``col[indptr[i]:indptr[i + 1]]``, 0 ≤ column < ``num_cols``."""
+
+    indptr: Tensor  # [R + 1] int64
+    col: Tensor  # [E] int32 or int64
+    num_cols: int
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.indptr.shape[0]) - 1
+
+    @property
+    def num_edges(self) -> int:
+        return int(self.col.shape[0])
+
+    @cached_property
+    def row(self) -> Tensor:
+        """[E] the row of every edge."""
+        rows = torch.arange(self.num_rows, dtype=self.col.dtype)
+        return torch.repeat_interleave(rows, self.indptr.diff(), output_size=self.num_edges)
+
+    @cached_property
+    def transposed(self) -> tuple[Compressed, Tensor]:
+        """(the same edges by column, [E] int64 the position here of each edge there)."""
+        indptr, order = counting_sort(self.col, self.num_cols)
+        return Compressed(indptr, self.row[order], self.num_rows), order
 
 
 def sort_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple[Tensor, Tensor]:
