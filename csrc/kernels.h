@@ -3,6 +3,8 @@
 #pragma once
 #include <cstdint>
 
+#include "aggregate.h"
+
 namespace gnnfleet {
 
 struct Kernels {
@@ -12,6 +14,10 @@ struct Kernels {
   // The same for `width` half-precision numbers a row, widened to float32.
   void (*gather_half)(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int threads);
   void (*gather_bfloat)(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int threads);
+  void (*aggregate_sum)(const SumArgs&);
+  void (*aggregate_max)(const MaxArgs&);
+  void (*aggregate_max_back)(const MaxBackArgs&);
+  void (*edge_dot)(const DotArgs&);
 };
 
 namespace baseline { extern const Kernels table; }
