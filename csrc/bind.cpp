@@ -16,6 +16,10 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
+namespace gnnfleet {
+void bind_stream(nb::module_& m);  // bind_stream.cpp
+}
+
 namespace {
 
 template <typename T>
@@ -283,5 +287,6 @@ NB_MODULE(_native, m) {
   bind_gather<int64_t>(m);
   bind_partition<int32_t>(m);
   bind_partition<int64_t>(m);
+  gnnfleet::bind_stream(m);
   m.def("rank_distinct", rank_distinct, "values"_a.noconvert(), "rank"_a.noconvert());
 }
