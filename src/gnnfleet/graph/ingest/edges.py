@@ -31,7 +31,7 @@ from gnnfleet.graph.ingest.columns import canonical as is_canonical
 from gnnfleet.graph.ingest.duck import BATCH, Duck
 from gnnfleet.graph.ingest.keys import KeyColumn, NodeKeys
 from gnnfleet.graph.ingest.nodes import CELLS, Advance, read_features
-from gnnfleet.graph.ingest.source import Source
+from gnnfleet.graph.ingest.source import Source, has_zone
 from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, TableSpec
 from gnnfleet.graph.store import edge_folder
 
@@ -89,7 +89,9 @@ def plan_edges(source: Source, table: EdgeTable, dtype: str) -> EdgePlan:
     others = (
         [find_usual(source.types, part, None) for part in ("id", "label", "split")] if table.features is None else []
     )
-    features = find_features(source, table.features, used=[src, dst, weight, column, *others], dtype=dtype)
+    features = find_features(
+        source, table.features, used=[src, dst, weight, column, *others], dtype=dtype, option="edge-features"
+    )
     return EdgePlan(source, KeyColumn(source, src), KeyColumn(source, dst), weight, time, features)
 
 
@@ -97,11 +99,13 @@ def _read_time(source: Source, column: str) -> TimeColumn:
     cell, kind = sql.name(column), source.types[column]
     as_integer = TimeColumn(column, f"try_cast({cell} AS BIGINT)", "int64")
     as_number = TimeColumn(column, f"try_cast({cell} AS DOUBLE)", "float64")
-    as_stamp = TimeColumn(column, f"epoch_us(try_cast({cell} AS TIMESTAMP))", "int64")
+    # A timestamp with a zone keeps it, or it would be read in the zone of this machine.
+    stamp = f"try_cast({cell} AS {'TIMESTAMPTZ' if has_zone(kind) else 'TIMESTAMP'})"
+    as_stamp = TimeColumn(column, f"epoch_us({stamp})", "int64")
     if not source.is_text:
         return as_integer if is_integer(kind) else as_number if is_floating(kind) else as_stamp
-    number, stamp = f"try_cast({cell} AS DOUBLE)", f"try_cast({cell} AS TIMESTAMP)"
-    facts = f"count({cell}), count(*) FILTER ({is_canonical(cell)}), count({number}), count({stamp})"
+    readings = f"count(try_cast({cell} AS DOUBLE)), count({stamp})"
+    facts = f"count({cell}), count(*) FILTER ({is_canonical(cell)}), {readings}"
     total, integers, numbers, stamps = source.duck.one(source.scan(facts))
     if integers == total:
         return as_integer

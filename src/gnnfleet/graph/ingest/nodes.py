@@ -206,7 +206,7 @@ def read_features(source: Source, features: Features, arrays: Sequence[Any]) -> 
             bad = bad or array.null_count > 0 or items.null_count > 0 or not _all_wide(array, width)
             if bad:
                 break
-            rows[:, start : start + width] = items.to_numpy(zero_copy_only=False).reshape(-1, width)
+            rows[:, start : start + width] = items.to_numpy(zero_copy_only=False).reshape(len(array), width)
         start += 1 if width is None else width
     made = torch.from_numpy(rows).to(DTYPES[features.dtype][0])
     if bad or not bool(torch.isfinite(made).all()):
