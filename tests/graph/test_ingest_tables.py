@@ -186,6 +186,15 @@ def test_sum_adds_weights_and_features(tmp_path: Path) -> None:
     assert made(spec_of(None, weighted, duplicates="sum"), tmp_path / "w").only_edges.weight.tolist() == [2, 5.5]
 
 
+def test_sums_that_cannot_be(tmp_path: Path) -> None:
+    gap = write(tmp_path / "g.parquet", {"src": [0, 0], "dst": [1, 1], "f": [1.0, None]})
+    refused(spec_of(None, gap, duplicates="sum"), tmp_path, ["row 2", "column 'f'", "--edge-features"])
+    large = write(tmp_path / "l.parquet", {"src": [0, 0], "dst": [1, 1], "f": [6e4, 6e4]})
+    refused(spec_of(None, large, duplicates="sum", dtype="float16"), tmp_path, ["add up", "float16", "--dtype float32"])
+    heavy = write(tmp_path / "h.parquet", {"src": [0, 0], "dst": [1, 1], "weight": [3e38, 3e38]})
+    refused(spec_of(None, heavy, duplicates="sum"), tmp_path, ["weights", "add up"])
+
+
 def test_nodes_come_from_edges_or_are_added(tmp_path: Path) -> None:
     edges = write(tmp_path / "e.csv", {"source": ["z", "b", "10"], "target": ["a", "z", "9"]})
     graph = made(spec_of(None, edges), tmp_path / "s1")

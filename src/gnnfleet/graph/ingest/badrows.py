@@ -47,6 +47,14 @@ def fail(source: Source, position: int, check: Check, *, count: int) -> NoReturn
     )
 
 
+def fail_sum(source: Source, what: str, dtype: str) -> NoReturn:
+    """InputError for duplicates that are fine one by one, but not added up."""
+    raise InputError(
+        f"{source.shown}: the {what} of some duplicate edges add up to more than {dtype} can hold. "
+        "Pass --duplicates keep or drop" + (", or --dtype float32" if dtype == "float16" else "")
+    )
+
+
 def shown(value: Any) -> str:
     """A value in a message."""
     if value is None:

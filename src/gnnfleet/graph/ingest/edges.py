@@ -44,11 +44,15 @@ class TimeColumn:
     value: str
     dtype: str
 
+    def bad(self, value: str) -> str:
+        """SQL that is true for what is no time; ``value`` is SQL too."""
+        finite = f" OR NOT isfinite({value})" if self.dtype == "float64" else ""
+        return f"({value} IS NULL OR {value} < 0{finite})"
+
     def check(self) -> Check:
-        finite = f" OR NOT isfinite({self.value})" if self.dtype == "float64" else ""
         return Check(
             self.column,
-            f"({self.value} IS NULL OR {self.value} < 0{finite})",
+            self.bad(self.value),
             "a time of 0 or later",
             "Correct or shift the times, or import without them: --time none",
         )
@@ -175,11 +179,7 @@ class EdgeImport:
         )
         bad = ["s IS NULL", "d IS NULL"]
         bad += ["w IS NULL OR NOT isfinite(w)"] if plan.weight else []
-        bad += (
-            ["t IS NULL OR t < 0" + (" OR NOT isfinite(t)" if plan.time.dtype == "float64" else "")]
-            if plan.time
-            else []
-        )
+        bad += [plan.time.bad("t")] if plan.time else []
         facts = ", ".join(f"count(*) FILTER ({condition})" for condition in ["s = d", *bad])
         loops, *wrong = self.duck.one(f"SELECT {facts} FROM matched")
         if any(wrong[:2]):
@@ -200,11 +200,9 @@ class EdgeImport:
         key, keys = (self.plan.src, src) if no_src else (self.plan.dst, dst)
         missing = key.source.value(first, key.column) is None
         expected = f"the id of one of the {keys.count:,} nodes" + (" (integers)" if keys.kind == "integer" else "")
-        advice = (
-            "Every edge needs both ends"
-            if missing
-            else "Add the node to its table, remove the edge, or pass --missing add"
-        )
+        advice = "Every edge needs both ends"
+        if not missing:
+            advice = "Add the node to its table, remove the edge, or pass --missing add"
         badrows.fail(key.source, first, Check(key.column, "", expected, advice), count=count)
 
     def _write(
@@ -248,13 +246,18 @@ class EdgeImport:
 
     def _summed(self, rows: str) -> str:
         """Duplicates as one edge: weights (1 where there are none) and features added up, the first position kept."""
+        badrows.refuse(self.plan.source, self.plan.features.checks())  # sum() would pass over what is missing
         if "w" not in self.payload:
             self.payload = ["w", *self.payload]
-        columns = ["sum(w)::FLOAT AS w" if self.plan.weight else "count(*)::FLOAT AS w"]
+        columns = [_sum("w") + " AS w" if self.plan.weight else "count(*)::FLOAT AS w"]
         for i, (_, width) in enumerate(self.plan.features.columns):
-            items = [f"sum(a{i})::FLOAT"] if width is None else [f"sum(a{i}[{k + 1}])::FLOAT" for k in range(width)]
+            items = [_sum(f"a{i}")] if width is None else [_sum(f"a{i}[{k + 1}]") for k in range(width)]
             columns.append(f"{items[0] if width is None else '[' + ', '.join(items) + ']'} AS a{i}")
         return f"SELECT {self._group()}, min(p) AS p, {', '.join(columns)} FROM ({rows}) GROUP BY {self._group()}"
+
+
+def _sum(value: str) -> str:
+    return f"try_cast(sum({value}::DOUBLE) AS FLOAT)"
 
 
 class _SortedEdges:
@@ -324,7 +327,10 @@ class _SortedEdges:
         arrays["src"].append(torch.from_numpy(key & ((1 << self.bits) - 1)))
         for column in ("w", "t"):
             if column in arrays:
-                arrays[column].append(torch.from_numpy(np.array(batch.column(column))[kept]))
+                values = batch.column(column)
+                if values.null_count:
+                    badrows.fail_sum(self.edges.plan.source, "weights", "float32")
+                arrays[column].append(torch.from_numpy(np.array(values)[kept]))
         if "a" in arrays:
             plan = self.edges.plan
             columns = [batch.column(f"a{i}") for i in range(len(plan.features.columns))]
