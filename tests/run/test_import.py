@@ -144,7 +144,7 @@ cli.main()
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_imports_leave_nothing(tmp_path: Path, number: signal.Signals) -> None:
     edges = tmp_path / "e.parquet"
-    count = 6_000_000
+    count = 2_000_000
     select = (
         f"SELECT 'node ' || hash(i) % 900000 AS src, 'node ' || hash(i + 1) % 900000 AS dst FROM range({count}) t(i)"
     )
@@ -156,7 +156,7 @@ def test_interrupted_imports_leave_nothing(tmp_path: Path, number: signal.Signal
         assert process.stderr is not None
         while "edges node:to:node" not in process.stderr.readline():
             assert process.poll() is None
-        time.sleep(0.4)
+        time.sleep(0.2)
         process.send_signal(number)
         said = process.stderr.read()
     assert process.returncode == 130, said

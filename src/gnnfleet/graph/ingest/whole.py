@@ -39,7 +39,7 @@ def import_whole(
         name=name,
         undirected=graph.undirected,
         nodes={kind: count_nodes(table) for kind, table in graph.nodes.items()},
-        edges={kind: count_edges(table) for kind, table in graph.edges.items()},
+        edges={kind: count_edges(kind, table) for kind, table in graph.edges.items()},
         seconds=time.monotonic() - started,
         cleaned=cleaned,
     )

@@ -306,6 +306,9 @@ def _show(report: ImportReport, *, as_json: bool, quiet: bool) -> None:
     for kind, columns in unused.items():
         if columns:
             console.remark(f"{kind}: columns not used: {', '.join(columns)}", quiet=quiet)
+    changed = [f"{what.replace('_', ' ')} {count:,}" for what, count in report.cleaned.items() if count]
+    if changed:
+        console.remark(f"found and done: {', '.join(changed)}", quiet=quiet)
     console.remark(f"{report.path} is ready ({report.seconds:.1f} s)", quiet=quiet)
 
 
