@@ -1,4 +1,4 @@
-"""Plain rivals of the stream partitioner: random, LDG, Fennel, SPRING and METIS k-way, written for clarity.
+"""Plain rivals of the stream partitioner: random, LDG, Fennel and SPRING, written for clarity.
 
 Each takes the graph in memory, in-edges grouped by destination, and returns the part of each node. LDG and Fennel are
 given both directions of every edge, which is more than a stream grouped by destination would show them.
@@ -16,7 +16,7 @@ Parts = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Graph:
+class Whole:
     """In-edges of v are src[indptr[v] : indptr[v + 1]]."""
 
     indptr: npt.NDArray[np.int64]
@@ -29,30 +29,30 @@ class Graph:
     def dst(self) -> npt.NDArray[np.int64]:
         return np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
 
-    def undirected(self) -> Graph:
+    def undirected(self) -> Whole:
         """Both directions, no self-loops, parallel edges merged."""
         n, src, dst = max(1, self.num_nodes), self.src.astype(np.int64), self.dst()
         keep = src != dst
         key = np.unique(np.concatenate([src[keep] * n + dst[keep], dst[keep] * n + src[keep]]))
         indptr = np.zeros(self.num_nodes + 1, np.int64)
         np.cumsum(np.bincount(key // n, minlength=self.num_nodes), out=indptr[1:])
-        return Graph(indptr, (key % n).astype(np.int32))
+        return Whole(indptr, (key % n).astype(np.int32))
 
 
-def random(graph: Graph, parts: int, seed: int = 0) -> Parts:
+def random(graph: Whole, parts: int, seed: int = 0) -> Parts:
     """Shuffled round robin: perfect balance, no locality."""
     part = np.empty(graph.num_nodes, np.int32)
     part[np.random.default_rng(seed).permutation(graph.num_nodes)] = np.arange(graph.num_nodes) % parts
     return part
 
 
-def ldg(graph: Graph, parts: int, imbalance: float = 0.05) -> Parts:
+def ldg(graph: Whole, parts: int, imbalance: float = 0.05) -> Parts:
     """Linear deterministic greedy (Stanton and Kliot, 2012): neighbours in the part times its free share."""
     capacity = (1 + imbalance) * graph.num_nodes / parts
     return _greedy(graph.undirected(), parts, capacity, lambda near, size: near * (1 - size / capacity))
 
 
-def fennel(graph: Graph, parts: int, imbalance: float = 0.05) -> Parts:
+def fennel(graph: Whole, parts: int, imbalance: float = 0.05) -> Parts:
     """Fennel (Tsourakakis et al., 2014), gamma = 1.5: neighbours in the part minus the marginal cost of its size."""
     both = graph.undirected()
     alpha = parts**0.5 * (len(both.src) / 2) / max(1, graph.num_nodes) ** 1.5
@@ -60,7 +60,7 @@ def fennel(graph: Graph, parts: int, imbalance: float = 0.05) -> Parts:
     return _greedy(both, parts, capacity, lambda near, size: near - alpha * 1.5 * size**0.5)
 
 
-def _greedy(graph: Graph, parts: int, capacity: float, score: Callable[[int, int], float]) -> Parts:
+def _greedy(graph: Whole, parts: int, capacity: float, score: Callable[[int, int], float]) -> Parts:
     """Nodes in store order, each for good to the part with the best score and room; ties to the smaller part."""
     part = [-1] * graph.num_nodes
     size = [0] * parts
@@ -77,7 +77,7 @@ def _greedy(graph: Graph, parts: int, capacity: float, score: Callable[[int, int
     return np.asarray(part, np.int32)
 
 
-def spring(graph: Graph, parts: int) -> Parts:
+def spring(graph: Whole, parts: int) -> Parts:
     """SPRING as published with SDT-GNN, with its defects: initial size order in the merge, node 0 as default hub."""
     degree = np.diff(graph.indptr).tolist()
     cluster, richest = _spring_cluster(graph, parts, degree)
@@ -102,7 +102,7 @@ def spring(graph: Graph, parts: int) -> Parts:
     return part
 
 
-def _spring_cluster(graph: Graph, parts: int, degree: list[int]) -> tuple[list[int], list[int]]:
+def _spring_cluster(graph: Whole, parts: int, degree: list[int]) -> tuple[list[int], list[int]]:
     """One pass of volume-capped clustering; also the in-neighbour of highest degree of each node."""
     cap = 0.1 * len(graph.src) / parts
     cluster, richest = [-1] * graph.num_nodes, [0] * graph.num_nodes
@@ -128,17 +128,3 @@ def _spring_cluster(graph: Graph, parts: int, degree: list[int]) -> tuple[list[i
             volume[target] += degree[mover]
         opened(j)
     return cluster, richest
-
-
-def mincut(graph: Graph, parts: int, seed: int = 0) -> Parts:
-    """METIS k-way at its defaults (3 % imbalance, edge cut)."""
-    import pymetis
-
-    both = graph.undirected()
-    found = pymetis.part_graph(
-        parts,
-        pymetis.CSRAdjacency(both.indptr, both.src.astype(np.int64)),
-        options=pymetis.Options(seed=seed),
-        recursive=False,
-    )
-    return np.asarray(found.vertex_part, np.int32)

@@ -1,15 +1,16 @@
-"""Partitioners side by side: sum (lambda - 1), cut, balance, seconds and peak memory.
+"""Partitioners side by side: rows that travel Σ(λ−1), edges cut, balance, seconds, peak memory.
 
 One JSON file per cell (graph, parts, method), each measured in a process of its own; finished cells are not run again.
 
-usage: python benchmarks/partition.py OUT --data DIR [--graphs a b] [--parts 4 8] [--methods stream mincut]
-DIR holds NAME.npz with edge_index (2, E); the graph named community_<nodes>_<edges>_<communities> is generated.
+usage: python benchmarks/partition.py [OUT] [--data DIR] [--graphs a b] [--parts 4 8] [--methods stream mincut]
+DIR holds NAME.npz; `communities` is generated (1 M nodes, 10 M edges). Graphs that are not there are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -18,18 +19,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import baselines
 import numpy as np
 import pymetis  # noqa: F401  imported before the memory baseline is taken, as the interpreter is
-from baselines import Graph, Parts
 
+import baselines
+from baselines import Parts
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.ingest.npz import read_npz
+from gnnfleet.graph.partitioners import node_weights
+from gnnfleet.graph.partitioners.metis import mincut
+from gnnfleet.graph.partitioners.request import Request
 from gnnfleet.graph.partitioners.stream import stream
-from gnnfleet.graph.scan import Chunk, FileScan
+from gnnfleet.graph.quality import measure
+from gnnfleet.graph.scan import Chunk, EdgeScan
+from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.report.progress import Silent
 
-GRAPHS = ["pubmed", "amazon_photo", "debian_bookworm", "community_1000000_10000000_2000"]
-METHODS = ["random", "ldg", "fennel", "spring", "mincut", "stream", "stream_3%"]
-MINCUT_SEEDS = 5
-"""The best of these counts; its time is that of all of them."""
+HERE = Path(__file__).parent
+GRAPHS = ["pubmed", "amazon_photo", "debian_bookworm", "communities"]
+METHODS = ["random", "ldg", "fennel", "spring", "mincut", "stream"]
 
 
 @dataclass(frozen=True)
@@ -51,101 +60,75 @@ class Cell:
     edges_read: int
 
 
-def measure(parts: Parts, graph: Graph, count: int) -> dict[str, int | float]:
-    """Volume, rows received by the worker that receives most, edges cut and heaviest part over mean."""
-    touched = np.zeros((graph.num_nodes, count), bool)
-    touched[graph.src, np.repeat(parts, np.diff(graph.indptr))] = True
-    touched[np.arange(graph.num_nodes), parts] = False
-    return {
-        "volume": int(touched.sum()),
-        "max_rows": int(touched.sum(0).max(initial=0)),
-        "cut": int((parts[graph.src] != np.repeat(parts, np.diff(graph.indptr))).sum()),
-        "balance": float(np.bincount(parts, minlength=count).max() * count / max(1, graph.num_nodes)),
-    }
-
-
-class CountedScan(FileScan):
+class CountedScan(EdgeScan):
     """Counts the edges read, over all passes."""
 
     edges_read = 0
 
-    def chunks(self, limit_edges: int) -> Iterator[Chunk]:
-        for chunk in super().chunks(limit_edges):
+    def chunks(self, limit: int = 1 << 20) -> Iterator[Chunk]:
+        for chunk in super().chunks(limit):
             self.edges_read += len(chunk.src)
             yield chunk
 
 
 def run_cell(store: Path, name: str, parts: int, method: str) -> Cell:
-    scan = CountedScan(store / f"{name}.indptr.npy", store / f"{name}.src.npy")
-    imbalance = 0.03 if method == "stream_3%" else 0.05
-    if method.startswith("stream"):
-        found, cost = _timed(lambda: stream(scan, parts, imbalance=imbalance))
-    graph = Graph(np.load(store / f"{name}.indptr.npy"), np.load(store / f"{name}.src.npy"))
-    if method == "mincut":
-        found, cost = _timed(lambda: _best_mincut(graph, parts))
-    elif not method.startswith("stream"):
-        partition: Callable[[Graph, int], Parts] = getattr(baselines, method)
-        found, cost = _timed(lambda: partition(graph, parts))
-    sizes = {"nodes": graph.num_nodes, "edges": len(graph.src)}
-    result = cost | {"edges_read": scan.edges_read} | measure(found, graph, parts)
-    return Cell(graph=name, parts=parts, method=method, **sizes, **result)  # type: ignore[arg-type]
+    graph = open_store(store / name)
+    scan = CountedScan(graph)
+    if method == "stream":
+        found, cost = timed(lambda: stream(scan, parts, imbalance=0.03))
+    elif method == "mincut":
+        request = Request(parts=parts, weights=node_weights(graph, "nodes"))
+        found, cost = timed(lambda: mincut(EdgeScan(graph), request, Silent())[0])
+    else:
+        partition: Callable[[baselines.Whole, int], Parts] = getattr(baselines, method)
+        whole = in_memory(graph)
+        found, cost = timed(lambda: partition(whole, parts))
+    quality = measure(graph, found, parts)
+    return Cell(
+        graph=name,
+        parts=parts,
+        method=method,
+        nodes=graph.num_nodes,
+        edges=graph.num_edges,
+        volume=quality.volume,
+        max_rows=int(quality.need.sum(axis=1).max()),
+        cut=quality.cut_edges,
+        balance=quality.summary()["balance"]["nodes"],
+        edges_read=scan.edges_read,
+        **cost,  # type: ignore[arg-type]
+    )
 
 
-def _best_mincut(graph: Graph, parts: int) -> Parts:
-    tries = [baselines.mincut(graph, parts, seed) for seed in range(MINCUT_SEEDS)]
-    return min(tries, key=lambda found: measure(found, graph, parts)["volume"])
+def in_memory(graph: Graph) -> baselines.Whole:
+    """All edges by destination, edge types merged."""
+    chunks = list(EdgeScan(graph).chunks())
+    degrees = np.concatenate([np.diff(chunk.indptr) for chunk in chunks])
+    return baselines.Whole(np.concatenate([[0], np.cumsum(degrees)]), np.concatenate([c.src for c in chunks]))
 
 
-def _timed(work: Callable[[], Parts]) -> tuple[Parts, dict[str, int | float]]:
-    peak, cpu, start = _peak(), time.process_time(), time.perf_counter()
+def timed(work: Callable[[], Parts]) -> tuple[Parts, dict[str, int | float]]:
+    peak, cpu, start = resident_peak(), time.process_time(), time.perf_counter()
     found = work()
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-    return found, {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": _peak() - peak}
+    return found, {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": resident_peak() - peak}
 
 
-def _peak() -> int:
+def resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def prepare(data: Path, store: Path, name: str) -> None:
-    """Writes NAME.indptr.npy and NAME.src.npy unless they are there."""
-    if (store / f"{name}.src.npy").exists():
-        return
-    if name.startswith("community_"):
-        nodes, edges, communities = map(int, name.split("_")[1:])
-        src, dst = community_graph(nodes, edges, communities)
+def prepare(data: Path, store: Path, name: str) -> bool:
+    """Make the store of a graph unless it is there; False when there is nothing to make it from."""
+    if (store / name).exists():
+        return True
+    if name == "communities":
+        graph = make_dataset("communities", nodes=1_000_000, edges=10_000_000, features=0)
+    elif (data / f"{name}.npz").exists():
+        graph = read_npz(data / f"{name}.npz")
     else:
-        with np.load(data / f"{name}.npz", allow_pickle=False) as file:
-            src, dst = file["edge_index"].astype(np.int64)
-            nodes = len(file["y"]) if "y" in file else int(max(src.max(), dst.max())) + 1
-    order = np.lexsort((src, dst))
-    indptr = np.zeros(nodes + 1, np.int64)
-    np.cumsum(np.bincount(dst, minlength=nodes), out=indptr[1:])
-    np.save(store / f"{name}.indptr.npy", indptr)
-    np.save(store / f"{name}.src.npy", src[order].astype(np.int32))
-
-
-def community_graph(
-    nodes: int, edges: int, communities: int, *, seed: int = 7
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Symmetric; Pareto community sizes and degrees, four edges in five inside a community, ids shuffled."""
-    rng = np.random.default_rng(seed)
-    share = rng.pareto(1.5, communities) + 0.5
-    community = np.sort(rng.choice(communities, size=nodes, p=share / share.sum()))
-    reach = np.cumsum(np.minimum(rng.pareto(1.6, nodes) + 1.0, 500))
-    tries = int(edges // 2 * 1.25)
-    src = np.searchsorted(reach, rng.random(tries) * reach[-1]).clip(0, nodes - 1)
-    base = np.concatenate([[0.0], reach])
-    low = base[np.searchsorted(community, community[src])]
-    high = base[np.searchsorted(community, community[src], side="right")]
-    inside, at = rng.random(tries) < 0.8, rng.random(tries)
-    dst = np.searchsorted(reach, np.where(inside, low + at * (high - low), at * reach[-1])).clip(0, nodes - 1)
-    keep = src != dst
-    key = np.unique(np.minimum(src, dst)[keep] * nodes + np.maximum(src, dst)[keep])
-    key = rng.permutation(key)[: edges // 2]
-    name = rng.permutation(nodes)
-    a, b = name[key // nodes], name[key % nodes]
-    return np.concatenate([a, b]), np.concatenate([b, a])
+        return False
+    save_store(graph, store / name)
+    return True
 
 
 def table(cells: list[Cell]) -> str:
@@ -167,8 +150,9 @@ def table(cells: list[Cell]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--data", type=Path, default=Path("."))
+    parser.add_argument("out", type=Path, nargs="?", default=HERE / "results" / "cells" / "partition")
+    beside = HERE.parents[1] / "shared" / "data"
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("GNNFLEET_DATA", beside)) / "static")
     parser.add_argument("--graphs", nargs="+", default=GRAPHS)
     parser.add_argument("--parts", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--methods", nargs="+", default=METHODS)
@@ -180,15 +164,17 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     cells = []
     for graph in args.graphs:
-        prepare(args.data, args.out, graph)
+        if not prepare(args.data, args.out, graph):
+            print(f"{graph}: no data, left out", file=sys.stderr)
+            continue
         for parts in args.parts:
             for method in args.methods:
                 path = args.out / f"{graph}.{parts}.{method}.json"
                 if not path.exists():
                     command = [sys.executable, __file__, str(args.out), "--cell", graph, str(parts), method]
-                    path.write_text(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+                    path.write_text(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
                 cells.append(Cell(**json.loads(path.read_text())))
-                print(table(cells[-1:]).splitlines()[-1], flush=True)
+                print(table(cells).splitlines()[-1], flush=True)
     print(table(cells))
 
 
