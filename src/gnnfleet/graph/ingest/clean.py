@@ -121,7 +121,7 @@ def _clean_parallel(kind: EdgeType, edges: Edges, wish: Duplicates, counts: Coun
 
 
 def _leaders(edges: Edges) -> Tensor:
-    """[E]: the first edge with the same ends and, where there are times, the same time. Events of a pair are no repeats."""
+    """[E]: the first edge with the same ends and, where there are times, the same time."""
     dst, order = edges.dst(), torch.arange(edges.count)
     new = torch.ones(edges.count, dtype=torch.bool)
     new[1:] = (edges.src[1:] != edges.src[:-1]) | (dst[1:] != dst[:-1])
