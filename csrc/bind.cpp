@@ -18,6 +18,10 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
+namespace gnnfleet {
+void bind_stream(nb::module_& m);  // bind_stream.cpp
+}
+
 namespace {
 
 template <typename T>
@@ -381,5 +385,6 @@ NB_MODULE(_native, m) {
   bind_aggregate(m);
   bind_partition<int32_t>(m);
   bind_partition<int64_t>(m);
+  gnnfleet::bind_stream(m);
   m.def("rank_distinct", rank_distinct, "values"_a.noconvert(), "rank"_a.noconvert());
 }

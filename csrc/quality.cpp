@@ -5,13 +5,12 @@ namespace gnnfleet {
 template <typename Index>
 void count_traffic(const EdgeChunk<Index>& chunk, const int32_t* part, int64_t parts, int64_t base, uint64_t* seen,
                    int64_t* edges, int64_t* rows) {
-  const int64_t start = chunk.num_dst ? chunk.indptr[0] : 0;
-  for (int64_t k = 0; k < chunk.num_dst; ++k) {
+  for (int64_t k = 0; k < chunk.count; ++k) {
     const int64_t p = part[chunk.first + k];
     const bool in_group = p >= base && p < base + 64;
     if (!in_group && base != 0) continue;
     const uint64_t bit = in_group ? uint64_t{1} << (p - base) : 0;
-    for (int64_t e = chunk.indptr[k] - start; e < chunk.indptr[k + 1] - start; ++e) {
+    for (int64_t e = chunk.indptr[k]; e < chunk.indptr[k + 1]; ++e) {
       const int64_t j = static_cast<int64_t>(chunk.src[e]);
       const int64_t q = part[j];
       if (base == 0) ++edges[p * parts + q];

@@ -2,16 +2,9 @@
 #pragma once
 #include <cstdint>
 
-namespace gnnfleet {
+#include "chunk.h"
 
-// Edges of `num_dst` consecutive destinations beginning at global id `first`; in-edges of the k-th are
-// src[indptr[k] - indptr[0] .. indptr[k+1] - indptr[0]). Sources are global ids too.
-template <typename Index>
-struct EdgeChunk {
-  int64_t first, num_dst;
-  const int64_t* indptr;
-  const Index* src;
-};
+namespace gnnfleet {
 
 // Adds to edges[p * parts + q] the edges from part q into part p, and to rows[p * parts + q] (p != q) the distinct
 // sources of q that p needs. Only destination parts base .. base + 63 count rows: bit p - base of seen[j] says that

@@ -47,11 +47,11 @@ def brute_force(
         else []
     )
     edges = edges + back
-    parallel = sum(n - 1 for n in Counter(e[:2] for e in edges).values())
+    parallel = sum(n - 1 for n in Counter((*e[:2], e[3]) for e in edges).values())
     if duplicates != "keep":
-        groups: dict[tuple[int, int], list[tuple[int, int, float, int, int]]] = {}
+        groups: dict[tuple[int, int, int], list[tuple[int, int, float, int, int]]] = {}
         for e in edges:
-            groups.setdefault(e[:2], []).append(e)
+            groups.setdefault((*e[:2], e[3]), []).append(e)
         total = sum if duplicates == "sum" else lambda weights: weights[0]
         edges = [(*group[0][:2], total([e[2] for e in group]), *group[0][3:]) for group in groups.values()]
     counts = {

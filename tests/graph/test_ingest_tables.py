@@ -135,6 +135,27 @@ def test_times_keep_their_order(tmp_path: Path, ending: str, kind: Any) -> None:
     assert graph.only_edges.time.dtype == (torch.int64 if kind is np.int64 else torch.float64)
 
 
+@pytest.mark.parametrize(("undirected", "drop"), list(itertools.product([False, True], repeat=2)))
+def test_timed_edges_equal_brute_force(tmp_path: Path, undirected: bool, drop: bool) -> None:
+    draw = np.random.default_rng(2)
+    ends, time = draw.integers(0, 6, (2, 80)), draw.integers(0, 4, 80)
+    path = write(tmp_path / "e.parquet", {"src": ends[0], "dst": ends[1], "time": time, "f": np.arange(80)})
+    graph = made(spec_of(None, path, undirected=undirected, duplicates="drop" if drop else "keep"), tmp_path / "store")
+    rows = []
+    for row, (s, d, t) in enumerate(zip(*ends.tolist(), time.tolist(), strict=True)):
+        rows.append((s, d, t, 2 * row))
+        if undirected and s != d:
+            rows.append((d, s, t, 2 * row + 1))
+    if drop:
+        rows = list({row[:3]: row for row in reversed(rows)}.values())
+    rows.sort(key=lambda row: (row[1], row[0], row[3]))
+    edges = graph.only_edges
+    assert edges.src.tolist() == [row[0] for row in rows] and edges.dst().tolist() == [row[1] for row in rows]
+    assert edges.time.tolist() == [row[2] for row in rows]
+    assert edges.attr[:, 0].tolist() == [row[3] // 2 for row in rows]
+    assert edges.order.tolist() == sorted(range(len(rows)), key=lambda i: (rows[i][2], rows[i][3]))
+
+
 def test_duplicates_of_timed_edges_share_the_time(tmp_path: Path) -> None:
     edges = write(tmp_path / "e.parquet", {"src": [0, 0, 0, 1], "dst": [1, 1, 1, 0], "time": [5, 5, 6, 5]})
     report = import_tables(spec_of(None, edges, duplicates="drop"), tmp_path / "store")
@@ -146,7 +167,11 @@ def test_timestamps_become_microseconds(tmp_path: Path) -> None:
     stamps = pa.array([1_700_000_000_000, 1_600_000_000_500], pa.timestamp("ms"))
     parquet = write(tmp_path / "e.parquet", {"src": ["a", "b"], "dst": ["b", "a"], "time": stamps})
     csv = write(tmp_path / "e.csv", {"src": ["a", "b"], "dst": ["b", "a"], "time": stamps.cast(pa.string())})
-    for path in (parquet, csv):
+    zones = []
+    for unit in ("us", "ns"):
+        zoned = stamps.cast(pa.timestamp(unit, "Asia/Tokyo"))
+        zones.append(write(tmp_path / f"{unit}.parquet", {"src": ["a", "b"], "dst": ["b", "a"], "time": zoned}))
+    for path in (parquet, csv, *zones):
         edges = made(spec_of(None, path), tmp_path / Path(path).name.replace(".", "-")).only_edges
         assert edges.time[edges.order].tolist() == [1_600_000_000_500_000, 1_700_000_000_000_000]
 
@@ -159,6 +184,15 @@ def test_sum_adds_weights_and_features(tmp_path: Path) -> None:
     assert plain.weight.tolist() == [1, 3]
     assert plain.attr.tolist() == [[4, 1, 2], [11, 3, 6]]
     assert made(spec_of(None, weighted, duplicates="sum"), tmp_path / "w").only_edges.weight.tolist() == [2, 5.5]
+
+
+def test_sums_that_cannot_be(tmp_path: Path) -> None:
+    gap = write(tmp_path / "g.parquet", {"src": [0, 0], "dst": [1, 1], "f": [1.0, None]})
+    refused(spec_of(None, gap, duplicates="sum"), tmp_path, ["row 2", "column 'f'", "--edge-features"])
+    large = write(tmp_path / "l.parquet", {"src": [0, 0], "dst": [1, 1], "f": [6e4, 6e4]})
+    refused(spec_of(None, large, duplicates="sum", dtype="float16"), tmp_path, ["add up", "float16", "--dtype float32"])
+    heavy = write(tmp_path / "h.parquet", {"src": [0, 0], "dst": [1, 1], "weight": [3e38, 3e38]})
+    refused(spec_of(None, heavy, duplicates="sum"), tmp_path, ["weights", "add up"])
 
 
 def test_nodes_come_from_edges_or_are_added(tmp_path: Path) -> None:
@@ -333,6 +367,9 @@ def test_other_refusals(tmp_path: Path) -> None:
     refused(spec_of(lists, None), tmp_path, ["row 2", "column 'v'", "1 values", "2 values"])
     half = write(tmp_path / "half.parquet", {"id": [1, 2], "v": [1.0, 1e5]})
     refused(spec_of(half, None, dtype="float16"), tmp_path, ["row 2", "65504", "100000.0"])
+    refused(spec_of(None, str(tmp_path / "half.parquet")), tmp_path, ["half.parquet: expected a column 'src'"])
+    early = write(tmp_path / "early.parquet", {"src": [1], "dst": [2], "t": pa.array([-1], pa.timestamp("s", "UTC"))})
+    refused(spec_of(None, early), tmp_path, ["row 1", "column 't'", "1969-12-31", "--time none"])
     fraction = write(tmp_path / "y.parquet", {"id": [1, 2], "y": [1.0, 0.5]})
     refused(spec_of(fraction, None), tmp_path, ["row 2", "column 'y'", "0.5", "--label none"])
     (tmp_path / "ragged.csv").write_text("id,f\n1,2\n3,4,5\n")

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import networkx as nx
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import typer
+from torch_geometric.data import Data
 from typer.testing import CliRunner
 
 from gnnfleet.errors import ConfigError, InputError, StoreError
-from gnnfleet.graph.graph import EDGE, EdgeType, Graph
+from gnnfleet.graph.graph import EDGE, EdgeType
 from gnnfleet.graph.store import open_store
 from gnnfleet.run.commands.importing import IMPORT_EXAMPLES, export_graph, import_graph
+from tests.run.shell import start
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.command("import", epilog=IMPORT_EXAMPLES)(import_graph)
@@ -92,7 +96,7 @@ def test_named_columns(shop: Path) -> None:
         (["e.parquet", "--duplicates", "some"], ConfigError, "keep, drop, sum, error"),
         (["e.parquet", "--memory", "lots"], ConfigError, "1GiB"),
         (["e.parquet", "--split", "most"], ConfigError, "20-per-class"),
-        (["g.npz", "--label", "y"], ConfigError, "--label concerns tables"),
+        (["g.npz", "--label", "y"], ConfigError, "--label does not concern"),
         (["n.parquet", "--features", "g*"], InputError, "no column matches 'g"),
     ],
 )
@@ -119,45 +123,80 @@ def test_export_gives_the_ids_back(shop: Path) -> None:
     assert pq.read_table(shop / "tables" / "edges.parquet")["dst"].to_pylist() == ["u2", "u3"]
 
 
-def test_graphs_of_other_tools(shop: Path, monkeypatch: Any) -> None:
-    clean = pytest.importorskip("gnnfleet.graph.ingest.clean")
-    assert clean is not None
-    from gnnfleet.graph.ingest import whole
-
-    monkeypatch.setattr(whole, "read_whole", lambda source: Graph(edge_index=[[0, 1, 1], [1, 2, 2]], y=[0, 1, 0]))
-    report = call("import", "g.npz", "-o", shop / "store", "--undirected", "--split", "1-per-class")
-    graph = open_store(shop / "store")
-    assert graph.undirected and graph.num_edges == 4 and graph.name == "store"
-    assert report["nodes"]["node"]["train"] == 2 and report["cleaned"]["parallel_dropped"] == 2
+def write_npz(folder: Path) -> Path:
+    np.savez(folder / "g.npz", edge_index=np.array([[0, 1, 1], [1, 2, 2]]), y=np.array([0, 1, 0]))
+    return folder / "g.npz"
 
 
-SCRIPT = """
-import sys
-from gnnfleet.run import cli
-from gnnfleet.run.commands.importing import import_graph
-cli.app.command("import")(import_graph)
-sys.argv[0] = "gnnfleet"
-cli.main()
-"""
+def write_pt(folder: Path) -> Path:
+    data = Data(edge_index=torch.tensor([[0, 1, 1], [1, 2, 2]]), y=torch.tensor([0, 1, 0]), num_nodes=3)
+    torch.save(data, folder / "g.pt")
+    return folder / "g.pt"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_imports_leave_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def write_graphml(folder: Path) -> Path:
+    graph = nx.MultiDiGraph([("a", "b"), ("b", "c"), ("b", "c")])
+    nx.set_node_attributes(graph, {"a": 0, "b": 1, "c": 0}, "y")
+    nx.write_graphml(graph, folder / "g.graphml")
+    return folder / "g.graphml"
+
+
+def write_ogb(folder: Path) -> Path:
+    raw, split = folder / "ogbn_tiny" / "raw", folder / "ogbn_tiny" / "split" / "random"
+    for name, text in {
+        raw / "edge.csv.gz": "0,1\n1,2\n1,2\n",
+        raw / "num-node-list.csv.gz": "3\n",
+        raw / "num-edge-list.csv.gz": "3\n",
+        raw / "node-label.csv.gz": "0\n1\n0\n",
+        split / "train.csv.gz": "0\n",
+        split / "valid.csv.gz": "1\n",
+        split / "test.csv.gz": "2\n",
+    }.items():
+        name.parent.mkdir(parents=True, exist_ok=True)
+        name.write_bytes(gzip.compress(text.encode()))
+    return folder / "ogbn_tiny"
+
+
+@pytest.mark.parametrize("write", [write_npz, write_pt, write_graphml, write_ogb])
+def test_graphs_of_other_tools(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+    """The same three edges from every format; undirected drops the parallel one and its reverse."""
+    labels = ["--label", "y"] if write is write_graphml else []
+    report = call("import", write(tmp_path), "-o", tmp_path / "store", "--undirected", *labels)
+    graph = open_store(tmp_path / "store")
+    assert graph.undirected and graph.name == "store"
+    assert graph.only_edges.edge_index().tolist() == [[1, 0, 2, 1], [0, 1, 1, 2]]
+    assert report["cleaned"]["parallel_dropped"] == 2
+    assert graph.only_nodes.y is not None and graph.only_nodes.y.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_imports_leave_nothing_that_opens(tmp_path: Path, number: signal.Signals) -> None:
     edges = tmp_path / "e.parquet"
-    count = 6_000_000
+    count = 2_000_000
     select = (
         f"SELECT 'node ' || hash(i) % 900000 AS src, 'node ' || hash(i + 1) % 900000 AS dst FROM range({count}) t(i)"
     )
     duckdb.sql(f"COPY ({select}) TO '{edges}' (FORMAT parquet)")
     out = tmp_path / "out"
     out.mkdir()
-    words = [sys.executable, "-c", SCRIPT, "import", str(edges), "-o", str(out / "store")]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, env=os.environ, text=True) as process:
-        assert process.stderr is not None
-        while "edges node:to:node" not in process.stderr.readline():
-            assert process.poll() is None
-        time.sleep(0.4)
-        process.send_signal(number)
-        said = process.stderr.read()
-    assert process.returncode == 130, said
-    assert not list(out.iterdir()), said
+    process = start("import", edges, "-o", out / "store")
+    assert process.stderr is not None
+    while "edges node:to:node" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(0.2)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    if number is signal.SIGKILL:
+        assert not (out / "store").exists()
+        for path in out.iterdir():
+            with pytest.raises(StoreError):
+                open_store(path)
+        call("import", shop_edges(tmp_path), "-o", out / "store")
+        assert [path.name for path in out.iterdir()] == ["store"], "the next import cleans up"
+    else:
+        assert process.returncode == 130 and not list(out.iterdir()), said
+
+
+def shop_edges(folder: Path) -> Path:
+    (folder / "few.csv").write_text("src,dst\n1,2\n")
+    return folder / "few.csv"

@@ -53,7 +53,10 @@ def main() -> NoReturn:
     except typer.Exit as error:
         code = error.exit_code
     except _UsageProblem as error:
-        code = _fail(f"{error.format_message()} (gnnfleet --help)", ConfigError.exit_code, debug)
+        # A command called without words has shown its help by now and has nothing to add.
+        code = ConfigError.exit_code
+        if error.format_message():
+            _fail(f"{error.format_message()} (gnnfleet --help)", code, debug)
     except (KeyboardInterrupt, typer.Abort):
         code = _fail("interrupted; nothing half-written was left behind", 130, debug)
     except BrokenPipeError:

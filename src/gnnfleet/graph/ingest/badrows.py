@@ -47,6 +47,14 @@ def fail(source: Source, position: int, check: Check, *, count: int) -> NoReturn
     )
 
 
+def fail_sum(source: Source, what: str, dtype: str) -> NoReturn:
+    """InputError for duplicates that are fine one by one, but not added up."""
+    raise InputError(
+        f"{source.shown}: the {what} of some duplicate edges add up to more than {dtype} can hold. "
+        "Pass --duplicates keep or drop" + (", or --dtype float32" if dtype == "float16" else "")
+    )
+
+
 def shown(value: Any) -> str:
     """A value in a message."""
     if value is None:
@@ -64,10 +72,10 @@ def bad_number(expression: str, dtype: str) -> str:
     return f"({expression} IS NULL OR NOT isfinite({expression}){limit})"
 
 
-def feature_check(column: str, dtype: str, width: int | None) -> Check:
+def feature_check(column: str, dtype: str, *, width: int | None, option: str) -> Check:
     """The check of a feature column: a number, or ``width`` numbers where it holds lists."""
     cell = sql.name(column)
-    advice = "Fill the gaps or correct the values, or choose other columns with --features"
+    advice = f"Fill the gaps or correct the values, or choose other columns with --{option}"
     finite = "a finite number" if dtype != "float16" else f"a finite number up to {HALF_LIMIT} (float16)"
     if width is None:
         return Check(column, bad_number(f"try_cast({cell} AS FLOAT)", dtype), finite, advice)

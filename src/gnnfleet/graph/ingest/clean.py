@@ -2,7 +2,7 @@
 
 The steps run in this order: self-loops, reverse edges, parallel edges. So a graph that lists a pair in both directions
 and is made undirected has parallel edges afterwards, which ``duplicates="drop"`` removes. Held-out links stay as they
-are.
+are. Edges are parallel when they have the same ends and, in a graph with times, the same time.
 """
 
 from __future__ import annotations
@@ -97,14 +97,13 @@ def _clean_loops(kind: EdgeType, edges: Edges, wish: SelfLoops, counts: Counter[
 
 
 def _clean_parallel(kind: EdgeType, edges: Edges, wish: Duplicates, counts: Counter[str]) -> Edges:
-    dst = edges.dst()
-    first = torch.ones(edges.count, dtype=torch.bool)
-    first[1:] = (edges.src[1:] != edges.src[:-1]) | (dst[1:] != dst[:-1])
+    leader = _leaders(edges)
+    first = leader == torch.arange(edges.count)
     found = edges.count - int(first.sum())
     counts["parallel"] += found
     if found and wish == "error":
         where = int((~first).nonzero()[0])
-        pair = f"{int(edges.src[where])} to {int(dst[where])}"
+        pair = f"{int(edges.src[where])} to {int(edges.dst()[where])}"
         raise InputError(
             f"edges {kind}: expected no parallel edges, found {found}, the first from row {pair}; keep, drop or sum"
         )
@@ -116,8 +115,25 @@ def _clean_parallel(kind: EdgeType, edges: Edges, wish: Duplicates, counts: Coun
         return kept
     weight = torch.ones(edges.count) if edges.weight is None else edges.weight
     # float64 while adding: thousands of parallel edges would lose digits otherwise.
-    total = torch.zeros(kept.count, dtype=torch.float64).index_add_(0, first.cumsum(0) - 1, weight.double())
+    place = (first.cumsum(0) - 1)[leader]
+    total = torch.zeros(kept.count, dtype=torch.float64).index_add_(0, place, weight.double())
     return replace(kept, weight=total.float())
+
+
+def _leaders(edges: Edges) -> Tensor:
+    """[E]: the first edge with the same ends and, where there are times, the same time."""
+    dst, order = edges.dst(), torch.arange(edges.count)
+    new = torch.ones(edges.count, dtype=torch.bool)
+    new[1:] = (edges.src[1:] != edges.src[:-1]) | (dst[1:] != dst[:-1])
+    if edges.time is not None:
+        pair = new.cumsum(0)
+        order = torch.argsort(edges.time, stable=True)
+        order = order[torch.argsort(pair[order], stable=True)]
+        time, pair = edges.time[order], pair[order]
+        new[1:] = (pair[1:] != pair[:-1]) | (time[1:] != time[:-1])
+    leader = torch.empty(edges.count, dtype=torch.int64)
+    leader[order] = order[new.nonzero()[:, 0]][new.cumsum(0) - 1]
+    return leader
 
 
 def _add_reverse(graph: Graph, edges: dict[EdgeType, Edges], counts: Counter[str]) -> dict[EdgeType, Edges]:

@@ -61,9 +61,11 @@ def find_column(source: Source, part: str, wanted: str | None, *, required: bool
     found = find_usual(source.types, part, wanted)
     if found is None and (wanted or required):
         expected = repr(wanted) if wanted else " or ".join(map(repr, USUAL_NAMES[part]))
+        option = "split-column" if part == "split" else part
+        header = " (the first line of a CSV file holds the names)" if source.is_text else ""
         raise InputError(
-            f"{source.shown}: expected a column {expected} for {part}, found {', '.join(source.types)}. "
-            f"Name the column with --{part}"
+            f"{source.shown}: expected a column {expected} for {part}, found {', '.join(source.types)}{header}. "
+            f"Name the column with --{option}"
         )
     return found
 
@@ -87,6 +89,7 @@ class Features:
 
     columns: tuple[tuple[str, int | None], ...]
     dtype: str
+    option: str = "features"
 
     @property
     def width(self) -> int:
@@ -101,18 +104,20 @@ class Features:
         return [f"try_cast({sql.name(c)} AS FLOAT{'' if width is None else '[]'})" for c, width in self.columns]
 
     def checks(self) -> list[Check]:
-        return [feature_check(column, self.dtype, width) for column, width in self.columns]
+        return [feature_check(column, self.dtype, width=width, option=self.option) for column, width in self.columns]
 
 
-def find_features(source: Source, patterns: str | None, *, used: Iterable[str | None], dtype: str) -> Features:
+def find_features(
+    source: Source, patterns: str | None, *, used: Iterable[str | None], dtype: str, option: str = "features"
+) -> Features:
     """The chosen feature columns, or every column of numbers that is not used otherwise."""
     if patterns == NONE:
-        return Features((), dtype)
+        return Features((), dtype, option)
     taken = set(used)
     if patterns is None:
         chosen = _numeric(source, [column for column in source.types if column not in taken])
     else:
-        chosen = match_columns(source, patterns, "features")
+        chosen = match_columns(source, patterns, option)
         chosen = [c for c in chosen if c not in taken or c in patterns.split(",")]
         for column in chosen:
             kind = source.types[column]
@@ -127,7 +132,7 @@ def find_features(source: Source, patterns: str | None, *, used: Iterable[str | 
             source.scan(f"len({sql.name(column)})", f"{sql.name(column)} IS NOT NULL") + " LIMIT 1"
         )
         widths[column] = int(first[0][0]) if first else 0
-    return Features(tuple(widths.items()), dtype)
+    return Features(tuple(widths.items()), dtype, option)
 
 
 def _numeric(source: Source, columns: Sequence[str]) -> list[str]:

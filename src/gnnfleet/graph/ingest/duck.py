@@ -42,6 +42,7 @@ class Duck:
         self.run(f"SET memory_limit = {literal(memory)}")
         self.run(f"SET temp_directory = {literal(spill)}")
         self.run("SET enable_progress_bar = false")
+        self.run("SET GLOBAL TimeZone = 'UTC'")  # what is read must not depend on where
 
     def __enter__(self) -> Self:
         return self

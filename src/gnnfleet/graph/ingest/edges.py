@@ -31,7 +31,7 @@ from gnnfleet.graph.ingest.columns import canonical as is_canonical
 from gnnfleet.graph.ingest.duck import BATCH, Duck
 from gnnfleet.graph.ingest.keys import KeyColumn, NodeKeys
 from gnnfleet.graph.ingest.nodes import CELLS, Advance, read_features
-from gnnfleet.graph.ingest.source import Source
+from gnnfleet.graph.ingest.source import Source, has_zone
 from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, TableSpec
 from gnnfleet.graph.store import edge_folder
 
@@ -44,11 +44,15 @@ class TimeColumn:
     value: str
     dtype: str
 
+    def bad(self, value: str) -> str:
+        """SQL that is true for what is no time; ``value`` is SQL too."""
+        finite = f" OR NOT isfinite({value})" if self.dtype == "float64" else ""
+        return f"({value} IS NULL OR {value} < 0{finite})"
+
     def check(self) -> Check:
-        finite = f" OR NOT isfinite({self.value})" if self.dtype == "float64" else ""
         return Check(
             self.column,
-            f"({self.value} IS NULL OR {self.value} < 0{finite})",
+            self.bad(self.value),
             "a time of 0 or later",
             "Correct or shift the times, or import without them: --time none",
         )
@@ -89,7 +93,9 @@ def plan_edges(source: Source, table: EdgeTable, dtype: str) -> EdgePlan:
     others = (
         [find_usual(source.types, part, None) for part in ("id", "label", "split")] if table.features is None else []
     )
-    features = find_features(source, table.features, used=[src, dst, weight, column, *others], dtype=dtype)
+    features = find_features(
+        source, table.features, used=[src, dst, weight, column, *others], dtype=dtype, option="edge-features"
+    )
     return EdgePlan(source, KeyColumn(source, src), KeyColumn(source, dst), weight, time, features)
 
 
@@ -97,11 +103,13 @@ def _read_time(source: Source, column: str) -> TimeColumn:
     cell, kind = sql.name(column), source.types[column]
     as_integer = TimeColumn(column, f"try_cast({cell} AS BIGINT)", "int64")
     as_number = TimeColumn(column, f"try_cast({cell} AS DOUBLE)", "float64")
-    as_stamp = TimeColumn(column, f"epoch_us(try_cast({cell} AS TIMESTAMP))", "int64")
+    # A timestamp with a zone keeps it, or it would be read in the zone of this machine.
+    stamp = f"try_cast({cell} AS {'TIMESTAMPTZ' if has_zone(kind) else 'TIMESTAMP'})"
+    as_stamp = TimeColumn(column, f"epoch_us({stamp})", "int64")
     if not source.is_text:
         return as_integer if is_integer(kind) else as_number if is_floating(kind) else as_stamp
-    number, stamp = f"try_cast({cell} AS DOUBLE)", f"try_cast({cell} AS TIMESTAMP)"
-    facts = f"count({cell}), count(*) FILTER ({is_canonical(cell)}), count({number}), count({stamp})"
+    readings = f"count(try_cast({cell} AS DOUBLE)), count({stamp})"
+    facts = f"count({cell}), count(*) FILTER ({is_canonical(cell)}), {readings}"
     total, integers, numbers, stamps = source.duck.one(source.scan(facts))
     if integers == total:
         return as_integer
@@ -171,11 +179,7 @@ class EdgeImport:
         )
         bad = ["s IS NULL", "d IS NULL"]
         bad += ["w IS NULL OR NOT isfinite(w)"] if plan.weight else []
-        bad += (
-            ["t IS NULL OR t < 0" + (" OR NOT isfinite(t)" if plan.time.dtype == "float64" else "")]
-            if plan.time
-            else []
-        )
+        bad += [plan.time.bad("t")] if plan.time else []
         facts = ", ".join(f"count(*) FILTER ({condition})" for condition in ["s = d", *bad])
         loops, *wrong = self.duck.one(f"SELECT {facts} FROM matched")
         if any(wrong[:2]):
@@ -196,11 +200,9 @@ class EdgeImport:
         key, keys = (self.plan.src, src) if no_src else (self.plan.dst, dst)
         missing = key.source.value(first, key.column) is None
         expected = f"the id of one of the {keys.count:,} nodes" + (" (integers)" if keys.kind == "integer" else "")
-        advice = (
-            "Every edge needs both ends"
-            if missing
-            else "Add the node to its table, remove the edge, or pass --missing add"
-        )
+        advice = "Every edge needs both ends"
+        if not missing:
+            advice = "Add the node to its table, remove the edge, or pass --missing add"
         badrows.fail(key.source, first, Check(key.column, "", expected, advice), count=count)
 
     def _write(
@@ -244,13 +246,18 @@ class EdgeImport:
 
     def _summed(self, rows: str) -> str:
         """Duplicates as one edge: weights (1 where there are none) and features added up, the first position kept."""
+        badrows.refuse(self.plan.source, self.plan.features.checks())  # sum() would pass over what is missing
         if "w" not in self.payload:
             self.payload = ["w", *self.payload]
-        columns = ["sum(w)::FLOAT AS w" if self.plan.weight else "count(*)::FLOAT AS w"]
+        columns = [_sum("w") + " AS w" if self.plan.weight else "count(*)::FLOAT AS w"]
         for i, (_, width) in enumerate(self.plan.features.columns):
-            items = [f"sum(a{i})::FLOAT"] if width is None else [f"sum(a{i}[{k + 1}])::FLOAT" for k in range(width)]
+            items = [_sum(f"a{i}")] if width is None else [_sum(f"a{i}[{k + 1}]") for k in range(width)]
             columns.append(f"{items[0] if width is None else '[' + ', '.join(items) + ']'} AS a{i}")
         return f"SELECT {self._group()}, min(p) AS p, {', '.join(columns)} FROM ({rows}) GROUP BY {self._group()}"
+
+
+def _sum(value: str) -> str:
+    return f"try_cast(sum({value}::DOUBLE) AS FLOAT)"
 
 
 class _SortedEdges:
@@ -320,7 +327,10 @@ class _SortedEdges:
         arrays["src"].append(torch.from_numpy(key & ((1 << self.bits) - 1)))
         for column in ("w", "t"):
             if column in arrays:
-                arrays[column].append(torch.from_numpy(np.array(batch.column(column))[kept]))
+                values = batch.column(column)
+                if values.null_count:
+                    badrows.fail_sum(self.edges.plan.source, "weights", "float32")
+                arrays[column].append(torch.from_numpy(np.array(values)[kept]))
         if "a" in arrays:
             plan = self.edges.plan
             columns = [batch.column(f"a{i}") for i in range(len(plan.features.columns))]

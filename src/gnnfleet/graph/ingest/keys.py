@@ -43,7 +43,9 @@ class KeyColumn:
             return "integer"
         if found in ("VARCHAR", "UUID") or found.startswith("ENUM"):
             return "text"
-        raise InputError(f"{self.source.shown}, column {self.column!r}: ids are integers or text, found {found}")
+        raise InputError(
+            f"{self.source.shown}, column {self.column!r}: ids are integers or text, found {found}: cast them"
+        )
 
     def all_canonical(self) -> bool:
         cell = sql.name(self.column)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.bundle import DTYPES, BundleWriter
+from gnnfleet.graph.bundle import DTYPES, ArrayWriter, BundleWriter
 from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
 from gnnfleet.graph.ids import COLUMN
 from gnnfleet.graph.ingest import badrows, keys, labels
@@ -85,8 +85,9 @@ class NodeImport:
         self.spec = spec
         self.draw_split = draw_split
         self.folder = node_folder(node_type)
-        self.ids_path = out.scratch() / f"ids-{len(list(out.scratch().glob('ids-*')))}.parquet"
+        self.ids_path = out.scratch() / f"{self.folder.replace('/', '-')}.parquet"
         self.split: Tensor | None = None
+        self._arrays: dict[str, ArrayWriter] = {}
 
     def from_table(self, plan: NodePlan, ends: Sequence[KeyColumn], advance: Advance) -> NodeResult:
         """Rows of the table in its order, then, when asked, what only edges name."""
@@ -112,7 +113,7 @@ class NodeImport:
         parts += [labels.split_select(plan.split)] if plan.split else []
         columns = ", ".join(f"{part} AS c{i}" for i, part in enumerate([source.position, *parts]))
         writer = KeyWriter(self.ids_path, kind)
-        arrays = self._arrays(plan)
+        arrays = self._open_arrays(plan)
         self.duck.keep_order(True)
         codes = []
         for batch in self.duck.stream(
@@ -137,8 +138,8 @@ class NodeImport:
             self.split = torch.from_numpy(np.concatenate([np.empty(0, np.int8), *codes]))[None]
         return writer.close()
 
-    def _arrays(self, plan: NodePlan) -> dict[str, Any]:
-        arrays: dict[str, Any] = {}
+    def _open_arrays(self, plan: NodePlan) -> dict[str, ArrayWriter]:
+        arrays = self._arrays
         if plan.features.columns:
             dtype = DTYPES[plan.features.dtype][0]
             arrays["x"] = self.out.array(f"{self.folder}/x.npy", dtype, (plan.features.width,))
@@ -146,7 +147,6 @@ class NodeImport:
             several = plan.labels.width > 0
             columns = (plan.labels.width,) if several else ()
             arrays["y"] = self.out.array(f"{self.folder}/y.npy", torch.int8 if several else torch.int64, columns)
-        self._open = arrays
         return arrays
 
     def _add_empty(self, plan: NodePlan, added: int) -> None:
@@ -154,9 +154,9 @@ class NodeImport:
         if plan.features.columns:
             rows = max(1, CELLS // plan.features.width)
             for start in range(0, added, rows):
-                self._open["x"].append(torch.zeros(min(rows, added - start), plan.features.width))
+                self._arrays["x"].append(torch.zeros(min(rows, added - start), plan.features.width))
         if plan.labels:
-            self._open["y"].append(plan.labels.none(added))
+            self._arrays["y"].append(plan.labels.none(added))
         if self.split is not None:
             self.split = torch.cat([self.split, torch.full((1, added), NO_SPLIT, dtype=torch.int8)], dim=1)
 
@@ -206,12 +206,12 @@ def read_features(source: Source, features: Features, arrays: Sequence[Any]) -> 
             bad = bad or array.null_count > 0 or items.null_count > 0 or not _all_wide(array, width)
             if bad:
                 break
-            rows[:, start : start + width] = items.to_numpy(zero_copy_only=False).reshape(-1, width)
+            rows[:, start : start + width] = items.to_numpy(zero_copy_only=False).reshape(len(array), width)
         start += 1 if width is None else width
     made = torch.from_numpy(rows).to(DTYPES[features.dtype][0])
     if bad or not bool(torch.isfinite(made).all()):
         badrows.refuse(source, features.checks())
-        raise AssertionError("a batch was refused, but no row of the table is bad")
+        badrows.fail_sum(source, "features", features.dtype)  # no row is bad by itself
     return made
 
 

@@ -85,13 +85,21 @@ class Source:
 
     def value(self, position: int, column: str) -> Any:
         """What a cell holds."""
-        return self.duck.one(self.scan(sql.name(column), f"{self.position} = {position}"))[0]
+        cell = sql.name(column)
+        if has_zone(self.types[column]):
+            cell += "::VARCHAR"  # DuckDB wants one more library to make a Python value of it
+        return self.duck.one(self.scan(cell, f"{self.position} = {position}"))[0]
 
     def _reader(self) -> str:
         options = f"{_ROW} = true"
         if len(self.files) > 1:
             options += f", filename = '{_FILE}', union_by_name = true"
         return f"read_parquet({sql.list_of(file.scanned for file in self.files)}, {options})"
+
+
+def has_zone(kind: str) -> bool:
+    """Whether a type of DuckDB is a time with a zone."""
+    return "TIME ZONE" in kind or kind.startswith("TIMESTAMPTZ")
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
@@ -201,19 +209,21 @@ def _csv_problem(text: str) -> str:
     if line and columns:
         found = f"line {line[1]}: expected {columns[1]} values, found {columns[2]}"
         return f"{found}. Correct the line, or quote values that hold the delimiter"
+    if line and "unicode" in text:
+        return f"line {line[1]} is not in UTF-8. Write the file in that encoding"
     return text.partition("\nPossible fixes")[0].replace("\n", ". ")
 
 
 def _line_of(path: str, row: int) -> int | None:
     """The line on which a data row starts; slow, for messages only."""
-    _, delimiter = _csv_header(path)
+    names, delimiter = _csv_header(path)
     with _open_text(path) as file:
         reader = csv.reader(file, delimiter=delimiter)
         next(reader)
         done = 0
         before = reader.line_num
         for record in reader:
-            done += bool(record)
+            done += bool(record) or len(names) == 1  # an empty line is a row only where a row is one value
             if done == row:
                 return before + 1
             before = reader.line_num

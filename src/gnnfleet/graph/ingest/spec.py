@@ -195,11 +195,14 @@ def count_split(split: Tensor | None, code: int) -> int:
     return 0 if split is None else int((split[0] == code).sum())
 
 
-def count_edges(edges: Edges) -> EdgeCounts:
-    """The counts of an edge type that came whole."""
+def count_edges(kind: EdgeType, edges: Edges) -> EdgeCounts:
+    """The counts of an edge type that came whole, as it is stored."""
+    dst = edges.dst()
     return EdgeCounts(
         rows=edges.count,
         count=edges.count,
+        self_loops=int((edges.src == dst).sum()) if kind.src == kind.dst else 0,
+        parallel=int(((edges.src[1:] == edges.src[:-1]) & (dst[1:] == dst[:-1])).sum()),
         features=0 if edges.attr is None else int(edges.attr.shape[1]),
         weighted=edges.weight is not None,
         time=None if edges.time is None else dtype_name(edges.time.dtype),

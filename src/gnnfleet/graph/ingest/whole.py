@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from gnnfleet.errors import InputError
 from gnnfleet.graph.bundle import DTYPES, check_target
@@ -18,16 +20,28 @@ ENDINGS = (".npz", ".pt", ".graphml", ".gml")
 
 
 def import_whole(
-    source: str | Path, output: str | Path, rules: Rules, *, overwrite: bool = False, progress: Progress | None = None
+    source: str | Path,
+    output: str | Path,
+    rules: Rules,
+    *,
+    attributes: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> ImportReport:
-    """Write a store from a ``.npz``, ``.pt``, ``.graphml`` or ``.gml`` file or an OGB directory."""
+    """Write a store from a ``.npz``, ``.pt``, ``.graphml`` or ``.gml`` file or an OGB directory.
+
+    ``attributes`` name what nodes and edges of a ``.graphml`` or ``.gml`` file carry, see ``from_networkx``.
+    """
     progress = progress or Silent()
     started = time.monotonic()
     output = Path(output)
     check_target(output, KIND, overwrite)
     progress.stage(f"reading {source}")
     graph, cleaned = clean_edges(
-        read_whole(source), undirected=rules.undirected, duplicates=rules.duplicate_rule, self_loops=rules.self_loops
+        read_whole(source, attributes or {}),
+        undirected=rules.undirected,
+        duplicates=rules.duplicate_rule,
+        self_loops=rules.self_loops,
     )
     graph = _change_nodes(graph, rules)
     name = rules.name or output.resolve().name
@@ -39,13 +53,13 @@ def import_whole(
         name=name,
         undirected=graph.undirected,
         nodes={kind: count_nodes(table) for kind, table in graph.nodes.items()},
-        edges={kind: count_edges(table) for kind, table in graph.edges.items()},
+        edges={kind: count_edges(kind, table) for kind, table in graph.edges.items()},
         seconds=time.monotonic() - started,
         cleaned=cleaned,
     )
 
 
-def read_whole(source: str | Path) -> Graph:
+def read_whole(source: str | Path, attributes: Mapping[str, Any]) -> Graph:
     """The graph of a file or directory by its ending; raises InputError when there is none.
 
     Readers are imported when needed: some want libraries that not everybody has.
@@ -67,7 +81,7 @@ def read_whole(source: str | Path) -> Graph:
         return read_pt(path)
     from gnnfleet.graph.ingest.networkx import read_graphml
 
-    return read_graphml(path)
+    return read_graphml(path, **attributes)
 
 
 def _change_nodes(graph: Graph, rules: Rules) -> Graph:

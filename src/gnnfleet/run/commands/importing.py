@@ -182,11 +182,14 @@ def import_graph(
     }
     with show(quiet) as progress:
         if sources and _is_whole(sources):
-            given = {**node_columns, **edge_columns, "nodes": nodes, "edges": edges}
-            source = _one_graph(sources, given)
             from gnnfleet.graph.ingest.whole import import_whole
 
-            report = import_whole(source, output, Rules(**rules), overwrite=overwrite, progress=progress)
+            given = {**node_columns, **edge_columns, "edge-features": edge_features, "nodes": nodes, "edges": edges}
+            given["features"] = features
+            source, attributes = _one_graph(sources, given)
+            report = import_whole(
+                source, output, Rules(**rules), attributes=attributes, overwrite=overwrite, progress=progress
+            )
         else:
             from gnnfleet.graph.ingest.tables import import_tables
 
@@ -219,13 +222,20 @@ def _is_whole(sources: Sequence[str]) -> bool:
     return any(Path(source).is_dir() or source.lower().endswith(_WHOLE) for source in sources)
 
 
-def _one_graph(sources: Sequence[str], given: Mapping[str, Any]) -> str:
+def _one_graph(sources: Sequence[str], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The one source, and the attributes that a file of NetworkX may name as tables name columns."""
     if len(sources) > 1:
         raise ConfigError(f"import one graph at a time, found {', '.join(sources)}")
-    named = [option for option, value in given.items() if value]
+    named = {option: value for option, value in given.items() if value}
+    words = {"label": "y", "split": "split", "weight": "weight", "time": "time"}
+    lists = {"features": "x", "edge-features": "edge_attr"}
+    attributes: dict[str, Any] = {}
+    if sources[0].lower().endswith((".graphml", ".gml")):
+        attributes = {words[option]: named.pop(option) for option in words if option in named}
+        attributes |= {lists[option]: named.pop(option).split(",") for option in lists if option in named}
     if named:
-        raise ConfigError(f"--{named[0]} concerns tables, {sources[0]} is a graph: leave it out")
-    return sources[0]
+        raise ConfigError(f"--{next(iter(named))} does not concern {sources[0]}: leave it out")
+    return sources[0], attributes
 
 
 def _table_spec(
@@ -306,6 +316,9 @@ def _show(report: ImportReport, *, as_json: bool, quiet: bool) -> None:
     for kind, columns in unused.items():
         if columns:
             console.remark(f"{kind}: columns not used: {', '.join(columns)}", quiet=quiet)
+    changed = [f"{what.replace('_', ' ')} {count:,}" for what, count in report.cleaned.items() if count]
+    if changed:
+        console.remark(f"found and done: {', '.join(changed)}", quiet=quiet)
     console.remark(f"{report.path} is ready ({report.seconds:.1f} s)", quiet=quiet)
 
 

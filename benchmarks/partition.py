@@ -1,0 +1,184 @@
+"""Partitioners side by side: rows that travel Σ(λ−1), edges cut, balance, seconds, peak memory.
+
+One JSON file per cell (graph, parts, method), each measured in a process of its own; finished cells are not run again.
+
+usage: python benchmarks/partition.py [OUT] [--data DIR] [--graphs a b] [--parts 4 8] [--methods stream mincut]
+DIR holds NAME.npz; `communities` is generated (1 M nodes, 10 M edges). Graphs that are not there are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pymetis  # noqa: F401  imported before the memory baseline is taken, as the interpreter is
+
+import baselines
+from baselines import Parts
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.ingest.npz import read_npz
+from gnnfleet.graph.partitioners import node_weights
+from gnnfleet.graph.partitioners.metis import mincut
+from gnnfleet.graph.partitioners.request import Request
+from gnnfleet.graph.partitioners.stream import stream
+from gnnfleet.graph.quality import measure
+from gnnfleet.graph.scan import Chunk, EdgeScan
+from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.report.progress import Silent
+
+HERE = Path(__file__).parent
+GRAPHS = ["pubmed", "amazon_photo", "debian_bookworm", "communities"]
+METHODS = ["random", "ldg", "fennel", "spring", "mincut", "stream"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement. `peak` is the rise of the resident peak while partitioning, in bytes."""
+
+    graph: str
+    parts: int
+    method: str
+    nodes: int
+    edges: int
+    volume: int
+    max_rows: int
+    cut: int
+    balance: float
+    seconds: float
+    cpu_seconds: float
+    peak: int
+    edges_read: int
+
+
+class CountedScan(EdgeScan):
+    """Counts the edges read, over all passes."""
+
+    edges_read = 0
+
+    def chunks(self, limit: int = 1 << 20) -> Iterator[Chunk]:
+        for chunk in super().chunks(limit):
+            self.edges_read += len(chunk.src)
+            yield chunk
+
+
+def run_cell(store: Path, name: str, parts: int, method: str) -> Cell:
+    graph = open_store(store / name)
+    scan = CountedScan(graph)
+    if method == "stream":
+        found, cost = timed(lambda: stream(scan, parts, imbalance=0.03))
+    elif method == "mincut":
+        request = Request(parts=parts, weights=node_weights(graph, "nodes"))
+        found, cost = timed(lambda: mincut(EdgeScan(graph), request, Silent())[0])
+    else:
+        partition: Callable[[baselines.Whole, int], Parts] = getattr(baselines, method)
+        whole = in_memory(graph)
+        found, cost = timed(lambda: partition(whole, parts))
+    quality = measure(graph, found, parts)
+    return Cell(
+        graph=name,
+        parts=parts,
+        method=method,
+        nodes=graph.num_nodes,
+        edges=graph.num_edges,
+        volume=quality.volume,
+        max_rows=int(quality.need.sum(axis=1).max()),
+        cut=quality.cut_edges,
+        balance=quality.summary()["balance"]["nodes"],
+        edges_read=scan.edges_read,
+        **cost,  # type: ignore[arg-type]
+    )
+
+
+def in_memory(graph: Graph) -> baselines.Whole:
+    """All edges by destination, edge types merged."""
+    chunks = list(EdgeScan(graph).chunks())
+    degrees = np.concatenate([np.diff(chunk.indptr) for chunk in chunks])
+    return baselines.Whole(np.concatenate([[0], np.cumsum(degrees)]), np.concatenate([c.src for c in chunks]))
+
+
+def timed(work: Callable[[], Parts]) -> tuple[Parts, dict[str, int | float]]:
+    """The result and what it took; memory is the rise of the resident peak, which Linux lets a process reset."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before, cpu, start = status("VmRSS"), time.process_time(), time.perf_counter()
+    found = work()
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+    return found, {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": status("VmHWM") - before}
+
+
+def status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def prepare(data: Path, store: Path, name: str) -> bool:
+    """Make the store of a graph unless it is there; False when there is nothing to make it from."""
+    if (store / name).exists():
+        return True
+    if name == "communities":
+        graph = make_dataset("communities", nodes=1_000_000, edges=10_000_000, features=0)
+    elif (data / f"{name}.npz").exists():
+        graph = read_npz(data / f"{name}.npz")
+    else:
+        return False
+    save_store(graph, store / name)
+    return True
+
+
+def table(cells: list[Cell]) -> str:
+    """A line per cell; the ratio is to mincut's volume on the same graph and number of parts."""
+    best = {(c.graph, c.parts): c.volume for c in cells if c.method == "mincut"}
+    head = ["graph", "parts", "method", "volume", "/ mincut", "max rows", "cut", "balance"]
+    head += ["s", "CPU s", "M edges/s", "peak MiB", "B/node"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for c in cells:
+        ratio = c.volume / best[c.graph, c.parts] if best.get((c.graph, c.parts)) else float("nan")
+        speed = f"{c.edges_read / c.seconds / 1e6:.1f} ({c.edges / c.seconds / 1e6:.1f})" if c.edges_read else "-"
+        lines.append(
+            f"| {c.graph} | {c.parts} | {c.method} | {c.volume} | {ratio:.3f} | {c.max_rows} | {c.cut} "
+            f"| {c.balance:.3f} | {c.seconds:.2f} | {c.cpu_seconds:.2f} | {speed} "
+            f"| {c.peak / 2**20:.0f} | {c.peak / c.nodes:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=HERE / "results" / "cells" / "partition")
+    beside = HERE.parents[1] / "shared" / "data"
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("GNNFLEET_DATA", beside)) / "static")
+    parser.add_argument("--graphs", nargs="+", default=GRAPHS)
+    parser.add_argument("--parts", nargs="+", type=int, default=[4, 8])
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--cell", nargs=3, metavar=("GRAPH", "PARTS", "METHOD"), help="measure one cell and print it")
+    args = parser.parse_args()
+    if args.cell:
+        print(json.dumps(asdict(run_cell(args.out, args.cell[0], int(args.cell[1]), args.cell[2]))))
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    cells = []
+    for graph in args.graphs:
+        if not prepare(args.data, args.out, graph):
+            print(f"{graph}: no data, left out", file=sys.stderr)
+            continue
+        for parts in args.parts:
+            for method in args.methods:
+                path = args.out / f"{graph}.{parts}.{method}.json"
+                if not path.exists():
+                    command = [sys.executable, __file__, str(args.out), "--cell", graph, str(parts), method]
+                    path.write_text(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+                cells.append(Cell(**json.loads(path.read_text())))
+                print(table(cells).splitlines()[-1], flush=True)
+    print(table(cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Laws of the stream partitioner: every node once, balance, determinism, and a volume that refinement never raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from gnnfleet import _native
+from gnnfleet.errors import PartitionError
+from gnnfleet.graph.partitioners.stream import cluster, stream
+from gnnfleet.graph.scan import Chunk
+
+IntArray = npt.NDArray[np.int64]
+
+
+class ArrayScan:
+    """A scan over edges in memory; several edge types follow one another, so destinations come in pieces."""
+
+    def __init__(self, nodes: int, *types: tuple[IntArray, IntArray], dtype: type = np.int64) -> None:
+        self.num_nodes, self.num_edges = nodes, sum(len(src) for src, _ in types)
+        self._types: list[tuple[IntArray, npt.NDArray[np.integer]]] = []
+        for src, dst in types:
+            order = np.lexsort((src, dst))
+            indptr = np.concatenate([[0], np.cumsum(np.bincount(dst, minlength=nodes))]).astype(np.int64)
+            self._types.append((indptr, src[order].astype(dtype)))
+
+    def chunks(self, limit_edges: int) -> Iterator[Chunk]:
+        for indptr, src in self._types:
+            begin = 0
+            while begin < self.num_nodes:
+                end = int(np.searchsorted(indptr, indptr[begin] + limit_edges, side="right")) - 1
+                end = min(self.num_nodes, max(end, begin + 1))
+                yield Chunk(begin, indptr[begin : end + 1] - indptr[begin], src[indptr[begin] : indptr[end]])
+                begin = end
+
+
+def community_edges(nodes: int, edges: int, communities: int, seed: int = 0) -> tuple[IntArray, IntArray]:
+    """Directed; node v is in community v % communities, four edges in five stay inside."""
+    rng = np.random.default_rng(seed)
+    src = rng.integers(0, nodes, edges)
+    near = (src + communities * rng.integers(1, nodes // communities, edges)) % (nodes // communities * communities)
+    dst = np.where(rng.random(edges) < 0.8, near, rng.integers(0, nodes, edges))
+    return src, dst
+
+
+def volume(src: IntArray, dst: IntArray, part: npt.NDArray[np.int32]) -> int:
+    """sum (lambda - 1) by definition: the parts other than its own that net j touches."""
+    return len({(int(j), int(part[i])) for j, i in zip(src, dst, strict=True) if part[i] != part[j]})
+
+
+def heaviest_over_mean(part: npt.NDArray[np.int32], parts: int, weights: IntArray | None = None) -> float:
+    load = np.bincount(part, weights, minlength=parts)
+    return float(load.max() / load.mean())
+
+
+NOTHING = np.zeros(0, np.int64)
+
+
+@pytest.mark.parametrize("parts", [2, 8, 16, 17, 40, 100, 200])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_node_has_a_part_and_loads_are_balanced(parts: int, symmetric: bool) -> None:
+    src, dst = community_edges(3000, 20_000, 60)
+    if symmetric:
+        src, dst = np.concatenate([src, dst]), np.concatenate([dst, src])
+    part = stream(ArrayScan(3000, (src, dst)), parts, imbalance=0.05)
+    assert part.shape == (3000,) and part.dtype == np.int32
+    assert part.min() >= 0 and part.max() < parts
+    assert np.bincount(part, minlength=parts).max() <= max(1.05 * 3000 / parts, np.ceil(3000 / parts))
+
+
+@pytest.mark.parametrize("imbalance", [0.0, 0.01, 0.3])
+def test_imbalance_is_respected(imbalance: float) -> None:
+    part = stream(ArrayScan(4000, community_edges(4000, 20_000, 10)), 8, imbalance=imbalance)
+    assert heaviest_over_mean(part, 8) <= 1 + imbalance
+
+
+def test_weights_are_balanced_and_sizes_stay_sane() -> None:
+    src, dst = community_edges(6000, 40_000, 60)
+    in_degree = 1 + np.bincount(dst, minlength=6000)
+    train = (np.arange(6000) % 60 < 20).astype(np.int64)  # whole communities: the worst case for balancing both
+    for weights in (in_degree, train):
+        part = stream(ArrayScan(6000, (src, dst)), 4, weights=weights, imbalance=0.05)
+        assert heaviest_over_mean(part, 4, weights) <= 1.05
+        assert heaviest_over_mean(part, 4) <= 1.31
+
+
+def test_same_seed_same_parts_whatever_the_id_width() -> None:
+    edges = community_edges(5000, 30_000, 40)
+    once = stream(ArrayScan(5000, edges), 8, seed=3)
+    assert np.array_equal(once, stream(ArrayScan(5000, edges), 8, seed=3))
+    assert np.array_equal(once, stream(ArrayScan(5000, edges, dtype=np.int32), 8, seed=3))
+
+
+def test_volume_is_far_below_random_on_communities() -> None:
+    src, dst = community_edges(8000, 80_000, 64)
+    part = stream(ArrayScan(8000, (src, dst)), 8)
+    shuffled = np.random.default_rng(0).permutation(part)
+    assert volume(src, dst, part) < 0.6 * volume(src, dst, shuffled)
+
+
+def test_edge_types_one_after_another() -> None:
+    src, dst = community_edges(6000, 60_000, 60)
+    kind = np.arange(len(src)) % 3
+    scan = ArrayScan(6000, *((src[kind == t], dst[kind == t]) for t in range(3)))
+    part = stream(scan, 6)
+    assert heaviest_over_mean(part, 6) <= 1.05
+    assert volume(src, dst, part) < 0.6 * volume(src, dst, np.random.default_rng(0).permutation(part))
+
+
+def test_degenerate_graphs() -> None:
+    empty = stream(ArrayScan(0, (NOTHING, NOTHING)), 4)
+    assert empty.shape == (0,)
+    isolated = stream(ArrayScan(10, (NOTHING, NOTHING)), 4)
+    assert sorted(np.bincount(isolated, minlength=4).tolist()) == [2, 2, 3, 3]
+    one = stream(ArrayScan(50, community_edges(50, 200, 5)), 1)
+    assert not one.any()
+    more_parts_than_nodes = stream(ArrayScan(3, (np.array([0, 1]), np.array([1, 2]))), 8)
+    assert len(set(more_parts_than_nodes.tolist())) == 3
+    loops = np.repeat(np.arange(20), 3)
+    assert heaviest_over_mean(stream(ArrayScan(20, (loops, loops)), 4), 4) == 1.0
+    star = stream(ArrayScan(1000, (np.arange(1, 1000), np.zeros(999, np.int64))), 4)
+    assert heaviest_over_mean(star, 4) <= 1.05
+
+
+def test_parallel_edges_and_self_loops_are_harmless() -> None:
+    src, dst = community_edges(3000, 15_000, 30)
+    again = np.concatenate([src, src, src, np.arange(3000)]), np.concatenate([dst, dst, dst, np.arange(3000)])
+    part = stream(ArrayScan(3000, again), 4)
+    assert heaviest_over_mean(part, 4) <= 1.05
+    assert volume(src, dst, part) < 0.7 * volume(src, dst, np.random.default_rng(0).permutation(part))
+
+
+@pytest.mark.parametrize(("parts", "words", "bits"), [(5, 1, 4), (30, 2, 4), (60, 4, 4), (100, 4, 2), (190, 6, 2)])
+@pytest.mark.parametrize("copies", [1, 3])
+def test_refinement_never_raises_the_volume(parts: int, words: int, bits: int, copies: int) -> None:
+    nodes, rng = 600, np.random.default_rng(parts)
+    src, dst = (np.tile(ids, copies) for ids in community_edges(nodes, 6000, 12))
+    scan = ArrayScan(nodes, (src, dst))
+    part = rng.integers(0, parts, nodes).astype(np.int32)
+    load = np.bincount(part, minlength=parts)
+    size = load.copy()
+    pins = np.empty((nodes, words), np.uint64)
+    _native.stream_pins_reset(pins, bits, part)
+    for c in scan.chunks(1000):
+        _native.stream_pins(c.first, c.indptr, c.src, pins, bits, part)
+    assert _native.stream_pins_volume(pins, bits) == volume(src, dst, part)
+    before = volume(src, dst, part)
+    for _ in range(4):
+        for c in scan.chunks(1000):
+            _native.stream_refine(c.first, c.indptr, c.src, pins, bits, part, load, size, None, None, nodes, nodes, 0)
+            after = volume(src, dst, part)
+            assert after <= before
+            assert np.array_equal(load, np.bincount(part, minlength=parts))
+            before = after
+    assert before < volume(src, dst, rng.integers(0, parts, nodes).astype(np.int32))
+
+
+def test_full_quotient_table_keeps_the_heaviest_pairs() -> None:
+    rng = np.random.default_rng(1)
+    heavy = np.arange(0, 20, 2)  # pairs (0, 1), (2, 3), ... a hundred times each among pairs seen once
+    src = np.concatenate([np.repeat(heavy, 100), rng.integers(20, 2000, 3000)])
+    dst = np.concatenate([np.repeat(heavy + 1, 100), rng.integers(20, 2000, 3000)])
+    key, count, used = np.zeros(256, np.uint64), np.zeros(256, np.uint32), 0
+    for c in ArrayScan(2000, (src, dst)).chunks(500):
+        used = _native.stream_quotient(c.first, c.indptr, c.src, np.arange(2000, dtype=np.int32), key, count, used)
+    assert used == np.count_nonzero(count) <= 128
+    assert sorted(key[count >= 90] >> np.uint64(32)) == heavy.tolist()
+
+
+def test_clusters_are_capped_and_numbered_without_gaps() -> None:
+    scan = ArrayScan(5000, community_edges(5000, 40_000, 50))
+    label = cluster(scan, max_nodes=100)
+    sizes = np.bincount(label)
+    assert label.shape == (5000,) and sizes.min() >= 1 and sizes.max() <= 100
+    assert len(sizes) < 2500
+    assert cluster(ArrayScan(0, (NOTHING, NOTHING)), max_nodes=5).shape == (0,)
+
+
+def test_nonsense_is_refused() -> None:
+    scan = ArrayScan(10, (NOTHING, NOTHING))
+    with pytest.raises(PartitionError, match="parts"):
+        stream(scan, 0)
+    with pytest.raises(PartitionError, match="imbalance"):
+        stream(scan, 2, imbalance=-0.1)
+    with pytest.raises(PartitionError, match="shape"):
+        stream(scan, 2, weights=np.ones(9, np.int64))
+    with pytest.raises(PartitionError, match="sources"):
+        stream(ArrayScan(10, (np.array([10]), np.array([0]))), 2)
+    with pytest.raises(PartitionError, match="max_nodes"):
+        cluster(scan, max_nodes=0)
