@@ -26,7 +26,7 @@ def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Ten
 def aggregate(structure: Compressed, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None) -> Tensor:
     """See ``aggregate.aggregate``; any device, gradients by autograd."""
     rows, cols = structure.row.long(), structure.col.long()
-    messages = x[cols].float() if x.dtype == torch.bfloat16 else x[cols]
+    messages = (x.float() if x.dtype == torch.bfloat16 else x)[cols]
     if weight is not None:
         messages = messages * weight.to(messages.dtype).view(-1, *([1] * (x.dim() - 1)))
     out = messages.new_zeros(structure.num_rows, *x.shape[1:])
