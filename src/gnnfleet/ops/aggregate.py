@@ -38,9 +38,9 @@ def aggregate(structure: Compressed, x: Tensor, *, reduce: str = "sum", weight: 
     x = x.flatten(1)
     out: Tensor
     if reduce == "max":
-        out = _Max.apply(structure, x)
+        out = _Max.apply(structure, x)  # type: ignore[no-untyped-call]
     else:
-        out = _Sum.apply(structure, x, weight, reduce == "mean")
+        out = _Sum.apply(structure, x, weight, reduce == "mean")  # type: ignore[no-untyped-call]
     return out.reshape(structure.num_rows, *shape)
 
 
@@ -99,10 +99,13 @@ def sum_rows(
     kind = wide(x.dtype)
     weight = None if weight is None else weight.to(kind).contiguous()
     add = out is not None
+    work = structure.num_edges * x.shape[1]
     if out is None:
         assert rows is None, "compact rows need an output to add to"
         out = torch.empty(structure.num_rows, x.shape[1], dtype=kind)
-    _native.aggregate_sum(structure.indptr, structure.col, rows, x, weight, row_scale, col_scale, out, add, threads())
+    _native.aggregate_sum(
+        structure.indptr, structure.col, rows, x, weight, row_scale, col_scale, out, add, threads(work)
+    )
     return out
 
 
@@ -110,21 +113,42 @@ def max_rows(structure: Compressed, x: Tensor) -> tuple[Tensor, Tensor]:
     """(maximum [R, F], [R, F] int64 the edge it came from, −1 without edges)."""
     out = torch.empty(structure.num_rows, x.shape[1], dtype=wide(x.dtype))
     winner = torch.empty(out.shape, dtype=torch.int64)
-    _native.aggregate_max(structure.indptr, structure.col, None, x.contiguous(), out, winner, 0, False, threads())
+    _native.aggregate_max(
+        structure.indptr,
+        structure.col,
+        None,
+        x.contiguous(),
+        out,
+        winner,
+        0,
+        False,
+        threads(structure.num_edges * x.shape[1]),
+    )
     return out, winner
 
 
 def max_back(turned: Compressed, edge: Tensor, grad: Tensor, winner: Tensor) -> Tensor:
     """[C, F]: what each column of the structure gets of ``grad``; ``edge`` numbers the edges of the transpose."""
     dx = torch.empty(turned.num_rows, grad.shape[1], dtype=grad.dtype)
-    _native.aggregate_max_back(turned.indptr, turned.col, None, edge, grad, winner, dx, False, threads())
+    _native.aggregate_max_back(
+        turned.indptr, turned.col, None, edge, grad, winner, dx, False, threads(turned.num_edges * grad.shape[1])
+    )
     return dx
 
 
 def edge_dot(structure: Compressed, a: Tensor, b: Tensor, *, row_scale: Tensor | None = None) -> Tensor:
     """[E]: ``row_scale[i] <a[i], b[col[e]]>`` for every edge e of row i."""
     out = torch.empty(structure.num_edges, dtype=wide(a.dtype))
-    _native.edge_dot(structure.indptr, structure.col, None, a.contiguous(), b.contiguous(), row_scale, out, threads())
+    _native.edge_dot(
+        structure.indptr,
+        structure.col,
+        None,
+        a.contiguous(),
+        b.contiguous(),
+        row_scale,
+        out,
+        threads(structure.num_edges * a.shape[1]),
+    )
     return out
 
 

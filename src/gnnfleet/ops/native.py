@@ -18,6 +18,10 @@ except ImportError as error:
 __all__ = ["_native", "threads"]
 
 
-def threads() -> int:
+# Below this much work (multiply-adds, say) waking a second thread takes longer than doing it alone.
+_SMALL = 1 << 17
+
+
+def threads(work: int = _SMALL) -> int:
     """How many threads a kernel may use: torch's setting, passed on because OpenMP's own is per calling thread."""
-    return torch.get_num_threads()
+    return torch.get_num_threads() if work >= _SMALL else 1

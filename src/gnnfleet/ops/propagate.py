@@ -62,7 +62,7 @@ def propagate(
     ids = torch.arange(structure.num_edges) if edge_ids is None else edge_ids
     call = _Call(structure, message, reduce, names, ids)
     flat = [tensor for tensors in groups.values() for tensor in tensors.values()]
-    out: Tensor = _Propagate.apply(call, *flat, *params)
+    out: Tensor = _Propagate.apply(call, *flat, *params)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -115,7 +115,11 @@ def _edges(call: _Call, low: int, high: int) -> slice:
 def _build(call: _Call, tensors: Sequence[Tensor], low: int, high: int, *, grad: bool) -> tuple[Any, list[Tensor]]:
     """The message of the edges of some rows, and the leaves it was built from, one per tensor."""
     here = _edges(call, low, high)
-    index = {"src": call.structure.col[here].long(), "dst": call.structure.row[here].long(), "edge": here}
+    index: dict[str, Any] = {
+        "src": call.structure.col[here].long(),
+        "dst": call.structure.row[here].long(),
+        "edge": here,
+    }
     groups: dict[str, dict[str, Tensor]] = {"src": {}, "dst": {}, "edge": {}}
     leaves = []
     for (group, name), tensor in zip(call.names, tensors, strict=False):
@@ -165,7 +169,7 @@ def _reduce(call: _Call, built: Any, low: int, high: int) -> Tensor:
         return _softmax(score, value, rows, count)
     if call.reduce == "max":
         return _first_max(built, rows, count)
-    out = built.new_zeros(count, *built.shape[1:]).index_add(0, rows, built)
+    out: Tensor = built.new_zeros(count, *built.shape[1:]).index_add(0, rows, built)
     if call.reduce == "mean":
         degree = call.structure.indptr[low : high + 1].diff().clamp(min=1).to(out.dtype)
         out = out / degree.view(-1, *([1] * (out.dim() - 1)))
