@@ -306,7 +306,19 @@ void edge_dot(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, Any 
   gnnfleet::kernels().edge_dot(args);
 }
 
+void dropout_rows(Any x, In<int64_t> ids, uint64_t key, uint32_t place, uint32_t threshold, double scale, Any out, int threads) {
+  const auto element = element_of(x);
+  require(element != gnnfleet::Element::bfloat16 && out.dtype() == x.dtype(), "dropout: float32 or float64, in and out alike");
+  require(x.ndim() == 2 && x.shape(0) == ids.shape(0) && out.size() == x.size(), "dropout: one id per row of x");
+  const gnnfleet::DropoutArgs args{x.data(), out.data(), element == gnnfleet::Element::float64, ids.data(), size(ids),
+                                   static_cast<int64_t>(x.shape(1)), key, place, threshold, scale, threads};
+  nb::gil_scoped_release free;
+  gnnfleet::kernels().dropout_rows(args);
+}
+
 void bind_aggregate(nb::module_& m) {
+  m.def("dropout_rows", dropout_rows, "x"_a.noconvert(), "ids"_a.noconvert(), "key"_a, "place"_a, "threshold"_a, "scale"_a,
+        "out"_a.noconvert(), "threads"_a);
   m.def("aggregate_sum", aggregate_sum, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
         "x"_a.noconvert(), "weight"_a.noconvert().none(), "row_scale"_a.noconvert().none(),
         "col_scale"_a.noconvert().none(), "out"_a.noconvert(), "add"_a, "threads"_a);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "aggregate.h"
+#include "dropout.h"
 
 namespace gnnfleet {
 
@@ -18,6 +19,7 @@ struct Kernels {
   void (*aggregate_max)(const MaxArgs&);
   void (*aggregate_max_back)(const MaxBackArgs&);
   void (*edge_dot)(const DotArgs&);
+  void (*dropout_rows)(const DropoutArgs&);
 };
 
 namespace baseline { extern const Kernels table; }

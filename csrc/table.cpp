@@ -13,6 +13,7 @@ void aggregate_sum(const SumArgs&);
 void aggregate_max(const MaxArgs&);
 void aggregate_max_back(const MaxBackArgs&);
 void edge_dot(const DotArgs&);
+void dropout_rows(const DropoutArgs&);
 
 extern const Kernels table;
 const Kernels table = {
@@ -24,6 +25,7 @@ const Kernels table = {
     aggregate_max,
     aggregate_max_back,
     edge_dot,
+    dropout_rows,
 };
 
 }  // namespace gnnfleet::GNNFLEET_ISA

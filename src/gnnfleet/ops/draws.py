@@ -18,6 +18,9 @@ class Purpose(IntEnum):
     """What a draw is for; numbers are part of what makes runs repeatable, so they stay."""
 
     GENERATE = 1
+    ATTENTION = 2
+    DROPOUT = 3
+    PARAMETERS = 4
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,18 @@ class Draws:
         out = torch.empty(count, dtype=torch.int32)
         _native.draw_permutation(*self.words, out, threads())
         return out
+
+
+@dataclass(frozen=True)
+class DrawKey:
+    """What all draws of one training step share."""
+
+    seed: int = 0
+    epoch: int = 0
+    step: int = 0
+
+    def draws(self, purpose: Purpose, layer: int = 0, relation: int = 0) -> Draws:
+        return Draws(self.seed, purpose, layer=layer, relation=relation, epoch=self.epoch, step=self.step)
 
 
 def philox(counters: Tensor, key: int) -> Tensor:

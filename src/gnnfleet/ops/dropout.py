@@ -1,0 +1,63 @@
+"""Dropout whose mask is a function of store id, column and key: the same on any rank, and rebuilt in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.ops.draws import Draws, philox
+from gnnfleet.ops.native import _native, threads
+
+
+def dropout(x: Tensor, p: float, *, ids: Tensor, draws: Draws) -> Tensor:
+    """``x`` [n, …] with elements zeroed with probability ``p`` and the others scaled by 1 / (1 − p); ids [n] int64."""
+    if not 0 <= p < 1:
+        raise ConfigError(f"dropout is a probability below 1, found {p}")
+    if p == 0:
+        return x
+    if x.device.type != "cpu":
+        return x * mask(x.shape, p, ids=ids, draws=draws).to(x)
+    out: Tensor = _Dropout.apply(x, p, ids, draws)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, ids: Tensor, draws: Draws) -> Tensor:
+        ctx.rule = p, ids, draws
+        return _drop(x, *ctx.rule)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _drop(grad, *ctx.rule), None, None, None
+
+
+def _drop(x: Tensor, p: float, ids: Tensor, draws: Draws) -> Tensor:
+    kind = x.dtype if x.dtype == torch.float64 else torch.float32
+    rows = x.to(kind).flatten(1).contiguous()
+    out = torch.empty_like(rows)
+    key, place = draws.words
+    _native.dropout_rows(rows, ids, key, place, threshold(p), 1 / (1 - p), out, threads(rows.numel()))
+    return out.view(x.shape).to(x.dtype)
+
+
+def threshold(p: float) -> int:
+    """Words below this are dropped."""
+    return min(round(p * 2**32), 2**32 - 1)
+
+
+def mask(shape: torch.Size, p: float, *, ids: Tensor, draws: Draws) -> Tensor:
+    """The factors in plain torch: the twin of the kernel, and the path on other devices."""
+    width = shape[1:].numel()
+    groups = -(-width // 4)
+    key, place = draws.words
+    counters = torch.empty(shape[0], groups, 4, dtype=torch.int64)
+    counters[..., 0] = (ids.cpu() & 0xFFFFFFFF)[:, None]
+    counters[..., 1] = (ids.cpu() >> 32)[:, None]
+    counters[..., 2] = torch.arange(groups)
+    counters[..., 3] = place
+    words = philox(counters.view(-1, 4).to(torch.uint32), key).to(torch.int64).view(shape[0], 4 * groups)[:, :width]
+    return ((words >= threshold(p)).double() / (1 - p)).view(shape)

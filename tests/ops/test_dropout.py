@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.ops.draws import DrawKey, Purpose
+from gnnfleet.ops.dropout import dropout, mask
+from gnnfleet.ops.native import _native
+
+DRAWS = DrawKey(seed=3, epoch=1, step=2).draws(Purpose.DROPOUT, layer=1)
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (40, 7), (9, 64), (3, 65), (4, 130), (6, 2, 5), (0, 4), (7,)])
+@pytest.mark.parametrize("isa", _native.isas().split())
+def test_equals_the_twin(shape: tuple[int, ...], isa: str) -> None:
+    _native.select_isa(isa)
+    try:
+        for kind in (torch.float32, torch.float64):
+            x = torch.randn(shape, dtype=kind)
+            if x.dim() == 1:
+                x = x[:, None]
+            ids = torch.randperm(10**6)[: shape[0]] * 2**20
+            torch.testing.assert_close(
+                dropout(x, 0.3, ids=ids, draws=DRAWS), x * mask(x.shape, 0.3, ids=ids, draws=DRAWS).to(kind)
+            )
+    finally:
+        _native.select_isa(_native.isas().split()[0])
+
+
+def test_the_mask_follows_the_id_not_the_row() -> None:
+    x, ids = torch.ones(50, 20), torch.arange(50) + 1000
+    order = torch.randperm(50)
+    whole = dropout(x, 0.5, ids=ids, draws=DRAWS)
+    assert torch.equal(dropout(x, 0.5, ids=ids[order], draws=DRAWS), whole[order])
+    assert not torch.equal(whole, dropout(x, 0.5, ids=ids, draws=DRAWS.at(layer=2)))
+
+
+def test_rate_and_mean() -> None:
+    x = torch.ones(20_000, 16)
+    out = dropout(x, 0.25, ids=torch.arange(20_000), draws=DRAWS)
+    assert abs(float((out == 0).float().mean()) - 0.25) < 0.005
+    assert abs(float(out.mean()) - 1) < 0.01
+
+
+def test_gradient_is_the_same_mask() -> None:
+    x = torch.randn(30, 9, dtype=torch.float64, requires_grad=True)
+    ids = torch.arange(30)
+    assert torch.autograd.gradcheck(lambda x: dropout(x, 0.4, ids=ids, draws=DRAWS), (x,))
+
+
+def test_words_are_checked() -> None:
+    x = torch.ones(2, 2)
+    assert dropout(x, 0.0, ids=torch.arange(2), draws=DRAWS) is x
+    with pytest.raises(ConfigError, match="below 1"):
+        dropout(x, 1.0, ids=torch.arange(2), draws=DRAWS)
