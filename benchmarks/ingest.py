@@ -1,7 +1,7 @@
 """How fast, and in how much memory, does a pair of Parquet tables with text ids become a store?
 
     python benchmarks/ingest.py                    10 M edges, 1 M nodes, 16 features
-    python benchmarks/ingest.py --edges 100000000 --nodes 10000000 --memory 2GiB --json result.json
+    python benchmarks/ingest.py --edges 100000000 --nodes 10000000 --memory 2GiB
 
 Each case runs in its own process; memory is the process's VmHWM, with torch and DuckDB loaded.
 """
@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from record import write_results
 
 CASES: dict[str, dict[str, Any]] = {
     "parquet, directed": {},
@@ -75,7 +76,6 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=16)
     parser.add_argument("--memory", default="1GiB")
     parser.add_argument("--case", action="append", choices=CASES)
-    parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -90,10 +90,8 @@ def main() -> None:
             results.append(result)
             rate, peak = result["edges_per_second"] / 1e6, result["peak_rss"] / 2**30
             print(f"{case:24}{result['seconds']:10.2f}{rate:12.2f}{peak:10.2f}{result['stored']:14,}", flush=True)
-    if options.json:
-        machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        sizes = {key: getattr(options, key) for key in ("nodes", "edges", "features", "memory")}
-        options.json.write_text(json.dumps({**machine, **sizes, "results": results}, indent=1) + "\n")
+    sizes = {key: getattr(options, key) for key in ("nodes", "edges", "features", "memory")}
+    print(write_results("ingest", [{**sizes, **result} for result in results]))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from gnnfleet.graph.quality import measure
 from gnnfleet.graph.scan import Chunk, EdgeScan
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.report.progress import Silent
+from record import write_results
 
 HERE = Path(__file__).parent
 GRAPHS = ["pubmed", "amazon_photo", "debian_bookworm", "communities"]
@@ -178,6 +179,7 @@ def main() -> None:
                 cells.append(Cell(**json.loads(path.read_text())))
                 print(table(cells).splitlines()[-1], flush=True)
     print(table(cells))
+    print(write_results("partition", [asdict(cell) for cell in cells]))
 
 
 if __name__ == "__main__":

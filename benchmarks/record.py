@@ -1,0 +1,35 @@
+"""Where results go: benchmarks/results/NAME.json, with machine, versions and commit they were measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    names = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "memory_gib": round(memory, 1)}
+
+
+def write_results(name: str, cells: list[dict[str, Any]]) -> Path:
+    """One file per benchmark, replaced as a whole."""
+    command = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    packages = {package: version(package) for package in ("torch", "numpy", "duckdb", "pyarrow", "pymetis")}
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    body = {"commit": commit, "machine": machine(), "python": platform.python_version(), "packages": packages}
+    path.write_text(json.dumps({**body, "cells": cells}, indent=1) + "\n")
+    return path
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
