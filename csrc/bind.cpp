@@ -16,6 +16,8 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
+void bind_attend(nb::module_& m);  // bind_attend.cpp
+
 namespace {
 
 template <typename T>
@@ -281,6 +283,7 @@ NB_MODULE(_native, m) {
   bind_generate(m);
   bind_gather<int32_t>(m);
   bind_gather<int64_t>(m);
+  bind_attend(m);
   bind_partition<int32_t>(m);
   bind_partition<int64_t>(m);
   m.def("rank_distinct", rank_distinct, "values"_a.noconvert(), "rank"_a.noconvert());

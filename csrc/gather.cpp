@@ -5,9 +5,6 @@
 
 #include "kernels.h"
 
-#define GNNFLEET_TEXT_(x) #x
-#define GNNFLEET_TEXT(x) GNNFLEET_TEXT_(x)
-
 namespace gnnfleet::GNNFLEET_ISA {
 namespace {
 
@@ -54,6 +51,8 @@ inline float widen_half(uint16_t bits) {
   return value;
 }
 
+}  // namespace
+
 void gather_rows(const uint8_t* table, const void* rows, bool wide, int64_t n, int64_t width, uint8_t* out, int threads) {
   each_row(table, rows, wide, n, width, threads,
            [=](int64_t i, const uint8_t* row) { std::memcpy(out + i * width, row, static_cast<size_t>(width)); });
@@ -72,10 +71,5 @@ void gather_bfloat(const uint16_t* table, const void* rows, bool wide, int64_t n
     for (int64_t f = 0; f < width; ++f) target[f] = widen_bfloat(row[f]);
   });
 }
-
-}  // namespace
-
-extern const Kernels table;
-const Kernels table = {GNNFLEET_TEXT(GNNFLEET_ISA), gather_rows, gather_half, gather_bfloat};
 
 }  // namespace gnnfleet::GNNFLEET_ISA

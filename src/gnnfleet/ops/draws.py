@@ -18,6 +18,7 @@ class Purpose(IntEnum):
     """What a draw is for; numbers are part of what makes runs repeatable, so they stay."""
 
     GENERATE = 1
+    ATTENTION = 2
 
 
 @dataclass(frozen=True)
