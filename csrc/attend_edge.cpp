@@ -80,28 +80,51 @@ void add_gradient(const AttendArgs& a, const Edges& edges, const Scratch<A>& s, 
   }
 }
 
-// v2: own gradient (still without the factor `vector`) += ds phi'; d_vector += ds LeakyReLU(x); d_edge = ds phi' vector.
+// One edge and head of v2: own gradient (still without the factor `vector`) += ds phi'; d_vector += ds LeakyReLU(x);
+// d_edge = ds phi' vector. The last four may be null.
 template <typename A>
-void v2_gradient(const AttendArgs& a, const Edges& edges, const A* own, const Matrix& other, const Scratch<A>& s, A* __restrict gradient,
-                 A* __restrict d_vector, A* __restrict d_edge) {
+struct Strand {
+  const A *own, *other, *vector;
+  A* gradient;
+  const A* term;
+  A *d_vector, *d_edge;
+};
+
+template <typename A>
+inline void v2_strand(const Strand<A>& v, A ds, A slope, int64_t depth) {
+  constexpr int64_t lanes = Lanes<A>::count;
+  const vec_t<A> rising = splat<A>(ds), falling = splat<A>(ds * slope);
+  int64_t d = 0;
+  for (; d + lanes <= depth; d += lanes) {
+    vec_t<A> x = load(v.own + d) + load(v.other + d);
+    if (v.term) x += load(v.term + d);
+    const vec_t<A> rise = x > vec_t<A>{} ? rising : falling;
+    store<A>(v.gradient + d, load(v.gradient + d) + rise);
+    if (v.d_vector) store<A>(v.d_vector + d, load(v.d_vector + d) + rise * x);  // phi' x = LeakyReLU(x)
+    if (v.d_edge) store<A>(v.d_edge + d, rise * load(v.vector + d));
+  }
+  for (; d < depth; ++d) {
+    const A x = v.own[d] + v.other[d] + (v.term ? v.term[d] : A(0));
+    const A rise = x > 0 ? ds : ds * slope;
+    v.gradient[d] += rise;
+    if (v.d_vector) v.d_vector[d] += rise * x;
+    if (v.d_edge) v.d_edge[d] = rise * v.vector[d];
+  }
+}
+
+template <typename A>
+void v2_gradient(const AttendArgs& a, const Edges& edges, const A* own, const Matrix& other, const Scratch<A>& s, A* d_vector, A* d_edge) {
   const int64_t depth = a.depth, width = a.heads * depth;
-  const A slope = static_cast<A>(a.slope);
   const A* vector = static_cast<const A*>(a.vector);
   for (int64_t k = 0; k < edges.count; ++k) {
     const A* row = static_cast<const A*>(other.data) + edges.col[k] * other.stride;
     const A* term = a.edge.data ? static_cast<const A*>(a.edge.data) + edges.at[k] * a.edge.stride : nullptr;
+    A* edge = d_edge ? d_edge + edges.at[k] * width : nullptr;
     for (int64_t h = 0; h < a.heads; ++h) {
-      const A ds = s.product[k * a.heads + h];
-      A* edge = d_edge ? d_edge + edges.at[k] * width + h * depth : nullptr;
-      const int64_t from = h * depth, to = from + depth;
-#pragma omp simd
-      for (int64_t d = from; d < to; ++d) {
-        const A x = own[d] + row[d] + (term ? term[d] : A(0));
-        const A rise = ds * (x > 0 ? A(1) : slope);
-        gradient[d] += rise;
-        if (d_vector) d_vector[d] += rise * x;  // phi' x = LeakyReLU(x)
-        if (edge) edge[d - from] = rise * vector[d];
-      }
+      const int64_t d = h * depth;
+      const Strand<A> strand{own + d, row + d, vector + d, s.row_own + d, term ? term + d : nullptr, d_vector ? d_vector + d : nullptr,
+                             edge ? edge + d : nullptr};
+      v2_strand<A>(strand, s.product[k * a.heads + h], static_cast<A>(a.slope), depth);
     }
   }
 }
@@ -134,7 +157,7 @@ void gradient_row(const Sides<Z, BySource>& sides, int64_t r, const Scratch<wide
     } else if (a.score == Score::add) {
       add_gradient(a, edges, s, s.row_own, BySource ? nullptr : static_cast<A*>(a.d_edge));
     } else {
-      v2_gradient(a, edges, own, other, s, s.row_own, d_vector, BySource ? nullptr : static_cast<A*>(a.d_edge));
+      v2_gradient(a, edges, own, other, s, d_vector, BySource ? nullptr : static_cast<A*>(a.d_edge));
     }
   }
   if constexpr (BySource) {

@@ -95,7 +95,7 @@ class _Attend(torch.autograd.Function):
         side, d_dst = pieces.destination_gradient(plan.form, pieces.State(out, lse, lse, pos, mass), grad, dst)
         d_value = d_src = d_edge = d_vector = None
         if needs[0] or needs[1]:
-            transposed, positions = plan.structure.transpose()
+            transposed, positions = plan.structure.transposed
             there = inputs if plan.form.score != "add" else replace(inputs, dst=side.packed[:, : plan.form.heads])
             piece = Piece(transposed, positions=positions)
             d_value, d_src = pieces.by_source(plan.form, there, piece, grad=grad, side=side.lse_dee)
@@ -186,4 +186,6 @@ def _flatten(inputs: Inputs) -> Inputs:
 
     edge = None if inputs.edge is None else flat(inputs.edge)
     vector = None if inputs.vector is None else inputs.vector.reshape(-1)
-    return replace(inputs, value=flat(inputs.value), src=flat(inputs.src), dst=flat(inputs.dst), edge=edge, vector=vector)
+    return replace(
+        inputs, value=flat(inputs.value), src=flat(inputs.src), dst=flat(inputs.dst), edge=edge, vector=vector
+    )

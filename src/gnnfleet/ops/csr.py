@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import ConfigError
 from gnnfleet.ops.native import _native, threads
 
 
@@ -40,48 +36,6 @@ class Compressed:
     @cached_property
     def transposed(self) -> tuple[Compressed, Tensor]:
         """(the same edges by column, [E] int64 the position here of each edge there)."""
-        indptr, order = counting_sort(self.col, self.num_cols)
-        return Compressed(indptr, self.row[order], self.num_rows), order
-
-
-@dataclass(frozen=True, eq=False)
-class Compressed:
-    """Edges by row: row i has columns ``col[indptr[i]:indptr[i + 1]]``. Checked when made, because kernels trust it."""
-
-    indptr: Tensor  # [rows + 1] int64
-    col: Tensor  # [E] int32 or int64
-    num_cols: int
-
-    def __post_init__(self) -> None:
-        if self.indptr.dtype != torch.int64 or self.indptr.dim() != 1 or not self.indptr.numel():
-            raise ConfigError(f"indptr must be int64 of one dimension, got {_shape(self.indptr)}")
-        if self.col.dtype not in (torch.int32, torch.int64) or self.col.dim() != 1:
-            raise ConfigError(f"columns must be int32 or int64 of one dimension, got {_shape(self.col)}")
-        if int(self.indptr[0]) != 0 or int(self.indptr[-1]) != self.num_edges or bool((self.indptr.diff() < 0).any()):
-            raise ConfigError(f"indptr must rise from 0 to the number of edges, {self.num_edges}")
-        if self.num_edges and not 0 <= int(self.col.min()) <= int(self.col.max()) < self.num_cols:
-            raise ConfigError(f"columns must be in 0..{self.num_cols - 1}")
-
-    @property
-    def num_rows(self) -> int:
-        return self.indptr.shape[0] - 1
-
-    @property
-    def num_edges(self) -> int:
-        return self.col.shape[0]
-
-    @property
-    def row(self) -> Tensor:
-        """[E] in the dtype of ``col``: the row of each edge."""
-        rows = torch.arange(self.num_rows, dtype=self.col.dtype, device=self.col.device)
-        return rows.repeat_interleave(self.indptr.diff(), output_size=self.num_edges)
-
-    def transpose(self) -> tuple[Compressed, Tensor]:
-        """(the same edges by column, [E] int64 position of each of them here); made once and kept."""
-        return self._transposed
-
-    @cached_property
-    def _transposed(self) -> tuple[Compressed, Tensor]:
         indptr, order = counting_sort(self.col, self.num_cols)
         return Compressed(indptr, self.row[order], self.num_rows), order
 
@@ -134,7 +88,3 @@ def counting_sort(keys: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     workers = threads() if keys.shape[0] > 1 << 18 else 1
     _native.counting_sort(keys.contiguous(), offsets, order, workers)
     return offsets, order
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
