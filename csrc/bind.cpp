@@ -2,8 +2,10 @@
 // outputs are allocated in Python and filled here, so ownership never crosses.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -219,6 +221,101 @@ void bind_gather(nb::module_& m) {
   m.def("gather_floats", gather_floats<Index>, "table"_a.noconvert(), "rows"_a.noconvert(), "out"_a.noconvert(), "bfloat"_a, "threads"_a);
 }
 
+// ---- aggregate ------------------------------------------------------------------------------------------------------
+
+using Any = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using Maybe = std::optional<Any>;
+
+gnnfleet::Element element_of(const Any& array) {
+  const auto type = array.dtype();
+  if (type == nb::dtype<float>()) return gnnfleet::Element::float32;
+  if (type == nb::dtype<double>()) return gnnfleet::Element::float64;
+  require(type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) && type.bits == 16,
+          "expected float32, float64 or bfloat16");
+  return gnnfleet::Element::bfloat16;
+}
+
+// What the element is computed in.
+nb::dlpack::dtype wide_of(gnnfleet::Element element) {
+  return element == gnnfleet::Element::float64 ? nb::dtype<double>() : nb::dtype<float>();
+}
+
+const void* factor_of(const Maybe& array, gnnfleet::Element element, int64_t length, const char* message) {
+  if (!array) return nullptr;
+  require(array->dtype() == wide_of(element) && static_cast<int64_t>(array->size()) == length, message);
+  return array->data();
+}
+
+gnnfleet::Rows rows_of(const In<int64_t>& indptr, const Any& col, const std::optional<In<int32_t>>& rows) {
+  const bool wide = col.dtype() == nb::dtype<int64_t>();
+  require(wide || col.dtype() == nb::dtype<int32_t>(), "columns must be int32 or int64");
+  require(size(indptr) >= 1, "indptr must have at least one entry");
+  require(!rows || size(*rows) == size(indptr) - 1, "rows must have one entry per row of the structure");
+  return {indptr.data(), col.data(), wide, rows ? rows->data() : nullptr, size(indptr) - 1};
+}
+
+void aggregate_sum(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, Any x, Maybe weight, Maybe row_scale,
+                   Maybe col_scale, Any out, bool add, int threads) {
+  const auto structure = rows_of(indptr, col, rows);
+  const auto element = element_of(x);
+  const int64_t width = static_cast<int64_t>(x.shape(1));
+  require(x.ndim() == 2 && out.ndim() == 2 && out.shape(1) == x.shape(1), "aggregate: x and out must have the same width");
+  require(out.dtype() == wide_of(element), "aggregate: out must be float32, or float64 for float64");
+  const gnnfleet::SumArgs args{
+      structure, x.data(), width, element,
+      factor_of(weight, element, static_cast<int64_t>(col.size()), "aggregate: one weight per edge, of out's dtype"),
+      factor_of(row_scale, element, structure.n, "aggregate: one row scale per row, of out's dtype"),
+      factor_of(col_scale, element, static_cast<int64_t>(x.shape(0)), "aggregate: one column scale per row of x, of out's dtype"),
+      out.data(), add, threads};
+  nb::gil_scoped_release free;
+  gnnfleet::kernels().aggregate_sum(args);
+}
+
+void aggregate_max(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, Any x, Any out, OutRows<int64_t> winner,
+                   int64_t edge_base, bool merge, int threads) {
+  const auto element = element_of(x);
+  require(out.dtype() == wide_of(element) && out.shape(1) == x.shape(1) && winner.shape(1) == x.shape(1) &&
+              winner.shape(0) == out.shape(0), "aggregate_max: out and winner must fit x");
+  const gnnfleet::MaxArgs args{rows_of(indptr, col, rows), x.data(), static_cast<int64_t>(x.shape(1)), element,
+                               out.data(), winner.data(), edge_base, merge, threads};
+  nb::gil_scoped_release free;
+  gnnfleet::kernels().aggregate_max(args);
+}
+
+void aggregate_max_back(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, In<int64_t> edge_id, Any grad,
+                        InRows<int64_t> winner, Any dx, bool add, int threads) {
+  const auto element = element_of(grad);
+  require(element != gnnfleet::Element::bfloat16 && dx.dtype() == grad.dtype() && dx.shape(1) == grad.shape(1) &&
+              winner.shape(1) == grad.shape(1) && edge_id.size() == col.size(), "aggregate_max_back: shapes do not fit");
+  const gnnfleet::MaxBackArgs args{rows_of(indptr, col, rows), edge_id.data(), grad.data(), winner.data(),
+                                   static_cast<int64_t>(grad.shape(1)), element, dx.data(), add, threads};
+  nb::gil_scoped_release free;
+  gnnfleet::kernels().aggregate_max_back(args);
+}
+
+void edge_dot(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, Any a, Any b, Maybe row_scale, Any out, int threads) {
+  const auto structure = rows_of(indptr, col, rows);
+  const auto element = element_of(a);
+  require(a.dtype() == b.dtype() && a.shape(1) == b.shape(1), "edge_dot: both sides must have one dtype and width");
+  require(out.dtype() == wide_of(element) && out.size() == col.size(), "edge_dot: one result per edge");
+  const gnnfleet::DotArgs args{structure, a.data(), b.data(), static_cast<int64_t>(a.shape(1)), element,
+                               factor_of(row_scale, element, structure.n, "edge_dot: one row scale per row"), out.data(), threads};
+  nb::gil_scoped_release free;
+  gnnfleet::kernels().edge_dot(args);
+}
+
+void bind_aggregate(nb::module_& m) {
+  m.def("aggregate_sum", aggregate_sum, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
+        "x"_a.noconvert(), "weight"_a.noconvert().none(), "row_scale"_a.noconvert().none(),
+        "col_scale"_a.noconvert().none(), "out"_a.noconvert(), "add"_a, "threads"_a);
+  m.def("aggregate_max", aggregate_max, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
+        "x"_a.noconvert(), "out"_a.noconvert(), "winner"_a.noconvert(), "edge_base"_a, "merge"_a, "threads"_a);
+  m.def("aggregate_max_back", aggregate_max_back, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
+        "edge_id"_a.noconvert(), "grad"_a.noconvert(), "winner"_a.noconvert(), "dx"_a.noconvert(), "add"_a, "threads"_a);
+  m.def("edge_dot", edge_dot, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(), "a"_a.noconvert(),
+        "b"_a.noconvert(), "row_scale"_a.noconvert().none(), "out"_a.noconvert(), "threads"_a);
+}
+
 // ---- partition ------------------------------------------------------------------------------------------------------
 
 template <typename Index>
@@ -283,6 +380,7 @@ NB_MODULE(_native, m) {
   bind_generate(m);
   bind_gather<int32_t>(m);
   bind_gather<int64_t>(m);
+  bind_aggregate(m);
   bind_attend(m);
   bind_partition<int32_t>(m);
   bind_partition<int64_t>(m);

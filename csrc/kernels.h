@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "aggregate.h"
 #include "attend.h"
 
 namespace gnnfleet {
@@ -14,13 +15,17 @@ struct Kernels {
   // The same for `width` half-precision numbers a row, widened to float32.
   void (*gather_half)(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int threads);
   void (*gather_bfloat)(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int threads);
+  void (*aggregate_sum)(const SumArgs&);
+  void (*aggregate_max)(const MaxArgs&);
+  void (*aggregate_max_back)(const MaxBackArgs&);
+  void (*edge_dot)(const DotArgs&);
   // Attention (attend.h): softmax sums, their end, and the two halves of backward: additive, and for any score.
-  void (*attend_forward)(const AttendArgs& a);
-  void (*attend_finish)(const AttendArgs& a, int64_t n);
-  void (*attend_local)(const AttendLocalArgs& a);
-  void (*attend_source)(const AttendArgs& a);
-  void (*attend_edge_source)(const AttendArgs& a);
-  void (*attend_edge_target)(const AttendArgs& a);
+  void (*attend_forward)(const AttendArgs&);
+  void (*attend_finish)(const AttendArgs&, int64_t n);
+  void (*attend_local)(const AttendLocalArgs&);
+  void (*attend_source)(const AttendArgs&);
+  void (*attend_edge_source)(const AttendArgs&);
+  void (*attend_edge_target)(const AttendArgs&);
 };
 
 namespace baseline { extern const Kernels table; }

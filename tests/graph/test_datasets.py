@@ -10,7 +10,7 @@ from gnnfleet.graph.datasets import DATASETS, make_dataset
 from gnnfleet.graph.datasets.base import numbered_ids
 from gnnfleet.graph.datasets.events import INTERACTS
 from gnnfleet.graph.datasets.shop import BUYS, MADE_BY, REVERSE, VIEWS
-from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.graph import Graph, make_edges
 from gnnfleet.graph.store import EDGE_ARRAYS, NODE_ARRAYS, open_store, save_store
 
 SMALL = {
@@ -303,3 +303,13 @@ def test_parameters_are_documented():
     for dataset in DATASETS.values():
         for parameter in dataset.parameters:
             assert parameter.meaning and parameter.kind, (dataset.name, parameter.name)
+
+
+@pytest.mark.parametrize("times", [[0, 1, 1, 2, 5], [3, 1, 1, 0, 3], [7, 7, 7, 7, 7]])
+def test_order_is_by_time_then_input(times):
+    pairs = torch.tensor([[4, 3, 2, 1, 0], [1, 0, 1, 0, 1]])
+    edges = make_edges(pairs, num_src=5, num_dst=2, time=times)
+    assert edges.order is not None
+    stream = edges.edge_index()[:, edges.order]
+    expected = sorted(range(5), key=lambda i: (times[i], i))
+    assert torch.equal(stream, pairs[:, expected])

@@ -424,7 +424,7 @@ def test_wrong_arguments(change, message):
 )
 def test_wrong_structures(indptr, col, num_cols, message):
     with pytest.raises(ConfigError, match=message):
-        Compressed(indptr, col, num_cols)
+        Compressed(indptr, col, num_cols).check()
 
 
 @settings(max_examples=50, deadline=None)

@@ -40,13 +40,14 @@ def attend(
 ) -> Tensor:
     """Attention over the in-edges of each row of ``structure``, [N_dst, H·C] or [N_dst, H, C] as ``value`` is.
 
-    ``score`` "add": LeakyReLU(src_j + dst_i + edge_ij), [N, H] each. "v2": <vector, LeakyReLU(src_j + dst_i + edge_ij)>,
-    [N, H·D] each. "dot": scale · <src_j, dst_i>, scale 1/√D unless given. The number of heads comes from ``heads`` or
-    from an input that has a dimension of its own for them. Dropout goes by ``edge_ids`` (default: positions).
-    Rows without in-edges give 0. Raises ConfigError.
+    ``score`` "add": LeakyReLU(src_j + dst_i + edge_ij), [N, H] each; "v2": <vector, LeakyReLU(the same)>,
+    [N, H·D] each; "dot": scale · <src_j, dst_i>, scale 1/√D unless given. The number of heads comes from ``heads`` or
+    from an input that has a dimension of its own for them. Dropout goes by ``edge_ids`` (default: positions). Rows
+    without in-edges give 0, edges of score −inf weigh nothing. Raises ConfigError.
     """
     if score not in SCORES:
         raise ConfigError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
+    structure.check()
     inputs = Inputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=edge_ids)
     _check_types(inputs, score)
     heads = _heads(inputs, score) if heads is None else heads
@@ -74,7 +75,7 @@ class _Plan:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, value: Tensor, src: Tensor, dst: Tensor, edge: Tensor | None, vector: Tensor | None, plan: _Plan
     ) -> Tensor:
         inputs = Inputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=plan.edge_ids)
@@ -85,7 +86,7 @@ class _Attend(torch.autograd.Function):
         return state.num
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         value, src, dst, edge, vector, out, lse, pos, mass = ctx.saved_tensors
         plan: _Plan = ctx.plan

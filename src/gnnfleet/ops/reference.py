@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from gnnfleet.ops.csr import Compressed
-    from gnnfleet.ops.draws import Draws
+from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.draws import Draws
 
 
 def sort_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple[Tensor, Tensor]:
@@ -26,6 +24,29 @@ def sort_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple
 def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """See ``rows.gather``."""
     return table[rows.long()].to(table.dtype if dtype is None else dtype)
+
+
+def aggregate(structure: Compressed, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None) -> Tensor:
+    """See ``aggregate.aggregate``; any device, gradients by autograd."""
+    rows, cols = structure.row.long(), structure.col.long()
+    messages = x[cols].float() if x.dtype == torch.bfloat16 else x[cols]
+    if weight is not None:
+        messages = messages * weight.to(messages.dtype).view(-1, *([1] * (x.dim() - 1)))
+    out = messages.new_zeros(structure.num_rows, *x.shape[1:])
+    if reduce != "max":
+        out = out.index_add(0, rows, messages)
+        degree = structure.indptr.diff().clamp(min=1).to(out.dtype)
+        return out / degree.view(-1, *([1] * (x.dim() - 1))) if reduce == "mean" else out
+    if not structure.num_edges:
+        return out + 0 * x.sum()
+    # The first edge that reaches the maximum wins: its number is the smallest among those that do.
+    place = rows.view(-1, *([1] * (x.dim() - 1))).expand_as(messages)
+    best = torch.full_like(out, -torch.inf).scatter_reduce(0, place, messages.detach(), "amax")
+    number = torch.arange(len(rows), device=x.device).view(-1, *([1] * (x.dim() - 1))).expand_as(messages)
+    number = torch.where(messages.detach() == best[rows], number, len(rows))
+    winner = torch.full(out.shape, len(rows), device=x.device).scatter_reduce(0, place, number, "amin")
+    picked = messages.gather(0, winner.clamp(max=len(rows) - 1))
+    return torch.where(winner < len(rows), picked, out)
 
 
 def attend(

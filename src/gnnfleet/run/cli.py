@@ -12,7 +12,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from gnnfleet.errors import ConfigError, GnnfleetError
+from gnnfleet.run.commands import datasets
+from gnnfleet.run.commands.demo import demo
 from gnnfleet.run.commands.doctor import doctor
+from gnnfleet.run.commands.importing import IMPORT_EXAMPLES, export_graph, import_graph
 from gnnfleet.run.commands.info import info
 from gnnfleet.run.commands.partition import partition
 from gnnfleet.run.console import remark
@@ -28,8 +31,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (info, partition, doctor):
-    app.command(no_args_is_help=command is not doctor)(command)
+app.command("import", no_args_is_help=True, epilog=IMPORT_EXAMPLES)(import_graph)
+app.command("export", no_args_is_help=True)(export_graph)
+app.add_typer(datasets.app)
+app.command(no_args_is_help=True)(info)
+app.command(no_args_is_help=True)(partition)
+app.command()(doctor)
+app.command()(demo)
 
 
 def main() -> NoReturn:

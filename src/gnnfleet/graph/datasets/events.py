@@ -122,7 +122,7 @@ def _fresh_items(config: EventsConfig, user: Tensor, *, items: _Items, tastes: _
         # The mean of `near` over the stream is about _PEAK_WIDTH, so passing and lasting popularity weigh the same.
         weights = items.popularity * (1 - config.drift + config.drift * near / _PEAK_WIDTH)
         shelf = Slots.of(
-            whole_weights(config.draws.at(_FRESH, 8 + window), weights, scale=4.0), items.topic, config.topics
+            whole_weights(config.draws.at(_FRESH, 8 + window), weights, scale=1.0), items.topic, config.topics
         )
         who = user[first:last]
         topic = torch.where(tastes.changes_at[who] <= now, tastes.second[who], tastes.first[who])

@@ -1,1 +1,1 @@
-"""Graphs from what users have: tables, arrays, files and objects of other libraries."""
+"""Everything that becomes a graph: raw tables out of core, and the formats of other tools in memory."""

@@ -1,0 +1,173 @@
+"""A graph back to Parquet: nodes and edges with the ids the user came with, in batches, all files or none.
+
+    nodes.parquet   id, x (list), label (class name or number), split
+    edges.parquet   src, dst, weight, time, x (list)
+
+A heterogeneous graph has one file per type: ``nodes-user.parquet``, ``edges-user+buys+product.parquet``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import StoreError
+from gnnfleet.graph.bundle import PARTIAL, remove_stale
+from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes
+from gnnfleet.graph.store import edge_folder, node_folder
+from gnnfleet.report.progress import Progress, Silent
+
+_ROWS = 1 << 17
+_CELLS = 1 << 23
+_WORDS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """The files written, with their rows."""
+
+    path: Path
+    files: dict[str, int]
+
+
+def export_tables(graph: Graph, directory: str | Path, *, progress: Progress | None = None) -> ExportReport:
+    """Write a graph as tables into a new directory; raises StoreError when it is there already and not empty."""
+    progress = progress or Silent()
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise StoreError(f"{target} exists already: choose another output or remove it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(target)
+    marker = f"{PARTIAL}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    partial = target.parent / f".{target.name}{marker}"
+    partial.mkdir()
+    files: dict[str, int] = {}
+    try:
+        for node_type, nodes in graph.nodes.items():
+            name = f"nodes-{_file(node_folder(node_type))}.parquet" if graph.is_hetero else "nodes.parquet"
+            advance = progress.stage(name, nodes.count)
+            files[name] = _write(partial / name, _node_batches(nodes), advance)
+        for edge_type, edges in graph.edges.items():
+            name = f"edges-{_file(edge_folder(edge_type))}.parquet" if graph.is_hetero else "edges.parquet"
+            advance = progress.stage(name, edges.count)
+            files[name] = _write(partial / name, _edge_batches(graph, edge_type), advance)
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return ExportReport(target, files)
+
+
+def _file(folder: str) -> str:
+    return folder.partition("/")[2]
+
+
+def _write(path: Path, batches: Iterator[pa.RecordBatch], advance: Any) -> int:
+    first = next(batches)
+    rows = 0
+    with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
+        while first is not None:
+            writer.write_batch(first)
+            rows += first.num_rows
+            advance(first.num_rows)
+            first = next(batches, None)
+    return rows
+
+
+def _ranges(count: int, width: int) -> Iterator[tuple[int, int]]:
+    """Pieces of rows; one empty piece where there is nothing, so that the file gets its columns."""
+    step = min(_ROWS, max(1024, _CELLS // max(width, 1)))
+    for start in range(0, max(count, 1), step):
+        yield start, min(start + step, count)
+
+
+def _node_batches(nodes: Nodes) -> Iterator[pa.RecordBatch]:
+    for start, stop in _ranges(nodes.count, 0 if nodes.x is None else nodes.x.shape[1]):
+        columns: dict[str, Any] = {"id": nodes.ids.take(np.arange(start, stop))}
+        if nodes.x is not None:
+            columns["x"] = _lists(nodes.x[start:stop])
+        if nodes.y is not None:
+            columns["label"] = _labels(nodes, start, stop)
+        if nodes.split is not None:
+            columns.update(_split_words(nodes.split[:, start:stop]))
+        yield pa.record_batch(columns)
+
+
+def _labels(nodes: Nodes, start: int, stop: int) -> pa.Array:
+    assert nodes.y is not None
+    y = nodes.y[start:stop]
+    if y.dim() == 2:
+        missing = np.asarray((y < 0).all(1)) & (y.shape[1] > 0)
+        return _lists(y, missing=missing)
+    missing = np.asarray(y < 0)
+    if not nodes.classes:
+        return pa.array(np.asarray(y), mask=missing)
+    names = pa.array(nodes.classes, pa.large_string())
+    return names.take(pa.array(np.asarray(y), mask=missing))
+
+
+def _split_words(split: Tensor) -> dict[str, pa.Array]:
+    """One column per split: ``split``, or ``split_0``, ``split_1``, … where there are several."""
+    words = pa.array(_WORDS)
+    made = {}
+    for k, codes in enumerate(split):
+        name = "split" if len(split) == 1 else f"split_{k}"
+        made[name] = words.take(pa.array(np.asarray(codes).astype(np.int64), mask=np.asarray(codes < 0)))
+    return made
+
+
+def _edge_batches(graph: Graph, kind: EdgeType) -> Iterator[pa.RecordBatch]:
+    edges = graph.edges[kind]
+    order = edges.order if edges.order is not None and _parallel_edges_follow_time(edges) else None
+    src_ids, dst_ids = graph.nodes[kind.src].ids, graph.nodes[kind.dst].ids
+    for start, stop in _ranges(edges.count, 0 if edges.attr is None else edges.attr.shape[1]):
+        # Timed edges go out in time order, so that events of the same time keep theirs when imported again.
+        at = torch.arange(start, stop) if order is None else order[start:stop]
+        columns: dict[str, Any] = {"src": src_ids.take(edges.src[at]), "dst": dst_ids.take(_destinations(edges, at))}
+        if edges.weight is not None:
+            columns["weight"] = pa.array(np.asarray(edges.weight[at]))
+        if edges.time is not None:
+            columns["time"] = pa.array(np.asarray(edges.time[at]))
+        if edges.attr is not None:
+            columns["x"] = _lists(edges.attr[at])
+        yield pa.record_batch(columns)
+
+
+def _destinations(edges: Edges, at: Tensor) -> Tensor:
+    return torch.searchsorted(edges.indptr, at, right=True) - 1
+
+
+def _parallel_edges_follow_time(edges: Edges) -> bool:
+    """Whether time order keeps the store's order of edges between the same two nodes."""
+    assert edges.time is not None
+    for start in range(0, edges.count - 1, _ROWS):
+        at = torch.arange(start, min(start + _ROWS + 1, edges.count))
+        src, dst, time = edges.src[at], _destinations(edges, at), edges.time[at]
+        same = (src[1:] == src[:-1]) & (dst[1:] == dst[:-1])
+        if bool((same & (time[1:] < time[:-1])).any()):
+            return False
+    return True
+
+
+def _lists(rows: Tensor, missing: Any = None) -> pa.Array:
+    """[n, F] as a column of lists; half precision, which few tools read, as float32."""
+    rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+    values = pa.array(np.ascontiguousarray(rows).reshape(-1))
+    offsets = pa.array(np.arange(rows.shape[0] + 1, dtype=np.int64) * rows.shape[1])
+    if missing is None or not missing.any():
+        return pa.LargeListArray.from_arrays(offsets, values)
+    mask = pa.array(missing)
+    return pa.LargeListArray.from_arrays(offsets, values, mask=mask)

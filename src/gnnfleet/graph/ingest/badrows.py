@@ -1,0 +1,86 @@
+"""Rows that cannot be imported: found by a fast count, then located by a second query that only runs on failure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from gnnfleet.errors import InputError
+from gnnfleet.graph.ingest import duck as sql
+from gnnfleet.graph.ingest.source import Source
+
+HALF_LIMIT = 65504  # the largest float16
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition that no row of a column may meet, and the words for one that does."""
+
+    column: str
+    bad: str
+    expected: str
+    advice: str
+
+
+def refuse(source: Source, checks: Sequence[Check]) -> None:
+    """Raise InputError for the first bad row of a source under any of the checks; return if there is none."""
+    if not checks:
+        return
+    counts = ", ".join(
+        f"count(*) FILTER ({check.bad}), min({source.position}) FILTER ({check.bad})" for check in checks
+    )
+    found = source.duck.one(source.scan(counts))
+    bad = [(found[2 * i + 1], found[2 * i], check) for i, check in enumerate(checks) if found[2 * i]]
+    if bad:
+        position, count, check = min(bad, key=lambda item: item[0])
+        fail(source, position, check, count=count)
+
+
+def fail(source: Source, position: int, check: Check, *, count: int) -> NoReturn:
+    """InputError with the place, the value found, how many there are and what to do."""
+    value = source.value(position, check.column)
+    also = f" ({count:,} such rows)" if count > 1 else ""
+    raise InputError(
+        f"{source.place(position)}, column {check.column!r}: expected {check.expected}, "
+        f"found {shown(value)}{also}. {check.advice}"
+    )
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    if value is None:
+        return "no value"
+    if isinstance(value, list | tuple):
+        head = ", ".join(shown(item) for item in value[:4])
+        return f"{len(value)} values [{head}{', …' if len(value) > 4 else ''}]"
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def bad_number(expression: str, dtype: str) -> str:
+    """SQL that is true for what is no finite number of a feature type; ``expression`` is a FLOAT or NULL."""
+    limit = f" OR abs({expression}) > {HALF_LIMIT}" if dtype == "float16" else ""
+    return f"({expression} IS NULL OR NOT isfinite({expression}){limit})"
+
+
+def feature_check(column: str, dtype: str, width: int | None) -> Check:
+    """The check of a feature column: a number, or ``width`` numbers where it holds lists."""
+    cell = sql.name(column)
+    advice = "Fill the gaps or correct the values, or choose other columns with --features"
+    finite = "a finite number" if dtype != "float16" else f"a finite number up to {HALF_LIMIT} (float16)"
+    if width is None:
+        return Check(column, bad_number(f"try_cast({cell} AS FLOAT)", dtype), finite, advice)
+    wrong = f"len([1 FOR item IN {cell} IF {bad_number('try_cast(item AS FLOAT)', dtype)}]) > 0"
+    return Check(
+        column, f"({cell} IS NULL OR len({cell}) <> {width} OR {wrong})", f"{width} values, each {finite}", advice
+    )
+
+
+def number_check(column: str, what: str) -> Check:
+    return Check(
+        column,
+        bad_number(f"try_cast({sql.name(column)} AS FLOAT)", "float32"),
+        f"a finite number as {what}",
+        f"Correct the values, or import without them: --{what} none",
+    )

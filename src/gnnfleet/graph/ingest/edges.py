@@ -1,0 +1,328 @@
+"""Edge tables into a store: match ids to rows, check, sort by (dst, src, input position), write.
+
+All of it in DuckDB, which spills what does not fit; here only a batch of edges and a count per destination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.bundle import DTYPES, BundleWriter
+from gnnfleet.graph.graph import EdgeType, index_dtype
+from gnnfleet.graph.ingest import badrows
+from gnnfleet.graph.ingest import duck as sql
+from gnnfleet.graph.ingest.badrows import Check
+from gnnfleet.graph.ingest.columns import (
+    Features,
+    find_column,
+    find_features,
+    find_usual,
+    is_floating,
+    is_integer,
+    unused,
+)
+from gnnfleet.graph.ingest.columns import canonical as is_canonical
+from gnnfleet.graph.ingest.duck import BATCH, Duck
+from gnnfleet.graph.ingest.keys import KeyColumn, NodeKeys
+from gnnfleet.graph.ingest.nodes import CELLS, Advance, read_features
+from gnnfleet.graph.ingest.source import Source
+from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, TableSpec
+from gnnfleet.graph.store import edge_folder
+
+
+@dataclass(frozen=True)
+class TimeColumn:
+    """A column of event times; SQL timestamps and dates become microseconds since 1970."""
+
+    column: str
+    value: str
+    dtype: str
+
+    def check(self) -> Check:
+        finite = f" OR NOT isfinite({self.value})" if self.dtype == "float64" else ""
+        return Check(
+            self.column,
+            f"({self.value} IS NULL OR {self.value} < 0{finite})",
+            "a time of 0 or later",
+            "Correct or shift the times, or import without them: --time none",
+        )
+
+
+@dataclass(frozen=True)
+class EdgePlan:
+    """An edge table with its columns found."""
+
+    source: Source
+    src: KeyColumn
+    dst: KeyColumn
+    weight: str | None
+    time: TimeColumn | None
+    features: Features
+
+    @property
+    def used(self) -> list[str | None]:
+        time = self.time.column if self.time else None
+        return [self.src.column, self.dst.column, self.weight, time, *self.features.names]
+
+    def payload(self) -> dict[str, str]:
+        """What travels with an edge: name in our tables → SQL over the source."""
+        made = {"w": f"try_cast({sql.name(self.weight)} AS FLOAT)"} if self.weight else {}
+        if self.time:
+            made["t"] = self.time.value
+        return made | {f"a{i}": value for i, value in enumerate(self.features.select())}
+
+
+def plan_edges(source: Source, table: EdgeTable, dtype: str) -> EdgePlan:
+    """Find the columns of an edge table; raises InputError naming one that is missing."""
+    src, dst = (find_column(source, part, getattr(table, part), required=True) for part in ("src", "dst"))
+    assert src is not None and dst is not None
+    weight = find_column(source, "weight", table.weight)
+    column = find_column(source, "time", table.time)
+    time = None if column is None else _read_time(source, column)
+    # The name of an edge, or what is to be predicted of it, is no feature unless somebody says so.
+    others = (
+        [find_usual(source.types, part, None) for part in ("id", "label", "split")] if table.features is None else []
+    )
+    features = find_features(source, table.features, used=[src, dst, weight, column, *others], dtype=dtype)
+    return EdgePlan(source, KeyColumn(source, src), KeyColumn(source, dst), weight, time, features)
+
+
+def _read_time(source: Source, column: str) -> TimeColumn:
+    cell, kind = sql.name(column), source.types[column]
+    as_integer = TimeColumn(column, f"try_cast({cell} AS BIGINT)", "int64")
+    as_number = TimeColumn(column, f"try_cast({cell} AS DOUBLE)", "float64")
+    as_stamp = TimeColumn(column, f"epoch_us(try_cast({cell} AS TIMESTAMP))", "int64")
+    if not source.is_text:
+        return as_integer if is_integer(kind) else as_number if is_floating(kind) else as_stamp
+    number, stamp = f"try_cast({cell} AS DOUBLE)", f"try_cast({cell} AS TIMESTAMP)"
+    facts = f"count({cell}), count(*) FILTER ({is_canonical(cell)}), count({number}), count({stamp})"
+    total, integers, numbers, stamps = source.duck.one(source.scan(facts))
+    if integers == total:
+        return as_integer
+    # Where no reading fits every row, the one that fits most is meant, and the others are bad rows.
+    return as_number if numbers >= stamps else as_stamp
+
+
+class EdgeImport:
+    """The edges of one table on their way into a store."""
+
+    def __init__(self, duck: Duck, out: BundleWriter, spec: TableSpec, plan: EdgePlan) -> None:
+        self.duck = duck
+        self.out = out
+        self.spec = spec
+        self.plan = plan
+        self.payload = list(plan.payload())
+        self.doubled = False
+
+    def run(self, kind: EdgeType, src: NodeKeys, dst: NodeKeys, advance: Advance) -> dict[EdgeType, EdgeCounts]:
+        """Write the edge type and, for an undirected graph of two node types, its reverse."""
+        same = kind.src == kind.dst
+        loops = self._match(src, dst, same)
+        dropped = loops if self.spec.self_loops == "drop" else 0
+        self.doubled = self.spec.undirected and same
+        counts = EdgeCounts(
+            rows=self.plan.source.rows,
+            count=0,
+            self_loops=loops,
+            self_loops_dropped=dropped,
+            reversed=self.plan.source.rows - loops if self.doubled else 0,
+            features=self.plan.features.width,
+            weighted="w" in self.payload or self.spec.duplicate_rule == "sum",
+            time=self.plan.time.dtype if self.plan.time else None,
+            unused=unused(self.plan.source, self.plan.used),
+        )
+        extra = "".join(f", {column}" for column in self.payload)
+        rows = f"SELECT s, d, p{extra} FROM matched" + (" WHERE s <> d" if dropped else "")
+        if self.doubled:  # a reverse edge comes right after its edge, so positions are twice those of rows
+            turned = f"SELECT d, s, 2 * p + 1{extra} FROM matched WHERE s <> d"
+            rows = f"SELECT s, d, 2 * p AS p{extra} FROM ({rows}) UNION ALL {turned}"
+        made = {kind: self._write(kind, rows, (src, dst), counts, advance)}
+        if self.spec.undirected and not same:
+            reverse = EdgeType(kind.dst, f"rev_{kind.relation}", kind.src)
+            turned = f"SELECT d AS s, s AS d, p{extra} FROM ({rows})"
+            made[reverse] = self._write(reverse, turned, (dst, src), replace(counts, reversed=counts.rows), advance)
+        self.duck.run("DROP TABLE matched")
+        return made
+
+    def _match(self, src: NodeKeys, dst: NodeKeys, same: bool) -> int:
+        """Make and check table ``matched``: rows of both ends, position and payload of every edge; count self-loops."""
+        plan, source = self.plan, self.plan.source
+        payload = plan.payload()
+        columns = [
+            f"{plan.src.select(src.kind)} AS src",
+            f"{plan.dst.select(dst.kind)} AS dst",
+            f"{source.position} AS p",
+        ]
+        columns += [f"{value} AS {column}" for column, value in payload.items()]
+        row_s, join_s = src.join("e.src", "i")
+        row_d, join_d = dst.join("e.dst", "j")
+        integer = "INTEGER" if max(src.count, dst.count) < 2**31 else "BIGINT"
+        extra = "".join(f", {column}" for column in payload)
+        self.duck.keep_order(False)
+        self.duck.run(
+            f"CREATE TABLE matched AS SELECT ({row_s})::{integer} AS s, ({row_d})::{integer} AS d, e.p AS p{extra} "
+            f"FROM ({source.scan(', '.join(columns))}) e {join_s} {join_d}"
+        )
+        bad = ["s IS NULL", "d IS NULL"]
+        bad += ["w IS NULL OR NOT isfinite(w)"] if plan.weight else []
+        bad += (
+            ["t IS NULL OR t < 0" + (" OR NOT isfinite(t)" if plan.time.dtype == "float64" else "")]
+            if plan.time
+            else []
+        )
+        facts = ", ".join(f"count(*) FILTER ({condition})" for condition in ["s = d", *bad])
+        loops, *wrong = self.duck.one(f"SELECT {facts} FROM matched")
+        if any(wrong[:2]):
+            self._fail_unknown(src, dst)
+        if any(wrong[2:]):
+            badrows.refuse(source, [badrows.number_check(plan.weight, "weight")] if plan.weight else [])
+            badrows.refuse(source, [plan.time.check()] if plan.time else [])
+        loops = loops if same else 0
+        if loops and self.spec.self_loops == "error":
+            first = self.duck.one("SELECT min(p) FROM matched WHERE s = d")[0]
+            check = Check(plan.dst.column, "", "another node than the source", "Pass --self-loops keep or drop")
+            badrows.fail(source, first, check, count=loops)
+        return int(loops)
+
+    def _fail_unknown(self, src: NodeKeys, dst: NodeKeys) -> None:
+        count, first = self.duck.one("SELECT count(*), min(p) FROM matched WHERE s IS NULL OR d IS NULL")
+        no_src = self.duck.one(f"SELECT s IS NULL FROM matched WHERE p = {first}")[0]
+        key, keys = (self.plan.src, src) if no_src else (self.plan.dst, dst)
+        missing = key.source.value(first, key.column) is None
+        expected = f"the id of one of the {keys.count:,} nodes" + (" (integers)" if keys.kind == "integer" else "")
+        advice = (
+            "Every edge needs both ends"
+            if missing
+            else "Add the node to its table, remove the edge, or pass --missing add"
+        )
+        badrows.fail(key.source, first, Check(key.column, "", expected, advice), count=count)
+
+    def _write(
+        self, kind: EdgeType, rows: str, ends: tuple[NodeKeys, NodeKeys], counts: EdgeCounts, advance: Advance
+    ) -> EdgeCounts:
+        """Sort what ``rows`` selects into store order and write it."""
+        before = counts.rows - counts.self_loops_dropped + (counts.reversed if kind.src == kind.dst else 0)
+        rule = self.spec.duplicate_rule
+        timed = self.plan.time is not None
+        if rule == "error":
+            self._refuse_duplicates(rows)
+        elif rule == "sum":
+            rows = self._summed(rows)
+        elif rule == "drop" and timed:
+            rows = f"SELECT * FROM ({rows}) QUALIFY row_number() OVER (PARTITION BY s, d, t ORDER BY p) = 1"
+        writer = _SortedEdges(self, kind, ends, drop=rule == "drop" and not timed)
+        writer.write(rows, advance)
+        if timed:
+            self._write_order(kind)
+        dropped = before - writer.count if rule in ("drop", "sum") else 0
+        return replace(counts, count=writer.count, parallel=max(writer.parallel, dropped), duplicates_dropped=dropped)
+
+    def _write_order(self, kind: EdgeType) -> None:
+        order = self.out.array(f"{edge_folder(kind)}/order.npy", torch.int64)
+        self.duck.keep_order(True)
+        for batch in self.duck.stream("SELECT rowid FROM ordered ORDER BY t, p"):
+            order.append(torch.from_numpy(np.array(batch.column(0))))
+        self.duck.run("DROP TABLE ordered")
+
+    def _group(self) -> str:
+        return "s, d, t" if self.plan.time else "s, d"
+
+    def _refuse_duplicates(self, rows: str) -> None:
+        again = f"SELECT p, row_number() OVER (PARTITION BY {self._group()} ORDER BY p) AS n FROM ({rows})"
+        count, first = self.duck.one(f"SELECT count(*), min(p) FROM ({again}) WHERE n > 1")
+        if count:
+            check = Check(
+                self.plan.dst.column, "", "a pair that no row before has", "Pass --duplicates keep, drop or sum"
+            )
+            badrows.fail(self.plan.source, first // 2 if self.doubled else first, check, count=count)
+
+    def _summed(self, rows: str) -> str:
+        """Duplicates as one edge: weights (1 where there are none) and features added up, the first position kept."""
+        if "w" not in self.payload:
+            self.payload = ["w", *self.payload]
+        columns = ["sum(w)::FLOAT AS w" if self.plan.weight else "count(*)::FLOAT AS w"]
+        for i, (_, width) in enumerate(self.plan.features.columns):
+            items = [f"sum(a{i})::FLOAT"] if width is None else [f"sum(a{i}[{k + 1}])::FLOAT" for k in range(width)]
+            columns.append(f"{items[0] if width is None else '[' + ', '.join(items) + ']'} AS a{i}")
+        return f"SELECT {self._group()}, min(p) AS p, {', '.join(columns)} FROM ({rows}) GROUP BY {self._group()}"
+
+
+class _SortedEdges:
+    """Streams edges in store order into arrays; drops repeats of a pair when asked, and counts them anyway."""
+
+    def __init__(self, edges: EdgeImport, kind: EdgeType, ends: tuple[NodeKeys, NodeKeys], *, drop: bool) -> None:
+        self.edges = edges
+        self.folder = edge_folder(kind)
+        self.src, self.dst = ends
+        self.drop = drop
+        self.bits = max(1, self.src.count.bit_length())
+        if self.bits + self.dst.count.bit_length() > 63:
+            raise ConfigError(f"{self.src.count:,} by {self.dst.count:,} nodes are more than a store can number")
+        self.count = 0
+        self.parallel = 0
+        self._degree = np.zeros(self.dst.count + 1, dtype=np.int64)
+        self._last = -1
+
+    def write(self, rows: str, advance: Advance) -> None:
+        """``rows`` selects s, d, p and the payload."""
+        duck, payload = self.edges.duck, self.edges.payload
+        extra = "".join(f", {column}" for column in payload)
+        keyed = f"SELECT (d::BIGINT << {self.bits}) | s AS k, p{extra} FROM ({rows})"
+        query = f"SELECT k{extra} FROM ({keyed}) ORDER BY k, p"
+        duck.keep_order(True)
+        if self.edges.plan.time:
+            # Times need a second order, over the row numbers that the first one gives.
+            duck.run(f"CREATE TABLE ordered AS SELECT k, p{extra} FROM ({keyed}) ORDER BY k, p")
+            query = f"SELECT k{extra} FROM ordered"
+        width = max(1, self.edges.plan.features.width)
+        arrays = self._arrays(payload)
+        for batch in duck.stream(query, batch=min(BATCH, max(2048, CELLS // width))):
+            self._append(batch, arrays)
+            advance(len(batch))
+        np.cumsum(self._degree, out=self._degree)
+        self.edges.out.put(f"{self.folder}/indptr.npy", torch.from_numpy(self._degree))
+
+    def _arrays(self, payload: Sequence[str]) -> dict[str, Any]:
+        out, plan = self.edges.out, self.edges.plan
+        arrays = {"src": out.array(f"{self.folder}/src.npy", index_dtype(max(self.src.count, self.dst.count)))}
+        if "w" in payload:
+            arrays["w"] = out.array(f"{self.folder}/weight.npy", torch.float32)
+        if plan.time:
+            arrays["t"] = out.array(f"{self.folder}/time.npy", DTYPES[plan.time.dtype][0])
+        if plan.features.columns:
+            dtype = DTYPES[plan.features.dtype][0]
+            arrays["a"] = out.array(f"{self.folder}/attr.npy", dtype, (plan.features.width,))
+        return arrays
+
+    def _append(self, batch: Any, arrays: dict[str, Any]) -> None:
+        key = np.asarray(batch.column("k"))
+        repeats = np.empty(len(key), dtype=bool)
+        repeats[0] = key[0] == self._last
+        np.equal(key[1:], key[:-1], out=repeats[1:])
+        assert key[0] >= self._last and bool((key[1:] >= key[:-1]).all()), "DuckDB's order was lost"
+        self._last = int(key[-1])
+        again = int(repeats.sum())
+        self.parallel += again
+        kept = np.flatnonzero(~repeats) if self.drop and again else slice(None)
+        key = key[kept]
+        if not len(key):
+            return
+        dst = key >> self.bits
+        first = int(dst[0])
+        degrees = np.bincount(dst - first)
+        self._degree[first + 1 : first + 1 + len(degrees)] += degrees
+        arrays["src"].append(torch.from_numpy(key & ((1 << self.bits) - 1)))
+        for column in ("w", "t"):
+            if column in arrays:
+                arrays[column].append(torch.from_numpy(np.array(batch.column(column))[kept]))
+        if "a" in arrays:
+            plan = self.edges.plan
+            columns = [batch.column(f"a{i}") for i in range(len(plan.features.columns))]
+            arrays["a"].append(read_features(plan.source, plan.features, columns)[kept])
+        self.count += len(key)

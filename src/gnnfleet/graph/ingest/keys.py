@@ -1,0 +1,178 @@
+"""Ids across tables: are they integers or text, which do the edges name, and at which row is each.
+
+Ids lie in one Parquet file per node type whose row numbers are the store's; edges are matched by joining it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gnnfleet.errors import InputError
+from gnnfleet.graph.ids import COLUMN
+from gnnfleet.graph.ingest import badrows
+from gnnfleet.graph.ingest import duck as sql
+from gnnfleet.graph.ingest.columns import canonical, is_integer
+from gnnfleet.graph.ingest.duck import Duck
+from gnnfleet.graph.ingest.source import Source
+
+Kind = Literal["integer", "text"]
+_GROUP = 1 << 17
+
+
+@dataclass(frozen=True)
+class KeyColumn:
+    """A column of ids in some table."""
+
+    source: Source
+    column: str
+
+    @property
+    def kind(self) -> Kind | None:
+        """What the column's type says; None for CSV, where the values decide."""
+        if self.source.is_text:
+            return None
+        found = self.source.types[self.column]
+        if is_integer(found):
+            return "integer"
+        if found in ("VARCHAR", "UUID") or found.startswith("ENUM"):
+            return "text"
+        raise InputError(f"{self.source.shown}, column {self.column!r}: ids are integers or text, found {found}")
+
+    def all_canonical(self) -> bool:
+        cell = sql.name(self.column)
+        return bool(self.source.duck.one(self.source.scan(f"coalesce(bool_and({canonical(cell)}), false)"))[0])
+
+    def select(self, kind: Kind) -> str:
+        """SQL of the id; NULL where it is missing or cannot be of that kind."""
+        cell = sql.name(self.column)
+        if kind == "text":
+            return f"{cell}::VARCHAR"
+        as_integer = f"try_cast({cell} AS BIGINT)"
+        return f"CASE WHEN {canonical(cell)} THEN {as_integer} END" if self.source.is_text else as_integer
+
+
+def decide_kind(nodes: KeyColumn | None, ends: Sequence[KeyColumn]) -> Kind:
+    """Whether the ids of a node type are integers or text; raises InputError when its tables disagree."""
+    typed = {end.kind for end in ends} - {None}
+    if nodes is not None and nodes.kind is not None:
+        kind: Kind = nodes.kind
+    elif nodes is not None:
+        kind = "text" if "text" in typed or not nodes.all_canonical() else "integer"
+    elif typed:
+        kind = "text" if "text" in typed else "integer"
+    else:
+        kind = "integer" if all(end.all_canonical() for end in ends) else "text"
+    holder = nodes or next((end for end in ends if end.kind == kind), None)
+    for end in ends:
+        if end.kind not in (None, kind):
+            assert holder is not None
+            _fail_mismatch(holder, end, kind)
+    return kind
+
+
+def _fail_mismatch(holder: KeyColumn, end: KeyColumn, kind: Kind) -> NoReturn:
+    other = "integers" if kind == "text" else "text"
+    raise InputError(
+        f"ids do not fit together: {holder.source.shown}, column {holder.column!r} holds "
+        f"{'text' if kind == 'text' else 'integers'}, but {end.source.shown}, column {end.column!r} holds {other} "
+        f"({end.source.types[end.column]}). Write the ids of both tables in the same type"
+    )
+
+
+@dataclass(frozen=True)
+class NodeKeys:
+    """The ids of a node type once its rows are known. ``are_rows``: they are 0, 1, 2, …, and no file is needed."""
+
+    kind: Kind
+    count: int
+    are_rows: bool
+    path: Path
+
+    def join(self, end: str, alias: str) -> tuple[str, str]:
+        """(SQL of the row of ``end``, the join it needs); the row is NULL for an unknown id."""
+        if self.are_rows:
+            return f"CASE WHEN {end} BETWEEN 0 AND {self.count - 1} THEN {end} END", ""
+        ids = f"read_parquet({sql.literal(self.path)}, file_row_number = true)"
+        return f"{alias}.file_row_number", f"LEFT JOIN {ids} {alias} ON {end} = {alias}.{COLUMN}"
+
+
+class KeyWriter:
+    """Ids in row order into Parquet; notices whether they are just the row numbers."""
+
+    def __init__(self, path: Path, kind: Kind) -> None:
+        self.path = path
+        self.kind = kind
+        self.count = 0
+        self.are_rows = kind == "integer"
+        self._type = pa.int64() if kind == "integer" else pa.large_string()
+        self._writer = pq.ParquetWriter(path, pa.schema([(COLUMN, self._type)]), compression="zstd")
+        self._waiting: list[Any] = []
+
+    def append(self, ids: Any) -> None:
+        ids = ids.cast(self._type)
+        if self.are_rows:
+            rows = pa.array(np.arange(self.count, self.count + len(ids)))
+            self.are_rows = bool(ids.equals(rows))
+        self.count += len(ids)
+        self._waiting.append(ids)
+        if sum(map(len, self._waiting)) >= _GROUP:
+            self._flush()
+
+    def close(self) -> NodeKeys:
+        self._flush()
+        self._writer.close()
+        return NodeKeys(self.kind, self.count, self.are_rows, self.path)
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._writer.write_table(pa.table({COLUMN: pa.chunked_array(self._waiting)}), row_group_size=_GROUP)
+            self._waiting = []
+
+
+def keys_of_edges(duck: Duck, ends: Sequence[KeyColumn], path: Path) -> NodeKeys:
+    """The ids that edges name, sorted: the nodes of a type without a table."""
+    kind = decide_kind(None, ends)
+    writer = KeyWriter(path, kind)
+    for batch in duck.stream(f"SELECT id FROM ({_named(ends, kind)}) WHERE id IS NOT NULL GROUP BY id ORDER BY id"):
+        writer.append(batch.column(0))
+    return writer.close()
+
+
+def add_missing(duck: Duck, keys: NodeKeys, ends: Sequence[KeyColumn]) -> NodeKeys:
+    """Append the ids that only edges name, sorted, behind those of the table."""
+    known = f"SELECT {COLUMN} FROM read_parquet({sql.literal(keys.path)})"
+    wanted = f"SELECT id FROM ({_named(ends, keys.kind)}) WHERE id IS NOT NULL"
+    writer = KeyWriter(keys.path.with_name(keys.path.name + "-more"), keys.kind)
+    for query in (known, f"{wanted} EXCEPT ({known}) ORDER BY id"):
+        duck.keep_order(True)
+        for batch in duck.stream(query):
+            writer.append(batch.column(0))
+    return writer.close()
+
+
+def check_unique(source: Source, column: str, keys: NodeKeys) -> None:
+    """Raise InputError naming an id that two rows of a node table share."""
+    if keys.are_rows:
+        return
+    ids = f"read_parquet({sql.literal(keys.path)}, file_row_number = true)"
+    distinct = source.duck.one(f"SELECT count(DISTINCT {COLUMN}) FROM {ids}")[0]
+    if distinct == keys.count:
+        return
+    # Row numbers of the ids file are positions of the table.
+    again = f"SELECT file_row_number r, min(file_row_number) OVER (PARTITION BY {COLUMN}) AS first FROM {ids}"
+    second, first = source.duck.one(f"SELECT min(r), arg_min(first, r) FROM ({again}) WHERE r > first")
+    check = badrows.Check(
+        column, "", f"an id of its own, not the one of {source.place(first)}", "Keep one row per node"
+    )
+    badrows.fail(source, second, check, count=keys.count - distinct)
+
+
+def _named(ends: Sequence[KeyColumn], kind: Kind) -> str:
+    return " UNION ALL ".join(end.source.scan(f"{end.select(kind)} AS id") for end in ends)

@@ -1,0 +1,240 @@
+"""Node tables into a store: one pass in input order writes ids, features, labels and split.
+
+Memory: a batch of rows, and some bytes per node for split codes and counts; never the features.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.bundle import DTYPES, BundleWriter
+from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
+from gnnfleet.graph.ids import COLUMN
+from gnnfleet.graph.ingest import badrows, keys, labels
+from gnnfleet.graph.ingest.columns import Features, find_column, find_features, unused
+from gnnfleet.graph.ingest.duck import BATCH, Duck
+from gnnfleet.graph.ingest.keys import KeyColumn, KeyWriter, Kind, NodeKeys
+from gnnfleet.graph.ingest.labels import Labels
+from gnnfleet.graph.ingest.source import Source
+from gnnfleet.graph.ingest.spec import NodeCounts, NodeTable, TableSpec, count_labelled, count_split
+from gnnfleet.graph.split import Keys, make_split, parse_rule, value_keys
+from gnnfleet.graph.store import node_folder
+
+CELLS = 1 << 23  # numbers in one batch of features: 32 MiB
+Advance = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """A node table with its columns found."""
+
+    source: Source
+    id: str
+    features: Features
+    labels: Labels | None
+    split: str | None
+
+    @property
+    def key(self) -> KeyColumn:
+        return KeyColumn(self.source, self.id)
+
+    @property
+    def used(self) -> list[str | None]:
+        return [self.id, self.split, *self.features.names, *(self.labels.columns if self.labels else ())]
+
+
+@dataclass(frozen=True)
+class NodeResult:
+    """A node type as written."""
+
+    keys: NodeKeys
+    counts: NodeCounts
+    classes: tuple[str, ...]
+
+
+def plan_nodes(source: Source, table: NodeTable, spec: TableSpec) -> NodePlan:
+    """Find the columns of a node table; raises InputError naming one that is missing."""
+    id_column = find_column(source, "id", table.id, required=True)
+    assert id_column is not None
+    found = labels.find_labels(source, table.label)
+    split = find_column(source, "split", table.split)
+    used = [id_column, split, *(found.columns if found else ())]
+    features = find_features(source, table.features, used=used, dtype=spec.feature_dtype)
+    if spec.split_rule is not None and table.split is None:
+        split = None  # a rule that is asked for wins over a column that happens to be there
+    return NodePlan(source, id_column, features, found, split)
+
+
+class NodeImport:
+    """One node type on its way into a store."""
+
+    def __init__(
+        self, duck: Duck, out: BundleWriter, spec: TableSpec, node_type: str, *, draw_split: bool = True
+    ) -> None:
+        self.duck = duck
+        self.out = out
+        self.spec = spec
+        self.draw_split = draw_split
+        self.folder = node_folder(node_type)
+        self.ids_path = out.scratch() / f"ids-{len(list(out.scratch().glob('ids-*')))}.parquet"
+        self.split: Tensor | None = None
+
+    def from_table(self, plan: NodePlan, ends: Sequence[KeyColumn], advance: Advance) -> NodeResult:
+        """Rows of the table in its order, then, when asked, what only edges name."""
+        kind = keys.decide_kind(plan.key, ends)
+        badrows.refuse(plan.source, plan.labels.checks() if plan.labels else [])
+        found = self._stream(plan, kind, advance)
+        keys.check_unique(plan.source, plan.id, found)
+        added = 0
+        if self.spec.missing == "add" and ends:
+            before, found = found.count, keys.add_missing(self.duck, found, ends)
+            added = found.count - before
+            self._add_empty(plan, added)
+        return self._finish(found, plan, added)
+
+    def from_edges(self, ends: Sequence[KeyColumn]) -> NodeResult:
+        """A type without a table: the ids that edges name, sorted."""
+        return self._finish(keys.keys_of_edges(self.duck, ends, self.ids_path), None, 0)
+
+    def _stream(self, plan: NodePlan, kind: Kind, advance: Advance) -> NodeKeys:
+        source, features = plan.source, plan.features
+        parts = [plan.key.select(kind), *features.select()]
+        parts += plan.labels.select() if plan.labels else []
+        parts += [labels.split_select(plan.split)] if plan.split else []
+        columns = ", ".join(f"{part} AS c{i}" for i, part in enumerate([source.position, *parts]))
+        writer = KeyWriter(self.ids_path, kind)
+        arrays = self._arrays(plan)
+        self.duck.keep_order(True)
+        codes = []
+        for batch in self.duck.stream(
+            source.scan(columns), batch=min(BATCH, max(2048, CELLS // max(features.width, 1)))
+        ):
+            position, ids, *rest = batch.columns
+            assert position[0].as_py() == writer.count and position[-1].as_py() == writer.count + len(batch) - 1
+            if ids.null_count:
+                badrows.refuse(source, [_id_check(plan, kind)])
+            writer.append(ids)
+            if features.columns:
+                arrays["x"].append(read_features(source, features, rest[: len(features.columns)]))
+            if plan.labels:
+                arrays["y"].append(plan.labels.read(rest[len(features.columns) : len(rest) - bool(plan.split)]))
+            if plan.split:
+                words = labels.read_split(rest[-1])
+                if words is None:
+                    badrows.refuse(source, [labels.split_check(plan.split)])
+                codes.append(words)
+            advance(len(batch))
+        if plan.split:
+            self.split = torch.from_numpy(np.concatenate([np.empty(0, np.int8), *codes]))[None]
+        return writer.close()
+
+    def _arrays(self, plan: NodePlan) -> dict[str, Any]:
+        arrays: dict[str, Any] = {}
+        if plan.features.columns:
+            dtype = DTYPES[plan.features.dtype][0]
+            arrays["x"] = self.out.array(f"{self.folder}/x.npy", dtype, (plan.features.width,))
+        if plan.labels:
+            several = plan.labels.width > 0
+            columns = (plan.labels.width,) if several else ()
+            arrays["y"] = self.out.array(f"{self.folder}/y.npy", torch.int8 if several else torch.int64, columns)
+        self._open = arrays
+        return arrays
+
+    def _add_empty(self, plan: NodePlan, added: int) -> None:
+        """Rows for nodes without a row in the table: features 0, no label, no split."""
+        if plan.features.columns:
+            rows = max(1, CELLS // plan.features.width)
+            for start in range(0, added, rows):
+                self._open["x"].append(torch.zeros(min(rows, added - start), plan.features.width))
+        if plan.labels:
+            self._open["y"].append(plan.labels.none(added))
+        if self.split is not None:
+            self.split = torch.cat([self.split, torch.full((1, added), NO_SPLIT, dtype=torch.int8)], dim=1)
+
+    def _finish(self, found: NodeKeys, plan: NodePlan | None, added: int) -> NodeResult:
+        if not found.are_rows:
+            kept = self.out.file(f"{self.folder}/ids.parquet")
+            shutil.move(found.path, kept)
+            found = NodeKeys(found.kind, found.count, False, kept)
+        y = self.out.written(f"{self.folder}/y.npy") if plan and plan.labels else None
+        self._apply_rule(found, y)
+        if self.split is not None:
+            self.out.put(f"{self.folder}/split.npy", self.split)
+        classes = plan.labels.classes if plan and plan.labels else ()
+        counts = NodeCounts(
+            count=found.count,
+            ids="rows" if found.are_rows else found.kind,
+            features=plan.features.width if plan else 0,
+            classes=_count_classes(y, classes),
+            labelled=count_labelled(y),
+            train=count_split(self.split, TRAIN),
+            val=count_split(self.split, VAL),
+            test=count_split(self.split, TEST),
+            added=added,
+            unused=unused(plan.source, plan.used) if plan else (),
+        )
+        return NodeResult(found, counts, classes)
+
+    def _apply_rule(self, found: NodeKeys, y: Tensor | None) -> None:
+        if self.spec.split_rule is None or not self.draw_split:
+            return
+        rule = parse_rule(self.spec.split_rule)
+        if self.split is not None:
+            raise ConfigError("a split comes either from a column or from a rule: leave out --split or --split-column")
+        self.split = make_split(rule, _draw_keys(found), y, seed=self.spec.seed)
+
+
+def read_features(source: Source, features: Features, arrays: Sequence[Any]) -> Tensor:
+    """[n, F] of one batch; raises InputError locating a value that is no finite number of the dtype."""
+    rows = np.empty((len(arrays[0]), features.width), dtype=np.float32)
+    start, bad = 0, False
+    for array, (_, width) in zip(arrays, features.columns, strict=True):
+        if width is None:
+            bad = bad or array.null_count > 0
+            rows[:, start] = array.to_numpy(zero_copy_only=False)
+        else:
+            items = array.flatten()
+            bad = bad or array.null_count > 0 or items.null_count > 0 or not _all_wide(array, width)
+            if bad:
+                break
+            rows[:, start : start + width] = items.to_numpy(zero_copy_only=False).reshape(-1, width)
+        start += 1 if width is None else width
+    made = torch.from_numpy(rows).to(DTYPES[features.dtype][0])
+    if bad or not bool(torch.isfinite(made).all()):
+        badrows.refuse(source, features.checks())
+        raise AssertionError("a batch was refused, but no row of the table is bad")
+    return made
+
+
+def _all_wide(array: Any, width: int) -> bool:
+    lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+    return bool((lengths == width).all())
+
+
+def _id_check(plan: NodePlan, kind: Kind) -> badrows.Check:
+    expected = "an integer of 64 bits" if kind == "integer" else "an id"
+    return badrows.Check(plan.id, f"({plan.key.select(kind)} IS NULL)", expected, "Every node needs an id")
+
+
+def _count_classes(y: Tensor | None, classes: Sequence[str]) -> int:
+    if y is None:
+        return 0
+    if y.dim() == 2:
+        return int(y.shape[1])
+    return max(len(classes), int(y.max()) + 1 if y.numel() else 0)
+
+
+def _draw_keys(found: NodeKeys) -> Keys:
+    if found.are_rows:
+        return np.arange(found.count, dtype=np.uint64)
+    pieces = [value_keys(batch.column(COLUMN)) for batch in pq.ParquetFile(found.path).iter_batches()]
+    return np.concatenate([np.empty(0, dtype=np.uint64), *pieces])

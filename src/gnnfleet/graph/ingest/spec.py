@@ -1,0 +1,206 @@
+"""What an import of tables is asked to do, and what it reports when done.
+
+A column is named, or ``None`` to look for its usual names, or ``NONE`` to do without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.bundle import dtype_name
+from gnnfleet.graph.graph import TEST, TRAIN, VAL, Edges, EdgeType, Nodes
+from gnnfleet.graph.split import parse_rule
+
+NONE = "none"
+USUAL_NAMES = {
+    "id": ("id",),
+    "src": ("src", "source", "from"),
+    "dst": ("dst", "target", "to"),
+    "label": ("label", "y"),
+    "split": ("split",),
+    "time": ("time", "timestamp", "t"),
+    "weight": ("weight",),
+}
+
+Duplicates = Literal["keep", "drop", "sum", "error"]
+SelfLoops = Literal["keep", "drop", "error"]
+Missing = Literal["error", "add"]
+FeatureType = Literal["float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeTable:
+    """The files of one node type and their columns; ``features`` and ``label`` take comma-separated patterns."""
+
+    files: tuple[str, ...]
+    id: str | None = None
+    label: str | None = None
+    split: str | None = None
+    features: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeTable:
+    """The files of one edge type and their columns; ``features`` takes comma-separated patterns."""
+
+    files: tuple[str, ...]
+    src: str | None = None
+    dst: str | None = None
+    weight: str | None = None
+    time: str | None = None
+    features: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What to do with what is found; raises ConfigError for a word that is none of the choices.
+
+    ``duplicates`` concerns edges with the same source and destination and, where there are times, the same time; by
+    default they are dropped from undirected graphs and kept in others. ``split_rule`` is for ``split.parse_rule``.
+    ``missing`` and ``memory`` concern tables only.
+    """
+
+    undirected: bool = False
+    duplicates: Duplicates | None = None
+    self_loops: SelfLoops = "keep"
+    missing: Missing = "error"
+    dtype: FeatureType | None = None
+    split_rule: str | None = None
+    seed: int = 0
+    memory: str = "1GiB"
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        for option, value, choices in (
+            ("duplicates", self.duplicate_rule, Duplicates),
+            ("self-loops", self.self_loops, SelfLoops),
+            ("missing", self.missing, Missing),
+            ("dtype", self.dtype or "float32", FeatureType),
+        ):
+            if value not in get_args(choices):
+                raise ConfigError(f"--{option} is one of {', '.join(get_args(choices))}; found {value!r}")
+        if not re.fullmatch(r"\s*\d+(\.\d+)?\s*([KMGT]i?B)\s*", self.memory):
+            raise ConfigError(f"--memory reads like 1GiB or 800MB, found {self.memory!r}")
+        if self.split_rule is not None:
+            parse_rule(self.split_rule)
+
+    @property
+    def duplicate_rule(self) -> Duplicates:
+        return self.duplicates or ("drop" if self.undirected else "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec(Rules):
+    """The tables of an import and its rules; features become float32 unless ``dtype`` says otherwise."""
+
+    nodes: Mapping[str, NodeTable] = field(default_factory=dict)
+    edges: Mapping[EdgeType, EdgeTable] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.nodes and not self.edges:
+            raise ConfigError("there is nothing to import: name a table of nodes or of edges")
+
+    @property
+    def feature_dtype(self) -> FeatureType:
+        return self.dtype or "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCounts:
+    """What became of one node type; ``added`` nodes were named by edges only, ``unused`` columns left behind."""
+
+    count: int
+    ids: str
+    features: int = 0
+    classes: int = 0
+    labelled: int = 0
+    train: int = 0
+    val: int = 0
+    test: int = 0
+    added: int = 0
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeCounts:
+    """What became of one edge type. ``parallel`` counts edges beyond the first of the same source and destination."""
+
+    rows: int
+    count: int
+    self_loops: int = 0
+    self_loops_dropped: int = 0
+    reversed: int = 0
+    parallel: int = 0
+    duplicates_dropped: int = 0
+    features: int = 0
+    weighted: bool = False
+    time: str | None = None
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportReport:
+    """What an import made."""
+
+    path: Path
+    name: str
+    undirected: bool
+    nodes: Mapping[str, NodeCounts]
+    edges: Mapping[EdgeType, EdgeCounts]
+    seconds: float
+    cleaned: Mapping[str, int] = field(default_factory=dict)  # of a graph that came whole: all edge types together
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "store": str(self.path),
+            "name": self.name,
+            "undirected": self.undirected,
+            "nodes": {kind: asdict(counts) for kind, counts in self.nodes.items()},
+            "edges": {str(kind): asdict(counts) for kind, counts in self.edges.items()},
+            "seconds": round(self.seconds, 3),
+            **({"cleaned": dict(self.cleaned)} if self.cleaned else {}),
+        }
+
+
+def count_nodes(nodes: Nodes) -> NodeCounts:
+    """The counts of a node type that came whole."""
+    ids = "rows" if nodes.ids.are_rows else "integer" if str(nodes.ids.values().type) == "int64" else "text"
+    return NodeCounts(
+        count=nodes.count,
+        ids=ids,
+        features=0 if nodes.x is None else int(nodes.x.shape[1]),
+        classes=nodes.num_classes,
+        labelled=count_labelled(nodes.y),
+        train=count_split(nodes.split, TRAIN),
+        val=count_split(nodes.split, VAL),
+        test=count_split(nodes.split, TEST),
+    )
+
+
+def count_labelled(y: Tensor | None) -> int:
+    return 0 if y is None or not y.numel() else int((y if y.dim() == 1 else y.amax(1)).ge(0).sum())
+
+
+def count_split(split: Tensor | None, code: int) -> int:
+    """How many nodes the (first) split puts into train, val or test."""
+    return 0 if split is None else int((split[0] == code).sum())
+
+
+def count_edges(edges: Edges) -> EdgeCounts:
+    """The counts of an edge type that came whole."""
+    return EdgeCounts(
+        rows=edges.count,
+        count=edges.count,
+        features=0 if edges.attr is None else int(edges.attr.shape[1]),
+        weighted=edges.weight is not None,
+        time=None if edges.time is None else dtype_name(edges.time.dtype),
+    )

@@ -1,0 +1,133 @@
+"""Raw tables into a store, out of core: find columns, number the nodes, match and sort the edges.
+
+    report = import_tables(TableSpec(nodes={"node": NodeTable(files=("nodes.parquet",))}, edges={…}), "shop")
+
+Nothing of the size of the edges or of the features is ever in Python; DuckDB keeps to its memory limit and spills.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.bundle import BundleWriter
+from gnnfleet.graph.graph import EDGE, NODE, EdgeType
+from gnnfleet.graph.ingest.columns import find_usual
+from gnnfleet.graph.ingest.duck import Duck
+from gnnfleet.graph.ingest.edges import EdgeImport, EdgePlan, plan_edges
+from gnnfleet.graph.ingest.keys import KeyColumn
+from gnnfleet.graph.ingest.nodes import NodeImport, NodePlan, NodeResult, plan_nodes
+from gnnfleet.graph.ingest.source import column_names, find_files, open_source
+from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, ImportReport, NodeTable, TableSpec
+from gnnfleet.graph.store import KIND, store_meta
+from gnnfleet.report.progress import Progress, Silent
+
+__all__ = ["EdgeTable", "ImportReport", "NodeTable", "TableSpec", "import_tables", "sort_out"]
+
+
+def import_tables(
+    spec: TableSpec, output: str | Path, *, overwrite: bool = False, progress: Progress | None = None
+) -> ImportReport:
+    """Write a store from tables; raises InputError naming file, row and column of what cannot be imported."""
+    progress = progress or Silent()
+    started = time.monotonic()
+    with BundleWriter(output, kind=KIND, overwrite=overwrite) as out, Duck(out.scratch(), spec.memory) as duck:
+        progress.stage("reading tables")
+        node_plans = {kind: plan_nodes(open_source(duck, t.files), t, spec) for kind, t in spec.nodes.items()}
+        edge_plans = {
+            kind: plan_edges(open_source(duck, t.files), t, spec.feature_dtype) for kind, t in spec.edges.items()
+        }
+        nodes = _import_nodes(duck, out, spec, (node_plans, edge_plans), progress)
+        edges = _import_edges(duck, out, spec, (edge_plans, nodes), progress)
+        name = spec.name or Path(output).resolve().name
+        progress.stage("writing checksums")
+        out.commit(
+            store_meta(
+                name=name,
+                undirected=spec.undirected,
+                nodes=[
+                    {"type": kind, "count": made.keys.count, "classes": list(made.classes)}
+                    for kind, made in nodes.items()
+                ],
+                edges=[{"type": list(kind), "count": counts.count} for kind, counts in edges.items()],
+            )
+        )
+    return ImportReport(
+        path=Path(output),
+        name=name,
+        undirected=spec.undirected,
+        nodes={kind: made.counts for kind, made in nodes.items()},
+        edges=edges,
+        seconds=time.monotonic() - started,
+    )
+
+
+def sort_out(
+    patterns: Sequence[str], *, src: str | None = None, dst: str | None = None, id: str | None = None
+) -> TableSpec:
+    """Tell edge tables (src and dst) from node tables (id) of a graph of one type; raises ConfigError for others."""
+    nodes: list[str] = []
+    edges: list[str] = []
+    for path in find_files(patterns):
+        names = column_names(path)
+        if find_usual(names, "src", src) and find_usual(names, "dst", dst):
+            edges.append(path)
+        elif find_usual(names, "id", id):
+            nodes.append(path)
+        else:
+            raise ConfigError(
+                f"{path}: expected columns src and dst (a table of edges) or id (a table of nodes), "
+                f"found {', '.join(names)}. "
+                "Name them: --src COLUMN --dst COLUMN, or --id COLUMN"
+            )
+    return TableSpec(
+        nodes={NODE: NodeTable(files=tuple(nodes), id=id)} if nodes else {},
+        edges={EDGE: EdgeTable(files=tuple(edges), src=src, dst=dst)} if edges else {},
+    )
+
+
+def _import_nodes(
+    duck: Duck,
+    out: BundleWriter,
+    spec: TableSpec,
+    plans: tuple[dict[str, NodePlan], dict[EdgeType, EdgePlan]],
+    progress: Progress,
+) -> dict[str, NodeResult]:
+    node_plans, edge_plans = plans
+    ends: dict[str, list[KeyColumn]] = {kind: [] for kind in node_plans}
+    for edge_type, edge_plan in edge_plans.items():
+        ends.setdefault(edge_type.src, []).append(edge_plan.src)
+        ends.setdefault(edge_type.dst, []).append(edge_plan.dst)
+    any_labels = any(plan.labels for plan in node_plans.values())
+    made = {}
+    for kind, columns in ends.items():
+        plan = node_plans.get(kind)
+        advance = progress.stage(f"nodes {kind}", plan.source.rows if plan else None)
+        # Where one type has labels, a split rule concerns that type; without any labels it concerns all.
+        drawn = not any_labels or (plan is not None and plan.labels is not None)
+        work = NodeImport(duck, out, spec, kind, draw_split=drawn)
+        made[kind] = work.from_table(plan, columns, advance) if plan else work.from_edges(columns)
+    return made
+
+
+def _import_edges(
+    duck: Duck,
+    out: BundleWriter,
+    spec: TableSpec,
+    known: tuple[dict[EdgeType, EdgePlan], dict[str, NodeResult]],
+    progress: Progress,
+) -> dict[EdgeType, EdgeCounts]:
+    plans, nodes = known
+    made: dict[EdgeType, EdgeCounts] = {}
+    for kind, plan in plans.items():
+        advance = progress.stage(f"edges {kind}", plan.source.rows * (2 if spec.undirected else 1))
+        found = EdgeImport(duck, out, spec, plan).run(kind, nodes[kind.src].keys, nodes[kind.dst].keys, advance)
+        for edge_type, counts in found.items():
+            if edge_type in made or (edge_type != kind and edge_type in plans):
+                raise ConfigError(
+                    f"--undirected would make edges {edge_type}, which a table gives already: rename the relation"
+                )
+            made[edge_type] = counts
+    return made

@@ -1,0 +1,142 @@
+"""Aggregation over the in-edges of every row: sum, mean and max, differentiable in features and weights.
+
+Forward and backward of one function are the same kernel on the structure and on its transpose: the row that receives
+collects, so there are no atomics and sums have one order whatever the number of threads.
+R rows, C columns, E edges, F features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.ops import reference
+from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.native import _native, threads
+
+REDUCES = ("sum", "mean", "max")
+
+
+def aggregate(structure: Compressed, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None) -> Tensor:
+    """[R, F]: for each row the sum, mean or maximum of ``weight[e] * x[col[e]]``; 0 for rows without edges.
+
+    bfloat16 rows are summed in float32 and give float32. Max takes no weight; of equal values the first edge gets the
+    gradient. ``mean`` divides by the number of edges, weighted or not.
+    """
+    if reduce not in REDUCES:
+        raise ConfigError(f"cannot reduce by {reduce!r}: choose one of {', '.join(REDUCES)}")
+    if x.shape[0] != structure.num_cols:
+        raise ConfigError(f"expected {structure.num_cols} rows of features, found {x.shape[0]}")
+    if reduce == "max" and weight is not None:
+        raise ConfigError("max takes no edge weights: multiply the features, or use propagate")
+    if x.device.type != "cpu":
+        return reference.aggregate(structure, x, reduce=reduce, weight=weight)
+    shape = x.shape[1:]
+    x = x.flatten(1)
+    out: Tensor
+    if reduce == "max":
+        out = _Max.apply(structure, x)
+    else:
+        out = _Sum.apply(structure, x, weight, reduce == "mean")
+    return out.reshape(structure.num_rows, *shape)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, structure: Compressed, x: Tensor, weight: Tensor | None, mean: bool) -> Tensor:
+        scale = inverse_degree(structure, wide(x.dtype)) if mean else None
+        ctx.structure, ctx.mean, ctx.dtype = structure, mean, x.dtype
+        # Features are needed again for the gradient of weights only.
+        ctx.save_for_backward(x if weight is not None and weight.requires_grad else None, weight)
+        return sum_rows(structure, x, weight=weight, row_scale=scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        structure: Compressed = ctx.structure
+        x, weight = ctx.saved_tensors
+        scale = inverse_degree(structure, grad.dtype) if ctx.mean else None
+        grad = grad.contiguous()
+        dx = dweight = None
+        if ctx.needs_input_grad[1]:
+            turned, order = structure.transposed
+            turned_weight = None if weight is None else weight[order]
+            dx = sum_rows(turned, grad, weight=turned_weight, col_scale=scale).to(ctx.dtype)
+        if ctx.needs_input_grad[2]:
+            dweight = edge_dot(structure, grad, x.to(grad.dtype), row_scale=scale).to(weight.dtype).view_as(weight)
+        return None, dx, dweight, None
+
+
+class _Max(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, structure: Compressed, x: Tensor) -> Tensor:
+        out, winner = max_rows(structure, x)
+        ctx.structure, ctx.dtype = structure, x.dtype
+        ctx.save_for_backward(winner)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (winner,) = ctx.saved_tensors
+        turned, order = ctx.structure.transposed
+        return None, max_back(turned, order, grad.contiguous(), winner).to(ctx.dtype)
+
+
+def sum_rows(
+    structure: Compressed,
+    x: Tensor,
+    *,
+    weight: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    col_scale: Tensor | None = None,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``out[rows[i]] += row_scale[i] Σ_e weight[e] col_scale[col[e]] x[col[e]]``; a fresh output when none is given."""
+    x = x.contiguous()
+    kind = wide(x.dtype)
+    weight = None if weight is None else weight.to(kind).contiguous()
+    add = out is not None
+    if out is None:
+        assert rows is None, "compact rows need an output to add to"
+        out = torch.empty(structure.num_rows, x.shape[1], dtype=kind)
+    _native.aggregate_sum(structure.indptr, structure.col, rows, x, weight, row_scale, col_scale, out, add, threads())
+    return out
+
+
+def max_rows(structure: Compressed, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(maximum [R, F], [R, F] int64 the edge it came from, −1 without edges)."""
+    out = torch.empty(structure.num_rows, x.shape[1], dtype=wide(x.dtype))
+    winner = torch.empty(out.shape, dtype=torch.int64)
+    _native.aggregate_max(structure.indptr, structure.col, None, x.contiguous(), out, winner, 0, False, threads())
+    return out, winner
+
+
+def max_back(turned: Compressed, edge: Tensor, grad: Tensor, winner: Tensor) -> Tensor:
+    """[C, F]: what each column of the structure gets of ``grad``; ``edge`` numbers the edges of the transpose."""
+    dx = torch.empty(turned.num_rows, grad.shape[1], dtype=grad.dtype)
+    _native.aggregate_max_back(turned.indptr, turned.col, None, edge, grad, winner, dx, False, threads())
+    return dx
+
+
+def edge_dot(structure: Compressed, a: Tensor, b: Tensor, *, row_scale: Tensor | None = None) -> Tensor:
+    """[E]: ``row_scale[i] <a[i], b[col[e]]>`` for every edge e of row i."""
+    out = torch.empty(structure.num_edges, dtype=wide(a.dtype))
+    _native.edge_dot(structure.indptr, structure.col, None, a.contiguous(), b.contiguous(), row_scale, out, threads())
+    return out
+
+
+def inverse_degree(structure: Compressed, dtype: torch.dtype) -> Tensor:
+    """[R]: one over the number of edges of a row; 1 for rows without."""
+    return structure.indptr.diff().clamp(min=1).to(dtype).reciprocal()
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of this dtype are kept in."""
+    if dtype == torch.bfloat16:
+        return torch.float32
+    if dtype not in (torch.float32, torch.float64):
+        raise ConfigError(f"aggregation takes float32, float64 and bfloat16, found {dtype}")
+    return dtype

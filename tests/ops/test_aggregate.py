@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.ops import reference
+from gnnfleet.ops.aggregate import REDUCES, aggregate, sum_rows
+from gnnfleet.ops.csr import Compressed, sort_into_rows
+from gnnfleet.ops.native import _native
+
+
+def structure(rows: int, cols: int, edges: int, *, seed: int = 0, index: torch.dtype = torch.int32) -> Compressed:
+    random = torch.Generator().manual_seed(seed)
+    edges = edges if rows and cols else 0
+    src, dst = (torch.randint(0, max(n, 1), (edges,), generator=random, dtype=index) for n in (cols, rows))
+    indptr, _, col = sort_into_rows(src, dst, num_src=cols, num_dst=rows)
+    return Compressed(indptr, col, cols)
+
+
+def check_all(edges: Compressed, x: torch.Tensor, weight: torch.Tensor | None, reduce: str, tolerance: float) -> None:
+    """Output and every gradient against the twin in plain torch."""
+    inputs = [x, weight] if weight is not None else [x]
+    ours, twins = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
+    out = aggregate(edges, ours[0], reduce=reduce, weight=ours[1] if weight is not None else None)
+    twin = reference.aggregate(edges, twins[0], reduce=reduce, weight=twins[1] if weight is not None else None)
+    torch.testing.assert_close(out, twin, rtol=tolerance, atol=tolerance)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=out.dtype)
+    out.backward(grad)
+    twin.backward(grad)
+    for a, b in zip(ours, twins, strict=True):
+        loose = max(tolerance, 2e-2) if a.dtype == torch.bfloat16 else tolerance
+        torch.testing.assert_close(a.grad, b.grad, rtol=loose, atol=loose)
+
+
+@given(
+    rows=st.integers(0, 20),
+    cols=st.integers(0, 20),
+    edges=st.integers(0, 80),
+    width=st.integers(1, 70),
+    reduce=st.sampled_from(REDUCES),
+    weighted=st.booleans(),
+    double=st.booleans(),
+    index=st.sampled_from([torch.int32, torch.int64]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=120, deadline=None)
+def test_equals_the_twin(
+    rows: int,
+    cols: int,
+    edges: int,
+    width: int,
+    reduce: str,
+    weighted: bool,
+    double: bool,
+    index: torch.dtype,
+    seed: int,
+) -> None:
+    kind = torch.float64 if double else torch.float32
+    cut = structure(rows, cols, edges, seed=seed, index=index)
+    # Small whole numbers make ties, which max must break in one way.
+    x = torch.randint(-3, 4, (cols, width), generator=torch.Generator().manual_seed(seed)).to(kind) / 2
+    weight = torch.rand(cut.num_edges, dtype=kind) if weighted and reduce != "max" else None
+    check_all(cut, x, weight, reduce, 1e-12 if double else 1e-5)
+
+
+@pytest.mark.parametrize("isa", _native.isas().split())
+@pytest.mark.parametrize("width", [1, 3, 7, 16, 31, 47, 100, 128, 256, 300])
+def test_every_instruction_set_and_width(isa: str, width: int) -> None:
+    cut = structure(50, 60, 400)
+    try:
+        assert _native.select_isa(isa)
+        for kind in (torch.float32, torch.float64, torch.bfloat16):
+            x = torch.randn(60, width, generator=torch.Generator().manual_seed(1)).to(kind)
+            wide = torch.float64 if kind == torch.float64 else torch.float32
+            check_all(cut, x, torch.rand(400, dtype=wide), "sum", 1e-12 if kind == torch.float64 else 1e-4)
+            check_all(cut, x, None, "max", 1e-12 if kind == torch.float64 else 1e-5)
+    finally:
+        _native.select_isa(_native.isas().split()[0])
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_gradcheck(reduce: str) -> None:
+    cut = structure(6, 5, 15)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: aggregate(cut, x, reduce=reduce), (x,))
+    if reduce != "max":
+        weight = torch.rand(15, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(lambda x, w: aggregate(cut, x, reduce=reduce, weight=w), (x, weight))
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    cut = structure(3000, 3000, 40_000)
+    x = torch.randn(3000, 33, requires_grad=True)
+    before = torch.get_num_threads()
+    seen = []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            x.grad = None
+            out = aggregate(cut, x, reduce="mean")
+            out.square().sum().backward()
+            assert x.grad is not None
+            seen.append((out.detach().clone(), x.grad.clone()))
+    finally:
+        torch.set_num_threads(before)
+    for out, grad in seen[1:]:
+        assert torch.equal(out, seen[0][0]) and torch.equal(grad, seen[0][1])
+
+
+def test_blocks_add_up() -> None:
+    """Compact blocks added one after another give the whole: what a graph spread over ranks does."""
+    cut = structure(12, 9, 60)
+    x = torch.randn(9, 5, dtype=torch.float64)
+    out = torch.zeros(12, 5, dtype=torch.float64)
+    rows, cols = cut.row.long(), cut.col.long()
+    for part in range(3):
+        mine = cols % 3 == part
+        busy = rows[mine].unique()
+        place = torch.searchsorted(busy, rows[mine])
+        indptr = torch.zeros(len(busy) + 1, dtype=torch.int64)
+        indptr[1:] = torch.bincount(place, minlength=len(busy)).cumsum(0)
+        sum_rows(Compressed(indptr, cols[mine], 9), x, rows=busy.int(), out=out)
+    torch.testing.assert_close(out, aggregate(cut, x))
+
+
+def test_wrong_words_and_shapes_are_refused() -> None:
+    cut = structure(4, 4, 8)
+    with pytest.raises(ConfigError, match="cannot reduce by"):
+        aggregate(cut, torch.zeros(4, 2), reduce="median")
+    with pytest.raises(ConfigError, match="expected 4 rows"):
+        aggregate(cut, torch.zeros(5, 2))
+    with pytest.raises(ConfigError, match="max takes no edge weights"):
+        aggregate(cut, torch.zeros(4, 2), reduce="max", weight=torch.ones(8))
+    with pytest.raises(ConfigError, match="found torch"):
+        aggregate(cut, torch.zeros(4, 2).half())
+    with pytest.raises(ValueError, match="one weight per edge"):
+        aggregate(cut, torch.zeros(4, 2), weight=torch.ones(7))
