@@ -121,8 +121,8 @@ void source_row(const AttendArgs& a, int64_t j, const Scratch<wide_t<T>>& s) {
   for (int64_t first = begin; first < end; first += kEdges) {
     take_edges(a, first, end, edges);
     score_edges<A>(a, edges, nullptr, a.dst, s);
-    gather_heads(a.side, 0, edges.col, edges.count, a.heads, s.lse);
-    gather_heads(a.side, a.heads, edges.col, edges.count, a.heads, s.dee);
+    gather_heads(a.side, 0, edges, a.heads, s.lse);
+    gather_heads(a.side, a.heads, edges, a.heads, s.dee);
     s.pad(s.dee, edges.count, A(0));
     s.pad(s.lse, edges.count, A(0));
     s.over(edges.count, [&](int64_t e, int64_t) {

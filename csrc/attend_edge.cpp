@@ -35,8 +35,8 @@ void differentiate_edges(const Sides<Z, BySource>& sides, int64_t row, const Edg
   const Matrix& score = sides.own_score();
   score_edges(a, edges, static_cast<const A*>(score.data) + row * score.stride, sides.other_score(), s);
   if constexpr (BySource) {
-    gather_heads(a.side, 0, edges.col, edges.count, heads, s.lse);
-    gather_heads(a.side, heads, edges.col, edges.count, heads, s.dee);
+    gather_heads(a.side, 0, edges, heads, s.lse);
+    gather_heads(a.side, heads, edges, heads, s.dee);
   } else {
     const A* side = static_cast<const A*>(a.side.data) + row * a.side.stride;
     for (int64_t k = 0; k < edges.count; ++k) {

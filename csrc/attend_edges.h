@@ -14,7 +14,8 @@ namespace gnnfleet::GNNFLEET_ISA {
 namespace {
 
 constexpr int64_t kEdges = 64;        // of one row worked on together: their rows stay in the nearest cache
-constexpr int64_t kAhead = 8;         // edges prefetched
+constexpr int64_t kAhead = 8;         // edges whose rows are prefetched
+constexpr int64_t kFar = 32;          // edges whose heads are: few bytes, wanted all at once when the next row begins
 constexpr int64_t kRowsAtOnce = 32;   // rows a thread takes at a time: degrees are skewed
 
 template <typename A> struct Exp;
@@ -139,7 +140,7 @@ struct Scratch {
 
 struct Edges {
   int64_t first, count, reach;  // reach: count, and the edges to prefetch
-  int64_t col[kEdges + kAhead];
+  int64_t col[kEdges + kFar];
   int64_t at[kEdges];           // place in the edge arrays
 };
 
@@ -152,7 +153,7 @@ inline void take_edges(const AttendArgs& a, int64_t first, int64_t end, Edges& e
   const int64_t left = a.structure.indptr[a.structure.n] - first;
   edges.first = first;
   edges.count = end - first < kEdges ? end - first : kEdges;
-  edges.reach = edges.count + kAhead < left ? edges.count + kAhead : left;
+  edges.reach = edges.count + kFar < left ? edges.count + kFar : left;
   if (a.structure.wide) copy_columns(static_cast<const int64_t*>(a.structure.col), edges);
   else copy_columns(static_cast<const int32_t*>(a.structure.col), edges);
   for (int64_t k = 0; k < edges.count; ++k) edges.at[k] = a.positions ? a.positions[first + k] : first + k;
@@ -167,9 +168,12 @@ inline void copy_heads(const A* from, A* to, int64_t heads) {
 
 // to[k, h] = table[col[k], offset + h]
 template <typename A>
-inline void gather_heads(const Matrix& table, int64_t offset, const int64_t* rows, int64_t count, int64_t heads, A* to) {
+inline void gather_heads(const Matrix& table, int64_t offset, const Edges& edges, int64_t heads, A* to) {
   const A* from = static_cast<const A*>(table.data) + offset;
-  for (int64_t k = 0; k < count; ++k) copy_heads(from + rows[k] * table.stride, to + k * heads, heads);
+  for (int64_t k = 0; k < edges.count; ++k) {
+    if (k + kFar < edges.reach) __builtin_prefetch(from + edges.col[k + kFar] * table.stride);
+    copy_heads(from + edges.col[k] * table.stride, to + k * heads, heads);
+  }
 }
 
 // keep[k, h]: 0, or the factor. Philox4x32-10 on the edge ids, as in philox.h, but many counters at a time.
@@ -251,7 +255,7 @@ void score_edges(const AttendArgs& a, const Edges& edges, const A* own, const Ma
   const A slope = static_cast<A>(a.slope);
   constexpr A least = -std::numeric_limits<A>::infinity();
   if (a.score == Score::add) {
-    gather_heads(other, 0, edges.col, edges.count, heads, s.score);
+    gather_heads(other, 0, edges, heads, s.score);
     if (edge) {
       for (int64_t k = 0; k < edges.count; ++k) {
         for (int64_t h = 0; h < heads; ++h) s.score[k * heads + h] += edge[edges.at[k] * a.edge.stride + h];
