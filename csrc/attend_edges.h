@@ -176,37 +176,50 @@ inline void gather_heads(const Matrix& table, int64_t offset, const Edges& edges
   }
 }
 
-// keep[k, h]: 0, or the factor. Philox4x32-10 on the edge ids, as in philox.h, but many counters at a time.
+constexpr int64_t kCounters = 16;  // drawn together: whole vectors, whatever the number of edges
+
+// Four words for each of kCounters ids: Philox4x32-10 as in philox.h.
+inline void draw_words(const Keep& rule, uint32_t turn, const uint64_t* ids, uint32_t* w0, uint32_t* w1, uint32_t* w2, uint32_t* w3) {
+#pragma omp simd
+  for (int64_t k = 0; k < kCounters; ++k) {
+    uint32_t x0 = static_cast<uint32_t>(ids[k]), x1 = static_cast<uint32_t>(ids[k] >> 32), x2 = turn, x3 = rule.place;
+    uint32_t key0 = static_cast<uint32_t>(rule.key), key1 = static_cast<uint32_t>(rule.key >> 32);
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; ++round) {
+      const uint64_t p0 = uint64_t{0xD2511F53u} * x0, p1 = uint64_t{0xCD9E8D57u} * x2;
+      x0 = static_cast<uint32_t>(p1 >> 32) ^ x1 ^ key0;
+      x2 = static_cast<uint32_t>(p0 >> 32) ^ x3 ^ key1;
+      x1 = static_cast<uint32_t>(p1);
+      x3 = static_cast<uint32_t>(p0);
+      key0 += 0x9E3779B9u;
+      key1 += 0xBB67AE85u;
+    }
+    w0[k] = x0, w1[k] = x1, w2[k] = x2, w3[k] = x3;
+  }
+}
+
+// keep[k, h]: 0, or the factor.
 template <typename A>
 void draw_keep(const AttendArgs& a, const Edges& edges, A* keep) {
+  static_assert(kEdges % kCounters == 0);
   const Keep& rule = a.keep;
   const A factor = static_cast<A>(rule.factor);
-  uint32_t w0[kEdges], w1[kEdges], w2[kEdges], w3[kEdges];
+  const uint32_t threshold = rule.threshold;
+  uint64_t ids[kEdges] = {};
+  uint32_t words[4][kEdges];
+  for (int64_t k = 0; k < edges.count; ++k) ids[k] = static_cast<uint64_t>(rule.ids ? rule.ids[edges.at[k]] : edges.at[k]);
   for (int64_t turn = 0; 4 * turn < a.heads; ++turn) {
-    for (int64_t k = 0; k < edges.count; ++k) {
-      const uint64_t id = static_cast<uint64_t>(rule.ids ? rule.ids[edges.at[k]] : edges.at[k]);
-      w0[k] = static_cast<uint32_t>(id);
-      w1[k] = static_cast<uint32_t>(id >> 32);
+    for (int64_t k = 0; k < edges.count; k += kCounters) {
+      draw_words(rule, static_cast<uint32_t>(turn), ids + k, words[0] + k, words[1] + k, words[2] + k, words[3] + k);
     }
-#pragma omp simd
-    for (int64_t k = 0; k < edges.count; ++k) {
-      uint32_t x0 = w0[k], x1 = w1[k], x2 = static_cast<uint32_t>(turn), x3 = rule.place;
-      uint32_t key0 = static_cast<uint32_t>(rule.key), key1 = static_cast<uint32_t>(rule.key >> 32);
-#pragma GCC unroll 10
-      for (int round = 0; round < 10; ++round) {
-        const uint64_t p0 = uint64_t{0xD2511F53u} * x0, p1 = uint64_t{0xCD9E8D57u} * x2;
-        x0 = static_cast<uint32_t>(p1 >> 32) ^ x1 ^ key0;
-        x2 = static_cast<uint32_t>(p0 >> 32) ^ x3 ^ key1;
-        x1 = static_cast<uint32_t>(p1);
-        x3 = static_cast<uint32_t>(p0);
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
+    if (a.heads == 4) {
+      for (int64_t k = 0; k < edges.count; ++k) {
+        for (int64_t h = 0; h < 4; ++h) keep[4 * k + h] = words[h][k] < threshold ? A(0) : factor;
       }
-      w0[k] = x0, w1[k] = x1, w2[k] = x2, w3[k] = x3;
+      continue;
     }
-    const uint32_t* words[4] = {w0, w1, w2, w3};
     for (int64_t h = 4 * turn; h < a.heads && h < 4 * turn + 4; ++h) {
-      for (int64_t k = 0; k < edges.count; ++k) keep[k * a.heads + h] = words[h % 4][k] < rule.threshold ? A(0) : factor;
+      for (int64_t k = 0; k < edges.count; ++k) keep[k * a.heads + h] = words[h % 4][k] < threshold ? A(0) : factor;
     }
   }
 }

@@ -34,7 +34,7 @@ class Form:
 
     def named(self) -> dict[str, Any]:
         key, place = self.words
-        numbers = {"heads": self.heads, "channels": self.channels, "depth": self.depth, "threads": threads()}
+        numbers = {"heads": self.heads, "channels": self.channels, "depth": self.depth}
         rule = {"score": SCORES[self.score], "slope": float(self.slope), "scale": float(self.scale)}
         return {**numbers, **rule, "dropout": float(self.dropout), "key": key, "place": place}
 
@@ -78,6 +78,10 @@ class Piece:
         rows = {"indptr": self.structure.indptr.contiguous(), "col": self.structure.col.contiguous()}
         return {**rows, "rows": self.rows, "positions": self.positions}
 
+    def workers(self, form: Form) -> int:
+        """How many threads the edges are worth."""
+        return _workers(self.structure.num_edges * form.heads * (form.channels + form.depth))
+
 
 @dataclass(frozen=True, eq=False)
 class State:
@@ -107,13 +111,13 @@ def begin(form: Form, num_dst: int, *, dtype: torch.dtype, positive: bool = Fals
 def extend(state: State, form: Form, inputs: Inputs, piece: Piece) -> None:
     """Add the edges of a piece, by destination, to the state, in place."""
     _check(piece, inputs.value)
-    words = {**form.named(), **inputs.named(), **piece.named(), **state.named()}
+    words = {**_named(form, inputs, piece), **state.named()}
     _native.attend_forward(**words, fresh=False, finish=False)
 
 
 def finish(state: State, form: Form) -> State:
     """Divide, in place: the state's fields are out, lse, den, pos and mass from here on. Rows without edges are 0."""
-    words = {"heads": form.heads, "channels": form.channels, "threads": threads()}
+    words = {"heads": form.heads, "channels": form.channels, "threads": _workers(state.num.numel())}
     _native.attend_finish(**words, **state.named())
     return state
 
@@ -123,7 +127,7 @@ def run(form: Form, inputs: Inputs, piece: Piece, *, positive: bool = False) -> 
     assert piece.rows is None
     _check(piece, inputs.value)
     state = _empty_state(form, piece.structure.num_rows, inputs.dtype, positive)
-    words = {**form.named(), **inputs.named(), **piece.named(), **state.named()}
+    words = {**_named(form, inputs, piece), **state.named()}
     _native.attend_forward(**words, fresh=True, finish=True)
     return state
 
@@ -145,7 +149,7 @@ def destination_gradient(form: Form, state: State, grad: Tensor, dst: Tensor) ->
     heads = form.heads
     packed = torch.empty((grad.shape[0], (3 if additive else 2) * heads), dtype=grad.dtype)
     d_dst = None if state.pos is None else torch.empty((grad.shape[0], heads), dtype=grad.dtype)
-    words = {"heads": heads, "channels": form.channels, "slope": float(form.slope), "threads": threads()}
+    words = {"heads": heads, "channels": form.channels, "slope": float(form.slope), "threads": _workers(grad.numel())}
     rows = {"grad": grad, "out": state.num, "lse": state.max, "pos": state.pos, "mass": state.mass}
     own = dst.detach().contiguous() if additive else None
     _native.attend_local(**words, **rows, dst=own, side=packed, d_dst=d_dst)
@@ -165,7 +169,7 @@ def by_source(
     if into is None:
         assert piece.rows is None
         into = torch.empty(inputs.value.shape, dtype=inputs.dtype), torch.empty(inputs.src.shape, dtype=inputs.dtype)
-    words = {**form.named(), **inputs.named(), **piece.named(), "grad": _rows(grad), "side": _rows(side)}
+    words = {**_named(form, inputs, piece), "grad": _rows(grad), "side": _rows(side)}
     _native.attend_by_source(**words, d_value=into[0], d_src=into[1], add=add)
     return into
 
@@ -202,10 +206,19 @@ def by_target(
             for tensor, want in zip((inputs.edge, inputs.vector), wanted, strict=True)
         )
         into = TargetGradient(torch.empty(inputs.dst.shape, dtype=inputs.dtype), edge, vector)
-    words = {**form.named(), **inputs.named(), **piece.named(), "grad": _rows(grad), "side": _rows(side)}
+    words = {**_named(form, inputs, piece), "grad": _rows(grad), "side": _rows(side)}
     vector_row = None if into.vector is None else into.vector.view(1, -1)
     _native.attend_by_target(**words, d_dst=into.dst, d_edge=into.edge, d_vector=vector_row, add=add)
     return into
+
+
+def _named(form: Form, inputs: Inputs, piece: Piece) -> dict[str, Any]:
+    return {**form.named(), **inputs.named(), **piece.named(), "threads": piece.workers(form)}
+
+
+def _workers(numbers: int) -> int:
+    # Waking a second thread on a busy machine takes longer than working through this many numbers.
+    return threads() if numbers > 1 << 16 else 1
 
 
 def _empty_state(form: Form, num_dst: int, dtype: torch.dtype, positive: bool) -> State:
