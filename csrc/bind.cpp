@@ -21,6 +21,7 @@ using namespace nb::literals;
 namespace gnnfleet {
 void bind_stream(nb::module_& m);  // bind_stream.cpp
 }
+void bind_attend(nb::module_& m);  // bind_attend.cpp
 
 namespace {
 
@@ -395,6 +396,7 @@ NB_MODULE(_native, m) {
   bind_gather<int32_t>(m);
   bind_gather<int64_t>(m);
   bind_aggregate(m);
+  bind_attend(m);
   bind_partition<int32_t>(m);
   bind_partition<int64_t>(m);
   gnnfleet::bind_stream(m);

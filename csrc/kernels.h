@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "aggregate.h"
+#include "attend.h"
 #include "dropout.h"
 
 namespace gnnfleet {
@@ -20,6 +21,13 @@ struct Kernels {
   void (*aggregate_max_back)(const MaxBackArgs&);
   void (*edge_dot)(const DotArgs&);
   void (*dropout_rows)(const DropoutArgs&);
+  // Attention (attend.h): softmax sums, their end, and the two halves of backward: additive, and for any score.
+  void (*attend_forward)(const AttendArgs&);
+  void (*attend_finish)(const AttendArgs&, int64_t n);
+  void (*attend_local)(const AttendLocalArgs&);
+  void (*attend_source)(const AttendArgs&);
+  void (*attend_edge_source)(const AttendArgs&);
+  void (*attend_edge_target)(const AttendArgs&);
 };
 
 namespace baseline { extern const Kernels table; }

@@ -14,6 +14,12 @@ void aggregate_max(const MaxArgs&);
 void aggregate_max_back(const MaxBackArgs&);
 void edge_dot(const DotArgs&);
 void dropout_rows(const DropoutArgs&);
+void attend_forward(const AttendArgs&);
+void attend_finish(const AttendArgs&, int64_t n);
+void attend_local(const AttendLocalArgs&);
+void attend_source(const AttendArgs&);
+void attend_edge_source(const AttendArgs&);
+void attend_edge_target(const AttendArgs&);
 
 extern const Kernels table;
 const Kernels table = {
@@ -26,6 +32,12 @@ const Kernels table = {
     aggregate_max_back,
     edge_dot,
     dropout_rows,
+    attend_forward,
+    attend_finish,
+    attend_local,
+    attend_source,
+    attend_edge_source,
+    attend_edge_target,
 };
 
 }  // namespace gnnfleet::GNNFLEET_ISA

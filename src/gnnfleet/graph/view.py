@@ -157,7 +157,8 @@ class LocalView:
     def whole(cls, graph: Graph) -> LocalView:
         """Every node and edge of a graph."""
         nodes = {
-            kind: Rows(torch.arange(table.count), table.count, _Degrees(graph, kind)) for kind, table in graph.nodes.items()
+            kind: Rows(torch.arange(table.count), table.count, _Degrees(graph, kind))
+            for kind, table in graph.nodes.items()
         }
         relations = {kind: _relation(edges, graph.nodes[kind.src].count) for kind, edges in graph.edges.items()}
         return cls(nodes, relations)
@@ -292,7 +293,14 @@ class LocalView:
         ends = {name: tensor[: self.num_dst] for name, tensor in (dst or {}).items()}
         edges = self._edges
         return propagate(
-            edges.structure, message, src=src, dst=ends, edge=edge, params=params, reduce=reduce, edge_ids=edges.edge_ids
+            edges.structure,
+            message,
+            src=src,
+            dst=ends,
+            edge=edge,
+            params=params,
+            reduce=reduce,
+            edge_ids=edges.edge_ids,
         )
 
     def dropout(self, x: Tensor, p: float, *, place: int = 0) -> Tensor:

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from gnnfleet.errors import ConfigError
 from gnnfleet.ops.native import _native, threads
 
 
@@ -27,10 +28,28 @@ class Compressed:
     def num_edges(self) -> int:
         return int(self.col.shape[0])
 
+    def check(self) -> None:
+        """Raise ConfigError unless the arrays are what they should be; kernels trust them. Costs one pass, once."""
+        if self._fault:
+            raise ConfigError(self._fault)
+
+    @cached_property
+    def _fault(self) -> str:
+        indptr, col = self.indptr, self.col
+        if indptr.dtype != torch.int64 or indptr.dim() != 1 or not indptr.numel():
+            return f"indptr must be int64 of one dimension, got {indptr.dtype} {list(indptr.shape)}"
+        if col.dtype not in (torch.int32, torch.int64) or col.dim() != 1:
+            return f"columns must be int32 or int64 of one dimension, got {col.dtype} {list(col.shape)}"
+        if int(indptr[0]) != 0 or int(indptr[-1]) != self.num_edges or bool((indptr.diff() < 0).any()):
+            return f"indptr must rise from 0 to the number of edges, {self.num_edges}"
+        if self.num_edges and not 0 <= int(col.min()) <= int(col.max()) < self.num_cols:
+            return f"columns must be in 0..{self.num_cols - 1}"
+        return ""
+
     @cached_property
     def row(self) -> Tensor:
         """[E] the row of every edge."""
-        rows = torch.arange(self.num_rows, dtype=self.col.dtype)
+        rows = torch.arange(self.num_rows, dtype=self.col.dtype, device=self.col.device)
         return torch.repeat_interleave(rows, self.indptr.diff(), output_size=self.num_edges)
 
     @cached_property

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.draws import Draws
 
 
 def sort_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple[Tensor, Tensor]:
@@ -44,3 +47,81 @@ def aggregate(structure: Compressed, x: Tensor, *, reduce: str = "sum", weight: 
     winner = torch.full(out.shape, len(rows), device=x.device).scatter_reduce(0, place, number, "amin")
     picked = messages.gather(0, winner.clamp(max=len(rows) - 1))
     return torch.where(winner < len(rows), picked, out)
+
+
+def attend(
+    structure: Compressed,
+    value: Tensor,
+    *,
+    src: Tensor,
+    dst: Tensor,
+    score: str,
+    heads: int,
+    vector: Tensor | None = None,
+    edge: Tensor | None = None,
+    slope: float = 0.2,
+    dropout: float = 0.0,
+    draws: Draws | None = None,
+    edge_ids: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """See ``attend.attend``; every tensor is of two dimensions, [rows, heads · width], and ``vector`` of one."""
+    row, col = structure.row.long(), structure.col.long()
+    scores = _scores(src[col], dst[row], edge, score=score, heads=heads, vector=vector, slope=slope, scale=scale)
+    top = scores.new_full((structure.num_rows, heads), torch.finfo(scores.dtype).min)
+    top = top.scatter_reduce(0, row[:, None].expand_as(scores), scores.detach(), "amax")
+    weight = (scores - top[row]).exp()
+    total = torch.zeros_like(top).index_add(0, row, weight)
+    share = weight / total.where(total > 0, torch.ones_like(total))[row]
+    if dropout:
+        assert draws is not None
+        ids = torch.arange(structure.num_edges, device=col.device) if edge_ids is None else edge_ids
+        share = share * keep_factors(draws, ids, heads=heads, dropout=dropout).to(share.dtype)
+    message = value.to(share.dtype)[col].view(col.shape[0], heads, value.shape[1] // heads) * share[:, :, None]
+    out = message.new_zeros(structure.num_rows, value.shape[1])
+    return out.index_add(0, row, message.flatten(1))
+
+
+def _scores(
+    src: Tensor,
+    dst: Tensor,
+    edge: Tensor | None,
+    *,
+    score: str,
+    heads: int,
+    vector: Tensor | None,
+    slope: float,
+    scale: float | None,
+) -> Tensor:
+    """[E, heads] from the ends' rows, [E, heads · depth] each."""
+    shape = (src.shape[0], heads, src.shape[1] // heads)
+    if score == "dot":
+        scale = 1 / math.sqrt(shape[2]) if scale is None else scale
+        return (src * dst).view(shape).sum(-1) * scale
+    x = src + dst if edge is None else src + dst + edge
+    x = torch.nn.functional.leaky_relu(x, slope)
+    return x if vector is None else (x * vector).view(shape).sum(-1)
+
+
+def keep_factors(draws: Draws, ids: Tensor, *, heads: int, dropout: float) -> Tensor:
+    """[E, heads] float64: 0 with chance ``dropout``, otherwise 1 / (1 − dropout); by edge id, four heads a turn."""
+    key, place = draws.words
+    turns = [philox([ids & _LOW, ids >> 32 & _LOW, turn, place], key) for turn in range((heads + 3) // 4)]
+    words = torch.stack([word for turn in turns for word in turn][:heads], 1)
+    return (words >= min(round(dropout * 2**32), 2**32 - 1)).double() / (1 - dropout)
+
+
+_LOW = 0xFFFFFFFF
+
+
+def philox(counter: list[Tensor | int], key: int) -> list[Tensor]:
+    """Philox4x32-10 on words held in int64; products wrap, which leaves both halves right."""
+    shape = next(word for word in counter if isinstance(word, Tensor))
+    x0, x1, x2, x3 = (word if isinstance(word, Tensor) else torch.full_like(shape, word) for word in counter)
+    key0, key1 = key & _LOW, key >> 32
+    for _ in range(10):
+        p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
+        x0, x1 = (p1 >> 32 & _LOW) ^ x1 ^ key0, p1 & _LOW
+        x2, x3 = (p0 >> 32 & _LOW) ^ x3 ^ key1, p0 & _LOW
+        key0, key1 = (key0 + 0x9E3779B9) & _LOW, (key1 + 0xBB67AE85) & _LOW
+    return [x0, x1, x2, x3]

@@ -1,0 +1,108 @@
+// Weighted sums of the other rows of a few edges, one weight per head: the part of attention that moves the bytes. The
+// dual form takes a second sum, over the edges with `upper` weights, from the same loads.
+#pragma once
+#include "attend_edges.h"
+
+namespace gnnfleet::GNNFLEET_ISA {
+namespace {
+
+#if GNNFLEET_VECTOR_BYTES == 64
+constexpr int kTile = 8;  // vectors of one row in registers: 32 of them with the dual sums
+#else
+constexpr int kTile = 4;
+#endif
+
+template <typename T>
+struct Sums {
+  using A = wide_t<T>;
+  const T* table;
+  int64_t stride, heads, channels;
+  const A* weight;   // [edges, heads]
+  const A* upper;    // the same, for the second sum
+  const A* shrink;   // [heads] what the sums so far are multiplied by; null: they start at 0
+  A* sum;            // [heads * channels]
+  A* upper_sum;
+};
+
+// Columns f .. f + Tile * lanes; `channels` is a multiple of the lanes, so that a vector belongs to one head.
+template <int Tile, bool Dual, typename T>
+inline void sum_tile(const Sums<T>& a, const Edges& edges, int64_t f) {
+  using A = wide_t<T>;
+  constexpr int lanes = Lanes<A>::count;
+  vec_t<A> sum[Tile] = {}, upper[Tile] = {};
+  int64_t head[Tile];
+  for (int t = 0; t < Tile; ++t) head[t] = (f + t * lanes) / a.channels;
+  if (a.shrink) {
+    for (int t = 0; t < Tile; ++t) {
+      sum[t] = load(a.sum + f + t * lanes) * a.shrink[head[t]];
+      if constexpr (Dual) upper[t] = load(a.upper_sum + f + t * lanes) * a.shrink[head[t]];
+    }
+  }
+  const T* table = a.table + f;
+  for (int64_t k = 0; k < edges.count; ++k) {
+    if (k + kAhead < edges.reach) prefetch_row(table + edges.col[k + kAhead] * a.stride, Tile * lanes);
+    const T* row = table + edges.col[k] * a.stride;
+    const A* weight = a.weight + k * a.heads;
+    const A* above = a.upper + k * a.heads;
+#pragma GCC unroll 8
+    for (int t = 0; t < Tile; ++t) {
+      const vec_t<A> value = load(row + t * lanes);
+      sum[t] += value * weight[head[t]];
+      if constexpr (Dual) upper[t] += value * above[head[t]];
+    }
+  }
+  for (int t = 0; t < Tile; ++t) {
+    store<A>(a.sum + f + t * lanes, sum[t]);
+    if constexpr (Dual) store<A>(a.upper_sum + f + t * lanes, upper[t]);
+  }
+}
+
+// Any number of channels: sums in memory, a head at a time.
+template <bool Dual, typename T>
+inline void sum_any(const Sums<T>& a, const Edges& edges) {
+  using A = wide_t<T>;
+  const int64_t width = a.heads * a.channels;
+  for (int64_t f = 0; f < width; ++f) {
+    const A shrink = a.shrink ? a.shrink[f / a.channels] : A(0);
+    a.sum[f] = a.shrink ? a.sum[f] * shrink : A(0);
+    if constexpr (Dual) a.upper_sum[f] = a.shrink ? a.upper_sum[f] * shrink : A(0);
+  }
+  for (int64_t k = 0; k < edges.count; ++k) {
+    if (k + kAhead < edges.reach) prefetch_row(a.table + edges.col[k + kAhead] * a.stride, width);
+    for (int64_t h = 0; h < a.heads; ++h) {
+      const T* __restrict row = a.table + edges.col[k] * a.stride + h * a.channels;
+      const A weight = a.weight[k * a.heads + h], above = a.upper[k * a.heads + h];
+      A* __restrict sum = a.sum + h * a.channels;
+      A* __restrict upper = a.upper_sum + h * a.channels;
+#pragma omp simd
+      for (int64_t c = 0; c < a.channels; ++c) {
+        const A value = widen(row[c]);
+        sum[c] += weight * value;
+        if constexpr (Dual) upper[c] += above * value;
+      }
+    }
+  }
+}
+
+template <bool Dual, typename T>
+void sum_edges(const Sums<T>& a, const Edges& edges) {
+  constexpr int64_t lanes = Lanes<wide_t<T>>::count;
+  if (a.channels % lanes) return sum_any<Dual>(a, edges);
+  const int64_t width = a.heads * a.channels;
+  int64_t f = 0;
+  for (; f + kTile * lanes <= width; f += kTile * lanes) sum_tile<kTile, Dual>(a, edges, f);
+  if constexpr (kTile > 4) {
+    if (f + 4 * lanes <= width) sum_tile<4, Dual>(a, edges, f), f += 4 * lanes;
+  }
+  if (f + 2 * lanes <= width) sum_tile<2, Dual>(a, edges, f), f += 2 * lanes;
+  if (f + lanes <= width) sum_tile<1, Dual>(a, edges, f);
+}
+
+template <typename T>
+void sum_edges(const Sums<T>& a, const Edges& edges) {
+  if (a.upper_sum) sum_edges<true>(a, edges);
+  else sum_edges<false>(a, edges);
+}
+
+}  // namespace
+}  // namespace gnnfleet::GNNFLEET_ISA

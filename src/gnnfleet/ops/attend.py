@@ -1,0 +1,192 @@
+"""Edge-softmax attention, differentiable, in one process: out_i = Σ_j k_ij softmax_j(s_ij) value_j over in-edges j → i.
+
+Nothing of size edges × heads outlives the forward pass: backward rebuilds the weights from the inputs and lse. The
+pieces it is made of are in ``attend_pieces``; the plain version is ``reference.attend``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.ops import attend_pieces as pieces
+from gnnfleet.ops import reference
+from gnnfleet.ops.attend_pieces import SCORES, Form, Inputs, Piece
+from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.draws import Draws
+
+
+def attend(
+    structure: Compressed,
+    value: Tensor,
+    *,
+    src: Tensor,
+    dst: Tensor,
+    score: str,
+    vector: Tensor | None = None,
+    edge: Tensor | None = None,
+    heads: int | None = None,
+    slope: float = 0.2,
+    dropout: float = 0.0,
+    draws: Draws | None = None,
+    edge_ids: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention over the in-edges of each row of ``structure``, [N_dst, H·C] or [N_dst, H, C] as ``value`` is.
+
+    ``score`` "add": LeakyReLU(src_j + dst_i + edge_ij), [N, H] each; "v2": <vector, LeakyReLU(the same)>,
+    [N, H·D] each; "dot": scale · <src_j, dst_i>, scale 1/√D unless given. The number of heads comes from ``heads`` or
+    from an input that has a dimension of its own for them. Dropout goes by ``edge_ids`` (default: positions). Rows
+    without in-edges give 0, edges of score −inf weigh nothing. Raises ConfigError.
+    """
+    if score not in SCORES:
+        raise ConfigError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
+    structure.check()
+    inputs = Inputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=edge_ids)
+    _check_types(inputs, score)
+    heads = _heads(inputs, score) if heads is None else heads
+    form = _form(inputs, score, heads)
+    form = replace(form, slope=slope, scale=1 / math.sqrt(form.depth) if scale is None else scale)
+    _check_shapes(structure, inputs, form)
+    form = replace(form, dropout=dropout, words=_words(dropout, draws))
+    flat = _flatten(inputs)
+    if value.device.type == "cpu":
+        plan = _Plan(structure, form, edge_ids)
+        out: Tensor = _Attend.apply(flat.value, flat.src, flat.dst, flat.edge, flat.vector, plan)  # type: ignore[no-untyped-call]
+    else:
+        terms = {"vector": flat.vector, "edge": flat.edge, "heads": heads, "edge_ids": edge_ids, "draws": draws}
+        rule = {"score": score, "slope": slope, "dropout": dropout, "scale": form.scale}
+        out = reference.attend(structure, flat.value, src=flat.src, dst=flat.dst, **terms, **rule)  # type: ignore[arg-type]
+    return out if value.dim() == 2 else out.view(structure.num_rows, heads, form.channels)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    structure: Compressed
+    form: Form
+    edge_ids: Tensor | None
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, src: Tensor, dst: Tensor, edge: Tensor | None, vector: Tensor | None, plan: _Plan
+    ) -> Tensor:
+        inputs = Inputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=plan.edge_ids)
+        local = plan.form.score == "add" and edge is None
+        state = pieces.run(plan.form, inputs, Piece(plan.structure), positive=local and ctx.needs_input_grad[2])
+        ctx.save_for_backward(value, src, dst, edge, vector, state.num, state.max, state.pos, state.mass)
+        ctx.plan = plan
+        return state.num
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        value, src, dst, edge, vector, out, lse, pos, mass = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        inputs = Inputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=plan.edge_ids)
+        grad = grad.contiguous()
+        needs = ctx.needs_input_grad
+        side, d_dst = pieces.destination_gradient(plan.form, pieces.State(out, lse, lse, pos, mass), grad, dst)
+        d_value = d_src = d_edge = d_vector = None
+        if needs[0] or needs[1]:
+            transposed, positions = plan.structure.transposed
+            there = inputs if plan.form.score != "add" else replace(inputs, dst=side.packed[:, : plan.form.heads])
+            piece = Piece(transposed, positions=positions)
+            d_value, d_src = pieces.by_source(plan.form, there, piece, grad=grad, side=side.lse_dee)
+            d_value = d_value.to(value.dtype)
+        if d_dst is None and (needs[2] or needs[3] or needs[4]):
+            wanted = bool(needs[3]), bool(needs[4])
+            target = pieces.by_target(
+                plan.form, inputs, Piece(plan.structure), grad=grad, side=side.lse_dee, wanted=wanted
+            )
+            d_dst, d_edge, d_vector = target.dst, target.edge, target.vector
+        return d_value, d_src, d_dst, d_edge, d_vector, None
+
+
+def _check_types(inputs: Inputs, score: str) -> None:
+    if inputs.value.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise ConfigError(f"value must be float32, float64 or bfloat16, got {inputs.value.dtype}")
+    for name in ("value", "src", "dst", "edge", "vector"):
+        tensor: Tensor | None = getattr(inputs, name)
+        if tensor is None:
+            continue
+        if name != "value" and tensor.dtype != inputs.dtype:
+            raise ConfigError(f"{name} must be {inputs.dtype} with a {inputs.value.dtype} value, got {tensor.dtype}")
+        if tensor.dim() not in ((1, 2) if name == "vector" else (2, 3)):
+            raise ConfigError(f"{name} must have a row per {_ROW_OF[name]}, got shape {list(tensor.shape)}")
+    if (inputs.vector is not None) != (score == "v2"):
+        raise ConfigError(f"vector goes with score 'v2' and only with it, got score {score!r}")
+    if inputs.edge is not None and score == "dot":
+        raise ConfigError("score 'dot' takes no edge term: use 'add' or 'v2'")
+
+
+_ROW_OF = {"value": "source", "src": "source", "dst": "destination", "edge": "edge", "vector": "head"}
+
+
+def _heads(inputs: Inputs, score: str) -> int:
+    for tensor in (inputs.value, inputs.src, inputs.dst):
+        if tensor.dim() == 3:
+            return tensor.shape[1]
+    if score == "add":
+        return inputs.src.shape[1]
+    if inputs.vector is not None and inputs.vector.dim() == 2:
+        return inputs.vector.shape[0]
+    raise ConfigError("the number of heads is not clear: give heads=, or value as [rows, heads, channels]")
+
+
+def _form(inputs: Inputs, score: str, heads: int) -> Form:
+    width, inner = math.prod(inputs.value.shape[1:]), math.prod(inputs.src.shape[1:])
+    if heads < 1 or width < heads or inner < heads or width % heads or inner % heads:
+        raise ConfigError(f"value and src must have a multiple of {heads} heads columns, got {width} and {inner}")
+    if score == "add" and inner != heads:
+        raise ConfigError(f"score 'add' takes one number per head, {heads}, got src of {inner} columns")
+    return Form(score=score, heads=heads, channels=width // heads, depth=inner // heads)
+
+
+def _check_shapes(structure: Compressed, inputs: Inputs, form: Form) -> None:
+    inner = form.heads * form.depth
+    expected = {"value": (structure.num_cols, form.heads * form.channels), "src": (structure.num_cols, inner)}
+    expected |= {"dst": (structure.num_rows, inner), "edge": (structure.num_edges, inner)}
+    for name, shape in expected.items():
+        tensor: Tensor | None = getattr(inputs, name)
+        if tensor is None:
+            continue
+        if (tensor.shape[0], math.prod(tensor.shape[1:])) != shape or (
+            tensor.dim() == 3 and tensor.shape[1] != form.heads
+        ):
+            raise ConfigError(f"{name} must be {list(shape)} for {form.heads} heads, got {list(tensor.shape)}")
+    if inputs.vector is not None and inputs.vector.numel() != inner:
+        raise ConfigError(f"vector must have {inner} numbers, got {list(inputs.vector.shape)}")
+    ids = inputs.edge_ids
+    if ids is not None and (ids.dtype != torch.int64 or ids.shape != (structure.num_edges,)):
+        raise ConfigError(f"edge_ids must be int64 [{structure.num_edges}], got {ids.dtype} {list(ids.shape)}")
+
+
+def _words(dropout: float, draws: Draws | None) -> tuple[int, int]:
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"dropout must be at least 0 and below 1, got {dropout}")
+    if not dropout:
+        return 0, 0
+    if draws is None:
+        raise ConfigError("dropout needs draws, the key its mask comes from")
+    return draws.words
+
+
+def _flatten(inputs: Inputs) -> Inputs:
+    """Two dimensions each, ``vector`` one."""
+
+    def flat(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+
+    edge = None if inputs.edge is None else flat(inputs.edge)
+    vector = None if inputs.vector is None else inputs.vector.reshape(-1)
+    return replace(
+        inputs, value=flat(inputs.value), src=flat(inputs.src), dst=flat(inputs.dst), edge=edge, vector=vector
+    )

@@ -1,0 +1,243 @@
+"""The pieces attention is made of, callable one by one: sums over some of the edges, their end, and backward's halves.
+
+A view whose graph is spread over ranks calls them where the data is; ``attend`` calls them in one process. Numbers: N
+rows, H heads, C channels of a value, D depth of a score's inputs (1 for "add"), E edges. Everything is of the value's
+dtype, or of float32 where the value is bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.native import _native, threads
+
+SCORES = {"add": 0, "v2": 1, "dot": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What is computed: the score and its numbers, and dropout with its (key, place)."""
+
+    score: str
+    heads: int
+    channels: int
+    depth: int = 1
+    slope: float = 0.2
+    scale: float = 1.0
+    dropout: float = 0.0
+    words: tuple[int, int] = (0, 0)
+
+    def named(self) -> dict[str, Any]:
+        key, place = self.words
+        numbers = {"heads": self.heads, "channels": self.channels, "depth": self.depth}
+        rule = {"score": SCORES[self.score], "slope": float(self.slope), "scale": float(self.scale)}
+        return {**numbers, **rule, "dropout": float(self.dropout), "key": key, "place": place}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """What it is computed from. Rows may lie further apart than they are wide, as in a received message."""
+
+    value: Tensor  # [N_src, H·C] float32, float64 or bfloat16
+    src: Tensor  # [N_src, H·D]
+    dst: Tensor  # [N_dst, H·D]
+    edge: Tensor | None = None  # [E, H·D]
+    vector: Tensor | None = None  # [H·D], for "v2"
+    edge_ids: Tensor | None = None  # [E] int64 store edge ids, what dropout goes by; none: the positions
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of everything but the value."""
+        return torch.float32 if self.value.dtype == torch.bfloat16 else self.value.dtype
+
+    def named(self) -> dict[str, Any]:
+        vector = None if self.vector is None else self.vector.detach().reshape(1, -1)
+        rows = {"value": _rows(self.value), "src": _rows(self.src), "dst": _rows(self.dst)}
+        edge_ids = None if self.edge_ids is None else self.edge_ids.contiguous()
+        return {**rows, "edge": None if self.edge is None else _rows(self.edge), "vector": vector, "edge_ids": edge_ids}
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some of the edges, by destination or by source.
+
+    ``rows`` ([n] int32) says which rows of the inputs the rows of the structure are, when it holds only some; no row
+    twice. ``positions`` ([E] int64) says where an edge is in ``edge`` and ``edge_ids``, when not in order.
+    """
+
+    structure: Compressed
+    rows: Tensor | None = None
+    positions: Tensor | None = None
+
+    def named(self) -> dict[str, Any]:
+        rows = {"indptr": self.structure.indptr.contiguous(), "col": self.structure.col.contiguous()}
+        return {**rows, "rows": self.rows, "positions": self.positions}
+
+    def workers(self, form: Form) -> int:
+        """How many threads the edges are worth."""
+        return _workers(self.structure.num_edges * form.heads * (form.channels + form.depth))
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Running sums of each destination; after ``finish``: output, lse, and pos and mass divided alike."""
+
+    num: Tensor  # [N_dst, H·C] → out
+    max: Tensor  # [N_dst, H] → lse
+    den: Tensor  # [N_dst, H]
+    pos: Tensor | None = None  # [N_dst, H·C], additive scores only: the share of num with a positive score
+    mass: Tensor | None = None  # [N_dst, H], the same of den
+
+    def named(self) -> dict[str, Any]:
+        return {"num": self.num, "max": self.max, "den": self.den, "pos": self.pos, "mass": self.mass}
+
+
+def begin(form: Form, num_dst: int, *, dtype: torch.dtype, positive: bool = False) -> State:
+    """The state before any edge; ``positive`` keeps what ``destination_gradient`` needs for additive scores."""
+    state = _empty_state(form, num_dst, dtype, positive)
+    for tensor in (state.num, state.den, state.pos, state.mass):
+        if tensor is not None:
+            tensor.zero_()
+    # The lowest number, not −inf: differences of it must not be NaN.
+    state.max.fill_(torch.finfo(dtype).min)
+    return state
+
+
+def extend(state: State, form: Form, inputs: Inputs, piece: Piece) -> None:
+    """Add the edges of a piece, by destination, to the state, in place."""
+    _check(piece, inputs.value)
+    words = {**_named(form, inputs, piece), **state.named()}
+    _native.attend_forward(**words, fresh=False, finish=False)
+
+
+def finish(state: State, form: Form) -> State:
+    """Divide, in place: the state's fields are out, lse, den, pos and mass from here on. Rows without edges are 0."""
+    words = {"heads": form.heads, "channels": form.channels, "threads": _workers(state.num.numel())}
+    _native.attend_finish(**words, **state.named())
+    return state
+
+
+def run(form: Form, inputs: Inputs, piece: Piece, *, positive: bool = False) -> State:
+    """``begin``, ``extend`` with every edge and ``finish`` in one pass."""
+    assert piece.rows is None
+    _check(piece, inputs.value)
+    state = _empty_state(form, piece.structure.num_rows, inputs.dtype, positive)
+    words = {**_named(form, inputs, piece), **state.named()}
+    _native.attend_forward(**words, fresh=True, finish=True)
+    return state
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """What sources need to know of a destination besides its gradient; views of one [N_dst, …] tensor, ``packed``."""
+
+    packed: Tensor  # additive: [dst | lse | D]; otherwise [lse | D]
+    lse_dee: Tensor  # [N_dst, 2H]: [lse | D], D = <grad, out>
+
+
+def destination_gradient(form: Form, state: State, grad: Tensor, dst: Tensor) -> tuple[Side, Tensor | None]:
+    """(side, gradient of an additive ``dst``): all a destination can do alone, from its finished state.
+
+    The gradient is None unless the state has ``pos``, and misses the edges' terms: with those use ``by_target``.
+    """
+    additive = form.score == "add"
+    heads = form.heads
+    packed = torch.empty((grad.shape[0], (3 if additive else 2) * heads), dtype=grad.dtype)
+    d_dst = None if state.pos is None else torch.empty((grad.shape[0], heads), dtype=grad.dtype)
+    words = {"heads": heads, "channels": form.channels, "slope": float(form.slope), "threads": _workers(grad.numel())}
+    rows = {"grad": grad, "out": state.num, "lse": state.max, "pos": state.pos, "mass": state.mass}
+    own = dst.detach().contiguous() if additive else None
+    _native.attend_local(**words, **rows, dst=own, side=packed, d_dst=d_dst)
+    return Side(packed, packed[:, -2 * heads :]), d_dst
+
+
+def by_source(
+    form: Form, inputs: Inputs, piece: Piece, *, grad: Tensor, side: Tensor, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(gradient of value, of src) over a piece by source; ``grad`` and ``side`` ([lse | D]) are rows of destinations.
+
+    Without an edge term and for additive scores this is the form that takes no dot product per edge. ``into`` is added
+    to, in place; it is needed where the piece holds only some rows.
+    """
+    _check(piece, inputs.dst)
+    add = into is not None
+    if into is None:
+        assert piece.rows is None
+        into = torch.empty(inputs.value.shape, dtype=inputs.dtype), torch.empty(inputs.src.shape, dtype=inputs.dtype)
+    words = {**_named(form, inputs, piece), "grad": _rows(grad), "side": _rows(side)}
+    _native.attend_by_source(**words, d_value=into[0], d_src=into[1], add=add)
+    return into
+
+
+@dataclass(frozen=True, eq=False)
+class TargetGradient:
+    """Gradients that belong to destinations and to their in-edges; ``vector`` is this rank's share of the sum."""
+
+    dst: Tensor
+    edge: Tensor | None
+    vector: Tensor | None
+
+
+def by_target(
+    form: Form,
+    inputs: Inputs,
+    piece: Piece,
+    *,
+    grad: Tensor,
+    side: Tensor,
+    wanted: tuple[bool, bool] = (True, True),
+    into: TargetGradient | None = None,
+) -> TargetGradient:
+    """Gradients of dst, and of edge and vector where ``wanted``, over a piece by destination, for any score.
+
+    ``into`` is added to, in place, but for ``edge``, in which every edge has its own row.
+    """
+    _check(piece, inputs.value)
+    add = into is not None
+    if into is None:
+        assert piece.rows is None
+        edge, vector = (
+            torch.empty(tensor.shape, dtype=inputs.dtype) if want and tensor is not None else None
+            for tensor, want in zip((inputs.edge, inputs.vector), wanted, strict=True)
+        )
+        into = TargetGradient(torch.empty(inputs.dst.shape, dtype=inputs.dtype), edge, vector)
+    words = {**_named(form, inputs, piece), "grad": _rows(grad), "side": _rows(side)}
+    vector_row = None if into.vector is None else into.vector.view(1, -1)
+    _native.attend_by_target(**words, d_dst=into.dst, d_edge=into.edge, d_vector=vector_row, add=add)
+    return into
+
+
+def _named(form: Form, inputs: Inputs, piece: Piece) -> dict[str, Any]:
+    return {**form.named(), **inputs.named(), **piece.named(), "threads": piece.workers(form)}
+
+
+def _workers(numbers: int) -> int:
+    # Waking a second thread on a busy machine takes longer than working through this many numbers.
+    return threads() if numbers > 1 << 16 else 1
+
+
+def _empty_state(form: Form, num_dst: int, dtype: torch.dtype, positive: bool) -> State:
+    assert not positive or form.score == "add"
+    wide, narrow = (num_dst, form.heads * form.channels), (num_dst, form.heads)
+    num, top, den = (torch.empty(shape, dtype=dtype) for shape in (wide, narrow, narrow))
+    if not positive:
+        return State(num, top, den)
+    return State(num, top, den, torch.empty(wide, dtype=dtype), torch.empty(narrow, dtype=dtype))
+
+
+def _check(piece: Piece, other: Tensor) -> None:
+    """The kernels trust columns: they must be rows of what lies on the other side."""
+    assert piece.structure.num_cols == other.shape[0]
+    if piece.positions is not None:
+        assert piece.positions.shape == piece.structure.col.shape
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Detached, with each row's numbers side by side."""
+    tensor = tensor.detach()
+    return tensor if tensor.dim() == 2 and tensor.stride(1) == 1 else tensor.contiguous()

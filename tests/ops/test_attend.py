@@ -1,0 +1,438 @@
+"""Attention equals its plain version in torch, gradients included, for every score, width, cut, thread count and
+instruction set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.ops import attend_pieces as pieces
+from gnnfleet.ops import draws as draws_module
+from gnnfleet.ops import reference
+from gnnfleet.ops.attend import attend
+from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.draws import Draws, Purpose
+from gnnfleet.ops.native import _native
+
+DRAWS = Draws(5, Purpose.ATTENTION, layer=1)
+# (score, edge term)
+SCORES = [("add", False), ("add", True), ("v2", False), ("v2", True), ("dot", False)]
+# (heads, channels, depth): vectors that fit, that do not, rows longer than a tile, more heads than lanes
+WIDTHS = [(1, 1, 1), (4, 32, 8), (3, 5, 7), (8, 8, 16), (2, 144, 33), (20, 3, 2)]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A structure with a long row, isolated ends, self-loops and parallel edges, and inputs for it."""
+
+    structure: Compressed
+    value: torch.Tensor
+    words: dict
+
+    @property
+    def inputs(self):
+        named = {"value": self.value, **{k: self.words[k] for k in ("src", "dst", "edge", "vector")}}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def results(self, function):
+        """Output and the gradients of every input."""
+        out = function(self.structure, self.value, **self.words)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
+        gradients = torch.autograd.grad(out, list(self.inputs.values()), weight)
+        return dict(zip(("out", *self.inputs), (out.detach(), *gradients), strict=True))
+
+
+def compress(src: torch.Tensor, dst: torch.Tensor, num_src: int, num_dst: int) -> Compressed:
+    """Edges sorted by destination already."""
+    indptr = torch.zeros(num_dst + 1, dtype=torch.int64)
+    indptr[1:] = torch.bincount(dst.long(), minlength=num_dst).cumsum(0)
+    return Compressed(indptr, src, num_src)
+
+
+def make_case(score, with_edge, widths=(4, 32, 8), *, dtype=torch.float64, dropout=0.0, edges=500, index=torch.int32):
+    heads, channels, depth = widths
+    depth = 1 if score == "add" else depth
+    generator = torch.Generator().manual_seed(heads * 1000 + channels + depth)
+    num_src, num_dst = 40, 30
+    dst = torch.randint(0, num_dst - 2, (edges,), generator=generator)
+    dst[: edges // 3] = 7  # longer than the kernels take at a time
+    src = torch.randint(0, num_src - 3, (edges,), generator=generator).to(index)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    structure = compress(src, dst.sort().values, num_src, num_dst)
+    words = {"src": draw(num_src, heads * depth), "dst": draw(num_dst, heads * depth), "score": score, "heads": heads}
+    words["edge"] = draw(edges, heads * depth) if with_edge else None
+    words["vector"] = draw(heads * depth) if score == "v2" else None
+    ids = torch.randperm(edges, generator=generator) + 2**33
+    words |= {"dropout": dropout, "draws": DRAWS, "edge_ids": ids, "slope": 0.2}
+    return Case(structure, draw(num_src, heads * channels), words)
+
+
+def assert_close(found, expected, tolerance):
+    for name, tensor in expected.items():
+        scale = max(1.0, float(tensor.abs().max())) if tensor.numel() else 1.0
+        error = float((found[name].double() - tensor.double()).abs().max()) if tensor.numel() else 0.0
+        assert error <= tolerance * scale, f"{name}: off by {error}, size {scale}"
+
+
+@pytest.fixture(params=_native.isas().split())
+def isa(request):
+    before = _native.isa()
+    assert _native.select_isa(request.param)
+    yield request.param
+    _native.select_isa(before)
+
+
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize(("score", "with_edge"), SCORES)
+def test_equals_reference(score, with_edge, widths, dropout, isa):
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        case = make_case(score, with_edge, widths, dtype=dtype, dropout=dropout)
+        wide = {name: x.detach().double().requires_grad_() for name, x in case.inputs.items()}
+        exact = Case(case.structure, wide.pop("value"), case.words | wide)
+        assert_close(case.results(attend), exact.results(reference.attend), tolerance)
+
+
+@pytest.mark.parametrize(("score", "with_edge"), SCORES)
+def test_wide_columns(score, with_edge):
+    narrow, wide = (make_case(score, with_edge, dropout=0.3, index=index) for index in (torch.int32, torch.int64))
+    for name, tensor in narrow.results(attend).items():
+        assert torch.equal(wide.results(attend)[name], tensor)
+
+
+@pytest.mark.parametrize(("score", "with_edge"), SCORES)
+def test_bfloat16_values(score, with_edge, isa):
+    for widths in ((4, 32, 8), (3, 5, 7)):
+        case = make_case(score, with_edge, widths, dtype=torch.float32, dropout=0.3)
+        half = replace(case, value=case.value.detach().bfloat16().requires_grad_())
+        found = half.results(attend)
+        assert found["out"].dtype == torch.float32 and found["value"].dtype == torch.bfloat16
+        expected = replace(case, value=half.value.detach().float().requires_grad_()).results(reference.attend)
+        assert_close({"value": found.pop("value")}, {"value": expected.pop("value")}, 2**-8)
+        assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("widths", [(2, 3, 2), (1, 8, 9)])
+@pytest.mark.parametrize(("score", "with_edge"), SCORES)
+def test_gradcheck(score, with_edge, widths, dropout):
+    case = make_case(score, with_edge, widths, dropout=dropout, edges=20)
+    names, tensors = zip(*case.inputs.items(), strict=True)
+
+    def function(*arguments):
+        named = dict(zip(names, arguments, strict=True))
+        return attend(case.structure, named.pop("value"), **(case.words | named))
+
+    assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize(("score", "with_edge"), SCORES)
+def test_threads_do_not_matter(score, with_edge, set_threads):
+    case = make_case(score, with_edge, (4, 16, 8), dtype=torch.float32, dropout=0.3, edges=4000)
+    set_threads(1)
+    alone = case.results(attend)
+    for count in (2, 4):
+        set_threads(count)
+        for name, tensor in case.results(attend).items():
+            assert torch.equal(tensor, alone[name]), name
+
+
+def test_only_some_gradients():
+    for score, with_edge in SCORES:
+        case = make_case(score, with_edge)
+        full = case.results(attend)
+        for name in case.inputs:
+            frozen = {k: x.detach().requires_grad_(k == name) for k, x in case.inputs.items()}
+            out = attend(
+                case.structure, frozen["value"], **(case.words | {k: x for k, x in frozen.items() if k != "value"})
+            )
+            weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            out.backward(weight)
+            assert_close({name: frozen[name].grad}, {name: full[name]}, 1e-13)
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def form_of(case, widths):
+    words = case.words
+    rule = {"score": words["score"], "slope": words["slope"], "dropout": words["dropout"], "words": DRAWS.words}
+    depth = words["src"].shape[1] // words["heads"]
+    return pieces.Form(heads=widths[0], channels=widths[1], depth=depth, scale=depth**-0.5, **rule)
+
+
+def inputs_of(case):
+    return pieces.Inputs(**case.inputs, edge_ids=case.words["edge_ids"])
+
+
+def cut(structure: Compressed, chosen: torch.Tensor, *, compact: bool) -> pieces.Piece:
+    """The chosen edges of a structure, with all its rows or only those that have edges."""
+    at = chosen.nonzero().flatten()
+    row, col = structure.row[at].long(), structure.col[at]
+    if not compact:
+        return pieces.Piece(compress(col, row, structure.num_cols, structure.num_rows), positions=at)
+    rows, row = row.unique(return_inverse=True)
+    return pieces.Piece(compress(col, row, structure.num_cols, rows.shape[0]), rows.int(), at)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(SCORES), st.sampled_from(WIDTHS), st.integers(1, 5), st.booleans(), st.integers(0, 10**6))
+def test_any_split_of_the_edges_merges(score, widths, parts, compact, seed):
+    case = make_case(*score, widths, dropout=0.3)
+    form, inputs = form_of(case, widths), inputs_of(case)
+    positive = score == ("add", False)
+    whole = pieces.run(form, inputs, pieces.Piece(case.structure), positive=positive)
+    part = torch.randint(0, parts, (case.structure.num_edges,), generator=torch.Generator().manual_seed(seed))
+    state = pieces.begin(form, case.structure.num_rows, dtype=torch.float64, positive=positive)
+    for number in range(parts):
+        pieces.extend(state, form, inputs, cut(case.structure, part == number, compact=compact))
+    pieces.finish(state, form)
+    for name in ("num", "max", "pos", "mass"):
+        expected, found = getattr(whole, name), getattr(state, name)
+        if expected is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize(("score", "with_edge"), SCORES)
+def test_owners_of_the_ends_compute_gradients_apart(score, with_edge, compact):
+    """Sources see destinations only as packed message rows; both sides work through the edges in pieces."""
+    widths = (4, 32, 8)
+    case = make_case(score, with_edge, widths, dropout=0.3)
+    form, inputs, structure = form_of(case, widths), inputs_of(case), case.structure
+    local = score == "add" and not with_edge
+    state = pieces.run(form, inputs, pieces.Piece(structure), positive=local)
+    grad = torch.randn(state.num.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    side, d_dst = pieces.destination_gradient(form, state, grad, inputs.dst)
+    message = torch.cat([grad, inputs.dst.detach(), side.lse_dee], 1)
+    width, inner = grad.shape[1], inputs.dst.shape[1]
+    there = replace(inputs, dst=message[:, width : width + inner])
+    transposed, positions = structure.transposed
+    into = torch.zeros_like(inputs.value), torch.zeros_like(inputs.src)
+    target = pieces.TargetGradient(
+        *(None if x is None else torch.zeros_like(x) for x in (inputs.dst, inputs.edge, inputs.vector))
+    )
+    for number in range(3):
+        piece = cut(transposed, positions % 3 == number, compact=compact)
+        piece = replace(piece, positions=positions[piece.positions])
+        pieces.by_source(form, there, piece, grad=message[:, :width], side=message[:, width + inner :], into=into)
+        chosen = torch.arange(structure.num_edges) % 3 == number
+        piece = cut(structure, chosen, compact=compact)
+        pieces.by_target(form, inputs, piece, grad=grad, side=side.lse_dee, into=target)
+    expected = case.results(reference.attend)
+    found = {"value": into[0], "src": into[1], "dst": target.dst, "edge": target.edge, "vector": target.vector}
+    assert_close({k: v for k, v in found.items() if v is not None}, {k: expected[k] for k in case.inputs}, 1e-12)
+    assert (d_dst is not None) == local
+    if d_dst is not None:
+        assert_close({"dst": d_dst}, {"dst": expected["dst"]}, 1e-12)
+
+
+# ---- numbers at the edge --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 80.0])
+def test_cancellation_in_additive_backward(size):
+    """Large scores of both signs and one neighbour that dominates: gradients of scores are small differences.
+
+    The error of float32 is within 16 roundings of the terms that are subtracted, times what rounding a score of that
+    size does to its weight.
+    """
+    case = make_case("add", False, (4, 32, 1), dtype=torch.float32, edges=2000)
+    with torch.no_grad():
+        case.words["src"].mul_(size / 3)
+        case.words["src"][::7] = size
+        case.words["dst"].mul_(size / 3)
+        case.value.mul_(10).add_(100)
+    wide = {name: x.detach().double().requires_grad_() for name, x in case.inputs.items()}
+    exact = Case(case.structure, wide.pop("value"), case.words | wide)
+    expected, found, plain = exact.results(reference.attend), case.results(attend), case.results(reference.attend)
+    row, col = case.structure.row.long(), case.structure.col.long()
+    score = torch.nn.functional.leaky_relu(exact.words["src"][col] + exact.words["dst"][row], 0.2).detach()
+    lse = torch.zeros(30, 4, dtype=torch.float64).index_add(0, row, score.exp()).log()
+    grad = torch.randn(30, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64).abs()
+    terms = (score - lse[row]).exp() * ((grad[row] * exact.value.detach().abs()[col]).view(-1, 4, 32).sum(-1) * 2)
+    rounding = 16 * 2**-24 * (1 + float(score.abs().max()))
+    for name, end, count in (("src", col, 40), ("dst", row, 30)):
+        bound = rounding * torch.zeros(count, 4, dtype=torch.float64).index_add(0, end, terms)
+        error = (found[name].double() - expected[name]).abs()
+        assert bool((error <= bound + 1e-30).all()), (
+            f"{name}: {float((error / bound).nan_to_num(0).max())} of the bound"
+        )
+        allowed = 4 * float((plain[name].double() - expected[name]).abs().max()) + float(bound.max()) / 16
+        assert float(error.max()) <= allowed
+
+
+def test_scores_of_minus_infinity_mask_edges():
+    case = make_case("add", True)
+    masked = case.structure.row % 2 == 0  # every in-edge of even rows
+    masked[::5] = True
+    with torch.no_grad():
+        case.words["edge"][masked] = -torch.inf
+    found = case.results(attend)
+    assert all(bool(x.isfinite().all()) for x in found.values())
+    assert not found["out"][::2].any() and not found["edge"][masked].any()
+    assert_close(found, case.results(reference.attend), 1e-12)
+
+
+@pytest.mark.parametrize(("score", "with_edge"), SCORES)
+@pytest.mark.parametrize(("num_src", "num_dst"), [(0, 0), (3, 0), (0, 3), (3, 4)])
+def test_no_edges(score, with_edge, num_src, num_dst):
+    case = make_case(score, with_edge, (2, 3, 2))
+    inner = case.words["src"].shape[1]
+    empty = Compressed(torch.zeros(num_dst + 1, dtype=torch.int64), torch.empty(0, dtype=torch.int32), num_src)
+    words = case.words | {"src": torch.randn(num_src, inner), "dst": torch.randn(num_dst, inner), "dropout": 0.5}
+    words |= {"edge": torch.empty(0, inner) if with_edge else None, "edge_ids": torch.empty(0, dtype=torch.int64)}
+    words["vector"] = torch.randn(inner) if score == "v2" else None
+    bare = Case(empty, torch.randn(num_src, 6), words)
+    for tensor in bare.inputs.values():
+        tensor.requires_grad_()
+    for name, tensor in bare.results(attend).items():
+        assert not tensor.any(), name
+
+
+def test_isolated_ends_get_zero():
+    for score, with_edge in SCORES:
+        found = make_case(score, with_edge).results(attend)
+        assert not found["out"][-2:].any() and not found["dst"][-2:].any()
+        assert not found["value"][-3:].any() and not found["src"][-3:].any()
+
+
+# ---- dropout --------------------------------------------------------------------------------------------------------
+
+
+def star(count: int) -> Compressed:
+    return Compressed(torch.tensor([0, count]), torch.arange(count), count)
+
+
+def mask_of(ids: torch.Tensor, heads: int, dropout: float) -> torch.Tensor:
+    """[E, heads] factors, read off the weights of a uniform star."""
+    count = ids.shape[0]
+    eye = torch.eye(count, dtype=torch.float64)[:, None, :].expand(count, heads, count)
+    zeros = torch.zeros(count, heads, dtype=torch.float64)
+    out = attend(star(count), eye, src=zeros, dst=zeros[:1], score="add", dropout=dropout, draws=DRAWS, edge_ids=ids)
+    return out[0].T * count
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 6])
+def test_mask_is_a_function_of_the_edge_id(heads):
+    ids = torch.arange(150) * 977 + 2**34
+    mask = mask_of(ids, heads, 0.3)
+    torch.testing.assert_close(mask, reference.keep_factors(DRAWS, ids, heads=heads, dropout=0.3))
+    order = torch.randperm(150, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(mask_of(ids[order], heads, 0.3), mask[order])
+
+
+def test_rate_and_mean():
+    ids = torch.arange(100_000)
+    for dropout in (0.1, 0.5, 0.9):
+        mask = reference.keep_factors(DRAWS, ids, heads=5, dropout=dropout)
+        assert (mask == 0).double().mean(0).sub(dropout).abs().max() < 0.006
+        assert mask.mean(0).sub(1).abs().max() < 0.03
+        assert torch.corrcoef(mask.T).sub(torch.eye(5)).abs().max() < 0.02
+
+
+def test_philox_in_torch_is_philox():
+    counters = torch.randint(0, 2**32, (50, 4), generator=torch.Generator().manual_seed(0))
+    key = 0xA4093822299F31D0
+    expected = draws_module.philox(counters.to(torch.uint32), key)
+    assert torch.equal(torch.stack(reference.philox(list(counters.T), key), 1), expected.long())
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("score", "with_edge"), SCORES)
+def test_heads_may_have_a_dimension_of_their_own(score, with_edge):
+    case = make_case(score, with_edge, (4, 32, 8))
+    flat = attend(case.structure, case.value, **case.words)
+    words = dict(case.words)
+    for name in ("src", "dst", "edge"):
+        words[name] = None if words[name] is None else words[name].unflatten(1, (4, -1))
+    words["heads"] = None
+    out = attend(case.structure, case.value.unflatten(1, (4, -1)), **words)
+    assert out.shape == (30, 4, 32) and torch.equal(out.flatten(1), flat)
+    if score == "v2":
+        words = case.words | {"heads": None, "vector": case.words["vector"].unflatten(0, (4, -1))}
+        assert torch.equal(attend(case.structure, case.value, **words), flat)
+
+
+def test_strided_inputs():
+    case = make_case("add", False)
+    wide = {k: torch.cat([x.detach(), x.detach()], 1)[:, : x.shape[1]] for k, x in case.inputs.items()}
+    out = attend(case.structure, wide.pop("value"), **(case.words | wide))
+    assert torch.equal(out, attend(case.structure, case.value, **case.words))
+    turned = case.value.detach().T.contiguous().T
+    assert torch.equal(attend(case.structure, turned, **case.words), out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"score": "cosine"}, "one of add, v2, dot"),
+        ({"value": torch.zeros(40, 8, dtype=torch.int64)}, "float32, float64 or bfloat16"),
+        ({"value": torch.zeros(40, 8, dtype=torch.float16)}, "float32, float64 or bfloat16"),
+        ({"src": torch.zeros(40, 4, dtype=torch.float64)}, "src must be torch.float32"),
+        ({"src": torch.zeros(40)}, "row per source"),
+        ({"src": torch.zeros(39, 4)}, r"src must be \[40, 4\]"),
+        ({"dst": torch.zeros(30, 3)}, r"dst must be \[30, 4\]"),
+        ({"value": torch.zeros(40, 10)}, "multiple of 4"),
+        ({"src": torch.zeros(40, 8), "heads": 4}, "one number per head"),
+        ({"edge": torch.zeros(3, 4)}, r"edge must be \[500, 4\]"),
+        ({"vector": torch.zeros(4)}, "vector goes with"),
+        ({"score": "v2"}, "vector goes with"),
+        ({"score": "dot"}, "heads is not clear"),
+        ({"score": "v2", "vector": torch.zeros(3), "heads": 4}, "vector must have 4"),
+        ({"score": "dot", "edge": torch.zeros(500, 4), "heads": 4}, "no edge term"),
+        ({"dropout": 1.0}, "below 1"),
+        ({"dropout": 0.5, "draws": None}, "needs draws"),
+        ({"edge_ids": torch.zeros(500, dtype=torch.int32)}, "edge_ids must be int64"),
+        ({"value": torch.zeros(40, 2, 4)}, "per head"),
+    ],
+)
+def test_wrong_arguments(change, message):
+    structure = make_case("add", False).structure
+    words = {"value": torch.zeros(40, 8), "src": torch.zeros(40, 4), "dst": torch.zeros(30, 4), "score": "add"} | change
+    with pytest.raises(ConfigError, match=message):
+        attend(structure, words.pop("value"), **words)
+
+
+@pytest.mark.parametrize(
+    ("indptr", "col", "num_cols", "message"),
+    [
+        (torch.tensor([0, 2]), torch.tensor([0, 3]), 3, r"0\.\.2"),
+        (torch.tensor([0, 2]), torch.tensor([0, -1]), 3, r"0\.\.2"),
+        (torch.tensor([0, 1]), torch.tensor([0, 1]), 3, "number of edges"),
+        (torch.tensor([0, 2, 1, 2]), torch.tensor([0, 1]), 3, "must rise"),
+        (torch.tensor([0, 2], dtype=torch.int32), torch.tensor([0, 1]), 3, "int64"),
+        (torch.tensor([0, 2]), torch.tensor([0.0, 1.0]), 3, "int32 or int64"),
+    ],
+)
+def test_wrong_structures(indptr, col, num_cols, message):
+    with pytest.raises(ConfigError, match=message):
+        Compressed(indptr, col, num_cols).check()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=30))
+def test_transpose_has_the_same_edges(pairs):
+    dst, src = torch.tensor(sorted(pairs), dtype=torch.int32).reshape(-1, 2).T
+    structure = compress(src, dst, 7, 5)
+    transposed, positions = structure.transposed
+    assert (transposed.num_rows, transposed.num_cols) == (7, 5)
+    assert torch.equal(transposed.row, src[positions]) and torch.equal(transposed.col, dst[positions])
+    assert torch.equal(structure.row, dst)
