@@ -1,8 +1,8 @@
 """GraphView: all a layer knows of a graph. A layer never knows a rank; it gets a view and calls a verb on it.
 
-In every view the first ``num_dst`` rows of x are the destinations. ``LocalView`` serves one process: the whole graph, an
-induced subgraph, a sampled block. With ``loops`` a verb works on the edges plus one from every destination to itself, in
-place of any the store has; those are never stored.
+In every view the first ``num_dst`` rows of x are the destinations. ``LocalView`` serves one process: the whole graph,
+an induced subgraph, a sampled block. With ``loops`` a verb works on the edges plus one from every destination to
+itself, in place of any the store has; those are never stored.
 N_src source rows, N_dst destination rows, E edges, F features, H heads.
 """
 
@@ -77,7 +77,7 @@ class GraphView(Protocol):
         dropout: float = 0.0,
         loops: bool = False,
     ) -> Tensor:
-        """Edge-softmax attention; see ``ops.attend``. With ``loops`` an edge term of a self-loop is the mean of the row's."""
+        """Edge-softmax attention; see ``ops.attend``. The edge term of a self-loop is the mean of its row's."""
 
     def propagate(
         self,
@@ -125,7 +125,7 @@ class Relation:
 
     @cached_property
     def looped(self) -> tuple[Compressed, Tensor]:
-        """(the structure with one self-loop per row, last in its row, and none besides; [E'] edge here, −1 for loops)."""
+        """(the structure with exactly one self-loop per row, last in it; [E'] the edge here, −1 for loops)."""
         cut = self.structure
         keep = cut.row != cut.col
         degree = torch.zeros(cut.num_rows, dtype=torch.int64).index_add_(0, cut.row.long(), keep.long()) + 1
@@ -237,7 +237,7 @@ class LocalView:
             return sums.aggregate(edges.structure, x, reduce=reduce, weight=weight)
         structure, edge = edges.looped
         if weight is not None:
-            weight = torch.where(edge < 0, torch.ones((), dtype=weight.dtype), weight[edge])
+            weight = _pick(weight, edge, fill=1.0)
         return sums.aggregate(structure, x, reduce=reduce, weight=weight)
 
     def aggregate_relations(self, x: Mapping[str, Tensor], *, reduce: str = "sum") -> dict[EdgeType, Tensor]:
@@ -263,7 +263,7 @@ class LocalView:
         structure, ids = self._edges.structure, self._edges.edge_ids
         if loops:
             structure, place = self._edges.looped
-            ids = torch.where(place < 0, LOOP_IDS + self.node_ids[structure.col.long()], ids[place])
+            ids = torch.where(place < 0, LOOP_IDS + self.node_ids[structure.col.long()], _pick(ids, place, fill=0))
             edge = None if edge is None else _with_loops(edge, structure, place)
         return attend(
             structure,
@@ -378,10 +378,15 @@ def _induce(edges: Edges, place: Tensor, src: Rows, dst: Rows) -> Relation:
     )
 
 
+def _pick(values: Tensor, place: Tensor, *, fill: float) -> Tensor:
+    """``values[place]``, and ``fill`` where the place is −1: the last row."""
+    return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[place]
+
+
 def _with_loops(edge: Tensor, structure: Compressed, place: Tensor) -> Tensor:
     """Edge terms with one for every self-loop: the mean of the row's, as PyG fills them."""
     loops = place < 0
-    given = torch.where(loops.view(-1, *([1] * (edge.dim() - 1))), 0, edge[place])
+    given = _pick(edge, place, fill=0.0)
     rows = structure.row.long()
     total = edge.new_zeros(structure.num_rows, *edge.shape[1:]).index_add(0, rows, given)
     count = (structure.indptr.diff() - 1).clamp(min=1).to(edge.dtype)
