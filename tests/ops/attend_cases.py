@@ -13,7 +13,7 @@ DRAWS = Draws(5, Purpose.ATTENTION, layer=1)
 # (score, edge term)
 SCORES = [("add", False), ("add", True), ("v2", False), ("v2", True), ("dot", False)]
 # (heads, channels, depth): vectors that fit, that do not, rows longer than a tile, more heads than lanes
-WIDTHS = [(1, 1, 1), (4, 32, 8), (3, 5, 7), (8, 8, 16), (2, 144, 33), (20, 3, 2)]
+WIDTHS = [(1, 1, 1), (4, 32, 8), (3, 5, 7), (8, 8, 16), (1, 47, 19), (6, 40, 3), (2, 144, 33), (20, 3, 2)]
 
 
 @dataclass(frozen=True, eq=False)
