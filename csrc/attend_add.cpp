@@ -100,7 +100,8 @@ void forward_row(const AttendArgs& a, int64_t i, const Scratch<wide_t<T>>& s) {
       });
     }
     const A* shrink = a.fresh && first == begin ? nullptr : s.part;
-    sum_edges(Sums<T>{static_cast<const T*>(a.value.data), a.value.stride, a.heads, a.channels, s.weight, s.upper, shrink, num, pos}, edges);
+    sum_edges(Sums<T>{static_cast<const T*>(a.value.data), a.value.stride, a.heads, a.channels, s.weight, s.upper, shrink, num, pos,
+                      s.head_of_channel}, edges);
   }
   if (a.finish) finish_row<A>(a, row);
 }
@@ -141,7 +142,7 @@ void source_row(const AttendArgs& a, int64_t j, const Scratch<wide_t<T>>& s) {
     }
     const A* shrink = first == begin ? nullptr : s.part;
     sum_edges(Sums<A>{static_cast<const A*>(a.grad.data), a.grad.stride, a.heads, a.channels, s.weight, s.upper, shrink,
-                      s.row_sum, s.row_upper}, edges);
+                      s.row_sum, s.row_upper, s.head_of_channel}, edges);
   }
   const T* value = static_cast<const T*>(a.value.data) + row * a.value.stride;
   A* d_value = row_of<A>(a.d_value, row, width);
@@ -160,7 +161,7 @@ template <typename T>
 void forward(const AttendArgs& a) {
 #pragma omp parallel num_threads(a.threads)
   {
-    const Scratch<wide_t<T>> s(a.heads, a.heads * a.channels);
+    const Scratch<wide_t<T>> s(a);
 #pragma omp for schedule(dynamic, kRowsAtOnce)
     for (int64_t i = 0; i < a.structure.n; ++i) forward_row<T>(a, i, s);
   }
@@ -170,7 +171,7 @@ template <typename T>
 void source(const AttendArgs& a) {
 #pragma omp parallel num_threads(a.threads)
   {
-    const Scratch<wide_t<T>> s(a.heads, a.heads * a.channels);
+    const Scratch<wide_t<T>> s(a);
 #pragma omp for schedule(dynamic, kRowsAtOnce)
     for (int64_t j = 0; j < a.structure.n; ++j) source_row<T>(a, j, s);
   }

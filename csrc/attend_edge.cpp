@@ -149,11 +149,11 @@ void gradient_row(const Sides<Z, BySource>& sides, int64_t r, const Scratch<wide
     const A* shrink = first == begin ? nullptr : s.part;
     if constexpr (BySource) {
       sum_edges(Sums<A>{static_cast<const A*>(a.grad.data), a.grad.stride, a.heads, a.channels, s.weight, s.weight, shrink,
-                        s.row_sum, nullptr}, edges);
+                        s.row_sum, nullptr, s.head_of_channel}, edges);
     }
     if (a.score == Score::dot) {
       sum_edges(Sums<A>{static_cast<const A*>(other.data), other.stride, a.heads, a.depth, s.product, s.product, shrink,
-                        s.row_own, nullptr}, edges);
+                        s.row_own, nullptr, s.head_of_depth}, edges);
     } else if (a.score == Score::add) {
       add_gradient(a, edges, s, s.row_own, BySource ? nullptr : static_cast<A*>(a.d_edge));
     } else {
@@ -185,7 +185,7 @@ void gradient(const AttendArgs& a) {
   A* partial = vector ? static_cast<A*>(std::calloc(static_cast<size_t>(parts * inner), sizeof(A))) : nullptr;
 #pragma omp parallel num_threads(a.threads)
   {
-    const Scratch<A> s(a.heads, a.heads * (a.channels > a.depth ? a.channels : a.depth));
+    const Scratch<A> s(a);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t end = (part + 1) * rows < n ? (part + 1) * rows : n;

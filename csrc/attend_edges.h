@@ -101,18 +101,22 @@ struct Scratch {
   A *score, *weight, *upper, *keep, *lse, *dee, *product;   // flat
   A *own, *top, *sum, *part;                                // patterns
   A *row_sum, *row_upper, *row_own;                         // rows
+  typename Exp<A>::whole *head_of_channel, *head_of_depth;  // rows, as large numbers as A
   void* block;
 
-  Scratch(int64_t heads_, int64_t width) : heads(heads_), pattern(heads_) {
+  explicit Scratch(const AttendArgs& a) : heads(a.heads), pattern(a.heads) {
     while (pattern % lanes) pattern += heads;
     flat = kEdges * heads + pattern;
-    row = width + lanes;
-    const int64_t total = 7 * flat + 4 * pattern + 3 * row;
+    row = heads * (a.channels > a.depth ? a.channels : a.depth) + lanes;
+    const int64_t total = 7 * flat + 4 * pattern + 5 * row;
     block = std::calloc(static_cast<size_t>(total + lanes), sizeof(A));
     A* at = static_cast<A*>(block);
     for (A** buffer : {&score, &weight, &upper, &keep, &lse, &dee, &product}) *buffer = at, at += flat;
     for (A** buffer : {&own, &top, &sum, &part}) *buffer = at, at += pattern;
     for (A** buffer : {&row_sum, &row_upper, &row_own}) *buffer = at, at += row;
+    head_of_channel = reinterpret_cast<typename Exp<A>::whole*>(at), head_of_depth = head_of_channel + row;
+    for (int64_t f = 0; f < heads * a.channels; ++f) head_of_channel[f] = static_cast<typename Exp<A>::whole>(f / a.channels);
+    for (int64_t f = 0; f < heads * a.depth; ++f) head_of_depth[f] = static_cast<typename Exp<A>::whole>(f / a.depth);
   }
   ~Scratch() { std::free(block); }
   Scratch(const Scratch&) = delete;

@@ -22,6 +22,7 @@ struct Sums {
   const A* shrink;   // [heads] what the sums so far are multiplied by; null: they start at 0
   A* sum;            // [heads * channels]
   A* upper_sum;
+  const typename Exp<A>::whole* head_of;  // [heads * channels] the head of a column
 };
 
 // Columns f .. f + Tile * lanes; `channels` is a multiple of the lanes, so that a vector belongs to one head.
@@ -57,7 +58,61 @@ inline void sum_tile(const Sums<T>& a, const Edges& edges, int64_t f) {
   }
 }
 
-// Any number of channels: sums in memory, a head at a time.
+// Vectors `first` .. first + Tile of a row whose vectors may hold several heads: each takes its weights from the vector
+// of all heads by a permutation. The last vector of a row ends with the row, and keeps out of what is done already.
+template <int Tile, bool Dual, typename T>
+inline void sum_mixed(const Sums<T>& a, const Edges& edges, int64_t first) {
+  using A = wide_t<T>;
+  constexpr int lanes = Lanes<A>::count;
+  typedef typename Exp<A>::whole whole_t __attribute__((vector_size(GNNFLEET_VECTOR_BYTES)));
+  const int64_t width = a.heads * a.channels;
+  vec_t<A> sum[Tile] = {}, upper[Tile] = {};
+  whole_t head[Tile];
+  int64_t at[Tile];
+  for (int t = 0; t < Tile; ++t) {
+    at[t] = (first + t + 1) * lanes <= width ? (first + t) * lanes : width - lanes;
+    std::memcpy(&head[t], a.head_of + at[t], sizeof head[t]);
+    if (!a.shrink) continue;
+    const vec_t<A> shrink = __builtin_shuffle(load(a.shrink), head[t]);
+    sum[t] = load(a.sum + at[t]) * shrink;
+    if constexpr (Dual) upper[t] = load(a.upper_sum + at[t]) * shrink;
+  }
+  for (int64_t k = 0; k < edges.count; ++k) {
+    if (k + kAhead < edges.reach) prefetch_row(a.table + edges.col[k + kAhead] * a.stride + at[0], Tile * lanes);
+    const T* row = a.table + edges.col[k] * a.stride;
+    const vec_t<A> weight = load(a.weight + k * a.heads), above = load(a.upper + k * a.heads);
+#pragma GCC unroll 4
+    for (int t = 0; t < Tile; ++t) {
+      const vec_t<A> value = load(row + at[t]);
+      sum[t] += value * __builtin_shuffle(weight, head[t]);
+      if constexpr (Dual) upper[t] += value * __builtin_shuffle(above, head[t]);
+    }
+  }
+  for (int t = 0; t < Tile; ++t) {
+    const int64_t done = (first + t) * lanes - at[t];
+    if (done == 0) {
+      store<A>(a.sum + at[t], sum[t]);
+      if constexpr (Dual) store<A>(a.upper_sum + at[t], upper[t]);
+    }
+    for (int64_t l = done; done > 0 && l < lanes; ++l) {
+      a.sum[at[t] + l] = sum[t][l];
+      if constexpr (Dual) a.upper_sum[at[t] + l] = upper[t][l];
+    }
+  }
+}
+
+template <bool Dual, typename T>
+void sum_mixed(const Sums<T>& a, const Edges& edges) {
+  constexpr int64_t lanes = Lanes<wide_t<T>>::count;
+  const int64_t vectors = (a.heads * a.channels + lanes - 1) / lanes;
+  int64_t v = 0;
+  for (; v + 4 <= vectors; v += 4) sum_mixed<4, Dual>(a, edges, v);
+  if (vectors - v == 3) sum_mixed<3, Dual>(a, edges, v);
+  else if (vectors - v == 2) sum_mixed<2, Dual>(a, edges, v);
+  else if (vectors - v == 1) sum_mixed<1, Dual>(a, edges, v);
+}
+
+// Any number of heads and channels: sums in memory, a head at a time.
 template <bool Dual, typename T>
 inline void sum_any(const Sums<T>& a, const Edges& edges) {
   using A = wide_t<T>;
@@ -87,8 +142,12 @@ inline void sum_any(const Sums<T>& a, const Edges& edges) {
 template <bool Dual, typename T>
 void sum_edges(const Sums<T>& a, const Edges& edges) {
   constexpr int64_t lanes = Lanes<wide_t<T>>::count;
-  if (a.channels % lanes) return sum_any<Dual>(a, edges);
   const int64_t width = a.heads * a.channels;
+  if (a.channels % lanes) {
+    // Without a permutation by register, as in the oldest instruction sets, mixed vectors cost more than they bring.
+    const bool mixed = GNNFLEET_VECTOR_BYTES >= 32 && a.heads <= lanes && width >= lanes;
+    return mixed ? sum_mixed<Dual>(a, edges) : sum_any<Dual>(a, edges);
+  }
   int64_t f = 0;
   for (; f + kTile * lanes <= width; f += kTile * lanes) sum_tile<kTile, Dual>(a, edges, f);
   if constexpr (kTile > 4) {

@@ -1,9 +1,9 @@
-"""Attention equals its plain version in torch, gradients included, for every score, width, cut, thread count and
+"""Attention equals its plain version in torch, gradients included, for every score, width, thread count and
 instruction set."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,75 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.ops import attend_pieces as pieces
 from gnnfleet.ops import draws as draws_module
 from gnnfleet.ops import reference
 from gnnfleet.ops.attend import attend
 from gnnfleet.ops.csr import Compressed
-from gnnfleet.ops.draws import Draws, Purpose
 from gnnfleet.ops.native import _native
-
-DRAWS = Draws(5, Purpose.ATTENTION, layer=1)
-# (score, edge term)
-SCORES = [("add", False), ("add", True), ("v2", False), ("v2", True), ("dot", False)]
-# (heads, channels, depth): vectors that fit, that do not, rows longer than a tile, more heads than lanes
-WIDTHS = [(1, 1, 1), (4, 32, 8), (3, 5, 7), (8, 8, 16), (2, 144, 33), (20, 3, 2)]
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A structure with a long row, isolated ends, self-loops and parallel edges, and inputs for it."""
-
-    structure: Compressed
-    value: torch.Tensor
-    words: dict
-
-    @property
-    def inputs(self):
-        named = {"value": self.value, **{k: self.words[k] for k in ("src", "dst", "edge", "vector")}}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    def results(self, function):
-        """Output and the gradients of every input."""
-        out = function(self.structure, self.value, **self.words)
-        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
-        gradients = torch.autograd.grad(out, list(self.inputs.values()), weight)
-        return dict(zip(("out", *self.inputs), (out.detach(), *gradients), strict=True))
-
-
-def compress(src: torch.Tensor, dst: torch.Tensor, num_src: int, num_dst: int) -> Compressed:
-    """Edges sorted by destination already."""
-    indptr = torch.zeros(num_dst + 1, dtype=torch.int64)
-    indptr[1:] = torch.bincount(dst.long(), minlength=num_dst).cumsum(0)
-    return Compressed(indptr, src, num_src)
-
-
-def make_case(score, with_edge, widths=(4, 32, 8), *, dtype=torch.float64, dropout=0.0, edges=500, index=torch.int32):
-    heads, channels, depth = widths
-    depth = 1 if score == "add" else depth
-    generator = torch.Generator().manual_seed(heads * 1000 + channels + depth)
-    num_src, num_dst = 40, 30
-    dst = torch.randint(0, num_dst - 2, (edges,), generator=generator)
-    dst[: edges // 3] = 7  # longer than the kernels take at a time
-    src = torch.randint(0, num_src - 3, (edges,), generator=generator).to(index)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-
-    structure = compress(src, dst.sort().values, num_src, num_dst)
-    words = {"src": draw(num_src, heads * depth), "dst": draw(num_dst, heads * depth), "score": score, "heads": heads}
-    words["edge"] = draw(edges, heads * depth) if with_edge else None
-    words["vector"] = draw(heads * depth) if score == "v2" else None
-    ids = torch.randperm(edges, generator=generator) + 2**33
-    words |= {"dropout": dropout, "draws": DRAWS, "edge_ids": ids, "slope": 0.2}
-    return Case(structure, draw(num_src, heads * channels), words)
-
-
-def assert_close(found, expected, tolerance):
-    for name, tensor in expected.items():
-        scale = max(1.0, float(tensor.abs().max())) if tensor.numel() else 1.0
-        error = float((found[name].double() - tensor.double()).abs().max()) if tensor.numel() else 0.0
-        assert error <= tolerance * scale, f"{name}: off by {error}, size {scale}"
+from tests.ops.attend_cases import DRAWS, SCORES, WIDTHS, Case, assert_close, compress, make_case
 
 
 @pytest.fixture(params=_native.isas().split())
@@ -164,82 +101,6 @@ def test_only_some_gradients():
             weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
             out.backward(weight)
             assert_close({name: frozen[name].grad}, {name: full[name]}, 1e-13)
-
-
-# ---- pieces ---------------------------------------------------------------------------------------------------------
-
-
-def form_of(case, widths):
-    words = case.words
-    rule = {"score": words["score"], "slope": words["slope"], "dropout": words["dropout"], "words": DRAWS.words}
-    depth = words["src"].shape[1] // words["heads"]
-    return pieces.Form(heads=widths[0], channels=widths[1], depth=depth, scale=depth**-0.5, **rule)
-
-
-def inputs_of(case):
-    return pieces.Inputs(**case.inputs, edge_ids=case.words["edge_ids"])
-
-
-def cut(structure: Compressed, chosen: torch.Tensor, *, compact: bool) -> pieces.Piece:
-    """The chosen edges of a structure, with all its rows or only those that have edges."""
-    at = chosen.nonzero().flatten()
-    row, col = structure.row[at].long(), structure.col[at]
-    if not compact:
-        return pieces.Piece(compress(col, row, structure.num_cols, structure.num_rows), positions=at)
-    rows, row = row.unique(return_inverse=True)
-    return pieces.Piece(compress(col, row, structure.num_cols, rows.shape[0]), rows.int(), at)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.sampled_from(SCORES), st.sampled_from(WIDTHS), st.integers(1, 5), st.booleans(), st.integers(0, 10**6))
-def test_any_split_of_the_edges_merges(score, widths, parts, compact, seed):
-    case = make_case(*score, widths, dropout=0.3)
-    form, inputs = form_of(case, widths), inputs_of(case)
-    positive = score == ("add", False)
-    whole = pieces.run(form, inputs, pieces.Piece(case.structure), positive=positive)
-    part = torch.randint(0, parts, (case.structure.num_edges,), generator=torch.Generator().manual_seed(seed))
-    state = pieces.begin(form, case.structure.num_rows, dtype=torch.float64, positive=positive)
-    for number in range(parts):
-        pieces.extend(state, form, inputs, cut(case.structure, part == number, compact=compact))
-    pieces.finish(state, form)
-    for name in ("num", "max", "pos", "mass"):
-        expected, found = getattr(whole, name), getattr(state, name)
-        if expected is not None:
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize(("score", "with_edge"), SCORES)
-def test_owners_of_the_ends_compute_gradients_apart(score, with_edge, compact):
-    """Sources see destinations only as packed message rows; both sides work through the edges in pieces."""
-    widths = (4, 32, 8)
-    case = make_case(score, with_edge, widths, dropout=0.3)
-    form, inputs, structure = form_of(case, widths), inputs_of(case), case.structure
-    local = score == "add" and not with_edge
-    state = pieces.run(form, inputs, pieces.Piece(structure), positive=local)
-    grad = torch.randn(state.num.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    side, d_dst = pieces.destination_gradient(form, state, grad, inputs.dst)
-    message = torch.cat([grad, inputs.dst.detach(), side.lse_dee], 1)
-    width, inner = grad.shape[1], inputs.dst.shape[1]
-    there = replace(inputs, dst=message[:, width : width + inner])
-    transposed, positions = structure.transposed
-    into = torch.zeros_like(inputs.value), torch.zeros_like(inputs.src)
-    target = pieces.TargetGradient(
-        *(None if x is None else torch.zeros_like(x) for x in (inputs.dst, inputs.edge, inputs.vector))
-    )
-    for number in range(3):
-        piece = cut(transposed, positions % 3 == number, compact=compact)
-        piece = replace(piece, positions=positions[piece.positions])
-        pieces.by_source(form, there, piece, grad=message[:, :width], side=message[:, width + inner :], into=into)
-        chosen = torch.arange(structure.num_edges) % 3 == number
-        piece = cut(structure, chosen, compact=compact)
-        pieces.by_target(form, inputs, piece, grad=grad, side=side.lse_dee, into=target)
-    expected = case.results(reference.attend)
-    found = {"value": into[0], "src": into[1], "dst": target.dst, "edge": target.edge, "vector": target.vector}
-    assert_close({k: v for k, v in found.items() if v is not None}, {k: expected[k] for k in case.inputs}, 1e-12)
-    assert (d_dst is not None) == local
-    if d_dst is not None:
-        assert_close({"dst": d_dst}, {"dst": expected["dst"]}, 1e-12)
 
 
 # ---- numbers at the edge --------------------------------------------------------------------------------------------

@@ -1,0 +1,72 @@
+"""Inputs of attention for its tests, and how results are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.draws import Draws, Purpose
+
+DRAWS = Draws(5, Purpose.ATTENTION, layer=1)
+# (score, edge term)
+SCORES = [("add", False), ("add", True), ("v2", False), ("v2", True), ("dot", False)]
+# (heads, channels, depth): vectors that fit, that do not, rows longer than a tile, more heads than lanes
+WIDTHS = [(1, 1, 1), (4, 32, 8), (3, 5, 7), (8, 8, 16), (1, 47, 19), (6, 40, 3), (2, 144, 33), (20, 3, 2)]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A structure with a long row, isolated ends, self-loops and parallel edges, and inputs for it."""
+
+    structure: Compressed
+    value: torch.Tensor
+    words: dict
+
+    @property
+    def inputs(self):
+        named = {"value": self.value, **{k: self.words[k] for k in ("src", "dst", "edge", "vector")}}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def results(self, function):
+        """Output and the gradients of every input."""
+        out = function(self.structure, self.value, **self.words)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
+        gradients = torch.autograd.grad(out, list(self.inputs.values()), weight)
+        return dict(zip(("out", *self.inputs), (out.detach(), *gradients), strict=True))
+
+
+def compress(src: torch.Tensor, dst: torch.Tensor, num_src: int, num_dst: int) -> Compressed:
+    """Edges sorted by destination already."""
+    indptr = torch.zeros(num_dst + 1, dtype=torch.int64)
+    indptr[1:] = torch.bincount(dst.long(), minlength=num_dst).cumsum(0)
+    return Compressed(indptr, src, num_src)
+
+
+def make_case(score, with_edge, widths=(4, 32, 8), *, dtype=torch.float64, dropout=0.0, edges=500, index=torch.int32):
+    heads, channels, depth = widths
+    depth = 1 if score == "add" else depth
+    generator = torch.Generator().manual_seed(heads * 1000 + channels + depth)
+    num_src, num_dst = 40, 30
+    dst = torch.randint(0, num_dst - 2, (edges,), generator=generator)
+    dst[: edges // 3] = 7  # longer than the kernels take at a time
+    src = torch.randint(0, num_src - 3, (edges,), generator=generator).to(index)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    structure = compress(src, dst.sort().values, num_src, num_dst)
+    words = {"src": draw(num_src, heads * depth), "dst": draw(num_dst, heads * depth), "score": score, "heads": heads}
+    words["edge"] = draw(edges, heads * depth) if with_edge else None
+    words["vector"] = draw(heads * depth) if score == "v2" else None
+    ids = torch.randperm(edges, generator=generator) + 2**33
+    words |= {"dropout": dropout, "draws": DRAWS, "edge_ids": ids, "slope": 0.2}
+    return Case(structure, draw(num_src, heads * channels), words)
+
+
+def assert_close(found, expected, tolerance):
+    for name, tensor in expected.items():
+        scale = max(1.0, float(tensor.abs().max())) if tensor.numel() else 1.0
+        error = float((found[name].double() - tensor.double()).abs().max()) if tensor.numel() else 0.0
+        assert error <= tolerance * scale, f"{name}: off by {error}, size {scale}"
