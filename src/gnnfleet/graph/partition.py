@@ -19,9 +19,10 @@ from torch import Tensor
 from gnnfleet.errors import PartitionError, StoreError
 from gnnfleet.graph.bundle import Bundle, BundleWriter
 from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.order import cluster_order
 from gnnfleet.graph.partitioners import Assignment
 from gnnfleet.graph.quality import Quality, measure
-from gnnfleet.graph.scan import Array
+from gnnfleet.graph.scan import Array, EdgeScan
 from gnnfleet.graph.shard import KIND as PART
 from gnnfleet.graph.shard import Shard, data_file, plan_folder
 from gnnfleet.graph.store import node_folder
@@ -93,6 +94,7 @@ def write_partition(
     """Cut the graph's data along an assignment and write it, whole or not at all."""
     progress = progress or Silent()
     quality = quality or measure(graph, assignment.part, assignment.parts, progress=progress)
+    progress.stage("order")
     places = place(graph, assignment)
     with BundleWriter(path, kind=KIND, overwrite=overwrite) as out, ExitStack() as stack:
         writers = [
@@ -129,14 +131,13 @@ def part_folder(part: int) -> str:
 
 
 def place(graph: Graph, assignment: Assignment) -> dict[str, Placement]:
-    """Number every type's nodes inside their parts: by cluster, then store id."""
+    """Number every type's nodes inside their parts, neighbours close together."""
+    near = cluster_order(EdgeScan(graph), seed=assignment.seed)
     places = {}
     for kind, start in graph.node_offsets.items():
         own = slice(start, start + graph.nodes[kind].count)
         part = assignment.part[own]
-        order = (
-            np.arange(len(part)) if assignment.cluster is None else np.argsort(assignment.cluster[own], kind="stable")
-        )
+        order = np.argsort(near[own])
         order = order[np.argsort(part[order], kind="stable")]
         bounds = np.searchsorted(part[order], np.arange(assignment.parts + 1))
         local = np.empty(len(part), dtype=np.int32)

@@ -17,7 +17,7 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partitioners.deal import deal_random, deal_range
 from gnnfleet.graph.partitioners.metis import mincut, super_nodes
 from gnnfleet.graph.partitioners.request import Request
-from gnnfleet.graph.partitioners.stream import cluster, stream_parts
+from gnnfleet.graph.partitioners.stream import stream_parts
 from gnnfleet.graph.quality import train_nodes
 from gnnfleet.graph.scan import Array, EdgeScan
 from gnnfleet.report.progress import Progress, Silent
@@ -27,7 +27,7 @@ BALANCES = ("nodes", "edges", "train")
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The part of every node, and the finer cluster that places it inside its part."""
+    """The part of every node, and for ``super`` the mini-cluster it was dealt in."""
 
     part: Array  # [nodes] int32
     parts: int
@@ -47,10 +47,6 @@ PARTITIONERS: Mapping[str, Partitioner] = {
     "stream": stream_parts,
 }
 
-# Nodes that lie together in a part so that the rows of a neighbourhood share cache lines: 400 rows of 128 floats fit
-# the second-level cache of a core.
-CLUSTER_NODES = 400
-
 
 def assign(
     graph: Graph,
@@ -69,12 +65,9 @@ def assign(
         raise ConfigError(f"a graph is cut into at least one part, asked for {parts}")
     scan = EdgeScan(graph)
     request = Request(parts=parts, weights=node_weights(graph, balance), seed=seed, **options)
-    part, cluster_of = PARTITIONERS[method](scan, request, progress or Silent())
+    part, cluster = PARTITIONERS[method](scan, request, progress or Silent())
     check(part, graph.num_nodes, parts)
-    if cluster_of is None:
-        (progress or Silent()).stage("clusters")
-        cluster_of = cluster(scan, max_nodes=CLUSTER_NODES, seed=seed)
-    return Assignment(part=part, parts=parts, method=method, seed=seed, balance=balance, cluster=cluster_of)
+    return Assignment(part=part, parts=parts, method=method, seed=seed, balance=balance, cluster=cluster)
 
 
 def node_weights(graph: Graph, balance: str) -> Array:
