@@ -110,7 +110,7 @@ def test_only_some_gradients():
 def test_cancellation_in_additive_backward(size):
     """Large scores of both signs and one neighbour that dominates: gradients of scores are small differences.
 
-    The error of float32 is within 16 roundings of the terms that are subtracted, times what rounding a score of that
+    The error of float32 is within two roundings of the terms that are subtracted, times what rounding a score of that
     size does to its weight.
     """
     case = make_case("add", False, (4, 32, 1), dtype=torch.float32, edges=2000)
@@ -127,14 +127,14 @@ def test_cancellation_in_additive_backward(size):
     lse = torch.zeros(30, 4, dtype=torch.float64).index_add(0, row, score.exp()).log()
     grad = torch.randn(30, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64).abs()
     terms = (score - lse[row]).exp() * ((grad[row] * exact.value.detach().abs()[col]).view(-1, 4, 32).sum(-1) * 2)
-    rounding = 16 * 2**-24 * (1 + float(score.abs().max()))
+    rounding = 2 * 2**-24 * (1 + float(score.abs().max()))
     for name, end, count in (("src", col, 40), ("dst", row, 30)):
         bound = rounding * torch.zeros(count, 4, dtype=torch.float64).index_add(0, end, terms)
         error = (found[name].double() - expected[name]).abs()
         assert bool((error <= bound + 1e-30).all()), (
             f"{name}: {float((error / bound).nan_to_num(0).max())} of the bound"
         )
-        allowed = 4 * float((plain[name].double() - expected[name]).abs().max()) + float(bound.max()) / 16
+        allowed = 4 * float((plain[name].double() - expected[name]).abs().max()) + float(bound.max()) / 2
         assert float(error.max()) <= allowed
 
 
