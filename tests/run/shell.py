@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ def start(*words: str | Path, **options: Any) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        # A shell starts background jobs with Ctrl-C ignored, which children inherit; a user's terminal does not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
     )
 

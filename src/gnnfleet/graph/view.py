@@ -91,8 +91,14 @@ class GraphView(Protocol):
     ) -> Tensor:
         """Any differentiable message; see ``ops.propagate``."""
 
-    def dropout(self, x: Tensor, p: float, *, place: int = 0) -> Tensor:
-        """Dropout by key on node rows; ``place`` tells several in one layer apart."""
+    def num_dst_of(self, kind: str) -> int:
+        """Destinations of one node type."""
+
+    def dropout(self, x: Tensor, p: float, *, place: int = 0, kind: str | None = None) -> Tensor:
+        """Dropout by key on the rows of a node type; ``place`` tells several in one layer apart."""
+
+    def at(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> GraphView:
+        """The same edges for another step, layer or mode."""
 
     def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
         """Rows of x by store id, wherever they live; differentiable."""
@@ -303,11 +309,15 @@ class LocalView:
             edge_ids=edges.edge_ids,
         )
 
-    def dropout(self, x: Tensor, p: float, *, place: int = 0) -> Tensor:
-        if not self.training:
+    def num_dst_of(self, kind: str) -> int:
+        return self.nodes[kind].num_dst
+
+    def dropout(self, x: Tensor, p: float, *, place: int = 0, kind: str | None = None) -> Tensor:
+        if not self.training or not p:
             return x
+        rows = self._rows if kind is None else self.nodes[kind]
         draws = self.key.draws(Purpose.DROPOUT, self.layer, relation=place)
-        return dropout(x, p, ids=self.node_ids[: x.shape[0]], draws=draws)
+        return dropout(x, p, ids=rows.node_ids[: x.shape[0]], draws=draws)
 
     def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
         rows = torch.searchsorted(self.node_ids, store_ids)
