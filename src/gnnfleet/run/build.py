@@ -49,7 +49,8 @@ def build(graph: Graph, config: RunConfig, *, training: bool = True, progress: P
     graph = graph.with_nodes(target, split=_split(graph.nodes[target], config))
     _check_labels(graph.nodes[target])
     _check_features(graph, config)
-    head = make_head(graph.nodes[target], config)
+    metric = None if config.train.metric == "auto" else config.train.metric
+    head = NodeHead.of(graph.nodes[target], metric)
     model = seeded_model(graph, config)
     job = Job(
         graph=graph,
@@ -74,14 +75,6 @@ def seeded_model(graph: Graph, config: RunConfig) -> GNN:
         torch.manual_seed(config.seed)
         model = build_model(config.model, graph)
     return model.to(PRECISIONS[config.precision])
-
-
-def make_head(nodes: Nodes, config: RunConfig) -> NodeHead:
-    """The head of the labelled nodes, with the metric the config asks for."""
-    name = config.train.metric
-    if name == "auto":
-        name = "micro_f1" if nodes.multilabel else "accuracy"
-    return NodeHead(name, multilabel=nodes.multilabel)
 
 
 def _split(nodes: Nodes, config: RunConfig) -> torch.Tensor:

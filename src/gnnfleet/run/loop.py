@@ -127,7 +127,12 @@ def _validate(strategy: Strategy, plan: Plan, position: Position, row: dict[str,
 def _is_better(found: Mapping[str, float], metric: str, position: Position) -> bool:
     if position.best_metric is None or position.best_loss is None:
         return True
-    return (found[metric], -found["loss"]) > (position.best_metric, -position.best_loss)
+    if math.isnan(found[metric]):
+        return False
+    return math.isnan(position.best_metric) or (found[metric], -found["loss"]) > (
+        position.best_metric,
+        -position.best_loss,
+    )
 
 
 def _exhausted(position: Position, plan: Plan) -> bool:
