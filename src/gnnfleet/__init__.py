@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gnnfleet import nn as nn
     from gnnfleet.errors import ConfigError as ConfigError
     from gnnfleet.errors import GnnfleetError as GnnfleetError
     from gnnfleet.errors import InputError as InputError
@@ -63,6 +64,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return import_module("gnnfleet.nn")
     if name not in __all__:
         raise AttributeError(f"module 'gnnfleet' has no attribute {name!r}")
     module, _, own_name = _HOMES.get(name, f"gnnfleet.errors.{name}").rpartition(".")
@@ -70,4 +73,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "nn"]

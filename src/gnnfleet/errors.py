@@ -5,7 +5,8 @@
     ├── InputError        a row, column or file of the data being imported
     ├── StoreError        a graph on disk: missing, incomplete, altered, of another version
     ├── PartitionError    an assignment or a partition on disk
-    └── NativeError       the compiled kernels are missing or do not fit the machine
+    ├── NativeError       the compiled kernels are missing or do not fit the machine
+    └── RunError          a training run: its directory, its checkpoints, a loss that is no number
 
 Each message says what was expected, what was found and what to do. Mistakes of a programmer are asserts, not errors.
 """
@@ -35,3 +36,7 @@ class PartitionError(GnnfleetError):
 
 class NativeError(GnnfleetError):
     exit_code = 6
+
+
+class RunError(GnnfleetError):
+    exit_code = 7

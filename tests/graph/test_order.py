@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.order import cluster_order
+from gnnfleet.graph.order import cluster_places
 from gnnfleet.graph.scan import EdgeScan
 from tests.graph.strategies import graphs
 
@@ -14,9 +14,9 @@ from tests.graph.strategies import graphs
 @settings(max_examples=30, deadline=None)
 def test_every_node_has_one_place_and_the_seed_decides(graph: Graph) -> None:
     scan = EdgeScan(graph)
-    place = cluster_order(scan, seed=1)
+    place = cluster_places(scan, seed=1)
     assert sorted(place.tolist()) == list(range(graph.num_nodes))
-    assert np.array_equal(place, cluster_order(scan, seed=1))
+    assert np.array_equal(place, cluster_places(scan, seed=1))
 
 
 def test_neighbours_come_close() -> None:
@@ -28,6 +28,6 @@ def test_neighbours_come_close() -> None:
         [torch.arange(2000).repeat(20), (base + torch.randint(0, 50, (20, 2000), generator=random)).flatten()]
     )
     graph = Graph(name[index], num_nodes=2000)
-    place = torch.from_numpy(cluster_order(EdgeScan(graph)))
+    place = torch.from_numpy(cluster_places(EdgeScan(graph)))
     apart = (place[name[index[0]]] - place[name[index[1]]]).abs().float()
     assert float(apart.mean()) < 60

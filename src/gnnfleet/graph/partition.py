@@ -19,7 +19,7 @@ from torch import Tensor
 from gnnfleet.errors import PartitionError, StoreError
 from gnnfleet.graph.bundle import Bundle, BundleWriter
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.order import cluster_order
+from gnnfleet.graph.order import cluster_places
 from gnnfleet.graph.partitioners import Assignment
 from gnnfleet.graph.quality import Quality, measure
 from gnnfleet.graph.scan import Array, EdgeScan
@@ -132,7 +132,7 @@ def part_folder(part: int) -> str:
 
 def place(graph: Graph, assignment: Assignment) -> dict[str, Placement]:
     """Number every type's nodes inside their parts, neighbours close together."""
-    near = cluster_order(EdgeScan(graph), seed=assignment.seed)
+    near = cluster_places(EdgeScan(graph), seed=assignment.seed)
     places = {}
     for kind, start in graph.node_offsets.items():
         own = slice(start, start + graph.nodes[kind].count)

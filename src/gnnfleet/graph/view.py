@@ -33,6 +33,19 @@ class GraphView(Protocol):
     """The verbs. x is [N_src, …]; results are [N_dst, …]."""
 
     @property
+    def training(self) -> bool:
+        """Whether dropout drops and batch norm uses the batch's statistics."""
+
+    def at(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> GraphView:
+        """The same edges for another step, layer or mode."""
+
+    def of(self, kind: str) -> GraphView:
+        """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
+
+    @property
+    def node_types(self) -> tuple[str, ...]: ...
+
+    @property
     def num_src(self) -> int: ...
 
     @property
@@ -49,6 +62,10 @@ class GraphView(Protocol):
     @property
     def weight(self) -> Tensor | None:
         """[E] the store's edge weights."""
+
+    @property
+    def attr(self) -> Tensor | None:
+        """[E, F] the store's edge features."""
 
     @property
     def in_degree(self) -> Tensor:
@@ -193,6 +210,14 @@ class LocalView:
             layer=self.layer if layer is None else layer,
             training=self.training if training is None else training,
         )
+
+    def of(self, kind: str) -> LocalView:
+        """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
+        return replace(self, nodes={kind: self.nodes[kind]}, relations={})
+
+    @property
+    def node_types(self) -> tuple[str, ...]:
+        return tuple(self.nodes)
 
     @property
     def _rows(self) -> Rows:

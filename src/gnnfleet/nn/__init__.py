@@ -1,0 +1,52 @@
+"""Layers, models and heads. A layer takes a view of the graph and rows: ``conv(view, x)``; it never knows a rank.
+
+``gf.nn.SAGE(hidden=256, layers=3)`` and its like describe a model; ``build_model`` makes it for a graph.
+"""
+
+from gnnfleet.nn.config import GAT, GCN, GCN2, GIN, RGCN, SAGE, GATv2, ModelConfig, ResPlus
+from gnnfleet.nn.conv import (
+    GATConv,
+    GATv2Conv,
+    GCN2Conv,
+    GCNConv,
+    GENConv,
+    GINConv,
+    ResPlusBlock,
+    RGCNConv,
+    SAGEConv,
+)
+from gnnfleet.nn.embedding import NodeEmbedding
+from gnnfleet.nn.heads import NodeHead, Tally, roc_auc
+from gnnfleet.nn.mlp import MLP
+from gnnfleet.nn.model import GNN, build_model
+from gnnfleet.nn.norm import BatchNorm, LayerNorm
+
+__all__ = [
+    "GAT",
+    "GCN",
+    "GCN2",
+    "GIN",
+    "GNN",
+    "MLP",
+    "RGCN",
+    "SAGE",
+    "BatchNorm",
+    "GATConv",
+    "GATv2",
+    "GATv2Conv",
+    "GCN2Conv",
+    "GCNConv",
+    "GENConv",
+    "GINConv",
+    "LayerNorm",
+    "ModelConfig",
+    "NodeEmbedding",
+    "NodeHead",
+    "RGCNConv",
+    "ResPlus",
+    "ResPlusBlock",
+    "SAGEConv",
+    "Tally",
+    "build_model",
+    "roc_auc",
+]

@@ -1,0 +1,111 @@
+"""What a model is, as values: the same words in a TOML file, on the command line (``--set model.hidden=64``) and in
+Python (``gf.nn.SAGE(hidden=64)``)."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gnnfleet.errors import ConfigError
+
+MODELS = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", "gcn2", "res+")
+SAGE_AGGRS = ("mean", "max", "pool")
+
+
+class ModelConfig(BaseModel):
+    """A model. Fields that only some models read name them; the others ignore them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    name: str = Field("sage", description=f"one of {', '.join(MODELS)}")
+    hidden: int = Field(256, ge=1, description="width of the hidden layers (of all heads together)")
+    layers: int = Field(3, ge=1, le=255, description="rounds of message passing")
+    dropout: float = Field(0.5, ge=0, lt=1, description="after each hidden layer; in gat and gatv2 also on attention")
+    input_dropout: float = Field(0.0, ge=0, lt=1, description="on the input features")
+    attention_dropout: float | None = Field(None, ge=0, lt=1, description="gat, gatv2: unless it is as dropout")
+    norm: Literal["none", "layer", "batch"] = Field("none", description="between a layer and its activation")
+    act: Literal["relu", "elu"] = Field("relu", description="activation of the hidden layers")
+    embedding: int = Field(0, ge=0, description="width of learnable node rows beside the features; 0 = none")
+    aggr: Literal["mean", "max", "pool"] = Field("mean", description="sage: how neighbours are combined")
+    heads: int = Field(4, ge=1, description="gat, gatv2: attention heads")
+    out_heads: int | None = Field(None, ge=1, description="gat, gatv2: heads averaged by the last layer, if not heads")
+    residual: bool = Field(False, description="gat, gatv2: add a linear map of the node's own row")
+    edge_features: bool = Field(True, description="gat, gatv2: use the edge features of the graph, if it has any")
+    edge_weight: bool = Field(True, description="gcn, gcn2: use the edge weights of the graph, if it has any")
+    train_eps: bool = Field(False, description="gin: learn how much a node's own row counts")
+    bases: int = Field(0, ge=0, description="rgcn: weight matrices that all edge types share; 0 = one for each type")
+    alpha: float = Field(0.1, ge=0, le=1, description="gcn2: share of the first layer's rows")
+    theta: float = Field(0.5, gt=0, description="gcn2: how fast the weights fade with depth")
+    shared_weights: bool = Field(True, description="gcn2: one weight matrix for both terms")
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in MODELS:
+            near = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(MODELS)}"
+            raise ConfigError(f"there is no model {name!r}: {hint}")
+        return name
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.name in ("gat", "gatv2") and self.layers > 1 and self.hidden % self.heads:
+            raise ConfigError(f"hidden must be a multiple of heads, found {self.hidden} and {self.heads}")
+        return self
+
+
+def make_config(name: str, **settings: Any) -> ModelConfig:
+    """A configuration from keywords; raises ConfigError with the nearest word for an unknown one."""
+    try:
+        return ModelConfig(name=name, **settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else "model"
+        if first["type"] != "extra_forbidden":
+            text = first["msg"]
+            raise ConfigError(f"{key}: {text[:1].lower()}{text[1:]}, found {first['input']!r}") from error
+        near = difflib.get_close_matches(key, ModelConfig.model_fields, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ModelConfig.model_fields)}"
+        raise ConfigError(f"a model has no setting {key!r}: {hint}") from error
+
+
+def SAGE(**settings: Any) -> ModelConfig:
+    """GraphSAGE."""
+    return make_config("sage", **settings)
+
+
+def GCN(**settings: Any) -> ModelConfig:
+    """Graph convolutional network."""
+    return make_config("gcn", **settings)
+
+
+def GAT(**settings: Any) -> ModelConfig:
+    """Graph attention network."""
+    return make_config("gat", **settings)
+
+
+def GATv2(**settings: Any) -> ModelConfig:
+    """Graph attention network with dynamic attention."""
+    return make_config("gatv2", **settings)
+
+
+def GIN(**settings: Any) -> ModelConfig:
+    """Graph isomorphism network."""
+    return make_config("gin", **settings)
+
+
+def RGCN(**settings: Any) -> ModelConfig:
+    """Relational graph convolutional network: the one for several node or edge types."""
+    return make_config("rgcn", **settings)
+
+
+def GCN2(**settings: Any) -> ModelConfig:
+    """GCNII: deep GCN with initial residual and identity mapping."""
+    return make_config("gcn2", **settings)
+
+
+def ResPlus(**settings: Any) -> ModelConfig:
+    """DeeperGCN: pre-activation residual blocks with softmax aggregation."""
+    return make_config("res+", **settings)

@@ -1,0 +1,96 @@
+"""GCN (Kipf and Welling, https://arxiv.org/abs/1609.02907) and the symmetric normalisation that GCN2 shares.
+
+Degrees are the whole graph's, so a layer on a block or a subgraph weighs an edge as the whole graph does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.view import GraphView
+from gnnfleet.nn.linear import GlorotLinear, transform_first
+
+
+def inverse_root_degree(view: GraphView, weight: Tensor | None, *, loop: float, dtype: torch.dtype) -> Tensor:
+    """[N_src, 1] d^(−1/2), d = ``loop`` + the sum of in-edge weights; 0 where d is 0.
+
+    For the store's weights d is the whole graph's. Other weights (learnt ones) are summed over the edges of the view,
+    differentiably; that needs every node as a destination.
+    """
+    if weight is None or (weight is view.weight and not weight.requires_grad):
+        degree = view.graph_degree(weighted=weight is not None).to(dtype)[:, None] + loop
+    elif view.num_dst != view.num_src:
+        raise ConfigError("weights other than the store's need a view whose nodes are all destinations, found a block")
+    else:
+        ones = torch.ones(view.num_src, 1, dtype=dtype)
+        degree = view.aggregate(ones, weight=weight, loops=loop > 0) + max(loop - 1, 0)
+    return torch.where(degree > 0, degree, torch.inf).rsqrt()
+
+
+class GCNConv(torch.nn.Module):
+    """x'_i = Θ Σ_{j ∈ N(i) ∪ {i}} e_ji / √(d_j d_i) x_j + b, with d_i = 1 + Σ_j e_ji.
+
+    Parameters ``lin.weight`` [out, in] and ``bias``, as PyG's. A self-loop of the store counts as the one added here;
+    with ``add_self_loops=False`` it is an edge, but not part of the degree.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        improved: bool = False,
+        add_self_loops: bool | None = None,
+        normalize: bool = True,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if add_self_loops and not normalize:
+            raise ConfigError("GCNConv adds self-loops only when it normalises: set normalize=True")
+        self.in_channels, self.out_channels, self.normalize = in_channels, out_channels, normalize
+        self.add_self_loops = normalize if add_self_loops is None else add_self_loops
+        self.loop = (2.0 if improved else 1.0) if self.add_self_loops else 0.0
+        self.lin = GlorotLinear(in_channels, out_channels, bias=False)
+        self.bias = torch.nn.Parameter(torch.zeros(out_channels)) if bias else None
+
+    def reset_parameters(self) -> None:
+        self.lin.reset_parameters()
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def aggregate(self, view: GraphView, x: Tensor, *, weight: Tensor | None = None) -> Tensor:
+        """[N_dst, in] the normalised sum of input rows: all of the layer that does not depend on its parameters."""
+        return self._aggregate(view, x, weight, fresh=False)
+
+    def forward(
+        self, view: GraphView, x: Tensor, *, weight: Tensor | None = None, aggregated: Tensor | None = None
+    ) -> Tensor:
+        """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x."""
+        if aggregated is None and transform_first(view, self.in_channels, self.out_channels):
+            out = self._aggregate(view, self.lin(x), weight, fresh=True)
+            return out if self.bias is None else out.add_(self.bias)
+        if aggregated is None:
+            aggregated = self._aggregate(view, x, weight, fresh=False)
+        return functional.linear(aggregated, self.lin.weight, self.bias)
+
+    def _aggregate(self, view: GraphView, x: Tensor, weight: Tensor | None, *, fresh: bool) -> Tensor:
+        """``fresh``: x belongs to this layer and may be scaled in place."""
+        if not self.normalize:
+            return view.aggregate(x, weight=weight)
+        scale = inverse_root_degree(view, weight, loop=self.loop, dtype=x.dtype)
+        return normalised_sum(view, x, weight, scale=scale, loop=self.loop, fresh=fresh)
+
+
+def normalised_sum(
+    view: GraphView, x: Tensor, weight: Tensor | None, *, scale: Tensor, loop: float, fresh: bool
+) -> Tensor:
+    """``scale_i (Σ_j e_ji scale_j x_j + loop · scale_i x_i)``."""
+    # Scaling rows on both sides instead of weighing edges: a view over ranks knows the degrees of its own rows only.
+    in_place = fresh and not scale.requires_grad
+    x = x.mul_(scale) if in_place else x * scale
+    out = view.aggregate(x, weight=weight, loops=loop > 0)
+    if loop > 1:
+        out = out.add_(x[: view.num_dst], alpha=loop - 1)
+    return out * scale[: view.num_dst] if scale.requires_grad else out.mul_(scale[: view.num_dst])

@@ -1,0 +1,44 @@
+"""GIN (Xu, Hu, Leskovec and Jegelka, https://arxiv.org/abs/1810.00826)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gnnfleet.graph.view import GraphView
+from gnnfleet.nn.mlp import MLP
+
+
+class GINConv(torch.nn.Module):
+    """x'_i = nn((1 + eps) x_i + Σ_{j ∈ N(i)} x_j). Parameters ``nn.*`` and ``eps`` (a buffer unless learnt), as PyG's.
+
+    ``nn`` is any module on rows, or ``gnnfleet.nn.MLP`` where batch norm must see all nodes.
+    """
+
+    eps: Tensor
+
+    def __init__(self, nn: torch.nn.Module, eps: float = 0.0, train_eps: bool = False) -> None:
+        super().__init__()
+        self.nn, self.initial_eps = nn, eps
+        if train_eps:
+            self.eps = torch.nn.Parameter(torch.full((1,), eps))
+        else:
+            self.register_buffer("eps", torch.full((1,), eps))
+
+    def reset_parameters(self) -> None:
+        for module in (self.nn, *self.nn.children()):
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        self.eps.data.fill_(self.initial_eps)
+
+    def aggregate(self, view: GraphView, x: Tensor, *, weight: Tensor | None = None) -> Tensor:
+        """[N_dst, in] the sum over neighbours: all of the layer that does not depend on its parameters."""
+        return view.aggregate(x)
+
+    def forward(self, view: GraphView, x: Tensor, *, aggregated: Tensor | None = None) -> Tensor:
+        """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x."""
+        near = view.aggregate(x) if aggregated is None else aggregated
+        own = x[: view.num_dst]
+        out = torch.addcmul(near, own, 1 + self.eps)
+        result: Tensor = self.nn(view, out) if isinstance(self.nn, MLP) else self.nn(out)
+        return result

@@ -1,0 +1,66 @@
+"""GraphSAGE (Hamilton, Ying and Leskovec, https://arxiv.org/abs/1706.02216): mean, max and pool aggregation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.view import GraphView
+from gnnfleet.nn.linear import add_linear, transform_first
+
+AGGRS = ("mean", "max", "sum", "add")
+
+
+class SAGEConv(torch.nn.Module):
+    """x'_i = W_l aggr_{j ∈ N(i)} x_j + W_r x_i; with ``project`` the x_j are first ReLU(W x_j + b) (pool).
+
+    Parameters ``lin_l.weight``, ``lin_l.bias``, ``lin_r.weight`` and, with ``project``, ``lin.weight``, ``lin.bias``,
+    as PyG's.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        aggr: str = "mean",
+        normalize: bool = False,
+        root_weight: bool = True,
+        project: bool = False,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if aggr not in AGGRS:
+            raise ConfigError(f"SAGEConv aggregates by {', '.join(AGGRS)}, found {aggr!r}")
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.aggr = "sum" if aggr == "add" else aggr
+        self.normalize, self.root_weight, self.project = normalize, root_weight, project
+        if project:
+            self.lin = torch.nn.Linear(in_channels, in_channels)
+        self.lin_l = torch.nn.Linear(in_channels, out_channels, bias=bias)
+        if root_weight:
+            self.lin_r = torch.nn.Linear(in_channels, out_channels, bias=False)
+
+    def reset_parameters(self) -> None:
+        for child in self.children():
+            child.reset_parameters()  # type: ignore[operator]
+
+    def aggregate(self, view: GraphView, x: Tensor, *, weight: Tensor | None = None) -> Tensor | None:
+        """[N_dst, in] what the layer needs of its neighbours, where that does not depend on its parameters."""
+        return None if self.project else view.aggregate(x, reduce=self.aggr)
+
+    def forward(self, view: GraphView, x: Tensor, *, aggregated: Tensor | None = None) -> Tensor:
+        """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x."""
+        own = x[: view.num_dst]
+        linear = self.aggr != "max" and not self.project
+        if aggregated is None and linear and transform_first(view, self.in_channels, self.out_channels):
+            out = view.aggregate(functional.linear(x, self.lin_l.weight), reduce=self.aggr)
+            out = out if self.lin_l.bias is None else out.add_(self.lin_l.bias)
+        else:
+            if aggregated is None:
+                near = torch.relu_(self.lin(x)) if self.project else x
+                aggregated = view.aggregate(near, reduce=self.aggr)
+            out = self.lin_l(aggregated)
+        out = add_linear(out, own, self.lin_r.weight) if self.root_weight else out
+        return functional.normalize(out, dim=-1) if self.normalize else out

@@ -1,0 +1,122 @@
+"""What a node classifier is trained on and measured by, apart from where the nodes live.
+
+Losses are sums over labelled rows: whoever knows the number of labelled rows of all ranks divides. Metrics are tallies
+that add up over batches and ranks. y is [n] int64 with −1 for no label, or [n, C] int8 with −1 for an unknown one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.graph import Nodes
+
+METRICS = ("accuracy", "roc_auc", "micro_f1")
+
+
+@dataclass(frozen=True, eq=False)
+class Tally:
+    """Part of a metric. ``counts`` add up; ``score`` and ``truth`` [n, K] are stacked (ROC-AUC only)."""
+
+    counts: Tensor  # [3] float64; accuracy: right, rows, 0; micro-F1: true positives, false positives, false negatives
+    score: Tensor | None = None
+    truth: Tensor | None = None
+
+    def __add__(self, other: Tally) -> Tally:
+        if self.score is None or other.score is None or self.truth is None or other.truth is None:
+            return Tally(self.counts + other.counts)
+        return Tally(
+            self.counts + other.counts, torch.cat([self.score, other.score]), torch.cat([self.truth, other.truth])
+        )
+
+
+@dataclass(frozen=True)
+class NodeHead:
+    """Multi-class (cross entropy) or multi-label (binary cross entropy with logits) node classification."""
+
+    num_classes: int
+    multilabel: bool = False
+    name: str = "accuracy"
+
+    def __post_init__(self) -> None:
+        if self.name not in METRICS:
+            raise ConfigError(f"there is no metric {self.name!r}: choose one of {', '.join(METRICS)}")
+        if self.name == "roc_auc" and not self.multilabel and self.num_classes != 2:
+            raise ConfigError(f"roc_auc needs two classes or several labels per node, found {self.num_classes} classes")
+
+    @classmethod
+    def of(cls, nodes: Nodes, metric: str | None = None) -> NodeHead:
+        """The head for a labelled node type; by default accuracy, or micro-F1 for several labels per node."""
+        if nodes.y is None:
+            raise InputError("these nodes have no labels to train on: import the graph with y")
+        return cls(nodes.num_classes, nodes.multilabel, metric or ("micro_f1" if nodes.multilabel else "accuracy"))
+
+    def labelled(self, y: Tensor) -> Tensor:
+        """[n] bool: rows that have a label."""
+        return (y >= 0).any(1) if self.multilabel else y >= 0
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Sum over labelled rows; a row of several labels counts the mean over its known ones."""
+        if not self.multilabel:
+            return functional.cross_entropy(logits, y, ignore_index=-1, reduction="sum")
+        known = (y >= 0).to(logits.dtype)
+        each = functional.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), weight=known, reduction="none")
+        return (each.sum(1) / known.sum(1).clamp(min=1)).sum()
+
+    def metric(self, logits: Tensor, y: Tensor) -> Tally:
+        """The tally of some rows; unlabelled ones do not count."""
+        rows = self.labelled(y)
+        logits, y = logits.detach()[rows], y[rows]
+        if self.name == "roc_auc":
+            score = logits if self.multilabel else (logits[:, 1] - logits[:, 0])[:, None]
+            return Tally(torch.zeros(3, dtype=torch.float64), score, y if self.multilabel else y[:, None])
+        guess = self.predict(logits)
+        if self.name == "accuracy":
+            right = (guess == y) | (y < 0)
+            right = right.all(1) if self.multilabel else right
+            return Tally(torch.tensor([float(right.sum()), len(y), 0], dtype=torch.float64))
+        if self.multilabel:
+            both, only_guess, only_truth = (guess == 1) & (y == 1), (guess == 1) & (y == 0), (guess == 0) & (y == 1)
+            sums = [float(part.sum()) for part in (both, only_guess, only_truth)]
+        else:  # one guess and one truth per row: a wrong guess is one false positive and one false negative
+            right_rows = float((guess == y).sum())
+            sums = [right_rows, len(y) - right_rows, len(y) - right_rows]
+        return Tally(torch.tensor(sums, dtype=torch.float64))
+
+    def value(self, tally: Tally) -> float:
+        """The metric of all rows tallied; nan when there were none, or AUC has rows of one class only."""
+        first, second, third = tally.counts.tolist()
+        if self.name == "roc_auc":
+            assert tally.score is not None and tally.truth is not None
+            return mean_roc_auc(tally.score, tally.truth)
+        if self.name == "accuracy":
+            return float(first / second) if second else float("nan")
+        return float(2 * first / (2 * first + second + third)) if first + second + third else float("nan")
+
+    def predict(self, logits: Tensor) -> Tensor:
+        """[n] the likeliest class, or [n, C] int8 the labels that are likelier than not."""
+        return (logits > 0).to(torch.int8) if self.multilabel else logits.argmax(1)
+
+
+def mean_roc_auc(score: Tensor, truth: Tensor) -> float:
+    """The mean over the columns that have both classes among their known rows; nan without any."""
+    areas = []
+    for column in range(score.shape[1]):
+        known = truth[:, column] >= 0
+        labels = truth[known, column] > 0
+        if bool(labels.any()) and not bool(labels.all()):
+            areas.append(roc_auc(score[known, column], labels))
+    return sum(areas) / len(areas) if areas else float("nan")
+
+
+def roc_auc(score: Tensor, positive: Tensor) -> float:
+    """The chance that a random positive scores above a random negative, ties counting half; score [n], bool [n]."""
+    _, place, times = torch.unique(score, return_inverse=True, return_counts=True)
+    middle = times.cumsum(0).double() - (times.double() - 1) / 2  # the mean of the ranks that equal scores share
+    wins, losses = int(positive.sum()), int((~positive).sum())
+    total = middle[place][positive].sum()
+    return float((total - wins * (wins + 1) / 2) / (wins * losses))

@@ -1,0 +1,41 @@
+"""Dense pieces layers share: initialisation as PyG's, products added in place, the order of product and aggregation."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gnnfleet.graph.view import GraphView
+
+
+def glorot_(tensor: Tensor) -> Tensor:
+    """Uniform in ±√(6 / (rows + columns)), by the last two dimensions."""
+    bound = math.sqrt(6.0 / (tensor.shape[-2] + tensor.shape[-1]))
+    return torch.nn.init.uniform_(tensor, -bound, bound)
+
+
+class GlorotLinear(torch.nn.Linear):
+    """A linear map that starts as PyG's convolutions do: Glorot weights; the bias as in torch.nn.Linear."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        glorot_(self.weight)
+
+
+def add_linear(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """``out + x weightᵀ``, into ``out`` where that is allowed: it must be fresh, and not needed for backward."""
+    if torch.is_autocast_enabled("cpu") or out.dtype != x.dtype:  # in-place products are not cast
+        return out + functional.linear(x, weight)
+    return out.addmm_(x, weight.t())
+
+
+def transform_first(view: GraphView, wide: int, narrow: int) -> bool:
+    """Whether to map ``wide`` columns to ``narrow`` before aggregating them, in a layer where the order is free.
+
+    Rows of the narrower side are gathered. In a sampled block with far more sources than destinations the product over
+    all sources would cost more than it saves.
+    """
+    return narrow < wide and view.num_src <= 2 * view.num_dst

@@ -1,0 +1,37 @@
+"""The two-layer perceptron inside GIN, with norms that see all nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gnnfleet.graph.view import GraphView
+from gnnfleet.nn.norm import make_norm
+
+Act = Callable[[Tensor], Tensor]
+
+
+class MLP(torch.nn.Module):
+    """Linear maps ``lins.i`` with a norm ``norms.i`` and an activation between them, as PyG's MLP names them."""
+
+    def __init__(self, channels: Sequence[int], *, act: Act = torch.relu_, norm: str = "none") -> None:
+        super().__init__()
+        self.act = act
+        self.lins = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in pairwise(channels))
+        self.norms = torch.nn.ModuleList(make_norm(norm, width) or torch.nn.Identity() for width in channels[1:-1])
+
+    def reset_parameters(self) -> None:
+        for module in (*self.lins, *self.norms):
+            if not isinstance(module, torch.nn.Identity):
+                module.reset_parameters()  # type: ignore[operator]
+
+    def forward(self, view: GraphView, x: Tensor) -> Tensor:
+        for lin, norm in zip(self.lins, self.norms, strict=False):
+            x = lin(x)
+            x = x if isinstance(norm, torch.nn.Identity) else norm(view, x)
+            x = self.act(x)
+        out: Tensor = self.lins[-1](x)
+        return out

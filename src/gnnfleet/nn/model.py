@@ -1,0 +1,294 @@
+"""GNN: an ordered list of layers, each a function of its own view, so that a strategy can run them one by one.
+
+A hidden layer is conv → norm → activation → dropout, the last is the conv alone, as in PyG's BasicGNN. gcn2 and res+
+have a linear map before the first conv and after the last, inside the first and the last layer. Dropout is drawn from
+the view's key. A model trains (drops, uses batch statistics) when both it and the view are in training mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.graph import EdgeType, Graph
+from gnnfleet.graph.view import GraphView
+from gnnfleet.nn.config import ModelConfig
+from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock, RGCNConv
+from gnnfleet.nn.embedding import NodeEmbedding
+from gnnfleet.nn.layers import activation, make_layers
+from gnnfleet.nn.norm import make_norm
+
+Features = Tensor | Mapping[str, Tensor] | None
+Rows = Tensor | dict[str, Tensor]
+
+# Several dropouts of one layer have places of their own, so that their masks differ; node types come after.
+_AFTER, _BEFORE, _LAST, _PLACES = 0, 1, 2, 4
+
+
+class GNN(torch.nn.Module):
+    """A model for nodes.
+
+    ``in_channels`` is the width of the features, by node type where there are several; 0 means that nodes have none and
+    get learnable rows (``num_nodes`` says how many). ``edge_types`` orders the relations of rgcn; ``target`` is the
+    node type of the output. ``edge_dim`` is the width of edge features. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        in_channels: int | Mapping[str, int],
+        out_channels: int,
+        *,
+        edge_types: Sequence[EdgeType] | None = None,
+        num_nodes: Mapping[str, int] | None = None,
+        target: str | None = None,
+        edge_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
+        self.num_layers = config.layers
+        self.edge_types = tuple(edge_types or ())
+        widths = {"": in_channels} if isinstance(in_channels, int) else dict(in_channels)
+        self.hetero = len(widths) > 1
+        self._check(widths, target)
+        self.target = target
+        self.embeddings = torch.nn.ModuleDict()
+        for kind in widths:
+            widths[kind] += self._embed_nodes(kind, widths[kind], num_nodes)
+        self.projections = torch.nn.ModuleDict()
+        if self.hetero:
+            for kind, width in widths.items():
+                self.projections[_key(kind)] = torch.nn.Linear(width, config.hidden)
+        first = config.hidden if self.hetero else next(iter(widths.values()))
+        kinds = tuple(widths) if self.hetero else ()
+        self.act = activation(config.act)
+        self.convs, self.lins = make_layers(config, first, out_channels, edge_types=self.edge_types, edge_dim=edge_dim)
+        self.norms = torch.nn.ModuleList(self._make_norm(index, kinds) for index in range(self.num_layers))
+
+    def _check(self, widths: Mapping[str, int], target: str | None) -> None:
+        name = self.config.name
+        if name != "rgcn" and (self.hetero or len(self.edge_types) > 1):
+            found = f"{len(widths)} node types and {len(self.edge_types)} edge types"
+            raise ConfigError(f"{name} works on one node type and one edge type, found {found}: use the model rgcn")
+        if name == "rgcn" and not self.edge_types:
+            raise ConfigError("rgcn needs to know the edge types: give edge_types, or use build_model")
+        if self.hetero and target not in widths:
+            raise ConfigError(f"target must be one of the node types {', '.join(widths)}, found {target!r}")
+
+    def _embed_nodes(self, kind: str, width: int, num_nodes: Mapping[str, int] | None) -> int:
+        """Make the learnable rows of a node type where they are wanted; their width."""
+        wanted = self.config.embedding or (0 if width else self.config.hidden)
+        if not wanted:
+            return 0
+        counts = dict(num_nodes or {})
+        count = counts.get(kind) if self.hetero or kind else next(iter(counts.values()), None)
+        if count is None:
+            raise ConfigError(f"learnable rows for nodes {kind!r} need their number: give num_nodes")
+        self.embeddings[_key(kind)] = NodeEmbedding(count, wanted)
+        return wanted
+
+    def _make_norm(self, index: int, kinds: Sequence[str]) -> torch.nn.Module:
+        name, hidden = self.config.name, self.config.hidden
+        inside = name == "res+"  # its blocks have norms of their own
+        last = index == self.num_layers - 1 and name != "gcn2"
+        if inside or last or self.config.norm == "none":
+            return torch.nn.Identity()
+        if not kinds:
+            return make_norm(self.config.norm, hidden) or torch.nn.Identity()
+        each = {_key(kind): make_norm(self.config.norm, hidden) or torch.nn.Identity() for kind in kinds}
+        return torch.nn.ModuleDict(each)
+
+    # -- running --
+
+    def forward(
+        self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the destinations of the last view; one view serves all layers. See ``precompute``."""
+        out = self._run(views, x, aggregated, upto=self.num_layers)
+        assert isinstance(out, Tensor)
+        return out
+
+    def embed(self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None) -> Rows:
+        """What the last layer sees: the output of the last hidden layer, by node type where there are several."""
+        if self.num_layers == 1:
+            return self._enter((views if isinstance(views, Sequence) else [views])[0].at(layer=0), x)
+        return self._run(views, x, aggregated, upto=self.num_layers - 1)
+
+    def _run(
+        self, views: GraphView | Sequence[GraphView], x: Features, aggregated: Tensor | None, *, upto: int
+    ) -> Rows:
+        every = list(views) if isinstance(views, Sequence) else [views] * self.num_layers
+        if len(every) < upto:
+            raise ConfigError(f"the model has {self.num_layers} layers and needs a view for each, found {len(every)}")
+        carry: Tensor | None = None
+        rows: Any = x
+        for index in range(upto):
+            rows, carry = self.layer(index, every[index], rows, carry, aggregated=aggregated if index == 0 else None)
+        return rows  # type: ignore[no-any-return]
+
+    def layer(
+        self,
+        index: int,
+        view: GraphView,
+        x: Features,
+        carry: Tensor | None = None,
+        *,
+        aggregated: Tensor | None = None,
+    ) -> tuple[Rows, Tensor | None]:
+        """One layer with everything around its conv: (rows of the view's destinations, carry cut to them).
+
+        The last layer of a heterogeneous model gives the target's rows only. ``aggregated`` is for layer 0.
+        """
+        view = view.at(layer=index)
+        rows = self._enter(view, x) if index == 0 else x
+        assert rows is not None
+        if self.hetero:
+            assert isinstance(rows, Mapping)
+            return self._hetero_layer(index, view, rows), None
+        assert isinstance(rows, Tensor)
+        if self.config.name == "res+":
+            return self._block_layer(index, view, rows), None
+        if self.config.name == "gcn2":
+            return self._deep_layer(index, view, rows, carry)
+        rows = self._convolve(index, view, rows, aggregated)
+        return (rows if index == self.num_layers - 1 else self._after(index, view, rows)), None
+
+    def _convolve(self, index: int, view: GraphView, x: Tensor, aggregated: Tensor | None) -> Tensor:
+        conv, given = self.convs[index], {} if aggregated is None else {"aggregated": aggregated}
+        if self.config.name == "gcn":
+            given["weight"] = self._weight(view)  # type: ignore[assignment]
+        elif self.config.name in ("gat", "gatv2") and conv.lin_edge is not None:
+            given["edge_attr"] = view.attr  # type: ignore[assignment]
+        out: Tensor = conv(view, x, **given)
+        return out
+
+    def _deep_layer(self, index: int, view: GraphView, x: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if index == 0:
+            x = first = self.act(self.lins[0](x))
+            x = self._drop(view, x, _BEFORE)
+        conv = self.convs[index]
+        assert first is not None and isinstance(conv, GCN2Conv)
+        x = self._after(index, view, conv(view, x, first, weight=self._weight(view)))
+        if index == self.num_layers - 1:
+            return self.lins[1](x), None
+        return x, first[: view.num_dst]
+
+    def _block_layer(self, index: int, view: GraphView, x: Tensor) -> Tensor:
+        block = self.convs[index]
+        assert isinstance(block, ResPlusBlock)
+        x = block.conv(view, self.lins[0](x)) if index == 0 else block(view, x)
+        if index < self.num_layers - 1:
+            return x
+        first = self.convs[0]  # its norm has not been used on the way in: PyG's DeeperGCN ends with it
+        assert isinstance(first, ResPlusBlock)
+        out: Tensor = self.lins[1](first.before(view, x, place=_LAST))
+        return out
+
+    def _hetero_layer(self, index: int, view: GraphView, x: Mapping[str, Tensor]) -> Rows:
+        conv, last = self.convs[index], index == self.num_layers - 1
+        assert isinstance(conv, RGCNConv)
+        out = conv(view, x, only=self.target if last else None)
+        if last:
+            assert self.target is not None
+            return out[self.target]
+        return {
+            kind: self._after(index, view.of(kind), rows, kind=kind, place=_AFTER + _PLACES * place)
+            for place, (kind, rows) in enumerate(out.items())
+        }
+
+    def _after(self, index: int, view: GraphView, x: Tensor, *, kind: str | None = None, place: int = _AFTER) -> Tensor:
+        """norm → activation → dropout, into x: it is fresh from a conv."""
+        norm: Any = self.norms[index]
+        norm = norm[_key(kind)] if kind is not None and isinstance(norm, torch.nn.ModuleDict) else norm
+        x = x if isinstance(norm, torch.nn.Identity) else norm(view, x)
+        return self._drop(view, self.act(x), place)
+
+    def _enter(self, view: GraphView, x: Features) -> Rows:
+        """Learnable rows beside the features, dropout on them, and one width for all node types."""
+        if not self.hetero:
+            if isinstance(x, Mapping):
+                x = next(iter(x.values()), None)
+            return self._input(view, x, next(iter(self.embeddings), ""), _LAST + 1)
+        assert x is None or isinstance(x, Mapping), "features of several node types come by type"
+        out = {}
+        for place, kind in enumerate(self.projections_of):
+            rows = self._input(
+                view.of(kind), None if x is None else x.get(kind), _key(kind), _LAST + 1 + _PLACES * place
+            )
+            out[kind] = self.projections[_key(kind)](rows)
+        return out
+
+    @property
+    def projections_of(self) -> tuple[str, ...]:
+        """The node types, in order."""
+        return () if isinstance(self.in_channels, int) else tuple(self.in_channels)
+
+    def _input(self, view: GraphView, x: Tensor | None, key: str, place: int) -> Tensor:
+        if key in self.embeddings:
+            learnt: Tensor = self.embeddings[key](view)
+            x = learnt if x is None or not x.shape[1] else torch.cat([x.to(learnt.dtype), learnt], 1)
+        if x is None:
+            raise InputError("the model was made for nodes with features, found none: set model.embedding to a width")
+        return self._drop(view, x, place, p=self.config.input_dropout)
+
+    def _drop(self, view: GraphView, x: Tensor, place: int, *, p: float | None = None) -> Tensor:
+        p = self.config.dropout if p is None else p
+        return view.dropout(x, p, place=place) if self.training and p else x
+
+    def _weight(self, view: GraphView) -> Tensor | None:
+        return view.weight if self.config.edge_weight else None
+
+    def precompute(self, view: GraphView, x: Features) -> Tensor | None:
+        """The first layer's aggregate of the features, where it stays the same from step to step; else None.
+
+        That is so for gcn, sage (mean, max) and gin on features alone, without dropout on them. Give it back as
+        ``aggregated`` with the same view and features.
+        """
+        if (
+            self.hetero
+            or self.embeddings
+            or self.config.input_dropout
+            or self.config.name not in ("gcn", "sage", "gin")
+        ):
+            return None
+        rows = self._enter(view, x)
+        assert isinstance(rows, Tensor)
+        with torch.no_grad():
+            conv: Any = self.convs[0]
+            out: Tensor | None = conv.aggregate(view, rows, weight=self._weight(view))
+        return out
+
+
+def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None = None) -> GNN:
+    """The model for a graph: widths from its features, output for its labelled node type.
+
+    Parameters are drawn from torch's generator: call torch.manual_seed first. Raises ConfigError or InputError.
+    """
+    target = graph.labelled_type
+    if target is None and len(graph.nodes) == 1:
+        target = next(iter(graph.nodes))
+    if out_channels is None:
+        if target is None or graph.nodes[target].y is None:
+            raise InputError("the graph has no labels, so the number of outputs is not known: give out_channels")
+        out_channels = graph.nodes[target].num_classes
+    widths = {kind: 0 if table.x is None else int(table.x.shape[1]) for kind, table in graph.nodes.items()}
+    counts = {kind: table.count for kind, table in graph.nodes.items()}
+    attr = next(iter(graph.edges.values())).attr if len(graph.edges) == 1 else None
+    return GNN(
+        config,
+        widths if len(widths) > 1 else next(iter(widths.values())),
+        out_channels,
+        edge_types=tuple(graph.edges),
+        num_nodes=counts,
+        target=target,
+        edge_dim=int(attr.shape[1]) if attr is not None and config.edge_features else None,
+    )
+
+
+def _key(kind: str) -> str:
+    """A node type as the name of a module; the empty name is that of the only type."""
+    return kind.replace(".", "_") or "node"

@@ -1,0 +1,40 @@
+"""Memory of this process: resident now and at its highest, and the highest sum of live tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+
+def rss() -> int:
+    """Resident bytes now; 0 where the system does not say."""
+    return _status("VmRSS")
+
+
+def peak_rss() -> int:
+    """The most resident bytes this process has had (VmHWM)."""
+    return _status("VmHWM")
+
+
+def _status(word: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    found = next((line for line in lines if line.startswith(word + ":")), None)
+    return 1024 * int(found.split()[1]) if found else 0
+
+
+def peak_tensors(work: Callable[[], object]) -> int:
+    """The highest sum of allocations minus frees while ``work`` runs, under torch's profiler. Slow: not for timing."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    moves = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    live = highest = 0
+    for _, change in moves:
+        live += change
+        highest = max(highest, live)
+    return highest

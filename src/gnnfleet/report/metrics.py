@@ -1,0 +1,75 @@
+"""One JSON line per epoch, in a file that a continued run goes on with: no epoch twice, no torn line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from gnnfleet.errors import ConfigError
+
+
+class Sink(Protocol):
+    """Where the numbers of an epoch go."""
+
+    def write(self, row: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """``metrics.jsonl``: rows of ``epoch`` and what was measured in it."""
+
+    def __init__(self, path: Path, *, epochs: int = 0) -> None:
+        """Keep the first ``epochs`` epochs of what is there, drop the rest."""
+        self.path = path
+        self.rows = [row for row in read_metrics(path) if row["epoch"] <= epochs]
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        partial.replace(path)
+        self._file = path.open("a")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file, in order; a torn last line is left out."""
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        rows.append(row)
+    return rows
+
+
+class TensorBoard:
+    """The same numbers for TensorBoard, which has to be installed."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "report.tensorboard=true needs TensorBoard: pip install 'gnnfleet[tensorboard]', or leave it out"
+            ) from error
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        for key, value in row.items():
+            if key != "epoch" and isinstance(value, (int, float)):
+                self._writer.add_scalar(key, value, row["epoch"])
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,126 @@
+"""``gf.train``: the words of the command line as keyword arguments, and a record that answers questions.
+
+>>> record = gf.train(graph, model=gf.nn.SAGE(hidden=256, layers=3), epochs=100, lr=0.01, seed=0)
+>>> record.metrics["test"], record.model, record.predict(["alice", "bob"])
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.store import open_store
+from gnnfleet.nn.config import ModelConfig
+from gnnfleet.nn.model import GNN
+from gnnfleet.report.record import RunRecord
+from gnnfleet.run.build import Built
+from gnnfleet.run.config import RunConfig, Tree, nest, overlay, read_toml
+from gnnfleet.run.prediction import class_names
+from gnnfleet.run.registry import find_config
+from gnnfleet.run.training import Place, Trained, run_training
+from gnnfleet.strategies.base import StrategyConfig, TrainConfig
+
+
+class Record:
+    """A finished run: its numbers, its model with the best weights, predictions by original id."""
+
+    def __init__(self, trained: Trained) -> None:
+        self.summary: RunRecord = trained.record
+        self.config: RunConfig = trained.config
+        self.stopped_early: bool = trained.stopped_early
+        self._built: Built = trained.built
+
+    def __repr__(self) -> str:
+        s = self.summary
+        return f"Record({s.strategy}, {s.model}, epochs={s.epochs}, {s.metrics['name']} test={s.metrics['test']})"
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """train_loss, val, test, name, best_epoch."""
+        return self.summary.metrics
+
+    @property
+    def model(self) -> GNN:
+        return self._built.strategy.model
+
+    @property
+    def run_dir(self) -> str | None:
+        return self.summary.run_dir
+
+    def predict(self, ids: Sequence[int] | Sequence[str] | None = None) -> list[Any]:
+        """The class of each id (all nodes without ``ids``): its name, or its number where classes have no names.
+
+        With several labels per node, a list of classes for each id. Raises InputError for an unknown id.
+        """
+        return class_names(self._built.head, self._built.nodes, self.logits(ids))
+
+    def logits(self, ids: Sequence[int] | Sequence[str] | None = None) -> Tensor:
+        """[n, C]."""
+        return self._rows(self._built.strategy.predict().logits, ids)
+
+    def embeddings(self, ids: Sequence[int] | Sequence[str] | None = None) -> Tensor:
+        """[n, hidden]: what the last layer reads."""
+        found = self._built.strategy.predict(embeddings=True).embeddings
+        assert found is not None
+        return self._rows(found, ids)
+
+    def _rows(self, values: Tensor, ids: Sequence[int] | Sequence[str] | None) -> Tensor:
+        return values if ids is None else values[self._built.nodes.ids.rows(ids)]
+
+
+def train(
+    graph: Graph | str | Path,
+    *,
+    strategy: str | Mapping[str, Any] | StrategyConfig = "local",
+    model: str | Mapping[str, Any] | ModelConfig | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    quiet: bool = True,
+    **settings: Any,
+) -> Record:
+    """Train a model on a graph or a store and return its record.
+
+    ``settings`` are the words of the config: ``seed``, ``split``, ``precision``, ``workers``; of its group train
+    (``epochs``, ``lr``, ``patience``, …) and of the strategy by their own names; any other by its full name, as in
+    ``**{"report.memory": True}``. Files are written only where ``run_dir`` is given.
+    """
+    if resume and run_dir is None:
+        raise ConfigError("resume needs run_dir: the directory of the run to go on with")
+    found = graph if isinstance(graph, Graph) else open_store(graph)
+    base = {} if config is None else config if isinstance(config, Mapping) else read_toml(Path(config))
+    words: Tree = {"strategy": _plain(strategy)}
+    if model is not None:
+        words["model"] = {"name": model} if isinstance(model, str) else _plain(model)
+    words = overlay(overlay(base, words), place_words(settings, words["strategy"]))
+    place = Place(run_dir=None if run_dir is None else Path(run_dir), resume=resume)
+    return Record(run_training(found, words, place=place, quiet=quiet))
+
+
+def place_words(settings: Mapping[str, Any], strategy: str | Mapping[str, Any]) -> Tree:
+    """Keyword arguments in the groups they belong to; raises ConfigError with the nearest word for an unknown one."""
+    name = strategy if isinstance(strategy, str) else str(strategy.get("name", "local"))
+    own = find_config(name).model_fields
+    full = {}
+    for key, value in settings.items():
+        if "." in key or key in RunConfig.model_fields:
+            full[key] = _plain(value)
+        elif key in TrainConfig.model_fields:
+            full[f"train.{key}"] = value
+        elif key in own:
+            full[f"strategy.{key}"] = value
+        else:
+            known = [*RunConfig.model_fields, *TrainConfig.model_fields, *own]
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            raise ConfigError(f"no setting {key!r}" + (f": did you mean {close[0]}?" if close else ""))
+    return nest(full)
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, (ModelConfig, StrategyConfig)) else value

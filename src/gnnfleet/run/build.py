@@ -1,0 +1,109 @@
+"""From a graph and a config to a strategy ready to train: the split, the checks on labels and features, the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.graph import Graph, Nodes
+from gnnfleet.graph.split import parse_rule, split_nodes
+from gnnfleet.nn.heads import NodeHead
+from gnnfleet.nn.model import GNN, build_model
+from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.run.config import RunConfig
+from gnnfleet.run.registry import make_strategy
+from gnnfleet.strategies.base import PRECISIONS, Job, Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A strategy and what it was made of."""
+
+    strategy: Strategy
+    graph: Graph
+    target: str  # the labelled node type
+    head: NodeHead
+
+    @property
+    def nodes(self) -> Nodes:
+        return self.graph.nodes[self.target]
+
+    def has(self, split: str) -> bool:
+        """Whether a split has a labelled node."""
+        y = self.nodes.y
+        assert y is not None
+        labelled = (y >= 0) if y.dim() == 1 else (y >= 0).any(1)
+        return bool((self.nodes.mask(split) & labelled).any())
+
+
+def build(graph: Graph, config: RunConfig, *, training: bool = True, progress: Progress = Silent()) -> Built:
+    """Check the graph against the config and build; raises ConfigError or InputError before anything is written.
+
+    Without ``training`` the graph needs no training nodes: for evaluation and prediction.
+    """
+    target = graph.labelled_type
+    if target is None:
+        raise InputError("the graph has no labels: give y to Graph(...) or name a label column in the import")
+    graph = graph.with_nodes(target, split=_split(graph.nodes[target], config))
+    _check_labels(graph.nodes[target])
+    _check_features(graph, config)
+    metric = None if config.train.metric == "auto" else config.train.metric
+    head = NodeHead.of(graph.nodes[target], metric)
+    model = seeded_model(graph, config)
+    job = Job(
+        graph=graph,
+        model=model,
+        head=head,
+        train=config.train,
+        seed=config.seed,
+        precision=config.precision,
+        progress=progress,
+    )
+    built = Built(make_strategy(config.strategy, job), graph, target, head)
+    if training and not built.has("train"):
+        raise ConfigError("the training split has no labelled nodes: choose another --split, as 0.6/0.2/0.2")
+    if training and config.train.patience and not built.has("val"):
+        raise ConfigError(
+            "train.patience needs val nodes and the split has none: set train.patience=0 or another --split"
+        )
+    return built
+
+
+def seeded_model(graph: Graph, config: RunConfig) -> GNN:
+    """The model with its first weights: drawn in float32 from the seed, whatever the precision."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = build_model(config.model, graph)
+    return model.to(PRECISIONS[config.precision])
+
+
+def _split(nodes: Nodes, config: RunConfig) -> torch.Tensor:
+    """[1, N] codes of the split that is asked for."""
+    if isinstance(config.split, str) and not config.split.isdigit():
+        return split_nodes(nodes, parse_rule(config.split), seed=config.seed)
+    if nodes.split is None:
+        raise ConfigError("the graph has no split: pass --split 0.6/0.2/0.2 or --split 20-per-class")
+    index, count = int(config.split), nodes.split.shape[0]
+    if not 0 <= index < count:
+        raise ConfigError(f"the graph has {count} splits (0 to {count - 1}), found --split {config.split}")
+    return nodes.split[index : index + 1]
+
+
+def _check_labels(nodes: Nodes) -> None:
+    assert nodes.y is not None
+    if not nodes.y.numel() or int(nodes.y.max()) < 0:
+        raise InputError("no node has a label: expected class numbers from 0, found none")
+    low, high = int(nodes.y.min()), int(nodes.y.max())
+    limit = 2 if nodes.multilabel else len(nodes.classes) or high + 1
+    if low < -1 or high >= limit:
+        wrong = low if low < -1 else high
+        raise InputError(f"label {wrong} is out of range: expected 0 to {limit - 1}, or −1 for no label")
+
+
+def _check_features(graph: Graph, config: RunConfig) -> None:
+    bare = [kind for kind, nodes in graph.nodes.items() if nodes.x is None or not nodes.x.shape[1]]
+    if bare and not config.model.embedding:
+        which = f"nodes of type {bare[0]!r} have" if len(graph.nodes) > 1 else "the nodes have"
+        raise ConfigError(f"{which} no features: set model.embedding=64 to learn some, or import features")

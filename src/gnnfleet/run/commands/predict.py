@@ -1,0 +1,37 @@
+"""``gnnfleet predict``: classes, probabilities and embeddings of every node, under the ids the user came with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gnnfleet.run.allocator import prefer_huge_pages
+from gnnfleet.run.commands.evaluate import Checkpoint, RunArgument, StoreOption, graph_of_run
+from gnnfleet.run.console import JsonFlag, QuietFlag, emit
+
+
+def predict(
+    run: RunArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The Parquet file to write.")],
+    logits: Annotated[bool, typer.Option("--logits", help="Also a column of logits.")] = False,
+    embeddings: Annotated[bool, typer.Option("--embeddings", help="Also a column of embeddings.")] = False,
+    checkpoint: Annotated[Checkpoint, typer.Option(help="Which weights.")] = Checkpoint.best,
+    store: StoreOption = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Write a Parquet file with id, prediction and probability of every node of the labelled type.
+
+    With several labels per node, prediction is a list and probabilities has one number per class.
+    """
+    prefer_huge_pages()
+    from gnnfleet.run.prediction import Columns, write_predictions
+    from gnnfleet.run.training import open_run
+
+    graph = graph_of_run(run, store)
+    built, position, used = open_run(run, graph, checkpoint=checkpoint, quiet=quiet)
+    rows = write_predictions(built, output, Columns(logits=logits, embeddings=embeddings))
+    result = {"run": str(run), "checkpoint": used, "epoch": position.epoch, "output": str(output), "rows": rows}
+    emit(result, as_json=as_json, human=[f"{rows:,} predictions written to {output}"])

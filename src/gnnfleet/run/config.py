@@ -1,0 +1,160 @@
+"""The words of a run: TOML file, ``--set a.b=c`` and keyword arguments, resolved into one frozen value.
+
+Unknown words are refused with the nearest known one. The resolved config is saved with the run, so a run can be
+repeated from its directory alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.nn.config import ModelConfig
+from gnnfleet.run.registry import find_config
+from gnnfleet.strategies.base import StrategyConfig, TrainConfig
+
+Tree = dict[str, Any]
+
+
+class ReportConfig(BaseModel, frozen=True, extra="forbid"):
+    """What is measured and shown beside the metrics."""
+
+    memory: bool = False  # one more, untimed epoch under torch's profiler for peak_tensors
+    tensorboard: bool = False
+
+
+class RunConfig(BaseModel, frozen=True, extra="forbid"):
+    """Everything that decides the result of a run, given the graph."""
+
+    strategy: SerializeAsAny[StrategyConfig]
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    report: ReportConfig = ReportConfig()
+    task: Literal["node"] = "node"
+    workers: int = Field(default=1, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    precision: Literal["float32", "bf16", "float64"] = "float32"
+    split: int | str = 0  # the number of a split of the store, or a rule that makes one: 0.6/0.2/0.2, 20-per-class
+
+
+# What may differ between a run and its continuation without making it another run.
+_CHANGEABLE = ("train.epochs", "train.patience", "train.checkpoint_seconds", "report.memory", "report.tensorboard")
+
+
+def resolve(tree: Mapping[str, Any]) -> RunConfig:
+    """Nested words as a RunConfig; raises ConfigError naming the first wrong word and what was expected."""
+    tree = dict(tree)
+    strategy = tree.pop("strategy", {})
+    strategy = {"name": strategy} if isinstance(strategy, str) else dict(strategy)
+    kind = find_config(str(strategy.get("name", "local")))
+    if tree.get("task") in ("link", "edge"):
+        raise ConfigError(f"task {tree['task']} comes later; this version has node")
+    try:
+        config = RunConfig(strategy=_named(kind, strategy), **tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, RunConfig)) from None
+    if config.strategy.name == "local" and config.workers != 1:
+        raise ConfigError(f"strategy local runs in one process, found workers={config.workers}: use --workers 1")
+    return config
+
+
+def _named(kind: type[StrategyConfig], words: Tree) -> StrategyConfig:
+    try:
+        return kind(**words)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, kind, prefix="strategy.")) from None
+
+
+def read_toml(path: Path) -> Tree:
+    """The words of a config file."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def parse_value(text: str) -> Any:
+    """``256``, ``0.01``, ``true``, ``[10, 5]`` as TOML reads them; anything else is text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def nest(settings: Mapping[str, Any]) -> Tree:
+    """``{"train.lr": 0.1}`` as ``{"train": {"lr": 0.1}}``; raises ConfigError for a word that is also a group."""
+    tree: Tree = {}
+    for key, value in settings.items():
+        *groups, last = key.split(".")
+        at = tree
+        for group in groups:
+            at = at.setdefault(group, {})
+            if not isinstance(at, dict):
+                raise ConfigError(f"{key} cannot be set: {group} has a value already")
+        at[last] = value
+    return tree
+
+
+def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """``base`` with what ``over`` says in its place. Another strategy or model keeps nothing of the former's words."""
+    tree = dict(base)
+    for key, value in over.items():
+        below = tree.get(key)
+        if key == "strategy":
+            value = {"name": value} if isinstance(value, str) else value
+            below = {"name": below} if isinstance(below, str) else below
+            if isinstance(below, Mapping) and value.get("name", below.get("name")) != below.get("name"):
+                below = None
+        tree[key] = overlay(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return tree
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Tree:
+    """The reverse of ``nest``."""
+    flat: Tree = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def check_continues(old: RunConfig, new: RunConfig) -> None:
+    """Raise ConfigError when ``new`` would make a continued run differ from an uninterrupted one."""
+    before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
+    changed = [key for key in after if key not in _CHANGEABLE and before.get(key) != after[key]]
+    if changed:
+        key = changed[0]
+        raise ConfigError(
+            f"the run was started with {key}={before.get(key)}, found {after[key]}: a run continues as it began; "
+            "leave it out, or start another run"
+        )
+
+
+def _explain(error: ValidationError, root: type[BaseModel], prefix: str = "") -> str:
+    first = error.errors()[0]
+    words = [str(word) for word in first["loc"]]
+    key = prefix + ".".join(words)
+    if first["type"] == "extra_forbidden":
+        known = _fields(root, words[:-1])
+        close = difflib.get_close_matches(words[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {prefix}{'.'.join([*words[:-1], close[0]])}?" if close else f"known: {', '.join(known)}"
+        return f"no setting {key!r}: {hint}"
+    if first["type"] == "value_error":
+        return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
+    return f"{key}={first['input']!r}: {first['msg'].lower()}"
+
+
+def _fields(root: type[BaseModel], groups: list[str]) -> list[str]:
+    for group in groups:
+        root = root.model_fields[group].annotation  # type: ignore[assignment]
+    return list(root.model_fields)

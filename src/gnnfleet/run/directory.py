@@ -1,0 +1,154 @@
+"""The directory of a run: config.json, metrics.jsonl, checkpoints/{last,best}, record.json.
+
+A run belongs to one process at a time: the lock is the kernel's, so a killed process leaves none behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from gnnfleet.errors import ConfigError, RunError
+from gnnfleet.graph.bundle import write_atomically
+from gnnfleet.graph.graph import Graph
+from gnnfleet.report.record import versions
+from gnnfleet.run.checkpoint import Position, load_checkpoint, save_checkpoint
+from gnnfleet.run.config import RunConfig, Tree, resolve
+from gnnfleet.strategies.base import State
+
+
+class RunDirectory:
+    """An opened run; also what the loop hands checkpoints to."""
+
+    def __init__(self, path: Path, *, seed: int = 0) -> None:
+        self.path = path
+        self.seed = seed
+        self._lock: TextIO | None = None
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a config was saved here: a process killed before that leaves nothing to go on with."""
+        return (self.path / "config.json").is_file()
+
+    def lock(self) -> None:
+        """Refuse a second process; raises RunError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise RunError(
+                f"{self.path} is in use by another process: wait for it or choose another --run-dir"
+            ) from error
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def begin(self, config: RunConfig, graph: Graph) -> None:
+        """Save what the run is about."""
+        store = None if graph.store is None else {"path": str(graph.store.path.resolve()), "digest": graph.store.digest}
+        content = {"config": config.model_dump(mode="json"), "store": store, "versions": versions()}
+        self._write("config.json", content)
+
+    def about(self) -> Tree:
+        """What ``begin`` saved; raises RunError when this is no run or its config is damaged."""
+        if not self.path.is_dir() or not self.is_begun:
+            raise RunError(f"{self.path} is not a run: config.json is missing")
+        try:
+            content: Tree = json.loads((self.path / "config.json").read_bytes())
+            assert isinstance(content["config"], dict)
+        except (ValueError, KeyError, TypeError, AssertionError) as error:
+            raise RunError(f"{self.path / 'config.json'} is damaged: restore it or train again") from error
+        return content
+
+    def config(self) -> RunConfig:
+        return resolve(self.about()["config"])
+
+    def check_graph(self, graph: Graph) -> None:
+        """Raise RunError when the store is not the one the run began with."""
+        store = self.about()["store"]
+        if store is not None and graph.store is not None and store["digest"] != graph.store.digest:
+            raise RunError(
+                f"{graph.store.path} changed since the run began (or is another store): start another run, "
+                "or bring the store back"
+            )
+
+    def save(self, name: str, state: State, position: Position) -> None:
+        save_checkpoint(self.path / "checkpoints" / name, state, position, seed=self.seed)
+
+    def load(self, name: str) -> tuple[State, Position] | None:
+        """A checkpoint, None when there is none; raises RunError when it is damaged."""
+        path = self.path / "checkpoints" / name
+        if not path.exists():
+            return None
+        state, position, seed = load_checkpoint(path)
+        if seed != self.seed:
+            raise RunError(f"checkpoint {path} has seed {seed}, the run has {self.seed}: it belongs to another run")
+        return state, position
+
+    def finish(self, record: Mapping[str, Any]) -> None:
+        self._write("record.json", record)
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        try:
+            write_atomically(self.path / name, json.dumps(content, indent=1).encode())
+        except OSError as error:
+            raise RunError(f"cannot write {self.path / name}: {error.strerror or error}") from error
+
+
+def new_directory(parent: Path, store: str, model: str) -> Path:
+    """``parent/<store>-<model>-<n>`` with the first free n, created; ``parent/last`` then points to it."""
+    parent.mkdir(parents=True, exist_ok=True)
+    stem = re.sub(r"[^\w.+-]+", "_", f"{store}-{model}")
+    number = 1
+    while True:
+        path = parent / f"{stem}-{number}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        point_last_to(path)
+        return path
+
+
+def point_last_to(path: Path) -> None:
+    """Make ``last`` beside a run point to it; left alone where ``last`` is something else."""
+    link = path.parent / "last"
+    if link.exists() and not link.is_symlink():
+        return
+    partial = path.parent / f".last-{os.getpid()}"
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(path.name)
+    partial.replace(link)
+
+
+def choose_directory(run_dir: Path | None, *, resume: bool, store: str, model: str) -> RunDirectory:
+    """Where a run goes: the given directory, the last one when it is continued, otherwise a new one below runs/."""
+    if run_dir is None:
+        last = Path("runs") / "last"
+        if resume and not last.is_dir():
+            raise ConfigError("there is no runs/last to resume: name the run with --run-dir")
+        return RunDirectory(last.resolve() if resume else new_directory(Path("runs"), store, model))
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is a file: choose another --run-dir")
+    if not resume and run_dir.is_dir() and any(run_dir.iterdir()):
+        raise ConfigError(f"{run_dir} is not empty: pass --resume to go on with it, or choose another --run-dir")
+    if resume and run_dir.is_dir() and any(run_dir.iterdir()):
+        known = {"config.json", "checkpoints", "metrics.jsonl", "record.json", ".lock", "tensorboard"}
+        foreign = [p.name for p in run_dir.iterdir() if p.name not in known and not p.name.startswith(".")]
+        if foreign and not (run_dir / "config.json").is_file():
+            raise ConfigError(f"{run_dir} is not a run (it has {foreign[0]}): choose another --run-dir")
+    return RunDirectory(run_dir)

@@ -1,0 +1,145 @@
+"""The training loop: epochs, evaluations, early stopping, checkpoints. It names no strategy.
+
+Epochs are counted from 1 in everything that is written or shown ("epochs done"); strategies count from 0. The best
+epoch is the one with the highest val metric, of equals the one with the lower val loss, of equals the first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from gnnfleet.errors import RunError
+from gnnfleet.report.epochs import EpochDisplay, NoDisplay
+from gnnfleet.report.metrics import Sink
+from gnnfleet.run.checkpoint import Position
+from gnnfleet.strategies.base import State, Strategy, TrainConfig
+
+
+class Keeper(Protocol):
+    """Where checkpoints go."""
+
+    def save(self, name: str, state: State, position: Position) -> None: ...
+
+
+class KeepNothing:
+    """A run without a directory."""
+
+    def save(self, name: str, state: State, position: Position) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the loop needs to know besides the strategy."""
+
+    train: TrainConfig
+    metric: str
+    validates: bool  # there are val nodes
+    keeper: Keeper = field(default_factory=KeepNothing)
+    sinks: Sequence[Sink] = ()
+    display: EpochDisplay = field(default_factory=NoDisplay)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run ended; the strategy then holds the weights of ``position.best_epoch``."""
+
+    position: Position
+    rows: list[dict[str, Any]]  # of the epochs run in this call
+    stopped_early: bool
+
+
+class _Best:
+    """The best weights so far, copied when they were found and written when it is time."""
+
+    def __init__(self, weights: dict[str, Tensor] | None) -> None:
+        self.weights = weights
+        self.unsaved = False
+
+    def take(self, strategy: Strategy) -> None:
+        self.weights = {name: tensor.detach().clone() for name, tensor in strategy.state_dict()["model"].items()}
+        self.unsaved = True
+
+
+def fit(
+    strategy: Strategy, plan: Plan, *, start: Position | None = None, best: dict[str, Tensor] | None = None
+) -> Outcome:
+    """Train from ``start`` on; ends with the best weights loaded. Raises RunError when the loss is no number."""
+    position = start or Position()
+    kept = _Best(best)
+    rows: list[dict[str, Any]] = []
+    saved_at, saved_epoch = time.monotonic(), position.epoch
+    while position.epoch < plan.train.epochs and not _exhausted(position, plan):
+        row = _epoch(strategy, position, plan.train)
+        position = replace(position, epoch=position.epoch + 1, step=position.step + row.pop("steps"))
+        if plan.validates and (position.epoch % plan.train.eval_every == 0 or position.epoch == plan.train.epochs):
+            position = _validate(strategy, plan, position, row, kept)
+        rows.append(row)
+        for sink in plan.sinks:
+            sink.write(row)
+        plan.display.show(row)
+        if time.monotonic() - saved_at >= plan.train.checkpoint_seconds:
+            _save(strategy, plan, position, kept)
+            saved_at, saved_epoch = time.monotonic(), position.epoch
+    if saved_epoch < position.epoch:
+        _save(strategy, plan, position, kept)
+    if kept.weights is not None and position.best_epoch != position.epoch:
+        strategy.load_state_dict({"model": kept.weights})
+    if not plan.validates:
+        position = replace(position, best_epoch=position.epoch)
+    return Outcome(position, rows, stopped_early=position.epoch < plan.train.epochs)
+
+
+def _epoch(strategy: Strategy, position: Position, train: TrainConfig) -> dict[str, Any]:
+    started = time.perf_counter()
+    loss, count, steps = 0.0, 0, 0
+    for record in strategy.steps(position.epoch):
+        if not math.isfinite(record.loss):
+            raise RunError(
+                f"the loss is {record.loss} in epoch {position.epoch + 1}, step {record.step}: try a smaller train.lr "
+                f"(now {train.lr:g}), train.clip=1, or --precision float32; checkpoints from before are kept"
+            )
+        loss += record.loss * record.count
+        count += record.count
+        steps += 1
+    seconds = time.perf_counter() - started
+    return {"epoch": position.epoch + 1, "train_loss": loss / max(count, 1), "seconds": seconds, "steps": steps}
+
+
+def _validate(strategy: Strategy, plan: Plan, position: Position, row: dict[str, Any], kept: _Best) -> Position:
+    started = time.perf_counter()
+    found = strategy.evaluate("val")
+    row |= {"val": found[plan.metric], "val_loss": found["loss"], "eval_seconds": time.perf_counter() - started}
+    if not _is_better(found, plan.metric, position):
+        return position
+    kept.take(strategy)
+    return replace(position, best_epoch=position.epoch, best_metric=found[plan.metric], best_loss=found["loss"])
+
+
+def _is_better(found: Mapping[str, float], metric: str, position: Position) -> bool:
+    if position.best_metric is None or position.best_loss is None:
+        return True
+    if math.isnan(found[metric]):
+        return False
+    return math.isnan(position.best_metric) or (found[metric], -found["loss"]) > (
+        position.best_metric,
+        -position.best_loss,
+    )
+
+
+def _exhausted(position: Position, plan: Plan) -> bool:
+    return bool(plan.train.patience) and position.epoch - position.best_epoch >= plan.train.patience
+
+
+def _save(strategy: Strategy, plan: Plan, position: Position, kept: _Best) -> None:
+    """Best before last: a kill in between leaves a last from which the same best is found again."""
+    if kept.unsaved and kept.weights is not None:
+        plan.keeper.save("best", {"model": kept.weights}, position)
+        kept.unsaved = False
+    plan.keeper.save("last", strategy.state_dict(), position)

@@ -1,0 +1,1 @@
+"""How training is distributed: one folder per strategy, each behind the few methods of base.Strategy."""

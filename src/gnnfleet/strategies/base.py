@@ -1,0 +1,134 @@
+"""What the training loop and a strategy say to each other.
+
+The loop asks for steps, evaluations and state; the strategy owns the model, the optimizer and when parameters change.
+Files, launching and early stopping are the loop's business. Whatever two strategies share moves here or further down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from pydantic import BaseModel, Field
+from torch import Tensor
+
+from gnnfleet.graph.graph import Graph
+from gnnfleet.nn.heads import NodeHead
+from gnnfleet.nn.model import GNN
+from gnnfleet.report.progress import Progress, Silent
+
+State = dict[str, dict[str, Tensor]]
+"""Everything that training changes: {"model": {name: tensor}, "optimizer": {name: tensor}}."""
+
+PRECISIONS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
+"""The dtype of weights and features; bf16 rounds only what enters a product."""
+
+
+class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
+    """What the configs of all strategies have: the name they are chosen by."""
+
+    name: str
+
+
+class TrainConfig(BaseModel, frozen=True, extra="forbid"):
+    """What every strategy does with the weights, and how long."""
+
+    epochs: int = Field(default=100, ge=0)
+    lr: float = Field(default=0.01, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=5e-4, ge=0, allow_inf_nan=False)
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    momentum: float = Field(default=0.9, ge=0, lt=1)  # sgd only
+    clip: float = Field(default=0.0, ge=0)  # the largest norm of all gradients together; 0 leaves them alone
+    patience: int = Field(default=0, ge=0)  # epochs without a better val metric before training stops; 0 never stops
+    eval_every: int = Field(default=1, ge=1)  # epochs between evaluations on val
+    checkpoint_seconds: float = Field(default=10.0, ge=0)  # between checkpoints; 0 writes one after every epoch
+    metric: Literal["auto", "accuracy", "roc_auc", "micro_f1"] = "auto"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step: ``loss`` is the mean over the ``count`` rows of the step, of all ranks together."""
+
+    epoch: int
+    step: int
+    loss: float
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Rows of the labelled node type in store order: logits [N, C], and what the last layer read [N, hidden]."""
+
+    logits: Tensor
+    embeddings: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What a strategy is built from; the graph has exactly the split that is trained on."""
+
+    graph: Graph
+    model: GNN
+    head: NodeHead
+    train: TrainConfig
+    seed: int = 0
+    precision: str = "float32"
+    progress: Progress = Silent()  # noqa: RUF009: it holds nothing
+
+
+class Strategy(Protocol):
+    """One way to train. Epochs count from 0 here: the number is part of the key of every draw."""
+
+    @property
+    def model(self) -> GNN: ...
+
+    def steps(self, epoch: int) -> Iterator[StepRecord]:
+        """Run one epoch; a record after each optimizer step."""
+
+    def evaluate(self, split: str) -> dict[str, float]:
+        """{"loss", "count", the head's metric}, exact: full neighbourhoods, no dropout."""
+
+    def predict(self, *, embeddings: bool = False) -> Prediction:
+        """Exact, like evaluate."""
+
+    def state_dict(self) -> State:
+        """The live tensors, not copies."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Take over a state; without "optimizer" only the weights."""
+
+    def close(self) -> None:
+        """Give back what is held outside this process's memory."""
+
+
+def make_optimizer(model: torch.nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer a config asks for."""
+    parameters = list(model.parameters())
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=train.lr, weight_decay=train.weight_decay, momentum=train.momentum, foreach=False
+        )
+    kind = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=train.lr, weight_decay=train.weight_decay, foreach=False)
+
+
+def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What an optimizer remembers, as {parameter name/word: tensor}; settings come from the config."""
+    return {
+        f"{name}/{word}": value
+        for name, parameter in model.named_parameters()
+        for word, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """The reverse of ``optimizer_tensors``; dtypes stay as they were saved."""
+    parameters = dict(model.named_parameters())
+    optimizer.state.clear()
+    for key, tensor in tensors.items():
+        name, _, word = key.rpartition("/")
+        optimizer.state[parameters[name]][word] = tensor.clone()

@@ -1,0 +1,1 @@
+"""One process: the oracle every other strategy on static graphs is tested against."""

@@ -1,0 +1,164 @@
+"""Full batch in one process: every epoch is one step over the whole graph.
+
+Rows may lie in cluster order; what leaves here is in store order. Draws go by store id, so order decides rounding only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.order import cluster_order, ordered_view
+from gnnfleet.graph.view import LocalView
+from gnnfleet.nn.layerwise import infer, layer_bytes
+from gnnfleet.ops.draws import DrawKey
+from gnnfleet.strategies.base import (
+    PRECISIONS,
+    Job,
+    Prediction,
+    State,
+    StepRecord,
+    load_optimizer,
+    make_optimizer,
+    optimizer_tensors,
+)
+from gnnfleet.strategies.local.config import LocalConfig
+
+# Below this many nodes the features fit the caches and clustering costs more than it gains.
+ORDER_NODES = 50_000
+
+
+class LocalStrategy:
+    """The oracle: what every other strategy on static graphs is compared with."""
+
+    def __init__(self, config: LocalConfig, job: Job) -> None:
+        self.model = job.model
+        self._config, self._job = config, job
+        self._optimizer = make_optimizer(self.model, job.train)
+        target = job.graph.labelled_type
+        assert target is not None, "checked when the run was built"
+        self._target = target
+        self._order = self._choose_order()
+        self._view = LocalView.whole(job.graph) if self._order is None else ordered_view(job.graph, self._order)
+        self._x = self._features()
+        nodes = job.graph.nodes[target]
+        assert nodes.y is not None
+        y = nodes.y.long() if nodes.y.dim() == 1 else nodes.y
+        labelled = job.head.labelled(y)
+        self._y = self._in_rows(target, y)
+        self._split = {
+            name: self._in_rows(target, nodes.mask(name) & labelled).nonzero()[:, 0]
+            for name in ("train", "val", "test")
+        }
+        self._known: tuple[Tensor, Tensor] | None = None  # exact output and last input of the present weights
+
+    def steps(self, epoch: int) -> Iterator[StepRecord]:
+        started = time.perf_counter()
+        self._known = None
+        self.model.train()
+        rows = self._split["train"]
+        view = self._view.at(key=DrawKey(self._job.seed, epoch, 0), training=True)
+        with self._products():
+            logits = self.model(view, self._x)
+        loss = self._job.head.loss(logits[rows].to(self._dtype), self._y[rows]) / len(rows)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._job.train.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._job.train.clip)
+        self._optimizer.step()
+        yield StepRecord(epoch, 0, float(loss), len(rows), time.perf_counter() - started)
+
+    def evaluate(self, split: str) -> dict[str, float]:
+        rows = self._split[split]
+        if not len(rows):
+            raise ConfigError(f"the {split} split has no labelled nodes: choose another --split")
+        logits, y = self._outputs()[0][rows].to(self._dtype), self._y[rows]
+        head = self._job.head
+        loss = float(head.loss(logits, y)) / len(rows)
+        return {"loss": loss, "count": float(len(rows)), head.name: head.value(head.metric(logits, y))}
+
+    def predict(self, *, embeddings: bool = False) -> Prediction:
+        logits, inputs = self._outputs()
+        return Prediction(self._in_store(logits), self._in_store(inputs) if embeddings else None)
+
+    def state_dict(self) -> State:
+        return {"model": dict(self.model.state_dict()), "optimizer": optimizer_tensors(self.model, self._optimizer)}
+
+    def load_state_dict(self, state: State) -> None:
+        self._known = None
+        self.model.load_state_dict(state["model"])
+        if "optimizer" in state:
+            load_optimizer(self.model, self._optimizer, state["optimizer"])
+
+    def close(self) -> None:
+        self._known = None
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return PRECISIONS[self._job.precision]
+
+    def _products(self) -> AbstractContextManager[Any]:
+        """Where bf16 applies: dense products round their operands, sums over edges and weights stay float32."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self._job.precision == "bf16")
+
+    def _outputs(self) -> tuple[Tensor, Tensor]:
+        """(logits, what the last layer read) of the target's rows with the present weights, exact; kept until a step."""
+        if self._known is None:
+            self.model.eval()
+            limit = self._config.eval_bytes
+            with torch.no_grad(), self._products():
+                if layer_bytes(self._view, self._width(), 4) > limit:
+                    logits, inputs = infer(self.model, self._view, self._x, limit=limit)
+                else:
+                    logits, inputs = self._whole()
+            self._known = self._only(logits), self._only(inputs)
+        return self._known
+
+    def _whole(self) -> tuple[Any, Any]:
+        view, x, carry = self._view.at(training=False), self._x, None
+        inputs = x
+        for index in range(self.model.num_layers):
+            inputs = x
+            x, carry = self.model.layer(index, view.at(layer=index), x, carry)
+        return x, inputs
+
+    def _only(self, rows: Any) -> Tensor:
+        found: Tensor = rows[self._target] if isinstance(rows, dict) else rows
+        return found
+
+    def _width(self) -> int:
+        given = self._x.values() if isinstance(self._x, dict) else [self._x]
+        return max(self.model.config.hidden, *(x.shape[1] for x in given), 1)
+
+    def _features(self) -> Any:
+        """x as the model takes it: a tensor, or one per node type; width 0 where embeddings stand in."""
+        found = {}
+        for kind, nodes in self._job.graph.nodes.items():
+            x = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
+            found[kind] = self._in_rows(kind, x.to(self._dtype))
+        return found if self._job.graph.is_hetero else found[self._target]
+
+    def _choose_order(self) -> dict[str, Tensor] | None:
+        order = self._config.order
+        if order == "auto":
+            order = "cluster" if self._job.graph.num_nodes > ORDER_NODES else "store"
+        if order == "store":
+            return None
+        self._job.progress.stage("cluster order")
+        return cluster_order(self._job.graph)
+
+    def _in_rows(self, kind: str, values: Tensor) -> Tensor:
+        return values if self._order is None else values[self._order[kind]]
+
+    def _in_store(self, rows: Tensor) -> Tensor:
+        if self._order is None:
+            return rows
+        values = torch.empty_like(rows)
+        values[self._order[self._target]] = rows
+        return values
