@@ -1,8 +1,8 @@
 """Rows of a graph in another order than the store's, neighbours close together: the largest lever on aggregation.
 
 Clusters inside clusters: 400 rows of 128 floats fit the second-level cache of a core, four times as many per level
-above keep what is fetched next near. A few passes over the edges, a few numbers per node. Draws go by store id, so a view in another order gives the same results to rounding; store ids of rows are in
-``node_ids``. Edges into a row are sorted by the row of their source.
+above keep what is fetched next near. A few passes over the edges, a few numbers per node.
+Draws go by store id, so results agree to rounding; store ids of rows are in ``node_ids``. Edges into a row are sorted by the row of their source.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from gnnfleet.graph.partitioners.stream import cluster
 from gnnfleet.graph.scan import Array, EdgeScan
 from gnnfleet.graph.view import LocalView, Relation, Rows
 from gnnfleet.ops import csr
-
 
 SMALLEST, GROWTH, LARGEST = 400, 4, 25_600
 

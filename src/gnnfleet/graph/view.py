@@ -114,9 +114,6 @@ class GraphView(Protocol):
     def dropout(self, x: Tensor, p: float, *, place: int = 0, kind: str | None = None) -> Tensor:
         """Dropout by key on the rows of a node type; ``place`` tells several in one layer apart."""
 
-    def at(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> GraphView:
-        """The same edges for another step, layer or mode."""
-
     def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
         """Rows of x by store id, wherever they live; differentiable."""
 

@@ -108,7 +108,7 @@ class LocalStrategy:
         return torch.autocast("cpu", torch.bfloat16, enabled=self._job.precision == "bf16")
 
     def _outputs(self) -> tuple[Tensor, Tensor]:
-        """(logits, what the last layer read) of the target's rows with the present weights, exact; kept until a step."""
+        """(logits, what the last layer read) of the target's rows with the present weights; kept until a step."""
         if self._known is None:
             self.model.eval()
             limit = self._config.eval_bytes
