@@ -2,7 +2,8 @@
 
 Clusters inside clusters: 400 rows of 128 floats fit the second-level cache of a core, four times as many per level
 above keep what is fetched next near. A few passes over the edges, a few numbers per node.
-Draws go by store id, so results agree to rounding; store ids of rows are in ``node_ids``. Edges into a row are sorted by the row of their source.
+Draws go by store id, so results agree to rounding; store ids of rows are in ``node_ids``. Edges into a row are sorted
+by the row of their source.
 """
 
 from __future__ import annotations
