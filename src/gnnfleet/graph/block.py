@@ -43,9 +43,7 @@ def full_block(view: LocalView, spans: Spans) -> Block:
         others[kind] = torch.unique(columns[(columns < low) | (columns >= high)]).long()
         rows[kind] = torch.cat([torch.arange(low, high), others[kind]])
     nodes = {
-        kind: Rows(
-            table.node_ids[rows[kind]], spans[kind][1] - spans[kind][0], PickedDegrees(table.degree, rows[kind])
-        )
+        kind: Rows(table.node_ids[rows[kind]], spans[kind][1] - spans[kind][0], PickedDegrees(table.degree, rows[kind]))
         for kind, table in view.nodes.items()
     }
     relations = {

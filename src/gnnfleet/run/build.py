@@ -65,7 +65,9 @@ def build(graph: Graph, config: RunConfig, *, training: bool = True, progress: P
     if training and not built.has("train"):
         raise ConfigError("the training split has no labelled nodes: choose another --split, as 0.6/0.2/0.2")
     if training and config.train.patience and not built.has("val"):
-        raise ConfigError("train.patience needs val nodes and the split has none: set train.patience=0 or another --split")
+        raise ConfigError(
+            "train.patience needs val nodes and the split has none: set train.patience=0 or another --split"
+        )
     return built
 
 
@@ -101,7 +103,6 @@ def _check_labels(nodes: Nodes) -> None:
 
 
 def _check_features(graph: Graph, config: RunConfig) -> None:
-    bare = [kind for kind, nodes in graph.nodes.items() if nodes.x is None or not nodes.x.shape[1]]
-    if bare and not config.model.embedding:
-        which = f"nodes of type {bare[0]!r} have" if len(graph.nodes) > 1 else "the nodes have"
-        raise ConfigError(f"{which} no features: set model.embedding=64 to learn some, or import features")
+    """Of several node types those without features learn rows of their own; a graph without any has to be told so."""
+    if not config.model.embedding and all(nodes.x is None or not nodes.x.shape[1] for nodes in graph.nodes.values()):
+        raise ConfigError("the nodes have no features: set model.embedding=64 to learn some, or import features")

@@ -56,7 +56,9 @@ def load_checkpoint(path: Path) -> tuple[State, Position, int]:
         state = {part: load_file(path / f"{part}.safetensors") for part in bundle.meta["parts"]}
         return state, Position(**bundle.meta["position"]), int(bundle.meta["seed"])
     except (StoreError, SafetensorError, KeyError, TypeError, OSError) as error:
-        raise RunError(f"checkpoint {path} is damaged: {_short(error)}; use another checkpoint or train again") from error
+        raise RunError(
+            f"checkpoint {path} is damaged: {_short(error)}; use another checkpoint or train again"
+        ) from error
 
 
 def checkpoint_exists(path: Path) -> bool:

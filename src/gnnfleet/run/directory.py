@@ -47,7 +47,9 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.close()
-            raise RunError(f"{self.path} is in use by another process: wait for it or choose another --run-dir") from error
+            raise RunError(
+                f"{self.path} is in use by another process: wait for it or choose another --run-dir"
+            ) from error
 
     def close(self) -> None:
         if self._lock is not None:

@@ -119,9 +119,7 @@ def _validate(strategy: Strategy, plan: Plan, position: Position, row: dict[str,
     if not _is_better(found, plan.metric, position):
         return position
     kept.take(strategy)
-    return replace(
-        position, best_epoch=position.epoch, best_metric=found[plan.metric], best_loss=found["loss"]
-    )
+    return replace(position, best_epoch=position.epoch, best_metric=found[plan.metric], best_loss=found["loss"])
 
 
 def _is_better(found: Mapping[str, float], metric: str, position: Position) -> bool:

@@ -182,7 +182,10 @@ def _score(built: Built, split: str) -> float | None:
 
 def _peak(strategy: Strategy, epoch: int) -> int:
     """Highest tensor memory of one more epoch, whose effect is taken back."""
-    before = {part: {name: t.detach().clone() for name, t in tensors.items()} for part, tensors in strategy.state_dict().items()}
+    before = {
+        part: {name: t.detach().clone() for name, t in tensors.items()}
+        for part, tensors in strategy.state_dict().items()
+    }
     highest = peak_tensors(lambda: list(strategy.steps(epoch)))
     strategy.load_state_dict(before)
     return highest
@@ -205,5 +208,7 @@ def open_run(path: Path, graph: Graph, *, checkpoint: str = "best", quiet: bool 
     try:
         built.strategy.load_state_dict({"model": found[0]["model"]})
     except RuntimeError as error:
-        raise RunError(f"checkpoint {name} of {path} does not fit this store: {str(error).splitlines()[-1].strip()}") from error
+        raise RunError(
+            f"checkpoint {name} of {path} does not fit this store: {str(error).splitlines()[-1].strip()}"
+        ) from error
     return built, found[1], name

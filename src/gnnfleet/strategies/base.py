@@ -76,7 +76,7 @@ class Job:
     train: TrainConfig
     seed: int = 0
     precision: str = "float32"
-    progress: Progress = Silent()  # noqa: RUF009: it holds nothing
+    progress: Progress = Silent()  # noqa: RUF009
 
 
 class Strategy(Protocol):
@@ -125,9 +125,7 @@ def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
     }
 
 
-def load_optimizer(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
-) -> None:
+def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """The reverse of ``optimizer_tensors``; dtypes stay as they were saved."""
     parameters = dict(model.named_parameters())
     optimizer.state.clear()

@@ -75,7 +75,10 @@ def train(
     record = trained.record
     emit(record.as_json(), as_json=as_json, human=[_table(store.resolve().name, record)])
     if trained.stopped_early:
-        remark(f"stopped after {record.epochs} epochs: val did not get better for {trained.config.train.patience}", quiet=quiet)
+        remark(
+            f"stopped after {record.epochs} epochs: val did not get better for {trained.config.train.patience}",
+            quiet=quiet,
+        )
     remark(f"kept in {record.run_dir}", quiet=quiet)
 
 
