@@ -136,7 +136,7 @@ class LocalStrategy:
 
     def _width(self) -> int:
         given = self._x.values() if isinstance(self._x, dict) else [self._x]
-        return max(self.model.config.hidden, *(x.shape[1] for x in given), 1)
+        return max([self.model.config.hidden, *(int(x.shape[1]) for x in given)])
 
     def _features(self) -> Any:
         """x as the model takes it: a tensor, or one per node type; of width 0 where learnable rows stand in."""
