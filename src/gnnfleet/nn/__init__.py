@@ -17,6 +17,7 @@ from gnnfleet.nn.conv import (
 )
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.nn.heads import NodeHead, Tally, roc_auc
+from gnnfleet.nn.interop import load_pyg_state, to_pyg_state
 from gnnfleet.nn.mlp import MLP
 from gnnfleet.nn.model import GNN, build_model
 from gnnfleet.nn.norm import BatchNorm, LayerNorm
@@ -48,5 +49,7 @@ __all__ = [
     "SAGEConv",
     "Tally",
     "build_model",
+    "load_pyg_state",
     "roc_auc",
+    "to_pyg_state",
 ]

@@ -26,7 +26,7 @@ class MLP(torch.nn.Module):
     def reset_parameters(self) -> None:
         for module in (*self.lins, *self.norms):
             if not isinstance(module, torch.nn.Identity):
-                module.reset_parameters()  # type: ignore[operator]
+                module.reset_parameters()
 
     def forward(self, view: GraphView, x: Tensor) -> Tensor:
         for lin, norm in zip(self.lins, self.norms, strict=False):

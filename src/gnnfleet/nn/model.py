@@ -194,7 +194,8 @@ class GNN(torch.nn.Module):
         out = conv(view, x, only=self.target if last else None)
         if last:
             assert self.target is not None
-            return out[self.target]
+            logits: Tensor = out[self.target]
+            return logits
         return {
             kind: self._after(index, view.of(kind), rows, kind=kind, place=_AFTER + _PLACES * place)
             for place, (kind, rows) in enumerate(out.items())

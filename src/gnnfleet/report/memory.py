@@ -31,7 +31,7 @@ def peak_tensors(work: Callable[[], object]) -> int:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiler.profiler.kineto_results.events()
     moves = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     live = highest = 0
     for _, change in moves:

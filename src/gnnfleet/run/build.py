@@ -103,7 +103,6 @@ def _check_labels(nodes: Nodes) -> None:
 
 
 def _check_features(graph: Graph, config: RunConfig) -> None:
-    bare = [kind for kind, nodes in graph.nodes.items() if nodes.x is None or not nodes.x.shape[1]]
-    if bare and not config.model.embedding:
-        which = f"nodes of type {bare[0]!r} have" if len(graph.nodes) > 1 else "the nodes have"
-        raise ConfigError(f"{which} no features: set model.embedding=64 to learn some, or import features")
+    """Of several node types those without features learn rows of their own; a graph without any has to be told so."""
+    if not config.model.embedding and all(nodes.x is None or not nodes.x.shape[1] for nodes in graph.nodes.values()):
+        raise ConfigError("the nodes have no features: set model.embedding=64 to learn some, or import features")

@@ -33,9 +33,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     """Everything that decides the result of a run, given the graph."""
 
     strategy: SerializeAsAny[StrategyConfig]
-    model: ModelConfig = ModelConfig()
-    train: TrainConfig = TrainConfig()
-    report: ReportConfig = ReportConfig()
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    report: ReportConfig = Field(default_factory=ReportConfig)
     task: Literal["node"] = "node"
     workers: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)

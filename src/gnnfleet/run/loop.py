@@ -60,11 +60,11 @@ class _Best:
 
     def __init__(self, weights: dict[str, Tensor] | None) -> None:
         self.weights = weights
-        self.unsaved = False
+        self.unsaved: Position | None = None  # where the run stood when they were found
 
-    def take(self, strategy: Strategy) -> None:
+    def take(self, strategy: Strategy, position: Position) -> None:
         self.weights = {name: tensor.detach().clone() for name, tensor in strategy.state_dict()["model"].items()}
-        self.unsaved = True
+        self.unsaved = position
 
 
 def fit(
@@ -118,8 +118,9 @@ def _validate(strategy: Strategy, plan: Plan, position: Position, row: dict[str,
     row |= {"val": found[plan.metric], "val_loss": found["loss"], "eval_seconds": time.perf_counter() - started}
     if not _is_better(found, plan.metric, position):
         return position
-    kept.take(strategy)
-    return replace(position, best_epoch=position.epoch, best_metric=found[plan.metric], best_loss=found["loss"])
+    position = replace(position, best_epoch=position.epoch, best_metric=found[plan.metric], best_loss=found["loss"])
+    kept.take(strategy, position)
+    return position
 
 
 def _is_better(found: Mapping[str, float], metric: str, position: Position) -> bool:
@@ -139,7 +140,7 @@ def _exhausted(position: Position, plan: Plan) -> bool:
 
 def _save(strategy: Strategy, plan: Plan, position: Position, kept: _Best) -> None:
     """Best before last: a kill in between leaves a last from which the same best is found again."""
-    if kept.unsaved and kept.weights is not None:
-        plan.keeper.save("best", {"model": kept.weights}, position)
-        kept.unsaved = False
+    if kept.unsaved is not None and kept.weights is not None:
+        plan.keeper.save("best", {"model": kept.weights}, kept.unsaved)
+        kept.unsaved = None
     plan.keeper.save("last", strategy.state_dict(), position)

@@ -43,9 +43,8 @@ def class_names(head: NodeHead, nodes: Nodes, logits: Tensor) -> list[Any]:
     return [[names[number] for number in row.nonzero()[:, 0].tolist()] for row in guess]
 
 
-def write_predictions(built: Built, path: Path, columns: Columns | None = None) -> int:
+def write_predictions(built: Built, path: Path, columns: Columns) -> int:
     """Write every node of the labelled type in store order; returns the rows. The file appears whole or not at all."""
-    columns = columns or Columns()
     prediction = built.strategy.predict(embeddings=columns.embeddings)
     partial = path.with_name(f".{path.name}{PARTIAL}{secrets.token_hex(3)}")
     try:

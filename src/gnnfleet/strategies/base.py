@@ -76,7 +76,7 @@ class Job:
     train: TrainConfig
     seed: int = 0
     precision: str = "float32"
-    progress: Progress = Silent()  # noqa: RUF009: it holds nothing
+    progress: Progress = Silent()
 
 
 class Strategy(Protocol):

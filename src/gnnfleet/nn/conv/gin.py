@@ -26,9 +26,10 @@ class GINConv(torch.nn.Module):
             self.register_buffer("eps", torch.full((1,), eps))
 
     def reset_parameters(self) -> None:
-        for module in (self.nn, *self.nn.children()):
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+        for module in self.nn.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
         self.eps.data.fill_(self.initial_eps)
 
     def aggregate(self, view: GraphView, x: Tensor, *, weight: Tensor | None = None) -> Tensor:

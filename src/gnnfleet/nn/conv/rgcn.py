@@ -75,7 +75,7 @@ class RGCNConv(torch.nn.Module):
     def _relate(self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None) -> dict[str, Tensor]:
         near = view.aggregate_relations(x, reduce=self.aggr)
         place = self._places(list(near))
-        weight = self.weight
+        weight: Tensor = self.weight
         if self.comp is not None:
             weight = (self.comp @ weight.flatten(1)).view(-1, self.in_channels, self.out_channels)
         out = {kind: self._own(view.of(kind), rows) for kind, rows in x.items() if only in (None, kind)}

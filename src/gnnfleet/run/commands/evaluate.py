@@ -48,7 +48,7 @@ def evaluate(
     result = {
         "run": str(run),
         "checkpoint": used,
-        "epoch": position.best_epoch if used == "best" else position.epoch,
+        "epoch": position.epoch,
         "split": str(split),
         "name": name,
         "value": found[name],

@@ -47,6 +47,7 @@ class LocalStrategy:
         self._order = self._choose_order()
         self._view = LocalView.whole(job.graph) if self._order is None else ordered_view(job.graph, self._order)
         self._x = self._features()
+        self._aggregated = self.model.precompute(self._view, self._x)
         nodes = job.graph.nodes[target]
         assert nodes.y is not None
         y = nodes.y.long() if nodes.y.dim() == 1 else nodes.y
@@ -65,14 +66,14 @@ class LocalStrategy:
         rows = self._split["train"]
         view = self._view.at(key=DrawKey(self._job.seed, epoch, 0), training=True)
         with self._products():
-            logits = self.model(view, self._x)
+            logits = self.model(view, self._x, aggregated=self._aggregated)
         loss = self._job.head.loss(logits[rows].to(self._dtype), self._y[rows]) / len(rows)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._job.train.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._job.train.clip)
         self._optimizer.step()
-        yield StepRecord(epoch, 0, float(loss), len(rows), time.perf_counter() - started)
+        yield StepRecord(epoch, 0, float(loss.detach()), len(rows), time.perf_counter() - started)
 
     def evaluate(self, split: str) -> dict[str, float]:
         rows = self._split[split]
@@ -108,12 +109,12 @@ class LocalStrategy:
         return torch.autocast("cpu", torch.bfloat16, enabled=self._job.precision == "bf16")
 
     def _outputs(self) -> tuple[Tensor, Tensor]:
-        """(logits, what the last layer read) of the target's rows with the present weights; kept until a step."""
+        """(logits, what the last layer read) of the target's rows, exact; kept until the weights change."""
         if self._known is None:
             self.model.eval()
             limit = self._config.eval_bytes
             with torch.no_grad(), self._products():
-                if layer_bytes(self._view, self._width(), 4) > limit:
+                if layer_bytes(self._view, self._width()) > limit:
                     logits, inputs = infer(self.model, self._view, self._x, limit=limit)
                 else:
                     logits, inputs = self._whole()
@@ -125,7 +126,8 @@ class LocalStrategy:
         inputs = x
         for index in range(self.model.num_layers):
             inputs = x
-            x, carry = self.model.layer(index, view.at(layer=index), x, carry)
+            aggregated = self._aggregated if index == 0 else None
+            x, carry = self.model.layer(index, view, x, carry, aggregated=aggregated)
         return x, inputs
 
     def _only(self, rows: Any) -> Tensor:
@@ -134,15 +136,15 @@ class LocalStrategy:
 
     def _width(self) -> int:
         given = self._x.values() if isinstance(self._x, dict) else [self._x]
-        return max(self.model.config.hidden, *(x.shape[1] for x in given), 1)
+        return max([self.model.config.hidden, *(int(x.shape[1]) for x in given)])
 
     def _features(self) -> Any:
-        """x as the model takes it: a tensor, or one per node type; width 0 where embeddings stand in."""
+        """x as the model takes it: a tensor, or one per node type; of width 0 where learnable rows stand in."""
         found = {}
         for kind, nodes in self._job.graph.nodes.items():
             x = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
             found[kind] = self._in_rows(kind, x.to(self._dtype))
-        return found if self._job.graph.is_hetero else found[self._target]
+        return found if len(found) > 1 else found[self._target]
 
     def _choose_order(self) -> dict[str, Tensor] | None:
         order = self._config.order

@@ -1,0 +1,49 @@
+"""Weights from and to torch_geometric's models, without importing it.
+
+sage, gcn, gat, gatv2 and gin name their parameters as torch_geometric.nn.models.{GraphSAGE, GCN, GAT, GIN} do, for
+``jk=None``; single layers of all kinds load each other's ``state_dict`` directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.nn.model import GNN
+
+SHARED = ("sage", "gcn", "gat", "gatv2", "gin")
+
+
+def load_pyg_state(model: GNN, state: Mapping[str, Tensor]) -> None:
+    """Copy a torch_geometric model's ``state_dict`` into ``model``; raises ConfigError unless all of it fits."""
+    own = _shared_state(model)
+    missing, strange = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or strange:
+        found = "; ".join(
+            f"{word} {', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
+            for word, names in (("lacks", missing), ("also has", strange))
+            if names
+        )
+        raise ConfigError(f"the weights are not those of a {model.config.name} like this one: the state {found}")
+    for name, tensor in own.items():
+        if state[name].shape != tensor.shape:
+            shapes = f"{list(tensor.shape)}, found {list(state[name].shape)}"
+            raise ConfigError(f"{name} must be {shapes}: set hidden, layers and heads as in the other model")
+    for name, tensor in own.items():
+        tensor.copy_(state[name])
+
+
+def to_pyg_state(model: GNN) -> dict[str, Tensor]:
+    """A ``state_dict`` that the torch_geometric model of the same widths loads; a copy."""
+    return {name: tensor.clone() for name, tensor in _shared_state(model).items()}
+
+
+def _shared_state(model: GNN) -> dict[str, Tensor]:
+    name = model.config.name
+    if name not in SHARED:
+        raise ConfigError(f"torch_geometric has no model like {name}: weights of {', '.join(SHARED)} can be exchanged")
+    if model.embeddings:
+        raise ConfigError("a model with learnable node rows has no counterpart in torch_geometric: set embedding = 0")
+    return dict(model.state_dict())

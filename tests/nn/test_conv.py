@@ -1,0 +1,312 @@
+"""Every layer against torch_geometric's: the same weights give the same rows and the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor
+
+from gnnfleet import nn
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.view import GraphView, LocalView
+from tests.nn.peers import DTYPES, block, compare, random_graph, tolerance
+
+Peers = Callable[[int], tuple[torch.nn.Module, torch.nn.Module]]
+
+
+def both(name: str, *args: Any, **settings: Any) -> Peers:
+    """One layer of each library with the same arguments; the width of the input comes first."""
+
+    def make(width: int) -> tuple[torch.nn.Module, torch.nn.Module]:
+        return getattr(nn, name)(width, *args, **settings), getattr(pyg, name)(width, *args, **settings)
+
+    return make
+
+
+def gin(**settings: Any) -> Peers:
+    def make(width: int) -> tuple[torch.nn.Module, torch.nn.Module]:
+        def perceptron() -> torch.nn.Module:
+            return torch.nn.Sequential(torch.nn.Linear(width, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+
+        return nn.GINConv(perceptron(), **settings), pyg.GINConv(perceptron(), **settings)
+
+    return make
+
+
+PLAIN = {
+    "gcn narrower": both("GCNConv", 3),
+    "gcn wider": both("GCNConv", 8),
+    "gcn no bias": both("GCNConv", 3, bias=False),
+    "sage mean narrower": both("SAGEConv", 3),
+    "sage mean wider": both("SAGEConv", 8),
+    "sage sum": both("SAGEConv", 3, aggr="sum"),
+    "sage max": both("SAGEConv", 3, aggr="max"),
+    "sage pool": both("SAGEConv", 4, aggr="max", project=True),
+    "sage no root": both("SAGEConv", 3, root_weight=False, bias=False),
+    "sage normalised": both("SAGEConv", 3, normalize=True),
+    "gin": gin(),
+    "gin learnt eps": gin(eps=0.3, train_eps=True),
+    "gat": both("GATConv", 3, heads=2),
+    "gat averaged": both("GATConv", 3, heads=2, concat=False, negative_slope=0.1),
+    "gat residual": both("GATConv", 3, heads=2, residual=True),
+    "gat residual, no bias": both("GATConv", 3, heads=2, residual=True, bias=False),
+    "gat no loops": both("GATConv", 3, heads=2, add_self_loops=False),
+    "gatv2": both("GATv2Conv", 3, heads=2),
+    "gatv2 averaged": both("GATv2Conv", 3, heads=2, concat=False, bias=False),
+    "gatv2 shared": both("GATv2Conv", 3, heads=2, share_weights=True, residual=True),
+    "gen": both("GENConv", 5, norm="layer"),
+    "gen wider, learnt temperature": both("GENConv", 6, norm="layer", learn_t=True, t=0.5, bias=True),
+    "gen batch norm": both("GENConv", 5),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_layer_equals_its_peer(name: str, loops: bool, dtype: torch.dtype) -> None:
+    graph = random_graph(loops=loops)
+    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    ours, theirs = PLAIN[name](5)
+    x = graph.only_nodes.x.to(dtype)
+    ours.to(dtype)
+    compare(ours, theirs, x, call_ours=lambda x: ours(view, x), call_theirs=lambda x: theirs(x, index))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "name", ["sage mean narrower", "sage mean wider", "sage max", "sage pool", "gin", "gatv2", "gat"]
+)
+def test_a_block_equals_the_peer_on_a_pair(name: str, dtype: torch.dtype) -> None:
+    graph = random_graph()
+    for num_dst in (4, 20):  # far and not so far fewer destinations than sources: the two orders of product and sum
+        view, index = block(graph, num_dst)
+        ours, theirs = PLAIN[name](5)
+        x = graph.only_nodes.x.to(dtype)
+        ours.to(dtype)
+        compare(
+            ours,
+            theirs,
+            x,
+            call_ours=lambda x, ours=ours, view=view: ours(view, x),
+            call_theirs=lambda x, theirs=theirs, index=index, n=num_dst: theirs((x, x[:n]), index),
+        )
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_block_gives_the_first_rows_of_the_whole(name: str) -> None:
+    if name == "gen batch norm":
+        pytest.skip("its statistics are those of the rows there are")
+    graph = random_graph(loops=True)
+    layer = PLAIN[name](5)[0].double()
+    x = graph.only_nodes.x.double()
+    whole = layer(LocalView.whole(graph), x)
+    for num_dst in (0, 4, 20):
+        torch.testing.assert_close(layer(block(graph, num_dst)[0], x), whole[:num_dst])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [3, 8])
+def test_gcn_with_edge_weights(width: int, dtype: torch.dtype) -> None:
+    graph = random_graph()
+    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    ours, theirs = both("GCNConv", width)(5)
+    x = graph.only_nodes.x.to(dtype)
+    ours.to(dtype)
+    weight = graph.only_edges.weight
+    assert weight is not None
+    compare(
+        ours,
+        theirs,
+        x,
+        call_ours=lambda x: ours(view, x, weight=view.weight),
+        call_theirs=lambda x: theirs(x, index, weight.to(dtype)),
+    )
+
+
+@pytest.mark.parametrize("width", [3, 8])
+def test_improved_gcn(width: int) -> None:
+    graph = random_graph()
+    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    ours, theirs = both("GCNConv", width, improved=True)(5)
+    ours.double()
+    ones = torch.ones(index.shape[1], dtype=torch.float64)  # without weights PyG 2.8 forgets that loops weigh 2
+    compare(
+        ours,
+        theirs,
+        graph.only_nodes.x.double(),
+        call_ours=lambda x: ours(view, x),
+        call_theirs=lambda x: theirs(x, index, ones),
+    )
+
+
+def test_gcn_learns_edge_weights() -> None:
+    graph = random_graph()
+    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    for width in (3, 8):
+        ours, theirs = both("GCNConv", width)(5)
+        ours.double()
+        theirs.double().load_state_dict(ours.state_dict())
+        x = graph.only_nodes.x.double()
+        a, b = (torch.rand(index.shape[1], dtype=torch.float64).requires_grad_() for _ in range(2))
+        b.data.copy_(a.data)
+        out, expected = ours(view, x, weight=a), theirs(x, index, b)
+        torch.testing.assert_close(out, expected)
+        out.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(a.grad, b.grad)
+    with pytest.raises(ConfigError, match="found a block"):
+        ours(block(graph, 4)[0], x, weight=torch.rand(int(graph.only_edges.indptr[4])))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("kind", ["GATConv", "GATv2Conv"])
+def test_attention_with_edge_features(kind: str, loops: bool, dtype: torch.dtype) -> None:
+    graph = random_graph(loops=loops)
+    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    ours, theirs = both(kind, 3, heads=2, edge_dim=4)(5)
+    ours.to(dtype)
+    attr = graph.only_edges.attr
+    assert attr is not None
+    compare(
+        ours,
+        theirs,
+        graph.only_nodes.x.to(dtype),
+        call_ours=lambda x: ours(view, x, edge_attr=view.attr),
+        call_theirs=lambda x: theirs(x, index, attr.to(dtype)),
+    )
+    with pytest.raises(ConfigError, match="4 columns, found 1"):
+        ours(view, graph.only_nodes.x.to(dtype), edge_attr=attr[:, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "settings", [{}, {"theta": 0.5, "layer": 3}, {"shared_weights": False, "theta": 1.0, "layer": 1}]
+)
+def test_gcn2(settings: Mapping[str, Any], dtype: torch.dtype) -> None:
+    graph = random_graph(loops=True)
+    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    ours, theirs = nn.GCN2Conv(5, 0.2, **settings).to(dtype), pyg.GCN2Conv(5, 0.2, **settings)
+    x = graph.only_nodes.x.to(dtype)
+    compare(
+        ours, theirs, x, call_ours=lambda x: ours(view, x, x.sin()), call_theirs=lambda x: theirs(x, x.sin(), index)
+    )
+    whole = ours(view, x, x.sin())
+    torch.testing.assert_close(ours(block(graph, 7)[0], x, x.sin()), whole[:7], **tolerance(dtype))
+
+
+RELATIONS = [EdgeType("node", name, "node") for name in ("cites", "follows", "likes")]
+
+
+def several_relations() -> tuple[Graph, Tensor, Tensor]:
+    """(a graph of one node type and three edge types, its edge_index and edge_type as PyG takes them)."""
+    random = torch.Generator().manual_seed(3)
+    indices = [torch.randint(0, 25, (2, 60), generator=random) for _ in RELATIONS]
+    edges = {kind: make_edges(index, num_src=30, num_dst=30) for kind, index in zip(RELATIONS, indices, strict=True)}
+    graph = Graph.of({"node": make_nodes(30, x=torch.randn(30, 5, generator=random))}, edges)
+    kinds = torch.arange(len(RELATIONS)).repeat_interleave(60)
+    return graph, torch.cat([table.edge_index() for table in edges.values()], 1), kinds
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("settings", [{}, {"num_bases": 2}, {"aggr": "add"}, {"root_weight": False, "bias": False}])
+def test_rgcn(settings: Mapping[str, Any], dtype: torch.dtype) -> None:
+    graph, index, kinds = several_relations()
+    view = LocalView.whole(graph)
+    ours, theirs = nn.RGCNConv(5, 4, 3, **settings).to(dtype), pyg.RGCNConv(5, 4, 3, **settings)
+    x = graph.only_nodes.x.to(dtype)
+    # PyG's layer starts from zeros of the default type.
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        compare(ours, theirs, x, call_ours=lambda x: ours(view, x), call_theirs=lambda x: theirs(x, index, kinds))
+    finally:
+        torch.set_default_dtype(before)
+    with pytest.raises(ConfigError, match="made for 2 edge types, the graph has 3"):
+        nn.RGCNConv(5, 4, 2)(view, x.float())
+
+
+def test_rgcn_on_several_node_types_equals_one_of_all_nodes() -> None:
+    random = torch.Generator().manual_seed(5)
+    buys = torch.stack([torch.randint(0, 10, (40,), generator=random), torch.randint(0, 7, (40,), generator=random)])
+    knows = torch.randint(0, 10, (2, 30), generator=random)
+    tables = {
+        EdgeType("user", "buys", "item"): make_edges(buys, num_src=10, num_dst=7),
+        EdgeType("user", "knows", "user"): make_edges(knows, num_src=10, num_dst=10),
+    }
+    graph = Graph.of({"user": make_nodes(10), "item": make_nodes(7)}, tables)
+    view = LocalView.whole(graph)
+    x = torch.randn(17, 5, dtype=torch.float64, generator=random)
+    layer = nn.RGCNConv(5, 3, 2).double()
+    peer = pyg.RGCNConv(5, 3, 2).double()
+    peer.load_state_dict(layer.state_dict())
+    index = torch.cat([buys + torch.tensor([[0], [10]]), knows], 1)
+    expected = peer(x, index, torch.tensor([0] * 40 + [1] * 30))
+    out = layer(view, {"user": x[:10], "item": x[10:]})
+    torch.testing.assert_close(out["user"], expected[:10])
+    torch.testing.assert_close(out["item"], expected[10:])
+    assert list(layer(view, {"user": x[:10], "item": x[10:]}, only="item")) == ["item"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_res_plus_block(dtype: torch.dtype) -> None:
+    graph = random_graph()
+    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    ours = nn.ResPlusBlock(nn.GENConv(5, 5, norm="layer"), nn.BatchNorm(5)).to(dtype)
+    theirs = pyg.DeepGCNLayer(pyg.GENConv(5, 5, norm="layer"), pyg.BatchNorm(5), torch.nn.ReLU(), block="res+")
+    x = graph.only_nodes.x.to(dtype)
+    compare(ours, theirs, x, call_ours=lambda x: ours(view, x), call_theirs=lambda x: theirs(x, index))
+
+
+class EdgeConv(torch.nn.Module):
+    """A layer a user may write: x'_i = max_j W [x_i, x_j − x_i], through ``propagate``."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.nn = torch.nn.Linear(2 * width, out)
+
+    def forward(self, view: GraphView, x: Tensor) -> Tensor:
+        def message(
+            src: Mapping[str, Tensor], dst: Mapping[str, Tensor], edge: Any, weight: Tensor, bias: Tensor
+        ) -> Tensor:
+            both = torch.cat([dst["x"], src["x"] - dst["x"]], 1)
+            return torch.nn.functional.linear(both, weight, bias)
+
+        params = (self.nn.weight, self.nn.bias)
+        return view.propagate(message, src={"x": x}, dst={"x": x}, params=params, reduce="max")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_of_the_user(dtype: torch.dtype) -> None:
+    graph = random_graph(edges=120)
+    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    ours, theirs = EdgeConv(5, 3).to(dtype), pyg.EdgeConv(torch.nn.Linear(10, 3), aggr="max")
+    x = graph.only_nodes.x.to(dtype)
+    compare(ours, theirs, x, call_ours=lambda x: ours(view, x), call_theirs=lambda x: theirs(x, index))
+
+
+def test_layers_say_what_they_cannot_do() -> None:
+    with pytest.raises(ConfigError, match="found 'median'"):
+        nn.SAGEConv(3, 3, aggr="median")
+    with pytest.raises(ConfigError, match="normalize=True"):
+        nn.GCNConv(3, 3, add_self_loops=True, normalize=False)
+    with pytest.raises(ConfigError, match="theta and layer together"):
+        nn.GCN2Conv(3, 0.1, theta=0.5)
+    graph, _, _ = several_relations()
+    with pytest.raises(ConfigError, match="use rgcn"):
+        nn.SAGEConv(5, 3)(LocalView.whole(graph), graph.only_nodes.x)
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GATConv", "GATv2Conv"])
+def test_weights_start_as_the_peer_s_do(name: str) -> None:
+    torch.manual_seed(0)
+    ours, theirs = both(name, 80)(70)
+    for key, mine in ours.state_dict().items():
+        other = theirs.state_dict()[key]
+        assert abs(mine.std() - other.std()) <= 0.15 * other.std() + 1e-9, key
+        assert abs(mine.abs().max() - other.abs().max()) <= 0.15 * other.abs().max() + 1e-9, key

@@ -1,0 +1,232 @@
+"""Models: equal to torch_geometric's, layer by layer, on blocks, with what is kept from step to step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn.models as pyg
+from torch import Tensor
+
+from gnnfleet import nn
+from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.view import LocalView
+from gnnfleet.nn.config import MODELS
+from gnnfleet.nn.interop import load_pyg_state, to_pyg_state
+from gnnfleet.ops.draws import DrawKey
+from tests.nn.peers import DTYPES, block, compare, random_graph
+
+NORMS = {"none": {}, "layer": {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}}, "batch": {"norm": "batch_norm"}}
+PEERS = {
+    "sage": (pyg.GraphSAGE, {}, {}),
+    "sage pool": (pyg.GraphSAGE, {"aggr": "pool"}, {"aggr": "max", "project": True}),
+    "gcn": (pyg.GCN, {}, {}),
+    "gat": (pyg.GAT, {"heads": 2, "act": "elu"}, {"heads": 2, "act": "elu"}),
+    "gatv2": (pyg.GAT, {"heads": 2}, {"heads": 2, "v2": True}),
+    "gin": (pyg.GIN, {"train_eps": True}, {"train_eps": True}),
+}
+
+
+def config(name: str, **settings: Any) -> nn.ModelConfig:
+    settings = {"hidden": 8, "layers": 3, "heads": 2, "dropout": 0.0, **settings}
+    return nn.ModelConfig(name=name, edge_features=False, edge_weight=False, **settings)
+
+
+def peers(name: str, norm: str, layers: int = 3) -> tuple[nn.GNN, torch.nn.Module]:
+    kind, mine, other = PEERS[name]
+    model = nn.GNN(config(name.split()[0], norm=norm, layers=layers, **mine), 5, 3)
+    return model, kind(5, 8, layers, 3, **NORMS[norm], **other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", PEERS)
+def test_a_model_equals_its_peer(name: str, norm: str, dtype: torch.dtype) -> None:
+    graph = random_graph(loops=True)
+    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    ours, theirs = peers(name, norm)
+    ours.to(dtype)
+    x = graph.only_nodes.x.to(dtype)
+    compare(ours, theirs, x, call_ours=lambda x: ours(view, x), call_theirs=lambda x: theirs(x, index))
+    ours.eval(), theirs.eval()
+    torch.testing.assert_close(ours(view, x), theirs(x, index))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", PEERS)
+def test_weights_go_there_and_back(name: str, norm: str, layers: int) -> None:
+    ours, theirs = peers(name, norm, layers)
+    load_pyg_state(ours, theirs.state_dict())
+    for key, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], tensor)
+    _, fresh = peers(name, norm, layers)
+    fresh.load_state_dict(to_pyg_state(ours))
+    for key, tensor in theirs.state_dict().items():
+        assert torch.equal(fresh.state_dict()[key], tensor)
+
+
+def test_weights_that_do_not_fit_are_refused_whole() -> None:
+    ours = nn.GNN(config("gcn"), 5, 3)
+    before = to_pyg_state(ours)
+    with pytest.raises(ConfigError, match=r"not those of a gcn like this one: the state lacks convs\.2\.bias"):
+        load_pyg_state(ours, pyg.GCN(5, 8, 2, 3).state_dict())
+    with pytest.raises(ConfigError, match=r"convs.0.bias must be \[8\], found \[9\]"):
+        load_pyg_state(ours, pyg.GCN(5, 9, 3, 3).state_dict())
+    with pytest.raises(ConfigError, match="no model like res"):
+        to_pyg_state(nn.GNN(config("res+"), 5, 3))
+    assert all(torch.equal(tensor, before[key]) for key, tensor in ours.state_dict().items())
+
+
+def build(name: str, graph: Graph, **settings: Any) -> nn.GNN:
+    torch.manual_seed(0)
+    return nn.build_model(nn.ModelConfig(name=name, **{"hidden": 8, "heads": 2, **settings}), graph).double()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layer_by_layer_with_dropout_equals_forward(name: str) -> None:
+    graph = random_graph()
+    model = build(name, graph, input_dropout=0.2)
+    view = LocalView.whole(graph).at(key=DrawKey(seed=1, epoch=2, step=3))
+    x = graph.only_nodes.x.double()
+    expected = model(view, x)
+    assert torch.equal(model([view] * 3, x), expected), "the same draws give the same result"
+    assert not torch.equal(model(view.at(key=DrawKey(seed=2)), x), expected)
+    rows: Any = x
+    carry = None
+    for index in range(model.num_layers):
+        rows, carry = model.layer(index, view, rows, carry)
+    assert torch.equal(rows, expected)
+    off = model(view.at(training=False), x)
+    model.eval()
+    assert torch.equal(model(view, x), off), "view and model must both train for anything to be dropped"
+
+
+@pytest.mark.parametrize("norm", ["none", "layer"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_chain_of_blocks_gives_the_first_rows(name: str, norm: str) -> None:
+    graph = random_graph(loops=True)
+    model = build(name, graph, norm=norm)
+    whole = LocalView.whole(graph).at(key=DrawKey(seed=4))
+    x = graph.only_nodes.x.double()
+    views = [whole, whole, block(graph, 4)[0].at(key=DrawKey(seed=4))]
+    torch.testing.assert_close(model(views, x), model(whole, x)[:4])
+
+
+@pytest.mark.parametrize(("name", "settings"), [("gcn", {}), ("sage", {}), ("sage", {"aggr": "max"}), ("gin", {})])
+def test_the_first_aggregate_is_kept(name: str, settings: dict[str, Any]) -> None:
+    graph = random_graph()
+    view, x = LocalView.whole(graph), graph.only_nodes.x.double()
+    for hidden in (4, 16):
+        model = build(name, graph, hidden=hidden, **settings)
+        kept = model.precompute(view, x)
+        assert kept is not None and not kept.requires_grad
+        out, expected = model(view, x, aggregated=kept), model(view, x)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(model.embed(view, x, aggregated=kept), model.embed(view, x))
+        mine = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+        other = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
+        for a, b in zip(mine, other, strict=True):
+            torch.testing.assert_close(a, b)
+        assert torch.equal(model.precompute(view, x), kept), "a step does not write to it"
+
+
+def test_what_changes_from_step_to_step_is_not_kept() -> None:
+    graph = random_graph()
+    view, x = LocalView.whole(graph), graph.only_nodes.x.double()
+    unkept = [("gat", {}), ("gcn", {"input_dropout": 0.1}), ("sage", {"embedding": 2}), ("sage", {"aggr": "pool"})]
+    for name, settings in [*unkept, ("gcn2", {}), ("rgcn", {}), ("res+", {})]:
+        assert build(name, graph, **settings).precompute(view, x) is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    graph = random_graph(nodes=8, edges=14, width=3)
+    model = build(name, graph, hidden=4, layers=2, act="elu", norm="batch", dropout=0.3)
+    view = LocalView.whole(graph).at(key=DrawKey(seed=7))
+    names = [key for key, _ in model.named_parameters()]
+
+    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+        state = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(model, state, (view, x))
+
+    x = graph.only_nodes.x.double().requires_grad_()
+    assert torch.autograd.gradcheck(run, (x, *model.parameters()), eps=1e-6, atol=1e-5, fast_mode=True)
+
+
+def hetero_graph() -> Graph:
+    random = torch.Generator().manual_seed(5)
+
+    def ends(sources: int, targets: int) -> Tensor:
+        rows = [torch.randint(0, count, (40,), generator=random) for count in (sources, targets)]
+        return torch.stack(rows)
+
+    shapes = {EdgeType("user", "buys", "item"): (10, 7), EdgeType("item", "by", "user"): (7, 10)}
+    edges = {kind: make_edges(ends(n, m), num_src=n, num_dst=m) for kind, (n, m) in shapes.items()}
+    nodes = {
+        "user": make_nodes(10),
+        "item": make_nodes(7, x=torch.randn(7, 5, generator=random), y=torch.randint(0, 3, (7,), generator=random)),
+    }
+    return Graph.of(nodes, edges)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_rgcn_on_several_node_types(norm: Any) -> None:
+    graph = hetero_graph()
+    model = build("rgcn", graph, norm=norm, bases=2)
+    view = LocalView.whole(graph).at(key=DrawKey(seed=3))
+    x = {"item": graph.nodes["item"].x.double()}
+    out = model(view, x)
+    assert out.shape == (7, 3) and torch.equal(out, model(view, x))
+    out.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.convs.parameters())
+    rows = model.embed(view, x)
+    assert isinstance(rows, dict) and {kind: tuple(t.shape) for kind, t in rows.items()} == {
+        "user": (10, 8),
+        "item": (7, 8),
+    }
+    assert list(model.embeddings) == ["user"], "nodes without features get learnable rows"
+    assert set(model.projections) == {"user", "item"}
+
+
+def test_learnable_rows_beside_and_instead_of_features() -> None:
+    graph = random_graph()
+    beside = build("sage", graph, embedding=6)
+    assert beside.convs[0].in_channels == 5 + 6
+    bare = Graph(graph.only_edges.edge_index(), num_nodes=30, y=graph.only_nodes.y)
+    instead = build("gcn", bare)
+    out = instead(LocalView.whole(bare), None)
+    out.sum().backward()
+    (rows,) = instead.embeddings.values()
+    assert rows.weight.shape == (30, 8) and rows.weight.grad is not None
+    some = torch.arange(0, 30, 2)
+    part = LocalView.induced(bare, {"node": some})
+    assert torch.equal(rows(part), rows.weight[some])
+
+
+def test_building_says_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match="no model 'sgae': did you mean 'sage'"):
+        nn.ModelConfig(name="sgae")
+    with pytest.raises(ConfigError, match="no setting 'hiden': did you mean 'hidden'"):
+        nn.SAGE(hiden=3)
+    with pytest.raises(ConfigError, match="hidden: input should be greater"):
+        nn.GCN(hidden=0)
+    with pytest.raises(ConfigError, match="multiple of heads, found 10 and 4"):
+        nn.GAT(hidden=10)
+    with pytest.raises(ConfigError, match="use the model rgcn"):
+        nn.build_model(nn.SAGE(), hetero_graph())
+    unlabelled = Graph(torch.zeros(2, 0, dtype=torch.int64), num_nodes=3)
+    with pytest.raises(InputError, match="give out_channels"):
+        nn.build_model(nn.SAGE(), unlabelled)
+    assert nn.build_model(nn.SAGE(hidden=4), unlabelled, out_channels=2).out_channels == 2
+    graph = random_graph()
+    with pytest.raises(ConfigError, match="needs a view for each, found 2"):
+        build("sage", graph)([LocalView.whole(graph)] * 2, graph.only_nodes.x.double())
+    with pytest.raises(InputError, match=r"found none: set model.embedding"):
+        build("sage", graph)(LocalView.whole(graph), None)
+    for make, name in zip(
+        (nn.SAGE, nn.GCN, nn.GAT, nn.GATv2, nn.GIN, nn.RGCN, nn.GCN2, nn.ResPlus), MODELS, strict=True
+    ):
+        assert make(hidden=32, layers=2) == nn.ModelConfig(name=name, hidden=32, layers=2)

@@ -1,0 +1,92 @@
+"""Words become one frozen config; wrong ones are named with the nearest right one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.run.config import check_continues, flatten, nest, overlay, parse_value, read_toml, resolve
+
+
+def test_defaults_survive_a_round_trip() -> None:
+    config = resolve({})
+    assert config.strategy.name == "local" and config.train.epochs == 100 and config.model.name == "sage"
+    assert resolve(config.model_dump(mode="json")) == config
+    with pytest.raises(ValidationError):
+        config.seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("256", 256), ("0.01", 0.01), ("1e-3", 1e-3), ("true", True), ("[10, 5]", [10, 5]), ("gcn", "gcn"),
+     ("0.6/0.2/0.2", "0.6/0.2/0.2"), ("20-per-class", "20-per-class"), (".5", ".5"), ("", "")],
+)  # fmt: skip
+def test_values_are_read_as_toml(text: str, value: Any) -> None:
+    assert parse_value(text) == value
+
+
+def test_words_are_converted() -> None:
+    given = {key: parse_value(value) for key, value in {"train.lr": ".5", "train.epochs": "7", "split": "3"}.items()}
+    config = resolve(nest(given))
+    assert config.train.lr == 0.5 and config.train.epochs == 7 and config.split == 3
+
+
+def test_later_words_win_and_another_strategy_forgets() -> None:
+    base = {"train": {"lr": 0.1, "epochs": 5}, "strategy": {"name": "other", "knob": 1}}
+    tree = overlay(base, {"train": {"lr": 0.2}, "strategy": "local"})
+    assert tree == {"train": {"lr": 0.2, "epochs": 5}, "strategy": {"name": "local"}}
+    assert flatten(tree)["train.epochs"] == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"trian": {}}, "no setting 'trian': did you mean train?"),
+        ({"train": {"epoch": 3}}, "no setting 'train.epoch': did you mean train.epochs?"),
+        ({"model": {"hiden": 3}}, "no setting 'model.hiden': did you mean model.hidden?"),
+        ({"strategy": {"name": "local", "ordr": "store"}}, "no setting 'strategy.ordr': did you mean strategy.order?"),
+        ({"train": {"zzz": 3}}, "known: epochs, lr"),
+        ({"train": {"lr": -1}}, "train.lr=-1: input should be greater than 0"),
+        ({"train": {"epochs": "many"}}, "train.epochs='many': input should be a valid integer"),
+        ({"train": {"optimizer": "lion"}}, "'adam', 'adamw' or 'sgd'"),
+        ({"model": {"name": "sagee"}}, "did you mean 'sage'?"),
+        ({"strategy": "sar"}, "strategy 'sar' comes later; this version has local"),
+        ({"strategy": "fast"}, "no strategy 'fast'; this version has local"),
+        ({"task": "link"}, "task link comes later"),
+        ({"workers": 4}, "local runs in one process, found workers=4"),
+        ({"precision": "half"}, "precision='half'"),
+        ({"seed": -1}, "seed=-1"),
+        ({"train": 3}, "train=3"),
+    ],
+)
+def test_wrong_words_are_named(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(words)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_word_cannot_be_a_group() -> None:
+    with pytest.raises(ConfigError, match="has a value already"):
+        nest({"train": 1, "train.lr": 2})
+
+
+def test_toml(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('seed = 3\n[strategy]\nname = "local"\norder = "store"\n[train]\nlr = 0.5\n')
+    assert resolve(read_toml(path)).train.lr == 0.5
+    path.write_text("seed = = 3")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        read_toml(path)
+    with pytest.raises(ConfigError, match="cannot read config"):
+        read_toml(tmp_path / "none.toml")
+
+
+def test_a_run_continues_as_it_began() -> None:
+    old = resolve({})
+    check_continues(old, resolve({"train": {"epochs": 500, "patience": 3}}))
+    with pytest.raises(ConfigError, match=r"started with train.lr=0.01, found 0.5"):
+        check_continues(old, resolve({"train": {"lr": 0.5}}))
