@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EdgeType, Graph
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock, RGCNConv
 from gnnfleet.nn.embedding import NodeEmbedding
@@ -175,7 +175,7 @@ class GNN(torch.nn.Module):
         x = self._after(index, view, conv(view, x, first, weight=self._weight(view)))
         if index == self.num_layers - 1:
             return self.lins[1](x), None
-        return x, first[: view.num_dst]
+        return x, first_rows(first, view.num_dst)
 
     def _block_layer(self, index: int, view: GraphView, x: Tensor) -> Tensor:
         block = self.convs[index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.conv.attention import Attention
 from gnnfleet.nn.linear import GlorotLinear, glorot_
 
@@ -48,7 +48,7 @@ class GATv2Conv(Attention):
     def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None) -> Tensor:
         """[N_src, in] → [N_dst, H·C], or [N_dst, C] when heads are averaged; edge_attr [E, edge_dim]."""
         left = self.lin_l(x)
-        right = left[: view.num_dst] if self.share_weights else self.lin_r(x[: view.num_dst])
+        right = first_rows(left, view.num_dst) if self.share_weights else self.lin_r(first_rows(x, view.num_dst))
         attr = self._edge_rows(edge_attr, left.dtype)
         out = view.attend(
             left,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.linear import GlorotLinear, transform_first
 
 
@@ -92,5 +92,5 @@ def normalised_sum(
     x = x.mul_(scale) if in_place else x * scale
     out = view.aggregate(x, weight=weight, loops=loop > 0)
     if loop > 1:
-        out = out.add_(x[: view.num_dst], alpha=loop - 1)
-    return out * scale[: view.num_dst] if scale.requires_grad else out.mul_(scale[: view.num_dst])
+        out = out.add_(first_rows(x, view.num_dst), alpha=loop - 1)
+    return out * first_rows(scale, view.num_dst) if scale.requires_grad else out.mul_(first_rows(scale, view.num_dst))

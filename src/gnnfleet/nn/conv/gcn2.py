@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.conv.gcn import inverse_root_degree, normalised_sum
 from gnnfleet.nn.linear import glorot_
 
@@ -51,7 +51,7 @@ class GCN2Conv(torch.nn.Module):
             near = normalised_sum(view, x, weight, scale=scale, loop=self.loop, fresh=False)
         else:
             near = view.aggregate(x, weight=weight)
-        first = x_0[: view.num_dst]
+        first = first_rows(x_0, view.num_dst)
         near = near.mul_(1 - self.alpha)
         if self.weight2 is None:
             both = near.add_(first, alpha=self.alpha)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.norm import LayerNorm, batch_norm
 
 
@@ -49,7 +49,7 @@ class GENConv(torch.nn.Module):
 
     def forward(self, view: GraphView, x: Tensor) -> Tensor:
         """[N_src, in] → [N_dst, out]."""
-        own = x[: view.num_dst]
+        own = first_rows(x, view.num_dst)
         if hasattr(self, "lin_src"):
             x, own = self.lin_src(x), self.lin_dst(own)
         out = view.propagate(_softmax_message(self.eps), src={"x": x}, params=(self.aggr_module.t,), reduce="softmax")
@@ -104,4 +104,4 @@ class ResPlusBlock(torch.nn.Module):
     def forward(self, view: GraphView, x: Tensor) -> Tensor:
         """[N_src, F] → [N_dst, F]."""
         out: Tensor = self.conv(view, self.before(view, x))
-        return out + x[: view.num_dst]
+        return out + first_rows(x, view.num_dst)
