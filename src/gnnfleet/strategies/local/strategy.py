@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.order import cluster_order, ordered_view
+from gnnfleet.graph.order import cluster_order, first_rows, ordered_view
 from gnnfleet.graph.view import LocalView
 from gnnfleet.nn.layerwise import infer, layer_bytes
 from gnnfleet.ops.draws import DrawKey
@@ -57,6 +57,7 @@ class LocalStrategy:
             name: self._in_rows(target, nodes.mask(name) & labelled).nonzero()[:, 0]
             for name in ("train", "val", "test")
         }
+        self._last = self._last_view()
         self._known: tuple[Tensor, Tensor] | None = None  # exact output and last input of the present weights
 
     def steps(self, epoch: int) -> Iterator[StepRecord]:
@@ -65,8 +66,10 @@ class LocalStrategy:
         self.model.train()
         rows = self._split["train"]
         view = self._view.at(key=DrawKey(self._job.seed, epoch, 0), training=True)
+        last = self._last.at(key=view.key, training=True)
+        views = [view] * (self.model.num_layers - 1) + [last]
         with self._products():
-            logits = self.model(view, self._x, aggregated=self._aggregated)
+            logits = self.model(views, self._x, aggregated=self._aggregated)
         loss = self._job.head.loss(logits[rows].to(self._dtype), self._y[rows]) / len(rows)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -153,7 +156,26 @@ class LocalStrategy:
         if order == "store":
             return None
         self._job.progress.stage("cluster order")
-        return cluster_order(self._job.graph)
+        found = cluster_order(self._job.graph)
+        # Rows that the loss reads come first: the last layer then needs no others (``_last_view``).
+        wanted = self._trained()[found[self._target]]
+        found[self._target] = torch.cat([found[self._target][wanted], found[self._target][~wanted]])
+        return found
+
+    def _trained(self) -> Tensor:
+        """[N] bool: labelled training nodes of the target, in store order."""
+        nodes = self._job.graph.nodes[self._target]
+        assert nodes.y is not None
+        return nodes.mask("train") & self._job.head.labelled(nodes.y)
+
+    def _last_view(self) -> LocalView:
+        """What the last layer of a step sees: training rows as destinations, where they come first.
+
+        Not under batch norm, which looks at all rows, and not in a single layer, whose aggregate is kept for all rows.
+        """
+        if self._order is None or self.model.config.norm == "batch" or self.model.num_layers == 1:
+            return self._view
+        return first_rows(self._view, self._target, len(self._split["train"]))
 
     def _in_rows(self, kind: str, values: Tensor) -> Tensor:
         return values if self._order is None else values[self._order[kind]]
