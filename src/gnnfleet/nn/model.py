@@ -216,7 +216,7 @@ class GNN(torch.nn.Module):
             return self._input(view, x, next(iter(self.embeddings), ""), _LAST + 1)
         assert x is None or isinstance(x, Mapping), "features of several node types come by type"
         out = {}
-        for place, kind in enumerate(self.projections_of):
+        for place, kind in enumerate(self.node_types):
             rows = self._input(
                 view.of(kind), None if x is None else x.get(kind), _key(kind), _LAST + 1 + _PLACES * place
             )
@@ -224,7 +224,7 @@ class GNN(torch.nn.Module):
         return out
 
     @property
-    def projections_of(self) -> tuple[str, ...]:
+    def node_types(self) -> tuple[str, ...]:
         """The node types, in order."""
         return () if isinstance(self.in_channels, int) else tuple(self.in_channels)
 

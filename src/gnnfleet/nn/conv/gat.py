@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.conv.attention import Attention
-from gnnfleet.nn.linear import GlorotLinear, glorot_
+from gnnfleet.nn.linear import GlorotLinear, glorot_, widen
 
 
 class GATConv(Attention):
@@ -55,7 +55,7 @@ class GATConv(Attention):
             value,
             src=src,
             dst=first_rows(dst, view.num_dst),
-            edge=self._edge_term(self._edge_rows(edge_attr, value.dtype)),
+            edge=self._edge_term(self._edge_rows(edge_attr, src.dtype)),
             heads=self.heads,
             slope=self.negative_slope,
             dropout=self.dropout if self.training else 0.0,
@@ -65,9 +65,9 @@ class GATConv(Attention):
 
     def _scores(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """([n, H] <att_src_h, value_h>, the same with att_dst): one thin product that reads ``value`` once."""
-        one = torch.eye(self.heads, dtype=value.dtype)[:, None, :]  # head h reads its own channels only
+        one = torch.eye(self.heads, dtype=self.att_src.dtype)[:, None, :]  # head h reads its own channels only
         spread = torch.cat([(vector[0][:, :, None] * one).flatten(0, 1) for vector in (self.att_src, self.att_dst)], 1)
-        src, dst = (value @ spread).chunk(2, 1)
+        src, dst = widen(value @ spread).chunk(2, 1)
         return src, dst
 
     def _edge_term(self, attr: Tensor | None) -> Tensor | None:
@@ -75,4 +75,4 @@ class GATConv(Attention):
         if attr is None or self.lin_edge is None or self.att_edge is None:
             return None
         fold = self.lin_edge.weight.view(self.heads, self.out_channels, -1)
-        return functional.linear(attr, torch.einsum("hcf,hc->hf", fold, self.att_edge[0]))
+        return widen(functional.linear(attr, torch.einsum("hcf,hc->hf", fold, self.att_edge[0])))

@@ -12,6 +12,7 @@ from torch.nn import functional
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.linear import GlorotLinear, transform_first
+from gnnfleet.ops.aggregate import wide
 
 
 def inverse_root_degree(view: GraphView, weight: Tensor | None, *, loop: float, dtype: torch.dtype) -> Tensor:
@@ -79,7 +80,7 @@ class GCNConv(torch.nn.Module):
         """``fresh``: x belongs to this layer and may be scaled in place."""
         if not self.normalize:
             return view.aggregate(x, weight=weight)
-        scale = inverse_root_degree(view, weight, loop=self.loop, dtype=x.dtype)
+        scale = inverse_root_degree(view, weight, loop=self.loop, dtype=wide(x.dtype))
         return normalised_sum(view, x, weight, scale=scale, loop=self.loop, fresh=fresh)
 
 

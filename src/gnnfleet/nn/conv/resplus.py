@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.view import GraphView, first_rows
+from gnnfleet.nn.linear import widen
 from gnnfleet.nn.norm import LayerNorm, batch_norm
 
 
@@ -52,7 +53,9 @@ class GENConv(torch.nn.Module):
         own = first_rows(x, view.num_dst)
         if hasattr(self, "lin_src"):
             x, own = self.lin_src(x), self.lin_dst(own)
-        out = view.propagate(_softmax_message(self.eps), src={"x": x}, params=(self.aggr_module.t,), reduce="softmax")
+        out = view.propagate(
+            _softmax_message(self.eps), src={"x": widen(x)}, params=(self.aggr_module.t,), reduce="softmax"
+        )
         out = self.mlp[0](out + own)
         middle = self.mlp[1]
         out = batch_norm(view, out, middle) if isinstance(middle, torch.nn.BatchNorm1d) else middle(view, out)
