@@ -59,7 +59,7 @@ def ordered_view(graph: Graph, order: Mapping[str, Tensor]) -> LocalView:
     return LocalView(nodes, relations)
 
 
-def first_rows(view: LocalView, kind: str, count: int) -> LocalView:
+def with_destinations(view: LocalView, kind: str, count: int) -> LocalView:
     """The same sources with only the first ``count`` rows of one type as destinations: a prefix, nothing is copied."""
     nodes = {name: replace(rows, num_dst=count) if name == kind else rows for name, rows in view.nodes.items()}
     relations = {}

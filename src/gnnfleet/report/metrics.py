@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,16 +55,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def check_tensorboard() -> None:
+    """Raise ConfigError where TensorBoard is not installed."""
+    if find_spec("tensorboard") is None:
+        raise ConfigError(
+            "report.tensorboard=true needs TensorBoard: pip install 'gnnfleet[tensorboard]', or leave it out"
+        )
+
+
 class TensorBoard:
-    """The same numbers for TensorBoard, which has to be installed."""
+    """The same numbers for TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "report.tensorboard=true needs TensorBoard: pip install 'gnnfleet[tensorboard]', or leave it out"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(str(folder))
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -87,7 +87,7 @@ def _split(nodes: Nodes, config: RunConfig) -> torch.Tensor:
         raise ConfigError("the graph has no split: pass --split 0.6/0.2/0.2 or --split 20-per-class")
     index, count = int(config.split), nodes.split.shape[0]
     if not 0 <= index < count:
-        raise ConfigError(f"the graph has {count} splits (0 to {count - 1}), found --split {config.split}")
+        raise ConfigError(f"the splits of this graph are numbered 0 to {count - 1}, found --split {config.split}")
     return nodes.split[index : index + 1]
 
 

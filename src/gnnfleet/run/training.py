@@ -18,7 +18,7 @@ from gnnfleet.errors import RunError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.report.epochs import show_epochs
 from gnnfleet.report.memory import peak_rss, peak_tensors, rss
-from gnnfleet.report.metrics import MetricsFile, Sink, TensorBoard
+from gnnfleet.report.metrics import MetricsFile, Sink, TensorBoard, check_tensorboard
 from gnnfleet.report.progress import show
 from gnnfleet.report.record import RunRecord, versions
 from gnnfleet.run.build import Built, build
@@ -66,6 +66,8 @@ def run_training(graph: Graph, words: Mapping[str, Any], *, place: Place, quiet:
             config = _continued(directory, graph, words)
         else:
             config = resolve(words)
+        if config.report.tensorboard:
+            check_tensorboard()
         with show(quiet) as progress:
             built = build(graph, config, progress=progress)
         stack.callback(built.strategy.close)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.order import cluster_order, first_rows, ordered_view
+from gnnfleet.graph.order import cluster_order, ordered_view, with_destinations
 from gnnfleet.graph.view import LocalView
 from gnnfleet.nn.layerwise import infer, layer_bytes
 from gnnfleet.ops.draws import DrawKey
@@ -175,7 +175,7 @@ class LocalStrategy:
         """
         if self._order is None or self.model.config.norm == "batch" or self.model.num_layers == 1:
             return self._view
-        return first_rows(self._view, self._target, len(self._split["train"]))
+        return with_destinations(self._view, self._target, len(self._split["train"]))
 
     def _in_rows(self, kind: str, values: Tensor) -> Tensor:
         return values if self._order is None else values[self._order[kind]]
