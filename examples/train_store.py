@@ -11,7 +11,6 @@ from pathlib import Path
 
 import gnnfleet as gf
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.run.api import train
 
 
 def main(folder: str | None = None) -> float:
@@ -19,10 +18,10 @@ def main(folder: str | None = None) -> float:
     gf.save(make_dataset("communities", nodes=2000, mean_degree=10, seed=1), place / "store", overwrite=True)
 
     model = gf.nn.SAGE(hidden=64, layers=2)
-    record = train(place / "store", model=model, epochs=20, lr=0.01, seed=0, run_dir=place / "run")
+    record = gf.train(place / "store", model=model, epochs=20, lr=0.01, seed=0, run_dir=place / "run")
     print(f"after 20 epochs: {record.metrics}")
 
-    record = train(place / "store", epochs=40, run_dir=place / "run", resume=True)
+    record = gf.train(place / "store", epochs=40, run_dir=place / "run", resume=True)
     print(f"after 40 epochs: {record.metrics}")
     print("nodes 0 to 4 are of class", record.predict(range(5)))
     return float(record.metrics["test"])

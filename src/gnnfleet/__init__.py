@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gnnfleet.errors import InputError as InputError
     from gnnfleet.errors import NativeError as NativeError
     from gnnfleet.errors import PartitionError as PartitionError
+    from gnnfleet.errors import RunError as RunError
     from gnnfleet.errors import StoreError as StoreError
     from gnnfleet.graph.graph import EdgeType as EdgeType
     from gnnfleet.graph.graph import Graph as Graph
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from gnnfleet.graph.ingest.pyg import to_pyg as to_pyg
     from gnnfleet.graph.store import open_store as open
     from gnnfleet.graph.store import save_store as save
+    from gnnfleet.run.api import train as train
 
 # Public name → where it lives, for all that is not an error.
 _HOMES = {
@@ -42,6 +44,7 @@ _HOMES = {
     "read_ogb": "gnnfleet.graph.ingest.ogb.read_ogb",
     "save": "gnnfleet.graph.store.save_store",
     "to_pyg": "gnnfleet.graph.ingest.pyg.to_pyg",
+    "train": "gnnfleet.run.api.train",
 }
 
 __all__ = [
@@ -52,6 +55,7 @@ __all__ = [
     "InputError",
     "NativeError",
     "PartitionError",
+    "RunError",
     "StoreError",
     "from_networkx",
     "from_pyg",
@@ -60,6 +64,7 @@ __all__ = [
     "read_ogb",
     "save",
     "to_pyg",
+    "train",
 ]
 
 
