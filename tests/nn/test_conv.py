@@ -97,10 +97,10 @@ def test_a_block_equals_the_peer_on_a_pair(name: str, dtype: torch.dtype) -> Non
         )
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    "name", sorted(PLAIN.keys() - {"gen batch norm"})
+)  # it has the statistics of the rows there are
 def test_a_block_gives_the_first_rows_of_the_whole(name: str) -> None:
-    if name == "gen batch norm":
-        pytest.skip("its statistics are those of the rows there are")
     graph = random_graph(loops=True)
     layer = PLAIN[name](5)[0].double()
     x = graph.only_nodes.x.double()

@@ -156,6 +156,20 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(run, (x, *model.parameters()), eps=1e-6, atol=1e-5, fast_mode=True)
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_products_in_bfloat16_change_little(name: str, norm: Any) -> None:
+    graph = random_graph(nodes=60, edges=400)
+    model = build(name, graph, norm=norm, hidden=16, dropout=0.0).float()
+    view, x = LocalView.whole(graph), graph.only_nodes.x
+    expected = model(view, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(view, x)
+    torch.testing.assert_close(out.float(), expected, rtol=0.1, atol=0.1)
+    out.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 def hetero_graph() -> Graph:
     random = torch.Generator().manual_seed(5)
 

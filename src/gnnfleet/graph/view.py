@@ -122,6 +122,11 @@ def _same(t: Tensor) -> Tensor:
     return t
 
 
+def first_rows(x: Tensor, count: int) -> Tensor:
+    """``x[:count]``; x itself when that is all of it, since the backward of a slice fills and copies a whole tensor."""
+    return x if x.shape[0] == count else x[:count]
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """The nodes of one type in a view."""
@@ -139,6 +144,15 @@ class Relation:
     edge_ids: Tensor  # [E] int64
     weight: Tensor | None = None
     attr: Tensor | None = None
+    memo: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def looped_ids(self, node_ids: Tensor) -> Tensor:
+        """[E'] what draws of the edges of ``looped`` go by; made once, for the nodes of the view this belongs to."""
+        if "ids" not in self.memo:
+            structure, edge = self.looped
+            loops = LOOP_IDS + node_ids[structure.col.long()]
+            self.memo["ids"] = torch.where(edge < 0, loops, _pick(self.edge_ids, edge, fill=0))
+        return self.memo["ids"]
 
     @cached_property
     def looped(self) -> tuple[Compressed, Tensor]:
@@ -288,13 +302,13 @@ class LocalView:
         structure, ids = self._edges.structure, self._edges.edge_ids
         if loops:
             structure, place = self._edges.looped
-            ids = torch.where(place < 0, LOOP_IDS + self.node_ids[structure.col.long()], _pick(ids, place, fill=0))
+            ids = self._edges.looped_ids(self.node_ids)
             edge = None if edge is None else _with_loops(edge, structure, place)
         return attend(
             structure,
             value,
             src=src,
-            dst=dst[: self.num_dst],
+            dst=first_rows(dst, self.num_dst),
             score=score,
             vector=vector,
             edge=edge,
@@ -315,7 +329,7 @@ class LocalView:
         params: Sequence[Tensor] = (),
         reduce: str = "sum",
     ) -> Tensor:
-        ends = {name: tensor[: self.num_dst] for name, tensor in (dst or {}).items()}
+        ends = {name: first_rows(tensor, self.num_dst) for name, tensor in (dst or {}).items()}
         edges = self._edges
         return propagate(
             edges.structure,

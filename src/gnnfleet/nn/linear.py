@@ -25,6 +25,11 @@ class GlorotLinear(torch.nn.Linear):
         glorot_(self.weight)
 
 
+def widen(t: Tensor) -> Tensor:
+    """float32 for the bfloat16 rows that products give under autocast; what scores and sums are made of."""
+    return t.float() if t.dtype == torch.bfloat16 else t
+
+
 def add_linear(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """``out + x weightᵀ``, into ``out`` where that is allowed: it must be fresh, and not needed for backward."""
     if torch.is_autocast_enabled("cpu") or out.dtype != x.dtype:  # in-place products are not cast

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EdgeType, Graph
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock, RGCNConv
 from gnnfleet.nn.embedding import NodeEmbedding
@@ -175,7 +175,7 @@ class GNN(torch.nn.Module):
         x = self._after(index, view, conv(view, x, first, weight=self._weight(view)))
         if index == self.num_layers - 1:
             return self.lins[1](x), None
-        return x, first[: view.num_dst]
+        return x, first_rows(first, view.num_dst)
 
     def _block_layer(self, index: int, view: GraphView, x: Tensor) -> Tensor:
         block = self.convs[index]
@@ -216,7 +216,7 @@ class GNN(torch.nn.Module):
             return self._input(view, x, next(iter(self.embeddings), ""), _LAST + 1)
         assert x is None or isinstance(x, Mapping), "features of several node types come by type"
         out = {}
-        for place, kind in enumerate(self.projections_of):
+        for place, kind in enumerate(self.node_types):
             rows = self._input(
                 view.of(kind), None if x is None else x.get(kind), _key(kind), _LAST + 1 + _PLACES * place
             )
@@ -224,7 +224,7 @@ class GNN(torch.nn.Module):
         return out
 
     @property
-    def projections_of(self) -> tuple[str, ...]:
+    def node_types(self) -> tuple[str, ...]:
         """The node types, in order."""
         return () if isinstance(self.in_channels, int) else tuple(self.in_channels)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.linear import GlorotLinear, add_linear
 
 
@@ -56,4 +56,4 @@ class Attention(torch.nn.Module):
         if self.res is None:
             return out
         fresh = self.bias is not None or not self.concat
-        return add_linear(out if fresh else out.clone(), x[: view.num_dst], self.res.weight)
+        return add_linear(out if fresh else out.clone(), first_rows(x, view.num_dst), self.res.weight)

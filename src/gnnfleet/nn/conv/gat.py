@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.conv.attention import Attention
-from gnnfleet.nn.linear import GlorotLinear, glorot_
+from gnnfleet.nn.linear import GlorotLinear, glorot_, widen
 
 
 class GATConv(Attention):
@@ -50,11 +50,12 @@ class GATConv(Attention):
     def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None) -> Tensor:
         """[N_src, in] → [N_dst, H·C], or [N_dst, C] when heads are averaged; edge_attr [E, edge_dim]."""
         value = self.lin(x)
+        src, dst = self._scores(value)
         out = view.attend(
             value,
-            src=self._scores(value, self.att_src),
-            dst=self._scores(value[: view.num_dst], self.att_dst),
-            edge=self._edge_term(self._edge_rows(edge_attr, value.dtype)),
+            src=src,
+            dst=first_rows(dst, view.num_dst),
+            edge=self._edge_term(self._edge_rows(edge_attr, src.dtype)),
             heads=self.heads,
             slope=self.negative_slope,
             dropout=self.dropout if self.training else 0.0,
@@ -62,13 +63,16 @@ class GATConv(Attention):
         )
         return self._finish(view, out, x)
 
-    def _scores(self, value: Tensor, vector: Tensor) -> Tensor:
-        """[n, H] <vector_h, value_h>."""
-        return torch.einsum("nhc,hc->nh", value.view(value.shape[0], self.heads, self.out_channels), vector[0])
+    def _scores(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """([n, H] <att_src_h, value_h>, the same with att_dst): one thin product that reads ``value`` once."""
+        one = torch.eye(self.heads, dtype=self.att_src.dtype)[:, None, :]  # head h reads its own channels only
+        spread = torch.cat([(vector[0][:, :, None] * one).flatten(0, 1) for vector in (self.att_src, self.att_dst)], 1)
+        src, dst = widen(value @ spread).chunk(2, 1)
+        return src, dst
 
     def _edge_term(self, attr: Tensor | None) -> Tensor | None:
         """[E, H] <att_edge, lin_edge(attr)>, without the product of size E × H·C in between."""
         if attr is None or self.lin_edge is None or self.att_edge is None:
             return None
         fold = self.lin_edge.weight.view(self.heads, self.out_channels, -1)
-        return functional.linear(attr, torch.einsum("hcf,hc->hf", fold, self.att_edge[0]))
+        return widen(functional.linear(attr, torch.einsum("hcf,hc->hf", fold, self.att_edge[0])))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.conv.attention import Attention
-from gnnfleet.nn.linear import GlorotLinear, glorot_
+from gnnfleet.nn.linear import GlorotLinear, glorot_, widen
 
 
 class GATv2Conv(Attention):
@@ -48,15 +48,16 @@ class GATv2Conv(Attention):
     def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None) -> Tensor:
         """[N_src, in] → [N_dst, H·C], or [N_dst, C] when heads are averaged; edge_attr [E, edge_dim]."""
         left = self.lin_l(x)
-        right = left[: view.num_dst] if self.share_weights else self.lin_r(x[: view.num_dst])
-        attr = self._edge_rows(edge_attr, left.dtype)
+        src = widen(left)
+        dst = first_rows(src, view.num_dst) if self.share_weights else widen(self.lin_r(first_rows(x, view.num_dst)))
+        attr = self._edge_rows(edge_attr, src.dtype)
         out = view.attend(
             left,
-            src=left,
-            dst=right,
+            src=src,
+            dst=dst,
             score="v2",
             vector=self.att[0],
-            edge=None if attr is None or self.lin_edge is None else self.lin_edge(attr),
+            edge=None if attr is None or self.lin_edge is None else widen(self.lin_edge(attr)),
             heads=self.heads,
             slope=self.negative_slope,
             dropout=self.dropout if self.training else 0.0,

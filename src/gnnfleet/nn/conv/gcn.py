@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.linear import GlorotLinear, transform_first
+from gnnfleet.ops.aggregate import wide
 
 
 def inverse_root_degree(view: GraphView, weight: Tensor | None, *, loop: float, dtype: torch.dtype) -> Tensor:
@@ -79,7 +80,7 @@ class GCNConv(torch.nn.Module):
         """``fresh``: x belongs to this layer and may be scaled in place."""
         if not self.normalize:
             return view.aggregate(x, weight=weight)
-        scale = inverse_root_degree(view, weight, loop=self.loop, dtype=x.dtype)
+        scale = inverse_root_degree(view, weight, loop=self.loop, dtype=wide(x.dtype))
         return normalised_sum(view, x, weight, scale=scale, loop=self.loop, fresh=fresh)
 
 
@@ -92,5 +93,5 @@ def normalised_sum(
     x = x.mul_(scale) if in_place else x * scale
     out = view.aggregate(x, weight=weight, loops=loop > 0)
     if loop > 1:
-        out = out.add_(x[: view.num_dst], alpha=loop - 1)
-    return out * scale[: view.num_dst] if scale.requires_grad else out.mul_(scale[: view.num_dst])
+        out = out.add_(first_rows(x, view.num_dst), alpha=loop - 1)
+    return out * first_rows(scale, view.num_dst) if scale.requires_grad else out.mul_(first_rows(scale, view.num_dst))

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.conv.gcn import inverse_root_degree, normalised_sum
 from gnnfleet.nn.linear import glorot_
+from gnnfleet.ops.aggregate import wide
 
 
 class GCN2Conv(torch.nn.Module):
@@ -47,11 +48,11 @@ class GCN2Conv(torch.nn.Module):
     def forward(self, view: GraphView, x: Tensor, x_0: Tensor, *, weight: Tensor | None = None) -> Tensor:
         """[N_src, F], x_0 at least [N_dst, F] → [N_dst, F]."""
         if self.normalize:
-            scale = inverse_root_degree(view, weight, loop=self.loop, dtype=x.dtype)
+            scale = inverse_root_degree(view, weight, loop=self.loop, dtype=wide(x.dtype))
             near = normalised_sum(view, x, weight, scale=scale, loop=self.loop, fresh=False)
         else:
             near = view.aggregate(x, weight=weight)
-        first = x_0[: view.num_dst]
+        first = first_rows(x_0, view.num_dst)
         near = near.mul_(1 - self.alpha)
         if self.weight2 is None:
             both = near.add_(first, alpha=self.alpha)

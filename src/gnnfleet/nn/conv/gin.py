@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.mlp import MLP
 
 
@@ -39,7 +39,7 @@ class GINConv(torch.nn.Module):
     def forward(self, view: GraphView, x: Tensor, *, aggregated: Tensor | None = None) -> Tensor:
         """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x."""
         near = view.aggregate(x) if aggregated is None else aggregated
-        own = x[: view.num_dst]
+        own = first_rows(x, view.num_dst)
         out = torch.addcmul(near, own, 1 + self.eps)
         result: Tensor = self.nn(view, out) if isinstance(self.nn, MLP) else self.nn(out)
         return result

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
+from gnnfleet.nn.linear import widen
 from gnnfleet.nn.norm import LayerNorm, batch_norm
 
 
@@ -49,10 +50,12 @@ class GENConv(torch.nn.Module):
 
     def forward(self, view: GraphView, x: Tensor) -> Tensor:
         """[N_src, in] → [N_dst, out]."""
-        own = x[: view.num_dst]
+        own = first_rows(x, view.num_dst)
         if hasattr(self, "lin_src"):
             x, own = self.lin_src(x), self.lin_dst(own)
-        out = view.propagate(_softmax_message(self.eps), src={"x": x}, params=(self.aggr_module.t,), reduce="softmax")
+        out = view.propagate(
+            _softmax_message(self.eps), src={"x": widen(x)}, params=(self.aggr_module.t,), reduce="softmax"
+        )
         out = self.mlp[0](out + own)
         middle = self.mlp[1]
         out = batch_norm(view, out, middle) if isinstance(middle, torch.nn.BatchNorm1d) else middle(view, out)
@@ -104,4 +107,4 @@ class ResPlusBlock(torch.nn.Module):
     def forward(self, view: GraphView, x: Tensor) -> Tensor:
         """[N_src, F] → [N_dst, F]."""
         out: Tensor = self.conv(view, self.before(view, x))
-        return out + x[: view.num_dst]
+        return out + first_rows(x, view.num_dst)

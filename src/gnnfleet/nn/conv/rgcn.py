@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.linear import glorot_
 
 
@@ -85,7 +85,7 @@ class RGCNConv(torch.nn.Module):
         return out
 
     def _own(self, view: GraphView, x: Tensor) -> Tensor:
-        own = x[: view.num_dst]
+        own = first_rows(x, view.num_dst)
         if self.root is None:
             out = own.new_zeros(own.shape[0], self.out_channels)
             return out if self.bias is None else out + self.bias

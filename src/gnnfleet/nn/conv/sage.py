@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.linear import add_linear, transform_first
 
 AGGRS = ("mean", "max", "sum", "add")
@@ -52,7 +52,7 @@ class SAGEConv(torch.nn.Module):
 
     def forward(self, view: GraphView, x: Tensor, *, aggregated: Tensor | None = None) -> Tensor:
         """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x."""
-        own = x[: view.num_dst]
+        own = first_rows(x, view.num_dst)
         linear = self.aggr != "max" and not self.project
         if aggregated is None and linear and transform_first(view, self.in_channels, self.out_channels):
             out = view.aggregate(functional.linear(x, self.lin_l.weight), reduce=self.aggr)
