@@ -71,7 +71,13 @@ def ours(graph: Any, model: str, precision: str) -> Any:
     torch.manual_seed(0)
     hidden = {"sage": 256, "gat": 128}[model]
     network = build_model(ModelConfig(name=model, hidden=hidden, layers=3, heads=4, dropout=0.0), graph)
-    job = Job(graph=graph, model=network, head=NodeHead(), train=TrainConfig(weight_decay=0), precision=precision)
+    job = Job(
+        graph=graph,
+        model=network,
+        head=NodeHead.of(graph.only_nodes),
+        train=TrainConfig(weight_decay=0),
+        precision=precision,
+    )
     strategy = LocalStrategy(LocalConfig(order="cluster"), job)
     return lambda epoch: next(iter(list(strategy.steps(epoch)))).loss
 
@@ -99,7 +105,7 @@ def peer(graph: Any, model: str, csr: bool) -> Any:
         loss = torch.nn.functional.cross_entropy(network(x, index)[rows], y[rows])
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return epoch
 
@@ -107,7 +113,7 @@ def peer(graph: Any, model: str, csr: bool) -> Any:
 def run_cell(cell: str, data: Path, epochs: int) -> dict[str, Any]:
     import warnings
 
-    warnings.filterwarnings("ignore", message="Sparse CSR")
+    warnings.filterwarnings("ignore", message=".*[Ss]parse.*")
     model, system, precision, allocator = cell.split("/")
     graph = load(data)
     epoch = ours(graph, model, precision) if system == "ours" else peer(graph, model, system == "pyg_csr")

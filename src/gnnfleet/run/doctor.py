@@ -64,6 +64,19 @@ def _kernels() -> Iterator[Finding]:
     )
 
 
+def _bfloat16() -> Iterator[Finding]:
+    """Without instructions of its own for it, dense products in bf16 are emulated and slower than float32."""
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text() if info.exists() else ""
+    found = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if f" {flag} " in flags.replace("\n", " ")]
+    if found:
+        yield Finding("bf16", OK, f"the CPU has {found[0]}")
+    else:
+        yield Finding(
+            "bf16", WARN, "the CPU has no bfloat16 instructions", "train with --precision float32: bf16 is slower here"
+        )
+
+
 def _openmp() -> Iterator[Finding]:
     """Two OpenMP runtimes in one process fight over the cores."""
     import gnnfleet.ops.native  # noqa: F401
@@ -160,6 +173,7 @@ def _limits() -> Iterator[Finding]:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _versions,
     _kernels,
+    _bfloat16,
     _openmp,
     _cores,
     _shared_memory,
