@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.graph import EDGE, NODE, Graph
-from gnnfleet.graph.view import LocalView, Relation, Rows
+from gnnfleet.graph.local import LocalView, Relation, Rows
 from gnnfleet.ops.csr import Compressed
 
 DTYPES = (torch.float32, torch.float64)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.view import LocalView
+from gnnfleet.graph.local import LocalView
 from gnnfleet.nn.model import build_model
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.run.build import build

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gnnfleet.graph.local import LocalView, Relation, Rows
 from gnnfleet.graph.order import PickedDegrees
-from gnnfleet.graph.view import LocalView, Relation, Rows
 from gnnfleet.ops.csr import Compressed
 
 Spans = Mapping[str, tuple[int, int]]

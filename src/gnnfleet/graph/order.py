@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.graph import Edges, Graph
+from gnnfleet.graph.local import LocalView, Relation, Rows
 from gnnfleet.graph.partitioners.stream import cluster
 from gnnfleet.graph.scan import Array, EdgeScan
-from gnnfleet.graph.view import LocalView, Relation, Rows
 from gnnfleet.ops import csr
 
 SMALLEST, GROWTH, LARGEST = 400, 4, 25_600

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.block import Block, Spans, full_block, spans_of
-from gnnfleet.graph.view import LocalView
+from gnnfleet.graph.local import LocalView
 from gnnfleet.nn.model import GNN, Features, Rows
 
 Table = dict[str, Tensor]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.order import cluster_order, ordered_view, with_destinations
-from gnnfleet.graph.view import LocalView
 from gnnfleet.nn.layerwise import infer, layer_bytes
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.strategies.base import (

@@ -1,0 +1,340 @@
+"""LocalView: the verbs of a GraphView for edges in this process: the whole graph, an induced subgraph, a block.
+
+Forward and backward are in ``ops``; here they meet the graph's ids, weights and self-loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.graph import Edges, EdgeType, Graph
+from gnnfleet.graph.view import first_rows
+from gnnfleet.ops import aggregate as sums
+from gnnfleet.ops.attend import attend
+from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.draws import DrawKey, Purpose
+from gnnfleet.ops.dropout import dropout
+from gnnfleet.ops.propagate import Message, propagate
+
+# Self-loops have no store edge id; for draws they are numbered from here by the node's store id.
+LOOP_IDS = 1 << 48
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The nodes of one type in a view."""
+
+    node_ids: Tensor  # [N_src] int64
+    num_dst: int
+    degree: Callable[[bool], Tensor]  # weighted? → [N_src] float32
+
+
+@dataclass(frozen=True, eq=False)
+class Relation:
+    """The edges of one type in a view."""
+
+    structure: Compressed
+    edge_ids: Tensor  # [E] int64
+    weight: Tensor | None = None
+    attr: Tensor | None = None
+    memo: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def looped_ids(self, node_ids: Tensor) -> Tensor:
+        """[E'] what draws of the edges of ``looped`` go by; made once, for the nodes of the view this belongs to."""
+        if "ids" not in self.memo:
+            structure, edge = self.looped
+            loops = LOOP_IDS + node_ids[structure.col.long()]
+            self.memo["ids"] = torch.where(edge < 0, loops, _pick(self.edge_ids, edge, fill=0))
+        return self.memo["ids"]
+
+    @cached_property
+    def looped(self) -> tuple[Compressed, Tensor]:
+        """(the structure with exactly one self-loop per row, last in it; [E'] the edge here, −1 for loops)."""
+        cut = self.structure
+        keep = cut.row != cut.col
+        degree = torch.zeros(cut.num_rows, dtype=torch.int64).index_add_(0, cut.row.long(), keep.long()) + 1
+        indptr = torch.zeros(cut.num_rows + 1, dtype=torch.int64)
+        indptr[1:] = degree.cumsum(0)
+        edge = torch.full((int(indptr[-1]),), -1, dtype=torch.int64)
+        last = indptr[1:] - 1
+        inner = torch.ones(len(edge), dtype=torch.bool)
+        inner[last] = False
+        edge[inner] = keep.nonzero()[:, 0]
+        col = torch.empty(len(edge), dtype=cut.col.dtype)
+        col[inner] = cut.col[keep]
+        col[last] = torch.arange(cut.num_rows, dtype=cut.col.dtype)
+        return Compressed(indptr, col, cut.num_cols), edge
+
+
+@dataclass(frozen=True, eq=False)
+class LocalView:
+    """A graph, or a piece of one, in this process."""
+
+    nodes: Mapping[str, Rows]
+    relations: Mapping[EdgeType, Relation]
+    key: DrawKey = field(default_factory=DrawKey)
+    layer: int = 0
+    training: bool = True
+    sum_all: Callable[[Tensor], Tensor] = _same
+
+    @classmethod
+    def whole(cls, graph: Graph) -> LocalView:
+        """Every node and edge of a graph."""
+        nodes = {
+            kind: Rows(torch.arange(table.count), table.count, _Degrees(graph, kind))
+            for kind, table in graph.nodes.items()
+        }
+        relations = {kind: _relation(edges, graph.nodes[kind.src].count) for kind, edges in graph.edges.items()}
+        return cls(nodes, relations)
+
+    @classmethod
+    def induced(cls, graph: Graph, nodes: Mapping[str, Tensor]) -> LocalView:
+        """The subgraph of some nodes (store ids, ascending) with all edges among them."""
+        rows, place = {}, {}
+        for kind, table in graph.nodes.items():
+            ids = nodes.get(kind, torch.empty(0, dtype=torch.int64)).long()
+            if len(ids) and (bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= table.count):
+                raise InputError(f"nodes of a subgraph must be ascending store ids below {table.count}, each once")
+            place[kind] = torch.full((table.count,), -1, dtype=torch.int64)
+            place[kind][ids] = torch.arange(len(ids))
+            rows[kind] = Rows(ids, len(ids), _Picked(_Degrees(graph, kind), ids))
+        relations = {
+            kind: _induce(edges, place[kind.src], rows[kind.src], rows[kind.dst]) for kind, edges in graph.edges.items()
+        }
+        return cls(rows, relations)
+
+    def at(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> LocalView:
+        """The same edges for another step, layer or mode; costs nothing."""
+        return replace(
+            self,
+            key=self.key if key is None else key,
+            layer=self.layer if layer is None else layer,
+            training=self.training if training is None else training,
+        )
+
+    def of(self, kind: str) -> LocalView:
+        """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
+        return replace(self, nodes={kind: self.nodes[kind]}, relations={})
+
+    @property
+    def node_types(self) -> tuple[str, ...]:
+        return tuple(self.nodes)
+
+    @property
+    def _rows(self) -> Rows:
+        if len(self.nodes) != 1:
+            raise ConfigError(f"this layer works on one node type; the graph has {', '.join(self.nodes)}")
+        return next(iter(self.nodes.values()))
+
+    @property
+    def _edges(self) -> Relation:
+        if len(self.relations) != 1:
+            raise ConfigError(f"this layer works on one edge type; the graph has {len(self.relations)}: use rgcn")
+        return next(iter(self.relations.values()))
+
+    @property
+    def num_src(self) -> int:
+        return len(self._rows.node_ids)
+
+    @property
+    def num_dst(self) -> int:
+        return self._rows.num_dst
+
+    @property
+    def node_ids(self) -> Tensor:
+        return self._rows.node_ids
+
+    @property
+    def edge_ids(self) -> Tensor:
+        return self._edges.edge_ids
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self._edges.weight
+
+    @property
+    def attr(self) -> Tensor | None:
+        return self._edges.attr
+
+    @property
+    def in_degree(self) -> Tensor:
+        return self._edges.structure.indptr.diff()
+
+    def graph_degree(self, *, weighted: bool = False) -> Tensor:
+        return self._rows.degree(weighted)
+
+    def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, loops: bool = False) -> Tensor:
+        edges = self._edges
+        if not loops:
+            return sums.aggregate(edges.structure, x, reduce=reduce, weight=weight)
+        structure, edge = edges.looped
+        if weight is not None:
+            weight = _pick(weight, edge, fill=1.0)
+        return sums.aggregate(structure, x, reduce=reduce, weight=weight)
+
+    def aggregate_relations(self, x: Mapping[str, Tensor], *, reduce: str = "sum") -> dict[EdgeType, Tensor]:
+        return {
+            kind: sums.aggregate(relation.structure, x[kind.src], reduce=reduce)
+            for kind, relation in self.relations.items()
+        }
+
+    def attend(
+        self,
+        value: Tensor,
+        *,
+        src: Tensor,
+        dst: Tensor,
+        score: str = "add",
+        vector: Tensor | None = None,
+        edge: Tensor | None = None,
+        heads: int | None = None,
+        slope: float = 0.2,
+        dropout: float = 0.0,
+        loops: bool = False,
+    ) -> Tensor:
+        structure, ids = self._edges.structure, self._edges.edge_ids
+        if loops:
+            structure, place = self._edges.looped
+            ids = self._edges.looped_ids(self.node_ids)
+            edge = None if edge is None else _with_loops(edge, structure, place)
+        return attend(
+            structure,
+            value,
+            src=src,
+            dst=first_rows(dst, self.num_dst),
+            score=score,
+            vector=vector,
+            edge=edge,
+            heads=heads,
+            slope=slope,
+            dropout=dropout if self.training else 0.0,
+            draws=self.key.draws(Purpose.ATTENTION, self.layer),
+            edge_ids=ids,
+        )
+
+    def propagate(
+        self,
+        message: Message,
+        *,
+        src: Mapping[str, Tensor] | None = None,
+        dst: Mapping[str, Tensor] | None = None,
+        edge: Mapping[str, Tensor] | None = None,
+        params: Sequence[Tensor] = (),
+        reduce: str = "sum",
+    ) -> Tensor:
+        ends = {name: first_rows(tensor, self.num_dst) for name, tensor in (dst or {}).items()}
+        edges = self._edges
+        return propagate(
+            edges.structure,
+            message,
+            src=src,
+            dst=ends,
+            edge=edge,
+            params=params,
+            reduce=reduce,
+            edge_ids=edges.edge_ids,
+        )
+
+    def num_dst_of(self, kind: str) -> int:
+        return self.nodes[kind].num_dst
+
+    def dropout(self, x: Tensor, p: float, *, place: int = 0, kind: str | None = None) -> Tensor:
+        if not self.training or not p:
+            return x
+        rows = self._rows if kind is None else self.nodes[kind]
+        draws = self.key.draws(Purpose.DROPOUT, self.layer, relation=place)
+        return dropout(x, p, ids=rows.node_ids[: x.shape[0]], draws=draws)
+
+    def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
+        rows = torch.searchsorted(self.node_ids, store_ids)
+        rows = rows.clamp(max=max(self.num_src - 1, 0))
+        if len(rows) and not torch.equal(self.node_ids[rows], store_ids):
+            raise InputError("take asks for nodes that are not in this view")
+        return x[rows]
+
+    def sum_over_nodes(self, t: Tensor) -> Tensor:
+        return self.sum_all(t)
+
+
+class _Degrees:
+    """In-degrees of a node type over all edge types into it, computed once per graph."""
+
+    def __init__(self, graph: Graph, kind: str) -> None:
+        self._graph, self._kind = graph, kind
+        self._known: dict[bool, Tensor] = {}
+
+    def __call__(self, weighted: bool) -> Tensor:
+        if weighted not in self._known:
+            total = torch.zeros(self._graph.nodes[self._kind].count, dtype=torch.float64)
+            for kind, edges in self._graph.edges.items():
+                if kind.dst == self._kind:
+                    dst = edges.dst().long()
+                    ones = torch.ones(edges.count, dtype=torch.float64)
+                    value = edges.weight.double() if weighted and edges.weight is not None else ones
+                    value = torch.where(edges.src == dst, 0.0, value) if kind.src == kind.dst else value
+                    total.index_add_(0, dst, value)
+            self._known[weighted] = total.float()
+        return self._known[weighted]
+
+
+class _Picked:
+    """Some rows of another node's degrees."""
+
+    def __init__(self, degrees: Callable[[bool], Tensor], rows: Tensor) -> None:
+        self._degrees, self._rows = degrees, rows
+
+    def __call__(self, weighted: bool) -> Tensor:
+        return self._degrees(weighted)[self._rows]
+
+
+def _relation(edges: Edges, num_src: int) -> Relation:
+    structure = Compressed(edges.indptr, edges.src, num_src)
+    return Relation(structure, torch.arange(edges.count), edges.weight, edges.attr)
+
+
+def _induce(edges: Edges, place: Tensor, src: Rows, dst: Rows) -> Relation:
+    """The edges of a type among the rows of a subgraph."""
+    starts, ends = edges.indptr[dst.node_ids], edges.indptr[dst.node_ids + 1]
+    degree = ends - starts
+    row = torch.repeat_interleave(torch.arange(len(degree)), degree)
+    first = torch.zeros(len(degree) + 1, dtype=torch.int64)
+    first[1:] = degree.cumsum(0)
+    edge = torch.arange(len(row)) - first[row] + starts[row]
+    col = place[edges.src[edge].long()]
+    keep = col >= 0
+    row, col, edge = row[keep], col[keep], edge[keep]
+    indptr = torch.zeros(len(degree) + 1, dtype=torch.int64)
+    indptr[1:] = torch.bincount(row, minlength=len(degree)).cumsum(0)
+    structure = Compressed(indptr, col.to(edges.src.dtype), len(src.node_ids))
+    return Relation(
+        structure,
+        edge,
+        None if edges.weight is None else edges.weight[edge],
+        None if edges.attr is None else edges.attr[edge],
+    )
+
+
+def _pick(values: Tensor, place: Tensor, *, fill: float) -> Tensor:
+    """``values[place]``, and ``fill`` where the place is −1: the last row."""
+    return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[place]
+
+
+def _with_loops(edge: Tensor, structure: Compressed, place: Tensor) -> Tensor:
+    """Edge terms with one for every self-loop: the mean of the row's, as PyG fills them."""
+    loops = place < 0
+    given = _pick(edge, place, fill=0.0)
+    rows = structure.row.long()
+    total = edge.new_zeros(structure.num_rows, *edge.shape[1:]).index_add(0, rows, given)
+    count = (structure.indptr.diff() - 1).clamp(min=1).to(edge.dtype)
+    mean = total / count.view(-1, *([1] * (edge.dim() - 1)))
+    return torch.where(loops.view(-1, *([1] * (edge.dim() - 1))), mean[rows], given)
