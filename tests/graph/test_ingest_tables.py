@@ -418,3 +418,13 @@ def test_empty_tables(tmp_path: Path) -> None:
     graph = made(spec_of(nodes, edges), tmp_path / "store")
     assert (graph.num_nodes, graph.num_edges) == (0, 0)
     assert made(spec_of(None, edges), tmp_path / "other").num_nodes == 0
+
+
+def test_a_stray_word_in_a_short_column_of_numbers_is_a_bad_row(tmp_path: Path) -> None:
+    """Not a reason to take the whole column for text and lose it."""
+    (tmp_path / "n.csv").write_text("id,age,remark\na,1,x\nb,oops,7\nc,3,z\n")
+    (tmp_path / "e.csv").write_text("src,dst\na,b\n")
+    spec = sort_out([str(tmp_path / "n.csv"), str(tmp_path / "e.csv")])
+    with pytest.raises(InputError, match=r"n\.csv, row 2 \(line 3\), column 'age'.*'oops'"):
+        import_tables(spec, tmp_path / "store")
+    assert not (tmp_path / "store").exists()

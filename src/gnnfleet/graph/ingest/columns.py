@@ -136,14 +136,12 @@ def find_features(
 
 
 def _numeric(source: Source, columns: Sequence[str]) -> list[str]:
-    """Columns of numbers. For CSV the first rows decide: a word in a later one is an error, not a silent loss."""
+    """Columns of numbers. For CSV the first rows decide by majority: a stray word is an error, not a silent loss."""
     if not source.is_text:
         return [c for c in columns if is_number(list_item(source.types[c]) or source.types[c])]
     if not columns:
         return []
-    facts = ", ".join(
-        f"count({sql.name(c)}) > 0 AND count({sql.name(c)}) = count(try_cast({sql.name(c)} AS DOUBLE))" for c in columns
-    )
+    facts = ", ".join(f"2 * count(try_cast({sql.name(c)} AS DOUBLE)) > count({sql.name(c)})" for c in columns)
     head = source.scan(", ".join(sql.name(c) for c in columns)) + f" LIMIT {_HEAD}"
     found = source.duck.one(f"SELECT {facts} FROM ({head})")
     return [column for column, numeric in zip(columns, found, strict=True) if numeric]
