@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.view import GraphView, first_rows
-from gnnfleet.nn.linear import GlorotLinear, transform_first
+from gnnfleet.nn.linear import GlorotLinear, add_linear, transform_first
 from gnnfleet.ops.aggregate import wide
 
 
@@ -35,7 +35,8 @@ class GCNConv(torch.nn.Module):
     """x'_i = Θ Σ_{j ∈ N(i) ∪ {i}} e_ji / √(d_j d_i) x_j + b, with d_i = 1 + Σ_j e_ji.
 
     Parameters ``lin.weight`` [out, in] and ``bias``, as PyG's. A self-loop of the store counts as the one added here;
-    with ``add_self_loops=False`` it is an edge, but not part of the degree.
+    with ``add_self_loops=False`` it is an edge, but not part of the degree. ``residual`` adds Θ_r x_i (``res.weight``),
+    which PyG's GCNConv lacks: the node's own row apart from the mean of its neighbourhood.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class GCNConv(torch.nn.Module):
         add_self_loops: bool | None = None,
         normalize: bool = True,
         bias: bool = True,
+        *,
+        residual: bool = False,
     ) -> None:
         super().__init__()
         if add_self_loops and not normalize:
@@ -54,10 +57,13 @@ class GCNConv(torch.nn.Module):
         self.add_self_loops = normalize if add_self_loops is None else add_self_loops
         self.loop = (2.0 if improved else 1.0) if self.add_self_loops else 0.0
         self.lin = GlorotLinear(in_channels, out_channels, bias=False)
+        self.res = GlorotLinear(in_channels, out_channels, bias=False) if residual else None
         self.bias = torch.nn.Parameter(torch.zeros(out_channels)) if bias else None
 
     def reset_parameters(self) -> None:
         self.lin.reset_parameters()
+        if self.res is not None:
+            self.res.reset_parameters()
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
@@ -69,6 +75,10 @@ class GCNConv(torch.nn.Module):
         self, view: GraphView, x: Tensor, *, weight: Tensor | None = None, aggregated: Tensor | None = None
     ) -> Tensor:
         """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x."""
+        out = self._neighbourhood(view, x, weight, aggregated)
+        return out if self.res is None else add_linear(out, first_rows(x, view.num_dst), self.res.weight)
+
+    def _neighbourhood(self, view: GraphView, x: Tensor, weight: Tensor | None, aggregated: Tensor | None) -> Tensor:
         if aggregated is None and transform_first(view, self.in_channels, self.out_channels):
             out = self._aggregate(view, self.lin(x), weight, fresh=True)
             return out if self.bias is None else out.add_(self.bias)
