@@ -77,6 +77,8 @@ def test_weights_that_do_not_fit_are_refused_whole() -> None:
         load_pyg_state(ours, pyg.GCN(5, 9, 3, 3).state_dict())
     with pytest.raises(ConfigError, match="no model like res"):
         to_pyg_state(nn.GNN(config("res+"), 5, 3))
+    with pytest.raises(ConfigError, match="knows no residual"):
+        to_pyg_state(nn.GNN(config("gcn", residual=True), 5, 3))
     assert all(torch.equal(tensor, before[key]) for key, tensor in ours.state_dict().items())
 
 
