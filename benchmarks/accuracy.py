@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "examples" / "accuracy"
 DATA = Path(os.environ.get("GNNFLEET_DATA", HERE.parents[1] / "shared" / "data")) / "static"
 CELLS = HERE / "results" / "cells" / "accuracy"
+UNDIRECTED = ("debian_bookworm",)  # given in one direction; as gnnfleet import --undirected
 OURS, PEER = "gnnfleet", "torch_geometric"
 
 
@@ -37,7 +38,7 @@ class Wanted:
     published: float | None = None
     within: float = 0.7
     peer: bool = False  # torch_geometric is trained too
-    above: bool = False  # ``published`` is a floor
+    above: bool = False  # better than ``published`` is fine too
 
     @property
     def cells(self) -> list[str]:
@@ -54,12 +55,12 @@ TABLE = [
     Wanted("pubmed/gcn", 79.0),
     Wanted("pubmed/gat", peer=True),
     Wanted("pubmed/sage", peer=True),
-    Wanted("minesweeper/gcn", 89.75, within=1.25),
-    Wanted("minesweeper/sage", 93.51, within=1.25),
-    Wanted("minesweeper/gat", 92.01, within=1.25),
+    Wanted("minesweeper/gcn", 89.75, within=1.25, above=True),
+    Wanted("minesweeper/sage", 93.51, within=1.25, above=True),
+    Wanted("minesweeper/gat", 92.01, within=1.25, above=True),
     Wanted("amazon_photo/gcn", 96.1),
     Wanted("amazon_photo/sage", 96.8),
-    Wanted("debian_bookworm/rgcn", 78.5, above=True),
+    Wanted("debian_bookworm/rgcn", 78.5, within=0, above=True),
 ]
 
 
@@ -71,6 +72,7 @@ def run_cell(cell: str, data: Path, seeds: int, until: float) -> None:
     import torch
 
     import gnnfleet as gf
+    from gnnfleet.graph.ingest.clean import clean_edges
     from gnnfleet.run.config import read_toml, resolve
 
     torch.set_num_threads(1)
@@ -81,6 +83,8 @@ def run_cell(cell: str, data: Path, seeds: int, until: float) -> None:
     found = json.loads(path.read_text()) if path.exists() else {}
     runs = found.get("runs", []) if found.get("settings") == settings else []
     graph = gf.read_npz(data / f"{dataset}.npz")
+    if dataset in UNDIRECTED:
+        graph, _ = clean_edges(graph, undirected=True, duplicates="drop")
     splits = graph.nodes[graph.labelled_type].split
     ten = splits is not None and len(splits) > 1
     for seed in range(len(runs), seeds):
@@ -210,7 +214,7 @@ def line(wanted: Wanted, seeds: int) -> tuple[str, list[dict[str, Any]]]:
     verdict = []
     if first is not None and wanted.published is not None:
         off = first["test"] - wanted.published
-        fine = off >= 0 if wanted.above else abs(off) <= wanted.within
+        fine = off >= -wanted.within and (wanted.above or off <= wanted.within)
         verdict.append(f"{off:+.2f} to {wanted.published:g}{'' if fine else ' (out of range)'}")
     if first is not None and len(cells) > 1 and cells[1] is not None:
         off = first["test"] - cells[1]["test"]
