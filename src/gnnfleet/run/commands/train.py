@@ -42,7 +42,15 @@ def train(
     split: Annotated[
         str | None, typer.Option(help="0.6/0.2/0.2, 20-per-class, or the number of a split of the store.")
     ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help="mincut, super, random, stream, range: how nodes are dealt to workers."),
+    ] = None,
     precision: Annotated[Precision | None, typer.Option(help="Default float32.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes of activations evaluation may hold, as 500MB. Default 4GiB."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where --run-dir (or runs/last) stopped.")] = False,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run goes. Default runs/STORE-MODEL-N.")] = None,
     as_json: JsonFlag = False,
@@ -67,6 +75,8 @@ def train(
         "task": task,
         "seed": seed,
         "split": split,
+        "partition": partition,
+        "memory": memory,
         "precision": None if precision is None else str(precision),
     }
     words = overlay(overlay(words, nest(given)), {key: value for key, value in options.items() if value is not None})

@@ -115,10 +115,10 @@ class LocalStrategy:
         """(logits, what the last layer read) of the target's rows, exact; kept until the weights change."""
         if self._known is None:
             self.model.eval()
-            limit = self._config.eval_bytes
+            limit = self._job.memory
             with torch.no_grad(), self._products():
                 if layer_bytes(self._view, self._width()) > limit:
-                    logits, inputs = infer(self.model, self._view, self._x, limit=limit)
+                    logits, inputs = infer(self.model, self._view, self._x, target=self._target, limit=limit)
                 else:
                     logits, inputs = self._whole()
             self._known = self._only(logits), self._only(inputs)
@@ -139,7 +139,7 @@ class LocalStrategy:
 
     def _width(self) -> int:
         given = self._x.values() if isinstance(self._x, dict) else [self._x]
-        return max([self.model.config.hidden, *(int(x.shape[1]) for x in given)])
+        return max([self.model.width, *(int(x.shape[1]) for x in given)])
 
     def _features(self) -> Any:
         """x as the model takes it: a tensor, or one per node type; of width 0 where learnable rows stand in."""
@@ -173,7 +173,7 @@ class LocalStrategy:
 
         Not under batch norm, which looks at all rows, and not in a single layer, whose aggregate is kept for all rows.
         """
-        if self._order is None or self.model.config.norm == "batch" or self.model.num_layers == 1:
+        if self._order is None or self.model.batch_norm or self.model.num_layers == 1:
             return self._view
         return with_destinations(self._view, self._target, len(self._split["train"]))
 
