@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +43,7 @@ def build_own(config: ModelConfig, graph: Graph, *, out_channels: int) -> Model:
         factory = getattr(module, name, None)
         if not callable(factory):
             raise ConfigError(f"{path} has no function {name!r}{_nearest(name, module)}")
+        _check_words(factory, f"{path.name}:{name}")
         model = factory(config, graph, out_channels)
     return _checked(model, f"{path.name}:{name}", out_channels)
 
@@ -107,6 +109,15 @@ def _nearest(name: str, module: ModuleType) -> str:
     ]
     near = difflib.get_close_matches(name, own, n=1, cutoff=0.5)
     return f": did you mean {near[0]!r}?" if near else f": it defines {', '.join(own) or 'none'}"
+
+
+def _check_words(factory: Callable[..., Any], name: str) -> None:
+    try:
+        inspect.signature(factory).bind(None, None, None)
+    except TypeError as error:
+        raise ConfigError(f"{name} must take (config, graph, out_channels): {error}") from error
+    except ValueError:  # a builtin without a signature: calling it will tell
+        return
 
 
 def _checked(model: Any, name: str, out_channels: int) -> Model:

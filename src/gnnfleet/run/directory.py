@@ -100,7 +100,7 @@ class RunDirectory:
     def check_model_file(self) -> None:
         """Raise RunError when the file of the user's own model is gone or not the one the run began with."""
         known = self.about().get("model_file")
-        if known is None:
+        if known is None or not (self.path / "checkpoints").exists():  # nothing was learnt with it yet
             return
         path, copy = Path(known["path"]), self.path / MODEL_COPY
         if not path.is_file():
