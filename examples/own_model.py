@@ -6,6 +6,8 @@ gnnfleet train STORE --model examples/own_model.py:distance_model --set model.se
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ def distance_model(config: gf.nn.ModelConfig, graph: gf.Graph, out_channels: int
     assert x is not None, "the layer works on features"
     widths = [x.shape[1], *[config.hidden] * (config.layers - 1), out_channels]
     sharp = float(config.settings.get("sharp", 1.0))
-    layers = [DistanceConv(wide, narrow, sharp=sharp) for wide, narrow in zip(widths, widths[1:], strict=False)]
+    layers = [DistanceConv(wide, narrow, sharp=sharp) for wide, narrow in pairwise(widths)]
     return gf.nn.Model(layers, dropout=config.dropout)
 
 

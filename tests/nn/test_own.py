@@ -116,11 +116,17 @@ MISTAKES = [
     ("import torch\nimport no_such_module", "mine.py, line 2: ModuleNotFoundError: No module named 'no_such_module'"),
     ("x = 1\n\ny = x / 0", "mine.py, line 3: ZeroDivisionError: division by zero"),
     ("def make(config, graph, out_channels):\n    return config.hiden", "mine.py, line 2: AttributeError"),
-    ("def make(config):\n    return 1", r"mine.py:make must take \(config, graph, out_channels\): too many positional arguments"),
+    (
+        "def make(config):\n    return 1",
+        r"mine.py:make must take \(config, graph, out_channels\): too many positional arguments",
+    ),
     ("def mak(config):\n    return 1", "has no function 'make': did you mean 'mak'?"),
     ("import math", "has no function 'make': it defines none"),
     ("def make(*_):\n    return 3", "mine.py:make must return a gf.nn.Model, found int"),
-    ("import torch\ndef make(*_):\n    return torch.nn.Linear(1, 1)", "found Linear: derive the class from gf.nn.Model"),
+    (
+        "import torch\ndef make(*_):\n    return torch.nn.Linear(1, 1)",
+        "found Linear: derive the class from gf.nn.Model",
+    ),
     ("import gnnfleet as gf\ndef make(*_):\n    return gf.nn.Model()", "a model without layers"),
     (
         "import gnnfleet as gf, torch\ndef make(*_):\n    return gf.nn.Model([torch.nn.Dropout(0.5)])",

@@ -80,6 +80,12 @@ def test_wrong_words_are_named(words: dict[str, Any], message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_name_is_short_for_a_table() -> None:
+    assert resolve({"model": "gcn"}).model.name == "gcn"
+    assert overlay({"model": {"name": "gcn", "hidden": 8}}, {"model": "gat"})["model"] == {"name": "gat", "hidden": 8}
+    assert overlay({"model": "gcn"}, {"model": {"hidden": 8}})["model"] == {"name": "gcn", "hidden": 8}
+
+
 def test_a_word_cannot_be_a_group() -> None:
     with pytest.raises(ConfigError, match="has a value already"):
         nest({"train": 1, "train.lr": 2})

@@ -72,8 +72,9 @@ _CHANGEABLE = (
 def resolve(tree: Mapping[str, Any]) -> RunConfig:
     """Nested words as a RunConfig; raises ConfigError naming the first wrong word and what was expected."""
     tree = dict(tree)
-    strategy = tree.pop("strategy", {})
-    strategy = {"name": strategy} if isinstance(strategy, str) else dict(strategy)
+    strategy = _named_group("strategy", tree.pop("strategy", {}))
+    if "model" in tree:
+        tree["model"] = _named_group("model", tree["model"])
     kind = find_config(str(strategy.get("name", "local")))
     if tree.get("task") in ("link", "edge"):
         raise ConfigError(f"task {tree['task']} comes later; this version has node")
@@ -86,6 +87,15 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
     if config.partition is not None and not config.strategy.uses_parts:
         raise ConfigError(f"strategy {config.strategy.name} uses no parts: leave out --partition {config.partition}")
     return config
+
+
+def _named_group(key: str, value: Any) -> Tree:
+    """``model = "gcn"`` is short for a table with that name."""
+    if isinstance(value, str):
+        return {"name": value}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}={value!r}: expected a name or a table of settings")
+    return dict(value)
 
 
 def _named(kind: type[StrategyConfig], words: Tree) -> StrategyConfig:
@@ -128,14 +138,13 @@ def nest(settings: Mapping[str, Any]) -> Tree:
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """``base`` with what ``over`` says in its place. Another strategy or model keeps nothing of the former's words."""
+    """``base`` with what ``over`` says in its place. Another strategy keeps nothing of the former's words."""
     tree = dict(base)
     for key, value in over.items():
         below = tree.get(key)
-        if key == "strategy":
-            value = {"name": value} if isinstance(value, str) else value
-            below = {"name": below} if isinstance(below, str) else below
-            if isinstance(below, Mapping) and value.get("name", below.get("name")) != below.get("name"):
+        if key in ("strategy", "model") and below is not None:
+            value, below = _named_group(key, value), _named_group(key, below)
+            if key == "strategy" and value.get("name", below.get("name")) != below.get("name"):
                 below = None
         tree[key] = overlay(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return tree

@@ -46,8 +46,11 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Refuse a second process; raises RunError."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise RunError(f"cannot write to {self.path}: {error.strerror}: choose another --run-dir") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
