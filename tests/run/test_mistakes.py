@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from gnnfleet.graph.graph import Graph, make_nodes
 from gnnfleet.graph.partitioners import PARTITIONERS
 from gnnfleet.graph.store import save_store
 from gnnfleet.nn.config import MODELS
-from gnnfleet.run import cli
 from gnnfleet.run.api import train
 from tests.run.graphs import assert_same_checkpoint, communities
+from tests.run.shell import call
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +40,6 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "wrong.toml").write_text("seed = = 3")
     (folder / "unknown.toml").write_text("[train]\nepohcs = 3\n")
     return folder
-
-
-@pytest.fixture
-def handler() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 # Words after "train"; exit code; part of the message. {} is the folder of stores.
@@ -95,49 +87,32 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize(("words", "code", "message"), CASES)
 def test_one_line_and_an_exit_code(
-    words: str,
-    code: int,
-    message: str,
-    stores: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, code: int, message: str, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["gnnfleet", "train", *words.replace("{}", str(stores)).split()])
     before = sorted(stores.rglob("*"))
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert ended.value.code == code, err
-    lines = err.strip().splitlines()
-    assert message in lines[-1] and lines[-1].startswith("error: ") and "Traceback" not in err and not out
+    done = call("train", *words.replace("{}", str(stores)).split())
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert message in lines[-1] and lines[-1].startswith("error: ") and not done.stdout
+    assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir()) and sorted(stores.rglob("*")) == before
 
 
-@pytest.mark.usefixtures("handler")
-def test_a_loss_that_is_no_number(
-    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [str(stores / "good"), "--set", "train.lr=1e30", "--set", "train.optimizer=sgd", "--set", "model.hidden=8"]
-    monkeypatch.setattr(sys, "argv", ["gnnfleet", "train", *words, "--run-dir", str(tmp_path / "run"), "-q"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 7 and "try a smaller train.lr" in capsys.readouterr().err
+def test_a_loss_that_is_no_number(stores: Path, tmp_path: Path) -> None:
+    words = ["--set", "train.lr=1e30", "--set", "train.optimizer=sgd", "--set", "model.hidden=8", "-q"]
+    done = call("train", stores / "good", *words, "--run-dir", tmp_path / "run")
+    assert done.returncode == 7 and "try a smaller train.lr" in done.stderr
+    assert not (tmp_path / "run/record.json").exists()
 
 
-@pytest.mark.usefixtures("handler")
-def test_help_explains_the_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["gnnfleet", "train", "--help"])
+def test_help_explains_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    shown = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert all(name in shown for name in (*MODELS, "file.py:factory", *PARTITIONERS, "--memory", "4GiB", "--partition"))
+    done = call("train", "--help")
+    words = (*MODELS, "file.py:factory", *PARTITIONERS, "--memory", "4GiB", "--partition")
+    assert done.returncode == 0 and all(word in done.stdout for word in words)
 
 
 KILLED = """

@@ -16,7 +16,7 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.run.api import train
 from gnnfleet.run.training import open_run
 from tests.run.graphs import assert_same_checkpoint, communities
-from tests.run.shell import fails, run_json
+from tests.run.shell import call, call_json
 
 MINE = """
 import torch
@@ -60,13 +60,13 @@ def test_a_run_from_python_and_shell(folder: Path, tmp_path_factory: pytest.Temp
         f'seed = 3\n[model]\nname = "{folder / "mine.py"}:make"\nhidden = 16\ndropout = 0.3\n'
         "[model.settings]\nscale = 2\n[train]\nepochs = 6\nlr = 0.02\n"
     )
-    shown = run_json("train", folder / "store", "--config", folder / "run.toml", "--run-dir", folder / "two")
+    shown = call_json("train", folder / "store", "--config", folder / "run.toml", "--run-dir", folder / "two")
     assert shown["model"] == record.summary.model == "mine.py:make" and shown["metrics"] == record.metrics
     assert_same_checkpoint(folder / "one/checkpoints/last", folder / "two/checkpoints/last")
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     built, _, _ = open_run(folder / "two", open_store(folder / "store"), split="test")
     assert built.strategy.evaluate("test")["accuracy"] == record.metrics["test"]
-    assert run_json("predict", folder / "two", "-o", elsewhere / "out.parquet", "--memory", "150KB")["rows"] == 300
+    assert call_json("predict", folder / "two", "-o", elsewhere / "out.parquet", "--memory", "150KB")["rows"] == 300
     assert pq.read_table(elsewhere / "out.parquet")["prediction"].to_pylist() == record.predict()
     about = json.loads((folder / "two/config.json").read_text())
     assert about["model_file"]["path"] == str(folder / "mine.py") and len(about["model_file"]["sha256"]) == 64
@@ -130,8 +130,11 @@ def test_faults_in_layers_are_named(folder: Path, right: str, wrong: str, messag
 def test_the_shell_shows_one_message_and_no_run(folder: Path) -> None:
     (folder / "mine.py").write_text(MINE.replace("z = self.lin(x)", "z = self.lin(y)"))
     words = ["train", folder / "store", "--model", f"{folder}/mine.py:make", "--set", "model.settings.scale=1"]
-    message = fails(*words, "--run-dir", folder / "run", code=2)
-    assert f"{folder}/mine.py, line 12: NameError: name 'y' is not defined" in message
+    done = call(*words, "--run-dir", folder / "run", "-q")
+    assert done.returncode == 2
+    assert done.stderr == f"error: {folder}/mine.py, line 12: NameError: name 'y' is not defined\n"
+    shown = call("--debug", *words, "--run-dir", folder / "other", "-q").stderr
+    assert "Traceback" in shown and "z = self.lin(y)" in shown and "direct cause" in shown
     assert not (folder / "run" / "checkpoints").exists()
 
 
