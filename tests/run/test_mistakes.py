@@ -108,6 +108,13 @@ def test_a_loss_that_is_no_number(stores: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run/record.json").exists()
 
 
+def test_resuming_nothing_begins_and_says_so(stores: Path, tmp_path: Path) -> None:
+    words = ["--set", "train.epochs=1", "--set", "model.hidden=8", "--resume", "--run-dir", tmp_path / "run"]
+    done = call("train", stores / "good", *words)
+    assert done.returncode == 0 and f"there is no run in {tmp_path / 'run'} to go on with" in done.stderr
+    assert "to go on with" not in call("train", stores / "good", *words).stderr
+
+
 def test_help_explains_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     done = call("train", "--help")

@@ -136,6 +136,9 @@ def test_several_labels_and_several_types(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "many.parquet")["prediction"].to_pylist() == record.predict()
     with pytest.raises(RunError, match="trained on 3 labels per node"):
         open_run(tmp_path / "many", Graph.of({"node": make_nodes(60, x=x, y=y[:, :2])}, edges), split="all")
+    other_names = make_nodes(60, x=x, y=y, classes=["red", "blue", "green"])
+    with pytest.raises(RunError, match="label 1 of the run is 'green', of this store 'blue'"):
+        open_run(tmp_path / "many", Graph.of({"node": other_names}, edges), split="all")
 
     shop = make_dataset("shop", seed=1, users=60, products=40, brands=5, buys=300, views=400)
     target = shop.labelled_type

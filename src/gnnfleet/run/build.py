@@ -71,7 +71,7 @@ def rebuild(
 
     Predictions need neither labels nor a split. Raises RunError where the graph does not fit, InputError for labels.
     """
-    graph = output.fit(graph, learnt_rows=_learns_rows(config, output))
+    graph = output.fit(graph, learnt=_learnt(config, output))
     target = output.target_in(graph)
     nodes = graph.nodes[target]
     if split is not None and nodes.y is None:
@@ -80,7 +80,7 @@ def rebuild(
     unknown = torch.full(shape, -1, dtype=torch.int8 if output.multilabel else torch.int64)
     codes = torch.full((1, nodes.count), TEST if split == "all" else NO_SPLIT, dtype=torch.int8)
     if split not in (None, "all"):
-        if nodes.split is None and config.split == 0:
+        if nodes.split is None and str(config.split).isdigit():
             raise ConfigError("this store has no split: evaluate all of it with --split all")
         codes = _split(nodes, config)
     graph = graph.with_nodes(target, y=unknown if nodes.y is None else nodes.y, split=codes)
@@ -113,8 +113,11 @@ def seeded_model(graph: Graph, config: RunConfig, *, out_channels: int) -> Model
     return model.to(PRECISIONS[config.precision])
 
 
-def _learns_rows(config: RunConfig, output: Output) -> bool:
-    return config.model.file is None and bool(config.model.embedding or not all(output.widths.values()))
+def _learnt(config: RunConfig, output: Output) -> set[str]:
+    """The node types for whose nodes the model learns rows; what a model of the user's own learns is not known."""
+    if config.model.file is not None:
+        return set()
+    return {kind for kind, width in output.widths.items() if config.model.embedding or not width}
 
 
 def _split(nodes: Nodes, config: RunConfig) -> torch.Tensor:

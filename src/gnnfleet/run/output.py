@@ -5,7 +5,7 @@ Classes are known by name where they have names, so a store whose labels were nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -71,20 +71,20 @@ class Output:
             )
         return self.target
 
-    def fit(self, graph: Graph, *, learnt_rows: bool = False) -> Graph:
+    def fit(self, graph: Graph, *, learnt: Collection[str] = ()) -> Graph:
         """A graph as the run's model reads it: labels under the run's numbers, or none; no other type is labelled.
 
-        ``learnt_rows`` says that the model has a row of its own for every node. Raises RunError where the graph differs
-        from what was trained on in more than nodes and edges.
+        ``learnt`` names the node types of which the model has a row for every node. Raises RunError where the graph
+        differs from what was trained on in more than nodes and edges.
         """
         target = self.target_in(graph)
-        self._check(graph, target, learnt_rows=learnt_rows)
+        self._check(graph, target, learnt)
         for kind, nodes in graph.nodes.items():
             if kind != target and nodes.y is not None:
                 graph = graph.with_nodes(kind, y=None, classes=())
         return graph.with_nodes(target, y=self._labels(graph.nodes[target]), classes=self.classes)
 
-    def _check(self, graph: Graph, target: str, *, learnt_rows: bool) -> None:
+    def _check(self, graph: Graph, target: str, learnt: Collection[str]) -> None:
         if len(self.widths) > 1 and set(self.widths) != set(graph.nodes):
             raise RunError(
                 f"the run was trained on nodes of types {', '.join(self.widths)}, this store has "
@@ -101,7 +101,7 @@ class Output:
                     f"the run was trained on {self.widths[known]} features{of} per node, this store has "
                     f"{_width(nodes)}: import it with the same feature columns"
                 )
-            if learnt_rows and nodes.count != self.counts[known]:
+            if known in learnt and nodes.count != self.counts[known]:
                 raise RunError(
                     f"the run learnt a row for each of its {self.counts[known]} nodes{of} and cannot serve the "
                     f"{nodes.count} nodes of this store: train without model.embedding, on features"
@@ -116,9 +116,17 @@ class Output:
             wanted, found = (several, one) if self.multilabel else (one, several)
             raise RunError(f"the run was trained on {wanted}, this store has {found}")
         if self.multilabel:
-            if y.shape[1] != self.num_classes or (nodes.classes and self.classes and nodes.classes != self.classes):
+            if y.shape[1] != self.num_classes:
                 raise RunError(
-                    f"the run was trained on {self.num_classes} labels per node, this store has {y.shape[1]} or others"
+                    f"the run was trained on {self.num_classes} labels per node, this store has {y.shape[1]}"
+                )
+            if nodes.classes and self.classes and nodes.classes != self.classes:
+                wrong = next(
+                    i for i, pair in enumerate(zip(nodes.classes, self.classes, strict=True)) if len({*pair}) > 1
+                )
+                raise RunError(
+                    f"label {wrong} of the run is {self.classes[wrong]!r}, of this store {nodes.classes[wrong]!r}: "
+                    "import it with the same labels in the same order"
                 )
             return y
         if nodes.classes and self.classes and nodes.classes != self.classes:

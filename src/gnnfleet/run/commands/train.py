@@ -112,6 +112,8 @@ def train(
     }
     words = overlay(overlay(words, nest(given)), {key: value for key, value in options.items() if value is not None})
     graph = open_store(store)
+    if resume and run_dir is not None and not (run_dir / "config.json").exists():
+        remark(f"there is no run in {run_dir} to go on with: it begins", quiet=quiet)
     trained = run_training(graph, words, place=Place(run_dir, keep=True, resume=resume), quiet=quiet)
     record = trained.record
     emit(record.as_json(), as_json=as_json, human=_summary(store.resolve().name, record))
