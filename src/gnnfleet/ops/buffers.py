@@ -25,7 +25,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if size < _SMALL or not _pooled:
         return torch.empty(*shape, dtype=dtype)
     taken: Tensor = _native.pool_take(size)
-    return taken.view(dtype).view(*shape)
+    # In this order torch keeps no base tensor: gradients on the only reference to a storage are summed in place.
+    return taken.view(*shape[:-1], shape[-1] * dtype.itemsize).view(dtype)
 
 
 def release() -> None:
