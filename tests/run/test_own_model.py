@@ -154,10 +154,6 @@ def test_several_node_types(folder: Path) -> None:
     (folder / "mine.py").write_text(
         """
 import torch, gnnfleet as gf
-class Typed(gf.nn.Model):
-    def compute(self, index, view, x, carry):
-        rows, carry = super().compute(index, view, x, carry)
-        return (rows["user"], None) if index == 1 else (rows, carry)
 class Enter(torch.nn.Module):
     def __init__(self, widths, graph, hidden):
         super().__init__()
@@ -171,7 +167,7 @@ class Enter(torch.nn.Module):
 def make(config, graph, out_channels):
     widths = {k: 0 if n.x is None else n.x.shape[1] for k, n in graph.nodes.items()}
     last = gf.nn.RGCNConv(8, out_channels, len(graph.edges), relations=tuple(graph.edges))
-    return Typed([Enter(widths, graph, 8), last], dropout=0.2)
+    return gf.nn.Model([Enter(widths, graph, 8), last], dropout=0.2)
 """.replace('"user"', repr(shop.labelled_type))
     )
     words: dict[str, Any] = {"model": f"{folder / 'mine.py'}:make", "split": "0.6/0.2/0.2", "epochs": 3}

@@ -24,7 +24,7 @@ class Model(torch.nn.Module):
 
     Override ``compute`` for anything else: residuals, several maps per layer, a tensor carried past layers. Randomness
     comes from ``view.dropout``, batch norm from ``gf.nn.BatchNorm``: both give the same on any number of machines.
-    With several node types x is a dictionary by type, and the last layer returns the rows of the labelled type alone.
+    With several node types x is a dictionary by type; the last layer returns one, or the labelled type's rows alone.
     """
 
     out_channels: int | None = None  # numbers per node that the last layer gives; set by whoever builds the model
@@ -100,11 +100,10 @@ class Model(torch.nn.Module):
     def _check_rows(self, index: int, view: GraphView, rows: Rows) -> None:
         """Rows of all sources in place of the destinations would pass on a whole graph and fail on a piece."""
         last = index == self.num_layers - 1
-        if not isinstance(rows, Tensor):
-            if last or not isinstance(rows, Mapping):
-                wanted = "the rows of the labelled node type" if last else "rows"
-                raise ConfigError(f"layer {index} of the model must give {wanted}, found {type(rows).__name__}")
+        if isinstance(rows, Mapping):
             return
+        if not isinstance(rows, Tensor):
+            raise ConfigError(f"layer {index} of the model must give rows, found {type(rows).__name__}")
         one_type = len(view.node_types) == 1
         if one_type and rows.shape[0] != view.num_dst:
             raise ConfigError(
@@ -117,13 +116,9 @@ class Model(torch.nn.Module):
                 f"found rows of shape {list(rows.shape[1:])}"
             )
 
-    def forward(
-        self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None
-    ) -> Tensor:
-        """Logits of the destinations of the last view; one view serves all layers. See ``precompute``."""
-        out = self._run(views, x, aggregated, upto=self.num_layers)
-        assert isinstance(out, Tensor), "layer has checked it"
-        return out
+    def forward(self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None) -> Rows:
+        """Output of the destinations of the last view; one view serves all layers. See ``precompute``."""
+        return self._run(views, x, aggregated, upto=self.num_layers)
 
     def embed(self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None) -> Rows:
         """What the last layer reads: the output of the last hidden layer, by node type where there are several."""

@@ -14,7 +14,6 @@ from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import NO_SPLIT, TEST, Graph, Nodes
 from gnnfleet.graph.split import parse_rule, split_nodes
 from gnnfleet.nn.base import Model
-from gnnfleet.nn.heads import NodeHead
 from gnnfleet.nn.model import build_model
 from gnnfleet.nn.own import build_own
 from gnnfleet.report.progress import Progress, Silent
@@ -22,6 +21,7 @@ from gnnfleet.run.config import RunConfig
 from gnnfleet.run.output import Output
 from gnnfleet.run.registry import make_strategy
 from gnnfleet.strategies.base import PRECISIONS, Job, Strategy
+from gnnfleet.strategies.task import NodeTask
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,21 +30,17 @@ class Built:
 
     strategy: Strategy
     graph: Graph
-    target: str  # the labelled node type
-    head: NodeHead
+    task: NodeTask
     output: Output
     model_file: Path | None = None  # of a model of the user's own
 
     @property
     def nodes(self) -> Nodes:
-        return self.graph.nodes[self.target]
+        return self.graph.nodes[self.task.target]
 
     def has(self, split: str) -> bool:
-        """Whether a split has a labelled node."""
-        y = self.nodes.y
-        assert y is not None
-        labelled = (y >= 0) if y.dim() == 1 else (y >= 0).any(1)
-        return bool((self.nodes.mask(split) & labelled).any())
+        """Whether a split has anything to learn from or measure."""
+        return bool(len(self.task.items(split)))
 
 
 def build(graph: Graph, config: RunConfig, *, progress: Progress = Silent()) -> Built:
@@ -88,11 +84,13 @@ def rebuild(
 
 
 def _assemble(graph: Graph, config: RunConfig, output: Output, progress: Progress) -> Built:
+    target = output.target_in(graph)
     head = output.head(metric=config.train.metric, smoothing=config.train.label_smoothing)
+    task = NodeTask(target, graph.nodes[target], head)
     job = Job(
         graph=graph,
         model=seeded_model(graph, config, out_channels=output.num_classes),
-        head=head,
+        task=task,
         train=config.train,
         seed=config.seed,
         precision=config.precision,
@@ -100,8 +98,7 @@ def _assemble(graph: Graph, config: RunConfig, output: Output, progress: Progres
         partition=config.partition,
         progress=progress,
     )
-    strategy = make_strategy(config.strategy, job)
-    return Built(strategy, graph, output.target_in(graph), head, output, config.model.file)
+    return Built(make_strategy(config.strategy, job), graph, task, output, config.model.file)
 
 
 def seeded_model(graph: Graph, config: RunConfig, *, out_channels: int) -> Model:

@@ -17,6 +17,7 @@ from torch import Tensor
 from gnnfleet.errors import RunError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.own import naming_line
+from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.epochs import show_epochs
 from gnnfleet.report.memory import peak_rss, peak_tensors, rss
 from gnnfleet.report.metrics import MetricsFile, Sink, TensorBoard, check_tensorboard
@@ -136,7 +137,7 @@ def _fit(
             stack.callback(sink.close)
         plan = Plan(
             train=config.train,
-            metric=built.head.name,
+            metric=built.task.metric,
             validates=built.has("val"),
             keeper=directory or KeepNothing(),
             sinks=sinks,
@@ -170,7 +171,7 @@ def _record(
         metrics={
             "train_loss": rows[-1]["train_loss"] if rows else None,
             **scores,
-            "name": built.head.name,
+            "name": built.task.metric,
             "best_epoch": outcome.position.best_epoch,
         },
         memory=memory,
@@ -181,7 +182,7 @@ def _record(
 
 def _score(built: Built, split: str) -> float | None:
     """The metric of a split; None where it has no nodes or the metric no value."""
-    value = built.strategy.evaluate(split)[built.head.name] if built.has(split) else math.nan
+    value = built.strategy.evaluate(split)[built.task.metric] if built.has(split) else math.nan
     return None if math.isnan(value) else value
 
 
@@ -191,7 +192,8 @@ def _peak(strategy: Strategy, epoch: int) -> int:
         part: {name: t.detach().clone() for name, t in tensors.items()}
         for part, tensors in strategy.state_dict().items()
     }
-    highest = peak_tensors(lambda: list(strategy.steps(epoch)))
+    with unpooled():
+        highest = peak_tensors(lambda: list(strategy.steps(epoch)))
     strategy.load_state_dict(before)
     return highest
 

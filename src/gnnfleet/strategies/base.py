@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.base import Model
-from gnnfleet.nn.heads import NodeHead
 from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.strategies.task import Task
 
 State = dict[str, dict[str, Tensor]]
 """Everything that training changes: {"model": {name: tensor}, "optimizer": {name: tensor}}."""
@@ -55,7 +55,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step: ``loss`` is the mean over the ``count`` rows of the step, of all ranks together."""
+    """One optimizer step: ``loss`` is the mean over the ``count`` items of the step, of all ranks together."""
 
     epoch: int
     step: int
@@ -78,7 +78,7 @@ class Job:
 
     graph: Graph
     model: Model
-    head: NodeHead
+    task: Task
     train: TrainConfig
     seed: int = 0
     precision: str = "float32"
@@ -97,7 +97,7 @@ class Strategy(Protocol):
         """Run one epoch; a record after each optimizer step."""
 
     def evaluate(self, split: str) -> dict[str, float]:
-        """{"loss", "count", the head's metric}, exact: full neighbourhoods, no dropout."""
+        """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         """Exact, like evaluate."""

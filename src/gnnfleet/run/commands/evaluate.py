@@ -55,7 +55,7 @@ def evaluate(
     built, position, used = open_run(run, graph, checkpoint=checkpoint, split=split, memory=memory, quiet=quiet)
     with naming_line(built.model_file):
         found = built.strategy.evaluate("test" if split is Split.all else split)
-    name = built.head.name
+    name = built.task.metric
     result = {
         "run": str(run),
         "checkpoint": used,
