@@ -148,6 +148,6 @@ def test_several_labels_and_several_types(tmp_path: Path) -> None:
     foreign = next(kind for kind in shop.nodes if kind != target)
     unlabelled = unlabelled.with_nodes(foreign, y=torch.zeros(shop.nodes[foreign].count, dtype=torch.int64))
     found = open_run(tmp_path / "shop", unlabelled)[0]
-    assert found.target == target and torch.equal(found.strategy.predict().logits, one.logits())
+    assert found.task.target == target and torch.equal(found.strategy.predict().logits, one.logits())
     with pytest.raises(RunError, match="predicts nodes of type"):
         open_run(tmp_path / "shop", communities())
