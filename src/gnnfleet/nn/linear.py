@@ -1,4 +1,4 @@
-"""Dense pieces layers share: initialisation as PyG's, products added in place, the order of product and aggregation."""
+"""Dense pieces layers share: initialisation as PyG's, linear maps, the order of product and aggregation."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def fork(x: Tensor, weights: Sequence[Tensor], *, rows: Sequence[int] | None = N
 
 
 def shift(x: Tensor, bias: Tensor | None, *, relu: bool = False, fresh: bool = False) -> Tensor:
-    """``x + bias``, then ReLU if asked; into x itself where it is ``fresh``: nobody else's, and not kept for backward."""
+    """``x + bias``, then ReLU if asked; into x itself where it is ``fresh``: not needed by anyone else."""
     if bias is None:
         return x if not relu else torch.relu_(x) if fresh else torch.relu(x)
     if x.device.type != "cpu" or x.dtype != bias.dtype:
