@@ -46,9 +46,9 @@ def distance_model(config: gf.nn.ModelConfig, graph: gf.Graph, out_channels: int
 
 
 def main() -> float:
-    graph = make_dataset("communities", nodes=1000, mean_degree=8, seed=1)
+    graph = make_dataset("communities", nodes=800, mean_degree=6, seed=1)
     model = {"name": f"{__file__}:distance_model", "hidden": 32, "layers": 2, "settings": {"sharp": 0.5}}
-    record = gf.train(graph, model=model, epochs=20, lr=0.02, seed=0)
+    record = gf.train(graph, model=model, epochs=15, lr=0.03, seed=0)
     print(record, "sharpness learnt:", [round(layer.sharp.item(), 2) for layer in record.model.layers])
     return float(record.metrics["test"])
 
