@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from gnnfleet.graph.ingest.pyg import to_pyg as to_pyg
     from gnnfleet.graph.store import open_store as open
     from gnnfleet.graph.store import save_store as save
+    from gnnfleet.graph.view import GraphView as GraphView
     from gnnfleet.run.api import train as train
 
 # Public name → where it lives, for all that is not an error.
 _HOMES = {
     "EdgeType": "gnnfleet.graph.graph.EdgeType",
     "Graph": "gnnfleet.graph.graph.Graph",
+    "GraphView": "gnnfleet.graph.view.GraphView",
     "from_networkx": "gnnfleet.graph.ingest.networkx.from_networkx",
     "from_pyg": "gnnfleet.graph.ingest.pyg.from_pyg",
     "open": "gnnfleet.graph.store.open_store",
@@ -52,6 +54,7 @@ __all__ = [
     "EdgeType",
     "GnnfleetError",
     "Graph",
+    "GraphView",
     "InputError",
     "NativeError",
     "PartitionError",

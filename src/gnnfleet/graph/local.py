@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
+from gnnfleet.graph.places import Places, take_rows
 from gnnfleet.graph.view import first_rows
 from gnnfleet.ops import aggregate as sums
 from gnnfleet.ops.attend import attend
@@ -37,6 +38,11 @@ class Rows:
     node_ids: Tensor  # [N_src] int64
     num_dst: int
     degree: Callable[[bool], Tensor]  # weighted? → [N_src] float32
+
+    @cached_property
+    def places(self) -> Places:
+        """Where each store id lies; made when first asked for."""
+        return Places(self.node_ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,11 +262,7 @@ class LocalView:
         return dropout(x, p, ids=rows.node_ids[: x.shape[0]], draws=draws)
 
     def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
-        rows = torch.searchsorted(self.node_ids, store_ids)
-        rows = rows.clamp(max=max(self.num_src - 1, 0))
-        if len(rows) and not torch.equal(self.node_ids[rows], store_ids):
-            raise InputError("take asks for nodes that are not in this view")
-        return x[rows]
+        return take_rows(x, self._rows.places.rows(store_ids, below=x.shape[0]))
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
         return self.sum_all(t)

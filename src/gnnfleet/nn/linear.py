@@ -1,4 +1,4 @@
-"""Dense pieces layers share: initialisation as PyG's, products added in place, the order of product and aggregation."""
+"""Dense pieces layers share: initialisation as PyG's, linear maps, the order of product and aggregation."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gnnfleet.graph.view import GraphView
+from gnnfleet.ops.dense import mix
 
 
 def glorot_(tensor: Tensor) -> Tensor:
@@ -25,16 +25,15 @@ class GlorotLinear(torch.nn.Linear):
         glorot_(self.weight)
 
 
+def apply_linear(lin: torch.nn.Module, x: Tensor, *, rows: int | None = None, relu: bool = False) -> Tensor:
+    """A ``torch.nn.Linear`` on the first ``rows`` rows of x, and a ReLU after it."""
+    assert isinstance(lin, torch.nn.Linear)
+    return mix([(x, lin.weight)], lin.bias, rows=rows, relu=relu)
+
+
 def widen(t: Tensor) -> Tensor:
     """float32 for the bfloat16 rows that products give under autocast; what scores and sums are made of."""
     return t.float() if t.dtype == torch.bfloat16 else t
-
-
-def add_linear(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """``out + x weightᵀ``, into ``out`` where that is allowed: it must be fresh, and not needed for backward."""
-    if torch.is_autocast_enabled("cpu") or out.dtype != x.dtype:  # in-place products are not cast
-        return out + functional.linear(x, weight)
-    return out.addmm_(x, weight.t())
 
 
 def transform_first(view: GraphView, wide: int, narrow: int) -> bool:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.view import GraphView, first_rows
-from gnnfleet.nn.linear import GlorotLinear, add_linear, transform_first
+from gnnfleet.nn.linear import GlorotLinear, transform_first
 from gnnfleet.ops.aggregate import wide
+from gnnfleet.ops.dense import fork, mix, shift
 
 
 def inverse_root_degree(view: GraphView, weight: Tensor | None, *, loop: float, dtype: torch.dtype) -> Tensor:
@@ -72,19 +72,26 @@ class GCNConv(torch.nn.Module):
         return self._aggregate(view, x, weight, fresh=False)
 
     def forward(
-        self, view: GraphView, x: Tensor, *, weight: Tensor | None = None, aggregated: Tensor | None = None
+        self,
+        view: GraphView,
+        x: Tensor,
+        *,
+        weight: Tensor | None = None,
+        aggregated: Tensor | None = None,
+        relu: bool = False,
     ) -> Tensor:
-        """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x."""
-        out = self._neighbourhood(view, x, weight, aggregated)
-        return out if self.res is None else add_linear(out, first_rows(x, view.num_dst), self.res.weight)
-
-    def _neighbourhood(self, view: GraphView, x: Tensor, weight: Tensor | None, aggregated: Tensor | None) -> Tensor:
+        """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x, ``relu`` ends it."""
+        own = [] if self.res is None else [self.res.weight]
         if aggregated is None and transform_first(view, self.in_channels, self.out_channels):
-            out = self._aggregate(view, self.lin(x), weight, fresh=True)
-            return out if self.bias is None else out.add_(self.bias)
+            near, *rest = fork(x, [self.lin.weight, *own], rows=[x.shape[0], view.num_dst][: 1 + len(own)])
+            out = self._aggregate(view, near, weight, fresh=True)
+            for rows in rest:
+                out = out.add_(rows)
+            return shift(out, self.bias, relu=relu, fresh=True)
         if aggregated is None:
             aggregated = self._aggregate(view, x, weight, fresh=False)
-        return functional.linear(aggregated, self.lin.weight, self.bias)
+        terms = [(aggregated, self.lin.weight), *((x, matrix) for matrix in own)]
+        return mix(terms, self.bias, relu=relu, rows=view.num_dst)
 
     def _aggregate(self, view: GraphView, x: Tensor, weight: Tensor | None, *, fresh: bool) -> Tensor:
         """``fresh``: x belongs to this layer and may be scaled in place."""

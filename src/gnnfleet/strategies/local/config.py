@@ -17,5 +17,3 @@ class LocalConfig(StrategyConfig, frozen=True, extra="forbid"):
     batch: int = Field(default=0, ge=0)
     # How rows lie in memory; results agree to rounding. auto: cluster above 50,000 nodes, where it pays for itself.
     order: Literal["auto", "store", "cluster"] = "auto"
-    # Evaluation goes layer by layer in chunks of rows when a layer's activations need more than this.
-    eval_bytes: int = Field(default=4 << 30, gt=0)

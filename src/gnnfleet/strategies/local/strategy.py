@@ -45,7 +45,6 @@ class LocalStrategy:
         self._optimizer = make_optimizer(self.model, job.train)
         self._target = job.task.target
         self._order = self._choose_order()
-        self._place: dict[str, Tensor] = {}
         self._view = LocalView.whole(job.graph) if self._order is None else ordered_view(job.graph, self._order)
         self._x = self._features()
         self._aggregated = self.model.precompute(self._view, self._x)
@@ -109,10 +108,10 @@ class LocalStrategy:
         """(output, what the last layer read), exact; kept until the weights change."""
         if self._known is None:
             self.model.eval()
-            limit = self._config.eval_bytes
+            limit = self._job.memory
             with torch.no_grad(), self._products():
                 if layer_bytes(self._view, self._width()) > limit:
-                    self._known = infer(self.model, self._view, self._x, limit=limit)
+                    self._known = infer(self.model, self._view, self._x, target=self._target, limit=limit)
                 else:
                     self._known = self._whole()
         return self._known
@@ -122,16 +121,9 @@ class LocalStrategy:
 
         def take(kind: str, ids: Tensor) -> Tensor:
             rows: Tensor = out[kind] if isinstance(out, dict) else out
-            return rows[self._places(kind)[ids] if self._order is not None else ids].to(self._dtype)
+            return self._view.of(kind).take(rows, ids).to(self._dtype)
 
         return take
-
-    def _places(self, kind: str) -> Tensor:
-        """[N] where the row of a store id lies."""
-        if kind not in self._place:
-            assert self._order is not None
-            self._place[kind] = torch.argsort(self._order[kind])
-        return self._place[kind]
 
     def _whole(self) -> tuple[Any, Any]:
         view, x, carry = self._view.at(training=False), self._x, None
@@ -148,7 +140,7 @@ class LocalStrategy:
 
     def _width(self) -> int:
         given = self._x.values() if isinstance(self._x, dict) else [self._x]
-        return max([self.model.config.hidden, *(int(x.shape[1]) for x in given)])
+        return max([self.model.width, *(int(x.shape[1]) for x in given)])
 
     def _features(self) -> Any:
         """x as the model takes it: a tensor, or one per node type; of width 0 where learnable rows stand in."""
@@ -179,7 +171,7 @@ class LocalStrategy:
         Not under batch norm, which looks at all rows, and not in a single layer, whose aggregate is kept for all rows.
         """
         reach = self._job.task.reach()
-        if self._order is None or reach is None or self.model.config.norm == "batch" or self.model.num_layers == 1:
+        if self._order is None or reach is None or self.model.batch_norm or self.model.num_layers == 1:
             return self._view
         return with_destinations(self._view, self._target, int(reach.sum()))
 
