@@ -91,7 +91,7 @@ class LocalView:
     def whole(cls, graph: Graph) -> LocalView:
         """Every node and edge of a graph."""
         nodes = {
-            kind: Rows(torch.arange(table.count), table.count, _Degrees(graph, kind))
+            kind: Rows(torch.arange(table.count), table.count, Degrees(graph, kind))
             for kind, table in graph.nodes.items()
         }
         relations = {kind: _relation(edges, graph.nodes[kind.src].count) for kind, edges in graph.edges.items()}
@@ -107,7 +107,7 @@ class LocalView:
                 raise InputError(f"nodes of a subgraph must be ascending store ids below {table.count}, each once")
             place[kind] = torch.full((table.count,), -1, dtype=torch.int64)
             place[kind][ids] = torch.arange(len(ids))
-            rows[kind] = Rows(ids, len(ids), _Picked(_Degrees(graph, kind), ids))
+            rows[kind] = Rows(ids, len(ids), _Picked(Degrees(graph, kind), ids))
         relations = {
             kind: _induce(edges, place[kind.src], rows[kind.src], rows[kind.dst]) for kind, edges in graph.edges.items()
         }
@@ -266,7 +266,7 @@ class LocalView:
         return self.sum_all(t)
 
 
-class _Degrees:
+class Degrees:
     """In-degrees of a node type over all edge types into it, computed once per graph."""
 
     def __init__(self, graph: Graph, kind: str) -> None:

@@ -21,6 +21,10 @@ class Purpose(IntEnum):
     ATTENTION = 2
     DROPOUT = 3
     PARAMETERS = 4
+    ORDER = 5  # of items in the batches of an epoch
+    SAMPLE = 6  # neighbours
+    NEGATIVE = 7  # ends of negative edges
+    HOLD_OUT = 8  # edges kept from message passing
 
 
 @dataclass(frozen=True)
