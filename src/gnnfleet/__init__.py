@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gnnfleet.graph.ingest.ogb import read_ogb as read_ogb
     from gnnfleet.graph.ingest.pyg import from_pyg as from_pyg
     from gnnfleet.graph.ingest.pyg import to_pyg as to_pyg
+    from gnnfleet.graph.loader import NeighborLoader as NeighborLoader
     from gnnfleet.graph.store import open_store as open
     from gnnfleet.graph.store import save_store as save
     from gnnfleet.run.api import train as train
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "EdgeType": "gnnfleet.graph.graph.EdgeType",
     "Graph": "gnnfleet.graph.graph.Graph",
+    "NeighborLoader": "gnnfleet.graph.loader.NeighborLoader",
     "from_networkx": "gnnfleet.graph.ingest.networkx.from_networkx",
     "from_pyg": "gnnfleet.graph.ingest.pyg.from_pyg",
     "open": "gnnfleet.graph.store.open_store",
@@ -54,6 +56,7 @@ __all__ = [
     "Graph",
     "InputError",
     "NativeError",
+    "NeighborLoader",
     "PartitionError",
     "RunError",
     "StoreError",

@@ -86,7 +86,9 @@ def chi_square(seen: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], f
     return sum((seen[outcome] - mean) ** 2 / mean for outcome, mean in expected.items())
 
 
-def outcomes(weight: list[float] | None, degree: int, count: int, *, replace: bool, times: int) -> Counter[tuple[int, ...]]:
+def outcomes(
+    weight: list[float] | None, degree: int, count: int, *, replace: bool, times: int
+) -> Counter[tuple[int, ...]]:
     """What one node with ``degree`` edges draws, over many nodes of one graph."""
     edges = Compressed(torch.arange(times + 1) * degree, torch.zeros(times * degree, dtype=torch.int32), 1)
     all_weights = None if weight is None else torch.tensor(weight).repeat(times)

@@ -5,7 +5,7 @@ Arguments are named as PyG's. What a batch holds depends on the seed, the epoch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,13 +97,15 @@ class NeighborLoader:
     def _slices(self, epoch: int) -> Iterator[Tensor]:
         if self._shuffle:
             return batches(self._ids, self._size, seed=self._seed, epoch=epoch)
-        return iter(self._ids.split(self._size))
+        return iter(torch.split(self._ids, self._size))
 
     def _batch(self, sampler: Sampler, seeds: Tensor, key: DrawKey) -> MiniBatch:
         views = sampler.blocks({self._kind: seeds}, key)
         prepare_backward(views)
         ids = {kind: rows.node_ids for kind, rows in views[0].nodes.items()}
-        x = {kind: read_features(table.x, ids[kind]) for kind, table in self._graph.nodes.items() if table.x is not None}
+        x = {
+            kind: read_features(table.x, ids[kind]) for kind, table in self._graph.nodes.items() if table.x is not None
+        }
         y = self._graph.nodes[self._kind].y
         one = len(ids) == 1
         return MiniBatch(
@@ -150,6 +152,6 @@ def _find_nodes(graph: Graph, nodes: Any) -> tuple[str, Tensor]:
             raise InputError(f"the mask of input_nodes must have {table.count} entries, found {list(ids.shape)}")
         return kind, ids.nonzero()[:, 0]
     ids = ids.long()
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= table.count or len(ids.unique()) < len(ids)):
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= table.count or len(torch.unique(ids)) < len(ids)):
         raise InputError(f"input_nodes must be different store ids below {table.count}")
     return kind, ids

@@ -42,7 +42,7 @@ def threads(work: int = _SMALL) -> int:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Kernels called from this thread use no other: for threads in the background, which would get a team of their own."""
+    """Kernels called from this thread use no other: in the background, where each thread would get a team of its own."""
     before, _local.alone = _local.alone, True
     try:
         yield

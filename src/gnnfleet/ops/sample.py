@@ -34,8 +34,8 @@ def sample(
     """(offsets [S + 1], positions [E] of edges, ascending within a seed), both int64; seeds are [S] int64 rows.
 
     Without replacement every subset of ``count`` edges of a node is as likely as another, and a node with no more edges
-    than that gives all. With weights ([edges] float32, not negative) edges are drawn one after the other with chances in
-    proportion; an edge of weight 0 is never drawn, unless all are taken.
+    than that gives all. With weights ([edges] float32, not negative) edges are drawn one after the other, in proportion
+    to them; an edge of weight 0 is drawn with ``count`` −1 only.
     """
     key, place = draws.words
     team = threads(seeds.shape[0] * _WORK)
