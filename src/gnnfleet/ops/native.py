@@ -42,7 +42,7 @@ def threads(work: int = _SMALL) -> int:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Kernels called from this thread use no other: in the background, where each thread would get a team of its own."""
+    """Kernels called from this thread use no other: threads in the background would each get a team of their own."""
     before, _local.alone = _local.alone, True
     try:
         yield
