@@ -67,6 +67,7 @@ def ours(graph: Any, model: str, precision: str) -> Any:
     from gnnfleet.strategies.base import Job, TrainConfig
     from gnnfleet.strategies.local.config import LocalConfig
     from gnnfleet.strategies.local.strategy import LocalStrategy
+    from gnnfleet.strategies.task import NodeTask
 
     torch.manual_seed(0)
     hidden = {"sage": 256, "gat": 128}[model]
@@ -74,7 +75,7 @@ def ours(graph: Any, model: str, precision: str) -> Any:
     job = Job(
         graph=graph,
         model=network,
-        head=NodeHead.of(graph.only_nodes),
+        task=NodeTask(next(iter(graph.nodes)), graph.only_nodes, NodeHead.of(graph.only_nodes)),
         train=TrainConfig(weight_decay=0),
         precision=precision,
     )

@@ -58,7 +58,7 @@ class Record:
 
         With several labels per node, a list of classes for each id. Raises InputError for an unknown id.
         """
-        return class_names(self._built.head, self._built.nodes, self.logits(ids))
+        return class_names(self._built.task.head, self._built.nodes, self.logits(ids))
 
     def logits(self, ids: Sequence[int] | Sequence[str] | None = None) -> Tensor:
         """[n, C]."""

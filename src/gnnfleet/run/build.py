@@ -15,6 +15,7 @@ from gnnfleet.report.progress import Progress, Silent
 from gnnfleet.run.config import RunConfig
 from gnnfleet.run.registry import make_strategy
 from gnnfleet.strategies.base import PRECISIONS, Job, Strategy
+from gnnfleet.strategies.task import NodeTask
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,19 +24,15 @@ class Built:
 
     strategy: Strategy
     graph: Graph
-    target: str  # the labelled node type
-    head: NodeHead
+    task: NodeTask
 
     @property
     def nodes(self) -> Nodes:
-        return self.graph.nodes[self.target]
+        return self.graph.nodes[self.task.target]
 
     def has(self, split: str) -> bool:
-        """Whether a split has a labelled node."""
-        y = self.nodes.y
-        assert y is not None
-        labelled = (y >= 0) if y.dim() == 1 else (y >= 0).any(1)
-        return bool((self.nodes.mask(split) & labelled).any())
+        """Whether a split has anything to learn from or measure."""
+        return bool(len(self.task.items(split)))
 
 
 def build(graph: Graph, config: RunConfig, *, training: bool = True, progress: Progress = Silent()) -> Built:
@@ -50,18 +47,18 @@ def build(graph: Graph, config: RunConfig, *, training: bool = True, progress: P
     _check_labels(graph.nodes[target])
     _check_features(graph, config)
     metric = None if config.train.metric == "auto" else config.train.metric
-    head = NodeHead.of(graph.nodes[target], metric)
+    task = NodeTask(target, graph.nodes[target], NodeHead.of(graph.nodes[target], metric))
     model = seeded_model(graph, config)
     job = Job(
         graph=graph,
         model=model,
-        head=head,
+        task=task,
         train=config.train,
         seed=config.seed,
         precision=config.precision,
         progress=progress,
     )
-    built = Built(make_strategy(config.strategy, job), graph, target, head)
+    built = Built(make_strategy(config.strategy, job), graph, task)
     if training and not built.has("train"):
         raise ConfigError("the training split has no labelled nodes: choose another --split, as 0.6/0.2/0.2")
     if training and config.train.patience and not built.has("val"):

@@ -69,13 +69,13 @@ def _write(path: Path, pieces: Iterator[pa.Table]) -> None:
 
 
 def _pieces(built: Built, prediction: Prediction, columns: Columns) -> Iterator[pa.Table]:
-    nodes, head = built.nodes, built.head
+    nodes, head = built.nodes, built.task.head
     for low in range(0, max(nodes.count, 1), ROWS):
         high = min(low + ROWS, nodes.count)
         logits = prediction.logits[low:high].float()
         content: dict[str, Any] = {"id": nodes.ids.take(np.arange(low, high))}
         if len(built.graph.nodes) > 1:
-            content["type"] = pa.array([built.target] * (high - low), pa.string())
+            content["type"] = pa.array([built.task.target] * (high - low), pa.string())
         content["prediction"] = _predicted(head, nodes, logits)
         if head.multilabel:
             content["probabilities"] = _lists(torch.sigmoid(logits))

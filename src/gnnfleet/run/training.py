@@ -133,7 +133,7 @@ def _fit(
             stack.callback(sink.close)
         plan = Plan(
             train=config.train,
-            metric=built.head.name,
+            metric=built.task.metric,
             validates=built.has("val"),
             keeper=directory or KeepNothing(),
             sinks=sinks,
@@ -167,7 +167,7 @@ def _record(
         metrics={
             "train_loss": rows[-1]["train_loss"] if rows else None,
             **scores,
-            "name": built.head.name,
+            "name": built.task.metric,
             "best_epoch": outcome.position.best_epoch,
         },
         memory=memory,
@@ -178,7 +178,7 @@ def _record(
 
 def _score(built: Built, split: str) -> float | None:
     """The metric of a split; None where it has no nodes or the metric no value."""
-    value = built.strategy.evaluate(split)[built.head.name] if built.has(split) else math.nan
+    value = built.strategy.evaluate(split)[built.task.metric] if built.has(split) else math.nan
     return None if math.isnan(value) else value
 
 

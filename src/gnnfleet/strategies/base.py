@@ -15,9 +15,9 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from gnnfleet.graph.graph import Graph
-from gnnfleet.nn.heads import NodeHead
 from gnnfleet.nn.model import GNN
 from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.strategies.task import Task
 
 State = dict[str, dict[str, Tensor]]
 """Everything that training changes: {"model": {name: tensor}, "optimizer": {name: tensor}}."""
@@ -49,7 +49,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step: ``loss`` is the mean over the ``count`` rows of the step, of all ranks together."""
+    """One optimizer step: ``loss`` is the mean over the ``count`` items of the step, of all ranks together."""
 
     epoch: int
     step: int
@@ -72,7 +72,7 @@ class Job:
 
     graph: Graph
     model: GNN
-    head: NodeHead
+    task: Task
     train: TrainConfig
     seed: int = 0
     precision: str = "float32"
@@ -89,7 +89,7 @@ class Strategy(Protocol):
         """Run one epoch; a record after each optimizer step."""
 
     def evaluate(self, split: str) -> dict[str, float]:
-        """{"loss", "count", the head's metric}, exact: full neighbourhoods, no dropout."""
+        """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         """Exact, like evaluate."""

@@ -44,7 +44,7 @@ def evaluate(
     graph = graph_of_run(run, store)
     built, position, used = open_run(run, graph, checkpoint=checkpoint, quiet=quiet)
     found = built.strategy.evaluate(split)
-    name = built.head.name
+    name = built.task.metric
     result = {
         "run": str(run),
         "checkpoint": used,

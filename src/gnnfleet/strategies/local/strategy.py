@@ -1,4 +1,4 @@
-"""Full batch in one process: every epoch is one step over the whole graph.
+"""Full batch in one process: every step walks the whole graph.
 
 Rows may lie in cluster order; what leaves here is in store order. Draws go by store id, so order decides rounding only.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.graph.batches import batches
 from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.order import cluster_order, ordered_view, with_destinations
 from gnnfleet.nn.layerwise import infer, layer_bytes
@@ -29,6 +30,7 @@ from gnnfleet.strategies.base import (
     optimizer_tensors,
 )
 from gnnfleet.strategies.local.config import LocalConfig
+from gnnfleet.strategies.task import Batch, Take
 
 # Below this many nodes the features fit the caches and clustering costs more than it gains.
 ORDER_NODES = 50_000
@@ -41,54 +43,46 @@ class LocalStrategy:
         self.model = job.model
         self._config, self._job = config, job
         self._optimizer = make_optimizer(self.model, job.train)
-        target = job.graph.labelled_type
-        assert target is not None, "checked when the run was built"
-        self._target = target
+        self._target = job.task.target
         self._order = self._choose_order()
+        self._place: dict[str, Tensor] = {}
         self._view = LocalView.whole(job.graph) if self._order is None else ordered_view(job.graph, self._order)
         self._x = self._features()
         self._aggregated = self.model.precompute(self._view, self._x)
-        nodes = job.graph.nodes[target]
-        assert nodes.y is not None
-        y = nodes.y.long() if nodes.y.dim() == 1 else nodes.y
-        labelled = job.head.labelled(y)
-        self._y = self._in_rows(target, y)
-        self._split = {
-            name: self._in_rows(target, nodes.mask(name) & labelled).nonzero()[:, 0]
-            for name in ("train", "val", "test")
-        }
         self._last = self._last_view()
-        self._known: tuple[Tensor, Tensor] | None = None  # exact output and last input of the present weights
+        self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
     def steps(self, epoch: int) -> Iterator[StepRecord]:
-        started = time.perf_counter()
-        self._known = None
+        task, seed = self._job.task, self._job.seed
+        for step, items in enumerate(batches(task.items("train"), self._config.batch, seed=seed, epoch=epoch)):
+            started = time.perf_counter()
+            self._known = None
+            loss = self._step(task.batch(items, DrawKey(seed, epoch, step)))
+            yield StepRecord(epoch, step, loss, len(items), time.perf_counter() - started)
+
+    def _step(self, batch: Batch) -> float:
+        """The mean loss of a batch; the weights have changed after."""
         self.model.train()
-        rows = self._split["train"]
-        view = self._view.at(key=DrawKey(self._job.seed, epoch, 0), training=True)
-        last = self._last.at(key=view.key, training=True)
+        view, last = self._view.at(key=batch.key, training=True), self._last.at(key=batch.key, training=True)
         views = [view] * (self.model.num_layers - 1) + [last]
         with self._products():
-            logits = self.model(views, self._x, aggregated=self._aggregated)
-        loss = self._job.head.loss(logits[rows].to(self._dtype), self._y[rows]) / len(rows)
+            out = self.model(views, self._x, aggregated=self._aggregated)
+        loss = self._job.task.loss(self._taking(out), batch) / len(batch.items)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._job.train.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._job.train.clip)
         self._optimizer.step()
-        yield StepRecord(epoch, 0, float(loss.detach()), len(rows), time.perf_counter() - started)
+        return float(loss.detach())
 
     def evaluate(self, split: str) -> dict[str, float]:
-        rows = self._split[split]
-        if not len(rows):
+        if not len(self._job.task.items(split)):
             raise ConfigError(f"the {split} split has no labelled nodes: choose another --split")
-        logits, y = self._outputs()[0][rows].to(self._dtype), self._y[rows]
-        head = self._job.head
-        loss = float(head.loss(logits, y)) / len(rows)
-        return {"loss": loss, "count": float(len(rows)), head.name: head.value(head.metric(logits, y))}
+        with torch.no_grad():
+            return self._job.task.measure(self._taking(self._outputs()[0]), split)
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
-        logits, inputs = self._outputs()
+        logits, inputs = (self._only(rows) for rows in self._outputs())
         return Prediction(self._in_store(logits), self._in_store(inputs) if embeddings else None)
 
     def state_dict(self) -> State:
@@ -111,18 +105,33 @@ class LocalStrategy:
         """Where bf16 applies: dense products round their operands, sums over edges and weights stay float32."""
         return torch.autocast("cpu", torch.bfloat16, enabled=self._job.precision == "bf16")
 
-    def _outputs(self) -> tuple[Tensor, Tensor]:
-        """(logits, what the last layer read) of the target's rows, exact; kept until the weights change."""
+    def _outputs(self) -> tuple[Any, Any]:
+        """(output, what the last layer read), exact; kept until the weights change."""
         if self._known is None:
             self.model.eval()
             limit = self._config.eval_bytes
             with torch.no_grad(), self._products():
                 if layer_bytes(self._view, self._width()) > limit:
-                    logits, inputs = infer(self.model, self._view, self._x, limit=limit)
+                    self._known = infer(self.model, self._view, self._x, limit=limit)
                 else:
-                    logits, inputs = self._whole()
-            self._known = self._only(logits), self._only(inputs)
+                    self._known = self._whole()
         return self._known
+
+    def _taking(self, out: Any) -> Take:
+        """Rows of an output by store id, in the precision of the loss."""
+
+        def take(kind: str, ids: Tensor) -> Tensor:
+            rows: Tensor = out[kind] if isinstance(out, dict) else out
+            return rows[self._places(kind)[ids] if self._order is not None else ids].to(self._dtype)
+
+        return take
+
+    def _places(self, kind: str) -> Tensor:
+        """[N] where the row of a store id lies."""
+        if kind not in self._place:
+            assert self._order is not None
+            self._place[kind] = torch.argsort(self._order[kind])
+        return self._place[kind]
 
     def _whole(self) -> tuple[Any, Any]:
         view, x, carry = self._view.at(training=False), self._x, None
@@ -158,24 +167,21 @@ class LocalStrategy:
         self._job.progress.stage("cluster order")
         found = cluster_order(self._job.graph)
         # Rows that the loss reads come first: the last layer then needs no others (``_last_view``).
-        wanted = self._trained()[found[self._target]]
-        found[self._target] = torch.cat([found[self._target][wanted], found[self._target][~wanted]])
+        reach = self._job.task.reach()
+        if reach is not None:
+            wanted = reach[found[self._target]]
+            found[self._target] = torch.cat([found[self._target][wanted], found[self._target][~wanted]])
         return found
 
-    def _trained(self) -> Tensor:
-        """[N] bool: labelled training nodes of the target, in store order."""
-        nodes = self._job.graph.nodes[self._target]
-        assert nodes.y is not None
-        return nodes.mask("train") & self._job.head.labelled(nodes.y)
-
     def _last_view(self) -> LocalView:
-        """What the last layer of a step sees: training rows as destinations, where they come first.
+        """What the last layer of a step sees: rows the loss may read as destinations, where they come first.
 
         Not under batch norm, which looks at all rows, and not in a single layer, whose aggregate is kept for all rows.
         """
-        if self._order is None or self.model.config.norm == "batch" or self.model.num_layers == 1:
+        reach = self._job.task.reach()
+        if self._order is None or reach is None or self.model.config.norm == "batch" or self.model.num_layers == 1:
             return self._view
-        return with_destinations(self._view, self._target, len(self._split["train"]))
+        return with_destinations(self._view, self._target, int(reach.sum()))
 
     def _in_rows(self, kind: str, values: Tensor) -> Tensor:
         return values if self._order is None else values[self._order[kind]]
