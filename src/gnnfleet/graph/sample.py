@@ -42,10 +42,11 @@ class Sampler:
         self._degrees = {kind: Degrees(graph, kind) for kind in graph.nodes}
         self._frontiers = {kind: Frontier(table.count) for kind, table in graph.nodes.items()}
 
-    def blocks(self, seeds: Mapping[str, Tensor], key: DrawKey) -> list[LocalView]:
+    def blocks(self, seeds: Mapping[str, Tensor], key: DrawKey, *, given: bool = False) -> list[LocalView]:
         """One view per hop, the one that reads features first; seeds are different store ids by node type.
 
-        Raises InputError for seeds that do not exist or come twice.
+        With ``given`` the first layer's aggregate is known: the last hop is not drawn and the first view has no edges,
+        only destinations. Raises InputError for seeds that do not exist or come twice.
         """
         unknown = set(seeds) - set(self._frontiers)
         if unknown:
@@ -54,7 +55,9 @@ class Sampler:
         try:
             for kind, frontier in self._frontiers.items():
                 frontier.start(seeds.get(kind, nothing).long().contiguous())
-            views = [self._hop(hop, counts, key) for hop, counts in enumerate(self.hops)]
+            views = [self._hop(hop, counts, key) for hop, counts in enumerate(self.hops[:-1] if given else self.hops)]
+            if given:
+                views.append(self._edgeless(key))
         finally:
             for frontier in self._frontiers.values():
                 frontier.clear()
@@ -74,12 +77,23 @@ class Sampler:
             drawn[kind] = offsets, positions, self._frontiers[kind.src].meet(edges, positions)
         for frontier in self._frontiers.values():
             frontier.grow()
-        nodes = {
+        relations = {kind: self._relation(kind, *parts) for kind, parts in drawn.items()}
+        return LocalView(self._rows(dst), relations, key=key, layer=len(self.hops) - 1 - hop)
+
+    def _edgeless(self, key: DrawKey) -> LocalView:
+        dst = {kind: frontier.ids for kind, frontier in self._frontiers.items()}
+        none = torch.empty(0, dtype=torch.int64)
+        relations = {
+            kind: self._relation(kind, torch.zeros(len(dst[kind.dst]) + 1, dtype=torch.int64), none, none)
+            for kind in self._edges
+        }
+        return LocalView(self._rows(dst), relations, key=key)
+
+    def _rows(self, dst: Mapping[str, Tensor]) -> dict[str, Rows]:
+        return {
             kind: Rows(frontier.ids, len(dst[kind]), PickedDegrees(self._degrees[kind], frontier.ids))
             for kind, frontier in self._frontiers.items()
         }
-        relations = {kind: self._relation(kind, *parts) for kind, parts in drawn.items()}
-        return LocalView(nodes, relations, key=key, layer=len(self.hops) - 1 - hop)
 
     def _relation(self, kind: EdgeType, offsets: Tensor, positions: Tensor, sources: Tensor) -> Relation:
         frontier, edges = self._frontiers[kind.src], self._graph.edges[kind]
@@ -103,15 +117,6 @@ def sample_blocks(
 ) -> list[LocalView]:
     """The blocks of one batch; see ``Sampler``, which is the thing to keep for many."""
     return Sampler(graph, fanouts, replace=replace, weighted=weighted).blocks(seeds, key)
-
-
-def without_edges(view: LocalView) -> LocalView:
-    """The destinations of a view as its only rows: for a layer whose aggregate is given."""
-    nodes = {
-        kind: Rows(rows.node_ids[: rows.num_dst], rows.num_dst, PickedDegrees(rows.degree, torch.arange(rows.num_dst)))
-        for kind, rows in view.nodes.items()
-    }
-    return LocalView(nodes, {}, key=view.key, layer=view.layer, training=view.training)
 
 
 def hop_counts(graph: Graph, fanouts: Fanouts) -> list[dict[EdgeType, int]]:
