@@ -91,6 +91,27 @@ def test_weights_decide_what_is_drawn() -> None:
         Sampler(broken, [3], weighted=True)
 
 
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("loops", [False, True])
+def test_sums_estimate_all_neighbours_without_bias(plain: Graph, replace: bool, loops: bool) -> None:
+    sampler, seeds, times = Sampler(plain, [3], replace=replace), torch.arange(0, 300, 10), 500
+    x = torch.randn(300, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = plain.only_edges.weight
+    assert weight is not None
+    weight = weight.double()
+    expected = LocalView.whole(plain).aggregate(x, weight=weight, loops=loops)[seeds]
+    found = []
+    for step in range(times):
+        (view,) = sampler.blocks({"node": seeds}, DrawKey(0, 0, step))
+        found.append(view.aggregate(x[view.node_ids], weight=weight[view.edge_ids], loops=loops))
+    every = torch.stack(found)
+    error = every.std(0) / times**0.5
+    assert bool(((every.mean(0) - expected).abs() <= 5 * error + 1e-12).all())
+    (view,) = sampler.blocks({"node": seeds}, DrawKey(0, 0, 0))
+    ones = view.aggregate(torch.ones(view.num_src, 1))
+    assert torch.allclose(ones[:, 0], plain.only_edges.in_degree()[seeds].float()), "the number of neighbours is exact"
+
+
 def test_fanouts_by_edge_type() -> None:
     graph = make_dataset("shop", seed=1, users=60, products=40, brands=5, buys=400, views=600)
     fanouts = {kind: [hop + 1, 0] for hop, kind in enumerate(graph.edges)}

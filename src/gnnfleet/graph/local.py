@@ -41,12 +41,16 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Relation:
-    """The edges of one type in a view."""
+    """The edges of one type in a view; ``share`` is there when they are a sample, drawn evenly.
+
+    Sums over a sample are multiplied by it and so estimate, without bias, the sum over all neighbours.
+    """
 
     structure: Compressed
     edge_ids: Tensor  # [E] int64
     weight: Tensor | None = None
     attr: Tensor | None = None
+    share: Callable[[], Tensor] | None = None  # [R] float64: edges in the store per edge drawn
     memo: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def looped_ids(self, node_ids: Tensor) -> Tensor:
@@ -56,6 +60,24 @@ class Relation:
             loops = LOOP_IDS + node_ids[structure.col.long()]
             self.memo["ids"] = torch.where(edge < 0, loops, _pick(self.edge_ids, edge, fill=0))
         return self.memo["ids"]
+
+    def scaled(self, total: Tensor, reduce: str) -> Tensor:
+        """What sums over a sample say of the whole; ``total`` [R, F] is fresh."""
+        if self.share is None or reduce != "sum":
+            return total
+        return total.mul_(self._shares.to(total.dtype).view(-1, *([1] * (total.dim() - 1))))
+
+    def scaled_weight(self, weight: Tensor | None, reduce: str) -> Tensor | None:
+        """The same, edge by edge."""
+        if self.share is None or reduce != "sum":
+            return weight
+        each = self._shares[self.structure.row.long()]
+        return each if weight is None else each.to(weight.dtype) * weight
+
+    @cached_property
+    def _shares(self) -> Tensor:
+        assert self.share is not None
+        return self.share()
 
     @cached_property
     def looped(self) -> tuple[Compressed, Tensor]:
@@ -176,15 +198,16 @@ class LocalView:
     def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, loops: bool = False) -> Tensor:
         edges = self._edges
         if not loops:
-            return sums.aggregate(edges.structure, x, reduce=reduce, weight=weight)
+            return edges.scaled(sums.aggregate(edges.structure, x, reduce=reduce, weight=weight), reduce)
         structure, edge = edges.looped
+        weight = edges.scaled_weight(weight, reduce)
         if weight is not None:
             weight = _pick(weight, edge, fill=1.0)
         return sums.aggregate(structure, x, reduce=reduce, weight=weight)
 
     def aggregate_relations(self, x: Mapping[str, Tensor], *, reduce: str = "sum") -> dict[EdgeType, Tensor]:
         return {
-            kind: sums.aggregate(relation.structure, x[kind.src], reduce=reduce)
+            kind: relation.scaled(sums.aggregate(relation.structure, x[kind.src], reduce=reduce), reduce)
             for kind, relation in self.relations.items()
         }
 
@@ -234,7 +257,7 @@ class LocalView:
     ) -> Tensor:
         ends = {name: first_rows(tensor, self.num_dst) for name, tensor in (dst or {}).items()}
         edges = self._edges
-        return propagate(
+        out = propagate(
             edges.structure,
             message,
             src=src,
@@ -244,6 +267,7 @@ class LocalView:
             reduce=reduce,
             edge_ids=edges.edge_ids,
         )
+        return edges.scaled(out, reduce)
 
     def num_dst_of(self, kind: str) -> int:
         return self.nodes[kind].num_dst

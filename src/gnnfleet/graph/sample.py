@@ -2,7 +2,8 @@
 
 In every view destinations come first; they are the sources of the next view, in the same order. A hop draws for every
 node it has reached, also for those an earlier hop drew for: a layer computes all rows that the next one reads.
-A draw goes by (key, hop, relation, store id), hops counted from the seeds.
+A draw goes by (key, hop, relation, store id), hops counted from the seeds. Sums over neighbours drawn evenly are scaled
+up to all of them (``Relation.share``); with weights the draw itself stands for the weights, and sums are left alone.
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ class Sampler:
             drawn[kind] = offsets, positions, self._frontiers[kind.src].meet(edges, positions)
         for frontier in self._frontiers.values():
             frontier.grow()
-        relations = {kind: self._relation(kind, *parts) for kind, parts in drawn.items()}
+        relations = {}
+        for kind, parts in drawn.items():
+            even = counts[kind] >= 0 and self._weights[kind] is None
+            share = _Share(self._edges[kind], dst[kind.dst], parts[0]) if even else None
+            relations[kind] = self._relation(kind, *parts, share=share)
         return LocalView(self._rows(dst), relations, key=key, layer=len(self.hops) - 1 - hop)
 
     def _edgeless(self, key: DrawKey) -> LocalView:
@@ -95,7 +100,9 @@ class Sampler:
             for kind, frontier in self._frontiers.items()
         }
 
-    def _relation(self, kind: EdgeType, offsets: Tensor, positions: Tensor, sources: Tensor) -> Relation:
+    def _relation(
+        self, kind: EdgeType, offsets: Tensor, positions: Tensor, sources: Tensor, share: _Share | None = None
+    ) -> Relation:
         frontier, edges = self._frontiers[kind.src], self._graph.edges[kind]
         structure = Compressed(offsets, frontier.rows(sources), len(frontier.ids))
         return Relation(
@@ -103,7 +110,19 @@ class Sampler:
             positions,
             None if edges.weight is None else gather(edges.weight[:, None], positions)[:, 0],
             None if edges.attr is None else gather(edges.attr, positions),
+            share,
         )
+
+
+class _Share:
+    """Edges in the store per edge drawn, worked out by the layer that asks."""
+
+    def __init__(self, edges: Compressed, ids: Tensor, offsets: Tensor) -> None:
+        self._edges, self._ids, self._offsets = edges, ids, offsets
+
+    def __call__(self) -> Tensor:
+        degree = self._edges.indptr[self._ids + 1] - self._edges.indptr[self._ids]
+        return degree.double() / self._offsets.diff().clamp(min=1)
 
 
 def sample_blocks(
