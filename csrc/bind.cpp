@@ -23,6 +23,7 @@ namespace gnnfleet {
 void bind_stream(nb::module_& m);  // bind_stream.cpp
 }
 void bind_attend(nb::module_& m);  // bind_attend.cpp
+void bind_pool(nb::module_& m);    // bind_pool.cpp
 void bind_sample(nb::module_& m);  // bind_sample.cpp
 
 namespace {
@@ -429,6 +430,7 @@ NB_MODULE(_native, m) {
   bind_gather<int64_t>(m);
   bind_aggregate(m);
   bind_attend(m);
+  bind_pool(m);
   bind_sample(m);
   bind_partition<int32_t>(m);
   bind_partition<int64_t>(m);

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.native import _native, threads
 
 
@@ -18,7 +19,7 @@ def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Ten
     if dtype != table.dtype and (dtype != torch.float32 or table.dtype not in (torch.float16, torch.bfloat16)):
         raise ConfigError(f"gather converts float16 and bfloat16 to float32 only, asked for {table.dtype} to {dtype}")
     table = table.contiguous()
-    out = torch.empty((rows.shape[0], *table.shape[1:]), dtype=dtype)
+    out = empty((rows.shape[0], *table.shape[1:]), dtype)
     if not out.numel():
         return out
     source, target = _raw(table), _raw(out)
