@@ -73,7 +73,25 @@ void transpose(In<int64_t> indptr, In<Index> col, Out<int64_t> offsets, Out<Inde
 }
 
 template <typename Index>
-void bind_transpose(nb::module_& m) {
+void count_looped(In<int64_t> indptr, In<Index> col, Out<int64_t> looped, int threads) {
+  require(size(looped) == size(indptr) && indptr.data()[size(indptr) - 1] == size(col), "count_looped: lengths differ");
+  nb::gil_scoped_release free;
+  gnnfleet::count_looped(indptr.data(), col.data(), size(indptr) - 1, looped.data(), threads);
+}
+
+template <typename Index>
+void fill_looped(In<int64_t> indptr, In<Index> col, In<int64_t> looped, Out<Index> out, Out<int64_t> edge, int threads) {
+  require(size(looped) == size(indptr) && size(out) == size(edge), "fill_looped: lengths differ");
+  require(looped.data()[size(looped) - 1] == size(out), "fill_looped: room for every edge");
+  nb::gil_scoped_release free;
+  gnnfleet::fill_looped(indptr.data(), col.data(), size(indptr) - 1, looped.data(), out.data(), edge.data(), threads);
+}
+
+template <typename Index>
+void bind_rows(nb::module_& m) {
+  m.def("count_looped", count_looped<Index>, "indptr"_a.noconvert(), "col"_a.noconvert(), "looped"_a.noconvert(), "threads"_a);
+  m.def("fill_looped", fill_looped<Index>, "indptr"_a.noconvert(), "col"_a.noconvert(), "looped"_a.noconvert(), "out"_a.noconvert(),
+        "edge"_a.noconvert(), "threads"_a);
   m.def("transpose", transpose<Index>, "indptr"_a.noconvert(), "col"_a.noconvert(), "offsets"_a.noconvert(), "row"_a.noconvert(),
         "order"_a.noconvert());
 }
@@ -119,8 +137,8 @@ void take_distinct(In<int64_t> indptr, In<int32_t> sorted, In<int64_t> distinct,
 }
 
 void bind_csr(nb::module_& m) {
-  bind_transpose<int32_t>(m);
-  bind_transpose<int64_t>(m);
+  bind_rows<int32_t>(m);
+  bind_rows<int64_t>(m);
   m.def("sort_edges", sort_edges, "src"_a.noconvert(), "dst"_a.noconvert(), "num_src"_a, "indptr"_a.noconvert(),
         "order"_a.noconvert(), "sorted"_a.noconvert(), "threads"_a);
   m.def("sort_rows", sort_rows, "src"_a.noconvert(), "dst"_a.noconvert(), "num_src"_a, "indptr"_a.noconvert(),

@@ -56,6 +56,7 @@ MODELS = [
     {"name": "gcn2"},
     {"name": "sage", "embedding": 8},
     {"name": "sage", "layers": 1},
+    {"name": "rgcn"},
 ]
 
 
@@ -74,15 +75,30 @@ def test_every_neighbour_equals_the_whole_graph(graph: Graph, model: dict[str, A
     torch.testing.assert_close(blocks.predict().logits, whole.predict().logits, rtol=1e-7, atol=1e-9)
 
 
-def test_several_node_types(hetero: Graph) -> None:
+def with_features(graph: Graph) -> Graph:
+    """Features for every node type, of different widths."""
+    random = torch.Generator().manual_seed(4)
+    for width, (kind, nodes) in enumerate(graph.nodes.items(), start=3):
+        graph = graph.with_nodes(kind, x=torch.randn(nodes.count, width, generator=random))
+    return graph
+
+
+@pytest.mark.parametrize("cache", [False, True, None])
+def test_several_node_types(hetero: Graph, cache: bool | None) -> None:
+    graph = hetero if cache is None else with_features(hetero)  # rows that are learnt cannot be kept
+    words: dict[str, Any] = {} if cache is None else {"cache_inputs": cache}
     model = {"name": "rgcn", "layers": 2, "hidden": 8, "bases": 2}
-    whole, losses = trained(hetero, tree(model, {"batch": 50}))
-    blocks, found = trained(hetero, tree(model, {"batch": 50, "fanouts": [-1, -1]}))
+    whole, losses = trained(graph, tree(model, {"batch": 50, "cache_inputs": False}))
+    blocks, found = trained(graph, tree(model, {"batch": 50, "fanouts": [-1, -1], **words}))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-9, atol=0)
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(blocks)[name], tensor, rtol=1e-8, atol=1e-10, msg=name)
-    fanouts = {str(kind): [3, 2] for kind in hetero.edges}
-    _, found = trained(hetero, tree(model, {"batch": 50, "fanouts": fanouts}), epochs=8)
+    if cache:
+        kept, again = trained(graph, tree(model, {"batch": 50, "cache_inputs": True}))
+        torch.testing.assert_close(torch.tensor(again), torch.tensor(losses), rtol=1e-9, atol=0)
+        torch.testing.assert_close(kept.predict().logits, whole.predict().logits, rtol=1e-7, atol=1e-9)
+    fanouts = {str(kind): [3, 2] for kind in graph.edges}
+    _, found = trained(graph, tree(model, {"batch": 50, "fanouts": fanouts}), epochs=8)
     assert found[-1][0] < found[0][0]
 
 

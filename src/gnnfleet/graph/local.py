@@ -56,7 +56,7 @@ class Relation:
     def looped_ids(self, node_ids: Tensor) -> Tensor:
         """[E'] what draws of the edges of ``looped`` go by; made once, for the nodes of the view this belongs to."""
         if "ids" not in self.memo:
-            structure, edge = self.looped
+            structure, edge = self.structure.looped
             loops = LOOP_IDS + node_ids[structure.col.long()]
             self.memo["ids"] = torch.where(edge < 0, loops, _pick(self.edge_ids, edge, fill=0))
         return self.memo["ids"]
@@ -78,24 +78,6 @@ class Relation:
     def _shares(self) -> Tensor:
         assert self.share is not None
         return self.share()
-
-    @cached_property
-    def looped(self) -> tuple[Compressed, Tensor]:
-        """(the structure with exactly one self-loop per row, last in it; [E'] the edge here, −1 for loops)."""
-        cut = self.structure
-        keep = cut.row != cut.col
-        degree = torch.zeros(cut.num_rows, dtype=torch.int64).index_add_(0, cut.row.long(), keep.long()) + 1
-        indptr = torch.zeros(cut.num_rows + 1, dtype=torch.int64)
-        indptr[1:] = degree.cumsum(0)
-        edge = torch.full((int(indptr[-1]),), -1, dtype=torch.int64)
-        last = indptr[1:] - 1
-        inner = torch.ones(len(edge), dtype=torch.bool)
-        inner[last] = False
-        edge[inner] = keep.nonzero()[:, 0]
-        col = torch.empty(len(edge), dtype=cut.col.dtype)
-        col[inner] = cut.col[keep]
-        col[last] = torch.arange(cut.num_rows, dtype=cut.col.dtype)
-        return Compressed(indptr, col, cut.num_cols), edge
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +181,7 @@ class LocalView:
         edges = self._edges
         if not loops:
             return edges.scaled(sums.aggregate(edges.structure, x, reduce=reduce, weight=weight), reduce)
-        structure, edge = edges.looped
+        structure, edge = edges.structure.looped
         weight = edges.scaled_weight(weight, reduce)
         if weight is not None:
             weight = _pick(weight, edge, fill=1.0)
@@ -225,10 +207,11 @@ class LocalView:
         dropout: float = 0.0,
         loops: bool = False,
     ) -> Tensor:
-        structure, ids = self._edges.structure, self._edges.edge_ids
+        dropout = dropout if self.training else 0.0
+        structure, ids = self._edges.structure, self._edges.edge_ids if dropout else None
         if loops:
-            structure, place = self._edges.looped
-            ids = self._edges.looped_ids(self.node_ids)
+            structure, place = self._edges.structure.looped
+            ids = self._edges.looped_ids(self.node_ids) if dropout else None
             edge = None if edge is None else _with_loops(edge, structure, place)
         return attend(
             structure,
@@ -240,7 +223,7 @@ class LocalView:
             edge=edge,
             heads=heads,
             slope=slope,
-            dropout=dropout if self.training else 0.0,
+            dropout=dropout,
             draws=self.key.draws(Purpose.ATTENTION, self.layer),
             edge_ids=ids,
         )

@@ -66,6 +66,17 @@ class Compressed:
         indptr, order = counting_sort(self.col, self.num_cols)
         return Compressed(indptr, self.row[order], self.num_rows), order
 
+    @cached_property
+    def looped(self) -> tuple[Compressed, Tensor]:
+        """(the same rows with exactly one self-loop each, last in it; [E'] int64 the position here, −1 for loops)."""
+        workers = threads() if self.num_edges > _ALONE else 1
+        indptr = torch.empty_like(self.indptr)
+        _native.count_looped(self.indptr, self.col, indptr, workers)
+        total = int(indptr[-1])
+        col, edge = torch.empty(total, dtype=self.col.dtype), torch.empty(total, dtype=torch.int64)
+        _native.fill_looped(self.indptr, self.col, indptr, col, edge, workers)
+        return Compressed(indptr, col, self.num_cols), edge
+
 
 def sort_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple[Tensor, Tensor]:
     """(indptr [num_dst + 1], order [E]): edge positions by destination, then source, then input position."""

@@ -17,7 +17,7 @@ from gnnfleet.graph.loader import prepare_backward, read_features
 from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.prefetch import prefetched
 from gnnfleet.graph.sample import Sampler
-from gnnfleet.nn.model import Features
+from gnnfleet.nn.model import Aggregate, Features
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.rows import gather
 from gnnfleet.strategies.base import PRECISIONS, Job
@@ -32,13 +32,13 @@ class Ready:
     batch: Batch
     views: Sequence[LocalView]
     x: Features
-    aggregated: Tensor | None
+    aggregated: Aggregate | None
 
 
 class SampledBatches:
     """Makes the batches of an epoch. ``aggregated`` has a row per node, in store order. Raises ConfigError."""
 
-    def __init__(self, config: LocalConfig, job: Job, aggregated: Tensor | None) -> None:
+    def __init__(self, config: LocalConfig, job: Job, aggregated: Aggregate | None) -> None:
         self._config, self._job, self._aggregated = config, job, aggregated
         self._sampler = Sampler(job.graph, config.hops, replace=config.replace)
         found, layers = len(self._sampler.hops), job.model.num_layers
@@ -59,8 +59,13 @@ class SampledBatches:
         views = self._sampler.blocks(batch.seeds, batch.key, given=given)
         prepare_backward(views)
         x = {kind: self._read(kind, rows.node_ids) for kind, rows in views[0].nodes.items()}
-        aggregated = None if self._aggregated is None else gather(self._aggregated, views[0].node_ids)
-        return Ready(batch, views, x if len(x) > 1 else next(iter(x.values())), aggregated)
+        return Ready(batch, views, x if len(x) > 1 else next(iter(x.values())), self._read_aggregate(views[0]))
+
+    def _read_aggregate(self, view: LocalView) -> Aggregate | None:
+        kept = self._aggregated
+        if kept is None or isinstance(kept, Tensor):
+            return None if kept is None else gather(kept, view.node_ids)
+        return {kind: gather(rows, view.nodes[kind.dst].node_ids) for kind, rows in kept.items()}
 
     def _read(self, kind: str, ids: Tensor) -> Tensor:
         x = self._job.graph.nodes[kind].x

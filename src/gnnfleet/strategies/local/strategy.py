@@ -18,6 +18,7 @@ from gnnfleet.graph.batches import batches
 from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.order import cluster_order, ordered_view, with_destinations
 from gnnfleet.nn.layerwise import infer, layer_bytes
+from gnnfleet.nn.model import Aggregate
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.strategies.base import (
     PRECISIONS,
@@ -35,6 +36,8 @@ from gnnfleet.strategies.task import Batch, Take
 
 # Below this many nodes the features fit the caches and clustering costs more than it gains.
 ORDER_NODES = 50_000
+# Above this many edge types, a row of aggregated inputs for each of them takes too much memory to be kept unasked.
+CACHED_RELATIONS = 8
 
 
 class LocalStrategy:
@@ -172,9 +175,11 @@ class LocalStrategy:
             found[kind] = self._in_rows(kind, x.to(self._dtype))
         return found if len(found) > 1 else found[self._target]
 
-    def _precompute(self) -> Tensor | None:
+    def _precompute(self) -> Aggregate | None:
         """The first layer's aggregate of all rows, where the config wants it and the model allows it."""
         wanted = self._config.cache_inputs
+        if wanted == "auto" and len(self._view.relations) > CACHED_RELATIONS:
+            return None
         found = self.model.precompute(self._view, self._x) if wanted else None
         if wanted is True and found is None:
             raise ConfigError(
