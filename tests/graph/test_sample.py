@@ -208,6 +208,16 @@ def test_every_neighbour_of_several_types_equals_the_whole_graph() -> None:
     assert_same(results(model, views, read, torch.arange(15)), expected)
 
 
+def test_take_finds_rows_by_store_id(plain: Graph) -> None:
+    view = sample_blocks(plain, {"node": torch.tensor([40, 7, 200])}, [3, 3], KEY)[0]
+    x = torch.randn(view.num_src, 2)
+    ids = view.node_ids[torch.tensor([2, 0, 2, view.num_src - 1])]
+    assert torch.equal(view.take(x, ids), x[[2, 0, 2, view.num_src - 1]])
+    strange = next(node for node in range(300) if node not in view.node_ids)
+    with pytest.raises(InputError, match="not in this view"):
+        view.take(x, torch.tensor([7, strange]))
+
+
 def test_isolated_seeds_and_graphs_without_edges() -> None:
     graph = Graph(torch.empty(2, 0), x=torch.randn(4, 3), y=torch.tensor([0, 1, 0, 1]))
     views = sample_blocks(graph, {"node": torch.tensor([2, 0])}, [5, 5], KEY)

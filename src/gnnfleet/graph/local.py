@@ -38,6 +38,20 @@ class Rows:
     num_dst: int
     degree: Callable[[bool], Tensor]  # weighted? → [N_src] float32
 
+    @cached_property
+    def _order(self) -> Tensor | None:
+        """Rows by store id; None where they lie so."""
+        return None if bool((self.node_ids.diff() > 0).all()) else torch.argsort(self.node_ids)
+
+    def find(self, store_ids: Tensor) -> Tensor:
+        """[n] the rows of some nodes; raises InputError for one that is not here."""
+        order = self._order
+        rows = torch.searchsorted(self.node_ids, store_ids, sorter=order).clamp(max=max(len(self.node_ids) - 1, 0))
+        rows = rows if order is None else order[rows]
+        if len(rows) and not (len(self.node_ids) and torch.equal(self.node_ids[rows], store_ids)):
+            raise InputError("take asks for nodes that are not in this view")
+        return rows
+
 
 @dataclass(frozen=True, eq=False)
 class Relation:
@@ -263,11 +277,7 @@ class LocalView:
         return dropout(x, p, ids=rows.node_ids[: x.shape[0]], draws=draws)
 
     def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
-        rows = torch.searchsorted(self.node_ids, store_ids)
-        rows = rows.clamp(max=max(self.num_src - 1, 0))
-        if len(rows) and not torch.equal(self.node_ids[rows], store_ids):
-            raise InputError("take asks for nodes that are not in this view")
-        return x[rows]
+        return x[self._rows.find(store_ids)]
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
         return self.sum_all(t)
