@@ -144,7 +144,11 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"fanouts": [5, 5, -2]}, "or −1 for all; found -2"),
     ({}, {"fanouts": {"a:b:c": [5, 5, 5]}}, "must name all of node:to:node"),
     ({}, {"fanouts": [5, 5, 5], "order": "cluster"}, "order=cluster is for full batch"),
-    ({"name": "gat"}, {"fanouts": [5, 5, 5], "cache_inputs": True}, "the model does not allow strategy.cache_inputs=true"),
+    (
+        {"name": "gat"},
+        {"fanouts": [5, 5, 5], "cache_inputs": True},
+        "the model does not allow strategy.cache_inputs=true",
+    ),
     ({"input_dropout": 0.1}, {"cache_inputs": True}, "the model does not allow strategy.cache_inputs=true"),
     ({}, {"fanouts": [5, 5, 5], "batch": -1}, "strategy.batch"),
 ]
