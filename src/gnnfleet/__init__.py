@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from gnnfleet.graph.loader import NeighborLoader as NeighborLoader
     from gnnfleet.graph.store import open_store as open
     from gnnfleet.graph.store import save_store as save
+    from gnnfleet.graph.view import GraphView as GraphView
     from gnnfleet.run.api import train as train
 
 # Public name → where it lives, for all that is not an error.
 _HOMES = {
     "EdgeType": "gnnfleet.graph.graph.EdgeType",
     "Graph": "gnnfleet.graph.graph.Graph",
+    "GraphView": "gnnfleet.graph.view.GraphView",
     "NeighborLoader": "gnnfleet.graph.loader.NeighborLoader",
     "from_networkx": "gnnfleet.graph.ingest.networkx.from_networkx",
     "from_pyg": "gnnfleet.graph.ingest.pyg.from_pyg",
@@ -54,6 +56,7 @@ __all__ = [
     "EdgeType",
     "GnnfleetError",
     "Graph",
+    "GraphView",
     "InputError",
     "NativeError",
     "NeighborLoader",

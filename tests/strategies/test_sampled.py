@@ -148,8 +148,12 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"fanouts": [5, 5, -2]}, "or −1 for all; found -2"),
     ({}, {"fanouts": {"a:b:c": [5, 5, 5]}}, "must name all of node:to:node"),
     ({}, {"fanouts": [5, 5, 5], "order": "cluster"}, "order=cluster is for full batch"),
-    ({"name": "gat"}, {"fanouts": [5, 5, 5], "cache_inputs": True}, "gat does not allow strategy.cache_inputs=true"),
-    ({"input_dropout": 0.1}, {"cache_inputs": True}, "sage does not allow strategy.cache_inputs=true"),
+    (
+        {"name": "gat"},
+        {"fanouts": [5, 5, 5], "cache_inputs": True},
+        "this model does not allow strategy.cache_inputs=true",
+    ),
+    ({"input_dropout": 0.1}, {"cache_inputs": True}, "this model does not allow strategy.cache_inputs=true"),
     ({}, {"fanouts": [5, 5, 5], "batch": -1}, "strategy.batch"),
 ]
 

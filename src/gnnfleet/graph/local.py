@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
+from gnnfleet.graph.places import Places, take_rows
 from gnnfleet.graph.view import first_rows
 from gnnfleet.ops import aggregate as sums
 from gnnfleet.ops.attend import attend
@@ -39,18 +40,9 @@ class Rows:
     degree: Callable[[bool], Tensor]  # weighted? → [N_src] float32
 
     @cached_property
-    def _order(self) -> Tensor | None:
-        """Rows by store id; None where they lie so."""
-        return None if bool((self.node_ids.diff() > 0).all()) else torch.argsort(self.node_ids)
-
-    def find(self, store_ids: Tensor) -> Tensor:
-        """[n] the rows of some nodes; raises InputError for one that is not here."""
-        order = self._order
-        rows = torch.searchsorted(self.node_ids, store_ids, sorter=order).clamp(max=max(len(self.node_ids) - 1, 0))
-        rows = rows if order is None else order[rows]
-        if len(rows) and not (len(self.node_ids) and torch.equal(self.node_ids[rows], store_ids)):
-            raise InputError("take asks for nodes that are not in this view")
-        return rows
+    def places(self) -> Places:
+        """Where each store id lies; made when first asked for."""
+        return Places(self.node_ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,7 +269,7 @@ class LocalView:
         return dropout(x, p, ids=rows.node_ids[: x.shape[0]], draws=draws)
 
     def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
-        return x[self._rows.find(store_ids)]
+        return take_rows(x, self._rows.places.rows(store_ids, below=x.shape[0]))
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
         return self.sum_all(t)

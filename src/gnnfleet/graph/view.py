@@ -105,7 +105,10 @@ class GraphView(Protocol):
         """Dropout by key on the rows of a node type; ``place`` tells several in one layer apart."""
 
     def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
-        """Rows of x by store id, wherever they live; differentiable."""
+        """[n, …] rows of x by store id, wherever they live; ids [n] in any order, repeated or not. Differentiable.
+
+        x has a row for every source, or for every destination. Raises InputError for a node that has none.
+        """
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
         """The sum of t over everything that holds part of the nodes; differentiable."""

@@ -17,24 +17,20 @@ from torch.nn import functional
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.view import GraphView, first_rows
+from gnnfleet.nn.base import Aggregate, Features, Model, Rows
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock, RGCNConv
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.nn.layers import activation, make_layers
 from gnnfleet.nn.norm import make_norm
 
-Features = Tensor | Mapping[str, Tensor] | None
-Rows = Tensor | dict[str, Tensor]
-Aggregate = Tensor | Mapping[EdgeType, Tensor]
-"""What a first layer gathers of its neighbours: [N_dst, F], by edge type for rgcn; see ``GNN.precompute``."""
-
 # Several dropouts of one layer have places of their own, so that their masks differ; node types come after.
 _AFTER, _BEFORE, _LAST, _PLACES = 0, 1, 2, 4
 # Convolutions that can end with the ReLU themselves.
-_WITH_RELU = ("sage", "gcn")
+_WITH_RELU = ("sage", "gcn", "gat", "gatv2")
 
 
-class GNN(torch.nn.Module):
+class GNN(Model):
     """A model for nodes.
 
     ``in_channels`` is the width of the features, by node type where there are several; 0 means that nodes have none and
@@ -53,9 +49,8 @@ class GNN(torch.nn.Module):
         target: str | None = None,
         edge_dim: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(act=activation(config.act), dropout=config.dropout)
         self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
-        self.num_layers = config.layers
         self.edge_types = tuple(edge_types or ())
         widths = {"": in_channels} if isinstance(in_channels, int) else dict(in_channels)
         self.hetero = len(widths) > 1
@@ -70,7 +65,6 @@ class GNN(torch.nn.Module):
                 self.projections[_key(kind)] = torch.nn.Linear(width, config.hidden)
         first = config.hidden if self.hetero else next(iter(widths.values()))
         kinds = tuple(widths) if self.hetero else ()
-        self.act = activation(config.act)
         self.convs, self.lins = make_layers(config, first, out_channels, edge_types=self.edge_types, edge_dim=edge_dim)
         self.norms = torch.nn.ModuleList(self._make_norm(index, kinds) for index in range(self.num_layers))
 
@@ -107,42 +101,30 @@ class GNN(torch.nn.Module):
         each = {_key(kind): make_norm(self.config.norm, hidden) or torch.nn.Identity() for kind in kinds}
         return torch.nn.ModuleDict(each)
 
-    # -- running --
+    @property
+    def num_layers(self) -> int:
+        return self.config.layers
 
-    def forward(
-        self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
-    ) -> Tensor:
-        """Logits of the destinations of the last view; one view serves all layers. See ``precompute``."""
-        out = self._run(views, x, aggregated, upto=self.num_layers)
-        assert isinstance(out, Tensor)
-        return out
+    @property
+    def width(self) -> int:
+        return self.config.hidden
+
+    # -- running --
 
     def embed(
         self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
     ) -> Rows:
-        """What the last layer sees: the output of the last hidden layer, by node type where there are several."""
+        """What the last layer reads, by node type where there are several; of a single layer with learnable rows."""
         if self.num_layers == 1:
             return self._enter((views if isinstance(views, Sequence) else [views])[0].at(layer=0), x)
-        return self._run(views, x, aggregated, upto=self.num_layers - 1)
+        return super().embed(views, x, aggregated=aggregated)
 
-    def _run(
-        self, views: GraphView | Sequence[GraphView], x: Features, aggregated: Aggregate | None, *, upto: int
-    ) -> Rows:
-        every = list(views) if isinstance(views, Sequence) else [views] * self.num_layers
-        if len(every) < upto:
-            raise ConfigError(f"the model has {self.num_layers} layers and needs a view for each, found {len(every)}")
-        carry: Tensor | None = None
-        rows: Any = x
-        for index in range(upto):
-            rows, carry = self.layer(index, every[index], rows, carry, aggregated=aggregated if index == 0 else None)
-        return rows  # type: ignore[no-any-return]
-
-    def layer(
+    def compute(
         self,
         index: int,
         view: GraphView,
         x: Features,
-        carry: Tensor | None = None,
+        carry: Tensor | None,
         *,
         aggregated: Aggregate | None = None,
     ) -> tuple[Rows, Tensor | None]:
@@ -150,7 +132,6 @@ class GNN(torch.nn.Module):
 
         The last layer of a heterogeneous model gives the target's rows only. ``aggregated`` is for layer 0.
         """
-        view = view.at(layer=index)
         rows = self._enter(view, x) if index == 0 else x
         assert rows is not None
         if self.hetero:
@@ -299,6 +280,7 @@ def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None =
 
     Parameters are drawn from torch's generator: call torch.manual_seed first. Raises ConfigError or InputError.
     """
+    assert config.file is None, "own.build_own makes those"
     target = graph.labelled_type
     if target is None and len(graph.nodes) == 1:
         target = next(iter(graph.nodes))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gnnfleet.run.allocator import prefer_huge_pages
-from gnnfleet.run.commands.evaluate import Checkpoint, RunArgument, StoreOption, graph_of_run
+from gnnfleet.run.commands.evaluate import Checkpoint, MemoryOption, RunArgument, StoreOption, graph_of_run
 from gnnfleet.run.console import JsonFlag, QuietFlag, emit
 
 
@@ -19,19 +19,23 @@ def predict(
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Also a column of embeddings.")] = False,
     checkpoint: Annotated[Checkpoint, typer.Option(help="Which weights.")] = Checkpoint.best,
     store: StoreOption = None,
+    memory: MemoryOption = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Write a Parquet file with id, prediction and probability of every node of the labelled type.
 
     With several labels per node, prediction is a list and probabilities has one number per class.
+    With --store for nodes the run has never seen: no labels are needed, the same features are.
     """
     prefer_huge_pages()
+    from gnnfleet.nn.own import naming_line
     from gnnfleet.run.prediction import Columns, write_predictions
     from gnnfleet.run.training import open_run
 
     graph = graph_of_run(run, store)
-    built, position, used = open_run(run, graph, checkpoint=checkpoint, quiet=quiet)
-    rows = write_predictions(built, output, Columns(logits=logits, embeddings=embeddings))
+    built, position, used = open_run(run, graph, checkpoint=checkpoint, memory=memory, quiet=quiet)
+    with naming_line(built.model_file):
+        rows = write_predictions(built, output, Columns(logits=logits, embeddings=embeddings))
     result = {"run": str(run), "checkpoint": used, "epoch": position.epoch, "output": str(output), "rows": rows}
     emit(result, as_json=as_json, human=[f"{rows:,} predictions written to {output}"])

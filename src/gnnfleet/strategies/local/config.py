@@ -31,8 +31,6 @@ class LocalConfig(StrategyConfig, frozen=True, extra="forbid"):
     # How rows lie in memory; results agree to rounding. auto: cluster above 50,000 nodes, where it pays for itself;
     # store with fanouts.
     order: Literal["auto", "store", "cluster"] = "auto"
-    # Evaluation goes layer by layer in chunks of rows when a layer's activations need more than this.
-    eval_bytes: int = Field(default=4 << 30, gt=0)
 
     @field_validator("fanouts", mode="before")
     @classmethod

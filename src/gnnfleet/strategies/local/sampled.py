@@ -5,7 +5,7 @@ Where the first layer's aggregate is kept for all nodes, its rows are read in pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from gnnfleet.graph.loader import prepare_backward, read_features
 from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.prefetch import prefetched
 from gnnfleet.graph.sample import Sampler
-from gnnfleet.nn.model import Aggregate, Features
+from gnnfleet.nn.base import Aggregate, Features
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.rows import gather
 from gnnfleet.strategies.base import PRECISIONS, Job
@@ -71,9 +71,3 @@ class SampledBatches:
         x = self._job.graph.nodes[kind].x
         dtype = PRECISIONS[self._job.precision]
         return torch.empty(len(ids), 0, dtype=dtype) if x is None else read_features(x, ids).to(dtype)
-
-
-def seed_rows(batch: Batch, out: Tensor | Mapping[str, Tensor], kind: str, ids: Tensor) -> Tensor:
-    """Rows of the output of a sampled step by store id: seeds are ascending."""
-    rows = out if isinstance(out, Tensor) else out[kind]
-    return rows[torch.searchsorted(batch.seeds[kind], ids)]

@@ -17,8 +17,8 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.batches import batches
 from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.order import cluster_order, ordered_view, with_destinations
+from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.layerwise import infer, layer_bytes
-from gnnfleet.nn.model import Aggregate
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.strategies.base import (
     PRECISIONS,
@@ -31,8 +31,8 @@ from gnnfleet.strategies.base import (
     optimizer_tensors,
 )
 from gnnfleet.strategies.local.config import LocalConfig
-from gnnfleet.strategies.local.sampled import Ready, SampledBatches, seed_rows
-from gnnfleet.strategies.task import Batch, Take
+from gnnfleet.strategies.local.sampled import Ready, SampledBatches
+from gnnfleet.strategies.task import Take
 
 # Below this many nodes the features fit the caches and clustering costs more than it gains.
 ORDER_NODES = 50_000
@@ -49,7 +49,6 @@ class LocalStrategy:
         self._optimizer = make_optimizer(self.model, job.train)
         self._target = job.task.target
         self._order = self._choose_order()
-        self._place: dict[str, Tensor] = {}
         self._view = LocalView.whole(job.graph) if self._order is None else ordered_view(job.graph, self._order)
         self._x = self._features()
         self._aggregated = self._precompute()
@@ -82,7 +81,7 @@ class LocalStrategy:
         self.model.train()
         with self._products():
             out = self.model(ready.views, ready.x, aggregated=ready.aggregated)
-        loss = self._job.task.loss(self._taking(out, ready.batch), ready.batch) / len(ready.batch.items)
+        loss = self._job.task.loss(self._taking(out, ready.views[-1]), ready.batch) / len(ready.batch.items)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._job.train.clip:
@@ -94,7 +93,7 @@ class LocalStrategy:
         if not len(self._job.task.items(split)):
             raise ConfigError(f"the {split} split has no labelled nodes: choose another --split")
         with torch.no_grad():
-            return self._job.task.measure(self._taking(self._outputs()[0]), split)
+            return self._job.task.measure(self._taking(self._outputs()[0], self._view), split)
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         logits, inputs = (self._only(rows) for rows in self._outputs())
@@ -124,31 +123,22 @@ class LocalStrategy:
         """(output, what the last layer read), exact; kept until the weights change."""
         if self._known is None:
             self.model.eval()
-            limit = self._config.eval_bytes
+            limit = self._job.memory
             with torch.no_grad(), self._products():
                 if layer_bytes(self._view, self._width()) > limit:
-                    self._known = infer(self.model, self._view, self._x, limit=limit)
+                    self._known = infer(self.model, self._view, self._x, target=self._target, limit=limit)
                 else:
                     self._known = self._whole()
         return self._known
 
-    def _taking(self, out: Any, batch: Batch | None = None) -> Take:
-        """Rows of an output by store id, in the precision of the loss; of a step's output with its batch."""
+    def _taking(self, out: Any, view: LocalView) -> Take:
+        """Rows of a view's output by store id, in the precision of the loss."""
 
         def take(kind: str, ids: Tensor) -> Tensor:
-            if batch is not None and self._sampled is not None:
-                return seed_rows(batch, out, kind, ids).to(self._dtype)
             rows: Tensor = out[kind] if isinstance(out, dict) else out
-            return rows[self._places(kind)[ids] if self._order is not None else ids].to(self._dtype)
+            return view.of(kind).take(rows, ids).to(self._dtype)
 
         return take
-
-    def _places(self, kind: str) -> Tensor:
-        """[N] where the row of a store id lies."""
-        if kind not in self._place:
-            assert self._order is not None
-            self._place[kind] = torch.argsort(self._order[kind])
-        return self._place[kind]
 
     def _whole(self) -> tuple[Any, Any]:
         view, x, carry = self._view.at(training=False), self._x, None
@@ -165,7 +155,7 @@ class LocalStrategy:
 
     def _width(self) -> int:
         given = self._x.values() if isinstance(self._x, dict) else [self._x]
-        return max([self.model.config.hidden, *(int(x.shape[1]) for x in given)])
+        return max([self.model.width, *(int(x.shape[1]) for x in given)])
 
     def _features(self) -> Any:
         """x as the model takes it: a tensor, or one per node type; of width 0 where learnable rows stand in."""
@@ -183,8 +173,8 @@ class LocalStrategy:
         found = self.model.precompute(self._view, self._x) if wanted else None
         if wanted is True and found is None:
             raise ConfigError(
-                f"{self.model.config.name} does not allow strategy.cache_inputs=true: its first layer reads neighbours "
-                "through parameters, learnable rows or dropout"
+                "this model does not allow strategy.cache_inputs=true: its first layer reads neighbours through "
+                "parameters, learnable rows or dropout"
             )
         return found
 
@@ -211,7 +201,7 @@ class LocalStrategy:
         Not under batch norm, which looks at all rows, and not in a single layer, whose aggregate is kept for all rows.
         """
         reach = self._job.task.reach()
-        if self._order is None or reach is None or self.model.config.norm == "batch" or self.model.num_layers == 1:
+        if self._order is None or reach is None or self.model.batch_norm or self.model.num_layers == 1:
             return self._view
         return with_destinations(self._view, self._target, int(reach.sum()))
 
