@@ -214,7 +214,7 @@ def test_take_finds_rows_by_store_id(plain: Graph) -> None:
     ids = view.node_ids[torch.tensor([2, 0, 2, view.num_src - 1])]
     assert torch.equal(view.take(x, ids), x[[2, 0, 2, view.num_src - 1]])
     strange = next(node for node in range(300) if node not in view.node_ids)
-    with pytest.raises(InputError, match="not in this view"):
+    with pytest.raises(InputError, match="is not in this view"):
         view.take(x, torch.tensor([7, strange]))
 
 

@@ -141,15 +141,19 @@ def test_a_resumed_run_ends_the_same(graph: Graph, tmp_path: Path, split_at: int
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"fanouts": [5, 5]}, "one number per layer, 3; found 2"),
+    ({}, {"fanouts": "[5, 5, a]"}, r"strategy.fanouts: expected whole numbers, one per layer, as \[15, 10, 5\]"),
+    ({}, {"fanouts": 5}, "strategy.fanouts: expected whole numbers"),
+    ({}, {"fanouts": {"node:to:node": [5, 5, 1.5]}}, "strategy.fanouts: expected whole numbers"),
+    ({}, {"cache_inputs": "maybe"}, "strategy.cache_inputs: expected auto, true or false; found 'maybe'"),
     ({}, {"fanouts": [5, 5, -2]}, "or −1 for all; found -2"),
     ({}, {"fanouts": {"a:b:c": [5, 5, 5]}}, "must name all of node:to:node"),
     ({}, {"fanouts": [5, 5, 5], "order": "cluster"}, "order=cluster is for full batch"),
     (
         {"name": "gat"},
         {"fanouts": [5, 5, 5], "cache_inputs": True},
-        "the model does not allow strategy.cache_inputs=true",
+        "this model does not allow strategy.cache_inputs=true",
     ),
-    ({"input_dropout": 0.1}, {"cache_inputs": True}, "the model does not allow strategy.cache_inputs=true"),
+    ({"input_dropout": 0.1}, {"cache_inputs": True}, "this model does not allow strategy.cache_inputs=true"),
     ({}, {"fanouts": [5, 5, 5], "batch": -1}, "strategy.batch"),
 ]
 

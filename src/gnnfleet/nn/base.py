@@ -19,7 +19,7 @@ from gnnfleet.graph.view import GraphView
 Features = Tensor | Mapping[str, Tensor] | None
 Rows = Tensor | dict[str, Tensor]
 Aggregate = Tensor | Mapping[EdgeType, Tensor]
-"""What a first layer gathers of its neighbours: [N_dst, F], by edge type for rgcn; see ``Model.precompute``."""
+"""What a first layer gathers of its neighbours: [N_dst, F], by edge type where there are several."""
 
 
 class Model(torch.nn.Module):

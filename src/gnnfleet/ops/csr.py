@@ -60,8 +60,11 @@ class Compressed:
         """(the same edges by column, [E] int64 the position here of each edge there)."""
         if self.num_edges <= _ALONE or threads() == 1:
             indptr = torch.empty(self.num_cols + 1, dtype=torch.int64)
-            row, order = torch.empty_like(self.col), torch.empty(self.num_edges, dtype=torch.int64)
-            _native.transpose(self.indptr, self.col, indptr, row, order)
+            row, order = (
+                torch.empty(self.num_edges, dtype=self.col.dtype),
+                torch.empty(self.num_edges, dtype=torch.int64),
+            )
+            _native.transpose(self.indptr.contiguous(), self.col.contiguous(), indptr, row, order)
             return Compressed(indptr, row, self.num_rows), order
         indptr, order = counting_sort(self.col, self.num_cols)
         return Compressed(indptr, self.row[order], self.num_rows), order
@@ -70,11 +73,12 @@ class Compressed:
     def looped(self) -> tuple[Compressed, Tensor]:
         """(the same rows with exactly one self-loop each, last in it; [E'] int64 the position here, −1 for loops)."""
         workers = threads() if self.num_edges > _ALONE else 1
-        indptr = torch.empty_like(self.indptr)
-        _native.count_looped(self.indptr, self.col, indptr, workers)
+        rows, columns = self.indptr.contiguous(), self.col.contiguous()
+        indptr = torch.empty_like(rows)
+        _native.count_looped(rows, columns, indptr, workers)
         total = int(indptr[-1])
         col, edge = torch.empty(total, dtype=self.col.dtype), torch.empty(total, dtype=torch.int64)
-        _native.fill_looped(self.indptr, self.col, indptr, col, edge, workers)
+        _native.fill_looped(rows, columns, indptr, col, edge, workers)
         return Compressed(indptr, col, self.num_cols), edge
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.sample import Fanouts
@@ -32,6 +32,21 @@ class LocalConfig(StrategyConfig, frozen=True, extra="forbid"):
     # store with fanouts.
     order: Literal["auto", "store", "cluster"] = "auto"
 
+    @field_validator("fanouts", mode="before")
+    @classmethod
+    def _check_fanouts(cls, given: Any) -> Any:
+        lists = list(given.values()) if isinstance(given, dict) else [given]
+        if given is not None and not all(isinstance(one, list | tuple) and all(map(_is_whole, one)) for one in lists):
+            raise ValueError(f"expected whole numbers, one per layer, as [15, 10, 5]; found {given!r}")
+        return given
+
+    @field_validator("cache_inputs", mode="before")
+    @classmethod
+    def _check_cache(cls, given: Any) -> Any:
+        if given not in ("auto", True, False):
+            raise ValueError(f"expected auto, true or false; found {given!r}")
+        return given
+
     @property
     def batch_size(self) -> int:
         """Items of a step; 0 for all."""
@@ -46,3 +61,7 @@ class LocalConfig(StrategyConfig, frozen=True, extra="forbid"):
         if isinstance(self.fanouts, dict):
             return {EdgeType.parse(name): counts for name, counts in self.fanouts.items()}
         return self.fanouts
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

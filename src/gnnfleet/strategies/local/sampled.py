@@ -5,7 +5,7 @@ Where the first layer's aggregate is kept for all nodes, its rows are read in pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,9 +71,3 @@ class SampledBatches:
         x = self._job.graph.nodes[kind].x
         dtype = PRECISIONS[self._job.precision]
         return torch.empty(len(ids), 0, dtype=dtype) if x is None else read_features(x, ids).to(dtype)
-
-
-def seed_rows(batch: Batch, out: Tensor | Mapping[str, Tensor], kind: str, ids: Tensor) -> Tensor:
-    """Rows of the output of a sampled step by store id: seeds are ascending."""
-    rows = out if isinstance(out, Tensor) else out[kind]
-    return rows[torch.searchsorted(batch.seeds[kind], ids)]

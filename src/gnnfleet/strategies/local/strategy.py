@@ -31,8 +31,8 @@ from gnnfleet.strategies.base import (
     optimizer_tensors,
 )
 from gnnfleet.strategies.local.config import LocalConfig
-from gnnfleet.strategies.local.sampled import Ready, SampledBatches, seed_rows
-from gnnfleet.strategies.task import Batch, Take
+from gnnfleet.strategies.local.sampled import Ready, SampledBatches
+from gnnfleet.strategies.task import Take
 
 # Below this many nodes the features fit the caches and clustering costs more than it gains.
 ORDER_NODES = 50_000
@@ -81,7 +81,7 @@ class LocalStrategy:
         self.model.train()
         with self._products():
             out = self.model(ready.views, ready.x, aggregated=ready.aggregated)
-        loss = self._job.task.loss(self._taking(out, ready.batch), ready.batch) / len(ready.batch.items)
+        loss = self._job.task.loss(self._taking(out, ready.views[-1]), ready.batch) / len(ready.batch.items)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._job.train.clip:
@@ -93,7 +93,7 @@ class LocalStrategy:
         if not len(self._job.task.items(split)):
             raise ConfigError(f"the {split} split has no labelled nodes: choose another --split")
         with torch.no_grad():
-            return self._job.task.measure(self._taking(self._outputs()[0]), split)
+            return self._job.task.measure(self._taking(self._outputs()[0], self._view), split)
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         logits, inputs = (self._only(rows) for rows in self._outputs())
@@ -131,14 +131,12 @@ class LocalStrategy:
                     self._known = self._whole()
         return self._known
 
-    def _taking(self, out: Any, batch: Batch | None = None) -> Take:
-        """Rows of an output by store id, in the precision of the loss; of a step's output with its batch."""
+    def _taking(self, out: Any, view: LocalView) -> Take:
+        """Rows of a view's output by store id, in the precision of the loss."""
 
         def take(kind: str, ids: Tensor) -> Tensor:
-            if batch is not None and self._sampled is not None:
-                return seed_rows(batch, out, kind, ids).to(self._dtype)
             rows: Tensor = out[kind] if isinstance(out, dict) else out
-            return self._view.of(kind).take(rows, ids).to(self._dtype)
+            return view.of(kind).take(rows, ids).to(self._dtype)
 
         return take
 
@@ -175,7 +173,7 @@ class LocalStrategy:
         found = self.model.precompute(self._view, self._x) if wanted else None
         if wanted is True and found is None:
             raise ConfigError(
-                "the model does not allow strategy.cache_inputs=true: its first layer reads neighbours through "
+                "this model does not allow strategy.cache_inputs=true: its first layer reads neighbours through "
                 "parameters, learnable rows or dropout"
             )
         return found
