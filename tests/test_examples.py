@@ -1,4 +1,4 @@
-"""Every example runs, stays short, and says what it does."""
+"""Every example runs, stays short, and says what it does; every config resolves, to the model it is named after."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gnnfleet.run.config import read_toml, resolve
+
+CONFIGS = sorted((Path(__file__).parents[1] / "examples" / "accuracy").glob("*.toml"))
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
@@ -26,3 +29,8 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_resolves(path: Path) -> None:
+    assert resolve(read_toml(path)).model.name == path.stem.rpartition("_")[2]

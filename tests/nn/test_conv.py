@@ -39,10 +39,25 @@ def gin(**settings: Any) -> Peers:
     return make
 
 
+def gcn_and_root(width: int) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """GCN with a residual, which PyG's lacks, and its sum with a linear map."""
+
+    class Sum(pyg.GCNConv):
+        def __init__(self) -> None:
+            super().__init__(width, 3)
+            self.res = torch.nn.Linear(width, 3, bias=False)
+
+        def forward(self, x: Tensor, index: Tensor) -> Tensor:
+            return super().forward(x, index) + self.res(x)
+
+    return nn.GCNConv(width, 3, residual=True), Sum()
+
+
 PLAIN = {
     "gcn narrower": both("GCNConv", 3),
     "gcn wider": both("GCNConv", 8),
     "gcn no bias": both("GCNConv", 3, bias=False),
+    "gcn residual": gcn_and_root,
     "sage mean narrower": both("SAGEConv", 3),
     "sage mean wider": both("SAGEConv", 8),
     "sage sum": both("SAGEConv", 3, aggr="sum"),

@@ -77,6 +77,8 @@ def test_weights_that_do_not_fit_are_refused_whole() -> None:
         load_pyg_state(ours, pyg.GCN(5, 9, 3, 3).state_dict())
     with pytest.raises(ConfigError, match="no model like res"):
         to_pyg_state(nn.GNN(config("res+"), 5, 3))
+    with pytest.raises(ConfigError, match="knows no residual"):
+        to_pyg_state(nn.GNN(config("gcn", residual=True), 5, 3))
     assert all(torch.equal(tensor, before[key]) for key, tensor in ours.state_dict().items())
 
 
@@ -244,3 +246,31 @@ def test_building_says_what_is_missing() -> None:
         (nn.SAGE, nn.GCN, nn.GAT, nn.GATv2, nn.GIN, nn.RGCN, nn.GCN2, nn.ResPlus), MODELS, strict=True
     ):
         assert make(hidden=32, layers=2) == nn.ModelConfig(name=name, hidden=32, layers=2)
+
+
+@pytest.mark.parametrize("name", ["gcn", "sage", "gat"])
+def test_normalised_input_equals_normalised_features(name: str) -> None:
+    graph = random_graph()
+    view = LocalView.whole(graph)
+    x = graph.only_nodes.x.double()
+    x[2] = 0
+    unit = x / x.abs().sum(1, keepdim=True).clamp(min=1e-12)
+    model = nn.GNN(config(name, input_norm="sum"), 5, 3).double()
+    plain = nn.GNN(config(name), 5, 3).double()
+    plain.load_state_dict(model.state_dict())
+    for _ in range(2):
+        torch.testing.assert_close(model(view, x), plain(view, unit))
+    kept = model.precompute(view, x)
+    torch.testing.assert_close(model(view, x, aggregated=kept), plain(view, unit))
+    x.mul_(torch.arange(1, 6))  # the same tensor with other values is another input
+    torch.testing.assert_close(model(view, x), plain(view, x / x.abs().sum(1, keepdim=True).clamp(min=1e-12)))
+
+
+def test_gradients_of_a_normalised_input_flow_in_every_step() -> None:
+    graph = random_graph()
+    model = nn.GNN(config("sage", input_norm="sum"), 5, 3)
+    x = graph.only_nodes.x.clone().requires_grad_()
+    for _ in range(2):
+        x.grad = None
+        model(LocalView.whole(graph), x).sum().backward()
+        assert x.grad is not None and bool(x.grad.any())

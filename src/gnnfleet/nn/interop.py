@@ -46,4 +46,6 @@ def _shared_state(model: GNN) -> dict[str, Tensor]:
         raise ConfigError(f"torch_geometric has no model like {name}: weights of {', '.join(SHARED)} can be exchanged")
     if model.embeddings:
         raise ConfigError("a model with learnable node rows has no counterpart in torch_geometric: set embedding = 0")
+    if name == "gcn" and model.config.residual:
+        raise ConfigError("torch_geometric's GCN knows no residual: set residual = false to exchange weights")
     return dict(model.state_dict())

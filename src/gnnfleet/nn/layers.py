@@ -59,7 +59,7 @@ def make_layers(
 
 def _plain(config: ModelConfig, wide: int, narrow: int) -> torch.nn.Module:
     if config.name == "gcn":
-        return GCNConv(wide, narrow)
+        return GCNConv(wide, narrow, residual=config.residual)
     if config.name == "gin":
         mlp = MLP([wide, narrow, narrow], act=activation(config.act), norm=config.norm)
         return GINConv(mlp, train_eps=config.train_eps)

@@ -57,6 +57,7 @@ class GNN(Model):
         self._check(widths, target)
         self.target = target
         self.embeddings = torch.nn.ModuleDict()
+        self._normalised: dict[str, tuple[Tensor, int, Tensor]] = {}
         for kind in widths:
             widths[kind] += self._embed_nodes(kind, widths[kind], num_nodes)
         self.projections = torch.nn.ModuleDict()
@@ -229,12 +230,24 @@ class GNN(Model):
         return () if isinstance(self.in_channels, int) else tuple(self.in_channels)
 
     def _input(self, view: GraphView, x: Tensor | None, key: str, place: int) -> Tensor:
+        if x is not None and self.config.input_norm == "sum":
+            x = self._normalise(x, key)
         if key in self.embeddings:
             learnt: Tensor = self.embeddings[key](view)
             x = learnt if x is None or not x.shape[1] else torch.cat([x.to(learnt.dtype), learnt], 1)
         if x is None:
             raise InputError("the model was made for nodes with features, found none: set model.embedding to a width")
         return self._drop(view, x, place, p=self.config.input_dropout)
+
+    def _normalise(self, x: Tensor, key: str) -> Tensor:
+        """Rows of magnitude 1, or 0 as they were. A full batch is the same tensor in every step: it is done once."""
+        given, version, rows = self._normalised.get(key, (None, 0, x))
+        if given is x and version == x._version:
+            return rows
+        rows = functional.normalize(x, p=1, dim=1)
+        if self.training and not x.requires_grad:
+            self._normalised[key] = (x, x._version, rows)
+        return rows
 
     def _drop(self, view: GraphView, x: Tensor, place: int, *, p: float | None = None) -> Tensor:
         p = self.config.dropout if p is None else p

@@ -12,7 +12,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.linear import GlorotLinear, transform_first
 from gnnfleet.ops.aggregate import wide
-from gnnfleet.ops.dense import mix, shift
+from gnnfleet.ops.dense import fork, mix, shift
 
 
 def inverse_root_degree(view: GraphView, weight: Tensor | None, *, loop: float, dtype: torch.dtype) -> Tensor:
@@ -35,7 +35,8 @@ class GCNConv(torch.nn.Module):
     """x'_i = Θ Σ_{j ∈ N(i) ∪ {i}} e_ji / √(d_j d_i) x_j + b, with d_i = 1 + Σ_j e_ji.
 
     Parameters ``lin.weight`` [out, in] and ``bias``, as PyG's. A self-loop of the store counts as the one added here;
-    with ``add_self_loops=False`` it is an edge, but not part of the degree.
+    with ``add_self_loops=False`` it is an edge, but not part of the degree. ``residual`` adds Θ_r x_i (``res.weight``),
+    which PyG's GCNConv lacks: the node's own row apart from the mean of its neighbourhood.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class GCNConv(torch.nn.Module):
         add_self_loops: bool | None = None,
         normalize: bool = True,
         bias: bool = True,
+        *,
+        residual: bool = False,
     ) -> None:
         super().__init__()
         if add_self_loops and not normalize:
@@ -54,10 +57,13 @@ class GCNConv(torch.nn.Module):
         self.add_self_loops = normalize if add_self_loops is None else add_self_loops
         self.loop = (2.0 if improved else 1.0) if self.add_self_loops else 0.0
         self.lin = GlorotLinear(in_channels, out_channels, bias=False)
+        self.res = GlorotLinear(in_channels, out_channels, bias=False) if residual else None
         self.bias = torch.nn.Parameter(torch.zeros(out_channels)) if bias else None
 
     def reset_parameters(self) -> None:
         self.lin.reset_parameters()
+        if self.res is not None:
+            self.res.reset_parameters()
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
@@ -75,12 +81,17 @@ class GCNConv(torch.nn.Module):
         relu: bool = False,
     ) -> Tensor:
         """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x, ``relu`` ends it."""
+        own = [] if self.res is None else [self.res.weight]
         if aggregated is None and transform_first(view, self.in_channels, self.out_channels):
-            out = self._aggregate(view, mix([(x, self.lin.weight)]), weight, fresh=True)
+            near, *rest = fork(x, [self.lin.weight, *own], rows=[x.shape[0], view.num_dst][: 1 + len(own)])
+            out = self._aggregate(view, near, weight, fresh=True)
+            for rows in rest:
+                out = out.add_(rows)
             return shift(out, self.bias, relu=relu, fresh=True)
         if aggregated is None:
             aggregated = self._aggregate(view, x, weight, fresh=False)
-        return mix([(aggregated, self.lin.weight)], self.bias, relu=relu)
+        terms = [(aggregated, self.lin.weight), *((x, matrix) for matrix in own)]
+        return mix(terms, self.bias, relu=relu, rows=view.num_dst)
 
     def _aggregate(self, view: GraphView, x: Tensor, weight: Tensor | None, *, fresh: bool) -> Tensor:
         """``fresh``: x belongs to this layer and may be scaled in place."""

@@ -1,0 +1,263 @@
+"""Test accuracy on public graphs: mean and standard deviation over ten seeds, beside what is published.
+
+A cell is a data set, a model and a side: gnnfleet, or torch_geometric (a plain loop over PyG's layers with the same
+settings). Settings are those of examples/accuracy/DATASET_MODEL.toml; on sets with ten splits the split is the seed.
+Each cell runs in a process of its own with one thread. Finished seeds are not run again unless the settings changed.
+
+usage: python benchmarks/accuracy.py [--data DIR] [--only cora citeseer/gat …] [--seeds 10] [--at-once 2] [--minutes 30]
+DIR holds cora.npz and the others (layout: docs/formats.md); default ../shared/data/static or $GNNFLEET_DATA/static.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+CONFIGS = HERE.parent / "examples" / "accuracy"
+DATA = Path(os.environ.get("GNNFLEET_DATA", HERE.parents[1] / "shared" / "data")) / "static"
+CELLS = HERE / "results" / "cells" / "accuracy"
+UNDIRECTED = ("debian_bookworm",)  # given in one direction; as gnnfleet import --undirected
+OURS, PEER = "gnnfleet", "torch_geometric"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A line of the table: what is published, in points, and how far from it (or from the peer) is still fine."""
+
+    name: str  # DATASET/MODEL
+    published: float | None = None
+    within: float = 0.7
+    peer: bool = False  # torch_geometric is trained too
+    above: bool = False  # better than ``published`` is fine too
+
+    @property
+    def cells(self) -> list[str]:
+        return [f"{self.name}/{side}" for side in ([OURS, PEER] if self.peer else [OURS])]
+
+
+TABLE = [
+    Wanted("cora/gcn", 81.5),
+    Wanted("cora/gat", 83.0, peer=True),
+    Wanted("cora/sage", peer=True),
+    Wanted("citeseer/gcn", 70.3),
+    Wanted("citeseer/gat", peer=True),
+    Wanted("citeseer/sage", peer=True),
+    Wanted("pubmed/gcn", 79.0),
+    Wanted("pubmed/gat", peer=True),
+    Wanted("pubmed/sage", peer=True),
+    Wanted("minesweeper/gcn", 89.75, within=1.25, above=True),
+    Wanted("minesweeper/sage", 93.51, within=1.25, above=True),
+    Wanted("minesweeper/gat", 92.01, within=1.25, above=True),
+    Wanted("amazon_photo/gcn", 96.1),
+    Wanted("amazon_photo/sage", 96.8),
+    Wanted("debian_bookworm/rgcn", 78.5, within=0, above=True),
+]
+
+
+# -- one cell, in a process of its own --
+
+
+def run_cell(cell: str, data: Path, seeds: int, until: float) -> None:
+    """Run the seeds that are missing, each kept as soon as it is done."""
+    import torch
+
+    import gnnfleet as gf
+    from gnnfleet.graph.ingest.clean import clean_edges
+    from gnnfleet.run.config import read_toml, resolve
+
+    torch.set_num_threads(1)
+    dataset, model, side = cell.split("/")
+    words = read_toml(CONFIGS / f"{dataset}_{model}.toml")
+    settings = resolve(words).model_dump(mode="json")
+    path = CELLS / f"{cell.replace('/', '.')}.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    runs = found.get("runs", []) if found.get("settings") == settings else []
+    graph = gf.read_npz(data / f"{dataset}.npz")
+    if dataset in UNDIRECTED:
+        graph, _ = clean_edges(graph, undirected=True, duplicates="drop")
+    splits = graph.nodes[graph.labelled_type].split
+    ten = splits is not None and len(splits) > 1
+    for seed in range(len(runs), seeds):
+        if time.time() > until:
+            return
+        started = time.process_time()  # other work on the machine does not count
+        own = {**words, "seed": seed, **({"split": seed % len(splits)} if ten else {})}
+        got = ours(graph, own) if side == OURS else peer(graph, own)
+        runs.append({"seed": seed, **got, "cpu_seconds": round(time.process_time() - started, 2)})
+        path.write_text(json.dumps({"cell": cell, "settings": settings, "runs": runs}, indent=1))
+        print(f"{cell:34} seed {seed}: val {got['val']:.4f}, {runs[-1]['cpu_seconds']:.1f} s of CPU", flush=True)
+
+
+def ours(graph: Any, words: dict[str, Any]) -> dict[str, Any]:
+    import gnnfleet as gf
+
+    metrics = gf.train(graph, config=words).metrics
+    return {key: metrics[key] for key in ("val", "test", "best_epoch")}
+
+
+def peer(graph: Any, words: dict[str, Any]) -> dict[str, Any]:
+    """A plain loop over torch_geometric's layers: accuracy of the epoch with the best val accuracy, then val loss."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from gnnfleet.run.config import resolve
+
+    config = resolve(words)
+    assert config.split == 0 and config.train.optimizer == "adam" and not config.train.clip
+    torch.manual_seed(config.seed)
+    nodes = graph.only_nodes
+    x, y, edge_index = nodes.x.float(), nodes.y.long(), graph.only_edges.edge_index()
+    if config.model.input_norm == "sum":
+        x = x / x.sum(1, keepdim=True).clamp(min=1e-12)
+    rows = {split: nodes.mask(split) for split in ("train", "val", "test")}
+    network = peer_network(config.model, x.shape[1], nodes.num_classes)
+    optimizer = torch.optim.Adam(network.parameters(), lr=config.train.lr, weight_decay=config.train.weight_decay)
+    best: tuple[float, float] | None = None
+    result: dict[str, Any] = {}
+    for epoch in range(1, config.train.epochs + 1):
+        network.train()
+        optimizer.zero_grad()
+        cross_entropy(network(x, edge_index)[rows["train"]], y[rows["train"]]).backward()
+        optimizer.step()
+        if epoch % config.train.eval_every and epoch < config.train.epochs:
+            continue
+        network.eval()
+        with torch.no_grad():
+            out = network(x, edge_index)
+        right = {split: float((out.argmax(1) == y)[mask].double().mean()) for split, mask in rows.items()}
+        score = (right["val"], -float(cross_entropy(out[rows["val"]], y[rows["val"]])))
+        if best is None or score > best:
+            best, result = score, {"val": right["val"], "test": right["test"], "best_epoch": epoch}
+        if config.train.patience and epoch - result["best_epoch"] >= config.train.patience:
+            break
+    return result
+
+
+def drop_input(x: Any, p: float) -> Any:
+    """Dropout on features that are mostly 0, drawn for the others only: torch takes 15 ns for each draw."""
+    from torch.nn.functional import dropout
+
+    places = x.nonzero(as_tuple=True)
+    dropped = x.clone()
+    dropped[places] = dropout(x[places], p)
+    return dropped
+
+
+def peer_network(model: Any, width: int, classes: int) -> Any:
+    """Layers of torch_geometric.nn as a ModelConfig asks: conv, activation, dropout; the last conv alone."""
+    import torch
+    from torch.nn.functional import dropout, elu, relu
+    from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+
+    assert model.norm == "none" and not model.residual and model.aggr == "mean" and not model.embedding
+    attention = model.dropout if model.attention_dropout is None else model.attention_dropout
+
+    def conv(index: int) -> torch.nn.Module:
+        last = index == model.layers - 1
+        wide, narrow = model.hidden if index else width, classes if last else model.hidden
+        if model.name != "gat":
+            return {"gcn": GCNConv, "sage": SAGEConv}[model.name](wide, narrow)
+        heads = (model.out_heads or model.heads) if last else model.heads
+        return GATConv(wide, narrow if last else narrow // heads, heads=heads, concat=not last, dropout=attention)
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = torch.nn.ModuleList(conv(index) for index in range(model.layers))
+
+        def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+            if self.training and model.input_dropout:
+                x = drop_input(x, model.input_dropout)
+            for layer in self.convs[:-1]:
+                x = (relu if model.act == "relu" else elu)(layer(x, edge_index))
+                x = dropout(x, model.dropout, self.training)
+            return self.convs[-1](x, edge_index)
+
+    return Network()
+
+
+# -- the table --
+
+
+def summary(cell: str, seeds: int) -> dict[str, Any] | None:
+    """Mean and standard deviation of a cell, in points; None before its first seed is done."""
+    path = CELLS / f"{cell.replace('/', '.')}.json"
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    runs = found["runs"][:seeds]
+    if not runs:
+        return None
+    made: dict[str, Any] = {"cell": cell, "seeds": len(runs), "metric": found["settings"]["train"]["metric"]}
+    for split in ("val", "test"):
+        values = [100 * run[split] for run in runs]
+        made[split] = statistics.mean(values)
+        made[f"{split}_std"] = statistics.stdev(values) if len(values) > 1 else None
+    return {**made, "cpu_seconds": sum(run["cpu_seconds"] for run in runs), "runs": runs, "settings": found["settings"]}
+
+
+def line(wanted: Wanted, seeds: int) -> tuple[str, list[dict[str, Any]]]:
+    """One line of the table and the cells it is made of."""
+    cells = [summary(cell, seeds) for cell in wanted.cells]
+    texts = [_points(cell) for cell in cells] + [""] * (2 - len(cells))
+    first = cells[0]
+    verdict = []
+    if first is not None and wanted.published is not None:
+        off = first["test"] - wanted.published
+        fine = off >= -wanted.within and (wanted.above or off <= wanted.within)
+        verdict.append(f"{off:+.2f} to {wanted.published:g}{'' if fine else ' (out of range)'}")
+    if first is not None and len(cells) > 1 and cells[1] is not None:
+        off = first["test"] - cells[1]["test"]
+        verdict.append(f"{off:+.2f} to PyG{'' if abs(off) <= wanted.within else ' (out of range)'}")
+    text = f"{wanted.name:22} {texts[0]:>14} {texts[1]:>14}   {', '.join(verdict)}"
+    return text, [cell for cell in cells if cell is not None]
+
+
+def _points(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "-"
+    return f"{cell['test']:.2f}" + ("" if cell["test_std"] is None else f" ± {cell['test_std']:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="CELL", help="cells whose name begins like this")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--at-once", type=int, default=2, help="cells at a time, one thread each")
+    parser.add_argument("--minutes", type=float, default=30, help="no seed is begun after this")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.cell:
+        run_cell(args.cell, args.data, args.seeds, args.until)
+        return
+    from record import write_results
+
+    CELLS.mkdir(parents=True, exist_ok=True)
+    until = time.time() + 60 * args.minutes
+    cells = [cell for wanted in TABLE for cell in wanted.cells if cell.startswith(tuple(args.only))]
+    words = [sys.executable, __file__, "--data", str(args.data), "--seeds", str(args.seeds), "--until", str(until)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+    with ThreadPoolExecutor(args.at_once) as pool:
+        for code in pool.map(lambda cell: subprocess.run([*words, "--cell", cell], env=environment).returncode, cells):
+            if code:
+                sys.exit(code)
+    lines = [line(wanted, args.seeds) for wanted in TABLE]
+    print(f"{'test, mean of seeds':22} {OURS:>14} {PEER:>14}")
+    print("\n".join(text for text, _ in lines))
+    print(write_results("accuracy", [cell for _, cells in lines for cell in cells]))
+
+
+if __name__ == "__main__":
+    main()
