@@ -52,30 +52,24 @@ def time_blocks(graph: Any, threads: int, *, steps: int, read: bool) -> dict[str
 
 
 def time_steps(graph: Any, cell: str, *, steps: int) -> dict[str, float]:
-    import torch
+    from gnnfleet.run.build import build
+    from gnnfleet.run.config import resolve
 
-    from gnnfleet.nn.config import ModelConfig
-    from gnnfleet.nn.heads import NodeHead
-    from gnnfleet.nn.model import build_model
-    from gnnfleet.strategies.base import Job, TrainConfig
-    from gnnfleet.strategies.local.config import LocalConfig
-    from gnnfleet.strategies.local.strategy import LocalStrategy
-    from gnnfleet.strategies.task import NodeTask
-
-    torch.manual_seed(0)
-    network = build_model(ModelConfig(name="sage", hidden=256, layers=3, dropout=0.0), graph)
-    task = NodeTask("node", graph.only_nodes, NodeHead.of(graph.only_nodes))
-    job = Job(graph=graph, model=network, task=task, train=TrainConfig(weight_decay=0))
-    config = LocalConfig(
-        fanouts=FANOUTS, batch=BATCH, cache_inputs=cell == "train/cached", prefetch=0 if cell == "train/alone" else 2
-    )
-    records = list(islice(LocalStrategy(config, job).steps(0), steps))
+    strategy = {
+        "fanouts": list(FANOUTS),
+        "batch": BATCH,
+        "cache_inputs": cell == "train/cached",
+        "prefetch": 0 if cell == "train/alone" else 2,
+    }
+    model = {"name": "sage", "hidden": 256, "layers": 3, "dropout": 0.0}
+    made = build(graph, resolve({"model": model, "train": {"weight_decay": 0.0}, "strategy": strategy})).strategy
+    records = list(islice(made.steps(0), steps))
     median = statistics.median(record.seconds for record in records[3:])
     return {"milliseconds": 1e3 * median, "seeds_per_second": BATCH / median, "loss": records[-1].loss}
 
 
 def run_cell(cell: str, data: Path, steps: int) -> dict[str, Any]:
-    from full_batch import load
+    from epochs import load
 
     graph = load(data)
     kind, word = cell.split("/")
