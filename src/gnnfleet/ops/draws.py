@@ -63,6 +63,19 @@ class Draws:
         _native.draw_exponentials(*self.words, first, out, threads())
         return out
 
+    def uniforms_at(self, ids: Tensor, columns: int = 1) -> Tensor:
+        """[n, columns] float64 in [0, 1) for int64 ids in any order; column 0 is what ``uniforms`` gives them."""
+        key, place = self.words
+        turns = -(-columns // 2)  # four words of 32 bits are two numbers
+        counters = torch.empty(ids.shape[0], turns, 4, dtype=torch.int64)
+        counters[..., 0] = (ids & 0xFFFFFFFF)[:, None]
+        counters[..., 1] = (ids >> 32)[:, None]
+        counters[..., 2] = torch.arange(turns)
+        counters[..., 3] = place
+        words = philox(counters.view(-1, 4).to(torch.uint32), key).to(torch.int64).view(-1, 2, 2)
+        high = words[..., 1] << 21 | words[..., 0] >> 11
+        return (high.double() * 2.0**-53).view(ids.shape[0], 2 * turns)[:, :columns]
+
     def permutation(self, count: int) -> Tensor:
         """[count] int32: where each of 0 … count − 1 goes."""
         out = torch.empty(count, dtype=torch.int32)

@@ -1,0 +1,107 @@
+"""Edges known by their ends: one number for (edge type, source, destination), to look edges up and to leave them out.
+
+Leaving out is what keeps link prediction honest: a message over the very edge that is to be predicted, or over its
+reverse, gives the answer away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.graph import EdgeType, Graph
+from gnnfleet.graph.ingest.clean import inverse_of
+from gnnfleet.graph.links import Links
+from gnnfleet.graph.local import LocalView, Relation
+from gnnfleet.ops.csr import Compressed
+
+# Bits of the table that most edges of a view are dismissed by, before any is searched for.
+_SIEVE = 1 << 22
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeKeys:
+    """Numbers edges of a graph; edge types and nodes as the graph numbers them."""
+
+    edge_types: tuple[EdgeType, ...]
+    width: int  # nodes of the largest type
+
+    @classmethod
+    def of(cls, graph: Graph) -> EdgeKeys:
+        width = max([1, *(nodes.count for nodes in graph.nodes.values())])
+        if len(graph.edges) * width**2 >= 2**63:
+            raise ConfigError(f"{width} nodes and {len(graph.edges)} edge types are too many to look edges up by ends")
+        return cls(tuple(graph.edges), width)
+
+    def keys(self, relation: Tensor | int, src: Tensor, dst: Tensor) -> Tensor:
+        """[n] int64, different for different edges; ascending in store order within an edge type."""
+        return (relation * self.width + dst) * self.width + src
+
+    def links(self, links: Links) -> Tensor:
+        """[L] the keys of links."""
+        return self.keys(links.relation, links.src, links.dst)
+
+    def reverses(self, links: Links) -> Tensor:
+        """Keys of the reverse of links: in the inverse edge type where there is one, else in the same, if it can be."""
+        number = {kind: i for i, kind in enumerate(self.edge_types)}
+        turned = [number.get(inverse_of(kind), i if kind.src == kind.dst else -1) for i, kind in enumerate(number)]
+        relation = torch.tensor(turned, dtype=torch.int64)[links.relation]
+        keep = relation >= 0
+        return self.keys(relation[keep], links.dst[keep], links.src[keep])
+
+    def all_edges(self, graph: Graph) -> Tensor:
+        """[E] ascending: every edge of the graph. Eight bytes an edge."""
+        parts = [self.keys(i, e.src.long(), e.dst().long()) for i, e in enumerate(graph.edges.values())]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def contains(keys: Tensor, wanted: Tensor) -> Tensor:
+    """[n] bool: which of ``wanted`` are among ``keys``, which are ascending."""
+    if not len(keys):
+        return torch.zeros_like(wanted, dtype=torch.bool)
+    place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+    return keys[place] == wanted
+
+
+def without_links(view: LocalView, links: Links, keys: EdgeKeys) -> LocalView:
+    """The view (whole graph or block) without the edges that are, or are the reverse of, one of ``links``."""
+    gone = torch.unique(torch.cat([keys.links(links), keys.reverses(links)]))
+    number = {kind: i for i, kind in enumerate(keys.edge_types)}
+    sieve = torch.zeros(_SIEVE, dtype=torch.bool)
+    sieve[_slot(gone)] = True
+    relations = {}
+    for kind, relation in view.relations.items():
+        low = number[kind] * keys.width**2
+        span = torch.searchsorted(gone, torch.tensor([low, low + keys.width**2]))
+        if span[0] == span[1]:
+            relations[kind] = relation
+            continue
+        cut = relation.structure
+        src, dst = view.nodes[kind.src].node_ids[cut.col.long()], view.nodes[kind.dst].node_ids[cut.row.long()]
+        own = keys.keys(number[kind], src, dst)
+        maybe = sieve[_slot(own)].nonzero()[:, 0]
+        keep = torch.ones(len(own), dtype=torch.bool)
+        keep[maybe[contains(gone, own[maybe])]] = False
+        relations[kind] = keep_edges(relation, keep)
+    return replace(view, relations=relations)
+
+
+def keep_edges(relation: Relation, keep: Tensor) -> Relation:
+    """The edges of a view under a mask [E]."""
+    kept = torch.zeros(len(keep) + 1, dtype=torch.int64)
+    torch.cumsum(keep, 0, out=kept[1:])
+    cut = relation.structure
+    return Relation(
+        Compressed(kept[cut.indptr], cut.col[keep], cut.num_cols),
+        relation.edge_ids[keep],
+        None if relation.weight is None else relation.weight[keep],
+        None if relation.attr is None else relation.attr[keep],
+    )
+
+
+def _slot(keys: Tensor) -> Tensor:
+    """A spread of keys over the sieve; collisions only cost a search."""
+    return (keys * 0x9E3779B1 >> 11) & (_SIEVE - 1)
