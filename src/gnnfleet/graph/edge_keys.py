@@ -6,6 +6,7 @@ reverse, gives the answer away.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,6 +74,7 @@ def without_links(view: LocalView, links: Links, keys: EdgeKeys) -> LocalView:
     sieve = torch.zeros(_SIEVE, dtype=torch.bool)
     sieve[_slot(gone)] = True
     relations = {}
+    lost = {name: torch.zeros(len(rows.node_ids)) for name, rows in view.nodes.items()}
     for kind, relation in view.relations.items():
         low = number[kind] * keys.width**2
         span = torch.searchsorted(gone, torch.tensor([low, low + keys.width**2]))
@@ -86,7 +88,23 @@ def without_links(view: LocalView, links: Links, keys: EdgeKeys) -> LocalView:
         keep = torch.ones(len(own), dtype=torch.bool)
         keep[maybe[contains(gone, own[maybe])]] = False
         relations[kind] = keep_edges(relation, keep)
-    return replace(view, relations=relations)
+        hidden = ~keep & ((src != dst) if kind.src == kind.dst else True)
+        lost[kind.dst] += torch.bincount(cut.row[hidden], minlength=len(lost[kind.dst]))
+    nodes = {name: replace(rows, degree=_Fewer(rows.degree, lost[name])) for name, rows in view.nodes.items()}
+    return replace(view, nodes=nodes, relations=relations)
+
+
+class _Fewer:
+    """Degrees without the hidden edges: a count would give away what the messages no longer say.
+
+    Weighted degrees keep them. In a sampled block only hidden edges that were sampled are taken off.
+    """
+
+    def __init__(self, degree: Callable[[bool], Tensor], lost: Tensor) -> None:
+        self._degree, self._lost = degree, lost
+
+    def __call__(self, weighted: bool) -> Tensor:
+        return self._degree(weighted) if weighted else self._degree(weighted) - self._lost
 
 
 def keep_edges(relation: Relation, keep: Tensor) -> Relation:

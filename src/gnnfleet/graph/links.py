@@ -36,9 +36,21 @@ class Links:
     def __len__(self) -> int:
         return int(self.src.shape[0])
 
-    def take(self, rows: Tensor) -> Links:
+    def take(self, rows: Tensor | slice) -> Links:
         """Some of them."""
         return Links(self.relation[rows], self.src[rows], self.dst[rows], self.ids[rows])
+
+    @property
+    def numbers(self) -> Tensor:
+        """[L] int64 that tell links of all edge types apart: what draws go by."""
+        return self.relation << 40 | self.ids
+
+    @classmethod
+    def join(cls, parts: Sequence[Links]) -> Links:
+        """One list of several."""
+        empty = torch.empty(0, dtype=torch.int64)
+        names = ("relation", "src", "dst", "ids")
+        return cls(*(torch.cat([empty, *(getattr(part, name) for part in parts)]) for name in names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +60,7 @@ class LinkData:
     graph: Graph
     splits: dict[str, Links]  # train, val, test
     negatives: dict[str, Links]  # val, test where the data brings its own
+    symmetric: Tensor  # [R] bool: edge types that are their own reverse
 
     @property
     def edge_types(self) -> tuple[EdgeType, ...]:
@@ -64,16 +77,17 @@ def link_data(graph: Graph, only: Sequence[EdgeType] = ()) -> LinkData:
     if strange:
         raise ConfigError(f"no edge type {strange[0]}: there are {', '.join(map(str, graph.edges))}")
     held = [kind for kind, edges in graph.edges.items() if any(name in edges.links for name in HELD_OUT)]
-    wanted = set(only) or (set(held) if len(held) == 1 else {kind for kind in graph.edges if not _is_inverse(kind, graph)})
+    wanted = set(only) or set(held if len(held) == 1 else (k for k in graph.edges if not _is_inverse(k, graph)))
     numbers = [(number, kind) for number, kind in enumerate(graph.edges) if kind in wanted]
-    splits = {"train": _join([_targets(number, kind, graph) for number, kind in numbers])}
+    splits = {"train": Links.join([_targets(number, kind, graph) for number, kind in numbers])}
     negatives = {}
     for name in HELD_OUT:
         splits[name] = _held_out(graph, numbers, name)
         given = _held_out(graph, numbers, f"{name}_neg")
         if len(given):
             negatives[name] = given
-    return LinkData(graph, splits, negatives)
+    symmetric = torch.tensor([_is_symmetric(kind, graph) for kind in graph.edges], dtype=torch.bool)
+    return LinkData(graph, splits, negatives, symmetric)
 
 
 def has_held_out(graph: Graph) -> bool:
@@ -148,14 +162,7 @@ def _held_out(graph: Graph, numbers: list[tuple[int, EdgeType]], name: str) -> L
             if row.numel() and not 0 <= int(row.min()) <= int(row.max()) < graph.nodes[end].count:
                 raise InputError(f"held-out links {name} of {kind} name nodes that are not there")
         found.append(Links(torch.full_like(pairs[0], number), pairs[0], pairs[1], torch.arange(pairs.shape[1])))
-    return _join(found)
-
-
-def _join(parts: list[Links]) -> Links:
-    empty = torch.empty(0, dtype=torch.int64)
-    if not parts:
-        return Links(empty, empty, empty, empty)
-    return Links(*(torch.cat([getattr(part, name) for part in parts]) for name in ("relation", "src", "dst", "ids")))
+    return Links.join(found)
 
 
 def _is_inverse(kind: EdgeType, graph: Graph) -> bool:

@@ -34,6 +34,7 @@ class NegativeDraws:
 
     @classmethod
     def of(cls, graph: Graph, *, avoid: bool = True) -> NegativeDraws:
+        """For a graph; ``avoid`` its edges."""
         keys = EdgeKeys.of(graph)
         counts = [(graph.nodes[kind.src].count, graph.nodes[kind.dst].count) for kind in graph.edges]
         return cls(keys, torch.tensor(counts).view(-1, 2), keys.all_edges(graph) if avoid else None)
@@ -41,7 +42,7 @@ class NegativeDraws:
     def corrupt(self, links: Links, key: DrawKey, *, count: int, ends: Ends, layer: int = TRAINING) -> Links:
         """``count`` negatives for each link, in a row."""
         draws = key.draws(Purpose.NEGATIVE, layer)
-        numbers = links.relation << 40 | links.ids
+        numbers = links.numbers
         every = links.take(torch.arange(len(links)).repeat_interleave(count))
         made = self._replace(every, self._uniforms(draws, numbers, count), ends)
         if self.known is None:

@@ -30,14 +30,15 @@ def infer(model: GNN, view: LocalView, x: Features, *, limit: int) -> tuple[Rows
     A carried tensor has a row for every destination, so a block needs only those of its own destinations.
     """
     view = view.at(training=False)
-    only = model.target if model.hetero else next(iter(view.nodes))
-    assert only is not None
+    only = model.target or next(iter(view.nodes))
     rows, carry = _by_type(x, only), _by_type(None, only)
     last_input = rows
     with torch.no_grad():
         for index in range(model.num_layers):
             last_input = rows
             rows, carry = _layer(model, view.at(layer=index), rows, carry, only=only, limit=limit)
+    if model.hetero and model.target is None:
+        return rows, last_input
     return rows[only], last_input if model.hetero else last_input.get(only)
 
 

@@ -34,7 +34,7 @@ class GNN(torch.nn.Module):
 
     ``in_channels`` is the width of the features, by node type where there are several; 0 means that nodes have none and
     get learnable rows (``num_nodes`` says how many). ``edge_types`` orders the relations of rgcn; ``target`` is the
-    node type of the output. ``edge_dim`` is the width of edge features. Raises ConfigError.
+    node type of the output: all where it is None. ``edge_dim`` is the width of edge features. Raises ConfigError.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class GNN(torch.nn.Module):
         self.act = activation(config.act)
         self.convs, self.lins = make_layers(config, first, out_channels, edge_types=self.edge_types, edge_dim=edge_dim)
         self.norms = torch.nn.ModuleList(self._make_norm(index, kinds) for index in range(self.num_layers))
+        self.decoder: torch.nn.Module | None = None  # what reads the output rows in pairs, for links
 
     def _check(self, widths: Mapping[str, int], target: str | None) -> None:
         name = self.config.name
@@ -76,7 +77,7 @@ class GNN(torch.nn.Module):
             raise ConfigError(f"{name} works on one node type and one edge type, found {found}: use the model rgcn")
         if name == "rgcn" and not self.edge_types:
             raise ConfigError("rgcn needs to know the edge types: give edge_types, or use build_model")
-        if self.hetero and target not in widths:
+        if self.hetero and target is not None and target not in widths:
             raise ConfigError(f"target must be one of the node types {', '.join(widths)}, found {target!r}")
 
     def _embed_nodes(self, kind: str, width: int, num_nodes: Mapping[str, int] | None) -> int:
@@ -106,11 +107,12 @@ class GNN(torch.nn.Module):
 
     def forward(
         self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None
-    ) -> Tensor:
-        """Logits of the destinations of the last view; one view serves all layers. See ``precompute``."""
-        out = self._run(views, x, aggregated, upto=self.num_layers)
-        assert isinstance(out, Tensor)
-        return out
+    ) -> Any:
+        """Output rows of the destinations of the last view; one view serves all layers. See ``precompute``.
+
+        A tensor, or one for each node type where there are several and no ``target``.
+        """
+        return self._run(views, x, aggregated, upto=self.num_layers)
 
     def embed(self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None) -> Rows:
         """What the last layer sees: the output of the last hidden layer, by node type where there are several."""
@@ -192,6 +194,8 @@ class GNN(torch.nn.Module):
         conv, last = self.convs[index], index == self.num_layers - 1
         assert isinstance(conv, RGCNConv)
         out = conv(view, x, only=self.target if last else None)
+        if last and self.target is None:
+            return dict(out)
         if last:
             assert self.target is not None
             logits: Tensor = out[self.target]
@@ -264,8 +268,10 @@ class GNN(torch.nn.Module):
         return out
 
 
-def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None = None) -> GNN:
-    """The model for a graph: widths from its features, output for its labelled node type.
+def build_model(
+    config: ModelConfig, graph: Graph, *, out_channels: int | None = None, every_type: bool = False
+) -> GNN:
+    """The model for a graph: widths from its features, output for its labelled node type, or for ``every_type``.
 
     Parameters are drawn from torch's generator: call torch.manual_seed first. Raises ConfigError or InputError.
     """
@@ -285,7 +291,7 @@ def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None =
         out_channels,
         edge_types=tuple(graph.edges),
         num_nodes=counts,
-        target=target,
+        target=None if every_type else target,
         edge_dim=int(attr.shape[1]) if attr is not None and config.edge_features else None,
     )
 

@@ -54,7 +54,7 @@ class LocalStrategy:
 
     def steps(self, epoch: int) -> Iterator[StepRecord]:
         task, seed = self._job.task, self._job.seed
-        for step, items in enumerate(batches(task.items("train"), self._config.batch, seed=seed, epoch=epoch)):
+        for step, items in enumerate(batches(task.trained(seed, epoch), self._config.batch, seed=seed, epoch=epoch)):
             started = time.perf_counter()
             self._known = None
             loss = self._step(task.batch(items, DrawKey(seed, epoch, step)))
@@ -63,10 +63,14 @@ class LocalStrategy:
     def _step(self, batch: Batch) -> float:
         """The mean loss of a batch; the weights have changed after."""
         self.model.train()
-        view, last = self._view.at(key=batch.key, training=True), self._last.at(key=batch.key, training=True)
-        views = [view] * (self.model.num_layers - 1) + [last]
+        seen = self._job.task.hide(self._view, batch)
+        last = seen if self._last is self._view else self._job.task.hide(self._last, batch)
+        views = [seen.at(key=batch.key, training=True)] * (self.model.num_layers - 1)
+        views.append(last.at(key=batch.key, training=True))
+        # What was aggregated beforehand includes the edges that are hidden now.
+        aggregated = self._aggregated if seen is self._view else None
         with self._products():
-            out = self.model(views, self._x, aggregated=self._aggregated)
+            out = self.model(views, self._x, aggregated=aggregated)
         loss = self._job.task.loss(self._taking(out), batch) / len(batch.items)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -77,7 +81,7 @@ class LocalStrategy:
 
     def evaluate(self, split: str) -> dict[str, float]:
         if not len(self._job.task.items(split)):
-            raise ConfigError(f"the {split} split has no labelled nodes: choose another --split")
+            raise ConfigError(f"the {split} split is empty: choose another --split")
         with torch.no_grad():
             return self._job.task.measure(self._taking(self._outputs()[0]), split)
 

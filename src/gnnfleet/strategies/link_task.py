@@ -1,0 +1,285 @@
+"""Link prediction as a task: items are numbers of target edges, a step draws their negatives, ranks are the metric.
+
+Everything drawn goes by the store edge id of the positive. L links, K negatives for each, D columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.edge_keys import EdgeKeys, without_links
+from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.links import LinkData, Links
+from gnnfleet.graph.local import LocalView
+from gnnfleet.graph.negatives import EVALUATION, Ends, NegativeDraws
+from gnnfleet.nn.link import Decoder, LinkConfig, held_share, link_loss
+from gnnfleet.nn.ranking import Answers, filtered_ranks, hits, hits_against, mrr, ranks_against, ranks_among
+from gnnfleet.ops.draws import DrawKey, Purpose
+from gnnfleet.ops.dropout import dropout
+from gnnfleet.strategies.task import Batch, Take
+
+# Pairs scored at a time in evaluation, and scores of all candidates in memory at a time.
+PAIRS, SCORES = 1 << 16, 1 << 25
+# Model layers are numbered below this; the decoder's dropout has a layer of its own, negatives places of their own.
+_DECODER_LAYER, _NEGATIVE_PLACE = 255, 128
+
+
+@dataclass(frozen=True, eq=False)
+class LinkBatch(Batch):
+    """Target edges with their negatives; ``shared`` [K] nodes stand in for ``negatives`` where all links share them."""
+
+    links: Links
+    negatives: Links | None
+    shared: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class LinkTask:
+    """Edges of some types; ``decoder`` belongs to the model that is trained."""
+
+    data: LinkData
+    config: LinkConfig
+    decoder: Decoder
+    seed: int = 0
+    wanted: str = "auto"  # the metric: mrr, hits@K, or auto
+    memo: dict[str, tuple[int, Tensor]] = field(default_factory=dict, repr=False)
+    hidden: list[tuple[int, LocalView, LocalView]] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.wanted not in ("auto", "mrr") and not re.fullmatch(r"hits@[1-9]\d*", self.wanted):
+            raise ConfigError(f"links are measured by mrr or hits@K, as hits@20; found train.metric={self.wanted}")
+        if self.config.ranking == "given" and not self.data.negatives:
+            raise ConfigError("link.ranking=given needs negatives with the data, found none: use sampled or filtered")
+        if self._mode == "shared" and len({end for kind in self._kinds for end in (kind.src, kind.dst)}) > 1:
+            raise ConfigError("link.negative_mode=shared needs one node type: use either")
+
+    @property
+    def metric(self) -> str:
+        if self.wanted != "auto":
+            return self.wanted
+        return "hits@20" if self.ranking == "given" and not self._per_link("test") else "mrr"
+
+    @property
+    def target(self) -> str:
+        return self._kinds[0].dst
+
+    @property
+    def ranking(self) -> str:
+        """given, sampled or filtered."""
+        if self.config.ranking != "auto":
+            return self.config.ranking
+        if self.data.negatives:
+            return "given"
+        return "filtered" if len(self._kinds) > 1 else "sampled"
+
+    def items(self, split: str) -> Tensor:
+        return torch.arange(len(self.data.splits[split]))
+
+    def reach(self) -> Tensor | None:
+        return None
+
+    def trained(self, seed: int, epoch: int) -> Tensor:
+        share = held_share(self.config.exclude)
+        if not share:
+            return self.items("train")
+        known = self.memo.get("trained")
+        if known is None or known[0] != epoch:
+            draws = DrawKey(seed, epoch).draws(Purpose.HOLD_OUT)
+            chosen = draws.uniforms_at(self.data.splits["train"].numbers)[:, 0] < share
+            known = self.memo["trained"] = epoch, chosen.nonzero()[:, 0]
+        return known[1]
+
+    def batch(self, items: Tensor, key: DrawKey) -> LinkBatch:
+        links = self.data.splits["train"].take(items)
+        if self._mode == "shared":
+            count = self.data.graph.nodes[self.target].count
+            shared = self._draws.shared(key, self.config.negatives, count)
+            return LinkBatch(items, self._seeds([links], shared), key, links, None, shared)
+        negatives = self._draws.corrupt(links, key, count=self.config.negatives, ends=self._ends)
+        return LinkBatch(items, self._seeds([links, negatives], None), key, links, negatives, None)
+
+    def hide(self, view: LocalView, batch: Batch) -> LocalView:
+        assert isinstance(batch, LinkBatch)
+        if self.config.exclude == "none":
+            return view
+        if self.config.exclude == "batch":
+            return without_links(view, batch.links, self._keys)
+        for epoch, whole, cut in self.hidden:  # the same edges in all steps of an epoch
+            if epoch == batch.key.epoch and whole is view:
+                return cut
+        held = self.data.splits["train"].take(self.trained(batch.key.seed, batch.key.epoch))
+        cut = without_links(view, held, self._keys)
+        self.hidden[:] = [(batch.key.epoch, view, cut)]
+        return cut
+
+    def loss(self, take: Take, batch: Batch) -> Tensor:
+        assert isinstance(batch, LinkBatch)
+        src, dst = self._rows(take, batch.links)
+        relation = batch.links.relation
+        positive = self._score(src, dst, batch.links, key=batch.key)
+        if batch.shared is not None:
+            table = take(self.target, batch.shared)
+            every = [self.decoder.against(rows, relation, table) for rows in (src, dst)]
+            loss = link_loss(positive, torch.cat(every))
+        else:
+            assert batch.negatives is not None
+            ends = self._rows(take, batch.negatives)
+            loss = link_loss(positive, self._score(*ends, batch.negatives, key=batch.key, negative=True))
+        if self.config.l2:
+            loss = loss + self.config.l2 * len(batch.items) * self.decoder.penalty(torch.cat([src, dst]))
+        return loss
+
+    def measure(self, take: Take, split: str) -> dict[str, float]:
+        links = self.data.splits[split]
+        positive = self.scores(take, links)
+        if self.ranking == "filtered":
+            negative, values = self.scores(take, self._drawn(links, 1)), self._values(self._filtered(take, links))
+        elif self.ranking == "given" and split in self.data.negatives:
+            negative = self.scores(take, self.data.negatives[split])
+            values = self._against_given(positive, negative, per_link=self._per_link(split))
+        else:
+            negative = self.scores(take, self._drawn(links, self.config.eval_negatives))
+            values = self._values(ranks_among(positive, negative.view(len(links), -1)))
+        empty = torch.empty(0)
+        loss = link_loss(positive, empty) / max(len(positive), 1) + link_loss(empty, negative) / max(len(negative), 1)
+        return {"loss": float(loss), "count": float(len(links)), **values}
+
+    def scores(self, take: Take, links: Links) -> Tensor:
+        """[L] logits of exact rows, in pieces."""
+        found = [self.decoder(*self._rows(take, part), part.relation) for part in _pieces(links)]
+        return torch.cat(found) if found else torch.empty(0)
+
+    @cached_property
+    def _kinds(self) -> list[EdgeType]:
+        """The edge types that are predicted."""
+        links = Links.join(list(self.data.splits.values()))
+        numbers = torch.unique(links.relation).tolist()
+        return [self.data.edge_types[number] for number in numbers]
+
+    @cached_property
+    def _keys(self) -> EdgeKeys:
+        return EdgeKeys.of(self.data.graph)
+
+    @cached_property
+    def _draws(self) -> NegativeDraws:
+        return NegativeDraws.of(self.data.graph, avoid=self.config.avoid_edges)
+
+    @property
+    def _mode(self) -> str:
+        mode = self.config.negative_mode
+        return mode if mode != "auto" else "either" if len(self._kinds) > 1 else "dst"
+
+    @property
+    def _ends(self) -> Ends:
+        mode = self._mode
+        assert mode in ("dst", "src", "either", "pair")
+        return mode  # type: ignore[return-value]
+
+    def _seeds(self, parts: list[Links], shared: Tensor | None) -> dict[str, Tensor]:
+        wanted = {kind: torch.zeros(nodes.count, dtype=torch.bool) for kind, nodes in self.data.graph.nodes.items()}
+        for links in parts:
+            for end, ids in (("src", links.src), ("dst", links.dst)):
+                for name, rows in self._by_type(links.relation, end):
+                    wanted[name][ids[rows]] = True
+        if shared is not None:
+            wanted[self.target][shared] = True
+        found = {kind: mask.nonzero()[:, 0] for kind, mask in wanted.items()}
+        return {kind: ids for kind, ids in found.items() if len(ids)}
+
+    def _by_type(self, relation: Tensor, end: str) -> Iterator[tuple[str, Tensor | slice]]:
+        """(node type of an end, the links that have it there)."""
+        names = [getattr(kind, end) for kind in self.data.edge_types]
+        if len({getattr(kind, end) for kind in self._kinds}) == 1:
+            yield getattr(self._kinds[0], end), slice(None)
+            return
+        kinds = list(dict.fromkeys(names))
+        code = torch.tensor([kinds.index(name) for name in names])[relation]
+        for number, name in enumerate(kinds):
+            rows = (code == number).nonzero()[:, 0]
+            if len(rows):
+                yield name, rows
+
+    def _rows(self, take: Take, links: Links) -> tuple[Tensor, Tensor]:
+        """([L, D], [L, D]) rows of the sources and destinations."""
+        src, dst = (
+            self._collect(take, links.relation, ids, end) for end, ids in (("src", links.src), ("dst", links.dst))
+        )
+        return src, dst
+
+    def _collect(self, take: Take, relation: Tensor, ids: Tensor, end: str) -> Tensor:
+        parts = [(rows, take(name, ids[rows])) for name, rows in self._by_type(relation, end)]
+        if len(parts) == 1:
+            return parts[0][1]
+        place = torch.cat([rows for rows, _ in parts if isinstance(rows, Tensor)])
+        return torch.cat([found for _, found in parts])[torch.argsort(place)]
+
+    def _score(self, src: Tensor, dst: Tensor, links: Links, *, key: DrawKey, negative: bool = False) -> Tensor:
+        p = self.config.dropout
+        count = self.config.negatives if negative else 1
+        numbers = links.numbers * count + torch.arange(len(links)) % count
+
+        def drop(x: Tensor, place: int) -> Tensor:
+            place += _NEGATIVE_PLACE if negative else 0
+            return dropout(x, p, ids=numbers, draws=key.draws(Purpose.DROPOUT, _DECODER_LAYER, place))
+
+        logits: Tensor = self.decoder(src, dst, links.relation, drop=drop if p else None)
+        return logits
+
+    def _drawn(self, links: Links, count: int) -> Links:
+        """Negatives of held-out links: a function of the run's seed, so every evaluation meets the same."""
+        ends: Ends = "either" if len(self._kinds) > 1 else "dst"
+        return self._draws.corrupt(links, DrawKey(self.seed), count=count, ends=ends, layer=EVALUATION)
+
+    def _per_link(self, split: str) -> int:
+        """Given negatives of each link, in a row; 0 where one list is for all."""
+        given, links = self.data.negatives.get(split), self.data.splits[split]
+        if given is None or not len(links) or len(given) % len(links) or len(given) == len(links):
+            return 0
+        return len(given) // len(links)
+
+    def _against_given(self, positive: Tensor, negative: Tensor, *, per_link: int) -> dict[str, float]:
+        if per_link:
+            return self._values(ranks_among(positive, negative.view(-1, per_link)))
+        values = self._values(ranks_against(positive, negative))
+        return {k: hits_against(positive, negative, int(k[5:])) if k != "mrr" else v for k, v in values.items()}
+
+    def _values(self, ranks: Tensor) -> dict[str, float]:
+        names = dict.fromkeys(["mrr", "hits@1", "hits@10", self.metric])
+        return {name: mrr(ranks) if name == "mrr" else hits(ranks, int(name[5:])) for name in names}
+
+    def _filtered(self, take: Take, links: Links) -> Tensor:
+        """[2 L] ranks of the destinations for (source, type, ?) and of the sources for (?, type, destination)."""
+        every, parts = Links.join(list(self.data.splits.values())), []
+        turned = every.take(self.data.symmetric[every.relation])
+        true = Links.join([every, Links(turned.relation, turned.dst, turned.src, turned.ids)])
+        for asks, finds in (("src", "dst"), ("dst", "src")):
+            width = self._keys.width
+            known = Answers.of(true.relation * width + getattr(true, asks), getattr(true, finds))
+            for name, chosen in self._by_type(links.relation, finds):
+                own = links.take(chosen)
+                table = take(name, torch.arange(self.data.graph.nodes[name].count))
+                rows, relation = self._collect(take, own.relation, getattr(own, asks), asks), own.relation
+                parts.append(
+                    filtered_ranks(
+                        lambda i, rows=rows, relation=relation, table=table: self.decoder.against(
+                            rows[i], relation[i], table
+                        ),
+                        own.relation * width + getattr(own, asks),
+                        getattr(own, finds),
+                        known,
+                        chunk=max(1, SCORES // max(len(table), 1)),
+                    )
+                )
+        return torch.cat(parts)
+
+
+def _pieces(links: Links) -> Iterator[Links]:
+    for low in range(0, len(links), PAIRS):
+        yield links.take(slice(low, low + PAIRS))
