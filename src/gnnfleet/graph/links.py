@@ -140,7 +140,8 @@ def _once(kind: EdgeType, edges: Edges, graph: Graph, mask: Tensor) -> Tensor:
     if kind.src == kind.dst:
         both = _is_symmetric(kind, graph)
         pairs = torch.stack([pairs.amin(0), pairs.amax(0)]) if both else pairs
-    return torch.unique(pairs, dim=1)
+    found: Tensor = torch.unique(pairs, dim=1)
+    return found
 
 
 def _targets(number: int, kind: EdgeType, graph: Graph) -> Links:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -95,7 +96,7 @@ class ProductMLP(Decoder):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         widths = [width] * layers + [1]
-        self.lins = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False))
+        self.lins = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in pairwise(widths))
 
     def forward(self, src: Tensor, dst: Tensor, relation: Tensor, *, drop: Drop | None = None) -> Tensor:
         x = src * dst

@@ -20,6 +20,7 @@ from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock, RGCNConv
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.nn.layers import activation, make_layers
+from gnnfleet.nn.link import Decoder
 from gnnfleet.nn.norm import make_norm
 
 Features = Tensor | Mapping[str, Tensor] | None
@@ -68,7 +69,7 @@ class GNN(torch.nn.Module):
         self.act = activation(config.act)
         self.convs, self.lins = make_layers(config, first, out_channels, edge_types=self.edge_types, edge_dim=edge_dim)
         self.norms = torch.nn.ModuleList(self._make_norm(index, kinds) for index in range(self.num_layers))
-        self.decoder: torch.nn.Module | None = None  # what reads the output rows in pairs, for links
+        self.decoder: Decoder | None = None  # what reads the output rows in pairs, for links
 
     def _check(self, widths: Mapping[str, int], target: str | None) -> None:
         name = self.config.name
@@ -105,9 +106,7 @@ class GNN(torch.nn.Module):
 
     # -- running --
 
-    def forward(
-        self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None
-    ) -> Any:
+    def forward(self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None) -> Any:
         """Output rows of the destinations of the last view; one view serves all layers. See ``precompute``.
 
         A tensor, or one for each node type where there are several and no ``target``.
@@ -268,9 +267,7 @@ class GNN(torch.nn.Module):
         return out
 
 
-def build_model(
-    config: ModelConfig, graph: Graph, *, out_channels: int | None = None, every_type: bool = False
-) -> GNN:
+def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None = None, every_type: bool = False) -> GNN:
     """The model for a graph: widths from its features, output for its labelled node type, or for ``every_type``.
 
     Parameters are drawn from torch's generator: call torch.manual_seed first. Raises ConfigError or InputError.

@@ -49,7 +49,7 @@ def hits_against(positive: Tensor, negative: Tensor, k: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """What is known to be true: for query number q the candidates ``answer[start[q]:start[q + 1]]``, q as in ``asked``."""
+    """What is known to be true: query ``asked[i]`` has the answers ``answer[start[i]:start[i + 1]]``."""
 
     asked: Tensor  # [A] int64 ascending, each once
     start: Tensor  # [A + 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,8 +13,10 @@ from gnnfleet.nn.heads import NodeHead
 from gnnfleet.nn.model import GNN, build_model
 from gnnfleet.report.progress import Progress, Silent
 from gnnfleet.run.config import RunConfig
+from gnnfleet.run.link import SEES_TARGETS, build_links
 from gnnfleet.run.registry import make_strategy
 from gnnfleet.strategies.base import PRECISIONS, Job, Strategy
+from gnnfleet.strategies.link_task import LinkTask
 from gnnfleet.strategies.task import NodeTask
 
 
@@ -24,11 +26,17 @@ class Built:
 
     strategy: Strategy
     graph: Graph
-    task: NodeTask
+    task: NodeTask | LinkTask
+    remarks: tuple[str, ...] = ()  # what the user should know
 
     @property
     def nodes(self) -> Nodes:
         return self.graph.nodes[self.task.target]
+
+    @property
+    def unit(self) -> str:
+        """What is counted."""
+        return "links" if isinstance(self.task, LinkTask) else "nodes"
 
     def has(self, split: str) -> bool:
         """Whether a split has anything to learn from or measure."""
@@ -40,15 +48,15 @@ def build(graph: Graph, config: RunConfig, *, training: bool = True, progress: P
 
     Without ``training`` the graph needs no training nodes: for evaluation and prediction.
     """
-    target = graph.labelled_type
-    if target is None:
-        raise InputError("the graph has no labels: give y to Graph(...) or name a label column in the import")
-    graph = graph.with_nodes(target, split=_split(graph.nodes[target], config))
-    _check_labels(graph.nodes[target])
     _check_features(graph, config)
-    metric = None if config.train.metric == "auto" else config.train.metric
-    task = NodeTask(target, graph.nodes[target], NodeHead.of(graph.nodes[target], metric))
-    model = seeded_model(graph, config)
+    task: NodeTask | LinkTask
+    if config.task == "link":
+        task, model = build_links(graph, config, training=training)
+        graph = task.data.graph
+    else:
+        task = _node_task(graph, config)
+        graph = graph.with_nodes(task.target, split=task.nodes.split)
+        model = seeded_model(graph, config)
     job = Job(
         graph=graph,
         model=model,
@@ -58,14 +66,25 @@ def build(graph: Graph, config: RunConfig, *, training: bool = True, progress: P
         precision=config.precision,
         progress=progress,
     )
-    built = Built(make_strategy(config.strategy, job), graph, task)
+    remarks = (SEES_TARGETS,) if isinstance(task, LinkTask) and config.link.exclude == "none" else ()
+    built = Built(make_strategy(config.strategy, job), graph, task, remarks)
     if training and not built.has("train"):
         raise ConfigError("the training split has no labelled nodes: choose another --split, as 0.6/0.2/0.2")
     if training and config.train.patience and not built.has("val"):
         raise ConfigError(
-            "train.patience needs val nodes and the split has none: set train.patience=0 or another --split"
+            f"train.patience needs val {built.unit} and the split has none: set train.patience=0 or another --split"
         )
     return built
+
+
+def _node_task(graph: Graph, config: RunConfig) -> NodeTask:
+    target = graph.labelled_type
+    if target is None:
+        raise InputError("the graph has no labels: give y to Graph(...) or name a label column in the import")
+    nodes = replace(graph.nodes[target], split=_split(graph.nodes[target], config))
+    _check_labels(nodes)
+    metric = None if config.train.metric == "auto" else config.train.metric
+    return NodeTask(target, nodes, NodeHead.of(nodes, metric))
 
 
 def seeded_model(graph: Graph, config: RunConfig) -> GNN:

@@ -24,6 +24,7 @@ from gnnfleet.report.record import RunRecord, versions
 from gnnfleet.run.build import Built, build
 from gnnfleet.run.checkpoint import Position
 from gnnfleet.run.config import RunConfig, check_continues, overlay, resolve
+from gnnfleet.run.console import remark
 from gnnfleet.run.directory import RunDirectory, choose_directory
 from gnnfleet.run.loop import KeepNothing, Outcome, Plan, fit
 from gnnfleet.strategies.base import State, Strategy
@@ -71,6 +72,8 @@ def run_training(graph: Graph, words: Mapping[str, Any], *, place: Place, quiet:
         with show(quiet) as progress:
             built = build(graph, config, progress=progress)
         stack.callback(built.strategy.close)
+        for text in built.remarks:
+            remark(text, quiet=quiet)
         after_build = rss()
         if directory is None and (place.run_dir is not None or place.keep):
             directory = _choose(place, graph, model=config.model.name)

@@ -260,24 +260,22 @@ class LinkTask:
         turned = every.take(self.data.symmetric[every.relation])
         true = Links.join([every, Links(turned.relation, turned.dst, turned.src, turned.ids)])
         for asks, finds in (("src", "dst"), ("dst", "src")):
-            width = self._keys.width
-            known = Answers.of(true.relation * width + getattr(true, asks), getattr(true, finds))
+            number = true.relation * self._keys.width + getattr(true, asks)
+            known = Answers.of(number, getattr(true, finds))
             for name, chosen in self._by_type(links.relation, finds):
-                own = links.take(chosen)
                 table = take(name, torch.arange(self.data.graph.nodes[name].count))
-                rows, relation = self._collect(take, own.relation, getattr(own, asks), asks), own.relation
-                parts.append(
-                    filtered_ranks(
-                        lambda i, rows=rows, relation=relation, table=table: self.decoder.against(
-                            rows[i], relation[i], table
-                        ),
-                        own.relation * width + getattr(own, asks),
-                        getattr(own, finds),
-                        known,
-                        chunk=max(1, SCORES // max(len(table), 1)),
-                    )
-                )
+                parts.append(self._rank(take, links.take(chosen), (asks, finds), table=table, known=known))
         return torch.cat(parts)
+
+    def _rank(self, take: Take, links: Links, ends: tuple[str, str], *, table: Tensor, known: Answers) -> Tensor:
+        asked, truth = (getattr(links, end) for end in ends)
+        rows = self._collect(take, links.relation, asked, ends[0])
+
+        def score(which: Tensor) -> Tensor:
+            return self.decoder.against(rows[which], links.relation[which], table)
+
+        queries = links.relation * self._keys.width + asked
+        return filtered_ranks(score, queries, truth, known, chunk=max(1, SCORES // max(len(table), 1)))
 
 
 def _pieces(links: Links) -> Iterator[Links]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,7 +31,7 @@ class Checkpoint(StrEnum):
 
 def evaluate(
     run: RunArgument,
-    split: Annotated[Split, typer.Option(help="Which nodes.")] = Split.test,
+    split: Annotated[Split, typer.Option(help="Which nodes or links.")] = Split.test,
     checkpoint: Annotated[Checkpoint, typer.Option(help="Which weights.")] = Checkpoint.best,
     store: StoreOption = None,
     as_json: JsonFlag = False,
@@ -45,7 +45,7 @@ def evaluate(
     built, position, used = open_run(run, graph, checkpoint=checkpoint, quiet=quiet)
     found = built.strategy.evaluate(split)
     name = built.task.metric
-    result = {
+    result: dict[str, Any] = {
         "run": str(run),
         "checkpoint": used,
         "epoch": position.epoch,
@@ -53,10 +53,12 @@ def evaluate(
         "name": name,
         "value": found[name],
         "loss": found["loss"],
-        "nodes": int(found["count"]),
+        built.unit: int(found["count"]),
+        "metrics": {word: value for word, value in found.items() if word not in ("loss", "count")},
     }
-    shown = [(str(split), int(found["count"]), found[name], found["loss"])]
-    emit(result, as_json=as_json, human=[table(f"{run}, {used} weights", ["split", "nodes", name, "loss"], shown)])
+    columns = ["split", built.unit, *result["metrics"], "loss"]
+    shown = [(str(split), int(found["count"]), *result["metrics"].values(), found["loss"])]
+    emit(result, as_json=as_json, human=[table(f"{run}, {used} weights", columns, shown)])
 
 
 def graph_of_run(run: Path, store: Path | None) -> Graph:

@@ -32,7 +32,7 @@ def train(
     strategy: Annotated[str | None, typer.Option("--strategy", "-s", help="How training runs. Default local.")] = None,
     workers: Annotated[int | None, typer.Option("--workers", "-w", help="Processes. Default 1.")] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="sage, gcn, gat, … Default sage.")] = None,
-    task: Annotated[str | None, typer.Option(help="node: classify nodes.")] = None,
+    task: Annotated[str | None, typer.Option(help="node: classify nodes; link: predict edges. Default node.")] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="A TOML file with the words of a run.")] = None,
     settings: Annotated[
         list[str] | None,
@@ -40,7 +40,8 @@ def train(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same weights, bit for bit.")] = None,
     split: Annotated[
-        str | None, typer.Option(help="0.6/0.2/0.2, 20-per-class, or the number of a split of the store.")
+        str | None,
+        typer.Option(help="0.6/0.2/0.2 of nodes or edges, 20-per-class, or the number of a split of the store."),
     ] = None,
     precision: Annotated[Precision | None, typer.Option(help="Default float32.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where --run-dir (or runs/last) stopped.")] = False,

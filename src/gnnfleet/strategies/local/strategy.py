@@ -83,7 +83,10 @@ class LocalStrategy:
         if not len(self._job.task.items(split)):
             raise ConfigError(f"the {split} split is empty: choose another --split")
         with torch.no_grad():
-            return self._job.task.measure(self._taking(self._outputs()[0]), split)
+            return self._job.task.measure(self.exact(), split)
+
+    def exact(self) -> Take:
+        return self._taking(self._outputs()[0])
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         logits, inputs = (self._only(rows) for rows in self._outputs())
