@@ -28,6 +28,7 @@ class LinkConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     decoder: Literal["auto", "dot", "mlp", "distmult"] = "auto"  # auto: distmult for several edge types, else dot
     layers: int = Field(default=2, ge=1)  # mlp: linear maps
     dropout: float = Field(default=0.0, ge=0, lt=1)  # mlp: after each hidden map
+    loss: Literal["bce", "softmax"] = "bce"  # softmax: each positive against its own negatives, or the shared list
     l2: float = Field(default=0.0, ge=0)  # on the mean square of the rows scored and of distmult's relations
     negatives: int = Field(default=1, ge=1)  # per positive; with mode shared: in the list of a step
     # What is drawn anew: an end, either end by a coin, both (pair), or one list of nodes for all positives of a step,
@@ -124,3 +125,9 @@ def make_decoder(config: LinkConfig, *, width: int, relations: int, several: boo
 def link_loss(positive: Tensor, negative: Tensor) -> Tensor:
     """The sum of binary cross entropies with logits; a negative weighs as much as a positive."""
     return functional.softplus(-positive).sum() + functional.softplus(negative).sum()
+
+
+def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
+    """The sum over positives [n] of the cross entropy of choosing it among its negatives [n, K] and itself."""
+    every = torch.cat([positive[:, None], negative], 1)
+    return (every.logsumexp(1) - positive).sum()

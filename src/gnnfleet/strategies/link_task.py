@@ -19,7 +19,7 @@ from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.links import LinkData, Links
 from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.negatives import EVALUATION, Ends, NegativeDraws
-from gnnfleet.nn.link import Decoder, LinkConfig, held_share, link_loss
+from gnnfleet.nn.link import Decoder, LinkConfig, held_share, link_loss, softmax_loss
 from gnnfleet.nn.ranking import Answers, filtered_ranks, hits, hits_against, mrr, ranks_against, ranks_among
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import dropout
@@ -124,17 +124,21 @@ class LinkTask:
         src, dst = self._rows(take, batch.links)
         relation = batch.links.relation
         positive = self._score(src, dst, batch.links, key=batch.key)
+        zero = positive.new_zeros(())
         if batch.shared is not None:
             table = take(self.target, batch.shared)
-            every = [self.decoder.against(rows, relation, table) for rows in (src, dst)]
-            loss = link_loss(positive, torch.cat(every))
+            loss = sum((self._loss(positive, self.decoder.against(rows, relation, table)) for rows in (src, dst)), zero)
         else:
             assert batch.negatives is not None
             ends = self._rows(take, batch.negatives)
-            loss = link_loss(positive, self._score(*ends, batch.negatives, key=batch.key, negative=True))
+            negative = self._score(*ends, batch.negatives, key=batch.key, negative=True)
+            loss = self._loss(positive, negative.view(len(positive), -1))
         if self.config.l2:
             loss = loss + self.config.l2 * len(batch.items) * self.decoder.penalty(torch.cat([src, dst]))
         return loss
+
+    def _loss(self, positive: Tensor, negative: Tensor) -> Tensor:
+        return (softmax_loss if self.config.loss == "softmax" else link_loss)(positive, negative)
 
     def measure(self, take: Take, split: str) -> dict[str, float]:
         links = self.data.splits[split]
