@@ -68,9 +68,7 @@ def test_inverse_types_go_with_their_edges() -> None:
     graph = with_inverse(random_graph(undirected=False))
     forward, backward = graph.edges
     parted = split_links(graph, RULE, seed=0)
-    assert pairs(parted.edges[forward].edge_index()) == {
-        (b, a) for a, b in pairs(parted.edges[backward].edge_index())
-    }
+    assert pairs(parted.edges[forward].edge_index()) == {(b, a) for a, b in pairs(parted.edges[backward].edge_index())}
     assert not parted.edges[backward].links
     data = link_data(parted)
     assert set(data.splits["train"].relation.tolist()) == {0}
