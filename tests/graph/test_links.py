@@ -168,3 +168,17 @@ def test_contains() -> None:
     assert not contains(torch.empty(0, dtype=torch.int64), torch.tensor([3])).any()
     empty = Links.join([])
     assert len(empty) == 0
+
+
+def test_negatives_of_an_evaluation_are_not_held_out_links() -> None:
+    data = link_data(split_links(random_graph(nodes=12, edges=60, undirected=True), RULE, seed=0))
+    held = Links.join([data.splits["val"], data.splits["test"]])
+    draws = NegativeDraws.of(data.graph, avoid=False)
+    plain = draws.corrupt(held, DrawKey(), count=50, ends="dst")
+    aware = draws.knowing(held).corrupt(held, DrawKey(), count=50, ends="dst")
+    true = {frozenset(pair) for pair in zip(held.src.tolist(), held.dst.tolist(), strict=True)}
+
+    def wrong(links: Links) -> int:
+        return sum(frozenset(pair) in true for pair in zip(links.src.tolist(), links.dst.tolist(), strict=True))
+
+    assert wrong(plain) > 10 > 2 >= wrong(aware)

@@ -6,7 +6,7 @@ batches nor on threads or parts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -39,6 +39,12 @@ class NegativeDraws:
         counts = [(graph.nodes[kind.src].count, graph.nodes[kind.dst].count) for kind in graph.edges]
         return cls(keys, torch.tensor(counts).view(-1, 2), keys.all_edges(graph) if avoid else None)
 
+    def knowing(self, links: Links) -> NegativeDraws:
+        """Avoids these links too, whether or not the graph's edges are avoided."""
+        more = self.keys.links(links)
+        every = more if self.known is None else torch.cat([self.known, more])
+        return replace(self, known=every.sort().values)
+
     def corrupt(self, links: Links, key: DrawKey, *, count: int, ends: Ends, layer: int = TRAINING) -> Links:
         """``count`` negatives for each link, in a row."""
         draws = key.draws(Purpose.NEGATIVE, layer)
@@ -70,7 +76,10 @@ class NegativeDraws:
         return draws.uniforms_at(numbers, 2 * count).reshape(-1, 2)
 
     def _reversed(self, links: Links) -> Tensor:
-        """Keys of the same pairs in the other direction where the edge type allows it, else of the links themselves."""
+        """Keys of the same pairs in the other direction where the edge type allows it, else of the links themselves.
+
+        Decoders score both directions alike: the reverse of an edge would be a negative that contradicts it.
+        """
         kinds = self.keys.edge_types
         within = torch.tensor([kind.src == kind.dst for kind in kinds])[links.relation]
         return self.keys.keys(

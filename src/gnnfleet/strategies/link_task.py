@@ -16,7 +16,7 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.edge_keys import EdgeKeys, without_links
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.links import LinkData, Links
+from gnnfleet.graph.links import HELD_OUT, LinkData, Links
 from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.negatives import EVALUATION, Ends, NegativeDraws
 from gnnfleet.nn.link import Decoder, LinkConfig, held_share, link_loss, softmax_loss
@@ -175,6 +175,11 @@ class LinkTask:
     def _draws(self) -> NegativeDraws:
         return NegativeDraws.of(self.data.graph, avoid=self.config.avoid_edges)
 
+    @cached_property
+    def _measuring(self) -> NegativeDraws:
+        """Knows held-out links as well; training must not."""
+        return self._draws.knowing(Links.join([self.data.splits[name] for name in HELD_OUT]))
+
     @property
     def _mode(self) -> str:
         mode = self.config.negative_mode
@@ -239,7 +244,7 @@ class LinkTask:
     def _drawn(self, links: Links, count: int) -> Links:
         """Negatives of held-out links: a function of the run's seed, so every evaluation meets the same."""
         ends: Ends = "either" if len(self._kinds) > 1 else "dst"
-        return self._draws.corrupt(links, DrawKey(self.seed), count=count, ends=ends, layer=EVALUATION)
+        return self._measuring.corrupt(links, DrawKey(self.seed), count=count, ends=ends, layer=EVALUATION)
 
     def _per_link(self, split: str) -> int:
         """Given negatives of each link, in a row; 0 where one list is for all."""
