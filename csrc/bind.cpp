@@ -22,6 +22,7 @@ namespace gnnfleet {
 void bind_stream(nb::module_& m);  // bind_stream.cpp
 }
 void bind_attend(nb::module_& m);  // bind_attend.cpp
+void bind_pool(nb::module_& m);    // bind_pool.cpp
 
 namespace {
 
@@ -397,6 +398,7 @@ NB_MODULE(_native, m) {
   bind_gather<int64_t>(m);
   bind_aggregate(m);
   bind_attend(m);
+  bind_pool(m);
   bind_partition<int32_t>(m);
   bind_partition<int64_t>(m);
   gnnfleet::bind_stream(m);

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.graph.view import GraphView
+from gnnfleet.ops.dense import mix
 
 
 def glorot_(tensor: Tensor) -> Tensor:
@@ -23,6 +24,12 @@ class GlorotLinear(torch.nn.Linear):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         glorot_(self.weight)
+
+
+def apply_linear(lin: torch.nn.Module, x: Tensor, *, rows: int | None = None, relu: bool = False) -> Tensor:
+    """A ``torch.nn.Linear`` on the first ``rows`` rows of x, and a ReLU after it."""
+    assert isinstance(lin, torch.nn.Linear)
+    return mix([(x, lin.weight)], lin.bias, rows=rows, relu=relu)
 
 
 def widen(t: Tensor) -> Tensor:

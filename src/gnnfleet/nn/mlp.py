@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.view import GraphView
+from gnnfleet.nn.linear import apply_linear
 from gnnfleet.nn.norm import make_norm
 
 Act = Callable[[Tensor], Tensor]
@@ -30,8 +31,9 @@ class MLP(torch.nn.Module):
 
     def forward(self, view: GraphView, x: Tensor) -> Tensor:
         for lin, norm in zip(self.lins, self.norms, strict=False):
-            x = lin(x)
-            x = x if isinstance(norm, torch.nn.Identity) else norm(view, x)
-            x = self.act(x)
-        out: Tensor = self.lins[-1](x)
-        return out
+            plain = isinstance(norm, torch.nn.Identity)
+            relu = plain and self.act is torch.relu_
+            x = apply_linear(lin, x, relu=relu)
+            x = x if plain else norm(view, x)
+            x = x if relu else self.act(x)
+        return apply_linear(self.lins[-1], x)

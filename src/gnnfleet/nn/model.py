@@ -28,6 +28,8 @@ Rows = Tensor | dict[str, Tensor]
 
 # Several dropouts of one layer have places of their own, so that their masks differ; node types come after.
 _AFTER, _BEFORE, _LAST, _PLACES = 0, 1, 2, 4
+# Convolutions that can end with the ReLU themselves.
+_WITH_RELU = ("sage", "gcn")
 
 
 class GNN(torch.nn.Module):
@@ -155,15 +157,24 @@ class GNN(torch.nn.Module):
             return self._block_layer(index, view, rows), None
         if self.config.name == "gcn2":
             return self._deep_layer(index, view, rows, carry)
-        rows = self._convolve(index, view, rows, aggregated)
-        return (rows if index == self.num_layers - 1 else self._after(index, view, rows)), None
+        if index == self.num_layers - 1:
+            return self._convolve(index, view, rows, aggregated), None
+        relu = self.config.name in _WITH_RELU and isinstance(self.norms[index], torch.nn.Identity)
+        relu = relu and self.config.act == "relu"
+        rows = self._convolve(index, view, rows, aggregated, relu=relu)
+        return (self._drop(view, rows, _AFTER) if relu else self._after(index, view, rows)), None
 
-    def _convolve(self, index: int, view: GraphView, x: Tensor, aggregated: Tensor | None) -> Tensor:
-        conv, given = self.convs[index], {} if aggregated is None else {"aggregated": aggregated}
+    def _convolve(
+        self, index: int, view: GraphView, x: Tensor, aggregated: Tensor | None, *, relu: bool = False
+    ) -> Tensor:
+        conv = self.convs[index]
+        given: dict[str, Any] = {} if aggregated is None else {"aggregated": aggregated}
+        if relu:
+            given["relu"] = True
         if self.config.name == "gcn":
-            given["weight"] = self._weight(view)  # type: ignore[assignment]
+            given["weight"] = self._weight(view)
         elif self.config.name in ("gat", "gatv2") and conv.lin_edge is not None:
-            given["edge_attr"] = view.attr  # type: ignore[assignment]
+            given["edge_attr"] = view.attr
         out: Tensor = conv(view, x, **given)
         return out
 

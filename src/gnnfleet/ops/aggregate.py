@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops import reference
+from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.csr import Compressed
 from gnnfleet.ops.native import _native, threads
 
@@ -102,7 +103,7 @@ def sum_rows(
     work = structure.num_edges * x.shape[1]
     if out is None:
         assert rows is None, "compact rows need an output to add to"
-        out = torch.empty(structure.num_rows, x.shape[1], dtype=kind)
+        out = empty((structure.num_rows, x.shape[1]), kind)
     _native.aggregate_sum(
         structure.indptr, structure.col, rows, x, weight, row_scale, col_scale, out, add, threads(work)
     )
@@ -111,8 +112,8 @@ def sum_rows(
 
 def max_rows(structure: Compressed, x: Tensor) -> tuple[Tensor, Tensor]:
     """(maximum [R, F], [R, F] int64 the edge it came from, −1 without edges)."""
-    out = torch.empty(structure.num_rows, x.shape[1], dtype=wide(x.dtype))
-    winner = torch.empty(out.shape, dtype=torch.int64)
+    out = empty((structure.num_rows, x.shape[1]), wide(x.dtype))
+    winner = empty(out.shape, torch.int64)
     _native.aggregate_max(
         structure.indptr,
         structure.col,
@@ -129,7 +130,7 @@ def max_rows(structure: Compressed, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def max_back(turned: Compressed, edge: Tensor, grad: Tensor, winner: Tensor) -> Tensor:
     """[C, F]: what each column of the structure gets of ``grad``; ``edge`` numbers the edges of the transpose."""
-    dx = torch.empty(turned.num_rows, grad.shape[1], dtype=grad.dtype)
+    dx = empty((turned.num_rows, grad.shape[1]), grad.dtype)
     _native.aggregate_max_back(
         turned.indptr, turned.col, None, edge, grad, winner, dx, False, threads(turned.num_edges * grad.shape[1])
     )
@@ -138,7 +139,7 @@ def max_back(turned: Compressed, edge: Tensor, grad: Tensor, winner: Tensor) -> 
 
 def edge_dot(structure: Compressed, a: Tensor, b: Tensor, *, row_scale: Tensor | None = None) -> Tensor:
     """[E]: ``row_scale[i] <a[i], b[col[e]]>`` for every edge e of row i."""
-    out = torch.empty(structure.num_edges, dtype=wide(a.dtype))
+    out = empty((structure.num_edges,), wide(a.dtype))
     _native.edge_dot(
         structure.indptr,
         structure.col,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.csr import Compressed
 from gnnfleet.ops.native import _native, threads
 
@@ -147,8 +148,8 @@ def destination_gradient(form: Form, state: State, grad: Tensor, dst: Tensor) ->
     """
     additive = form.score == "add"
     heads = form.heads
-    packed = torch.empty((grad.shape[0], (3 if additive else 2) * heads), dtype=grad.dtype)
-    d_dst = None if state.pos is None else torch.empty((grad.shape[0], heads), dtype=grad.dtype)
+    packed = empty((grad.shape[0], (3 if additive else 2) * heads), grad.dtype)
+    d_dst = None if state.pos is None else empty((grad.shape[0], heads), grad.dtype)
     words = {"heads": heads, "channels": form.channels, "slope": float(form.slope), "threads": _workers(grad.numel())}
     rows = {"grad": grad, "out": state.num, "lse": state.max, "pos": state.pos, "mass": state.mass}
     own = dst.detach().contiguous() if additive else None
@@ -168,7 +169,7 @@ def by_source(
     add = into is not None
     if into is None:
         assert piece.rows is None
-        into = torch.empty(inputs.value.shape, dtype=inputs.dtype), torch.empty(inputs.src.shape, dtype=inputs.dtype)
+        into = empty(inputs.value.shape, inputs.dtype), empty(inputs.src.shape, inputs.dtype)
     words = {**_named(form, inputs, piece), "grad": _rows(grad), "side": _rows(side)}
     _native.attend_by_source(**words, d_value=into[0], d_src=into[1], add=add)
     return into
@@ -202,10 +203,10 @@ def by_target(
     if into is None:
         assert piece.rows is None
         edge, vector = (
-            torch.empty(tensor.shape, dtype=inputs.dtype) if want and tensor is not None else None
+            empty(tensor.shape, inputs.dtype) if want and tensor is not None else None
             for tensor, want in zip((inputs.edge, inputs.vector), wanted, strict=True)
         )
-        into = TargetGradient(torch.empty(inputs.dst.shape, dtype=inputs.dtype), edge, vector)
+        into = TargetGradient(empty(inputs.dst.shape, inputs.dtype), edge, vector)
     words = {**_named(form, inputs, piece), "grad": _rows(grad), "side": _rows(side)}
     vector_row = None if into.vector is None else into.vector.view(1, -1)
     _native.attend_by_target(**words, d_dst=into.dst, d_edge=into.edge, d_vector=vector_row, add=add)
@@ -224,10 +225,10 @@ def _workers(numbers: int) -> int:
 def _empty_state(form: Form, num_dst: int, dtype: torch.dtype, positive: bool) -> State:
     assert not positive or form.score == "add"
     wide, narrow = (num_dst, form.heads * form.channels), (num_dst, form.heads)
-    num, top, den = (torch.empty(shape, dtype=dtype) for shape in (wide, narrow, narrow))
+    num, top, den = (empty(shape, dtype) for shape in (wide, narrow, narrow))
     if not positive:
         return State(num, top, den)
-    return State(num, top, den, torch.empty(wide, dtype=dtype), torch.empty(narrow, dtype=dtype))
+    return State(num, top, den, empty(wide, dtype), empty(narrow, dtype))
 
 
 def _check(piece: Piece, other: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.draws import Draws, philox
 from gnnfleet.ops.native import _native, threads
 
@@ -38,7 +39,7 @@ class _Dropout(torch.autograd.Function):
 def _drop(x: Tensor, p: float, ids: Tensor, draws: Draws) -> Tensor:
     kind = x.dtype if x.dtype == torch.float64 else torch.float32
     rows = x.to(kind).flatten(1).contiguous()
-    out = torch.empty_like(rows)
+    out = empty(rows.shape, kind)
     key, place = draws.words
     _native.dropout_rows(rows, ids, key, place, threshold(p), 1 / (1 - p), out, threads(rows.numel()))
     return out.view(x.shape).to(x.dtype)

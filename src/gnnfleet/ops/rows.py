@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.native import _native, threads
 
 
@@ -17,7 +18,7 @@ def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Ten
     table = table.contiguous()
     if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= table.shape[0]):
         raise IndexError(f"rows must be in 0..{table.shape[0] - 1}")
-    out = torch.empty((rows.shape[0], *table.shape[1:]), dtype=dtype)
+    out = empty((rows.shape[0], *table.shape[1:]), dtype)
     if not out.numel():
         return out
     source, target = _raw(table), _raw(out)

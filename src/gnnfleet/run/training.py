@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gnnfleet.errors import RunError
 from gnnfleet.graph.graph import Graph
+from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.epochs import show_epochs
 from gnnfleet.report.memory import peak_rss, peak_tensors, rss
 from gnnfleet.report.metrics import MetricsFile, Sink, TensorBoard, check_tensorboard
@@ -191,7 +192,8 @@ def _peak(strategy: Strategy, epoch: int) -> int:
         part: {name: t.detach().clone() for name, t in tensors.items()}
         for part, tensors in strategy.state_dict().items()
     }
-    highest = peak_tensors(lambda: list(strategy.steps(epoch)))
+    with unpooled():
+        highest = peak_tensors(lambda: list(strategy.steps(epoch)))
     strategy.load_state_dict(before)
     return highest
 

@@ -9,6 +9,7 @@ from torch.nn import functional
 from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.conv.attention import Attention
 from gnnfleet.nn.linear import GlorotLinear, glorot_, widen
+from gnnfleet.ops.dense import fork
 
 
 class GATConv(Attention):
@@ -49,8 +50,10 @@ class GATConv(Attention):
 
     def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None) -> Tensor:
         """[N_src, in] → [N_dst, H·C], or [N_dst, C] when heads are averaged; edge_attr [E, edge_dim]."""
-        value = self.lin(x)
-        src, dst = self._scores(value)
+        with torch.autocast("cpu", enabled=False):
+            fold = self._spread() @ self.lin.weight
+        value, scores = fork(x, [self.lin.weight, fold])
+        src, dst = widen(scores).chunk(2, 1)
         out = view.attend(
             value,
             src=src,
@@ -63,12 +66,11 @@ class GATConv(Attention):
         )
         return self._finish(view, out, x)
 
-    def _scores(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """([n, H] <att_src_h, value_h>, the same with att_dst): one thin product that reads ``value`` once."""
-        one = torch.eye(self.heads, dtype=self.att_src.dtype)[:, None, :]  # head h reads its own channels only
-        spread = torch.cat([(vector[0][:, :, None] * one).flatten(0, 1) for vector in (self.att_src, self.att_dst)], 1)
-        src, dst = widen(value @ spread).chunk(2, 1)
-        return src, dst
+    def _spread(self) -> Tensor:
+        """[2H, H·C]: att_src, then att_dst, each head on its own channels. Scores are this times the values, and so
+        this times ``lin.weight`` times x: thin products of x, whose gradients never touch the values."""
+        one = torch.eye(self.heads, dtype=self.att_src.dtype)[:, :, None]
+        return torch.cat([(one * vector[0][None]).flatten(1) for vector in (self.att_src, self.att_dst)])
 
     def _edge_term(self, attr: Tensor | None) -> Tensor | None:
         """[E, H] <att_edge, lin_edge(attr)>, without the product of size E × H·C in between."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.conv.attention import Attention
-from gnnfleet.nn.linear import GlorotLinear, glorot_, widen
+from gnnfleet.nn.linear import GlorotLinear, apply_linear, glorot_, widen
 
 
 class GATv2Conv(Attention):
@@ -47,9 +47,13 @@ class GATv2Conv(Attention):
 
     def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None) -> Tensor:
         """[N_src, in] → [N_dst, H·C], or [N_dst, C] when heads are averaged; edge_attr [E, edge_dim]."""
-        left = self.lin_l(x)
+        left = apply_linear(self.lin_l, x)
         src = widen(left)
-        dst = first_rows(src, view.num_dst) if self.share_weights else widen(self.lin_r(first_rows(x, view.num_dst)))
+        dst = (
+            first_rows(src, view.num_dst)
+            if self.share_weights
+            else widen(apply_linear(self.lin_r, x, rows=view.num_dst))
+        )
         attr = self._edge_rows(edge_attr, src.dtype)
         out = view.attend(
             left,

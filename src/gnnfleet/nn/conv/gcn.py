@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.linear import GlorotLinear, transform_first
 from gnnfleet.ops.aggregate import wide
+from gnnfleet.ops.dense import mix
 
 
 def inverse_root_degree(view: GraphView, weight: Tensor | None, *, loop: float, dtype: torch.dtype) -> Tensor:
@@ -66,15 +66,22 @@ class GCNConv(torch.nn.Module):
         return self._aggregate(view, x, weight, fresh=False)
 
     def forward(
-        self, view: GraphView, x: Tensor, *, weight: Tensor | None = None, aggregated: Tensor | None = None
+        self,
+        view: GraphView,
+        x: Tensor,
+        *,
+        weight: Tensor | None = None,
+        aggregated: Tensor | None = None,
+        relu: bool = False,
     ) -> Tensor:
-        """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x."""
+        """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x, ``relu`` ends it."""
         if aggregated is None and transform_first(view, self.in_channels, self.out_channels):
-            out = self._aggregate(view, self.lin(x), weight, fresh=True)
-            return out if self.bias is None else out.add_(self.bias)
+            out = self._aggregate(view, mix([(x, self.lin.weight)]), weight, fresh=True)
+            out = out if self.bias is None else out.add_(self.bias)
+            return torch.relu_(out) if relu else out
         if aggregated is None:
             aggregated = self._aggregate(view, x, weight, fresh=False)
-        return functional.linear(aggregated, self.lin.weight, self.bias)
+        return mix([(aggregated, self.lin.weight)], self.bias, relu=relu)
 
     def _aggregate(self, view: GraphView, x: Tensor, weight: Tensor | None, *, fresh: bool) -> Tensor:
         """``fresh``: x belongs to this layer and may be scaled in place."""

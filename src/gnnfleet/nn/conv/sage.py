@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.view import GraphView, first_rows
-from gnnfleet.nn.linear import add_linear, transform_first
+from gnnfleet.graph.view import GraphView
+from gnnfleet.nn.linear import apply_linear, transform_first
+from gnnfleet.ops.dense import fork, mix
 
 AGGRS = ("mean", "max", "sum", "add")
 
@@ -50,17 +51,30 @@ class SAGEConv(torch.nn.Module):
         """[N_dst, in] what the layer needs of its neighbours, where that does not depend on its parameters."""
         return None if self.project else view.aggregate(x, reduce=self.aggr)
 
-    def forward(self, view: GraphView, x: Tensor, *, aggregated: Tensor | None = None) -> Tensor:
-        """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x."""
-        own = first_rows(x, view.num_dst)
+    def forward(self, view: GraphView, x: Tensor, *, aggregated: Tensor | None = None, relu: bool = False) -> Tensor:
+        """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x, ``relu`` ends it."""
         linear = self.aggr != "max" and not self.project
         if aggregated is None and linear and transform_first(view, self.in_channels, self.out_channels):
-            out = view.aggregate(functional.linear(x, self.lin_l.weight), reduce=self.aggr)
-            out = out if self.lin_l.bias is None else out.add_(self.lin_l.bias)
-        else:
-            if aggregated is None:
-                near = torch.relu_(self.lin(x)) if self.project else x
-                aggregated = view.aggregate(near, reduce=self.aggr)
-            out = self.lin_l(aggregated)
-        out = add_linear(out, own, self.lin_r.weight) if self.root_weight else out
-        return functional.normalize(out, dim=-1) if self.normalize else out
+            out = self._narrow(view, x)
+            out = functional.normalize(out, dim=-1) if self.normalize else out
+            return torch.relu_(out) if relu else out
+        if aggregated is None:
+            near = apply_linear(self.lin, x, relu=True) if self.project else x
+            aggregated = view.aggregate(near, reduce=self.aggr)
+        terms = [(aggregated, self.lin_l.weight)]
+        if self.root_weight:
+            terms.append((x, self.lin_r.weight))
+        out = mix(terms, self.lin_l.bias, rows=view.num_dst, relu=relu and not self.normalize)
+        if not self.normalize:
+            return out
+        out = functional.normalize(out, dim=-1)
+        return torch.relu_(out) if relu else out
+
+    def _narrow(self, view: GraphView, x: Tensor) -> Tensor:
+        """Product first, then the aggregate of its narrower rows."""
+        weights = [self.lin_l.weight, self.lin_r.weight] if self.root_weight else [self.lin_l.weight]
+        near, *own = fork(x, weights, rows=[x.shape[0], view.num_dst][: len(weights)])
+        out = view.aggregate(near, reduce=self.aggr)
+        for rows in own:
+            out = out.add_(rows)
+        return out if self.lin_l.bias is None else out.add_(self.lin_l.bias)

@@ -1,0 +1,39 @@
+// Binding of the pool: a buffer comes out as an array whose owner gives it back when the last tensor on it is gone.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include "pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+struct Lease {
+  void* block;
+  size_t bytes;
+};
+
+using Bytes = nb::ndarray<nb::pytorch, uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+Bytes pool_take(size_t bytes) {
+  Lease* lease = new Lease{gnnfleet::pool_take(bytes), bytes};
+  nb::capsule owner(lease, [](void* raw) noexcept {
+    const Lease* given = static_cast<Lease*>(raw);
+    gnnfleet::pool_give(given->block, given->bytes);
+    delete given;
+  });
+  const size_t shape[1] = {bytes};
+  return Bytes(lease->block, 1, shape, owner);
+}
+
+}  // namespace
+
+void bind_pool(nb::module_& m) {
+  m.def("pool_take", pool_take, "bytes"_a, "A buffer of the pool as a tensor of bytes.");
+  m.def("pool_release", [] { gnnfleet::pool_release(); }, "Give the memory that waits for its next use back to the system.");
+  m.def("pool_state", [] {
+    const gnnfleet::PoolState s = gnnfleet::pool_state();
+    return nb::make_tuple(s.used, s.highest, s.kept);
+  }, "Bytes (in use, in use at most so far, kept).");
+}

@@ -1,0 +1,209 @@
+"""Dense products of rows, in chunks that stay in the cache: products, bias and ReLU of a chunk before the next one.
+
+``mix`` sums products of several tensors, ``fork`` makes several products of one. Under autocast to bfloat16 results are
+stored in bfloat16; operands are rounded to it only where the CPU multiplies bfloat16 by itself, elsewhere chunks are
+widened and multiplied in float32, which is faster than emulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gnnfleet.ops.buffers import empty
+
+# Elements of a chunk of rows.
+_CHUNK = 1 << 20
+
+
+def mix(
+    terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, *, relu: bool = False, rows: int | None = None
+) -> Tensor:
+    """``Σ x Wᵀ + bias`` over terms (x [n, in], W [out, in]), then ReLU if asked; of the first ``rows`` rows."""
+    (first, weight), *_ = terms
+    count = first.shape[0] if rows is None else rows
+    if first.device.type != "cpu":
+        return _plain_mix(terms, bias, relu=relu, rows=count)
+    rule = _Rule(_kind(first, weight), relu=relu, rows=(count,))
+    out: Tensor = _Mix.apply(rule, bias, *(x for x, _ in terms), *(w for _, w in terms))  # type: ignore[no-untyped-call]
+    return out
+
+
+def fork(x: Tensor, weights: Sequence[Tensor], *, rows: Sequence[int] | None = None) -> tuple[Tensor, ...]:
+    """``x Wᵀ`` for every W [out, in], each of the first rows of x that ``rows`` says."""
+    counts = [x.shape[0]] * len(weights) if rows is None else list(rows)
+    if x.device.type != "cpu":
+        return tuple(functional.linear(x[:count], weight) for weight, count in zip(weights, counts, strict=True))
+    rule = _Rule(_kind(x, weights[0]), rows=tuple(counts))
+    outs: tuple[Tensor, ...] = _Fork.apply(rule, x, *weights)  # type: ignore[no-untyped-call]
+    return outs
+
+
+def _kind(x: Tensor, weight: Tensor) -> torch.dtype:
+    return torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.promote_types(x.dtype, weight.dtype)
+
+
+def _plain_mix(terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, *, relu: bool, rows: int) -> Tensor:
+    total = functional.linear(terms[0][0][:rows], terms[0][1], bias)
+    for x, weight in terms[1:]:
+        total = total + functional.linear(x[:rows], weight)
+    return torch.relu(total) if relu else total
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """``kind`` is the dtype of results; ``rows`` how many of x each result has."""
+
+    kind: torch.dtype
+    rows: tuple[int, ...]
+    relu: bool = False
+
+    @property
+    def work(self) -> torch.dtype:
+        """The dtype of products."""
+        return self.kind if self.kind != torch.bfloat16 or has_bf16() else torch.float32
+
+    @property
+    def sums(self) -> torch.dtype:
+        """The dtype of gradients of weights while they are summed over chunks."""
+        return torch.promote_types(self.work, torch.float32)
+
+
+def _chunks(rows: int, width: int) -> Iterator[slice]:
+    step = max(64, _CHUNK // max(width, 1))
+    return (slice(low, min(low + step, rows)) for low in range(0, rows, step))
+
+
+class _Mix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: _Rule, bias: Tensor | None, *pairs: Tensor) -> Tensor:
+        xs, weights = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+        turned = [weight.to(rule.work).t() for weight in weights]
+        offset = None if bias is None else bias.to(rule.work)
+        out = empty((rule.rows[0], weights[0].shape[0]), rule.kind)
+        for chunk in _chunks(*out.shape):
+            part = out[chunk] if rule.kind == rule.work else torch.empty(out[chunk].shape, dtype=rule.work)
+            for number, (x, weight) in enumerate(zip(xs, turned, strict=True)):
+                _multiply(part, x[chunk].to(rule.work), weight, add=number > 0, bias=offset)
+            if rule.relu:
+                part.relu_()
+            if rule.kind != rule.work:
+                out[chunk] = part
+        ctx.rule, ctx.bias = rule, None if bias is None else bias.dtype
+        ctx.save_for_backward(*pairs, *([out] if rule.relu else []))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        rule: _Rule = ctx.rule
+        saved = list(ctx.saved_tensors)
+        out = saved.pop() if rule.relu else None
+        xs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        _, wants_bias, *wants = ctx.needs_input_grad
+        dbias = torch.zeros(grad.shape[1], dtype=rule.sums) if wants_bias else None
+        dxs = [empty(x.shape, x.dtype) if want else None for x, want in zip(xs, wants, strict=False)]
+        dweights = _zeros(weights, wants[len(xs) :], rule)
+        works = [weight.to(rule.work) for weight in weights]
+        for chunk in _chunks(*grad.shape):
+            part = grad[chunk] if out is None else torch.ops.aten.threshold_backward(grad[chunk], out[chunk], 0)
+            part = part.to(rule.work)
+            if dbias is not None:
+                dbias += part.sum(0, dtype=rule.sums)
+            for x, work, dx, dweight in zip(xs, works, dxs, dweights, strict=True):
+                if dweight is not None:
+                    _add_product(dweight, part.t(), x[chunk].to(rule.work))
+                if dx is not None:
+                    _multiply(dx[chunk], part, work)
+        for dx in dxs:
+            if dx is not None:
+                dx[rule.rows[0] :].zero_()
+        return None, None if dbias is None else dbias.to(ctx.bias), *dxs, *_as(dweights, weights)
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: _Rule, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        turned = [weight.to(rule.work).t() for weight in weights]
+        outs = [empty((rows, weight.shape[0]), rule.kind) for rows, weight in zip(rule.rows, weights, strict=True)]
+        for chunk in _chunks(*x.shape):
+            part = x[chunk].to(rule.work)
+            for out, weight in zip(outs, turned, strict=True):
+                here = out[chunk]  # shorter than the chunk, or empty, where x has more rows
+                _multiply(here, part[: len(here)], weight)
+        ctx.rule = rule
+        ctx.save_for_backward(x, *weights)
+        return tuple(outs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        rule: _Rule = ctx.rule
+        x, *weights = ctx.saved_tensors
+        _, wants_x, *wants = ctx.needs_input_grad
+        dx = empty(x.shape, x.dtype) if wants_x else None
+        dweights = _zeros(weights, wants, rule)
+        works = [weight.to(rule.work) for weight in weights]
+        for chunk in _chunks(*x.shape):
+            near = x[chunk].to(rule.work)
+            total = None if dx is None else dx[chunk] if dx.dtype == rule.work else near.new_empty(near.shape)
+            parts = [grad[chunk].to(rule.work) for grad in grads]
+            done = 0  # rows of ``total`` that have a value
+            for part, work, dweight in zip(parts, works, dweights, strict=True):
+                if dweight is not None:
+                    _add_product(dweight, part.t(), near[: len(part)])
+                if total is not None:
+                    if done:
+                        total[done : len(part)].zero_()
+                    _multiply(total[: len(part)], part, work, add=done > 0)
+                    done = max(done, len(part))
+            if total is not None and dx is not None:
+                total[done:].zero_()
+                if dx.dtype != rule.work:
+                    dx[chunk] = total
+        return None, dx, *_as(dweights, weights)
+
+
+def _zeros(weights: Sequence[Tensor], wants: Sequence[bool], rule: _Rule) -> list[Tensor | None]:
+    return [torch.zeros(w.shape, dtype=rule.sums) if want else None for w, want in zip(weights, wants, strict=True)]
+
+
+def _as(sums: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
+    return [None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, like, strict=True)]
+
+
+def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, bias: Tensor | None = None) -> None:
+    """``out = a b + bias``, or ``out += a b``."""
+    if out.dtype != a.dtype:
+        out.copy_(a @ b)
+    elif add:
+        out.addmm_(a, b)
+    elif bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:  # products in bfloat16 are summed in float32 inside a chunk, and over chunks here
+        total += a @ b
+
+
+@cache
+def has_bf16() -> bool:
+    """Whether the CPU multiplies bfloat16 by itself; elsewhere torch emulates it, slower than float32."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+    flags = f" {text} ".replace("\n", " ")
+    return any(f" {flag} " in flags for flag in ("amx_bf16", "avx512_bf16", "bf16"))
