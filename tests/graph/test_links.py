@@ -20,6 +20,7 @@ from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.negatives import NegativeDraws
 from gnnfleet.graph.split import Shares
 from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.ops import draws
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 
 RULE = Shares(0.8, 0.1, 0.1)
@@ -102,18 +103,25 @@ def test_data_sets_with_links(shared_data: Path) -> None:
 @given(st.integers(0, 2**40), st.integers(1, 5))
 @settings(max_examples=20, deadline=None)
 def test_draws_at_ids_are_the_draws(first: int, columns: int) -> None:
-    draws = Draws(7, Purpose.NEGATIVE, layer=1)
+    family = Draws(7, Purpose.NEGATIVE, layer=1)
     ids = first + torch.tensor([3, 0, 2])
-    assert torch.equal(draws.uniforms_at(ids, columns)[:, 0], draws.uniforms(4, first=first)[[3, 0, 2]])
+    assert torch.equal(family.uniforms_at(ids, columns)[:, 0], family.uniforms(4, first=first)[[3, 0, 2]])
+
+
+def test_draws_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, family = torch.arange(50) * 7, Draws(7, Purpose.NEGATIVE)
+    whole = family.uniforms_at(ids, 3)
+    monkeypatch.setattr(draws, "_AT_ONCE", 16)
+    assert torch.equal(family.uniforms_at(ids, 3), whole)
 
 
 @pytest.mark.parametrize("ends", ["dst", "src", "either", "pair"])
 def test_negatives_go_by_the_positive(ends: str) -> None:
     data = link_data(split_links(random_graph(undirected=True), RULE, seed=0))
-    draws, links, key = NegativeDraws.of(data.graph), data.splits["train"], DrawKey(1, 2, 3)
-    made = draws.corrupt(links, key, count=3, ends=ends)  # type: ignore[arg-type]
+    source, links, key = NegativeDraws.of(data.graph), data.splits["train"], DrawKey(1, 2, 3)
+    made = source.corrupt(links, key, count=3, ends=ends)  # type: ignore[arg-type]
     some = torch.tensor([17, 3, 40])
-    again = draws.corrupt(links.take(some), key, count=3, ends=ends)  # type: ignore[arg-type]
+    again = source.corrupt(links.take(some), key, count=3, ends=ends)  # type: ignore[arg-type]
     rows = (some[:, None] * 3 + torch.arange(3)).flatten()
     assert torch.equal(made.src[rows], again.src) and torch.equal(made.dst[rows], again.dst)
     kept_src = made.src == links.src.repeat_interleave(3)
@@ -136,9 +144,9 @@ def test_negatives_are_of_the_right_type() -> None:
     index = torch.stack([torch.randint(0, 5, (200,), generator=made), torch.randint(0, 1000, (200,), generator=made)])
     graph = Graph.of(nodes, {kind: make_edges(index, num_src=5, num_dst=1000)})
     links = link_data(split_links(graph, RULE, seed=0)).splits["train"]
-    draws = NegativeDraws.of(graph, avoid=False).corrupt(links, DrawKey(), count=8, ends="pair")
-    assert int(draws.src.max()) == 4 and 900 < int(draws.dst.max()) < 1000
-    assert abs(float(draws.dst.double().mean()) - 499.5) < 40
+    made_links = NegativeDraws.of(graph, avoid=False).corrupt(links, DrawKey(), count=8, ends="pair")
+    assert int(made_links.src.max()) == 4 and 900 < int(made_links.dst.max()) < 1000
+    assert abs(float(made_links.dst.double().mean()) - 499.5) < 40
 
 
 @pytest.mark.parametrize("inverse", [True, False])
@@ -173,9 +181,9 @@ def test_contains() -> None:
 def test_negatives_of_an_evaluation_are_not_held_out_links() -> None:
     data = link_data(split_links(random_graph(nodes=12, edges=60, undirected=True), RULE, seed=0))
     held = Links.join([data.splits["val"], data.splits["test"]])
-    draws = NegativeDraws.of(data.graph, avoid=False)
-    plain = draws.corrupt(held, DrawKey(), count=50, ends="dst")
-    aware = draws.knowing(held).corrupt(held, DrawKey(), count=50, ends="dst")
+    source = NegativeDraws.of(data.graph, avoid=False)
+    plain = source.corrupt(held, DrawKey(), count=50, ends="dst")
+    aware = source.knowing(held).corrupt(held, DrawKey(), count=50, ends="dst")
     true = {frozenset(pair) for pair in zip(held.src.tolist(), held.dst.tolist(), strict=True)}
 
     def wrong(links: Links) -> int:

@@ -49,7 +49,8 @@ class LinkTask:
     decoder: Decoder
     seed: int = 0
     wanted: str = "auto"  # the metric: mrr, hits@K, or auto
-    memo: dict[str, tuple[int, Tensor]] = field(default_factory=dict, repr=False)
+    # Of the present epoch only: its targets by (seed, epoch); a view and what is left of it without them.
+    held: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
     hidden: list[tuple[int, LocalView, LocalView]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -89,12 +90,12 @@ class LinkTask:
         share = held_share(self.config.exclude)
         if not share:
             return self.items("train")
-        known = self.memo.get("trained")
-        if known is None or known[0] != epoch:
+        if (seed, epoch) not in self.held:
             draws = DrawKey(seed, epoch).draws(Purpose.HOLD_OUT)
             chosen = draws.uniforms_at(self.data.splits["train"].numbers)[:, 0] < share
-            known = self.memo["trained"] = epoch, chosen.nonzero()[:, 0]
-        return known[1]
+            self.held.clear()
+            self.held[seed, epoch] = chosen.nonzero()[:, 0]
+        return self.held[seed, epoch]
 
     def batch(self, items: Tensor, key: DrawKey) -> LinkBatch:
         links = self.data.splits["train"].take(items)
