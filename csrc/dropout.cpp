@@ -48,10 +48,16 @@ void dropout(const DropoutArgs& a) {
   for (int64_t i = 0; i < a.n; ++i) {
     uint32_t words[4 * kLanes];
     for (int64_t f = 0; f < a.width; f += 4 * kLanes) {
-      draw(static_cast<uint64_t>(a.ids[i]), static_cast<uint32_t>(f / 4), a, words);
       const int64_t count = std::min<int64_t>(4 * kLanes, a.width - f);
       const T* from = x + i * a.width + f;
       T* to = out + i * a.width + f;
+      bool any = false;  // wide bags of words are mostly zeros, which need no draws
+      for (int64_t c = 0; c < count; ++c) any |= from[c] != T(0);
+      if (!any) {
+        for (int64_t c = 0; c < count; ++c) to[c] = T(0);
+        continue;
+      }
+      draw(static_cast<uint64_t>(a.ids[i]), static_cast<uint32_t>(f / 4), a, words);
       for (int64_t c = 0; c < count; ++c) to[c] = words[c] >= a.threshold ? from[c] * scale : T(0);
     }
   }

@@ -54,6 +54,16 @@ def test_fork(dtype: torch.dtype, rows: tuple[int, int]) -> None:
     assert_same(found, (x[: rows[0]] @ v.t(), x[: rows[1]] @ w.t()), inputs)
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
+def test_shift(relu: bool, fresh: bool) -> None:
+    x, bias = inputs = leaves((200, 9), (9,), dtype=torch.float64)
+    found = dense.shift(x * 2, bias, relu=relu, fresh=fresh)
+    wanted = x * 2 + bias
+    assert_same((found,), (torch.relu(wanted) if relu else wanted,), inputs)
+    assert dense.shift(x, None) is x
+
+
 @pytest.mark.parametrize("hardware", [False, True])
 def test_bfloat16_rounds_results(hardware: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "has_bf16", lambda: hardware)

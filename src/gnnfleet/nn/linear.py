@@ -1,4 +1,4 @@
-"""Dense pieces layers share: initialisation as PyG's, products added in place, the order of product and aggregation."""
+"""Dense pieces layers share: initialisation as PyG's, linear maps, the order of product and aggregation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gnnfleet.graph.view import GraphView
 from gnnfleet.ops.dense import mix
@@ -35,13 +34,6 @@ def apply_linear(lin: torch.nn.Module, x: Tensor, *, rows: int | None = None, re
 def widen(t: Tensor) -> Tensor:
     """float32 for the bfloat16 rows that products give under autocast; what scores and sums are made of."""
     return t.float() if t.dtype == torch.bfloat16 else t
-
-
-def add_linear(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """``out + x weightᵀ``, into ``out`` where that is allowed: it must be fresh, and not needed for backward."""
-    if torch.is_autocast_enabled("cpu") or out.dtype != x.dtype:  # in-place products are not cast
-        return out + functional.linear(x, weight)
-    return out.addmm_(x, weight.t())
 
 
 def transform_first(view: GraphView, wide: int, narrow: int) -> bool:

@@ -29,7 +29,7 @@ Rows = Tensor | dict[str, Tensor]
 # Several dropouts of one layer have places of their own, so that their masks differ; node types come after.
 _AFTER, _BEFORE, _LAST, _PLACES = 0, 1, 2, 4
 # Convolutions that can end with the ReLU themselves.
-_WITH_RELU = ("sage", "gcn")
+_WITH_RELU = ("sage", "gcn", "gat", "gatv2")
 
 
 class GNN(torch.nn.Module):

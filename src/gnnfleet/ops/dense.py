@@ -46,6 +46,16 @@ def fork(x: Tensor, weights: Sequence[Tensor], *, rows: Sequence[int] | None = N
     return outs
 
 
+def shift(x: Tensor, bias: Tensor | None, *, relu: bool = False, fresh: bool = False) -> Tensor:
+    """``x + bias``, then ReLU if asked; into x itself where it is ``fresh``: not needed by anyone else."""
+    if bias is None:
+        return x if not relu else torch.relu_(x) if fresh else torch.relu(x)
+    if x.device.type != "cpu" or x.dtype != bias.dtype:
+        return torch.relu(x + bias) if relu else x + bias
+    out: Tensor = _Shift.apply(x, bias, relu, fresh)  # type: ignore[no-untyped-call]
+    return out
+
+
 def _kind(x: Tensor, weight: Tensor) -> torch.dtype:
     return torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.promote_types(x.dtype, weight.dtype)
 
@@ -169,6 +179,32 @@ class _Fork(torch.autograd.Function):
                 if dx.dtype != rule.work:
                     dx[chunk] = total
         return None, dx, *_as(dweights, weights)
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, relu: bool, fresh: bool) -> Tensor:
+        out = x if fresh else empty(x.shape, x.dtype)
+        if fresh:
+            ctx.mark_dirty(x)
+        for chunk in _chunks(*x.shape):
+            torch.add(x[chunk], bias, out=out[chunk])
+            if relu:
+                out[chunk].relu_()
+        ctx.save_for_backward(*([out] if relu else []))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if not ctx.saved_tensors:
+            return grad, grad.sum(0), None, None
+        (out,) = ctx.saved_tensors
+        dx, dbias = empty(grad.shape, grad.dtype), torch.zeros(grad.shape[1], dtype=grad.dtype)
+        for chunk in _chunks(*grad.shape):
+            dx[chunk] = torch.ops.aten.threshold_backward(grad[chunk], out[chunk], 0)
+            dbias += dx[chunk].sum(0)
+        return dx, dbias, None, None
 
 
 def _zeros(weights: Sequence[Tensor], wants: Sequence[bool], rule: _Rule) -> list[Tensor | None]:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.view import GraphView, first_rows
-from gnnfleet.nn.linear import GlorotLinear, add_linear
+from gnnfleet.graph.view import GraphView
+from gnnfleet.nn.linear import GlorotLinear
+from gnnfleet.ops.dense import mix, shift
 
 
 class Attention(torch.nn.Module):
@@ -47,13 +48,12 @@ class Attention(torch.nn.Module):
             raise ConfigError(f"edge features must have {self.edge_dim} columns, found {attr.shape[1]}")
         return attr.to(dtype)
 
-    def _finish(self, view: GraphView, out: Tensor, x: Tensor) -> Tensor:
+    def _finish(self, view: GraphView, out: Tensor, x: Tensor, *, relu: bool) -> Tensor:
         """``out`` is what attend gave, [N_dst, H·C]; it is kept for backward and must not be written to."""
+        fresh = not self.concat
         if not self.concat:
             out = out.view(out.shape[0], self.heads, self.out_channels).mean(1)
-        if self.bias is not None:
-            out = out + self.bias
-        if self.res is None:
-            return out
-        fresh = self.bias is not None or not self.concat
-        return add_linear(out if fresh else out.clone(), first_rows(x, view.num_dst), self.res.weight)
+        if self.res is not None:
+            near = mix([(x, self.res.weight)], rows=view.num_dst)
+            out, fresh = (out + near if near.dtype != out.dtype else near.add_(out)), True
+        return shift(out, self.bias, relu=relu, fresh=fresh)

@@ -48,7 +48,7 @@ class GATConv(Attention):
             if vector is not None:
                 glorot_(vector)
 
-    def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None) -> Tensor:
+    def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None, relu: bool = False) -> Tensor:
         """[N_src, in] → [N_dst, H·C], or [N_dst, C] when heads are averaged; edge_attr [E, edge_dim]."""
         with torch.autocast("cpu", enabled=False):
             fold = self._spread() @ self.lin.weight
@@ -64,7 +64,7 @@ class GATConv(Attention):
             dropout=self.dropout if self.training else 0.0,
             loops=self.add_self_loops,
         )
-        return self._finish(view, out, x)
+        return self._finish(view, out, x, relu=relu)
 
     def _spread(self) -> Tensor:
         """[2H, H·C]: att_src, then att_dst, each head on its own channels. Scores are this times the values, and so

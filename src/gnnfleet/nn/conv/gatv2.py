@@ -45,7 +45,7 @@ class GATv2Conv(Attention):
         super().reset_parameters()
         glorot_(self.att)
 
-    def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None) -> Tensor:
+    def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None, relu: bool = False) -> Tensor:
         """[N_src, in] → [N_dst, H·C], or [N_dst, C] when heads are averaged; edge_attr [E, edge_dim]."""
         left = apply_linear(self.lin_l, x)
         src = widen(left)
@@ -67,4 +67,4 @@ class GATv2Conv(Attention):
             dropout=self.dropout if self.training else 0.0,
             loops=self.add_self_loops,
         )
-        return self._finish(view, out, x)
+        return self._finish(view, out, x, relu=relu)

@@ -12,7 +12,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.linear import GlorotLinear, transform_first
 from gnnfleet.ops.aggregate import wide
-from gnnfleet.ops.dense import mix
+from gnnfleet.ops.dense import mix, shift
 
 
 def inverse_root_degree(view: GraphView, weight: Tensor | None, *, loop: float, dtype: torch.dtype) -> Tensor:
@@ -77,8 +77,7 @@ class GCNConv(torch.nn.Module):
         """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x, ``relu`` ends it."""
         if aggregated is None and transform_first(view, self.in_channels, self.out_channels):
             out = self._aggregate(view, mix([(x, self.lin.weight)]), weight, fresh=True)
-            out = out if self.bias is None else out.add_(self.bias)
-            return torch.relu_(out) if relu else out
+            return shift(out, self.bias, relu=relu, fresh=True)
         if aggregated is None:
             aggregated = self._aggregate(view, x, weight, fresh=False)
         return mix([(aggregated, self.lin.weight)], self.bias, relu=relu)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.view import GraphView
 from gnnfleet.nn.linear import apply_linear, transform_first
-from gnnfleet.ops.dense import fork, mix
+from gnnfleet.ops.dense import fork, mix, shift
 
 AGGRS = ("mean", "max", "sum", "add")
 
@@ -55,9 +55,8 @@ class SAGEConv(torch.nn.Module):
         """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x, ``relu`` ends it."""
         linear = self.aggr != "max" and not self.project
         if aggregated is None and linear and transform_first(view, self.in_channels, self.out_channels):
-            out = self._narrow(view, x)
-            out = functional.normalize(out, dim=-1) if self.normalize else out
-            return torch.relu_(out) if relu else out
+            out = self._narrow(view, x, relu=relu and not self.normalize)
+            return self._normalized(out, relu=relu)
         if aggregated is None:
             near = apply_linear(self.lin, x, relu=True) if self.project else x
             aggregated = view.aggregate(near, reduce=self.aggr)
@@ -65,16 +64,19 @@ class SAGEConv(torch.nn.Module):
         if self.root_weight:
             terms.append((x, self.lin_r.weight))
         out = mix(terms, self.lin_l.bias, rows=view.num_dst, relu=relu and not self.normalize)
+        return self._normalized(out, relu=relu)
+
+    def _normalized(self, out: Tensor, *, relu: bool) -> Tensor:
         if not self.normalize:
             return out
         out = functional.normalize(out, dim=-1)
         return torch.relu_(out) if relu else out
 
-    def _narrow(self, view: GraphView, x: Tensor) -> Tensor:
+    def _narrow(self, view: GraphView, x: Tensor, *, relu: bool) -> Tensor:
         """Product first, then the aggregate of its narrower rows."""
         weights = [self.lin_l.weight, self.lin_r.weight] if self.root_weight else [self.lin_l.weight]
         near, *own = fork(x, weights, rows=[x.shape[0], view.num_dst][: len(weights)])
         out = view.aggregate(near, reduce=self.aggr)
         for rows in own:
             out = out.add_(rows)
-        return out if self.lin_l.bias is None else out.add_(self.lin_l.bias)
+        return shift(out, self.lin_l.bias, relu=relu, fresh=True)

@@ -1,0 +1,75 @@
+"""One training epoch of each system on the same graph: ours, torch_geometric's, DGL's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Epoch = Callable[[int], float]
+"""Runs one epoch and gives its loss."""
+
+HIDDEN = {"sage": 256, "gat": 128}
+
+
+def load(data: Path) -> Any:
+    """The graph of the .npy files in ``data``; a generated one of the same size where there are none."""
+    import numpy as np
+    import torch
+
+    from gnnfleet.graph.datasets import make_dataset
+    from gnnfleet.graph.graph import Graph
+
+    if not (data / "edge_index.npy").exists():
+        return make_dataset("communities", nodes=200_000, edges=5_000_000, features=100, classes=47)
+    x, y = (torch.from_numpy(np.load(data / f"{name}.npy")) for name in ("x", "y"))
+    train = torch.zeros(len(x), dtype=torch.bool)
+    train[torch.from_numpy(np.load(data / "train_idx.npy"))] = True
+    return Graph(torch.from_numpy(np.load(data / "edge_index.npy")), x=x, y=y, split={"train": train, "test": ~train})
+
+
+def make_local(graph: Any, model: str, precision: str, **settings: Any) -> Any:
+    """The local strategy on a graph; three layers, no dropout."""
+    from gnnfleet.run.build import build
+    from gnnfleet.run.config import resolve
+
+    words = {
+        "model": {"name": model, "hidden": HIDDEN[model], "layers": 3, "heads": 4, "dropout": 0.0, **settings},
+        "train": {"weight_decay": 0.0},
+        "strategy": {"name": "local", "order": "cluster"},
+        "precision": precision,
+    }
+    return build(graph, resolve(words)).strategy
+
+
+def ours(graph: Any, model: str, precision: str) -> Epoch:
+    strategy = make_local(graph, model, precision)
+    return lambda epoch: float(next(iter(list(strategy.steps(epoch)))).loss)
+
+
+def peer(graph: Any, model: str, *, csr: bool) -> Epoch:
+    """torch_geometric, on edge_index or on a sparse CSR matrix."""
+    import torch
+    import torch_geometric.nn.models as pyg
+
+    torch.manual_seed(0)
+    nodes, edges = graph.only_nodes, graph.only_edges
+    x, y, rows = nodes.x, nodes.y, nodes.mask("train")
+    if model == "sage":
+        network: Any = pyg.GraphSAGE(x.shape[1], HIDDEN[model], 3, nodes.num_classes)
+    else:
+        network = pyg.GAT(x.shape[1], HIDDEN[model], 3, nodes.num_classes, heads=4)
+    index = edges.edge_index()
+    if csr:
+        ones = torch.ones(edges.count)
+        index = torch.sparse_csr_tensor(edges.indptr, edges.src.long(), ones, size=(nodes.count, nodes.count))
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
+
+    def epoch(_: int) -> float:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(network(x, index)[rows], y[rows])
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return epoch

@@ -1,0 +1,123 @@
+"""How near the kernels are to what memory gives, and where an epoch goes. Cells of ``full_batch.py``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from epochs import HIDDEN, make_local
+
+
+def best(work: Callable[[], object], times: int = 5) -> float:
+    """Seconds of the fastest of a few runs, after one to warm up."""
+    work()
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def roofline(graph: Any) -> dict[str, Any]:
+    """Copy, aggregation in the given and in cluster order, attention forward and backward: one process, interleaved."""
+    import torch
+
+    from gnnfleet.graph.local import LocalView
+    from gnnfleet.graph.order import cluster_order, ordered_view
+
+    table = torch.randn(64_000_000)
+    into = torch.empty_like(table)
+    views = {"given": LocalView.whole(graph), "clustered": ordered_view(graph, cluster_order(graph))}
+    found: dict[str, Any] = {"copy_gb_s": 0.0, "aggregate": {}, "attend": {}}
+    for _ in range(2):
+        found["copy_gb_s"] = max(found["copy_gb_s"], 2 * table.nbytes / best(lambda: into.copy_(table)) / 1e9)
+        for order, view in views.items():
+            for width in (128, 256):
+                _keep(found["aggregate"], f"{order}/{width}", _aggregate(graph, view, width))
+            _keep(found["attend"], f"{order}/forward", _attend(graph, view, backward=False))
+            _keep(found["attend"], f"{order}/backward", _attend(graph, view, backward=True))
+    return found
+
+
+def _keep(table: dict[str, Any], key: str, found: dict[str, float]) -> None:
+    if key not in table or found["ms"] < table[key]["ms"]:
+        table[key] = found
+
+
+def _aggregate(graph: Any, view: Any, width: int) -> dict[str, float]:
+    import torch
+
+    x = torch.randn(graph.num_nodes, width)
+    with torch.no_grad():
+        seconds = best(lambda: view.aggregate(x))
+    return {"ms": seconds * 1e3, "gathered_gb_s": graph.only_edges.count * width * 4 / seconds / 1e9}
+
+
+def _attend(graph: Any, view: Any, *, backward: bool) -> dict[str, float]:
+    import torch
+
+    value, src, dst = (torch.randn(graph.num_nodes, width, requires_grad=True) for width in (128, 4, 4))
+    if not backward:
+        with torch.no_grad():
+            seconds = best(lambda: view.attend(value, src=src, dst=dst))
+        return {"ms": seconds * 1e3}
+    out = view.attend(value, src=src, dst=dst)
+    grad = torch.randn_like(out)
+    return {"ms": 1e3 * best(lambda: torch.autograd.grad(out, (value, src, dst), grad, retain_graph=True), 3)}
+
+
+def where(graph: Any, model: str) -> dict[str, Any]:
+    """Shares of one epoch under torch's profiler: dense products, edges, optimizer, the rest of torch, Python."""
+    import torch
+
+    strategy = make_local(graph, model, "float32")
+    for epoch in range(3):
+        list(strategy.steps(epoch))
+    start = time.perf_counter()
+    list(strategy.steps(3))
+    plain = time.perf_counter() - start
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        list(strategy.steps(4))
+    parts = {"dense": 0.0, "edges": 0.0, "optimizer": 0.0, "elementwise": 0.0}
+    for event in profiler.key_averages():
+        parts[_part(event.key)] += event.self_cpu_time_total / 1e6
+    total = sum(parts.values())
+    rate = _dense_rate()
+    return {
+        "seconds": plain,
+        "profiled_seconds": total,
+        "parts": parts,
+        "dense_gflop": _dense_gflop(graph, model),
+        "dense_gflop_s": rate,
+    }
+
+
+def _part(name: str) -> str:
+    if name.startswith(("_Sum", "_Max", "_Attend", "_Additive", "_Edge")):
+        return "edges"
+    if name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"):
+        return "dense"
+    return "optimizer" if "Optimizer" in name or "optimizer" in name else "elementwise"
+
+
+def _dense_rate() -> float:
+    """GFLOP/s of the product an epoch is mostly made of."""
+    import torch
+
+    x, weight, out = torch.randn(200_000, 256), torch.randn(256, 256), torch.empty(200_000, 256)
+    return 2 * x.numel() * 256 / best(lambda: torch.mm(x, weight, out=out)) / 1e9
+
+
+def _dense_gflop(graph: Any, model: str) -> float:
+    """Products of an epoch: forward, gradients of weights and, but for the first layer, of inputs."""
+    rows, trained = graph.num_nodes, int(graph.only_nodes.mask("train").sum())
+    width, hidden = graph.only_nodes.x.shape[1], HIDDEN[model]
+    if model == "sage":  # two products a layer; the last one of the rows the loss reads
+        first, middle = 2 * rows * width * hidden, 2 * rows * hidden * hidden
+        last = 2 * trained * hidden * graph.only_nodes.num_classes
+    else:
+        first, middle = rows * width * hidden, rows * hidden * hidden
+        last = rows * hidden * 4 * graph.only_nodes.num_classes
+    return float(2 * (2 * first + 3 * middle + 3 * last) / 1e9)
