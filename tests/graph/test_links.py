@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.edge_keys import EdgeKeys, contains, without_links
-from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.block import full_block
+from gnnfleet.graph.edge_keys import EdgeKeys, HiddenEdges, contains
+from gnnfleet.graph.graph import EDGE, EdgeType, Graph, make_edges, make_nodes
 from gnnfleet.graph.ingest.clean import clean_edges, with_inverse
 from gnnfleet.graph.ingest.npz import read_npz
 from gnnfleet.graph.links import Links, has_held_out, link_data, split_links
@@ -155,7 +156,7 @@ def test_hidden_edges_are_gone_with_their_reverse(inverse: bool) -> None:
     graph = with_inverse(graph) if inverse else graph
     links = link_data(graph).splits["train"].take(torch.tensor([5, 9, 30]))
     keys, view = EdgeKeys.of(graph), LocalView.whole(graph)
-    cut = without_links(view, links, keys)
+    cut = HiddenEdges.of(keys, links).drop(view)
     gone = {(int(a), int(b)) for a, b in zip(links.src, links.dst, strict=True)}
     lost = torch.zeros(60)
     for number, (kind, edges) in enumerate(graph.edges.items()):
@@ -190,3 +191,17 @@ def test_negatives_of_an_evaluation_are_not_held_out_links() -> None:
         return sum(frozenset(pair) in true for pair in zip(links.src.tolist(), links.dst.tolist(), strict=True))
 
     assert wrong(plain) > 10 > 2 >= wrong(aware)
+
+
+def test_hidden_edges_are_gone_from_blocks_too() -> None:
+    graph = random_graph(undirected=True)
+    links = link_data(graph).splits["train"].take(torch.arange(0, 100, 7))
+    hidden = HiddenEdges.of(EdgeKeys.of(graph), links)
+    whole = hidden.drop(LocalView.whole(graph)).relations[EDGE].edge_ids
+    block = full_block(LocalView.whole(graph), {"node": (10, 25)}).view
+    before, after = (view.relations[EDGE] for view in (block, hidden.drop(block)))
+    kept = before.edge_ids[torch.isin(before.edge_ids, whole)]
+    assert torch.equal(after.edge_ids, kept) and 0 < len(kept) < len(before.edge_ids)
+    ids = block.nodes["node"].node_ids
+    ends = torch.stack([ids[after.structure.col.long()], ids[after.structure.row.long()]])
+    assert torch.equal(ends, graph.only_edges.edge_index()[:, after.edge_ids])

@@ -67,31 +67,48 @@ def contains(keys: Tensor, wanted: Tensor) -> Tensor:
     return keys[place] == wanted
 
 
-def without_links(view: LocalView, links: Links, keys: EdgeKeys) -> LocalView:
-    """The view (whole graph or block) without the edges that are, or are the reverse of, one of ``links``."""
-    gone = torch.unique(torch.cat([keys.links(links), keys.reverses(links)]))
-    number = {kind: i for i, kind in enumerate(keys.edge_types)}
-    sieve = torch.zeros(_SIEVE, dtype=torch.bool)
-    sieve[_slot(gone)] = True
-    relations = {}
-    lost = {name: torch.zeros(len(rows.node_ids)) for name, rows in view.nodes.items()}
-    for kind, relation in view.relations.items():
-        low = number[kind] * keys.width**2
-        span = torch.searchsorted(gone, torch.tensor([low, low + keys.width**2]))
-        if span[0] == span[1]:
-            relations[kind] = relation
-            continue
-        cut = relation.structure
-        src, dst = view.nodes[kind.src].node_ids[cut.col.long()], view.nodes[kind.dst].node_ids[cut.row.long()]
-        own = keys.keys(number[kind], src, dst)
-        maybe = sieve[_slot(own)].nonzero()[:, 0]
-        keep = torch.ones(len(own), dtype=torch.bool)
-        keep[maybe[contains(gone, own[maybe])]] = False
-        relations[kind] = keep_edges(relation, keep)
-        hidden = ~keep & ((src != dst) if kind.src == kind.dst else True)
-        lost[kind.dst] += torch.bincount(cut.row[hidden], minlength=len(lost[kind.dst]))
-    nodes = {name: replace(rows, degree=_Fewer(rows.degree, lost[name])) for name, rows in view.nodes.items()}
-    return replace(view, nodes=nodes, relations=relations)
+@dataclass(frozen=True, eq=False)
+class HiddenEdges:
+    """Edges that a view shall not have: some links and their reverses. Made once, used on many views or blocks."""
+
+    keys: EdgeKeys
+    gone: Tensor  # ascending keys
+    sieve: Tensor  # bool
+
+    @classmethod
+    def of(cls, keys: EdgeKeys, links: Links) -> HiddenEdges:
+        gone: Tensor = torch.unique(torch.cat([keys.links(links), keys.reverses(links)]))
+        sieve = torch.zeros(_SIEVE, dtype=torch.bool)
+        sieve[_slot(gone)] = True
+        return cls(keys, gone, sieve)
+
+    def drop(self, view: LocalView) -> LocalView:
+        """The view (whole graph or block) without them, also in its degrees."""
+        relations = {}
+        lost = {name: torch.zeros(len(rows.node_ids)) for name, rows in view.nodes.items()}
+        for number, kind in enumerate(self.keys.edge_types):
+            if kind not in view.relations:
+                continue
+            relation = relations[kind] = view.relations[kind]
+            low = number * self.keys.width**2
+            span = torch.searchsorted(self.gone, torch.tensor([low, low + self.keys.width**2]))
+            if span[0] == span[1]:
+                continue
+            cut = relation.structure
+            src, dst = view.nodes[kind.src].node_ids[cut.col.long()], view.nodes[kind.dst].node_ids[cut.row.long()]
+            hidden = self._among(self.keys.keys(number, src, dst))
+            relations[kind] = keep_edges(relation, ~hidden)
+            if kind.src == kind.dst:  # degrees do not count self-loops
+                hidden &= src != dst
+            lost[kind.dst] += torch.bincount(cut.row[hidden], minlength=len(lost[kind.dst]))
+        nodes = {name: replace(rows, degree=_Fewer(rows.degree, lost[name])) for name, rows in view.nodes.items()}
+        return replace(view, nodes=nodes, relations=relations)
+
+    def _among(self, keys: Tensor) -> Tensor:
+        maybe = self.sieve[_slot(keys)].nonzero()[:, 0]
+        found = torch.zeros(len(keys), dtype=torch.bool)
+        found[maybe[contains(self.gone, keys[maybe])]] = True
+        return found
 
 
 class _Fewer:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.edge_keys import EdgeKeys, without_links
+from gnnfleet.graph.edge_keys import EdgeKeys, HiddenEdges
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.links import HELD_OUT, LinkData, Links
 from gnnfleet.graph.local import LocalView
@@ -40,6 +40,16 @@ class LinkBatch(Batch):
     shared: Tensor | None
 
 
+@dataclass(eq=False)
+class _Held:
+    """What ``disjoint`` holds out in one epoch; the last view asked about and what is left of it."""
+
+    items: Tensor
+    edges: HiddenEdges
+    view: LocalView | None = None
+    cut: LocalView | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class LinkTask:
     """Edges of some types; ``decoder`` belongs to the model that is trained."""
@@ -49,9 +59,7 @@ class LinkTask:
     decoder: Decoder
     seed: int = 0
     wanted: str = "auto"  # the metric: mrr, hits@K, or auto
-    # Of the present epoch only: its targets by (seed, epoch); a view and what is left of it without them.
-    held: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
-    hidden: list[tuple[int, LocalView, LocalView]] = field(default_factory=list, repr=False)
+    held: dict[tuple[int, int], _Held] = field(default_factory=dict, repr=False)  # of the present (seed, epoch)
 
     def __post_init__(self) -> None:
         if self.wanted not in ("auto", "mrr") and not re.fullmatch(r"hits@[1-9]\d*", self.wanted):
@@ -87,14 +95,16 @@ class LinkTask:
         return None
 
     def trained(self, seed: int, epoch: int) -> Tensor:
-        share = held_share(self.config.exclude)
-        if not share:
-            return self.items("train")
+        return self._held(seed, epoch).items if held_share(self.config.exclude) else self.items("train")
+
+    def _held(self, seed: int, epoch: int) -> _Held:
         if (seed, epoch) not in self.held:
             draws = DrawKey(seed, epoch).draws(Purpose.HOLD_OUT)
-            chosen = draws.uniforms_at(self.data.splits["train"].numbers)[:, 0] < share
+            links = self.data.splits["train"]
+            chosen = draws.uniforms_at(links.numbers)[:, 0] < held_share(self.config.exclude)
+            items = chosen.nonzero()[:, 0]
             self.held.clear()
-            self.held[seed, epoch] = chosen.nonzero()[:, 0]
+            self.held[seed, epoch] = _Held(items, HiddenEdges.of(self._keys, links.take(items)))
         return self.held[seed, epoch]
 
     def batch(self, items: Tensor, key: DrawKey) -> LinkBatch:
@@ -111,14 +121,12 @@ class LinkTask:
         if self.config.exclude == "none":
             return view
         if self.config.exclude == "batch":
-            return without_links(view, batch.links, self._keys)
-        for epoch, whole, cut in self.hidden:  # the same edges in all steps of an epoch
-            if epoch == batch.key.epoch and whole is view:
-                return cut
-        held = self.data.splits["train"].take(self.trained(batch.key.seed, batch.key.epoch))
-        cut = without_links(view, held, self._keys)
-        self.hidden[:] = [(batch.key.epoch, view, cut)]
-        return cut
+            return HiddenEdges.of(self._keys, batch.links).drop(view)
+        held = self._held(batch.key.seed, batch.key.epoch)
+        if held.view is not view:
+            held.view, held.cut = view, held.edges.drop(view)
+        assert held.cut is not None
+        return held.cut
 
     def loss(self, take: Take, batch: Batch) -> Tensor:
         assert isinstance(batch, LinkBatch)
