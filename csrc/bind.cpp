@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -23,6 +24,7 @@ void bind_stream(nb::module_& m);  // bind_stream.cpp
 }
 void bind_attend(nb::module_& m);  // bind_attend.cpp
 void bind_pool(nb::module_& m);    // bind_pool.cpp
+void bind_sample(nb::module_& m);  // bind_sample.cpp
 
 namespace {
 
@@ -55,6 +57,43 @@ void counting_sort(In<Index> keys, Out<int64_t> offsets, Out<int64_t> order, int
     wrong = gnnfleet::counting_sort(keys.data(), size(keys), size(offsets) - 1, offsets.data(), order.data(), threads);
   }
   if (wrong >= 0) throw std::out_of_range("counting_sort: key out of range at position " + std::to_string(wrong));
+}
+
+template <typename Index>
+void transpose(In<int64_t> indptr, In<Index> col, Out<int64_t> offsets, Out<Index> row, Out<int64_t> order) {
+  require(size(row) == size(col) && size(order) == size(col), "transpose: lengths differ");
+  require(size(indptr) >= 1 && size(offsets) >= 1, "transpose: offsets have one entry more than there are rows");
+  require(indptr.data()[size(indptr) - 1] == size(col), "transpose: indptr must end at the number of edges");
+  int64_t wrong;
+  {
+    nb::gil_scoped_release free;
+    wrong = gnnfleet::transpose(indptr.data(), col.data(), size(indptr) - 1, size(offsets) - 1, offsets.data(), row.data(), order.data());
+  }
+  if (wrong >= 0) throw std::out_of_range("transpose: column out of range at position " + std::to_string(wrong));
+}
+
+template <typename Index>
+void count_looped(In<int64_t> indptr, In<Index> col, Out<int64_t> looped, int threads) {
+  require(size(looped) == size(indptr) && indptr.data()[size(indptr) - 1] == size(col), "count_looped: lengths differ");
+  nb::gil_scoped_release free;
+  gnnfleet::count_looped(indptr.data(), col.data(), size(indptr) - 1, looped.data(), threads);
+}
+
+template <typename Index>
+void fill_looped(In<int64_t> indptr, In<Index> col, In<int64_t> looped, Out<Index> out, Out<int64_t> edge, int threads) {
+  require(size(looped) == size(indptr) && size(out) == size(edge), "fill_looped: lengths differ");
+  require(looped.data()[size(looped) - 1] == size(out), "fill_looped: room for every edge");
+  nb::gil_scoped_release free;
+  gnnfleet::fill_looped(indptr.data(), col.data(), size(indptr) - 1, looped.data(), out.data(), edge.data(), threads);
+}
+
+template <typename Index>
+void bind_rows(nb::module_& m) {
+  m.def("count_looped", count_looped<Index>, "indptr"_a.noconvert(), "col"_a.noconvert(), "looped"_a.noconvert(), "threads"_a);
+  m.def("fill_looped", fill_looped<Index>, "indptr"_a.noconvert(), "col"_a.noconvert(), "looped"_a.noconvert(), "out"_a.noconvert(),
+        "edge"_a.noconvert(), "threads"_a);
+  m.def("transpose", transpose<Index>, "indptr"_a.noconvert(), "col"_a.noconvert(), "offsets"_a.noconvert(), "row"_a.noconvert(),
+        "order"_a.noconvert());
 }
 
 void check_ends(int64_t wrong, const char* verb) {
@@ -98,6 +137,8 @@ void take_distinct(In<int64_t> indptr, In<int32_t> sorted, In<int64_t> distinct,
 }
 
 void bind_csr(nb::module_& m) {
+  bind_rows<int32_t>(m);
+  bind_rows<int64_t>(m);
   m.def("sort_edges", sort_edges, "src"_a.noconvert(), "dst"_a.noconvert(), "num_src"_a, "indptr"_a.noconvert(),
         "order"_a.noconvert(), "sorted"_a.noconvert(), "threads"_a);
   m.def("sort_rows", sort_rows, "src"_a.noconvert(), "dst"_a.noconvert(), "num_src"_a, "indptr"_a.noconvert(),
@@ -204,8 +245,16 @@ void bind_generate(nb::module_& m) {
 // ---- gather ---------------------------------------------------------------------------------------------------------
 
 template <typename Index>
+void check_rows(const In<Index>& rows, int64_t count) {
+  uint64_t highest = 0;  // negative numbers are the highest of all
+  for (int64_t i = 0; i < size(rows); ++i) highest = std::max(highest, static_cast<uint64_t>(static_cast<int64_t>(rows.data()[i])));
+  if (size(rows) && highest >= static_cast<uint64_t>(count)) throw std::out_of_range("rows must be in 0.." + std::to_string(count - 1));
+}
+
+template <typename Index>
 void gather_rows(InRows<uint8_t> table, In<Index> rows, OutRows<uint8_t> out, int threads) {
   require(out.shape(0) == rows.shape(0) && out.shape(1) == table.shape(1), "gather_rows: out must be [rows, bytes]");
+  check_rows(rows, size(table));
   nb::gil_scoped_release free;
   gnnfleet::kernels().gather_rows(table.data(), rows.data(), sizeof(Index) == 8, size(rows),
                                   static_cast<int64_t>(table.shape(1)), out.data(), threads);
@@ -214,6 +263,7 @@ void gather_rows(InRows<uint8_t> table, In<Index> rows, OutRows<uint8_t> out, in
 template <typename Index>
 void gather_floats(InRows<uint16_t> table, In<Index> rows, OutRows<float> out, bool bfloat, int threads) {
   require(out.shape(0) == rows.shape(0) && out.shape(1) == table.shape(1), "gather_floats: out must be [rows, width]");
+  check_rows(rows, size(table));
   nb::gil_scoped_release free;
   const auto kernel = bfloat ? gnnfleet::kernels().gather_bfloat : gnnfleet::kernels().gather_half;
   kernel(table.data(), rows.data(), sizeof(Index) == 8, size(rows), static_cast<int64_t>(table.shape(1)), out.data(), threads);
@@ -399,6 +449,7 @@ NB_MODULE(_native, m) {
   bind_aggregate(m);
   bind_attend(m);
   bind_pool(m);
+  bind_sample(m);
   bind_partition<int32_t>(m);
   bind_partition<int64_t>(m);
   gnnfleet::bind_stream(m);

@@ -29,14 +29,18 @@ if TYPE_CHECKING:
     from gnnfleet.graph.ingest.ogb import read_ogb as read_ogb
     from gnnfleet.graph.ingest.pyg import from_pyg as from_pyg
     from gnnfleet.graph.ingest.pyg import to_pyg as to_pyg
+    from gnnfleet.graph.loader import NeighborLoader as NeighborLoader
     from gnnfleet.graph.store import open_store as open
     from gnnfleet.graph.store import save_store as save
+    from gnnfleet.graph.view import GraphView as GraphView
     from gnnfleet.run.api import train as train
 
 # Public name → where it lives, for all that is not an error.
 _HOMES = {
     "EdgeType": "gnnfleet.graph.graph.EdgeType",
     "Graph": "gnnfleet.graph.graph.Graph",
+    "GraphView": "gnnfleet.graph.view.GraphView",
+    "NeighborLoader": "gnnfleet.graph.loader.NeighborLoader",
     "from_networkx": "gnnfleet.graph.ingest.networkx.from_networkx",
     "from_pyg": "gnnfleet.graph.ingest.pyg.from_pyg",
     "open": "gnnfleet.graph.store.open_store",
@@ -52,8 +56,10 @@ __all__ = [
     "EdgeType",
     "GnnfleetError",
     "Graph",
+    "GraphView",
     "InputError",
     "NativeError",
+    "NeighborLoader",
     "PartitionError",
     "RunError",
     "StoreError",

@@ -1,7 +1,7 @@
 """What can go wrong because of the user, the data or the machine.
 
     GnnfleetError
-    ├── ConfigError       a word or value on the command line, in a config or in an argument
+    ├── ConfigError       a word or value on the command line, in a config or in an argument; a fault in a model file
     ├── InputError        a row, column or file of the data being imported
     ├── StoreError        a graph on disk: missing, incomplete, altered, of another version
     ├── PartitionError    an assignment or a partition on disk

@@ -37,6 +37,24 @@ def test_cross_entropy_is_a_sum_over_labelled_rows() -> None:
     assert torch.equal(head.labelled(y), known)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
+def test_smoothed_labels_are_torchs(smoothing: float) -> None:
+    logits, y = torch.randn(20, 4, dtype=torch.float64, requires_grad=True), torch.randint(-1, 4, (20,))
+    loss = NodeHead(4, smoothing=smoothing).loss(logits, y)
+    known = y >= 0
+    peer = torch.nn.CrossEntropyLoss(label_smoothing=smoothing, reduction="sum")(logits[known], y[known])
+    spread = torch.nn.functional.one_hot(y[known], 4) * (1 - smoothing) + smoothing / 4
+    by_hand = -(spread * logits[known].log_softmax(1)).sum()
+    torch.testing.assert_close(loss, peer)
+    torch.testing.assert_close(loss, by_hand)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], torch.autograd.grad(by_hand, logits)[0])
+
+
+def test_smoothing_is_for_one_label_per_node() -> None:
+    with pytest.raises(ConfigError, match="label smoothing is for one label per node"):
+        NodeHead(4, multilabel=True, name="micro_f1", smoothing=0.1)
+
+
 def test_several_labels() -> None:
     head = NodeHead(5, multilabel=True, name="micro_f1")
     logits, y = torch.randn(30, 5), torch.randint(0, 2, (30, 5)).to(torch.int8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -9,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 def start(*words: str | Path, **options: Any) -> subprocess.Popen[str]:
@@ -49,3 +52,27 @@ def fails(*words: str | Path, code: int) -> str:
     message = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(message) == 1, done.stderr
     return message[0]
+
+
+def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which spares the seconds a new one takes to load torch."""
+    from gnnfleet.run import cli
+
+    out, err, before = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
+    code: Any = None
+    typed = mock.patch.object(sys, "argv", ["gnnfleet", *map(str, words)])
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), typed:
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code
+    signal.signal(signal.SIGTERM, before)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def call_json(*words: str | Path) -> dict[str, Any]:
+    """As ``run_json``, in this process."""
+    done = call(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

@@ -62,12 +62,29 @@ def test_later_words_win_and_another_strategy_forgets() -> None:
         ({"precision": "half"}, "precision='half'"),
         ({"seed": -1}, "seed=-1"),
         ({"train": 3}, "train=3"),
+        ({"train": {"label_smoothing": 1.0}}, "train.label_smoothing=1.0: input should be less than 1"),
+        ({"memory": "4 gigs"}, "memory reads as 4GiB, 500MB or a number of bytes, found '4 gigs'"),
+        ({"memory": 0}, "found 0"),
+        ({"memory": True}, "found True"),
+        ({"memory": [4]}, "found [4]"),
+        ({"partition": "minkut"}, "no partitioner 'minkut': did you mean mincut?"),
+        ({"partition": "zzz"}, "choose one of random, range, mincut, super, stream"),
+        ({"partition": "mincut"}, "strategy local uses no parts: leave out --partition mincut"),
+        ({"model": {"name": "mine.py"}}, "a model of your own reads file.py:factory, found 'mine.py'"),
+        ({"model": {"name": "mine.py:"}}, "a model of your own reads file.py:factory"),
+        ({"model": {"name": "gcn", "settings": {"a": 1}}}, "model.settings are for models of your own"),
     ],
 )
 def test_wrong_words_are_named(words: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(words)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_name_is_short_for_a_table() -> None:
+    assert resolve({"model": "gcn"}).model.name == "gcn"
+    assert overlay({"model": {"name": "gcn", "hidden": 8}}, {"model": "gat"})["model"] == {"name": "gat", "hidden": 8}
+    assert overlay({"model": "gcn"}, {"model": {"hidden": 8}})["model"] == {"name": "gcn", "hidden": 8}
 
 
 def test_a_word_cannot_be_a_group() -> None:
@@ -86,8 +103,27 @@ def test_toml(tmp_path: Path) -> None:
         read_toml(tmp_path / "none.toml")
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("4GiB", 4 << 30), ("4gib", 4 << 30), ("1.5 MiB", 3 << 19), ("2KB", 2000), ("3 MB", 3 * 10**6), ("1GB", 10**9),
+     ("1KiB", 1024), ("1TiB", 1 << 40), ("77", 77), (77, 77), ("9B", 9), (" 8 GiB ", 8 << 30)],
+)  # fmt: skip
+def test_memory_has_units(text: str | int, count: int) -> None:
+    config = resolve({"memory": text})
+    assert config.memory == count and resolve(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "-1GiB", "4XB", "4G", "1e9", "nan", "inf", "0.1B", "0GiB", "4GiB2"])
+def test_what_is_no_memory_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="memory reads as 4GiB"):
+        resolve({"memory": text})
+
+
 def test_a_run_continues_as_it_began() -> None:
     old = resolve({})
-    check_continues(old, resolve({"train": {"epochs": 500, "patience": 3}}))
+    check_continues(old, resolve({"train": {"epochs": 500, "patience": 3}, "memory": "1GiB"}))
+    own = {"name": "mine.py:make", "settings": {"a": 1}}
+    with pytest.raises(ConfigError, match=r"started with model.settings.a=1, found None"):
+        check_continues(resolve({"model": own}), resolve({"model": {**own, "settings": {}}}))
     with pytest.raises(ConfigError, match=r"started with train.lr=0.01, found 0.5"):
         check_continues(old, resolve({"train": {"lr": 0.5}}))

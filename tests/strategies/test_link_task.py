@@ -221,7 +221,7 @@ def test_many_relations_in_one_sum(aggr: str) -> None:
     conv = RGCNConv(5, 4, 12, num_bases=3, aggr=aggr, relations=tuple(graph.edges)).double()
     x = torch.randn(40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     out = conv(view, x)
-    wanted = conv._relate(view, {"node": x}, only=None)["node"]
+    wanted = conv._relate(view, {"node": x}, only=None, near=None)["node"]
     torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-12)
     push = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     leaves = [x, *conv.parameters()]
@@ -259,3 +259,22 @@ def test_several_node_types() -> None:
 def test_wrong_words(graph: Graph, words: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         made(graph, **words)
+
+
+@pytest.mark.parametrize("exclude", ["none", "batch", "disjoint:0.4"])
+@pytest.mark.parametrize("mode", ["either", "shared"])
+def test_sampling_all_neighbours_equals_the_whole_graph(graph: Graph, exclude: str, mode: str) -> None:
+    link = {"exclude": exclude, "negatives": 3, "negative_mode": mode}
+    whole, _ = made(graph, link=link, strategy={"batch": 50}, model={"name": "sage", "dropout": 0.3})
+    blocks, _ = made(
+        graph, link=link, strategy={"batch": 50, "fanouts": [-1, -1]}, model={"name": "sage", "dropout": 0.3}
+    )
+    for one, two in zip(whole.strategy.steps(1), blocks.strategy.steps(1), strict=True):
+        assert one.loss == pytest.approx(two.loss, rel=1e-9) and one.count == two.count
+    for mine, theirs in zip(whole.strategy.model.parameters(), blocks.strategy.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
+
+
+def test_kept_aggregates_would_show_hidden_edges(graph: Graph) -> None:
+    with pytest.raises(ConfigError, match="would show hidden edges"):
+        made(graph, link={"exclude": "disjoint:0.4"}, strategy={"cache_inputs": True})

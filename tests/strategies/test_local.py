@@ -112,7 +112,7 @@ CHUNKS += [(MODELS[1], 1_000, "store")]
 def test_chunks_change_rounding_only(graph: Graph, model: dict[str, Any], limit: int, order: str) -> None:
     whole = made(graph, words(model, strategy={"order": order}))
     list(whole.steps(0))
-    chunked = made(graph, words(model, strategy={"order": order, "eval_bytes": limit}))
+    chunked = made(graph, words(model, strategy={"order": order}, memory=limit))
     chunked.load_state_dict({"model": whole.state_dict()["model"]})
     expected, found = whole.predict(embeddings=True), chunked.predict(embeddings=True)
     assert expected.embeddings is not None and found.embeddings is not None
@@ -126,8 +126,8 @@ def test_several_node_types(hetero: Graph) -> None:
     whole = made(hetero, tree)
     first = [record.loss for epoch in range(5) for record in whole.steps(epoch)]
     assert first[-1] < first[0]
-    for strategy in ({"order": "cluster"}, {"order": "store", "eval_bytes": 30_000}):
-        other = made(hetero, {**tree, "strategy": strategy})
+    for change in ({"strategy": {"order": "cluster"}}, {"strategy": {"order": "store"}, "memory": 30_000}):
+        other = made(hetero, {**tree, **change})
         other.load_state_dict({"model": whole.state_dict()["model"]})
         torch.testing.assert_close(other.predict().logits, whole.predict().logits, rtol=1e-9, atol=1e-11)
 

@@ -134,6 +134,7 @@ def keep_edges(relation: Relation, keep: Tensor) -> Relation:
         relation.edge_ids[keep],
         None if relation.weight is None else relation.weight[keep],
         None if relation.attr is None else relation.attr[keep],
+        relation.share,
     )
 
 

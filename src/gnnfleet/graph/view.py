@@ -2,7 +2,8 @@
 
 In every view the first ``num_dst`` rows of x are the destinations. ``LocalView`` serves one process: the whole graph,
 an induced subgraph, a sampled block. With ``loops`` a verb works on the edges plus one from every destination to
-itself, in place of any the store has; those are never stored.
+itself, in place of any the store has; those are never stored. On a sampled block, sums over neighbours are scaled up
+to all of them, so that a layer gives on average what it gives with every neighbour.
 N_src source rows, N_dst destination rows, E edges, F features, H heads.
 """
 
@@ -104,7 +105,10 @@ class GraphView(Protocol):
         """Dropout by key on the rows of a node type; ``place`` tells several in one layer apart."""
 
     def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
-        """Rows of x by store id, wherever they live; differentiable."""
+        """[n, …] rows of x by store id, wherever they live; ids [n] in any order, repeated or not. Differentiable.
+
+        x has a row for every source, or for every destination. Raises InputError for a node that has none.
+        """
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
         """The sum of t over everything that holds part of the nodes; differentiable."""

@@ -1,8 +1,10 @@
 """Layers, models and heads. A layer takes a view of the graph and rows: ``conv(view, x)``; it never knows a rank.
 
 ``gf.nn.SAGE(hidden=256, layers=3)`` and its like describe a model; ``build_model`` makes it for a graph.
+``Model`` is what all models are, yours too.
 """
 
+from gnnfleet.nn.base import Model
 from gnnfleet.nn.config import GAT, GCN, GCN2, GIN, RGCN, SAGE, GATv2, ModelConfig, ResPlus
 from gnnfleet.nn.conv import (
     GATConv,
@@ -40,6 +42,7 @@ __all__ = [
     "GENConv",
     "GINConv",
     "LayerNorm",
+    "Model",
     "ModelConfig",
     "NodeEmbedding",
     "NodeHead",

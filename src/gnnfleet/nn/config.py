@@ -4,6 +4,8 @@ Python (``gf.nn.SAGE(hidden=64)``)."""
 from __future__ import annotations
 
 import difflib
+import re
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -19,7 +21,7 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    name: str = Field("sage", description=f"one of {', '.join(MODELS)}")
+    name: str = Field("sage", description=f"one of {', '.join(MODELS)}, or file.py:factory")
     hidden: int = Field(256, ge=1, description="width of the hidden layers (of all heads together)")
     layers: int = Field(3, ge=1, le=255, description="rounds of message passing")
     dropout: float = Field(0.5, ge=0, lt=1, description="after each hidden layer; in gat and gatv2 also on attention")
@@ -40,12 +42,33 @@ class ModelConfig(BaseModel):
     theta: float = Field(0.5, gt=0, description="gcn2: how fast the weights fade with depth")
     shared_weights: bool = Field(True, description="gcn2: one weight matrix for both terms")
 
+    settings: dict[str, Any] = Field(default_factory=dict, description="file.py:factory: words of your own")
+
+    @property
+    def file(self) -> Path | None:
+        """The Python file of a model of the user's own."""
+        return Path(self.name.rpartition(":")[0]) if self.name not in MODELS else None
+
+    @property
+    def factory(self) -> str:
+        return self.name.rpartition(":")[2]
+
+    @property
+    def label(self) -> str:
+        """The name without the folders of a file."""
+        return self.name if self.file is None else f"{self.file.name}:{self.factory}"
+
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
+        if re.search(r"\.py(:|$)", name):
+            file, _, factory = name.rpartition(":")
+            if not file.endswith(".py") or not factory.isidentifier():
+                raise ConfigError(f"a model of your own reads file.py:factory, found {name!r}")
+            return f"{Path(file).expanduser().resolve()}:{factory}"  # a run may be opened from another folder
         if name not in MODELS:
             near = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(MODELS)}"
+            hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(MODELS)}, or file.py:factory"
             raise ConfigError(f"there is no model {name!r}: {hint}")
         return name
 
@@ -53,6 +76,8 @@ class ModelConfig(BaseModel):
     def _fits(self) -> Self:
         if self.name in ("gat", "gatv2") and self.layers > 1 and self.hidden % self.heads:
             raise ConfigError(f"hidden must be a multiple of heads, found {self.hidden} and {self.heads}")
+        if self.settings and self.file is None:
+            raise ConfigError(f"model.settings are for models of your own (file.py:factory); {self.name} reads none")
         return self
 
 

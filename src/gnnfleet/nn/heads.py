@@ -41,8 +41,11 @@ class NodeHead:
     num_classes: int
     multilabel: bool = False
     name: str = "accuracy"
+    smoothing: float = 0.0  # share of the target that is spread over all classes
 
     def __post_init__(self) -> None:
+        if self.smoothing and self.multilabel:
+            raise ConfigError("label smoothing is for one label per node: set train.label_smoothing=0")
         if self.name not in METRICS:
             raise ConfigError(f"there is no metric {self.name!r}: choose one of {', '.join(METRICS)}")
         if self.name == "roc_auc" and not self.multilabel and self.num_classes != 2:
@@ -62,7 +65,7 @@ class NodeHead:
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Sum over labelled rows; a row of several labels counts the mean over its known ones."""
         if not self.multilabel:
-            return functional.cross_entropy(logits, y, ignore_index=-1, reduction="sum")
+            return functional.cross_entropy(logits, y, ignore_index=-1, reduction="sum", label_smoothing=self.smoothing)
         known = (y >= 0).to(logits.dtype)
         each = functional.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), weight=known, reduction="none")
         return (each.sum(1) / known.sum(1).clamp(min=1)).sum()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gnnfleet.graph.block import Block, Spans, full_block, spans_of
 from gnnfleet.graph.local import LocalView
-from gnnfleet.nn.model import GNN, Features, Rows
+from gnnfleet.nn.base import Features, Model, Rows
 
 Table = dict[str, Tensor]
 
@@ -24,22 +24,20 @@ Table = dict[str, Tensor]
 _COPIES = 4
 
 
-def infer(model: GNN, view: LocalView, x: Features, *, limit: int) -> tuple[Rows, Features]:
-    """(output of the last layer, what that layer read), for every row of the view.
+def infer(model: Model, view: LocalView, x: Features, *, target: str, limit: int) -> tuple[Rows, Features]:
+    """(output of the last layer for ``target``, or by type where it gives several; what that layer read), for all rows.
 
     A carried tensor has a row for every destination, so a block needs only those of its own destinations.
     """
     view = view.at(training=False)
-    only = model.target or next(iter(view.nodes))
-    rows, carry = _by_type(x, only), _by_type(None, only)
+    rows, carry = _by_type(x, target), _by_type(None, target)
     last_input = rows
     with torch.no_grad():
         for index in range(model.num_layers):
             last_input = rows
-            rows, carry = _layer(model, view.at(layer=index), rows, carry, only=only, limit=limit)
-    if model.hetero and model.target is None:
-        return rows, last_input
-    return rows[only], last_input if model.hetero else last_input.get(only)
+            rows, carry = _layer(model, view.at(layer=index), rows, carry, only=target, limit=limit)
+    several = len(view.nodes) > 1
+    return rows if len(rows) > 1 else rows[target], last_input if several else last_input.get(target)
 
 
 def layer_bytes(view: LocalView, width: int, itemsize: int = 4) -> int:
@@ -48,15 +46,16 @@ def layer_bytes(view: LocalView, width: int, itemsize: int = 4) -> int:
     return _COPIES * rows * width * itemsize
 
 
-def _layer(model: GNN, view: LocalView, x: Table, carry: Table, *, only: str, limit: int) -> tuple[Table, Table]:
+def _layer(model: Model, view: LocalView, x: Table, carry: Table, *, only: str, limit: int) -> tuple[Table, Table]:
     out: Table = {}
     carried: Table = {}
-    width = max([model.config.hidden, *(rows.shape[1] for rows in x.values())])
+    width = max([model.width, *(rows.shape[1] for rows in x.values())])
+    hetero = len(view.nodes) > 1
     for spans, block in _blocks(view, width=width, limit=limit):
         near = {kind: rows[slice(*spans[kind])] for kind, rows in carry.items()}
         read = {kind: rows[block.rows[kind]] for kind, rows in x.items()}
         made, kept = model.layer(
-            view.layer, block.view, read if model.hetero else read.get(only), None if model.hetero else near.get(only)
+            view.layer, block.view, read if hetero else read.get(only), None if hetero else near.get(only)
         )
         for room, part in ((out, _by_type(made, only)), (carried, _by_type(kept, only))):
             for kind, rows in part.items():

@@ -12,19 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.view import GraphView, first_rows
+from gnnfleet.nn.base import Aggregate, Features, Model, Rows
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock, RGCNConv
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.nn.layers import activation, make_layers
-from gnnfleet.nn.link import Decoder
 from gnnfleet.nn.norm import make_norm
-
-Features = Tensor | Mapping[str, Tensor] | None
-Rows = Tensor | dict[str, Tensor]
 
 # Several dropouts of one layer have places of their own, so that their masks differ; node types come after.
 _AFTER, _BEFORE, _LAST, _PLACES = 0, 1, 2, 4
@@ -32,7 +30,7 @@ _AFTER, _BEFORE, _LAST, _PLACES = 0, 1, 2, 4
 _WITH_RELU = ("sage", "gcn", "gat", "gatv2")
 
 
-class GNN(torch.nn.Module):
+class GNN(Model):
     """A model for nodes.
 
     ``in_channels`` is the width of the features, by node type where there are several; 0 means that nodes have none and
@@ -51,9 +49,8 @@ class GNN(torch.nn.Module):
         target: str | None = None,
         edge_dim: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(act=activation(config.act), dropout=config.dropout)
         self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
-        self.num_layers = config.layers
         self.edge_types = tuple(edge_types or ())
         widths = {"": in_channels} if isinstance(in_channels, int) else dict(in_channels)
         self.hetero = len(widths) > 1
@@ -68,10 +65,8 @@ class GNN(torch.nn.Module):
                 self.projections[_key(kind)] = torch.nn.Linear(width, config.hidden)
         first = config.hidden if self.hetero else next(iter(widths.values()))
         kinds = tuple(widths) if self.hetero else ()
-        self.act = activation(config.act)
         self.convs, self.lins = make_layers(config, first, out_channels, edge_types=self.edge_types, edge_dim=edge_dim)
         self.norms = torch.nn.ModuleList(self._make_norm(index, kinds) for index in range(self.num_layers))
-        self.decoder: Decoder | None = None  # what reads the output rows in pairs, for links
 
     def _check(self, widths: Mapping[str, int], target: str | None) -> None:
         name = self.config.name
@@ -106,52 +101,42 @@ class GNN(torch.nn.Module):
         each = {_key(kind): make_norm(self.config.norm, hidden) or torch.nn.Identity() for kind in kinds}
         return torch.nn.ModuleDict(each)
 
+    @property
+    def num_layers(self) -> int:
+        return self.config.layers
+
+    @property
+    def width(self) -> int:
+        return self.config.hidden
+
     # -- running --
 
-    def forward(self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None) -> Any:
-        """Output rows of the destinations of the last view; one view serves all layers. See ``precompute``.
-
-        A tensor, or one for each node type where there are several and no ``target``.
-        """
-        return self._run(views, x, aggregated, upto=self.num_layers)
-
-    def embed(self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None) -> Rows:
-        """What the last layer sees: the output of the last hidden layer, by node type where there are several."""
+    def embed(
+        self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
+    ) -> Rows:
+        """What the last layer reads, by node type where there are several; of a single layer with learnable rows."""
         if self.num_layers == 1:
             return self._enter((views if isinstance(views, Sequence) else [views])[0].at(layer=0), x)
-        return self._run(views, x, aggregated, upto=self.num_layers - 1)
+        return super().embed(views, x, aggregated=aggregated)
 
-    def _run(
-        self, views: GraphView | Sequence[GraphView], x: Features, aggregated: Tensor | None, *, upto: int
-    ) -> Rows:
-        every = list(views) if isinstance(views, Sequence) else [views] * self.num_layers
-        if len(every) < upto:
-            raise ConfigError(f"the model has {self.num_layers} layers and needs a view for each, found {len(every)}")
-        carry: Tensor | None = None
-        rows: Any = x
-        for index in range(upto):
-            rows, carry = self.layer(index, every[index], rows, carry, aggregated=aggregated if index == 0 else None)
-        return rows  # type: ignore[no-any-return]
-
-    def layer(
+    def compute(
         self,
         index: int,
         view: GraphView,
         x: Features,
-        carry: Tensor | None = None,
+        carry: Tensor | None,
         *,
-        aggregated: Tensor | None = None,
+        aggregated: Aggregate | None = None,
     ) -> tuple[Rows, Tensor | None]:
         """One layer with everything around its conv: (rows of the view's destinations, carry cut to them).
 
         The last layer of a heterogeneous model gives the target's rows only. ``aggregated`` is for layer 0.
         """
-        view = view.at(layer=index)
         rows = self._enter(view, x) if index == 0 else x
         assert rows is not None
         if self.hetero:
             assert isinstance(rows, Mapping)
-            return self._hetero_layer(index, view, rows), None
+            return self._hetero_layer(index, view, rows, aggregated), None
         assert isinstance(rows, Tensor)
         if self.config.name == "res+":
             return self._block_layer(index, view, rows), None
@@ -165,7 +150,7 @@ class GNN(torch.nn.Module):
         return (self._drop(view, rows, _AFTER) if relu else self._after(index, view, rows)), None
 
     def _convolve(
-        self, index: int, view: GraphView, x: Tensor, aggregated: Tensor | None, *, relu: bool = False
+        self, index: int, view: GraphView, x: Tensor, aggregated: Aggregate | None, *, relu: bool = False
     ) -> Tensor:
         conv = self.convs[index]
         given: dict[str, Any] = {} if aggregated is None else {"aggregated": aggregated}
@@ -200,10 +185,13 @@ class GNN(torch.nn.Module):
         out: Tensor = self.lins[1](first.before(view, x, place=_LAST))
         return out
 
-    def _hetero_layer(self, index: int, view: GraphView, x: Mapping[str, Tensor]) -> Rows:
+    def _hetero_layer(self, index: int, view: GraphView, x: Mapping[str, Tensor], aggregated: Aggregate | None) -> Rows:
         conv, last = self.convs[index], index == self.num_layers - 1
         assert isinstance(conv, RGCNConv)
-        out = conv(view, x, only=self.target if last else None)
+        if aggregated is not None:
+            assert isinstance(aggregated, Mapping)
+            aggregated = {kind: self._project(kind.src, rows) for kind, rows in aggregated.items()}
+        out = conv(view, x, only=self.target if last else None, aggregated=aggregated)
         if last and self.target is None:
             return dict(out)
         if last:
@@ -257,25 +245,36 @@ class GNN(torch.nn.Module):
     def _weight(self, view: GraphView) -> Tensor | None:
         return view.weight if self.config.edge_weight else None
 
-    def precompute(self, view: GraphView, x: Features) -> Tensor | None:
+    def precompute(self, view: GraphView, x: Features) -> Aggregate | None:
         """The first layer's aggregate of the features, where it stays the same from step to step; else None.
 
-        That is so for gcn, sage (mean, max) and gin on features alone, without dropout on them. Give it back as
+        That is so for gcn, sage (mean, max), gin and rgcn on features alone, without dropout on them. Give it back as
         ``aggregated`` with the same view and features.
         """
-        if (
-            self.hetero
-            or self.embeddings
-            or self.config.input_dropout
-            or self.config.name not in ("gcn", "sage", "gin")
-        ):
+        name = self.config.name
+        if self.embeddings or self.config.input_dropout or name not in ("gcn", "sage", "gin", "rgcn"):
             return None
-        rows = self._enter(view, x)
-        assert isinstance(rows, Tensor)
+        conv: Any = self.convs[0]
         with torch.no_grad():
-            conv: Any = self.convs[0]
+            if name == "rgcn":
+                return view.aggregate_relations(self._raw(view, x), reduce=conv.aggr)
+            rows = self._enter(view, x)
             out: Tensor | None = conv.aggregate(view, rows, weight=self._weight(view))
         return out
+
+    def _raw(self, view: GraphView, x: Features) -> dict[str, Tensor]:
+        """Features by node type as rgcn keeps their aggregate: before the projection, with a column of ones for it."""
+        if not self.hetero:
+            rows = self._enter(view, x)
+            assert isinstance(rows, Tensor)
+            return {view.node_types[0]: rows}
+        assert isinstance(x, Mapping)
+        return {kind: torch.cat([rows, rows.new_ones(rows.shape[0], 1)], 1) for kind, rows in x.items()}
+
+    def _project(self, kind: str, aggregate: Tensor) -> Tensor:
+        """The aggregate of projected rows from that of ``_raw``: the ones tell where there were neighbours to add b."""
+        lin: Any = self.projections[_key(kind)]
+        return functional.linear(aggregate, torch.cat([lin.weight, lin.bias[:, None]], 1))
 
 
 def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None = None, every_type: bool = False) -> GNN:
@@ -283,6 +282,7 @@ def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None =
 
     Parameters are drawn from torch's generator: call torch.manual_seed first. Raises ConfigError or InputError.
     """
+    assert config.file is None, "own.build_own makes those"
     target = graph.labelled_type
     if target is None and len(graph.nodes) == 1:
         target = next(iter(graph.nodes))

@@ -68,5 +68,6 @@ def show_epochs(total: int, *, quiet: bool = False) -> Iterator[EpochDisplay]:
 
 
 def _words(row: Mapping[str, Any]) -> str:
-    shown = {"loss": row["train_loss"], "val": row.get("val"), "s": row["seconds"]}
-    return "  ".join(f"{key} {value:.4f}" for key, value in shown.items() if value is not None)
+    shown = {"loss": row["train_loss"], "val": row.get("val")}
+    words = [f"{key} {value:.4f}" for key, value in shown.items() if value is not None]
+    return "  ".join([*words, f"{row['seconds']:.2f} s"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, RunError
 
 
 class Sink(Protocol):
@@ -28,17 +29,32 @@ class MetricsFile:
         self.path = path
         self.rows = [row for row in read_metrics(path) if row["epoch"] <= epochs]
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        partial.replace(path)
-        self._file = path.open("a")
+        with self._writing():
+            partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            partial.replace(path)
+            self._file = path.open("a")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with self._writing():
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._writing():
+            try:
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A full disk is the user's to cure: what is kept in checkpoints stays."""
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"cannot write {self.path}: {error.strerror or error}. Checkpoints are kept; make room and use --resume"
+            ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store
+from gnnfleet.nn.base import Model
 from gnnfleet.nn.config import ModelConfig
-from gnnfleet.nn.model import GNN
 from gnnfleet.report.record import RunRecord
 from gnnfleet.run.build import Built
 from gnnfleet.run.config import RunConfig, Tree, nest, overlay, read_toml
@@ -49,7 +49,7 @@ class Record:
         return self.summary.metrics
 
     @property
-    def model(self) -> GNN:
+    def model(self) -> Model:
         return self._built.strategy.model
 
     @property

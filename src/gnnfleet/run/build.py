@@ -1,23 +1,29 @@
-"""From a graph and a config to a strategy ready to train: the split, the checks on labels and features, the model."""
+"""From a graph and a config to a strategy ready to train: the split, the checks on labels and features, the model.
+
+``rebuild`` does the same for a trained run, on its own graph or another one.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.graph import Graph, Nodes
+from gnnfleet.graph.graph import NO_SPLIT, TEST, Graph, Nodes
 from gnnfleet.graph.split import parse_rule, split_nodes
-from gnnfleet.nn.heads import NodeHead
-from gnnfleet.nn.model import GNN, build_model
+from gnnfleet.nn.base import Model
+from gnnfleet.nn.model import build_model
+from gnnfleet.nn.own import build_own
 from gnnfleet.report.progress import Progress, Silent
 from gnnfleet.run.config import RunConfig
 from gnnfleet.run.link import SEES_TARGETS, build_links
+from gnnfleet.run.output import Output
 from gnnfleet.run.registry import make_strategy
 from gnnfleet.strategies.base import PRECISIONS, Job, Strategy
 from gnnfleet.strategies.link_task import LinkTask
-from gnnfleet.strategies.task import NodeTask
+from gnnfleet.strategies.task import NodeTask, Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +33,8 @@ class Built:
     strategy: Strategy
     graph: Graph
     task: NodeTask | LinkTask
+    output: Output | None  # what nodes are classified as; None for links
+    model_file: Path | None = None  # of a model of the user's own
     remarks: tuple[str, ...] = ()  # what the user should know
 
     @property
@@ -43,56 +51,99 @@ class Built:
         return bool(len(self.task.items(split)))
 
 
-def build(graph: Graph, config: RunConfig, *, training: bool = True, progress: Progress = Silent()) -> Built:
-    """Check the graph against the config and build; raises ConfigError or InputError before anything is written.
-
-    Without ``training`` the graph needs no training nodes: for evaluation and prediction.
-    """
+def build(graph: Graph, config: RunConfig, *, progress: Progress = Silent()) -> Built:
+    """Check the graph against the config and build; raises ConfigError or InputError before anything is written."""
     _check_features(graph, config)
-    task: NodeTask | LinkTask
     if config.task == "link":
-        task, model = build_links(graph, config, training=training)
-        graph = task.data.graph
+        built = _assemble_links(graph, config, progress, training=True)
     else:
-        task = _node_task(graph, config)
-        graph = graph.with_nodes(task.target, split=task.nodes.split)
-        model = seeded_model(graph, config)
-    job = Job(
-        graph=graph,
-        model=model,
-        task=task,
-        train=config.train,
-        seed=config.seed,
-        precision=config.precision,
-        progress=progress,
-    )
-    remarks = (SEES_TARGETS,) if isinstance(task, LinkTask) and config.link.exclude == "none" else ()
-    built = Built(make_strategy(config.strategy, job), graph, task, remarks)
-    if training and not built.has("train"):
+        output = Output.of(graph)
+        target = output.target
+        graph = graph.with_nodes(target, split=_split(graph.nodes[target], config))
+        _check_labels(graph.nodes[target])
+        built = _assemble(graph, config, output, progress)
+    if not built.has("train"):
         raise ConfigError("the training split has no labelled nodes: choose another --split, as 0.6/0.2/0.2")
-    if training and config.train.patience and not built.has("val"):
+    if config.train.patience and not built.has("val"):
         raise ConfigError(
             f"train.patience needs val {built.unit} and the split has none: set train.patience=0 or another --split"
         )
     return built
 
 
-def _node_task(graph: Graph, config: RunConfig) -> NodeTask:
-    target = graph.labelled_type
-    if target is None:
-        raise InputError("the graph has no labels: give y to Graph(...) or name a label column in the import")
-    nodes = replace(graph.nodes[target], split=_split(graph.nodes[target], config))
-    _check_labels(nodes)
-    metric = None if config.train.metric == "auto" else config.train.metric
-    return NodeTask(target, nodes, NodeHead.of(nodes, metric))
+def rebuild(
+    graph: Graph, config: RunConfig, output: Output, *, split: str | None = None, progress: Progress = Silent()
+) -> Built:
+    """A trained run on a graph: to evaluate a ``split`` of it (or ``all`` of it), without one to predict.
+
+    Predictions need neither labels nor a split. Raises RunError where the graph does not fit, InputError for labels.
+    """
+    graph = output.fit(graph, learnt=_learnt(config, output))
+    target = output.target_in(graph)
+    nodes = graph.nodes[target]
+    if split is not None and nodes.y is None:
+        raise InputError("this store has no labels to compare with: evaluate needs them, predict does not")
+    shape = (nodes.count, output.num_classes) if output.multilabel else (nodes.count,)
+    unknown = torch.full(shape, -1, dtype=torch.int8 if output.multilabel else torch.int64)
+    codes = torch.full((1, nodes.count), TEST if split == "all" else NO_SPLIT, dtype=torch.int8)
+    if split not in (None, "all"):
+        if nodes.split is None and str(config.split).isdigit():
+            raise ConfigError("this store has no split: evaluate all of it with --split all")
+        codes = _split(nodes, config)
+    graph = graph.with_nodes(target, y=unknown if nodes.y is None else nodes.y, split=codes)
+    return _assemble(graph, config, output, progress)
 
 
-def seeded_model(graph: Graph, config: RunConfig) -> GNN:
+def rebuild_links(graph: Graph, config: RunConfig, *, progress: Progress = Silent()) -> Built:
+    """A trained run on links, to evaluate or score; held-out links are found again from the config."""
+    return _assemble_links(graph, config, progress, training=False)
+
+
+def _assemble(graph: Graph, config: RunConfig, output: Output, progress: Progress) -> Built:
+    target = output.target_in(graph)
+    head = output.head(metric=config.train.metric, smoothing=config.train.label_smoothing)
+    task = NodeTask(target, graph.nodes[target], head)
+    model = seeded_model(graph, config, out_channels=output.num_classes)
+    strategy = make_strategy(config.strategy, _job(graph, config, task, model, progress))
+    return Built(strategy, graph, task, output, config.model.file)
+
+
+def _assemble_links(graph: Graph, config: RunConfig, progress: Progress, *, training: bool) -> Built:
+    task, model = build_links(graph, config, training=training)
+    graph = task.data.graph
+    strategy = make_strategy(config.strategy, _job(graph, config, task, model, progress))
+    remarks = (SEES_TARGETS,) if config.link.exclude == "none" else ()
+    return Built(strategy, graph, task, None, config.model.file, remarks)
+
+
+def _job(graph: Graph, config: RunConfig, task: Task, model: Model, progress: Progress) -> Job:
+    return Job(
+        graph=graph,
+        model=model,
+        task=task,
+        train=config.train,
+        seed=config.seed,
+        precision=config.precision,
+        memory=config.memory,
+        partition=config.partition,
+        progress=progress,
+    )
+
+
+def seeded_model(graph: Graph, config: RunConfig, *, out_channels: int) -> Model:
     """The model with its first weights: drawn in float32 from the seed, whatever the precision."""
+    make = build_model if config.model.file is None else build_own
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = build_model(config.model, graph)
+        model: Model = make(config.model, graph, out_channels=out_channels)
     return model.to(PRECISIONS[config.precision])
+
+
+def _learnt(config: RunConfig, output: Output) -> set[str]:
+    """The node types for whose nodes the model learns rows; what a model of the user's own learns is not known."""
+    if config.model.file is not None:
+        return set()
+    return {kind for kind, width in output.widths.items() if config.model.embedding or not width}
 
 
 def _split(nodes: Nodes, config: RunConfig) -> torch.Tensor:
@@ -119,6 +170,11 @@ def _check_labels(nodes: Nodes) -> None:
 
 
 def _check_features(graph: Graph, config: RunConfig) -> None:
-    """Of several node types those without features learn rows of their own; a graph without any has to be told so."""
+    """Of several node types those without features learn rows of their own; a graph without any has to be told so.
+
+    A model of the user's own may do with less.
+    """
+    if config.model.file is not None:
+        return
     if not config.model.embedding and all(nodes.x is None or not nodes.x.shape[1] for nodes in graph.nodes.values()):
         raise ConfigError("the nodes have no features: set model.embedding=64 to learn some, or import features")

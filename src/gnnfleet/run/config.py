@@ -10,15 +10,16 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError, field_validator
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.link import LinkConfig
 from gnnfleet.run.registry import find_config
-from gnnfleet.strategies.base import StrategyConfig, TrainConfig
+from gnnfleet.run.sizes import parse_size
+from gnnfleet.strategies.base import MEMORY, StrategyConfig, TrainConfig
 
 Tree = dict[str, Any]
 
@@ -42,19 +43,41 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     workers: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
     precision: Literal["float32", "bf16", "float64"] = "float32"
+    memory: Annotated[int, BeforeValidator(parse_size)] = MEMORY  # bytes of activations an evaluation may hold
+    partition: str | None = None  # how nodes are dealt to workers; None leaves it to the strategy
     # The number of a split of the store, or a rule that makes one of nodes (0.6/0.2/0.2, 20-per-class) or of links.
     split: int | str = 0
 
+    @field_validator("partition")
+    @classmethod
+    def _known(cls, method: str | None) -> str | None:
+        from gnnfleet.graph.partitioners import PARTITIONERS
 
-# What may differ between a run and its continuation without making it another run.
-_CHANGEABLE = ("train.epochs", "train.patience", "train.checkpoint_seconds", "report.memory", "report.tensorboard")
+        if method is not None and method not in PARTITIONERS:
+            near = difflib.get_close_matches(method, PARTITIONERS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PARTITIONERS)}"
+            raise ConfigError(f"no partitioner {method!r}: {hint}")
+        return method
+
+
+# What may differ between a run and its continuation without making it another run. Memory decides the chunks of an
+# evaluation, which differ by rounding: a run that was killed for its memory must be able to go on with less.
+_CHANGEABLE = (
+    "train.epochs",
+    "train.patience",
+    "train.checkpoint_seconds",
+    "report.memory",
+    "report.tensorboard",
+    "memory",
+)
 
 
 def resolve(tree: Mapping[str, Any]) -> RunConfig:
     """Nested words as a RunConfig; raises ConfigError naming the first wrong word and what was expected."""
     tree = dict(tree)
-    strategy = tree.pop("strategy", {})
-    strategy = {"name": strategy} if isinstance(strategy, str) else dict(strategy)
+    strategy = _named_group("strategy", tree.pop("strategy", {}))
+    if "model" in tree:
+        tree["model"] = _named_group("model", tree["model"])
     kind = find_config(str(strategy.get("name", "local")))
     if tree.get("task") == "edge":
         raise ConfigError("task edge comes later; this version has node and link")
@@ -66,7 +89,18 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
         raise ConfigError(_explain(error, RunConfig)) from None
     if config.strategy.name == "local" and config.workers != 1:
         raise ConfigError(f"strategy local runs in one process, found workers={config.workers}: use --workers 1")
+    if config.partition is not None and not config.strategy.uses_parts:
+        raise ConfigError(f"strategy {config.strategy.name} uses no parts: leave out --partition {config.partition}")
     return config
+
+
+def _named_group(key: str, value: Any) -> Tree:
+    """``model = "gcn"`` is short for a table with that name."""
+    if isinstance(value, str):
+        return {"name": value}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}={value!r}: expected a name or a table of settings")
+    return dict(value)
 
 
 def _named(kind: type[StrategyConfig], words: Tree) -> StrategyConfig:
@@ -109,14 +143,13 @@ def nest(settings: Mapping[str, Any]) -> Tree:
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """``base`` with what ``over`` says in its place. Another strategy or model keeps nothing of the former's words."""
+    """``base`` with what ``over`` says in its place. Another strategy keeps nothing of the former's words."""
     tree = dict(base)
     for key, value in over.items():
         below = tree.get(key)
-        if key == "strategy":
-            value = {"name": value} if isinstance(value, str) else value
-            below = {"name": below} if isinstance(below, str) else below
-            if isinstance(below, Mapping) and value.get("name", below.get("name")) != below.get("name"):
+        if key in ("strategy", "model") and below is not None:
+            value, below = _named_group(key, value), _named_group(key, below)
+            if key == "strategy" and value.get("name", below.get("name")) != below.get("name"):
                 below = None
         tree[key] = overlay(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return tree
@@ -136,11 +169,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Tree:
 def check_continues(old: RunConfig, new: RunConfig) -> None:
     """Raise ConfigError when ``new`` would make a continued run differ from an uninterrupted one."""
     before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
-    changed = [key for key in after if key not in _CHANGEABLE and before.get(key) != after[key]]
+    changed = [key for key in {**after, **before} if key not in _CHANGEABLE and before.get(key) != after.get(key)]
     if changed:
         key = changed[0]
         raise ConfigError(
-            f"the run was started with {key}={before.get(key)}, found {after[key]}: a run continues as it began; "
+            f"the run was started with {key}={before.get(key)}, found {after.get(key)}: a run continues as it began; "
             "leave it out, or start another run"
         )
 

@@ -1,4 +1,4 @@
-"""The directory of a run: config.json, metrics.jsonl, checkpoints/{last,best}, record.json.
+"""The directory of a run: config.json, metrics.jsonl, checkpoints/{last,best}, record.json, perhaps model.py.
 
 A run belongs to one process at a time: the lock is the kernel's, so a killed process leaves none behind.
 """
@@ -16,10 +16,15 @@ from typing import Any, TextIO
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.bundle import write_atomically
 from gnnfleet.graph.graph import Graph
+from gnnfleet.nn.own import file_digest
 from gnnfleet.report.record import versions
 from gnnfleet.run.checkpoint import Position, load_checkpoint, save_checkpoint
 from gnnfleet.run.config import RunConfig, Tree, resolve
+from gnnfleet.run.output import Output
 from gnnfleet.strategies.base import State
+
+MODEL_COPY = "model.py"
+"""The file of the user's own model as it was when the run began. It is the original that is run."""
 
 
 class RunDirectory:
@@ -41,8 +46,11 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Refuse a second process; raises RunError."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise RunError(f"cannot write to {self.path}: {error.strerror}: choose another --run-dir") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -56,11 +64,20 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def begin(self, config: RunConfig, graph: Graph) -> None:
+    def begin(self, config: RunConfig, graph: Graph, output: Output | None) -> None:
         """Save what the run is about."""
         store = None if graph.store is None else {"path": str(graph.store.path.resolve()), "digest": graph.store.digest}
-        content = {"config": config.model_dump(mode="json"), "store": store, "versions": versions()}
-        self._write("config.json", content)
+        file = config.model.file
+        content = {
+            "config": config.model_dump(mode="json"),
+            "output": None if output is None else output.as_json(),
+            "model_file": None if file is None else {"path": str(file), "sha256": file_digest(file)},
+            "store": store,
+            "versions": versions(),
+        }
+        if file is not None:
+            self._write(MODEL_COPY, file.read_bytes())
+        self._write("config.json", json.dumps(content, indent=1).encode())
 
     def about(self) -> Tree:
         """What ``begin`` saved; raises RunError when this is no run or its config is damaged."""
@@ -75,6 +92,27 @@ class RunDirectory:
 
     def config(self) -> RunConfig:
         return resolve(self.about()["config"])
+
+    def output(self) -> Output:
+        """What the run predicts; raises RunError when that is damaged."""
+        try:
+            return Output.from_json(self.about()["output"])
+        except (KeyError, TypeError) as error:
+            raise RunError(f"{self.path / 'config.json'} is damaged: restore it or train again") from error
+
+    def check_model_file(self) -> None:
+        """Raise RunError when the file of the user's own model is gone or not the one the run began with."""
+        known = self.about().get("model_file")
+        if known is None or not (self.path / "checkpoints").exists():  # nothing was learnt with it yet
+            return
+        path, copy = Path(known["path"]), self.path / MODEL_COPY
+        if not path.is_file():
+            raise RunError(f"the model file {path} of this run is gone: put its copy {copy} back there")
+        if file_digest(path) != known["sha256"]:
+            raise RunError(
+                f"the model file {path} changed since the run began: put its copy {copy} back there, "
+                "or start another run"
+            )
 
     def check_graph(self, graph: Graph) -> None:
         """Raise RunError when the store is not the one the run began with."""
@@ -99,11 +137,11 @@ class RunDirectory:
         return state, position
 
     def finish(self, record: Mapping[str, Any]) -> None:
-        self._write("record.json", record)
+        self._write("record.json", json.dumps(record, indent=1).encode())
 
-    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+    def _write(self, name: str, content: bytes) -> None:
         try:
-            write_atomically(self.path / name, json.dumps(content, indent=1).encode())
+            write_atomically(self.path / name, content)
         except OSError as error:
             raise RunError(f"cannot write {self.path / name}: {error.strerror or error}") from error
 
@@ -147,7 +185,7 @@ def choose_directory(run_dir: Path | None, *, resume: bool, store: str, model: s
     if not resume and run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(f"{run_dir} is not empty: pass --resume to go on with it, or choose another --run-dir")
     if resume and run_dir.is_dir() and any(run_dir.iterdir()):
-        known = {"config.json", "checkpoints", "metrics.jsonl", "record.json", ".lock", "tensorboard"}
+        known = {"config.json", "checkpoints", "metrics.jsonl", "record.json", ".lock", "tensorboard", MODEL_COPY}
         foreign = [p.name for p in run_dir.iterdir() if p.name not in known and not p.name.startswith(".")]
         if foreign and not (run_dir / "config.json").is_file():
             raise ConfigError(f"{run_dir} is not a run (it has {foreign[0]}): choose another --run-dir")

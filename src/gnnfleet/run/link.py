@@ -13,8 +13,10 @@ from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.ingest.clean import with_inverse
 from gnnfleet.graph.links import LinkData, Links, has_held_out, link_data, split_links
 from gnnfleet.graph.split import Shares, parse_rule
+from gnnfleet.nn.base import Model
 from gnnfleet.nn.link import make_decoder
-from gnnfleet.nn.model import GNN, build_model
+from gnnfleet.nn.model import build_model
+from gnnfleet.nn.own import build_own
 from gnnfleet.run.config import RunConfig
 from gnnfleet.strategies.base import PRECISIONS, Strategy
 from gnnfleet.strategies.link_task import LinkTask
@@ -25,14 +27,14 @@ SEES_TARGETS = (
 )
 
 
-def build_links(graph: Graph, config: RunConfig, *, training: bool) -> tuple[LinkTask, GNN]:
+def build_links(graph: Graph, config: RunConfig, *, training: bool) -> tuple[LinkTask, Model]:
     """The task, whose data has the graph to train on, and the model; raises ConfigError or InputError."""
     graph = _message_graph(graph, config)
     only = [EdgeType.parse(config.link.relation)] if config.link.relation else []
     data = link_data(graph, only)
     if training and not len(data.splits["train"]):
         raise ConfigError("there is no edge to train on: choose another --split or link.relation")
-    batch = getattr(config.strategy, "batch", 0)
+    batch = getattr(config.strategy, "batch_size", 0)
     if config.link.exclude == "batch" and not 0 < batch < len(data.splits["train"]):
         raise ConfigError(
             "link.exclude=batch in a full batch would leave no edges for messages: set strategy.batch, "
@@ -58,13 +60,17 @@ def _message_graph(graph: Graph, config: RunConfig) -> Graph:
     return with_inverse(graph) if wanted == "inverse" else graph
 
 
-def _seeded_model(data: LinkData, config: RunConfig) -> GNN:
+def _seeded_model(data: LinkData, config: RunConfig) -> Model:
     """Output rows as wide as the hidden ones, for every node type."""
     several = len(torch.unique(data.splits["train"].relation)) > 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         width = config.model.hidden
-        model = build_model(config.model, data.graph, out_channels=width, every_type=True)
+        model: Model
+        if config.model.file is None:
+            model = build_model(config.model, data.graph, out_channels=width, every_type=True)
+        else:
+            model = build_own(config.model, data.graph, out_channels=width)
         model.decoder = make_decoder(config.link, width=width, relations=len(data.edge_types), several=several)
     return model.to(PRECISIONS[config.precision])
 

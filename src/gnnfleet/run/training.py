@@ -14,15 +14,16 @@ from typing import Any
 
 from torch import Tensor
 
-from gnnfleet.errors import RunError
+from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
+from gnnfleet.nn.own import naming_line
 from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.epochs import show_epochs
 from gnnfleet.report.memory import peak_rss, peak_tensors, rss
 from gnnfleet.report.metrics import MetricsFile, Sink, TensorBoard, check_tensorboard
 from gnnfleet.report.progress import show
 from gnnfleet.report.record import RunRecord, versions
-from gnnfleet.run.build import Built, build
+from gnnfleet.run.build import Built, build, rebuild, rebuild_links
 from gnnfleet.run.checkpoint import Position
 from gnnfleet.run.config import RunConfig, check_continues, overlay, resolve
 from gnnfleet.run.console import remark
@@ -70,6 +71,7 @@ def run_training(graph: Graph, words: Mapping[str, Any], *, place: Place, quiet:
             config = resolve(words)
         if config.report.tensorboard:
             check_tensorboard()
+        stack.enter_context(naming_line(config.model.file))
         with show(quiet) as progress:
             built = build(graph, config, progress=progress)
         stack.callback(built.strategy.close)
@@ -77,14 +79,14 @@ def run_training(graph: Graph, words: Mapping[str, Any], *, place: Place, quiet:
             remark(text, quiet=quiet)
         after_build = rss()
         if directory is None and (place.run_dir is not None or place.keep):
-            directory = _choose(place, graph, model=config.model.name)
+            directory = _choose(place, graph, model=config.model.label)
         start = _Start(Position())
         if directory is not None:
             directory.seed = config.seed
             directory.lock()
             stack.callback(directory.close)
             start = _start(directory)
-            directory.begin(config, graph)
+            directory.begin(config, graph, built.output)
         if start.state is not None:
             built.strategy.load_state_dict(start.state)
         outcome, rows = _fit(built, config, directory, start, quiet=quiet)
@@ -104,6 +106,7 @@ def _continued(directory: RunDirectory, graph: Graph, words: Mapping[str, Any]) 
     if not directory.is_begun:
         return resolve(words)
     directory.check_graph(graph)
+    directory.check_model_file()
     config = resolve(overlay(directory.about()["config"], words))
     check_continues(directory.config(), config)
     return config
@@ -163,7 +166,7 @@ def _record(
     return RunRecord(
         strategy=config.strategy.name,
         workers=config.workers,
-        model=config.model.name,
+        model=config.model.label,
         seed=config.seed,
         epochs=outcome.position.epoch,
         steps=outcome.position.step,
@@ -198,11 +201,25 @@ def _peak(strategy: Strategy, epoch: int) -> int:
     return highest
 
 
-def open_run(path: Path, graph: Graph, *, checkpoint: str = "best", quiet: bool = True) -> tuple[Built, Position, str]:
-    """A trained run on a graph: what was built, where the checkpoint stands, its name. Raises RunError without one."""
+def open_run(
+    path: Path,
+    graph: Graph,
+    *,
+    checkpoint: str = "best",
+    split: str | None = None,
+    memory: str | int | None = None,
+    quiet: bool = True,
+) -> tuple[Built, Position, str]:
+    """A trained run on a graph: what was built, where the checkpoint stands, its name. Raises RunError without one.
+
+    ``split`` is what is to be evaluated; predictions need none. ``memory`` takes the place of the run's own.
+    """
     directory = RunDirectory(path)
     config = directory.config()
+    if memory is not None:
+        config = resolve({**config.model_dump(mode="json"), "memory": memory})
     directory.seed = config.seed
+    directory.check_model_file()
     name = checkpoint
     found = directory.load(name)
     if found is None and checkpoint == "best":  # a run without val nodes keeps no best
@@ -211,7 +228,12 @@ def open_run(path: Path, graph: Graph, *, checkpoint: str = "best", quiet: bool 
     if found is None:
         raise RunError(f"{path} has no checkpoint {checkpoint}: train it first, or go on with --resume")
     with show(quiet) as progress:
-        built = build(graph, config, training=False, progress=progress)
+        if config.task == "link":
+            if split == "all":
+                raise ConfigError("links are evaluated on train, val or test, found --split all")
+            built = rebuild_links(graph, config, progress=progress)
+        else:
+            built = rebuild(graph, config, directory.output(), split=split, progress=progress)
     try:
         built.strategy.load_state_dict({"model": found[0]["model"]})
     except RuntimeError as error:

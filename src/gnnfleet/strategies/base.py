@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
 from gnnfleet.graph.graph import Graph
-from gnnfleet.nn.model import GNN
+from gnnfleet.nn.base import Model
 from gnnfleet.report.progress import Progress, Silent
 from gnnfleet.strategies.task import Take, Task
 
@@ -25,9 +25,14 @@ State = dict[str, dict[str, Tensor]]
 PRECISIONS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 """The dtype of weights and features; bf16 rounds only what enters a product."""
 
+MEMORY = 4 << 30
+"""Bytes of activations an evaluation may hold at a time, unless a run says otherwise."""
+
 
 class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
     """What the configs of all strategies have: the name they are chosen by."""
+
+    uses_parts: ClassVar[bool] = False  # whether a partition of the graph means anything to it
 
     name: str
 
@@ -41,6 +46,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     momentum: float = Field(default=0.9, ge=0, lt=1)  # sgd only
     clip: float = Field(default=0.0, ge=0)  # the largest norm of all gradients together; 0 leaves them alone
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)  # share of the target spread over all classes
     patience: int = Field(default=0, ge=0)  # epochs without a better val metric before training stops; 0 never stops
     eval_every: int = Field(default=1, ge=1)  # epochs between evaluations on val
     checkpoint_seconds: float = Field(default=10.0, ge=0)  # between checkpoints; 0 writes one after every epoch
@@ -71,11 +77,13 @@ class Job:
     """What a strategy is built from; the graph has exactly the split that is trained on."""
 
     graph: Graph
-    model: GNN
+    model: Model
     task: Task
     train: TrainConfig
     seed: int = 0
     precision: str = "float32"
+    memory: int = MEMORY
+    partition: str | None = None  # the partitioner that is asked for; None leaves it to the strategy
     progress: Progress = Silent()
 
 
@@ -83,7 +91,7 @@ class Strategy(Protocol):
     """One way to train. Epochs count from 0 here: the number is part of the key of every draw."""
 
     @property
-    def model(self) -> GNN: ...
+    def model(self) -> Model: ...
 
     def steps(self, epoch: int) -> Iterator[StepRecord]:
         """Run one epoch; a record after each optimizer step."""

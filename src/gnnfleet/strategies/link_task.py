@@ -116,6 +116,10 @@ class LinkTask:
         negatives = self._draws.corrupt(links, key, count=self.config.negatives, ends=self._ends)
         return LinkBatch(items, self._seeds([links, negatives], None), key, links, negatives, None)
 
+    @property
+    def hides(self) -> bool:
+        return self.config.exclude != "none"
+
     def hide(self, view: LocalView, batch: Batch) -> LocalView:
         assert isinstance(batch, LinkBatch)
         if self.config.exclude == "none":

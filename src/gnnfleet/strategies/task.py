@@ -56,6 +56,10 @@ class Task(Protocol):
     def batch(self, items: Tensor, key: DrawKey) -> Batch:
         """What a step on some training items reads."""
 
+    @property
+    def hides(self) -> bool:
+        """Whether ``hide`` ever hides anything."""
+
     def hide(self, view: LocalView, batch: Batch) -> LocalView:
         """The view or block without the edges that would give the answers away; the same object where none does."""
 
@@ -99,6 +103,10 @@ class NodeTask:
 
     def batch(self, items: Tensor, key: DrawKey) -> Batch:
         return Batch(items, {self.target: items}, key)
+
+    @property
+    def hides(self) -> bool:
+        return False
 
     def hide(self, view: LocalView, batch: Batch) -> LocalView:
         return view

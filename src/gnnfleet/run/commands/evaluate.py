@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from gnnfleet.graph.graph import Graph
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, as runs/last.")]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Bytes of activations to hold at a time, as 4GiB or 500MB. Default the run's."),
+]
 StoreOption = Annotated[Path | None, typer.Option(help="Another store than the one the run was trained on.")]
 
 
@@ -22,6 +26,7 @@ class Split(StrEnum):
     train = "train"
     val = "val"
     test = "test"
+    all = "all"
 
 
 class Checkpoint(StrEnum):
@@ -31,19 +36,25 @@ class Checkpoint(StrEnum):
 
 def evaluate(
     run: RunArgument,
-    split: Annotated[Split, typer.Option(help="Which nodes or links.")] = Split.test,
+    split: Annotated[Split, typer.Option(help="Which nodes or links; all: every labelled node.")] = Split.test,
     checkpoint: Annotated[Checkpoint, typer.Option(help="Which weights.")] = Checkpoint.best,
     store: StoreOption = None,
+    memory: MemoryOption = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Measure a trained run on a split, with full neighbourhoods."""
+    """Measure a trained run on a split, with full neighbourhoods.
+
+    With --store on nodes it has never seen: the store needs labels and the same features. Classes go by their names.
+    """
     prefer_huge_pages()
+    from gnnfleet.nn.own import naming_line
     from gnnfleet.run.training import open_run
 
     graph = graph_of_run(run, store)
-    built, position, used = open_run(run, graph, checkpoint=checkpoint, quiet=quiet)
-    found = built.strategy.evaluate(split)
+    built, position, used = open_run(run, graph, checkpoint=checkpoint, split=split, memory=memory, quiet=quiet)
+    with naming_line(built.model_file):
+        found = built.strategy.evaluate("test" if split is Split.all else split)
     name = built.task.metric
     result: dict[str, Any] = {
         "run": str(run),

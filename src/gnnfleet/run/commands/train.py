@@ -17,8 +17,42 @@ if TYPE_CHECKING:
 TRAIN_EXAMPLES = """\
 gnnfleet train shop/ --model gcn --set model.hidden=64 --set train.lr=0.01 --split 20-per-class
 
+gnnfleet train shop/ --model mine.py:make --set model.settings.depth=4        a model of your own, docs/models.md
+
 gnnfleet train shop/ --config run.toml --seed 1 --run-dir runs/first --resume
 """
+_WHAT, _HOW, _WHERE = "What is trained", "How it runs", "What is kept"
+
+
+def _option(panel: str, metavar: str, text: str, *names: str) -> Any:
+    return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=text)
+
+
+Model = _option(
+    _WHAT,
+    "NAME",
+    "sage, gcn, gat, gatv2, gin, rgcn, gcn2, res+, or file.py:factory for your own. Default sage.",
+    "--model",
+    "-m",
+)
+Task = _option(_WHAT, "TASK", "node: classify nodes, the default; link: predict edges.")
+SplitRule = _option(
+    _WHAT,
+    "RULE",
+    "0.6/0.2/0.2 (train/val/test) of nodes or edges, 20-per-class, or the number of a split of the store. Default 0.",
+)
+Settings = _option(_WHAT, "KEY=VALUE", "One word of the config, as train.lr=0.01; repeatable.", "--set")
+Config = _option(_WHAT, "FILE", "A TOML file with the words of a run.", "--config", "-c")
+Seed = _option(_WHAT, "N", "The same seed gives the same weights, bit for bit. Default 0.")
+Strategy = _option(_HOW, "NAME", "local: full batch in one process. The default.", "--strategy", "-s")
+Workers = _option(_HOW, "N", "Processes. Default 1.", "--workers", "-w")
+Partition = _option(
+    _HOW, "METHOD", "How nodes are dealt to workers: mincut, super, random, stream, range. local has no parts."
+)
+Memory = _option(
+    _HOW, "SIZE", "What an evaluation may hold of activations, as 500MB; a larger one goes in chunks. Default 4GiB."
+)
+RunDir = _option(_WHERE, "DIR", "Where the run goes. Default runs/STORE-MODEL-N, which runs/last points to.")
 
 
 class Precision(StrEnum):
@@ -28,31 +62,37 @@ class Precision(StrEnum):
 
 
 def train(
-    store: Annotated[Path, typer.Argument(help="The store to train on.")],
-    strategy: Annotated[str | None, typer.Option("--strategy", "-s", help="How training runs. Default local.")] = None,
-    workers: Annotated[int | None, typer.Option("--workers", "-w", help="Processes. Default 1.")] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="sage, gcn, gat, … Default sage.")] = None,
-    task: Annotated[str | None, typer.Option(help="node: classify nodes; link: predict edges. Default node.")] = None,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="A TOML file with the words of a run.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="One word of the config, as train.lr=0.01; repeatable."),
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store to train on.")],
+    model: Annotated[str | None, Model] = None,
+    task: Annotated[str | None, Task] = None,
+    split: Annotated[str | None, SplitRule] = None,
+    settings: Annotated[list[str] | None, Settings] = None,
+    config: Annotated[Path | None, Config] = None,
+    seed: Annotated[int | None, Seed] = None,
+    strategy: Annotated[str | None, Strategy] = None,
+    workers: Annotated[int | None, Workers] = None,
+    partition: Annotated[str | None, Partition] = None,
+    precision: Annotated[
+        Precision | None,
+        typer.Option(rich_help_panel=_HOW, help="bf16 rounds only what enters products. Default float32."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same weights, bit for bit.")] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(help="0.6/0.2/0.2 of nodes or edges, 20-per-class, or the number of a split of the store."),
-    ] = None,
-    precision: Annotated[Precision | None, typer.Option(help="Default float32.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where --run-dir (or runs/last) stopped.")] = False,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run goes. Default runs/STORE-MODEL-N.")] = None,
+    memory: Annotated[str | None, Memory] = None,
+    run_dir: Annotated[Path | None, RunDir] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", rich_help_panel=_WHERE, help="Go on where --run-dir (or runs/last) stopped.")
+    ] = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Train a model and keep the best weights.
+    """Train a model, keep the weights that are best on val, measure them on test.
 
-    Words come from --config, then --set, then the options; what is not said has the default of docs/defaults.md.
-    Interrupt it at any time: --resume ends in the same weights as a run that was never interrupted.
+    Interrupt it at any time: --resume ends in the same weights.
+    Options win over --set, --set wins over --config. Some words and their defaults:
+
+    model.hidden=256  model.layers=3  model.dropout=0.5  model.norm=none
+    train.epochs=100  train.lr=0.01  train.weight_decay=0.0005  train.patience=0
+
+    All of them are in docs/defaults.md, models in docs/models.md.
     """
     prefer_huge_pages()
     from gnnfleet.graph.store import open_store
@@ -68,13 +108,17 @@ def train(
         "task": task,
         "seed": seed,
         "split": split,
+        "partition": partition,
+        "memory": memory,
         "precision": None if precision is None else str(precision),
     }
     words = overlay(overlay(words, nest(given)), {key: value for key, value in options.items() if value is not None})
     graph = open_store(store)
+    if resume and run_dir is not None and not (run_dir / "config.json").exists():
+        remark(f"there is no run in {run_dir} to go on with: it begins", quiet=quiet)
     trained = run_training(graph, words, place=Place(run_dir, keep=True, resume=resume), quiet=quiet)
     record = trained.record
-    emit(record.as_json(), as_json=as_json, human=[_table(store.resolve().name, record)])
+    emit(record.as_json(), as_json=as_json, human=_summary(store.resolve().name, record))
     if trained.stopped_early:
         remark(
             f"stopped after {record.epochs} epochs: val did not get better for {trained.config.train.patience}",
@@ -83,7 +127,7 @@ def train(
     remark(f"kept in {record.run_dir}", quiet=quiet)
 
 
-def _table(name: str, record: RunRecord) -> Any:
+def _summary(name: str, record: RunRecord) -> list[Any]:
     seconds = sorted(record.seconds_per_epoch)
     rows = [
         ("epochs", record.epochs),
@@ -93,4 +137,4 @@ def _table(name: str, record: RunRecord) -> Any:
         ("seconds per epoch (median)", seconds[len(seconds) // 2] if seconds else None),
         ("peak memory", size_text(record.memory["peak_rss"][0])),
     ]
-    return table(f"{record.model} on {name}, strategy {record.strategy}", ["", "value"], rows)
+    return [f"{record.model} on {name}, strategy {record.strategy}", table(None, ["", "value"], rows)]

@@ -1,0 +1,60 @@
+"""Numbers reach TensorBoard as they reach the metrics file; a disk that is full is one message."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from gnnfleet.errors import ConfigError, RunError
+from gnnfleet.report import metrics
+from gnnfleet.report.metrics import MetricsFile, TensorBoard, check_tensorboard, read_metrics
+from gnnfleet.run.api import train
+from tests.run.graphs import communities
+
+needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="TensorBoard is not installed")
+
+
+@needs_tensorboard
+def test_tensorboard_has_every_number_of_the_metrics_file(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = {"report.tensorboard": True, "eval_every": 2, "model": {"hidden": 8, "layers": 2}}
+    train(communities(), run_dir=tmp_path / "run", epochs=4, **settings)
+    train(communities(), run_dir=tmp_path / "run", epochs=6, resume=True)  # a second file in the same folder
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert events.Tags()["scalars"] and {"train_loss", "val", "val_loss", "seconds"} <= set(events.Tags()["scalars"])
+    for name in ("train_loss", "val", "val_loss"):
+        shown = {event.step: event.value for event in events.Scalars(name)}
+        assert shown == pytest.approx({row["epoch"]: row[name] for row in rows if name in row})
+
+
+@needs_tensorboard
+def test_words_are_not_numbers(tmp_path: Path) -> None:
+    writer = TensorBoard(tmp_path)
+    writer.write({"epoch": 1, "train_loss": 0.5, "note": "text"})
+    writer.close()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_without_tensorboard_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'gnnfleet\[tensorboard\]'"):
+        check_tensorboard()
+    with pytest.raises(ConfigError, match="needs TensorBoard"):
+        train(communities(), run_dir=tmp_path / "run", **{"report.tensorboard": True})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_message() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    file = MetricsFile.__new__(MetricsFile)
+    file.path, file._file = Path("metrics.jsonl"), Path("/dev/full").open("a")  # noqa: SIM115
+    with pytest.raises(RunError, match=r"cannot write metrics.jsonl: No space left on device.*--resume"):
+        file.write({"epoch": 1})
+    with pytest.raises(RunError, match="cannot write"):
+        file.close()

@@ -1,0 +1,157 @@
+"""Every mistake on the command line: one line, the right exit code, nothing left behind that was not there before."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.graph import Graph, make_nodes
+from gnnfleet.graph.partitioners import PARTITIONERS
+from gnnfleet.graph.store import save_store
+from gnnfleet.nn.config import MODELS
+from gnnfleet.run.api import train
+from tests.run.graphs import assert_same_checkpoint, communities
+from tests.run.shell import call
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stores")
+    good = communities(120)
+    edges, nodes = good.edges, good.only_nodes
+    save_store(good, folder / "good")
+    some: dict[str, Any] = {"y": nodes.y, "split": nodes.split}
+    save_store(Graph.of({"node": make_nodes(120, **some)}, edges), folder / "bare")
+    assert nodes.y is not None and nodes.split is not None
+    wrong = good.with_nodes("node", y=nodes.y + 3)
+    save_store(wrong, folder / "wrong")
+    save_store(good.with_nodes("node", split=torch.ones_like(nodes.split)), folder / "untrained")
+    save_store(good.with_nodes("node", split=torch.zeros_like(nodes.split)), folder / "unvalidated")
+    save_store(good.with_nodes("node", split=None), folder / "unsplit")
+    save_store(good.with_nodes("node", y=None, classes=()), folder / "unlabelled")
+    save_store(make_dataset("shop", seed=1, users=20, products=20, brands=3, buys=40, views=40), folder / "shop")
+    (folder / "wrong.toml").write_text("seed = = 3")
+    (folder / "unknown.toml").write_text("[train]\nepohcs = 3\n")
+    return folder
+
+
+# Words after "train"; exit code; part of the message. {} is the folder of stores.
+CASES = [
+    ("{}/good --set train.epoch=3", 2, "no setting 'train.epoch': did you mean train.epochs?"),
+    ("{}/good --set train.epochs=many", 2, "train.epochs='many'"),
+    ("{}/good --set train.lr=-1", 2, "train.lr=-1: input should be greater than 0"),
+    ("{}/good --set train.label_smoothing=1.5", 2, "train.label_smoothing=1.5"),
+    ("{}/good --set train.lr", 2, "--set takes KEY=VALUE"),
+    ("{}/good --set model=3 --set model.hidden=4", 2, "model has a value already"),
+    ("{}/good --set model=3", 2, "model=3: expected a name or a table"),
+    ("{}/good --set model=3 --model gcn", 2, "model=3: expected a name or a table"),
+    ("{}/good --set strategy=3 --strategy local", 2, "strategy=3: expected a name or a table"),
+    ("{}/good --set train=3", 2, "train=3"),
+    ("{}/good --set seed.x=3", 2, "seed={'x': 3}"),
+    ("{}/good --set strategy=3", 2, "strategy=3: expected a name or a table"),
+    ("{}/good --config {}/wrong.toml", 2, "wrong.toml is not valid TOML"),
+    ("{}/good --config {}/unknown.toml", 2, "did you mean train.epochs?"),
+    ("{}/good --config {}/none.toml", 2, "cannot read config"),
+    ("{}/good --model sagee", 2, "did you mean 'sage'?"),
+    ("{}/good --model none.py:make", 2, "cannot read the model file"),
+    ("{}/good --model none.py", 2, "reads file.py:factory"),
+    ("{}/good --memory lots", 2, "memory reads as 4GiB"),
+    ("{}/good --partition mincut", 2, "strategy local uses no parts"),
+    ("{}/good --partition mincat", 2, "did you mean mincut?"),
+    ("{}/good --strategy sar", 2, "comes later"),
+    ("{}/good --workers 2", 2, "runs in one process"),
+    ("{}/good --precision half", 2, "half"),
+    ("{}/good --split 3", 2, "numbered 0 to 0, found --split 3"),
+    ("{}/good --split half", 2, "a split reads TRAIN/VAL/TEST"),
+    ("{}/good --resume", 2, "there is no runs/last to resume"),
+    ("{}/good --run-dir {}", 2, "is not empty"),
+    ("{}/good --run-dir {}/wrong.toml", 2, "is a file"),
+    ("{}/good --run-dir {} --resume", 2, "is not a run"),
+    ("{}/good --run-dir /dev/null/run", 7, "cannot write to /dev/null/run"),
+    ("{}/good --seed x", 2, "Invalid value for '--seed'"),
+    ("{}/bare", 2, "no features: set model.embedding=64"),
+    ("{}/wrong", 3, "label 12 is out of range: expected 0 to 9"),
+    ("{}/untrained", 2, "training split has no labelled nodes"),
+    ("{}/unvalidated --set train.patience=3", 2, "train.patience needs val nodes"),
+    ("{}/unsplit", 2, "the graph has no split"),
+    ("{}/unlabelled", 3, "the graph has no labels"),
+    ("{}/shop --split 0.6/0.2/0.2 --model gcn", 2, "use the model rgcn"),
+    ("{}/none", 4, "no graph at"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "message"), CASES)
+def test_one_line_and_an_exit_code(
+    words: str, code: int, message: str, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(stores.rglob("*"))
+    done = call("train", *words.replace("{}", str(stores)).split())
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert message in lines[-1] and lines[-1].startswith("error: ") and not done.stdout
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir()) and sorted(stores.rglob("*")) == before
+
+
+def test_a_loss_that_is_no_number(stores: Path, tmp_path: Path) -> None:
+    words = ["--set", "train.lr=1e30", "--set", "train.optimizer=sgd", "--set", "model.hidden=8", "-q"]
+    done = call("train", stores / "good", *words, "--run-dir", tmp_path / "run")
+    assert done.returncode == 7 and "try a smaller train.lr" in done.stderr
+    assert not (tmp_path / "run/record.json").exists()
+
+
+def test_resuming_nothing_begins_and_says_so(stores: Path, tmp_path: Path) -> None:
+    words = ["--set", "train.epochs=1", "--set", "model.hidden=8", "--resume", "--run-dir", tmp_path / "run"]
+    done = call("train", stores / "good", *words)
+    assert done.returncode == 0 and f"there is no run in {tmp_path / 'run'} to go on with" in done.stderr
+    assert "to go on with" not in call("train", stores / "good", *words).stderr
+
+
+def test_help_explains_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    done = call("train", "--help")
+    words = (*MODELS, "file.py:factory", *PARTITIONERS, "--memory", "4GiB", "--partition")
+    assert done.returncode == 0 and all(word in done.stdout for word in words)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from gnnfleet.run import checkpoint
+from gnnfleet.run.api import train
+
+write, left = checkpoint.save_file, 5
+
+def killed(tensors, path):
+    global left
+    left -= 1
+    write(tensors, path)
+    if not left:
+        os.truncate(path, os.path.getsize(path) // 2)  # as if the write had got that far
+        os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoint.save_file = killed
+store, run_dir = sys.argv[1:]
+train(store, model={"hidden": 8, "layers": 2}, epochs=8, lr=0.03, checkpoint_seconds=0, run_dir=run_dir)
+"""
+
+
+def test_killed_in_the_middle_of_a_checkpoint(stores: Path, tmp_path: Path) -> None:
+    words: dict[str, Any] = {"model": {"hidden": 8, "layers": 2}, "epochs": 8, "lr": 0.03, "checkpoint_seconds": 0}
+    train(stores / "good", **words, run_dir=tmp_path / "whole")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, stores / "good", tmp_path / "run"], env={"PYTHONPATH": ":".join(sys.path)}
+    )
+    assert done.returncode == -signal.SIGKILL
+    train(stores / "good", **words, run_dir=tmp_path / "run", resume=True)
+    for name in ("last", "best"):
+        assert_same_checkpoint(tmp_path / "run/checkpoints" / name, tmp_path / "whole/checkpoints" / name)
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["best", "last"]
