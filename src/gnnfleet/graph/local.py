@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
+from gnnfleet.graph.merged import MergedOnce
 from gnnfleet.graph.places import Places, take_rows
 from gnnfleet.graph.view import first_rows
 from gnnfleet.ops import aggregate as sums
@@ -96,6 +97,7 @@ class LocalView:
     layer: int = 0
     training: bool = True
     sum_all: Callable[[Tensor], Tensor] = _same
+    merged: MergedOnce = field(default_factory=MergedOnce, repr=False)
 
     @classmethod
     def whole(cls, graph: Graph) -> LocalView:
@@ -139,6 +141,10 @@ class LocalView:
     @property
     def node_types(self) -> tuple[str, ...]:
         return tuple(self.nodes)
+
+    @property
+    def edge_types(self) -> tuple[EdgeType, ...]:
+        return tuple(self.relations)
 
     @property
     def _rows(self) -> Rows:
@@ -198,6 +204,15 @@ class LocalView:
             kind: relation.scaled(sums.aggregate(relation.structure, x[kind.src], reduce=reduce), reduce)
             for kind, relation in self.relations.items()
         }
+
+    def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:
+        assert len(self.nodes) == 1, "edge types of several node types have different rows"
+        if reduce == "sum" and any(relation.share is not None for relation in self.relations.values()):
+            (kind,) = self.nodes
+            each = self.aggregate_relations({kind: x}, reduce=reduce).values()
+            return torch.stack([rows * coefficient[i] for i, rows in enumerate(each)]).sum(0)
+        merged = self.merged.get(self.relations, [relation.structure for relation in self.relations.values()])
+        return merged.combine(x, coefficient, reduce=reduce)
 
     def attend(
         self,

@@ -15,6 +15,7 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.view import GraphView
+from gnnfleet.nn.link import Decoder
 
 Features = Tensor | Mapping[str, Tensor] | None
 Rows = Tensor | dict[str, Tensor]
@@ -42,6 +43,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
         self.act, self.dropout = act, dropout
+        self.decoder: Decoder | None = None  # what reads the output rows in pairs, for links
 
     @property
     def num_layers(self) -> int:

@@ -35,7 +35,7 @@ class GNN(Model):
 
     ``in_channels`` is the width of the features, by node type where there are several; 0 means that nodes have none and
     get learnable rows (``num_nodes`` says how many). ``edge_types`` orders the relations of rgcn; ``target`` is the
-    node type of the output. ``edge_dim`` is the width of edge features. Raises ConfigError.
+    node type of the output: all where it is None. ``edge_dim`` is the width of edge features. Raises ConfigError.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GNN(Model):
             raise ConfigError(f"{name} works on one node type and one edge type, found {found}: use the model rgcn")
         if name == "rgcn" and not self.edge_types:
             raise ConfigError("rgcn needs to know the edge types: give edge_types, or use build_model")
-        if self.hetero and target not in widths:
+        if self.hetero and target is not None and target not in widths:
             raise ConfigError(f"target must be one of the node types {', '.join(widths)}, found {target!r}")
 
     def _embed_nodes(self, kind: str, width: int, num_nodes: Mapping[str, int] | None) -> int:
@@ -193,6 +193,8 @@ class GNN(Model):
             assert isinstance(aggregated, Mapping)
             aggregated = {kind: self._project(kind.src, rows) for kind, rows in aggregated.items()}
         out = conv(view, x, only=self.target if last else None, aggregated=aggregated)
+        if last and self.target is None:
+            return dict(out)
         if last:
             assert self.target is not None
             logits: Tensor = out[self.target]
@@ -288,8 +290,8 @@ class GNN(Model):
         return functional.linear(aggregate, torch.cat([lin.weight, lin.bias[:, None]], 1))
 
 
-def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None = None) -> GNN:
-    """The model for a graph: widths from its features, output for its labelled node type.
+def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None = None, every_type: bool = False) -> GNN:
+    """The model for a graph: widths from its features, output for its labelled node type, or for ``every_type``.
 
     Parameters are drawn from torch's generator: call torch.manual_seed first. Raises ConfigError or InputError.
     """
@@ -310,7 +312,7 @@ def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None =
         out_channels,
         edge_types=tuple(graph.edges),
         num_nodes=counts,
-        target=target,
+        target=None if every_type else target,
         edge_dim=int(attr.shape[1]) if attr is not None and config.edge_features else None,
     )
 

@@ -50,13 +50,13 @@ class SampledBatches:
 
     def _make(self, epoch: int) -> Iterator[Ready]:
         task, seed = self._job.task, self._job.seed
-        items = batches(task.items("train"), self._config.batch_size, seed=seed, epoch=epoch)
+        items = batches(task.trained(seed, epoch), self._config.batch_size, seed=seed, epoch=epoch)
         for step, part in enumerate(items):
             yield self._ready(task.batch(part, DrawKey(seed, epoch, step)))
 
     def _ready(self, batch: Batch) -> Ready:
         given = self._aggregated is not None
-        views = self._sampler.blocks(batch.seeds, batch.key, given=given)
+        views = [self._job.task.hide(v, batch) for v in self._sampler.blocks(batch.seeds, batch.key, given=given)]
         prepare_backward(views)
         x = {kind: self._read(kind, rows.node_ids) for kind, rows in views[0].nodes.items()}
         return Ready(batch, views, x if len(x) > 1 else next(iter(x.values())), self._read_aggregate(views[0]))

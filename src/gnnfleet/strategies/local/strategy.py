@@ -71,9 +71,13 @@ class LocalStrategy:
             yield from self._sampled.epoch(epoch)
             return
         task, seed = self._job.task, self._job.seed
-        for step, items in enumerate(batches(task.items("train"), self._config.batch_size, seed=seed, epoch=epoch)):
+        for step, items in enumerate(
+            batches(task.trained(seed, epoch), self._config.batch_size, seed=seed, epoch=epoch)
+        ):
             batch = task.batch(items, DrawKey(seed, epoch, step))
-            views = [self._view.at(key=batch.key)] * (self.model.num_layers - 1) + [self._last.at(key=batch.key)]
+            seen = task.hide(self._view, batch)
+            last = seen if self._last is self._view else task.hide(self._last, batch)
+            views = [seen.at(key=batch.key)] * (self.model.num_layers - 1) + [last.at(key=batch.key)]
             yield Ready(batch, views, self._x, self._aggregated)
 
     def _step(self, ready: Ready) -> float:
@@ -91,9 +95,12 @@ class LocalStrategy:
 
     def evaluate(self, split: str) -> dict[str, float]:
         if not len(self._job.task.items(split)):
-            raise ConfigError(f"the {split} split has no labelled nodes: choose another --split")
+            raise ConfigError(f"the {split} split is empty: choose another --split")
         with torch.no_grad():
-            return self._job.task.measure(self._taking(self._outputs()[0], self._view), split)
+            return self._job.task.measure(self.exact(), split)
+
+    def exact(self) -> Take:
+        return self._taking(self._outputs()[0], self._view)
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         logits, inputs = (self._only(rows) for rows in self._outputs())
@@ -168,6 +175,10 @@ class LocalStrategy:
     def _precompute(self) -> Aggregate | None:
         """The first layer's aggregate of all rows, where the config wants it and the model allows it."""
         wanted = self._config.cache_inputs
+        if self._job.task.hides:  # what is aggregated beforehand would include the edges that are hidden later
+            if wanted is True:
+                raise ConfigError("strategy.cache_inputs=true would show hidden edges: use it with link.exclude=none")
+            return None
         if wanted == "auto" and len(self._view.relations) > CACHED_RELATIONS:
             return None
         found = self.model.precompute(self._view, self._x) if wanted else None
