@@ -278,3 +278,11 @@ def test_sampling_all_neighbours_equals_the_whole_graph(graph: Graph, exclude: s
 def test_kept_aggregates_would_show_hidden_edges(graph: Graph) -> None:
     with pytest.raises(ConfigError, match="would show hidden edges"):
         made(graph, link={"exclude": "disjoint:0.4"}, strategy={"cache_inputs": True})
+
+
+def test_sampled_targets_are_hidden_unless_told_otherwise(graph: Graph) -> None:
+    built, task = made(graph, strategy={"batch": 50, "fanouts": [5, 5]})
+    assert task.hides and not built.remarks
+    for strategy in ({}, {"batch": 50}):
+        built, task = made(graph, strategy=strategy)
+        assert not task.hides and "link.exclude=none" in built.remarks[0]

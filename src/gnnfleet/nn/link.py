@@ -36,8 +36,9 @@ class LinkConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     negative_mode: Literal["auto", "dst", "src", "either", "pair", "shared"] = "auto"
     avoid_edges: bool = True  # draw again where a negative is an edge of the training graph (8 bytes an edge)
     # What training targets are hidden from message passing: none; batch: those of the step and their reverses;
-    # disjoint:P: in every epoch a share P is held out, and only that is trained on.
-    exclude: str = "none"
+    # disjoint:P: in every epoch a share P is held out, and only that is trained on. auto: batch on sampled blocks,
+    # none on the whole graph.
+    exclude: str = "auto"
     reverse: Literal["auto", "none", "inverse"] = "auto"  # auto: rgcn on several edge types gets inverse edge types
     relation: str = ""  # predict this edge type only, as user:buys:product
     # What a held-out link is ranked among: the negatives of the data set, drawn ones, or all nodes but known answers.
@@ -47,8 +48,8 @@ class LinkConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     @field_validator("exclude")
     @classmethod
     def _readable(cls, text: str) -> str:
-        if text not in ("none", "batch") and not 0 < held_share(text) < 1:
-            raise ValueError(f"expected none, batch or disjoint:P with a share P between 0 and 1, found {text!r}")
+        if text not in ("auto", "none", "batch") and not 0 < held_share(text) < 1:
+            raise ValueError(f"expected auto, none, batch or disjoint:P with a share P between 0 and 1, found {text!r}")
         return text
 
 

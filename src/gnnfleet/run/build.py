@@ -112,7 +112,7 @@ def _assemble_links(graph: Graph, config: RunConfig, progress: Progress, *, trai
     task, model = build_links(graph, config, training=training)
     graph = task.data.graph
     strategy = make_strategy(config.strategy, _job(graph, config, task, model, progress))
-    remarks = (SEES_TARGETS,) if config.link.exclude == "none" else ()
+    remarks = () if task.hides else (SEES_TARGETS,)
     return Built(strategy, graph, task, None, config.model.file, remarks)
 
 

@@ -35,14 +35,18 @@ def build_links(graph: Graph, config: RunConfig, *, training: bool) -> tuple[Lin
     if training and not len(data.splits["train"]):
         raise ConfigError("there is no edge to train on: choose another --split or link.relation")
     batch = getattr(config.strategy, "batch_size", 0)
-    if config.link.exclude == "batch" and not 0 < batch < len(data.splits["train"]):
+    link = config.link
+    if link.exclude == "auto":
+        sampled = getattr(config.strategy, "fanouts", None) is not None and batch < len(data.splits["train"])
+        link = link.model_copy(update={"exclude": "batch" if sampled else "none"})
+    if link.exclude == "batch" and not 0 < batch < len(data.splits["train"]):
         raise ConfigError(
             "link.exclude=batch in a full batch would leave no edges for messages: set strategy.batch, "
             "or use link.exclude=disjoint:0.3"
         )
     model = _seeded_model(data, config)
     assert model.decoder is not None
-    task = LinkTask(data, config.link, model.decoder, seed=config.seed, wanted=config.train.metric)
+    task = LinkTask(data, link, model.decoder, seed=config.seed, wanted=config.train.metric)
     return task, model
 
 
