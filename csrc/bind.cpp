@@ -5,11 +5,11 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <string>
 
-#include "csr.h"
 #include "generate.h"
 #include "kernels.h"
 #include "quality.h"
@@ -22,7 +22,9 @@ namespace gnnfleet {
 void bind_stream(nb::module_& m);  // bind_stream.cpp
 }
 void bind_attend(nb::module_& m);  // bind_attend.cpp
+void bind_csr(nb::module_& m);     // bind_csr.cpp
 void bind_pool(nb::module_& m);    // bind_pool.cpp
+void bind_sample(nb::module_& m);  // bind_sample.cpp
 
 namespace {
 
@@ -42,71 +44,6 @@ int64_t size(const A& array) {
 
 void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
-}
-
-// ---- csr ------------------------------------------------------------------------------------------------------------
-
-template <typename Index>
-void counting_sort(In<Index> keys, Out<int64_t> offsets, Out<int64_t> order, int threads) {
-  require(size(order) == size(keys), "counting_sort: order must have one entry per key");
-  int64_t wrong;
-  {
-    nb::gil_scoped_release free;
-    wrong = gnnfleet::counting_sort(keys.data(), size(keys), size(offsets) - 1, offsets.data(), order.data(), threads);
-  }
-  if (wrong >= 0) throw std::out_of_range("counting_sort: key out of range at position " + std::to_string(wrong));
-}
-
-void check_ends(int64_t wrong, const char* verb) {
-  if (wrong >= 0) throw std::out_of_range(std::string(verb) + ": edge end out of range at position " + std::to_string(wrong));
-}
-
-void sort_edges(In<int32_t> src, In<int32_t> dst, int64_t num_src, Out<int64_t> indptr, Out<int64_t> order,
-                Out<int32_t> sorted, int threads) {
-  require(size(src) == size(dst) && size(order) == size(src) && size(sorted) == size(src), "sort_edges: lengths differ");
-  require(size(src) <= int64_t{0xffffffff}, "sort_edges: at most 2^32 - 1 edges");
-  int64_t wrong;
-  {
-    nb::gil_scoped_release free;
-    wrong = gnnfleet::sort_edges(src.data(), dst.data(), size(src), num_src, size(indptr) - 1, indptr.data(), order.data(),
-                                 sorted.data(), threads);
-  }
-  check_ends(wrong, "sort_edges");
-}
-
-void sort_rows(In<int32_t> src, In<int32_t> dst, int64_t num_src, Out<int64_t> indptr, Out<int32_t> sorted, int threads) {
-  require(size(src) == size(dst) && size(sorted) == size(src), "sort_rows: lengths differ");
-  int64_t wrong;
-  {
-    nb::gil_scoped_release free;
-    wrong = gnnfleet::sort_rows(src.data(), dst.data(), size(src), num_src, size(indptr) - 1, indptr.data(), sorted.data(), threads);
-  }
-  check_ends(wrong, "sort_rows");
-}
-
-void count_distinct(In<int64_t> indptr, In<int32_t> sorted, Out<int64_t> distinct, int threads) {
-  require(size(distinct) == size(indptr), "count_distinct: one count per row and one more");
-  nb::gil_scoped_release free;
-  gnnfleet::count_distinct(indptr.data(), sorted.data(), size(indptr) - 1, distinct.data(), threads);
-}
-
-void take_distinct(In<int64_t> indptr, In<int32_t> sorted, In<int64_t> distinct, Out<int32_t> out, Out<int32_t> times,
-                   int threads) {
-  require(size(distinct) == size(indptr) && size(out) == size(times), "take_distinct: lengths differ");
-  nb::gil_scoped_release free;
-  gnnfleet::take_distinct(indptr.data(), sorted.data(), size(indptr) - 1, distinct.data(), out.data(), times.data(), threads);
-}
-
-void bind_csr(nb::module_& m) {
-  m.def("sort_edges", sort_edges, "src"_a.noconvert(), "dst"_a.noconvert(), "num_src"_a, "indptr"_a.noconvert(),
-        "order"_a.noconvert(), "sorted"_a.noconvert(), "threads"_a);
-  m.def("sort_rows", sort_rows, "src"_a.noconvert(), "dst"_a.noconvert(), "num_src"_a, "indptr"_a.noconvert(),
-        "sorted"_a.noconvert(), "threads"_a);
-  m.def("count_distinct", count_distinct, "indptr"_a.noconvert(), "sorted"_a.noconvert(), "distinct"_a.noconvert(), "threads"_a);
-  m.def("take_distinct", take_distinct, "indptr"_a.noconvert(), "sorted"_a.noconvert(), "distinct"_a.noconvert(),
-        "out"_a.noconvert(), "times"_a.noconvert(), "threads"_a);
-  m.def("counting_sort", counting_sort<int32_t>, "keys"_a.noconvert(), "offsets"_a.noconvert(), "order"_a.noconvert(), "threads"_a);
-  m.def("counting_sort", counting_sort<int64_t>, "keys"_a.noconvert(), "offsets"_a.noconvert(), "order"_a.noconvert(), "threads"_a);
 }
 
 // ---- generate: keyed draws and generated datasets --------------------------------------------------------------------
@@ -204,8 +141,16 @@ void bind_generate(nb::module_& m) {
 // ---- gather ---------------------------------------------------------------------------------------------------------
 
 template <typename Index>
+void check_rows(const In<Index>& rows, int64_t count) {
+  uint64_t highest = 0;  // negative numbers are the highest of all
+  for (int64_t i = 0; i < size(rows); ++i) highest = std::max(highest, static_cast<uint64_t>(static_cast<int64_t>(rows.data()[i])));
+  if (size(rows) && highest >= static_cast<uint64_t>(count)) throw std::out_of_range("rows must be in 0.." + std::to_string(count - 1));
+}
+
+template <typename Index>
 void gather_rows(InRows<uint8_t> table, In<Index> rows, OutRows<uint8_t> out, int threads) {
   require(out.shape(0) == rows.shape(0) && out.shape(1) == table.shape(1), "gather_rows: out must be [rows, bytes]");
+  check_rows(rows, size(table));
   nb::gil_scoped_release free;
   gnnfleet::kernels().gather_rows(table.data(), rows.data(), sizeof(Index) == 8, size(rows),
                                   static_cast<int64_t>(table.shape(1)), out.data(), threads);
@@ -214,6 +159,7 @@ void gather_rows(InRows<uint8_t> table, In<Index> rows, OutRows<uint8_t> out, in
 template <typename Index>
 void gather_floats(InRows<uint16_t> table, In<Index> rows, OutRows<float> out, bool bfloat, int threads) {
   require(out.shape(0) == rows.shape(0) && out.shape(1) == table.shape(1), "gather_floats: out must be [rows, width]");
+  check_rows(rows, size(table));
   nb::gil_scoped_release free;
   const auto kernel = bfloat ? gnnfleet::kernels().gather_bfloat : gnnfleet::kernels().gather_half;
   kernel(table.data(), rows.data(), sizeof(Index) == 8, size(rows), static_cast<int64_t>(table.shape(1)), out.data(), threads);
@@ -399,6 +345,7 @@ NB_MODULE(_native, m) {
   bind_aggregate(m);
   bind_attend(m);
   bind_pool(m);
+  bind_sample(m);
   bind_partition<int32_t>(m);
   bind_partition<int64_t>(m);
   gnnfleet::bind_stream(m);

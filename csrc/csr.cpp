@@ -73,6 +73,62 @@ int64_t counting_sort(const Index* keys, int64_t n, int64_t buckets, int64_t* of
 template int64_t counting_sort<int32_t>(const int32_t*, int64_t, int64_t, int64_t*, int64_t*, int);
 template int64_t counting_sort<int64_t>(const int64_t*, int64_t, int64_t, int64_t*, int64_t*, int);
 
+template <typename Index>
+int64_t transpose(const int64_t* indptr, const Index* col, int64_t rows, int64_t cols, int64_t* offsets, Index* row, int64_t* order) {
+  std::fill(offsets, offsets + cols + 1, 0);
+  for (int64_t e = 0; e < indptr[rows]; ++e) {
+    if (outside(col[e], cols)) return e;
+    ++offsets[static_cast<int64_t>(col[e]) + 1];
+  }
+  accumulate(offsets, cols);
+  // The offsets serve as cursors: each ends where the next one began.
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t e = indptr[r]; e < indptr[r + 1]; ++e) {
+      const int64_t at = offsets[col[e]]++;
+      row[at] = static_cast<Index>(r);
+      order[at] = e;
+    }
+  }
+  std::move_backward(offsets, offsets + cols, offsets + cols + 1);
+  offsets[0] = 0;
+  return -1;
+}
+
+template int64_t transpose<int32_t>(const int64_t*, const int32_t*, int64_t, int64_t, int64_t*, int32_t*, int64_t*);
+template int64_t transpose<int64_t>(const int64_t*, const int64_t*, int64_t, int64_t, int64_t*, int64_t*, int64_t*);
+
+template <typename Index>
+void count_looped(const int64_t* indptr, const Index* col, int64_t rows, int64_t* looped, int threads) {
+  looped[0] = 0;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, kRows) if (threads > 1 && indptr[rows] >= kGrain)
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t count = 1;
+    for (int64_t e = indptr[row]; e < indptr[row + 1]; ++e) count += static_cast<int64_t>(col[e]) != row;
+    looped[row + 1] = count;
+  }
+  accumulate(looped, rows);
+}
+
+template <typename Index>
+void fill_looped(const int64_t* indptr, const Index* col, int64_t rows, const int64_t* looped, Index* out, int64_t* edge, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, kRows) if (threads > 1 && indptr[rows] >= kGrain)
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t at = looped[row];
+    for (int64_t e = indptr[row]; e < indptr[row + 1]; ++e) {
+      if (static_cast<int64_t>(col[e]) == row) continue;
+      out[at] = col[e];
+      edge[at++] = e;
+    }
+    out[at] = static_cast<Index>(row);
+    edge[at] = -1;
+  }
+}
+
+template void count_looped<int32_t>(const int64_t*, const int32_t*, int64_t, int64_t*, int);
+template void count_looped<int64_t>(const int64_t*, const int64_t*, int64_t, int64_t*, int);
+template void fill_looped<int32_t>(const int64_t*, const int32_t*, int64_t, const int64_t*, int32_t*, int64_t*, int);
+template void fill_looped<int64_t>(const int64_t*, const int64_t*, int64_t, const int64_t*, int64_t*, int64_t*, int);
+
 int64_t sort_edges(const int32_t* src, const int32_t* dst, int64_t n, int64_t num_src, int64_t num_dst, int64_t* indptr,
                    int64_t* order, int32_t* sorted, int threads) {
   const int64_t wrong = count_ends(src, dst, n, num_src, num_dst, indptr);

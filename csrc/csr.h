@@ -9,6 +9,18 @@ namespace gnnfleet {
 template <typename Index>
 int64_t counting_sort(const Index* keys, int64_t n, int64_t buckets, int64_t* offsets, int64_t* order, int threads);
 
+// Compressed rows turned into compressed columns by one thread: offsets [cols + 1], the row of every edge there and its
+// position here, ascending within a column. Returns the first edge with a column out of range, or -1.
+template <typename Index>
+int64_t transpose(const int64_t* indptr, const Index* col, int64_t rows, int64_t cols, int64_t* offsets, Index* row, int64_t* order);
+
+// Compressed rows with exactly one self-loop each, last in its row, in place of those there are: first the row starts,
+// then columns and, for every edge, its position before, -1 for the loops.
+template <typename Index>
+void count_looped(const int64_t* indptr, const Index* col, int64_t rows, int64_t* looped, int threads);
+template <typename Index>
+void fill_looped(const int64_t* indptr, const Index* col, int64_t rows, const int64_t* looped, Index* out, int64_t* edge, int threads);
+
 // Edges by destination, then source, then input position: row starts, input positions, sources in that order.
 // For fewer than 2^32 edges. Returns the first edge with an end out of range as its position, or -1.
 int64_t sort_edges(const int32_t* src, const int32_t* dst, int64_t n, int64_t num_src, int64_t num_dst, int64_t* indptr,

@@ -4,24 +4,12 @@
 #include <array>
 #include <cmath>
 
+#include "logarithm.h"
+
 namespace gnnfleet {
 namespace {
 
-// Logarithm and exponential from basic arithmetic: libm's differ in the last bit between systems, and a rounded count drawn
-// from them would differ with it. Good to a few units in the last place.
-double logarithm(double x) {
-  int exponent;
-  double m = std::frexp(x, &exponent);
-  if (m < 0.70710678118654752) {
-    m *= 2;
-    --exponent;
-  }
-  const double s = (m - 1) / (m + 1), square = s * s;
-  double sum = 0;
-  for (int k = 12; k >= 0; --k) sum = sum * square + 1.0 / (2 * k + 1);
-  return exponent * 0.69314718055994531 + 2 * s * sum;
-}
-
+// As in logarithm.h, from basic arithmetic.
 double exponential(double x) {
   const double k = std::floor(x * 1.4426950408889634 + 0.5), r = x - k * 0.69314718055994531;
   double sum = 1;

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gnnfleet.graph.ingest.ogb import read_ogb as read_ogb
     from gnnfleet.graph.ingest.pyg import from_pyg as from_pyg
     from gnnfleet.graph.ingest.pyg import to_pyg as to_pyg
+    from gnnfleet.graph.loader import NeighborLoader as NeighborLoader
     from gnnfleet.graph.store import open_store as open
     from gnnfleet.graph.store import save_store as save
     from gnnfleet.graph.view import GraphView as GraphView
@@ -39,6 +40,7 @@ _HOMES = {
     "EdgeType": "gnnfleet.graph.graph.EdgeType",
     "Graph": "gnnfleet.graph.graph.Graph",
     "GraphView": "gnnfleet.graph.view.GraphView",
+    "NeighborLoader": "gnnfleet.graph.loader.NeighborLoader",
     "from_networkx": "gnnfleet.graph.ingest.networkx.from_networkx",
     "from_pyg": "gnnfleet.graph.ingest.pyg.from_pyg",
     "open": "gnnfleet.graph.store.open_store",
@@ -57,6 +59,7 @@ __all__ = [
     "GraphView",
     "InputError",
     "NativeError",
+    "NeighborLoader",
     "PartitionError",
     "RunError",
     "StoreError",

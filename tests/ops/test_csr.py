@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnfleet.ops import csr, reference
+from gnnfleet.ops.native import alone
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -87,3 +90,32 @@ def test_strided_ends():
     pairs = torch.tensor([[2, 0], [1, 1], [0, 0]], dtype=torch.int32)
     indptr, order = csr.sort_edges(pairs[:, 0], pairs[:, 1], num_src=3, num_dst=2)
     assert indptr.tolist() == [0, 2, 3] and order.tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize("edges", [0, 40, 300_000])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_transposed_and_looped_equal_plain_sorting(edges: int, dtype: torch.dtype) -> None:
+    rows, cols = (7, 9) if edges < 100 else (3_000, 4_000)
+    random = torch.Generator().manual_seed(edges)
+    dst = torch.randint(rows, (edges,), generator=random).sort().values
+    col = torch.randint(cols, (edges,), generator=random).to(dtype)
+    indptr = torch.zeros(rows + 1, dtype=torch.int64)
+    indptr[1:] = torch.bincount(dst, minlength=rows).cumsum(0)
+    structure = csr.Compressed(indptr, col, cols)
+    with nullcontext() if edges < 100 else alone():
+        turned, order = csr.Compressed(indptr, col, cols).transposed
+    for found, place in (structure.transposed, (turned, order)):
+        assert torch.equal(place, torch.argsort(col, stable=True))
+        assert torch.equal(found.col, dst[place].to(dtype)) and found.num_cols == rows
+        assert torch.equal(found.indptr.diff(), torch.bincount(col, minlength=cols))
+    looped, edge = structure.looped
+    looped.check()
+    kept = (dst != col).nonzero()[:, 0]
+    assert torch.equal(edge[edge >= 0], kept)
+    assert torch.equal(edge[looped.indptr[1:] - 1], torch.full((rows,), -1))
+    assert torch.equal(looped.col[looped.indptr[1:] - 1], torch.arange(rows, dtype=dtype))
+    assert torch.equal(looped.col[edge >= 0], col[kept])
+    assert torch.equal(looped.indptr.diff(), torch.bincount(dst[kept], minlength=rows) + 1)
+    if edges:
+        with pytest.raises(IndexError):
+            _ = csr.Compressed(indptr, col + cols, cols).transposed

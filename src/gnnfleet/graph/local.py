@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
+from gnnfleet.graph.merged import MergedOnce
 from gnnfleet.graph.places import Places, take_rows
 from gnnfleet.graph.view import first_rows
 from gnnfleet.ops import aggregate as sums
@@ -47,39 +48,43 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Relation:
-    """The edges of one type in a view."""
+    """The edges of one type in a view; ``share`` is there when they are a sample, drawn evenly.
+
+    Sums over a sample are multiplied by it and so estimate, without bias, the sum over all neighbours.
+    """
 
     structure: Compressed
     edge_ids: Tensor  # [E] int64
     weight: Tensor | None = None
     attr: Tensor | None = None
+    share: Callable[[], Tensor] | None = None  # [R] float64: edges in the store per edge drawn
     memo: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def looped_ids(self, node_ids: Tensor) -> Tensor:
         """[E'] what draws of the edges of ``looped`` go by; made once, for the nodes of the view this belongs to."""
         if "ids" not in self.memo:
-            structure, edge = self.looped
+            structure, edge = self.structure.looped
             loops = LOOP_IDS + node_ids[structure.col.long()]
             self.memo["ids"] = torch.where(edge < 0, loops, _pick(self.edge_ids, edge, fill=0))
         return self.memo["ids"]
 
+    def scaled(self, total: Tensor, reduce: str) -> Tensor:
+        """What sums over a sample say of the whole; ``total`` [R, F] is fresh."""
+        if self.share is None or reduce != "sum":
+            return total
+        return total.mul_(self._shares.to(total.dtype).view(-1, *([1] * (total.dim() - 1))))
+
+    def scaled_weight(self, weight: Tensor | None, reduce: str) -> Tensor | None:
+        """The same, edge by edge."""
+        if self.share is None or reduce != "sum":
+            return weight
+        each = self._shares[self.structure.row.long()]
+        return each if weight is None else each.to(weight.dtype) * weight
+
     @cached_property
-    def looped(self) -> tuple[Compressed, Tensor]:
-        """(the structure with exactly one self-loop per row, last in it; [E'] the edge here, −1 for loops)."""
-        cut = self.structure
-        keep = cut.row != cut.col
-        degree = torch.zeros(cut.num_rows, dtype=torch.int64).index_add_(0, cut.row.long(), keep.long()) + 1
-        indptr = torch.zeros(cut.num_rows + 1, dtype=torch.int64)
-        indptr[1:] = degree.cumsum(0)
-        edge = torch.full((int(indptr[-1]),), -1, dtype=torch.int64)
-        last = indptr[1:] - 1
-        inner = torch.ones(len(edge), dtype=torch.bool)
-        inner[last] = False
-        edge[inner] = keep.nonzero()[:, 0]
-        col = torch.empty(len(edge), dtype=cut.col.dtype)
-        col[inner] = cut.col[keep]
-        col[last] = torch.arange(cut.num_rows, dtype=cut.col.dtype)
-        return Compressed(indptr, col, cut.num_cols), edge
+    def _shares(self) -> Tensor:
+        assert self.share is not None
+        return self.share()
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,12 +97,13 @@ class LocalView:
     layer: int = 0
     training: bool = True
     sum_all: Callable[[Tensor], Tensor] = _same
+    merged: MergedOnce = field(default_factory=MergedOnce, repr=False)
 
     @classmethod
     def whole(cls, graph: Graph) -> LocalView:
         """Every node and edge of a graph."""
         nodes = {
-            kind: Rows(torch.arange(table.count), table.count, _Degrees(graph, kind))
+            kind: Rows(torch.arange(table.count), table.count, Degrees(graph, kind))
             for kind, table in graph.nodes.items()
         }
         relations = {kind: _relation(edges, graph.nodes[kind.src].count) for kind, edges in graph.edges.items()}
@@ -113,7 +119,7 @@ class LocalView:
                 raise InputError(f"nodes of a subgraph must be ascending store ids below {table.count}, each once")
             place[kind] = torch.full((table.count,), -1, dtype=torch.int64)
             place[kind][ids] = torch.arange(len(ids))
-            rows[kind] = Rows(ids, len(ids), _Picked(_Degrees(graph, kind), ids))
+            rows[kind] = Rows(ids, len(ids), _Picked(Degrees(graph, kind), ids))
         relations = {
             kind: _induce(edges, place[kind.src], rows[kind.src], rows[kind.dst]) for kind, edges in graph.edges.items()
         }
@@ -135,6 +141,10 @@ class LocalView:
     @property
     def node_types(self) -> tuple[str, ...]:
         return tuple(self.nodes)
+
+    @property
+    def edge_types(self) -> tuple[EdgeType, ...]:
+        return tuple(self.relations)
 
     @property
     def _rows(self) -> Rows:
@@ -182,17 +192,27 @@ class LocalView:
     def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, loops: bool = False) -> Tensor:
         edges = self._edges
         if not loops:
-            return sums.aggregate(edges.structure, x, reduce=reduce, weight=weight)
-        structure, edge = edges.looped
+            return edges.scaled(sums.aggregate(edges.structure, x, reduce=reduce, weight=weight), reduce)
+        structure, edge = edges.structure.looped
+        weight = edges.scaled_weight(weight, reduce)
         if weight is not None:
             weight = _pick(weight, edge, fill=1.0)
         return sums.aggregate(structure, x, reduce=reduce, weight=weight)
 
     def aggregate_relations(self, x: Mapping[str, Tensor], *, reduce: str = "sum") -> dict[EdgeType, Tensor]:
         return {
-            kind: sums.aggregate(relation.structure, x[kind.src], reduce=reduce)
+            kind: relation.scaled(sums.aggregate(relation.structure, x[kind.src], reduce=reduce), reduce)
             for kind, relation in self.relations.items()
         }
+
+    def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:
+        assert len(self.nodes) == 1, "edge types of several node types have different rows"
+        if reduce == "sum" and any(relation.share is not None for relation in self.relations.values()):
+            (kind,) = self.nodes
+            each = self.aggregate_relations({kind: x}, reduce=reduce).values()
+            return torch.stack([rows * coefficient[i] for i, rows in enumerate(each)]).sum(0)
+        merged = self.merged.get(self.relations, [relation.structure for relation in self.relations.values()])
+        return merged.combine(x, coefficient, reduce=reduce)
 
     def attend(
         self,
@@ -208,10 +228,11 @@ class LocalView:
         dropout: float = 0.0,
         loops: bool = False,
     ) -> Tensor:
-        structure, ids = self._edges.structure, self._edges.edge_ids
+        dropout = dropout if self.training else 0.0
+        structure, ids = self._edges.structure, self._edges.edge_ids if dropout else None
         if loops:
-            structure, place = self._edges.looped
-            ids = self._edges.looped_ids(self.node_ids)
+            structure, place = self._edges.structure.looped
+            ids = self._edges.looped_ids(self.node_ids) if dropout else None
             edge = None if edge is None else _with_loops(edge, structure, place)
         return attend(
             structure,
@@ -223,7 +244,7 @@ class LocalView:
             edge=edge,
             heads=heads,
             slope=slope,
-            dropout=dropout if self.training else 0.0,
+            dropout=dropout,
             draws=self.key.draws(Purpose.ATTENTION, self.layer),
             edge_ids=ids,
         )
@@ -240,7 +261,7 @@ class LocalView:
     ) -> Tensor:
         ends = {name: first_rows(tensor, self.num_dst) for name, tensor in (dst or {}).items()}
         edges = self._edges
-        return propagate(
+        out = propagate(
             edges.structure,
             message,
             src=src,
@@ -250,6 +271,7 @@ class LocalView:
             reduce=reduce,
             edge_ids=edges.edge_ids,
         )
+        return edges.scaled(out, reduce)
 
     def num_dst_of(self, kind: str) -> int:
         return self.nodes[kind].num_dst
@@ -268,7 +290,7 @@ class LocalView:
         return self.sum_all(t)
 
 
-class _Degrees:
+class Degrees:
     """In-degrees of a node type over all edge types into it, computed once per graph."""
 
     def __init__(self, graph: Graph, kind: str) -> None:

@@ -101,11 +101,11 @@ def value_keys(values: Any) -> Keys:
 
 def _draw(keys: Keys, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Rows in drawn order. Distinct keys below 2^64 give distinct draws, so ties do not depend on rows."""
-    start = _mix(np.asarray([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64))
-    return np.argsort(_mix(keys ^ start), kind="stable")
+    start = mix(np.asarray([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64))
+    return np.argsort(mix(keys ^ start), kind="stable")
 
 
-def _mix(values: Keys) -> Keys:
+def mix(values: Keys) -> Keys:
     """The finaliser of SplitMix64: a bijection that spreads every bit."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -2,7 +2,8 @@
 
 In every view the first ``num_dst`` rows of x are the destinations. ``LocalView`` serves one process: the whole graph,
 an induced subgraph, a sampled block. With ``loops`` a verb works on the edges plus one from every destination to
-itself, in place of any the store has; those are never stored.
+itself, in place of any the store has; those are never stored. On a sampled block, sums over neighbours are scaled up
+to all of them, so that a layer gives on average what it gives with every neighbour.
 N_src source rows, N_dst destination rows, E edges, F features, H heads.
 """
 

@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.view import GraphView
+from gnnfleet.nn.link import Decoder
 
 Features = Tensor | Mapping[str, Tensor] | None
 Rows = Tensor | dict[str, Tensor]
+Aggregate = Tensor | Mapping[EdgeType, Tensor]
+"""What a first layer gathers of its neighbours: [N_dst, F], by edge type where there are several."""
 
 
 class Model(torch.nn.Module):
@@ -39,6 +43,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
         self.act, self.dropout = act, dropout
+        self.decoder: Decoder | None = None  # what reads the output rows in pairs, for links
 
     @property
     def num_layers(self) -> int:
@@ -55,7 +60,7 @@ class Model(torch.nn.Module):
         """Whether a layer looks at all rows, so that none may be left out."""
         return any(isinstance(module, torch.nn.BatchNorm1d) for module in self.modules())
 
-    def precompute(self, view: GraphView, x: Features) -> Tensor | None:
+    def precompute(self, view: GraphView, x: Features) -> Aggregate | None:
         """What of the first layer stays the same from step to step; ``compute`` gets it back as ``aggregated``."""
         return None
 
@@ -87,7 +92,7 @@ class Model(torch.nn.Module):
         x: Features,
         carry: Tensor | None = None,
         *,
-        aggregated: Tensor | None = None,
+        aggregated: Aggregate | None = None,
     ) -> tuple[Rows, Tensor | None]:
         """``compute`` with the view of that layer; ``aggregated`` is for layer 0 and comes from ``precompute``."""
         given: dict[str, Any] = {} if aggregated is None else {"aggregated": aggregated}
@@ -116,16 +121,20 @@ class Model(torch.nn.Module):
                 f"found rows of shape {list(rows.shape[1:])}"
             )
 
-    def forward(self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None) -> Rows:
+    def forward(
+        self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
+    ) -> Rows:
         """Output of the destinations of the last view; one view serves all layers. See ``precompute``."""
         return self._run(views, x, aggregated, upto=self.num_layers)
 
-    def embed(self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None) -> Rows:
+    def embed(
+        self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
+    ) -> Rows:
         """What the last layer reads: the output of the last hidden layer, by node type where there are several."""
         return self._run(views, x, aggregated, upto=self.num_layers - 1)
 
     def _run(
-        self, views: GraphView | Sequence[GraphView], x: Features, aggregated: Tensor | None, *, upto: int
+        self, views: GraphView | Sequence[GraphView], x: Features, aggregated: Aggregate | None, *, upto: int
     ) -> Rows:
         every = list(views) if isinstance(views, Sequence) else [views] * self.num_layers
         if len(every) < upto:

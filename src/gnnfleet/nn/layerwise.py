@@ -25,7 +25,7 @@ _COPIES = 4
 
 
 def infer(model: Model, view: LocalView, x: Features, *, target: str, limit: int) -> tuple[Rows, Features]:
-    """(output of the last layer for the node type ``target``, what that layer read), for every row of the view.
+    """(output of the last layer for ``target``, or by type where it gives several; what that layer read), for all rows.
 
     A carried tensor has a row for every destination, so a block needs only those of its own destinations.
     """
@@ -36,7 +36,8 @@ def infer(model: Model, view: LocalView, x: Features, *, target: str, limit: int
         for index in range(model.num_layers):
             last_input = rows
             rows, carry = _layer(model, view.at(layer=index), rows, carry, only=target, limit=limit)
-    return rows[target], last_input if len(view.nodes) > 1 else last_input.get(target)
+    several = len(view.nodes) > 1
+    return rows if len(rows) > 1 else rows[target], last_input if several else last_input.get(target)
 
 
 def layer_bytes(view: LocalView, width: int, itemsize: int = 4) -> int:

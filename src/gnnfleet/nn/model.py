@@ -17,7 +17,7 @@ from torch.nn import functional
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.view import GraphView, first_rows
-from gnnfleet.nn.base import Features, Model, Rows
+from gnnfleet.nn.base import Aggregate, Features, Model, Rows
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock, RGCNConv
 from gnnfleet.nn.embedding import NodeEmbedding
@@ -35,7 +35,7 @@ class GNN(Model):
 
     ``in_channels`` is the width of the features, by node type where there are several; 0 means that nodes have none and
     get learnable rows (``num_nodes`` says how many). ``edge_types`` orders the relations of rgcn; ``target`` is the
-    node type of the output. ``edge_dim`` is the width of edge features. Raises ConfigError.
+    node type of the output: all where it is None. ``edge_dim`` is the width of edge features. Raises ConfigError.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GNN(Model):
             raise ConfigError(f"{name} works on one node type and one edge type, found {found}: use the model rgcn")
         if name == "rgcn" and not self.edge_types:
             raise ConfigError("rgcn needs to know the edge types: give edge_types, or use build_model")
-        if self.hetero and target not in widths:
+        if self.hetero and target is not None and target not in widths:
             raise ConfigError(f"target must be one of the node types {', '.join(widths)}, found {target!r}")
 
     def _embed_nodes(self, kind: str, width: int, num_nodes: Mapping[str, int] | None) -> int:
@@ -112,7 +112,9 @@ class GNN(Model):
 
     # -- running --
 
-    def embed(self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Tensor | None = None) -> Rows:
+    def embed(
+        self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
+    ) -> Rows:
         """What the last layer reads, by node type where there are several; of a single layer with learnable rows."""
         if self.num_layers == 1:
             return self._enter((views if isinstance(views, Sequence) else [views])[0].at(layer=0), x)
@@ -125,7 +127,7 @@ class GNN(Model):
         x: Features,
         carry: Tensor | None,
         *,
-        aggregated: Tensor | None = None,
+        aggregated: Aggregate | None = None,
     ) -> tuple[Rows, Tensor | None]:
         """One layer with everything around its conv: (rows of the view's destinations, carry cut to them).
 
@@ -135,7 +137,7 @@ class GNN(Model):
         assert rows is not None
         if self.hetero:
             assert isinstance(rows, Mapping)
-            return self._hetero_layer(index, view, rows), None
+            return self._hetero_layer(index, view, rows, aggregated), None
         assert isinstance(rows, Tensor)
         if self.config.name == "res+":
             return self._block_layer(index, view, rows), None
@@ -149,7 +151,7 @@ class GNN(Model):
         return (self._drop(view, rows, _AFTER) if relu else self._after(index, view, rows)), None
 
     def _convolve(
-        self, index: int, view: GraphView, x: Tensor, aggregated: Tensor | None, *, relu: bool = False
+        self, index: int, view: GraphView, x: Tensor, aggregated: Aggregate | None, *, relu: bool = False
     ) -> Tensor:
         conv = self.convs[index]
         given: dict[str, Any] = {} if aggregated is None else {"aggregated": aggregated}
@@ -184,10 +186,15 @@ class GNN(Model):
         out: Tensor = self.lins[1](first.before(view, x, place=_LAST))
         return out
 
-    def _hetero_layer(self, index: int, view: GraphView, x: Mapping[str, Tensor]) -> Rows:
+    def _hetero_layer(self, index: int, view: GraphView, x: Mapping[str, Tensor], aggregated: Aggregate | None) -> Rows:
         conv, last = self.convs[index], index == self.num_layers - 1
         assert isinstance(conv, RGCNConv)
-        out = conv(view, x, only=self.target if last else None)
+        if aggregated is not None:
+            assert isinstance(aggregated, Mapping)
+            aggregated = {kind: self._project(kind.src, rows) for kind, rows in aggregated.items()}
+        out = conv(view, x, only=self.target if last else None, aggregated=aggregated)
+        if last and self.target is None:
+            return dict(out)
         if last:
             assert self.target is not None
             logits: Tensor = out[self.target]
@@ -251,29 +258,40 @@ class GNN(Model):
     def _weight(self, view: GraphView) -> Tensor | None:
         return view.weight if self.config.edge_weight else None
 
-    def precompute(self, view: GraphView, x: Features) -> Tensor | None:
+    def precompute(self, view: GraphView, x: Features) -> Aggregate | None:
         """The first layer's aggregate of the features, where it stays the same from step to step; else None.
 
-        That is so for gcn, sage (mean, max) and gin on features alone, without dropout on them. Give it back as
+        That is so for gcn, sage (mean, max), gin and rgcn on features alone, without dropout on them. Give it back as
         ``aggregated`` with the same view and features.
         """
-        if (
-            self.hetero
-            or self.embeddings
-            or self.config.input_dropout
-            or self.config.name not in ("gcn", "sage", "gin")
-        ):
+        name = self.config.name
+        if self.embeddings or self.config.input_dropout or name not in ("gcn", "sage", "gin", "rgcn"):
             return None
-        rows = self._enter(view, x)
-        assert isinstance(rows, Tensor)
+        conv: Any = self.convs[0]
         with torch.no_grad():
-            conv: Any = self.convs[0]
+            if name == "rgcn":
+                return view.aggregate_relations(self._raw(view, x), reduce=conv.aggr)
+            rows = self._enter(view, x)
             out: Tensor | None = conv.aggregate(view, rows, weight=self._weight(view))
         return out
 
+    def _raw(self, view: GraphView, x: Features) -> dict[str, Tensor]:
+        """Features by node type as rgcn keeps their aggregate: before the projection, with a column of ones for it."""
+        if not self.hetero:
+            rows = self._enter(view, x)
+            assert isinstance(rows, Tensor)
+            return {view.node_types[0]: rows}
+        assert isinstance(x, Mapping)
+        return {kind: torch.cat([rows, rows.new_ones(rows.shape[0], 1)], 1) for kind, rows in x.items()}
 
-def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None = None) -> GNN:
-    """The model for a graph: widths from its features, output for its labelled node type.
+    def _project(self, kind: str, aggregate: Tensor) -> Tensor:
+        """The aggregate of projected rows from that of ``_raw``: the ones tell where there were neighbours to add b."""
+        lin: Any = self.projections[_key(kind)]
+        return functional.linear(aggregate, torch.cat([lin.weight, lin.bias[:, None]], 1))
+
+
+def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None = None, every_type: bool = False) -> GNN:
+    """The model for a graph: widths from its features, output for its labelled node type, or for ``every_type``.
 
     Parameters are drawn from torch's generator: call torch.manual_seed first. Raises ConfigError or InputError.
     """
@@ -294,7 +312,7 @@ def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None =
         out_channels,
         edge_types=tuple(graph.edges),
         num_nodes=counts,
-        target=target,
+        target=None if every_type else target,
         edge_dim=int(attr.shape[1]) if attr is not None and config.edge_features else None,
     )
 

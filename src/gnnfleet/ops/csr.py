@@ -11,6 +11,9 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops.native import _native, threads
 
+# Waking a second thread on a busy machine takes longer than sorting this many keys with one.
+_ALONE = 1 << 18
+
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
@@ -55,8 +58,28 @@ class Compressed:
     @cached_property
     def transposed(self) -> tuple[Compressed, Tensor]:
         """(the same edges by column, [E] int64 the position here of each edge there)."""
+        if self.num_edges <= _ALONE or threads() == 1:
+            indptr = torch.empty(self.num_cols + 1, dtype=torch.int64)
+            row, order = (
+                torch.empty(self.num_edges, dtype=self.col.dtype),
+                torch.empty(self.num_edges, dtype=torch.int64),
+            )
+            _native.transpose(self.indptr.contiguous(), self.col.contiguous(), indptr, row, order)
+            return Compressed(indptr, row, self.num_rows), order
         indptr, order = counting_sort(self.col, self.num_cols)
         return Compressed(indptr, self.row[order], self.num_rows), order
+
+    @cached_property
+    def looped(self) -> tuple[Compressed, Tensor]:
+        """(the same rows with exactly one self-loop each, last in it; [E'] int64 the position here, −1 for loops)."""
+        workers = threads() if self.num_edges > _ALONE else 1
+        rows, columns = self.indptr.contiguous(), self.col.contiguous()
+        indptr = torch.empty_like(rows)
+        _native.count_looped(rows, columns, indptr, workers)
+        total = int(indptr[-1])
+        col, edge = torch.empty(total, dtype=self.col.dtype), torch.empty(total, dtype=torch.int64)
+        _native.fill_looped(rows, columns, indptr, col, edge, workers)
+        return Compressed(indptr, col, self.num_cols), edge
 
 
 def sort_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple[Tensor, Tensor]:
@@ -103,7 +126,6 @@ def counting_sort(keys: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     """(offsets [buckets + 1] int64, order [n] int64): positions by key, ties in input order."""
     offsets = torch.empty(buckets + 1, dtype=torch.int64)
     order = torch.empty(keys.shape[0], dtype=torch.int64)
-    # Waking a second thread on a busy machine takes longer than sorting this many keys with one.
-    workers = threads() if keys.shape[0] > 1 << 18 else 1
+    workers = threads() if keys.shape[0] > _ALONE else 1
     _native.counting_sort(keys.contiguous(), offsets, order, workers)
     return offsets, order

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from gnnfleet.ops.native import _native, threads
 
+# Calls of the generator whose counters are in memory at a time.
+_AT_ONCE = 1 << 18
+
 
 class Purpose(IntEnum):
     """What a draw is for; numbers are part of what makes runs repeatable, so they stay."""
@@ -62,6 +65,23 @@ class Draws:
         out = torch.empty(count, dtype=torch.float64)
         _native.draw_exponentials(*self.words, first, out, threads())
         return out
+
+    def uniforms_at(self, ids: Tensor, columns: int = 1) -> Tensor:
+        """[n, columns] float64 in [0, 1) for int64 ids in any order; column 0 is what ``uniforms`` gives them."""
+        turns = -(-columns // 2)  # four words of 32 bits are two numbers
+        size = max(1, _AT_ONCE // turns)
+        if ids.shape[0] > size:
+            starts = range(0, ids.shape[0], size)
+            return torch.cat([self.uniforms_at(ids[low : low + size], columns) for low in starts])
+        key, place = self.words
+        counters = torch.empty(ids.shape[0], turns, 4, dtype=torch.int64)
+        counters[..., 0] = (ids & 0xFFFFFFFF)[:, None]
+        counters[..., 1] = (ids >> 32)[:, None]
+        counters[..., 2] = torch.arange(turns)
+        counters[..., 3] = place
+        words = philox(counters.view(-1, 4).to(torch.uint32), key).to(torch.int64).view(-1, 2, 2)
+        high = words[..., 1] << 21 | words[..., 0] >> 11
+        return (high.double() * 2.0**-53).view(ids.shape[0], 2 * turns)[:, :columns]
 
     def permutation(self, count: int) -> Tensor:
         """[count] int32: where each of 0 … count − 1 goes."""

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.ops.aggregate import sum_rows
 from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.rows import gather
 
 Message = Callable[..., Any]
 REDUCES = ("sum", "mean", "max", "softmax")
@@ -80,7 +82,7 @@ class _Propagate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, tensors = ctx.call, ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
-        totals = [torch.zeros_like(t) if need else None for t, need in zip(tensors, wanted, strict=True)]
+        totals = [t.new_zeros(t.shape) if need else None for t, need in zip(tensors, wanted, strict=True)]
         for low, high in _ranges(call):
             with torch.enable_grad():
                 built, leaves = _build(call, tensors, low, high, grad=True)
@@ -164,30 +166,57 @@ def _refuse_strangers(built: Any, leaves: Sequence[Tensor]) -> None:
 def _reduce(call: _Call, built: Any, low: int, high: int) -> Tensor:
     count = high - low
     rows = call.structure.row[_edges(call, low, high)].long() - low
+    runs = call.structure.indptr[low : high + 1] - call.structure.indptr[low]
     if call.reduce == "softmax":
         score, value = built
-        return _softmax(score, value, rows, count)
+        return _softmax(score, value, rows, runs)
     if call.reduce == "max":
         return _first_max(built, rows, count)
-    out: Tensor = built.new_zeros(count, *built.shape[1:]).index_add(0, rows, built)
+    out = _sum_runs(built, rows, runs)
     if call.reduce == "mean":
-        degree = call.structure.indptr[low : high + 1].diff().clamp(min=1).to(out.dtype)
+        degree = runs.diff().clamp(min=1).to(out.dtype)
         out = out / degree.view(-1, *([1] * (out.dim() - 1)))
     return out
 
 
-def _softmax(score: Tensor, value: Tensor, rows: Tensor, count: int) -> Tensor:
+def _sum_runs(built: Tensor, rows: Tensor, runs: Tensor) -> Tensor:
+    """Sums over the edges of each row, which follow one another: row i has edges runs[i] … runs[i + 1] − 1."""
+    if built.device.type != "cpu" or built.dtype not in (torch.float32, torch.float64):
+        return built.new_zeros(len(runs) - 1, *built.shape[1:]).index_add(0, rows, built)
+    out: Tensor = _SumRuns.apply(built, rows, runs)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _SumRuns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, built: Tensor, rows: Tensor, runs: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        edges = Compressed(runs, torch.arange(len(built), dtype=torch.int32), len(built))
+        return sum_rows(edges, built.reshape(len(built), _width(built))).view(len(runs) - 1, *built.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        flat = grad.reshape(len(grad), _width(grad)).contiguous()
+        return gather(flat, rows).view(len(rows), *grad.shape[1:]), None, None
+
+
+def _width(rows: Tensor) -> int:
+    return rows.shape[1:].numel()
+
+
+def _softmax(score: Tensor, value: Tensor, rows: Tensor, runs: Tensor) -> Tensor:
     if score.dim() != 2 or value.shape[:2] != score.shape:
         raise ConfigError(
             f"a softmax message returns (score [E, H], value [E, H, …]), found {list(score.shape)}, {list(value.shape)}"
         )
     place = rows[:, None].expand_as(score)
-    top = score.new_full((count, score.shape[1]), -torch.inf).scatter_reduce(0, place, score.detach(), "amax")
+    top = score.new_full((len(runs) - 1, score.shape[1]), -torch.inf).scatter_reduce(0, place, score.detach(), "amax")
     weight = (score - top[rows]).exp()
-    total = score.new_zeros(count, score.shape[1]).index_add(0, rows, weight)
+    total = _sum_runs(weight, rows, runs)
     weight = weight / total[rows]
     spread = weight.view(*weight.shape, *([1] * (value.dim() - 2)))
-    return value.new_zeros(count, *value.shape[1:]).index_add(0, rows, spread * value)
+    return _sum_runs(spread * value, rows, runs)
 
 
 def _first_max(built: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -212,6 +241,16 @@ def _add(call: _Call, totals: list[Tensor | None], i: int, part: Tensor, low: in
     group, here = call.names[i][0], _edges(call, low, high)
     if group == "edge":
         total[here] = part
-    else:
-        index = call.structure.col if group == "src" else call.structure.row
+        return
+    native = part.device.type == "cpu" and part.dtype in (torch.float32, torch.float64)
+    index = call.structure.col if group == "src" else call.structure.row
+    if not native:
         total.index_add_(0, index[here].long(), part)
+    elif group == "dst":
+        runs = call.structure.indptr[low : high + 1] - call.structure.indptr[low]
+        total[low:high] = _sum_runs(part, index[here], runs)
+    else:
+        piece = Compressed(torch.tensor([0, len(part)]), index[here], total.shape[0])
+        turned, order = piece.transposed
+        edges = Compressed(turned.indptr, order, len(part))
+        sum_rows(edges, part.reshape(len(part), _width(part)), out=total.view(len(total), _width(total)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from itertools import count as count_on
 
 import torch
 from torch import Tensor
@@ -125,3 +127,70 @@ def philox(counter: list[Tensor | int], key: int) -> list[Tensor]:
         x2, x3 = (p0 >> 32 & _LOW) ^ x3 ^ key1, p0 & _LOW
         key0, key1 = (key0 + 0x9E3779B9) & _LOW, (key1 + 0xBB67AE85) & _LOW
     return [x0, x1, x2, x3]
+
+
+def sample(
+    structure: Compressed, seeds: Tensor, count: int, *, replace: bool, draws: Draws, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See ``sample.sample``; one node after the other, one draw after the other."""
+    found: list[list[int]] = []
+    for node in seeds.tolist():
+        first, last = int(structure.indptr[node]), int(structure.indptr[node + 1])
+        chances = None if weight is None else weight[first:last].double()
+        if count < 0 or not count:
+            picked = list(range(last - first)) if count else []
+        else:
+            picked = _pick_edges(_stream(draws, node), last - first, count, replace=replace, chances=chances)
+        found.append([first + edge for edge in sorted(picked)])
+    offsets = torch.tensor([0, *(len(edges) for edges in found)]).cumsum(0)
+    return offsets, torch.tensor([edge for edges in found for edge in edges], dtype=torch.int64)
+
+
+def _pick_edges(
+    word: Callable[[], int], degree: int, count: int, *, replace: bool, chances: Tensor | None
+) -> list[int]:
+    """Edges 0 … degree − 1 of one node by the words of its stream."""
+    if chances is not None:
+        possible = int((chances > 0).sum())
+        if replace:
+            ends, total = chances.cumsum(0), chances.sum()
+            at = [_unit(word) * total for _ in range(count if possible else 0)]
+            return [int(torch.searchsorted(ends, u, right=True)) for u in at]
+        if possible == degree <= count:
+            return list(range(degree))
+        drawn = [-math.log(1 - _unit(word)) for _ in range(degree)]
+        keys = [e / chance if chance > 0 else math.inf for e, chance in zip(drawn, chances.tolist(), strict=True)]
+        return sorted(range(degree), key=keys.__getitem__)[: min(count, possible)]
+    if replace:
+        return [_below(word, degree) for _ in range(count if degree else 0)]
+    if degree <= count:
+        return list(range(degree))
+    taken: set[int] = set()
+    for j in range(degree - count, degree):  # Floyd
+        t = _below(word, j + 1)
+        taken.add(j if t in taken else t)
+    return list(taken)
+
+
+def _stream(draws: Draws, node: int) -> Callable[[], int]:
+    """The words of a node, one per call."""
+    key, place = draws.words
+
+    def words() -> Iterator[int]:
+        for turn in count_on():
+            yield from (int(word) for word in philox([torch.tensor(node & _LOW), node >> 32, turn, place], key))
+
+    return words().__next__
+
+
+def _unit(word: Callable[[], int]) -> float:
+    low = word()
+    return float(((word() << 32 | low) >> 11) * 2.0**-53)
+
+
+def _below(word: Callable[[], int], limit: int) -> int:
+    """0 … limit − 1, exactly even."""
+    while True:
+        product = word() * limit
+        if product & _LOW >= (2**32 - limit) % limit:
+            return product >> 32

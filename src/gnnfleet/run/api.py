@@ -21,10 +21,13 @@ from gnnfleet.nn.config import ModelConfig
 from gnnfleet.report.record import RunRecord
 from gnnfleet.run.build import Built
 from gnnfleet.run.config import RunConfig, Tree, nest, overlay, read_toml
+from gnnfleet.run.link import score_pairs
 from gnnfleet.run.prediction import class_names
 from gnnfleet.run.registry import find_config
 from gnnfleet.run.training import Place, Trained, run_training
 from gnnfleet.strategies.base import StrategyConfig, TrainConfig
+from gnnfleet.strategies.link_task import LinkTask
+from gnnfleet.strategies.task import NodeTask
 
 
 class Record:
@@ -58,14 +61,24 @@ class Record:
 
         With several labels per node, a list of classes for each id. Raises InputError for an unknown id.
         """
+        if not isinstance(self._built.task, NodeTask):
+            raise ConfigError("this run predicts links: use record.score(pairs) or record.embeddings(ids)")
         return class_names(self._built.task.head, self._built.nodes, self.logits(ids))
+
+    def score(self, pairs: Sequence[tuple[Any, Any]], relation: str = "") -> Tensor:
+        """[n]: for each pair of ids (source, destination) the probability of a link; for runs with ``task="link"``."""
+        if not isinstance(self._built.task, LinkTask):
+            raise ConfigError("this run classifies nodes: pairs are scored by a run with task='link'")
+        return score_pairs(self._built.strategy, self._built.task, pairs, relation)
 
     def logits(self, ids: Sequence[int] | Sequence[str] | None = None) -> Tensor:
         """[n, C]."""
         return self._rows(self._built.strategy.predict().logits, ids)
 
     def embeddings(self, ids: Sequence[int] | Sequence[str] | None = None) -> Tensor:
-        """[n, hidden]: what the last layer reads."""
+        """[n, hidden]: what the last layer reads; of a run on links, what its decoder reads."""
+        if isinstance(self._built.task, LinkTask):
+            return self._rows(self._built.strategy.predict().logits, ids)
         found = self._built.strategy.predict(embeddings=True).embeddings
         assert found is not None
         return self._rows(found, ids)

@@ -18,10 +18,12 @@ from gnnfleet.nn.model import build_model
 from gnnfleet.nn.own import build_own
 from gnnfleet.report.progress import Progress, Silent
 from gnnfleet.run.config import RunConfig
+from gnnfleet.run.link import SEES_TARGETS, build_links
 from gnnfleet.run.output import Output
 from gnnfleet.run.registry import make_strategy
 from gnnfleet.strategies.base import PRECISIONS, Job, Strategy
-from gnnfleet.strategies.task import NodeTask
+from gnnfleet.strategies.link_task import LinkTask
+from gnnfleet.strategies.task import NodeTask, Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +32,19 @@ class Built:
 
     strategy: Strategy
     graph: Graph
-    task: NodeTask
-    output: Output
+    task: NodeTask | LinkTask
+    output: Output | None  # what nodes are classified as; None for links
     model_file: Path | None = None  # of a model of the user's own
+    remarks: tuple[str, ...] = ()  # what the user should know
 
     @property
     def nodes(self) -> Nodes:
         return self.graph.nodes[self.task.target]
+
+    @property
+    def unit(self) -> str:
+        """What is counted."""
+        return "links" if isinstance(self.task, LinkTask) else "nodes"
 
     def has(self, split: str) -> bool:
         """Whether a split has anything to learn from or measure."""
@@ -45,17 +53,20 @@ class Built:
 
 def build(graph: Graph, config: RunConfig, *, progress: Progress = Silent()) -> Built:
     """Check the graph against the config and build; raises ConfigError or InputError before anything is written."""
-    output = Output.of(graph)
-    target = output.target
-    graph = graph.with_nodes(target, split=_split(graph.nodes[target], config))
-    _check_labels(graph.nodes[target])
     _check_features(graph, config)
-    built = _assemble(graph, config, output, progress)
+    if config.task == "link":
+        built = _assemble_links(graph, config, progress, training=True)
+    else:
+        output = Output.of(graph)
+        target = output.target
+        graph = graph.with_nodes(target, split=_split(graph.nodes[target], config))
+        _check_labels(graph.nodes[target])
+        built = _assemble(graph, config, output, progress)
     if not built.has("train"):
         raise ConfigError("the training split has no labelled nodes: choose another --split, as 0.6/0.2/0.2")
     if config.train.patience and not built.has("val"):
         raise ConfigError(
-            "train.patience needs val nodes and the split has none: set train.patience=0 or another --split"
+            f"train.patience needs val {built.unit} and the split has none: set train.patience=0 or another --split"
         )
     return built
 
@@ -83,13 +94,32 @@ def rebuild(
     return _assemble(graph, config, output, progress)
 
 
+def rebuild_links(graph: Graph, config: RunConfig, *, progress: Progress = Silent()) -> Built:
+    """A trained run on links, to evaluate or score; held-out links are found again from the config."""
+    return _assemble_links(graph, config, progress, training=False)
+
+
 def _assemble(graph: Graph, config: RunConfig, output: Output, progress: Progress) -> Built:
     target = output.target_in(graph)
     head = output.head(metric=config.train.metric, smoothing=config.train.label_smoothing)
     task = NodeTask(target, graph.nodes[target], head)
-    job = Job(
+    model = seeded_model(graph, config, out_channels=output.num_classes)
+    strategy = make_strategy(config.strategy, _job(graph, config, task, model, progress))
+    return Built(strategy, graph, task, output, config.model.file)
+
+
+def _assemble_links(graph: Graph, config: RunConfig, progress: Progress, *, training: bool) -> Built:
+    task, model = build_links(graph, config, training=training)
+    graph = task.data.graph
+    strategy = make_strategy(config.strategy, _job(graph, config, task, model, progress))
+    remarks = () if task.hides else (SEES_TARGETS,)
+    return Built(strategy, graph, task, None, config.model.file, remarks)
+
+
+def _job(graph: Graph, config: RunConfig, task: Task, model: Model, progress: Progress) -> Job:
+    return Job(
         graph=graph,
-        model=seeded_model(graph, config, out_channels=output.num_classes),
+        model=model,
         task=task,
         train=config.train,
         seed=config.seed,
@@ -98,7 +128,6 @@ def _assemble(graph: Graph, config: RunConfig, output: Output, progress: Progres
         partition=config.partition,
         progress=progress,
     )
-    return Built(make_strategy(config.strategy, job), graph, task, output, config.model.file)
 
 
 def seeded_model(graph: Graph, config: RunConfig, *, out_channels: int) -> Model:

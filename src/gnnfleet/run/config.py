@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, Validati
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.nn.config import ModelConfig
+from gnnfleet.nn.link import LinkConfig
 from gnnfleet.run.registry import find_config
 from gnnfleet.run.sizes import parse_size
 from gnnfleet.strategies.base import MEMORY, StrategyConfig, TrainConfig
@@ -37,13 +38,15 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
     train: TrainConfig = Field(default_factory=TrainConfig)
     report: ReportConfig = Field(default_factory=ReportConfig)
-    task: Literal["node"] = "node"
+    link: LinkConfig = Field(default_factory=LinkConfig)
+    task: Literal["node", "link"] = "node"
     workers: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
     precision: Literal["float32", "bf16", "float64"] = "float32"
     memory: Annotated[int, BeforeValidator(parse_size)] = MEMORY  # bytes of activations an evaluation may hold
     partition: str | None = None  # how nodes are dealt to workers; None leaves it to the strategy
-    split: int | str = 0  # the number of a split of the store, or a rule that makes one: 0.6/0.2/0.2, 20-per-class
+    # The number of a split of the store, or a rule that makes one of nodes (0.6/0.2/0.2, 20-per-class) or of links.
+    split: int | str = 0
 
     @field_validator("partition")
     @classmethod
@@ -76,8 +79,10 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
     if "model" in tree:
         tree["model"] = _named_group("model", tree["model"])
     kind = find_config(str(strategy.get("name", "local")))
-    if tree.get("task") in ("link", "edge"):
-        raise ConfigError(f"task {tree['task']} comes later; this version has node")
+    if tree.get("task") == "edge":
+        raise ConfigError("task edge comes later; this version has node and link")
+    if tree.get("task") == "link" and isinstance(tree.get("train", {}), Mapping):
+        tree["train"] = {"weight_decay": 0.0, **tree.get("train", {})}  # it would shrink rarely used rows to nothing
     try:
         config = RunConfig(strategy=_named(kind, strategy), **tree)
     except ValidationError as error:

@@ -64,13 +64,13 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def begin(self, config: RunConfig, graph: Graph, output: Output) -> None:
+    def begin(self, config: RunConfig, graph: Graph, output: Output | None) -> None:
         """Save what the run is about."""
         store = None if graph.store is None else {"path": str(graph.store.path.resolve()), "digest": graph.store.digest}
         file = config.model.file
         content = {
             "config": config.model_dump(mode="json"),
-            "output": output.as_json(),
+            "output": None if output is None else output.as_json(),
             "model_file": None if file is None else {"path": str(file), "sha256": file_digest(file)},
             "store": store,
             "versions": versions(),

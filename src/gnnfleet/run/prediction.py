@@ -13,14 +13,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from pyarrow import csv
 from torch import Tensor
 
-from gnnfleet.errors import RunError
+from gnnfleet.errors import ConfigError, InputError, RunError
 from gnnfleet.graph.bundle import PARTIAL
 from gnnfleet.graph.graph import Nodes
 from gnnfleet.nn.heads import NodeHead
 from gnnfleet.run.build import Built
+from gnnfleet.run.link import score_pairs
 from gnnfleet.strategies.base import Prediction
+from gnnfleet.strategies.link_task import LinkTask
+from gnnfleet.strategies.task import NodeTask
 
 ROWS = 1 << 16
 """Rows written at a time."""
@@ -44,31 +48,83 @@ def class_names(head: NodeHead, nodes: Nodes, logits: Tensor) -> list[Any]:
 
 
 def write_predictions(built: Built, path: Path, columns: Columns) -> int:
-    """Write every node of the labelled type in store order; returns the rows. The file appears whole or not at all."""
-    prediction = built.strategy.predict(embeddings=columns.embeddings)
+    """Write every node of the labelled type in store order; returns the rows. The file appears whole or not at all.
+
+    A run on links has embeddings of all nodes instead: the rows its decoder reads.
+    """
+    if isinstance(built.task, LinkTask):
+        return write_table(path, _embeddings(built))
+    return write_table(path, _pieces(built, built.strategy.predict(embeddings=columns.embeddings), columns))
+
+
+def write_scores(built: Built, pairs: Path, path: Path, *, relation: str = "") -> int:
+    """Write ``src``, ``dst``, ``probability`` for the pairs of original ids in a CSV or Parquet file; the rows.
+
+    Raises ConfigError for a run on nodes, InputError for a file without columns src and dst or an unknown id.
+    """
+    if not isinstance(built.task, LinkTask):
+        raise ConfigError("pairs are scored by a run with --task link; this one classifies nodes")
+    asked = _read_pairs(pairs, built)
+    found = score_pairs(built.strategy, built.task, list(zip(*asked.values(), strict=True)), relation)
+    return write_table(path, iter([pa.table({**asked, "probability": found.float().numpy()})]))
+
+
+def _read_pairs(path: Path, built: Built) -> dict[str, list[Any]]:
+    texts = not built.nodes.ids.are_rows and pa.types.is_large_string(built.nodes.ids.values().type)
+    try:
+        if path.suffix == ".parquet":
+            read = pq.read_table(path)
+        else:
+            kinds = {end: pa.string() if texts else pa.int64() for end in ("src", "dst")}
+            read = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=kinds))
+        return {end: read[end].to_pylist() for end in ("src", "dst")}
+    except (OSError, KeyError, pa.ArrowInvalid) as error:
+        raise InputError(f"expected a CSV or Parquet file with columns src and dst in {path}: {error}") from error
+
+
+def write_table(path: Path, pieces: Iterator[pa.Table]) -> int:
+    """Write a Parquet file that appears whole or not at all; returns the rows."""
     partial = path.with_name(f".{path.name}{PARTIAL}{secrets.token_hex(3)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(partial, _pieces(built, prediction, columns))
+        rows = _write(partial, pieces)
         partial.replace(path)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
-    return built.nodes.count
+    return rows
 
 
-def _write(path: Path, pieces: Iterator[pa.Table]) -> None:
+def _write(path: Path, pieces: Iterator[pa.Table]) -> int:
     first = next(pieces)
+    rows: int = first.num_rows
     with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
         writer.write_table(first)
         for piece in pieces:
             writer.write_table(piece)
+            rows += piece.num_rows
     with path.open("rb") as file:
         os.fsync(file.fileno())
+    return rows
+
+
+def _embeddings(built: Built) -> Iterator[pa.Table]:
+    take, several = built.strategy.exact(), len(built.graph.nodes) > 1
+    texts = {kind: pa.types.is_integer(nodes.ids.take([]).type) for kind, nodes in built.graph.nodes.items()}
+    for kind, nodes in built.graph.nodes.items():
+        for low in range(0, max(nodes.count, 1), ROWS):
+            rows = torch.arange(low, min(low + ROWS, nodes.count))
+            ids = nodes.ids.take(rows.numpy())
+            content: dict[str, Any] = {"id": ids if len(set(texts.values())) == 1 else ids.cast(pa.string())}
+            if several:
+                content["type"] = pa.array([kind] * len(rows), pa.string())
+            content["embedding"] = _lists(take(kind, rows).detach().float())
+            yield pa.table(content)
 
 
 def _pieces(built: Built, prediction: Prediction, columns: Columns) -> Iterator[pa.Table]:
+    assert isinstance(built.task, NodeTask)
     nodes, head = built.nodes, built.task.head
     for low in range(0, max(nodes.count, 1), ROWS):
         high = min(low + ROWS, nodes.count)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gnnfleet.errors import RunError
+from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.own import naming_line
 from gnnfleet.ops.buffers import unpooled
@@ -23,9 +23,10 @@ from gnnfleet.report.memory import peak_rss, peak_tensors, rss
 from gnnfleet.report.metrics import MetricsFile, Sink, TensorBoard, check_tensorboard
 from gnnfleet.report.progress import show
 from gnnfleet.report.record import RunRecord, versions
-from gnnfleet.run.build import Built, build, rebuild
+from gnnfleet.run.build import Built, build, rebuild, rebuild_links
 from gnnfleet.run.checkpoint import Position
 from gnnfleet.run.config import RunConfig, check_continues, overlay, resolve
+from gnnfleet.run.console import remark
 from gnnfleet.run.directory import RunDirectory, choose_directory
 from gnnfleet.run.loop import KeepNothing, Outcome, Plan, fit
 from gnnfleet.strategies.base import State, Strategy
@@ -74,6 +75,8 @@ def run_training(graph: Graph, words: Mapping[str, Any], *, place: Place, quiet:
         with show(quiet) as progress:
             built = build(graph, config, progress=progress)
         stack.callback(built.strategy.close)
+        for text in built.remarks:
+            remark(text, quiet=quiet)
         after_build = rss()
         if directory is None and (place.run_dir is not None or place.keep):
             directory = _choose(place, graph, model=config.model.label)
@@ -225,7 +228,12 @@ def open_run(
     if found is None:
         raise RunError(f"{path} has no checkpoint {checkpoint}: train it first, or go on with --resume")
     with show(quiet) as progress:
-        built = rebuild(graph, config, directory.output(), split=split, progress=progress)
+        if config.task == "link":
+            if split == "all":
+                raise ConfigError("links are evaluated on train, val or test, found --split all")
+            built = rebuild_links(graph, config, progress=progress)
+        else:
+            built = rebuild(graph, config, directory.output(), split=split, progress=progress)
     try:
         built.strategy.load_state_dict({"model": found[0]["model"]})
     except RuntimeError as error:

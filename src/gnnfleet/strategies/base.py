@@ -17,7 +17,7 @@ from torch import Tensor
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.base import Model
 from gnnfleet.report.progress import Progress, Silent
-from gnnfleet.strategies.task import Task
+from gnnfleet.strategies.task import Take, Task
 
 State = dict[str, dict[str, Tensor]]
 """Everything that training changes: {"model": {name: tensor}, "optimizer": {name: tensor}}."""
@@ -50,7 +50,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     patience: int = Field(default=0, ge=0)  # epochs without a better val metric before training stops; 0 never stops
     eval_every: int = Field(default=1, ge=1)  # epochs between evaluations on val
     checkpoint_seconds: float = Field(default=10.0, ge=0)  # between checkpoints; 0 writes one after every epoch
-    metric: Literal["auto", "accuracy", "roc_auc", "micro_f1"] = "auto"
+    metric: str = "auto"  # of nodes accuracy, roc_auc, micro_f1; of links mrr, hits@K
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,9 @@ class Strategy(Protocol):
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         """Exact, like evaluate."""
+
+    def exact(self) -> Take:
+        """A way to take exact output rows of the present weights, by node type and store id."""
 
     def state_dict(self) -> State:
         """The live tensors, not copies."""

@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from gnnfleet.graph.graph import Nodes
+from gnnfleet.graph.local import LocalView
 from gnnfleet.nn.heads import NodeHead
 from gnnfleet.ops.draws import DrawKey
 
@@ -49,8 +50,18 @@ class Task(Protocol):
     def reach(self) -> Tensor | None:
         """[N] bool: rows of the target that the training loss may ever read; None for all of every type."""
 
+    def trained(self, seed: int, epoch: int) -> Tensor:
+        """[n] int64, ascending: the training items of an epoch."""
+
     def batch(self, items: Tensor, key: DrawKey) -> Batch:
         """What a step on some training items reads."""
+
+    @property
+    def hides(self) -> bool:
+        """Whether ``hide`` ever hides anything."""
+
+    def hide(self, view: LocalView, batch: Batch) -> LocalView:
+        """The view or block without the edges that would give the answers away; the same object where none does."""
 
     def loss(self, take: Take, batch: Batch) -> Tensor:
         """The sum over the batch's items."""
@@ -87,8 +98,18 @@ class NodeTask:
     def reach(self) -> Tensor | None:
         return self.nodes.mask("train") & self.head.labelled(self._y)
 
+    def trained(self, seed: int, epoch: int) -> Tensor:
+        return self._items["train"]
+
     def batch(self, items: Tensor, key: DrawKey) -> Batch:
         return Batch(items, {self.target: items}, key)
+
+    @property
+    def hides(self) -> bool:
+        return False
+
+    def hide(self, view: LocalView, batch: Batch) -> LocalView:
+        return view
 
     def loss(self, take: Take, batch: Batch) -> Tensor:
         return self.head.loss(take(self.target, batch.items), self._y[batch.items])

@@ -46,6 +46,28 @@ def clean_edges(
     return cleaned, dict(counts)
 
 
+def with_inverse(graph: Graph) -> Graph:
+    """The reverse of every edge type (s, r, d) as an edge type of its own, (d, rev_r, s), unless that exists.
+
+    Unlike ``clean_edges(undirected=True)`` this also parts the two directions within one node type: what relational
+    models want. Held-out links stay with the given direction.
+    """
+    edges = dict(graph.edges)
+    for kind, table in graph.edges.items():
+        if (backward := inverse_of(kind)) in edges:
+            continue
+        back, rows = replace(table, links={}), torch.arange(table.count)
+        edges[backward] = _sort(back, table.dst(), table.src, rows, num_dst=graph.nodes[kind.src].count)
+    return Graph.of(graph.nodes, edges, name=graph.name, undirected=graph.undirected)
+
+
+def inverse_of(kind: EdgeType) -> EdgeType:
+    """(s, r, d) → (d, rev_r, s), and back."""
+    if kind.relation.startswith(REVERSE):
+        return EdgeType(kind.dst, kind.relation.removeprefix(REVERSE), kind.src)
+    return EdgeType(kind.dst, REVERSE + kind.relation, kind.src)
+
+
 def is_undirected(tables: Mapping[EdgeType, Edges]) -> bool:
     """True for a single edge type whose every edge has its reverse, equally often, and that has no data on edges."""
     if len(tables) != 1:

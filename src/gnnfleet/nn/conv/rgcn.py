@@ -10,8 +10,11 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.merged import CombinesRelations
 from gnnfleet.graph.view import GraphView, first_rows
 from gnnfleet.nn.linear import glorot_
+
+Near = Mapping[EdgeType, Tensor]
 
 
 class RGCNConv(torch.nn.Module):
@@ -53,27 +56,55 @@ class RGCNConv(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     @overload
-    def forward(self, view: GraphView, x: Tensor, *, only: str | None = None) -> Tensor: ...
+    def forward(
+        self, view: GraphView, x: Tensor, *, only: str | None = None, aggregated: Near | None = None
+    ) -> Tensor: ...
 
     @overload
-    def forward(self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None = None) -> dict[str, Tensor]: ...
+    def forward(
+        self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None = None, aggregated: Near | None = None
+    ) -> dict[str, Tensor]: ...
 
     def forward(
-        self, view: GraphView, x: Tensor | Mapping[str, Tensor], *, only: str | None = None
+        self,
+        view: GraphView,
+        x: Tensor | Mapping[str, Tensor],
+        *,
+        only: str | None = None,
+        aggregated: Near | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """{node type: [N_src, in]} → {node type: [N_dst, out]}, or a tensor to a tensor where there is one node type.
 
-        Just the node type ``only`` when that is given.
+        Just the node type ``only`` when that is given. ``aggregated`` is what neighbours amount to, by edge type.
         """
         if isinstance(x, Tensor):
             if len(view.node_types) != 1:
                 raise ConfigError(f"give features by node type: the graph has {', '.join(view.node_types)}")
             (kind,) = view.node_types
-            return self._relate(view, {kind: x}, only=None)[kind]
-        return self._relate(view, x, only=only)
+            if aggregated is None and self.aggr in ("sum", "mean") and (out := self._combine(view, x)) is not None:
+                return out
+            return self._relate(view, {kind: x}, only=None, near=aggregated)[kind]
+        return self._relate(view, x, only=only, near=aggregated)
 
-    def _relate(self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None) -> dict[str, Tensor]:
-        near = view.aggregate_relations(x, reduce=self.aggr)
+    def _combine(self, view: GraphView, x: Tensor) -> Tensor | None:
+        """With few bases for many relations: a weighted sum over all edges for each basis, then one product for each.
+
+        Σ_r mean_r(x) Θ_r = Σ_b (Σ_r comp_rb mean_r(x)) V_b; nothing has a row for every node and relation.
+        """
+        if self.comp is None or self.num_relations <= 2 * len(self.weight) or not isinstance(view, CombinesRelations):
+            return None
+        place = self._places(list(view.edge_types))
+        rows = torch.tensor([place[kind] for kind in view.edge_types])
+        out = self._own(view, x)
+        for basis, matrix in enumerate(self.weight):
+            near = view.combine_relations(x, self.comp[rows, basis], reduce=self.aggr)
+            out = _add_product(out, near, matrix)
+        return out
+
+    def _relate(
+        self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None, near: Near | None
+    ) -> dict[str, Tensor]:
+        near = view.aggregate_relations(x, reduce=self.aggr) if near is None else near
         place = self._places(list(near))
         weight: Tensor = self.weight
         if self.comp is not None:

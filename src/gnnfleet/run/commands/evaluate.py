@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,7 +36,7 @@ class Checkpoint(StrEnum):
 
 def evaluate(
     run: RunArgument,
-    split: Annotated[Split, typer.Option(help="Which nodes; all: every labelled one.")] = Split.test,
+    split: Annotated[Split, typer.Option(help="Which nodes or links; all: every labelled node.")] = Split.test,
     checkpoint: Annotated[Checkpoint, typer.Option(help="Which weights.")] = Checkpoint.best,
     store: StoreOption = None,
     memory: MemoryOption = None,
@@ -56,7 +56,7 @@ def evaluate(
     with naming_line(built.model_file):
         found = built.strategy.evaluate("test" if split is Split.all else split)
     name = built.task.metric
-    result = {
+    result: dict[str, Any] = {
         "run": str(run),
         "checkpoint": used,
         "epoch": position.epoch,
@@ -64,10 +64,12 @@ def evaluate(
         "name": name,
         "value": found[name],
         "loss": found["loss"],
-        "nodes": int(found["count"]),
+        built.unit: int(found["count"]),
+        "metrics": {word: value for word, value in found.items() if word not in ("loss", "count")},
     }
-    shown = [(str(split), int(found["count"]), found[name], found["loss"])]
-    emit(result, as_json=as_json, human=[table(f"{run}, {used} weights", ["split", "nodes", name, "loss"], shown)])
+    columns = ["split", built.unit, *result["metrics"], "loss"]
+    shown = [(str(split), int(found["count"]), *result["metrics"].values(), found["loss"])]
+    emit(result, as_json=as_json, human=[table(f"{run}, {used} weights", columns, shown)])
 
 
 def graph_of_run(run: Path, store: Path | None) -> Graph:

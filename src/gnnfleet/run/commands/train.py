@@ -35,9 +35,11 @@ Model = _option(
     "--model",
     "-m",
 )
-Task = _option(_WHAT, "TASK", "node: classify nodes. The default.")
+Task = _option(_WHAT, "TASK", "node: classify nodes, the default; link: predict edges.")
 SplitRule = _option(
-    _WHAT, "RULE", "0.6/0.2/0.2 (train/val/test), 20-per-class, or the number of a split of the store. Default 0."
+    _WHAT,
+    "RULE",
+    "0.6/0.2/0.2 (train/val/test) of nodes or edges, 20-per-class, or the number of a split of the store. Default 0.",
 )
 Settings = _option(_WHAT, "KEY=VALUE", "One word of the config, as train.lr=0.01; repeatable.", "--set")
 Config = _option(_WHAT, "FILE", "A TOML file with the words of a run.", "--config", "-c")

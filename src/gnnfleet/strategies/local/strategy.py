@@ -1,4 +1,4 @@
-"""Full batch in one process: every step walks the whole graph.
+"""One process: every step walks the whole graph, or sampled blocks of it. Evaluation is exact either way.
 
 Rows may lie in cluster order; what leaves here is in store order. Draws go by store id, so order decides rounding only.
 """
@@ -6,8 +6,8 @@ Rows may lie in cluster order; what leaves here is in store order. Draws go by s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.batches import batches
 from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.order import cluster_order, ordered_view, with_destinations
+from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.layerwise import infer, layer_bytes
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.strategies.base import (
@@ -30,10 +31,13 @@ from gnnfleet.strategies.base import (
     optimizer_tensors,
 )
 from gnnfleet.strategies.local.config import LocalConfig
-from gnnfleet.strategies.task import Batch, Take
+from gnnfleet.strategies.local.sampled import Ready, SampledBatches
+from gnnfleet.strategies.task import Take
 
 # Below this many nodes the features fit the caches and clustering costs more than it gains.
 ORDER_NODES = 50_000
+# Above this many edge types, a row of aggregated inputs for each of them takes too much memory to be kept unasked.
+CACHED_RELATIONS = 8
 
 
 class LocalStrategy:
@@ -47,26 +51,41 @@ class LocalStrategy:
         self._order = self._choose_order()
         self._view = LocalView.whole(job.graph) if self._order is None else ordered_view(job.graph, self._order)
         self._x = self._features()
-        self._aggregated = self.model.precompute(self._view, self._x)
+        self._aggregated = self._precompute()
+        self._sampled = None if config.fanouts is None else SampledBatches(config, job, self._aggregated)
         self._last = self._last_view()
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
     def steps(self, epoch: int) -> Iterator[StepRecord]:
-        task, seed = self._job.task, self._job.seed
-        for step, items in enumerate(batches(task.items("train"), self._config.batch, seed=seed, epoch=epoch)):
-            started = time.perf_counter()
-            self._known = None
-            loss = self._step(task.batch(items, DrawKey(seed, epoch, step)))
-            yield StepRecord(epoch, step, loss, len(items), time.perf_counter() - started)
+        started = time.perf_counter()
+        with closing(self._batches(epoch)) as made:
+            for step, ready in enumerate(made):
+                self._known = None
+                loss = self._step(ready)
+                yield StepRecord(epoch, step, loss, len(ready.batch.items), time.perf_counter() - started)
+                started = time.perf_counter()
 
-    def _step(self, batch: Batch) -> float:
+    def _batches(self, epoch: int) -> Generator[Ready]:
+        """What the steps of an epoch run on."""
+        if self._sampled is not None:
+            yield from self._sampled.epoch(epoch)
+            return
+        task, seed = self._job.task, self._job.seed
+        for step, items in enumerate(
+            batches(task.trained(seed, epoch), self._config.batch_size, seed=seed, epoch=epoch)
+        ):
+            batch = task.batch(items, DrawKey(seed, epoch, step))
+            seen = task.hide(self._view, batch)
+            last = seen if self._last is self._view else task.hide(self._last, batch)
+            views = [seen.at(key=batch.key)] * (self.model.num_layers - 1) + [last.at(key=batch.key)]
+            yield Ready(batch, views, self._x, self._aggregated)
+
+    def _step(self, ready: Ready) -> float:
         """The mean loss of a batch; the weights have changed after."""
         self.model.train()
-        view, last = self._view.at(key=batch.key, training=True), self._last.at(key=batch.key, training=True)
-        views = [view] * (self.model.num_layers - 1) + [last]
         with self._products():
-            out = self.model(views, self._x, aggregated=self._aggregated)
-        loss = self._job.task.loss(self._taking(out), batch) / len(batch.items)
+            out = self.model(ready.views, ready.x, aggregated=ready.aggregated)
+        loss = self._job.task.loss(self._taking(out, ready.views[-1]), ready.batch) / len(ready.batch.items)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._job.train.clip:
@@ -76,9 +95,12 @@ class LocalStrategy:
 
     def evaluate(self, split: str) -> dict[str, float]:
         if not len(self._job.task.items(split)):
-            raise ConfigError(f"the {split} split has no labelled nodes: choose another --split")
+            raise ConfigError(f"the {split} split is empty: choose another --split")
         with torch.no_grad():
-            return self._job.task.measure(self._taking(self._outputs()[0]), split)
+            return self._job.task.measure(self.exact(), split)
+
+    def exact(self) -> Take:
+        return self._taking(self._outputs()[0], self._view)
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         logits, inputs = (self._only(rows) for rows in self._outputs())
@@ -116,12 +138,12 @@ class LocalStrategy:
                     self._known = self._whole()
         return self._known
 
-    def _taking(self, out: Any) -> Take:
-        """Rows of an output by store id, in the precision of the loss."""
+    def _taking(self, out: Any, view: LocalView) -> Take:
+        """Rows of a view's output by store id, in the precision of the loss."""
 
         def take(kind: str, ids: Tensor) -> Tensor:
             rows: Tensor = out[kind] if isinstance(out, dict) else out
-            return self._view.of(kind).take(rows, ids).to(self._dtype)
+            return view.of(kind).take(rows, ids).to(self._dtype)
 
         return take
 
@@ -150,10 +172,29 @@ class LocalStrategy:
             found[kind] = self._in_rows(kind, x.to(self._dtype))
         return found if len(found) > 1 else found[self._target]
 
+    def _precompute(self) -> Aggregate | None:
+        """The first layer's aggregate of all rows, where the config wants it and the model allows it."""
+        wanted = self._config.cache_inputs
+        if self._job.task.hides:  # what is aggregated beforehand would include the edges that are hidden later
+            if wanted is True:
+                raise ConfigError("strategy.cache_inputs=true would show hidden edges: use it with link.exclude=none")
+            return None
+        if wanted == "auto" and len(self._view.relations) > CACHED_RELATIONS:
+            return None
+        found = self.model.precompute(self._view, self._x) if wanted else None
+        if wanted is True and found is None:
+            raise ConfigError(
+                "this model does not allow strategy.cache_inputs=true: its first layer reads neighbours through "
+                "parameters, learnable rows or dropout"
+            )
+        return found
+
     def _choose_order(self) -> dict[str, Tensor] | None:
-        order = self._config.order
+        order, sampled = self._config.order, self._config.fanouts is not None
         if order == "auto":
-            order = "cluster" if self._job.graph.num_nodes > ORDER_NODES else "store"
+            order = "cluster" if self._job.graph.num_nodes > ORDER_NODES and not sampled else "store"
+        if order == "cluster" and sampled:
+            raise ConfigError("strategy.order=cluster is for full batch: leave it out, or leave out strategy.fanouts")
         if order == "store":
             return None
         self._job.progress.stage("cluster order")

@@ -1,0 +1,162 @@
+"""Sampled training in one process: the sampler alone, and SAGE-256 of three layers on its blocks; DGL's as a peer.
+
+Each cell runs in a process of its own; finished cells are not run again, the best round counts. Fanouts 15, 10, 5,
+batches of 1,024. The graph: 200,000 nodes, 5 M edges, 100 features, 47 classes.
+
+usage: python benchmarks/sampling.py [OUT] [--data DIR] [--cells blocks/1 train/cached …] [--rounds 2] [--steps 40]
+                                     [--dgl PYTHON]
+DIR holds edge_index.npy, x.npy, y.npy, train_idx.npy; without it a communities graph of the same size is generated.
+PYTHON is an interpreter that has DGL; its cell needs DIR. memory/M: peak memory of sampled training on a store of M
+million edges, features mapped from disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+FANOUTS, BATCH = (15, 10, 5), 1024
+# blocks/T: the sampler on T threads. read/T: sampler, transposes and features. train: with or without the kept
+# aggregate of inputs; alone: without it and without the thread in the background.
+CELLS = ["train/plain", "train/cached", "train/bf16", "train/alone", "blocks/1", "blocks/2", "read/1"]
+ONCE = ["memory/5", "memory/50"]
+WARM = 3
+
+
+def time_blocks(graph: Any, threads: int, *, steps: int, read: bool) -> dict[str, float]:
+    import torch
+
+    from gnnfleet.graph.batches import batches
+    from gnnfleet.graph.loader import prepare_backward, read_features
+    from gnnfleet.graph.sample import Sampler
+    from gnnfleet.ops.draws import DrawKey
+
+    torch.set_num_threads(threads)
+    sampler, nodes = Sampler(graph, FANOUTS), graph.only_nodes
+    seconds, edges = [], []
+    for step, seeds in enumerate(islice(batches(nodes.mask("train").nonzero()[:, 0], BATCH, seed=0, epoch=0), steps)):
+        start = time.perf_counter()
+        views = sampler.blocks({"node": seeds}, DrawKey(0, 0, step))
+        if read:
+            prepare_backward(views)
+            read_features(nodes.x, views[0].node_ids)
+        seconds.append(time.perf_counter() - start)
+        edges.append(sum(len(view.edge_ids) for view in views))
+    median = statistics.median(seconds[3:])
+    rates = {"seeds_per_second": BATCH / median, "edges_per_second": statistics.median(edges[3:]) / median}
+    return {"milliseconds": 1e3 * median, **rates}
+
+
+def time_steps(graph: Any, cell: str, *, steps: int) -> dict[str, float]:
+    from gnnfleet.run.build import build
+    from gnnfleet.run.config import resolve
+
+    strategy = {
+        "fanouts": list(FANOUTS),
+        "batch": BATCH,
+        "cache_inputs": cell in ("train/cached", "train/bf16"),
+        "prefetch": 0 if cell == "train/alone" else 2,
+    }
+    words = {
+        "model": {"name": "sage", "hidden": 256, "layers": 3, "dropout": 0.0},
+        "train": {"weight_decay": 0.0},
+        "strategy": strategy,
+        "precision": "bf16" if cell == "train/bf16" else "float32",
+    }
+    made = build(graph, resolve(words)).strategy
+    records = list(islice(chain.from_iterable(map(made.steps, count())), WARM + steps))[WARM:]
+    rate = sum(record.count for record in records) / sum(record.seconds for record in records)
+    return {"milliseconds": 1e3 * BATCH / rate, "seeds_per_second": rate, "loss": records[-1].loss}
+
+
+def measure_memory(million_edges: int, *, steps: int) -> dict[str, float]:
+    """Peak resident memory of training that reads features from disk; what is only mapped can be taken back."""
+    import tempfile
+
+    from gnnfleet.graph.datasets import make_dataset
+    from gnnfleet.graph.store import save_store
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        sizes = {"nodes": 40_000 * million_edges, "edges": 1_000_000 * million_edges}
+        save_store(make_dataset("communities", features=100, classes=47, **sizes), store)
+        words = [sys.executable, __file__, "--cell", f"store/{store}", "--steps", str(steps)]
+        done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+        return json.loads(done.stdout)
+
+
+def train_store(store: str, *, steps: int) -> dict[str, float]:
+    from gnnfleet.graph.store import open_store
+
+    found = time_steps(open_store(store), "train/plain", steps=steps)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {**found, **{word: int(status[word].split()[0]) / 2**20 for word in ("VmHWM", "RssAnon", "RssFile")}}
+
+
+def run_cell(cell: str, data: Path, steps: int) -> dict[str, Any]:
+    from epochs import load
+
+    kind, word = cell.split("/", 1)
+    if kind == "memory":
+        return {**measure_memory(int(word), steps=steps), "cell": cell}
+    if kind == "store":
+        return train_store(word, steps=steps)
+    graph = load(data)
+    if kind == "train":
+        return {"cell": cell, **time_steps(graph, cell, steps=steps)}
+    return {"cell": cell, **time_blocks(graph, int(word), steps=steps, read=kind == "read")}
+
+
+def start_cell(cell: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run a cell in a process of its own."""
+    words = [sys.executable, __file__, "--cell", cell, "--data", str(args.data), "--steps", str(args.steps)]
+    if cell == "dgl":
+        words = [args.dgl, str(HERE / "dgl_sampled.py"), str(args.data), str(BATCH), str(min(args.steps, 16))]
+    environment = {**os.environ, **({} if cell == "dgl" else {"THP_MEM_ALLOC_ENABLE": "1"})}
+    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {"cell": cell, **found, **({"seeds_per_second": found["training"]} if cell == "dgl" else {})}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=HERE / "results" / "cells" / "sampling")
+    parser.add_argument("--data", type=Path, default=Path("no data"))
+    parser.add_argument("--cells", nargs="+")
+    parser.add_argument("--dgl", help="an interpreter that has DGL")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.cell:
+        print(json.dumps(run_cell(args.cell, args.data, args.steps)))
+        return
+    from record import write_results
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    best: dict[str, dict[str, Any]] = {}
+    for number in range(args.rounds):
+        for cell in args.cells or [*(["dgl"] if args.dgl else []), *CELLS, *ONCE]:
+            if number and cell in ONCE:
+                continue
+            path = args.out / f"{cell.replace('/', '.')}.{number}.json"
+            if not path.exists():
+                path.write_text(json.dumps(start_cell(cell, args)))
+            found = json.loads(path.read_text())
+            if cell not in best or found["seeds_per_second"] > best[cell]["seeds_per_second"]:
+                best[cell] = found
+            print(json.dumps(found), flush=True)
+    print(write_results("sampling", list(best.values())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Making the next things while the present one is used: one thread, a short queue.
+
+An error of the thread is raised where the things are used, with its traceback. Leaving the loop, dropping the iterator
+or ending the program ends the thread; nothing waits without a limit, so Ctrl-C is heard.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from gnnfleet.ops.native import alone
+
+T = TypeVar("T")
+
+_POLL = 0.1  # seconds between looks at whether anyone is still there
+_JOIN = 30.0  # seconds a thread gets to finish the thing it is making
+
+
+@dataclass(frozen=True)
+class _Made(Generic[T]):
+    thing: T
+
+
+@dataclass(frozen=True)
+class _End:
+    error: BaseException | None = None
+
+
+def prefetched(things: Iterator[T], depth: int) -> Iterator[T]:
+    """``things``, up to ``depth`` of them made ahead in a thread of their own; 0 makes each when it is asked for."""
+    return _ahead(things, depth) if depth else things
+
+
+def _ahead(things: Iterator[T], depth: int) -> Iterator[T]:
+    ready: queue.Queue[_Made[T] | _End] = queue.Queue(depth)
+    stop = threading.Event()
+    # Not a daemon: the interpreter kills those inside compiled code. ``_produce`` ends with the main thread instead.
+    thread = threading.Thread(target=_produce, args=(things, ready, stop), name="gnnfleet-prefetch")
+    thread.start()
+    try:
+        while True:
+            item = _next(ready, thread)
+            if isinstance(item, _End):
+                if item.error is not None:
+                    raise item.error
+                return
+            yield item.thing
+    finally:
+        stop.set()
+        thread.join(_JOIN)
+
+
+def _next(ready: queue.Queue[_Made[T] | _End], thread: threading.Thread) -> _Made[T] | _End:
+    while True:
+        try:
+            return ready.get(timeout=_POLL)
+        except queue.Empty:
+            assert thread.is_alive() or not ready.empty(), "the prefetch thread ended without a word"
+
+
+def _produce(things: Iterator[T], ready: queue.Queue[_Made[T] | _End], stop: threading.Event) -> None:
+    with alone():
+        try:
+            for thing in things:
+                if not _put(ready, _Made(thing), stop):
+                    return
+        except BaseException as error:
+            _put(ready, _End(error), stop)
+        else:
+            _put(ready, _End(), stop)
+
+
+def _put(ready: queue.Queue[_Made[T] | _End], item: _Made[T] | _End, stop: threading.Event) -> bool:
+    """Whether someone will take it."""
+    while not stop.is_set() and threading.main_thread().is_alive():
+        try:
+            ready.put(item, timeout=_POLL)
+        except queue.Full:
+            continue
+        return True
+    return False

@@ -1,0 +1,97 @@
+"""Ranks of true links among others, and what is made of them: MRR and Hits@K.
+
+Ties share the middle of their places: rank = 1 + (number above) + (number equal) / 2. A model that scores everything
+alike is thus in the middle, not first. P positives, K negatives, Q queries, N candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def ranks_among(positive: Tensor, negative: Tensor) -> Tensor:
+    """[P] float64 ranks of scores [P] among their own negatives [P, K]."""
+    # Counted from below, so that a score that is no number comes last.
+    above = negative.shape[1] - (negative <= positive[:, None]).sum(1)
+    equal = (negative == positive[:, None]).sum(1)
+    return 1 + above.double() + equal.double() / 2
+
+
+def ranks_against(positive: Tensor, negative: Tensor) -> Tensor:
+    """[P] float64 ranks of scores [P] among one list of negatives [K]."""
+    listed = negative.sort().values
+    not_above = torch.searchsorted(listed, positive, right=True)
+    equal = not_above - torch.searchsorted(listed, positive)
+    ranks = 1 + (len(listed) - not_above).double() + equal.double() / 2
+    return torch.where(positive.isnan(), 1.0 + len(listed), ranks)
+
+
+def mrr(ranks: Tensor) -> float:
+    """The mean of 1 / rank; nan without ranks."""
+    return float(ranks.double().reciprocal().mean())
+
+
+def hits(ranks: Tensor, k: int) -> float:
+    """The share of ranks that are at most ``k``; nan without ranks."""
+    return float((ranks <= k).double().mean())
+
+
+def hits_against(positive: Tensor, negative: Tensor, k: int) -> float:
+    """OGB's Hits@K: the share of positives above the K-th best of one list of negatives; 1 for a shorter list."""
+    if len(negative) < k:
+        return 1.0
+    return float((positive > negative.topk(k).values[-1]).double().mean())
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What is known to be true: query ``asked[i]`` has the answers ``answer[start[i]:start[i + 1]]``."""
+
+    asked: Tensor  # [A] int64 ascending, each once
+    start: Tensor  # [A + 1]
+    answer: Tensor  # [n]
+
+    @classmethod
+    def of(cls, asked: Tensor, answer: Tensor) -> Answers:
+        """From pairs of a query's number and one true candidate, in any order; repeats do no harm."""
+        order = torch.argsort(asked)
+        names, sizes = torch.unique_consecutive(asked[order], return_counts=True)
+        start = torch.zeros(len(names) + 1, dtype=torch.int64)
+        start[1:] = sizes.cumsum(0)
+        return cls(names, start, answer[order])
+
+    def of_queries(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """(place in ``queries``, true candidate) for all that is known of them."""
+        if not len(self.asked):
+            return queries[:0], queries[:0]
+        place = torch.searchsorted(self.asked, queries).clamp_(max=len(self.asked) - 1)
+        known = self.asked[place] == queries
+        sizes = torch.where(known, self.start[place + 1] - self.start[place], 0)
+        rows = torch.repeat_interleave(torch.arange(len(queries)), sizes)
+        first = sizes.cumsum(0) - sizes
+        within = torch.arange(len(rows)) - first[rows]
+        return rows, self.answer[self.start[place][rows] + within]
+
+
+def filtered_ranks(
+    score: Callable[[Tensor], Tensor], queries: Tensor, truth: Tensor, known: Answers, *, chunk: int
+) -> Tensor:
+    """[Q] float64: the rank of ``truth`` [Q] among all candidates, other known answers left out.
+
+    ``score(rows)`` gives [n, N] scores of queries ``rows``; ``chunk`` queries are scored at a time, so no more than
+    ``chunk`` · N scores are in memory. ``queries`` [Q] are their numbers in ``known``.
+    """
+    ranks = torch.empty(len(queries), dtype=torch.float64)
+    for low in range(0, len(queries), chunk):
+        rows = torch.arange(low, min(low + chunk, len(queries)))
+        scores = score(rows)
+        own = scores.gather(1, truth[rows][:, None])
+        scores[known.of_queries(queries[rows])] = -torch.inf
+        above = scores.shape[1] - (scores <= own).sum(1)
+        equal = (scores == own).sum(1) - (scores.gather(1, truth[rows][:, None]) == own)[:, 0].long()
+        ranks[rows] = 1 + above.double() + equal.double() / 2
+    return ranks

@@ -1,0 +1,305 @@
+"""Link prediction as a task: items are numbers of target edges, a step draws their negatives, ranks are the metric.
+
+Everything drawn goes by the store edge id of the positive. L links, K negatives for each, D columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.edge_keys import EdgeKeys, HiddenEdges
+from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.links import HELD_OUT, LinkData, Links
+from gnnfleet.graph.local import LocalView
+from gnnfleet.graph.negatives import EVALUATION, Ends, NegativeDraws
+from gnnfleet.nn.link import Decoder, LinkConfig, held_share, link_loss, softmax_loss
+from gnnfleet.nn.ranking import Answers, filtered_ranks, hits, hits_against, mrr, ranks_against, ranks_among
+from gnnfleet.ops.draws import DrawKey, Purpose
+from gnnfleet.ops.dropout import dropout
+from gnnfleet.strategies.task import Batch, Take
+
+# Pairs scored at a time in evaluation, and scores of all candidates in memory at a time.
+PAIRS, SCORES = 1 << 16, 1 << 25
+# Model layers are numbered below this; the decoder's dropout has a layer of its own, negatives places of their own.
+_DECODER_LAYER, _NEGATIVE_PLACE = 255, 128
+
+
+@dataclass(frozen=True, eq=False)
+class LinkBatch(Batch):
+    """Target edges with their negatives; ``shared`` [K] nodes stand in for ``negatives`` where all links share them."""
+
+    links: Links
+    negatives: Links | None
+    shared: Tensor | None
+
+
+@dataclass(eq=False)
+class _Held:
+    """What ``disjoint`` holds out in one epoch; the last view asked about and what is left of it."""
+
+    items: Tensor
+    edges: HiddenEdges
+    view: LocalView | None = None
+    cut: LocalView | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LinkTask:
+    """Edges of some types; ``decoder`` belongs to the model that is trained."""
+
+    data: LinkData
+    config: LinkConfig
+    decoder: Decoder
+    seed: int = 0
+    wanted: str = "auto"  # the metric: mrr, hits@K, or auto
+    held: dict[tuple[int, int], _Held] = field(default_factory=dict, repr=False)  # of the present (seed, epoch)
+
+    def __post_init__(self) -> None:
+        if self.wanted not in ("auto", "mrr") and not re.fullmatch(r"hits@[1-9]\d*", self.wanted):
+            raise ConfigError(f"links are measured by mrr or hits@K, as hits@20; found train.metric={self.wanted}")
+        if self.config.ranking == "given" and not self.data.negatives:
+            raise ConfigError("link.ranking=given needs negatives with the data, found none: use sampled or filtered")
+        if self._mode == "shared" and len({end for kind in self._kinds for end in (kind.src, kind.dst)}) > 1:
+            raise ConfigError("link.negative_mode=shared needs one node type: use either")
+
+    @property
+    def metric(self) -> str:
+        if self.wanted != "auto":
+            return self.wanted
+        return "hits@20" if self.ranking == "given" and not self._per_link("test") else "mrr"
+
+    @property
+    def target(self) -> str:
+        return self._kinds[0].dst
+
+    @property
+    def ranking(self) -> str:
+        """given, sampled or filtered."""
+        if self.config.ranking != "auto":
+            return self.config.ranking
+        if self.data.negatives:
+            return "given"
+        return "filtered" if len(self._kinds) > 1 else "sampled"
+
+    def items(self, split: str) -> Tensor:
+        return torch.arange(len(self.data.splits[split]))
+
+    def reach(self) -> Tensor | None:
+        return None
+
+    def trained(self, seed: int, epoch: int) -> Tensor:
+        return self._held(seed, epoch).items if held_share(self.config.exclude) else self.items("train")
+
+    def _held(self, seed: int, epoch: int) -> _Held:
+        if (seed, epoch) not in self.held:
+            draws = DrawKey(seed, epoch).draws(Purpose.HOLD_OUT)
+            links = self.data.splits["train"]
+            chosen = draws.uniforms_at(links.numbers)[:, 0] < held_share(self.config.exclude)
+            items = chosen.nonzero()[:, 0]
+            self.held.clear()
+            self.held[seed, epoch] = _Held(items, HiddenEdges.of(self._keys, links.take(items)))
+        return self.held[seed, epoch]
+
+    def batch(self, items: Tensor, key: DrawKey) -> LinkBatch:
+        links = self.data.splits["train"].take(items)
+        if self._mode == "shared":
+            count = self.data.graph.nodes[self.target].count
+            shared = self._draws.shared(key, self.config.negatives, count)
+            return LinkBatch(items, self._seeds([links], shared), key, links, None, shared)
+        negatives = self._draws.corrupt(links, key, count=self.config.negatives, ends=self._ends)
+        return LinkBatch(items, self._seeds([links, negatives], None), key, links, negatives, None)
+
+    @property
+    def hides(self) -> bool:
+        return self.config.exclude != "none"
+
+    def hide(self, view: LocalView, batch: Batch) -> LocalView:
+        assert isinstance(batch, LinkBatch)
+        if self.config.exclude == "none":
+            return view
+        if self.config.exclude == "batch":
+            return HiddenEdges.of(self._keys, batch.links).drop(view)
+        held = self._held(batch.key.seed, batch.key.epoch)
+        if held.view is not view:
+            held.view, held.cut = view, held.edges.drop(view)
+        assert held.cut is not None
+        return held.cut
+
+    def loss(self, take: Take, batch: Batch) -> Tensor:
+        assert isinstance(batch, LinkBatch)
+        src, dst = self._rows(take, batch.links)
+        relation = batch.links.relation
+        positive = self._score(src, dst, batch.links, key=batch.key)
+        zero = positive.new_zeros(())
+        if batch.shared is not None:
+            table = take(self.target, batch.shared)
+            loss = sum((self._loss(positive, self.decoder.against(rows, relation, table)) for rows in (src, dst)), zero)
+        else:
+            assert batch.negatives is not None
+            ends = self._rows(take, batch.negatives)
+            negative = self._score(*ends, batch.negatives, key=batch.key, negative=True)
+            loss = self._loss(positive, negative.view(len(positive), -1))
+        if self.config.l2:
+            loss = loss + self.config.l2 * len(batch.items) * self.decoder.penalty(torch.cat([src, dst]))
+        return loss
+
+    def _loss(self, positive: Tensor, negative: Tensor) -> Tensor:
+        return (softmax_loss if self.config.loss == "softmax" else link_loss)(positive, negative)
+
+    def measure(self, take: Take, split: str) -> dict[str, float]:
+        links = self.data.splits[split]
+        positive = self.scores(take, links)
+        if self.ranking == "filtered":
+            negative, values = self.scores(take, self._drawn(links, 1)), self._values(self._filtered(take, links))
+        elif self.ranking == "given" and split in self.data.negatives:
+            negative = self.scores(take, self.data.negatives[split])
+            values = self._against_given(positive, negative, per_link=self._per_link(split))
+        else:
+            negative = self.scores(take, self._drawn(links, self.config.eval_negatives))
+            values = self._values(ranks_among(positive, negative.view(len(links), -1)))
+        empty = torch.empty(0)
+        loss = link_loss(positive, empty) / max(len(positive), 1) + link_loss(empty, negative) / max(len(negative), 1)
+        return {"loss": float(loss), "count": float(len(links)), **values}
+
+    def scores(self, take: Take, links: Links) -> Tensor:
+        """[L] logits of exact rows, in pieces."""
+        found = [self.decoder(*self._rows(take, part), part.relation) for part in _pieces(links)]
+        return torch.cat(found) if found else torch.empty(0)
+
+    @cached_property
+    def _kinds(self) -> list[EdgeType]:
+        """The edge types that are predicted."""
+        links = Links.join(list(self.data.splits.values()))
+        numbers = torch.unique(links.relation).tolist()
+        return [self.data.edge_types[number] for number in numbers]
+
+    @cached_property
+    def _keys(self) -> EdgeKeys:
+        return EdgeKeys.of(self.data.graph)
+
+    @cached_property
+    def _draws(self) -> NegativeDraws:
+        return NegativeDraws.of(self.data.graph, avoid=self.config.avoid_edges)
+
+    @cached_property
+    def _measuring(self) -> NegativeDraws:
+        """Knows held-out links as well; training must not."""
+        return self._draws.knowing(Links.join([self.data.splits[name] for name in HELD_OUT]))
+
+    @property
+    def _mode(self) -> str:
+        mode = self.config.negative_mode
+        return mode if mode != "auto" else "either" if len(self._kinds) > 1 else "dst"
+
+    @property
+    def _ends(self) -> Ends:
+        mode = self._mode
+        assert mode in ("dst", "src", "either", "pair")
+        return mode  # type: ignore[return-value]
+
+    def _seeds(self, parts: list[Links], shared: Tensor | None) -> dict[str, Tensor]:
+        wanted = {kind: torch.zeros(nodes.count, dtype=torch.bool) for kind, nodes in self.data.graph.nodes.items()}
+        for links in parts:
+            for end, ids in (("src", links.src), ("dst", links.dst)):
+                for name, rows in self._by_type(links.relation, end):
+                    wanted[name][ids[rows]] = True
+        if shared is not None:
+            wanted[self.target][shared] = True
+        found = {kind: mask.nonzero()[:, 0] for kind, mask in wanted.items()}
+        return {kind: ids for kind, ids in found.items() if len(ids)}
+
+    def _by_type(self, relation: Tensor, end: str) -> Iterator[tuple[str, Tensor | slice]]:
+        """(node type of an end, the links that have it there)."""
+        names = [getattr(kind, end) for kind in self.data.edge_types]
+        if len({getattr(kind, end) for kind in self._kinds}) == 1:
+            yield getattr(self._kinds[0], end), slice(None)
+            return
+        kinds = list(dict.fromkeys(names))
+        code = torch.tensor([kinds.index(name) for name in names])[relation]
+        for number, name in enumerate(kinds):
+            rows = (code == number).nonzero()[:, 0]
+            if len(rows):
+                yield name, rows
+
+    def _rows(self, take: Take, links: Links) -> tuple[Tensor, Tensor]:
+        """([L, D], [L, D]) rows of the sources and destinations."""
+        src, dst = (
+            self._collect(take, links.relation, ids, end) for end, ids in (("src", links.src), ("dst", links.dst))
+        )
+        return src, dst
+
+    def _collect(self, take: Take, relation: Tensor, ids: Tensor, end: str) -> Tensor:
+        parts = [(rows, take(name, ids[rows])) for name, rows in self._by_type(relation, end)]
+        if len(parts) == 1:
+            return parts[0][1]
+        place = torch.cat([rows for rows, _ in parts if isinstance(rows, Tensor)])
+        return torch.cat([found for _, found in parts])[torch.argsort(place)]
+
+    def _score(self, src: Tensor, dst: Tensor, links: Links, *, key: DrawKey, negative: bool = False) -> Tensor:
+        p = self.config.dropout
+        count = self.config.negatives if negative else 1
+        numbers = links.numbers * count + torch.arange(len(links)) % count
+
+        def drop(x: Tensor, place: int) -> Tensor:
+            place += _NEGATIVE_PLACE if negative else 0
+            return dropout(x, p, ids=numbers, draws=key.draws(Purpose.DROPOUT, _DECODER_LAYER, place))
+
+        logits: Tensor = self.decoder(src, dst, links.relation, drop=drop if p else None)
+        return logits
+
+    def _drawn(self, links: Links, count: int) -> Links:
+        """Negatives of held-out links: a function of the run's seed, so every evaluation meets the same."""
+        ends: Ends = "either" if len(self._kinds) > 1 else "dst"
+        return self._measuring.corrupt(links, DrawKey(self.seed), count=count, ends=ends, layer=EVALUATION)
+
+    def _per_link(self, split: str) -> int:
+        """Given negatives of each link, in a row; 0 where one list is for all."""
+        given, links = self.data.negatives.get(split), self.data.splits[split]
+        if given is None or not len(links) or len(given) % len(links) or len(given) == len(links):
+            return 0
+        return len(given) // len(links)
+
+    def _against_given(self, positive: Tensor, negative: Tensor, *, per_link: int) -> dict[str, float]:
+        if per_link:
+            return self._values(ranks_among(positive, negative.view(-1, per_link)))
+        values = self._values(ranks_against(positive, negative))
+        return {k: hits_against(positive, negative, int(k[5:])) if k != "mrr" else v for k, v in values.items()}
+
+    def _values(self, ranks: Tensor) -> dict[str, float]:
+        names = dict.fromkeys(["mrr", "hits@1", "hits@10", self.metric])
+        return {name: mrr(ranks) if name == "mrr" else hits(ranks, int(name[5:])) for name in names}
+
+    def _filtered(self, take: Take, links: Links) -> Tensor:
+        """[2 L] ranks of the destinations for (source, type, ?) and of the sources for (?, type, destination)."""
+        every, parts = Links.join(list(self.data.splits.values())), []
+        turned = every.take(self.data.symmetric[every.relation])
+        true = Links.join([every, Links(turned.relation, turned.dst, turned.src, turned.ids)])
+        for asks, finds in (("src", "dst"), ("dst", "src")):
+            number = true.relation * self._keys.width + getattr(true, asks)
+            known = Answers.of(number, getattr(true, finds))
+            for name, chosen in self._by_type(links.relation, finds):
+                table = take(name, torch.arange(self.data.graph.nodes[name].count))
+                parts.append(self._rank(take, links.take(chosen), (asks, finds), table=table, known=known))
+        return torch.cat(parts)
+
+    def _rank(self, take: Take, links: Links, ends: tuple[str, str], *, table: Tensor, known: Answers) -> Tensor:
+        asked, truth = (getattr(links, end) for end in ends)
+        rows = self._collect(take, links.relation, asked, ends[0])
+
+        def score(which: Tensor) -> Tensor:
+            return self.decoder.against(rows[which], links.relation[which], table)
+
+        queries = links.relation * self._keys.width + asked
+        return filtered_ranks(score, queries, truth, known, chunk=max(1, SCORES // max(len(table), 1)))
+
+
+def _pieces(links: Links) -> Iterator[Links]:
+    for low in range(0, len(links), PAIRS):
+        yield links.take(slice(low, low + PAIRS))

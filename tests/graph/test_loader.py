@@ -1,0 +1,211 @@
+"""The loader covers its nodes, repeats itself, and its thread neither hides an error nor outlives its use."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.loader import MiniBatch, NeighborLoader
+from gnnfleet.graph.prefetch import prefetched
+from gnnfleet.ops.native import threads
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return make_dataset("communities", nodes=300, mean_degree=8, seed=3)
+
+
+def same(one: MiniBatch, two: MiniBatch) -> bool:
+    assert isinstance(one.x, torch.Tensor) and isinstance(two.x, torch.Tensor)
+    assert one.y is not None and two.y is not None and one.key == two.key
+    return (
+        torch.equal(one.seeds, two.seeds)
+        and torch.equal(one.x, two.x)
+        and torch.equal(one.y, two.y)
+        and all(torch.equal(a.edge_ids, b.edge_ids) for a, b in zip(one.views, two.views, strict=True))
+    )
+
+
+def test_an_epoch_has_every_node_once(graph: Graph) -> None:
+    nodes = graph.only_nodes
+    assert nodes.x is not None and nodes.y is not None
+    train = nodes.mask("train").nonzero()[:, 0]
+    loader = NeighborLoader(graph, [4, 3], batch_size=32, input_nodes="train")
+    made = list(loader)
+    assert len(made) == len(loader)
+    assert torch.equal(torch.cat([batch.seeds for batch in made]).sort().values, train)
+    for batch in made:
+        assert isinstance(batch.n_id, torch.Tensor) and isinstance(batch.x, torch.Tensor) and batch.y is not None
+        assert torch.equal(batch.n_id[: batch.batch_size], batch.seeds)
+        assert torch.equal(batch.x, nodes.x[batch.n_id])
+        assert torch.equal(batch.y, nodes.y[batch.seeds])
+        assert torch.equal(batch.views[-1].node_ids[: batch.batch_size], batch.seeds)
+
+
+def test_the_seed_and_the_epoch_decide(graph: Graph) -> None:
+    one = NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", prefetch=2)
+    two = NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", prefetch=0)
+    epochs = [(list(one), list(two)) for _ in range(2)]
+    assert all(same(a, b) for first, second in epochs for a, b in zip(first, second, strict=True))
+    assert not torch.equal(epochs[0][0][0].seeds, epochs[1][0][0].seeds)
+    two.epoch = 1
+    assert all(same(a, b) for a, b in zip(epochs[1][0], two, strict=True))
+    other = next(iter(NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", seed=1)))
+    assert not torch.equal(other.seeds, epochs[0][0][0].seeds)
+
+
+def test_overlapping_loops_do_not_meet(graph: Graph) -> None:
+    loader = NeighborLoader(graph, [4, 3], batch_size=32)
+    first, second = iter(loader), iter(loader)
+    pairs = list(zip(first, second, strict=True))
+    fresh = NeighborLoader(graph, [4, 3], batch_size=32)
+    assert all(same(a, b) for (a, _), b in zip(pairs, fresh, strict=True))
+    assert all(same(a, b) for (_, a), b in zip(pairs, fresh, strict=True))
+
+
+def test_the_order_given_is_kept_without_shuffling(graph: Graph) -> None:
+    ids = torch.tensor([7, 3, 200, 9, 1])
+    loader = NeighborLoader(graph, [2], batch_size=2, input_nodes=ids, shuffle=False, drop_last=True)
+    assert [batch.seeds.tolist() for batch in loader] == [[7, 3], [200, 9]] and len(loader) == 2
+    mask = torch.zeros(300, dtype=torch.bool)
+    mask[ids] = True
+    for nodes in (mask, ids, ("node", mask), ids.tolist()):
+        batch = next(iter(NeighborLoader(graph, [2], batch_size=9, input_nodes=nodes)))
+        assert batch.seeds.tolist() == [1, 3, 7, 9, 200]
+    assert len(NeighborLoader(graph, [2], batch_size=100)) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_half_precision_becomes_float32(graph: Graph, dtype: torch.dtype) -> None:
+    x = graph.only_nodes.x
+    assert x is not None
+    batch = next(iter(NeighborLoader(graph.with_nodes("node", x=x.to(dtype)), [2], batch_size=9)))
+    assert isinstance(batch.x, torch.Tensor) and isinstance(batch.n_id, torch.Tensor)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert torch.equal(batch.x, x.to(dtype)[batch.n_id].to(wide)) and batch.x.dtype == wide
+
+
+def test_several_node_types() -> None:
+    graph = make_dataset("shop", seed=1, users=60, products=40, brands=5, buys=400, views=600)
+    batch = next(iter(NeighborLoader(graph, [3, 3], batch_size=8, input_nodes=("user", [5, 2]))))
+    assert isinstance(batch.x, dict) and isinstance(batch.n_id, dict)
+    assert batch.n_id["user"][:2].tolist() == [2, 5]
+    for kind, rows in batch.x.items():
+        x = graph.nodes[kind].x
+        assert x is not None and torch.equal(rows, x[batch.n_id[kind]].float())
+    assert len(NeighborLoader(graph, [3], batch_size=60, input_nodes="user")) == 1
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"batch_size": 0}, ConfigError, "batch_size"),
+    ({"prefetch": -1}, ConfigError, "prefetch"),
+    ({"weight_attr": "cost"}, ConfigError, "weight_attr"),
+    ({"input_nodes": "training"}, ConfigError, "train, val, test"),
+    ({"input_nodes": ("user", [1])}, ConfigError, "no nodes of type 'user'"),
+    ({"input_nodes": [1, 1]}, InputError, "different store ids"),
+    ({"input_nodes": [300]}, InputError, "different store ids"),
+    ({"input_nodes": torch.ones(3, dtype=torch.bool)}, InputError, "300 entries"),
+]
+
+
+@pytest.mark.parametrize(("words", "error", "message"), WRONG)
+def test_wrong_words(graph: Graph, words: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        NeighborLoader(graph, [2], **words)
+
+
+# -- the thread --
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "gnnfleet-prefetch"]
+
+
+def numbers(stop: int, seen: list[int]) -> Iterator[int]:
+    for i in range(stop):
+        assert threads() == 1 or threading.current_thread() is threading.main_thread()
+        seen.append(i)
+        yield i
+
+
+def wait_for_end() -> None:
+    deadline = time.monotonic() + 10
+    while prefetch_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not prefetch_threads()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+def test_things_come_whole_and_in_order(depth: int) -> None:
+    seen: list[int] = []
+    assert list(prefetched(numbers(20, seen), depth)) == list(range(20))
+    wait_for_end()
+
+
+def test_no_more_is_made_ahead_than_asked_for() -> None:
+    seen: list[int] = []
+    ahead = prefetched(numbers(100, seen), 2)
+    assert next(ahead) == 0
+    time.sleep(0.3)
+    assert len(seen) <= 4  # one given, two waiting, one in the maker's hand
+    ahead.close()  # type: ignore[attr-defined]
+    wait_for_end()
+    assert len(seen) <= 4
+
+
+def broken() -> Iterator[int]:
+    yield 1
+    raise ValueError("no such batch")
+
+
+def test_an_error_is_raised_where_it_is_waited_for() -> None:
+    ahead = prefetched(broken(), 2)
+    assert next(ahead) == 1
+    with pytest.raises(ValueError, match="no such batch") as caught:
+        next(ahead)
+    assert "in broken" in "".join(traceback.format_tb(caught.value.__traceback__)), "with the thread's own traceback"
+    wait_for_end()
+
+
+def test_an_abandoned_loop_ends_its_thread(graph: Graph) -> None:
+    loader = NeighborLoader(graph, [4, 3], batch_size=4)
+    for _ in loader:
+        break
+    gc.collect()
+    wait_for_end()
+    iterator = iter(loader)
+    next(iterator)
+    del iterator
+    gc.collect()
+    wait_for_end()
+
+
+def test_an_interrupt_is_heard() -> None:
+    def slow() -> Iterator[int]:
+        yield 0
+        time.sleep(1.5)
+        yield 1
+
+    def interrupt() -> None:
+        import _thread
+
+        _thread.interrupt_main()
+
+    started = time.monotonic()
+    timer = threading.Timer(0.3, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(prefetched(slow(), 2))
+    assert time.monotonic() - started < 10
+    timer.join(5)
+    wait_for_end()

@@ -1,0 +1,76 @@
+"""Ranks against counts made one by one, and OGB's way of measuring written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gnnfleet.nn.ranking import Answers, filtered_ranks, hits, hits_against, mrr, ranks_against, ranks_among
+
+
+def scores(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Coarse, so that there are ties."""
+    return torch.randint(0, 12, shape, generator=torch.Generator().manual_seed(seed)).float() / 4
+
+
+def rank(own: float, others: list[float]) -> float:
+    return 1 + sum(o > own for o in others) + sum(o == own for o in others) / 2
+
+
+def test_ranks_among_own_negatives() -> None:
+    positive, negative = scores(40), scores(40, 9, seed=1)
+    wanted = [rank(p, row) for p, row in zip(positive.tolist(), negative.tolist(), strict=True)]
+    assert ranks_among(positive, negative).tolist() == wanted
+    assert mrr(torch.tensor(wanted)) == pytest.approx(sum(1 / r for r in wanted) / 40)
+    assert hits(torch.tensor(wanted), 3) == sum(r <= 3 for r in wanted) / 40
+
+
+def test_ogb_mrr() -> None:
+    """ogb: rank = (optimistic + pessimistic) / 2, of which 0.5 · (greater + greater or equal) + 1."""
+    positive, negative = scores(40), scores(40, 9, seed=1)
+    optimistic = (negative > positive[:, None]).sum(1)
+    pessimistic = (negative >= positive[:, None]).sum(1)
+    theirs = 0.5 * (optimistic + pessimistic) + 1
+    assert mrr(ranks_among(positive, negative)) == pytest.approx(float((1 / theirs).mean()))
+
+
+@pytest.mark.parametrize("k", [1, 5, 20, 200])
+def test_ogb_hits(k: int) -> None:
+    positive, negative = scores(50), scores(100, seed=1)
+    if k > 100:
+        assert hits_against(positive, negative, k) == 1.0
+        return
+    bar = sorted(negative.tolist(), reverse=True)[k - 1]
+    assert hits_against(positive, negative, k) == pytest.approx(sum(p > bar for p in positive.tolist()) / 50)
+
+
+def test_one_list_for_all() -> None:
+    positive, negative = scores(50), scores(100, seed=1)
+    assert ranks_against(positive, negative).tolist() == [rank(p, negative.tolist()) for p in positive.tolist()]
+
+
+def test_scores_that_are_no_numbers_come_last() -> None:
+    nan = torch.tensor([math.nan])
+    assert ranks_among(nan, torch.zeros(1, 4)).item() == 5
+    assert ranks_against(nan, torch.zeros(4)).item() == 5
+    none = Answers.of(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert filtered_ranks(lambda i: nan.expand(1, 4).clone(), zero, zero, none, chunk=1).item() == 5
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_filtered_ranks(chunk: int) -> None:
+    table, queries = scores(30, 15), torch.randint(0, 6, (30,), generator=torch.Generator().manual_seed(5))
+    made = torch.Generator().manual_seed(2)
+    truth = torch.randint(0, 15, (30,), generator=made)
+    asked, answer = torch.randint(0, 8, (40,), generator=made), torch.randint(0, 15, (40,), generator=made)
+    asked, answer = torch.cat([asked, queries[::2]]), torch.cat([answer, truth[::2]])  # some truths are not known
+    wanted = []
+    for i, (q, t) in enumerate(zip(queries.tolist(), truth.tolist(), strict=True)):
+        true = {b for a, b in zip(asked.tolist(), answer.tolist(), strict=True) if a == q}
+        row = table[i].tolist()
+        wanted.append(rank(row[t], [s for c, s in enumerate(row) if c != t and c not in true]))
+    found = filtered_ranks(lambda i: table[i].clone(), queries, truth, Answers.of(asked, answer), chunk=chunk)
+    assert found.tolist() == wanted
