@@ -40,8 +40,6 @@ def main() -> None:
     graph = dgl.graph((index[0], index[1]), num_nodes=len(x))
     if model == "gat":
         graph = dgl.add_self_loop(graph)
-    graph = graph.formats(["csr", "csc"])
-    graph.create_formats_()
     torch.manual_seed(0)
     layers = make_network(model, x.shape[1], int(y.max()) + 1)
     optimizer = torch.optim.Adam(layers.parameters(), lr=0.01)
