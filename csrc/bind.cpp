@@ -264,7 +264,44 @@ void dropout_rows(Any x, In<int64_t> ids, uint64_t key, uint32_t place, uint32_t
   gnnfleet::kernels().dropout_rows(args);
 }
 
+bool same_rows(const Any& a, const Any& b) {
+  return a.ndim() == 2 && b.ndim() == 2 && a.shape(0) == b.shape(0) && a.shape(1) == b.shape(1) && a.dtype() == b.dtype();
+}
+
+bool fits(const std::optional<Any>& columns, const Any& rows) {
+  return !columns || (columns->ndim() == 1 && columns->shape(0) == rows.shape(1) && columns->dtype() == rows.dtype());
+}
+
+void epilogue(Any x, std::optional<Any> bias, bool relu, int threads) {
+  require(x.ndim() == 2 && element_of(x) != gnnfleet::Element::bfloat16, "epilogue: rows of float32 or float64");
+  require(fits(bias, x), "epilogue: one bias per column, of the same type");
+  gnnfleet::EpilogueArgs args{element_of(x) == gnnfleet::Element::float64, relu, static_cast<int64_t>(x.shape(0)),
+                              static_cast<int64_t>(x.shape(1)), threads};
+  args.x = x.data();
+  args.bias = bias ? bias->data() : nullptr;
+  nb::gil_scoped_release free;
+  gnnfleet::kernels().epilogue(args);
+}
+
+void epilogue_back(Any grad, std::optional<Any> out, std::optional<Any> part, std::optional<Any> sums, int threads) {
+  require(grad.ndim() == 2 && element_of(grad) != gnnfleet::Element::bfloat16, "epilogue: rows of float32 or float64");
+  require(out.has_value() == part.has_value(), "epilogue: out and part go together");
+  require(!out || (same_rows(grad, *out) && same_rows(grad, *part)), "epilogue: grad, out and part are alike");
+  require(fits(sums, grad), "epilogue: one sum per column, of the same type");
+  gnnfleet::EpilogueArgs args{element_of(grad) == gnnfleet::Element::float64, out.has_value(),
+                              static_cast<int64_t>(grad.shape(0)), static_cast<int64_t>(grad.shape(1)), threads};
+  args.grad = grad.data();
+  args.out = out ? out->data() : nullptr;
+  args.part = part ? part->data() : nullptr;
+  args.sums = sums ? sums->data() : nullptr;
+  nb::gil_scoped_release free;
+  gnnfleet::kernels().epilogue_back(args);
+}
+
 void bind_aggregate(nb::module_& m) {
+  m.def("epilogue", epilogue, "x"_a.noconvert(), "bias"_a.noconvert().none(), "relu"_a, "threads"_a);
+  m.def("epilogue_back", epilogue_back, "grad"_a.noconvert(), "out"_a.noconvert().none(), "part"_a.noconvert().none(),
+        "sums"_a.noconvert().none(), "threads"_a);
   m.def("dropout_rows", dropout_rows, "x"_a.noconvert(), "ids"_a.noconvert(), "key"_a, "place"_a, "threshold"_a, "scale"_a,
         "out"_a.noconvert(), "threads"_a);
   m.def("aggregate_sum", aggregate_sum, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),

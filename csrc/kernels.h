@@ -6,6 +6,7 @@
 #include "aggregate.h"
 #include "attend.h"
 #include "dropout.h"
+#include "epilogue.h"
 
 namespace gnnfleet {
 
@@ -21,6 +22,8 @@ struct Kernels {
   void (*aggregate_max_back)(const MaxBackArgs&);
   void (*edge_dot)(const DotArgs&);
   void (*dropout_rows)(const DropoutArgs&);
+  void (*epilogue)(const EpilogueArgs&);
+  void (*epilogue_back)(const EpilogueArgs&);
   // Attention (attend.h): softmax sums, their end, and the two halves of backward: additive, and for any score.
   void (*attend_forward)(const AttendArgs&);
   void (*attend_finish)(const AttendArgs&, int64_t n);

@@ -14,6 +14,8 @@ void aggregate_max(const MaxArgs&);
 void aggregate_max_back(const MaxBackArgs&);
 void edge_dot(const DotArgs&);
 void dropout_rows(const DropoutArgs&);
+void epilogue(const EpilogueArgs&);
+void epilogue_back(const EpilogueArgs&);
 void attend_forward(const AttendArgs&);
 void attend_finish(const AttendArgs&, int64_t n);
 void attend_local(const AttendLocalArgs&);
@@ -32,6 +34,8 @@ const Kernels table = {
     aggregate_max_back,
     edge_dot,
     dropout_rows,
+    epilogue,
+    epilogue_back,
     attend_forward,
     attend_finish,
     attend_local,

@@ -124,3 +124,12 @@ def test_without_the_pool(clean_pool: None) -> None:
         assert buffers.empty((1000, 1000), torch.float32).shape == (1000, 1000)
     assert _native.pool_state() == before
     assert buffers.empty((0, 5), torch.float64).shape == (0, 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 300])
+def test_not_a_number_is_not_hidden(dtype: torch.dtype, width: int) -> None:
+    x = torch.full((3, width), torch.nan, dtype=dtype)
+    x[0] = -1
+    out = dense.shift(x, torch.zeros(width, dtype=dtype), relu=True)
+    assert not out[0].any() and out[1:].isnan().all()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.ops.buffers import empty
+from gnnfleet.ops.native import _native, threads
 
 # Elements of a chunk of rows.
 _CHUNK = 1 << 19
@@ -101,9 +102,8 @@ class _Mix(torch.autograd.Function):
         for chunk in _chunks(*out.shape):
             part = out[chunk] if rule.kind == rule.work else torch.empty(out[chunk].shape, dtype=rule.work)
             for number, (x, weight) in enumerate(zip(xs, turned, strict=True)):
-                _multiply(part, x[chunk].to(rule.work), weight, add=number > 0, bias=offset)
-            if rule.relu:
-                part.relu_()
+                _multiply(part, x[chunk].to(rule.work), weight, add=number > 0)
+            _end(part, offset, relu=rule.relu)
             if rule.kind != rule.work:
                 out[chunk] = part
         ctx.rule, ctx.bias = rule, None if bias is None else bias.dtype
@@ -123,10 +123,7 @@ class _Mix(torch.autograd.Function):
         dweights = _zeros(weights, wants[len(xs) :], rule)
         works = [_by_column(weight.to(rule.work)) for weight in weights]
         for chunk in _chunks(*grad.shape):
-            part = grad[chunk] if out is None else torch.ops.aten.threshold_backward(grad[chunk], out[chunk], 0)
-            part = part.to(rule.work)
-            if dbias is not None:
-                dbias += part.sum(0, dtype=rule.sums)
+            part = _end_back(grad[chunk].to(rule.work), None if out is None else out[chunk].to(rule.work), dbias)
             for x, work, dx, dweight in zip(xs, works, dxs, dweights, strict=True):
                 if dweight is not None:
                     _add_product(dweight, part.t(), x[chunk].to(rule.work))
@@ -188,22 +185,17 @@ class _Shift(torch.autograd.Function):
         if fresh:
             ctx.mark_dirty(x)
         for chunk in _chunks(*x.shape):
-            torch.add(x[chunk], bias, out=out[chunk])
-            if relu:
-                out[chunk].relu_()
+            if not fresh:
+                out[chunk] = x[chunk]
+            _end(out[chunk], bias, relu=relu)
         ctx.save_for_backward(*([out] if relu else []))
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if not ctx.saved_tensors:
-            return grad, grad.sum(0), None, None
-        (out,) = ctx.saved_tensors
-        dx, dbias = empty(grad.shape, grad.dtype), torch.zeros(grad.shape[1], dtype=grad.dtype)
-        for chunk in _chunks(*grad.shape):
-            dx[chunk] = torch.ops.aten.threshold_backward(grad[chunk], out[chunk], 0)
-            dbias += dx[chunk].sum(0)
+        dbias = torch.zeros(grad.shape[1], dtype=grad.dtype)
+        dx = _end_back(grad, ctx.saved_tensors[0] if ctx.saved_tensors else None, dbias)
         return dx, dbias, None, None
 
 
@@ -215,21 +207,45 @@ def _as(sums: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | 
     return [None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, like, strict=True)]
 
 
+def _end(rows: Tensor, bias: Tensor | None, *, relu: bool) -> None:
+    """``rows += bias``, then ReLU, in one pass."""
+    if bias is None and not relu:
+        return
+    if rows.dtype == torch.bfloat16:
+        rows.copy_(rows if bias is None else rows + bias)
+        if relu:
+            rows.relu_()
+        return
+    _native.epilogue(rows, bias, relu, threads(rows.numel()))
+
+
+def _end_back(grad: Tensor, out: Tensor | None, sums: Tensor | None) -> Tensor:
+    """What is left of ``grad`` where ``out`` is above 0, its columns added to ``sums``; ``grad`` itself without out."""
+    if grad.dtype == torch.bfloat16:
+        part = grad if out is None else torch.ops.aten.threshold_backward(grad, out, 0)
+        if sums is not None:
+            sums += part.sum(0, dtype=sums.dtype)
+        return part
+    grad = grad.contiguous()
+    part = grad if out is None else empty(grad.shape, grad.dtype)
+    if out is not None or sums is not None:
+        _native.epilogue_back(grad, out, None if out is None else part, sums, threads(grad.numel()))
+    return part
+
+
 def _by_column(matrix: Tensor) -> Tensor:
     """The same matrix stored by columns: as the right factor of tall products it is a quarter faster."""
     return matrix.t().contiguous().t()
 
 
-def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, bias: Tensor | None = None) -> None:
-    """``out = a b + bias``, or ``out += a b``."""
+def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """``out = a b``, or ``out += a b``."""
     if out.dtype != a.dtype:
         out.copy_(a @ b)
     elif add:
         out.addmm_(a, b)
-    elif bias is None:
-        torch.mm(a, b, out=out)
     else:
-        torch.addmm(bias, a, b, out=out)
+        torch.mm(a, b, out=out)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

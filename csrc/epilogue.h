@@ -1,0 +1,22 @@
+// What follows a dense product, in one pass over rows that are still in the cache: bias and ReLU, and their way back.
+#pragma once
+#include <cstdint>
+
+namespace gnnfleet {
+
+struct EpilogueArgs {
+  bool wide;  // float64 instead of float32
+  bool relu;
+  int64_t n, width;
+  int threads;
+  // forward: x[i] += bias, then ReLU.
+  void* x = nullptr;
+  const void* bias = nullptr;  // or none
+  // backward: part[i] = grad[i] where out[i] > 0 (all of it without relu, and then nothing is written); sums += Σ part[i].
+  const void* grad = nullptr;
+  const void* out = nullptr;
+  void* part = nullptr;
+  void* sums = nullptr;  // or none
+};
+
+}  // namespace gnnfleet
