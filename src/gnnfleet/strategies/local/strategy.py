@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,11 +50,10 @@ class LocalStrategy:
         self._optimizer = make_optimizer(self.model, job.train)
         self._target = job.task.target
         self._order = self._choose_order()
-        self._view = LocalView.whole(job.graph) if self._order is None else ordered_view(job.graph, self._order)
-        self._x = self._features()
         self._aggregated = self._precompute()
         self._sampled = None if config.fanouts is None else SampledBatches(config, job, self._aggregated)
-        self._last = self._last_view()
+        if self._sampled is None:
+            _ = self._last, self._x  # made now, not in the first step
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
     def steps(self, epoch: int) -> Iterator[StepRecord]:
@@ -164,7 +164,14 @@ class LocalStrategy:
         given = self._x.values() if isinstance(self._x, dict) else [self._x]
         return max([self.model.width, *(int(x.shape[1]) for x in given)])
 
-    def _features(self) -> Any:
+    @cached_property
+    def _view(self) -> LocalView:
+        """The whole graph; sampled training does without until it is evaluated."""
+        graph = self._job.graph
+        return LocalView.whole(graph) if self._order is None else ordered_view(graph, self._order)
+
+    @cached_property
+    def _x(self) -> Any:
         """x as the model takes it: a tensor, or one per node type; of width 0 where learnable rows stand in."""
         found = {}
         for kind, nodes in self._job.graph.nodes.items():
@@ -179,7 +186,7 @@ class LocalStrategy:
             if wanted is True:
                 raise ConfigError("strategy.cache_inputs=true would show hidden edges: use it with link.exclude=none")
             return None
-        if wanted == "auto" and len(self._view.relations) > CACHED_RELATIONS:
+        if wanted == "auto" and not self._affordable():
             return None
         found = self.model.precompute(self._view, self._x) if wanted else None
         if wanted is True and found is None:
@@ -188,6 +195,18 @@ class LocalStrategy:
                 "parameters, learnable rows or dropout"
             )
         return found
+
+    def _affordable(self) -> bool:
+        """Whether aggregated inputs may be kept unasked: few edge types, and on sampled blocks within ``memory``."""
+        graph = self._job.graph
+        if len(graph.edges) > CACHED_RELATIONS:
+            return False
+        rows = sum(graph.nodes[kind.dst].count * self._wide(kind.src) for kind in graph.edges)
+        return self._config.fanouts is None or rows * self._dtype.itemsize <= self._job.memory
+
+    def _wide(self, kind: str) -> int:
+        x = self._job.graph.nodes[kind].x
+        return 0 if x is None else int(x.shape[1])
 
     def _choose_order(self) -> dict[str, Tensor] | None:
         order, sampled = self._config.order, self._config.fanouts is not None
@@ -199,14 +218,15 @@ class LocalStrategy:
             return None
         self._job.progress.stage("cluster order")
         found = cluster_order(self._job.graph)
-        # Rows that the loss reads come first: the last layer then needs no others (``_last_view``).
+        # Rows that the loss reads come first: the last layer then needs no others (``_last``).
         reach = self._job.task.reach()
         if reach is not None:
             wanted = reach[found[self._target]]
             found[self._target] = torch.cat([found[self._target][wanted], found[self._target][~wanted]])
         return found
 
-    def _last_view(self) -> LocalView:
+    @cached_property
+    def _last(self) -> LocalView:
         """What the last layer of a step sees: rows the loss may read as destinations, where they come first.
 
         Not under batch norm, which looks at all rows, and not in a single layer, whose aggregate is kept for all rows.
