@@ -1,5 +1,7 @@
 #include "epilogue.h"
 
+#include <cstdlib>
+
 #include "kernels.h"
 
 namespace gnnfleet::GNNFLEET_ISA {
@@ -19,36 +21,49 @@ void forward(const EpilogueArgs& a) {
   }
 }
 
-// Threads share columns, not rows: a column is summed in one order whatever their number.
+constexpr int64_t kColumns = 256;  // summed at a time: their totals stay in the first cache
+
 template <typename T, bool relu>
-void backward(const EpilogueArgs& a) {
+void back_rows(const EpilogueArgs& a, int64_t begin, int64_t end, T* sums) {
   const T* grad = static_cast<const T*>(a.grad);
   const T* out = static_cast<const T*>(a.out);
   T* part = static_cast<T*>(a.part);
-  T* sums = static_cast<T*>(a.sums);
-  constexpr int64_t kColumns = 64;
-  const int64_t strips = (a.width + kColumns - 1) / kColumns;
-#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.threads > 1)
-  for (int64_t s = 0; s < strips; ++s) {
-    const int64_t low = s * kColumns, count = a.width - low < kColumns ? a.width - low : kColumns;
+  for (int64_t low = 0; low < a.width; low += kColumns) {
+    const int64_t count = a.width - low < kColumns ? a.width - low : kColumns;
     T total[kColumns] = {};
-    for (int64_t i = 0; i < a.n; ++i) {
+    for (int64_t i = begin; i < end; ++i) {
       const T* g = grad + i * a.width + low;
       if constexpr (relu) {
         const T* o = out + i * a.width + low;
         T* p = part + i * a.width + low;
         for (int64_t f = 0; f < count; ++f) {
-          p[f] = o[f] <= T(0) ? T(0) : g[f];
-          total[f] += p[f];
+          const T kept = o[f] <= T(0) ? T(0) : g[f];
+          p[f] = kept;
+          total[f] += kept;
         }
       } else {
         for (int64_t f = 0; f < count; ++f) total[f] += g[f];
       }
     }
-    if (sums) {
-      for (int64_t f = 0; f < count; ++f) sums[low + f] += total[f];
+    for (int64_t f = 0; f < count; ++f) sums[low + f] = total[f];
+  }
+}
+
+// Every thread sums rows of its own; their sums are added in order.
+template <typename T, bool relu>
+void backward(const EpilogueArgs& a) {
+  T* partial = static_cast<T*>(std::malloc(static_cast<size_t>(a.threads * a.width) * sizeof(T)));
+  if (partial == nullptr) std::abort();
+#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.threads > 1)
+  for (int t = 0; t < a.threads; ++t) {
+    back_rows<T, relu>(a, a.n * t / a.threads, a.n * (t + 1) / a.threads, partial + t * a.width);
+  }
+  if (T* sums = static_cast<T*>(a.sums)) {
+    for (int t = 0; t < a.threads; ++t) {
+      for (int64_t f = 0; f < a.width; ++f) sums[f] += partial[t * a.width + f];
     }
   }
+  std::free(partial);
 }
 
 }  // namespace
