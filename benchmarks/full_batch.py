@@ -119,11 +119,10 @@ def main() -> None:
     if args.cell:
         print(json.dumps(run_cell(args.cell, args.data, args.epochs)))
         return
-    from record import write_results
+    from record import best_cells, write_results
 
     args.out.mkdir(parents=True, exist_ok=True)
     cells = args.cells or [*EPOCHS, *(DGL if args.dgl else []), *ONCE]
-    best: dict[str, dict[str, Any]] = {}
     for number in range(args.rounds):
         for cell in cells:
             if number and cell in ONCE:
@@ -132,10 +131,8 @@ def main() -> None:
             if not path.exists():
                 path.write_text(json.dumps(start_cell(cell, args)))
             found = json.loads(path.read_text())
-            if cell not in best or found["seconds"] < best[cell]["seconds"]:
-                best[cell] = found
             print(show(found), flush=True)
-    print(write_results("full_batch", list(best.values())))
+    print(write_results("full_batch", best_cells(args.out, "seconds")))
 
 
 if __name__ == "__main__":

@@ -31,5 +31,16 @@ def write_results(name: str, cells: list[dict[str, Any]]) -> Path:
     return path
 
 
+def best_cells(out: Path, key: str, *, highest: bool = False) -> list[dict[str, Any]]:
+    """The best round of every cell finished in ``out``, by any call: a call for some cells forgets no others."""
+    best: dict[str, dict[str, Any]] = {}
+    for path in sorted(out.glob("*.json")):
+        found = json.loads(path.read_text())
+        before = best.get(found["cell"])
+        if before is None or (found[key] > before[key] if highest else found[key] < before[key]):
+            best[found["cell"]] = found
+    return list(best.values())
+
+
 def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []

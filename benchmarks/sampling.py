@@ -140,10 +140,9 @@ def main() -> None:
     if args.cell:
         print(json.dumps(run_cell(args.cell, args.data, args.steps)))
         return
-    from record import write_results
+    from record import best_cells, write_results
 
     args.out.mkdir(parents=True, exist_ok=True)
-    best: dict[str, dict[str, Any]] = {}
     for number in range(args.rounds):
         for cell in args.cells or [*(["dgl"] if args.dgl else []), *CELLS, *ONCE]:
             if number and cell in ONCE:
@@ -152,10 +151,8 @@ def main() -> None:
             if not path.exists():
                 path.write_text(json.dumps(start_cell(cell, args)))
             found = json.loads(path.read_text())
-            if cell not in best or found["seeds_per_second"] > best[cell]["seeds_per_second"]:
-                best[cell] = found
             print(json.dumps(found), flush=True)
-    print(write_results("sampling", list(best.values())))
+    print(write_results("sampling", best_cells(args.out, "seeds_per_second", highest=True)))
 
 
 if __name__ == "__main__":
