@@ -6,7 +6,8 @@
     ├── StoreError        a graph on disk: missing, incomplete, altered, of another version
     ├── PartitionError    an assignment or a partition on disk
     ├── NativeError       the compiled kernels are missing or do not fit the machine
-    └── RunError          a training run: its directory, its checkpoints, a loss that is no number
+    ├── RunError          a training run: its directory, its checkpoints, a loss that is no number
+    └── ExchangeError     a peer that died, stopped answering or sent something else than agreed
 
 Each message says what was expected, what was found and what to do. Mistakes of a programmer are asserts, not errors.
 """
@@ -40,3 +41,7 @@ class NativeError(GnnfleetError):
 
 class RunError(GnnfleetError):
     exit_code = 7
+
+
+class ExchangeError(GnnfleetError):
+    exit_code = 8
