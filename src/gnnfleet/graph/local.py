@@ -22,7 +22,8 @@ from gnnfleet.ops.attend import attend
 from gnnfleet.ops.csr import Compressed
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import dropout
-from gnnfleet.ops.propagate import Message, propagate
+from gnnfleet.ops.message import Message
+from gnnfleet.ops.propagate import propagate
 
 # Self-loops have no store edge id; for draws they are numbered from here by the node's store id.
 LOOP_IDS = 1 << 48
@@ -288,6 +289,7 @@ class LocalView:
             params=params,
             reduce=reduce,
             edge_ids=edges.edge_ids,
+            ties=edges.ties,
         )
         return edges.scaled(out, reduce)
 
