@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.ops.propagate import Message
+from gnnfleet.ops.message import Message
 
 
 class GraphView(Protocol):
