@@ -125,7 +125,7 @@ def _additive(form: Form, edge: Tensor | None) -> bool:
 
 
 def _by_source(own: _Own, grad: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of value, of src): destinations travel as [grad | dst | lse | D], each source sums over its out-edges."""
+    """(gradient of value, of src): destinations travel as [grad | dst | lse | D], sources sum over their out-edges."""
     call, heads = own.call, own.call.form.heads
     found: list[tuple[Tensor, Tensor]] = []
     src = own.value if own.src is None else own.src
@@ -134,12 +134,11 @@ def _by_source(own: _Own, grad: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]
         cut = call.out_cuts[q]
         there, side = rows
         block = Inputs(value=own.value, src=src, dst=side[:, :heads], edge_ids=call.ids(cut))
-        words = {"grad": there, "side": side[:, heads:]}
-        piece = Piece(cut.structure, cut.rows)
+        piece, lse_dee = Piece(cut.structure, cut.rows), side[:, heads:]
         if q == call.rank:
-            found.append(pieces.by_source(call.form, block, piece, **words))
+            found.append(pieces.by_source(call.form, block, piece, grad=there, side=lse_dee))
         elif cut.structure.num_edges:
-            pieces.by_source(call.form, block, piece, **words, into=found[0])
+            pieces.by_source(call.form, block, piece, grad=there, side=lse_dee, into=found[0])
 
     lanes = [Lane(call.out_routes, rows) for rows in (grad, packed)]
     call.ring.visit(lanes, visit, what="gradients of attend")
@@ -159,15 +158,15 @@ def _rebuild(own: _Own, grad: Tensor, side: Tensor, *, needs: tuple[bool, ...]) 
 
     def visit(q: int, rows: list[Tensor]) -> list[Tensor]:
         cut = call.cuts[q]
-        block, words = own.facing(rows, cut), {"grad": grad, "side": side}
+        block = own.facing(rows, cut)
         if any(for_target):
-            here = None if d_edge is None else d_edge[cut.edges]
-            piece = Piece(cut.structure, cut.rows)
-            pieces.by_target(call.form, block, piece, **words, into=TargetGradient(d_dst, here, d_vector))
+            into = TargetGradient(d_dst, None if d_edge is None else d_edge[cut.edges], d_vector)
+            pieces.by_target(call.form, block, Piece(cut.structure, cut.rows), grad=grad, side=side, into=into)
         if not sources:
             return []
         turned, positions = cut.turned
-        d_value, d_src = pieces.by_source(call.form, block, Piece(turned, positions=positions), **words)
+        piece = Piece(turned, positions=positions)
+        d_value, d_src = pieces.by_source(call.form, block, piece, grad=grad, side=side)
         return [d_value.add_(d_src)] if shared else [d_value, d_src]
 
     call.ring.visit(own.lanes(), visit, home=home.ways, collect=home.take, what="rows of attend, again")

@@ -160,7 +160,7 @@ class PartEdges:
         return torch.cat([values[: own.start], pick(values[own], self._loops.place, fill=fill), values[own.stop :]])
 
     def with_mean_loops(self, values: Tensor) -> Tensor:
-        """Per-edge values where a self-loop has the mean of all other in-edges of its row, whatever block they are in."""
+        """Per-edge values where a self-loop has the mean of the other in-edges of its row, those of all blocks."""
         spread = (-1, *([1] * (values.dim() - 1)))
         given = self.with_loops(values, fill=0.0)
         rows = self._looped_rows
@@ -175,7 +175,7 @@ class PartEdges:
     @cached_property
     def _looped_rows(self) -> Tensor:
         """[E'] the destination of every edge."""
-        return torch.cat([_row_of_edges(cut) for cut in self._loops.cuts])
+        return torch.cat([row_of_edges(cut) for cut in self._loops.cuts])
 
     # -- degrees --
 
@@ -204,7 +204,7 @@ class PartEdges:
                 value = self.weight[cut.edges].double()
             if q == self.part and self.kind.src == self.kind.dst:
                 value = torch.where(cut.structure.row == cut.structure.col, 0.0, value)
-            total.index_add_(0, _row_of_edges(cut), value)
+            total.index_add_(0, row_of_edges(cut), value)
         return total
 
 
@@ -260,7 +260,7 @@ def _every_row(block: Block, rows: int) -> Tensor:
     return indptr.cumsum_(0)
 
 
-def _row_of_edges(cut: Cut) -> Tensor:
+def row_of_edges(cut: Cut) -> Tensor:
     """[E] int64: the row of this part that each edge belongs to."""
     rows = torch.arange(cut.num_rows) if cut.rows is None else cut.rows.long()
     return torch.repeat_interleave(rows, cut.structure.indptr.diff(), output_size=cut.structure.num_edges)
