@@ -135,7 +135,9 @@ def test_relations(crew: Crew, folder: Path, make: Any, how: str, size: int) -> 
 def _rows_of(name: str, graph: Graph) -> str:
     """The node type whose rows a result has."""
     word = name.split(" ", 1)[1]
-    return next((str(kind.dst) for kind in graph.edges if str(kind) == word), word[1:] if len(graph.nodes) > 1 else "node")
+    return next(
+        (str(kind.dst) for kind in graph.edges if str(kind) == word), word[1:] if len(graph.nodes) > 1 else "node"
+    )
 
 
 def taking(world: World, path: str, x: Tensor, asked: list[Tensor], group: int) -> Any:
