@@ -38,6 +38,7 @@ class Built:
     output: Output | None  # what nodes are classified as; None for links
     model_file: Path | None = None  # of a model of the user's own
     remarks: tuple[str, ...] = ()  # what the user should know
+    world: World = field(default_factory=World)  # the ranks that built it together
 
     @property
     def nodes(self) -> Nodes:
@@ -126,7 +127,7 @@ def _assemble(graph: Graph, config: RunConfig, output: Output, here: Here) -> Bu
     task = NodeTask(target, graph.nodes[target], head)
     model = seeded_model(graph, config, out_channels=output.num_classes)
     strategy = make_strategy(config.strategy, _job(graph, config, task, model, here))
-    return Built(strategy, graph, task, output, config.model.file)
+    return Built(strategy, graph, task, output, config.model.file, world=here.world)
 
 
 def _assemble_links(graph: Graph, config: RunConfig, here: Here, *, training: bool) -> Built:
@@ -134,7 +135,7 @@ def _assemble_links(graph: Graph, config: RunConfig, here: Here, *, training: bo
     graph = task.data.graph
     strategy = make_strategy(config.strategy, _job(graph, config, task, model, here))
     remarks = () if task.hides else (SEES_TARGETS,)
-    return Built(strategy, graph, task, None, config.model.file, remarks)
+    return Built(strategy, graph, task, None, config.model.file, remarks, here.world)
 
 
 def _job(graph: Graph, config: RunConfig, task: Task, model: Model, here: Here) -> Job:
