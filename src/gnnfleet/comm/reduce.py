@@ -60,10 +60,13 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, world: World) -> Tensor:
         ctx.world = world
+        ctx.set_materialize_grads(False)
         return _all_reduce(world, t.detach().clone(memory_format=torch.contiguous_format), doing="sum over ranks")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
         found = grad.detach().clone(memory_format=torch.contiguous_format)
         return _all_reduce(ctx.world, found, doing="sum over ranks, backward"), None
 

@@ -151,21 +151,22 @@ class RingView:
     def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
         return self.aggregate(x, reduce=reduce), x
 
-    def aggregate_relations(self, x: Mapping[str, Tensor], *, reduce: str = "sum") -> dict[EdgeType, Tensor]:
+    def aggregate_relations(
+        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
+    ) -> dict[EdgeType, Tensor]:
         _check_reduce(reduce, None)
-        kinds = [kind for kind in self.nodes if any(edge.src == kind for edge in self.relations)]
+        relations = {kind: edges for kind, edges in self.relations.items() if into in (None, kind.dst)}
+        kinds = [kind for kind in self.nodes if any(edge.src == kind for edge in relations)]
         for kind in kinds:
             self._check_rows("features", x[kind], kind)
         strands = tuple(
             Strand(edges.inward, kinds.index(kind.src), edges.degree(loops=False) if reduce == "mean" else None)
-            for kind, edges in self.relations.items()
+            for kind, edges in relations.items()
         )
         call = Aggregation(self.ring, tuple(self.part.routes(kind, "in") for kind in kinds), strands)
         xs = [_flat(x[kind]) for kind in kinds]
         found = max_strands(call, xs) if reduce == "max" else sum_strands(call, xs)
-        return {
-            kind: out.view(len(out), *x[kind.src].shape[1:]) for kind, out in zip(self.relations, found, strict=True)
-        }
+        return {kind: out.view(len(out), *x[kind.src].shape[1:]) for kind, out in zip(relations, found, strict=True)}
 
     def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:
         merged = self.merged.get()

@@ -96,6 +96,7 @@ class _Sum(torch.autograd.Function):
 
         call.ring.visit(call.lanes(xs), visit, what="rows of aggregate")
         ctx.call = call
+        ctx.set_materialize_grads(False)  # what nobody used has no gradient, and sends none
         again = weight is not None and weight.requires_grad
         ctx.save_for_backward(weight, *(xs if again else ()))
         ctx.dtypes = [x.dtype for x in xs]
@@ -103,7 +104,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call: Aggregation = ctx.call
         weight, *xs = ctx.saved_tensors
         needs_weight, *needs = ctx.needs_input_grad[1:]
@@ -111,8 +112,8 @@ class _Sum(torch.autograd.Function):
         dxs: list[Tensor | None] = [None] * len(ctx.dtypes)
         if not (needs_weight or any(needs)):
             return None, None, *dxs
-        scaled = [_scaled(grad, strand.scale(grad.dtype)) for grad, strand in zip(grads, call.strands, strict=True)]
-        if call.reverse is not None and not needs_weight:
+        scaled = [_scaled(grad, strand) for grad, strand in zip(grads, call.strands, strict=True)]
+        if call.reverse is not None and not needs_weight and scaled[0] is not None:
             dxs[0] = _sum_by_source(call.ring, call.reverse, scaled[0])
         else:
             dweight, dxs = _sum_home(call, weight, scaled, xs=xs, needs=needs)
@@ -137,10 +138,16 @@ def _sum_by_source(ring: Ring, reverse: Reverse, grad: Tensor) -> Tensor:
 
 
 def _sum_home(
-    call: Aggregation, weight: Tensor | None, grads: list[Tensor], *, xs: Sequence[Tensor], needs: Sequence[bool]
+    call: Aggregation,
+    weight: Tensor | None,
+    grads: Sequence[Tensor | None],
+    *,
+    xs: Sequence[Tensor],
+    needs: Sequence[bool],
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """(gradient of weight where xs are given, gradients of those x that need one)."""
-    dweight = torch.empty_like(weight, dtype=grads[0].dtype) if weight is not None and xs else None
+    grad = grads[0]
+    dweight = torch.empty_like(weight, dtype=grad.dtype) if weight is not None and xs and grad is not None else None
 
     def part(strand: Strand, grad: Tensor, q: int, into: Tensor | None) -> Tensor:
         cut = strand.cuts[q]
@@ -149,9 +156,9 @@ def _sum_home(
         return sum_rows(turned, grad, weight=turned_weight, out=into)
 
     def again(q: int, rows: list[Tensor]) -> None:
-        if dweight is not None:
+        if dweight is not None and grad is not None:
             cut = call.strands[0].cuts[q]
-            dweight[cut.edges] = edge_dot(cut.structure, grads[0], rows[0].to(grads[0].dtype), rows=cut.rows)
+            dweight[cut.edges] = edge_dot(cut.structure, grad, rows[0].to(grad.dtype), rows=cut.rows)
 
     dxs = _home(call, grads, needs, part=part, lanes=call.lanes(xs) if xs else [], again=again)
     return None if dweight is None or weight is None else dweight.to(weight.dtype), dxs
@@ -172,13 +179,14 @@ class _Max(torch.autograd.Function):
 
         call.ring.visit(call.lanes(xs), visit, what="rows of aggregate")
         ctx.call = call
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(state.winner for state in states))
         ctx.dtypes = [x.dtype for x in xs]
         return tuple(state.out for state in states)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call: Aggregation = ctx.call
         winners = dict(zip(call.strands, ctx.saved_tensors, strict=True))
 
@@ -187,7 +195,8 @@ class _Max(torch.autograd.Function):
             turned, positions = cut.turned
             return max_back(turned, grad, winners[strand], ties=cut.edge_ids, positions=positions, out=into)
 
-        dxs = _home(call, [grad.contiguous() for grad in grads], ctx.needs_input_grad[1:], part=part)
+        given = [None if grad is None else grad.contiguous() for grad in grads]
+        dxs = _home(call, given, ctx.needs_input_grad[1:], part=part)
         return None, *(None if dx is None else dx.to(dtype) for dx, dtype in zip(dxs, ctx.dtypes, strict=True))
 
 
@@ -199,7 +208,7 @@ class _Part(Protocol):
 
 def _home(
     call: Aggregation,
-    grads: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
     needs: Sequence[bool],
     *,
     part: _Part,
@@ -207,26 +216,33 @@ def _home(
     again: Visit | None = None,
 ) -> list[Tensor | None]:
     """Gradients of the lanes that need one, made block by block where the destinations live, added up at home."""
-    wanted = [lane for lane, need in enumerate(needs) if need]
-    inside = {lane: [s for s, strand in enumerate(call.strands) if strand.lane == lane] for lane in wanted}
-    home = Homecoming(call.rank, [(call.routes[lane], grads[inside[lane][0]]) for lane in wanted])
+    inside: dict[int, list[tuple[Strand, Tensor]]] = {lane: [] for lane, need in enumerate(needs) if need}
+    for strand, grad in zip(call.strands, grads, strict=True):
+        if grad is not None and strand.lane in inside:
+            inside[strand.lane].append((strand, grad))
+    inside = {lane: strands for lane, strands in inside.items() if strands}
+    home = Homecoming(call.rank, [(call.routes[lane], strands[0][1]) for lane, strands in inside.items()])
 
     def visit(q: int, rows: list[Tensor]) -> list[Tensor]:
         if again is not None:
             again(q, rows)
         found = []
-        for lane in wanted:
+        for strands in inside.values():
             total: Tensor | None = None
-            for place in inside[lane]:
-                total = part(call.strands[place], grads[place], q, total)
+            for strand, grad in strands:
+                total = part(strand, grad, q, total)
             assert total is not None
             found.append(total)
         return found
 
-    call.ring.visit(lanes, visit, home=home.ways, collect=home.take, what="gradients of aggregate")
-    totals = dict(zip(wanted, home.totals, strict=True))
+    if lanes or inside:
+        call.ring.visit(lanes, visit, home=home.ways, collect=home.take, what="gradients of aggregate")
+    totals = dict(zip(inside, home.totals, strict=True))
     return [totals.get(lane) for lane in range(len(needs))]
 
 
-def _scaled(grad: Tensor, scale: Tensor | None) -> Tensor:
+def _scaled(grad: Tensor | None, strand: Strand) -> Tensor | None:
+    if grad is None:
+        return None
+    scale = strand.scale(grad.dtype)
     return grad.contiguous() if scale is None else grad * scale[:, None]
