@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.world import World
+from gnnfleet.errors import PartitionError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition import Partition
 from gnnfleet.graph.store import open_store, save_store
@@ -37,6 +39,14 @@ GRAPHS = {
     "plain": (plain_graph, MODELS),
     "typed": (typed_graph, TYPED),
     "related": (related_graph, [{"name": "rgcn", "bases": 1}]),
+}
+
+
+LINKS: dict[str, dict[str, Any]] = {
+    "dot": {"link": {"negatives": 2, "ranking": "sampled"}},
+    "mlp": {"link": {"decoder": "mlp", "dropout": 0.3, "negative_mode": "shared", "negatives": 5, "l2": 0.1}},
+    "given": {"link": {"loss": "softmax", "negatives": 3, "ranking": "given"}},
+    "typed": {"model": {"name": "rgcn"}, "link": {"reverse": "none"}},
 }
 
 
@@ -126,3 +136,67 @@ def test_equals_local(
             assert not len(other["logits"]) and not len(other["embeddings"]), "the first rank predicts"
             for key, tensor in found[0][place]["weights"].items():
                 assert torch.equal(other["weights"][key], tensor), f"{label}: {key} differs between ranks"
+
+
+def linked(make: Any) -> Graph:
+    """Held-out edges, and negatives for them."""
+    graph, random = make(), torch.Generator().manual_seed(8)
+    edges = {}
+    for kind, table in graph.edges.items():
+        counts = graph.nodes[kind.src].count, graph.nodes[kind.dst].count
+        pairs = {
+            name: torch.stack([torch.randint(0, count, (number,), generator=random) for count in counts])
+            for name, number in (("val", 7), ("test", 5), ("val_neg", 30), ("test_neg", 30))
+            if make is plain_graph or not name.endswith("neg")
+        }
+        edges[kind] = replace(table, links=pairs)
+    return Graph.of(graph.nodes, edges)
+
+
+def link_words(case: str, **strategy: Any) -> dict[str, Any]:
+    more = LINKS[case]
+    tree = words({"name": "sage", "embedding": 3, **more.get("model", {})}, **strategy)
+    return {**tree, "task": "link", "link": {"eval_negatives": 6, "exclude": "none", **more["link"]}}
+
+
+def every_link(world: World, folder: str, parts: dict[str, str], names: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for name in names:
+        store = "linked-typed" if name == "typed" else "linked"
+        here = Here(world, Partition.open(parts[store]).shard(world.rank))
+        found.append(trained(open_store(f"{folder}/{store}"), link_words(name, name="sar"), here))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_links_equal_local(crew: Crew, folder: Path, size: int) -> None:
+    parts = {}
+    for store, make in (("linked", plain_graph), ("linked-typed", typed_graph)):
+        graph = save_store(linked(make), folder / store, overwrite=True)
+        parts[store] = str(cut_graph(graph, size, "random", folder / f"{store}-{size}"))
+    names = list(LINKS)
+    found = crew.run(size, every_link, str(folder), parts, names)
+    for place, name in enumerate(names):
+        store = "linked-typed" if name == "typed" else "linked"
+        wanted = trained(open_store(folder / store), link_words(name, name="local", order="store"))
+        close(found[0][place], wanted, name)
+        for other in found[1:]:
+            for key, tensor in found[0][place]["weights"].items():
+                assert torch.equal(other[place]["weights"][key], tensor), f"{name}: {key} differs between ranks"
+            close(other[place]["metrics"], wanted["metrics"], name)
+
+
+def wrong_parts(world: World, store: str, parts: str) -> str:
+    here = Here(world, Partition.open(parts).shard(world.rank))
+    try:
+        build(open_store(store), resolve(words({"name": "sage"}, name="sar")), here=here)
+    except PartitionError as error:
+        return str(error)
+    return ""
+
+
+def test_parts_of_another_graph_are_refused(crew: Crew, folder: Path) -> None:
+    graph = Graph(torch.zeros(2, 3, dtype=torch.int64), num_nodes=40)
+    parts = cut_graph(graph, 2, "random", folder / "other")
+    for text in crew.run(2, wrong_parts, str(folder / "plain"), str(parts)):
+        assert "expected parts of a graph of 340 edges, found 3" in text

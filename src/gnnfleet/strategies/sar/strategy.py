@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gnnfleet.comm.exchange import Ring
 from gnnfleet.comm.reduce import sum_gradients, sum_over_ranks
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, PartitionError
 from gnnfleet.graph.places import take_rows
 from gnnfleet.nn.base import Aggregate
 from gnnfleet.ops import buffers
@@ -50,6 +50,7 @@ class SarStrategy:
         self._config, self._job, self._world = config, job, job.world
         ring = Ring(job.world, config.group, config.prefetch, buffers.empty)
         self._view = RingView.open(job.shard, ring)
+        self._check_parts()
         self._task = job.task.share(job.world, {kind: rows.node_ids for kind, rows in self._view.nodes.items()})
         self._target = job.task.target
         self._optimizer = make_optimizer(self.model, job.train)
@@ -109,6 +110,19 @@ class SarStrategy:
     def _count(self, items: Tensor) -> int:
         """How many items all ranks have together."""
         return int(sum_over_ranks(self._world, torch.tensor(len(items))))
+
+    def _check_parts(self) -> None:
+        """Links may be trained on fewer edges than the store has, or on more: the parts must be of those."""
+        graph = self._job.graph
+        own = torch.tensor([edges.num_edges for edges in self._view.relations.values()])
+        found = dict(zip(self._view.edge_types, sum_over_ranks(self._world, own).tolist(), strict=True))
+        expected = {kind: edges.count for kind, edges in graph.edges.items()}
+        nodes = {kind: table.count for kind, table in graph.nodes.items()}
+        if found != expected or dict(self._view.owners.counts) != nodes:
+            raise PartitionError(
+                f"expected parts of a graph of {graph.num_edges} edges, found {sum(found.values())}: "
+                "partition the graph that is trained on"
+            )
 
     def _inputs(self) -> tuple[Aggregate | None, Any]:
         """(the first layer's aggregate where it is kept, x as the model takes it: of width 0 without features)."""
