@@ -20,7 +20,7 @@ from gnnfleet.run.config import resolve
 from tests.equivalence.spread import CUTS, cut_graph, plain_graph, related_graph, typed_graph
 from tests.ranks import Crew
 
-EPOCHS = 4
+EPOCHS = 3
 MODELS: list[dict[str, Any]] = [
     {"name": "gcn", "input_dropout": 0.3},
     {"name": "gcn", "norm": "batch"},
@@ -64,7 +64,8 @@ def trained(graph: Graph, tree: dict[str, Any], here: Here | None = None) -> dic
     losses, metrics = [], []
     for epoch in range(EPOCHS):
         losses += [(record.loss, record.count) for record in strategy.steps(epoch)]
-        metrics.append(strategy.evaluate("val"))
+        if epoch != 1:
+            metrics.append(strategy.evaluate("val"))
     prediction = strategy.predict(embeddings=True)
     found = {
         "losses": torch.tensor(losses, dtype=torch.float64),
@@ -113,8 +114,8 @@ def close(found: Any, wanted: Any, what: str) -> None:
         assert found == pytest.approx(wanted, rel=1e-10), what
 
 
-WAYS = [(size, how, 1, 1) for size in (1, 2, 3, 4) for how in ("random", "mincut")]
-WAYS += [(3, how, 2, 2) for how in CUTS[2:]] + [(4, "empty", 4, 0)]
+WAYS = [(1, "random", 1, 1), (2, "mincut", 1, 1), (3, "random", 1, 1), (4, "mincut", 2, 1)]
+WAYS += [(2, "range", 2, 0), (3, "edgeless", 2, 2), (4, "empty", 4, 1)]
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -168,7 +169,7 @@ def every_link(world: World, folder: str, parts: dict[str, str], names: list[str
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_links_equal_local(crew: Crew, folder: Path, size: int) -> None:
     parts = {}
     for store, make in (("linked", plain_graph), ("linked-typed", typed_graph)):
