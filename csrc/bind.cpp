@@ -117,21 +117,24 @@ void check_rows(const In<Index>& rows, int64_t count) {
 }
 
 template <typename Index>
-void gather_rows(InRows<uint8_t> table, In<Index> rows, OutRows<uint8_t> out, int threads) {
+void gather_rows(InRows<uint8_t> table, In<Index> rows, Spread<uint8_t> out, int threads) {
   require(out.shape(0) == rows.shape(0) && out.shape(1) == table.shape(1), "gather_rows: out must be [rows, bytes]");
+  require(out.stride(1) == 1, "gather_rows: a row of out must be in one piece");
   check_rows(rows, size(table));
   nb::gil_scoped_release free;
   gnnfleet::kernels().gather_rows(table.data(), rows.data(), sizeof(Index) == 8, size(rows),
-                                  static_cast<int64_t>(table.shape(1)), out.data(), threads);
+                                  static_cast<int64_t>(table.shape(1)), out.data(), out.stride(0), threads);
 }
 
 template <typename Index>
-void gather_floats(InRows<uint16_t> table, In<Index> rows, OutRows<float> out, bool bfloat, int threads) {
+void gather_floats(InRows<uint16_t> table, In<Index> rows, Spread<float> out, bool bfloat, int threads) {
   require(out.shape(0) == rows.shape(0) && out.shape(1) == table.shape(1), "gather_floats: out must be [rows, width]");
+  require(out.stride(1) == 1, "gather_floats: a row of out must be in one piece");
   check_rows(rows, size(table));
   nb::gil_scoped_release free;
   const auto kernel = bfloat ? gnnfleet::kernels().gather_bfloat : gnnfleet::kernels().gather_half;
-  kernel(table.data(), rows.data(), sizeof(Index) == 8, size(rows), static_cast<int64_t>(table.shape(1)), out.data(), threads);
+  kernel(table.data(), rows.data(), sizeof(Index) == 8, size(rows), static_cast<int64_t>(table.shape(1)), out.data(),
+         out.stride(0), threads);
 }
 
 template <typename Index>

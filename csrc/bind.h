@@ -24,6 +24,8 @@ template <class T>
 using InRows = In<T, 2>;
 template <class T>
 using OutRows = Out<T, 2>;
+template <class T>
+using Spread = nb::ndarray<T, nb::ndim<2>, nb::device::cpu>;  // rows may lie further apart than they are wide
 using Any = nb::ndarray<nb::c_contig, nb::device::cpu>;  // of any type and number of dimensions
 
 template <class Array>

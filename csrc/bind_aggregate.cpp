@@ -29,18 +29,20 @@ gnnfleet::Rows rows_of(const In<int64_t>& indptr, const Any& col, const std::opt
 }
 
 void aggregate_sum(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, Any x, Maybe weight, Maybe row_scale,
-                   Maybe col_scale, Any out, bool add, int threads) {
+                   Maybe col_scale, Any out, Maybe base, int threads) {
   const auto structure = rows_of(indptr, col, rows, out);
   const auto element = element_in(x);
   const int64_t width = static_cast<int64_t>(x.shape(1));
   require(x.ndim() == 2 && out.ndim() == 2 && out.shape(1) == x.shape(1), "aggregate: x and out must have the same width");
   require(out.dtype() == wide_of(element), "aggregate: out must be float32, or float64 for float64");
+  require(!base || (base->dtype() == out.dtype() && base->ndim() == 2 && base->shape(1) == out.shape(1) &&
+                    base->shape(0) <= out.shape(0)), "aggregate: base must be the first rows of out");
   const gnnfleet::SumArgs args{
       structure, x.data(), width, element,
       factor_of(weight, element, static_cast<int64_t>(col.size()), "aggregate: one weight per edge, of out's dtype"),
       factor_of(row_scale, element, structure.n, "aggregate: one row scale per row, of out's dtype"),
       factor_of(col_scale, element, static_cast<int64_t>(x.shape(0)), "aggregate: one column scale per row of x, of out's dtype"),
-      out.data(), add, threads};
+      out.data(), data_or_null(base), base ? size(*base) : 0, threads};
   nb::gil_scoped_release free;
   gnnfleet::kernels().aggregate_sum(args);
 }
@@ -137,7 +139,7 @@ void bind_aggregate(nb::module_& m) {
         "out"_a.noconvert(), "threads"_a);
   m.def("aggregate_sum", aggregate_sum, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
         "x"_a.noconvert(), "weight"_a.noconvert().none(), "row_scale"_a.noconvert().none(),
-        "col_scale"_a.noconvert().none(), "out"_a.noconvert(), "add"_a, "threads"_a);
+        "col_scale"_a.noconvert().none(), "out"_a.noconvert(), "base"_a.noconvert().none(), "threads"_a);
   m.def("aggregate_max", aggregate_max, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
         "number"_a.noconvert().none(), "x"_a.noconvert(), "out"_a.noconvert(), "winner"_a.noconvert(), "merge"_a, "threads"_a);
   m.def("aggregate_max_back", aggregate_max_back, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),

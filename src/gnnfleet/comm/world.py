@@ -1,19 +1,28 @@
 """World: the ranks that train together, as a value. One process is a World of size 1.
 
-It is made in one place and handed down; there is no process group behind anyone's back.
+It is made in one place (``join``) and handed down; there is no process group behind anyone's back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch
-from torch.distributed import ProcessGroup
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
+from gnnfleet.comm.meeting import Meeting
+from gnnfleet.errors import ConfigError, ExchangeError
 from gnnfleet.report.traffic import Traffic
 
 EXCHANGE_SECONDS = 1800.0
 """What a single wait may take: a slow peer is healthy. Who is dead is found by the heartbeat, much earlier."""
+
+GroupMaker = Callable[[str, int, int], ProcessGroup]
+"""(name that all of its ranks give it, rank in it, size) → a group."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +35,104 @@ class World:
     group: ProcessGroup | None = None
     timeout: float = EXCHANGE_SECONDS
     traffic: Traffic = field(default_factory=Traffic)
+    make_group: GroupMaker | None = None
 
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all: files, progress, the record."""
         return self.rank == 0
+
+    def among(self, name: str, ranks: Sequence[int]) -> World:
+        """A World of some ranks of this one, numbered as listed; all of them call it with the same words.
+
+        What it sends is counted with what this one sends.
+        """
+        assert self.rank in ranks and len(set(ranks)) == len(ranks), (self.rank, ranks)
+        rank, size = ranks.index(self.rank), len(ranks)
+        group = None
+        if size > 1:
+            assert self.make_group is not None, "a World of several ranks is made by join"
+            group = self.make_group(f"{name}/{'-'.join(map(str, ranks))}", rank, size)
+        return replace(self, rank=rank, size=size, group=group, make_group=None)
+
+
+@contextmanager
+def join(meeting: Meeting, *, device: torch.device | None = None, timeout: float = EXCHANGE_SECONDS) -> Iterator[World]:
+    """The World of a meeting: gloo sockets between all ranks, on cuda nccl beside them."""
+    device = device or torch.device("cpu")
+    seat = meeting.seat
+    if seat.size == 1:
+        yield World(device=device, timeout=timeout)
+        return
+    made: list[ProcessGroup] = []
+    addresses = _addresses(meeting)
+
+    def make(name: str, rank: int, size: int) -> ProcessGroup:
+        store = PrefixStore(f"group/{name}", meeting.store)
+        made.append(_make_group(store, rank, size, addresses=addresses, device=device, timeout=timeout))
+        return made[-1]
+
+    try:
+        group = make("all", seat.rank, seat.size)
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"rank {seat.rank} cannot connect to the others: {(str(error).splitlines() or [''])[0]}. "
+            "GLOO_SOCKET_IFNAME=eth0 names the network to use"
+        ) from error
+    yield World(seat.rank, seat.size, device, group, timeout, make_group=make)
+    for group in reversed(made):
+        group.shutdown()
+
+
+def _make_group(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    addresses: Sequence[ProcessGroupGloo.Device],
+    device: torch.device,
+    timeout: float,
+) -> ProcessGroup:
+    """A group that torch.distributed does not know of: it is used through its own methods or passed by name."""
+    group = ProcessGroup(store, rank, size)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = list(addresses)
+    options._timeout = timedelta(seconds=timeout)
+    gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    if device.type == "cuda":
+        from torch.distributed import ProcessGroupNCCL
+
+        nccl_options = ProcessGroupNCCL.Options()
+        nccl_options._timeout = timedelta(seconds=timeout)
+        nccl = ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, nccl_options)
+        group._register_backend(device, ProcessGroup.BackendType.NCCL, nccl)
+    return group
+
+
+def _addresses(meeting: Meeting) -> list[ProcessGroupGloo.Device]:
+    """Where this rank listens: on the named interfaces, on loopback, or on the address that leads to the store."""
+    if meeting.seat.interface is not None:
+        try:
+            return [ProcessGroupGloo.create_device(interface=name) for name in meeting.seat.interface.split(",")]
+        except RuntimeError as error:
+            raise ConfigError(f"GLOO_SOCKET_IFNAME={meeting.seat.interface}: this machine has no such one") from error
+    if meeting.on_one_machine:
+        return [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return [ProcessGroupGloo.create_device(hostname=_own_address(meeting))]
+
+
+def _own_address(meeting: Meeting) -> str:
+    """The address others see this machine under. Its own name often means 127.0.1.1, so that is not asked."""
+    seat = meeting.seat
+    family, kind, _, _, target = socket.getaddrinfo(seat.host, seat.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # connecting a datagram socket sends nothing, it only finds the way
+        probe.connect(target)
+        found = str(probe.getsockname()[0])
+    if found.startswith("127.") or found == "::1":
+        raise ConfigError(
+            f"{seat.host} is loopback on this machine, but ranks run on several: start torchrun with --local-addr, "
+            "or set GLOO_SOCKET_IFNAME"
+        )
+    return found

@@ -218,6 +218,13 @@ class LocalView:
         ties = edges.looped_ties(self.node_ids) if reduce == "max" else None
         return sums.aggregate(structure, x, reduce=reduce, weight=weight, ties=ties)
 
+    def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
+        edges = self._edges
+        scaled = reduce == "sum" and edges.share is not None
+        if reduce == "max" or scaled or x.device.type != "cpu":
+            return self.aggregate(x, reduce=reduce), first_rows(x, self.num_dst)
+        return sums.aggregate_with_own(edges.structure, x, mean=reduce == "mean")
+
     def aggregate_relations(self, x: Mapping[str, Tensor], *, reduce: str = "sum") -> dict[EdgeType, Tensor]:
         return {
             kind: edges.scaled(sums.aggregate(edges.structure, x[kind.src], reduce=reduce, ties=edges.ties), reduce)

@@ -19,7 +19,7 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.own import naming_line
 from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.epochs import show_epochs
-from gnnfleet.report.memory import peak_rss, peak_tensors, rss
+from gnnfleet.report.memory import own_rss, peak_rss, peak_tensors, rss
 from gnnfleet.report.metrics import MetricsFile, Sink, TensorBoard, check_tensorboard
 from gnnfleet.report.progress import show
 from gnnfleet.report.record import RunRecord, versions
@@ -160,7 +160,7 @@ def _record(
     directory: RunDirectory | None,
 ) -> RunRecord:
     scores = {split: _score(built, split) for split in ("val", "test")}
-    memory = {"peak_rss": [peak_rss()], "rss_growth": [max(0, peak_rss() - after_build)]}
+    memory = {"peak_rss": [peak_rss()], "rss_growth": [max(0, peak_rss() - after_build)], "own_rss": [own_rss()]}
     if config.report.memory:
         memory["peak_tensors"] = [_peak(built.strategy, config.train.epochs)]
     return RunRecord(
