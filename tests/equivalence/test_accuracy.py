@@ -36,7 +36,7 @@ def test_same_metrics_on_any_number_of_ranks(crew: Crew, shared_data: Path, tmp_
     wanted = metrics(World(), str(tmp_path / name), None)
     assert wanted[2]["accuracy"] > 0.5
     for size in (1, 2, 4):
-        parts = cut_graph(graph, size, "mincut" if size == 4 else "random", tmp_path / f"parts-{size}")
+        parts = cut_graph(graph, size, "range" if size == 4 else "random", tmp_path / f"parts-{size}")
         for found in crew.run(size, metrics, str(tmp_path / name), str(parts)):
             for one, other in zip(found, wanted, strict=True):
                 assert one["accuracy"] == other["accuracy"] and one["count"] == other["count"]
