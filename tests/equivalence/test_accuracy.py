@@ -16,7 +16,7 @@ from gnnfleet.run.config import resolve
 from tests.equivalence.spread import cut_graph
 from tests.ranks import Crew
 
-EPOCHS = 15
+EPOCHS = 8
 
 
 def metrics(world: World, store: str, parts: str | None) -> list[dict[str, float]]:
@@ -34,7 +34,7 @@ def metrics(world: World, store: str, parts: str | None) -> list[dict[str, float
 def test_same_metrics_on_any_number_of_ranks(crew: Crew, shared_data: Path, tmp_path: Path, name: str) -> None:
     graph = save_store(read_npz(shared_data / "static" / f"{name}.npz"), tmp_path / name)
     wanted = metrics(World(), str(tmp_path / name), None)
-    assert wanted[2]["accuracy"] > 0.5
+    assert wanted[2]["accuracy"] > 0.4
     for size in (1, 2, 4):
         parts = cut_graph(graph, size, "range" if size == 4 else "random", tmp_path / f"parts-{size}")
         for found in crew.run(size, metrics, str(tmp_path / name), str(parts)):
