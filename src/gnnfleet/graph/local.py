@@ -225,10 +225,13 @@ class LocalView:
             return self.aggregate(x, reduce=reduce), first_rows(x, self.num_dst)
         return sums.aggregate_with_own(edges.structure, x, mean=reduce == "mean")
 
-    def aggregate_relations(self, x: Mapping[str, Tensor], *, reduce: str = "sum") -> dict[EdgeType, Tensor]:
+    def aggregate_relations(
+        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
+    ) -> dict[EdgeType, Tensor]:
         return {
             kind: edges.scaled(sums.aggregate(edges.structure, x[kind.src], reduce=reduce, ties=edges.ties), reduce)
             for kind, edges in self.relations.items()
+            if into in (None, kind.dst)
         }
 
     def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:

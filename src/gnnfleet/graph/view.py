@@ -70,8 +70,10 @@ class GraphView(Protocol):
     def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
         """(``aggregate(x)``, the destinations' own rows of x): the same as apart, with one pass for both gradients."""
 
-    def aggregate_relations(self, x: Mapping[str, Tensor], *, reduce: str = "sum") -> dict[EdgeType, Tensor]:
-        """Every edge type at once: {edge type: [N_dst of its destination type, F]}."""
+    def aggregate_relations(
+        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
+    ) -> dict[EdgeType, Tensor]:
+        """Every edge type at once, or those into one node type: {edge type: [N_dst of its destination type, F]}."""
 
     def attend(
         self,

@@ -235,13 +235,15 @@ def max_back(
     return out
 
 
-def edge_dot(structure: Compressed, a: Tensor, b: Tensor, *, row_scale: Tensor | None = None) -> Tensor:
-    """[E]: ``row_scale[i] <a[i], b[col[e]]>`` for every edge e of row i."""
+def edge_dot(
+    structure: Compressed, a: Tensor, b: Tensor, *, row_scale: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
+    """[E]: ``row_scale[i] <a[i], b[col[e]]>`` for every edge e of row i; a[rows[i]] where rows are given."""
     out = empty((structure.num_edges,), wide(a.dtype))
     _native.edge_dot(
         structure.indptr,
         structure.col,
-        None,
+        rows,
         a.contiguous(),
         b.contiguous(),
         row_scale,
