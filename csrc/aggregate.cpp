@@ -214,7 +214,6 @@ template <typename A, typename Index>
 void max_back(const MaxBackArgs& a) {
   const A* grad = static_cast<const A*>(a.grad);
   const Index* col = static_cast<const Index*>(a.structure.col);
-  const int64_t total = a.structure.indptr[a.structure.n];
 #pragma omp parallel for num_threads(a.threads) schedule(dynamic, kRowsAtOnce)
   for (int64_t j = 0; j < a.structure.n; ++j) {
     const int64_t target = a.structure.rows ? a.structure.rows[j] : j;
@@ -222,11 +221,6 @@ void max_back(const MaxBackArgs& a) {
     if (!a.add) std::fill(dx, dx + a.width, A(0));
     for (int64_t e = a.structure.indptr[j]; e < a.structure.indptr[j + 1]; ++e) {
       const int64_t i = static_cast<int64_t>(col[e]);
-      if (e + kAhead < total) {
-        const int64_t ahead = static_cast<int64_t>(col[e + kAhead]) * a.width;
-        prefetch_row(grad + ahead, a.width);
-        prefetch_row(a.winner + ahead, a.width);
-      }
       const A* g = grad + i * a.width;
       const int64_t* winner = a.winner + i * a.width;
       const int64_t position = a.positions ? a.positions[e] : e;
