@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-CASE_SECONDS = 60.0
-WAIT_SECONDS = 30.0  # what a single exchange may take
+CASE_SECONDS = 240.0
+WAIT_SECONDS = 120.0  # what a single exchange may take
 
 
 class Crew:
