@@ -127,7 +127,10 @@ class Liveness:
     def _hear(self, beats: list[bytes]) -> None:
         now = time.monotonic()
         with self._table:
+            stall = now - self._contact
             for rank in self._peers:
+                if stall > self.pace.dead / 2:  # the store answered nobody: others could not beat either
+                    self._changed[rank] += stall
                 if self._beats[rank] != beats[rank]:
                     self._beats[rank], self._changed[rank] = beats[rank], now
 
