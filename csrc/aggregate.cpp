@@ -46,10 +46,11 @@ inline void sum_tile(const SumArgs& a, int64_t i, int64_t f) {
   }
   const int64_t target = a.structure.rows ? a.structure.rows[i] : i;
   A* out = static_cast<A*>(a.out) + target * a.width + f;
+  const A* base = target < a.base_rows ? static_cast<const A*>(a.base) + target * a.width + f : nullptr;
   const vec_t<A> scale = splat<A>(factor<A>(a.row_scale, i));
   for (int t = 0; t < Tile; ++t) {
     const vec_t<A> value = a.row_scale ? sum[t] * scale : sum[t];
-    store(out + t * lanes, a.add ? load(out + t * lanes) + value : value);
+    store(out + t * lanes, base ? load(base + t * lanes) + value : value);
   }
 }
 
@@ -65,7 +66,8 @@ inline void sum_scalar(const SumArgs& a, int64_t i, int64_t f) {
   }
   const int64_t target = a.structure.rows ? a.structure.rows[i] : i;
   A* out = static_cast<A*>(a.out) + target * a.width + f;
-  *out = (a.add ? *out : A(0)) + factor<A>(a.row_scale, i) * sum;
+  const A before = target < a.base_rows ? static_cast<const A*>(a.base)[target * a.width + f] : A(0);
+  *out = before + factor<A>(a.row_scale, i) * sum;
 }
 
 template <typename T, typename Index>

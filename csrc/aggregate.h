@@ -16,8 +16,9 @@ struct Rows {
   int64_t n;
 };
 
-// out[rows[i]] (+)= row_scale[i] * sum_e weight[e] * col_scale[col[e]] * x[col[e]]. The three factors may be null.
-// x is `element`, everything else its wide type (float32 for bfloat16). With `add` the output is added to.
+// out[rows[i]] = base[rows[i]] + row_scale[i] * sum_e weight[e] * col_scale[col[e]] * x[col[e]]. The three factors may be
+// null. x is `element`, everything else its wide type (float32 for bfloat16). `base` has the first `base_rows` rows of the
+// output, and may be the output itself; it is 0 beyond.
 struct SumArgs {
   Rows structure;
   const void* x;
@@ -27,7 +28,8 @@ struct SumArgs {
   const void* row_scale;
   const void* col_scale;
   void* out;
-  bool add;
+  const void* base;
+  int64_t base_rows;
   int threads;
 };
 

@@ -37,6 +37,10 @@ using InRows = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using OutRows = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
+// Rows may lie further apart than they are wide.
+template <typename T>
+using Spread = nb::ndarray<T, nb::ndim<2>, nb::device::cpu>;
+
 template <typename A>
 int64_t size(const A& array) {
   return static_cast<int64_t>(array.shape(0));
@@ -148,21 +152,24 @@ void check_rows(const In<Index>& rows, int64_t count) {
 }
 
 template <typename Index>
-void gather_rows(InRows<uint8_t> table, In<Index> rows, OutRows<uint8_t> out, int threads) {
+void gather_rows(InRows<uint8_t> table, In<Index> rows, Spread<uint8_t> out, int threads) {
   require(out.shape(0) == rows.shape(0) && out.shape(1) == table.shape(1), "gather_rows: out must be [rows, bytes]");
+  require(out.stride(1) == 1, "gather_rows: a row of out must be in one piece");
   check_rows(rows, size(table));
   nb::gil_scoped_release free;
   gnnfleet::kernels().gather_rows(table.data(), rows.data(), sizeof(Index) == 8, size(rows),
-                                  static_cast<int64_t>(table.shape(1)), out.data(), threads);
+                                  static_cast<int64_t>(table.shape(1)), out.data(), out.stride(0), threads);
 }
 
 template <typename Index>
-void gather_floats(InRows<uint16_t> table, In<Index> rows, OutRows<float> out, bool bfloat, int threads) {
+void gather_floats(InRows<uint16_t> table, In<Index> rows, Spread<float> out, bool bfloat, int threads) {
   require(out.shape(0) == rows.shape(0) && out.shape(1) == table.shape(1), "gather_floats: out must be [rows, width]");
+  require(out.stride(1) == 1, "gather_floats: a row of out must be in one piece");
   check_rows(rows, size(table));
   nb::gil_scoped_release free;
   const auto kernel = bfloat ? gnnfleet::kernels().gather_bfloat : gnnfleet::kernels().gather_half;
-  kernel(table.data(), rows.data(), sizeof(Index) == 8, size(rows), static_cast<int64_t>(table.shape(1)), out.data(), threads);
+  kernel(table.data(), rows.data(), sizeof(Index) == 8, size(rows), static_cast<int64_t>(table.shape(1)), out.data(),
+         out.stride(0), threads);
 }
 
 template <typename Index>
@@ -205,18 +212,20 @@ gnnfleet::Rows rows_of(const In<int64_t>& indptr, const Any& col, const std::opt
 }
 
 void aggregate_sum(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, Any x, Maybe weight, Maybe row_scale,
-                   Maybe col_scale, Any out, bool add, int threads) {
+                   Maybe col_scale, Any out, Maybe base, int threads) {
   const auto structure = rows_of(indptr, col, rows);
   const auto element = element_of(x);
   const int64_t width = static_cast<int64_t>(x.shape(1));
   require(x.ndim() == 2 && out.ndim() == 2 && out.shape(1) == x.shape(1), "aggregate: x and out must have the same width");
   require(out.dtype() == wide_of(element), "aggregate: out must be float32, or float64 for float64");
+  require(!base || (base->dtype() == out.dtype() && base->ndim() == 2 && base->shape(1) == out.shape(1) &&
+                    base->shape(0) <= out.shape(0)), "aggregate: base must be the first rows of out");
   const gnnfleet::SumArgs args{
       structure, x.data(), width, element,
       factor_of(weight, element, static_cast<int64_t>(col.size()), "aggregate: one weight per edge, of out's dtype"),
       factor_of(row_scale, element, structure.n, "aggregate: one row scale per row, of out's dtype"),
       factor_of(col_scale, element, static_cast<int64_t>(x.shape(0)), "aggregate: one column scale per row of x, of out's dtype"),
-      out.data(), add, threads};
+      out.data(), base ? base->data() : nullptr, base ? static_cast<int64_t>(base->shape(0)) : 0, threads};
   nb::gil_scoped_release free;
   gnnfleet::kernels().aggregate_sum(args);
 }
@@ -306,7 +315,7 @@ void bind_aggregate(nb::module_& m) {
         "out"_a.noconvert(), "threads"_a);
   m.def("aggregate_sum", aggregate_sum, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
         "x"_a.noconvert(), "weight"_a.noconvert().none(), "row_scale"_a.noconvert().none(),
-        "col_scale"_a.noconvert().none(), "out"_a.noconvert(), "add"_a, "threads"_a);
+        "col_scale"_a.noconvert().none(), "out"_a.noconvert(), "base"_a.noconvert().none(), "threads"_a);
   m.def("aggregate_max", aggregate_max, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
         "x"_a.noconvert(), "out"_a.noconvert(), "winner"_a.noconvert(), "edge_base"_a, "merge"_a, "threads"_a);
   m.def("aggregate_max_back", aggregate_max_back, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),

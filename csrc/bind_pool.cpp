@@ -9,22 +9,13 @@ using namespace nb::literals;
 
 namespace {
 
-struct Lease {
-  void* block;
-  size_t bytes;
-};
-
 using Bytes = nb::ndarray<nb::pytorch, uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 Bytes pool_take(size_t bytes) {
-  Lease* lease = new Lease{gnnfleet::pool_take(bytes), bytes};
-  nb::capsule owner(lease, [](void* raw) noexcept {
-    const Lease* given = static_cast<Lease*>(raw);
-    gnnfleet::pool_give(given->block, given->bytes);
-    delete given;
-  });
+  void* block = gnnfleet::pool_take(bytes);
+  nb::capsule owner(block, [](void* given) noexcept { gnnfleet::pool_give(given); });
   const size_t shape[1] = {bytes};
-  return Bytes(lease->block, 1, shape, owner);
+  return Bytes(block, 1, shape, owner);
 }
 
 }  // namespace

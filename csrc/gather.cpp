@@ -53,21 +53,24 @@ inline float widen_half(uint16_t bits) {
 
 }  // namespace
 
-void gather_rows(const uint8_t* table, const void* rows, bool wide, int64_t n, int64_t width, uint8_t* out, int threads) {
+void gather_rows(const uint8_t* table, const void* rows, bool wide, int64_t n, int64_t width, uint8_t* out,
+                 int64_t stride, int threads) {
   each_row(table, rows, wide, n, width, threads,
-           [=](int64_t i, const uint8_t* row) { std::memcpy(out + i * width, row, static_cast<size_t>(width)); });
+           [=](int64_t i, const uint8_t* row) { std::memcpy(out + i * stride, row, static_cast<size_t>(width)); });
 }
 
-void gather_half(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int threads) {
+void gather_half(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int64_t stride,
+                 int threads) {
   each_row(table, rows, wide, n, width, threads, [=](int64_t i, const uint16_t* row) {
-    float* target = out + i * width;
+    float* target = out + i * stride;
     for (int64_t f = 0; f < width; ++f) target[f] = widen_half(row[f]);
   });
 }
 
-void gather_bfloat(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int threads) {
+void gather_bfloat(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int64_t stride,
+                 int threads) {
   each_row(table, rows, wide, n, width, threads, [=](int64_t i, const uint16_t* row) {
-    float* target = out + i * width;
+    float* target = out + i * stride;
     for (int64_t f = 0; f < width; ++f) target[f] = widen_bfloat(row[f]);
   });
 }

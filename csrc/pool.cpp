@@ -7,13 +7,15 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <unordered_map>
 
 namespace gnnfleet {
 namespace {
 
 constexpr size_t kPage = size_t{2} << 20;
 
-// Eight sizes per power of two, so that batches of slightly different sizes find each other's blocks.
+// Eight sizes per power of two, and a block may serve what needs a quarter less: batches of slightly different sizes find
+// each other's blocks.
 size_t rounded(size_t bytes) {
   bytes = std::max(bytes, kPage);
   const size_t step = std::max(kPage, std::bit_floor(bytes) / 8);
@@ -23,7 +25,14 @@ size_t rounded(size_t bytes) {
 struct Pool {
   std::mutex guard;
   std::multimap<size_t, void*> kept;
+  std::unordered_map<void*, size_t> taken;  // how large the blocks in use are
   size_t used = 0, highest = 0, waiting = 0;
+
+  void count(void* block, size_t size) {
+    taken.emplace(block, size);
+    used += size;
+    highest = std::max(highest, used);
+  }
 
   void drop(std::multimap<size_t, void*>::iterator at) {
     munmap(at->second, at->first);
@@ -56,32 +65,32 @@ void* pool_take(size_t bytes) {
   const size_t size = rounded(bytes);
   Pool& p = pool();
   std::lock_guard lock(p.guard);
-  p.used += size;
-  p.highest = std::max(p.highest, p.used);
-  if (const auto at = p.kept.find(size); at != p.kept.end()) {
-    void* block = at->second;
-    p.waiting -= size;
+  if (const auto at = p.kept.lower_bound(size); at != p.kept.end() && at->first <= size + size / 4) {
+    const auto [found, block] = *at;
     p.kept.erase(at);
+    p.waiting -= found;
+    p.count(block, found);
     return block;
   }
-  // Never more mapped than an eighth above the most that was in use at once: the largest of what waits goes first.
-  while (!p.kept.empty() && p.used + p.waiting > p.highest + p.highest / 8) p.drop(std::prev(p.kept.end()));
+  p.highest = std::max(p.highest, p.used + size);
+  // Never more mapped than a quarter above the most that was in use at once: the largest of what waits goes first.
+  while (!p.kept.empty() && p.used + size + p.waiting > p.highest + p.highest / 4) p.drop(std::prev(p.kept.end()));
   void* block = map(size);
   if (block == nullptr) {
     while (!p.kept.empty()) p.drop(p.kept.begin());
     block = map(size);
   }
-  if (block == nullptr) {
-    p.used -= size;
-    throw std::bad_alloc();
-  }
+  if (block == nullptr) throw std::bad_alloc();
+  p.count(block, size);
   return block;
 }
 
-void pool_give(void* block, size_t bytes) {
-  const size_t size = rounded(bytes);
+void pool_give(void* block) {
   Pool& p = pool();
   std::lock_guard lock(p.guard);
+  const auto at = p.taken.find(block);
+  const size_t size = at->second;
+  p.taken.erase(at);
   p.used -= size;
   p.waiting += size;
   p.kept.emplace(size, block);

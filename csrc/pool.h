@@ -12,7 +12,7 @@ struct PoolState {
 };
 
 void* pool_take(size_t bytes);  // throws std::bad_alloc; the contents are whatever they were
-void pool_give(void* block, size_t bytes);
+void pool_give(void* block);
 void pool_release();  // unmap what is kept
 PoolState pool_state();
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import Crew
 
 # A torch store asks for the name behind every address that connects; a name server that loses questions would cost
 # five seconds each time.
@@ -20,3 +23,11 @@ def shared_data() -> Path:
     if not (folder / "static").is_dir():
         pytest.skip("no real graphs: set GNNFLEET_DATA to a directory that has them")
     return folder
+
+
+@pytest.fixture(scope="session")
+def crew() -> Iterator[Crew]:
+    """Ranks for tests of many processes; none is started before it is needed."""
+    made = Crew()
+    yield made
+    made.close()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops import reference
-from gnnfleet.ops.aggregate import REDUCES, aggregate, sum_rows
+from gnnfleet.ops.aggregate import REDUCES, aggregate, aggregate_with_own, sum_rows
 from gnnfleet.ops.csr import Compressed, sort_into_rows
 from gnnfleet.ops.native import _native
 
@@ -138,3 +138,36 @@ def test_wrong_words_and_shapes_are_refused() -> None:
         aggregate(cut, torch.zeros(4, 2).half())
     with pytest.raises(ValueError, match="one weight per edge"):
         aggregate(cut, torch.zeros(4, 2), weight=torch.ones(7))
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("used", ["both", "near", "own"])
+def test_own_rows_beside_the_aggregate(mean: bool, used: str) -> None:
+    """The same outputs and gradients as aggregate and a slice, whichever of the two are used."""
+    edges = structure(13, 30, 90)
+    x = torch.randn(30, 21, dtype=torch.float64)
+    weights = torch.randn(2, 13, 21, dtype=torch.float64)
+
+    def run(together: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        if together:
+            near, own = aggregate_with_own(edges, leaf, mean=mean)
+        else:
+            near, own = aggregate(edges, leaf, reduce="mean" if mean else "sum"), leaf[:13]
+        terms = {"near": near * weights[0], "own": own * weights[1]}
+        total = sum(term.sum() for name, term in terms.items() if used in ("both", name))
+        (grad,) = torch.autograd.grad(total, leaf)
+        return total, grad
+
+    for found, wanted in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 100, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sum_that_starts_from_something(width: int, dtype: torch.dtype) -> None:
+    edges = structure(13, 30, 90)
+    x, base = torch.randn(30, width, dtype=dtype), torch.randn(6, width, dtype=dtype)
+    wanted = sum_rows(edges, x)
+    wanted[:6] += base
+    torch.testing.assert_close(sum_rows(edges, x, base=base), wanted)

@@ -118,9 +118,9 @@ class NeighborLoader:
         )
 
 
-def read_features(x: Tensor, ids: Tensor) -> Tensor:
+def read_features(x: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Rows of features by store id; half precision becomes float32."""
-    return gather(x, ids, torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype)
+    return gather(x, ids, torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype, out=out)
 
 
 def prepare_backward(views: list[LocalView]) -> None:

@@ -199,6 +199,13 @@ class LocalView:
             weight = _pick(weight, edge, fill=1.0)
         return sums.aggregate(structure, x, reduce=reduce, weight=weight)
 
+    def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
+        edges = self._edges
+        scaled = reduce == "sum" and edges.share is not None
+        if reduce == "max" or scaled or x.device.type != "cpu":
+            return self.aggregate(x, reduce=reduce), first_rows(x, self.num_dst)
+        return sums.aggregate_with_own(edges.structure, x, mean=reduce == "mean")
+
     def aggregate_relations(self, x: Mapping[str, Tensor], *, reduce: str = "sum") -> dict[EdgeType, Tensor]:
         return {
             kind: relation.scaled(sums.aggregate(relation.structure, x[kind.src], reduce=reduce), reduce)

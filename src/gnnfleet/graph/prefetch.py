@@ -6,15 +6,20 @@ or ending the program ends the thread; nothing waits without a limit, so Ctrl-C 
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
+
 from gnnfleet.ops.native import alone
 
 T = TypeVar("T")
+
+AHEAD = 2
 
 _POLL = 0.1  # seconds between looks at whether anyone is still there
 _JOIN = 30.0  # seconds a thread gets to finish the thing it is making
@@ -83,3 +88,14 @@ def _put(ready: queue.Queue[_Made[T] | _End], item: _Made[T] | _End, stop: threa
             continue
         return True
     return False
+
+
+def wise_depth(read: int) -> int:
+    """How far ahead to work where each step reads some of ``read`` bytes.
+
+    A thread beside as many busy ones as there are cores makes all of them wait for it; it pays for itself where there
+    is a core for it, or where most of what is read comes from the disk.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return AHEAD if cores > torch.get_num_threads() or read > memory // 2 else 0

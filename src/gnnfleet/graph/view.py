@@ -67,6 +67,9 @@ class GraphView(Protocol):
     def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, loops: bool = False) -> Tensor:
         """Linear or max aggregation over in-edges; a self-loop weighs 1."""
 
+    def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
+        """(``aggregate(x)``, the destinations' own rows of x): the same as apart, with one pass for both gradients."""
+
     def aggregate_relations(self, x: Mapping[str, Tensor], *, reduce: str = "sum") -> dict[EdgeType, Tensor]:
         """Every edge type at once: {edge type: [N_dst of its destination type, F]}."""
 

@@ -70,6 +70,33 @@ class _Sum(torch.autograd.Function):
         return None, dx, dweight, None
 
 
+def aggregate_with_own(structure: Compressed, x: Tensor, *, mean: bool) -> tuple[Tensor, Tensor]:
+    """(sum or mean [R, F], the first R rows of x). One function, because both gradients end in one tensor: added up
+    apart, the second costs a pass over rows that are mostly zeros."""
+    assert x.device.type == "cpu" and x.dim() == 2 and structure.num_rows <= structure.num_cols == x.shape[0]
+    both: tuple[Tensor, Tensor] = _SumWithOwn.apply(structure, x, mean)  # type: ignore[no-untyped-call]
+    return both
+
+
+class _SumWithOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, structure: Compressed, x: Tensor, mean: bool) -> tuple[Tensor, Tensor]:
+        ctx.structure, ctx.mean, ctx.dtype = structure, mean, x.dtype
+        ctx.set_materialize_grads(False)
+        scale = inverse_degree(structure, wide(x.dtype)) if mean else None
+        return sum_rows(structure, x, row_scale=scale), x[: structure.num_rows]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, own: Tensor | None) -> tuple[Any, ...]:
+        structure: Compressed = ctx.structure
+        if grad is None:
+            assert own is not None
+            return None, torch.nn.functional.pad(own, (0, 0, 0, structure.num_cols - structure.num_rows)), None
+        turned, _ = structure.transposed
+        scale = inverse_degree(structure, grad.dtype) if ctx.mean else None
+        return None, sum_rows(turned, grad, col_scale=scale, base=own).to(ctx.dtype), None
+
+
 class _Max(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, structure: Compressed, x: Tensor) -> Tensor:
@@ -94,18 +121,25 @@ def sum_rows(
     col_scale: Tensor | None = None,
     rows: Tensor | None = None,
     out: Tensor | None = None,
+    base: Tensor | None = None,
 ) -> Tensor:
-    """``out[rows[i]] += row_scale[i] Σ_e weight[e] col_scale[col[e]] x[col[e]]``; a fresh output when none is given."""
+    """``out[rows[i]] += row_scale[i] Σ_e weight[e] col_scale[col[e]] x[col[e]]``; a fresh output when none is given.
+
+    ``base`` is what a fresh output starts from: its first rows, zeros beyond.
+    """
     x = x.contiguous()
     kind = wide(x.dtype)
     weight = None if weight is None else weight.to(kind).contiguous()
-    add = out is not None
     work = structure.num_edges * x.shape[1]
     if out is None:
         assert rows is None, "compact rows need an output to add to"
         out = empty((structure.num_rows, x.shape[1]), kind)
+        base = None if base is None else base.to(kind).contiguous()
+    else:
+        assert base is None
+        base = out
     _native.aggregate_sum(
-        structure.indptr, structure.col, rows, x, weight, row_scale, col_scale, out, add, threads(work)
+        structure.indptr, structure.col, rows, x, weight, row_scale, col_scale, out, base, threads(work)
     )
     return out
 

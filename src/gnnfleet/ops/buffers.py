@@ -1,6 +1,6 @@
 """Where large results are written: buffers that are kept and used again, because a fresh one costs more than its use.
 
-A buffer goes back when the last tensor on it is gone. What is kept never exceeds an eighth above the most in use.
+A buffer goes back when the last tensor on it is gone. What is kept never exceeds a quarter of the most in use.
 """
 
 from __future__ import annotations

@@ -27,11 +27,15 @@ _CHUNK = 1 << 19
 def mix(
     terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, *, relu: bool = False, rows: int | None = None
 ) -> Tensor:
-    """``Σ x Wᵀ + bias`` over terms (x [n, in], W [out, in]), then ReLU if asked; of the first ``rows`` rows."""
+    """``Σ x Wᵀ + bias`` over terms (x [n, in], W [out, in]), then ReLU if asked; of the first ``rows`` rows.
+
+    Terms whose x are neighbouring columns of one tensor are one product, where no gradient of them is asked for.
+    """
     (first, weight), *_ = terms
     count = first.shape[0] if rows is None else rows
     if first.device.type != "cpu":
         return _plain_mix(terms, bias, relu=relu, rows=count)
+    terms = _join(terms)
     rule = _Rule(_kind(first, weight), relu=relu, rows=(count,))
     out: Tensor = _Mix.apply(rule, bias, *(x for x, _ in terms), *(w for _, w in terms))  # type: ignore[no-untyped-call]
     return out
@@ -66,6 +70,34 @@ def _plain_mix(terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, *, r
     for x, weight in terms[1:]:
         total = total + functional.linear(x[:rows], weight)
     return torch.relu(total) if relu else total
+
+
+def _join(terms: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """One term for those that lie side by side: a product over twice the columns runs nearer to the peak."""
+    joined = [terms[0]]
+    for x, weight in terms[1:]:
+        left, before = joined[-1]
+        if _adjoin(left, x) and before.dtype == weight.dtype:
+            size = (left.shape[0], left.shape[1] + x.shape[1])
+            joined[-1] = left.as_strided(size, left.stride()), torch.cat([before, weight], 1)
+        else:
+            joined.append((x, weight))
+    return joined
+
+
+def _adjoin(left: Tensor, right: Tensor) -> bool:
+    """Whether ``right`` begins where the columns of ``left`` end, in rows of the same tensor."""
+    return (
+        not left.requires_grad
+        and not right.requires_grad
+        and left.dtype == right.dtype
+        and left.shape[0] == right.shape[0] > 1
+        and left.stride() == right.stride()
+        and left.stride(1) == 1
+        and left.stride(0) >= left.shape[1] + right.shape[1]
+        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        and right.storage_offset() == left.storage_offset() + left.shape[1]
+    )
 
 
 @dataclass(frozen=True)

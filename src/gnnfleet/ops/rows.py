@@ -10,21 +10,22 @@ from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.native import _native, threads
 
 
-def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
     """``table[rows]`` ([n, F]); float16 and bfloat16 become float32 when asked. Rows are int32 or int64.
 
-    Raises IndexError for a row that is not there.
+    ``out`` may be some columns of a wider tensor. Raises IndexError for a row that is not there.
     """
     dtype = table.dtype if dtype is None else dtype
     if dtype != table.dtype and (dtype != torch.float32 or table.dtype not in (torch.float16, torch.bfloat16)):
         raise ConfigError(f"gather converts float16 and bfloat16 to float32 only, asked for {table.dtype} to {dtype}")
     table = table.contiguous()
-    out = empty((rows.shape[0], *table.shape[1:]), dtype)
+    if out is None:
+        out = empty((rows.shape[0], *table.shape[1:]), dtype)
+    assert out.dtype == dtype and out.shape == (rows.shape[0], *table.shape[1:])
     if not out.numel():
         return out
-    source, target = _raw(table), _raw(out)
     if dtype == table.dtype:
-        _native.gather_rows(source, rows.contiguous(), target, threads(out.numel()))
+        _native.gather_rows(_raw(table), rows.contiguous(), _raw(out), threads(out.numel()))
     else:
         _native.gather_floats(
             table.view(torch.uint16), rows.contiguous(), out, table.dtype == torch.bfloat16, threads(out.numel())
@@ -34,4 +35,4 @@ def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Ten
 
 def _raw(table: Tensor) -> Tensor:
     """The same memory as [rows, bytes]."""
-    return table.view(table.shape[0], -1).view(torch.uint8)
+    return (table if table.dim() == 2 else table.view(table.shape[0], -1)).view(torch.uint8)

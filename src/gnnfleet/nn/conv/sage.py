@@ -57,7 +57,9 @@ class SAGEConv(torch.nn.Module):
         if aggregated is None and linear and transform_first(view, self.in_channels, self.out_channels):
             out = self._narrow(view, x, relu=relu and not self.normalize)
             return self._normalized(out, relu=relu)
-        if aggregated is None:
+        if aggregated is None and self.root_weight and not self.project:
+            aggregated, x = view.near_and_own(x, reduce=self.aggr)
+        elif aggregated is None:
             near = apply_linear(self.lin, x, relu=True) if self.project else x
             aggregated = view.aggregate(near, reduce=self.aggr)
         terms = [(aggregated, self.lin_l.weight)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -23,8 +23,9 @@ class LocalConfig(StrategyConfig, frozen=True, extra="forbid"):
     replace: bool = False  # whether a neighbour may be drawn twice
     # Items (labelled nodes, target edges) of a step; 0: all in one step an epoch. By default 0, and 1024 with fanouts.
     batch: int | None = Field(default=None, ge=0)
-    # Batches that a thread in the background makes ahead; 0 for none. Results are the same.
-    prefetch: int = Field(default=2, ge=0)
+    # Batches that a thread in the background makes ahead; 0 for none. Results are the same. auto: 2 where that thread
+    # does not take a core from the products, or features do not fit the memory.
+    prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     # The first layer's aggregate of all neighbours, computed once; with fanouts the last hop is then neither drawn nor
     # read. auto: where the model allows it.
     cache_inputs: Literal["auto"] | bool = "auto"

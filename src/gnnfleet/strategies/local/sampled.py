@@ -15,9 +15,10 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.batches import batches
 from gnnfleet.graph.loader import prepare_backward, read_features
 from gnnfleet.graph.local import LocalView
-from gnnfleet.graph.prefetch import prefetched
+from gnnfleet.graph.prefetch import prefetched, wise_depth
 from gnnfleet.graph.sample import Sampler
 from gnnfleet.nn.base import Aggregate, Features
+from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.rows import gather
 from gnnfleet.strategies.base import PRECISIONS, Job
@@ -46,7 +47,12 @@ class SampledBatches:
             raise ConfigError(f"strategy.fanouts needs one number per layer, {layers}; found {found}")
 
     def epoch(self, epoch: int) -> Iterator[Ready]:
-        return prefetched(self._make(epoch), self._config.prefetch)
+        depth = self._config.prefetch
+        return prefetched(self._make(epoch), self._depth() if depth == "auto" else depth)
+
+    def _depth(self) -> int:
+        tables = [nodes.x for nodes in self._job.graph.nodes.values() if nodes.x is not None]
+        return wise_depth(sum(x.numel() * x.element_size() for x in tables))
 
     def _make(self, epoch: int) -> Iterator[Ready]:
         task, seed = self._job.task, self._job.seed
@@ -58,13 +64,27 @@ class SampledBatches:
         given = self._aggregated is not None
         views = [self._job.task.hide(v, batch) for v in self._sampler.blocks(batch.seeds, batch.key, given=given)]
         prepare_backward(views)
+        if isinstance(self._aggregated, Tensor):
+            return Ready(batch, views, *self._read_both(self._aggregated, views[0]))
         x = {kind: self._read(kind, rows.node_ids) for kind, rows in views[0].nodes.items()}
         return Ready(batch, views, x if len(x) > 1 else next(iter(x.values())), self._read_aggregate(views[0]))
 
+    def _read_both(self, kept: Tensor, view: LocalView) -> tuple[Tensor, Tensor]:
+        """(x, aggregated) as neighbouring columns: a layer that multiplies both makes one product of them."""
+        ids, x = view.node_ids, self._job.graph.only_nodes.x
+        assert x is not None, "there is an aggregate of features"
+        width = kept.shape[1]
+        both = empty((len(ids), width + x.shape[1]), kept.dtype)
+        near = gather(kept, ids, out=both[:, :width])
+        if torch.promote_types(x.dtype, torch.float32) == kept.dtype:
+            return read_features(x, ids, out=both[:, width:]), near
+        return both[:, width:].copy_(read_features(x, ids)), near
+
     def _read_aggregate(self, view: LocalView) -> Aggregate | None:
         kept = self._aggregated
-        if kept is None or isinstance(kept, Tensor):
-            return None if kept is None else gather(kept, view.node_ids)
+        assert not isinstance(kept, Tensor)
+        if kept is None:
+            return None
         return {kind: gather(rows, view.nodes[kind.dst].node_ids) for kind, rows in kept.items()}
 
     def _read(self, kind: str, ids: Tensor) -> Tensor:

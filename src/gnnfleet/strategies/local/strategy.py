@@ -54,6 +54,7 @@ class LocalStrategy:
         self._sampled = None if config.fanouts is None else SampledBatches(config, job, self._aggregated)
         if self._sampled is None:
             _ = self._last, self._x  # made now, not in the first step
+            self._join_inputs()
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
     def steps(self, epoch: int) -> Iterator[StepRecord]:
@@ -195,6 +196,13 @@ class LocalStrategy:
                 "parameters, learnable rows or dropout"
             )
         return found
+
+    def _join_inputs(self) -> None:
+        """Lay features and their aggregate side by side: a layer that multiplies both makes one product of them."""
+        near, x = self._aggregated, self._x
+        if isinstance(near, Tensor) and isinstance(x, Tensor) and near.dtype == x.dtype:
+            both, width = torch.cat([near, x], 1), near.shape[1]
+            self._aggregated, self.__dict__["_x"] = both[:, :width], both[:, width:]
 
     def _affordable(self) -> bool:
         """Whether aggregated inputs may be kept unasked: few edge types, and on sampled blocks within ``memory``."""

@@ -1,0 +1,254 @@
+"""Rows move between ranks: in rounds of rotating pairs, some rounds ahead of the one that is worked on.
+
+In the round of offset r rank p receives from p − r and sends to p + r; offset 0 is the rank itself, without traffic.
+A message holds the rows of all lanes for one peer. Empty ones are not sent: both sides know the counts. Blocks are
+visited, and what comes home is collected, in the fixed order of offsets, so that sums have one order.
+N ranks, F columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gnnfleet.comm.wire import Posted, receive, send
+from gnnfleet.comm.world import World
+
+# Rows on their way out and rows on their way home may pass between the same two ranks in any order.
+_OUT, _HOME = 1, 2
+
+Visit = Callable[[int, list[Tensor]], Sequence[Tensor] | None]
+"""(q, rows of q for each lane) → what goes home to q, one tensor for each ``Home``."""
+Collect = Callable[[int, list[Tensor]], None]
+"""(p, what p sends home, one tensor for each ``Home``)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Who gets which rows; both lists have a place for every rank, empty for this one."""
+
+    give: tuple[Tensor, ...]  # rows of this rank that go to q, int32 or int64
+    need: tuple[int, ...]  # how many rows come from q
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """Rows of this rank ([n, F], contiguous, detached, any dtype) that others fetch along the routes."""
+
+    routes: Routes
+    rows: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """The way back along the same routes: for rows needed from q, as many rows of ``width`` go home to q."""
+
+    routes: Routes
+    width: int
+    dtype: torch.dtype
+
+
+class Empty(Protocol):
+    """Where buffers come from."""
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Visits the rows of all ranks, ``group`` of them in a round, ``depth`` rounds fetched ahead.
+
+    Rows of other ranks in memory never exceed 1 + ``depth`` times the largest group.
+    """
+
+    world: World
+    group: int = 1
+    depth: int = 1
+    empty: Empty = field(default=_empty)
+
+    def __post_init__(self) -> None:
+        assert self.group >= 1 and self.depth >= 0
+
+    def visit(
+        self,
+        lanes: Sequence[Lane],
+        visit: Visit,
+        *,
+        home: Sequence[Home] = (),
+        collect: Collect | None = None,
+        what: str = "rows",
+    ) -> None:
+        """Call ``visit`` once for every rank; what it returns arrives there in ``collect``. ``what`` is for errors.
+
+        All ranks call it together, with lanes and homes of the same widths and dtypes. Rows handed to ``visit`` and
+        ``collect`` are theirs only until they return.
+        """
+        assert (collect is None) == (not home), "what goes home is collected"
+        assert all(lane.rows.is_contiguous() and not lane.rows.requires_grad for lane in lanes)
+        _Tour(self, lanes, visit, home, collect, what).run()
+
+
+class _Tour:
+    """One call of ``Ring.visit``."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        lanes: Sequence[Lane],
+        visit: Visit,
+        home: Sequence[Home],
+        collect: Collect | None,
+        what: str,
+    ) -> None:
+        self.ring, self.world, self.lanes, self.home = ring, ring.world, lanes, home
+        self.visit, self.collect, self.what = visit, collect, what
+        size = self.world.size
+        self.rounds = [range(low, min(low + ring.group, size)) for low in range(0, size, ring.group)]
+        # By offset: rows that come and go, gradients that go home and come.
+        self.arriving: dict[int, Posted] = {}
+        self.leaving: dict[int, Posted] = {}
+        self.homing: dict[int, Posted] = {}
+        self.returning: dict[int, Posted] = {}
+
+    def run(self) -> None:
+        depth, last, posted = self.ring.depth, len(self.rounds) - 1, 0
+        for number, offsets in enumerate(self.rounds):
+            while posted <= min(number + depth, last):
+                self._post(self.rounds[posted])
+                posted += 1
+            self._expect_home(offsets)
+            for offset in offsets:
+                self._work_on(offset)
+            for offset in offsets:
+                self._sent(self.leaving, offset)
+            if number >= depth:
+                self._close(self.rounds[number - depth])
+            if self.world.size > 1:
+                self.world.traffic.met()
+        for offsets in self.rounds[max(0, len(self.rounds) - depth) :]:
+            self._close(offsets)
+
+    def _post(self, offsets: Sequence[int]) -> None:
+        """Receives before sends: a large send completes only when its receive is there."""
+        for offset in offsets:
+            source = self._before(offset)
+            form = self._form(source)
+            if offset and form.nbytes:
+                buffer = self.ring.empty((form.nbytes,), torch.uint8)
+                self.arriving[offset] = receive(self.world, buffer, source, tag=_OUT, doing=f"{self.what}, coming")
+        for offset in offsets:
+            target = self._after(offset)
+            if not offset:
+                continue
+            given = [lane.routes.give[target] for lane in self.lanes]
+            form = _Form([(len(g), lane.rows) for g, lane in zip(given, self.lanes, strict=True)])
+            if form.nbytes:
+                buffer = self.ring.empty((form.nbytes,), torch.uint8)
+                for lane, rows, place in zip(self.lanes, given, form.parts(buffer), strict=True):
+                    torch.index_select(lane.rows, 0, rows, out=place)
+                self.leaving[offset] = send(self.world, buffer, target, tag=_OUT, doing=f"{self.what}, going")
+
+    def _work_on(self, offset: int) -> None:
+        source = self._before(offset)
+        back = self.visit(source, self._rows_of(offset, source))
+        if self.collect is None:
+            return
+        assert back is not None and len(back) == len(self.home), "visit returns what goes home"
+        if not offset:
+            self.collect(source, list(back))
+            return
+        form = self._home_form([home.routes.need[source] for home in self.home])
+        if form.nbytes:
+            message = form.pack(back, self.ring.empty)
+            self.homing[offset] = send(self.world, message, source, tag=_HOME, doing=f"{self.what}, going home")
+
+    def _rows_of(self, offset: int, source: int) -> list[Tensor]:
+        if not offset:
+            return [lane.rows for lane in self.lanes]
+        form = self._form(source)
+        if not form.nbytes:
+            return form.parts(torch.empty(0, dtype=torch.uint8, device=self.world.device))
+        return form.parts(self.arriving.pop(offset).wait())
+
+    def _expect_home(self, offsets: Sequence[int]) -> None:
+        for offset in offsets:
+            source = self._after(offset)
+            form = self._homecoming(source)
+            if offset and form.nbytes:
+                buffer = self.ring.empty((form.nbytes,), torch.uint8)
+                self.returning[offset] = receive(
+                    self.world, buffer, source, tag=_HOME, doing=f"{self.what}, coming home"
+                )
+
+    def _close(self, offsets: Sequence[int]) -> None:
+        """End a round of the past: take what comes home, let go of what went."""
+        for offset in offsets:
+            if offset in self.returning and self.collect is not None:
+                source = self._after(offset)
+                form = self._homecoming(source)
+                self.collect(source, form.parts(self.returning.pop(offset).wait()))
+        for offset in offsets:
+            self._sent(self.homing, offset)
+
+    def _sent(self, messages: dict[int, Posted], offset: int) -> None:
+        if offset in messages:
+            messages.pop(offset).wait()
+
+    def _before(self, offset: int) -> int:
+        return (self.world.rank - offset) % self.world.size
+
+    def _after(self, offset: int) -> int:
+        return (self.world.rank + offset) % self.world.size
+
+    def _form(self, source: int) -> _Form:
+        return _Form([(lane.routes.need[source], lane.rows) for lane in self.lanes])
+
+    def _homecoming(self, source: int) -> _Form:
+        return self._home_form([len(home.routes.give[source]) for home in self.home])
+
+    def _home_form(self, counts: Sequence[int]) -> _Form:
+        return _Form(list(zip(counts, self.home, strict=True)))
+
+
+class _Form:
+    """How a message is laid out: tensors one after the other, those of wide numbers first, so that all are aligned."""
+
+    def __init__(self, tensors: Sequence[tuple[int, Tensor | Home]]) -> None:
+        self.shapes = [
+            (count, like.width if isinstance(like, Home) else int(like.shape[1]), like.dtype) for count, like in tensors
+        ]
+        self.starts = [0] * len(self.shapes)
+        self.nbytes = 0
+        for place in sorted(range(len(self.shapes)), key=lambda i: -self.shapes[i][2].itemsize):
+            self.starts[place] = self.nbytes
+            self.nbytes += self._size(place)
+
+    def _size(self, place: int) -> int:
+        rows, width, dtype = self.shapes[place]
+        return rows * width * dtype.itemsize
+
+    def parts(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors as views of a message."""
+        return [
+            buffer[start : start + self._size(place)].view(dtype).view(rows, width)
+            for place, (start, (rows, width, dtype)) in enumerate(zip(self.starts, self.shapes, strict=True))
+        ]
+
+    def pack(self, tensors: Sequence[Tensor], empty: Empty) -> Tensor:
+        """A message of these tensors; a single one is sent from where it lies."""
+        for tensor, (rows, width, dtype) in zip(tensors, self.shapes, strict=True):
+            assert tensor.shape == (rows, width) and tensor.dtype == dtype, "what goes home has the form agreed on"
+        if len(tensors) == 1:
+            return tensors[0].contiguous().view(-1).view(torch.uint8)
+        buffer = empty((self.nbytes,), torch.uint8)
+        for tensor, place in zip(tensors, self.parts(buffer), strict=True):
+            place.copy_(tensor)
+        return buffer

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gnnfleet.ops import reference
+from gnnfleet.ops.rows import gather
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_rows_into_some_columns(dtype: torch.dtype, index: torch.dtype) -> None:
+    """Rows written between other columns are those of the twin, and the columns beside them stay as they were."""
+    table, rows = torch.randn(20, 7).to(dtype), torch.randint(20, (50,)).to(index)
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    room = torch.full((50, 12), 7.0, dtype=wide)
+    found = gather(table, rows, wide, out=room[:, 2:9])
+    assert torch.equal(found, reference.gather(table, rows, wide))
+    assert torch.equal(room[:, 2:9], found)
+    assert bool((room[:, :2] == 7).all()) and bool((room[:, 9:] == 7).all())
+
+
+def test_a_row_that_is_not_there() -> None:
+    with pytest.raises(IndexError):
+        gather(torch.randn(3, 2), torch.tensor([3]))
