@@ -84,8 +84,9 @@ void sum_rows(const SumArgs& a) {
   }
 }
 
-template <typename T, typename Index>
-void max_rows(const MaxArgs& a) {
+// A running maximum and edges with numbers come in any order, so that equal values compare numbers; otherwise the first stays.
+template <bool AnyOrder, typename T, typename Index>
+void max_rows_in(const MaxArgs& a) {
   using A = wide_t<T>;
   const T* x = static_cast<const T*>(a.x);
   const Index* col = static_cast<const Index*>(a.structure.col);
@@ -98,15 +99,21 @@ void max_rows(const MaxArgs& a) {
     for (int64_t e = a.structure.indptr[i]; e < a.structure.indptr[i + 1]; ++e) {
       if (e + kAhead < a.structure.indptr[a.structure.n]) prefetch_row(x + static_cast<int64_t>(col[e + kAhead]) * a.width, a.width);
       const T* row = x + static_cast<int64_t>(col[e]) * a.width;
-      const int64_t number = e + a.edge_base;
+      const int64_t number = a.number ? a.number[e] : e;
       for (int64_t f = 0; f < a.width; ++f) {
         const A value = widen(row[f]);
-        const bool better = winner[f] < 0 || value > out[f];
+        bool better = (winner[f] < 0) | (value > out[f]) | (value != value);
+        if constexpr (AnyOrder) better |= (value == out[f]) & (number < winner[f]);
         out[f] = better ? value : out[f];
         winner[f] = better ? number : winner[f];
       }
     }
   }
+}
+
+template <typename T, typename Index>
+void max_rows(const MaxArgs& a) {
+  a.merge || a.number ? max_rows_in<true, T, Index>(a) : max_rows_in<false, T, Index>(a);
 }
 
 template <typename A, typename Index>
@@ -122,7 +129,8 @@ void max_back(const MaxBackArgs& a) {
       const int64_t i = static_cast<int64_t>(col[e]);
       const A* g = grad + i * a.width;
       const int64_t* winner = a.winner + i * a.width;
-      const int64_t number = a.edge_id[e];
+      const int64_t position = a.positions ? a.positions[e] : e;
+      const int64_t number = a.number ? a.number[position] : position;
       for (int64_t f = 0; f < a.width; ++f) dx[f] += winner[f] == number ? g[f] : A(0);
     }
   }

@@ -33,25 +33,27 @@ struct SumArgs {
   int threads;
 };
 
-// out[rows[i]] = max_e x[col[e]] elementwise, first edge wins ties; winner[rows[i]] = number of the edge (+ edge_base),
-// -1 where there is none. With `merge` an existing winner stays unless beaten strictly. Rows without edges: out 0 (when not
-// merging). Output is float32 or float64.
+// out[rows[i]] = max_e x[col[e]] elementwise, winner[rows[i]] = the number of the edge it came from, -1 without edges (out is 0
+// then). Of equal values the lowest number wins, whatever the order edges come in; NaN is above everything. With `merge` out
+// and winner are a running maximum that the edges are added to. Output is float32 or float64.
 struct MaxArgs {
   Rows structure;
+  const int64_t* number;  // of each edge, 0 or more; null: its position
   const void* x;
   int64_t width;
   Element element;
   void* out;
   int64_t* winner;
-  int64_t edge_base;
   bool merge;
   int threads;
 };
 
-// Backward of max over the reversed structure: dx[rows[j]] (+)= sum over out-edges e of g[col[e]] where winner[col[e]] == edge_id[e].
+// Backward of max over the reversed structure: dx[rows[j]] (+)= sum over out-edges e of g[col[e]] where winner[col[e]] is the
+// number of e: number[positions[e]]. Without numbers it is the position itself, without positions the edge's place here.
 struct MaxBackArgs {
   Rows structure;
-  const int64_t* edge_id;
+  const int64_t* number;
+  const int64_t* positions;
   const void* grad;
   const int64_t* winner;
   int64_t width;

@@ -230,23 +230,28 @@ void aggregate_sum(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows,
   gnnfleet::kernels().aggregate_sum(args);
 }
 
-void aggregate_max(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, Any x, Any out, OutRows<int64_t> winner,
-                   int64_t edge_base, bool merge, int threads) {
+void aggregate_max(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, std::optional<In<int64_t>> number,
+                   Any x, Any out, OutRows<int64_t> winner, bool merge, int threads) {
   const auto element = element_of(x);
-  require(out.dtype() == wide_of(element) && out.shape(1) == x.shape(1) && winner.shape(1) == x.shape(1) &&
-              winner.shape(0) == out.shape(0), "aggregate_max: out and winner must fit x");
-  const gnnfleet::MaxArgs args{rows_of(indptr, col, rows), x.data(), static_cast<int64_t>(x.shape(1)), element,
-                               out.data(), winner.data(), edge_base, merge, threads};
+  require(x.ndim() == 2 && out.ndim() == 2 && out.dtype() == wide_of(element) && out.shape(1) == x.shape(1) &&
+              winner.shape(1) == x.shape(1) && winner.shape(0) == out.shape(0), "aggregate_max: out and winner must fit x");
+  require(!number || number->size() == col.size(), "aggregate_max: one number per edge");
+  const gnnfleet::MaxArgs args{rows_of(indptr, col, rows), number ? number->data() : nullptr, x.data(),
+                               static_cast<int64_t>(x.shape(1)), element, out.data(), winner.data(), merge, threads};
   nb::gil_scoped_release free;
   gnnfleet::kernels().aggregate_max(args);
 }
 
-void aggregate_max_back(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, In<int64_t> edge_id, Any grad,
-                        InRows<int64_t> winner, Any dx, bool add, int threads) {
+void aggregate_max_back(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, std::optional<In<int64_t>> number,
+                        std::optional<In<int64_t>> positions, Any grad, InRows<int64_t> winner, Any dx, bool add, int threads) {
   const auto element = element_of(grad);
-  require(element != gnnfleet::Element::bfloat16 && dx.dtype() == grad.dtype() && dx.shape(1) == grad.shape(1) &&
-              winner.shape(1) == grad.shape(1) && edge_id.size() == col.size(), "aggregate_max_back: shapes do not fit");
-  const gnnfleet::MaxBackArgs args{rows_of(indptr, col, rows), edge_id.data(), grad.data(), winner.data(),
+  require(grad.ndim() == 2 && dx.ndim() == 2 && element != gnnfleet::Element::bfloat16 && dx.dtype() == grad.dtype() &&
+              dx.shape(1) == grad.shape(1) && winner.shape(0) == grad.shape(0) && winner.shape(1) == grad.shape(1),
+          "aggregate_max_back: grad, winner and dx must fit");
+  require(!positions || positions->size() == col.size(), "aggregate_max_back: one position per edge");
+  require(!number || positions || number->size() == col.size(), "aggregate_max_back: one number per edge");
+  const gnnfleet::MaxBackArgs args{rows_of(indptr, col, rows), number ? number->data() : nullptr,
+                                   positions ? positions->data() : nullptr, grad.data(), winner.data(),
                                    static_cast<int64_t>(grad.shape(1)), element, dx.data(), add, threads};
   nb::gil_scoped_release free;
   gnnfleet::kernels().aggregate_max_back(args);
@@ -317,9 +322,10 @@ void bind_aggregate(nb::module_& m) {
         "x"_a.noconvert(), "weight"_a.noconvert().none(), "row_scale"_a.noconvert().none(),
         "col_scale"_a.noconvert().none(), "out"_a.noconvert(), "base"_a.noconvert().none(), "threads"_a);
   m.def("aggregate_max", aggregate_max, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
-        "x"_a.noconvert(), "out"_a.noconvert(), "winner"_a.noconvert(), "edge_base"_a, "merge"_a, "threads"_a);
+        "number"_a.noconvert().none(), "x"_a.noconvert(), "out"_a.noconvert(), "winner"_a.noconvert(), "merge"_a, "threads"_a);
   m.def("aggregate_max_back", aggregate_max_back, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
-        "edge_id"_a.noconvert(), "grad"_a.noconvert(), "winner"_a.noconvert(), "dx"_a.noconvert(), "add"_a, "threads"_a);
+        "number"_a.noconvert().none(), "positions"_a.noconvert().none(), "grad"_a.noconvert(), "winner"_a.noconvert(),
+        "dx"_a.noconvert(), "add"_a, "threads"_a);
   m.def("edge_dot", edge_dot, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(), "a"_a.noconvert(),
         "b"_a.noconvert(), "row_scale"_a.noconvert().none(), "out"_a.noconvert(), "threads"_a);
 }

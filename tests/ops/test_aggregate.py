@@ -7,9 +7,19 @@ from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops import reference
-from gnnfleet.ops.aggregate import REDUCES, aggregate, aggregate_with_own, sum_rows
+from gnnfleet.ops.aggregate import (
+    REDUCES,
+    aggregate,
+    aggregate_with_own,
+    begin_max,
+    extend_max,
+    max_back,
+    max_rows,
+    sum_rows,
+)
 from gnnfleet.ops.csr import Compressed, sort_into_rows
 from gnnfleet.ops.native import _native
+from tests.ops.blocks import deal
 
 
 def structure(rows: int, cols: int, edges: int, *, seed: int = 0, index: torch.dtype = torch.int32) -> Compressed:
@@ -20,12 +30,26 @@ def structure(rows: int, cols: int, edges: int, *, seed: int = 0, index: torch.d
     return Compressed(indptr, col, cols)
 
 
-def check_all(edges: Compressed, x: torch.Tensor, weight: torch.Tensor | None, reduce: str, tolerance: float) -> None:
+def shuffled(edges: Compressed, seed: int) -> torch.Tensor:
+    """Numbers of edges in no order, larger than 32 bits."""
+    return torch.randperm(edges.num_edges, generator=torch.Generator().manual_seed(seed)) * 3 + 2**40
+
+
+def check_all(
+    edges: Compressed,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduce: str,
+    tolerance: float,
+    ties: torch.Tensor | None = None,
+) -> None:
     """Output and every gradient against the twin in plain torch."""
     inputs = [x, weight] if weight is not None else [x]
     ours, twins = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
-    out = aggregate(edges, ours[0], reduce=reduce, weight=ours[1] if weight is not None else None)
-    twin = reference.aggregate(edges, twins[0], reduce=reduce, weight=twins[1] if weight is not None else None)
+    out, twin = (
+        function(edges, given[0], reduce=reduce, weight=given[1] if weight is not None else None, ties=ties)
+        for function, given in ((aggregate, ours), (reference.aggregate, twins))
+    )
     torch.testing.assert_close(out, twin, rtol=tolerance, atol=tolerance)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=out.dtype)
     out.backward(grad)
@@ -63,7 +87,7 @@ def test_equals_the_twin(
     # Small whole numbers make ties, which max must break in one way.
     x = torch.randint(-3, 4, (cols, width), generator=torch.Generator().manual_seed(seed)).to(kind) / 2
     weight = torch.rand(cut.num_edges, dtype=kind) if weighted and reduce != "max" else None
-    check_all(cut, x, weight, reduce, 1e-12 if double else 1e-5)
+    check_all(cut, x, weight, reduce, 1e-12 if double else 1e-5, shuffled(cut, seed) if weighted else None)
 
 
 @pytest.mark.parametrize("isa", _native.isas().split())
@@ -77,6 +101,7 @@ def test_every_instruction_set_and_width(isa: str, width: int) -> None:
             wide = torch.float64 if kind == torch.float64 else torch.float32
             check_all(cut, x, torch.rand(400, dtype=wide), "sum", 1e-12 if kind == torch.float64 else 1e-4)
             check_all(cut, x, None, "max", 1e-12 if kind == torch.float64 else 1e-5)
+            check_all(cut, x.round(), None, "max", 1e-12 if kind == torch.float64 else 1e-5, shuffled(cut, 1))
     finally:
         _native.select_isa(_native.isas().split()[0])
 
@@ -85,7 +110,8 @@ def test_every_instruction_set_and_width(isa: str, width: int) -> None:
 def test_gradcheck(reduce: str) -> None:
     cut = structure(6, 5, 15)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: aggregate(cut, x, reduce=reduce), (x,))
+    ties = shuffled(cut, 0)
+    assert torch.autograd.gradcheck(lambda x: aggregate(cut, x, reduce=reduce, ties=ties), (x,))
     if reduce != "max":
         weight = torch.rand(15, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(lambda x, w: aggregate(cut, x, reduce=reduce, weight=w), (x, weight))
@@ -126,6 +152,61 @@ def test_blocks_add_up() -> None:
     torch.testing.assert_close(out, aggregate(cut, x))
 
 
+@given(
+    size=st.sampled_from([(12, 9, 90), (1, 3, 40), (5, 5, 0), (0, 3, 0), (40, 40, 30)]),
+    parts=st.integers(1, 6),
+    kind=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    index=st.sampled_from([torch.int32, torch.int64]),
+    width=st.sampled_from([1, 5, 33]),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=80, deadline=None)
+def test_maxima_of_blocks_merge_in_any_order(
+    size: tuple[int, int, int], parts: int, kind: torch.dtype, index: torch.dtype, width: int, seed: int
+) -> None:
+    """Bit for bit: output, winners and, from compact blocks turned round, gradients."""
+    cut = structure(*size, seed=seed, index=index)
+    ties = shuffled(cut, seed)
+    x = torch.randint(-2, 3, (cut.num_cols, width), generator=torch.Generator().manual_seed(seed)).to(kind)
+    dealt = deal(cut, parts, seed=seed)
+    state = begin_max(cut.num_rows, width, kind)
+    for part in dealt:
+        extend_max(state, part.structure, x[part.cols], ties=ties[part.edges], rows=part.rows)
+    whole = max_rows(cut, x, ties=ties)
+    assert torch.equal(state.out, whole.out) and torch.equal(state.winner, whole.winner)
+    # Whole numbers, so that sums are exact in any order.
+    grad = torch.randint(-9, 9, whole.out.shape, generator=torch.Generator().manual_seed(seed)).to(whole.out.dtype)
+    turned, positions = cut.transposed
+    expected = max_back(turned, grad, whole.winner, ties=ties, positions=positions)
+    found, added = torch.zeros_like(expected), torch.zeros_like(expected)
+    for part in dealt:
+        turned, positions = part.turned(cut.num_rows)
+        numbers = ties[part.edges]
+        home = max_back(turned, grad, state.winner, ties=numbers, positions=positions)
+        found.index_add_(0, part.cols, home)
+        max_back(turned, grad, state.winner, ties=numbers, positions=positions, rows=part.cols.int(), out=added)
+    assert torch.equal(found, expected) and torch.equal(added, expected)
+
+
+def test_one_edge_gets_the_gradient_of_a_maximum() -> None:
+    cut = Compressed(torch.tensor([0, 3, 3, 5]), torch.tensor([0, 0, 1, 1, 0], dtype=torch.int32), 2)
+    for ties, expected in ((None, [[1], [1]]), (torch.tensor([4, 3, 2, 7, 9]), [[0], [2]])):
+        x = torch.ones(2, 1, requires_grad=True)
+        out = aggregate(cut, x, reduce="max", ties=ties)
+        out.sum().backward()
+        assert out.tolist() == [[1], [0], [1]] and x.grad is not None and x.grad.tolist() == expected
+
+
+def test_not_a_number_is_the_maximum_wherever_it_stands() -> None:
+    cut = Compressed(torch.tensor([0, 3]), torch.tensor([0, 1, 2], dtype=torch.int32), 3)
+    for place in range(3):
+        x = torch.tensor([[1.0], [5.0], [2.0]])
+        x[place] = torch.nan
+        for ties in (None, torch.tensor([2, 0, 1])):
+            assert aggregate(cut, x, reduce="max", ties=ties).isnan().all()
+            assert reference.aggregate(cut, x, reduce="max", ties=ties).isnan().all()
+
+
 def test_wrong_words_and_shapes_are_refused() -> None:
     cut = structure(4, 4, 8)
     with pytest.raises(ConfigError, match="cannot reduce by"):
@@ -138,6 +219,8 @@ def test_wrong_words_and_shapes_are_refused() -> None:
         aggregate(cut, torch.zeros(4, 2).half())
     with pytest.raises(ValueError, match="one weight per edge"):
         aggregate(cut, torch.zeros(4, 2), weight=torch.ones(7))
+    with pytest.raises(ValueError, match="one number per edge"):
+        aggregate(cut, torch.zeros(4, 2), reduce="max", ties=torch.arange(7))
 
 
 @pytest.mark.parametrize("mean", [False, True])

@@ -5,10 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.ops import propagate as module
+from gnnfleet.ops import message as module
 from gnnfleet.ops.aggregate import aggregate
 from gnnfleet.ops.csr import Compressed
-from gnnfleet.ops.propagate import REDUCES, propagate
+from gnnfleet.ops.message import REDUCES
+from gnnfleet.ops.propagate import propagate
 from tests.ops.test_aggregate import structure
 
 
@@ -85,10 +86,13 @@ def test_copying_the_source_is_aggregate() -> None:
 
 def test_a_captured_parameter_is_refused() -> None:
     layer = nn.Linear(3, 3)
-    cut, x = structure(6, 8, 40), torch.randn(8, 3, requires_grad=True)
-    out = propagate(cut, lambda src, dst, edge: layer(src["x"]), src={"x": x})
-    with pytest.raises(ConfigError, match="was not passed in"):
-        out.sum().backward()
+    cut = structure(6, 8, 40)
+    for needed in (True, False):
+        x = torch.randn(8, 3, requires_grad=needed)
+        with pytest.raises(ConfigError, match="was not passed in"):
+            propagate(cut, lambda src, dst, edge: layer(src["x"]), src={"x": x})
+        with torch.no_grad():
+            propagate(cut, lambda src, dst, edge: layer(src["x"]), src={"x": x})
 
 
 def test_an_unused_parameter_gets_zero() -> None:

@@ -91,9 +91,9 @@ class Ring:
         All ranks call it together, with lanes and homes of the same widths and dtypes. Rows handed to ``visit`` and
         ``collect`` are theirs only until they return.
         """
-        assert (collect is None) == (not home), "what goes home is collected"
+        assert collect is not None or not home, "what goes home is collected"
         assert all(lane.rows.is_contiguous() and not lane.rows.requires_grad for lane in lanes)
-        _Tour(self, lanes, visit, home, collect, what).run()
+        _Tour(self, lanes, visit, home, collect if home else None, what).run()
 
 
 class _Tour:

@@ -60,10 +60,13 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, world: World) -> Tensor:
         ctx.world = world
+        ctx.set_materialize_grads(False)
         return _all_reduce(world, t.detach().clone(memory_format=torch.contiguous_format), doing="sum over ranks")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
         found = grad.detach().clone(memory_format=torch.contiguous_format)
         return _all_reduce(ctx.world, found, doing="sum over ranks, backward"), None
 
@@ -73,7 +76,7 @@ def gather_rows(world: World, t: Tensor) -> list[Tensor]:
     if world.size == 1:
         return [t]
     t = t.detach().contiguous()
-    counts = _all_reduce(world, _one_hot(world, len(t)), doing="counts of rows").tolist()
+    counts = count_each(world, len(t))
     others = [rank for rank in range(world.size) if rank != world.rank]
     found = [t if rank == world.rank else t.new_empty(count, *t.shape[1:]) for rank, count in enumerate(counts)]
     posted = [
@@ -87,6 +90,15 @@ def gather_rows(world: World, t: Tensor) -> list[Tensor]:
     for message in posted:
         message.wait()
     return found
+
+
+def count_each(world: World, count: int) -> list[int]:
+    """The count of every rank, by rank."""
+    if world.size == 1:
+        return [count]
+    each = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    each[world.rank] = count
+    return [int(found) for found in _all_reduce(world, each, doing="counts of rows").tolist()]
 
 
 def share(world: World, data: bytes | None) -> bytes:
@@ -103,12 +115,6 @@ def share(world: World, data: bytes | None) -> bytes:
     if len(flat):
         _broadcast(world, flat)
     return bytes(flat.cpu().numpy().tobytes())
-
-
-def _one_hot(world: World, value: int) -> Tensor:
-    found = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    found[world.rank] = value
-    return found
 
 
 def _all_reduce(world: World, t: Tensor, *, doing: str) -> Tensor:

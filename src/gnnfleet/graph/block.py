@@ -74,9 +74,4 @@ def _cut(relation: Relation, dst: tuple[int, int], src: tuple[int, int], others:
     count = src[1] - src[0]
     columns = torch.where(own, columns - src[0], count + torch.searchsorted(others, columns))
     structure = Compressed(indptr - first, columns.to(relation.structure.col.dtype), count + len(others))
-    return Relation(
-        structure,
-        relation.edge_ids[first:last],
-        None if relation.weight is None else relation.weight[first:last],
-        None if relation.attr is None else relation.attr[first:last],
-    )
+    return relation.cut(structure, slice(first, last))

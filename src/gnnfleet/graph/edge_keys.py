@@ -129,13 +129,7 @@ def keep_edges(relation: Relation, keep: Tensor) -> Relation:
     kept = torch.zeros(len(keep) + 1, dtype=torch.int64)
     torch.cumsum(keep, 0, out=kept[1:])
     cut = relation.structure
-    return Relation(
-        Compressed(kept[cut.indptr], cut.col[keep], cut.num_cols),
-        relation.edge_ids[keep],
-        None if relation.weight is None else relation.weight[keep],
-        None if relation.attr is None else relation.attr[keep],
-        relation.share,
-    )
+    return relation.cut(Compressed(kept[cut.indptr], cut.col[keep], cut.num_cols), keep, relation.share)
 
 
 def _slot(keys: Tensor) -> Tensor:

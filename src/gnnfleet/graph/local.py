@@ -22,7 +22,8 @@ from gnnfleet.ops.attend import attend
 from gnnfleet.ops.csr import Compressed
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import dropout
-from gnnfleet.ops.propagate import Message, propagate
+from gnnfleet.ops.message import Message
+from gnnfleet.ops.propagate import propagate
 
 # Self-loops have no store edge id; for draws they are numbered from here by the node's store id.
 LOOP_IDS = 1 << 48
@@ -58,7 +59,23 @@ class Relation:
     weight: Tensor | None = None
     attr: Tensor | None = None
     share: Callable[[], Tensor] | None = None  # [R] float64: edges in the store per edge drawn
+    in_order: bool = True  # whether edge ids never fall within a row
     memo: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def cut(self, structure: Compressed, which: slice | Tensor, share: Callable[[], Tensor] | None = None) -> Relation:
+        """Some of the edges, in the same order, under another structure."""
+        weight = None if self.weight is None else self.weight[which]
+        attr = None if self.attr is None else self.attr[which]
+        return Relation(structure, self.edge_ids[which], weight, attr, share, self.in_order)
+
+    @property
+    def ties(self) -> Tensor | None:
+        """What decides between equal maxima, the store edge ids, where positions do not say the same."""
+        return None if self.in_order else self.edge_ids
+
+    def looped_ties(self, node_ids: Tensor) -> Tensor | None:
+        """The same of ``looped``: a loop is last in its row, and its id above those of all edges."""
+        return None if self.in_order else self.looped_ids(node_ids)
 
     def looped_ids(self, node_ids: Tensor) -> Tensor:
         """[E'] what draws of the edges of ``looped`` go by; made once, for the nodes of the view this belongs to."""
@@ -192,12 +209,14 @@ class LocalView:
     def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, loops: bool = False) -> Tensor:
         edges = self._edges
         if not loops:
-            return edges.scaled(sums.aggregate(edges.structure, x, reduce=reduce, weight=weight), reduce)
+            out = sums.aggregate(edges.structure, x, reduce=reduce, weight=weight, ties=edges.ties)
+            return edges.scaled(out, reduce)
         structure, edge = edges.structure.looped
         weight = edges.scaled_weight(weight, reduce)
         if weight is not None:
             weight = _pick(weight, edge, fill=1.0)
-        return sums.aggregate(structure, x, reduce=reduce, weight=weight)
+        ties = edges.looped_ties(self.node_ids) if reduce == "max" else None
+        return sums.aggregate(structure, x, reduce=reduce, weight=weight, ties=ties)
 
     def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
         edges = self._edges
@@ -206,10 +225,13 @@ class LocalView:
             return self.aggregate(x, reduce=reduce), first_rows(x, self.num_dst)
         return sums.aggregate_with_own(edges.structure, x, mean=reduce == "mean")
 
-    def aggregate_relations(self, x: Mapping[str, Tensor], *, reduce: str = "sum") -> dict[EdgeType, Tensor]:
+    def aggregate_relations(
+        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
+    ) -> dict[EdgeType, Tensor]:
         return {
-            kind: relation.scaled(sums.aggregate(relation.structure, x[kind.src], reduce=reduce), reduce)
-            for kind, relation in self.relations.items()
+            kind: edges.scaled(sums.aggregate(edges.structure, x[kind.src], reduce=reduce, ties=edges.ties), reduce)
+            for kind, edges in self.relations.items()
+            if into in (None, kind.dst)
         }
 
     def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:
@@ -277,6 +299,7 @@ class LocalView:
             params=params,
             reduce=reduce,
             edge_ids=edges.edge_ids,
+            ties=edges.ties,
         )
         return edges.scaled(out, reduce)
 

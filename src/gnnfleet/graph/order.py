@@ -67,12 +67,8 @@ def with_destinations(view: LocalView, kind: str, count: int) -> LocalView:
         cut = relation.structure
         stop = int(cut.indptr[count]) if edge_type.dst == kind else cut.num_edges
         rows = count if edge_type.dst == kind else cut.num_rows
-        relations[edge_type] = Relation(
-            csr.Compressed(cut.indptr[: rows + 1], cut.col[:stop], cut.num_cols),
-            relation.edge_ids[:stop],
-            None if relation.weight is None else relation.weight[:stop],
-            None if relation.attr is None else relation.attr[:stop],
-        )
+        structure = csr.Compressed(cut.indptr[: rows + 1], cut.col[:stop], cut.num_cols)
+        relations[edge_type] = relation.cut(structure, slice(stop))
     return replace(view, nodes=nodes, relations=relations)
 
 
@@ -98,4 +94,5 @@ def _relation(edges: Edges, src_place: Tensor, dst_place: Tensor) -> Relation:
         edge,
         None if edges.weight is None else edges.weight[edge],
         None if edges.attr is None else edges.attr[edge],
+        in_order=False,
     )

@@ -82,6 +82,14 @@ class Partition:
         return self.bundle.tensor("assignment.npy")
 
 
+def assignment_of(shard: Shard) -> Tensor:
+    """``Partition.assignment`` of the partition a part lies in; raises PartitionError where it lies alone."""
+    try:
+        return Partition(Bundle.open(shard.bundle.path.parent, KIND)).assignment()
+    except StoreError as error:
+        raise PartitionError(str(error)) from error
+
+
 def write_partition(
     graph: Graph,
     assignment: Assignment,

@@ -101,6 +101,16 @@ class Shard:
             data=data,
         )
 
+    def edge_data(self, edge_type: EdgeType, name: str) -> Tensor | None:
+        """[E, …] ``edge_ids``, ``weight``, ``attr`` or ``time`` of the in-edges of a type: its blocks in order."""
+        number = self.edge_types.index(edge_type)
+        if name != "edge_ids":
+            file = data_file("in", number, name)
+            return self.bundle.tensor(file) if file in self.bundle else None
+        rows = self.bundle.tensor("in/row_start.npy")[[number * self.parts, (number + 1) * self.parts]]
+        low, high = self.bundle.tensor("in/indptr.npy")[rows].tolist()
+        return self.bundle.tensor("in/edge_ids.npy")[low:high]
+
     def plan(self, node_type: str, direction: str) -> Plan:
         """What moves before aggregating over in-edges (``in``: sources) or out-edges (``out``: destinations)."""
         folder = plan_folder(direction, node_type)

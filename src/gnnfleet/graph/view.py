@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.ops.propagate import Message
+from gnnfleet.ops.message import Message
 
 
 class GraphView(Protocol):
@@ -70,8 +70,10 @@ class GraphView(Protocol):
     def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
         """(``aggregate(x)``, the destinations' own rows of x): the same as apart, with one pass for both gradients."""
 
-    def aggregate_relations(self, x: Mapping[str, Tensor], *, reduce: str = "sum") -> dict[EdgeType, Tensor]:
-        """Every edge type at once: {edge type: [N_dst of its destination type, F]}."""
+    def aggregate_relations(
+        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
+    ) -> dict[EdgeType, Tensor]:
+        """Every edge type at once, or those into one node type: {edge type: [N_dst of its destination type, F]}."""
 
     def attend(
         self,

@@ -7,10 +7,12 @@ R rows, C columns, E edges, F features.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops import reference
@@ -21,11 +23,19 @@ from gnnfleet.ops.native import _native, threads
 REDUCES = ("sum", "mean", "max")
 
 
-def aggregate(structure: Compressed, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None) -> Tensor:
+def aggregate(
+    structure: Compressed,
+    x: Tensor,
+    *,
+    reduce: str = "sum",
+    weight: Tensor | None = None,
+    ties: Tensor | None = None,
+) -> Tensor:
     """[R, F]: for each row the sum, mean or maximum of ``weight[e] * x[col[e]]``; 0 for rows without edges.
 
-    bfloat16 rows are summed in float32 and give float32. Max takes no weight; of equal values the first edge gets the
-    gradient. ``mean`` divides by the number of edges, weighted or not.
+    bfloat16 rows are summed in float32 and give float32. ``mean`` divides by the number of edges, weighted or not. Max
+    takes no weight; of equal values the edge with the lowest of ``ties`` ([E] int64, 0 or more, none twice in a row;
+    the positions unless given) gets the gradient, and NaN is above everything.
     """
     if reduce not in REDUCES:
         raise ConfigError(f"cannot reduce by {reduce!r}: choose one of {', '.join(REDUCES)}")
@@ -34,12 +44,12 @@ def aggregate(structure: Compressed, x: Tensor, *, reduce: str = "sum", weight: 
     if reduce == "max" and weight is not None:
         raise ConfigError("max takes no edge weights: multiply the features, or use propagate")
     if x.device.type != "cpu":
-        return reference.aggregate(structure, x, reduce=reduce, weight=weight)
+        return reference.aggregate(structure, x, reduce=reduce, weight=weight, ties=ties)
     shape = x.shape[1:]
     x = x.flatten(1)
     out: Tensor
     if reduce == "max":
-        out = _Max.apply(structure, x)  # type: ignore[no-untyped-call]
+        out = _Max.apply(structure, x, ties)  # type: ignore[no-untyped-call]
     else:
         out = _Sum.apply(structure, x, weight, reduce == "mean")  # type: ignore[no-untyped-call]
     return out.reshape(structure.num_rows, *shape)
@@ -99,17 +109,18 @@ class _SumWithOwn(torch.autograd.Function):
 
 class _Max(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, structure: Compressed, x: Tensor) -> Tensor:
-        out, winner = max_rows(structure, x)
+    def forward(ctx: Any, structure: Compressed, x: Tensor, ties: Tensor | None) -> Tensor:
+        state = max_rows(structure, x, ties=ties)
         ctx.structure, ctx.dtype = structure, x.dtype
-        ctx.save_for_backward(winner)
-        return out
+        ctx.save_for_backward(state.winner, ties)
+        return state.out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (winner,) = ctx.saved_tensors
-        turned, order = ctx.structure.transposed
-        return None, max_back(turned, order, grad.contiguous(), winner).to(ctx.dtype)
+        winner, ties = ctx.saved_tensors
+        turned, positions = ctx.structure.transposed
+        return None, max_back(turned, grad, winner, ties=ties, positions=positions).to(ctx.dtype), None
 
 
 def sum_rows(
@@ -144,40 +155,95 @@ def sum_rows(
     return out
 
 
-def max_rows(structure: Compressed, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(maximum [R, F], [R, F] int64 the edge it came from, −1 without edges)."""
-    out = empty((structure.num_rows, x.shape[1]), wide(x.dtype))
-    winner = empty(out.shape, torch.int64)
+@dataclass(frozen=True, eq=False)
+class MaxState:
+    """A running maximum; true at any time, so that it needs no end."""
+
+    out: Tensor  # [R, F] float32 or float64, 0 without edges
+    winner: Tensor  # [R, F] int64: the edge's number among ``ties``, −1 without edges
+
+
+def begin_max(num_rows: int, width: int, dtype: torch.dtype) -> MaxState:
+    """The state before any edge, for rows of ``dtype``."""
+    state = _empty_max(num_rows, width, dtype)
+    state.out.zero_()
+    state.winner.fill_(-1)
+    return state
+
+
+def extend_max(
+    state: MaxState, structure: Compressed, x: Tensor, *, ties: Tensor | None = None, rows: Tensor | None = None
+) -> None:
+    """Add edges, in place: row i of the structure is row ``rows[i]`` of the state ([R] int32, none twice).
+
+    Blocks may come in any order where ``ties`` numbers the edges of all of them; positions number those of one.
+    """
+    _max(state, structure, x, ties=ties, rows=rows, merge=True)
+
+
+def max_rows(structure: Compressed, x: Tensor, *, ties: Tensor | None = None) -> MaxState:
+    """``begin_max`` and ``extend_max`` with every edge in one pass."""
+    state = _empty_max(structure.num_rows, x.shape[1], x.dtype)
+    _max(state, structure, x, ties=ties, rows=None, merge=False)
+    return state
+
+
+def _empty_max(num_rows: int, width: int, dtype: torch.dtype) -> MaxState:
+    return MaxState(empty((num_rows, width), wide(dtype)), empty((num_rows, width), torch.int64))
+
+
+def _max(
+    state: MaxState, structure: Compressed, x: Tensor, *, ties: Tensor | None, rows: Tensor | None, merge: bool
+) -> None:
     _native.aggregate_max(
         structure.indptr,
         structure.col,
-        None,
+        rows,
+        None if ties is None else ties.contiguous(),
         x.contiguous(),
-        out,
-        winner,
-        0,
-        False,
+        state.out,
+        state.winner,
+        merge,
         threads(structure.num_edges * x.shape[1]),
     )
-    return out, winner
 
 
-def max_back(turned: Compressed, edge: Tensor, grad: Tensor, winner: Tensor) -> Tensor:
-    """[C, F]: what each column of the structure gets of ``grad``; ``edge`` numbers the edges of the transpose."""
-    dx = empty((turned.num_rows, grad.shape[1]), grad.dtype)
+def max_back(
+    turned: Compressed,
+    grad: Tensor,
+    winner: Tensor,
+    *,
+    ties: Tensor | None = None,
+    positions: Tensor | None = None,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``out[rows[j]] += Σ_e grad[col[e]]`` where the winner is e; a fresh output when none is given.
+
+    ``turned`` has a row per source and columns that are rows of ``grad`` and ``winner``. The number of edge e is
+    ``ties[positions[e]]``, as for the forward pass; without ties the position, without positions the place in turned.
+    """
+    add = out is not None
+    if out is None:
+        assert rows is None, "compact rows need an output to add to"
+        out = empty((turned.num_rows, grad.shape[1]), grad.dtype)
+    numbers = None if ties is None else ties.contiguous()
+    work = threads(turned.num_edges * grad.shape[1])
     _native.aggregate_max_back(
-        turned.indptr, turned.col, None, edge, grad, winner, dx, False, threads(turned.num_edges * grad.shape[1])
+        turned.indptr, turned.col, rows, numbers, positions, grad.contiguous(), winner, out, add, work
     )
-    return dx
+    return out
 
 
-def edge_dot(structure: Compressed, a: Tensor, b: Tensor, *, row_scale: Tensor | None = None) -> Tensor:
-    """[E]: ``row_scale[i] <a[i], b[col[e]]>`` for every edge e of row i."""
+def edge_dot(
+    structure: Compressed, a: Tensor, b: Tensor, *, row_scale: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
+    """[E]: ``row_scale[i] <a[i], b[col[e]]>`` for every edge e of row i; a[rows[i]] where rows are given."""
     out = empty((structure.num_edges,), wide(a.dtype))
     _native.edge_dot(
         structure.indptr,
         structure.col,
-        None,
+        rows,
         a.contiguous(),
         b.contiguous(),
         row_scale,

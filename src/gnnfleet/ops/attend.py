@@ -45,25 +45,53 @@ def attend(
     from an input that has a dimension of its own for them. Dropout goes by ``edge_ids`` (default: positions). Rows
     without in-edges give 0, edges of score −inf weigh nothing. Raises ConfigError.
     """
-    if score not in SCORES:
-        raise ConfigError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
     structure.check()
-    inputs = Inputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=edge_ids)
-    _check_types(inputs, score)
-    heads = _heads(inputs, score) if heads is None else heads
-    form = _form(inputs, score, heads)
-    form = replace(form, slope=slope, scale=1 / math.sqrt(form.depth) if scale is None else scale)
-    _check_shapes(structure, inputs, form)
-    form = replace(form, dropout=dropout, words=_words(dropout, draws))
-    flat = _flatten(inputs)
+    given = Inputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=edge_ids)
+    counts = Counts(structure.num_cols, structure.num_rows, structure.num_edges)
+    form, flat = prepare(
+        given, counts, score=score, heads=heads, slope=slope, dropout=dropout, draws=draws, scale=scale
+    )
     if value.device.type == "cpu":
         plan = _Plan(structure, form, edge_ids)
         out: Tensor = _Attend.apply(flat.value, flat.src, flat.dst, flat.edge, flat.vector, plan)  # type: ignore[no-untyped-call]
     else:
-        terms = {"vector": flat.vector, "edge": flat.edge, "heads": heads, "edge_ids": edge_ids, "draws": draws}
+        terms = {"vector": flat.vector, "edge": flat.edge, "heads": form.heads, "edge_ids": edge_ids, "draws": draws}
         rule = {"score": score, "slope": slope, "dropout": dropout, "scale": form.scale}
         out = reference.attend(structure, flat.value, src=flat.src, dst=flat.dst, **terms, **rule)  # type: ignore[arg-type]
-    return out if value.dim() == 2 else out.view(structure.num_rows, heads, form.channels)
+    return out if value.dim() == 2 else out.view(structure.num_rows, form.heads, form.channels)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many rows inputs must have."""
+
+    sources: int
+    destinations: int
+    edges: int
+
+
+def prepare(
+    inputs: Inputs,
+    counts: Counts,
+    *,
+    score: str,
+    heads: int | None,
+    slope: float,
+    dropout: float,
+    draws: Draws | None,
+    scale: float | None = None,
+) -> tuple[Form, Inputs]:
+    """(what is computed, the inputs with two dimensions each and ``vector`` with one); see ``attend``.
+
+    Raises ConfigError for what does not fit.
+    """
+    if score not in SCORES:
+        raise ConfigError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
+    _check_types(inputs, score)
+    form = _form(inputs, score, _heads(inputs, score) if heads is None else heads)
+    form = replace(form, slope=slope, scale=1 / math.sqrt(form.depth) if scale is None else scale)
+    _check_shapes(counts, inputs, form)
+    return replace(form, dropout=dropout, words=_words(dropout, draws)), _flatten(inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,10 +178,10 @@ def _form(inputs: Inputs, score: str, heads: int) -> Form:
     return Form(score=score, heads=heads, channels=width // heads, depth=inner // heads)
 
 
-def _check_shapes(structure: Compressed, inputs: Inputs, form: Form) -> None:
+def _check_shapes(counts: Counts, inputs: Inputs, form: Form) -> None:
     inner = form.heads * form.depth
-    expected = {"value": (structure.num_cols, form.heads * form.channels), "src": (structure.num_cols, inner)}
-    expected |= {"dst": (structure.num_rows, inner), "edge": (structure.num_edges, inner)}
+    expected = {"value": (counts.sources, form.heads * form.channels), "src": (counts.sources, inner)}
+    expected |= {"dst": (counts.destinations, inner), "edge": (counts.edges, inner)}
     for name, shape in expected.items():
         tensor: Tensor | None = getattr(inputs, name)
         if tensor is None:
@@ -165,8 +193,8 @@ def _check_shapes(structure: Compressed, inputs: Inputs, form: Form) -> None:
     if inputs.vector is not None and inputs.vector.numel() != inner:
         raise ConfigError(f"vector must have {inner} numbers, got {list(inputs.vector.shape)}")
     ids = inputs.edge_ids
-    if ids is not None and (ids.dtype != torch.int64 or ids.shape != (structure.num_edges,)):
-        raise ConfigError(f"edge_ids must be int64 [{structure.num_edges}], got {ids.dtype} {list(ids.shape)}")
+    if ids is not None and (ids.dtype != torch.int64 or ids.shape != (counts.edges,)):
+        raise ConfigError(f"edge_ids must be int64 [{counts.edges}], got {ids.dtype} {list(ids.shape)}")
 
 
 def _words(dropout: float, draws: Draws | None) -> tuple[int, int]:

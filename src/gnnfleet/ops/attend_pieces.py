@@ -123,13 +123,13 @@ def finish(state: State, form: Form) -> State:
     return state
 
 
-def run(form: Form, inputs: Inputs, piece: Piece, *, positive: bool = False) -> State:
-    """``begin``, ``extend`` with every edge and ``finish`` in one pass."""
+def run(form: Form, inputs: Inputs, piece: Piece, *, positive: bool = False, finish: bool = True) -> State:
+    """``begin``, ``extend`` and ``finish`` in one pass; without ``finish`` for the first of several pieces."""
     assert piece.rows is None
     _check(piece, inputs.value)
     state = _empty_state(form, piece.structure.num_rows, inputs.dtype, positive)
     words = {**_named(form, inputs, piece), **state.named()}
-    _native.attend_forward(**words, fresh=True, finish=True)
+    _native.attend_forward(**words, fresh=True, finish=finish)
     return state
 
 

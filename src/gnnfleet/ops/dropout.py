@@ -29,11 +29,12 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, ids: Tensor, draws: Draws) -> Tensor:
         ctx.rule = p, ids, draws
+        ctx.set_materialize_grads(False)  # no gradient stays none: optimizers tell it from zeros
         return _drop(x, *ctx.rule)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _drop(grad, *ctx.rule), None, None, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        return None if grad is None else _drop(grad, *ctx.rule), None, None, None
 
 
 def _drop(x: Tensor, p: float, ids: Tensor, draws: Draws) -> Tensor:

@@ -28,7 +28,14 @@ def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Ten
     return table[rows.long()].to(table.dtype if dtype is None else dtype)
 
 
-def aggregate(structure: Compressed, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None) -> Tensor:
+def aggregate(
+    structure: Compressed,
+    x: Tensor,
+    *,
+    reduce: str = "sum",
+    weight: Tensor | None = None,
+    ties: Tensor | None = None,
+) -> Tensor:
     """See ``aggregate.aggregate``; any device, gradients by autograd."""
     rows, cols = structure.row.long(), structure.col.long()
     messages = (x.float() if x.dtype == torch.bfloat16 else x)[cols]
@@ -41,14 +48,28 @@ def aggregate(structure: Compressed, x: Tensor, *, reduce: str = "sum", weight: 
         return out / degree.view(-1, *([1] * (x.dim() - 1))) if reduce == "mean" else out
     if not structure.num_edges:
         return out + 0 * x.sum()
-    # The first edge that reaches the maximum wins: its number is the smallest among those that do.
-    place = rows.view(-1, *([1] * (x.dim() - 1))).expand_as(messages)
-    best = torch.full_like(out, -torch.inf).scatter_reduce(0, place, messages.detach(), "amax")
-    number = torch.arange(len(rows), device=x.device).view(-1, *([1] * (x.dim() - 1))).expand_as(messages)
-    number = torch.where(messages.detach() == best[rows], number, len(rows))
-    winner = torch.full(out.shape, len(rows), device=x.device).scatter_reduce(0, place, number, "amin")
-    picked = messages.gather(0, winner.clamp(max=len(rows) - 1))
+    # By rank among the ties, so that the smallest rank among those that reach the maximum names one edge.
+    order = torch.arange(len(rows), device=x.device) if ties is None else torch.argsort(ties)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(rows), device=x.device)
+    best = torch.full_like(out, -torch.inf), torch.full(out.shape, len(rows), device=x.device)
+    _, winner = running_max(best, rows, messages.detach(), rank)
+    picked = messages.gather(0, order[winner.clamp(max=len(rows) - 1)])
     return torch.where(winner < len(rows), picked, out)
+
+
+def running_max(best: tuple[Tensor, Tensor], rows: Tensor, values: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """(maximum [R, …], the lowest number of an edge that reaches it), from those so far and more edges."""
+    place = rows.view(-1, *([1] * (values.dim() - 1))).expand_as(values)
+    top = best[0].scatter_reduce(0, place, values, "amax")
+    none = torch.iinfo(torch.int64).max
+    here = torch.where(_equal(values, top[rows]), number.view(-1, *([1] * (values.dim() - 1))), none)
+    before = torch.where(_equal(best[0], top), best[1], none)
+    return top, before.scatter_reduce(0, place, here, "amin")
+
+
+def _equal(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b) | (a.isnan() & b.isnan())
 
 
 def attend(

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import NO_SPLIT, TEST, Graph, Nodes
+from gnnfleet.graph.shard import Shard
 from gnnfleet.graph.split import parse_rule, split_nodes
 from gnnfleet.nn.base import Model
 from gnnfleet.nn.model import build_model
@@ -36,6 +38,7 @@ class Built:
     output: Output | None  # what nodes are classified as; None for links
     model_file: Path | None = None  # of a model of the user's own
     remarks: tuple[str, ...] = ()  # what the user should know
+    world: World = field(default_factory=World)  # the ranks that built it together
 
     @property
     def nodes(self) -> Nodes:
@@ -51,17 +54,30 @@ class Built:
         return bool(len(self.task.items(split)))
 
 
-def build(graph: Graph, config: RunConfig, *, progress: Progress = Silent()) -> Built:
-    """Check the graph against the config and build; raises ConfigError or InputError before anything is written."""
+@dataclass(frozen=True, eq=False)
+class Here:
+    """Where a strategy is built: which of the ranks this is, and its part of the graph where there are parts."""
+
+    world: World = field(default_factory=World)
+    shard: Shard | None = None
+    progress: Progress = Silent()
+
+
+def build(graph: Graph, config: RunConfig, *, progress: Progress = Silent(), here: Here | None = None) -> Built:
+    """Check the graph against the config and build; raises ConfigError or InputError before anything is written.
+
+    Of several ranks each says where it is with ``here``.
+    """
+    here = here or Here(progress=progress)
     _check_features(graph, config)
     if config.task == "link":
-        built = _assemble_links(graph, config, progress, training=True)
+        built = _assemble_links(graph, config, here, training=True)
     else:
         output = Output.of(graph)
         target = output.target
         graph = graph.with_nodes(target, split=_split(graph.nodes[target], config))
         _check_labels(graph.nodes[target])
-        built = _assemble(graph, config, output, progress)
+        built = _assemble(graph, config, output, here)
     if not built.has("train"):
         raise ConfigError("the training split has no labelled nodes: choose another --split, as 0.6/0.2/0.2")
     if config.train.patience and not built.has("val"):
@@ -72,7 +88,13 @@ def build(graph: Graph, config: RunConfig, *, progress: Progress = Silent()) -> 
 
 
 def rebuild(
-    graph: Graph, config: RunConfig, output: Output, *, split: str | None = None, progress: Progress = Silent()
+    graph: Graph,
+    config: RunConfig,
+    output: Output,
+    *,
+    split: str | None = None,
+    progress: Progress = Silent(),
+    here: Here | None = None,
 ) -> Built:
     """A trained run on a graph: to evaluate a ``split`` of it (or ``all`` of it), without one to predict.
 
@@ -91,32 +113,32 @@ def rebuild(
             raise ConfigError("this store has no split: evaluate all of it with --split all")
         codes = _split(nodes, config)
     graph = graph.with_nodes(target, y=unknown if nodes.y is None else nodes.y, split=codes)
-    return _assemble(graph, config, output, progress)
+    return _assemble(graph, config, output, here or Here(progress=progress))
 
 
-def rebuild_links(graph: Graph, config: RunConfig, *, progress: Progress = Silent()) -> Built:
+def rebuild_links(graph: Graph, config: RunConfig, *, progress: Progress = Silent(), here: Here | None = None) -> Built:
     """A trained run on links, to evaluate or score; held-out links are found again from the config."""
-    return _assemble_links(graph, config, progress, training=False)
+    return _assemble_links(graph, config, here or Here(progress=progress), training=False)
 
 
-def _assemble(graph: Graph, config: RunConfig, output: Output, progress: Progress) -> Built:
+def _assemble(graph: Graph, config: RunConfig, output: Output, here: Here) -> Built:
     target = output.target_in(graph)
     head = output.head(metric=config.train.metric, smoothing=config.train.label_smoothing)
     task = NodeTask(target, graph.nodes[target], head)
     model = seeded_model(graph, config, out_channels=output.num_classes)
-    strategy = make_strategy(config.strategy, _job(graph, config, task, model, progress))
-    return Built(strategy, graph, task, output, config.model.file)
+    strategy = make_strategy(config.strategy, _job(graph, config, task, model, here))
+    return Built(strategy, graph, task, output, config.model.file, world=here.world)
 
 
-def _assemble_links(graph: Graph, config: RunConfig, progress: Progress, *, training: bool) -> Built:
+def _assemble_links(graph: Graph, config: RunConfig, here: Here, *, training: bool) -> Built:
     task, model = build_links(graph, config, training=training)
     graph = task.data.graph
-    strategy = make_strategy(config.strategy, _job(graph, config, task, model, progress))
+    strategy = make_strategy(config.strategy, _job(graph, config, task, model, here))
     remarks = () if task.hides else (SEES_TARGETS,)
-    return Built(strategy, graph, task, None, config.model.file, remarks)
+    return Built(strategy, graph, task, None, config.model.file, remarks, here.world)
 
 
-def _job(graph: Graph, config: RunConfig, task: Task, model: Model, progress: Progress) -> Job:
+def _job(graph: Graph, config: RunConfig, task: Task, model: Model, here: Here) -> Job:
     return Job(
         graph=graph,
         model=model,
@@ -126,7 +148,9 @@ def _job(graph: Graph, config: RunConfig, task: Task, model: Model, progress: Pr
         precision=config.precision,
         memory=config.memory,
         partition=config.partition,
-        progress=progress,
+        progress=here.progress,
+        world=here.world,
+        shard=here.shard,
     )
 
 

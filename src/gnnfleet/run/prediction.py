@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -22,7 +21,6 @@ from gnnfleet.graph.graph import Nodes
 from gnnfleet.nn.heads import NodeHead
 from gnnfleet.run.build import Built
 from gnnfleet.run.link import score_pairs
-from gnnfleet.strategies.base import Prediction
 from gnnfleet.strategies.link_task import LinkTask
 from gnnfleet.strategies.task import NodeTask
 
@@ -50,11 +48,12 @@ def class_names(head: NodeHead, nodes: Nodes, logits: Tensor) -> list[Any]:
 def write_predictions(built: Built, path: Path, columns: Columns) -> int:
     """Write every node of the labelled type in store order; returns the rows. The file appears whole or not at all.
 
-    A run on links has embeddings of all nodes instead: the rows its decoder reads.
+    A run on links has embeddings of all nodes instead: the rows its decoder reads. All ranks call it, the first writes.
     """
-    if isinstance(built.task, LinkTask):
-        return write_table(path, _embeddings(built))
-    return write_table(path, _pieces(built, built.strategy.predict(embeddings=columns.embeddings), columns))
+    pieces = _embeddings(built) if isinstance(built.task, LinkTask) else _pieces(built, columns)
+    if built.world.is_first:
+        return write_table(path, pieces)
+    return sum(0 * piece.num_rows for piece in pieces)
 
 
 def write_scores(built: Built, pairs: Path, path: Path, *, relation: str = "") -> int:
@@ -113,8 +112,7 @@ def _embeddings(built: Built) -> Iterator[pa.Table]:
     take, several = built.strategy.exact(), len(built.graph.nodes) > 1
     texts = {kind: pa.types.is_integer(nodes.ids.take([]).type) for kind, nodes in built.graph.nodes.items()}
     for kind, nodes in built.graph.nodes.items():
-        for low in range(0, max(nodes.count, 1), ROWS):
-            rows = torch.arange(low, min(low + ROWS, nodes.count))
+        for rows in _rows_at_a_time(built, nodes.count):
             ids = nodes.ids.take(rows.numpy())
             content: dict[str, Any] = {"id": ids if len(set(texts.values())) == 1 else ids.cast(pa.string())}
             if several:
@@ -123,15 +121,22 @@ def _embeddings(built: Built) -> Iterator[pa.Table]:
             yield pa.table(content)
 
 
-def _pieces(built: Built, prediction: Prediction, columns: Columns) -> Iterator[pa.Table]:
+def _rows_at_a_time(built: Built, count: int) -> Iterator[Tensor]:
+    """Store ids of all nodes in pieces; other ranks than the first have as many pieces, of none."""
+    for low in range(0, max(count, 1), ROWS):
+        rows = torch.arange(low, min(low + ROWS, count))
+        yield rows if built.world.is_first else rows[:0]
+
+
+def _pieces(built: Built, columns: Columns) -> Iterator[pa.Table]:
     assert isinstance(built.task, NodeTask)
     nodes, head = built.nodes, built.task.head
-    for low in range(0, max(nodes.count, 1), ROWS):
-        high = min(low + ROWS, nodes.count)
-        logits = prediction.logits[low:high].float()
-        content: dict[str, Any] = {"id": nodes.ids.take(np.arange(low, high))}
+    for rows in _rows_at_a_time(built, nodes.count):
+        prediction = built.strategy.rows(rows, embeddings=columns.embeddings)
+        logits = prediction.logits.float()
+        content: dict[str, Any] = {"id": nodes.ids.take(rows.numpy())}
         if len(built.graph.nodes) > 1:
-            content["type"] = pa.array([built.task.target] * (high - low), pa.string())
+            content["type"] = pa.array([built.task.target] * len(rows), pa.string())
         content["prediction"] = _predicted(head, nodes, logits)
         if head.multilabel:
             content["probabilities"] = _lists(torch.sigmoid(logits))
@@ -141,7 +146,7 @@ def _pieces(built: Built, prediction: Prediction, columns: Columns) -> Iterator[
             content["logits"] = _lists(logits)
         if columns.embeddings:
             assert prediction.embeddings is not None
-            content["embedding"] = _lists(prediction.embeddings[low:high].float())
+            content["embedding"] = _lists(prediction.embeddings.float())
         yield pa.table(content)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from gnnfleet.errors import ConfigError
 from gnnfleet.strategies.base import Job, Strategy, StrategyConfig
 from gnnfleet.strategies.local.config import LocalConfig
+from gnnfleet.strategies.sar.config import SarConfig
 
-CONFIGS: dict[str, type[StrategyConfig]] = {"local": LocalConfig}
-PLANNED = ("sar", "pipe", "macrobatch", "tma", "temporal")
+CONFIGS: dict[str, type[StrategyConfig]] = {"local": LocalConfig, "sar": SarConfig}
+PLANNED = ("pipe", "macrobatch", "tma", "temporal")
 
 
 def find_config(name: str) -> type[StrategyConfig]:
@@ -20,6 +21,10 @@ def find_config(name: str) -> type[StrategyConfig]:
 
 def make_strategy(config: StrategyConfig, job: Job) -> Strategy:
     """The strategy a config describes."""
+    if isinstance(config, SarConfig):
+        from gnnfleet.strategies.sar.strategy import SarStrategy
+
+        return SarStrategy(config, job)
     from gnnfleet.strategies.local.strategy import LocalStrategy
 
     assert isinstance(config, LocalConfig)

@@ -7,14 +7,17 @@ Files, launching and early stopping are the loop's business. Whatever two strate
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
+from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.shard import Shard
 from gnnfleet.nn.base import Model
 from gnnfleet.report.progress import Progress, Silent
 from gnnfleet.strategies.task import Take, Task
@@ -71,7 +74,7 @@ class StepRecord:
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """Rows of the labelled node type in store order: logits [N, C], and what the last layer read [N, hidden]."""
+    """Rows of the labelled node type: logits [n, C], and what the last layer read [n, hidden]."""
 
     logits: Tensor
     embeddings: Tensor | None = None
@@ -90,6 +93,8 @@ class Job:
     memory: int = MEMORY
     partition: str | None = None  # the partitioner that is asked for; None leaves it to the strategy
     progress: Progress = Silent()
+    world: World = field(default_factory=World)
+    shard: Shard | None = None  # this rank's part of the graph, for strategies that use parts
 
 
 class Strategy(Protocol):
@@ -105,10 +110,15 @@ class Strategy(Protocol):
         """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
-        """Exact, like evaluate."""
+        """Every node in store order, exact like evaluate; of several ranks the first gets them, the others no rows."""
+
+    def rows(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
+        """Some nodes by store id, so that all of them need not be in one place. All ranks call it, each with ids of its
+        own or with none."""
 
     def exact(self) -> Take:
-        """A way to take exact output rows of the present weights, by node type and store id."""
+        """A way to take exact output rows of the present weights, by node type and store id; used by all ranks
+        together, each with ids of its own or with none."""
 
     def state_dict(self) -> State:
         """The live tensors, not copies."""
@@ -118,6 +128,11 @@ class Strategy(Protocol):
 
     def close(self) -> None:
         """Give back what is held outside this process's memory."""
+
+
+def products(precision: str) -> AbstractContextManager[Any]:
+    """Where bf16 applies: dense products round their operands, sums over edges and weights stay float32."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
 
 
 def make_optimizer(model: torch.nn.Module, train: TrainConfig) -> torch.optim.Optimizer:

@@ -6,13 +6,15 @@ Everything drawn goes by the store edge id of the positive. L links, K negatives
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from gnnfleet.comm.reduce import count_each, gather_rows, sum_over_ranks
+from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.edge_keys import EdgeKeys, HiddenEdges
 from gnnfleet.graph.graph import EdgeType
@@ -60,6 +62,7 @@ class LinkTask:
     seed: int = 0
     wanted: str = "auto"  # the metric: mrr, hits@K, or auto
     held: dict[tuple[int, int], _Held] = field(default_factory=dict, repr=False)  # of the present (seed, epoch)
+    world: World = field(default_factory=World)  # of several ranks each has as many links as another, in order
 
     def __post_init__(self) -> None:
         if self.wanted not in ("auto", "mrr") and not re.fullmatch(r"hits@[1-9]\d*", self.wanted):
@@ -89,13 +92,28 @@ class LinkTask:
         return "filtered" if len(self._kinds) > 1 else "sampled"
 
     def items(self, split: str) -> Tensor:
-        return torch.arange(len(self.data.splits[split]))
+        return torch.arange(len(self.data.splits[split]))[self._mine(len(self.data.splits[split]))]
+
+    def _mine(self, count: int) -> slice:
+        """This rank's share of a list."""
+        rank, size = self.world.rank, self.world.size
+        return slice(rank * count // size, (rank + 1) * count // size)
+
+    @property
+    def stays(self) -> bool:
+        return False
+
+    def share(self, world: World, own: Mapping[str, Tensor]) -> LinkTask:
+        return replace(self, world=world)
 
     def reach(self) -> Tensor | None:
         return None
 
     def trained(self, seed: int, epoch: int) -> Tensor:
-        return self._held(seed, epoch).items if held_share(self.config.exclude) else self.items("train")
+        if not held_share(self.config.exclude):
+            return self.items("train")
+        items = self._held(seed, epoch).items
+        return items[self._mine(len(items))]
 
     def _held(self, seed: int, epoch: int) -> _Held:
         if (seed, epoch) not in self.held:
@@ -145,7 +163,7 @@ class LinkTask:
             assert batch.negatives is not None
             ends = self._rows(take, batch.negatives)
             negative = self._score(*ends, batch.negatives, key=batch.key, negative=True)
-            loss = self._loss(positive, negative.view(len(positive), -1))
+            loss = self._loss(positive, negative.view(len(positive), self.config.negatives))
         if self.config.l2:
             loss = loss + self.config.l2 * len(batch.items) * self.decoder.penalty(torch.cat([src, dst]))
         return loss
@@ -154,23 +172,40 @@ class LinkTask:
         return (softmax_loss if self.config.loss == "softmax" else link_loss)(positive, negative)
 
     def measure(self, take: Take, split: str) -> dict[str, float]:
-        links = self.data.splits[split]
+        every = self.data.splits[split]
+        mine = self._mine(len(every))
+        links = every.take(mine)
         positive = self.scores(take, links)
         if self.ranking == "filtered":
-            negative, values = self.scores(take, self._drawn(links, 1)), self._values(self._filtered(take, links))
+            negative, ranks = self.scores(take, self._drawn(links, 1)), self._filtered(take, links)
+            values = self._values(self._every(ranks))
         elif self.ranking == "given" and split in self.data.negatives:
-            negative = self.scores(take, self.data.negatives[split])
-            values = self._against_given(positive, negative, per_link=self._per_link(split))
+            per_link, given = self._per_link(split), self.data.negatives[split]
+            own = slice(mine.start * per_link, mine.stop * per_link) if per_link else self._mine(len(given))
+            negative = self.scores(take, given.take(own))
+            values = self._against_given(positive, negative, per_link=per_link)
         else:
             negative = self.scores(take, self._drawn(links, self.config.eval_negatives))
-            values = self._values(ranks_among(positive, negative.view(len(links), -1)))
+            values = self._values(
+                self._every(ranks_among(positive, negative.view(len(links), self.config.eval_negatives)))
+            )
+        return {"loss": self._mean_loss(positive, negative), "count": float(len(every)), **values}
+
+    def _mean_loss(self, positive: Tensor, negative: Tensor) -> float:
         empty = torch.empty(0)
-        loss = link_loss(positive, empty) / max(len(positive), 1) + link_loss(empty, negative) / max(len(negative), 1)
-        return {"loss": float(loss), "count": float(len(links)), **values}
+        own = [float(link_loss(positive, empty)), len(positive), float(link_loss(empty, negative)), len(negative)]
+        good, goods, bad, bads = sum_over_ranks(self.world, torch.tensor(own, dtype=torch.float64)).tolist()
+        return float(good / max(goods, 1) + bad / max(bads, 1))
+
+    def _every(self, values: Tensor) -> Tensor:
+        """The values of all ranks, in order."""
+        return torch.cat(gather_rows(self.world, values))
 
     def scores(self, take: Take, links: Links) -> Tensor:
-        """[L] logits of exact rows, in pieces."""
-        found = [self.decoder(*self._rows(take, part), part.relation) for part in _pieces(links)]
+        """[L] logits of exact rows, in as many pieces on all ranks."""
+        most = max(count_each(self.world, len(links)))
+        parts = [links.take(slice(low, low + PAIRS)) for low in range(0, most, PAIRS)]
+        found = [self.decoder(*self._rows(take, part), part.relation) for part in parts]
         return torch.cat(found) if found else torch.empty(0)
 
     @cached_property
@@ -223,10 +258,8 @@ class LinkTask:
             return
         kinds = list(dict.fromkeys(names))
         code = torch.tensor([kinds.index(name) for name in names])[relation]
-        for number, name in enumerate(kinds):
-            rows = (code == number).nonzero()[:, 0]
-            if len(rows):
-                yield name, rows
+        for number, name in enumerate(kinds):  # also those without links: ranks must ask together
+            yield name, (code == number).nonzero()[:, 0]
 
     def _rows(self, take: Take, links: Links) -> tuple[Tensor, Tensor]:
         """([L, D], [L, D]) rows of the sources and destinations."""
@@ -268,7 +301,8 @@ class LinkTask:
 
     def _against_given(self, positive: Tensor, negative: Tensor, *, per_link: int) -> dict[str, float]:
         if per_link:
-            return self._values(ranks_among(positive, negative.view(-1, per_link)))
+            return self._values(self._every(ranks_among(positive, negative.view(-1, per_link))))
+        positive, negative = self._every(positive), self._every(negative)
         values = self._values(ranks_against(positive, negative))
         return {k: hits_against(positive, negative, int(k[5:])) if k != "mrr" else v for k, v in values.items()}
 
@@ -298,8 +332,3 @@ class LinkTask:
 
         queries = links.relation * self._keys.width + asked
         return filtered_ranks(score, queries, truth, known, chunk=max(1, SCORES // max(len(table), 1)))
-
-
-def _pieces(links: Links) -> Iterator[Links]:
-    for low in range(0, len(links), PAIRS):
-        yield links.take(slice(low, low + PAIRS))

@@ -104,7 +104,8 @@ class RGCNConv(torch.nn.Module):
     def _relate(
         self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None, near: Near | None
     ) -> dict[str, Tensor]:
-        near = view.aggregate_relations(x, reduce=self.aggr) if near is None else near
+        if near is None:  # without names all edge types are needed: weights go by their order
+            near = view.aggregate_relations(x, reduce=self.aggr, into=only if self.relations else None)
         place = self._places(list(near))
         weight: Tensor = self.weight
         if self.comp is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from functools import cached_property
 from typing import Any
 
@@ -30,15 +30,15 @@ from gnnfleet.strategies.base import (
     load_optimizer,
     make_optimizer,
     optimizer_tensors,
+    products,
 )
+from gnnfleet.strategies.inputs import CACHED_RELATIONS, aggregate_once, side_by_side, wants_aggregate
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.local.sampled import Ready, SampledBatches
 from gnnfleet.strategies.task import Take
 
 # Below this many nodes the features fit the caches and clustering costs more than it gains.
 ORDER_NODES = 50_000
-# Above this many edge types, a row of aggregated inputs for each of them takes too much memory to be kept unasked.
-CACHED_RELATIONS = 8
 
 
 class LocalStrategy:
@@ -54,7 +54,7 @@ class LocalStrategy:
         self._sampled = None if config.fanouts is None else SampledBatches(config, job, self._aggregated)
         if self._sampled is None:
             _ = self._last, self._x  # made now, not in the first step
-            self._join_inputs()
+            self._aggregated, self.__dict__["_x"] = side_by_side(self._aggregated, self._x)
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
     def steps(self, epoch: int) -> Iterator[StepRecord]:
@@ -84,7 +84,7 @@ class LocalStrategy:
     def _step(self, ready: Ready) -> float:
         """The mean loss of a batch; the weights have changed after."""
         self.model.train()
-        with self._products():
+        with products(self._job.precision):
             out = self.model(ready.views, ready.x, aggregated=ready.aggregated)
         loss = self._job.task.loss(self._taking(out, ready.views[-1]), ready.batch) / len(ready.batch.items)
         self._optimizer.zero_grad(set_to_none=True)
@@ -107,6 +107,11 @@ class LocalStrategy:
         logits, inputs = (self._only(rows) for rows in self._outputs())
         return Prediction(self._in_store(logits), self._in_store(inputs) if embeddings else None)
 
+    def rows(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
+        view = self._view.of(self._target)
+        logits, inputs = (self._only(rows) for rows in self._outputs())
+        return Prediction(view.take(logits, ids), view.take(inputs, ids) if embeddings else None)
+
     def state_dict(self) -> State:
         return {"model": dict(self.model.state_dict()), "optimizer": optimizer_tensors(self.model, self._optimizer)}
 
@@ -123,16 +128,12 @@ class LocalStrategy:
     def _dtype(self) -> torch.dtype:
         return PRECISIONS[self._job.precision]
 
-    def _products(self) -> AbstractContextManager[Any]:
-        """Where bf16 applies: dense products round their operands, sums over edges and weights stay float32."""
-        return torch.autocast("cpu", torch.bfloat16, enabled=self._job.precision == "bf16")
-
     def _outputs(self) -> tuple[Any, Any]:
         """(output, what the last layer read), exact; kept until the weights change."""
         if self._known is None:
             self.model.eval()
             limit = self._job.memory
-            with torch.no_grad(), self._products():
+            with torch.no_grad(), products(self._job.precision):
                 if layer_bytes(self._view, self._width()) > limit:
                     self._known = infer(self.model, self._view, self._x, target=self._target, limit=limit)
                 else:
@@ -182,27 +183,10 @@ class LocalStrategy:
 
     def _precompute(self) -> Aggregate | None:
         """The first layer's aggregate of all rows, where the config wants it and the model allows it."""
-        wanted = self._config.cache_inputs
-        if self._job.task.hides:  # what is aggregated beforehand would include the edges that are hidden later
-            if wanted is True:
-                raise ConfigError("strategy.cache_inputs=true would show hidden edges: use it with link.exclude=none")
+        task, wanted = self._job.task, self._config.cache_inputs
+        if not wants_aggregate(wanted, hides=task.hides) or (wanted == "auto" and not self._affordable()):
             return None
-        if wanted == "auto" and not self._affordable():
-            return None
-        found = self.model.precompute(self._view, self._x) if wanted else None
-        if wanted is True and found is None:
-            raise ConfigError(
-                "this model does not allow strategy.cache_inputs=true: its first layer reads neighbours through "
-                "parameters, learnable rows or dropout"
-            )
-        return found
-
-    def _join_inputs(self) -> None:
-        """Lay features and their aggregate side by side: a layer that multiplies both makes one product of them."""
-        near, x = self._aggregated, self._x
-        if isinstance(near, Tensor) and isinstance(x, Tensor) and near.dtype == x.dtype:
-            both, width = torch.cat([near, x], 1), near.shape[1]
-            self._aggregated, self.__dict__["_x"] = both[:, :width], both[:, width:]
+        return aggregate_once(wanted, self.model, self._view, self._x)
 
     def _affordable(self) -> bool:
         """Whether aggregated inputs may be kept unasked: few edge types, and on sampled blocks within ``memory``."""

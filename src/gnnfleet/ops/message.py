@@ -1,0 +1,184 @@
+"""Messages of a user's making, built for some edges at a time: what goes in, what may come out.
+
+A message is a function of per-edge tensors: ``message(src, dst, edge, *params)`` with ``src[name]`` the rows of the
+sources of some edges, ``dst[name]`` those of their destinations, ``edge[name]`` the edges' own data and ``edge["id"]``
+their store edge ids. It must not draw random numbers but by those ids, and must not capture parameters: those are
+passed in, so that their gradients are gradients of the function's inputs. R destinations, E edges, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.ops.csr import Compressed
+
+Message = Callable[..., Any]
+REDUCES = ("sum", "mean", "max", "softmax")
+EDGES_AT_ONCE = 1 << 18
+
+Key = tuple[str, str | int]
+"""("src" | "dst" | "edge", name) or ("params", number)."""
+Leaves = dict[Key, Tensor]
+
+
+def precision_now() -> torch.dtype | None:
+    """What autocast computes in here; none when it is off."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """What all blocks of a call share. Made in forward and used again in backward, where autocast may be off."""
+
+    message: Message
+    reduce: str
+    num_dst: int
+    dst: Mapping[str, Tensor] = field(default_factory=dict)  # [R, …]
+    params: Sequence[Tensor] = ()
+    precision: torch.dtype | None = field(default_factory=precision_now)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """Some of the edges.
+
+    ``rows`` ([n] int32) says which destinations the rows of the structure are, when it holds only some; no row twice.
+    ``ties`` ([E] int64, 0 or more) numbers edges for max, over all blocks; without it the positions do, for one block.
+    """
+
+    structure: Compressed
+    edge_ids: Tensor  # [E] int64
+    src: Mapping[str, Tensor] = field(default_factory=dict)  # [columns of the structure, …]
+    edge: Mapping[str, Tensor] = field(default_factory=dict)  # [E, …]
+    rows: Tensor | None = None
+    ties: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        edges = self.structure.num_edges
+        assert all(len(tensor) == self.structure.num_cols for tensor in self.src.values())
+        assert all(len(tensor) == edges for tensor in (self.edge_ids, *self.edge.values()))
+        assert self.rows is None or len(self.rows) == self.structure.num_rows
+        assert self.ties is None or len(self.ties) == edges
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Some edges of a block that follow one another; a row may begin before them and end after."""
+
+    edges: slice
+    target: slice | Tensor  # the destinations they have
+    runs: Tensor  # [n + 1] where the edges of each of those start, counted from the chunk's first edge
+    row: Tensor  # [E] which of those an edge belongs to
+    dst: Tensor  # [E] its destination
+
+    @property
+    def count(self) -> int:
+        stop, start = self.edges.stop, self.edges.start
+        assert isinstance(stop, int) and isinstance(start, int)
+        return stop - start
+
+
+def chunks(block: Block) -> Iterator[Chunk]:
+    """All edges of a block, as many at a time as memory is meant for."""
+    count = block.structure.num_edges
+    for low in range(0, count, EDGES_AT_ONCE):
+        yield chunk_of(block, low, min(low + EDGES_AT_ONCE, count))
+
+
+def chunk_of(block: Block, low: int, high: int) -> Chunk:
+    """Edges low … high − 1."""
+    indptr = block.structure.indptr
+    first = int(torch.searchsorted(indptr, low, right=True)) - 1
+    last = max(int(torch.searchsorted(indptr, high)), first)  # without edges: no rows
+    runs = indptr[first : last + 1].clamp(low, high) - low
+    row = torch.repeat_interleave(torch.arange(last - first, device=runs.device), runs.diff(), output_size=high - low)
+    if block.rows is None:
+        return Chunk(slice(low, high), slice(first, last), runs, row, row + first)
+    rows = block.rows[first:last]
+    return Chunk(slice(low, high), rows, runs, row, rows.index_select(0, row))
+
+
+def build(call: Call, block: Block, chunk: Chunk, wanted: Collection[Key] = ()) -> tuple[tuple[Tensor, ...], Leaves]:
+    """The message of some edges ((value,), or (score, value) for softmax), and the leaves it was built from.
+
+    The wanted leaves have gradients. Raises ConfigError when the message returns something else, or depends on a tensor
+    with a gradient that was not passed in.
+    """
+    col = block.structure.col[chunk.edges]
+    leaves: Leaves = {("src", name): tensor.detach().index_select(0, col) for name, tensor in block.src.items()}
+    leaves |= {("dst", name): tensor.detach().index_select(0, chunk.dst) for name, tensor in call.dst.items()}
+    leaves |= {("edge", name): tensor.detach()[chunk.edges] for name, tensor in block.edge.items()}
+    leaves |= {("params", i): tensor.detach() for i, tensor in enumerate(call.params)}
+    for key in wanted:
+        leaves[key].requires_grad_()
+    src, dst, edge = (
+        {str(name): leaf for (group, name), leaf in leaves.items() if group == kind} for kind in ("src", "dst", "edge")
+    )
+    edge["id"] = block.edge_ids[chunk.edges]
+    params = [leaves["params", i] for i in range(len(call.params))]
+    precision = {"dtype": call.precision or torch.bfloat16, "enabled": call.precision is not None}
+    with torch.autocast("cpu", **precision):
+        parts = _parts(call, call.message(src, dst, edge, *params), chunk.count)
+    _refuse_strangers(parts, leaves)
+    return parts, leaves
+
+
+def refuse_captured(call: Call, block: Block) -> None:
+    """Raise ConfigError when the message uses a tensor with a gradient that was not passed in.
+
+    For forward, which looks at a few edges: a call whose inputs need no gradient has no backward that could notice.
+    """
+    some = min(block.structure.num_edges, 16)
+    if some:
+        with torch.enable_grad():
+            build(call, block, chunk_of(block, 0, some))
+
+
+def without_edges(call: Call, block: Block) -> tuple[Tensor, ...]:
+    """The message of no edges, for its shape."""
+    try:
+        return build(call, block, chunk_of(block, 0, 0))[0]
+    except RuntimeError as error:
+        text = str(error).splitlines()[0]
+        raise ConfigError(f"the message fails where there are no edges: name sizes instead of −1 ({text})") from error
+
+
+def _parts(call: Call, built: Any, count: int) -> tuple[Tensor, ...]:
+    parts: tuple[Any, ...] = built if isinstance(built, tuple) else (built,)
+    for part in parts:
+        if not isinstance(part, Tensor) or not part.is_floating_point() or part.shape[:1] != (count,):
+            found = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+            raise ConfigError(f"a message is a float tensor with a row for each of {count} edges, found {found}")
+    shapes = [list(part.shape) for part in parts]
+    if call.reduce == "softmax":
+        if len(parts) != 2 or len(shapes[0]) != 2 or shapes[1][:2] != shapes[0]:
+            raise ConfigError(f"a softmax message returns (score [E, H], value [E, H, …]), found {shapes}")
+    elif len(parts) != 1:
+        raise ConfigError(f"a message reduced by {call.reduce} is one tensor, found {len(parts)}")
+    return parts
+
+
+def _refuse_strangers(parts: tuple[Tensor, ...], leaves: Leaves) -> None:
+    """Walk the message's graph: a leaf that was not passed in would lose its gradient without a word."""
+    known = {id(leaf) for leaf in leaves.values()}
+    todo = [part.grad_fn for part in parts if part.grad_fn is not None]
+    strangers = [part for part in parts if part.grad_fn is None and part.requires_grad and id(part) not in known]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            strangers.append(variable)
+        todo += [following for following, _ in node.next_functions if following is not None]
+    if strangers:
+        shape = list(strangers[0].shape)
+        raise ConfigError(f"the message uses a parameter of shape {shape} that was not passed in: add it to params=(…)")

@@ -1,0 +1,274 @@
+"""RingView: the verbs of a GraphView on a graph spread over ranks.
+
+Each rank calls each verb, in the same order, with rows of its own nodes. Results and gradients are those of
+``LocalView`` on the whole graph, to rounding; draws go by store id and store edge id. Rows of other ranks are in memory
+a group at a time. Whatever decides what travels (who needs a gradient, whose weights) is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from gnnfleet.comm.exchange import Ring
+from gnnfleet.comm.reduce import sum_over_ranks
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.local import Rows
+from gnnfleet.graph.shard import Shard
+from gnnfleet.graph.view import first_rows
+from gnnfleet.ops.aggregate import REDUCES
+from gnnfleet.ops.attend import Counts, prepare
+from gnnfleet.ops.attend_pieces import Inputs
+from gnnfleet.ops.draws import DrawKey, Purpose
+from gnnfleet.ops.dropout import dropout
+from gnnfleet.ops.message import REDUCES as MESSAGE_REDUCES
+from gnnfleet.ops.message import Message, precision_now
+from gnnfleet.sharded.attention import Attention, attend_ring
+from gnnfleet.sharded.merged import MergedEdges
+from gnnfleet.sharded.messages import Propagation, propagate_ring
+from gnnfleet.sharded.part import Part, PartEdges
+from gnnfleet.sharded.sums import Aggregation, Reverse, Strand, max_strands, sum_strands
+from gnnfleet.sharded.taking import Owners, take_ring
+
+
+class _MergedOnce:
+    """Merges the edge types when first asked."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._found: MergedEdges | None = None
+
+    def get(self) -> MergedEdges:
+        if self._found is None:
+            self._found = MergedEdges.of(list(self._part.edges.values()))
+        return self._found
+
+
+@dataclass(frozen=True, eq=False)
+class RingView:
+    """This rank's part of a graph."""
+
+    part: Part
+    ring: Ring
+    owners: Owners
+    nodes: Mapping[str, Rows]
+    relations: Mapping[EdgeType, PartEdges]
+    merged: _MergedOnce = field(repr=False)
+    key: DrawKey = field(default_factory=DrawKey)
+    layer: int = 0
+    training: bool = True
+
+    @classmethod
+    def open(cls, shard: Shard, ring: Ring) -> RingView:
+        """All ranks call it together, each with the shard of its rank."""
+        assert (shard.part, shard.parts) == (ring.world.rank, ring.world.size), "one part for every rank"
+        part = Part(shard)
+        return cls(part, ring, Owners(part, ring), part.nodes, part.edges, _MergedOnce(part))
+
+    def at(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> RingView:
+        """The same edges for another step, layer or mode; costs nothing."""
+        return replace(
+            self,
+            key=self.key if key is None else key,
+            layer=self.layer if layer is None else layer,
+            training=self.training if training is None else training,
+        )
+
+    def of(self, kind: str) -> RingView:
+        """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
+        return replace(self, nodes={kind: self.nodes[kind]}, relations={})
+
+    @property
+    def node_types(self) -> tuple[str, ...]:
+        return tuple(self.nodes)
+
+    @property
+    def edge_types(self) -> tuple[EdgeType, ...]:
+        return tuple(self.relations)
+
+    @property
+    def _kind(self) -> str:
+        if len(self.nodes) != 1:
+            raise ConfigError(f"this layer works on one node type; the graph has {', '.join(self.nodes)}")
+        return next(iter(self.nodes))
+
+    @property
+    def _edges(self) -> PartEdges:
+        if len(self.relations) != 1:
+            raise ConfigError(f"this layer works on one edge type; the graph has {len(self.relations)}: use rgcn")
+        return next(iter(self.relations.values()))
+
+    @property
+    def num_src(self) -> int:
+        return self.num_dst
+
+    @property
+    def num_dst(self) -> int:
+        return self.nodes[self._kind].num_dst
+
+    @property
+    def node_ids(self) -> Tensor:
+        return self.nodes[self._kind].node_ids
+
+    @property
+    def edge_ids(self) -> Tensor:
+        return self._edges.edge_ids
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self._edges.weight
+
+    @property
+    def attr(self) -> Tensor | None:
+        return self._edges.attr
+
+    @property
+    def in_degree(self) -> Tensor:
+        return self._edges.degree(loops=False)
+
+    def graph_degree(self, *, weighted: bool = False) -> Tensor:
+        return self.nodes[self._kind].degree(weighted)
+
+    def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, loops: bool = False) -> Tensor:
+        edges = self._edges
+        _check_reduce(reduce, weight)
+        self._check_rows("features", x, edges.kind.src)
+        fixed = weight is None or (weight is edges.weight and not weight.requires_grad)
+        strand = Strand(edges.cuts(loops=loops), 0, edges.degree(loops=loops) if reduce == "mean" else None)
+        reverse = None
+        if fixed and reduce != "max":
+            routes = self.part.routes(edges.kind.dst, "out")
+            reverse = Reverse(edges.out_cuts(loops=loops), routes, weighted=weight is not None)
+        call = Aggregation(self.ring, (self.part.routes(edges.kind.src, "in"),), (strand,), reverse)
+        if weight is not None:
+            weight = weight.reshape(-1) if not loops else edges.with_loops(weight.reshape(-1), fill=1.0)
+        (out,) = max_strands(call, [_flat(x)]) if reduce == "max" else sum_strands(call, [_flat(x)], weight)
+        return out.view(edges.num_rows, *x.shape[1:])
+
+    def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
+        return self.aggregate(x, reduce=reduce), x
+
+    def aggregate_relations(
+        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
+    ) -> dict[EdgeType, Tensor]:
+        _check_reduce(reduce, None)
+        relations = {kind: edges for kind, edges in self.relations.items() if into in (None, kind.dst)}
+        kinds = [kind for kind in self.nodes if any(edge.src == kind for edge in relations)]
+        for kind in kinds:
+            self._check_rows("features", x[kind], kind)
+        strands = tuple(
+            Strand(edges.inward, kinds.index(kind.src), edges.degree(loops=False) if reduce == "mean" else None)
+            for kind, edges in relations.items()
+        )
+        call = Aggregation(self.ring, tuple(self.part.routes(kind, "in") for kind in kinds), strands)
+        xs = [_flat(x[kind]) for kind in kinds]
+        found = max_strands(call, xs) if reduce == "max" else sum_strands(call, xs)
+        return {kind: out.view(len(out), *x[kind.src].shape[1:]) for kind, out in zip(relations, found, strict=True)}
+
+    def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:
+        merged = self.merged.get()
+        call = Aggregation(self.ring, (self.part.routes(self._kind, "in"),), (Strand(merged.cuts, 0),))
+        (out,) = sum_strands(call, [x], merged.weight(coefficient, reduce=reduce))
+        return out
+
+    def attend(
+        self,
+        value: Tensor,
+        *,
+        src: Tensor,
+        dst: Tensor,
+        score: str = "add",
+        vector: Tensor | None = None,
+        edge: Tensor | None = None,
+        heads: int | None = None,
+        slope: float = 0.2,
+        dropout: float = 0.0,
+        loops: bool = False,
+    ) -> Tensor:
+        edges = self._edges
+        counts = Counts(self.num_src, self.num_dst, edges.num_edges)
+        given = Inputs(value=value, src=src, dst=first_rows(dst, self.num_dst), edge=edge, vector=vector)
+        draws = self.key.draws(Purpose.ATTENTION, self.layer)
+        rate = dropout if self.training else 0.0
+        form, flat = prepare(given, counts, score=score, heads=heads, slope=slope, dropout=rate, draws=draws)
+        if loops and flat.edge is not None:
+            flat = replace(flat, edge=edges.with_mean_loops(flat.edge))
+        if src is value:
+            flat = replace(flat, src=flat.value)
+        call = Attention(
+            self.ring,
+            form,
+            edges.cuts(loops=loops),
+            self.part.routes(edges.kind.src, "in"),
+            edges.out_cuts(loops=loops),
+            self.part.routes(edges.kind.dst, "out"),
+        )
+        out = attend_ring(call, flat)
+        return out if value.dim() == 2 else out.view(len(out), form.heads, form.channels)
+
+    def propagate(
+        self,
+        message: Message,
+        *,
+        src: Mapping[str, Tensor] | None = None,
+        dst: Mapping[str, Tensor] | None = None,
+        edge: Mapping[str, Tensor] | None = None,
+        params: Sequence[Tensor] = (),
+        reduce: str = "sum",
+    ) -> Tensor:
+        if reduce not in MESSAGE_REDUCES:
+            raise ConfigError(f"cannot reduce by {reduce!r}: choose one of {', '.join(MESSAGE_REDUCES)}")
+        edges = self._edges
+        ends = {name: first_rows(tensor, self.num_dst) for name, tensor in (dst or {}).items()}
+        groups = {"src": dict(src or {}), "dst": ends, "edge": dict(edge or {})}
+        expected = {"src": self.num_src, "dst": self.num_dst, "edge": edges.num_edges}
+        for group, tensors in groups.items():
+            for name, tensor in tensors.items():
+                if tensor.shape[0] != expected[group]:
+                    raise ConfigError(f"{group}[{name!r}] has {tensor.shape[0]} rows, expected {expected[group]}")
+        plan = Propagation(
+            ring=self.ring,
+            cuts=edges.inward,
+            routes=self.part.routes(edges.kind.src, "in"),
+            num_dst=self.num_dst,
+            message=message,
+            reduce=reduce,
+            precision=precision_now(),
+            names=tuple((group, name) for group, tensors in groups.items() for name in tensors),
+        )
+        return propagate_ring(plan, groups, params)
+
+    def num_dst_of(self, kind: str) -> int:
+        return self.nodes[kind].num_dst
+
+    def dropout(self, x: Tensor, p: float, *, place: int = 0, kind: str | None = None) -> Tensor:
+        if not self.training or not p:
+            return x
+        rows = self.nodes[self._kind if kind is None else kind]
+        draws = self.key.draws(Purpose.DROPOUT, self.layer, relation=place)
+        return dropout(x, p, ids=rows.node_ids[: x.shape[0]], draws=draws)
+
+    def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
+        self._check_rows("x", x, self._kind)
+        return take_ring(self.ring, self.owners, self._kind, x, ids=store_ids, places=self.nodes[self._kind].places)
+
+    def sum_over_nodes(self, t: Tensor) -> Tensor:
+        return sum_over_ranks(self.ring.world, t)
+
+    def _check_rows(self, name: str, x: Tensor, kind: str) -> None:
+        if x.shape[0] != self.part.nodes[kind].num_dst:
+            raise ConfigError(f"expected {self.part.nodes[kind].num_dst} rows of {name}, found {x.shape[0]}")
+
+
+def _check_reduce(reduce: str, weight: Tensor | None) -> None:
+    if reduce not in REDUCES:
+        raise ConfigError(f"cannot reduce by {reduce!r}: choose one of {', '.join(REDUCES)}")
+    if reduce == "max" and weight is not None:
+        raise ConfigError("max takes no edge weights: multiply the features, or use propagate")
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten(1)

@@ -1,0 +1,166 @@
+"""Exact full batch over ranks: each has the rows and in-edges of its part, and equal weights.
+
+A step runs the model on a RingView; each rank's loss is the sum over its own items divided by the count of all, so
+gradients summed over ranks are those of one process. Weights, optimizer state and learnable rows of nodes are on every
+rank, features, labels, edges and activations on their owner's only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnfleet.comm.exchange import Ring
+from gnnfleet.comm.reduce import sum_gradients, sum_over_ranks
+from gnnfleet.errors import ConfigError, PartitionError
+from gnnfleet.graph.places import take_rows
+from gnnfleet.nn.base import Aggregate
+from gnnfleet.ops import buffers
+from gnnfleet.ops.draws import DrawKey
+from gnnfleet.sharded.ring import RingView
+from gnnfleet.strategies.base import (
+    PRECISIONS,
+    Job,
+    Prediction,
+    State,
+    StepRecord,
+    load_optimizer,
+    make_optimizer,
+    optimizer_tensors,
+    products,
+)
+from gnnfleet.strategies.inputs import CACHED_RELATIONS, aggregate_once, side_by_side, wants_aggregate
+from gnnfleet.strategies.sar.config import SarConfig
+from gnnfleet.strategies.task import Take
+
+
+class SarStrategy:
+    """All ranks make and call it together."""
+
+    def __init__(self, config: SarConfig, job: Job) -> None:
+        if job.shard is None:
+            raise ConfigError("strategy sar works on a part of a partitioned graph, found none: use gnnfleet train")
+        if job.task.hides:
+            raise ConfigError("strategy sar walks every edge in every step: set link.exclude=none")
+        self.model = job.model
+        self._config, self._job, self._world = config, job, job.world
+        ring = Ring(job.world, config.group, config.prefetch, buffers.empty)
+        self._view = RingView.open(job.shard, ring)
+        self._check_parts()
+        self._task = job.task.share(job.world, {kind: rows.node_ids for kind, rows in self._view.nodes.items()})
+        self._target = job.task.target
+        self._optimizer = make_optimizer(self.model, job.train)
+        self._aggregated, self._x = side_by_side(*self._inputs())
+        self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
+
+    def steps(self, epoch: int) -> Iterator[StepRecord]:
+        started = time.perf_counter()
+        self._known = None
+        items = self._task.trained(self._job.seed, epoch)
+        count = self._count(items)
+        batch = self._task.batch(items, DrawKey(self._job.seed, epoch, 0))
+        view = self._view.at(key=batch.key)
+        self.model.train()
+        with products(self._job.precision):
+            out = self.model(view, self._x, aggregated=self._aggregated)
+        loss = self._task.loss(self._taking(out, stays=self._task.stays), batch) / count
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        sum_gradients(self._world, self.model.parameters())
+        if self._job.train.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._job.train.clip)
+        self._optimizer.step()
+        total = float(sum_over_ranks(self._world, loss.detach()))
+        yield StepRecord(epoch, 0, total, count, time.perf_counter() - started)
+
+    def evaluate(self, split: str) -> dict[str, float]:
+        if not self._count(self._task.items(split)):
+            raise ConfigError(f"the {split} split is empty: choose another --split")
+        with torch.no_grad():
+            return self._task.measure(self._taking(self._outputs()[0], stays=self._task.stays), split)
+
+    def exact(self) -> Take:
+        return self._taking(self._outputs()[0], stays=False)
+
+    def predict(self, *, embeddings: bool = False) -> Prediction:
+        every = self._view.owners.counts[self._target] if self._world.is_first else 0
+        return self.rows(torch.arange(every), embeddings=embeddings)
+
+    def rows(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
+        view = self._view.of(self._target)
+        logits, inputs = (rows[self._target] if isinstance(rows, dict) else rows for rows in self._outputs())
+        return Prediction(view.take(logits, ids), view.take(inputs, ids) if embeddings else None)
+
+    def state_dict(self) -> State:
+        return {"model": dict(self.model.state_dict()), "optimizer": optimizer_tensors(self.model, self._optimizer)}
+
+    def load_state_dict(self, state: State) -> None:
+        self._known = None
+        self.model.load_state_dict(state["model"])
+        if "optimizer" in state:
+            load_optimizer(self.model, self._optimizer, state["optimizer"])
+
+    def close(self) -> None:
+        self._known = None
+
+    def _count(self, items: Tensor) -> int:
+        """How many items all ranks have together."""
+        return int(sum_over_ranks(self._world, torch.tensor(len(items))))
+
+    def _check_parts(self) -> None:
+        """Links may be trained on fewer edges than the store has, or on more: the parts must be of those."""
+        graph = self._job.graph
+        own = torch.tensor([edges.num_edges for edges in self._view.relations.values()])
+        found = dict(zip(self._view.edge_types, sum_over_ranks(self._world, own).tolist(), strict=True))
+        expected = {kind: edges.count for kind, edges in graph.edges.items()}
+        nodes = {kind: table.count for kind, table in graph.nodes.items()}
+        if found != expected or dict(self._view.owners.counts) != nodes:
+            raise PartitionError(
+                f"expected parts of a graph of {graph.num_edges} edges, found {sum(found.values())}: "
+                "partition the graph that is trained on"
+            )
+
+    def _inputs(self) -> tuple[Aggregate | None, Any]:
+        """(the first layer's aggregate where it is kept, x as the model takes it: of width 0 without features)."""
+        assert self._job.shard is not None
+        dtype = PRECISIONS[self._job.precision]
+        found = {}
+        for kind in self._view.node_types:
+            nodes = self._job.shard.nodes(kind)
+            found[kind] = (torch.empty(nodes.count, 0) if nodes.x is None else nodes.x).to(dtype)
+        x = found if len(found) > 1 else found[self._target]
+        wanted = self._config.cache_inputs
+        few = len(self._view.edge_types) <= CACHED_RELATIONS or wanted is True
+        if not few or not wants_aggregate(wanted, hides=False):
+            return None, x
+        return aggregate_once(wanted, self.model, self._view, x), x
+
+    def _outputs(self) -> tuple[Any, Any]:
+        """(output, what the last layer read) of own rows, exact; kept until the weights change."""
+        if self._known is None:
+            self.model.eval()
+            view, x, carry = self._view.at(training=False), self._x, None
+            inputs = x
+            with torch.no_grad(), products(self._job.precision):
+                for index in range(self.model.num_layers):
+                    inputs = x
+                    aggregated = self._aggregated if index == 0 else None
+                    x, carry = self.model.layer(index, view, x, carry, aggregated=aggregated)
+            self._known = x, inputs
+        return self._known
+
+    def _taking(self, out: Any, *, stays: bool) -> Take:
+        """Rows of output by store id, in the precision of the loss; with ``stays`` of own nodes, without a word to
+        others."""
+
+        def take(kind: str, ids: Tensor) -> Tensor:
+            rows: Tensor = out[kind] if isinstance(out, dict) else out
+            view = self._view.of(kind)
+            found = take_rows(rows, view.nodes[kind].places.rows(ids)) if stays else view.take(rows, ids)
+            return found.to(PRECISIONS[self._job.precision])
+
+        return take

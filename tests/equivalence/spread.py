@@ -1,0 +1,144 @@
+"""Graphs cut into parts in every awkward way, and the same function run on the whole graph and on its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnfleet.comm.exchange import Ring
+from gnnfleet.comm.world import World
+from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.local import LocalView
+from gnnfleet.graph.partition import Partition, write_partition
+from gnnfleet.graph.partitioners import Assignment, assign
+from gnnfleet.ops.draws import DrawKey
+from gnnfleet.sharded.ring import RingView
+
+NODES, ISOLATED = 60, 8
+CUTS = ("random", "mincut", "range", "empty", "edgeless")
+KEY = DrawKey(seed=3, epoch=1, step=2)
+
+
+def plain_graph() -> Graph:
+    """Parallel edges, self-loops, nodes without edges; weights and features of edges."""
+    random = torch.Generator().manual_seed(0)
+    index = torch.randint(0, NODES - ISOLATED, (2, 300), generator=random)
+    index = torch.cat([index, index[:, :30], torch.arange(0, 40, 4).repeat(2, 1)], 1)
+    count = index.shape[1]
+    weight, attr = torch.rand(count, generator=random) + 0.1, torch.randn(count, 3, generator=random)
+    x, y = torch.randn(NODES, 5, generator=random), torch.randint(0, 3, (NODES,), generator=random)
+    split = torch.randint(-1, 3, (NODES,), generator=random)
+    return Graph(index, x=x, y=y, split=split, edge_weight=weight, edge_attr=attr, num_nodes=NODES)
+
+
+def typed_graph() -> Graph:
+    """Three node types, one without edges between some of them, relations that share ends."""
+    random = torch.Generator().manual_seed(1)
+    counts = {"a": 30, "b": 20, "c": 6}
+    nodes = {
+        kind: make_nodes(
+            count,
+            x=torch.randn(count, 4, generator=random),
+            y=torch.randint(0, 3, (count,), generator=random) if kind == "a" else None,
+            split=torch.randint(0, 3, (count,), generator=random) if kind == "a" else None,
+        )
+        for kind, count in counts.items()
+    }
+    kinds = [("a", "to", "b", 80), ("b", "back", "a", 70), ("a", "like", "a", 90), ("a", "hate", "a", 40)]
+    kinds += [("c", "on", "b", 15), ("b", "never", "c", 0)]
+    edges = {}
+    for src, name, dst, count in kinds:
+        ends = [torch.randint(0, counts[kind], (count,), generator=random) for kind in (src, dst)]
+        edges[EdgeType(src, name, dst)] = make_edges(torch.stack(ends), num_src=counts[src], num_dst=counts[dst])
+    return Graph.of(nodes, edges)
+
+
+def related_graph() -> Graph:
+    """One node type, several relations."""
+    random = torch.Generator().manual_seed(2)
+    edges = {}
+    for number in range(4):
+        index = torch.randint(0, 40, (2, 60 * (number != 2)), generator=random)
+        edges[EdgeType("node", f"r{number}", "node")] = make_edges(index, num_src=40, num_dst=40)
+    x, y = torch.randn(40, 4, generator=random), torch.randint(0, 3, (40,), generator=random)
+    split = torch.randint(0, 3, (40,), generator=random)
+    return Graph.of({"node": make_nodes(40, x=x, y=y, split=split)}, edges)
+
+
+def cut_graph(graph: Graph, parts: int, how: str, path: Path) -> Path:
+    """Write a partition: by a partitioner, with an empty part, or with a part whose nodes have no edges."""
+    if how in ("random", "mincut", "range"):
+        assignment = assign(graph, parts, how)
+    else:
+        total = graph.num_nodes
+        last = parts - 1
+        part = np.arange(total, dtype=np.int32) % max(last, 1)
+        if how == "edgeless" and parts > 1:
+            part[total - ISOLATED :] = last
+        assignment = Assignment(part=part, parts=parts, method="random")
+    write_partition(graph, assignment, path, overwrite=True)
+    return path
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a case computes with: tensors by node, by edge, and parameters, all of the whole graph."""
+
+    nodes: Mapping[str, Tensor] = field(default_factory=dict)
+    edges: Mapping[str, Tensor] = field(default_factory=dict)
+    params: Mapping[str, Tensor] = field(default_factory=dict)
+    frozen: Sequence[str] = ()  # those that need no gradient
+
+
+Case = Callable[..., Tensor]
+"""(view, **tensors) → [n, …]."""
+
+
+def run_case(view: Any, case: Case, inputs: Inputs) -> dict[str, Tensor]:
+    """The output and the gradient of every input, of the rows and edges of a view."""
+    own = {name: tensor[view.node_ids] for name, tensor in inputs.nodes.items()}
+    own |= {name: tensor[view.edge_ids] for name, tensor in inputs.edges.items()}
+    own |= {name: tensor.clone() for name, tensor in inputs.params.items()}
+    leaves = {name: t.requires_grad_(t.is_floating_point() and name not in inputs.frozen) for name, t in own.items()}
+    out = case(view, **leaves)
+    (out * pattern(out)[view.node_ids]).sum().backward() if out.requires_grad else None
+    grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.requires_grad}
+    return {"out": out.detach(), **{name: torch.zeros_like(own[name]) if g is None else g for name, g in grads.items()}}
+
+
+def pattern(out: Tensor) -> Tensor:
+    """What the output is multiplied by to make a loss; for all nodes."""
+    random = torch.Generator().manual_seed(7)
+    return torch.randn(NODES, *out.shape[1:], generator=random, dtype=out.dtype)
+
+
+def whole(graph: Graph, case: Case, inputs: Inputs) -> dict[str, Tensor]:
+    return run_case(LocalView.whole(graph).at(key=KEY, layer=1), case, inputs)
+
+
+def open_view(world: World, path: str, group: int, depth: int) -> RingView:
+    shard = Partition.open(path).shard(world.rank)
+    return RingView.open(shard, Ring(world, group, depth)).at(key=KEY, layer=1)
+
+
+def joined(graph: Graph, inputs: Inputs, found: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """What the ranks found, in store order; gradients of parameters summed."""
+    total: dict[str, Tensor] = {}
+    for name in found[0]["values"]:
+        if name in inputs.params:
+            total[name] = torch.stack([one["values"][name] for one in found]).sum(0)
+            continue
+        ids = "edge_ids" if name in inputs.edges else "node_ids"
+        count = graph.num_edges if name in inputs.edges else graph.num_nodes
+        first = found[0]["values"][name]
+        rows = first.new_full((count, *first.shape[1:]), torch.nan)
+        for one in found:
+            rows[one[ids]] = one["values"][name]
+        total[name] = rows
+    return total

@@ -1,0 +1,113 @@
+"""Bytes that are sent, counted, equal the formulas of the cost model: per rank, from the edges and the assignment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gnnfleet.comm.world import World
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.partition import Partition
+from tests.equivalence.spread import CUTS, cut_graph, open_view, plain_graph
+from tests.equivalence.verbs import CHANNELS, HEADS, WIDTH, copied, draw
+from tests.ranks import Crew
+
+D, H = WIDTH, HEADS
+assert D == HEADS * CHANNELS
+
+
+def boundary(graph: Graph, part: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """[p, q] distinct sources in p that q needs, and distinct destinations in p that q feeds; from the definition."""
+    src, dst = graph.only_edges.edge_index().tolist()
+    sources = {(int(part[s]), int(part[d]), s) for s, d in zip(src, dst, strict=True)}
+    targets = {(int(part[d]), int(part[s]), d) for s, d in zip(src, dst, strict=True)}
+    found = []
+    for pairs in (sources, targets):
+        table = torch.zeros(parts, parts, dtype=torch.int64)
+        for p, q, _ in pairs:
+            table[p, q] += int(p != q)
+        found.append(table)
+    return found[0], found[1]
+
+
+def _rows(view: Any, seed: int, width: int, *, grad: bool = True) -> Tensor:
+    return draw(seed, 60, width)[view.node_ids].requires_grad_(grad)
+
+
+def attend(view: Any, score: str, inner: int, *, edge: bool = False, grad: bool = True) -> Tensor:
+    term = draw(3, plain_graph().num_edges, inner)[view.edge_ids].requires_grad_() if edge else None
+    vector = draw(4, inner).requires_grad_() if score == "v2" else None
+    src, dst = _rows(view, 1, inner, grad=grad), _rows(view, 2, inner)
+    words = {"edge": term, "vector": vector, "heads": H, "score": score}
+    return view.attend(_rows(view, 0, D, grad=grad), src=src, dst=dst, loops=True, **words)
+
+
+def itself(view: Any) -> Tensor:
+    value, vector = _rows(view, 0, D), draw(4, D).requires_grad_()
+    return view.attend(value, src=value, dst=_rows(view, 2, D), heads=H, score="v2", vector=vector)
+
+
+def weighed(view: Any, *, learnt: bool, grad: bool = True) -> Tensor:
+    weight = draw(5, plain_graph().num_edges)[view.edge_ids].requires_grad_(learnt)
+    return view.aggregate(_rows(view, 0, D, grad=grad), weight=weight)
+
+
+# name → (what is computed, numbers sent per row of: sources, destinations, gradients that go home)
+FORMULAS: dict[str, tuple[Callable[[Any], Tensor], int, int, int]] = {
+    "sum": (lambda view: view.aggregate(_rows(view, 0, D)), D, D, 0),
+    "mean with loops": (lambda view: view.aggregate(_rows(view, 0, D), reduce="mean", loops=True), D, D, 0),
+    "sum by the store's weights": (lambda view: view.aggregate(_rows(view, 0, D), weight=view.weight), D, D, 0),
+    "sum, no gradient": (lambda view: view.aggregate(_rows(view, 0, D, grad=False)), D, 0, 0),
+    "sum by other weights": (lambda view: weighed(view, learnt=False), D, 0, D),
+    "sum by learnt weights": (lambda view: weighed(view, learnt=True), 2 * D, 0, D),
+    "learnt weights alone": (lambda view: weighed(view, learnt=True, grad=False), 2 * D, 0, 0),
+    "max": (lambda view: view.aggregate(_rows(view, 0, D), reduce="max"), D, 0, D),
+    "additive attention": (lambda view: attend(view, "add", H), D + H, D + 3 * H, 0),
+    "additive attention, dst alone": (lambda view: attend(view, "add", H, grad=False), D + H, 0, 0),
+    "additive attention, edges": (lambda view: attend(view, "add", H, edge=True), 2 * (D + H), 0, D + H),
+    "v2": (lambda view: attend(view, "v2", 2 * H), 2 * (D + 2 * H), 0, D + 2 * H),
+    "v2 of the value": (itself, 2 * D, 0, D),
+    "dot": (lambda view: attend(view, "dot", 2 * H), 2 * (D + 2 * H), 0, D + 2 * H),
+    "message": (lambda view: copied(view, _rows(view, 0, D)), 2 * D, 0, D),
+}
+
+
+def sent(world: World, path: str, group: int) -> list[tuple[int, int]]:
+    view = open_view(world, path, group, 1)
+    found = []
+    for case, *_ in FORMULAS.values():
+        before = world.traffic.bytes_sent, world.traffic.rounds
+        out = case(view)
+        if out.requires_grad:
+            out.sum().backward()  # type: ignore[no-untyped-call]
+        found.append((world.traffic.bytes_sent - before[0], world.traffic.rounds - before[1]))
+    return found
+
+
+@pytest.mark.parametrize("how", CUTS)
+@pytest.mark.parametrize(("size", "group"), [(1, 1), (2, 1), (3, 2), (4, 1), (4, 4)])
+def test_bytes_and_rounds_are_the_formulas(crew: Crew, tmp_path: Path, how: str, size: int, group: int) -> None:
+    graph = plain_graph()
+    path = cut_graph(graph, size, how, tmp_path / "parts")
+    sources, targets = boundary(graph, Partition.open(path).assignment(), size)
+    found = crew.run(size, sent, str(path), group)
+    for place, (name, (_, by_source, by_target, home)) in enumerate(FORMULAS.items()):
+        for rank, one in enumerate(found):
+            numbers = by_source * int(sources[rank].sum()) + by_target * int(targets[rank].sum())
+            numbers += home * int(sources[:, rank].sum())
+            assert one[place][0] == 8 * numbers, (name, rank)
+            exchanges = 1 if not (by_target or home or by_source not in (D, D + H)) else 2
+            assert one[place][1] == (0 if size == 1 else exchanges * -(-size // group)), (name, rank)
+    volume = Partition.open(path).summary["volume"]
+    assert volume == int(sources.sum()) == sum(one[0][0] for one in sent_forward(found)), "Σ(λ − 1)"
+
+
+def sent_forward(found: list[list[tuple[int, int]]]) -> list[list[int]]:
+    """Rows sent in an aggregation without a backward."""
+    place = list(FORMULAS).index("sum, no gradient")
+    return [[one[place][0] // (8 * D)] for one in found]
