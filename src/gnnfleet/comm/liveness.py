@@ -73,8 +73,9 @@ class Liveness:
                 thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # otherwise beats go on until it is known why this rank ends
+            self.close()
 
     def close(self) -> None:
         """The clean end of this rank: others no longer wait for its beats."""

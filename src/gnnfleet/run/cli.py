@@ -55,6 +55,8 @@ def main() -> NoReturn:
         ended = app(args=arguments, prog_name="gnnfleet", standalone_mode=False)
         code = ended if isinstance(ended, int) else 0
     except GnnfleetError as error:
+        for note in getattr(error, "__notes__", ()):  # the traceback of a worker
+            remark(note)
         code = _fail(str(error), error.exit_code, debug)
     except typer.Exit as error:
         code = error.exit_code

@@ -44,6 +44,9 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
 
     name: str
 
+    def check(self, task: Task) -> None:
+        """Raise ConfigError for a task that this strategy cannot learn."""
+
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     """What every strategy does with the weights, and how long."""
