@@ -146,11 +146,9 @@ def _environment() -> Iterator[None]:
 def _quiet_torchrun() -> Iterator[None]:
     """Its loggers report every worker that ends; the user hears of it once, from us."""
     logger = logging.getLogger("torch.distributed")
-    before, handler = logger.propagate, logging.NullHandler()
-    logger.propagate = False
-    logger.addHandler(handler)
+    before = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [logging.NullHandler()], False
     try:
         yield
     finally:
-        logger.propagate = before
-        logger.removeHandler(handler)
+        logger.handlers, logger.propagate = before

@@ -46,8 +46,10 @@ def ensure_partition(
     """
     store = _store(graph)
     method = config.partition or config.strategy.partitioner
-    folder, known = store.path / "parts", graph if _same_edges(graph, trained) else None
-    if known is None:  # apart from partitions of the store's own graph; the name says what this one was made from
+    folder, known = store.path / "parts", None
+    if _same_edges(graph, trained):
+        trained = known = graph
+    else:  # apart from partitions of the store's own graph; the name says what this one was made from
         folder /= f"links-{_links_key(store, config)}"
     path = folder / partition_name(method, config.workers, "nodes", SEED, {})
     if _is_there(path, known):

@@ -17,7 +17,7 @@ from gnnfleet.comm.liveness import Liveness
 from gnnfleet.comm.meeting import Meeting, meet
 from gnnfleet.comm.seat import Seat
 from gnnfleet.comm.world import World, join
-from gnnfleet.errors import GnnfleetError, StoreError
+from gnnfleet.errors import StoreError
 from gnnfleet.graph.partition import open_part
 from gnnfleet.graph.store import open_store
 from gnnfleet.nn.own import naming_line
@@ -71,18 +71,19 @@ def serve(seat: Seat, work: Callable[[World, Meeting], object], *, speaks: bool)
     watch: list[Liveness] = []
     end_soon_after_signals(lambda: watch[0].stopping() if watch else None)
     try:
-        with meet(seat) as meeting:
-            watch.append(Liveness(meeting, report))
-            with watch[0], join(meeting) as world:
-                work(world, meeting)
+        try:
+            with meet(seat) as meeting:
+                watch.append(Liveness(meeting, report))
+                with watch[0], join(meeting) as world:
+                    work(world, meeting)
+        except Exception as error:
+            if watch:
+                watch[0].fail(error)
+            failure = Failure.of(error, seat.rank)
+            report(failure)
+            _leave(failure.exit_code)
     except KeyboardInterrupt as stop:
         _leave(128 + int(stop.args[0]) if stop.args else 130)
-    except BaseException as error:
-        if watch:
-            watch[0].fail(error)
-        failure = Failure.of(error, seat.rank)
-        report(failure)
-        _leave(error.exit_code if isinstance(error, GnnfleetError) else 1)
     _leave(0)
 
 
