@@ -62,7 +62,7 @@ class Rank:
 
 
 def meeting(seat: Seat, members: tuple[Member, ...], store: Store) -> Meeting:
-    bare = Meeting(seat, "t", members, store)
+    bare = Meeting(seat, "t", members, store, store)
     return replace(bare, lines=(bare.line(), bare.line()))
 
 
@@ -173,14 +173,14 @@ def test_without_a_store_a_rank_ends_and_says_so() -> None:
     store.set("t/beat/0", "done")
     with rank.liveness:
         time.sleep(0.1)
-        rank.liveness._meeting = replace(rank.liveness._meeting, store=HashStore())
+        rank.liveness._meeting = replace(rank.liveness._meeting, store=HashStore(), ground=HashStore())
         del store  # the last that held it
         failure = rank.ended()
     assert failure.kind is Kind.cut_off and failure.ranks == (1,) and "has not reached the store" in failure.text
 
 
 def test_alone_nothing_runs() -> None:
-    rank = Rank(Meeting(Seat(rank=0, size=1), "t", (Member.myself(),), None), FAST)  # type: ignore[arg-type]
+    rank = Rank(Meeting(Seat(rank=0, size=1), "t", (Member.myself(),), None, None), FAST)  # type: ignore[arg-type]
     with rank.liveness:
         assert not rank.liveness._threads
 

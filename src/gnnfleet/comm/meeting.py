@@ -57,7 +57,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """All ranks of an attempt, present at once. ``store`` holds nothing of other attempts.
+    """All ranks of an attempt, present at once. ``store`` holds nothing of other attempts, ``ground`` what all leave.
 
     ``lines`` are further connections to it: a call that hangs on one does not hold up the others. They were made
     before the ranks met, since a store looks up the name of whoever connects and answers nobody meanwhile.
@@ -67,6 +67,7 @@ class Meeting:
     token: str
     members: tuple[Member, ...]
     store: Store
+    ground: Store
     lines: tuple[Store, ...] = ()
 
     @property
@@ -87,14 +88,15 @@ class Meeting:
 def meet(seat: Seat, *, seconds: float = MEET_SECONDS) -> Iterator[Meeting]:
     """Wait until all ranks are here. Raises ExchangeError naming who is not after ``seconds``."""
     if seat.size == 1:
-        yield Meeting(seat, secrets.token_hex(6), (Member.myself(),), HashStore())
+        alone = HashStore()
+        yield Meeting(seat, secrets.token_hex(6), (Member.myself(),), alone, alone)
         return
     store = _server(seat) if seat.keeps_store else _client(seat, seconds)
     lines = [_client(seat, seconds) for _ in range(LINES)]
     with _answering(seat):
         token, members = (_introduce if seat.rank else _greet)(store, seat, seconds)
     own, *more = (PrefixStore(token, line) for line in (store, *lines))
-    meeting = Meeting(seat, token, members, own, tuple(more))
+    meeting = Meeting(seat, token, members, own, store, tuple(more))
     yield meeting
     with _answering(seat):
         _leave(meeting)

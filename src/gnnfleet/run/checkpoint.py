@@ -74,8 +74,7 @@ def _write(path: Path, state: State, position: Position, *, seed: int, world: Wo
 
 def _put(file: Path, tensors: dict[str, Tensor]) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
+    _to_disk(file)
 
 
 def _all_wrote(world: World) -> None:
@@ -131,3 +130,8 @@ def _whole(path: Path) -> Iterator[None]:
 def _short(error: Exception) -> str:
     text = str(error).split(": make")[0].split(". Make")[0]
     return text.replace(", make it again from the source", "")
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

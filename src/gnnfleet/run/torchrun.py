@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +40,10 @@ def train_as_rank(
     def work(world: World, meeting: Meeting) -> None:
         with ExitStack() as stack:
             if world.is_first:
-                meeting.store.set("spec", _prepare(stack, seat, store, words, place, quiet).as_json())
+                again = _again(meeting, place)
+                spec = _prepare(stack, seat, store, words, again, quiet)
+                meeting.ground.set("run_dir", spec.run_dir)
+                meeting.store.set("spec", spec.as_json())
             spec = Spec.from_json(_await(meeting, "spec"))
             record = run_spec(spec, world, store=store)
             if world.is_first:
@@ -58,6 +62,13 @@ def _prepare(stack: ExitStack, seat: Seat, store: Path, words: Mapping[str, Any]
         raise ConfigError(f"strategy {config.strategy.name} runs in one process, found {seat.size} ranks")
     spec, _ = stack.enter_context(prepared(graph, config, directory, place=place, quiet=quiet, apart=True))
     return spec
+
+
+def _again(meeting: Meeting, place: Place) -> Place:
+    """Where an attempt after the first goes on. The launcher's store remembers; its count of attempts may not."""
+    if not meeting.ground.check(["run_dir"]):
+        return place
+    return replace(place, run_dir=Path(meeting.ground.get("run_dir").decode()), resume=True)
 
 
 def _await(meeting: Meeting, key: str) -> bytes:
