@@ -41,6 +41,10 @@ class Wanted:
     within: float = 0.7
     peer: bool = False  # torch_geometric is trained too
     above: bool = False  # better than ``published`` is fine too
+    least: int = 0  # seeds, where the spread is so wide that ten say too little
+
+    def seeds(self, asked: int) -> int:
+        return asked if asked < 10 else max(asked, self.least)
 
     @property
     def cells(self) -> list[str]:
@@ -52,7 +56,7 @@ TABLE = [
     Wanted("cora/gat", 83.0, peer=True),
     Wanted("cora/sage", peer=True),
     Wanted("citeseer/gcn", 70.3),
-    Wanted("citeseer/gat", peer=True),
+    Wanted("citeseer/gat", peer=True, least=24),
     Wanted("citeseer/sage", peer=True),
     Wanted("pubmed/gcn", 79.0),
     Wanted("pubmed/gat", peer=True),
@@ -210,7 +214,7 @@ def summary(cell: str, seeds: int) -> dict[str, Any] | None:
 
 def line(wanted: Wanted, seeds: int) -> tuple[str, list[dict[str, Any]]]:
     """One line of the table and the cells it is made of."""
-    cells = [summary(cell, seeds) for cell in wanted.cells]
+    cells = [summary(cell, wanted.seeds(seeds)) for cell in wanted.cells]
     texts = [_points(cell) for cell in cells] + [""] * (2 - len(cells))
     first = cells[0]
     verdict = []
@@ -248,7 +252,7 @@ def main() -> None:
 
     CELLS.mkdir(parents=True, exist_ok=True)
     until = time.time() + 60 * args.minutes
-    cells = [cell for wanted in TABLE for cell in wanted.cells if cell.startswith(tuple(args.only))]
+    chosen = [(cell, wanted) for wanted in TABLE for cell in wanted.cells if cell.startswith(tuple(args.only))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
 
     def run(cell: str, seeds: int) -> int:
@@ -257,7 +261,7 @@ def main() -> None:
 
     with ThreadPoolExecutor(args.at_once) as pool:
         for seeds in sorted({min(QUICK, args.seeds), args.seeds}):
-            if any(pool.map(run, cells, [seeds] * len(cells))):
+            if any(pool.map(run, [cell for cell, _ in chosen], [wanted.seeds(seeds) for _, wanted in chosen])):
                 sys.exit(1)
     lines = [line(wanted, args.seeds) for wanted in TABLE]
     print(f"{'test, mean of seeds':22} {OURS:>14} {PEER:>14}")

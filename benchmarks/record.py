@@ -37,7 +37,7 @@ def best_cells(out: Path, key: str, *, highest: bool = False) -> list[dict[str, 
     for path in sorted(out.glob("*.json")):
         found = json.loads(path.read_text())
         before = best.get(found["cell"])
-        if before is None or (found[key] > before[key] if highest else found[key] < before[key]):
+        if before is None or (found.get(key, 0) > before.get(key, 0) if highest else found[key] < before[key]):
             best[found["cell"]] = found
     return list(best.values())
 

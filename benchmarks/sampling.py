@@ -6,8 +6,10 @@ batches of 1,024. The graph: 200,000 nodes, 5 M edges, 100 features, 47 classes.
 usage: python benchmarks/sampling.py [OUT] [--data DIR] [--cells blocks/1 train/cached …] [--rounds 2] [--steps 40]
                                      [--dgl PYTHON]
 DIR holds edge_index.npy, x.npy, y.npy, train_idx.npy; without it a communities graph of the same size is generated.
-PYTHON is an interpreter that has DGL; its cell needs DIR. memory/M: peak memory of sampled training on a store of M
-million edges, features mapped from disk.
+PYTHON is an interpreter that has DGL; its cell needs DIR. memory/M: memory of sampled training on a store of M million
+edges, features mapped from disk, with these fanouts, and with few enough for the rows of a batch not to depend on M
+(few/M). scale/M: seeds per second and sampled edges per second on a graph of M million edges. accuracy/W: on test after
+five epochs, mean of three seeds, in percent; W as in train/W.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from typing import Any
 
 HERE = Path(__file__).parent
 FANOUTS, BATCH = (15, 10, 5), 1024
+FEW, FEW_BATCH = (10, 5), 512
 # blocks/T: the sampler on T threads. read/T: sampler, transposes and features. train: with or without the kept
-# aggregate of inputs; alone: without it and without the thread in the background.
-CELLS = ["train/plain", "train/cached", "train/bf16", "train/alone", "blocks/1", "blocks/2", "read/1"]
-ONCE = ["memory/5", "memory/50"]
+# aggregate of inputs; ahead: without it, batches made by a thread in the background.
+CELLS = ["train/plain", "train/cached", "train/bf16", "train/ahead", "blocks/1", "blocks/2", "read/1"]
+ONCE = ["memory/5", "memory/50", "few/5", "few/50", "scale/50", "accuracy/plain", "accuracy/cached", "accuracy/bf16"]
+EPOCHS, SEEDS = 5, 3
 WARM = 3
 
 
@@ -56,18 +60,19 @@ def time_blocks(graph: Any, threads: int, *, steps: int, read: bool) -> dict[str
     return {"milliseconds": 1e3 * median, **rates}
 
 
-def time_steps(graph: Any, cell: str, *, steps: int) -> dict[str, float]:
+def time_steps(graph: Any, cell: str, *, steps: int, few: bool = False) -> dict[str, float]:
     from gnnfleet.run.build import build
     from gnnfleet.run.config import resolve
 
+    batch, fanouts = (FEW_BATCH, FEW) if few else (BATCH, FANOUTS)
     strategy = {
-        "fanouts": list(FANOUTS),
-        "batch": BATCH,
+        "fanouts": list(fanouts),
+        "batch": batch,
         "cache_inputs": cell in ("train/cached", "train/bf16"),
-        "prefetch": 0 if cell == "train/alone" else 2,
+        "prefetch": 2 if cell == "train/ahead" else "auto",
     }
     words = {
-        "model": {"name": "sage", "hidden": 256, "layers": 3, "dropout": 0.0},
+        "model": {"name": "sage", "hidden": 256, "layers": len(fanouts), "dropout": 0.0},
         "train": {"weight_decay": 0.0},
         "strategy": strategy,
         "precision": "bf16" if cell == "train/bf16" else "float32",
@@ -75,11 +80,31 @@ def time_steps(graph: Any, cell: str, *, steps: int) -> dict[str, float]:
     made = build(graph, resolve(words)).strategy
     records = list(islice(chain.from_iterable(map(made.steps, count())), WARM + steps))[WARM:]
     rate = sum(record.count for record in records) / sum(record.seconds for record in records)
-    return {"milliseconds": 1e3 * BATCH / rate, "seeds_per_second": rate, "loss": records[-1].loss}
+    return {"milliseconds": 1e3 * batch / rate, "seeds_per_second": rate, "loss": records[-1].loss}
 
 
-def measure_memory(million_edges: int, *, steps: int) -> dict[str, float]:
-    """Peak resident memory of training that reads features from disk; what is only mapped can be taken back."""
+def measure_accuracy(graph: Any, word: str) -> dict[str, Any]:
+    import gnnfleet as gf
+
+    runs = [
+        gf.train(
+            graph,
+            model=gf.nn.SAGE(hidden=256, layers=3, dropout=0.0),
+            strategy={"name": "local", "fanouts": FANOUTS, "batch": BATCH, "cache_inputs": word != "plain"},
+            precision="bf16" if word == "bf16" else "float32",
+            split="0.1/0.1/0.8",
+            epochs=EPOCHS,
+            lr=0.003,
+            weight_decay=0.0,
+            seed=seed,
+        ).metrics["test"]
+        for seed in range(SEEDS)
+    ]
+    return {"accuracy": 100 * statistics.mean(runs), "runs": runs}
+
+
+def on_store(million_edges: int, cell: str, *, steps: int) -> dict[str, float]:
+    """A cell on a generated store of that many edges, in a process that has done nothing else."""
     import tempfile
 
     from gnnfleet.graph.datasets import make_dataset
@@ -89,15 +114,16 @@ def measure_memory(million_edges: int, *, steps: int) -> dict[str, float]:
         store = Path(folder) / "store"
         sizes = {"nodes": 40_000 * million_edges, "edges": 1_000_000 * million_edges}
         save_store(make_dataset("communities", features=100, classes=47, **sizes), store)
-        words = [sys.executable, __file__, "--cell", f"store/{store}", "--steps", str(steps)]
+        words = [sys.executable, __file__, "--cell", f"{cell}:{store}", "--steps", str(steps)]
         done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
         return json.loads(done.stdout)
 
 
-def train_store(store: str, *, steps: int) -> dict[str, float]:
+def train_store(store: str, *, steps: int, few: bool) -> dict[str, float]:
+    """Memory of training that reads features from disk: its own (RssAnon), and mapped pages that can be taken back."""
     from gnnfleet.graph.store import open_store
 
-    found = time_steps(open_store(store), "train/plain", steps=steps)
+    found = time_steps(open_store(store), "train/plain", steps=steps, few=few)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {**found, **{word: int(status[word].split()[0]) / 2**20 for word in ("VmHWM", "RssAnon", "RssFile")}}
 
@@ -105,12 +131,21 @@ def train_store(store: str, *, steps: int) -> dict[str, float]:
 def run_cell(cell: str, data: Path, steps: int) -> dict[str, Any]:
     from epochs import load
 
+    if ":" in cell:
+        kind, store = cell.split(":", 1)
+        if kind != "scale":
+            return train_store(store, steps=steps, few=kind == "few")
+        from gnnfleet.graph.store import open_store
+
+        graph = open_store(store)
+        blocks = time_blocks(graph, 2, steps=steps, read=False)
+        return {"edges_per_second": blocks["edges_per_second"], **time_steps(graph, "train/plain", steps=steps)}
     kind, word = cell.split("/", 1)
-    if kind == "memory":
-        return {**measure_memory(int(word), steps=steps), "cell": cell}
-    if kind == "store":
-        return train_store(word, steps=steps)
+    if kind in ("memory", "few", "scale"):
+        return {**on_store(int(word), kind, steps=steps), "cell": cell}
     graph = load(data)
+    if kind == "accuracy":
+        return {"cell": cell, **measure_accuracy(graph, word)}
     if kind == "train":
         return {"cell": cell, **time_steps(graph, cell, steps=steps)}
     return {"cell": cell, **time_blocks(graph, int(word), steps=steps, read=kind == "read")}

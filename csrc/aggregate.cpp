@@ -3,6 +3,8 @@
 #include "aggregate.h"
 
 #include <algorithm>
+#include <limits>
+#include <type_traits>
 
 #include "kernels.h"
 #include "simd.h"
@@ -84,42 +86,135 @@ void sum_rows(const SumArgs& a) {
   }
 }
 
-// A running maximum and edges with numbers come in any order, so that equal values compare numbers; otherwise the first stays.
-template <bool AnyOrder, typename T, typename Index>
+// Signed integers as wide as A: what comparisons of vectors of A give.
+template <typename A> using mask_t = decltype(vec_t<A>{} > vec_t<A>{});
+template <typename A> using lane_t = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
+
+// The edges of one row. Winners are held as offsets from `base`, in lanes as wide as those of the values; `narrow` says
+// that they fit. Positions only rise, so that of equal values the first stays; other numbers must be compared.
+struct RowEdges {
+  int64_t begin, end, base;
+  bool narrow;
+};
+
+template <typename A>
+inline RowEdges row_edges(const MaxArgs& a, int64_t i) {
+  RowEdges row{a.structure.indptr[i], a.structure.indptr[i + 1], 0, true};
+  row.base = row.begin;
+  int64_t span = row.end - row.begin;
+  if (a.number && row.begin < row.end) {
+    const auto [low, high] = std::minmax_element(a.number + row.begin, a.number + row.end);
+    row.base = *low;
+    span = *high - *low;
+  }
+  row.narrow = span < std::numeric_limits<lane_t<A>>::max();
+  return row;
+}
+
+template <typename A>
+inline bool beats(A value, int64_t number, A best, int64_t winner) {
+  return (winner < 0) | (value > best) | (value != value) | ((value == best) & (number < winner));
+}
+
+template <typename A>
+inline void settle(const MaxArgs& a, A* out, int64_t* winner, A value, int64_t number) {
+  if (a.merge && !beats(value, number, *out, *winner)) return;
+  *out = value;
+  *winner = number;
+}
+
+// Columns f .. f + Tile * lanes of one row that has edges.
+template <int Tile, bool Numbered, typename T, typename Index>
+inline void max_tile(const MaxArgs& a, int64_t target, int64_t f, const RowEdges& edges) {
+  using A = wide_t<T>;
+  using Lane = lane_t<A>;
+  constexpr int lanes = Lanes<A>::count;
+  const T* x = static_cast<const T*>(a.x) + f;
+  const Index* col = static_cast<const Index*>(a.structure.col);
+  const int64_t total = a.structure.indptr[a.structure.n];
+  const auto offset = [&](int64_t e) { return static_cast<Lane>((Numbered ? a.number[e] : e) - edges.base); };
+  vec_t<A> best[Tile];
+  mask_t<A> winner[Tile];
+  const T* row = x + static_cast<int64_t>(col[edges.begin]) * a.width;
+  for (int t = 0; t < Tile; ++t) best[t] = load(row + t * lanes), winner[t] = mask_t<A>{} + offset(edges.begin);
+  for (int64_t e = edges.begin + 1; e < edges.end; ++e) {
+    if (e + kAhead < total) prefetch_row(x + static_cast<int64_t>(col[e + kAhead]) * a.width, Tile * lanes);
+    row = x + static_cast<int64_t>(col[e]) * a.width;
+    const mask_t<A> here = mask_t<A>{} + offset(e);
+    for (int t = 0; t < Tile; ++t) {
+      const vec_t<A> value = load(row + t * lanes);
+      mask_t<A> better = (value > best[t]) | (value != value);
+      if constexpr (Numbered) better |= (value == best[t]) & (here < winner[t]);
+      best[t] = better ? value : best[t];
+      winner[t] = better ? here : winner[t];
+    }
+  }
+  A* out = static_cast<A*>(a.out) + target * a.width + f;
+  int64_t* winners = a.winner + target * a.width + f;
+  for (int t = 0; t < Tile; ++t) {
+    for (int l = 0; l < lanes; ++l) settle(a, out + t * lanes + l, winners + t * lanes + l, best[t][l], edges.base + winner[t][l]);
+  }
+}
+
+// Fewer columns than a vector has, or numbers too far apart for its lanes.
+template <typename T, typename Index>
+inline void max_few(const MaxArgs& a, int64_t target, int64_t f, int64_t count, const RowEdges& edges) {
+  using A = wide_t<T>;
+  const T* x = static_cast<const T*>(a.x) + f;
+  const Index* col = static_cast<const Index*>(a.structure.col);
+  A best[Lanes<A>::count] = {};
+  int64_t winner[Lanes<A>::count];
+  std::fill_n(winner, count, int64_t{-1});
+  for (int64_t e = edges.begin; e < edges.end; ++e) {
+    const T* row = x + static_cast<int64_t>(col[e]) * a.width;
+    const int64_t number = a.number ? a.number[e] : e;
+    for (int64_t c = 0; c < count; ++c) {
+      const A value = widen(row[c]);
+      const bool better = beats(value, number, best[c], winner[c]);
+      best[c] = better ? value : best[c];
+      winner[c] = better ? number : winner[c];
+    }
+  }
+  A* out = static_cast<A*>(a.out) + target * a.width + f;
+  for (int64_t c = 0; c < count; ++c) settle(a, out + c, a.winner + target * a.width + f + c, best[c], winner[c]);
+}
+
+template <bool Numbered, typename T, typename Index>
 void max_rows_in(const MaxArgs& a) {
   using A = wide_t<T>;
-  const T* x = static_cast<const T*>(a.x);
-  const Index* col = static_cast<const Index*>(a.structure.col);
+  constexpr int64_t lanes = Lanes<A>::count;
 #pragma omp parallel for num_threads(a.threads) schedule(dynamic, kRowsAtOnce)
   for (int64_t i = 0; i < a.structure.n; ++i) {
     const int64_t target = a.structure.rows ? a.structure.rows[i] : i;
-    A* __restrict out = static_cast<A*>(a.out) + target * a.width;
-    int64_t* __restrict winner = a.winner + target * a.width;
-    if (!a.merge) std::fill(out, out + a.width, A(0)), std::fill(winner, winner + a.width, int64_t{-1});
-    for (int64_t e = a.structure.indptr[i]; e < a.structure.indptr[i + 1]; ++e) {
-      if (e + kAhead < a.structure.indptr[a.structure.n]) prefetch_row(x + static_cast<int64_t>(col[e + kAhead]) * a.width, a.width);
-      const T* row = x + static_cast<int64_t>(col[e]) * a.width;
-      const int64_t number = a.number ? a.number[e] : e;
-      for (int64_t f = 0; f < a.width; ++f) {
-        const A value = widen(row[f]);
-        bool better = (winner[f] < 0) | (value > out[f]) | (value != value);
-        if constexpr (AnyOrder) better |= (value == out[f]) & (number < winner[f]);
-        out[f] = better ? value : out[f];
-        winner[f] = better ? number : winner[f];
-      }
+    const RowEdges edges = row_edges<A>(a, i);
+    int64_t f = 0;
+    if (edges.begin == edges.end) {
+      if (a.merge) continue;
+      std::fill_n(static_cast<A*>(a.out) + target * a.width, a.width, A(0));
+      std::fill_n(a.winner + target * a.width, a.width, int64_t{-1});
+      continue;
     }
+    if (edges.narrow && a.width >= lanes) {
+      for (; f + 4 * lanes <= a.width; f += 4 * lanes) max_tile<4, Numbered, T, Index>(a, target, f, edges);
+      for (; f + lanes <= a.width; f += lanes) max_tile<1, Numbered, T, Index>(a, target, f, edges);
+      // The rest with columns done before: an edge met twice changes nothing.
+      if (f < a.width) max_tile<1, Numbered, T, Index>(a, target, a.width - lanes, edges);
+      continue;
+    }
+    for (; f < a.width; f += lanes) max_few<T, Index>(a, target, f, std::min(lanes, a.width - f), edges);
   }
 }
 
 template <typename T, typename Index>
 void max_rows(const MaxArgs& a) {
-  a.merge || a.number ? max_rows_in<true, T, Index>(a) : max_rows_in<false, T, Index>(a);
+  a.number ? max_rows_in<true, T, Index>(a) : max_rows_in<false, T, Index>(a);
 }
 
 template <typename A, typename Index>
 void max_back(const MaxBackArgs& a) {
   const A* grad = static_cast<const A*>(a.grad);
   const Index* col = static_cast<const Index*>(a.structure.col);
+  const int64_t total = a.structure.indptr[a.structure.n];
 #pragma omp parallel for num_threads(a.threads) schedule(dynamic, kRowsAtOnce)
   for (int64_t j = 0; j < a.structure.n; ++j) {
     const int64_t target = a.structure.rows ? a.structure.rows[j] : j;
@@ -127,6 +222,11 @@ void max_back(const MaxBackArgs& a) {
     if (!a.add) std::fill(dx, dx + a.width, A(0));
     for (int64_t e = a.structure.indptr[j]; e < a.structure.indptr[j + 1]; ++e) {
       const int64_t i = static_cast<int64_t>(col[e]);
+      if (e + kAhead < total) {
+        const int64_t ahead = static_cast<int64_t>(col[e + kAhead]) * a.width;
+        prefetch_row(grad + ahead, a.width);
+        prefetch_row(a.winner + ahead, a.width);
+      }
       const A* g = grad + i * a.width;
       const int64_t* winner = a.winner + i * a.width;
       const int64_t position = a.positions ? a.positions[e] : e;

@@ -1,13 +1,9 @@
-// Bindings only: check shapes at the door, release the GIL, call. Arrays come in as they are (no silent conversion),
-// outputs are allocated in Python and filled here, so ownership never crosses.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
+// The module, and the bindings of draws, gathers and partitions.
+#include "bind.h"
+
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
-#include <optional>
-#include <stdexcept>
 #include <string>
 
 #include "generate.h"
@@ -15,40 +11,9 @@
 #include "quality.h"
 #include "shard.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
-namespace gnnfleet {
-void bind_stream(nb::module_& m);  // bind_stream.cpp
-}
-void bind_attend(nb::module_& m);  // bind_attend.cpp
-void bind_csr(nb::module_& m);     // bind_csr.cpp
-void bind_pool(nb::module_& m);    // bind_pool.cpp
-void bind_sample(nb::module_& m);  // bind_sample.cpp
-
 namespace {
 
-template <typename T>
-using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using Out = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using InRows = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using OutRows = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-// Rows may lie further apart than they are wide.
-template <typename T>
-using Spread = nb::ndarray<T, nb::ndim<2>, nb::device::cpu>;
-
-template <typename A>
-int64_t size(const A& array) {
-  return static_cast<int64_t>(array.shape(0));
-}
-
-void require(bool condition, const char* message) {
-  if (!condition) throw std::invalid_argument(message);
-}
+using namespace gnnfleet::bind;
 
 // ---- generate: keyed draws and generated datasets --------------------------------------------------------------------
 
@@ -178,158 +143,6 @@ void bind_gather(nb::module_& m) {
   m.def("gather_floats", gather_floats<Index>, "table"_a.noconvert(), "rows"_a.noconvert(), "out"_a.noconvert(), "bfloat"_a, "threads"_a);
 }
 
-// ---- aggregate ------------------------------------------------------------------------------------------------------
-
-using Any = nb::ndarray<nb::c_contig, nb::device::cpu>;
-using Maybe = std::optional<Any>;
-
-gnnfleet::Element element_of(const Any& array) {
-  const auto type = array.dtype();
-  if (type == nb::dtype<float>()) return gnnfleet::Element::float32;
-  if (type == nb::dtype<double>()) return gnnfleet::Element::float64;
-  require(type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) && type.bits == 16,
-          "expected float32, float64 or bfloat16");
-  return gnnfleet::Element::bfloat16;
-}
-
-// What the element is computed in.
-nb::dlpack::dtype wide_of(gnnfleet::Element element) {
-  return element == gnnfleet::Element::float64 ? nb::dtype<double>() : nb::dtype<float>();
-}
-
-const void* factor_of(const Maybe& array, gnnfleet::Element element, int64_t length, const char* message) {
-  if (!array) return nullptr;
-  require(array->dtype() == wide_of(element) && static_cast<int64_t>(array->size()) == length, message);
-  return array->data();
-}
-
-gnnfleet::Rows rows_of(const In<int64_t>& indptr, const Any& col, const std::optional<In<int32_t>>& rows) {
-  const bool wide = col.dtype() == nb::dtype<int64_t>();
-  require(wide || col.dtype() == nb::dtype<int32_t>(), "columns must be int32 or int64");
-  require(size(indptr) >= 1, "indptr must have at least one entry");
-  require(!rows || size(*rows) == size(indptr) - 1, "rows must have one entry per row of the structure");
-  return {indptr.data(), col.data(), wide, rows ? rows->data() : nullptr, size(indptr) - 1};
-}
-
-void aggregate_sum(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, Any x, Maybe weight, Maybe row_scale,
-                   Maybe col_scale, Any out, Maybe base, int threads) {
-  const auto structure = rows_of(indptr, col, rows);
-  const auto element = element_of(x);
-  const int64_t width = static_cast<int64_t>(x.shape(1));
-  require(x.ndim() == 2 && out.ndim() == 2 && out.shape(1) == x.shape(1), "aggregate: x and out must have the same width");
-  require(out.dtype() == wide_of(element), "aggregate: out must be float32, or float64 for float64");
-  require(!base || (base->dtype() == out.dtype() && base->ndim() == 2 && base->shape(1) == out.shape(1) &&
-                    base->shape(0) <= out.shape(0)), "aggregate: base must be the first rows of out");
-  const gnnfleet::SumArgs args{
-      structure, x.data(), width, element,
-      factor_of(weight, element, static_cast<int64_t>(col.size()), "aggregate: one weight per edge, of out's dtype"),
-      factor_of(row_scale, element, structure.n, "aggregate: one row scale per row, of out's dtype"),
-      factor_of(col_scale, element, static_cast<int64_t>(x.shape(0)), "aggregate: one column scale per row of x, of out's dtype"),
-      out.data(), base ? base->data() : nullptr, base ? static_cast<int64_t>(base->shape(0)) : 0, threads};
-  nb::gil_scoped_release free;
-  gnnfleet::kernels().aggregate_sum(args);
-}
-
-void aggregate_max(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, std::optional<In<int64_t>> number,
-                   Any x, Any out, OutRows<int64_t> winner, bool merge, int threads) {
-  const auto element = element_of(x);
-  require(x.ndim() == 2 && out.ndim() == 2 && out.dtype() == wide_of(element) && out.shape(1) == x.shape(1) &&
-              winner.shape(1) == x.shape(1) && winner.shape(0) == out.shape(0), "aggregate_max: out and winner must fit x");
-  require(!number || number->size() == col.size(), "aggregate_max: one number per edge");
-  const gnnfleet::MaxArgs args{rows_of(indptr, col, rows), number ? number->data() : nullptr, x.data(),
-                               static_cast<int64_t>(x.shape(1)), element, out.data(), winner.data(), merge, threads};
-  nb::gil_scoped_release free;
-  gnnfleet::kernels().aggregate_max(args);
-}
-
-void aggregate_max_back(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, std::optional<In<int64_t>> number,
-                        std::optional<In<int64_t>> positions, Any grad, InRows<int64_t> winner, Any dx, bool add, int threads) {
-  const auto element = element_of(grad);
-  require(grad.ndim() == 2 && dx.ndim() == 2 && element != gnnfleet::Element::bfloat16 && dx.dtype() == grad.dtype() &&
-              dx.shape(1) == grad.shape(1) && winner.shape(0) == grad.shape(0) && winner.shape(1) == grad.shape(1),
-          "aggregate_max_back: grad, winner and dx must fit");
-  require(!positions || positions->size() == col.size(), "aggregate_max_back: one position per edge");
-  require(!number || positions || number->size() == col.size(), "aggregate_max_back: one number per edge");
-  const gnnfleet::MaxBackArgs args{rows_of(indptr, col, rows), number ? number->data() : nullptr,
-                                   positions ? positions->data() : nullptr, grad.data(), winner.data(),
-                                   static_cast<int64_t>(grad.shape(1)), element, dx.data(), add, threads};
-  nb::gil_scoped_release free;
-  gnnfleet::kernels().aggregate_max_back(args);
-}
-
-void edge_dot(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, Any a, Any b, Maybe row_scale, Any out, int threads) {
-  const auto structure = rows_of(indptr, col, rows);
-  const auto element = element_of(a);
-  require(a.dtype() == b.dtype() && a.shape(1) == b.shape(1), "edge_dot: both sides must have one dtype and width");
-  require(out.dtype() == wide_of(element) && out.size() == col.size(), "edge_dot: one result per edge");
-  const gnnfleet::DotArgs args{structure, a.data(), b.data(), static_cast<int64_t>(a.shape(1)), element,
-                               factor_of(row_scale, element, structure.n, "edge_dot: one row scale per row"), out.data(), threads};
-  nb::gil_scoped_release free;
-  gnnfleet::kernels().edge_dot(args);
-}
-
-void dropout_rows(Any x, In<int64_t> ids, uint64_t key, uint32_t place, uint32_t threshold, double scale, Any out, int threads) {
-  const auto element = element_of(x);
-  require(element != gnnfleet::Element::bfloat16 && out.dtype() == x.dtype(), "dropout: float32 or float64, in and out alike");
-  require(x.ndim() == 2 && x.shape(0) == ids.shape(0) && out.size() == x.size(), "dropout: one id per row of x");
-  const gnnfleet::DropoutArgs args{x.data(), out.data(), element == gnnfleet::Element::float64, ids.data(), size(ids),
-                                   static_cast<int64_t>(x.shape(1)), key, place, threshold, scale, threads};
-  nb::gil_scoped_release free;
-  gnnfleet::kernels().dropout_rows(args);
-}
-
-bool same_rows(const Any& a, const Any& b) {
-  return a.ndim() == 2 && b.ndim() == 2 && a.shape(0) == b.shape(0) && a.shape(1) == b.shape(1) && a.dtype() == b.dtype();
-}
-
-bool fits(const std::optional<Any>& columns, const Any& rows) {
-  return !columns || (columns->ndim() == 1 && columns->shape(0) == rows.shape(1) && columns->dtype() == rows.dtype());
-}
-
-void epilogue(Any x, std::optional<Any> bias, bool relu, int threads) {
-  require(x.ndim() == 2 && element_of(x) != gnnfleet::Element::bfloat16, "epilogue: rows of float32 or float64");
-  require(fits(bias, x), "epilogue: one bias per column, of the same type");
-  gnnfleet::EpilogueArgs args{element_of(x) == gnnfleet::Element::float64, relu, static_cast<int64_t>(x.shape(0)),
-                              static_cast<int64_t>(x.shape(1)), threads};
-  args.x = x.data();
-  args.bias = bias ? bias->data() : nullptr;
-  nb::gil_scoped_release free;
-  gnnfleet::kernels().epilogue(args);
-}
-
-void epilogue_back(Any grad, std::optional<Any> out, std::optional<Any> part, std::optional<Any> sums, int threads) {
-  require(grad.ndim() == 2 && element_of(grad) != gnnfleet::Element::bfloat16, "epilogue: rows of float32 or float64");
-  require(out.has_value() == part.has_value(), "epilogue: out and part go together");
-  require(!out || (same_rows(grad, *out) && same_rows(grad, *part)), "epilogue: grad, out and part are alike");
-  require(fits(sums, grad), "epilogue: one sum per column, of the same type");
-  gnnfleet::EpilogueArgs args{element_of(grad) == gnnfleet::Element::float64, out.has_value(),
-                              static_cast<int64_t>(grad.shape(0)), static_cast<int64_t>(grad.shape(1)), threads};
-  args.grad = grad.data();
-  args.out = out ? out->data() : nullptr;
-  args.part = part ? part->data() : nullptr;
-  args.sums = sums ? sums->data() : nullptr;
-  nb::gil_scoped_release free;
-  gnnfleet::kernels().epilogue_back(args);
-}
-
-void bind_aggregate(nb::module_& m) {
-  m.def("epilogue", epilogue, "x"_a.noconvert(), "bias"_a.noconvert().none(), "relu"_a, "threads"_a);
-  m.def("epilogue_back", epilogue_back, "grad"_a.noconvert(), "out"_a.noconvert().none(), "part"_a.noconvert().none(),
-        "sums"_a.noconvert().none(), "threads"_a);
-  m.def("dropout_rows", dropout_rows, "x"_a.noconvert(), "ids"_a.noconvert(), "key"_a, "place"_a, "threshold"_a, "scale"_a,
-        "out"_a.noconvert(), "threads"_a);
-  m.def("aggregate_sum", aggregate_sum, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
-        "x"_a.noconvert(), "weight"_a.noconvert().none(), "row_scale"_a.noconvert().none(),
-        "col_scale"_a.noconvert().none(), "out"_a.noconvert(), "base"_a.noconvert().none(), "threads"_a);
-  m.def("aggregate_max", aggregate_max, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
-        "number"_a.noconvert().none(), "x"_a.noconvert(), "out"_a.noconvert(), "winner"_a.noconvert(), "merge"_a, "threads"_a);
-  m.def("aggregate_max_back", aggregate_max_back, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(),
-        "number"_a.noconvert().none(), "positions"_a.noconvert().none(), "grad"_a.noconvert(), "winner"_a.noconvert(),
-        "dx"_a.noconvert(), "add"_a, "threads"_a);
-  m.def("edge_dot", edge_dot, "indptr"_a.noconvert(), "col"_a.noconvert(), "rows"_a.noconvert().none(), "a"_a.noconvert(),
-        "b"_a.noconvert(), "row_scale"_a.noconvert().none(), "out"_a.noconvert(), "threads"_a);
-}
-
 // ---- partition ------------------------------------------------------------------------------------------------------
 
 template <typename Index>
@@ -390,16 +203,16 @@ NB_MODULE(_native, m) {
   m.def("isas", [] { return std::string(gnnfleet::supported_kernels()); }, "The instruction sets this machine can use, best first.");
   m.def("select_isa", [](const std::string& name) { return gnnfleet::select_kernels(name.c_str()); }, "name"_a,
         "Use another instruction set (tests and benchmarks); False when it is not supported.");
-  bind_csr(m);
   bind_generate(m);
   bind_gather<int32_t>(m);
   bind_gather<int64_t>(m);
-  bind_aggregate(m);
-  bind_attend(m);
-  bind_pool(m);
-  bind_sample(m);
   bind_partition<int32_t>(m);
   bind_partition<int64_t>(m);
-  gnnfleet::bind_stream(m);
+  bind_aggregate(m);
+  bind_attend(m);
+  bind_csr(m);
+  bind_pool(m);
+  bind_sample(m);
+  bind_stream(m);
   m.def("rank_distinct", rank_distinct, "values"_a.noconvert(), "rank"_a.noconvert());
 }

@@ -1,17 +1,15 @@
 // Bindings of attention. Its kernels share one struct of many optional arrays, so they are called by keyword: what is not
 // named is absent. Shapes and types of every array are checked here; the range of columns is the caller's promise.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
+#include "bind.h"
 
 #include <cmath>
-#include <stdexcept>
 #include <string>
 
 #include "kernels.h"
 
-namespace nb = nanobind;
-
 namespace {
+
+using namespace gnnfleet::bind;
 
 using gnnfleet::AttendArgs;
 using gnnfleet::AttendLocalArgs;
@@ -74,15 +72,8 @@ class Call {
 
 Element element_of(const Call& call, const char* name) {
   Call::need(call.has(name), name, "is missing");
-  const nb::dlpack::dtype type = call.type(name);
-  if (type == nb::dtype<float>()) return Element::float32;
-  if (type == nb::dtype<double>()) return Element::float64;
-  Call::need(type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) && type.bits == 16, name,
-             "must be float32, float64 or bfloat16");
-  return Element::bfloat16;
+  return gnnfleet::bind::element_of(call.type(name), "attend: rows must be float32, float64 or bfloat16");
 }
-
-nb::dlpack::dtype wide(Element element) { return element == Element::float64 ? nb::dtype<double>() : nb::dtype<float>(); }
 
 void read_structure(const Call& call, int64_t own_rows, AttendArgs& a) {
   const int64_t n = call.length("indptr") - 1;
@@ -116,7 +107,7 @@ void read_keep(const Call& call, int64_t places, AttendArgs& a) {
 AttendArgs read(const Call& call, bool by_source) {
   AttendArgs a;
   a.element = element_of(call, "value");
-  const auto type = wide(a.element);
+  const auto type = wide_of(a.element);
   a.score = static_cast<gnnfleet::Score>(call.number<int>("score"));
   a.heads = call.number<int64_t>("heads");
   a.channels = call.number<int64_t>("channels");
@@ -143,7 +134,7 @@ AttendArgs read(const Call& call, bool by_source) {
 }
 
 void read_state(const Call& call, int64_t rows, AttendArgs& a) {
-  const auto type = wide(a.element);
+  const auto type = wide_of(a.element);
   a.num = call.dense("num", type, rows, a.heads * a.channels);
   a.max = call.dense("max", type, rows, a.heads);
   a.den = call.dense("den", type, rows, a.heads);
@@ -182,7 +173,7 @@ void local(const nb::kwargs& words) {
   const Call call(words);
   AttendLocalArgs a;
   a.element = element_of(call, "grad");
-  const auto type = wide(a.element);
+  const auto type = wide_of(a.element);
   a.heads = call.number<int64_t>("heads");
   a.channels = call.number<int64_t>("channels");
   a.slope = call.number<double>("slope");
@@ -207,7 +198,7 @@ template <bool BySource>
 void backward(const nb::kwargs& words) {
   const Call call(words);
   AttendArgs a = read(call, BySource);
-  const auto type = wide(a.element);
+  const auto type = wide_of(a.element);
   const int64_t sources = call.length("value"), targets = call.length("dst"), inner = a.heads * a.depth;
   a.grad = call.matrix("grad", type, targets, a.heads * a.channels);
   a.side = call.matrix("side", type, targets, 2 * a.heads);

@@ -1,30 +1,13 @@
-// Bindings of csr.h, under the rules of bind.cpp.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
+// Bindings of csr.h.
+#include "bind.h"
 
-#include <stdexcept>
 #include <string>
 
 #include "csr.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace {
 
-template <typename T>
-using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using Out = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename A>
-int64_t size(const A& array) {
-  return static_cast<int64_t>(array.shape(0));
-}
-
-void require(bool condition, const char* message) {
-  if (!condition) throw std::invalid_argument(message);
-}
+using namespace gnnfleet::bind;
 
 template <typename Index>
 void counting_sort(In<Index> keys, Out<int64_t> offsets, Out<int64_t> order, int threads) {

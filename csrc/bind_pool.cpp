@@ -1,11 +1,6 @@
 // Binding of the pool: a buffer comes out as an array whose owner gives it back when the last tensor on it is gone.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-
+#include "bind.h"
 #include "pool.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace {
 

@@ -1,32 +1,12 @@
-// Bindings of sample.h, under the rules of bind.cpp.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-
-#include <optional>
-#include <stdexcept>
+// Bindings of sample.h.
+#include "bind.h"
 
 #include "sample.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace {
 
-template <class T>
-using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Out = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using namespace gnnfleet::bind;
 using Weight = std::optional<In<float>>;
-
-template <class A>
-int64_t size(const A& array) {
-  return static_cast<int64_t>(array.shape(0));
-}
-
-void require(bool condition, const char* message) {
-  if (!condition) throw std::invalid_argument(message);
-}
 
 gnnfleet::SampleArgs args_of(const In<int64_t>& indptr, const Weight& weight, const In<int64_t>& seeds, int64_t fanout, bool replace,
                              uint64_t key, uint32_t place, const Out<int64_t>& offsets, int threads) {
@@ -35,7 +15,7 @@ gnnfleet::SampleArgs args_of(const In<int64_t>& indptr, const Weight& weight, co
   for (int64_t i = 0; i < size(seeds); ++i) {
     if (seeds.data()[i] < 0 || seeds.data()[i] >= rows) throw std::out_of_range("sample: a seed is out of range");
   }
-  return {indptr.data(), weight ? weight->data() : nullptr, seeds.data(), size(seeds), fanout, replace, {key, place}, threads};
+  return {indptr.data(), data_or_null(weight), seeds.data(), size(seeds), fanout, replace, {key, place}, threads};
 }
 
 void count_samples(In<int64_t> indptr, Weight weight, In<int64_t> seeds, int64_t fanout, bool replace, uint64_t key, uint32_t place,

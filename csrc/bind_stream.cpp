@@ -1,32 +1,16 @@
-// Bindings of stream.h and kway.h, under the rules of bind.cpp.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-
-#include <optional>
-
+// Bindings of stream.h and kway.h.
+#include "bind.h"
 #include "kway.h"
 #include "stream.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
-namespace gnnfleet {
 namespace {
 
-template <class T, int DIMS = 1>
-using In = nb::ndarray<const T, nb::ndim<DIMS>, nb::c_contig, nb::device::cpu>;
-template <class T, int DIMS = 1>
-using Out = nb::ndarray<T, nb::ndim<DIMS>, nb::c_contig, nb::device::cpu>;
+using namespace gnnfleet;
+using namespace gnnfleet::bind;
 
 template <class Id>
 EdgeChunk<Id> as_chunk(int64_t first, const In<int64_t>& indptr, const In<Id>& src) {
   return {first, static_cast<int64_t>(indptr.shape(0)) - 1, indptr.data(), src.data()};
-}
-
-template <class T>
-T* data_or_null(const std::optional<nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>>& array) {
-  return array ? array->data() : nullptr;
 }
 
 PinCounts as_pins(const Out<uint64_t, 2>& pins, int bits) {
@@ -153,5 +137,3 @@ void bind_stream(nb::module_& m) {
   bind_chunked<int64_t>(m);
   bind_whole(m);
 }
-
-}  // namespace gnnfleet

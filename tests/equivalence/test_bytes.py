@@ -90,7 +90,7 @@ def sent(world: World, path: str, group: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("how", CUTS)
-@pytest.mark.parametrize(("size", "group"), [(1, 1), (2, 1), (3, 2), (4, 1), (4, 4)])
+@pytest.mark.parametrize(("size", "group"), [(1, 1), (2, 1), (3, 2), (4, 1)])
 def test_bytes_and_rounds_are_the_formulas(crew: Crew, tmp_path: Path, how: str, size: int, group: int) -> None:
     graph = plain_graph()
     path = cut_graph(graph, size, how, tmp_path / "parts")
@@ -103,11 +103,6 @@ def test_bytes_and_rounds_are_the_formulas(crew: Crew, tmp_path: Path, how: str,
             assert one[place][0] == 8 * numbers, (name, rank)
             exchanges = 1 if not (by_target or home or by_source not in (D, D + H)) else 2
             assert one[place][1] == (0 if size == 1 else exchanges * -(-size // group)), (name, rank)
-    volume = Partition.open(path).summary["volume"]
-    assert volume == int(sources.sum()) == sum(one[0][0] for one in sent_forward(found)), "Σ(λ − 1)"
-
-
-def sent_forward(found: list[list[tuple[int, int]]]) -> list[list[int]]:
-    """Rows sent in an aggregation without a backward."""
-    place = list(FORMULAS).index("sum, no gradient")
-    return [[one[place][0] // (8 * D)] for one in found]
+    forward = list(FORMULAS).index("sum, no gradient")
+    rows = sum(one[forward][0] for one in found) // (8 * D)
+    assert rows == int(sources.sum()) == Partition.open(path).summary["volume"], "Σ(λ − 1)"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
@@ -15,12 +16,13 @@ from gnnfleet.errors import PartitionError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition import Partition
 from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.run import prediction
 from gnnfleet.run.build import Here, build
 from gnnfleet.run.config import resolve
-from tests.equivalence.spread import CUTS, cut_graph, plain_graph, related_graph, typed_graph
+from tests.equivalence.spread import cut_graph, plain_graph, related_graph, typed_graph
 from tests.ranks import Crew
 
-EPOCHS = 4
+EPOCHS = 3
 MODELS: list[dict[str, Any]] = [
     {"name": "gcn", "input_dropout": 0.3},
     {"name": "gcn", "norm": "batch"},
@@ -64,7 +66,8 @@ def trained(graph: Graph, tree: dict[str, Any], here: Here | None = None) -> dic
     losses, metrics = [], []
     for epoch in range(EPOCHS):
         losses += [(record.loss, record.count) for record in strategy.steps(epoch)]
-        metrics.append(strategy.evaluate("val"))
+        if epoch != 1:
+            metrics.append(strategy.evaluate("val"))
     prediction = strategy.predict(embeddings=True)
     found = {
         "losses": torch.tensor(losses, dtype=torch.float64),
@@ -113,8 +116,8 @@ def close(found: Any, wanted: Any, what: str) -> None:
         assert found == pytest.approx(wanted, rel=1e-10), what
 
 
-WAYS = [(size, how, 1, 1) for size in (1, 2, 3, 4) for how in ("random", "mincut")]
-WAYS += [(3, how, 2, 2) for how in CUTS[2:]] + [(4, "empty", 4, 0)]
+WAYS = [(1, "random", 1, 1), (2, "mincut", 1, 1), (3, "random", 1, 1), (4, "mincut", 2, 1)]
+WAYS += [(2, "range", 2, 0), (3, "edgeless", 2, 2), (4, "empty", 4, 1)]
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -168,7 +171,7 @@ def every_link(world: World, folder: str, parts: dict[str, str], names: list[str
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_links_equal_local(crew: Crew, folder: Path, size: int) -> None:
     parts = {}
     for store, make in (("linked", plain_graph), ("linked-typed", typed_graph)):
@@ -200,3 +203,45 @@ def test_parts_of_another_graph_are_refused(crew: Crew, folder: Path) -> None:
     parts = cut_graph(graph, 2, "random", folder / "other")
     for text in crew.run(2, wrong_parts, str(folder / "plain"), str(parts)):
         assert "expected parts of a graph of 340 edges, found 3" in text
+
+
+def predicted(world: World, store: str, parts: str | None, path: str) -> int:
+    """Write predictions in pieces of a few rows."""
+    prediction.ROWS = 16
+    here = None if parts is None else Here(world, Partition.open(parts).shard(world.rank))
+    tree = words({"name": "gat", "heads": 2}, name="local" if parts is None else "sar")
+    built = build(open_store(store), resolve(tree), here=here)
+    list(built.strategy.steps(0))
+    return prediction.write_predictions(built, Path(path), prediction.Columns(logits=True, embeddings=True))
+
+
+def test_the_first_rank_writes_what_local_writes(crew: Crew, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "ROWS", 16)
+    parts = str(cut_graph(open_store(folder / "plain"), 3, "random", folder / "predicted"))
+    rows = crew.run(3, predicted, str(folder / "plain"), parts, str(folder / "sar.parquet"))
+    assert rows == [60, 0, 0]
+    predicted(World(), str(folder / "plain"), None, str(folder / "local.parquet"))
+    found, wanted = (pq.read_table(folder / f"{name}.parquet") for name in ("sar", "local"))
+    assert found.schema == wanted.schema and found["id"] == wanted["id"]
+    assert found["prediction"] == wanted["prediction"]
+    for column in ("probability", "logits", "embedding"):
+        values = [torch.tensor(table[column].to_pylist()) for table in (found, wanted)]
+        torch.testing.assert_close(*values)
+
+
+def rounded(world: World, store: str, parts: str | None, precision: str) -> list[float]:
+    here = None if parts is None else Here(world, Partition.open(parts).shard(world.rank))
+    losses = []
+    for model in MODELS:
+        tree = words(model, name="local" if parts is None else "sar") | {"precision": precision}
+        strategy = build(open_store(store), resolve(tree), here=here).strategy
+        losses += [record.loss for epoch in range(2) for record in strategy.steps(epoch)]
+    return losses
+
+
+@pytest.mark.parametrize(("precision", "share"), [("float32", 1e-4), ("bf16", 0.05)])
+def test_other_precisions_are_close(crew: Crew, folder: Path, precision: str, share: float) -> None:
+    parts = str(cut_graph(open_store(folder / "plain"), 2, "mincut", folder / "rounded"))
+    wanted = rounded(World(), str(folder / "plain"), None, precision)
+    for found in crew.run(2, rounded, str(folder / "plain"), parts, precision):
+        assert found == pytest.approx(wanted, rel=share)

@@ -226,3 +226,18 @@ def test_isolated_seeds_and_graphs_without_edges() -> None:
     assert model(views, torch.randn(2, 3)).shape == (2, 2)
     empty = sample_blocks(graph, {}, [5, 5], KEY)
     assert model(empty, torch.randn(0, 3)).shape == (0, 2)
+
+
+def test_an_edge_drawn_twice_gets_the_gradient_of_a_maximum_once() -> None:
+    """Both draws have one store edge id and equal messages."""
+    graph = Graph(torch.tensor([[1, 2], [0, 0]]), num_nodes=3)
+    (view,) = sample_blocks(graph, {"node": torch.tensor([0])}, [5], KEY, replace=True)
+    assert len(view.edge_ids) == 5
+    for verb in (
+        lambda x: view.aggregate(x, reduce="max"),
+        lambda x: view.aggregate(x, reduce="max", loops=True),
+        lambda x: view.propagate(lambda src, dst, edge: src["x"], src={"x": x}, reduce="max"),
+    ):
+        x = torch.zeros(view.num_src, 2, requires_grad=True)
+        verb(x).sum().backward()
+        assert x.grad is not None and x.grad.sum(0).tolist() == [1, 1]

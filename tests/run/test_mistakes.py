@@ -65,7 +65,7 @@ CASES = [
     ("{}/good --memory lots", 2, "memory reads as 4GiB"),
     ("{}/good --partition mincut", 2, "strategy local uses no parts"),
     ("{}/good --partition mincat", 2, "did you mean mincut?"),
-    ("{}/good --strategy sar", 2, "comes later"),
+    ("{}/good --strategy pipe", 2, "comes later"),
     ("{}/good --workers 2", 2, "runs in one process"),
     ("{}/good --precision half", 2, "half"),
     ("{}/good --split 3", 2, "numbered 0 to 0, found --split 3"),

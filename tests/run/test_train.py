@@ -52,7 +52,7 @@ def test_the_record_has_every_word(finished: tuple[Path, dict[str, Any]]) -> Non
     assert record["epochs"] == record["steps"] == len(record["seconds_per_epoch"]) == 30
     assert record["metrics"].keys() >= {"train_loss", "val", "test", "name"} and record["metrics"]["name"] == "accuracy"
     assert record["traffic"] == {"bytes_sent": [0], "rounds": [0]}
-    assert record["memory"].keys() == {"peak_rss", "rss_growth", "peak_tensors"}
+    assert record["memory"].keys() == {"peak_rss", "rss_growth", "own_rss", "peak_tensors"}
     assert 0 < record["memory"]["peak_tensors"][0] < record["memory"]["peak_rss"][0]
     assert record["versions"].keys() >= {"gnnfleet", "torch", "python"} and record["run_dir"] == str(path)
     assert json.loads((path / "record.json").read_text()) == record

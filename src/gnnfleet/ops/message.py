@@ -122,8 +122,7 @@ def build(call: Call, block: Block, chunk: Chunk, wanted: Collection[Key] = ()) 
     )
     edge["id"] = block.edge_ids[chunk.edges]
     params = [leaves["params", i] for i in range(len(call.params))]
-    precision = {"dtype": call.precision or torch.bfloat16, "enabled": call.precision is not None}
-    with torch.autocast("cpu", **precision):
+    with torch.autocast("cpu", dtype=call.precision or torch.bfloat16, enabled=call.precision is not None):
         parts = _parts(call, call.message(src, dst, edge, *params), chunk.count)
     _refuse_strangers(parts, leaves)
     return parts, leaves

@@ -73,8 +73,14 @@ class _Plan:
 
     def laid_out(self, tensors: Sequence[Tensor]) -> tuple[Call, Block]:
         src, dst, edge = (self.named(group, tensors) for group in ("src", "dst", "edge"))
-        rule = {"message": self.message, "reduce": self.reduce, "precision": self.precision}
-        call = Call(**rule, num_dst=self.structure.num_rows, dst=dst, params=tensors[len(self.names) :])
+        call = Call(
+            message=self.message,
+            reduce=self.reduce,
+            num_dst=self.structure.num_rows,
+            dst=dst,
+            params=tensors[len(self.names) :],
+            precision=self.precision,
+        )
         return call, Block(structure=self.structure, edge_ids=self.edge_ids, src=src, edge=edge, ties=self.ties)
 
 

@@ -16,6 +16,11 @@ def peak_rss() -> int:
     return _status("VmHWM")
 
 
+def own_rss() -> int:
+    """Resident bytes now that are this process's own: without the mapped pages of a store, which can be taken back."""
+    return _status("RssAnon")
+
+
 def _status(word: str) -> int:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -20,7 +20,7 @@ from gnnfleet.comm.reduce import gather_rows, share
 from gnnfleet.comm.world import World
 from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.epochs import show_epochs
-from gnnfleet.report.memory import peak_rss, peak_tensors, rss
+from gnnfleet.report.memory import own_rss, peak_rss, peak_tensors, rss
 from gnnfleet.report.metrics import MetricsFile, Sink, TensorBoard
 from gnnfleet.report.record import RunRecord, versions
 from gnnfleet.report.traffic import Traffic
@@ -166,7 +166,7 @@ def _measure_ranks(
     """Traffic and memory, one number per rank each."""
     sent = built.world.traffic
     own = {"bytes_sent": sent.bytes_sent, "rounds": sent.rounds}
-    own |= {"peak_rss": peak_rss(), "rss_growth": max(0, peak_rss() - after_build)}
+    own |= {"peak_rss": peak_rss(), "rss_growth": max(0, peak_rss() - after_build), "own_rss": own_rss()}
     if config.report.memory:
         own["peak_tensors"] = _peak(built.strategy, config.train.epochs)
     rows = torch.cat(gather_rows(beside(built.world), torch.tensor([list(own.values())]))).tolist()

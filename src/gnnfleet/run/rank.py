@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from gnnfleet.comm.failure import Failure, Kind
+from gnnfleet.comm.failure import Failure
 from gnnfleet.comm.liveness import Liveness
 from gnnfleet.comm.meeting import Meeting, meet
 from gnnfleet.comm.seat import Seat
@@ -65,8 +65,8 @@ def serve(seat: Seat, work: Callable[[World, Meeting], object], *, speaks: bool)
                 failure.write(Path(path))
         if speaks:
             remark(failure.trace, quiet=not failure.trace)
-            own = seat.rank in failure.ranks and failure.kind in (Kind.raised, Kind.lost)
-            remark(f"error: {failure.text}" if own else f"error: rank {seat.rank} ends: {failure.text}")
+            ends = "" if seat.rank in failure.ranks else f"rank {seat.rank} ends: "
+            remark(f"error: {ends}{failure.text}")
 
     watch: list[Liveness] = []
     end_soon_after_signals(lambda: watch[0].stopping() if watch else None)

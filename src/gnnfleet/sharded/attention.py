@@ -159,7 +159,7 @@ def _rebuild(own: _Own, grad: Tensor, side: Tensor, *, needs: tuple[bool, ...]) 
     def visit(q: int, rows: list[Tensor]) -> list[Tensor]:
         cut = call.cuts[q]
         block = own.facing(rows, cut)
-        if any(for_target):
+        if any(for_target) and cut.structure.num_edges:
             into = TargetGradient(d_dst, None if d_edge is None else d_edge[cut.edges], d_vector)
             pieces.by_target(call.form, block, Piece(cut.structure, cut.rows), grad=grad, side=side, into=into)
         if not sources:

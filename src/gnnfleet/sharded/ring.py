@@ -30,7 +30,7 @@ from gnnfleet.sharded.attention import Attention, attend_ring
 from gnnfleet.sharded.merged import MergedEdges
 from gnnfleet.sharded.messages import Propagation, propagate_ring
 from gnnfleet.sharded.part import Part, PartEdges
-from gnnfleet.sharded.sums import Aggregation, Reverse, Strand, max_strands, sum_strands
+from gnnfleet.sharded.sums import Aggregation, Reverse, Strand, max_strands, sum_strands, sum_with_own
 from gnnfleet.sharded.taking import Owners, take_ring
 
 
@@ -135,21 +135,28 @@ class RingView:
     def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, loops: bool = False) -> Tensor:
         edges = self._edges
         _check_reduce(reduce, weight)
-        self._check_rows("features", x, edges.kind.src)
-        fixed = weight is None or (weight is edges.weight and not weight.requires_grad)
-        strand = Strand(edges.cuts(loops=loops), 0, edges.degree(loops=loops) if reduce == "mean" else None)
-        reverse = None
-        if fixed and reduce != "max":
-            routes = self.part.routes(edges.kind.dst, "out")
-            reverse = Reverse(edges.out_cuts(loops=loops), routes, weighted=weight is not None)
-        call = Aggregation(self.ring, (self.part.routes(edges.kind.src, "in"),), (strand,), reverse)
+        call = self._aggregation(x, reduce, weight, loops=loops)
         if weight is not None:
-            weight = weight.reshape(-1) if not loops else edges.with_loops(weight.reshape(-1), fill=1.0)
+            weight = edges.with_loops(weight.reshape(-1), fill=1.0) if loops else weight.reshape(-1)
         (out,) = max_strands(call, [_flat(x)]) if reduce == "max" else sum_strands(call, [_flat(x)], weight)
         return out.view(edges.num_rows, *x.shape[1:])
 
     def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
-        return self.aggregate(x, reduce=reduce), x
+        if reduce == "max" or x.dim() != 2:
+            return self.aggregate(x, reduce=reduce), x
+        _check_reduce(reduce, None)
+        return sum_with_own(self._aggregation(x, reduce, None, loops=False), x)
+
+    def _aggregation(self, x: Tensor, reduce: str, weight: Tensor | None, *, loops: bool) -> Aggregation:
+        edges = self._edges
+        self._check_rows("features", x, edges.kind.src)
+        strand = Strand(edges.cuts(loops=loops), 0, edges.degree(loops=loops) if reduce == "mean" else None)
+        reverse = None
+        # Sources know the store's weights of their out-edges, and no others.
+        if reduce != "max" and (weight is None or (weight is edges.weight and not weight.requires_grad)):
+            routes = self.part.routes(edges.kind.dst, "out")
+            reverse = Reverse(edges.out_cuts(loops=loops), routes, weighted=weight is not None)
+        return Aggregation(self.ring, (self.part.routes(edges.kind.src, "in"),), (strand,), reverse)
 
     def aggregate_relations(
         self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from gnnfleet.comm.exchange import Lane, Ring, Routes, Visit
 from gnnfleet.ops.aggregate import MaxState, edge_dot, extend_max, max_back, max_rows, sum_rows, wide
+from gnnfleet.ops.buffers import empty
 from gnnfleet.sharded.homecoming import Homecoming
 from gnnfleet.sharded.part import Cut
 
@@ -71,6 +72,13 @@ def sum_strands(call: Aggregation, xs: Sequence[Tensor], weight: Tensor | None =
     return found
 
 
+def sum_with_own(call: Aggregation, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(``sum_strands`` of a single strand without weights, x): both gradients of x are added up in one pass."""
+    assert call.reverse is not None
+    near, own = _SumWithOwn.apply(call, x)  # type: ignore[no-untyped-call]
+    return near, own
+
+
 def max_strands(call: Aggregation, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """[n, F] for each strand: the maximum, 0 without edges; of equals the lowest store edge id gets the gradient."""
     found: tuple[Tensor, ...] = _Max.apply(call, *xs)  # type: ignore[no-untyped-call]
@@ -80,27 +88,12 @@ def max_strands(call: Aggregation, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Aggregation, weight: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
-        outs: list[Tensor] = []
-        scales = [strand.scale(wide(xs[strand.lane].dtype)) for strand in call.strands]
-
-        def visit(q: int, rows: list[Tensor]) -> None:
-            for place, strand in enumerate(call.strands):
-                cut, x = strand.cuts[q], rows[strand.lane]
-                own = None if weight is None else weight.detach()[cut.edges]
-                each = scales[place]
-                scale = None if each is None else cut.of_rows(each)
-                if q == call.rank:  # the first to be visited, and it has all rows
-                    outs.append(sum_rows(cut.structure, x, weight=own, row_scale=scale))
-                elif cut.structure.num_edges:
-                    sum_rows(cut.structure, x, weight=own, row_scale=scale, rows=cut.rows, out=outs[place])
-
-        call.ring.visit(call.lanes(xs), visit, what="rows of aggregate")
         ctx.call = call
         ctx.set_materialize_grads(False)  # what nobody used has no gradient, and sends none
         again = weight is not None and weight.requires_grad
         ctx.save_for_backward(weight, *(xs if again else ()))
         ctx.dtypes = [x.dtype for x in xs]
-        return tuple(outs)
+        return _gather(call, weight, xs)
 
     @staticmethod
     @once_differentiable
@@ -121,15 +114,53 @@ class _Sum(torch.autograd.Function):
         return None, dweight, *found
 
 
-def _sum_by_source(ring: Ring, reverse: Reverse, grad: Tensor) -> Tensor:
-    """[n, F] the gradient of own sources; ``grad`` [n, F] is that of own destinations."""
+class _SumWithOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Aggregation, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.call, ctx.dtype = call, x.dtype
+        ctx.set_materialize_grads(False)
+        return _gather(call, None, [x])[0], x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, own: Tensor | None) -> tuple[None, Tensor | None]:
+        call: Aggregation = ctx.call
+        scaled = _scaled(grad, call.strands[0])
+        if scaled is None or not ctx.needs_input_grad[1]:
+            return None, own
+        return None, _sum_by_source(call.ring, call.reverse, scaled, base=own).to(ctx.dtype)
+
+
+def _gather(call: Aggregation, weight: Tensor | None, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The sum or mean of every strand."""
+    outs: list[Tensor] = []
+    scales = [strand.scale(wide(xs[strand.lane].dtype)) for strand in call.strands]
+
+    def visit(q: int, rows: list[Tensor]) -> None:
+        for place, strand in enumerate(call.strands):
+            cut, x = strand.cuts[q], rows[strand.lane]
+            own = None if weight is None else weight.detach()[cut.edges]
+            each = scales[place]
+            scale = None if each is None else cut.of_rows(each)
+            if q == call.rank:  # the first to be visited, and it has all rows
+                outs.append(sum_rows(cut.structure, x, weight=own, row_scale=scale))
+            elif cut.structure.num_edges:
+                sum_rows(cut.structure, x, weight=own, row_scale=scale, rows=cut.rows, out=outs[place])
+
+    call.ring.visit(call.lanes(xs), visit, what="rows of aggregate")
+    return tuple(outs)
+
+
+def _sum_by_source(ring: Ring, reverse: Reverse | None, grad: Tensor, *, base: Tensor | None = None) -> Tensor:
+    """[n, F] the gradient of own sources, added to ``base``; ``grad`` [n, F] is that of own destinations."""
+    assert reverse is not None
     totals: list[Tensor] = []
 
     def visit(q: int, rows: list[Tensor]) -> None:
         cut = reverse.cuts[q]
         weight = cut.weight if reverse.weighted else None
         if q == ring.world.rank:
-            totals.append(sum_rows(cut.structure, rows[0], weight=weight))
+            totals.append(sum_rows(cut.structure, rows[0], weight=weight, base=base))
         elif cut.structure.num_edges:
             sum_rows(cut.structure, rows[0], weight=weight, rows=cut.rows, out=totals[0])
 
@@ -245,4 +276,6 @@ def _scaled(grad: Tensor | None, strand: Strand) -> Tensor | None:
     if grad is None:
         return None
     scale = strand.scale(grad.dtype)
-    return grad.contiguous() if scale is None else grad * scale[:, None]
+    if scale is None:
+        return grad.contiguous()
+    return torch.mul(grad, scale[:, None], out=empty(grad.shape, grad.dtype))

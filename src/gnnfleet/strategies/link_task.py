@@ -252,13 +252,13 @@ class LinkTask:
 
     def _by_type(self, relation: Tensor, end: str) -> Iterator[tuple[str, Tensor | slice]]:
         """(node type of an end, the links that have it there)."""
-        names = [getattr(kind, end) for kind in self.data.edge_types]
-        if len({getattr(kind, end) for kind in self._kinds}) == 1:
-            yield getattr(self._kinds[0], end), slice(None)
+        kinds = list(dict.fromkeys(getattr(kind, end) for kind in self._kinds))
+        if len(kinds) == 1:
+            yield kinds[0], slice(None)
             return
-        kinds = list(dict.fromkeys(names))
-        code = torch.tensor([kinds.index(name) for name in names])[relation]
-        for number, name in enumerate(kinds):  # also those without links: ranks must ask together
+        names = [getattr(kind, end) for kind in self.data.edge_types]
+        code = torch.tensor([kinds.index(name) if name in kinds else -1 for name in names])[relation]
+        for number, name in enumerate(kinds):  # also those without links here: ranks ask together
             yield name, (code == number).nonzero()[:, 0]
 
     def _rows(self, take: Take, links: Links) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,43 @@
+"""Real graphs in float64: the metrics of any number of ranks are those of local, digit by digit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gnnfleet.comm.world import World
+from gnnfleet.graph.ingest.npz import read_npz
+from gnnfleet.graph.partition import Partition
+from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.run.build import Here, build
+from gnnfleet.run.config import resolve
+from tests.equivalence.spread import cut_graph
+from tests.ranks import Crew
+
+EPOCHS = 15
+
+
+def metrics(world: World, store: str, parts: str | None) -> list[dict[str, float]]:
+    here = None if parts is None else Here(world, Partition.open(parts).shard(world.rank))
+    model = {"name": "gcn", "hidden": 16, "layers": 2, "dropout": 0.5, "input_norm": "sum"}
+    strategy = "local" if parts is None else "sar"
+    tree: dict[str, Any] = {"model": model, "precision": "float64", "strategy": strategy, "seed": 1}
+    made = build(open_store(store), resolve(tree), here=here).strategy
+    for epoch in range(EPOCHS):
+        list(made.steps(epoch))
+    return [made.evaluate(split) for split in ("train", "val", "test")]
+
+
+@pytest.mark.parametrize("name", ["cora", "pubmed"])
+def test_same_metrics_on_any_number_of_ranks(crew: Crew, shared_data: Path, tmp_path: Path, name: str) -> None:
+    graph = save_store(read_npz(shared_data / "static" / f"{name}.npz"), tmp_path / name)
+    wanted = metrics(World(), str(tmp_path / name), None)
+    assert wanted[2]["accuracy"] > 0.5
+    for size in (1, 2, 4):
+        parts = cut_graph(graph, size, "mincut" if size == 4 else "random", tmp_path / f"parts-{size}")
+        for found in crew.run(size, metrics, str(tmp_path / name), str(parts)):
+            for one, other in zip(found, wanted, strict=True):
+                assert one["accuracy"] == other["accuracy"] and one["count"] == other["count"]
+                assert one["loss"] == pytest.approx(other["loss"], rel=1e-10)
