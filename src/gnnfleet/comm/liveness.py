@@ -237,7 +237,7 @@ class Liveness:
         own = self._meeting.members[self.rank]
         for rank in ranks:
             member: Member = self._meeting.members[rank]
-            same = member.pids == own.pids and member.pid != own.pid
+            same = (member.machine, member.pids) == (own.machine, own.pids) and member.pid != own.pid
             if same and member.born and born(member.pid) == member.born:
                 with contextlib.suppress(OSError):
                     os.kill(member.pid, signal.SIGKILL)
