@@ -76,7 +76,7 @@ def side_by_side(trials: list[Trial], plan: list[tuple[int, signal.Signals, floa
 
 
 def plan_of(count: int, number: signal.Signals) -> list[tuple[int, signal.Signals, float]]:
-    return [(place % SIZE, number, DRAW.uniform(0, 2.5)) for place in range(count)]
+    return [(DRAW.randrange(SIZE), number, DRAW.uniform(0, 2.5)) for _ in range(count)]
 
 
 def start(forks: Forks, store: Graph, folder: Path, count: int) -> list[Trial]:
@@ -87,7 +87,11 @@ def start(forks: Forks, store: Graph, folder: Path, count: int) -> list[Trial]:
     return made
 
 
-@pytest.mark.parametrize(("count", "number"), [(9, signal.SIGKILL), (6, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("count", "number"),
+    [(5, signal.SIGKILL), (5, signal.SIGKILL), (6, signal.SIGSTOP)],
+    ids=["kill", "kill again", "stop"],
+)
 def test_others_end_and_name_the_one_that_is_gone(
     forks: Forks, store: Graph, tmp_path: Path, count: int, number: signal.Signals
 ) -> None:
