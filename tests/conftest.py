@@ -10,6 +10,10 @@ import pytest
 
 from tests.ranks import Crew
 
+# A torch store asks for the name behind every address that connects; a name server that loses questions would cost
+# five seconds each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:

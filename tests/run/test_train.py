@@ -19,7 +19,8 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.run.api import train
 from gnnfleet.run.commands.evaluate import graph_of_run
-from gnnfleet.run.training import Place, run_training
+from gnnfleet.run.prepare import Place
+from gnnfleet.run.training import run_training
 from tests.run.graphs import CLASSES, assert_same_checkpoint, communities
 from tests.run.shell import fails, run_json, start
 

@@ -14,7 +14,8 @@ from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
 from gnnfleet.run.build import build
 from gnnfleet.run.config import resolve
-from gnnfleet.run.training import Place, run_training
+from gnnfleet.run.prepare import Place
+from gnnfleet.run.training import run_training
 from gnnfleet.strategies.base import Strategy
 from tests.run.graphs import assert_same_checkpoint
 

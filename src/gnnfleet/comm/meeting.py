@@ -29,6 +29,7 @@ MEET_SECONDS = 300.0
 LEAVE_SECONDS = 10.0
 """How long rank 0, where it keeps the store, waits for the others to be done."""
 
+LINES = 2
 POLL_SECONDS = 0.02
 
 
@@ -56,20 +57,26 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """All ranks of an attempt, present at once. ``store`` holds nothing of other attempts."""
+    """All ranks of an attempt, present at once. ``store`` holds nothing of other attempts, ``ground`` what all leave.
+
+    ``lines`` are further connections to it: a call that hangs on one does not hold up the others. They were made
+    before the ranks met, since a store looks up the name of whoever connects and answers nobody meanwhile.
+    """
 
     seat: Seat
     token: str
     members: tuple[Member, ...]
     store: Store
+    ground: Store
+    lines: tuple[Store, ...] = ()
 
     @property
     def on_one_machine(self) -> bool:
         return len({member.machine for member in self.members}) == 1
 
-    def line(self) -> Store:
-        """Another connection to the same store: a call that hangs on one does not hold up the other."""
-        return PrefixStore(self.token, _client(self.seat, MEET_SECONDS))
+    def line(self, seconds: float = MEET_SECONDS) -> Store:
+        """One more connection, in place of one that broke."""
+        return PrefixStore(self.token, _client(self.seat, seconds))
 
     def name(self, rank: int) -> str:
         """A rank for people: ``rank 1 (pid 4711 on host a)``."""
@@ -81,12 +88,15 @@ class Meeting:
 def meet(seat: Seat, *, seconds: float = MEET_SECONDS) -> Iterator[Meeting]:
     """Wait until all ranks are here. Raises ExchangeError naming who is not after ``seconds``."""
     if seat.size == 1:
-        yield Meeting(seat, secrets.token_hex(6), (Member.myself(),), HashStore())
+        alone = HashStore()
+        yield Meeting(seat, secrets.token_hex(6), (Member.myself(),), alone, alone)
         return
     store = _server(seat) if seat.keeps_store else _client(seat, seconds)
+    lines = [_client(seat, seconds) for _ in range(LINES)]
     with _answering(seat):
         token, members = (_introduce if seat.rank else _greet)(store, seat, seconds)
-    meeting = Meeting(seat, token, members, PrefixStore(token, store))
+    own, *more = (PrefixStore(token, line) for line in (store, *lines))
+    meeting = Meeting(seat, token, members, own, store, tuple(more))
     yield meeting
     with _answering(seat):
         _leave(meeting)

@@ -90,6 +90,14 @@ def assignment_of(shard: Shard) -> Tensor:
         raise PartitionError(str(error)) from error
 
 
+def open_part(path: str | Path, part: int) -> Shard:
+    """One part of a partition, where the others need not be; raises PartitionError."""
+    try:
+        return Partition(Bundle.open(path, KIND)).shard(part)
+    except StoreError as error:
+        raise PartitionError(str(error)) from error
+
+
 def write_partition(
     graph: Graph,
     assignment: Assignment,

@@ -23,8 +23,9 @@ from gnnfleet.run.build import Built
 from gnnfleet.run.config import RunConfig, Tree, nest, overlay, read_toml
 from gnnfleet.run.link import score_pairs
 from gnnfleet.run.prediction import class_names
+from gnnfleet.run.prepare import Place
 from gnnfleet.run.registry import find_config
-from gnnfleet.run.training import Place, Trained, run_training
+from gnnfleet.run.training import Trained, run_training
 from gnnfleet.strategies.base import StrategyConfig, TrainConfig
 from gnnfleet.strategies.link_task import LinkTask
 from gnnfleet.strategies.task import NodeTask
@@ -37,11 +38,15 @@ class Record:
         self.summary: RunRecord = trained.record
         self.config: RunConfig = trained.config
         self.stopped_early: bool = trained.stopped_early
-        self._built: Built = trained.built
+        self._trained = trained
 
     def __repr__(self) -> str:
         s = self.summary
         return f"Record({s.strategy}, {s.model}, epochs={s.epochs}, {s.metrics['name']} test={s.metrics['test']})"
+
+    @property
+    def _built(self) -> Built:
+        return self._trained.built
 
     @property
     def metrics(self) -> Mapping[str, Any]:
@@ -96,13 +101,15 @@ def train(
     run_dir: str | Path | None = None,
     resume: bool = False,
     quiet: bool = True,
+    max_restarts: int = 0,
     **settings: Any,
 ) -> Record:
     """Train a model on a graph or a store and return its record.
 
     ``settings`` are the words of the config: ``seed``, ``split``, ``precision``, ``workers``; of its group train
     (``epochs``, ``lr``, ``patience``, …) and of the strategy by their own names; any other by its full name, as in
-    ``**{"report.memory": True}``. Files are written only where ``run_dir`` is given.
+    ``**{"report.memory": True}``. Files are written only where ``run_dir`` is given. With ``workers`` processes are
+    started on this machine; ``max_restarts`` is how often they may be started again when one is lost.
     """
     if resume and run_dir is None:
         raise ConfigError("resume needs run_dir: the directory of the run to go on with")
@@ -113,7 +120,7 @@ def train(
         words["model"] = {"name": model} if isinstance(model, str) else _plain(model)
     words = overlay(overlay(base, words), place_words(settings, words["strategy"]))
     place = Place(run_dir=None if run_dir is None else Path(run_dir), resume=resume)
-    return Record(run_training(found, words, place=place, quiet=quiet))
+    return Record(run_training(found, words, place=place, quiet=quiet, restarts=max_restarts))
 
 
 def place_words(settings: Mapping[str, Any], strategy: str | Mapping[str, Any]) -> Tree:

@@ -63,28 +63,44 @@ class Here:
     progress: Progress = Silent()
 
 
-def build(graph: Graph, config: RunConfig, *, progress: Progress = Silent(), here: Here | None = None) -> Built:
-    """Check the graph against the config and build; raises ConfigError or InputError before anything is written.
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """What a strategy is made of, found to fit together. ``graph`` is what is trained on."""
 
-    Of several ranks each says where it is with ``here``.
-    """
-    here = here or Here(progress=progress)
+    graph: Graph
+    task: NodeTask | LinkTask
+    model: Model
+    output: Output | None = None
+    remarks: tuple[str, ...] = ()
+
+
+def check(graph: Graph, config: RunConfig) -> Checked:
+    """Everything about a run that can be refused before a strategy is made; raises ConfigError or InputError."""
     _check_features(graph, config)
     if config.task == "link":
-        built = _assemble_links(graph, config, here, training=True)
+        checked = _check_links(graph, config, training=True)
     else:
         output = Output.of(graph)
         target = output.target
         graph = graph.with_nodes(target, split=_split(graph.nodes[target], config))
         _check_labels(graph.nodes[target])
-        built = _assemble(graph, config, output, here)
-    if not built.has("train"):
+        checked = _check_nodes(graph, config, output)
+    if not len(checked.task.items("train")):
         raise ConfigError("the training split has no labelled nodes: choose another --split, as 0.6/0.2/0.2")
-    if config.train.patience and not built.has("val"):
+    if config.train.patience and not len(checked.task.items("val")):
+        unit = "links" if config.task == "link" else "nodes"
         raise ConfigError(
-            f"train.patience needs val {built.unit} and the split has none: set train.patience=0 or another --split"
+            f"train.patience needs val {unit} and the split has none: set train.patience=0 or another --split"
         )
-    return built
+    return checked
+
+
+def build(graph: Graph, config: RunConfig, *, progress: Progress = Silent(), here: Here | None = None) -> Built:
+    """Check the graph against the config and build; raises ConfigError or InputError before anything is written.
+
+    Of several ranks each says where it is with ``here``.
+    """
+    return _assemble(check(graph, config), config, here or Here(progress=progress))
 
 
 def rebuild(
@@ -113,29 +129,30 @@ def rebuild(
             raise ConfigError("this store has no split: evaluate all of it with --split all")
         codes = _split(nodes, config)
     graph = graph.with_nodes(target, y=unknown if nodes.y is None else nodes.y, split=codes)
-    return _assemble(graph, config, output, here or Here(progress=progress))
+    return _assemble(_check_nodes(graph, config, output), config, here or Here(progress=progress))
 
 
 def rebuild_links(graph: Graph, config: RunConfig, *, progress: Progress = Silent(), here: Here | None = None) -> Built:
     """A trained run on links, to evaluate or score; held-out links are found again from the config."""
-    return _assemble_links(graph, config, here or Here(progress=progress), training=False)
+    return _assemble(_check_links(graph, config, training=False), config, here or Here(progress=progress))
 
 
-def _assemble(graph: Graph, config: RunConfig, output: Output, here: Here) -> Built:
+def _check_nodes(graph: Graph, config: RunConfig, output: Output) -> Checked:
     target = output.target_in(graph)
     head = output.head(metric=config.train.metric, smoothing=config.train.label_smoothing)
-    task = NodeTask(target, graph.nodes[target], head)
     model = seeded_model(graph, config, out_channels=output.num_classes)
-    strategy = make_strategy(config.strategy, _job(graph, config, task, model, here))
-    return Built(strategy, graph, task, output, config.model.file, world=here.world)
+    return Checked(graph, NodeTask(target, graph.nodes[target], head), model, output)
 
 
-def _assemble_links(graph: Graph, config: RunConfig, here: Here, *, training: bool) -> Built:
+def _check_links(graph: Graph, config: RunConfig, *, training: bool) -> Checked:
     task, model = build_links(graph, config, training=training)
-    graph = task.data.graph
-    strategy = make_strategy(config.strategy, _job(graph, config, task, model, here))
-    remarks = () if task.hides else (SEES_TARGETS,)
-    return Built(strategy, graph, task, None, config.model.file, remarks, here.world)
+    return Checked(task.data.graph, task, model, remarks=() if task.hides else (SEES_TARGETS,))
+
+
+def _assemble(checked: Checked, config: RunConfig, here: Here) -> Built:
+    graph, task = checked.graph, checked.task
+    strategy = make_strategy(config.strategy, _job(graph, config, task, checked.model, here))
+    return Built(strategy, graph, task, checked.output, config.model.file, checked.remarks, here.world)
 
 
 def _job(graph: Graph, config: RunConfig, task: Task, model: Model, here: Here) -> Job:

@@ -23,6 +23,8 @@ from gnnfleet.run.commands.predict import predict
 from gnnfleet.run.commands.train import TRAIN_EXAMPLES, train
 from gnnfleet.run.console import remark
 
+INTERRUPTED = "interrupted; nothing half-written was left behind"
+
 # The root of what the parser raises: click's ClickException, which newer releases of typer carry under another name.
 _UsageProblem: Any = typer.BadParameter.__mro__[2]
 
@@ -54,7 +56,11 @@ def main() -> NoReturn:
     try:
         ended = app(args=arguments, prog_name="gnnfleet", standalone_mode=False)
         code = ended if isinstance(ended, int) else 0
+        if code == 130:  # some typers catch Ctrl-C themselves, without a word
+            _fail(INTERRUPTED, code, debug)
     except GnnfleetError as error:
+        for note in getattr(error, "__notes__", ()):  # the traceback of a worker
+            remark(note)
         code = _fail(str(error), error.exit_code, debug)
     except typer.Exit as error:
         code = error.exit_code
@@ -64,7 +70,7 @@ def main() -> NoReturn:
         if error.format_message():
             _fail(f"{error.format_message()} (gnnfleet --help)", code, debug)
     except (KeyboardInterrupt, typer.Abort):
-        code = _fail("interrupted; nothing half-written was left behind", 130, debug)
+        code = _fail(INTERRUPTED, 130, debug)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0

@@ -61,7 +61,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 # What may differ between a run and its continuation without making it another run. Memory decides the chunks of an
-# evaluation, which differ by rounding: a run that was killed for its memory must be able to go on with less.
+# evaluation, which differ by rounding: a run that was killed for its memory must be able to go on with less. So do
+# the parts of a graph: a run may go on with more or fewer machines.
 _CHANGEABLE = (
     "train.epochs",
     "train.patience",
@@ -69,6 +70,8 @@ _CHANGEABLE = (
     "report.memory",
     "report.tensorboard",
     "memory",
+    "workers",
+    "partition",
 )
 
 

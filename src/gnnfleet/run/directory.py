@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.bundle import write_atomically
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.own import file_digest
-from gnnfleet.report.record import versions
-from gnnfleet.run.checkpoint import Position, load_checkpoint, save_checkpoint
+from gnnfleet.report.record import RunRecord, versions
+from gnnfleet.run.checkpoint import Position, load_checkpoint, load_own, save_checkpoint
 from gnnfleet.run.config import RunConfig, Tree, resolve
 from gnnfleet.run.output import Output
 from gnnfleet.strategies.base import State
@@ -30,9 +31,10 @@ MODEL_COPY = "model.py"
 class RunDirectory:
     """An opened run; also what the loop hands checkpoints to."""
 
-    def __init__(self, path: Path, *, seed: int = 0) -> None:
+    def __init__(self, path: Path, *, seed: int = 0, world: World | None = None) -> None:
         self.path = path
         self.seed = seed
+        self.world = world or World()  # the ranks that write checkpoints together
         self._lock: TextIO | None = None
 
     @property
@@ -124,7 +126,7 @@ class RunDirectory:
             )
 
     def save(self, name: str, state: State, position: Position) -> None:
-        save_checkpoint(self.path / "checkpoints" / name, state, position, seed=self.seed)
+        save_checkpoint(self.path / "checkpoints" / name, state, position, seed=self.seed, world=self.world)
 
     def load(self, name: str) -> tuple[State, Position] | None:
         """A checkpoint, None when there is none; raises RunError when it is damaged."""
@@ -135,6 +137,18 @@ class RunDirectory:
         if seed != self.seed:
             raise RunError(f"checkpoint {path} has seed {seed}, the run has {self.seed}: it belongs to another run")
         return state, position
+
+    def load_own(self, name: str, world: World) -> State:
+        """What this rank owns in a checkpoint that the first rank has found; raises RunError."""
+        path = self.path / "checkpoints" / name
+        return load_own(path, rank=world.rank, size=world.size) if path.exists() else {}
+
+    def record(self) -> RunRecord:
+        """What ``finish`` saved."""
+        try:
+            return RunRecord(**json.loads((self.path / "record.json").read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+            raise RunError(f"{self.path / 'record.json'} is missing or damaged: train again") from error
 
     def finish(self, record: Mapping[str, Any]) -> None:
         self._write("record.json", json.dumps(record, indent=1).encode())

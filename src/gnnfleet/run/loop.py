@@ -1,24 +1,23 @@
 """The training loop: epochs, evaluations, early stopping, checkpoints. It names no strategy.
 
 Epochs are counted from 1 in everything that is written or shown ("epochs done"); strategies count from 0. The best
-epoch is the one with the highest val metric, of equals the one with the lower val loss, of equals the first.
+epoch is the one with the highest val metric, of equals the one with the lower val loss, of equals the first. Every
+rank runs the loop; what depends on a clock or on numbers that might differ in rounding is decided by the first.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-
-from torch import Tensor
 
 from gnnfleet.errors import RunError
 from gnnfleet.report.epochs import EpochDisplay, NoDisplay
 from gnnfleet.report.metrics import Sink
 from gnnfleet.run.checkpoint import Position
-from gnnfleet.strategies.base import State, Strategy, TrainConfig
+from gnnfleet.strategies.base import OWN, State, Strategy, TrainConfig
 
 
 class Keeper(Protocol):
@@ -34,6 +33,10 @@ class KeepNothing:
         return None
 
 
+Agree = Callable[[dict[str, Any]], dict[str, Any]]
+"""What the first rank says in place of what this one would; plain words and numbers."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the loop needs to know besides the strategy."""
@@ -44,6 +47,7 @@ class Plan:
     keeper: Keeper = field(default_factory=KeepNothing)
     sinks: Sequence[Sink] = ()
     display: EpochDisplay = field(default_factory=NoDisplay)
+    agree: Agree = lambda word: word
 
 
 @dataclass(frozen=True)
@@ -58,18 +62,20 @@ class Outcome:
 class _Best:
     """The best weights so far, copied when they were found and written when it is time."""
 
-    def __init__(self, weights: dict[str, Tensor] | None) -> None:
-        self.weights = weights
+    def __init__(self, state: State | None) -> None:
+        self.state = state
         self.unsaved: Position | None = None  # where the run stood when they were found
 
     def take(self, strategy: Strategy, position: Position) -> None:
-        self.weights = {name: tensor.detach().clone() for name, tensor in strategy.state_dict()["model"].items()}
+        self.state = {
+            part: {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            for part, tensors in strategy.state_dict().items()
+            if part in ("model", OWN)
+        }
         self.unsaved = position
 
 
-def fit(
-    strategy: Strategy, plan: Plan, *, start: Position | None = None, best: dict[str, Tensor] | None = None
-) -> Outcome:
+def fit(strategy: Strategy, plan: Plan, *, start: Position | None = None, best: State | None = None) -> Outcome:
     """Train from ``start`` on; ends with the best weights loaded. Raises RunError when the loss is no number."""
     position = start or Position()
     kept = _Best(best)
@@ -78,19 +84,23 @@ def fit(
     while position.epoch < plan.train.epochs and not _exhausted(position, plan):
         row = _epoch(strategy, position, plan.train)
         position = replace(position, epoch=position.epoch + 1, step=position.step + row.pop("steps"))
-        if plan.validates and (position.epoch % plan.train.eval_every == 0 or position.epoch == plan.train.epochs):
-            position = _validate(strategy, plan, position, row, kept)
+        found = _validate(strategy, plan, position, row)
+        overdue = time.monotonic() - saved_at >= plan.train.checkpoint_seconds
+        word = plan.agree({"found": found, "save": overdue})
+        if word["found"] is not None and _is_better(word["found"], plan.metric, position):
+            position = _better(word["found"], plan.metric, position)
+            kept.take(strategy, position)
         rows.append(row)
         for sink in plan.sinks:
             sink.write(row)
         plan.display.show(row)
-        if time.monotonic() - saved_at >= plan.train.checkpoint_seconds:
+        if word["save"]:
             _save(strategy, plan, position, kept)
             saved_at, saved_epoch = time.monotonic(), position.epoch
     if saved_epoch < position.epoch:
         _save(strategy, plan, position, kept)
-    if kept.weights is not None and position.best_epoch != position.epoch:
-        strategy.load_state_dict({"model": kept.weights})
+    if kept.state is not None and position.best_epoch != position.epoch:
+        strategy.load_state_dict(kept.state)
     if not plan.validates:
         position = replace(position, best_epoch=position.epoch)
     return Outcome(position, rows, stopped_early=position.epoch < plan.train.epochs)
@@ -112,15 +122,19 @@ def _epoch(strategy: Strategy, position: Position, train: TrainConfig) -> dict[s
     return {"epoch": position.epoch + 1, "train_loss": loss / max(count, 1), "seconds": seconds, "steps": steps}
 
 
-def _validate(strategy: Strategy, plan: Plan, position: Position, row: dict[str, Any], kept: _Best) -> Position:
+def _validate(strategy: Strategy, plan: Plan, position: Position, row: dict[str, Any]) -> dict[str, float] | None:
+    """What val gives in this epoch, added to the row; None where it is not asked."""
+    due = position.epoch % plan.train.eval_every == 0 or position.epoch == plan.train.epochs
+    if not plan.validates or not due:
+        return None
     started = time.perf_counter()
     found = strategy.evaluate("val")
     row |= {"val": found[plan.metric], "val_loss": found["loss"], "eval_seconds": time.perf_counter() - started}
-    if not _is_better(found, plan.metric, position):
-        return position
-    position = replace(position, best_epoch=position.epoch, best_metric=found[plan.metric], best_loss=found["loss"])
-    kept.take(strategy, position)
-    return position
+    return found
+
+
+def _better(found: Mapping[str, float], metric: str, position: Position) -> Position:
+    return replace(position, best_epoch=position.epoch, best_metric=found[metric], best_loss=found["loss"])
 
 
 def _is_better(found: Mapping[str, float], metric: str, position: Position) -> bool:
@@ -140,7 +154,7 @@ def _exhausted(position: Position, plan: Plan) -> bool:
 
 def _save(strategy: Strategy, plan: Plan, position: Position, kept: _Best) -> None:
     """Best before last: a kill in between leaves a last from which the same best is found again."""
-    if kept.unsaved is not None and kept.weights is not None:
-        plan.keeper.save("best", {"model": kept.weights}, kept.unsaved)
+    if kept.unsaved is not None and kept.state is not None:
+        plan.keeper.save("best", kept.state, kept.unsaved)
         kept.unsaved = None
     plan.keeper.save("last", strategy.state_dict(), position)

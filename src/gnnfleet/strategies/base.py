@@ -23,7 +23,11 @@ from gnnfleet.report.progress import Progress, Silent
 from gnnfleet.strategies.task import Take, Task
 
 State = dict[str, dict[str, Tensor]]
-"""Everything that training changes: {"model": {name: tensor}, "optimizer": {name: tensor}}."""
+"""Everything that training changes: {"model": {name: tensor}, "optimizer": {name: tensor}}, equal on all ranks, and
+perhaps ``OWN``."""
+
+OWN = "own"
+"""The part of a state that differs from rank to rank."""
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 """The dtype of weights and features; bf16 rounds only what enters a product."""
@@ -36,8 +40,12 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
     """What the configs of all strategies have: the name they are chosen by."""
 
     uses_parts: ClassVar[bool] = False  # whether a partition of the graph means anything to it
+    partitioner: ClassVar[str] = "mincut"  # how nodes are dealt to workers unless the user says
 
     name: str
+
+    def check(self, task: Task) -> None:
+        """Raise ConfigError for a task that this strategy cannot learn."""
 
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid"):

@@ -70,6 +70,7 @@ def partition(
     from gnnfleet.graph.store import open_store
     from gnnfleet.report.progress import show
     from gnnfleet.run.commands.info import partition_table
+    from gnnfleet.run.parts import partition_name
 
     graph = open_store(store)
     options: dict[str, Any] = {"imbalance": imbalance, "clusters": clusters, "tries": tries}
@@ -94,18 +95,6 @@ def partition(
     }
     emit(result, as_json=as_json, human=[partition_table(target.name, result)])
     remark("nothing written (--dry-run)" if dry_run else f"written to {target}", quiet=quiet or as_json)
-
-
-def partition_name(method: str, parts: int, balance: str, seed: int, options: dict[str, Any]) -> str:
-    """Where a store keeps a partition: the same request finds the same directory."""
-    words = [
-        str(method),
-        str(parts),
-        str(balance),
-        f"seed{seed}",
-        *(f"{key}{value}" for key, value in sorted(options.items())),
-    ]
-    return "-".join(words)
 
 
 def write_ids(graph: Graph, assignment: Assignment, path: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gnnfleet.comm.seat import Seat
 from gnnfleet.run.allocator import prefer_huge_pages
 from gnnfleet.run.console import JsonFlag, QuietFlag, emit, parse_settings, remark, size_text, table
 
 if TYPE_CHECKING:
     from gnnfleet.report.record import RunRecord
+    from gnnfleet.run.config import RunConfig
 
 TRAIN_EXAMPLES = """\
 gnnfleet train shop/ --model gcn --set model.hidden=64 --set train.lr=0.01 --split 20-per-class
@@ -20,6 +23,12 @@ gnnfleet train shop/ --model gcn --set model.hidden=64 --set train.lr=0.01 --spl
 gnnfleet train shop/ --model mine.py:make --set model.settings.depth=4        a model of your own, docs/models.md
 
 gnnfleet train shop/ --config run.toml --seed 1 --run-dir runs/first --resume
+
+gnnfleet train shop/ --strategy sar --workers 4 --max-restarts 3               four processes on this machine
+
+torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m gnnfleet train shop/ --strategy sar
+
+                                                                               four machines, docs/two-machines.md
 """
 _WHAT, _HOW, _WHERE = "What is trained", "How it runs", "What is kept"
 
@@ -44,8 +53,11 @@ SplitRule = _option(
 Settings = _option(_WHAT, "KEY=VALUE", "One word of the config, as train.lr=0.01; repeatable.", "--set")
 Config = _option(_WHAT, "FILE", "A TOML file with the words of a run.", "--config", "-c")
 Seed = _option(_WHAT, "N", "The same seed gives the same weights, bit for bit. Default 0.")
-Strategy = _option(_HOW, "NAME", "local: full batch in one process. The default.", "--strategy", "-s")
-Workers = _option(_HOW, "N", "Processes. Default 1.", "--workers", "-w")
+Strategy = _option(
+    _HOW, "NAME", "local: one process, the default; sar: exact full batch on several workers.", "--strategy", "-s"
+)
+Workers = _option(_HOW, "N", "Processes on this machine. Default 1; of several machines see below.", "--workers", "-w")
+Restarts = _option(_HOW, "N", "How often workers may be started again when one is lost. Default 0.", "--max-restarts")
 Partition = _option(
     _HOW, "METHOD", "How nodes are dealt to workers: mincut, super, random, stream, range. local has no parts."
 )
@@ -71,6 +83,7 @@ def train(
     seed: Annotated[int | None, Seed] = None,
     strategy: Annotated[str | None, Strategy] = None,
     workers: Annotated[int | None, Workers] = None,
+    max_restarts: Annotated[int, Restarts] = 0,
     partition: Annotated[str | None, Partition] = None,
     precision: Annotated[
         Precision | None,
@@ -95,9 +108,13 @@ def train(
     All of them are in docs/defaults.md, models in docs/models.md.
     """
     prefer_huge_pages()
+    seat = Seat.from_environment()
+    if seat is not None and seat.size > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is reported once, in our words
     from gnnfleet.graph.store import open_store
     from gnnfleet.run.config import nest, overlay, parse_value, read_toml
-    from gnnfleet.run.training import Place, run_training
+    from gnnfleet.run.prepare import Place
+    from gnnfleet.run.training import run_training
 
     words = {} if config is None else read_toml(config)
     given = {key: parse_value(value) for key, value in parse_settings(settings).items()}
@@ -113,28 +130,38 @@ def train(
         "precision": None if precision is None else str(precision),
     }
     words = overlay(overlay(words, nest(given)), {key: value for key, value in options.items() if value is not None})
+    place = Place(run_dir, keep=True, resume=resume)
+
+    def show(record: RunRecord, resolved: RunConfig) -> None:
+        emit(record.as_json(), as_json=as_json, human=_summary(store.resolve().name, record))
+        if record.epochs < resolved.train.epochs:
+            patience = resolved.train.patience
+            remark(f"stopped after {record.epochs} epochs: val did not get better for {patience}", quiet=quiet)
+        remark(f"kept in {record.run_dir}", quiet=quiet)
+
+    if seat is not None and seat.size > 1:
+        from gnnfleet.run.torchrun import train_as_rank
+
+        train_as_rank(seat, store, words, place=place, quiet=quiet, show=show)
     graph = open_store(store)
     if resume and run_dir is not None and not (run_dir / "config.json").exists():
         remark(f"there is no run in {run_dir} to go on with: it begins", quiet=quiet)
-    trained = run_training(graph, words, place=Place(run_dir, keep=True, resume=resume), quiet=quiet)
-    record = trained.record
-    emit(record.as_json(), as_json=as_json, human=_summary(store.resolve().name, record))
-    if trained.stopped_early:
-        remark(
-            f"stopped after {record.epochs} epochs: val did not get better for {trained.config.train.patience}",
-            quiet=quiet,
-        )
-    remark(f"kept in {record.run_dir}", quiet=quiet)
+    trained = run_training(graph, words, place=place, quiet=quiet, restarts=max_restarts)
+    show(trained.record, trained.config)
 
 
 def _summary(name: str, record: RunRecord) -> list[Any]:
     seconds = sorted(record.seconds_per_epoch)
+    several = " (of the largest worker)" if record.workers > 1 else ""
     rows = [
         ("epochs", record.epochs),
         ("best epoch", record.metrics["best_epoch"]),
         ("train loss", record.metrics["train_loss"]),
         *((f"{split} {record.metrics['name']}", record.metrics[split]) for split in ("val", "test")),
         ("seconds per epoch (median)", seconds[len(seconds) // 2] if seconds else None),
-        ("peak memory", size_text(record.memory["peak_rss"][0])),
+        ("peak memory" + several, size_text(max(record.memory["peak_rss"]))),
     ]
-    return [f"{record.model} on {name}, strategy {record.strategy}", table(None, ["", "value"], rows)]
+    if record.workers > 1:
+        rows.append(("sent in all", size_text(sum(record.traffic["bytes_sent"]))))
+    on = f", {record.workers} workers" if record.workers > 1 else ""
+    return [f"{record.model} on {name}, strategy {record.strategy}{on}", table(None, ["", "value"], rows)]

@@ -6,7 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from gnnfleet.errors import ConfigError
 from gnnfleet.strategies.base import StrategyConfig
+from gnnfleet.strategies.task import Task
 
 
 class SarConfig(StrategyConfig, frozen=True, extra="forbid"):
@@ -20,6 +22,10 @@ class SarConfig(StrategyConfig, frozen=True, extra="forbid"):
     group: int = Field(default=1, ge=1)
     prefetch: int = Field(default=1, ge=0)  # groups fetched ahead of the one that is worked on
     cache_inputs: Literal["auto"] | bool = "auto"  # the first layer's aggregate, computed once; auto: where it can be
+
+    def check(self, task: Task) -> None:
+        if task.hides:
+            raise ConfigError("strategy sar walks every edge in every step: set link.exclude=none")
 
     @field_validator("cache_inputs", mode="before")
     @classmethod

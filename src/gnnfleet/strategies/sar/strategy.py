@@ -44,8 +44,7 @@ class SarStrategy:
     def __init__(self, config: SarConfig, job: Job) -> None:
         if job.shard is None:
             raise ConfigError("strategy sar works on a part of a partitioned graph, found none: use gnnfleet train")
-        if job.task.hides:
-            raise ConfigError("strategy sar walks every edge in every step: set link.exclude=none")
+        config.check(job.task)
         self.model = job.model
         self._config, self._job, self._world = config, job, job.world
         ring = Ring(job.world, config.group, config.prefetch, buffers.empty)

@@ -1,0 +1,193 @@
+"""A built run from its start to its record, on every rank: where it begins, the loop, what is measured at the end.
+
+The first rank reads and writes files and talks to the user; the others hear from it what it read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from safetensors.torch import load as tensors_from_bytes
+from safetensors.torch import save as tensors_to_bytes
+
+from gnnfleet.comm.reduce import gather_rows, share
+from gnnfleet.comm.world import World
+from gnnfleet.ops.buffers import unpooled
+from gnnfleet.report.epochs import show_epochs
+from gnnfleet.report.memory import own_rss, peak_rss, peak_tensors, rss
+from gnnfleet.report.metrics import MetricsFile, Sink, TensorBoard
+from gnnfleet.report.record import RunRecord, versions
+from gnnfleet.report.traffic import Traffic
+from gnnfleet.run.build import Built
+from gnnfleet.run.checkpoint import Position
+from gnnfleet.run.config import RunConfig
+from gnnfleet.run.directory import RunDirectory
+from gnnfleet.run.loop import KeepNothing, Outcome, Plan, fit
+from gnnfleet.strategies.base import State, Strategy
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: at the beginning, or at a checkpoint."""
+
+    position: Position
+    state: State | None = None
+    best: State | None = None
+
+
+def run_course(
+    built: Built, config: RunConfig, directory: RunDirectory | None, *, start: Start, quiet: bool
+) -> RunRecord:
+    """Train from ``start`` and measure; the strategy then holds the best weights."""
+    after_build = rss()
+    aside = beside(built.world)
+    if start.state is not None:
+        built.strategy.load_state_dict(start.state)
+    outcome, rows = _fit(built, config, directory, start, quiet=quiet or not aside.is_first)
+    scores = {split: _score(built, split) for split in ("val", "test")}
+    traffic, memory = _measure_ranks(built, config, after_build)
+    record = RunRecord(
+        strategy=config.strategy.name,
+        workers=config.workers,
+        model=config.model.label,
+        seed=config.seed,
+        epochs=outcome.position.epoch,
+        steps=outcome.position.step,
+        seconds_per_epoch=[row["seconds"] for row in rows],
+        metrics={
+            "train_loss": rows[-1]["train_loss"] if rows else None,
+            **scores,
+            "name": built.task.metric,
+            "best_epoch": outcome.position.best_epoch,
+        },
+        traffic=traffic,
+        memory=memory,
+        run_dir=None if directory is None else str(directory.path),
+        versions=versions(),
+    )
+    if directory is not None and aside.is_first:
+        directory.finish(record.as_json())
+    return record
+
+
+def beside(world: World) -> World:
+    """The same ranks for words that are no part of training: they are not counted."""
+    return replace(world, traffic=Traffic())
+
+
+def agree(world: World, word: dict[str, Any]) -> dict[str, Any]:
+    """The word of the first rank."""
+    if world.size == 1:
+        return word
+    heard: dict[str, Any] = json.loads(share(world, json.dumps(word).encode() if world.is_first else None))
+    return heard
+
+
+def find_start(directory: RunDirectory | None, world: World) -> Start:
+    """Where a run begins; the first rank reads, others need to see its disk only where they own a part of the state."""
+    if directory is None:
+        return Start(Position())
+    start = read_start(directory) if world.is_first else Start(Position())
+    if world.size == 1 and start.state is None:
+        return start
+    word = agree(world, {"position": asdict(start.position), "last": start.state is not None, "best": bool(start.best)})
+    if not word["last"]:
+        return start
+    state = {**_share_state(world, start.state), **directory.load_own("last", world)}
+    best = {**_share_state(world, start.best), **directory.load_own("best", world)} if word["best"] else None
+    return Start(Position(**word["position"]), state, best)
+
+
+def read_start(directory: RunDirectory) -> Start:
+    """What all ranks have of where a run stands; raises RunError for a damaged checkpoint."""
+    last = directory.load("last")
+    if last is None:
+        return Start(Position())
+    state, position = last
+    best = directory.load("best")
+    # A kill between the two leaves a best from later than last: training finds it again.
+    fits = best is not None and best[1].best_epoch == position.best_epoch
+    return Start(position, state, best[0] if best is not None and fits else None)
+
+
+def _share_state(world: World, state: State | None) -> State:
+    if world.size == 1:
+        assert state is not None
+        return state
+    flat = None
+    if world.is_first:
+        assert state is not None
+        flat = tensors_to_bytes({f"{part}/{name}": t for part, tensors in state.items() for name, t in tensors.items()})
+    found: State = {}
+    for key, tensor in tensors_from_bytes(share(world, flat)).items():
+        part, _, name = key.partition("/")
+        found.setdefault(part, {})[name] = tensor
+    return found
+
+
+def _fit(
+    built: Built, config: RunConfig, directory: RunDirectory | None, start: Start, *, quiet: bool
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    """The outcome, and the rows of all epochs of the run."""
+    sinks: list[Sink] = []
+    earlier: list[dict[str, Any]] = []
+    aside = beside(built.world)
+    with ExitStack() as stack:
+        if directory is not None and aside.is_first:
+            if config.report.tensorboard:
+                sinks.append(TensorBoard(directory.path / "tensorboard"))
+            file = MetricsFile(directory.metrics, epochs=start.position.epoch)
+            earlier = file.rows
+            sinks.append(file)
+        for sink in sinks:
+            stack.callback(sink.close)
+        plan = Plan(
+            train=config.train,
+            metric=built.task.metric,
+            validates=built.has("val"),
+            keeper=directory or KeepNothing(),
+            sinks=sinks,
+            display=stack.enter_context(show_epochs(config.train.epochs, quiet=quiet)),
+            agree=lambda word: agree(aside, word),
+        )
+        outcome = fit(built.strategy, plan, start=start.position, best=start.best)
+    return outcome, [*earlier, *outcome.rows]
+
+
+def _measure_ranks(
+    built: Built, config: RunConfig, after_build: int
+) -> tuple[Mapping[str, list[int]], Mapping[str, list[int]]]:
+    """Traffic and memory, one number per rank each."""
+    sent = built.world.traffic
+    own = {"bytes_sent": sent.bytes_sent, "rounds": sent.rounds}
+    own |= {"peak_rss": peak_rss(), "rss_growth": max(0, peak_rss() - after_build), "own_rss": own_rss()}
+    if config.report.memory:
+        own["peak_tensors"] = _peak(built.strategy, config.train.epochs)
+    rows = torch.cat(gather_rows(beside(built.world), torch.tensor([list(own.values())]))).tolist()
+    found = {word: [row[place] for row in rows] for place, word in enumerate(own)}
+    traffic = {word: found.pop(word) for word in ("bytes_sent", "rounds")}
+    return traffic, found
+
+
+def _score(built: Built, split: str) -> float | None:
+    """The metric of a split; None where it has no nodes or the metric no value."""
+    value = built.strategy.evaluate(split)[built.task.metric] if built.has(split) else math.nan
+    return None if math.isnan(value) else value
+
+
+def _peak(strategy: Strategy, epoch: int) -> int:
+    """Highest tensor memory of one more epoch, whose effect is taken back."""
+    before = {
+        part: {name: t.detach().clone() for name, t in tensors.items()}
+        for part, tensors in strategy.state_dict().items()
+    }
+    with unpooled():
+        highest = peak_tensors(lambda: list(strategy.steps(epoch)))
+    strategy.load_state_dict(before)
+    return highest

@@ -1,0 +1,153 @@
+"""Partitions kept in a store: found again by what was asked for, made when there is none.
+
+``python -m gnnfleet.run.parts`` makes one in a process of its own, for a rank that must go on beating: METIS holds
+Python's lock for as long as it takes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gnnfleet.errors import GnnfleetError, PartitionError, StoreError
+from gnnfleet.graph.bundle import Bundle
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.partition import Partition, write_partition
+from gnnfleet.graph.partitioners import assign
+from gnnfleet.report.progress import Progress, Silent, show
+from gnnfleet.run.config import RunConfig, resolve
+from gnnfleet.run.console import remark
+from gnnfleet.run.leash import die_with_parent
+
+SEED = 0
+"""Of partitions that are made unasked: runs that differ in their own seed share one."""
+
+
+def partition_name(method: str, parts: int, balance: str, seed: int, options: dict[str, Any]) -> str:
+    """Where a store keeps a partition: the same request finds the same directory."""
+    words = [str(method), str(parts), str(balance), f"seed{seed}"]
+    return "-".join([*words, *(f"{key}{value}" for key, value in sorted(options.items()))])
+
+
+def ensure_partition(
+    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Silent(), quiet: bool = True
+) -> Path:
+    """The partition of a run in its store, one part per worker; made if it is not there, damaged or of other data.
+
+    ``trained`` is what is cut: the store's graph, or for links the one that messages run over. Two processes that want
+    the same one make it once. Raises StoreError where the store cannot be written.
+    """
+    store = _store(graph)
+    method = config.partition or config.strategy.partitioner
+    folder, known = store.path / "parts", None
+    if _same_edges(graph, trained):
+        trained = known = graph
+    else:  # apart from partitions of the store's own graph; the name says what this one was made from
+        folder /= f"links-{_links_key(store, config)}"
+    path = folder / partition_name(method, config.workers, "nodes", SEED, {})
+    if _is_there(path, known):
+        return path
+    with _one_at_a_time(path, quiet):
+        if not _is_there(path, known):  # perhaps another process has made it meanwhile
+            assignment = assign(trained, config.workers, method, seed=SEED, progress=progress)
+            write_partition(trained, assignment, path, overwrite=path.exists(), progress=progress)
+    return path
+
+
+def ensure_apart(graph: Graph, config: RunConfig, *, quiet: bool) -> Path:
+    """``ensure_partition`` in another process, whose errors are raised here."""
+    words = json.dumps({"store": str(_store(graph).path), "config": config.model_dump(mode="json"), "quiet": quiet})
+    command = [sys.executable, "-m", "gnnfleet.run.parts"]
+    done = subprocess.run(command, input=words, stdout=subprocess.PIPE, text=True, check=False)
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError as error:
+        raise PartitionError(f"partitioning ended with exit code {done.returncode}: see above") from error
+    if "error" in answer:
+        raise error_of(answer["exit_code"])(answer["error"])
+    return Path(answer["path"])
+
+
+def error_of(exit_code: int) -> type[GnnfleetError]:
+    """The error that ends with an exit code."""
+    return next((kind for kind in GnnfleetError.__subclasses__() if kind.exit_code == exit_code), GnnfleetError)
+
+
+def trained_graph(graph: Graph, config: RunConfig) -> Graph:
+    """The graph that messages run over in training."""
+    if config.task != "link":
+        return graph
+    from gnnfleet.run.link import build_links
+
+    return build_links(graph, config, training=True)[0].data.graph
+
+
+def _store(graph: Graph) -> Bundle:
+    assert graph.store is not None, "a graph in memory is stored before it is cut"
+    return graph.store
+
+
+def _same_edges(one: Graph, two: Graph) -> bool:
+    return one.edges.keys() == two.edges.keys() and all(two.edges[kind] is edges for kind, edges in one.edges.items())
+
+
+def _links_key(store: Bundle, config: RunConfig) -> str:
+    """What decides which edges are held out."""
+    words = [store.digest, config.split, config.seed, config.link.model_dump(mode="json"), config.model.name]
+    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _is_there(path: Path, graph: Graph | None) -> bool:
+    if not path.is_dir():
+        return False
+    try:
+        Partition.open(path, graph)
+    except PartitionError:
+        return False
+    return True
+
+
+@contextmanager
+def _one_at_a_time(path: Path, quiet: bool) -> Iterator[None]:
+    """The kernel's lock: a process that is killed leaves none behind."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = (path.parent / f".{path.name}.lock").open("w")
+    except OSError as error:
+        raise StoreError(
+            f"cannot keep a partition in {path.parent}: {error.strerror}. Make the store writable or copy it"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            remark(f"another process is cutting this store ({path.name}): waiting for it", quiet=quiet)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _main() -> None:
+    from gnnfleet.graph.store import open_store
+
+    die_with_parent()
+    words = json.loads(sys.stdin.read())
+    try:
+        graph, config = open_store(words["store"]), resolve(words["config"])
+        with show(words["quiet"]) as progress:
+            trained = trained_graph(graph, config)
+            path = ensure_partition(graph, trained, config, progress=progress, quiet=words["quiet"])
+        answer: dict[str, Any] = {"path": str(path)}
+    except GnnfleetError as error:
+        answer = {"error": str(error), "exit_code": error.exit_code}
+    sys.stdout.write(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,106 @@
+"""What is done once before ranks train: words resolved, everything checked, the graph cut, the run's directory made.
+
+Everything a user can get wrong is found before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gnnfleet.graph.graph import Graph
+from gnnfleet.nn.own import naming_line
+from gnnfleet.report.metrics import check_tensorboard
+from gnnfleet.report.progress import show
+from gnnfleet.run.build import check
+from gnnfleet.run.config import RunConfig, check_continues, overlay, resolve
+from gnnfleet.run.console import remark
+from gnnfleet.run.course import read_start
+from gnnfleet.run.directory import RunDirectory, choose_directory
+from gnnfleet.run.parts import ensure_apart, ensure_partition
+from gnnfleet.run.spec import Spec
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is kept. Without ``run_dir`` nowhere, or with ``keep`` in a new directory below runs/."""
+
+    run_dir: Path | None = None
+    keep: bool = False
+    resume: bool = False
+
+
+def settle(graph: Graph, words: Mapping[str, Any], place: Place) -> tuple[RunConfig, RunDirectory | None]:
+    """The config of a run, and its directory where it goes on with one. Writes nothing."""
+    directory = choose(place, graph, model="") if place.resume else None
+    config = resolve(words) if directory is None else _continued(directory, graph, words)
+    if config.report.tensorboard:
+        check_tensorboard()
+    return config, directory
+
+
+def choose(place: Place, graph: Graph, *, model: str) -> RunDirectory:
+    name = graph.name if graph.store is None else graph.store.path.resolve().name
+    return choose_directory(place.run_dir, resume=place.resume, store=name, model=model)
+
+
+def _continued(directory: RunDirectory, graph: Graph, words: Mapping[str, Any]) -> RunConfig:
+    """The saved config with what is said anew; a run that was killed before it was saved begins."""
+    if not directory.is_begun:
+        return resolve(words)
+    directory.check_graph(graph)
+    directory.check_model_file()
+    config = resolve(overlay(directory.about()["config"], words))
+    check_continues(directory.config(), config)
+    return config
+
+
+@contextmanager
+def prepared(
+    graph: Graph,
+    config: RunConfig,
+    directory: RunDirectory | None,
+    *,
+    place: Place,
+    quiet: bool,
+    known_as: Graph | None = None,
+    apart: bool = False,
+) -> Iterator[tuple[Spec, RunDirectory]]:
+    """A run on parts, ready for its ranks; its directory is locked until the end.
+
+    The graph lies in a store; ``known_as`` is the user's own where that was in memory. ``apart`` cuts it in another
+    process, for a caller that must go on answering.
+    """
+    assert graph.store is not None
+    with naming_line(config.model.file):
+        checked = check(graph, config)
+        config.strategy.check(checked.task)
+    for text in checked.remarks:
+        remark(text, quiet=quiet)
+    if apart:
+        path = ensure_apart(graph, config, quiet=quiet)
+    else:
+        with show(quiet) as progress:
+            path = ensure_partition(graph, checked.graph, config, progress=progress, quiet=quiet)
+    directory = directory or choose(place, known_as or graph, model=config.model.label)
+    directory.seed = config.seed
+    directory.lock()
+    try:
+        read_start(directory)  # a damaged checkpoint is found now
+        directory.begin(config, known_as or graph, checked.output)
+        yield (
+            Spec(
+                store=str(graph.store.path.resolve()),
+                digest=graph.store.digest,
+                partition=str(path.relative_to(graph.store.path)),
+                run_dir=str(directory.path),
+                config=config.model_dump(mode="json"),
+                quiet=quiet,
+            ),
+            directory,
+        )
+    finally:
+        directory.close()

@@ -1,0 +1,94 @@
+"""One rank of a run: takes its seat, lives as long as the others, trains, and ends in a way that says why.
+
+``serve`` never returns: it skips Python's own way of ending, in which threads inside the network code would abort.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from gnnfleet.comm.failure import Failure
+from gnnfleet.comm.liveness import Liveness
+from gnnfleet.comm.meeting import Meeting, meet
+from gnnfleet.comm.seat import Seat
+from gnnfleet.comm.world import World, join
+from gnnfleet.errors import StoreError
+from gnnfleet.graph.partition import open_part
+from gnnfleet.graph.store import open_store
+from gnnfleet.nn.own import naming_line
+from gnnfleet.report.progress import show
+from gnnfleet.report.record import RunRecord
+from gnnfleet.run.build import Here, build
+from gnnfleet.run.config import resolve
+from gnnfleet.run.console import remark
+from gnnfleet.run.course import beside, find_start, run_course
+from gnnfleet.run.directory import RunDirectory
+from gnnfleet.run.leash import end_soon_after_signals
+from gnnfleet.run.spec import Spec
+
+
+def run_spec(spec: Spec, world: World, *, store: Path | None = None) -> RunRecord:
+    """Train this rank's part; the first rank writes checkpoints and the record. ``store`` is where it lies here."""
+    graph = open_store(store or Path(spec.store))
+    assert graph.store is not None
+    if graph.store.digest != spec.digest:
+        raise StoreError(
+            f"{graph.store.path} on rank {world.rank} is another store than on rank 0: all machines need the same one"
+        )
+    config = resolve(spec.config)
+    quiet = spec.quiet or not world.is_first
+    with naming_line(config.model.file):
+        with show(quiet) as progress:
+            shard = open_part(graph.store.path / spec.partition, world.rank)
+            built = build(graph, config, here=Here(world, shard, progress))
+        directory = RunDirectory(Path(spec.run_dir), seed=config.seed, world=beside(world))
+        start = find_start(directory, beside(world))
+        record = run_course(built, config, directory, start=start, quiet=quiet)
+        built.strategy.close()
+    return record
+
+
+def serve(seat: Seat, work: Callable[[World, Meeting], object], *, speaks: bool) -> NoReturn:
+    """Do ``work`` as a rank and end the process; with ``speaks`` it says on standard error why it failed.
+
+    Without, whoever launched it reads that from the file that torchrun's environment names.
+    """
+
+    def report(failure: Failure) -> None:
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            with suppress(OSError):
+                failure.write(Path(path))
+        if speaks:
+            remark(failure.trace, quiet=not failure.trace)
+            ends = "" if seat.rank in failure.ranks else f"rank {seat.rank} ends: "
+            remark(f"error: {ends}{failure.text}")
+
+    watch: list[Liveness] = []
+    end_soon_after_signals(lambda: watch[0].stopping() if watch else None)
+    try:
+        try:
+            with meet(seat) as meeting:
+                watch.append(Liveness(meeting, report))
+                with watch[0], join(meeting) as world:
+                    work(world, meeting)
+        except Exception as error:
+            if watch:
+                watch[0].fail(error)
+            failure = Failure.of(error, seat.rank)
+            report(failure)
+            _leave(failure.exit_code)
+    except KeyboardInterrupt as stop:
+        _leave(128 + int(stop.args[0]) if stop.args else 130)
+    _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,33 @@
+"""Spec: all that the ranks of a run need to know, settled by whoever started it. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One run. ``partition`` is where the parts lie below the store."""
+
+    store: str
+    digest: str  # of the store: every rank must read the same
+    partition: str
+    run_dir: str
+    config: dict[str, Any]
+    quiet: bool = True
+    threads: int | None = None  # of every worker; None leaves it to the environment
+    parent: int | None = None  # the process that workers do not outlive
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Spec:
+        return cls(**json.loads(text))
+
+    @classmethod
+    def read(cls, path: Path) -> Spec:
+        return cls.from_json(path.read_bytes())

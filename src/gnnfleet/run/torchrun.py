@@ -1,0 +1,81 @@
+"""``torchrun … -m gnnfleet train …``: this process is one rank among those that a launcher of the user's started.
+
+The first rank prepares what the launcher of ``gnnfleet train --workers N`` would, while the others wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gnnfleet.comm.meeting import Meeting
+from gnnfleet.comm.seat import Seat
+from gnnfleet.comm.world import World
+from gnnfleet.errors import ConfigError, ExchangeError
+from gnnfleet.graph.store import open_store
+from gnnfleet.report.record import RunRecord
+from gnnfleet.run.config import RunConfig, resolve
+from gnnfleet.run.leash import die_with_parent
+from gnnfleet.run.prepare import Place, prepared, settle
+from gnnfleet.run.rank import run_spec, serve
+from gnnfleet.run.spec import Spec
+
+PREPARE_SECONDS = 24 * 3600.0
+"""How long the others wait for the first rank to cut the graph. Whether it lives is known all the while."""
+
+Show = Callable[[RunRecord, RunConfig], None]
+
+
+def train_as_rank(
+    seat: Seat, store: Path, words: Mapping[str, Any], *, place: Place, quiet: bool, show: Show
+) -> NoReturn:
+    """Train as one of several ranks and end the process; the first calls ``show`` with the record."""
+    if seat.agent:
+        die_with_parent()
+
+    def work(world: World, meeting: Meeting) -> None:
+        with ExitStack() as stack:
+            if world.is_first:
+                again = _again(meeting, place)
+                spec = _prepare(stack, seat, store, words, again, quiet)
+                meeting.ground.set("run_dir", spec.run_dir)
+                meeting.store.set("spec", spec.as_json())
+            spec = Spec.from_json(_await(meeting, "spec"))
+            record = run_spec(spec, world, store=store)
+            if world.is_first:
+                show(record, resolve(spec.config))
+
+    serve(seat, work, speaks=True)
+
+
+def _prepare(stack: ExitStack, seat: Seat, store: Path, words: Mapping[str, Any], place: Place, quiet: bool) -> Spec:
+    asked = words.get("workers", seat.size)
+    if asked != seat.size:
+        raise ConfigError(f"torchrun started {seat.size} workers, found --workers {asked}: leave it out")
+    graph = open_store(store)
+    config, directory = settle(graph, {**words, "workers": seat.size}, place)
+    if not config.strategy.uses_parts:
+        raise ConfigError(f"strategy {config.strategy.name} runs in one process, found {seat.size} ranks")
+    spec, _ = stack.enter_context(prepared(graph, config, directory, place=place, quiet=quiet, apart=True))
+    return spec
+
+
+def _again(meeting: Meeting, place: Place) -> Place:
+    """Where an attempt after the first goes on. The launcher's store remembers; its count of attempts may not."""
+    if not meeting.ground.check(["run_dir"]):
+        return place
+    return replace(place, run_dir=Path(meeting.ground.get("run_dir").decode()), resume=True)
+
+
+def _await(meeting: Meeting, key: str) -> bytes:
+    """A word in the store. Asked for again and again: a call that waits would hang with the network."""
+    deadline = time.monotonic() + PREPARE_SECONDS
+    while not meeting.store.check([key]):
+        if time.monotonic() > deadline:
+            raise ExchangeError(f"rank 0 has not prepared the run within {PREPARE_SECONDS / 3600:.0f} hours")
+        time.sleep(0.1)
+    return meeting.store.get(key)

@@ -1,0 +1,35 @@
+"""``python -m gnnfleet.run.worker SPEC.json``: a worker as ``gnnfleet train --workers N`` starts it.
+
+Threads and the allocator are set before torch is loaded; nothing heavy is imported above ``main``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from gnnfleet.run.allocator import prefer_huge_pages
+from gnnfleet.run.leash import die_with_parent
+from gnnfleet.run.spec import Spec
+
+
+def main() -> NoReturn:
+    spec = Spec.read(Path(sys.argv[1]))
+    die_with_parent(spec.parent)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is the launcher's, for the result
+    prefer_huge_pages()
+    if spec.threads is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what the network says of a dead peer is said better here
+    from gnnfleet.comm.seat import Seat
+    from gnnfleet.run.rank import run_spec, serve
+
+    seat = Seat.from_environment()
+    assert seat is not None, "started by gnnfleet train"
+    serve(seat, lambda world, _: run_spec(spec, world), speaks=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""``gnnfleet train --workers N`` as its user meets it when something goes wrong: one message, a code, nothing left."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gnnfleet.graph.store import save_store
+from gnnfleet.report.metrics import read_metrics
+from gnnfleet.run.api import train
+from tests.faults.trials import until
+from tests.run.graphs import assert_same_checkpoint, communities
+from tests.run.shell import start
+
+MODEL = ["--set", "model.hidden=8", "--set", "model.layers=2"]
+SAME: dict[str, Any] = {"strategy": "sar", "workers": 2, "model": {"name": "sage", "hidden": 8, "layers": 2}}
+
+
+PATIENCE = 400.0
+"""For processes that load torch on a machine that is busy with other things."""
+
+
+class Driver:
+    """A command with two workers; knows its processes and ports, also after they are gone."""
+
+    def __init__(self, store: Path, run_dir: Path, *words: str | Path) -> None:
+        self.run_dir = run_dir
+        self.process = start("train", store, "-s", "sar", "-w", "2", "--run-dir", run_dir, *words)
+        self.workers: dict[int, psutil.Process] = {}
+        self.ports: list[int] = []
+
+    def trains(self, epochs: int = 3) -> Driver:
+        """Wait until some epochs are done."""
+        until(lambda: len(read_metrics(self.run_dir / "metrics.jsonl")) >= epochs or self.ended, PATIENCE, "epochs")
+        assert not self.ended, self.process.communicate()
+        self.workers = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            self.workers[int(child.environ()["RANK"])] = child
+        assert sorted(self.workers) == [0, 1]
+        self.ports = [
+            connection.laddr.port
+            for one in (psutil.Process(self.process.pid), *self.workers.values())
+            for connection in one.net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        return self
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def ends(self, seconds: float) -> tuple[int, str]:
+        """(exit code, what was said) of a command that leaves no process and no port behind."""
+        _, said = self.process.communicate(timeout=seconds)
+        until(lambda: not any(worker.is_running() for worker in self.workers.values()), 5, "end of all workers")
+        listening = {c.laddr.port for c in psutil.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN}
+        assert not listening & set(self.ports)
+        return self.process.returncode, said
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "shop"
+    save_store(communities(300), path)
+    return path
+
+
+@pytest.fixture
+def drive(store: Path, tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+    """Starts commands by name; none of them outlives the test."""
+    made: list[Driver] = []
+
+    def begin(name: str, *words: str | Path) -> Driver:
+        made.append(Driver(store, tmp_path / name, *words))
+        return made[-1]
+
+    yield begin
+    for driver in made:
+        driver.process.kill()
+        driver.process.communicate()
+
+
+ENDLESS = (*MODEL, "--set", "train.epochs=1000000", "--set", "train.checkpoint_seconds=1")
+
+
+def test_every_end_is_a_clean_end(drive: Callable[..., Driver]) -> None:
+    """Five commands side by side: a worker killed, a worker paused, Ctrl-C, SIGTERM, the command itself killed."""
+    names = ("killed", "paused", "interrupted", "terminated", "orphaned")
+    drivers = {name: drive(name, *ENDLESS) for name in names}
+    for driver in drivers.values():
+        driver.trains()
+    begun = time.monotonic()
+    drivers["paused"].workers[1].suspend()
+    drivers["killed"].workers[0].kill()
+    drivers["interrupted"].process.send_signal(signal.SIGINT)
+    drivers["terminated"].process.terminate()
+    drivers["orphaned"].process.kill()
+    assert drivers["orphaned"].ends(5)[0] == -signal.SIGKILL
+    for name in ("interrupted", "terminated"):
+        code, said = drivers[name].ends(10)
+        assert code == 130 and "error: interrupted" in said and "Traceback" not in said, said
+    code, said = drivers["killed"].ends(10)
+    assert code == 8 and "error: rank 0 (pid " in said and "was killed by SIGKILL" in said, said
+    assert said.count("error: ") == 1 and "Traceback" not in said and "torch" not in said, said
+    code, said = drivers["paused"].ends(20)
+    assert code == 8 and "error: rank 1 (pid " in said and "no sign of life for 10 s" in said, said
+    assert said.count("error: ") == 1 and "Traceback" not in said, said
+    assert time.monotonic() - begun < 20
+
+
+def test_lost_workers_are_started_again_and_nobody_can_tell(
+    drive: Callable[..., Driver], store: Path, tmp_path: Path
+) -> None:
+    train(store, **SAME, epochs=300, seed=3, run_dir=tmp_path / "whole", checkpoint_seconds=0.2)
+    words = ("--set", "train.epochs=300", "--set", "train.checkpoint_seconds=0.2", "--seed", "3", "--max-restarts", "2")
+    driver = drive("cut", *MODEL, *words).trains(40)
+    driver.workers[1].kill()
+    until(lambda: not driver.workers[0].is_running(), 30, "end of the other worker")
+    code, said = driver.ends(PATIENCE)
+    assert code == 0, said
+    for name in ("last", "best"):
+        assert_same_checkpoint(tmp_path / "cut/checkpoints" / name, tmp_path / "whole/checkpoints" / name)
+    assert [row["epoch"] for row in read_metrics(tmp_path / "cut/metrics.jsonl")] == list(range(1, 301))
+
+
+BAD_MODEL = """
+import gnnfleet as gf
+
+
+def make(config, graph, out_channels):
+    import os
+    if os.environ.get("RANK") == "1":
+        {what}
+    return gf.nn.build_model(gf.nn.SAGE(hidden=8, layers=2), graph, out_channels=out_channels)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "message", "traces"),
+    [
+        ("raise KeyError('shoe')", 2, "mine.py", 0),
+        ("os.kill(os.getpid(), 11)", 8, "rank 1 (pid ", 0),
+    ],
+)
+def test_a_worker_that_fails_is_one_message(
+    drive: Callable[..., Driver], tmp_path: Path, what: str, code: int, message: str, traces: int
+) -> None:
+    (tmp_path / "mine.py").write_text(BAD_MODEL.format(what=what))
+    found, said = drive("run", "--model", f"{tmp_path / 'mine.py'}:make").ends(PATIENCE)
+    assert found == code, said
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0] and said.count("Traceback") == traces, said
+    assert not (tmp_path / "run" / ".launch").exists()
