@@ -14,16 +14,12 @@ import pytest
 from gnnfleet.graph.store import save_store
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.run.api import train
-from tests.faults.trials import until
+from tests.faults.trials import PATIENCE, until
 from tests.run.graphs import assert_same_checkpoint, communities
 from tests.run.shell import start
 
 MODEL = ["--set", "model.hidden=8", "--set", "model.layers=2"]
 SAME: dict[str, Any] = {"strategy": "sar", "workers": 2, "model": {"name": "sage", "hidden": 8, "layers": 2}}
-
-
-PATIENCE = 400.0
-"""For processes that load torch on a machine that is busy with other things."""
 
 
 class Driver:
@@ -89,7 +85,7 @@ def drive(store: Path, tmp_path: Path) -> Iterator[Callable[..., Driver]]:
 ENDLESS = (*MODEL, "--set", "train.epochs=1000000", "--set", "train.checkpoint_seconds=1")
 
 
-def test_every_end_is_a_clean_end(drive: Callable[..., Driver], tmp_path: Path) -> None:
+def test_every_end_is_a_clean_end(drive: Callable[..., Driver]) -> None:
     """Five commands side by side: a worker killed, a worker paused, Ctrl-C, SIGTERM, the command itself killed."""
     names = ("killed", "paused", "interrupted", "terminated", "orphaned")
     drivers = {name: drive(name, *ENDLESS) for name in names}
@@ -112,8 +108,6 @@ def test_every_end_is_a_clean_end(drive: Callable[..., Driver], tmp_path: Path) 
     assert code == 8 and "error: rank 1 (pid " in said and "no sign of life for 10 s" in said, said
     assert said.count("error: ") == 1 and "Traceback" not in said, said
     assert time.monotonic() - begun < 20
-    for name in ("killed", "orphaned"):
-        assert not list((tmp_path / name).glob("checkpoints/*.partial*"))
 
 
 def test_lost_workers_are_started_again_and_nobody_can_tell(

@@ -140,7 +140,7 @@ class Liveness:
         last = time.monotonic()
         while not self._stop.wait(tick):
             now = time.monotonic()
-            if now - last > 2 * self.pace.beat:
+            if now - last > self.pace.dead / 2:
                 self._skip(now - last)  # this process itself was paused: nobody was watched meanwhile
             last = now
             failure = self._verdict(now)
@@ -161,11 +161,12 @@ class Liveness:
             return self._accuse(silent, self.pace.dead)
         if now - self._contact > self.pace.dead:
             seat = self._meeting.seat
+            keeper = "the launcher" if seat.hosted else self._meeting.name(0)
             return self._failure(
                 Kind.cut_off,
                 (self.rank,),
                 f"rank {self.rank} has not reached the store at {seat.host}:{seat.port} for {self.pace.dead:.0f} s: "
-                "the launcher, its machine or the network is gone",
+                f"{keeper}, its machine or the network is gone",
             )
         return None
 
