@@ -20,7 +20,7 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
 from gnnfleet.run.prepare import Place, prepared, settle
 from gnnfleet.run.spec import Spec
-from tests.faults.trials import Forks, Trial
+from tests.faults.trials import PATIENCE, Forks, Trial
 from tests.run.graphs import assert_same_checkpoint, communities
 
 SIZE = 3
@@ -161,7 +161,7 @@ def test_killed_runs_go_on_to_the_uninterrupted_weights(forks: Forks, store: Gra
         trial.wait(25)
     again = [forks.start(spec.as_json(), tmp_path / f"again-{number}", size=SIZE) for number, spec in enumerate(specs)]
     for trial in (uninterrupted, *again):
-        assert all(code == 0 for code, _ in trial.wait(60).values()), [trial.said(rank) for rank in range(SIZE)]
+        assert all(code == 0 for code, _ in trial.wait(PATIENCE).values()), [trial.said(rank) for rank in range(SIZE)]
     for number in range(len(specs)):
         for name in ("last", "best"):
             cut, kept = (Path(run) / "checkpoints" / name for run in (specs[number].run_dir, whole.run_dir))

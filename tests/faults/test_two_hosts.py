@@ -20,10 +20,9 @@ import pytest
 from gnnfleet.graph.store import save_store
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.run.api import train
-from tests.faults.trials import until
+from tests.faults.trials import PATIENCE, until
 from tests.run.graphs import assert_same_checkpoint, communities
 
-PATIENCE = 400.0
 MODEL = ["--set", "model.hidden=8", "--set", "model.layers=2"]
 SAME: dict[str, Any] = {"strategy": "sar", "workers": 2, "model": {"name": "sage", "hidden": 8, "layers": 2}}
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 400.0
+"""For processes that load torch on a machine that is busy with other things."""
 
 
 @dataclass
@@ -72,14 +74,14 @@ class Forks:
         folder.mkdir(parents=True)
         self._process.stdin.write(json.dumps({"spec": spec, "folder": str(folder), "size": size}) + "\n")
         self._process.stdin.flush()
-        until(lambda: bool(self._answers), 60, "an answer")
+        until(lambda: bool(self._answers), PATIENCE, "an answer")
         answer = self._answers.pop()
         return Trial(folder, answer["ranks"], answer["store"], self._ended)
 
     def ready(self, trial: Trial) -> None:
         """All ranks have met and are about to build."""
         files = [trial.folder / f"rank-{rank}.ready" for rank in range(len(trial.ranks))]
-        until(lambda: all(file.exists() for file in files), 60, "ranks that meet")
+        until(lambda: all(file.exists() for file in files), PATIENCE, "ranks that meet")
 
     def close(self) -> None:
         """Ranks die with the process they were forked from."""
