@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor
 from gnnfleet.comm.exchange import Home, Lane, Ring, Routes
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ExchangeError
-from tests.ranks import Crew
+from tests.ranks import Crew, with_shelf
 
 ROWS = 9
 
@@ -60,7 +63,8 @@ class Seen:
         self.live -= nbytes
 
 
-def fetch_and_return(world: World, group: int, depth: int) -> dict[str, Any]:
+def fetch_and_return(world: World, group: int, depth: int, shelf: bool = False) -> dict[str, Any]:
+    world = with_shelf(world) if shelf else world
     routes = [routes_of(world.size, world.rank, lane) for lane in range(len(FORMS))]
     tables = [table(world.rank, lane, *form) for lane, form in enumerate(FORMS)]
     order, collected = [], []
@@ -100,9 +104,10 @@ def fetch_and_return(world: World, group: int, depth: int) -> dict[str, Any]:
 WAYS = [way for size in (1, 2, 3, 4) for way in product([size], sorted({1, 2, size}), (0, 1, 2))]
 
 
+@pytest.mark.parametrize("shelf", [False, True])
 @pytest.mark.parametrize(("size", "group", "depth"), WAYS)
-def test_rows_arrive_and_gradients_go_home(crew: Crew, size: int, group: int, depth: int) -> None:
-    found = crew.run(size, fetch_and_return, group, depth)
+def test_rows_arrive_and_gradients_go_home(crew: Crew, size: int, group: int, depth: int, shelf: bool) -> None:
+    found = crew.run(size, fetch_and_return, group, depth, shelf)
     for rank, one in enumerate(found):
         assert one["order"] == [(rank - offset) % size for offset in range(size)]
         came = [(rank + offset) % size for offset in range(size)]
@@ -145,8 +150,70 @@ def test_remote_rows_in_memory_are_bounded(crew: Crew, group: int, depth: int) -
     assert most <= 2 * 3 * block
 
 
-def large(world: World) -> bool:
+def memory_files() -> int:
+    gc.collect()
+    return sum(
+        "memfd:gnnfleet" in str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()
+    )
+
+
+def many_tours(world: World, group: int, depth: int) -> dict[str, Any]:
+    """Messages of all sizes in turn, read late by one rank; what comes back is a view of what arrived."""
+    before = memory_files()
+    world = with_shelf(world)
+    shelf, right = world.shelf, []
+    ring = Ring(world, group, depth)
+    for tour in range(12):
+        count = [5, 900, 40, 3000][tour % 4]
+        every = torch.arange(count)
+        lists = tuple(every[:0] if q == world.rank else every for q in range(world.size))
+        routes = Routes(lists, tuple(map(len, lists)))
+
+        def visit(q: int, rows: list[Tensor], tour: int = tour) -> list[Tensor]:
+            if world.rank == tour % world.size:
+                time.sleep(0.002)
+            right.append(bool((rows[0] == 100 * q + tour).all()))
+            return [rows[0]]
+
+        def collect(q: int, rows: list[Tensor], tour: int = tour) -> None:
+            right.append(bool((rows[0] == 100 * world.rank + tour).all()))
+
+        table = torch.full((count, 3), 100.0 * world.rank + tour)
+        ring.visit([Lane(routes, table)], visit, home=[Home(routes, 3, torch.float32)], collect=collect)
+    slots, files = len(shelf._slots), memory_files()
+    shelf.close(5.0)
+    return {"right": right, "slots": slots, "most": ring.slots, "files": (before, files, memory_files())}
+
+
+@pytest.mark.parametrize(("size", "group", "depth"), [(2, 1, 1), (3, 1, 0), (4, 2, 1), (4, 4, 1)])
+def test_shared_memory_is_read_before_it_is_filled_again(crew: Crew, size: int, group: int, depth: int) -> None:
+    for found in crew.run(size, many_tours, group, depth):
+        assert len(found["right"]) == 12 * 2 * size and all(found["right"])
+        assert 1 <= found["slots"] <= found["most"]
+        before, during, after = found["files"]
+        assert during > before == after, "nothing stays open"
+
+
+def unread(world: World) -> str:
+    """Rank 0 fills slot after slot, and nobody reads."""
+    world = with_shelf(world)
+    if world.rank == 1:
+        return ""
+    try:
+        for _ in range(3):
+            world.shelf.lay(100, 1, most=2, seconds=0.3)
+    except ExchangeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_rows_that_nobody_reads(crew: Crew) -> None:
+    assert "rank 0 lost rank 1 (rows to be read)" in crew.run(2, unread)[0]
+
+
+def large(world: World, shelf: bool) -> bool:
     """More than any socket holds, both directions at once."""
+    world = with_shelf(world) if shelf else world
     rows = torch.full((100_000, 64), float(world.rank))
     every = torch.arange(100_000)
     lists = tuple(every[:0] if q == world.rank else every for q in range(world.size))
@@ -159,8 +226,9 @@ def large(world: World) -> bool:
     return all(right) and len(right) == world.size
 
 
-def test_large_messages_do_not_block_each_other(crew: Crew) -> None:
-    assert crew.run(3, large) == [True] * 3
+@pytest.mark.parametrize("shelf", [False, True])
+def test_large_messages_do_not_block_each_other(crew: Crew, shelf: bool) -> None:
+    assert crew.run(3, large, shelf) == [True] * 3
 
 
 def lonely(world: World) -> str:

@@ -18,7 +18,7 @@ from gnnfleet.nn.config import SAGE
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.run import checkpoint
 from gnnfleet.run.api import train
-from gnnfleet.run.training import open_run
+from gnnfleet.run.asking import open_run
 from tests.run.graphs import CLASSES, assert_same_checkpoint, communities
 
 SMALL = SAGE(hidden=16, layers=2)

@@ -15,8 +15,8 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
 from gnnfleet.nn.config import SAGE
 from gnnfleet.run.api import train
+from gnnfleet.run.asking import open_run
 from gnnfleet.run.prediction import Columns, write_predictions, write_scores
-from gnnfleet.run.training import open_run
 from tests.run.graphs import assert_same_checkpoint
 from tests.run.shell import run, run_json
 

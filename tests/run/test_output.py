@@ -16,9 +16,9 @@ from gnnfleet.graph.graph import EDGE, Graph, make_nodes
 from gnnfleet.graph.store import save_store
 from gnnfleet.nn.config import RGCN, SAGE
 from gnnfleet.run.api import Record, train
+from gnnfleet.run.asking import open_run
 from gnnfleet.run.output import Output
 from gnnfleet.run.prediction import Columns, write_predictions
-from gnnfleet.run.training import open_run
 from tests.run.graphs import CLASSES, communities
 from tests.run.shell import call, call_json
 

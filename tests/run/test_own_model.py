@@ -14,7 +14,7 @@ from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.run.api import train
-from gnnfleet.run.training import open_run
+from gnnfleet.run.asking import open_run
 from tests.run.graphs import assert_same_checkpoint, communities
 from tests.run.shell import call, call_json
 

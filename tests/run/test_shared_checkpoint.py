@@ -13,16 +13,23 @@ import torch
 from gnnfleet.comm.world import World
 from gnnfleet.errors import RunError
 from gnnfleet.run import checkpoint
-from gnnfleet.run.checkpoint import Position, load_checkpoint, load_own, save_checkpoint
+from gnnfleet.run.checkpoint import Position, all_ids, load_checkpoint, load_own, save_checkpoint
 from gnnfleet.run.course import agree, find_start
 from gnnfleet.run.directory import RunDirectory
 from gnnfleet.strategies.base import OWN, State
 from tests.ranks import Crew
 
 
+def ids_of(rank: int, size: int) -> torch.Tensor:
+    """Twelve nodes dealt in turn, the last first."""
+    return torch.arange(12)[rank::size].flip(0)
+
+
 def state(world: World, value: float, *, own: bool = True) -> State:
     found: State = {"model": {"w": torch.full((3,), value)}, "optimizer": {"w/step": torch.tensor(value)}}
-    return {**found, OWN: {"rows": torch.full((2,), 10 * value + world.rank)}} if own else found
+    ids = ids_of(world.rank, world.size)
+    rows = {"rows": ids + 100 * value, "rows/ids": ids, "rows/mean": -ids * value, "rows/step": torch.tensor(value)}
+    return {**found, OWN: rows} if own else found
 
 
 def save(world: World, path: Path, value: float, own: bool = True) -> None:
@@ -35,7 +42,7 @@ def save_and_start(world: World, path: Path, own: bool) -> dict[str, Any]:
     directory.save("best", {key: part for key, part in state(world, 1.0, own=own).items() if key != "optimizer"},
                    Position(epoch=1, best_epoch=1, best_metric=0.5, best_loss=1.0))  # fmt: skip
     directory.save("last", state(world, 2.0, own=own), Position(epoch=2, best_epoch=1, best_metric=0.5, best_loss=1.0))
-    start = find_start(directory, world)
+    start = find_start(directory, world, {"rows": ids_of(world.rank, world.size)} if own else None)
     assert start.state is not None and start.best is not None
     return {
         "epoch": start.position.epoch,
@@ -45,12 +52,16 @@ def save_and_start(world: World, path: Path, own: bool) -> dict[str, Any]:
     }
 
 
+def expected(value: float, ids: torch.Tensor) -> dict[str, Any]:
+    rows = {"rows": (ids + 100 * value).tolist(), "rows/ids": ids.tolist()}
+    return {**rows, "rows/mean": (-ids * value).tolist(), "rows/step": value}
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("own", [True, False])
 def test_every_rank_gets_its_own_back(crew: Crew, tmp_path: Path, size: int, own: bool) -> None:
     for rank, found in enumerate(crew.run(size, save_and_start, tmp_path, own)):
-        mine = {OWN: {"rows": [20.0 + rank] * 2}} if own else {}
-        best = {OWN: {"rows": [10.0 + rank] * 2}} if own else {}
+        mine, best = ({OWN: expected(value, ids_of(rank, size))} if own else {} for value in (2.0, 1.0))
         assert found["epoch"] == 2 and found["word"] == {"rank": 0}
         assert found["state"] == {"model": {"w": [2.0] * 3}, "optimizer": {"w/step": 2.0}, **mine}
         assert found["best"] == {"model": {"w": [1.0] * 3}, **best}
@@ -82,12 +93,34 @@ def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(crew: Crew, tmp_p
     assert [p.name for p in tmp_path.iterdir()] == ["last"]  # what the failed one left was removed
 
 
-def test_what_was_cut_for_others_is_refused(crew: Crew, tmp_path: Path) -> None:
-    crew.run(2, save, tmp_path / "last", 1.0)
-    with pytest.raises(RunError, match=r"written by 2 workers.*found 3: go on with --workers 2"):
-        load_own(tmp_path / "last", rank=0, size=3)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_another_number_of_ranks_finds_its_rows(crew: Crew, tmp_path: Path, size: int) -> None:
+    crew.run(3, save, tmp_path / "last", 1.0)
+    for rank in range(size):
+        ids = ids_of(rank, size)
+        found = load_own(tmp_path / "last", rank=rank, ids={"rows": ids})[OWN]
+        assert {name: tensor.tolist() for name, tensor in found.items()} == expected(1.0, ids)
+    assert all_ids(tmp_path / "last")["rows"].tolist() == list(range(12))
+    none = load_own(tmp_path / "last", rank=0, ids={"rows": torch.empty(0, dtype=torch.int64)})[OWN]
+    assert none["rows"].shape == none["rows/mean"].shape == (0,)
+    with pytest.raises(RunError, match="last is damaged: rows has no rows for some nodes"):
+        load_own(tmp_path / "last", rank=0, ids={"rows": torch.arange(13)})
+
+
+def test_where_nobody_owns_anything(crew: Crew, tmp_path: Path) -> None:
     crew.run(2, save, tmp_path / "shared", 1.0, False)
-    assert load_own(tmp_path / "shared", rank=2, size=3) == {}
+    assert load_own(tmp_path / "shared", rank=2, ids={"rows": torch.arange(2)}) == {}
+    assert all_ids(tmp_path / "shared") == {}
+
+
+def test_whole_in_one_process(crew: Crew, tmp_path: Path) -> None:
+    crew.run(3, save, tmp_path / "checkpoints/best", 1.0)
+    found = RunDirectory(tmp_path).load_weights("best")
+    assert found is not None
+    assert {name: tensor.tolist() for name, tensor in found[0]["model"].items()} == {
+        "w": [1.0] * 3,
+        "rows": [100.0 + node for node in range(12)],
+    }
 
 
 def test_a_damaged_part_is_found(crew: Crew, tmp_path: Path) -> None:
@@ -97,8 +130,9 @@ def test_a_damaged_part_is_found(crew: Crew, tmp_path: Path) -> None:
     broken = bytearray(part.read_bytes())
     broken[-1] ^= 1
     part.write_bytes(broken)
-    for load in (lambda: load_checkpoint(path), lambda: load_own(path, rank=1, size=2)):
+    mine, other = ({"rows": ids_of(rank, 2)} for rank in (0, 1))
+    for load in (lambda: load_checkpoint(path), lambda: load_own(path, rank=1, ids=other)):
         with pytest.raises(RunError, match=r"last is damaged"):
             load()
-    assert load_own(path, rank=0, size=2)[OWN]["rows"].tolist() == [10.0, 10.0]
+    assert load_own(path, rank=0, ids=mine)[OWN]["rows"].tolist() == (mine["rows"] + 100).tolist()
     assert json.loads((path / "checkpoint.json").read_text())["meta"]["owners"] == 2

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gnnfleet.comm.shelf import WORDS, Found
 from gnnfleet.comm.wire import Posted, receive, send
 from gnnfleet.comm.world import World
 
@@ -76,6 +77,11 @@ class Ring:
 
     def __post_init__(self) -> None:
         assert self.group >= 1 and self.depth >= 0
+
+    @property
+    def slots(self) -> int:
+        """Messages of this rank that may wait to be read: those of all posted rounds, and of the one before."""
+        return (2 + self.depth) * self.group
 
     def visit(
         self,
@@ -142,7 +148,7 @@ class _Tour:
             source = self._before(offset)
             form = self._form(source)
             if offset and form.nbytes:
-                buffer = self.ring.empty((form.nbytes,), torch.uint8)
+                buffer = self._room(source, form.nbytes)
                 self.arriving[offset] = receive(self.world, buffer, source, tag=_OUT, doing=f"{self.what}, coming")
         for offset in offsets:
             target = self._after(offset)
@@ -151,14 +157,34 @@ class _Tour:
             given = [lane.routes.give[target] for lane in self.lanes]
             form = _Form([(len(g), lane.rows) for g, lane in zip(given, self.lanes, strict=True)])
             if form.nbytes:
-                buffer = self.ring.empty((form.nbytes,), torch.uint8)
-                for lane, rows, place in zip(self.lanes, given, form.parts(buffer), strict=True):
-                    torch.index_select(lane.rows, 0, rows, out=place)
-                self.leaving[offset] = send(self.world, buffer, target, tag=_OUT, doing=f"{self.what}, going")
+                self.leaving[offset] = self._send(target, form, given)
+
+    def _send(self, target: int, form: _Form, given: Sequence[Tensor]) -> Posted:
+        """Gather the rows for a rank where it reads them, or where they are sent from."""
+        doing, shelf, slot = f"{self.what}, going", self.world.shelf, None
+        if shelf is not None and shelf.gives(target, form.nbytes):
+            slot = shelf.lay(form.nbytes, target, most=self.ring.slots, seconds=self.world.timeout)
+        buffer = self.ring.empty((form.nbytes,), torch.uint8) if slot is None else slot.rows(form.nbytes)
+        for lane, rows, place in zip(self.lanes, given, form.parts(buffer), strict=True):
+            torch.index_select(lane.rows, 0, rows, out=place)
+        if shelf is not None and slot is not None:
+            word = shelf.word(slot, form.nbytes)
+            return send(self.world, word, target, tag=_OUT, doing=doing, counted=form.nbytes)
+        return send(self.world, buffer, target, tag=_OUT, doing=doing)
+
+    def _room(self, source: int, nbytes: int) -> Tensor:
+        """What a message from a rank is received in: all of it, or where it lies."""
+        if self.world.shelf is not None and self.world.shelf.takes(source, nbytes):
+            return torch.empty(WORDS, dtype=torch.int64)
+        return self.ring.empty((nbytes,), torch.uint8)
 
     def _work_on(self, offset: int) -> None:
         source = self._before(offset)
-        back = self.visit(source, self._rows_of(offset, source))
+        rows, found = self._rows_of(offset, source)
+        back = self.visit(source, rows)
+        if found is not None:
+            back = back and [tensor.clone() if _same_memory(tensor, found.bytes) else tensor for tensor in back]
+            found.done()
         if self.collect is None:
             return
         assert back is not None and len(back) == len(self.home), "visit returns what goes home"
@@ -170,13 +196,18 @@ class _Tour:
             message = form.pack(back, self.ring.empty)
             self.homing[offset] = send(self.world, message, source, tag=_HOME, doing=f"{self.what}, going home")
 
-    def _rows_of(self, offset: int, source: int) -> list[Tensor]:
+    def _rows_of(self, offset: int, source: int) -> tuple[list[Tensor], Found | None]:
+        """The rows of a rank, and where they lie if it is on that rank's shelf."""
         if not offset:
-            return [lane.rows for lane in self.lanes]
+            return [lane.rows for lane in self.lanes], None
         form = self._form(source)
         if not form.nbytes:
-            return form.parts(torch.empty(0, dtype=torch.uint8, device=self.world.device))
-        return form.parts(self.arriving.pop(offset).wait())
+            return form.parts(torch.empty(0, dtype=torch.uint8, device=self.world.device)), None
+        message = self.arriving.pop(offset).wait()
+        if self.world.shelf is None or not self.world.shelf.takes(source, form.nbytes):
+            return form.parts(message), None
+        found = self.world.shelf.look(message, source)
+        return form.parts(found.bytes), found
 
     def _expect_home(self, offsets: Sequence[int]) -> None:
         for offset in offsets:
@@ -252,3 +283,7 @@ class _Form:
         for tensor, place in zip(tensors, self.parts(buffer), strict=True):
             place.copy_(tensor)
         return buffer
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

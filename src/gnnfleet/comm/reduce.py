@@ -6,7 +6,7 @@ counted as handed over; what the network makes of a sum over N ranks is up to tw
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,19 @@ def _sum_flat(world: World, parameters: list[torch.nn.Parameter], dtype: torch.d
     there = (flat[total:] > 0).tolist()
     for parameter, piece, found in zip(parameters, pieces, there, strict=True):
         parameter.grad = piece.view_as(parameter) if found else None
+
+
+def clip_gradients(
+    world: World, common: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter], *, highest: float
+) -> None:
+    """Shrink all gradients together to a norm of at most ``highest``; those of ``own`` differ from rank to rank."""
+    grads = [parameter.grad for parameter in common if parameter.grad is not None]
+    rows = [parameter.grad for parameter in own if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads)
+    if own:
+        there = torch.nn.utils.get_total_norm(rows).to(norm.dtype) ** 2
+        norm = (norm**2 + sum_over_ranks(world, there)).sqrt()
+    torch.nn.utils.clip_grads_with_norm_([*common, *own], highest, norm)
 
 
 def sum_over_ranks(world: World, t: Tensor) -> Tensor:

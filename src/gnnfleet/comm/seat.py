@@ -25,6 +25,7 @@ class Seat:
     attempt: int = 0  # how often the launcher has started this process again
     interface: str | None = None  # network interfaces for exchanges, by name; None finds one
     agent: bool = False  # the parent process is a launcher that stays as long as the run
+    shares_memory: bool = True  # whether rows for ranks of this machine may go through memory that both map
 
     @property
     def keeps_store(self) -> bool:
@@ -47,6 +48,7 @@ class Seat:
             attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             interface=environ.get("GLOO_SOCKET_IFNAME") or None,
             agent="TORCHELASTIC_RUN_ID" in environ,
+            shares_memory=environ.get("GNNFLEET_SHARED_MEMORY", "1") != "0",
         )
         if not 0 <= seat.rank < seat.size:
             raise ConfigError(f"RANK is a number below WORLD_SIZE={seat.size}, found {seat.rank}: start with torchrun")

@@ -33,10 +33,10 @@ class Posted:
         return self.tensor
 
 
-def send(world: World, tensor: Tensor, peer: int, *, tag: int, doing: str) -> Posted:
-    """Post a contiguous tensor to a rank; counted here."""
+def send(world: World, tensor: Tensor, peer: int, *, tag: int, doing: str, counted: int | None = None) -> Posted:
+    """Post a contiguous tensor to a rank; its bytes are counted here, or those it stands for."""
     work = translate(world, peer, doing, lambda: group_of(world).send([tensor], peer, tag))
-    world.traffic.sent(tensor.nbytes)
+    world.traffic.sent(tensor.nbytes if counted is None else counted)
     return Posted(world, tensor, peer, doing, work)
 
 

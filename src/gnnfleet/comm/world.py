@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
 from gnnfleet.comm.meeting import Meeting
+from gnnfleet.comm.shelf import Shelf, open_shelf
 from gnnfleet.errors import ConfigError, ExchangeError
 from gnnfleet.report.traffic import Traffic
 
@@ -36,6 +37,7 @@ class World:
     timeout: float = EXCHANGE_SECONDS
     traffic: Traffic = field(default_factory=Traffic)
     make_group: GroupMaker | None = None
+    shelf: Shelf | None = None  # memory that ranks of this machine read in place
 
     @property
     def is_first(self) -> bool:
@@ -53,7 +55,8 @@ class World:
         if size > 1:
             assert self.make_group is not None, "a World of several ranks is made by join"
             group = self.make_group(f"{name}/{'-'.join(map(str, ranks))}", rank, size)
-        return replace(self, rank=rank, size=size, group=group, make_group=None)
+        shelf = None if self.shelf is None else self.shelf.among(ranks)
+        return replace(self, rank=rank, size=size, group=group, make_group=None, shelf=shelf)
 
 
 @contextmanager
@@ -79,9 +82,29 @@ def join(meeting: Meeting, *, device: torch.device | None = None, timeout: float
             f"rank {seat.rank} cannot connect to the others: {(str(error).splitlines() or [''])[0]}. "
             "GLOO_SOCKET_IFNAME=eth0 names the network to use"
         ) from error
-    yield World(seat.rank, seat.size, device, group, timeout, make_group=make)
+    world = World(seat.rank, seat.size, device, group, timeout, make_group=make)
+    world = replace(world, shelf=_open_shelf(world, meeting))
+    yield world
+    if world.shelf is not None:
+        world.shelf.close(timeout)
     for group in reversed(made):
         group.shutdown()
+
+
+def _open_shelf(world: World, meeting: Meeting) -> Shelf | None:
+    own = meeting.members[world.rank]
+    shares = world.device.type == "cpu" and meeting.seat.shares_memory
+    pids = [
+        member.pid if shares and rank != world.rank and member.pids == own.pids else None
+        for rank, member in enumerate(meeting.members)
+    ]
+
+    def total(t: torch.Tensor) -> torch.Tensor:
+        assert world.group is not None
+        world.group.allreduce([t]).wait(timedelta(seconds=world.timeout))
+        return t
+
+    return open_shelf(world.rank, pids, total)
 
 
 def _make_group(

@@ -1,25 +1,61 @@
-"""A learnable row per node, for graphs without features; looked up by store id, so any view finds its own."""
+"""A learnable row per node, for graphs without features; looked up by store id, so any view finds its own.
+
+First rows are drawn by store id, so a rank that holds the rows of its own nodes only begins with the same numbers.
+"""
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gnnfleet.graph.places import Places
 from gnnfleet.graph.view import GraphView
+from gnnfleet.ops.draws import Draws, Purpose
 
 
 class NodeEmbedding(torch.nn.Module):
-    """``weight`` [nodes, width] of one node type; starts normal with rows of length about 1."""
+    """``weight`` [nodes, width] of one node type; starts normal with rows of length about 1.
 
-    def __init__(self, num_nodes: int, width: int) -> None:
+    With ``ids`` it has the rows of these nodes alone, in their order: the rest is held by other ranks.
+    """
+
+    def __init__(self, num_nodes: int, width: int, *, ids: Tensor | None = None) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(num_nodes, width))
+        self.num_nodes, self.ids = num_nodes, ids
+        self.weight = torch.nn.Parameter(torch.empty(num_nodes if ids is None else len(ids), width))
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        torch.nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        draws = Draws(int(torch.randint(2**62, ())), Purpose.PARAMETERS)
+        width = self.weight.shape[1]
+        for low in range(0, len(self.weight), 1 << 14):
+            rows = self.weight[low : low + (1 << 14)]
+            ids = torch.arange(low, low + len(rows)) if self.ids is None else self.ids[low : low + len(rows)]
+            rows.copy_(draws.normals_at(ids, width) * width**-0.5)
+
+    @cached_property
+    def _places(self) -> Places:
+        assert self.ids is not None
+        return Places(self.ids)
 
     def forward(self, view: GraphView) -> Tensor:
         """[N_src, width] the rows of a view of this node type."""
-        return functional.embedding(view.node_ids, self.weight)
+        ids = view.node_ids
+        if self.ids is None:
+            return functional.embedding(ids, self.weight)
+        if ids.data_ptr() == self.ids.data_ptr() and len(ids) == len(self.ids):  # all of them, in this order
+            return self.weight.view_as(self.weight)
+        return functional.embedding(self._places.rows(ids), self.weight)
+
+
+def rows_by_owner(model: torch.nn.Module) -> dict[str, Tensor]:
+    """{name of a parameter: [n] store ids of its rows}, for those of which every rank has the rows of its own nodes."""
+    return {
+        f"{name}.weight" if name else "weight": module.ids
+        for name, module in model.named_modules()
+        if isinstance(module, NodeEmbedding) and module.ids is not None
+    }

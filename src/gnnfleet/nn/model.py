@@ -8,7 +8,7 @@ the view's key. A model trains (drops, uses batch statistics) when both it and t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.nn.layers import activation, make_layers
 from gnnfleet.nn.norm import make_norm
 
+_Value = TypeVar("_Value")
+
 # Several dropouts of one layer have places of their own, so that their masks differ; node types come after.
 _AFTER, _BEFORE, _LAST, _PLACES = 0, 1, 2, 4
 # Convolutions that can end with the ReLU themselves.
@@ -35,7 +37,8 @@ class GNN(Model):
 
     ``in_channels`` is the width of the features, by node type where there are several; 0 means that nodes have none and
     get learnable rows (``num_nodes`` says how many). ``edge_types`` orders the relations of rgcn; ``target`` is the
-    node type of the output: all where it is None. ``edge_dim`` is the width of edge features. Raises ConfigError.
+    node type of the output: all where it is None. ``edge_dim`` is the width of edge features. With ``own`` learnable
+    rows are those of these nodes only, by type. Raises ConfigError.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class GNN(Model):
         num_nodes: Mapping[str, int] | None = None,
         target: str | None = None,
         edge_dim: int | None = None,
+        own: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(act=activation(config.act), dropout=config.dropout)
         self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
@@ -59,7 +63,7 @@ class GNN(Model):
         self.embeddings = torch.nn.ModuleDict()
         self._normalised: dict[str, tuple[Tensor, int, Tensor]] = {}
         for kind in widths:
-            widths[kind] += self._embed_nodes(kind, widths[kind], num_nodes)
+            widths[kind] += self._embed_nodes(kind, widths[kind], num_nodes, own)
         self.projections = torch.nn.ModuleDict()
         if self.hetero:
             for kind, width in widths.items():
@@ -79,17 +83,23 @@ class GNN(Model):
         if self.hetero and target is not None and target not in widths:
             raise ConfigError(f"target must be one of the node types {', '.join(widths)}, found {target!r}")
 
-    def _embed_nodes(self, kind: str, width: int, num_nodes: Mapping[str, int] | None) -> int:
+    def _embed_nodes(
+        self, kind: str, width: int, num_nodes: Mapping[str, int] | None, own: Mapping[str, Tensor] | None
+    ) -> int:
         """Make the learnable rows of a node type where they are wanted; their width."""
         wanted = self.config.embedding or (0 if width else self.config.hidden)
         if not wanted:
             return 0
-        counts = dict(num_nodes or {})
-        count = counts.get(kind) if self.hetero or kind else next(iter(counts.values()), None)
+        count = self._of_kind(kind, num_nodes)
         if count is None:
             raise ConfigError(f"learnable rows for nodes {kind!r} need their number: give num_nodes")
-        self.embeddings[_key(kind)] = NodeEmbedding(count, wanted)
+        self.embeddings[_key(kind)] = NodeEmbedding(count, wanted, ids=self._of_kind(kind, own))
         return wanted
+
+    def _of_kind(self, kind: str, values: Mapping[str, _Value] | None) -> _Value | None:
+        """What is given for a node type; an only type may have any name."""
+        each = dict(values or {})
+        return each.get(kind) if self.hetero or kind else next(iter(each.values()), None)
 
     def _make_norm(self, index: int, kinds: Sequence[str]) -> torch.nn.Module:
         name, hidden = self.config.name, self.config.hidden
@@ -290,7 +300,14 @@ class GNN(Model):
         return functional.linear(aggregate, torch.cat([lin.weight, lin.bias[:, None]], 1))
 
 
-def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None = None, every_type: bool = False) -> GNN:
+def build_model(
+    config: ModelConfig,
+    graph: Graph,
+    *,
+    out_channels: int | None = None,
+    every_type: bool = False,
+    own: Mapping[str, Tensor] | None = None,
+) -> GNN:
     """The model for a graph: widths from its features, output for its labelled node type, or for ``every_type``.
 
     Parameters are drawn from torch's generator: call torch.manual_seed first. Raises ConfigError or InputError.
@@ -314,6 +331,7 @@ def build_model(config: ModelConfig, graph: Graph, *, out_channels: int | None =
         num_nodes=counts,
         target=None if every_type else target,
         edge_dim=int(attr.shape[1]) if attr is not None and config.edge_features else None,
+        own=own,
     )
 
 

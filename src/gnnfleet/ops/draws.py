@@ -83,6 +83,12 @@ class Draws:
         high = words[..., 1] << 21 | words[..., 0] >> 11
         return (high.double() * 2.0**-53).view(ids.shape[0], 2 * turns)[:, :columns]
 
+    def normals_at(self, ids: Tensor, columns: int) -> Tensor:
+        """[n, columns] float64 of mean 0 and variance 1, from pairs of uniforms (Box and Muller)."""
+        first, second = self.uniforms_at(ids, columns + columns % 2).view(len(ids), -1, 2).unbind(2)
+        length, angle = (-2 * (1 - first).log()).sqrt(), 2 * torch.pi * second
+        return torch.stack([length * angle.cos(), length * angle.sin()], 2).view(len(ids), -1)[:, :columns]
+
     def permutation(self, count: int) -> Tensor:
         """[count] int32: where each of 0 … count − 1 goes."""
         out = torch.empty(count, dtype=torch.int32)

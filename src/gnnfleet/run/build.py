@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError, InputError
@@ -54,6 +56,10 @@ class Built:
         return bool(len(self.task.items(split)))
 
 
+Own = Mapping[str, Tensor] | None
+"""Store ids by node type: the nodes for which a rank holds learnable rows; None: all."""
+
+
 @dataclass(frozen=True, eq=False)
 class Here:
     """Where a strategy is built: which of the ranks this is, and its part of the graph where there are parts."""
@@ -61,6 +67,13 @@ class Here:
     world: World = field(default_factory=World)
     shard: Shard | None = None
     progress: Progress = Silent()
+
+    @property
+    def own(self) -> Own:
+        """The nodes of this part."""
+        return (
+            None if self.shard is None else {kind: self.shard.nodes(kind).store_ids for kind in self.shard.node_types}
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,17 +87,17 @@ class Checked:
     remarks: tuple[str, ...] = ()
 
 
-def check(graph: Graph, config: RunConfig) -> Checked:
+def check(graph: Graph, config: RunConfig, own: Own = None) -> Checked:
     """Everything about a run that can be refused before a strategy is made; raises ConfigError or InputError."""
     _check_features(graph, config)
     if config.task == "link":
-        checked = _check_links(graph, config, training=True)
+        checked = _check_links(graph, config, own, training=True)
     else:
         output = Output.of(graph)
         target = output.target
         graph = graph.with_nodes(target, split=_split(graph.nodes[target], config))
         _check_labels(graph.nodes[target])
-        checked = _check_nodes(graph, config, output)
+        checked = _check_nodes(graph, config, output, own)
     if not len(checked.task.items("train")):
         raise ConfigError("the training split has no labelled nodes: choose another --split, as 0.6/0.2/0.2")
     if config.train.patience and not len(checked.task.items("val")):
@@ -100,7 +113,8 @@ def build(graph: Graph, config: RunConfig, *, progress: Progress = Silent(), her
 
     Of several ranks each says where it is with ``here``.
     """
-    return _assemble(check(graph, config), config, here or Here(progress=progress))
+    here = here or Here(progress=progress)
+    return _assemble(check(graph, config, here.own), config, here)
 
 
 def rebuild(
@@ -129,23 +143,25 @@ def rebuild(
             raise ConfigError("this store has no split: evaluate all of it with --split all")
         codes = _split(nodes, config)
     graph = graph.with_nodes(target, y=unknown if nodes.y is None else nodes.y, split=codes)
-    return _assemble(_check_nodes(graph, config, output), config, here or Here(progress=progress))
+    here = here or Here(progress=progress)
+    return _assemble(_check_nodes(graph, config, output, here.own), config, here)
 
 
 def rebuild_links(graph: Graph, config: RunConfig, *, progress: Progress = Silent(), here: Here | None = None) -> Built:
     """A trained run on links, to evaluate or score; held-out links are found again from the config."""
-    return _assemble(_check_links(graph, config, training=False), config, here or Here(progress=progress))
+    here = here or Here(progress=progress)
+    return _assemble(_check_links(graph, config, here.own, training=False), config, here)
 
 
-def _check_nodes(graph: Graph, config: RunConfig, output: Output) -> Checked:
+def _check_nodes(graph: Graph, config: RunConfig, output: Output, own: Own) -> Checked:
     target = output.target_in(graph)
     head = output.head(metric=config.train.metric, smoothing=config.train.label_smoothing)
-    model = seeded_model(graph, config, out_channels=output.num_classes)
+    model = seeded_model(graph, config, output.num_classes, own)
     return Checked(graph, NodeTask(target, graph.nodes[target], head), model, output)
 
 
-def _check_links(graph: Graph, config: RunConfig, *, training: bool) -> Checked:
-    task, model = build_links(graph, config, training=training)
+def _check_links(graph: Graph, config: RunConfig, own: Own, *, training: bool) -> Checked:
+    task, model = build_links(graph, config, training=training, own=own)
     return Checked(task.data.graph, task, model, remarks=() if task.hides else (SEES_TARGETS,))
 
 
@@ -171,12 +187,15 @@ def _job(graph: Graph, config: RunConfig, task: Task, model: Model, here: Here) 
     )
 
 
-def seeded_model(graph: Graph, config: RunConfig, *, out_channels: int) -> Model:
+def seeded_model(graph: Graph, config: RunConfig, out_channels: int, own: Own) -> Model:
     """The model with its first weights: drawn in float32 from the seed, whatever the precision."""
-    make = build_model if config.model.file is None else build_own
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model: Model = make(config.model, graph, out_channels=out_channels)
+        model: Model
+        if config.model.file is None:
+            model = build_model(config.model, graph, out_channels=out_channels, own=own)
+        else:
+            model = build_own(config.model, graph, out_channels=out_channels)
     return model.to(PRECISIONS[config.precision])
 
 

@@ -2,19 +2,21 @@
 
 A checkpoint holds everything an epoch leaves behind. Random draws are keyed by seed, epoch and step, so there is no
 generator state to keep, and a continued run ends in the same bits as one that was never interrupted. Of several ranks
-the first writes what all have, each what it owns; the directory appears when all are done.
+the first writes what all have, each the rows it owns; the directory appears when all are done. Rows are known by id, so
+another number of ranks finds its own again.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from gnnfleet.comm.reduce import share, sum_over_ranks
 from gnnfleet.comm.world import World
 from gnnfleet.errors import RunError, StoreError
 from gnnfleet.graph.bundle import Bundle, BundleWriter, checksum
-from gnnfleet.strategies.base import OWN, State
+from gnnfleet.strategies.base import IDS, OWN, State
 
 KIND = "checkpoint"
 
@@ -94,22 +96,84 @@ def load_checkpoint(path: Path) -> tuple[State, Position, int]:
         return state, Position(**bundle.meta["position"]), int(bundle.meta["seed"])
 
 
-def load_own(path: Path, *, rank: int, size: int) -> State:
-    """What a rank owns in a checkpoint: nothing, or one part. Raises RunError when it was cut for others."""
+def load_own(path: Path, *, rank: int, ids: Mapping[str, Tensor]) -> State:
+    """The rows a rank owns in a checkpoint, whoever wrote them: of each name those of ``ids``, in that order.
+
+    {} where nobody owned anything. Raises RunError when a row is missing.
+    """
     with _whole(path):
         bundle = Bundle.open(path, KIND)
-        owners = bundle.meta.get("owners", 0)
+        owners = range(bundle.meta.get("owners", 0))
+        # Where the graph is cut as it was, a rank's own file has all of its rows.
+        ordered = sorted(owners, key=lambda owner: owner != rank)
+        picks = {name: _Pick(wanted) for name, wanted in ids.items()}
+        for file in map(rank_file, ordered):
+            if all(pick.is_full for pick in picks.values()):
+                break
+            if checksum(path / file) != bundle.files[file]["sha256"]:
+                raise StoreError(f"{file} was altered")
+            with safe_open(path / file, "pt") as tensors:
+                for name, pick in picks.items():
+                    pick.take(tensors, name)
         if not owners:
             return {}
-        if owners != size:
-            raise RunError(
-                f"checkpoint {path} was written by {owners} workers, each with a part of the state, found {size}: "
-                f"go on with --workers {owners}"
-            )
-        file = rank_file(rank)
-        if checksum(path / file) != bundle.files[file]["sha256"]:
-            raise StoreError(f"{file} was altered")
-        return {OWN: load_file(path / file)}
+        for name, pick in picks.items():
+            if not pick.is_full:
+                raise StoreError(f"{name} has no rows for some nodes")
+        return {OWN: {key: tensor for name, pick in picks.items() for key, tensor in pick.found(name).items()}}
+
+
+def all_ids(path: Path) -> dict[str, Tensor]:
+    """The ids of all rows that ranks own in a checkpoint, ascending, by name."""
+    with _whole(path):
+        found: dict[str, list[Tensor]] = {}
+        for rank in range(Bundle.open(path, KIND).meta.get("owners", 0)):
+            with safe_open(path / rank_file(rank), "pt") as tensors:
+                for key in list(tensors.keys()):
+                    if key.endswith(IDS):
+                        found.setdefault(key.removesuffix(IDS), []).append(tensors.get_tensor(key))
+        return {name: torch.cat(ids).sort().values for name, ids in found.items()}
+
+
+class _Pick:
+    """Rows of one name, put together from the files of several ranks."""
+
+    def __init__(self, wanted: Tensor) -> None:
+        self._wanted, self._missing = wanted, len(wanted)
+        self._tensors: dict[str, Tensor] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return not self._missing and bool(self._tensors)
+
+    def take(self, file: Any, name: str) -> None:
+        """From one rank's file: the rows and what the optimizer remembers of them."""
+        here = file.get_tensor(f"{name}{IDS}")
+        keys = [key for key in list(file.keys()) if key.startswith(name) and not key.endswith(IDS)]
+        tensors = {key.removeprefix(name): file.get_tensor(key) for key in keys}
+        if torch.equal(here, self._wanted):
+            self._tensors, self._missing = tensors, 0
+            return
+        there, row = _matches(self._wanted, here)
+        for word, tensor in tensors.items():
+            if word not in self._tensors:
+                self._tensors[word] = (
+                    tensor if not tensor.dim() else tensor.new_empty(len(self._wanted), *tensor.shape[1:])
+                )
+            if tensor.dim():
+                self._tensors[word][there] = tensor[row]
+        self._missing -= len(there)
+
+    def found(self, name: str) -> dict[str, Tensor]:
+        return {f"{name}{IDS}": self._wanted, **{f"{name}{word}": tensor for word, tensor in self._tensors.items()}}
+
+
+def _matches(wanted: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
+    """Places in ``wanted`` of ids that are ``here``, and their places there."""
+    ids, order = here.sort()
+    at = torch.searchsorted(ids, wanted).clamp(max=max(len(ids) - 1, 0))
+    there = (ids[at] == wanted).nonzero()[:, 0] if len(ids) else at[:0]
+    return there, order[at[there]]
 
 
 def rank_file(rank: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
+from torch import Tensor
 
 from gnnfleet.comm.reduce import gather_rows, share
 from gnnfleet.comm.world import World
@@ -89,18 +90,19 @@ def agree(world: World, word: dict[str, Any]) -> dict[str, Any]:
     return heard
 
 
-def find_start(directory: RunDirectory | None, world: World) -> Start:
-    """Where a run begins; the first rank reads, others need to see its disk only where they own a part of the state."""
+def find_start(directory: RunDirectory | None, world: World, ids: Mapping[str, Tensor] | None = None) -> Start:
+    """Where a run begins; the first rank reads, others need to see its disk only where they own rows (``ids``)."""
     if directory is None:
         return Start(Position())
     start = read_start(directory) if world.is_first else Start(Position())
+    ids = ids or {}
     if world.size == 1 and start.state is None:
         return start
     word = agree(world, {"position": asdict(start.position), "last": start.state is not None, "best": bool(start.best)})
     if not word["last"]:
         return start
-    state = {**_share_state(world, start.state), **directory.load_own("last", world)}
-    best = {**_share_state(world, start.best), **directory.load_own("best", world)} if word["best"] else None
+    state = {**share_state(world, start.state), **directory.load_own("last", world.rank, ids)}
+    best = {**share_state(world, start.best), **directory.load_own("best", world.rank, ids)} if word["best"] else None
     return Start(Position(**word["position"]), state, best)
 
 
@@ -116,7 +118,8 @@ def read_start(directory: RunDirectory) -> Start:
     return Start(position, state, best[0] if best is not None and fits else None)
 
 
-def _share_state(world: World, state: State | None) -> State:
+def share_state(world: World, state: State | None) -> State:
+    """What the first rank has; the others give None."""
     if world.size == 1:
         assert state is not None
         return state

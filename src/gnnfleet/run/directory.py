@@ -13,16 +13,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from torch import Tensor
+
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.bundle import write_atomically
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.own import file_digest
-from gnnfleet.report.record import RunRecord, versions
-from gnnfleet.run.checkpoint import Position, load_checkpoint, load_own, save_checkpoint
+from gnnfleet.report.record import versions
+from gnnfleet.run.checkpoint import Position, all_ids, load_checkpoint, load_own, save_checkpoint
 from gnnfleet.run.config import RunConfig, Tree, resolve
 from gnnfleet.run.output import Output
-from gnnfleet.strategies.base import State
+from gnnfleet.strategies.base import OWN, State
 
 MODEL_COPY = "model.py"
 """The file of the user's own model as it was when the run began. It is the original that is run."""
@@ -138,17 +140,20 @@ class RunDirectory:
             raise RunError(f"checkpoint {path} has seed {seed}, the run has {self.seed}: it belongs to another run")
         return state, position
 
-    def load_own(self, name: str, world: World) -> State:
-        """What this rank owns in a checkpoint that the first rank has found; raises RunError."""
+    def load_own(self, name: str, rank: int, ids: Mapping[str, Tensor]) -> State:
+        """The rows a rank owns in a checkpoint that the first rank has found; raises RunError."""
         path = self.path / "checkpoints" / name
-        return load_own(path, rank=world.rank, size=world.size) if path.exists() else {}
+        return load_own(path, rank=rank, ids=ids) if ids else {}
 
-    def record(self) -> RunRecord:
-        """What ``finish`` saved."""
-        try:
-            return RunRecord(**json.loads((self.path / "record.json").read_bytes()))
-        except (OSError, ValueError, TypeError) as error:
-            raise RunError(f"{self.path / 'record.json'} is missing or damaged: train again") from error
+    def load_weights(self, name: str) -> tuple[State, Position] | None:
+        """The weights alone of a checkpoint, whole in this process though ranks may own rows of them."""
+        found = self.load(name)
+        if found is None:
+            return None
+        path = self.path / "checkpoints" / name
+        every = all_ids(path)
+        own = load_own(path, rank=0, ids=every)[OWN] if every else {}
+        return {"model": {**found[0]["model"], **{key: own[key] for key in every}}}, found[1]
 
     def finish(self, record: Mapping[str, Any]) -> None:
         self._write("record.json", json.dumps(record, indent=1).encode())

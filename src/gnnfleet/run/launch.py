@@ -6,6 +6,7 @@ What went wrong comes back as one error. Nothing outlives a launch: no process, 
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import secrets
@@ -31,16 +32,21 @@ SHUTDOWN_SECONDS = 5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def launch(spec: Spec, *, workers: int, restarts: int = 0) -> None:
-    """Run a spec on ``workers`` processes. Raises the error of the worker at fault, KeyboardInterrupt for a signal."""
+def launch(
+    spec: Spec, *, folder: Path, workers: int, restarts: int = 0, advice: str = "go on with --resume"
+) -> dict[str, Any]:
+    """Run a spec on ``workers`` processes; what they answer. ``folder`` is there for as long as they are.
+
+    Raises the error of the worker at fault, with ``advice`` where it died, and KeyboardInterrupt for a signal.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    folder = Path(spec.run_dir) / ".launch"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    spec = replace(spec, parent=os.getpid(), threads=threads_each(workers))
+    answer = folder / "answer.json"
+    spec = replace(spec, parent=os.getpid(), threads=threads_each(workers), answer=str(answer))
     (folder / "SPEC.json").write_text(spec.as_json())
     config = LaunchConfig(
         min_nodes=1,
@@ -59,6 +65,7 @@ def launch(spec: Spec, *, workers: int, restarts: int = 0) -> None:
     try:
         with _signals_restored(), _environment(), _quiet_torchrun():
             elastic_launch(config, sys.executable)("-m", "gnnfleet.run.worker", str(folder / "SPEC.json"))
+        return dict(json.loads(answer.read_bytes()))
     except ChildFailedError as error:
         failed = error.failures
     except SignalException:
@@ -66,15 +73,14 @@ def launch(spec: Spec, *, workers: int, restarts: int = 0) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         gc.collect()  # torchrun's objects point at each other; the store's port is free when they are gone
-    if failed:
-        raise verdict(failed)
+    raise verdict(failed, advice)
 
 
 def threads_each(workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
-def verdict(failures: Mapping[int, Any]) -> GnnfleetError:
+def verdict(failures: Mapping[int, Any], advice: str) -> GnnfleetError:
     """The one error behind several failed workers; ``failures`` are torchrun's, in the order they were noticed.
 
     A worker that is gone takes others along, so what they say of each other counts only where none of them went first.
@@ -82,26 +88,24 @@ def verdict(failures: Mapping[int, Any]) -> GnnfleetError:
     found = [f for f in (Failure.from_file(failure.error_file_data) for failure in failures.values()) if f is not None]
     silent = next((failure for failure in found if failure.kind is Kind.silent), None)
     if silent is not None:
-        return _error(silent)
+        return _error(silent, advice)
     # Workers end themselves when they are told to; whoever dies of another signal was killed from outside or crashed.
     for rank, failure in failures.items():
         if failure.exitcode < 0 and -failure.exitcode not in _SIGNALS:
             name = failure.signal_name()
             why = ", perhaps for want of memory" if -failure.exitcode == signal.SIGKILL else ""
-            return ExchangeError(f"rank {rank} (pid {failure.pid}) was killed by {name}{why}; go on with --resume")
+            return ExchangeError(f"rank {rank} (pid {failure.pid}) was killed by {name}{why}; {advice}")
     for kinds in ((Kind.raised,), (Kind.cut_off, Kind.stopped), (Kind.lost,)):
         told = [failure for failure in found if failure.kind in kinds]
         own = [failure for failure in told if failure.found_by in failure.ranks]
         if told:
-            return _error((own or told)[0])
+            return _error((own or told)[0], advice)
     rank, failure = next(iter(failures.items()))
-    return ExchangeError(
-        f"rank {rank} (pid {failure.pid}) ended with exit code {failure.exitcode}; go on with --resume"
-    )
+    return ExchangeError(f"rank {rank} (pid {failure.pid}) ended with exit code {failure.exitcode}; {advice}")
 
 
-def _error(failure: Failure) -> GnnfleetError:
-    text = failure.text if failure.kind is Kind.raised else f"{failure.text}; go on with --resume"
+def _error(failure: Failure, advice: str) -> GnnfleetError:
+    text = failure.text if failure.kind is Kind.raised else f"{failure.text}; {advice}"
     error = error_of(failure.exit_code)(text)
     if failure.trace:
         error.add_note(failure.trace)

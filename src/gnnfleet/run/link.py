@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,13 @@ SEES_TARGETS = (
 )
 
 
-def build_links(graph: Graph, config: RunConfig, *, training: bool) -> tuple[LinkTask, Model]:
-    """The task, whose data has the graph to train on, and the model; raises ConfigError or InputError."""
+def build_links(
+    graph: Graph, config: RunConfig, *, training: bool, own: Mapping[str, Tensor] | None = None
+) -> tuple[LinkTask, Model]:
+    """The task, whose data has the graph to train on, and the model; raises ConfigError or InputError.
+
+    With ``own`` the model has learnable rows of these nodes only, by type.
+    """
     graph = _message_graph(graph, config)
     only = [EdgeType.parse(config.link.relation)] if config.link.relation else []
     data = link_data(graph, only)
@@ -44,7 +49,7 @@ def build_links(graph: Graph, config: RunConfig, *, training: bool) -> tuple[Lin
             "link.exclude=batch in a full batch would leave no edges for messages: set strategy.batch, "
             "or use link.exclude=disjoint:0.3"
         )
-    model = _seeded_model(data, config)
+    model = _seeded_model(data, config, own)
     assert model.decoder is not None
     task = LinkTask(data, link, model.decoder, seed=config.seed, wanted=config.train.metric)
     return task, model
@@ -64,7 +69,7 @@ def _message_graph(graph: Graph, config: RunConfig) -> Graph:
     return with_inverse(graph) if wanted == "inverse" else graph
 
 
-def _seeded_model(data: LinkData, config: RunConfig) -> Model:
+def _seeded_model(data: LinkData, config: RunConfig, own: Mapping[str, Tensor] | None) -> Model:
     """Output rows as wide as the hidden ones, for every node type."""
     several = len(torch.unique(data.splits["train"].relation)) > 1
     with torch.random.fork_rng(devices=[]):
@@ -72,7 +77,7 @@ def _seeded_model(data: LinkData, config: RunConfig) -> Model:
         width = config.model.hidden
         model: Model
         if config.model.file is None:
-            model = build_model(config.model, data.graph, out_channels=width, every_type=True)
+            model = build_model(config.model, data.graph, out_channels=width, every_type=True, own=own)
         else:
             model = build_own(config.model, data.graph, out_channels=width)
         model.decoder = make_decoder(config.link, width=width, relations=len(data.edge_types), several=several)
@@ -80,7 +85,10 @@ def _seeded_model(data: LinkData, config: RunConfig) -> Model:
 
 
 def score_pairs(strategy: Strategy, task: LinkTask, pairs: Sequence[tuple[Any, Any]], relation: str = "") -> Tensor:
-    """[n] probabilities of links between original ids; ``relation`` says which where several types are predicted."""
+    """[n] probabilities of links between original ids; ``relation`` says which where several types are predicted.
+
+    Of several ranks all call it, each with a shared task and pairs of its own or none.
+    """
     kinds = list(dict.fromkeys(task.data.splits["train"].relation.tolist()))
     names = {str(task.data.edge_types[number]): number for number in kinds}
     if relation and relation not in names:

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gnnfleet.errors import GnnfleetError, PartitionError, StoreError
 from gnnfleet.graph.bundle import Bundle
 from gnnfleet.graph.graph import Graph
@@ -86,7 +88,8 @@ def trained_graph(graph: Graph, config: RunConfig) -> Graph:
         return graph
     from gnnfleet.run.link import build_links
 
-    return build_links(graph, config, training=True)[0].data.graph
+    none = {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes}
+    return build_links(graph, config, training=True, own=none)[0].data.graph
 
 
 def _store(graph: Graph) -> Bundle:

@@ -59,12 +59,17 @@ def write_predictions(built: Built, path: Path, columns: Columns) -> int:
 def write_scores(built: Built, pairs: Path, path: Path, *, relation: str = "") -> int:
     """Write ``src``, ``dst``, ``probability`` for the pairs of original ids in a CSV or Parquet file; the rows.
 
-    Raises ConfigError for a run on nodes, InputError for a file without columns src and dst or an unknown id.
+    Raises ConfigError for a run on nodes, InputError for a file without columns src and dst or an unknown id. All
+    ranks call it, the first reads and writes.
     """
     if not isinstance(built.task, LinkTask):
         raise ConfigError("pairs are scored by a run with --task link; this one classifies nodes")
-    asked = _read_pairs(pairs, built)
-    found = score_pairs(built.strategy, built.task, list(zip(*asked.values(), strict=True)), relation)
+    first = built.world.is_first
+    asked = _read_pairs(pairs, built) if first else {"src": [], "dst": []}
+    task = built.task.share(built.world, {})
+    found = score_pairs(built.strategy, task, list(zip(*asked.values(), strict=True)), relation)
+    if not first:
+        return 0
     return write_table(path, iter([pa.table({**asked, "probability": found.float().numpy()})]))
 
 

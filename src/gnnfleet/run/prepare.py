@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.own import naming_line
 from gnnfleet.report.metrics import check_tensorboard
@@ -76,7 +78,8 @@ def prepared(
     """
     assert graph.store is not None
     with naming_line(config.model.file):
-        checked = check(graph, config)
+        # Learnable rows are the ranks' own: none are drawn here.
+        checked = check(graph, config, {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes})
         config.strategy.check(checked.task)
     for text in checked.remarks:
         remark(text, quiet=quiet)

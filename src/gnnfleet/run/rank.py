@@ -18,8 +18,11 @@ from gnnfleet.comm.meeting import Meeting, meet
 from gnnfleet.comm.seat import Seat
 from gnnfleet.comm.world import World, join
 from gnnfleet.errors import StoreError
+from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition import open_part
+from gnnfleet.graph.shard import Shard
 from gnnfleet.graph.store import open_store
+from gnnfleet.nn.embedding import rows_by_owner
 from gnnfleet.nn.own import naming_line
 from gnnfleet.report.progress import show
 from gnnfleet.report.record import RunRecord
@@ -34,23 +37,28 @@ from gnnfleet.run.spec import Spec
 
 def run_spec(spec: Spec, world: World, *, store: Path | None = None) -> RunRecord:
     """Train this rank's part; the first rank writes checkpoints and the record. ``store`` is where it lies here."""
+    config = resolve(spec.config)
+    quiet = spec.quiet or not world.is_first
+    with naming_line(config.model.file):
+        with show(quiet) as progress:
+            graph, shard = open_own(spec, world, store=store)
+            built = build(graph, config, here=Here(world, shard, progress))
+        directory = RunDirectory(Path(spec.run_dir), seed=config.seed, world=beside(world))
+        start = find_start(directory, beside(world), rows_by_owner(built.strategy.model))
+        record = run_course(built, config, directory, start=start, quiet=quiet)
+        built.strategy.close()
+    return record
+
+
+def open_own(spec: Spec, world: World, *, store: Path | None = None) -> tuple[Graph, Shard]:
+    """The store of a spec and this rank's part of it; raises StoreError when another rank has another store."""
     graph = open_store(store or Path(spec.store))
     assert graph.store is not None
     if graph.store.digest != spec.digest:
         raise StoreError(
             f"{graph.store.path} on rank {world.rank} is another store than on rank 0: all machines need the same one"
         )
-    config = resolve(spec.config)
-    quiet = spec.quiet or not world.is_first
-    with naming_line(config.model.file):
-        with show(quiet) as progress:
-            shard = open_part(graph.store.path / spec.partition, world.rank)
-            built = build(graph, config, here=Here(world, shard, progress))
-        directory = RunDirectory(Path(spec.run_dir), seed=config.seed, world=beside(world))
-        start = find_start(directory, beside(world))
-        record = run_course(built, config, directory, start=start, quiet=quiet)
-        built.strategy.close()
-    return record
+    return graph, open_part(graph.store.path / spec.partition, world.rank)
 
 
 def serve(seat: Seat, work: Callable[[World, Meeting], object], *, speaks: bool) -> NoReturn:

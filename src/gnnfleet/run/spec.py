@@ -20,6 +20,9 @@ class Spec:
     quiet: bool = True
     threads: int | None = None  # of every worker; None leaves it to the environment
     parent: int | None = None  # the process that workers do not outlive
+    question: dict[str, Any] | None = None  # to a run that is trained; None trains
+    output: dict[str, Any] | None = None  # with a question on nodes: what the run predicts
+    answer: str | None = None  # the file that the first rank writes it to
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))

@@ -39,17 +39,25 @@ def train_as_rank(
 
     def work(world: World, meeting: Meeting) -> None:
         with ExitStack() as stack:
-            if world.is_first:
-                again = _again(meeting, place)
-                spec = _prepare(stack, seat, store, words, again, quiet)
+
+            def prepare() -> Spec:
+                spec = _prepare(stack, seat, store, words, _again(meeting, place), quiet)
                 meeting.ground.set("run_dir", spec.run_dir)
-                meeting.store.set("spec", spec.as_json())
-            spec = Spec.from_json(_await(meeting, "spec"))
+                return spec
+
+            spec = shared_spec(world, meeting, prepare)
             record = run_spec(spec, world, store=store)
             if world.is_first:
                 show(record, resolve(spec.config))
 
     serve(seat, work, speaks=True)
+
+
+def shared_spec(world: World, meeting: Meeting, prepare: Callable[[], Spec]) -> Spec:
+    """What the first rank prepares, while the others wait."""
+    if world.is_first:
+        meeting.store.set("spec", prepare().as_json())
+    return Spec.from_json(_await(meeting, "spec"))
 
 
 def _prepare(stack: ExitStack, seat: Seat, store: Path, words: Mapping[str, Any], place: Place, quiet: bool) -> Spec:

@@ -1,4 +1,4 @@
-"""One run from words to record, here or on workers, and a trained run opened again."""
+"""One run from words to record, here or on workers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from gnnfleet.comm.world import World
-from gnnfleet.errors import ConfigError, RunError
+from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
 from gnnfleet.nn.own import naming_line
-from gnnfleet.report.progress import Progress, Silent, show
+from gnnfleet.report.progress import show
 from gnnfleet.report.record import RunRecord
-from gnnfleet.run.build import Built, build, rebuild, rebuild_links
+from gnnfleet.run.asking import best_weights, reopen
+from gnnfleet.run.build import Built, build
 from gnnfleet.run.checkpoint import Position
-from gnnfleet.run.config import RunConfig, resolve
+from gnnfleet.run.config import RunConfig
 from gnnfleet.run.console import remark
 from gnnfleet.run.course import Start, find_start, run_course
 from gnnfleet.run.directory import RunDirectory
 from gnnfleet.run.launch import launch
-from gnnfleet.run.output import Output
 from gnnfleet.run.prepare import Place, choose, prepared, settle
 from gnnfleet.run.rank import run_spec
-from gnnfleet.strategies.base import State
-from gnnfleet.strategies.local.config import LocalConfig
+
+LAUNCH = ".launch"
+"""Where workers find their spec, below the run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,69 +93,9 @@ def _on_parts(
         if config.workers == 1:
             record = run_spec(spec, World())
         else:
-            launch(spec, workers=config.workers, restarts=restarts)
-            record = found.record()
+            told = launch(spec, folder=found.path / LAUNCH, workers=config.workers, restarts=restarts)
+            record = RunRecord(**told)
         output = None if config.task == "link" else found.output()
-        state, _, _ = _weights(found, "best")
-
-    def reopen() -> Built:
-        built = _rebuilt(graph, config, output)
-        built.strategy.load_state_dict(state)
-        return built
-
-    return Trained(record if kept else replace(record, run_dir=None), config, reopen)
-
-
-def open_run(
-    path: Path,
-    graph: Graph,
-    *,
-    checkpoint: str = "best",
-    split: str | None = None,
-    memory: str | int | None = None,
-    quiet: bool = True,
-) -> tuple[Built, Position, str]:
-    """A trained run on a graph: what was built, where the checkpoint stands, its name. Raises RunError without one.
-
-    ``split`` is what is to be evaluated; predictions need none. ``memory`` takes the place of the run's own.
-    """
-    directory = RunDirectory(path)
-    config = directory.config()
-    if memory is not None:
-        config = resolve({**config.model_dump(mode="json"), "memory": memory})
-    directory.seed = config.seed
-    directory.check_model_file()
-    state, position, name = _weights(directory, checkpoint)
-    output = None if config.task == "link" else directory.output()
-    with show(quiet) as progress:
-        built = _rebuilt(graph, config, output, split=split, progress=progress)
-    try:
-        built.strategy.load_state_dict(state)
-    except RuntimeError as error:
-        raise RunError(
-            f"checkpoint {name} of {path} does not fit this store: {str(error).splitlines()[-1].strip()}"
-        ) from error
-    return built, position, name
-
-
-def _weights(directory: RunDirectory, checkpoint: str) -> tuple[State, Position, str]:
-    """Weights, where they stand, the checkpoint's name; a run without val nodes keeps no best, its last stands in."""
-    found, name = directory.load(checkpoint), checkpoint
-    if found is None and checkpoint == "best":
-        found, name = directory.load("last"), "last"
-    if found is None:
-        raise RunError(f"{directory.path} has no checkpoint {checkpoint}: train it first, or go on with --resume")
-    return {"model": found[0]["model"]}, found[1], name
-
-
-def _rebuilt(
-    graph: Graph, config: RunConfig, output: Output | None, *, split: str | None = None, progress: Progress = Silent()
-) -> Built:
-    """A run in this process alone, whatever it was trained on: exact rows do not depend on the strategy."""
-    if config.strategy.uses_parts:
-        config = config.model_copy(update={"strategy": LocalConfig(), "workers": 1, "partition": None})
-    if output is not None:
-        return rebuild(graph, config, output, split=split, progress=progress)
-    if split == "all":
-        raise ConfigError("links are evaluated on train, val or test, found --split all")
-    return rebuild_links(graph, config, progress=progress)
+        state = best_weights(found)
+    record = record if kept else replace(record, run_dir=None)
+    return Trained(record, config, lambda: reopen(graph, config, output, state))

@@ -5,6 +5,7 @@ Threads and the allocator are set before torch is loaded; nothing heavy is impor
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -24,11 +25,18 @@ def main() -> NoReturn:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what the network says of a dead peer is said better here
     from gnnfleet.comm.seat import Seat
+    from gnnfleet.comm.world import World
+    from gnnfleet.run.asking import answer_spec
     from gnnfleet.run.rank import run_spec, serve
 
+    def work(world: World, _: object) -> None:
+        found = run_spec(spec, world).as_json() if spec.question is None else answer_spec(spec, world)
+        if world.is_first and spec.answer is not None:
+            Path(spec.answer).write_text(json.dumps(found))
+
     seat = Seat.from_environment()
-    assert seat is not None, "started by gnnfleet train"
-    serve(seat, lambda world, _: run_spec(spec, world), speaks=False)
+    assert seat is not None, "started by gnnfleet"
+    serve(seat, work, speaks=False)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,10 @@ State = dict[str, dict[str, Tensor]]
 perhaps ``OWN``."""
 
 OWN = "own"
-"""The part of a state that differs from rank to rank."""
+"""The part of a state that differs from rank to rank: {parameter name: rows, name + IDS: their ids, name/word: what the
+optimizer remembers of them}."""
+
+IDS = "/ids"
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 """The dtype of weights and features; bf16 rounds only what enters a product."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gnnfleet.comm.seat import Seat
 from gnnfleet.run.allocator import prefer_huge_pages
 from gnnfleet.run.console import JsonFlag, QuietFlag, emit, table
 
@@ -20,6 +23,14 @@ MemoryOption = Annotated[
     typer.Option(metavar="SIZE", help="Bytes of activations to hold at a time, as 4GiB or 500MB. Default the run's."),
 ]
 StoreOption = Annotated[Path | None, typer.Option(help="Another store than the one the run was trained on.")]
+
+
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", "-w", metavar="N", help="Processes on this machine, each with a part. Default the run's."
+    ),
+]
 
 
 class Split(StrEnum):
@@ -40,36 +51,54 @@ def evaluate(
     checkpoint: Annotated[Checkpoint, typer.Option(help="Which weights.")] = Checkpoint.best,
     store: StoreOption = None,
     memory: MemoryOption = None,
+    workers: WorkersOption = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Measure a trained run on a split, with full neighbourhoods.
 
     With --store on nodes it has never seen: the store needs labels and the same features. Classes go by their names.
+    Several machines: torchrun … -m gnnfleet evaluate RUN, with run and store at the same place on each.
     """
-    prefer_huge_pages()
-    from gnnfleet.nn.own import naming_line
-    from gnnfleet.run.training import open_run
+    put(
+        {"run": str(run), "checkpoint": str(checkpoint), "memory": memory, "split": str(split)},
+        store,
+        workers=workers,
+        quiet=quiet,
+        show=lambda found: emit(found, as_json=as_json, human=[_measured(found)]),
+    )
 
-    graph = graph_of_run(run, store)
-    built, position, used = open_run(run, graph, checkpoint=checkpoint, split=split, memory=memory, quiet=quiet)
-    with naming_line(built.model_file):
-        found = built.strategy.evaluate("test" if split is Split.all else split)
-    name = built.task.metric
-    result: dict[str, Any] = {
-        "run": str(run),
-        "checkpoint": used,
-        "epoch": position.epoch,
-        "split": str(split),
-        "name": name,
-        "value": found[name],
-        "loss": found["loss"],
-        built.unit: int(found["count"]),
-        "metrics": {word: value for word, value in found.items() if word not in ("loss", "count")},
-    }
-    columns = ["split", built.unit, *result["metrics"], "loss"]
-    shown = [(str(split), int(found["count"]), *result["metrics"].values(), found["loss"])]
-    emit(result, as_json=as_json, human=[table(f"{run}, {used} weights", columns, shown)])
+
+def _measured(found: Mapping[str, Any]) -> Any:
+    unit = "links" if "links" in found else "nodes"
+    columns = ["split", unit, *found["metrics"], "loss"]
+    row = (found["split"], found[unit], *found["metrics"].values(), found["loss"])
+    return table(f"{found['run']}, {found['checkpoint']} weights", columns, [row])
+
+
+def put(
+    words: Mapping[str, Any],
+    store: Path | None,
+    *,
+    workers: int | None,
+    quiet: bool,
+    show: Callable[[dict[str, Any]], None],
+) -> None:
+    """Put a question, in the words of ``Question``: to this process, to workers it starts, or as one of torchrun's."""
+    prefer_huge_pages()
+    seat = Seat.from_environment()
+    several = seat is not None and seat.size > 1
+    if several:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is reported once, in our words
+    from gnnfleet.errors import ConfigError
+    from gnnfleet.run.asking import Question, answer_as_rank, ask
+
+    question = Question(**words)
+    if seat is not None and several:
+        if workers not in (None, seat.size):
+            raise ConfigError(f"torchrun started {seat.size} workers, found --workers {workers}: leave it out")
+        answer_as_rank(seat, question, lambda: graph_of_run(Path(question.run), store), quiet=quiet, show=show)
+    show(ask(question, graph_of_run(Path(question.run), store), workers=workers, quiet=quiet))
 
 
 def graph_of_run(run: Path, store: Path | None) -> Graph:

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gnnfleet.run.allocator import prefer_huge_pages
-from gnnfleet.run.commands.evaluate import Checkpoint, MemoryOption, RunArgument, StoreOption, graph_of_run
+from gnnfleet.run.commands.evaluate import Checkpoint, MemoryOption, RunArgument, StoreOption, WorkersOption, put
 from gnnfleet.run.console import JsonFlag, QuietFlag, emit
 
 
@@ -24,6 +23,7 @@ def predict(
     checkpoint: Annotated[Checkpoint, typer.Option(help="Which weights.")] = Checkpoint.best,
     store: StoreOption = None,
     memory: MemoryOption = None,
+    workers: WorkersOption = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -33,17 +33,23 @@ def predict(
     writes id and embedding of every node, or the probability of every pair of --pairs.
     With --store for nodes the run has never seen: no labels are needed, the same features are.
     """
-    prefer_huge_pages()
-    from gnnfleet.nn.own import naming_line
-    from gnnfleet.run.prediction import Columns, write_predictions, write_scores
-    from gnnfleet.run.training import open_run
-
-    graph = graph_of_run(run, store)
-    built, position, used = open_run(run, graph, checkpoint=checkpoint, memory=memory, quiet=quiet)
-    with naming_line(built.model_file):
-        if pairs is None:
-            rows = write_predictions(built, output, Columns(logits=logits, embeddings=embeddings))
-        else:
-            rows = write_scores(built, pairs, output, relation=relation)
-    result = {"run": str(run), "checkpoint": used, "epoch": position.epoch, "output": str(output), "rows": rows}
-    emit(result, as_json=as_json, human=[f"{rows:,} predictions written to {output}"])
+    put(
+        {
+            "run": str(run),
+            "checkpoint": str(checkpoint),
+            "memory": memory,
+            "output": str(output.resolve()),
+            "logits": logits,
+            "embeddings": embeddings,
+            "pairs": None if pairs is None else str(pairs.resolve()),
+            "relation": relation,
+        },
+        store,
+        workers=workers,
+        quiet=quiet,
+        show=lambda found: emit(
+            {**found, "output": str(output)},
+            as_json=as_json,
+            human=[f"{found['rows']:,} predictions written to {output}"],
+        ),
+    )

@@ -1,8 +1,8 @@
 """Exact full batch over ranks: each has the rows and in-edges of its part, and equal weights.
 
 A step runs the model on a RingView; each rank's loss is the sum over its own items divided by the count of all, so
-gradients summed over ranks are those of one process. Weights, optimizer state and learnable rows of nodes are on every
-rank, features, labels, edges and activations on their owner's only.
+gradients summed over ranks are those of one process. Weights and optimizer state are on every rank; features, learnable
+rows of nodes, labels, edges and activations on their owner's only.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.exchange import Ring
-from gnnfleet.comm.reduce import sum_gradients, sum_over_ranks
+from gnnfleet.comm.reduce import clip_gradients, sum_gradients, sum_over_ranks
 from gnnfleet.errors import ConfigError, PartitionError
 from gnnfleet.graph.places import take_rows
 from gnnfleet.nn.base import Aggregate
+from gnnfleet.nn.embedding import rows_by_owner
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.ring import RingView
 from gnnfleet.strategies.base import (
+    IDS,
+    OWN,
     PRECISIONS,
     Job,
     Prediction,
@@ -53,6 +56,10 @@ class SarStrategy:
         self._task = job.task.share(job.world, {kind: rows.node_ids for kind, rows in self._view.nodes.items()})
         self._target = job.task.target
         self._optimizer = make_optimizer(self.model, job.train)
+        self._ids = rows_by_owner(self.model)
+        named = dict(self.model.named_parameters())
+        self._rows = [named[name] for name in self._ids]
+        self._common = [parameter for name, parameter in named.items() if name not in self._ids]
         self._aggregated, self._x = side_by_side(*self._inputs())
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
@@ -69,9 +76,9 @@ class SarStrategy:
         loss = self._task.loss(self._taking(out, stays=self._task.stays), batch) / count
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        sum_gradients(self._world, self.model.parameters())
+        sum_gradients(self._world, self._common)
         if self._job.train.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._job.train.clip)
+            clip_gradients(self._world, self._common, self._rows, highest=self._job.train.clip)
         self._optimizer.step()
         total = float(sum_over_ranks(self._world, loss.detach()))
         yield StepRecord(epoch, 0, total, count, time.perf_counter() - started)
@@ -95,13 +102,25 @@ class SarStrategy:
         return Prediction(view.take(logits, ids), view.take(inputs, ids) if embeddings else None)
 
     def state_dict(self) -> State:
-        return {"model": dict(self.model.state_dict()), "optimizer": optimizer_tensors(self.model, self._optimizer)}
+        weights, remembered = dict(self.model.state_dict()), optimizer_tensors(self.model, self._optimizer)
+        own: dict[str, Tensor] = {}
+        for name, ids in self._ids.items():
+            words = [key for key in remembered if key.startswith(f"{name}/")]
+            own |= {name: weights.pop(name), name + IDS: ids, **{key: remembered.pop(key) for key in words}}
+        found = {"model": weights, "optimizer": remembered}
+        return {**found, OWN: own} if own else found
 
     def load_state_dict(self, state: State) -> None:
         self._known = None
-        self.model.load_state_dict(state["model"])
+        own = dict(state.get(OWN, {}))
+        for name, ids in self._ids.items():
+            if name in state["model"]:  # written by one process: all rows
+                own |= {name: state["model"][name][ids], name + IDS: ids}
+            assert torch.equal(own[name + IDS], ids), "rows of other nodes"
+        self.model.load_state_dict({**state["model"], **{name: own[name] for name in self._ids}})
         if "optimizer" in state:
-            load_optimizer(self.model, self._optimizer, state["optimizer"])
+            remembered = {key: rows for key, rows in own.items() if "/" in key and not key.endswith(IDS)}
+            load_optimizer(self.model, self._optimizer, {**state["optimizer"], **remembered})
 
     def close(self) -> None:
         self._known = None

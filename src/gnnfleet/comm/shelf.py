@@ -1,0 +1,226 @@
+"""Rows for ranks of the same machine lie on a shelf: memory that both map, filled by one, read in place by the other.
+
+What travels between them is a word that says where; that it was read is noted in the memory itself. The memory has no
+name in any file system (memfd), so nothing is left behind however a rank ends, and a small /dev/shm does not matter.
+Ranks that cannot see each other's memory (another machine, container or user) talk through sockets as ever.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ExchangeError
+
+LEAST_BYTES = 1 << 16
+"""Smaller messages go through sockets: a word about them would cost as much."""
+
+WORDS = 6
+"""Numbers in a word: place, file, issue, size, serial, bytes."""
+
+_HEAD = mmap.PAGESIZE
+"""In front of the rows: the serial number of the last message that was read."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """A piece of memory on this rank's shelf."""
+
+    place: int
+    fd: int = -1
+    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    issue: int = 0  # how often memory was taken for this place: readers map it anew when that changes
+    serial: int = 0  # of the last message
+    reader: int = -1
+
+    @property
+    def room(self) -> int:
+        return max(0, len(self.memory) - _HEAD)
+
+    @property
+    def is_free(self) -> bool:
+        return self.fd < 0 or _head(self.memory) == self.serial
+
+    def rows(self, nbytes: int) -> Tensor:
+        return self.memory[_HEAD : _HEAD + nbytes]
+
+    def renew(self, nbytes: int) -> None:
+        """Take more memory; what was there is given back when the last reader lets go of it."""
+        self.close()
+        size = _HEAD + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.fd = _take_memory(size)
+        self.memory, self.issue, self.serial = _map(self.fd, size), self.issue + 1, 0
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A message where another rank laid it."""
+
+    bytes: Tensor
+    memory: Tensor
+    serial: int
+
+    def done(self) -> None:
+        """It was read: its bytes may change from now on."""
+        self.memory[:8].view(torch.int64)[0] = self.serial
+
+
+@dataclass(eq=False)
+class Shelf:
+    """What this rank lays out for others, and its view of theirs. ``pids`` has a place for every rank: the process
+    whose memory can be read from here, or None; ``readers`` has the process that reads this one's, or None."""
+
+    rank: int
+    pids: Sequence[int | None]
+    readers: Sequence[int | None]
+    least: int = LEAST_BYTES
+    _slots: list[Slot] = field(default_factory=list)
+    _maps: dict[tuple[int, int], tuple[int, Tensor]] = field(default_factory=dict)
+
+    def gives(self, peer: int, nbytes: int) -> bool:
+        """Whether a message to a rank goes by the shelf."""
+        return nbytes >= self.least and self.readers[peer] is not None
+
+    def takes(self, peer: int, nbytes: int) -> bool:
+        """Whether a message from a rank comes by its shelf."""
+        return nbytes >= self.least and self.pids[peer] is not None
+
+    def lay(self, nbytes: int, peer: int, *, most: int, seconds: float) -> Slot:
+        """Memory for a message to a rank. Where ``most`` slots wait to be read it waits for one of them, at most so
+        long; raises ExchangeError when nobody reads them."""
+        free = [slot for slot in self._slots if slot.is_free]
+        if not free and len(self._slots) >= most:
+            free = [self._await(self._slots, seconds)]
+        fitting = [slot for slot in free if slot.room >= nbytes]
+        if fitting:
+            slot = min(fitting, key=lambda slot: slot.room)
+        elif free:
+            slot = max(free, key=lambda slot: slot.room)
+        else:
+            slot = Slot(len(self._slots))
+            self._slots.append(slot)
+        if slot.room < nbytes:
+            try:
+                slot.renew(nbytes)
+            except OSError as error:
+                raise ExchangeError(f"rank {self.rank} has no memory for {nbytes} bytes of rows: {error}") from error
+        slot.serial, slot.reader = slot.serial + 1, peer
+        return slot
+
+    def word(self, slot: Slot, nbytes: int) -> Tensor:
+        """[WORDS] what the reader of a filled slot has to know."""
+        return torch.tensor([slot.place, slot.fd, slot.issue, len(slot.memory), slot.serial, nbytes])
+
+    def look(self, word: Tensor, peer: int) -> Found:
+        """The message that a word of a rank is about."""
+        place, fd, issue, size, serial, nbytes = word.tolist()
+        known = self._maps.get((peer, place))
+        if known is None or known[0] != issue:
+            opened = _open(self.pids[peer], fd)
+            try:
+                known = issue, _map(opened, size)
+            finally:
+                os.close(opened)
+            self._maps[peer, place] = known
+        return Found(known[1][_HEAD : _HEAD + nbytes], known[1], serial)
+
+    def among(self, ranks: Sequence[int]) -> Shelf:
+        """A shelf of its own for some of the ranks, numbered as listed."""
+        own = ranks.index(self.rank)
+        return Shelf(own, [self.pids[rank] for rank in ranks], [self.readers[rank] for rank in ranks], self.least)
+
+    def close(self, seconds: float) -> None:
+        """Let go of everything, once it was read."""
+        for slot in self._slots:
+            self._await([slot], seconds).close()
+        self._slots.clear()
+        self._maps.clear()
+
+    def _await(self, slots: Sequence[Slot], seconds: float) -> Slot:
+        """The first of some slots to be read."""
+        deadline, pause = time.monotonic() + seconds, 1e-4
+        while True:
+            for slot in slots:
+                if slot.is_free:
+                    return slot
+            gone = next((s.reader for s in slots if not Path(f"/proc/{self.readers[s.reader]}").exists()), None)
+            if gone is not None or time.monotonic() > deadline:
+                lost = slots[0].reader if gone is None else gone
+                raise ExchangeError(
+                    f"rank {self.rank} lost rank {lost} (rows to be read). Look at that rank's output, then --resume"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+
+
+def open_shelf(rank: int, pids: Sequence[int | None], agree: Callable[[Tensor], Tensor]) -> Shelf | None:
+    """A shelf for ranks whose processes this one may see; None where it sees none or nobody sees it.
+
+    ``pids`` has the process of every rank in this one's namespace, None for others and for itself. ``agree`` sums a
+    tensor over all ranks, which call this together.
+    """
+    probe = _take_memory(mmap.PAGESIZE)
+    try:
+        os.pwrite(probe, (rank + 1).to_bytes(8, "little"), 0)
+        count = len(pids)
+        fds = torch.zeros(count, dtype=torch.int64)
+        fds[rank] = probe
+        fds = agree(fds)
+        seen = torch.zeros(count, count, dtype=torch.int64)
+        for peer, pid in enumerate(pids):
+            seen[rank, peer] = int(pid is not None and _sees(pid, int(fds[peer]), peer))
+        seen = agree(seen)
+    finally:
+        os.close(probe)
+    if not int(seen[rank].sum() + seen[:, rank].sum()):
+        return None
+    readable = [pid if seen[rank, peer] else None for peer, pid in enumerate(pids)]
+    return Shelf(rank, readable, [pid if seen[peer, rank] else None for peer, pid in enumerate(pids)])
+
+
+def _sees(pid: int, fd: int, peer: int) -> bool:
+    try:
+        found = _open(pid, fd)
+    except OSError:
+        return False
+    try:
+        return os.pread(found, 8, 0) == (peer + 1).to_bytes(8, "little")
+    except OSError:
+        return False
+    finally:
+        os.close(found)
+
+
+def _take_memory(size: int) -> int:
+    """Anonymous memory that another process can open; its pages are taken now, so that filling it cannot fail."""
+    fd = os.memfd_create("gnnfleet", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _open(pid: int | None, fd: int) -> int:
+    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def _map(fd: int, size: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+
+
+def _head(memory: Tensor) -> int:
+    return int(memory[:8].view(torch.int64)[0])

@@ -1,0 +1,244 @@
+"""Questions to a trained run: a metric on a split, predictions, scores of pairs.
+
+Exact rows do not depend on how a run was trained: one process answers as ``local`` evaluates, several as ``sar`` does,
+each with a part of the graph.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gnnfleet.comm.meeting import Meeting
+from gnnfleet.comm.seat import Seat
+from gnnfleet.comm.world import World
+from gnnfleet.errors import ConfigError, RunError
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.store import save_store
+from gnnfleet.nn.embedding import rows_by_owner
+from gnnfleet.nn.own import naming_line
+from gnnfleet.report.progress import show
+from gnnfleet.run.build import Built, Here, rebuild, rebuild_links
+from gnnfleet.run.checkpoint import Position
+from gnnfleet.run.config import RunConfig, resolve
+from gnnfleet.run.course import agree, beside, share_state
+from gnnfleet.run.directory import RunDirectory
+from gnnfleet.run.launch import launch
+from gnnfleet.run.leash import die_with_parent
+from gnnfleet.run.output import Output
+from gnnfleet.run.parts import ensure_apart, ensure_partition, trained_graph
+from gnnfleet.run.prediction import Columns, write_predictions, write_scores
+from gnnfleet.run.rank import open_own, serve
+from gnnfleet.run.spec import Spec
+from gnnfleet.run.torchrun import shared_spec
+from gnnfleet.strategies.base import State
+from gnnfleet.strategies.local.config import LocalConfig
+from gnnfleet.strategies.sar.config import SarConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of which weights; in plain words, so that workers can read it from a file.
+
+    Either ``split`` is measured, or ``output`` is written: every node, or the ``pairs`` of a file.
+    """
+
+    run: str
+    checkpoint: str = "best"
+    memory: str | int | None = None  # in place of the run's own
+    split: str | None = None
+    output: str | None = None
+    logits: bool = False
+    embeddings: bool = False
+    pairs: str | None = None
+    relation: str = ""
+
+
+def ask(question: Question, graph: Graph, *, workers: int | None = None, quiet: bool = True) -> dict[str, Any]:
+    """The answer as plain words; by default on as many workers as the run was trained on."""
+    config = _config(question, workers)
+    if config.workers == 1:
+        built, position, name = open_run(
+            Path(question.run), graph, checkpoint=question.checkpoint, split=question.split, memory=question.memory,
+            quiet=quiet,
+        )  # fmt: skip
+        return {**_about(question, name, position), **_answer(built, question)}
+    with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
+        stored = graph if graph.store is not None else save_store(graph, Path(scratch) / "store")
+        spec = _spec(question, config, stored, quiet=quiet)
+        return launch(spec, folder=Path(scratch) / "launch", workers=config.workers, advice="try again")
+
+
+def answer_as_rank(
+    seat: Seat, question: Question, store: Callable[[], Graph], *, quiet: bool, show: Callable[[dict[str, Any]], None]
+) -> NoReturn:
+    """Answer as one of the ranks that torchrun started and end the process; the first opens the store and calls
+    ``show``. The others find store and run at the same paths."""
+    if seat.agent:
+        die_with_parent()
+
+    def work(world: World, meeting: Meeting) -> None:
+        def prepare() -> Spec:
+            return _spec(question, _config(question, seat.size), store(), quiet=quiet, apart=True)
+
+        spec = shared_spec(world, meeting, prepare)
+        found = answer_spec(spec, world)
+        if world.is_first:
+            show(found)
+
+    serve(seat, work, speaks=True)
+
+
+def answer_spec(spec: Spec, world: World) -> dict[str, Any]:
+    """One rank's share of an answer, which the first has whole."""
+    assert spec.question is not None
+    question, config = Question(**spec.question), resolve(spec.config)
+    directory = RunDirectory(Path(question.run), seed=config.seed)
+    quiet = spec.quiet or not world.is_first
+    with naming_line(config.model.file):
+        with show(quiet) as progress:
+            graph, shard = open_own(spec, world)
+            output = Output.from_json(spec.output) if spec.output is not None else None
+            built = _build(graph, config, output, split=question.split, here=Here(world, shard, progress))
+        aside = beside(world)
+        state, position, name = _weights(directory, question.checkpoint) if world.is_first else ({}, Position(), "")
+        word = agree(aside, {"position": asdict(position), "name": name})
+        # Ranks hear the weights from the first, and read the rows they own themselves.
+        state = share_state(aside, {"model": state["model"]} if world.is_first else None)
+        state |= directory.load_own(word["name"], world.rank, rows_by_owner(built.strategy.model))
+        _take_over(built, state, question.run, word["name"])
+        found = _answer(built, question)
+        built.strategy.close()
+    return {**_about(question, word["name"], Position(**word["position"])), **found}
+
+
+def open_run(
+    path: Path,
+    graph: Graph,
+    *,
+    checkpoint: str = "best",
+    split: str | None = None,
+    memory: str | int | None = None,
+    quiet: bool = True,
+) -> tuple[Built, Position, str]:
+    """A trained run in this process: what was built, where its checkpoint stands, that one's name. Raises RunError.
+
+    ``split`` is what is to be evaluated; predictions need none. ``memory`` takes the place of the run's own.
+    """
+    config = _config(Question(run=str(path), memory=memory), workers=1)
+    directory = RunDirectory(path, seed=config.seed)
+    state, position, name = _weights(directory, checkpoint, whole=True)
+    output = None if config.task == "link" else directory.output()
+    with show(quiet) as progress:
+        built = _build(graph, config, output, split=split, here=Here(progress=progress))
+    _take_over(built, state, str(path), name)
+    return built, position, name
+
+
+def reopen(graph: Graph, config: RunConfig, output: Output | None, state: State) -> Built:
+    """A run that has just ended, in this process alone."""
+    built = _build(graph, _on(config, 1), output, here=Here())
+    built.strategy.load_state_dict(state)
+    return built
+
+
+def best_weights(directory: RunDirectory) -> State:
+    """Those a run ended with, whole in this process."""
+    return _weights(directory, "best", whole=True)[0]
+
+
+def _config(question: Question, workers: int | None) -> RunConfig:
+    """The config a run is asked under."""
+    directory = RunDirectory(Path(question.run))
+    config = directory.config()
+    if question.memory is not None:
+        config = resolve({**config.model_dump(mode="json"), "memory": question.memory})
+    directory.check_model_file()
+    return _on(config, config.workers if workers is None else workers)
+
+
+def _on(config: RunConfig, workers: int) -> RunConfig:
+    if workers < 1:
+        raise ConfigError(f"--workers is a number from 1, found {workers}")
+    strategy = config.strategy
+    if workers == 1:
+        strategy = LocalConfig()
+    elif not isinstance(strategy, SarConfig):
+        strategy = SarConfig()
+    method = config.partition if workers > 1 else None
+    return config.model_copy(update={"strategy": strategy, "workers": workers, "partition": method})
+
+
+def _spec(question: Question, config: RunConfig, graph: Graph, *, quiet: bool, apart: bool = False) -> Spec:
+    """What ranks need to answer; the graph is cut where it is not yet, ``apart`` in another process."""
+    directory = RunDirectory(Path(question.run), seed=config.seed)
+    assert graph.store is not None
+    if apart:
+        path = ensure_apart(graph, config, quiet=quiet)
+    else:
+        with show(quiet) as progress:
+            path = ensure_partition(graph, trained_graph(graph, config), config, progress=progress, quiet=quiet)
+    return Spec(
+        store=str(graph.store.path.resolve()),
+        digest=graph.store.digest,
+        partition=str(path.relative_to(graph.store.path)),
+        run_dir=str(directory.path),
+        config=config.model_dump(mode="json"),
+        quiet=quiet,
+        question=asdict(question),
+        output=None if config.task == "link" else directory.output().as_json(),
+    )
+
+
+def _build(graph: Graph, config: RunConfig, output: Output | None, *, split: str | None = None, here: Here) -> Built:
+    if output is not None:
+        return rebuild(graph, config, output, split=split, here=here)
+    if split == "all":
+        raise ConfigError("links are evaluated on train, val or test, found --split all")
+    return rebuild_links(graph, config, here=here)
+
+
+def _weights(directory: RunDirectory, checkpoint: str, *, whole: bool = False) -> tuple[State, Position, str]:
+    """Weights, where they stand, the checkpoint's name; a run without val nodes keeps no best, its last stands in.
+
+    ``whole`` has the rows that ranks own as well.
+    """
+    load = directory.load_weights if whole else directory.load
+    found, name = load(checkpoint), checkpoint
+    if found is None and checkpoint == "best":
+        found, name = load("last"), "last"
+    if found is None:
+        raise RunError(f"{directory.path} has no checkpoint {checkpoint}: train it first, or go on with --resume")
+    return {"model": found[0]["model"]}, found[1], name
+
+
+def _take_over(built: Built, state: State, run: str, name: str) -> None:
+    try:
+        built.strategy.load_state_dict(state)
+    except RuntimeError as error:
+        raise RunError(
+            f"checkpoint {name} of {run} does not fit this store: {str(error).splitlines()[-1].strip()}"
+        ) from error
+
+
+def _about(question: Question, name: str, position: Position) -> dict[str, Any]:
+    return {"run": question.run, "checkpoint": name, "epoch": position.epoch}
+
+
+def _answer(built: Built, question: Question) -> dict[str, Any]:
+    with naming_line(built.model_file):
+        if question.split is not None:
+            found = built.strategy.evaluate("test" if question.split == "all" else question.split)
+            count, loss, name = int(found.pop("count")), found.pop("loss"), built.task.metric
+            value = {"name": name, "value": found[name], "loss": loss, built.unit: count, "metrics": found}
+            return {"split": question.split, **value}
+        assert question.output is not None
+        path = Path(question.output)
+        if question.pairs is not None:
+            rows = write_scores(built, Path(question.pairs), path, relation=question.relation)
+        else:
+            rows = write_predictions(built, path, Columns(logits=question.logits, embeddings=question.embeddings))
+        return {"output": question.output, "rows": rows}
