@@ -16,7 +16,7 @@ from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
 from gnnfleet.graph.merged import MergedOnce
 from gnnfleet.graph.places import Places, take_rows
-from gnnfleet.graph.view import first_rows
+from gnnfleet.graph.view import MANY, first_rows
 from gnnfleet.ops import aggregate as sums
 from gnnfleet.ops.attend import attend
 from gnnfleet.ops.csr import Compressed
@@ -182,6 +182,10 @@ class LocalView:
     @property
     def num_dst(self) -> int:
         return self._rows.num_dst
+
+    @property
+    def many_sources(self) -> bool:
+        return self.num_src > MANY * self.num_dst
 
     @property
     def node_ids(self) -> Tensor:

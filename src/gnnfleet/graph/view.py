@@ -42,6 +42,10 @@ class GraphView(Protocol):
     def num_dst(self) -> int: ...
 
     @property
+    def many_sources(self) -> bool:
+        """Whether there are far more sources than destinations, as in sampled blocks; the same on all ranks."""
+
+    @property
     def node_ids(self) -> Tensor:
         """[N_src] int64 store ids of the rows."""
 
@@ -117,6 +121,10 @@ class GraphView(Protocol):
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
         """The sum of t over everything that holds part of the nodes; differentiable."""
+
+
+MANY = 2
+"""From how many sources for each destination there are many."""
 
 
 def first_rows(x: Tensor, count: int) -> Tensor:

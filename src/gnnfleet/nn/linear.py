@@ -39,7 +39,7 @@ def widen(t: Tensor) -> Tensor:
 def transform_first(view: GraphView, wide: int, narrow: int) -> bool:
     """Whether to map ``wide`` columns to ``narrow`` before aggregating them, in a layer where the order is free.
 
-    Rows of the narrower side are gathered. In a sampled block with far more sources than destinations the product over
-    all sources would cost more than it saves.
+    Rows of the narrower side are gathered, and travel where sources live elsewhere. With far more sources than
+    destinations the product over all sources would cost more than it saves.
     """
-    return narrow < wide and view.num_src <= 2 * view.num_dst
+    return narrow < wide and not view.many_sources

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from gnnfleet.comm.exchange import Routes
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.local import LOOP_IDS, Rows
-from gnnfleet.graph.shard import Block, Plan, Shard
+from gnnfleet.graph.shard import Block, Plan, ShardNodes
 from gnnfleet.ops.csr import Compressed
 
 
@@ -55,10 +56,27 @@ class _Loops:
     own: slice  # the own block among the edges of the store
 
 
+class Cutting(Protocol):
+    """What a part is read from: a ``Shard``, or a ``FlowShard``, whose destinations are the first of its rows."""
+
+    @property
+    def part(self) -> int: ...
+    @property
+    def parts(self) -> int: ...
+    @property
+    def node_types(self) -> tuple[str, ...]: ...
+    @property
+    def edge_types(self) -> tuple[EdgeType, ...]: ...
+    def nodes(self, node_type: str) -> ShardNodes: ...
+    def plan(self, node_type: str, direction: str) -> Plan: ...
+    def block(self, edge_type: EdgeType, direction: str, q: int) -> Block: ...
+    def edge_data(self, edge_type: EdgeType, name: str) -> Tensor | None: ...
+
+
 class PartEdges:
     """Edges of one type into and out of this part. Everything is made when first asked for and kept."""
 
-    def __init__(self, shard: Shard, kind: EdgeType, nodes: Mapping[str, Rows]) -> None:
+    def __init__(self, shard: Cutting, kind: EdgeType, nodes: Mapping[str, Rows]) -> None:
         self.kind, self.part = kind, shard.part
         self._shard, self._nodes = shard, nodes
 
@@ -87,20 +105,20 @@ class PartEdges:
     @cached_property
     def inward(self) -> tuple[Cut, ...]:
         """P blocks of in-edges; the part's own has all rows, so that a sum can begin with it."""
-        return self._cuts("in", near=self.kind.dst, far=self.kind.src)
+        return self._cuts("in", self._nodes[self.kind.dst].num_dst, len(self._nodes[self.kind.src].node_ids))
 
     @cached_property
     def outward(self) -> tuple[Cut, ...]:
         """P blocks of out-edges: rows are sources here, columns destinations at q."""
-        return self._cuts("out", near=self.kind.src, far=self.kind.dst)
+        return self._cuts("out", len(self._nodes[self.kind.src].node_ids), self._nodes[self.kind.dst].num_dst)
 
-    def _cuts(self, direction: str, *, near: str, far: str) -> tuple[Cut, ...]:
-        plan = self._shard.plan(far, direction)
-        rows, start, found = len(self._nodes[near].node_ids), 0, []
+    def _cuts(self, direction: str, rows: int, own_columns: int) -> tuple[Cut, ...]:
+        plan = self._shard.plan(self.kind.src if direction == "in" else self.kind.dst, direction)
+        start, found = 0, []
         for q in range(self._shard.parts):
             block = self._shard.block(self.kind, direction, q)
             own = q == self.part
-            columns = len(self._nodes[far].node_ids) if own else len(plan.need[q])
+            columns = own_columns if own else len(plan.need[q])
             indptr = _every_row(block, rows) if own else block.indptr
             edges = slice(start, start + len(block.cols))
             found.append(
@@ -209,14 +227,18 @@ class PartEdges:
 
 
 class Part:
-    """One rank's part of a graph: rows and routes by node type, edges by edge type."""
+    """One rank's part of a graph: rows and routes by node type, edges by edge type.
 
-    def __init__(self, shard: Shard) -> None:
+    ``of`` is the part that this one has the first rows of, as a layer that need not compute all of them: ``num_dst``.
+    """
+
+    def __init__(self, shard: Cutting, *, of: Part | None = None, num_dst: Mapping[str, int] | None = None) -> None:
         self.shard = shard
         self.nodes: dict[str, Rows] = {}
         for kind in shard.node_types:
             ids = shard.nodes(kind).store_ids
-            self.nodes[kind] = Rows(ids, len(ids), _PartDegrees(self, kind))
+            degree = _PartDegrees(self, kind) if of is None else _FirstDegrees(of.nodes[kind], len(ids))
+            self.nodes[kind] = Rows(ids, len(ids) if num_dst is None else num_dst[kind], degree)
         self.edges = {kind: PartEdges(shard, kind, self.nodes) for kind in shard.edge_types}
         self._routes: dict[tuple[str, str], Routes] = {}
 
@@ -242,6 +264,16 @@ class _PartDegrees:
                     total += edges.neighbour_weight(weighted=weighted)
             self._known[weighted] = total.float()
         return self._known[weighted]
+
+
+class _FirstDegrees:
+    """Those of the first rows of another part."""
+
+    def __init__(self, rows: Rows, count: int) -> None:
+        self._rows, self._count = rows, count
+
+    def __call__(self, weighted: bool) -> Tensor:
+        return self._rows.degree(weighted)[: self._count]
 
 
 def pick(values: Tensor, place: Tensor, *, fill: float) -> Tensor:

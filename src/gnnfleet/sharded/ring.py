@@ -18,7 +18,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.local import Rows
 from gnnfleet.graph.shard import Shard
-from gnnfleet.graph.view import first_rows
+from gnnfleet.graph.view import MANY, first_rows
 from gnnfleet.ops.aggregate import REDUCES
 from gnnfleet.ops.attend import Counts, prepare
 from gnnfleet.ops.attend_pieces import Inputs
@@ -27,6 +27,7 @@ from gnnfleet.ops.dropout import dropout
 from gnnfleet.ops.message import REDUCES as MESSAGE_REDUCES
 from gnnfleet.ops.message import Message, precision_now
 from gnnfleet.sharded.attention import Attention, attend_ring
+from gnnfleet.sharded.flow import Flow
 from gnnfleet.sharded.merged import MergedEdges
 from gnnfleet.sharded.messages import Propagation, propagate_ring
 from gnnfleet.sharded.part import Part, PartEdges
@@ -60,13 +61,25 @@ class RingView:
     key: DrawKey = field(default_factory=DrawKey)
     layer: int = 0
     training: bool = True
+    many_sources: bool = False
 
     @classmethod
-    def open(cls, shard: Shard, ring: Ring) -> RingView:
-        """All ranks call it together, each with the shard of its rank."""
+    def open(cls, shard: Shard, ring: Ring, flow: Flow | None = None) -> RingView:
+        """All ranks call it together, each with the shard of its rank; with ``flow`` rows lie in its order."""
         assert (shard.part, shard.parts) == (ring.world.rank, ring.world.size), "one part for every rank"
-        part = Part(shard)
-        return cls(part, ring, Owners(part, ring), part.nodes, part.edges, _MergedOnce(part))
+        part = Part(shard if flow is None else flow.whole())
+        return cls(part, ring, Owners(shard, part, ring), part.nodes, part.edges, _MergedOnce(part))
+
+    def of_layer(self, flow: Flow, index: int) -> RingView:
+        """What a layer sees that need not compute all rows; all ranks call it together."""
+        shard = flow.layer(index, self.ring)
+        if shard is None:
+            return self
+        part = Part(shard, of=self.part, num_dst=shard.num_dst)
+        many = flow.totals[index] > MANY * flow.totals[index + 1]
+        return replace(
+            self, part=part, nodes=part.nodes, relations=part.edges, merged=_MergedOnce(part), many_sources=many
+        )
 
     def at(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> RingView:
         """The same edges for another step, layer or mode; costs nothing."""
@@ -103,7 +116,7 @@ class RingView:
 
     @property
     def num_src(self) -> int:
-        return self.num_dst
+        return len(self.nodes[self._kind].node_ids)
 
     @property
     def num_dst(self) -> int:
@@ -143,7 +156,7 @@ class RingView:
 
     def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
         if reduce == "max" or x.dim() != 2:
-            return self.aggregate(x, reduce=reduce), x
+            return self.aggregate(x, reduce=reduce), first_rows(x, self.num_dst)
         _check_reduce(reduce, None)
         return sum_with_own(self._aggregation(x, reduce, None, loops=False), x)
 
@@ -266,8 +279,9 @@ class RingView:
         return sum_over_ranks(self.ring.world, t)
 
     def _check_rows(self, name: str, x: Tensor, kind: str) -> None:
-        if x.shape[0] != self.part.nodes[kind].num_dst:
-            raise ConfigError(f"expected {self.part.nodes[kind].num_dst} rows of {name}, found {x.shape[0]}")
+        expected = len(self.part.nodes[kind].node_ids)
+        if x.shape[0] != expected:
+            raise ConfigError(f"expected {expected} rows of {name}, found {x.shape[0]}")
 
 
 def _check_reduce(reduce: str, weight: Tensor | None) -> None:

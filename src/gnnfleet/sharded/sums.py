@@ -73,7 +73,8 @@ def sum_strands(call: Aggregation, xs: Sequence[Tensor], weight: Tensor | None =
 
 
 def sum_with_own(call: Aggregation, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(``sum_strands`` of a single strand without weights, x): both gradients of x are added up in one pass."""
+    """(``sum_strands`` of a single strand without weights, the rows of x that are destinations): both gradients of x
+    are added up in one pass."""
     assert call.reverse is not None
     near, own = _SumWithOwn.apply(call, x)  # type: ignore[no-untyped-call]
     return near, own
@@ -117,9 +118,10 @@ class _Sum(torch.autograd.Function):
 class _SumWithOwn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Aggregation, x: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.call, ctx.dtype = call, x.dtype
+        ctx.call, ctx.dtype, ctx.rows = call, x.dtype, len(x)
         ctx.set_materialize_grads(False)
-        return _gather(call, None, [x])[0], x.view_as(x)
+        near = _gather(call, None, [x])[0]
+        return near, x[: len(near)]
 
     @staticmethod
     @once_differentiable
@@ -127,7 +129,7 @@ class _SumWithOwn(torch.autograd.Function):
         call: Aggregation = ctx.call
         scaled = _scaled(grad, call.strands[0])
         if scaled is None or not ctx.needs_input_grad[1]:
-            return None, own
+            return None, None if own is None else torch.nn.functional.pad(own, (0, 0, 0, ctx.rows - len(own)))
         return None, _sum_by_source(call.ring, call.reverse, scaled, base=own).to(ctx.dtype)
 
 

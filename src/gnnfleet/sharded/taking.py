@@ -20,6 +20,7 @@ from gnnfleet.comm.reduce import sum_over_ranks
 from gnnfleet.errors import InputError
 from gnnfleet.graph.partition import assignment_of
 from gnnfleet.graph.places import Places, take_rows
+from gnnfleet.graph.shard import Shard
 from gnnfleet.ops.rows import gather
 from gnnfleet.sharded.homecoming import Homecoming
 from gnnfleet.sharded.part import Part
@@ -28,8 +29,8 @@ from gnnfleet.sharded.part import Part
 class Owners:
     """The part of every node, by node type and store id. Making it takes a word from all ranks."""
 
-    def __init__(self, part: Part, ring: Ring) -> None:
-        self._shard = part.shard
+    def __init__(self, shard: Shard, part: Part, ring: Ring) -> None:
+        self._shard = shard
         own = torch.tensor([rows.num_dst for rows in part.nodes.values()])
         counts = sum_over_ranks(ring.world, own).tolist()
         self.counts: Mapping[str, int] = dict(zip(part.nodes, counts, strict=True))

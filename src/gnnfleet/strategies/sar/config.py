@@ -21,6 +21,7 @@ class SarConfig(StrategyConfig, frozen=True, extra="forbid"):
     # where waiting for peers costs more than computing, and takes more memory.
     group: int = Field(default=1, ge=1)
     prefetch: int = Field(default=1, ge=0)  # groups fetched ahead of the one that is worked on
+    flow: bool = True  # layers compute only the rows that labelled nodes need, and fetch only what those read
     cache_inputs: Literal["auto"] | bool = "auto"  # the first layer's aggregate, computed once; auto: where it can be
 
     def check(self, task: Task) -> None:

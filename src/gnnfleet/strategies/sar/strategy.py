@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.embedding import rows_by_owner
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
+from gnnfleet.report.traffic import Traffic
+from gnnfleet.sharded.flow import Flow
 from gnnfleet.sharded.ring import RingView
 from gnnfleet.strategies.base import (
     IDS,
@@ -51,7 +55,8 @@ class SarStrategy:
         self.model = job.model
         self._config, self._job, self._world = config, job, job.world
         ring = Ring(job.world, config.group, config.prefetch, buffers.empty)
-        self._view = RingView.open(job.shard, ring)
+        self._flow = self._find_flow(replace(ring, world=replace(job.world, traffic=Traffic())))
+        self._view = RingView.open(job.shard, ring, self._flow)
         self._check_parts()
         self._task = job.task.share(job.world, {kind: rows.node_ids for kind, rows in self._view.nodes.items()})
         self._target = job.task.target
@@ -61,6 +66,7 @@ class SarStrategy:
         self._rows = [named[name] for name in self._ids]
         self._common = [parameter for name, parameter in named.items() if name not in self._ids]
         self._aggregated, self._x = side_by_side(*self._inputs())
+        self._views = self._step_views()
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
     def steps(self, epoch: int) -> Iterator[StepRecord]:
@@ -69,10 +75,10 @@ class SarStrategy:
         items = self._task.trained(self._job.seed, epoch)
         count = self._count(items)
         batch = self._task.batch(items, DrawKey(self._job.seed, epoch, 0))
-        view = self._view.at(key=batch.key)
         self.model.train()
         with products(self._job.precision):
-            out = self.model(view, self._x, aggregated=self._aggregated)
+            x, near = self._step_inputs
+            out = self.model([view.at(key=batch.key) for view in self._views], x, aggregated=near)
         loss = self._task.loss(self._taking(out, stays=self._task.stays), batch) / count
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -142,6 +148,34 @@ class SarStrategy:
                 "partition the graph that is trained on"
             )
 
+    def _find_flow(self, ring: Ring) -> Flow | None:
+        """Which rows the layers of a step have to compute; None for all. Batch norm looks at all rows of a layer."""
+        assert self._job.shard is not None
+        reach = self._job.task.reach()
+        if not self._config.flow or reach is None or self.model.batch_norm:
+            return None
+        shard, target = self._job.shard, self._job.task.target
+        wanted = {kind: torch.zeros(shard.nodes(kind).count, dtype=torch.bool) for kind in shard.node_types}
+        wanted[target] = reach[shard.nodes(target).store_ids]
+        return Flow.find(shard, ring, wanted, self.model.num_layers)
+
+    def _step_views(self) -> list[RingView]:
+        """What each layer of a step sees."""
+        layers = range(self.model.num_layers)
+        return [self._view if self._flow is None else self._view.of_layer(self._flow, index) for index in layers]
+
+    @cached_property
+    def _step_inputs(self) -> tuple[Any, Aggregate | None]:
+        """What the first layer of a step reads: the first rows of features and of their aggregate."""
+        first, near = self._views[0], self._aggregated
+        if isinstance(near, Tensor):
+            near = near[: first.num_dst]
+        elif near is not None:
+            near = {kind: rows[: first.num_dst_of(kind.dst)] for kind, rows in near.items()}
+        if isinstance(self._x, dict):
+            return {kind: rows[: len(first.nodes[kind].node_ids)] for kind, rows in self._x.items()}, near
+        return self._x[: len(first.nodes[self._target].node_ids)], near
+
     def _inputs(self) -> tuple[Aggregate | None, Any]:
         """(the first layer's aggregate where it is kept, x as the model takes it: of width 0 without features)."""
         assert self._job.shard is not None
@@ -149,7 +183,8 @@ class SarStrategy:
         found = {}
         for kind in self._view.node_types:
             nodes = self._job.shard.nodes(kind)
-            found[kind] = (torch.empty(nodes.count, 0) if nodes.x is None else nodes.x).to(dtype)
+            rows = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
+            found[kind] = (rows if self._flow is None else rows[self._flow.order[kind]]).to(dtype)
         x = found if len(found) > 1 else found[self._target]
         wanted = self._config.cache_inputs
         few = len(self._view.edge_types) <= CACHED_RELATIONS or wanted is True
