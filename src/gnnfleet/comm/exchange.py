@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gnnfleet.comm.code import Code
 from gnnfleet.comm.shelf import WORDS, Found
 from gnnfleet.comm.wire import Posted, receive, send
 from gnnfleet.comm.world import World
@@ -63,6 +64,14 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(*shape, dtype=dtype)
 
 
+@dataclass(eq=False)
+class Kept:
+    """Rows of other ranks as they came, so that a later visit needs no message for them."""
+
+    rows: dict[int, list[Tensor]] = field(default_factory=dict)
+    is_full: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Ring:
     """Visits the rows of all ranks, ``group`` of them in a round, ``depth`` rounds fetched ahead.
@@ -74,6 +83,7 @@ class Ring:
     group: int = 1
     depth: int = 1
     empty: Empty = field(default=_empty)
+    code: Code = field(default_factory=Code)
 
     def __post_init__(self) -> None:
         assert self.group >= 1 and self.depth >= 0
@@ -90,16 +100,20 @@ class Ring:
         *,
         home: Sequence[Home] = (),
         collect: Collect | None = None,
+        keep: Kept | None = None,
         what: str = "rows",
     ) -> None:
         """Call ``visit`` once for every rank; what it returns arrives there in ``collect``. ``what`` is for errors.
 
         All ranks call it together, with lanes and homes of the same widths and dtypes. Rows handed to ``visit`` and
-        ``collect`` are theirs only until they return.
+        ``collect`` are theirs only until they return. What came is noted in ``keep``; when that is full, lanes are
+        taken from there and nothing comes.
         """
         assert collect is not None or not home, "what goes home is collected"
         assert all(lane.rows.is_contiguous() and not lane.rows.requires_grad for lane in lanes)
-        _Tour(self, lanes, visit, home, collect if home else None, what).run()
+        _Tour(self, lanes, visit, home, collect if home else None, keep, what).run()
+        if keep is not None:
+            keep.is_full = True
 
 
 class _Tour:
@@ -112,11 +126,20 @@ class _Tour:
         visit: Visit,
         home: Sequence[Home],
         collect: Collect | None,
+        keep: Kept | None,
         what: str,
     ) -> None:
         self.ring, self.world, self.lanes, self.home = ring, ring.world, lanes, home
-        self.visit, self.collect, self.what = visit, collect, what
+        self.visit, self.collect, self.keep, self.what = visit, collect, keep, what
         size = self.world.size
+        self.number = ring.code.next()
+        self.travels = size > 1 and not (keep is not None and keep.is_full)
+        self.written: list[Tensor] = []  # lanes as they travel, and for each of these which lane it belongs to
+        self.lane_of: list[int] = []
+        for place, lane in enumerate(lanes if self.travels else ()):
+            found = ring.code.write(lane.rows, self.number, place)
+            self.written += found
+            self.lane_of += [place] * len(found)
         self.rounds = [range(low, min(low + ring.group, size)) for low in range(0, size, ring.group)]
         # By offset: rows that come and go, gradients that go home and come.
         self.arriving: dict[int, Posted] = {}
@@ -144,6 +167,8 @@ class _Tour:
 
     def _post(self, offsets: Sequence[int]) -> None:
         """Receives before sends: a large send completes only when its receive is there."""
+        if not self.travels:
+            return
         for offset in offsets:
             source = self._before(offset)
             form = self._form(source)
@@ -154,8 +179,8 @@ class _Tour:
             target = self._after(offset)
             if not offset:
                 continue
-            given = [lane.routes.give[target] for lane in self.lanes]
-            form = _Form([(len(g), lane.rows) for g, lane in zip(given, self.lanes, strict=True)])
+            given = [self.lanes[lane].routes.give[target] for lane in self.lane_of]
+            form = _Form([(len(g), *_shape(rows)) for g, rows in zip(given, self.written, strict=True)])
             if form.nbytes:
                 self.leaving[offset] = self._send(target, form, given)
 
@@ -165,8 +190,8 @@ class _Tour:
         if shelf is not None and shelf.gives(target, form.nbytes):
             slot = shelf.lay(form.nbytes, target, most=self.ring.slots, seconds=self.world.timeout)
         buffer = self.ring.empty((form.nbytes,), torch.uint8) if slot is None else slot.rows(form.nbytes)
-        for lane, rows, place in zip(self.lanes, given, form.parts(buffer), strict=True):
-            torch.index_select(lane.rows, 0, rows, out=place)
+        for rows, which, place in zip(self.written, given, form.parts(buffer), strict=True):
+            torch.index_select(rows, 0, which, out=place)
         if shelf is not None and slot is not None:
             word = shelf.word(slot, form.nbytes)
             return send(self.world, word, target, tag=_OUT, doing=doing, counted=form.nbytes)
@@ -191,23 +216,44 @@ class _Tour:
         if not offset:
             self.collect(source, list(back))
             return
+        written = [
+            tensor
+            for place, rows in enumerate(back)
+            for tensor in self.ring.code.write(rows, self.number, -1 - place - len(self.home) * source)
+        ]
         form = self._home_form([home.routes.need[source] for home in self.home])
         if form.nbytes:
-            message = form.pack(back, self.ring.empty)
+            message = form.pack(written, self.ring.empty)
             self.homing[offset] = send(self.world, message, source, tag=_HOME, doing=f"{self.what}, going home")
 
     def _rows_of(self, offset: int, source: int) -> tuple[list[Tensor], Found | None]:
         """The rows of a rank, and where they lie if it is on that rank's shelf."""
         if not offset:
             return [lane.rows for lane in self.lanes], None
-        form = self._form(source)
-        if not form.nbytes:
-            return form.parts(torch.empty(0, dtype=torch.uint8, device=self.world.device)), None
-        message = self.arriving.pop(offset).wait()
-        if self.world.shelf is None or not self.world.shelf.takes(source, form.nbytes):
-            return form.parts(message), None
-        found = self.world.shelf.look(message, source)
-        return form.parts(found.bytes), found
+        if not self.travels:
+            assert self.keep is not None
+            return self.keep.rows[source], None
+        form, found = self._form(source), None
+        message = torch.empty(0, dtype=torch.uint8, device=self.world.device)
+        if form.nbytes:
+            message = self.arriving.pop(offset).wait()
+            if self.world.shelf is not None and self.world.shelf.takes(source, form.nbytes):
+                found = self.world.shelf.look(message, source)
+                message = found.bytes
+        rows = self._read(form.parts(message), [lane.rows.dtype for lane in self.lanes], self.lane_of)
+        if self.keep is not None:
+            held = None if found is None else found.bytes
+            self.keep.rows[source] = rows = [
+                each.clone() if held is not None and _same_memory(each, held) else each for each in rows
+            ]
+        return rows, found
+
+    def _read(self, written: list[Tensor], dtypes: Sequence[torch.dtype], owner: Sequence[int]) -> list[Tensor]:
+        """Tensors as they travel back into one for each lane or home."""
+        each = [
+            [tensor for tensor, place in zip(written, owner, strict=True) if place == n] for n in range(len(dtypes))
+        ]
+        return [self.ring.code.read(tensors, dtype) for tensors, dtype in zip(each, dtypes, strict=True)]
 
     def _expect_home(self, offsets: Sequence[int]) -> None:
         for offset in offsets:
@@ -225,7 +271,8 @@ class _Tour:
             if offset in self.returning and self.collect is not None:
                 source = self._after(offset)
                 form = self._homecoming(source)
-                self.collect(source, form.parts(self.returning.pop(offset).wait()))
+                written = form.parts(self.returning.pop(offset).wait())
+                self.collect(source, self._read(written, [home.dtype for home in self.home], self._home_owner()))
         for offset in offsets:
             self._sent(self.homing, offset)
 
@@ -240,22 +287,26 @@ class _Tour:
         return (self.world.rank + offset) % self.world.size
 
     def _form(self, source: int) -> _Form:
-        return _Form([(lane.routes.need[source], lane.rows) for lane in self.lanes])
+        counts = [self.lanes[lane].routes.need[source] for lane in self.lane_of]
+        return _Form([(count, *_shape(rows)) for count, rows in zip(counts, self.written, strict=True)])
 
     def _homecoming(self, source: int) -> _Form:
         return self._home_form([len(home.routes.give[source]) for home in self.home])
 
     def _home_form(self, counts: Sequence[int]) -> _Form:
-        return _Form(list(zip(counts, self.home, strict=True)))
+        forms = [self.ring.code.forms(home.width, home.dtype) for home in self.home]
+        return _Form([(count, *form) for count, each in zip(counts, forms, strict=True) for form in each])
+
+    def _home_owner(self) -> list[int]:
+        forms = [self.ring.code.forms(home.width, home.dtype) for home in self.home]
+        return [place for place, each in enumerate(forms) for _ in each]
 
 
 class _Form:
     """How a message is laid out: tensors one after the other, those of wide numbers first, so that all are aligned."""
 
-    def __init__(self, tensors: Sequence[tuple[int, Tensor | Home]]) -> None:
-        self.shapes = [
-            (count, like.width if isinstance(like, Home) else int(like.shape[1]), like.dtype) for count, like in tensors
-        ]
+    def __init__(self, shapes: Sequence[tuple[int, int, torch.dtype]]) -> None:
+        self.shapes = list(shapes)  # rows, columns, dtype
         self.starts = [0] * len(self.shapes)
         self.nbytes = 0
         for place in sorted(range(len(self.shapes)), key=lambda i: -self.shapes[i][2].itemsize):
@@ -287,3 +338,7 @@ class _Form:
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _shape(rows: Tensor) -> tuple[int, torch.dtype]:
+    return int(rows.shape[1]), rows.dtype

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnnfleet.comm.exchange import Lane, Ring, Routes
+from gnnfleet.comm.exchange import Kept, Lane, Ring, Routes
 from gnnfleet.ops import attend_pieces as pieces
 from gnnfleet.ops.attend_pieces import Form, Inputs, Piece, State, TargetGradient
 from gnnfleet.sharded.homecoming import Homecoming
@@ -31,6 +31,7 @@ class Attention:
     routes: Routes
     out_cuts: tuple[Cut, ...]
     out_routes: Routes
+    keep: bool = False  # rows that backward needs again are kept, not fetched again
 
     @property
     def rank(self) -> int:
@@ -63,6 +64,8 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         own = _Own(call, value, src, dst, edge, vector)
         positive = _additive(call.form, edge) and ctx.needs_input_grad[3]
+        again = not _additive(call.form, edge) and any(ctx.needs_input_grad)
+        ctx.kept = Kept() if call.keep and again else None
         states: list[State] = []
 
         def visit(q: int, rows: list[Tensor]) -> None:
@@ -73,7 +76,7 @@ class _Attend(torch.autograd.Function):
             elif cut.structure.num_edges:
                 pieces.extend(states[0], call.form, block, piece)
 
-        call.ring.visit(own.lanes(), visit, what="rows of attend")
+        call.ring.visit(own.lanes(), visit, keep=ctx.kept, what="rows of attend")
         state = pieces.finish(states[0], call.form)
         ctx.call = call
         ctx.save_for_backward(value, src, dst, edge, vector, state.num, state.max, state.pos, state.mass)
@@ -89,7 +92,7 @@ class _Attend(torch.autograd.Function):
         side, d_dst = pieces.destination_gradient(call.form, State(out, lse, lse, pos, mass), grad, dst)
         needs = ctx.needs_input_grad[1:]
         if not _additive(call.form, edge):
-            return None, *_rebuild(own, grad, side.lse_dee, needs=needs)
+            return None, *_rebuild(own, grad, side.lse_dee, needs=needs, kept=ctx.kept)
         d_value = d_src = None
         if needs[0] or needs[1]:
             d_value, d_src = _by_source(own, grad, side.packed)
@@ -145,8 +148,10 @@ def _by_source(own: _Own, grad: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]
     return found[0]
 
 
-def _rebuild(own: _Own, grad: Tensor, side: Tensor, *, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Gradients of value, src, dst, edge and vector, from sources fetched again."""
+def _rebuild(
+    own: _Own, grad: Tensor, side: Tensor, *, needs: tuple[bool, ...], kept: Kept | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of value, src, dst, edge and vector, from sources that were kept or are fetched again."""
     call, (for_value, for_src, *for_target) = own.call, needs
     shared, sources = own.src is None, for_value or for_src
     d_edge = None if own.edge is None or not for_target[1] else torch.empty_like(own.edge)
@@ -169,7 +174,7 @@ def _rebuild(own: _Own, grad: Tensor, side: Tensor, *, needs: tuple[bool, ...]) 
         d_value, d_src = pieces.by_source(call.form, block, piece, grad=grad, side=side)
         return [d_value.add_(d_src)] if shared else [d_value, d_src]
 
-    call.ring.visit(own.lanes(), visit, home=home.ways, collect=home.take, what="rows of attend, again")
+    call.ring.visit(own.lanes(), visit, home=home.ways, collect=home.take, keep=kept, what="rows of attend, again")
     d_value, d_src = (*home.totals, None, None)[:2]
     return _like(d_value, own.value), d_src, d_dst if for_target[0] else None, d_edge, d_vector
 

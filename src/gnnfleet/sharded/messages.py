@@ -1,6 +1,7 @@
 """Any differentiable message over edges whose sources live on any rank.
 
-Messages are never kept: backward fetches the sources again, rebuilds each block, and sends gradients of sources home.
+Messages are never kept: backward rebuilds each block from sources that it fetches again, or that were kept, and sends
+their gradients home.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnnfleet.comm.exchange import Lane, Ring, Routes
+from gnnfleet.comm.exchange import Kept, Lane, Ring, Routes
 from gnnfleet.ops import propagate_pieces as pieces
 from gnnfleet.ops.message import Block, Call, Message, refuse_captured
 from gnnfleet.sharded.homecoming import Homecoming
@@ -31,6 +32,7 @@ class Propagation:
     message: Message
     reduce: str
     precision: torch.dtype | None
+    keep: bool = False  # sources are kept for backward, not fetched again
     names: tuple[tuple[str, str], ...] = ()  # ("src" | "dst" | "edge", name) of the first tensors; parameters follow
 
     @property
@@ -78,12 +80,13 @@ class _Propagate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Propagation, *tensors: Tensor) -> Tensor:
         call, state = plan.call(tensors), pieces.State()
+        ctx.kept = Kept() if plan.keep and any(ctx.needs_input_grad) else None
 
         def visit(q: int, rows: list[Tensor]) -> None:
             if q == plan.rank or plan.cuts[q].structure.num_edges:
                 pieces.extend(state, call, plan.block(q, rows, tensors))
 
-        plan.ring.visit(plan.lanes(tensors), visit, what="rows of propagate")
+        plan.ring.visit(plan.lanes(tensors), visit, keep=ctx.kept, what="rows of propagate")
         out, side = pieces.finish(state, call)
         ctx.plan = plan
         ctx.save_for_backward(*tensors, out if plan.reduce == "softmax" else None, side)
@@ -97,7 +100,7 @@ class _Propagate(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         if not any(needs):
             return (None,) * (1 + len(tensors))
-        found = _rebuild(plan, tensors, _Wanted.of(plan, needs), grad, out=out, side=side)
+        found = _rebuild(plan, tensors, _Wanted.of(plan, needs), grad, out=out, side=side, kept=ctx.kept)
         given = zip(found, tensors, strict=True)
         return None, *(None if total is None else total.view_as(tensor).to(tensor.dtype) for total, tensor in given)
 
@@ -127,6 +130,7 @@ def _rebuild(
     *,
     out: Tensor | None,
     side: Tensor | None,
+    kept: Kept | None,
 ) -> list[Tensor | None]:
     """The gradient of each tensor, None where none is wanted."""
     call, src, edge = plan.call(tensors), plan.named("src", tensors), plan.named("edge", tensors)
@@ -142,7 +146,7 @@ def _rebuild(
         return [_flat(made[name]) for name in wanted.src]
 
     what = "rows of propagate, again"
-    plan.ring.visit(plan.lanes(tensors), visit, home=home.ways, collect=home.take, what=what)
+    plan.ring.visit(plan.lanes(tensors), visit, home=home.ways, collect=home.take, keep=kept, what=what)
     of_sources = dict(zip(wanted.src, home.totals, strict=True))
     found: dict[str, Mapping[str, Tensor]] = {"src": of_sources, "dst": into.dst, "edge": of_edges}
     totals = [found[group].get(name) for group, name in plan.names]

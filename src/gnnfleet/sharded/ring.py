@@ -62,6 +62,7 @@ class RingView:
     layer: int = 0
     training: bool = True
     many_sources: bool = False
+    keep: bool = False  # rows that backward needs again are kept instead of fetched again
 
     @classmethod
     def open(cls, shard: Shard, ring: Ring, flow: Flow | None = None) -> RingView:
@@ -169,7 +170,7 @@ class RingView:
         if reduce != "max" and (weight is None or (weight is edges.weight and not weight.requires_grad)):
             routes = self.part.routes(edges.kind.dst, "out")
             reverse = Reverse(edges.out_cuts(loops=loops), routes, weighted=weight is not None)
-        return Aggregation(self.ring, (self.part.routes(edges.kind.src, "in"),), (strand,), reverse)
+        return Aggregation(self.ring, (self.part.routes(edges.kind.src, "in"),), (strand,), reverse, self.keep)
 
     def aggregate_relations(
         self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
@@ -190,7 +191,8 @@ class RingView:
 
     def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:
         merged = self.merged.get()
-        call = Aggregation(self.ring, (self.part.routes(self._kind, "in"),), (Strand(merged.cuts, 0),))
+        routes = (self.part.routes(self._kind, "in"),)
+        call = Aggregation(self.ring, routes, (Strand(merged.cuts, 0),), keep=self.keep)
         (out,) = sum_strands(call, [x], merged.weight(coefficient, reduce=reduce))
         return out
 
@@ -225,6 +227,7 @@ class RingView:
             self.part.routes(edges.kind.src, "in"),
             edges.out_cuts(loops=loops),
             self.part.routes(edges.kind.dst, "out"),
+            self.keep,
         )
         out = attend_ring(call, flat)
         return out if value.dim() == 2 else out.view(len(out), form.heads, form.channels)
@@ -257,6 +260,7 @@ class RingView:
             message=message,
             reduce=reduce,
             precision=precision_now(),
+            keep=self.keep,
             names=tuple((group, name) for group, tensors in groups.items() for name in tensors),
         )
         return propagate_ring(plan, groups, params)

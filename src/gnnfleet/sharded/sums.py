@@ -3,7 +3,7 @@
 Forward: sources travel to destinations, each block is added to the running result and let go. Backward has two forms.
 *By source*: gradients of destinations travel, and the owner of a source sums over its out-edges; that needs weights the
 owner of the source knows: none, or the store's. *Home*: the owner of the destinations makes a block's gradient and
-sends it to where the sources live; sources are fetched again only for the gradient of weights.
+sends it to where the sources live; sources are fetched again, or kept, only for the gradient of weights.
 Several edge types share one exchange, and a row of x travels once for all of them.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnnfleet.comm.exchange import Lane, Ring, Routes, Visit
+from gnnfleet.comm.exchange import Kept, Lane, Ring, Routes, Visit
 from gnnfleet.ops.aggregate import MaxState, edge_dot, extend_max, max_back, max_rows, sum_rows, wide
 from gnnfleet.ops.buffers import empty
 from gnnfleet.sharded.homecoming import Homecoming
@@ -53,6 +53,7 @@ class Aggregation:
     routes: tuple[Routes, ...]  # of each lane
     strands: tuple[Strand, ...]
     reverse: Reverse | None = None  # of a single strand; without it gradients go home
+    keep: bool = False  # sources are kept where backward needs them, not fetched again
 
     @property
     def rank(self) -> int:
@@ -94,7 +95,8 @@ class _Sum(torch.autograd.Function):
         again = weight is not None and weight.requires_grad
         ctx.save_for_backward(weight, *(xs if again else ()))
         ctx.dtypes = [x.dtype for x in xs]
-        return _gather(call, weight, xs)
+        ctx.kept = Kept() if again and call.keep else None
+        return _gather(call, weight, xs, ctx.kept)
 
     @staticmethod
     @once_differentiable
@@ -110,7 +112,7 @@ class _Sum(torch.autograd.Function):
         if call.reverse is not None and not needs_weight and scaled[0] is not None:
             dxs[0] = _sum_by_source(call.ring, call.reverse, scaled[0])
         else:
-            dweight, dxs = _sum_home(call, weight, scaled, xs=xs, needs=needs)
+            dweight, dxs = _sum_home(call, weight, scaled, xs=xs, needs=needs, kept=ctx.kept)
         found = [None if dx is None else dx.to(dtype) for dx, dtype in zip(dxs, ctx.dtypes, strict=True)]
         return None, dweight, *found
 
@@ -120,7 +122,7 @@ class _SumWithOwn(torch.autograd.Function):
     def forward(ctx: Any, call: Aggregation, x: Tensor) -> tuple[Tensor, Tensor]:
         ctx.call, ctx.dtype, ctx.rows = call, x.dtype, len(x)
         ctx.set_materialize_grads(False)
-        near = _gather(call, None, [x])[0]
+        near = _gather(call, None, [x], None)[0]
         return near, x[: len(near)]
 
     @staticmethod
@@ -133,7 +135,7 @@ class _SumWithOwn(torch.autograd.Function):
         return None, _sum_by_source(call.ring, call.reverse, scaled, base=own).to(ctx.dtype)
 
 
-def _gather(call: Aggregation, weight: Tensor | None, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _gather(call: Aggregation, weight: Tensor | None, xs: Sequence[Tensor], keep: Kept | None) -> tuple[Tensor, ...]:
     """The sum or mean of every strand."""
     outs: list[Tensor] = []
     scales = [strand.scale(wide(xs[strand.lane].dtype)) for strand in call.strands]
@@ -149,7 +151,7 @@ def _gather(call: Aggregation, weight: Tensor | None, xs: Sequence[Tensor]) -> t
             elif cut.structure.num_edges:
                 sum_rows(cut.structure, x, weight=own, row_scale=scale, rows=cut.rows, out=outs[place])
 
-    call.ring.visit(call.lanes(xs), visit, what="rows of aggregate")
+    call.ring.visit(call.lanes(xs), visit, keep=keep, what="rows of aggregate")
     return tuple(outs)
 
 
@@ -177,6 +179,7 @@ def _sum_home(
     *,
     xs: Sequence[Tensor],
     needs: Sequence[bool],
+    kept: Kept | None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """(gradient of weight where xs are given, gradients of those x that need one)."""
     grad = grads[0]
@@ -193,7 +196,7 @@ def _sum_home(
             cut = call.strands[0].cuts[q]
             dweight[cut.edges] = edge_dot(cut.structure, grad, rows[0].to(grad.dtype), rows=cut.rows)
 
-    dxs = _home(call, grads, needs, part=part, lanes=call.lanes(xs) if xs else [], again=again)
+    dxs = _home(call, grads, needs, part=part, lanes=call.lanes(xs) if xs else [], again=again, kept=kept)
     return None if dweight is None or weight is None else dweight.to(weight.dtype), dxs
 
 
@@ -247,6 +250,7 @@ def _home(
     part: _Part,
     lanes: Sequence[Lane] = (),
     again: Visit | None = None,
+    kept: Kept | None = None,
 ) -> list[Tensor | None]:
     """Gradients of the lanes that need one, made block by block where the destinations live, added up at home."""
     inside: dict[int, list[tuple[Strand, Tensor]]] = {lane: [] for lane, need in enumerate(needs) if need}
@@ -269,7 +273,8 @@ def _home(
         return found
 
     if lanes or inside:
-        call.ring.visit(lanes, visit, home=home.ways, collect=home.take, what="gradients of aggregate")
+        what = "gradients of aggregate"
+        call.ring.visit(lanes, visit, home=home.ways, collect=home.take, keep=kept, what=what)
     totals = dict(zip(inside, home.totals, strict=True))
     return [totals.get(lane) for lane in range(len(needs))]
 
