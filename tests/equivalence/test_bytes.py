@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ FORMULAS: dict[str, tuple[Callable[[Any], Tensor], int, int, int]] = {
 }
 
 
-def sent(world: World, path: str, group: int) -> list[tuple[int, int]]:
-    view = open_view(world, path, group, 1)
+def sent(world: World, path: str, group: int, keep: bool = False) -> list[tuple[int, int]]:
+    view = replace(open_view(world, path, group, 1), keep=keep)
     found = []
     for case, *_ in FORMULAS.values():
         before = world.traffic.bytes_sent, world.traffic.rounds
@@ -87,6 +88,19 @@ def sent(world: World, path: str, group: int) -> list[tuple[int, int]]:
             out.sum().backward()  # type: ignore[no-untyped-call]
         found.append((world.traffic.bytes_sent - before[0], world.traffic.rounds - before[1]))
     return found
+
+
+def test_rows_that_are_kept_travel_once(crew: Crew, tmp_path: Path) -> None:
+    graph = plain_graph()
+    path = cut_graph(graph, 3, "random", tmp_path / "parts")
+    sources, targets = boundary(graph, Partition.open(path).assignment(), 3)
+    found = crew.run(3, sent, str(path), 1, True)
+    for place, (name, (_, by_source, by_target, home)) in enumerate(FORMULAS.items()):
+        once = by_source // 2 if by_source not in (D, D + H) else by_source
+        for rank, one in enumerate(found):
+            numbers = once * int(sources[rank].sum()) + by_target * int(targets[rank].sum())
+            numbers += home * int(sources[:, rank].sum())
+            assert one[place][0] == 8 * numbers, (name, rank)
 
 
 @pytest.mark.parametrize("how", CUTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.equivalence.spread import (
     whole,
 )
 from tests.equivalence.verbs import VERBS
-from tests.ranks import Crew
+from tests.ranks import Crew, with_shelf
 
 SIZES = (1, 2, 3, 4)
 # Every cut as SAR, some in one shot, groups in between, other depths.
@@ -57,8 +58,8 @@ def parts_of(graph: Graph, folder: Path, name: str, size: int, how: str) -> str:
     return str(path)
 
 
-def every_verb(world: World, path: str, group: int, depth: int) -> dict[str, Any]:
-    view = open_view(world, path, group, depth)
+def every_verb(world: World, path: str, group: int, depth: int, keep: bool = False) -> dict[str, Any]:
+    view = replace(open_view(with_shelf(world) if keep else world, path, group, depth), keep=keep)
     found = {name: run_case(view, *case) for name, case in VERBS.items()}
     ids = {"node_ids": view.node_ids.clone(), "edge_ids": view.edge_ids.clone()}
     return {name: {"values": values, **ids} for name, values in found.items()}
@@ -69,7 +70,18 @@ def test_every_verb(
     crew: Crew, graph: Graph, expected: dict[str, Any], folder: Path, size: int, how: str, group: int, depth: int
 ) -> None:
     path = parts_of(graph, folder, "plain", size, how)
-    found = crew.run(size, every_verb, path, group, depth)
+    check_verbs(graph, expected, crew.run(size, every_verb, path, group, depth))
+
+
+@pytest.mark.parametrize(("size", "how", "group"), [(2, "mincut", 1), (4, "random", 2), (3, "empty", 3)])
+def test_every_verb_with_rows_kept(
+    crew: Crew, graph: Graph, expected: dict[str, Any], folder: Path, size: int, how: str, group: int
+) -> None:
+    path = parts_of(graph, folder, "plain", size, how)
+    check_verbs(graph, expected, crew.run(size, every_verb, path, group, 1, True))
+
+
+def check_verbs(graph: Graph, expected: dict[str, Any], found: list[Any]) -> None:
     for name, (_, inputs) in VERBS.items():
         together = joined(graph, inputs, [one[name] for one in found])
         assert together.keys() == expected[name].keys()

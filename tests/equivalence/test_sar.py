@@ -261,3 +261,33 @@ def test_other_precisions_are_close(crew: Crew, folder: Path, precision: str, sh
     wanted = rounded(World(), str(folder / "plain"), None, precision)
     for found in crew.run(2, rounded, str(folder / "plain"), parts, precision):
         assert found == pytest.approx(wanted, rel=share)
+
+
+def test_rows_kept_for_backward(crew: Crew, folder: Path, expected: Any) -> None:
+    parts = str(cut_graph(open_store(folder / "plain"), 3, "random", folder / "kept"))
+    found = crew.run(3, every_model, str(folder / "plain"), parts, "plain", {"keep": True, "group": 2})
+    for place, model in enumerate(MODELS):
+        close(gathered([one[place] for one in found]), gathered([expected["plain"][place]]), f"{model}")
+
+
+def on_wire(world: World, store: str, parts: str, wire: str) -> list[tuple[list[float], float, int]]:
+    """Losses, what evaluation finds of the first weights, and bytes of the steps."""
+    found = []
+    for model in MODELS:
+        here = Here(world, Partition.open(parts).shard(world.rank))
+        strategy = build(open_store(store), resolve(words(model, name="sar", wire=wire)), here=here).strategy
+        first = strategy.evaluate("val")["loss"]
+        before = world.traffic.bytes_sent
+        losses = [record.loss for epoch in range(4) for record in strategy.steps(epoch)]
+        found.append((losses, first, world.traffic.bytes_sent - before))
+    return found
+
+
+@pytest.mark.parametrize(("wire", "share"), [("bf16", 0.03), ("int8", 0.06)])
+def test_rounded_on_the_wire(crew: Crew, folder: Path, wire: str, share: float) -> None:
+    parts = str(cut_graph(open_store(folder / "plain"), 2, "mincut", folder / "wire"))
+    exact, rounded = (crew.run(2, on_wire, str(folder / "plain"), parts, word)[0] for word in ("exact", wire))
+    for model, (losses, first, sent), (wanted, known, whole) in zip(MODELS, rounded, exact, strict=True):
+        assert first == known, "evaluation is exact"
+        assert losses == pytest.approx(wanted, rel=share), model
+        assert losses != wanted and sent < 0.7 * whole, model

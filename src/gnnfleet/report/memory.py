@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def _status(word: str) -> int:
 
 def peak_tensors(work: Callable[[], object]) -> int:
     """The highest sum of allocations minus frees while ``work`` runs, under torch's profiler. Slow: not for timing."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would say on standard error that it starts and ends
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,6 +67,7 @@ class Here:
     world: World = field(default_factory=World)
     shard: Shard | None = None
     progress: Progress = Silent()
+    say: Callable[[str], None] = lambda text: None  # to the user
 
     @property
     def own(self) -> Own:
@@ -184,6 +185,7 @@ def _job(graph: Graph, config: RunConfig, task: Task, model: Model, here: Here) 
         progress=here.progress,
         world=here.world,
         shard=here.shard,
+        say=here.say,
     )
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,7 +43,8 @@ def run_spec(spec: Spec, world: World, *, store: Path | None = None) -> RunRecor
     with naming_line(config.model.file):
         with show(quiet) as progress:
             graph, shard = open_own(spec, world, store=store)
-            built = build(graph, config, here=Here(world, shard, progress))
+            say = partial(remark, quiet=quiet)
+            built = build(graph, config, here=Here(world, shard, progress, say))
         directory = RunDirectory(Path(spec.run_dir), seed=config.seed, world=beside(world))
         start = find_start(directory, beside(world), rows_by_owner(built.strategy.model))
         record = run_course(built, config, directory, start=start, quiet=quiet)

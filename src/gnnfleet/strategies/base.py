@@ -6,7 +6,7 @@ Files, launching and early stopping are the loop's business. Whatever two strate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
@@ -96,11 +96,17 @@ class Job:
     train: TrainConfig
     seed: int = 0
     precision: str = "float32"
-    memory: int = MEMORY
+    memory: int | None = None  # bytes; what it limits is the strategy's to say
     partition: str | None = None  # the partitioner that is asked for; None leaves it to the strategy
     progress: Progress = Silent()
     world: World = field(default_factory=World)
     shard: Shard | None = None  # this rank's part of the graph, for strategies that use parts
+    say: Callable[[str], None] = lambda text: None  # to the user, on the rank that speaks
+
+    @property
+    def evaluation_memory(self) -> int:
+        """Bytes of activations an evaluation may hold at a time."""
+        return MEMORY if self.memory is None else self.memory
 
 
 class Strategy(Protocol):

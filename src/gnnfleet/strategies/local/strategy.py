@@ -132,7 +132,7 @@ class LocalStrategy:
         """(output, what the last layer read), exact; kept until the weights change."""
         if self._known is None:
             self.model.eval()
-            limit = self._job.memory
+            limit = self._job.evaluation_memory
             with torch.no_grad(), products(self._job.precision):
                 if layer_bytes(self._view, self._width()) > limit:
                     self._known = infer(self.model, self._view, self._x, target=self._target, limit=limit)
@@ -194,7 +194,7 @@ class LocalStrategy:
         if len(graph.edges) > CACHED_RELATIONS:
             return False
         rows = sum(graph.nodes[kind.dst].count * self._wide(kind.src) for kind in graph.edges)
-        return self._config.fanouts is None or rows * self._dtype.itemsize <= self._job.memory
+        return self._config.fanouts is None or rows * self._dtype.itemsize <= self._job.evaluation_memory
 
     def _wide(self, kind: str) -> int:
         x = self._job.graph.nodes[kind].x

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from gnnfleet.comm.code import Wire
 from gnnfleet.errors import ConfigError
 from gnnfleet.strategies.base import StrategyConfig
 from gnnfleet.strategies.task import Task
@@ -18,9 +19,16 @@ class SarConfig(StrategyConfig, frozen=True, extra="forbid"):
 
     name: Literal["sar"] = "sar"
     # Parts whose rows are in memory at a time: 1 is SAR, the number of workers fetches all at once. More is faster
-    # where waiting for peers costs more than computing, and takes more memory.
-    group: int = Field(default=1, ge=1)
-    prefetch: int = Field(default=1, ge=0)  # groups fetched ahead of the one that is worked on
+    # where waiting for peers costs more than computing, and takes more memory. auto: 1, or what --memory allows.
+    group: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    # Groups fetched ahead of the one that is worked on. auto: 1, or 0 where --memory does not allow it.
+    prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    # Whether rows that backward needs again (GATv2, edge features, messages of your own) are kept, not fetched again;
+    # auto: in as many layers as --memory allows, in none without it.
+    keep: Literal["auto"] | bool = "auto"
+    # How rows are written on the wire in steps: as they are, rounded to bfloat16, or as int8 with error feedback.
+    # Evaluation is exact.
+    wire: Wire = "exact"
     flow: bool = True  # layers compute only the rows that labelled nodes need, and fetch only what those read
     cache_inputs: Literal["auto"] | bool = "auto"  # the first layer's aggregate, computed once; auto: where it can be
 
@@ -28,7 +36,7 @@ class SarConfig(StrategyConfig, frozen=True, extra="forbid"):
         if task.hides:
             raise ConfigError("strategy sar walks every edge in every step: set link.exclude=none")
 
-    @field_validator("cache_inputs", mode="before")
+    @field_validator("cache_inputs", "keep", mode="before")
     @classmethod
     def _check_cache(cls, given: Any) -> Any:
         if given not in ("auto", True, False):

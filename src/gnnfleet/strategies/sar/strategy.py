@@ -16,17 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnnfleet.comm.code import Code
 from gnnfleet.comm.exchange import Ring
-from gnnfleet.comm.reduce import clip_gradients, sum_gradients, sum_over_ranks
+from gnnfleet.comm.reduce import clip_gradients, gather_rows, sum_gradients, sum_over_ranks
 from gnnfleet.errors import ConfigError, PartitionError
 from gnnfleet.graph.places import take_rows
-from gnnfleet.nn.base import Aggregate
+from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.nn.embedding import rows_by_owner
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
+from gnnfleet.report.memory import rss
 from gnnfleet.report.traffic import Traffic
 from gnnfleet.sharded.flow import Flow
 from gnnfleet.sharded.ring import RingView
+from gnnfleet.sharded.scout import scout
 from gnnfleet.strategies.base import (
     IDS,
     OWN,
@@ -41,6 +44,7 @@ from gnnfleet.strategies.base import (
     products,
 )
 from gnnfleet.strategies.inputs import CACHED_RELATIONS, aggregate_once, side_by_side, wants_aggregate
+from gnnfleet.strategies.sar.budget import Choice, Given, Needs, choose
 from gnnfleet.strategies.sar.config import SarConfig
 from gnnfleet.strategies.task import Take
 
@@ -54,7 +58,9 @@ class SarStrategy:
         config.check(job.task)
         self.model = job.model
         self._config, self._job, self._world = config, job, job.world
-        ring = Ring(job.world, config.group, config.prefetch, buffers.empty)
+        # Evaluation fetches one group ahead of the one it works on, whatever steps may do.
+        ring = Ring(job.world, _number(config.group, 1), _number(config.prefetch, 1), buffers.empty)
+        self._code = Code(config.wire)
         self._flow = self._find_flow(replace(ring, world=replace(job.world, traffic=Traffic())))
         self._view = RingView.open(job.shard, ring, self._flow)
         self._check_parts()
@@ -66,19 +72,20 @@ class SarStrategy:
         self._rows = [named[name] for name in self._ids]
         self._common = [parameter for name, parameter in named.items() if name not in self._ids]
         self._aggregated, self._x = side_by_side(*self._inputs())
-        self._views = self._step_views()
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
     def steps(self, epoch: int) -> Iterator[StepRecord]:
+        views = self._views
         started = time.perf_counter()
         self._known = None
+        self._code.begin()
         items = self._task.trained(self._job.seed, epoch)
         count = self._count(items)
         batch = self._task.batch(items, DrawKey(self._job.seed, epoch, 0))
         self.model.train()
         with products(self._job.precision):
             x, near = self._step_inputs
-            out = self.model([view.at(key=batch.key) for view in self._views], x, aggregated=near)
+            out = self.model([view.at(key=batch.key) for view in views], x, aggregated=near)
         loss = self._task.loss(self._taking(out, stays=self._task.stays), batch) / count
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -159,10 +166,51 @@ class SarStrategy:
         wanted[target] = reach[shard.nodes(target).store_ids]
         return Flow.find(shard, ring, wanted, self.model.num_layers)
 
-    def _step_views(self) -> list[RingView]:
+    @cached_property
+    def _views(self) -> list[RingView]:
         """What each layer of a step sees."""
-        layers = range(self.model.num_layers)
-        return [self._view if self._flow is None else self._view.of_layer(self._flow, index) for index in layers]
+        choice, layers = self._choose(), range(self.model.num_layers)
+        views = [self._view if self._flow is None else self._view.of_layer(self._flow, index) for index in layers]
+        ring = Ring(self._world, choice.group, choice.prefetch, buffers.empty, self._code)
+        return [replace(view, ring=ring, keep=index in choice.keep) for index, view in enumerate(views)]
+
+    def _choose(self) -> Choice:
+        """How steps run: as the config says, the rest by what ``memory`` allows; raises ConfigError when nothing
+        fits."""
+        config, layers = self._config, range(self.model.num_layers)
+        if self._job.memory is None:
+            keep = tuple(layers) if config.keep is True else ()
+            return Choice(_number(config.group, 1), _number(config.prefetch, 1), keep)
+        given = Given(
+            group=None if config.group == "auto" else config.group,
+            prefetch=None if config.prefetch == "auto" else config.prefetch,
+            keep=None if config.keep == "auto" else config.keep,
+        )
+        choice, why = choose(self._needs(), self._job.memory, self._world.size, given, self._highest)
+        self._job.say(why)
+        return choice
+
+    def _needs(self) -> Needs:
+        assert self._job.shard is not None
+        wanted, dtype = self._config.cache_inputs, PRECISIONS[self._job.precision]
+
+        def precompute(model: Model, view: RingView, x: Any) -> Aggregate | None:
+            return None if self._aggregated is None else aggregate_once(wanted, model, view, x)
+
+        with products(self._job.precision):
+            sketch = scout(self.model, self._job.shard, dtype, precompute)
+        rows = sum(len(rows.node_ids) for rows in self._view.nodes.values())
+        if self._flow is not None:  # a layer holds the rows of its level
+            made = self._flow.totals[1:]
+            rows = int(rows * sum(made) / len(made) / max(1.0, float(sum(self._view.owners.counts.values()))))
+        weights = sum(parameter.nbytes for parameter in self.model.parameters())
+        # Gradients, and what Adam remembers of each weight twice.
+        return Needs(rss(), sketch.tensors(rows) + 3 * weights, sketch, lambda way: self._view.part.routes(*way))
+
+    def _highest(self, value: float) -> float:
+        """Over all ranks."""
+        own = torch.tensor([[value]], dtype=torch.float64)
+        return float(torch.cat(gather_rows(replace(self._world, traffic=Traffic()), own)).max())
 
     @cached_property
     def _step_inputs(self) -> tuple[Any, Aggregate | None]:
@@ -217,3 +265,7 @@ class SarStrategy:
             return found.to(PRECISIONS[self._job.precision])
 
         return take
+
+
+def _number(word: int | str, otherwise: int) -> int:
+    return otherwise if isinstance(word, str) else word
