@@ -62,7 +62,10 @@ Partition = _option(
     _HOW, "METHOD", "How nodes are dealt to workers: mincut, super, random, stream, range. local has no parts."
 )
 Memory = _option(
-    _HOW, "SIZE", "What an evaluation may hold of activations, as 500MB; a larger one goes in chunks. Default 4GiB."
+    _HOW,
+    "SIZE",
+    "As 500MB. local: what an evaluation may hold of activations; a larger one goes in chunks; default 4GiB. "
+    "sar: what each worker may hold in all; it chooses how to train within it, or refuses.",
 )
 RunDir = _option(_WHERE, "DIR", "Where the run goes. Default runs/STORE-MODEL-N, which runs/last points to.")
 

@@ -1,0 +1,106 @@
+"""The classical way to spread a graph, as a baseline: fetch all remote rows at once, keep them until backward.
+
+Attention is made of plain torch operations on tensors of edges × heads, as autograd keeps them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnfleet.comm.exchange import Lane, Ring
+from gnnfleet.ops.aggregate import aggregate
+from gnnfleet.ops.csr import Compressed, counting_sort
+from gnnfleet.sharded.homecoming import Homecoming
+from gnnfleet.sharded.part import row_of_edges
+from gnnfleet.sharded.ring import RingView
+
+
+class _Fetch(torch.autograd.Function):
+    """Own rows and those of all others in one table, which is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, routes: Any, x: Tensor) -> Tensor:
+        ctx.ring, ctx.routes = ring, routes
+        ctx.starts, at = {}, len(x)
+        for q, count in enumerate(routes.need):
+            ctx.starts[q] = slice(at, at + count)
+            at += count
+        table = x.new_empty(at, x.shape[1])
+        table[: len(x)] = x
+
+        def visit(q: int, rows: list[Tensor]) -> None:
+            if q != ring.world.rank:
+                table[ctx.starts[q]] = rows[0]
+
+        ring.visit([Lane(routes, x.detach().contiguous())], visit)
+        ctx.rows = len(x)
+        return table
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        rank = ctx.ring.world.rank
+        home = Homecoming(rank, [(ctx.routes, grad)])
+
+        def visit(q: int, rows: list[Tensor]) -> list[Tensor]:
+            return [(grad[: ctx.rows] if q == rank else grad[ctx.starts[q]]).contiguous()]
+
+        ctx.ring.visit([], visit, home=home.ways, collect=home.take)
+        return None, None, home.totals[0]
+
+
+class ClassicalView(RingView):
+    """A RingView for one node type and one edge type, without what makes it lean."""
+
+    @classmethod
+    def made_from(cls, view: RingView) -> RingView:
+        ring = replace(view.ring, group=view.ring.world.size)
+        return cls(**{**view.__dict__, "ring": ring})
+
+    def _table(self, x: Tensor) -> Tensor:
+        return _Fetch.apply(self.ring, self.part.routes(self._kind, "in"), x.flatten(1))
+
+    def _structure(self, loops: bool) -> tuple[Compressed, Tensor]:
+        known = self.part.__dict__.setdefault("_classical", {})
+        if loops not in known:
+            rows, cols, start = [], [], self.num_src
+            for q, cut in enumerate(self._edges.cuts(loops=loops)):
+                own = q == self.ring.world.rank
+                rows.append(row_of_edges(cut))
+                cols.append(cut.structure.col.long() + (0 if own else start))
+                start += 0 if own else cut.structure.num_cols
+            row = torch.cat(rows)
+            indptr, order = counting_sort(row, self.num_dst)
+            known[loops] = Compressed(indptr, torch.cat(cols)[order].to(torch.int32), start), row[order]
+        return known[loops]
+
+    def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Any = None, loops: bool = False) -> Tensor:
+        assert weight is None
+        table = self._table(x)
+        out = aggregate(self._structure(loops)[0], table, reduce=reduce)
+        if out.requires_grad:
+            out.register_hook(lambda grad, kept=table: None)  # the table lives as long as the graph of backward
+        return out
+
+    def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
+        return self.aggregate(x, reduce=reduce), x
+
+    def attend(self, value: Tensor, *, src: Tensor, dst: Tensor, heads: int, loops: bool, **_: Any) -> Tensor:
+        structure, row = self._structure(loops)
+        table, scores = self._table(value), self._table(src)
+        col = structure.col.long()
+        logits = torch.nn.functional.leaky_relu(scores[col] + dst[row], 0.2)
+        highest = torch.full((self.num_dst, heads), -torch.inf).scatter_reduce(
+            0, row[:, None].expand(-1, heads), logits.detach(), "amax"
+        )
+        mass = torch.exp(logits - highest[row])
+        share = mass / torch.zeros(self.num_dst, heads).index_add(0, row, mass)[row]
+        width = value.shape[1] // heads
+        outs = [
+            aggregate(structure, table[:, h * width : (h + 1) * width].contiguous(), weight=share[:, h].contiguous())
+            for h in range(heads)
+        ]
+        return torch.cat(outs, 1)

@@ -1,0 +1,93 @@
+"""Several ranks for a benchmark: processes of the same script, on loopback or each on a host of its own.
+
+A host is a network namespace on a bridge; links are held to a rate by ``tc tbf``. That needs root. Everything that was
+made is taken down again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SECONDS = 900
+
+
+def run(words: list[str], size: int, *, rate: str | None = None, environment: dict[str, str] | None = None) -> Any:
+    """Start ``python WORDS`` as ``size`` ranks; what the first prints last, as JSON. With ``rate`` on hosts."""
+    threads = max(1, (os.cpu_count() or 1) // size)
+    with _hosts(size, rate) as hosts:
+        port = _free_port() if rate is None else 29500
+        running = []
+        for rank in range(size):
+            seat = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": hosts[0][1], "MASTER_PORT": port}
+            env = {**os.environ, **{key: str(value) for key, value in seat.items()}, **(environment or {})}
+            env |= {"OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+            line = [*hosts[rank][0], sys.executable, *words]
+            running.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=env))
+        try:
+            said = [process.communicate(timeout=SECONDS)[0] for process in running]
+        finally:
+            for process in running:
+                process.kill()
+        if any(process.returncode for process in running):
+            raise RuntimeError(f"a rank failed: {[process.returncode for process in running]}")
+        return json.loads(said[0].splitlines()[-1])
+
+
+def as_rank(work: Callable[[Any], Any]) -> None:
+    """Do ``work(world)`` as one of the ranks and print what it returns."""
+    from gnnfleet.comm.meeting import meet
+    from gnnfleet.comm.seat import Seat
+    from gnnfleet.comm.world import join
+
+    seat = Seat.from_environment()
+    assert seat is not None
+    with meet(seat, seconds=120) as meeting, join(meeting) as world:
+        print(json.dumps(work(world)), flush=True)
+
+
+@contextmanager
+def _hosts(size: int, rate: str | None) -> Iterator[list[tuple[list[str], str]]]:
+    """(what to put before a command, address) of every rank."""
+    if rate is None:
+        yield [([], "127.0.0.1")] * size
+        return
+    name = f"gfb{os.getpid() % 10_000}"
+    found = []
+    try:
+        _ip("link", "add", name, "type", "bridge")
+        _ip("link", "set", name, "up")
+        for rank in range(size):
+            space, near, far = f"{name}-{rank}", f"{name}n{rank}", f"{name}f{rank}"
+            _ip("netns", "add", space)
+            _ip("link", "add", near, "type", "veth", "peer", "name", far)
+            _ip("link", "set", near, "master", name, "up")
+            _ip("link", "set", far, "netns", space)
+            _ip("-n", space, "addr", "add", f"10.214.9.{rank + 1}/24", "dev", far)
+            for device in ("lo", far):
+                _ip("-n", space, "link", "set", device, "up")
+            limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            subprocess.run(["tc", "-n", space, "qdisc", "add", "dev", far, *limit], check=True)
+            found.append((["ip", "netns", "exec", space], f"10.214.9.{rank + 1}"))
+        yield found
+    finally:
+        for rank in range(size):
+            subprocess.run(["ip", "netns", "del", f"{name}-{rank}"], check=False, stderr=subprocess.DEVNULL)
+            subprocess.run(["ip", "link", "del", f"{name}n{rank}"], check=False, stderr=subprocess.DEVNULL)
+        subprocess.run(["ip", "link", "del", name], check=False, stderr=subprocess.DEVNULL)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

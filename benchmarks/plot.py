@@ -1,0 +1,59 @@
+"""Line charts as SVG, drawn without any library: both axes logarithmic, one line per series."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+COLORS = ("#4477aa", "#cc6644", "#559955", "#aa4499", "#888833", "#555555")
+LEFT, TOP, WIDTH, HEIGHT = 70, 46, 400, 270
+
+Series = Mapping[str, Sequence[tuple[float, float]]]
+
+
+def line_chart(path: Path, title: str, series: Series, *, across: str, up: str) -> None:
+    """Write a chart; lines whose name ends in "law" are dashed."""
+    points = [point for line in series.values() for point in line]
+    xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
+    low, high = 2 ** math.floor(math.log2(min(ys))), 2 ** math.ceil(math.log2(max(ys)))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        right = (math.log(x) - math.log(xs[0])) / max(math.log(xs[-1]) - math.log(xs[0]), 1e-9)
+        above = (math.log(y) - math.log(low)) / max(math.log(high) - math.log(low), 1e-9)
+        return LEFT + right * WIDTH, TOP + HEIGHT * (1 - above)
+
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 190} {TOP + HEIGHT + 60}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{LEFT}" y="24" font-weight="bold" font-size="14">{escape(title)}</text>',
+        f'<text x="{LEFT + WIDTH / 2}" y="{TOP + HEIGHT + 44}" text-anchor="middle">{escape(across)}</text>',
+        f'<text transform="translate(18 {TOP + HEIGHT / 2}) rotate(-90)" text-anchor="middle">{escape(up)}</text>',
+    ]
+    for x in xs:
+        at, _ = place(x, low)
+        out.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{TOP + HEIGHT}" stroke="#ddd"/>')
+        out.append(f'<text x="{at:.1f}" y="{TOP + HEIGHT + 20}" text-anchor="middle">{x:g}</text>')
+    tick = low
+    while tick <= high:
+        _, at = place(xs[0], tick)
+        out.append(f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
+        out.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{tick:g}</text>')
+        tick *= 2
+    for number, (name, line) in enumerate(series.items()):
+        color = COLORS[number % len(COLORS)]
+        way = " ".join(f"{a:.1f},{b:.1f}" for a, b in (place(x, y) for x, y in sorted(line)))
+        dash = ' stroke-dasharray="5 4"' if name.endswith("law") else ""
+        out.append(f'<polyline points="{way}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
+        if not dash:
+            dots = (place(x, y) for x, y in line)
+            out += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{color}"/>' for a, b in dots]
+        at = TOP + 14 + 20 * number
+        out.append(
+            f'<line x1="{LEFT + WIDTH + 16}" x2="{LEFT + WIDTH + 40}" y1="{at}" y2="{at}" stroke="{color}" stroke-width="2"{dash}/>'
+        )
+        out.append(f'<text x="{LEFT + WIDTH + 46}" y="{at + 4}">{escape(name)}</text>')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*out, "</svg>"]) + "\n")

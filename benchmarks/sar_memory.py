@@ -1,0 +1,211 @@
+"""Memory of a worker against the number of workers, on a dense power-law graph cut at random: the worst case.
+
+sar fetches one block at a time; oneshot is the same with group = N; classical fetches all rows at once, keeps them
+until backward and has unfused attention. A figure is the highest sum of live tensors in a step (torch's profiler), the
+largest of all workers, without features, weights and edges. The law: (c + r) / N of a layer's full matrix of rows,
+c the tensors of one process in that unit, r = min(1 + prefetch, N − 1) blocks of remote rows; what is on its way out
+comes on top. Finished cells are not run again.
+
+The cells limit/MODE/N train on a larger graph, every process held to as many bytes of its own (RLIMIT_DATA): what
+trains and what fails.
+
+usage: python benchmarks/sar_memory.py [OUT] [--cells sage/sar/8 …] [--nodes 60000] [--degree 60] [--limit 1500]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import crew
+
+HERE = Path(__file__).parent
+WIDTH = 128
+SIZES = (1, 2, 4, 8)
+CELLS = [
+    f"{model}/{mode}/{size}" for model in ("sage", "gat") for size in SIZES for mode in ("sar", "oneshot", "classical")
+]
+
+
+def make_store(folder: Path, nodes: int, degree: int, size: int) -> tuple[Path, Path]:
+    import numpy as np
+
+    from gnnfleet.graph.datasets import make_dataset
+    from gnnfleet.graph.partition import write_partition
+    from gnnfleet.graph.partitioners import Assignment
+    from gnnfleet.graph.store import open_store, save_store
+
+    store, parts = folder / "store", folder / "parts"
+    words = {"nodes": nodes, "mean_degree": degree, "features": WIDTH, "classes": 16, "homophily": 0.1}
+    save_store(make_dataset("communities", **words), store)
+    part = np.random.default_rng(0).permutation(np.arange(nodes, dtype=np.int32) % size)
+    write_partition(open_store(store), Assignment(part=part, parts=size, method="random"), parts)
+    return store, parts
+
+
+def measure(world: Any, model: str, mode: str, store: Path, parts: Path) -> dict[str, Any]:
+    import torch
+
+    from classical import ClassicalView
+    from gnnfleet.comm.reduce import gather_rows
+    from gnnfleet.graph.partition import open_part
+    from gnnfleet.graph.store import open_store
+    from gnnfleet.ops.buffers import unpooled
+    from gnnfleet.report.memory import peak_tensors
+    from gnnfleet.run.build import Here, build
+    from gnnfleet.run.config import resolve
+
+    group = 1 if mode == "sar" else world.size
+    words = {
+        "model": {"name": model, "hidden": WIDTH, "layers": 3, "heads": 4, "dropout": 0.0},
+        "strategy": {"name": "sar", "group": group, "prefetch": 1, "flow": False, "cache_inputs": False},
+    }
+    shard = open_part(parts, world.rank)
+    strategy: Any = build(open_store(store), resolve(words), here=Here(world, shard)).strategy
+    if mode == "classical":
+        strategy.__dict__["_views"] = [ClassicalView.made_from(view) for view in strategy._views]
+    losses = [record.loss for record in strategy.steps(0)]
+    with unpooled():
+        peak = peak_tensors(lambda: losses.extend(record.loss for record in strategy.steps(1)))
+    routes = strategy._view.part.routes("node", "in")
+    own = torch.tensor([[peak, max(routes.need), sum(routes.need), max(map(len, routes.give))]])
+    rows = torch.cat(gather_rows(world, own)).amax(0).tolist()
+    names = ("peak_tensors", "largest_block", "remote_rows", "largest_given")
+    return {"losses": losses, **dict(zip(names, rows, strict=True))}
+
+
+def train_within(world: Any, mode: str, store: Path, parts: Path, mebibytes: int) -> dict[str, Any]:
+    """Two steps of SAGE in a process that may have so much memory of its own."""
+    import resource
+
+    from gnnfleet.graph.partition import open_part
+    from gnnfleet.graph.store import open_store
+    from gnnfleet.run.build import Here, build
+    from gnnfleet.run.config import resolve
+
+    resource.setrlimit(resource.RLIMIT_DATA, (mebibytes << 20, mebibytes << 20))
+    strategy: dict[str, Any] = (
+        {"name": "local", "order": "store"} if mode == "local" else {"name": "sar", "flow": False}
+    )
+    if mode == "oneshot":
+        strategy |= {"group": world.size}
+    words = {"model": {"name": "sage", "hidden": WIDTH, "layers": 3, "dropout": 0.0}, "strategy": strategy}
+    here = None if mode == "local" else Here(world, open_part(parts, world.rank))
+    made = build(open_store(store), resolve(words), here=here).strategy
+    return {"losses": [record.loss for epoch in range(2) for record in made.steps(epoch)]}
+
+
+def run_limit(cell: str, args: argparse.Namespace) -> dict[str, Any]:
+    _, mode, size = cell.split("/")
+    with tempfile.TemporaryDirectory() as folder:
+        store, parts = make_store(Path(folder), 10 * args.nodes, args.degree // 4, int(size))
+        words = [__file__, "--rank", f"limit/{mode}", "--store", str(store), "--parts", str(parts)]
+        try:
+            found = crew.run([*words, "--limit", str(args.limit)], int(size))
+        except RuntimeError as error:
+            found = {"failed": str(error)}
+    return {"cell": cell, "mebibytes": args.limit, "workers": int(size), "trained": "losses" in found, **found}
+
+
+def run_cell(cell: str, args: argparse.Namespace) -> dict[str, Any]:
+    if cell.startswith("limit/"):
+        return run_limit(cell, args)
+    model, mode, size = cell.split("/")
+    with tempfile.TemporaryDirectory() as folder:
+        store, parts = make_store(Path(folder), args.nodes, args.degree, int(size))
+        words = [__file__, "--rank", f"{model}/{mode}", "--store", str(store), "--parts", str(parts)]
+        found = crew.run(words, int(size), environment={"GNNFLEET_SHARED_MEMORY": "0"})  # buffers the profiler sees
+    return {"cell": cell, "nodes": args.nodes, "workers": int(size), **found}
+
+
+def laws(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was measured beside the law, in units of a layer's full matrix of rows."""
+    by = {cell["cell"]: cell for cell in cells}
+    for cell in cells:
+        if "peak_tensors" not in cell:
+            continue
+        model, mode, size = cell["cell"].split("/")
+        alone, count = by.get(f"{model}/sar/1"), int(size)
+        if alone is None:
+            continue
+        unit = cell["nodes"] * WIDTH * 4
+        cell["units"] = cell["peak_tensors"] * count / unit
+        c = alone["peak_tensors"] / unit
+        remote = min(2, count - 1) if mode == "sar" else count - 1
+        block = cell["largest_block"] * count / cell["nodes"]  # of a full share of the nodes
+        given = cell["largest_given"] * count / cell["nodes"]
+        cell["law"], cell["with_sends"] = c + remote * block, c + remote * (block + given)
+        cell["of_law"] = cell["units"] / cell["law"]
+        other = by.get(f"{model}/sar/{size}")
+        if other is not None:
+            cell["to_sar"] = cell["peak_tensors"] / other["peak_tensors"]
+    return cells
+
+
+def show(cells: list[dict[str, Any]]) -> None:
+    print(f"{'cell':20} {'MiB':>8} {'units':>7} {'law':>7} {'measured/law':>13} {'to sar':>7}")
+    for cell in cells:
+        if "trained" in cell:
+            print(f"{cell['cell']:20} {'trains' if cell['trained'] else 'fails'} within {cell['mebibytes']} MiB")
+            continue
+        words = [f"{cell.get(name, float('nan')):{width}.2f}" for name, width in
+                 (("units", 7), ("law", 7), ("of_law", 13), ("to_sar", 7))]  # fmt: skip
+        print(f"{cell['cell']:20} {cell['peak_tensors'] / 2**20:8.0f} {' '.join(words)}")
+
+
+def draw(cells: list[dict[str, Any]], folder: Path) -> None:
+    """A chart for each model: memory of a worker against the number of workers."""
+    from plot import line_chart
+
+    for model in ("sage", "gat"):
+        series: dict[str, list[tuple[float, float]]] = {}
+        for cell in cells:
+            kind, mode, size = cell["cell"].split("/")
+            if kind == model and "law" in cell:
+                series.setdefault(mode, []).append((float(size), cell["peak_tensors"] / 2**20))
+                if mode == "sar":
+                    law = cell["law"] * cell["nodes"] * WIDTH * 4 / float(size) / 2**20
+                    series.setdefault("sar, by the law", []).append((float(size), law))
+        if series:
+            title = f"{model}: tensors of a worker in a step"
+            line_chart(folder / f"sar_memory_{model}.svg", title, series, across="workers", up="MiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=HERE / "results" / "cells" / "sar_memory")
+    parser.add_argument("--cells", nargs="+", default=CELLS)
+    parser.add_argument("--nodes", type=int, default=60_000)
+    parser.add_argument("--degree", type=int, default=60)
+    parser.add_argument("--limit", type=int, default=1500, help="MiB of memory of its own for a process of limit/…")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--parts", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        model, mode = args.rank.split("/")
+        if model == "limit":
+            crew.as_rank(lambda world: train_within(world, mode, args.store, args.parts, args.limit))
+        else:
+            crew.as_rank(lambda world: measure(world, model, mode, args.store, args.parts))
+        return
+    from record import write_results
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = []
+    for cell in args.cells:
+        path = args.out / f"{cell.replace('/', '.')}.json"
+        if not path.exists():
+            path.write_text(json.dumps(run_cell(cell, args)))
+        found.append(json.loads(path.read_text()))
+        print(cell, flush=True)
+    show(laws(found))
+    draw(found, HERE.parent / "docs" / "img")
+    print(write_results("sar_memory", found))
+
+
+if __name__ == "__main__":
+    main()
