@@ -51,9 +51,9 @@ def line_chart(path: Path, title: str, series: Series, *, across: str, up: str) 
             dots = (place(x, y) for x, y in line)
             out += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{color}"/>' for a, b in dots]
         at = TOP + 14 + 20 * number
-        out.append(
-            f'<line x1="{LEFT + WIDTH + 16}" x2="{LEFT + WIDTH + 40}" y1="{at}" y2="{at}" stroke="{color}" stroke-width="2"{dash}/>'
-        )
+        start = LEFT + WIDTH + 16
+        line_to = f'<line x1="{start}" x2="{start + 24}" y1="{at}" y2="{at}"'
+        out.append(f'{line_to} stroke="{color}" stroke-width="2"{dash}/>')
         out.append(f'<text x="{LEFT + WIDTH + 46}" y="{at + 4}">{escape(name)}</text>')
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*out, "</svg>"]) + "\n")

@@ -28,6 +28,7 @@ SIZES = (1, 2, 4, 8)
 CELLS = [
     f"{model}/{mode}/{size}" for model in ("sage", "gat") for size in SIZES for mode in ("sar", "oneshot", "classical")
 ]
+CELLS += ["limit/local/1", "limit/oneshot/8", "limit/sar/8"]
 
 
 def make_store(folder: Path, nodes: int, degree: int, size: int) -> tuple[Path, Path]:
