@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.local import LocalView, Relation, Rows
+from gnnfleet.graph.common import Rows
+from gnnfleet.graph.local import LocalView, Relation
 from gnnfleet.graph.order import PickedDegrees
 from gnnfleet.ops.csr import Compressed
 

@@ -6,22 +6,22 @@ Forward and backward are in ``ops``; here they meet the graph's ids, weights and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.errors import InputError
+from gnnfleet.graph.common import CommonView, Rows
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
 from gnnfleet.graph.merged import MergedOnce
-from gnnfleet.graph.places import Places, take_rows
+from gnnfleet.graph.places import take_rows
 from gnnfleet.graph.view import MANY, first_rows
 from gnnfleet.ops import aggregate as sums
 from gnnfleet.ops.attend import attend
 from gnnfleet.ops.csr import Compressed
 from gnnfleet.ops.draws import DrawKey, Purpose
-from gnnfleet.ops.dropout import dropout
 from gnnfleet.ops.message import Message
 from gnnfleet.ops.propagate import propagate
 
@@ -31,20 +31,6 @@ LOOP_IDS = 1 << 48
 
 def _same(t: Tensor) -> Tensor:
     return t
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """The nodes of one type in a view."""
-
-    node_ids: Tensor  # [N_src] int64
-    num_dst: int
-    degree: Callable[[bool], Tensor]  # weighted? → [N_src] float32
-
-    @cached_property
-    def places(self) -> Places:
-        """Where each store id lies; made when first asked for."""
-        return Places(self.node_ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +91,7 @@ class Relation:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalView:
+class LocalView(CommonView[Relation]):
     """A graph, or a piece of one, in this process."""
 
     nodes: Mapping[str, Rows]
@@ -142,54 +128,9 @@ class LocalView:
         }
         return cls(rows, relations)
 
-    def at(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> LocalView:
-        """The same edges for another step, layer or mode; costs nothing."""
-        return replace(
-            self,
-            key=self.key if key is None else key,
-            layer=self.layer if layer is None else layer,
-            training=self.training if training is None else training,
-        )
-
-    def of(self, kind: str) -> LocalView:
-        """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
-        return replace(self, nodes={kind: self.nodes[kind]}, relations={})
-
-    @property
-    def node_types(self) -> tuple[str, ...]:
-        return tuple(self.nodes)
-
-    @property
-    def edge_types(self) -> tuple[EdgeType, ...]:
-        return tuple(self.relations)
-
-    @property
-    def _rows(self) -> Rows:
-        if len(self.nodes) != 1:
-            raise ConfigError(f"this layer works on one node type; the graph has {', '.join(self.nodes)}")
-        return next(iter(self.nodes.values()))
-
-    @property
-    def _edges(self) -> Relation:
-        if len(self.relations) != 1:
-            raise ConfigError(f"this layer works on one edge type; the graph has {len(self.relations)}: use rgcn")
-        return next(iter(self.relations.values()))
-
-    @property
-    def num_src(self) -> int:
-        return len(self._rows.node_ids)
-
-    @property
-    def num_dst(self) -> int:
-        return self._rows.num_dst
-
     @property
     def many_sources(self) -> bool:
         return self.num_src > MANY * self.num_dst
-
-    @property
-    def node_ids(self) -> Tensor:
-        return self._rows.node_ids
 
     @property
     def edge_ids(self) -> Tensor:
@@ -206,9 +147,6 @@ class LocalView:
     @property
     def in_degree(self) -> Tensor:
         return self._edges.structure.indptr.diff()
-
-    def graph_degree(self, *, weighted: bool = False) -> Tensor:
-        return self._rows.degree(weighted)
 
     def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, loops: bool = False) -> Tensor:
         edges = self._edges
@@ -306,16 +244,6 @@ class LocalView:
             ties=edges.ties,
         )
         return edges.scaled(out, reduce)
-
-    def num_dst_of(self, kind: str) -> int:
-        return self.nodes[kind].num_dst
-
-    def dropout(self, x: Tensor, p: float, *, place: int = 0, kind: str | None = None) -> Tensor:
-        if not self.training or not p:
-            return x
-        rows = self._rows if kind is None else self.nodes[kind]
-        draws = self.key.draws(Purpose.DROPOUT, self.layer, relation=place)
-        return dropout(x, p, ids=rows.node_ids[: x.shape[0]], draws=draws)
 
     def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
         return take_rows(x, self._rows.places.rows(store_ids, below=x.shape[0]))

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnnfleet.graph.common import Rows
 from gnnfleet.graph.graph import Edges, Graph
-from gnnfleet.graph.local import LocalView, Relation, Rows
+from gnnfleet.graph.local import LocalView, Relation
 from gnnfleet.graph.partitioners.stream import cluster
 from gnnfleet.graph.scan import Array, EdgeScan
 from gnnfleet.ops import csr

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.graph.common import Rows
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
-from gnnfleet.graph.local import Degrees, LocalView, Relation, Rows
+from gnnfleet.graph.local import Degrees, LocalView, Relation
 from gnnfleet.graph.order import PickedDegrees
 from gnnfleet.ops.csr import Compressed
 from gnnfleet.ops.draws import DrawKey, Purpose

@@ -127,6 +127,17 @@ class Model(torch.nn.Module):
         """Output of the destinations of the last view; one view serves all layers. See ``precompute``."""
         return self._run(views, x, aggregated, upto=self.num_layers)
 
+    @final
+    @torch.no_grad()
+    def exact(self, view: GraphView, x: Features, *, aggregated: Aggregate | None = None) -> tuple[Rows, Any]:
+        """(output, what the last layer read) of all rows of a view, as for evaluation."""
+        view, rows, last, carry = view.at(training=False), x, x, None
+        for index in range(self.num_layers):
+            last = rows
+            rows, carry = self.layer(index, view, rows, carry, aggregated=aggregated if index == 0 else None)
+        assert rows is not None
+        return rows, last  # type: ignore[return-value]
+
     def embed(
         self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
     ) -> Rows:

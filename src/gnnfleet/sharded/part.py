@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.exchange import Routes
+from gnnfleet.graph.common import Rows
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.local import LOOP_IDS, Rows
+from gnnfleet.graph.local import LOOP_IDS
 from gnnfleet.graph.shard import Block, Plan, ShardNodes
 from gnnfleet.ops.csr import Compressed
 

@@ -15,15 +15,14 @@ from torch import Tensor
 from gnnfleet.comm.exchange import Ring
 from gnnfleet.comm.reduce import sum_over_ranks
 from gnnfleet.errors import ConfigError
+from gnnfleet.graph.common import CommonView, Rows
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.local import Rows
 from gnnfleet.graph.shard import Shard
 from gnnfleet.graph.view import MANY, first_rows
 from gnnfleet.ops.aggregate import REDUCES
 from gnnfleet.ops.attend import Counts, prepare
 from gnnfleet.ops.attend_pieces import Inputs
 from gnnfleet.ops.draws import DrawKey, Purpose
-from gnnfleet.ops.dropout import dropout
 from gnnfleet.ops.message import REDUCES as MESSAGE_REDUCES
 from gnnfleet.ops.message import Message, precision_now
 from gnnfleet.sharded.attention import Attention, attend_ring
@@ -49,7 +48,7 @@ class _MergedOnce:
 
 
 @dataclass(frozen=True, eq=False)
-class RingView:
+class RingView(CommonView[PartEdges]):
     """This rank's part of a graph."""
 
     part: Part
@@ -82,51 +81,6 @@ class RingView:
             self, part=part, nodes=part.nodes, relations=part.edges, merged=_MergedOnce(part), many_sources=many
         )
 
-    def at(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> RingView:
-        """The same edges for another step, layer or mode; costs nothing."""
-        return replace(
-            self,
-            key=self.key if key is None else key,
-            layer=self.layer if layer is None else layer,
-            training=self.training if training is None else training,
-        )
-
-    def of(self, kind: str) -> RingView:
-        """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
-        return replace(self, nodes={kind: self.nodes[kind]}, relations={})
-
-    @property
-    def node_types(self) -> tuple[str, ...]:
-        return tuple(self.nodes)
-
-    @property
-    def edge_types(self) -> tuple[EdgeType, ...]:
-        return tuple(self.relations)
-
-    @property
-    def _kind(self) -> str:
-        if len(self.nodes) != 1:
-            raise ConfigError(f"this layer works on one node type; the graph has {', '.join(self.nodes)}")
-        return next(iter(self.nodes))
-
-    @property
-    def _edges(self) -> PartEdges:
-        if len(self.relations) != 1:
-            raise ConfigError(f"this layer works on one edge type; the graph has {len(self.relations)}: use rgcn")
-        return next(iter(self.relations.values()))
-
-    @property
-    def num_src(self) -> int:
-        return len(self.nodes[self._kind].node_ids)
-
-    @property
-    def num_dst(self) -> int:
-        return self.nodes[self._kind].num_dst
-
-    @property
-    def node_ids(self) -> Tensor:
-        return self.nodes[self._kind].node_ids
-
     @property
     def edge_ids(self) -> Tensor:
         return self._edges.edge_ids
@@ -142,9 +96,6 @@ class RingView:
     @property
     def in_degree(self) -> Tensor:
         return self._edges.degree(loops=False)
-
-    def graph_degree(self, *, weighted: bool = False) -> Tensor:
-        return self.nodes[self._kind].degree(weighted)
 
     def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, loops: bool = False) -> Tensor:
         edges = self._edges
@@ -264,16 +215,6 @@ class RingView:
             names=tuple((group, name) for group, tensors in groups.items() for name in tensors),
         )
         return propagate_ring(plan, groups, params)
-
-    def num_dst_of(self, kind: str) -> int:
-        return self.nodes[kind].num_dst
-
-    def dropout(self, x: Tensor, p: float, *, place: int = 0, kind: str | None = None) -> Tensor:
-        if not self.training or not p:
-            return x
-        rows = self.nodes[self._kind if kind is None else kind]
-        draws = self.key.draws(Purpose.DROPOUT, self.layer, relation=place)
-        return dropout(x, p, ids=rows.node_ids[: x.shape[0]], draws=draws)
 
     def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
         self._check_rows("x", x, self._kind)

@@ -137,7 +137,7 @@ class LocalStrategy:
                 if layer_bytes(self._view, self._width()) > limit:
                     self._known = infer(self.model, self._view, self._x, target=self._target, limit=limit)
                 else:
-                    self._known = self._whole()
+                    self._known = self.model.exact(self._view, self._x, aggregated=self._aggregated)
         return self._known
 
     def _taking(self, out: Any, view: LocalView) -> Take:
@@ -148,15 +148,6 @@ class LocalStrategy:
             return view.of(kind).take(rows, ids).to(self._dtype)
 
         return take
-
-    def _whole(self) -> tuple[Any, Any]:
-        view, x, carry = self._view.at(training=False), self._x, None
-        inputs = x
-        for index in range(self.model.num_layers):
-            inputs = x
-            aggregated = self._aggregated if index == 0 else None
-            x, carry = self.model.layer(index, view, x, carry, aggregated=aggregated)
-        return x, inputs
 
     def _only(self, rows: Any) -> Tensor:
         found: Tensor = rows[self._target] if isinstance(rows, dict) else rows

@@ -244,14 +244,8 @@ class SarStrategy:
         """(output, what the last layer read) of own rows, exact; kept until the weights change."""
         if self._known is None:
             self.model.eval()
-            view, x, carry = self._view.at(training=False), self._x, None
-            inputs = x
-            with torch.no_grad(), products(self._job.precision):
-                for index in range(self.model.num_layers):
-                    inputs = x
-                    aggregated = self._aggregated if index == 0 else None
-                    x, carry = self.model.layer(index, view, x, carry, aggregated=aggregated)
-            self._known = x, inputs
+            with products(self._job.precision):
+                self._known = self.model.exact(self._view, self._x, aggregated=self._aggregated)
         return self._known
 
     def _taking(self, out: Any, *, stays: bool) -> Take:
