@@ -29,6 +29,7 @@ class Trial:
 
     def hit(self, rank: int, signal: int) -> float:
         """Send a signal; when that was."""
+        assert self.ranks[rank] not in self.ended, f"rank {rank} had ended before: nothing was tried"
         os.kill(self.ranks[rank], signal)
         return time.monotonic()
 
