@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from gnnfleet.comm.shelf import LEAST_BYTES
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
 from gnnfleet.run.prepare import Place, prepared, settle
@@ -28,14 +29,18 @@ DRAW = random.Random("faults")
 WORDS: dict[str, Any] = {
     "strategy": "sar",
     "workers": SIZE,
-    "model": {"hidden": 8, "layers": 2},
+    "model": {"hidden": 128, "layers": 2, "dropout": 0.0},
+    "partition": "random",  # most rows travel: messages are large enough for shared memory
     "train": {"epochs": 40, "checkpoint_seconds": 0.2},
 }
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Graph:
-    return save_store(communities(300), tmp_path_factory.mktemp("data") / "shop")
+    """Messages are of about half of its rows a part."""
+    nodes = 900
+    assert nodes // SIZE // 2 * 128 * 4 > LEAST_BYTES
+    return save_store(communities(nodes), tmp_path_factory.mktemp("data") / "shop")
 
 
 @pytest.fixture(scope="module")
