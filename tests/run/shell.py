@@ -34,28 +34,8 @@ def run(*words: str | Path, timeout: float = 120) -> subprocess.CompletedProcess
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def run_json(*words: str | Path) -> dict[str, Any]:
-    """The object a command prints with ``--json``; it must be the only thing on standard output."""
-    done = run(*words, "--json")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 1, done.stdout
-    found: dict[str, Any] = json.loads(lines[0])
-    return found
-
-
-def fails(*words: str | Path, code: int) -> str:
-    """The one-line message of a command that must fail with ``code``, without a traceback and without output."""
-    done = run(*words)
-    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
-    assert "Traceback" not in done.stderr and not done.stdout.strip(), (done.stdout, done.stderr)
-    message = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(message) == 1, done.stderr
-    return message[0]
-
-
 def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """The same in this process, which spares the seconds a new one takes to load torch."""
+    """The same in this process, which spares the seconds that a new one takes to load torch."""
     from gnnfleet.run import cli
 
     out, err, before = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
@@ -70,9 +50,22 @@ def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
-def call_json(*words: str | Path) -> dict[str, Any]:
-    """As ``run_json``, in this process."""
+def run_json(*words: str | Path) -> dict[str, Any]:
+    """The object a command prints with ``--json``; it must be the only thing on standard output. In this process."""
     done = call(*words, "--json")
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1, done.stdout
+    found: dict[str, Any] = json.loads(lines[0])
     return found
+
+
+def fails(*words: str | Path, code: int) -> str:
+    """The one-line message of a command that must fail with ``code``, without a traceback and without output. In this
+    process."""
+    done = call(*words)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr and not done.stdout.strip(), (done.stdout, done.stderr)
+    message = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(message) == 1, done.stderr
+    return message[0]

@@ -17,7 +17,7 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.run.api import train
 from gnnfleet.run.asking import Question, ask
 from tests.run.graphs import communities
-from tests.run.shell import call, call_json
+from tests.run.shell import call, run_json
 
 WORDS: dict[str, Any] = {"epochs": 3, "precision": "float64", "seed": 3}
 
@@ -106,7 +106,7 @@ def test_as_ranks_of_torchrun(runs: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*words, "--json"], capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    found, alone = json.loads(done.stdout), call_json("evaluate", runs / "two", "-w", "1")
+    found, alone = json.loads(done.stdout), run_json("evaluate", runs / "two", "-w", "1")
     assert found.pop("metrics") == pytest.approx(alone.pop("metrics"), rel=1e-10)
     assert found.pop("loss") == pytest.approx(alone.pop("loss"), rel=1e-10)
     assert found == alone

@@ -20,7 +20,7 @@ from gnnfleet.run.asking import open_run
 from gnnfleet.run.output import Output
 from gnnfleet.run.prediction import Columns, write_predictions
 from tests.run.graphs import CLASSES, communities
-from tests.run.shell import call, call_json
+from tests.run.shell import call, run_json
 
 MODEL = SAGE(hidden=16, layers=2)
 
@@ -45,13 +45,13 @@ def test_the_shell_predicts_and_evaluates_another_store(trained: tuple[Path, Rec
     bare = other(y=None, classes=(), split=None)
     save_store(bare, tmp_path / "bare")
     output = tmp_path / "out.parquet"
-    assert call_json("predict", path, "-o", output, "--store", tmp_path / "bare")["rows"] == 300
+    assert run_json("predict", path, "-o", output, "--store", tmp_path / "bare")["rows"] == 300
     rows = pq.read_table(output)
     assert rows["prediction"].to_pylist() == record.predict() and rows["id"].to_pylist() == list(range(300))
     refused = call("evaluate", path, "--store", tmp_path / "bare")
     assert refused.returncode == 3 and "error: this store has no labels to compare with" in refused.stderr
     save_store(other(split=None), tmp_path / "unsplit")
-    found = call_json("evaluate", path, "--store", tmp_path / "unsplit", "--split", "all", "--memory", "1MiB")
+    found = run_json("evaluate", path, "--store", tmp_path / "unsplit", "--split", "all", "--memory", "1MiB")
     assert found["nodes"] == 300 and found["split"] == "all"
     nodes = communities().only_nodes
     assert nodes.y is not None

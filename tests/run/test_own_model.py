@@ -16,7 +16,7 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.run.api import train
 from gnnfleet.run.asking import open_run
 from tests.run.graphs import assert_same_checkpoint, communities
-from tests.run.shell import call, call_json
+from tests.run.shell import call, run_json
 
 MINE = """
 import torch
@@ -60,13 +60,13 @@ def test_a_run_from_python_and_shell(folder: Path, tmp_path_factory: pytest.Temp
         f'seed = 3\n[model]\nname = "{folder / "mine.py"}:make"\nhidden = 16\ndropout = 0.3\n'
         "[model.settings]\nscale = 2\n[train]\nepochs = 6\nlr = 0.02\n"
     )
-    shown = call_json("train", folder / "store", "--config", folder / "run.toml", "--run-dir", folder / "two")
+    shown = run_json("train", folder / "store", "--config", folder / "run.toml", "--run-dir", folder / "two")
     assert shown["model"] == record.summary.model == "mine.py:make" and shown["metrics"] == record.metrics
     assert_same_checkpoint(folder / "one/checkpoints/last", folder / "two/checkpoints/last")
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     built, _, _ = open_run(folder / "two", open_store(folder / "store"), split="test")
     assert built.strategy.evaluate("test")["accuracy"] == record.metrics["test"]
-    assert call_json("predict", folder / "two", "-o", elsewhere / "out.parquet", "--memory", "150KB")["rows"] == 300
+    assert run_json("predict", folder / "two", "-o", elsewhere / "out.parquet", "--memory", "150KB")["rows"] == 300
     assert pq.read_table(elsewhere / "out.parquet")["prediction"].to_pylist() == record.predict()
     about = json.loads((folder / "two/config.json").read_text())
     assert about["model_file"]["path"] == str(folder / "mine.py") and len(about["model_file"]["sha256"]) == 64
