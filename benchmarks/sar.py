@@ -159,6 +159,27 @@ def show(cells: list[dict[str, Any]]) -> None:
         print(f"{cell['cell']:36} {cell['seconds']:7.2f} s {ratio}{more}")
 
 
+def draw(cells: list[dict[str, Any]], path: Path) -> None:
+    """Seconds of an epoch of SAGE against the number of workers."""
+    from plot import line_chart
+
+    names = {
+        "": "one machine",
+        "rate=1gbit/prefetch=0": "1 Gbit/s, prefetch 0",
+        "rate=1gbit": "1 Gbit/s, prefetch 1",
+        "rate=1gbit/wire=int8": "1 Gbit/s, int8",
+        "rate=1gbit/wire=bf16": "1 Gbit/s, bf16",
+    }
+    by = {cell["cell"]: cell["seconds"] for cell in cells}
+    series = {
+        name: [(size, by[cell]) for size in (1, 2, 4, 8) if (cell := f"sage/sar/{size}/{more}".rstrip("/")) in by]
+        for more, name in names.items()
+    }
+    if any(series.values()):
+        shown = {name: line for name, line in series.items() if line}
+        line_chart(path, "SAGE: seconds per epoch, all workers on two cores", shown, across="workers", up="seconds")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", default=HERE / "results" / "cells" / "sar")
@@ -193,6 +214,7 @@ def main() -> None:
                     print(cell, f"{json.loads(path.read_text())['seconds']:.2f} s", flush=True)
     best = best_cells(args.out, "seconds")
     show(best)
+    draw(best, HERE.parent / "docs" / "img" / "sar_speed.svg")
     print(write_results("sar", best))
 
 
