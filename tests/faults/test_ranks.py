@@ -92,6 +92,18 @@ def start(forks: Forks, store: Graph, folder: Path, count: int) -> list[Trial]:
     return made
 
 
+def check_ends(trial: Trial, victim: int, hit: float) -> None:
+    """All others have ended in time, each with one error that names the victim."""
+    for rank, (code, when) in trial.wait(25).items():
+        if rank == victim:
+            assert code == -signal.SIGKILL  # a paused one is ended for good by whoever finds it
+            continue
+        said = trial.said(rank)
+        assert when - hit < 15, (rank, when - hit, said)
+        assert code == 8 and f"rank {victim} (pid {trial.ranks[victim]}" in said, (code, said)
+        assert "Traceback" not in said and said.count("error:") == 1
+
+
 @pytest.mark.parametrize(
     ("count", "number"),
     [(5, signal.SIGKILL), (5, signal.SIGKILL), (6, signal.SIGSTOP)],
@@ -103,15 +115,7 @@ def test_others_end_and_name_the_one_that_is_gone(
     trials, plan = start(forks, store, tmp_path, count), plan_of(count, number)
     hits = side_by_side(trials, plan, forks)
     for trial, (victim, _, _), hit in zip(trials, plan, hits, strict=True):
-        ended = trial.wait(25)
-        for rank, (code, when) in ended.items():
-            if rank == victim:
-                assert code == -signal.SIGKILL  # a paused one is ended for good by whoever finds it
-                continue
-            said = trial.said(rank)
-            assert when - hit < 15, (rank, when - hit, said)
-            assert code == 8 and f"rank {victim} (pid {trial.ranks[victim]}" in said, (code, said)
-            assert "Traceback" not in said and said.count("error:") == 1
+        check_ends(trial, victim, hit)
 
 
 def test_an_exception_anywhere_reaches_all_with_its_traceback_once(forks: Forks, store: Graph, tmp_path: Path) -> None:
@@ -161,9 +165,10 @@ def test_killed_runs_go_on_to_the_uninterrupted_weights(forks: Forks, store: Gra
     specs = [spec_of(store, tmp_path / f"cut-{number}") for number in range(4)]
     uninterrupted = forks.start(whole.as_json(), tmp_path / "trial-whole", size=SIZE)
     trials = [forks.start(spec.as_json(), tmp_path / f"trial-{number}", size=SIZE) for number, spec in enumerate(specs)]
-    side_by_side(trials, plan_of(len(trials), signal.SIGKILL), forks)
-    for trial in trials:
-        trial.wait(25)
+    plan = plan_of(len(trials), signal.SIGKILL)
+    hits = side_by_side(trials, plan, forks)
+    for trial, (victim, _, _), hit in zip(trials, plan, hits, strict=True):
+        check_ends(trial, victim, hit)
     again = [forks.start(spec.as_json(), tmp_path / f"again-{number}", size=SIZE) for number, spec in enumerate(specs)]
     for trial in (uninterrupted, *again):
         assert all(code == 0 for code, _ in trial.wait(PATIENCE).values()), [trial.said(rank) for rank in range(SIZE)]
