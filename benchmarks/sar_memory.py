@@ -71,11 +71,36 @@ def measure(world: Any, model: str, mode: str, store: Path, parts: Path) -> dict
     losses = [record.loss for record in strategy.steps(0)]
     with unpooled():
         peak = peak_tensors(lambda: losses.extend(record.loss for record in strategy.steps(1)))
+    arrived = _watch_arrivals()
+    losses += [record.loss for record in strategy.steps(2)]
     routes = strategy._view.part.routes("node", "in")
-    own = torch.tensor([[peak, max(routes.need), sum(routes.need), max(map(len, routes.give))]])
+    own = torch.tensor([[peak, max(routes.need), sum(routes.need), max(map(len, routes.give)), arrived["most"]]])
     rows = torch.cat(gather_rows(world, own)).amax(0).tolist()
-    names = ("peak_tensors", "largest_block", "remote_rows", "largest_given")
+    names = ("peak_tensors", "largest_block", "remote_rows", "largest_given", "resident_bytes")
     return {"losses": losses, **dict(zip(names, rows, strict=True))}
+
+
+def _watch_arrivals() -> dict[str, int]:
+    """From now on, the most bytes of received rows that were in memory at once."""
+    import weakref
+
+    from gnnfleet.comm import exchange
+
+    tour: Any = exchange._Tour
+    plain, seen = tour._room, {"live": 0, "most": 0}
+
+    def gone(count: int) -> None:
+        seen["live"] -= count
+
+    def room(self: Any, source: int, nbytes: int) -> Any:
+        made = plain(self, source, nbytes)
+        seen["live"] += made.nbytes
+        seen["most"] = max(seen["most"], seen["live"])
+        weakref.finalize(made.untyped_storage(), gone, made.nbytes)
+        return made
+
+    tour._room = room
+    return seen
 
 
 def train_within(world: Any, mode: str, store: Path, parts: Path, mebibytes: int) -> dict[str, Any]:
@@ -141,6 +166,10 @@ def laws(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
         given = cell["largest_given"] * count / cell["nodes"]
         cell["law"], cell["with_sends"] = c + remote * block, c + remote * (block + given)
         cell["of_law"] = cell["units"] / cell["law"]
+        if "resident_bytes" in cell:  # the widest rows are GAT's in backward, which have 3 numbers a head besides
+            row = (WIDTH + (3 * 4 if model == "gat" else 0)) * 4
+            cell["resident_rows"] = cell["resident_bytes"] / row
+            cell["resident_bound"] = min(2, count - 1) * cell["largest_block"]
         other = by.get(f"{model}/sar/{size}")
         if other is not None:
             cell["to_sar"] = cell["peak_tensors"] / other["peak_tensors"]
