@@ -116,31 +116,39 @@ void check_rows(const In<Index>& rows, int64_t count) {
   if (size(rows) && highest >= static_cast<uint64_t>(count)) throw std::out_of_range("rows must be in 0.." + std::to_string(count - 1));
 }
 
-template <typename Index>
-void gather_rows(InRows<uint8_t> table, In<Index> rows, Spread<uint8_t> out, int threads) {
-  require(out.shape(0) == rows.shape(0) && out.shape(1) == table.shape(1), "gather_rows: out must be [rows, bytes]");
-  require(out.stride(1) == 1, "gather_rows: a row of out must be in one piece");
+using At = std::optional<In<int64_t>>;
+
+template <typename Index, typename Table, typename Out>
+void check_gather(const Table& table, const In<Index>& rows, const At& at, const Out& out) {
+  require(out.shape(1) == table.shape(1) && out.stride(1) == 1, "gather: out must have rows as wide as the table's, each in one piece");
   check_rows(rows, size(table));
+  if (!at) return require(size(out) == size(rows), "gather: out must have as many rows as are picked");
+  require(size(*at) == size(rows), "gather: one place for every row");
+  check_rows(*at, size(out));
+}
+
+template <typename Index>
+void gather_rows(InRows<uint8_t> table, In<Index> rows, At at, Spread<uint8_t> out, int threads) {
+  check_gather(table, rows, at, out);
   nb::gil_scoped_release free;
-  gnnfleet::kernels().gather_rows(table.data(), rows.data(), sizeof(Index) == 8, size(rows),
+  gnnfleet::kernels().gather_rows(table.data(), rows.data(), sizeof(Index) == 8, data_or_null(at), size(rows),
                                   static_cast<int64_t>(table.shape(1)), out.data(), out.stride(0), threads);
 }
 
 template <typename Index>
-void gather_floats(InRows<uint16_t> table, In<Index> rows, Spread<float> out, bool bfloat, int threads) {
-  require(out.shape(0) == rows.shape(0) && out.shape(1) == table.shape(1), "gather_floats: out must be [rows, width]");
-  require(out.stride(1) == 1, "gather_floats: a row of out must be in one piece");
-  check_rows(rows, size(table));
+void gather_floats(InRows<uint16_t> table, In<Index> rows, At at, Spread<float> out, bool bfloat, int threads) {
+  check_gather(table, rows, at, out);
   nb::gil_scoped_release free;
   const auto kernel = bfloat ? gnnfleet::kernels().gather_bfloat : gnnfleet::kernels().gather_half;
-  kernel(table.data(), rows.data(), sizeof(Index) == 8, size(rows), static_cast<int64_t>(table.shape(1)), out.data(),
-         out.stride(0), threads);
+  kernel(table.data(), rows.data(), sizeof(Index) == 8, data_or_null(at), size(rows), static_cast<int64_t>(table.shape(1)),
+         out.data(), out.stride(0), threads);
 }
 
 template <typename Index>
 void bind_gather(nb::module_& m) {
-  m.def("gather_rows", gather_rows<Index>, "table"_a.noconvert(), "rows"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
-  m.def("gather_floats", gather_floats<Index>, "table"_a.noconvert(), "rows"_a.noconvert(), "out"_a.noconvert(), "bfloat"_a, "threads"_a);
+  m.def("gather_rows", gather_rows<Index>, "table"_a.noconvert(), "rows"_a.noconvert(), "at"_a.noconvert().none(), "out"_a.noconvert(), "threads"_a);
+  m.def("gather_floats", gather_floats<Index>, "table"_a.noconvert(), "rows"_a.noconvert(), "at"_a.noconvert().none(), "out"_a.noconvert(), "bfloat"_a,
+        "threads"_a);
 }
 
 // ---- partition ------------------------------------------------------------------------------------------------------

@@ -97,9 +97,24 @@ void take_distinct(In<int64_t> indptr, In<int32_t> sorted, In<int64_t> distinct,
   gnnfleet::take_distinct(indptr.data(), sorted.data(), size(indptr) - 1, distinct.data(), out.data(), times.data(), threads);
 }
 
+void put_segments(InRows<uint8_t> values, In<int64_t> from, In<int64_t> rows, In<int64_t> to, OutRows<uint8_t> out, int threads) {
+  const int64_t n = size(rows);
+  require(size(from) == n + 1 && from.data()[0] == 0 && from.data()[n] == size(values), "put_segments: from must cover the values");
+  require(size(to) >= 1 && to.data()[size(to) - 1] == size(out) && out.shape(1) == values.shape(1), "put_segments: to must cover out");
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t row = rows.data()[i];
+    if (row < 0 || row >= size(to) - 1) throw std::out_of_range("put_segments: a row is out of range");
+    require(to.data()[row + 1] - to.data()[row] == from.data()[i + 1] - from.data()[i], "put_segments: segments differ in length");
+  }
+  nb::gil_scoped_release free;
+  gnnfleet::put_segments(values.data(), from.data(), rows.data(), n, static_cast<int64_t>(values.shape(1)), to.data(), out.data(), threads);
+}
+
 }  // namespace
 
 void bind_csr(nb::module_& m) {
+  m.def("put_segments", put_segments, "values"_a.noconvert(), "from"_a.noconvert(), "rows"_a.noconvert(), "to"_a.noconvert(),
+        "out"_a.noconvert(), "threads"_a);
   bind_rows<int32_t>(m);
   bind_rows<int64_t>(m);
   m.def("sort_edges", sort_edges, "src"_a.noconvert(), "dst"_a.noconvert(), "num_src"_a, "indptr"_a.noconvert(),

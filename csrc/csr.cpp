@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 namespace gnnfleet {
@@ -179,6 +180,14 @@ void take_distinct(const int64_t* indptr, const int32_t* sorted, int64_t rows, c
       }
       ++times[to];
     }
+  }
+}
+
+void put_segments(const uint8_t* values, const int64_t* from, const int64_t* rows, int64_t n, int64_t width, const int64_t* to,
+                  uint8_t* out, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && n >= kGrain)
+  for (int64_t i = 0; i < n; ++i) {
+    std::memcpy(out + to[rows[i]] * width, values + from[i] * width, static_cast<size_t>((from[i + 1] - from[i]) * width));
   }
 }
 

@@ -35,4 +35,8 @@ void count_distinct(const int64_t* indptr, const int32_t* sorted, int64_t rows, 
 void take_distinct(const int64_t* indptr, const int32_t* sorted, int64_t rows, const int64_t* distinct, int32_t* out,
                    int32_t* times, int threads);
 
+// Segment i of `values` (entries of `width` bytes) copied to segment rows[i] of `out`, which is as long.
+void put_segments(const uint8_t* values, const int64_t* from, const int64_t* rows, int64_t n, int64_t width, const int64_t* to,
+                  uint8_t* out, int threads);
+
 }  // namespace gnnfleet

@@ -10,19 +10,27 @@ namespace {
 
 constexpr int64_t kAhead = 8;
 
+// What is picked, and where in the output it goes: row at[i], or i where there is no `at`.
+struct Picks {
+  const void* rows;
+  bool wide;
+  const int64_t* at;
+  int64_t n;
+};
+
 template <typename Index, typename Element, typename Copy>
-void each_row(const Element* table, const Index* rows, int64_t n, int64_t width, int threads, Copy copy) {
+void each_row(const Element* table, const Index* rows, const int64_t* at, int64_t n, int64_t width, int threads, Copy copy) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t i = 0; i < n; ++i) {
     if (i + kAhead < n) __builtin_prefetch(table + static_cast<int64_t>(rows[i + kAhead]) * width);
-    copy(i, table + static_cast<int64_t>(rows[i]) * width);
+    copy(at ? at[i] : i, table + static_cast<int64_t>(rows[i]) * width);
   }
 }
 
 template <typename Element, typename Copy>
-void each_row(const Element* table, const void* rows, bool wide, int64_t n, int64_t width, int threads, Copy copy) {
-  if (wide) each_row(table, static_cast<const int64_t*>(rows), n, width, threads, copy);
-  else each_row(table, static_cast<const int32_t*>(rows), n, width, threads, copy);
+void each_row(const Element* table, const Picks& p, int64_t width, int threads, Copy copy) {
+  if (p.wide) each_row(table, static_cast<const int64_t*>(p.rows), p.at, p.n, width, threads, copy);
+  else each_row(table, static_cast<const int32_t*>(p.rows), p.at, p.n, width, threads, copy);
 }
 
 inline float widen_bfloat(uint16_t bits) {
@@ -53,23 +61,23 @@ inline float widen_half(uint16_t bits) {
 
 }  // namespace
 
-void gather_rows(const uint8_t* table, const void* rows, bool wide, int64_t n, int64_t width, uint8_t* out,
+void gather_rows(const uint8_t* table, const void* rows, bool wide, const int64_t* at, int64_t n, int64_t width, uint8_t* out,
                  int64_t stride, int threads) {
-  each_row(table, rows, wide, n, width, threads,
+  each_row(table, Picks{rows, wide, at, n}, width, threads,
            [=](int64_t i, const uint8_t* row) { std::memcpy(out + i * stride, row, static_cast<size_t>(width)); });
 }
 
-void gather_half(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int64_t stride,
-                 int threads) {
-  each_row(table, rows, wide, n, width, threads, [=](int64_t i, const uint16_t* row) {
+void gather_half(const uint16_t* table, const void* rows, bool wide, const int64_t* at, int64_t n, int64_t width, float* out,
+                 int64_t stride, int threads) {
+  each_row(table, Picks{rows, wide, at, n}, width, threads, [=](int64_t i, const uint16_t* row) {
     float* target = out + i * stride;
     for (int64_t f = 0; f < width; ++f) target[f] = widen_half(row[f]);
   });
 }
 
-void gather_bfloat(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out, int64_t stride,
-                 int threads) {
-  each_row(table, rows, wide, n, width, threads, [=](int64_t i, const uint16_t* row) {
+void gather_bfloat(const uint16_t* table, const void* rows, bool wide, const int64_t* at, int64_t n, int64_t width, float* out,
+                 int64_t stride, int threads) {
+  each_row(table, Picks{rows, wide, at, n}, width, threads, [=](int64_t i, const uint16_t* row) {
     float* target = out + i * stride;
     for (int64_t f = 0; f < width; ++f) target[f] = widen_bfloat(row[f]);
   });

@@ -12,14 +12,14 @@ namespace gnnfleet {
 
 struct Kernels {
   const char* isa;
-  // out[i] = table[rows[i]] for rows of `width` bytes; rows of out lie `stride` apart.
-  void (*gather_rows)(const uint8_t* table, const void* rows, bool wide, int64_t n, int64_t width, uint8_t* out,
-                      int64_t stride, int threads);
+  // out[at[i]] = table[rows[i]] for rows of `width` bytes, out[i] without `at`; rows of out lie `stride` apart.
+  void (*gather_rows)(const uint8_t* table, const void* rows, bool wide, const int64_t* at, int64_t n, int64_t width,
+                      uint8_t* out, int64_t stride, int threads);
   // The same for `width` half-precision numbers a row, widened to float32.
-  void (*gather_half)(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out,
-                      int64_t stride, int threads);
-  void (*gather_bfloat)(const uint16_t* table, const void* rows, bool wide, int64_t n, int64_t width, float* out,
-                      int64_t stride, int threads);
+  void (*gather_half)(const uint16_t* table, const void* rows, bool wide, const int64_t* at, int64_t n, int64_t width,
+                      float* out, int64_t stride, int threads);
+  void (*gather_bfloat)(const uint16_t* table, const void* rows, bool wide, const int64_t* at, int64_t n, int64_t width,
+                      float* out, int64_t stride, int threads);
   void (*aggregate_sum)(const SumArgs&);
   void (*aggregate_max)(const MaxArgs&);
   void (*aggregate_max_back)(const MaxBackArgs&);

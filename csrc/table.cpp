@@ -6,9 +6,9 @@
 
 namespace gnnfleet::GNNFLEET_ISA {
 
-void gather_rows(const uint8_t*, const void*, bool, int64_t, int64_t, uint8_t*, int64_t, int);
-void gather_half(const uint16_t*, const void*, bool, int64_t, int64_t, float*, int64_t, int);
-void gather_bfloat(const uint16_t*, const void*, bool, int64_t, int64_t, float*, int64_t, int);
+void gather_rows(const uint8_t*, const void*, bool, const int64_t*, int64_t, int64_t, uint8_t*, int64_t, int);
+void gather_half(const uint16_t*, const void*, bool, const int64_t*, int64_t, int64_t, float*, int64_t, int);
+void gather_bfloat(const uint16_t*, const void*, bool, const int64_t*, int64_t, int64_t, float*, int64_t, int);
 void aggregate_sum(const SumArgs&);
 void aggregate_max(const MaxArgs&);
 void aggregate_max_back(const MaxBackArgs&);

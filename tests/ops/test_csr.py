@@ -119,3 +119,24 @@ def test_transposed_and_looped_equal_plain_sorting(edges: int, dtype: torch.dtyp
     if edges:
         with pytest.raises(IndexError):
             _ = csr.Compressed(indptr, col + cols, cols).transposed
+
+
+@pytest.mark.parametrize("width", [None, 3])
+def test_segments_are_put_into_their_rows(width: int | None) -> None:
+    """Two lists of segments, interleaved by rows, make what sorting their entries by row makes."""
+    counts = torch.randint(0, 4, (10,), generator=torch.Generator().manual_seed(0))
+    into = torch.zeros(11, dtype=torch.int64)
+    into[1:] = counts.cumsum(0)
+    whole = torch.randn(int(into[-1]), *([] if width is None else [width]))
+    out = torch.empty_like(whole)
+    row = torch.repeat_interleave(torch.arange(10), counts)
+    order = torch.randperm(10)
+    for rows in (order[:4], order[4:]):
+        offsets = torch.zeros(len(rows) + 1, dtype=torch.int64)
+        offsets[1:] = counts[rows].cumsum(0)
+        csr.put_segments(torch.cat([whole[row == r] for r in rows.tolist()]), offsets, rows, into=into, out=out)
+    assert torch.equal(out, whole)
+    with pytest.raises(ValueError, match="length"):
+        csr.put_segments(
+            torch.zeros(9), torch.tensor([0, 9]), torch.tensor([0]), into=into, out=torch.empty(len(whole))
+        )

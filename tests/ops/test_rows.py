@@ -23,3 +23,17 @@ def test_rows_into_some_columns(dtype: torch.dtype, index: torch.dtype) -> None:
 def test_a_row_that_is_not_there() -> None:
     with pytest.raises(IndexError):
         gather(torch.randn(3, 2), torch.tensor([3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_rows_go_where_they_are_told(dtype: torch.dtype) -> None:
+    table = torch.randn(20, 7).to(dtype)
+    rows, at = torch.randint(0, 20, (9,)), torch.randperm(15)[:9]
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    out = torch.full((15, 11), 5.0, dtype=wide)
+    gather(table, rows, wide, out=out[:, 2:9], at=at)
+    expected = torch.full((15, 11), 5.0, dtype=wide)
+    expected[at, 2:9] = table[rows].to(wide)
+    assert torch.equal(out, expected)
+    with pytest.raises(IndexError):
+        gather(table, rows, wide, out=out[:, 2:9], at=at + 10)

@@ -129,3 +129,15 @@ def counting_sort(keys: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     workers = threads() if keys.shape[0] > _ALONE else 1
     _native.counting_sort(keys.contiguous(), offsets, order, workers)
     return offsets, order
+
+
+def put_segments(values: Tensor, offsets: Tensor, rows: Tensor, *, into: Tensor, out: Tensor) -> None:
+    """Copy segment i of values ([E, …], between ``offsets``) over segment ``rows[i]`` of out (between ``into``).
+
+    Raises ValueError where their lengths differ.
+    """
+    if not values.numel():
+        return
+    raw, room = (t.contiguous().view(t.shape[0], -1).view(torch.uint8) for t in (values, out))
+    assert room.data_ptr() == out.data_ptr() and values.dtype == out.dtype
+    _native.put_segments(raw, offsets, rows, into, room, threads(len(values)))

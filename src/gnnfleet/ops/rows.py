@@ -10,10 +10,18 @@ from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.native import _native, threads
 
 
-def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
+def gather(
+    table: Tensor,
+    rows: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    out: Tensor | None = None,
+    at: Tensor | None = None,
+) -> Tensor:
     """``table[rows]`` ([n, F]); float16 and bfloat16 become float32 when asked. Rows are int32 or int64.
 
-    ``out`` may be some columns of a wider tensor. Raises IndexError for a row that is not there.
+    ``out`` may be some columns of a wider tensor; with ``at`` [n] int64, different from each other, only its rows
+    ``at`` are written. Raises IndexError for a row that is not there.
     """
     dtype = table.dtype if dtype is None else dtype
     if dtype != table.dtype and (dtype != torch.float32 or table.dtype not in (torch.float16, torch.bfloat16)):
@@ -21,15 +29,15 @@ def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None, *, out
     table = table.contiguous()
     if out is None:
         out = empty((rows.shape[0], *table.shape[1:]), dtype)
-    assert out.dtype == dtype and out.shape == (rows.shape[0], *table.shape[1:])
-    if not out.numel():
+    assert out.dtype == dtype and out.shape[1:] == table.shape[1:] and (at is not None or len(out) == len(rows))
+    if not out.numel() or not len(rows):
         return out
+    team = threads(len(rows) * out.shape[1:].numel())
     if dtype == table.dtype:
-        _native.gather_rows(_raw(table), rows.contiguous(), _raw(out), threads(out.numel()))
+        _native.gather_rows(_raw(table), rows.contiguous(), at, _raw(out), team)
     else:
-        _native.gather_floats(
-            table.view(torch.uint16), rows.contiguous(), out, table.dtype == torch.bfloat16, threads(out.numel())
-        )
+        bfloat = table.dtype == torch.bfloat16
+        _native.gather_floats(table.view(torch.uint16), rows.contiguous(), at, out, bfloat, team)
     return out
 
 
