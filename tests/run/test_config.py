@@ -35,6 +35,12 @@ def test_words_are_converted() -> None:
     assert config.train.lr == 0.5 and config.train.epochs == 7 and config.split == 3
 
 
+def test_words_of_a_strategy_that_is_named_later_are_kept() -> None:
+    """``--strategy sar --set strategy.group=2``, whichever is read first."""
+    assert overlay({"strategy": {"group": 2}}, {"strategy": {"name": "sar"}})["strategy"] == {"group": 2, "name": "sar"}
+    assert overlay({"strategy": {"name": "sar"}}, {"strategy": {"group": 2}})["strategy"] == {"group": 2, "name": "sar"}
+
+
 def test_later_words_win_and_another_strategy_forgets() -> None:
     base = {"train": {"lr": 0.1, "epochs": 5}, "strategy": {"name": "other", "knob": 1}}
     tree = overlay(base, {"train": {"lr": 0.2}, "strategy": "local"})

@@ -17,8 +17,8 @@ from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, Validati
 from gnnfleet.errors import ConfigError
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.link import LinkConfig
+from gnnfleet.report.sizes import parse_size
 from gnnfleet.run.registry import find_config
-from gnnfleet.run.sizes import parse_size
 from gnnfleet.strategies.base import StrategyConfig, TrainConfig
 
 Tree = dict[str, Any]
@@ -147,13 +147,15 @@ def nest(settings: Mapping[str, Any]) -> Tree:
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """``base`` with what ``over`` says in its place. Another strategy keeps nothing of the former's words."""
+    """``base`` with what ``over`` says in its place. Another strategy keeps nothing of the former's words; words
+    that belong to none yet are kept."""
     tree = dict(base)
     for key, value in over.items():
         below = tree.get(key)
         if key in ("strategy", "model") and below is not None:
             value, below = _named_group(key, value), _named_group(key, below)
-            if key == "strategy" and value.get("name", below.get("name")) != below.get("name"):
+            former = below.get("name")
+            if key == "strategy" and former is not None and value.get("name", former) != former:
                 below = None
         tree[key] = overlay(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return tree
