@@ -1,7 +1,6 @@
 #include "sample.h"
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <utility>
 #include <vector>
@@ -11,7 +10,7 @@
 namespace gnnfleet {
 namespace {
 
-constexpr int64_t kGrain = 1 << 13;  // seeds or edges; below this, waking threads costs more than they do
+constexpr int64_t kGrain = 1 << 13;  // seeds; below this, waking threads costs more than they do
 constexpr int64_t kSeeds = 512;      // seeds a thread takes at a time, few enough to balance hubs
 constexpr int64_t kAhead = 16;       // how many steps ahead memory is asked for
 constexpr int64_t kSmall = 32;       // fanouts up to here are kept sorted by insertion
@@ -170,25 +169,6 @@ void draw(const SampleArgs& args, int64_t node, int64_t first, int64_t degree, i
   }
 }
 
-template <bool shared, typename Index>
-void mark(const Index* col, const int64_t* edges, int64_t begin, int64_t end, const int32_t* place, uint64_t* marks, Index* sources) {
-  for (int64_t i = begin; i < end; ++i) {
-    if (i + 2 * kAhead < end) __builtin_prefetch(col + edges[i + 2 * kAhead]);
-    if (i + kAhead < end) __builtin_prefetch(place + col[edges[i + kAhead]]);
-    const Index source = col[edges[i]];
-    sources[i] = source;
-    uint64_t& word = marks[static_cast<uint64_t>(source) >> 6];
-    // No branch: whether a node has a row already cannot be foretold.
-    const uint64_t bit = static_cast<uint64_t>(place[source] < 0) << (static_cast<uint64_t>(source) & 63);
-    if constexpr (shared) {
-      std::atomic_ref<uint64_t> all(word);
-      if (bit & ~all.load(std::memory_order_relaxed)) all.fetch_or(bit, std::memory_order_relaxed);
-    } else {
-      word |= bit;
-    }
-  }
-}
-
 }  // namespace
 
 void count_samples(const SampleArgs& args, int64_t* offsets) {
@@ -209,67 +189,10 @@ void draw_samples(const SampleArgs& args, const int64_t* offsets, int64_t* edges
 #pragma omp for schedule(dynamic, kSeeds)
     for (int64_t i = 0; i < args.n; ++i) {
       if (i + kAhead < args.n) __builtin_prefetch(args.indptr + args.seeds[i + kAhead]);
-      const int64_t node = args.seeds[i], first = args.indptr[node];
-      draw(args, node, first, args.indptr[node + 1] - first, offsets[i + 1] - offsets[i], room, edges + offsets[i]);
+      const int64_t row = args.seeds[i], first = args.indptr[row];
+      draw(args, args.ids[i], first, args.indptr[row + 1] - first, offsets[i + 1] - offsets[i], room, edges + offsets[i]);
     }
   }
-}
-
-int64_t enter(const int64_t* ids, int64_t n, int64_t first, int64_t nodes, int32_t* place) {
-  for (int64_t i = 0; i < n; ++i) {
-    if (ids[i] < 0 || ids[i] >= nodes || place[ids[i]] >= 0) {
-      leave(ids, i, place);
-      return i;
-    }
-    place[ids[i]] = static_cast<int32_t>(first + i);
-  }
-  return -1;
-}
-
-template <typename Index>
-void mark_sources(const Index* col, const int64_t* edges, int64_t n, const int32_t* place, uint64_t* marks, Index* sources,
-                  int threads) {
-  if (threads <= 1 || n < kGrain) return mark<false>(col, edges, 0, n, place, marks, sources);
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int part = 0; part < threads; ++part) mark<true>(col, edges, n * part / threads, n * (part + 1) / threads, place, marks, sources);
-}
-
-template void mark_sources<int32_t>(const int32_t*, const int64_t*, int64_t, const int32_t*, uint64_t*, int32_t*, int);
-template void mark_sources<int64_t>(const int64_t*, const int64_t*, int64_t, const int32_t*, uint64_t*, int64_t*, int);
-
-int64_t count_marked(const uint64_t* marks, int64_t words) {
-  int64_t count = 0;
-  for (int64_t w = 0; w < words; ++w) count += std::popcount(marks[w]);
-  return count;
-}
-
-void place_marked(uint64_t* marks, int64_t words, int64_t first, int32_t* place, int64_t* ids) {
-  for (int64_t w = 0; w < words; ++w) {
-    uint64_t bits = marks[w];
-    if (!bits) continue;
-    for (; bits; bits &= bits - 1) {
-      const int64_t id = w * 64 + std::countr_zero(bits);
-      place[id] = static_cast<int32_t>(first++);
-      *ids++ = id;
-    }
-    marks[w] = 0;
-  }
-}
-
-template <typename Index>
-void relabel(const Index* sources, int64_t n, const int32_t* place, int32_t* rows, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && n >= kGrain)
-  for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) __builtin_prefetch(place + sources[i + kAhead]);
-    rows[i] = place[sources[i]];
-  }
-}
-
-template void relabel<int32_t>(const int32_t*, int64_t, const int32_t*, int32_t*, int);
-template void relabel<int64_t>(const int64_t*, int64_t, const int32_t*, int32_t*, int);
-
-void leave(const int64_t* ids, int64_t n, int32_t* place) {
-  for (int64_t i = 0; i < n; ++i) place[ids[i]] = -1;
 }
 
 }  // namespace gnnfleet

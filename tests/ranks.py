@@ -117,7 +117,7 @@ def _serve(pipe: Connection, rank: int, folder: str) -> None:
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with its parent
     torch.set_num_threads(1)
-    groups: dict[int, Any] = {}
+    groups: dict[str, Any] = {}
     while True:
         try:
             order = pipe.recv_bytes()
@@ -126,26 +126,32 @@ def _serve(pipe: Connection, rank: int, folder: str) -> None:
         size, module, name, args, seconds = pickle.loads(order)
         faulthandler.dump_traceback_later(0.9 * seconds)
         try:
-            if size not in groups:
-                groups[size] = _join(rank, size, folder)
-            answer = True, getattr(importlib.import_module(module), name)(_world(rank, size, groups[size]), *args)
+            world = _world(rank, size, groups, folder)
+            answer = True, getattr(importlib.import_module(module), name)(world, *args)
         except BaseException:
             answer = False, traceback.format_exc()
         faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(pickle.dumps(answer))
 
 
-def _join(rank: int, size: int, folder: str) -> Any:
+def _join(name: str, rank: int, size: int, groups: dict[str, Any], folder: str) -> Any:
+    """A group under a name, made once."""
     from torch.distributed import FileStore, ProcessGroupGloo
 
-    store = FileStore(f"{folder}/{size}", size)
-    return ProcessGroupGloo(store, rank, size, timedelta(seconds=WAIT_SECONDS))
+    if name not in groups:
+        store = FileStore(f"{folder}/{name.replace('/', '-')}", size)
+        groups[name] = ProcessGroupGloo(store, rank, size, timedelta(seconds=WAIT_SECONDS))
+    return groups[name]
 
 
-def _world(rank: int, size: int, group: Any) -> Any:
+def _world(rank: int, size: int, groups: dict[str, Any], folder: str) -> Any:
     from gnnfleet.comm.world import World
 
-    return World(rank=rank, size=size, group=group, timeout=WAIT_SECONDS)
+    def make(name: str, place: int, count: int) -> Any:
+        return _join(f"{size}-{name}", place, count, groups, folder)
+
+    group = _join(str(size), rank, size, groups, folder)
+    return World(rank=rank, size=size, group=group, timeout=WAIT_SECONDS, make_group=make)
 
 
 def with_shelf(world: Any) -> Any:

@@ -6,17 +6,19 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations, permutations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from gnnfleet.errors import InputError
 from gnnfleet.ops import reference
 from gnnfleet.ops.csr import Compressed, sort_into_rows
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 from gnnfleet.ops.native import alone, threads
-from gnnfleet.ops.sample import Fanout, Frontier, sample
+from gnnfleet.ops.sample import Fanout, Frontier, pick, sample
 
 
 def draws(step: int = 0, hop: int = 0, relation: int = 0) -> Draws:
@@ -186,14 +188,137 @@ def test_a_frontier_gives_seeds_the_first_rows_and_new_nodes_ascending_ones(team
         for hop in range(2):
             before = frontier.ids
             _, found = sample(edges, before, Fanout(4), draws=draws(step, hop))
-            sources = frontier.meet(edges, found)
+            sources = pick(edges, found)
             assert torch.equal(sources, edges.col[found])
+            frontier.meet(sources)
             frontier.grow()
             new = torch.unique(sources.long())
             new = new[~torch.isin(new, before)]
             assert torch.equal(frontier.ids, torch.cat([before, new]))
             rows = frontier.rows(sources)
             assert rows.dtype == torch.int32 and torch.equal(frontier.ids[rows.long()], sources.long())
+
+
+def check_hops(frontier: Frontier, seeds: Tensor, hops: list[list[Tensor]]) -> None:
+    """A batch against numpy: what each hop meets, by one or several relations, gets rows in ascending order."""
+    frontier.start(seeds)
+    expected = seeds.numpy()
+    for met in hops:
+        for sources in met:
+            frontier.meet(sources)
+        frontier.grow()
+        every = np.concatenate([sources.numpy().astype(np.int64) for sources in met])
+        expected = np.concatenate([expected, np.setdiff1d(every, expected)])
+        assert np.array_equal(frontier.ids.numpy(), expected)
+        order = np.argsort(expected)
+        for sources in met:
+            row = order[np.searchsorted(expected, sources.numpy(), sorter=order)]
+            for _ in range(2):  # by the places that were noted, then by looking the ids up
+                found = frontier.rows(sources)
+                assert found.dtype == torch.int32 and np.array_equal(found.numpy(), row)
+
+
+def streams(count: int, sizes: list[int], *, within: int, seed: int = 0) -> tuple[Tensor, list[list[Tensor]]]:
+    """Some seeds and the sources of some hops, two relations each, among ``within`` ids spread evenly below count."""
+    random = torch.Generator().manual_seed(seed)
+    step = count // within
+    seeds = torch.randperm(within, generator=random)[: within // 50] * step
+    return seeds, [[torch.randint(within, (size,), generator=random) * step for _ in range(2)] for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("count", "within"),
+    [
+        (1, 1),
+        (17, 17),
+        (60_000, 60_000),  # every line of the graph
+        (10**9, 60_000),  # one id in a line
+        (2**31 + 10**6, 40_000),
+        (2**39, 60_000),
+        (2**40 - 1, 1 << 15),
+    ],
+)
+def test_a_frontier_equals_numpy(team: int, count: int, within: int) -> None:
+    frontier = Frontier(count)
+    for seed in range(3):  # the first batch makes the table grow within a hop, the others find it large
+        check_hops(frontier, *streams(count, [300, 20_000, 90_000], within=within, seed=seed))
+
+
+def test_ids_that_collide(team: int) -> None:
+    """Lines that a multiplicative hash puts into one slot, and into its neighbour, of a table of up to 2^15."""
+    keys = np.arange(1 << 24, dtype=np.uint64)
+    home = (keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - 15)
+    lines = torch.from_numpy(keys[(home == 2**15 - 1) | (home == 0)].astype(np.int64))  # the end and the beginning
+    assert len(lines) > 1000
+    ids = lines * 16 + torch.arange(len(lines)) % 16
+    random = torch.Generator().manual_seed(1)
+    sources = ids[torch.randint(len(ids), (20_000,), generator=random)]
+    frontier = Frontier(2**40 - 1)
+    for _ in range(2):
+        check_hops(frontier, ids[:7], [[ids[:40]], [sources]])
+
+
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 5000), size=st.integers(0, 400))
+@settings(max_examples=60, deadline=None)
+def test_any_frontier_equals_numpy(seed: int, count: int, size: int) -> None:
+    check_hops(Frontier(count), *streams(count, [size, 2 * size], within=max(1, count // (1 + seed % 40)), seed=seed))
+
+
+def test_memory_goes_by_what_was_met() -> None:
+    """The same nodes cost the same in a graph of any size, and a batch leaves no more behind than it needed."""
+    held = []
+    for count in (10**7, 10**9, 2**39):
+        frontier = Frontier(count)
+        seeds, hops = streams(10**7, [2_000, 50_000], within=20_000)
+        with alone():  # how much room each thread keeps depends on who came first
+            check_hops(frontier, seeds, hops)
+        held.append(frontier._table.bytes)
+    assert held[0] == held[1] == held[2]
+    assert held[0] < 400 * 20_000  # capacities are powers of two, and vectors grow by doubling
+    assert Frontier(2**39)._table.bytes < 10_000
+
+
+@pytest.mark.parametrize("count", [1_000, 10**9])
+def test_a_frontier_is_clean_after_errors(count: int) -> None:
+    frontier = Frontier(count)
+    batch = (torch.tensor([5, 900, 17]), [[torch.tensor([17, 3, 900, 16])], [torch.tensor([999, 18, 5])]])
+    for seeds in ([5, 900, 5], [5, count], [5, -1]):
+        with pytest.raises(InputError, match="different store ids below"):
+            frontier.start(torch.tensor(seeds))
+        assert not len(frontier.ids)
+        check_hops(frontier, *batch)
+    for wrong in (-1, count, -(2**40), 2**62):
+        frontier.start(torch.tensor([5]))
+        with pytest.raises(IndexError, match="out of range"):
+            frontier.meet(torch.tensor([17, 300, wrong, 301]))
+        frontier.clear()
+        check_hops(frontier, *batch)
+    frontier.start(torch.tensor([5]))  # a batch that is broken off between the two
+    frontier.meet(torch.tensor([17, 300]))
+    with pytest.raises(ValueError, match="before it is grown"):
+        frontier.rows(torch.tensor([17]))
+    check_hops(frontier, *batch)
+    assert frontier.rows(torch.tensor([5, 4, 800, -1, count])).tolist() == [0, -1, -1, -1, -1]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("replace", [False, True])
+def test_rows_numbered_otherwise_draw_by_their_ids(team: int, weighted: bool, replace: bool) -> None:
+    edges = big()
+    weight = torch.rand(edges.num_edges, generator=torch.Generator().manual_seed(5)) if weighted else None
+    ids = torch.randperm(20_000, generator=torch.Generator().manual_seed(6))[:12_000]  # row i of the part is ids[i]
+    degree = edges.indptr.diff()[ids]
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
+    at = torch.repeat_interleave(edges.indptr[ids] - indptr[:-1], degree) + torch.arange(int(indptr[-1]))
+    part = Compressed(indptr, edges.col[at], edges.num_cols)
+    rows = torch.randperm(12_000, generator=torch.Generator().manual_seed(7))[:10_000]
+    here = None if weight is None else weight[at]
+    offsets, found = sample(part, rows, Fanout(7, replace), draws=draws(), weight=here, ids=ids[rows])
+    expected = sample(edges, ids[rows], Fanout(7, replace), draws=draws(), weight=weight)
+    assert torch.equal(offsets, expected[0]) and torch.equal(at[found], expected[1])
+    assert not torch.equal(at[sample(part, rows, Fanout(7, replace), draws=draws(), weight=here)[1]], expected[1])
+    with pytest.raises(ValueError, match="one id per seed"):
+        sample(part, rows, Fanout(7), draws=draws(), ids=ids)
 
 
 def test_wrong_seeds_are_refused() -> None:

@@ -36,15 +36,18 @@ class _End:
 
 
 def prefetched(things: Iterator[T], depth: int) -> Iterator[T]:
-    """``things``, up to ``depth`` of them made ahead in a thread of their own; 0 makes each when it is asked for."""
+    """``things``, up to ``depth`` of them made ahead in a thread of their own; 0 makes each when it is asked for.
+
+    With those in use at most ``depth`` + 1 are in memory: the next is begun when one is taken.
+    """
     return _ahead(things, depth) if depth else things
 
 
 def _ahead(things: Iterator[T], depth: int) -> Iterator[T]:
-    ready: queue.Queue[_Made[T] | _End] = queue.Queue(depth)
-    stop = threading.Event()
+    ready: queue.Queue[_Made[T] | _End] = queue.Queue()
+    room, stop = threading.Semaphore(depth), threading.Event()
     # Not a daemon: the interpreter kills those inside compiled code. ``_produce`` ends with the main thread instead.
-    thread = threading.Thread(target=_produce, args=(things, ready, stop), name="gnnfleet-prefetch")
+    thread = threading.Thread(target=_produce, args=(things, ready, room, stop), name="gnnfleet-prefetch")
     thread.start()
     try:
         while True:
@@ -53,7 +56,9 @@ def _ahead(things: Iterator[T], depth: int) -> Iterator[T]:
                 if item.error is not None:
                     raise item.error
                 return
+            room.release()
             yield item.thing
+            del item
     finally:
         stop.set()
         thread.join(_JOIN)
@@ -67,26 +72,30 @@ def _next(ready: queue.Queue[_Made[T] | _End], thread: threading.Thread) -> _Mad
             assert thread.is_alive() or not ready.empty(), "the prefetch thread ended without a word"
 
 
-def _produce(things: Iterator[T], ready: queue.Queue[_Made[T] | _End], stop: threading.Event) -> None:
+def _produce(
+    things: Iterator[T], ready: queue.Queue[_Made[T] | _End], room: threading.Semaphore, stop: threading.Event
+) -> None:
     with alone():
         try:
-            for thing in things:
-                if not _put(ready, _Made(thing), stop):
+            while _wait(room, stop):
+                thing = next(things, _NOTHING)
+                if thing is _NOTHING:
+                    ready.put(_End())
                     return
+                ready.put(_Made(thing))  # type: ignore[arg-type]
+                del thing
         except BaseException as error:
-            _put(ready, _End(error), stop)
-        else:
-            _put(ready, _End(), stop)
+            ready.put(_End(error))
 
 
-def _put(ready: queue.Queue[_Made[T] | _End], item: _Made[T] | _End, stop: threading.Event) -> bool:
-    """Whether someone will take it."""
+_NOTHING = object()
+
+
+def _wait(room: threading.Semaphore, stop: threading.Event) -> bool:
+    """Whether there is room and someone will take what is made."""
     while not stop.is_set() and threading.main_thread().is_alive():
-        try:
-            ready.put(item, timeout=_POLL)
-        except queue.Full:
-            continue
-        return True
+        if room.acquire(timeout=_POLL):
+            return True
     return False
 
 

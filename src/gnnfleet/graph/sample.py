@@ -8,7 +8,8 @@ up to all of them (``Relation.share``); with weights the draw itself stands for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,21 +22,102 @@ from gnnfleet.graph.order import PickedDegrees
 from gnnfleet.ops.csr import Compressed
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.rows import gather
-from gnnfleet.ops.sample import Fanout, Frontier, sample
+from gnnfleet.ops.sample import Fanout, Frontier, pick, sample
 
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]
 """In-edges drawn per node, the hop next to the seeds first, −1 for all; by edge type where they differ."""
 
 
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """In-edges of one type drawn for the destinations of a hop. S destinations, E edges."""
+
+    offsets: Tensor  # [S + 1] int64
+    sources: Tensor  # [E] store ids, int32 or int64
+    edge_ids: Tensor  # [E] int64
+    weight: Tensor | None = None
+    attr: Tensor | None = None
+    share: Callable[[], Tensor] | None = None  # see ``Relation``
+
+
+DegreesOf = Callable[[str, Tensor], Callable[[bool], Tensor]]
+"""(node type, store ids) → what ``Rows.degree`` is for these nodes."""
+
+
+class Growth:
+    """The blocks of one batch, grown hop by hop from the seeds outward. Whoever draws, rows and views are made here.
+
+    Raises InputError for seeds that do not exist or come twice. ``end`` must be called, whatever happens.
+    """
+
+    def __init__(
+        self,
+        frontiers: Mapping[str, Frontier],
+        seeds: Mapping[str, Tensor],
+        key: DrawKey,
+        *,
+        layers: int,
+        degrees: DegreesOf,
+    ) -> None:
+        unknown = set(seeds) - set(frontiers)
+        if unknown:
+            raise ConfigError(f"there are no nodes of type {', '.join(sorted(unknown))}")
+        self.key = key
+        self._frontiers, self._degrees, self._layers = frontiers, degrees, layers
+        self._views: list[LocalView] = []
+        nothing = torch.empty(0, dtype=torch.int64)
+        for kind, frontier in frontiers.items():
+            frontier.start(seeds.get(kind, nothing).long().contiguous())
+
+    @property
+    def ids(self) -> dict[str, Tensor]:
+        """Store ids of all nodes reached, in the order of their rows: the destinations of the next hop."""
+        return {kind: frontier.ids for kind, frontier in self._frontiers.items()}
+
+    def hop(self, drawn: Mapping[EdgeType, Drawn]) -> None:
+        """Take what was drawn for ``ids``."""
+        dst = self.ids
+        for kind, edges in drawn.items():
+            self._frontiers[kind.src].meet(edges.sources)
+        for frontier in self._frontiers.values():
+            frontier.grow()
+        relations = {kind: self._relation(kind, edges) for kind, edges in drawn.items()}
+        layer = self._layers - 1 - len(self._views)
+        self._views.append(LocalView(self._rows(dst), relations, key=self.key, layer=layer))
+
+    def stop(self, edge_types: Iterable[EdgeType]) -> None:
+        """The last hop where the first layer's aggregate is known: a view without edges."""
+        dst, none = self.ids, torch.empty(0, dtype=torch.int64)
+        relations = {
+            kind: self._relation(kind, Drawn(torch.zeros(len(dst[kind.dst]) + 1, dtype=torch.int64), none, none))
+            for kind in edge_types
+        }
+        self._views.append(LocalView(self._rows(dst), relations, key=self.key))
+
+    def end(self) -> list[LocalView]:
+        """One view per hop, the one that reads features first; the frontiers may be used for another batch."""
+        for frontier in self._frontiers.values():
+            frontier.clear()
+        return self._views[::-1]
+
+    def _rows(self, dst: Mapping[str, Tensor]) -> dict[str, Rows]:
+        return {kind: Rows(ids, len(dst[kind]), self._degrees(kind, ids)) for kind, ids in self.ids.items()}
+
+    def _relation(self, kind: EdgeType, drawn: Drawn) -> Relation:
+        frontier = self._frontiers[kind.src]
+        structure = Compressed(drawn.offsets, frontier.rows(drawn.sources), len(frontier.ids))
+        return Relation(structure, drawn.edge_ids, drawn.weight, drawn.attr, drawn.share)
+
+
 class Sampler:
-    """Draws blocks from a graph; keeps a few bytes per node between batches and serves one thread at a time.
+    """Draws blocks from a graph; keeps what its largest batch needed and serves one thread at a time.
 
     ``weighted`` draws in proportion to the edges' weights, where an edge type has some. Raises ConfigError.
     """
 
     def __init__(self, graph: Graph, fanouts: Fanouts, *, replace: bool = False, weighted: bool = False) -> None:
         self._graph, self._replace = graph, replace
-        self.hops = hop_counts(graph, fanouts)
+        self.hops = hop_counts(tuple(graph.edges), fanouts)
         self._edges = {
             kind: Compressed(edges.indptr.contiguous(), edges.src.contiguous(), graph.nodes[kind.src].count)
             for kind, edges in graph.edges.items()
@@ -50,80 +132,60 @@ class Sampler:
         With ``given`` the first layer's aggregate is known: the last hop is not drawn and the first view has no edges,
         only destinations. Raises InputError for seeds that do not exist or come twice.
         """
-        unknown = set(seeds) - set(self._frontiers)
-        if unknown:
-            raise ConfigError(f"there are no nodes of type {', '.join(sorted(unknown))}")
-        nothing = torch.empty(0, dtype=torch.int64)
+        growth = Growth(self._frontiers, seeds, key, layers=len(self.hops), degrees=self._degrees_of)
         try:
-            for kind, frontier in self._frontiers.items():
-                frontier.start(seeds.get(kind, nothing).long().contiguous())
-            views = [self._hop(hop, counts, key) for hop, counts in enumerate(self.hops[:-1] if given else self.hops)]
+            for hop, counts in enumerate(self.hops[:-1] if given else self.hops):
+                growth.hop(self._draw(hop, counts, growth))
             if given:
-                views.append(self._edgeless(key))
+                growth.stop(self._edges)
         finally:
-            for frontier in self._frontiers.values():
-                frontier.clear()
-        return views[::-1]
+            views = growth.end()
+        return views
 
-    def _hop(self, hop: int, counts: Mapping[EdgeType, int], key: DrawKey) -> LocalView:
-        dst = {kind: frontier.ids for kind, frontier in self._frontiers.items()}
-        drawn = {}
+    def _degrees_of(self, kind: str, ids: Tensor) -> Callable[[bool], Tensor]:
+        return PickedDegrees(self._degrees[kind], ids)
+
+    def _draw(self, hop: int, counts: Mapping[EdgeType, int], growth: Growth) -> dict[EdgeType, Drawn]:
+        dst, found = growth.ids, {}
         for number, (kind, edges) in enumerate(self._edges.items()):
+            ids, data = dst[kind.dst], self._graph.edges[kind]
             offsets, positions = sample(
                 edges,
-                dst[kind.dst],
+                ids,
                 Fanout(counts[kind], self._replace),
-                draws=key.draws(Purpose.SAMPLE, hop, relation=number),
+                draws=growth.key.draws(Purpose.SAMPLE, hop, relation=number),
                 weight=self._weights[kind],
             )
-            drawn[kind] = offsets, positions, self._frontiers[kind.src].meet(edges, positions)
-        for frontier in self._frontiers.values():
-            frontier.grow()
-        relations = {}
-        for kind, parts in drawn.items():
             even = counts[kind] >= 0 and self._weights[kind] is None
-            share = _Share(self._edges[kind], dst[kind.dst], parts[0]) if even else None
-            relations[kind] = self._relation(kind, *parts, share=share)
-        return LocalView(self._rows(dst), relations, key=key, layer=len(self.hops) - 1 - hop)
-
-    def _edgeless(self, key: DrawKey) -> LocalView:
-        dst = {kind: frontier.ids for kind, frontier in self._frontiers.items()}
-        none = torch.empty(0, dtype=torch.int64)
-        relations = {
-            kind: self._relation(kind, torch.zeros(len(dst[kind.dst]) + 1, dtype=torch.int64), none, none)
-            for kind in self._edges
-        }
-        return LocalView(self._rows(dst), relations, key=key)
-
-    def _rows(self, dst: Mapping[str, Tensor]) -> dict[str, Rows]:
-        return {
-            kind: Rows(frontier.ids, len(dst[kind]), PickedDegrees(self._degrees[kind], frontier.ids))
-            for kind, frontier in self._frontiers.items()
-        }
-
-    def _relation(
-        self, kind: EdgeType, offsets: Tensor, positions: Tensor, sources: Tensor, share: _Share | None = None
-    ) -> Relation:
-        frontier, edges = self._frontiers[kind.src], self._graph.edges[kind]
-        structure = Compressed(offsets, frontier.rows(sources), len(frontier.ids))
-        return Relation(
-            structure,
-            positions,
-            None if edges.weight is None else gather(edges.weight[:, None], positions)[:, 0],
-            None if edges.attr is None else gather(edges.attr, positions),
-            share,
-        )
+            found[kind] = Drawn(
+                offsets,
+                pick(edges, positions),
+                positions,
+                None if data.weight is None else gather(data.weight[:, None], positions)[:, 0],
+                None if data.attr is None else gather(data.attr, positions),
+                Share(_Degree(edges, ids), offsets) if even else None,
+            )
+        return found
 
 
-class _Share:
+class Share:
     """Edges in the store per edge drawn, worked out by the layer that asks."""
 
-    def __init__(self, edges: Compressed, ids: Tensor, offsets: Tensor) -> None:
-        self._edges, self._ids, self._offsets = edges, ids, offsets
+    def __init__(self, degree: Callable[[], Tensor], offsets: Tensor) -> None:
+        self._degree, self._offsets = degree, offsets
 
     def __call__(self) -> Tensor:
-        degree = self._edges.indptr[self._ids + 1] - self._edges.indptr[self._ids]
-        return degree.double() / self._offsets.diff().clamp(min=1)
+        return self._degree().double() / self._offsets.diff().clamp(min=1)
+
+
+class _Degree:
+    """In-edges of some rows."""
+
+    def __init__(self, edges: Compressed, rows: Tensor) -> None:
+        self._indptr, self._rows = edges.indptr, rows
+
+    def __call__(self) -> Tensor:
+        return self._indptr[self._rows + 1] - self._indptr[self._rows]
 
 
 def sample_blocks(
@@ -139,14 +201,14 @@ def sample_blocks(
     return Sampler(graph, fanouts, replace=replace, weighted=weighted).blocks(seeds, key)
 
 
-def hop_counts(graph: Graph, fanouts: Fanouts) -> list[dict[EdgeType, int]]:
+def hop_counts(edge_types: Sequence[EdgeType], fanouts: Fanouts) -> list[dict[EdgeType, int]]:
     """[hop][edge type] → in-edges to draw; raises ConfigError for anything but whole numbers from −1."""
     if isinstance(fanouts, Mapping):
         given = {EdgeType(*kind): list(counts) for kind, counts in fanouts.items()}
-        if set(given) != set(graph.edges):
-            raise ConfigError(f"fanouts by edge type must name all of {', '.join(map(str, graph.edges))}")
+        if set(given) != set(edge_types):
+            raise ConfigError(f"fanouts by edge type must name all of {', '.join(map(str, edge_types))}")
     else:
-        given = {kind: list(fanouts) for kind in graph.edges}
+        given = {kind: list(fanouts) for kind in edge_types}
     lengths = {len(counts) for counts in given.values()}
     if len(lengths) != 1 or not min(lengths):
         raise ConfigError("fanouts need one whole number per layer, as many for every edge type")

@@ -5,6 +5,7 @@ First rows are drawn by store id, so a rank that holds the rows of its own nodes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -19,12 +20,14 @@ from gnnfleet.ops.draws import Draws, Purpose
 class NodeEmbedding(torch.nn.Module):
     """``weight`` [nodes, width] of one node type; starts normal with rows of length about 1.
 
-    With ``ids`` it has the rows of these nodes alone, in their order: the rest is held by other ranks.
+    With ``ids`` it has the rows of these nodes alone, in their order: the rest is held by other ranks. Views of other
+    nodes than these need ``fetch``, a way to take rows from whoever has them.
     """
 
-    def __init__(self, num_nodes: int, width: int, *, ids: Tensor | None = None) -> None:
+    def __init__(self, num_nodes: int, width: int, *, ids: Tensor | None = None, kind: str = "") -> None:
         super().__init__()
-        self.num_nodes, self.ids = num_nodes, ids
+        self.num_nodes, self.ids, self.kind = num_nodes, ids, kind
+        self.fetch: Callable[[Tensor, Tensor], Tensor] | None = None  # (own rows, store ids) → rows; differentiable
         self.weight = torch.nn.Parameter(torch.empty(num_nodes if ids is None else len(ids), width))
         self.reset_parameters()
 
@@ -49,6 +52,8 @@ class NodeEmbedding(torch.nn.Module):
             return functional.embedding(ids, self.weight)
         if ids.data_ptr() == self.ids.data_ptr() and len(ids) == len(self.ids):  # all of them, in this order
             return self.weight.view_as(self.weight)
+        if self.fetch is not None:
+            return self.fetch(self.weight, ids)
         return functional.embedding(self._places.rows(ids), self.weight)
 
 

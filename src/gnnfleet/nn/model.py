@@ -93,7 +93,7 @@ class GNN(Model):
         count = self._of_kind(kind, num_nodes)
         if count is None:
             raise ConfigError(f"learnable rows for nodes {kind!r} need their number: give num_nodes")
-        self.embeddings[_key(kind)] = NodeEmbedding(count, wanted, ids=self._of_kind(kind, own))
+        self.embeddings[_key(kind)] = NodeEmbedding(count, wanted, ids=self._of_kind(kind, own), kind=kind)
         return wanted
 
     def _of_kind(self, kind: str, values: Mapping[str, _Value] | None) -> _Value | None:

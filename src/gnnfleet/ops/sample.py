@@ -1,7 +1,7 @@
 """Neighbour sampling for one hop and one relation, and the rows that what was sampled gets.
 
 What is drawn for a node depends on the family of draws and its store id alone: not on threads, nor on the other seeds.
-S seeds, E edges drawn, N nodes of a type.
+S seeds, E edges drawn.
 """
 
 from __future__ import annotations
@@ -29,17 +29,24 @@ class Fanout:
 
 
 def sample(
-    edges: Compressed, seeds: Tensor, fanout: Fanout, *, draws: Draws, weight: Tensor | None = None
+    edges: Compressed,
+    seeds: Tensor,
+    fanout: Fanout,
+    *,
+    draws: Draws,
+    weight: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(offsets [S + 1], positions [E] of edges, ascending within a seed), both int64; seeds are [S] int64 rows.
 
     Without replacement every subset of ``count`` edges of a node is as likely as another, and a node with no more edges
     than that gives all. With weights ([edges] float32, not negative) edges are drawn one after the other, in proportion
-    to them; an edge of weight 0 is drawn with ``count`` −1 only.
+    to them; an edge of weight 0 is drawn with ``count`` −1 only. ``ids`` ([S] int64) are the seeds' store ids, which
+    draws go by, where rows are numbered otherwise: a part of a graph then draws what the whole would.
     """
     key, place = draws.words
     team = threads(seeds.shape[0] * _WORK)
-    asked = (edges.indptr, weight, seeds, fanout.count, fanout.replace, key, place)
+    asked = (edges.indptr, weight, seeds, ids, fanout.count, fanout.replace, key, place)
     offsets = torch.empty(seeds.shape[0] + 1, dtype=torch.int64)
     _native.count_samples(*asked, offsets, team)
     found = torch.empty(int(offsets[-1]), dtype=torch.int64)
@@ -47,53 +54,68 @@ def sample(
     return offsets, found
 
 
+def pick(edges: Compressed, positions: Tensor) -> Tensor:
+    """[E] sources of the edges at some positions ([E] int64)."""
+    sources = torch.empty(positions.shape[0], dtype=edges.col.dtype)
+    _native.pick(edges.col, positions, sources, threads(positions.shape[0] * _WORK))
+    return sources
+
+
 class Frontier:
     """The nodes of one type that a batch reads, each with a row: seeds first, then each hop's new nodes, ascending.
 
-    Holds two arrays of N entries, so one is made for many batches; it serves one thread at a time.
+    Memory goes by the nodes of the largest batch, however many there are (``count``, which ids are below). One is made
+    for many batches; it serves one thread at a time.
     """
 
     def __init__(self, count: int) -> None:
-        self._place = torch.full((count,), -1, dtype=torch.int32)
-        self._marks = torch.zeros((count + 63) // 64, dtype=torch.uint64)
+        self._count = count
+        self._table = _native.Frontier(count)
+        self._met: list[tuple[Tensor, Tensor]] = []  # sources and their places in the table
         self.ids = torch.empty(0, dtype=torch.int64)
 
     def start(self, seeds: Tensor) -> None:
         """Begin a batch; raises InputError for a seed that does not exist or comes twice."""
         self.clear()
-        wrong = _native.enter(seeds, 0, self._place)
+        wrong = self._table.start(seeds)
         if wrong >= 0:
             raise InputError(
-                f"seeds must be different store ids below {len(self._place)}, found {int(seeds[wrong])} at {wrong}"
+                f"seeds must be different store ids below {self._count}, found {int(seeds[wrong])} at {wrong}"
             )
         self.ids = seeds
 
-    def meet(self, edges: Compressed, positions: Tensor) -> Tensor:
-        """[E] sources of the edges at some positions; those without a row get one in ``grow``."""
-        sources = torch.empty(positions.shape[0], dtype=edges.col.dtype)
-        _native.mark_sources(
-            edges.col, positions, self._place, self._marks, sources, threads(positions.shape[0] * _WORK)
-        )
-        return sources
+    def meet(self, sources: Tensor) -> None:
+        """Those of [E] store ids (int32 or int64) that have no row get one in ``grow``. IndexError: no such node."""
+        places = torch.empty(sources.shape[0], dtype=torch.int32)
+        self._table.meet(sources, places, threads(sources.shape[0] * _WORK))
+        self._met.append((sources, places))
 
     def grow(self) -> None:
         """Give rows to the nodes that were met, in ascending order, whoever met them first."""
-        before, new = self.ids.shape[0], _native.count_marked(self._marks)
-        if not new:
-            return
-        ids = torch.empty(before + new, dtype=torch.int64)
-        ids[:before] = self.ids
-        _native.place_marked(self._marks, before, self._place, ids[before:])
-        self.ids = ids
+        count = self._table.grow()
+        if count != self.ids.shape[0]:
+            self.ids = torch.empty(count, dtype=torch.int64)
+            self._table.copy_ids(self.ids)
 
     def rows(self, sources: Tensor) -> Tensor:
-        """[E] int32 the rows of nodes that have one."""
-        out = torch.empty(sources.shape[0], dtype=torch.int32)
-        _native.relabel(sources, self._place, out, threads(sources.shape[0] * _WORK))
+        """[E] int32 the rows of nodes, −1 for one that was not met; ValueError between ``meet`` and ``grow``.
+
+        Quickest, once, for the very tensor that was met: where its nodes are was noted, and only becomes rows.
+        """
+        places = self._places(sources)
+        out = torch.empty(sources.shape[0], dtype=torch.int32) if places is None else places
+        self._table.rows(sources, places is not None, out, threads(sources.shape[0] * _WORK))
         return out
 
     def clear(self) -> None:
         """Forget the batch."""
-        _native.leave(self.ids, self._place)
-        self._marks.zero_()  # marks are left only where a batch was broken off
+        self._table.clear()
+        self._met.clear()
         self.ids = torch.empty(0, dtype=torch.int64)
+
+    def _places(self, sources: Tensor) -> Tensor | None:
+        for at, (met, places) in enumerate(self._met):
+            if met is sources:
+                del self._met[at]
+                return places
+        return None

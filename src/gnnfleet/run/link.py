@@ -39,10 +39,9 @@ def build_links(
     data = link_data(graph, only)
     if training and not len(data.splits["train"]):
         raise ConfigError("there is no edge to train on: choose another --split or link.relation")
-    batch = getattr(config.strategy, "batch_size", 0)
-    link = config.link
+    batch, link = config.strategy.batch_size, config.link
     if link.exclude == "auto":
-        sampled = getattr(config.strategy, "fanouts", None) is not None and batch < len(data.splits["train"])
+        sampled = config.strategy.samples and batch < len(data.splits["train"])
         link = link.model_copy(update={"exclude": "batch" if sampled else "none"})
     if link.exclude == "batch" and not 0 < batch < len(data.splits["train"]):
         raise ConfigError(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from gnnfleet.errors import ConfigError
 from gnnfleet.strategies.base import Job, Strategy, StrategyConfig
 from gnnfleet.strategies.local.config import LocalConfig
+from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
 from gnnfleet.strategies.sar.config import SarConfig
 
-CONFIGS: dict[str, type[StrategyConfig]] = {"local": LocalConfig, "sar": SarConfig}
-PLANNED = ("pipe", "macrobatch", "tma", "temporal")
+CONFIGS: dict[str, type[StrategyConfig]] = {"local": LocalConfig, "sar": SarConfig, "macrobatch": MacrobatchConfig}
+PLANNED = ("pipe", "tma", "temporal")
 
 
 def find_config(name: str) -> type[StrategyConfig]:
@@ -25,6 +26,10 @@ def make_strategy(config: StrategyConfig, job: Job) -> Strategy:
         from gnnfleet.strategies.sar.strategy import SarStrategy
 
         return SarStrategy(config, job)
+    if isinstance(config, MacrobatchConfig):
+        from gnnfleet.strategies.macrobatch.strategy import MacrobatchStrategy
+
+        return MacrobatchStrategy(config, job)
     from gnnfleet.strategies.local.strategy import LocalStrategy
 
     assert isinstance(config, LocalConfig)

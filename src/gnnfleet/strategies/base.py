@@ -47,6 +47,16 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
 
     name: str
 
+    @property
+    def batch_size(self) -> int:
+        """Items of a step; 0 for all."""
+        return 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether a step walks sampled blocks, not the whole graph."""
+        return False
+
     def check(self, task: Task) -> None:
         """Raise ConfigError for a task that this strategy cannot learn."""
 

@@ -125,14 +125,20 @@ class LinkTask:
             self.held[seed, epoch] = _Held(items, HiddenEdges.of(self._keys, links.take(items)))
         return self.held[seed, epoch]
 
-    def batch(self, items: Tensor, key: DrawKey) -> LinkBatch:
+    def batch(self, items: Tensor, key: DrawKey, every: Tensor | None = None) -> LinkBatch:
         links = self.data.splits["train"].take(items)
+        every = items if every is None else every
         if self._mode == "shared":
             count = self.data.graph.nodes[self.target].count
             shared = self._draws.shared(key, self.config.negatives, count)
-            return LinkBatch(items, self._seeds([links], shared), key, links, None, shared)
+            return LinkBatch(items, self._seeds([links], shared), key, every, links, None, shared)
         negatives = self._draws.corrupt(links, key, count=self.config.negatives, ends=self._ends)
-        return LinkBatch(items, self._seeds([links, negatives], None), key, links, negatives, None)
+        return LinkBatch(items, self._seeds([links, negatives], None), key, every, links, negatives, None)
+
+    def homes(self, items: Tensor) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
+        links = self.data.splits["train"].take(items)
+        for kind, which in self._by_type(links.relation, "dst"):
+            yield kind, which, links.dst[which]
 
     @property
     def hides(self) -> bool:
@@ -143,7 +149,8 @@ class LinkTask:
         if self.config.exclude == "none":
             return view
         if self.config.exclude == "batch":
-            return HiddenEdges.of(self._keys, batch.links).drop(view)
+            links = batch.links if batch.every is batch.items else self.data.splits["train"].take(batch.every)
+            return HiddenEdges.of(self._keys, links).drop(view)
         held = self._held(batch.key.seed, batch.key.epoch)
         if held.view is not view:
             held.view, held.cut = view, held.edges.drop(view)
@@ -240,14 +247,14 @@ class LinkTask:
         return mode  # type: ignore[return-value]
 
     def _seeds(self, parts: list[Links], shared: Tensor | None) -> dict[str, Tensor]:
-        wanted = {kind: torch.zeros(nodes.count, dtype=torch.bool) for kind, nodes in self.data.graph.nodes.items()}
+        wanted: dict[str, list[Tensor]] = {kind: [] for kind in self.data.graph.nodes}
         for links in parts:
             for end, ids in (("src", links.src), ("dst", links.dst)):
                 for name, rows in self._by_type(links.relation, end):
-                    wanted[name][ids[rows]] = True
+                    wanted[name].append(ids[rows])
         if shared is not None:
-            wanted[self.target][shared] = True
-        found = {kind: mask.nonzero()[:, 0] for kind, mask in wanted.items()}
+            wanted[self.target].append(shared)
+        found = {kind: torch.unique(torch.cat(ids)) for kind, ids in wanted.items() if ids}
         return {kind: ids for kind, ids in found.items() if len(ids)}
 
     def _by_type(self, relation: Tensor, end: str) -> Iterator[tuple[str, Tensor | slice]]:

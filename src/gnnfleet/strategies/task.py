@@ -6,7 +6,7 @@ batch asks for and hands over a way to take them; losses are sums, whoever knows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -36,6 +36,7 @@ class Batch:
     items: Tensor
     seeds: Mapping[str, Tensor]
     key: DrawKey
+    every: Tensor  # the items of all ranks
 
 
 class Task(Protocol):
@@ -58,8 +59,11 @@ class Task(Protocol):
     def trained(self, seed: int, epoch: int) -> Tensor:
         """[n] int64, ascending: the training items of an epoch."""
 
-    def batch(self, items: Tensor, key: DrawKey) -> Batch:
-        """What a step on some training items reads."""
+    def batch(self, items: Tensor, key: DrawKey, every: Tensor | None = None) -> Batch:
+        """What a step on some training items reads; ``every`` are those of all ranks, where this is one of several."""
+
+    def homes(self, items: Tensor) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
+        """(node type, which training items, [n] store id of a node for each): whose owner works on the items."""
 
     @property
     def hides(self) -> bool:
@@ -128,8 +132,11 @@ class NodeTask:
     def trained(self, seed: int, epoch: int) -> Tensor:
         return self._items["train"]
 
-    def batch(self, items: Tensor, key: DrawKey) -> Batch:
-        return Batch(items, {self.target: items}, key)
+    def batch(self, items: Tensor, key: DrawKey, every: Tensor | None = None) -> Batch:
+        return Batch(items, {self.target: items}, key, items if every is None else every)
+
+    def homes(self, items: Tensor) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
+        yield self.target, slice(None), items
 
     @property
     def hides(self) -> bool:

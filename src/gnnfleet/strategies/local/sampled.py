@@ -5,35 +5,24 @@ Where the first layer's aggregate is kept for all nodes, its rows are read in pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import ConfigError
 from gnnfleet.graph.batches import batches
 from gnnfleet.graph.loader import prepare_backward, read_features
 from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.prefetch import prefetched, wise_depth
 from gnnfleet.graph.sample import Sampler
-from gnnfleet.nn.base import Aggregate, Features
+from gnnfleet.nn.base import Aggregate
 from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.rows import gather
 from gnnfleet.strategies.base import PRECISIONS, Job
 from gnnfleet.strategies.local.config import LocalConfig
+from gnnfleet.strategies.sampling import Ready, check_layers, hops_of
 from gnnfleet.strategies.task import Batch
-
-
-@dataclass(frozen=True, eq=False)
-class Ready:
-    """A batch with everything the model takes."""
-
-    batch: Batch
-    views: Sequence[LocalView]
-    x: Features
-    aggregated: Aggregate | None
 
 
 class SampledBatches:
@@ -41,10 +30,9 @@ class SampledBatches:
 
     def __init__(self, config: LocalConfig, job: Job, aggregated: Aggregate | None) -> None:
         self._config, self._job, self._aggregated = config, job, aggregated
-        self._sampler = Sampler(job.graph, config.hops, replace=config.replace)
-        found, layers = len(self._sampler.hops), job.model.num_layers
-        if found != layers:
-            raise ConfigError(f"strategy.fanouts needs one number per layer, {layers}; found {found}")
+        assert config.fanouts is not None
+        self._sampler = Sampler(job.graph, hops_of(config.fanouts), replace=config.replace)
+        check_layers(len(self._sampler.hops), job.model.num_layers)
 
     def epoch(self, epoch: int) -> Iterator[Ready]:
         depth = self._config.prefetch

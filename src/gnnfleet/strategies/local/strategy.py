@@ -34,7 +34,8 @@ from gnnfleet.strategies.base import (
 )
 from gnnfleet.strategies.inputs import CACHED_RELATIONS, aggregate_once, side_by_side, wants_aggregate
 from gnnfleet.strategies.local.config import LocalConfig
-from gnnfleet.strategies.local.sampled import Ready, SampledBatches
+from gnnfleet.strategies.local.sampled import SampledBatches
+from gnnfleet.strategies.sampling import Ready
 from gnnfleet.strategies.task import Take
 
 # Below this many nodes the features fit the caches and clustering costs more than it gains.

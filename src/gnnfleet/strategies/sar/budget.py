@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from gnnfleet.comm.exchange import Routes
 from gnnfleet.errors import ConfigError
+from gnnfleet.report.sizes import show_size
 from gnnfleet.sharded.scout import Sketch, Trip, Way
 
 SLACK = 1.3
@@ -93,7 +94,7 @@ def choose(needs: Needs, limit: int, ranks: int, given: Given, worst: Worst) -> 
     total = worst(needs.bytes(choice))
     if total > limit:
         raise ConfigError(
-            f"a worker needs {_size(total)} at least ({choice}), found --memory {_size(limit)}: "
+            f"a worker needs {show_size(total)} at least ({choice}), found --memory {show_size(limit)}: "
             "take more workers or more memory, or a smaller model"
         )
     refused = ""
@@ -103,8 +104,8 @@ def choose(needs: Needs, limit: int, ranks: int, given: Given, worst: Worst) -> 
         if needed <= limit:
             choice, total = wanted, needed
         elif not refused:
-            refused = f"; {wanted} would take {_size(needed)}"
-    return choice, f"{choice}: {_size(total)} of {_size(limit)} per worker{refused}"
+            refused = f"; {wanted} would take {show_size(needed)}"
+    return choice, f"{choice}: {show_size(total)} of {show_size(limit)} per worker{refused}"
 
 
 def _upgrades(ranks: int, layers: Sequence[int], given: Given) -> list[tuple[str, int]]:
@@ -119,7 +120,3 @@ def _with(choice: Choice, word: str, value: int) -> Choice:
     if word == "keep":
         return replace(choice, keep=tuple(sorted({*choice.keep, value})))
     return replace(choice, prefetch=value) if word == "prefetch" else replace(choice, group=value)
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from gnnfleet.comm.code import Wire
 from gnnfleet.errors import ConfigError
 from gnnfleet.strategies.base import StrategyConfig
+from gnnfleet.strategies.sampling import Switch
 from gnnfleet.strategies.task import Task
 
 
@@ -25,20 +26,13 @@ class SarConfig(StrategyConfig, frozen=True, extra="forbid"):
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     # Whether rows that backward needs again (GATv2, edge features, messages of your own) are kept, not fetched again;
     # auto: in as many layers as --memory allows, in none without it.
-    keep: Literal["auto"] | bool = "auto"
+    keep: Switch = "auto"
     # How rows are written on the wire in steps: as they are, rounded to bfloat16, or as int8 with error feedback.
     # Evaluation is exact.
     wire: Wire = "exact"
     flow: bool = True  # layers compute only the rows that labelled nodes need, and fetch only what those read
-    cache_inputs: Literal["auto"] | bool = "auto"  # the first layer's aggregate, computed once; auto: where it can be
+    cache_inputs: Switch = "auto"  # the first layer's aggregate, computed once; auto: where it can be
 
     def check(self, task: Task) -> None:
         if task.hides:
             raise ConfigError("strategy sar walks every edge in every step: set link.exclude=none")
-
-    @field_validator("cache_inputs", "keep", mode="before")
-    @classmethod
-    def _check_cache(cls, given: Any) -> Any:
-        if given not in ("auto", True, False):
-            raise ValueError(f"expected auto, true or false; found {given!r}")
-        return given

@@ -31,3 +31,8 @@ def parse_size(text: object) -> int:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, (str, int)) and not isinstance(value, bool)
+
+
+def show_size(count: float) -> str:
+    """Bytes as people read them."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

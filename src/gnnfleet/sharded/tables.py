@@ -1,0 +1,89 @@
+"""Rows that do not change (features, their aggregates, degrees), each with its node's owner; fetched by store id.
+
+Several tables of several node types travel in one relay: ids go to owners, rows come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gnnfleet.comm.exchange import Lane, Ring, Routes
+from gnnfleet.comm.relay import Parcel, relay
+from gnnfleet.sharded.neighbours import OwnNodes
+from gnnfleet.sharded.taking import Owners
+
+Rows = dict[str, dict[str, Tensor]]
+"""{node type: {name of a table: rows}}."""
+
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """``rows`` are those of this part, [n, F] in its order, under the same names and dtypes on all ranks."""
+
+    rows: Mapping[str, Mapping[str, Tensor]]
+    own: Mapping[str, OwnNodes]
+    owners: Owners
+    ring: Ring
+
+    def row_bytes(self, kind: str) -> int:
+        """What one node of a type weighs."""
+        return sum(table.shape[1] * table.element_size() for table in self.rows[kind].values())
+
+    def fetch(self, wanted: Mapping[str, Tensor]) -> Rows:
+        """Rows of nodes of other parts, by node type [n] different store ids; two rounds. All ranks call it."""
+        world = self.ring.world
+        orders, counts = {}, {}
+        for kind in self.rows:
+            owner = self.owners.of(kind, wanted[kind])
+            orders[kind] = torch.argsort(owner, stable=True)
+            counts[kind] = torch.bincount(owner, minlength=world.size).tolist()
+            assert not counts[kind][world.rank], "own rows are not fetched"
+        asked = self._ask({kind: wanted[kind][order] for kind, order in orders.items()}, counts)
+        found: Rows = {
+            kind: {name: table.new_empty(len(wanted[kind]), table.shape[1]) for name, table in tables.items()}
+            for kind, tables in self.rows.items()
+        }
+        lanes, targets = [], []
+        for kind, tables in self.rows.items():
+            routes = Routes(tuple(asked[kind]), tuple(counts[kind]))
+            places = torch.split(orders[kind], counts[kind])
+            for name, table in tables.items():
+                if table.shape[1]:
+                    lanes.append(Lane(routes, table))
+                    targets.append((found[kind][name], places))
+
+        def visit(q: int, rows: list[Tensor]) -> None:
+            for (out, places), part in zip(targets, rows, strict=True):
+                if q != world.rank:
+                    out[places[q]] = part
+
+        self.ring.visit(lanes, visit, what="rows of nodes")
+        return found
+
+    def _ask(self, wanted: Mapping[str, Tensor], counts: Mapping[str, list[int]]) -> dict[str, list[Tensor]]:
+        """Tell owners which rows are wanted; by node type and rank, rows of this part that others want."""
+        world, kinds = self.ring.world, list(self.rows)
+        parts = {kind: torch.split(wanted[kind], counts[kind]) for kind in kinds}
+        messages = []
+        for q in range(world.size):
+            parcel = Parcel()
+            parcel.put(torch.tensor([counts[kind][q] for kind in kinds], dtype=torch.int64))
+            for kind in kinds:
+                parcel.put(parts[kind][q])
+            messages.append(parcel.message)
+        found: dict[str, list[Tensor]] = {kind: [_NONE] * world.size for kind in kinds}
+        for q, message in enumerate(relay(world, messages, what="nodes whose rows are wanted")):
+            if q == world.rank:
+                continue
+            parcel = Parcel(message)
+            lengths = parcel.take(len(kinds), torch.int64).tolist()
+            for kind, length in zip(kinds, lengths, strict=True):
+                own = self.own[kind]
+                found[kind][q] = own.rows[own.places(parcel.take(length, torch.int64))]
+        return found

@@ -1,0 +1,55 @@
+"""The knobs of ``macrobatch``."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from gnnfleet.report.sizes import parse_size
+from gnnfleet.strategies.base import StrategyConfig
+from gnnfleet.strategies.macrobatch.cache import Policy
+from gnnfleet.strategies.sampling import SAMPLED_BATCH, FanoutWords, Switch
+
+FANOUT = 10
+"""Neighbours drawn in every hop, unless the user says."""
+
+Size = Annotated[int, BeforeValidator(lambda given: 0 if given in (0, "0") else parse_size(given))]
+
+
+class MacrobatchConfig(StrategyConfig, frozen=True, extra="forbid"):
+    """Sampled mini-batches on a partitioned graph; results are those of ``local`` with the same fanouts, to rounding.
+
+    Neighbours and features of several mini-batches are fetched in one relay, each row once.
+    """
+
+    uses_parts: ClassVar[bool] = True
+
+    name: Literal["macrobatch"] = "macrobatch"
+    # Neighbours drawn per node, the hop next to the seeds first, −1 for all; by SRC:RELATION:DST where they differ.
+    # By default 10 in every hop.
+    fanouts: FanoutWords = None
+    replace: bool = False  # whether a neighbour may be drawn twice
+    batch: int = Field(default=SAMPLED_BATCH, ge=0)  # items of a step, of all workers together; 0: all
+    # Mini-batches per relay; results are the same. 1 fetches for each batch by itself. auto: what ``buffer`` holds.
+    together: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    buffer: Size = 512 << 20  # bytes of blocks and rows that relays may hold on a worker, those ahead included
+    # Relays that a thread in the background makes ahead while the present one is trained on; 0 for none. auto: 1 where
+    # workers wait for a network or have cores to spare.
+    prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    # The first layer's aggregate of all neighbours, computed once; the last hop is then neither drawn nor fetched.
+    # auto: where the model allows it.
+    cache_inputs: Switch = "auto"
+    # Bytes of rows of other machines kept from relay to relay; 0 for none. Results are the same.
+    cache: Size = 0
+    # Which rows are kept: those used most often (static), by MassiveGNN's scores (score), those needed next (belady).
+    policy: Policy = "belady"
+    window: int = Field(default=2, ge=0)  # relays sampled ahead so that belady knows what is needed next
+
+    @property
+    def samples(self) -> bool:
+        return True
+
+    @property
+    def batch_size(self) -> int:
+        return self.batch

@@ -1,0 +1,163 @@
+"""The relay of a macrobatch: blocks of several batches, then every row of other parts that any of them reads, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gnnfleet.graph.loader import prepare_backward
+from gnnfleet.ops.buffers import empty
+from gnnfleet.ops.rows import gather
+from gnnfleet.sharded.sampler import PartSampler, Sampled
+from gnnfleet.sharded.tables import Tables
+from gnnfleet.strategies.macrobatch.cache import RowCache
+from gnnfleet.strategies.task import Batch, Task
+
+
+@dataclass
+class Tally:
+    """What relays did."""
+
+    relays: int = 0
+    batches: int = 0
+    read: int = 0  # rows of other parts that batches read, each batch by itself
+    wanted: int = 0  # the same, once per relay
+    hits: int = 0  # of these, rows that were kept from before
+    fetched_bytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A macrobatch whose blocks are known: what it needs of other parts, ascending store ids by node type."""
+
+    batches: Sequence[Batch]
+    sampled: Sequence[Sampled]
+    wanted: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], sampled: Sequence[Sampled]) -> Plan:
+        wanted = {kind: torch.unique(torch.cat([far_ids(one, kind) for one in sampled])) for kind in sampled[0].ids}
+        return cls(batches, sampled, wanted)
+
+
+def far_ids(one: Sampled, kind: str) -> Tensor:
+    """Store ids of the nodes of other parts that a batch reads."""
+    return one.ids[kind][torch.cat(one.reached[kind].far)]
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Rows of one node type that stay from relay to relay, in slots."""
+
+    cache: RowCache
+    slots: Mapping[str, Tensor]  # by table, [capacity, F]
+
+
+@dataclass(frozen=True, eq=False)
+class Fetched:
+    """A macrobatch ready to be trained on: its plan, and the rows of other parts under ``plan.wanted``."""
+
+    plan: Plan
+    rows: Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(eq=False)
+class Relay:
+    """All ranks make and call it together; serves one thread at a time."""
+
+    sampler: PartSampler
+    tables: Tables
+    task: Task
+    given: bool  # whether the first layer's aggregate is a table, so that the last hop is not drawn
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+
+    def sample(self, batches: Sequence[Batch]) -> Plan:
+        """Draw the blocks of some batches, as many on all ranks."""
+        sampled = self.sampler.blocks([(batch.seeds, batch.key) for batch in batches], given=self.given)
+        for one, batch in zip(sampled, batches, strict=True):
+            one.views = [self.task.hide(view, batch) for view in one.views]
+            prepare_backward(one.views)
+        plan = Plan.of(batches, sampled)
+        self.tally.relays += 1
+        self.tally.batches += len(batches)
+        for kind, ids in plan.wanted.items():
+            self.tally.read += sum(len(far_ids(one, kind)) for one in sampled)
+            self.tally.wanted += len(ids)
+        return plan
+
+    def fetch(self, plan: Plan, future: Sequence[Plan] = ()) -> Fetched:
+        """Get the rows; ``future`` are the plans that follow, as far as they are known."""
+        turns = {
+            kind: kept.cache.turn(plan.wanted[kind], [later.wanted[kind] for later in future])
+            for kind, kept in self.kept.items()
+        }
+        missing = {kind: (turn.slots < 0).nonzero()[:, 0] for kind, turn in turns.items()}
+        asked = {kind: ids[missing[kind]] if kind in missing else ids for kind, ids in plan.wanted.items()}
+        found = self.tables.fetch(asked)
+        self.tally.fetched_bytes += sum(len(ids) * self.tables.row_bytes(kind) for kind, ids in asked.items())
+        for kind, turn in turns.items():
+            hits = (turn.slots >= 0).nonzero()[:, 0]
+            self.tally.hits += len(hits)
+            for name, fetched in found[kind].items():
+                slots = self.kept[kind].slots[name]
+                rows = empty((len(turn.slots), fetched.shape[1]), fetched.dtype)
+                gather(fetched, torch.arange(len(fetched)), out=rows, at=missing[kind])
+                gather(slots, turn.slots[hits], out=rows, at=hits)
+                gather(rows, turn.admitted, out=slots, at=turn.into)
+                found[kind][name] = rows
+        return Fetched(plan, found)
+
+    def fetch_ahead(self, plans: Iterator[Plan], window: int) -> Iterator[Fetched]:
+        """Plans as they are fetched, each knowing up to ``window`` that follow."""
+        known: list[Plan] = []
+        for plan in plans:
+            known.append(plan)
+            if len(known) > window:
+                yield self.fetch(known.pop(0), known)
+        while known:
+            yield self.fetch(known.pop(0), known)
+
+
+class Reader:
+    """The rows that one batch of a macrobatch reads, put together from this part's and from fetched ones."""
+
+    def __init__(self, tables: Tables, fetched: Fetched, place: int) -> None:
+        self.batch, self.sampled = fetched.plan.batches[place], fetched.plan.sampled[place]
+        self._tables, self._rows = tables, fetched.rows
+        self._where: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        for kind, ids in self.sampled.ids.items():
+            reached = self.sampled.reached[kind]
+            far = torch.cat(reached.far)
+            there = torch.searchsorted(fetched.plan.wanted[kind], ids[far])
+            self._where[kind] = tables.own[kind].rows[reached.places], far, there
+            self.sampled.degrees[kind] = self._degrees(kind)
+
+    def read(self, kind: str, name: str, *, out: Tensor | None = None) -> Tensor:
+        """[S, F] rows of a table, half precision as float32, in the order of the blocks; perhaps into some columns."""
+        own, far = self._tables.rows[kind][name], self._rows[kind][name]
+        dtype = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else own.dtype
+        rows, far_rows, there = self._where[kind]
+        if out is None:
+            out = empty((len(self.sampled.ids[kind]), own.shape[1]), dtype)
+        gather(own, rows, dtype, out=out, at=self.sampled.reached[kind].rows)
+        gather(far, there, dtype, out=out, at=far_rows)
+        return out
+
+    def _degrees(self, kind: str) -> Callable[[bool], Tensor]:
+        known: dict[str, Tensor] = {}
+
+        def degree(weighted: bool) -> Tensor:
+            name = WEIGHTED if weighted and WEIGHTED in self._tables.rows[kind] else DEGREE
+            if name not in known:
+                known[name] = self.read(kind, name)[:, 0]
+            return known[name]
+
+        return degree
+
+
+X, DEGREE, WEIGHTED = "x", "degree", "weighted degree"
+"""Names of tables; those of aggregates are the edge types'."""

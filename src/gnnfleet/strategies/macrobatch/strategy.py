@@ -1,0 +1,219 @@
+"""Sampled training on parts: a step's batch is spread over ranks, each works on the items whose nodes it owns.
+
+Blocks and rows of several batches come in one relay, perhaps while the relay before is trained on. Draws go by store
+id, so blocks, and with them results, are those of ``local``; weights are equal on all ranks after every step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnfleet.comm.exchange import Ring
+from gnnfleet.comm.reduce import gather_rows
+from gnnfleet.comm.world import World
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.batches import batches, count_batches
+from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.local import LocalView
+from gnnfleet.graph.prefetch import prefetched
+from gnnfleet.nn.base import Aggregate
+from gnnfleet.nn.embedding import NodeEmbedding
+from gnnfleet.ops import buffers
+from gnnfleet.ops.draws import DrawKey
+from gnnfleet.report.sizes import show_size
+from gnnfleet.sharded.ring import RingView
+from gnnfleet.sharded.sampler import PartSampler
+from gnnfleet.sharded.tables import Tables
+from gnnfleet.strategies.base import PRECISIONS, Job, StepRecord, products
+from gnnfleet.strategies.macrobatch.budget import FORETASTE, Foretaste, choose_together
+from gnnfleet.strategies.macrobatch.cache import make_cache
+from gnnfleet.strategies.macrobatch.config import FANOUT, MacrobatchConfig
+from gnnfleet.strategies.macrobatch.exchange import DEGREE, WEIGHTED, Kept, Plan, Reader, Relay, X
+from gnnfleet.strategies.on_parts import PartsStrategy, part_of
+from gnnfleet.strategies.sampling import Ready, check_layers, hops_of
+from gnnfleet.strategies.task import Batch, Take
+
+
+class MacrobatchStrategy(PartsStrategy):
+    """All ranks make and call it together."""
+
+    def __init__(self, config: MacrobatchConfig, job: Job) -> None:
+        shard = part_of(job)
+        if job.model.batch_norm and job.world.size > 1:
+            raise ConfigError(
+                "batch norm would count rows that several workers compute more than once: use model.norm=layer, "
+                "strategy sar, or one worker"
+            )
+        self._config = config
+        view = RingView.open(shard, Ring(job.world, 1, 1, buffers.empty))
+        super().__init__(job, view, cache_inputs=config.cache_inputs)
+        self._depth = self._choose_depth()
+        world = _apart(job.world) if self._depth else job.world
+        ring = Ring(world, max(1, world.size), 0, buffers.empty)
+        hops = hops_of(config.fanouts or (FANOUT,) * self.model.num_layers)
+        sampler = PartSampler(view, ring, hops, replace=config.replace)
+        check_layers(len(sampler.hops), self.model.num_layers)
+        tables = Tables(self._tables(), sampler.own, view.owners, ring)
+        self._relay = Relay(sampler, tables, job.task, self._aggregated is not None)
+        # Learnable rows change in every step, so blocks read them anew instead of having them in the relay.
+        for module in self.model.modules():
+            if isinstance(module, NodeEmbedding) and module.ids is not None:
+                module.fetch = view.of(module.kind if module.kind in view.nodes else self._target).take
+
+    def steps(self, epoch: int) -> Iterator[StepRecord]:
+        _ = self._together  # chosen before the clock starts
+        started = time.perf_counter()
+        with closing(self._readers(epoch)) as readers:
+            for step, reader in enumerate(readers):
+                loss = self._step(self._ready(reader))
+                yield StepRecord(epoch, step, loss, len(reader.batch.every), time.perf_counter() - started)
+                started = time.perf_counter()
+
+    def _step(self, ready: Ready) -> float:
+        """The mean loss of a batch over all ranks; the weights have changed after."""
+        self.model.train()
+        with products(self._job.precision):
+            out = self.model(ready.views, ready.x, aggregated=ready.aggregated)
+        loss = self._task.loss(self._block_taking(out, ready.views[-1]), ready.batch)
+        return self._learn(loss / len(ready.batch.every))
+
+    def _readers(self, epoch: int) -> Generator[Reader]:
+        """The batches of an epoch, as their relays come in."""
+        window = self._config.window if self._relay.kept and self._config.policy == "belady" else 0
+        for fetched in prefetched(self._relay.fetch_ahead(self._plans(epoch), window), self._depth):
+            for place in range(len(fetched.plan.batches)):
+                yield Reader(self._relay.tables, fetched, place)
+
+    def _plans(self, epoch: int) -> Iterator[Plan]:
+        waiting = self._batches(epoch)
+        while group := list(islice(waiting, self._together)):
+            yield self._relay.sample(group)
+
+    def _batches(self, epoch: int) -> Iterator[Batch]:
+        """This rank's share of the batches of an epoch; as many on all ranks, some perhaps without items."""
+        seed = self._job.seed
+        items = self._job.task.trained(seed, epoch)
+        mine = self._mine(items)
+        for step, every in enumerate(batches(items, self._config.batch, seed=seed, epoch=epoch)):
+            own = every[mine[torch.searchsorted(items, every)]]
+            yield self._task.batch(own, DrawKey(seed, epoch, step), every)
+
+    def _mine(self, items: Tensor) -> Tensor:
+        """[n] bool: items that this rank works on."""
+        found = torch.zeros(len(items), dtype=torch.bool)
+        for kind, which, ids in self._job.task.homes(items):
+            found[which] = self._view.owners.of(kind, ids) == self._world.rank
+        return found
+
+    @cached_property
+    def _together(self) -> int:
+        """Batches per relay; the foretaste that decides also fills the row cache's first guess."""
+        config = self._config
+        if config.together != "auto" and not config.cache:
+            return config.together
+        relay = self._relay
+        total = count_batches(len(self._job.task.trained(self._job.seed, 0)), config.batch)
+        plan = relay.sample(list(islice(self._batches(0), FORETASTE)))
+        weights = {kind: relay.tables.row_bytes(kind) for kind in relay.tables.rows}
+        taste = Foretaste.of(plan, weights)
+        window = config.window if config.cache and config.policy == "belady" else 0
+        together = config.together
+        if together == "auto":
+            own = choose_together(taste, config.buffer, total, ahead=self._depth, window=window)
+            together = int(torch.cat(gather_rows(self._world, torch.tensor([[own]]))).min())
+            needs = taste.bytes(together, ahead=self._depth, window=window)
+            self._job.say(
+                f"{together} of {total} batches per relay: {show_size(needs)} of {show_size(config.buffer)}; "
+                f"a row is fetched once for {taste.duplication(together):.1f} uses"
+            )
+        if config.cache:
+            relay.kept = self._caches(plan, weights)
+        relay.tally = type(relay.tally)()
+        return together
+
+    def _caches(self, plan: Plan, weights: Mapping[str, int]) -> dict[str, Kept]:
+        """Slots for rows of other parts, dealt to node types by what the foretaste wants of them."""
+        wanted = {kind: len(ids) * weights[kind] for kind, ids in plan.wanted.items()}
+        total, found = max(1, sum(wanted.values())), {}
+        for kind, tables in self._relay.tables.rows.items():
+            capacity = int(self._config.cache * wanted[kind] / total) // max(1, weights[kind])
+            first = [torch.unique(one.ids[kind][torch.cat(one.reached[kind].far)]) for one in plan.sampled]
+            slots = {name: table.new_empty(capacity, table.shape[1]) for name, table in tables.items()}
+            found[kind] = Kept(make_cache(self._config.policy, capacity, foretaste=first), slots)
+        return found
+
+    def _choose_depth(self) -> int:
+        if self._config.prefetch != "auto":
+            return self._config.prefetch
+        shelf = self._world.shelf
+        alone = self._world.size == 1
+        near = shelf is not None and all(pid is not None for q, pid in enumerate(shelf.pids) if q != self._world.rank)
+        return 0 if alone or near else 1
+
+    def _tables(self) -> dict[str, dict[str, Tensor]]:
+        """What others may read of this part's nodes."""
+        shard, found = part_of(self._job), {}
+        for kind, rows in self._view.nodes.items():
+            x = shard.nodes(kind).x
+            found[kind] = {DEGREE: rows.degree(False)[:, None].contiguous()}
+            if x is not None:
+                found[kind][X] = x.contiguous()
+            if any(edges.weight is not None for name, edges in self._job.graph.edges.items() if name.dst == kind):
+                found[kind][WEIGHTED] = rows.degree(True)[:, None].contiguous()
+        if isinstance(self._aggregated, Tensor):
+            found[self._target][_NEAR] = self._aggregated.contiguous()
+        elif self._aggregated is not None:
+            for name, near in self._aggregated.items():
+                found[name.dst][str(name)] = near.contiguous()
+        return found
+
+    def _ready(self, reader: Reader) -> Ready:
+        if isinstance(self._aggregated, Tensor):
+            return Ready(reader.batch, reader.sampled.views, *self._read_both(reader, self._aggregated))
+        x = {kind: self._read_x(reader, kind) for kind in reader.sampled.ids}
+        near = self._read_aggregate(reader, self._aggregated)
+        return Ready(reader.batch, reader.sampled.views, x if len(x) > 1 else next(iter(x.values())), near)
+
+    def _read_both(self, reader: Reader, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, aggregated) as neighbouring columns: a layer that multiplies both makes one product of them."""
+        kind, dtype, width = self._target, kept.dtype, kept.shape[1]
+        x = self._relay.tables.rows[kind][X]
+        both = buffers.empty((len(reader.sampled.ids[kind]), width + x.shape[1]), dtype)
+        near = reader.read(kind, _NEAR, out=both[:, :width])
+        if torch.promote_types(x.dtype, torch.float32) == dtype:
+            return reader.read(kind, X, out=both[:, width:]), near
+        return both[:, width:].copy_(reader.read(kind, X)), near
+
+    def _read_aggregate(self, reader: Reader, kept: Mapping[EdgeType, Tensor] | None) -> Aggregate | None:
+        return None if kept is None else {name: reader.read(name.dst, str(name)) for name in kept}
+
+    def _read_x(self, reader: Reader, kind: str) -> Tensor:
+        dtype = PRECISIONS[self._job.precision]
+        if X not in self._relay.tables.rows[kind]:
+            return torch.empty(len(reader.sampled.ids[kind]), 0, dtype=dtype)
+        return reader.read(kind, X).to(dtype)
+
+    def _block_taking(self, out: Any, view: LocalView) -> Take:
+        """Rows of a block's output by store id, in the precision of the loss."""
+
+        def take(kind: str, ids: Tensor) -> Tensor:
+            rows: Tensor = out[kind] if isinstance(out, dict) else out
+            return view.of(kind).take(rows, ids).to(PRECISIONS[self._job.precision])
+
+        return take
+
+
+_NEAR = "aggregate"
+
+
+def _apart(world: World) -> World:
+    """The same ranks with connections of their own, for the thread that makes relays."""
+    return world if world.size == 1 else world.among("relay", range(world.size))

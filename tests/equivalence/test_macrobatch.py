@@ -1,0 +1,288 @@
+"""macrobatch equals sampled local: blocks, losses, final weights and predictions, however the graph is cut; and bit by
+bit whatever shares a relay, is kept from one to the next, or is made ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gnnfleet.comm.exchange import Ring
+from gnnfleet.comm.world import World
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.partition import Partition
+from gnnfleet.graph.sample import Sampler
+from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.ops.draws import DrawKey
+from gnnfleet.run.build import Here, build
+from gnnfleet.run.config import resolve
+from gnnfleet.sharded.ring import RingView
+from gnnfleet.sharded.sampler import PartSampler
+from tests.equivalence.spread import cut_graph, plain_graph, related_graph, typed_graph
+from tests.equivalence.test_sar import close, linked
+from tests.ranks import Crew, with_shelf
+
+EPOCHS = 2
+FANOUTS = [4, 3, 2]
+MODELS: list[dict[str, Any]] = [
+    {"name": "gcn", "input_dropout": 0.3},
+    {"name": "sage", "norm": "layer"},
+    {"name": "sage", "aggr": "max"},
+    {"name": "gat", "heads": 2, "edge_features": True, "attention_dropout": 0.3},
+    {"name": "gatv2", "heads": 2},
+    {"name": "gin"},
+]
+TYPED: list[dict[str, Any]] = [{"name": "rgcn"}]
+GRAPHS = {
+    "plain": (plain_graph, MODELS),
+    "typed": (typed_graph, TYPED),
+    "related": (related_graph, [{"name": "rgcn", "bases": 2}]),
+}
+
+
+def words(model: dict[str, Any], **strategy: Any) -> dict[str, Any]:
+    base = {"hidden": 8, "layers": 3, "dropout": 0.4}
+    train = {"lr": 0.02, "weight_decay": 1e-3, "clip": 1.0}
+    knobs = {"fanouts": FANOUTS, "batch": 7, "cache_inputs": False, **strategy}
+    return {"model": {**base, **model}, "train": train, "precision": "float64", "seed": 5, "strategy": knobs}
+
+
+def trained(graph: Graph, tree: dict[str, Any], here: Here | None = None) -> dict[str, Any]:
+    strategy = build(graph, resolve(tree), here=here).strategy
+    losses = [(record.loss, record.count, record.step) for epoch in range(EPOCHS) for record in strategy.steps(epoch)]
+    found = {
+        "losses": torch.tensor(losses, dtype=torch.float64),
+        "test": strategy.evaluate("test"),
+        "weights": {name: tensor.clone() for name, tensor in strategy.state_dict()["model"].items()},
+        "logits": strategy.predict().logits,
+    }
+    strategy.close()
+    return found
+
+
+def here_of(world: World, parts: str) -> Here:
+    return Here(world, Partition.open(parts).shard(world.rank))
+
+
+def every_model(world: World, store: str, parts: str, name: str, knobs: dict[str, Any]) -> list[dict[str, Any]]:
+    world = with_shelf(world) if world.size == 3 else world  # the others through sockets
+    here = here_of(world, parts)
+    return [trained(open_store(store), words(model, name="macrobatch", **knobs), here) for model in GRAPHS[name][1]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stores")
+    for name, (make, _) in GRAPHS.items():
+        save_store(make(), path / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    return {
+        name: [trained(open_store(folder / name), words(model, name="local")) for model in models]
+        for name, (_, models) in GRAPHS.items()
+    }
+
+
+def only_first_predicts(found: list[dict[str, Any]]) -> None:
+    for one in found[1:]:
+        assert not len(one.pop("logits"))
+        close(one, {key: value for key, value in found[0].items() if key != "logits"}, "rank")
+
+
+WAYS = [(1, "random", 2), (2, "mincut", 1), (3, "random", 3), (4, "mincut", 100), (3, "edgeless", 2), (4, "empty", 2)]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize(("size", "how", "together"), WAYS)
+def test_equals_local(
+    crew: Crew,
+    folder: Path,
+    tmp_path: Path,
+    expected: dict[str, list[dict[str, Any]]],
+    size: int,
+    how: str,
+    together: int,
+    name: str,
+) -> None:
+    parts = cut_graph(open_store(folder / name), size, how, tmp_path / "parts")
+    found = crew.run(size, every_model, str(folder / name), str(parts), name, {"together": together})
+    for place, wanted in enumerate(expected[name]):
+        one = [of_rank[place] for of_rank in found]
+        only_first_predicts(one)
+        close(one[0], wanted, f"{name} {GRAPHS[name][1][place]}")
+
+
+KNOBS: list[dict[str, Any]] = [
+    {"together": 1},
+    {"together": 3},
+    {"together": "auto"},
+    {"together": "auto", "buffer": 20_000},
+    {"together": 2, "prefetch": 1},
+    {"together": 1, "cache": 300, "policy": "static"},
+    {"together": 2, "cache": 500, "policy": "score"},
+    {"together": 2, "cache": 500, "policy": "belady"},
+    {"together": 1, "cache": 100_000, "policy": "belady", "window": 3, "prefetch": 2},
+]
+
+
+def every_way(world: World, store: str, parts: str, model: dict[str, Any]) -> list[dict[str, Any]]:
+    here = here_of(world, parts)
+    found = []
+    for place, knobs in enumerate(KNOBS):
+        torch.set_num_threads(1 + place % 2)
+        found.append(trained(open_store(store), words(model, name="macrobatch", **knobs), here))
+    torch.set_num_threads(1)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_bits_however_rows_come(crew: Crew, folder: Path, tmp_path: Path, size: int) -> None:
+    """Batches per relay, rows kept, relays ahead and threads change nothing."""
+    parts = str(cut_graph(open_store(folder / "plain"), size, "random", tmp_path / "parts"))
+    for model in ({"name": "gat", "heads": 2}, {"name": "sage", "embedding": 3}):
+        for found in crew.run(size, every_way, str(folder / "plain"), parts, model):
+            for knobs, one in zip(KNOBS, found, strict=True):
+                assert torch.equal(one["losses"], found[0]["losses"]), knobs
+                for name, tensor in one["weights"].items():
+                    assert torch.equal(tensor, found[0]["weights"][name]), (knobs, name)
+
+
+CACHED = [{"name": "sage"}, {"name": "gcn"}, {"name": "gin"}]
+
+
+def with_cached_inputs(world: World, folder: str, parts: dict[str, str], strategy: str) -> list[dict[str, Any]]:
+    cases = [("plain", model) for model in CACHED] + [("typed", {"name": "rgcn"})]
+    found = []
+    for name, model in cases:
+        here = here_of(world, parts[name]) if parts else None
+        tree = words(model, name=strategy, cache_inputs=True)
+        found.append(trained(open_store(f"{folder}/{name}"), tree, here))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_cached_inputs_equal_those_of_local(crew: Crew, folder: Path, tmp_path: Path, size: int) -> None:
+    parts = {
+        name: str(cut_graph(open_store(folder / name), size, "random", tmp_path / name)) for name in ("plain", "typed")
+    }
+    wanted = with_cached_inputs(World(), str(folder), {}, "local")
+    found = crew.run(size, with_cached_inputs, str(folder), parts, "macrobatch")
+    for place, one in enumerate(wanted):
+        close(found[0][place], one, f"cached {place}")
+
+
+BY_RELATION = {"a:to:b": [2, 1], "b:back:a": [0, 3], "a:like:a": [2, 2], "a:hate:a": [-1, 1], "c:on:b": [1, 1]}
+
+
+def drawn_blocks(world: World, store: str, parts: str, name: str, count: int, fanouts: Any) -> dict[str, Any]:
+    """The blocks of some batches, some of them empty on some ranks, and what was sent for them."""
+    graph = open_store(store)
+    view = RingView.open(here_of(world, parts).shard, Ring(world))  # type: ignore[arg-type]
+    sampler = PartSampler(view, Ring(world, world.size, 0), fanouts)
+    before = world.traffic.rounds
+    random = torch.Generator().manual_seed(world.rank)
+    kind = "node" if name != "typed" else "a"
+    seeds = [torch.randperm(graph.nodes[kind].count, generator=random)[: 5 * (m % 3)] for m in range(count)]
+    keys = [DrawKey(3, 1, step) for step in range(count)]
+    found = sampler.blocks([({kind: ids}, key) for ids, key in zip(seeds, keys, strict=True)])
+    rounds = world.traffic.rounds - before
+    whole = Sampler(graph, fanouts)
+    for ids, key, one in zip(seeds, keys, found, strict=True):
+        for got, want in zip(one.views, whole.blocks({kind: ids}, key), strict=True):
+            assert got.layer == want.layer and got.key == want.key
+            for node_type, rows in want.nodes.items():
+                assert torch.equal(got.nodes[node_type].node_ids, rows.node_ids)
+                assert got.nodes[node_type].num_dst == rows.num_dst
+                reached = one.reached[node_type]
+                everywhere = torch.cat([reached.rows, *reached.far])
+                assert torch.equal(everywhere.sort().values, torch.arange(reached.count))
+            for edge_type, relation in want.relations.items():
+                mine = got.relations[edge_type]
+                assert torch.equal(mine.structure.indptr, relation.structure.indptr)
+                assert torch.equal(mine.structure.col, relation.structure.col)
+                assert torch.equal(mine.edge_ids, relation.edge_ids)
+                for one_side, other in ((mine.weight, relation.weight), (mine.attr, relation.attr)):
+                    assert (one_side is None) == (other is None)
+                    assert one_side is None or torch.equal(one_side, other)  # type: ignore[arg-type]
+                if relation.share is not None:
+                    assert mine.share is not None and torch.equal(mine.share(), relation.share())
+    return {"rounds": rounds}
+
+
+@pytest.mark.parametrize(("size", "how"), [(1, "random"), (2, "mincut"), (3, "empty"), (4, "random")])
+def test_blocks_are_those_of_one_process(crew: Crew, folder: Path, tmp_path: Path, size: int, how: str) -> None:
+    """And cost two rounds per hop, however many batches."""
+    for name in GRAPHS:
+        parts = str(cut_graph(open_store(folder / name), size, how, tmp_path / name))
+        for count in (1, 4):
+            found = crew.run(size, drawn_blocks, str(folder / name), parts, name, count, FANOUTS)
+            assert [one["rounds"] for one in found] == [0 if size == 1 else 2 * len(FANOUTS)] * size
+    fanouts = {tuple(word.split(":")): counts for word, counts in BY_RELATION.items()} | {("b", "never", "c"): [1, 1]}
+    crew.run(size, drawn_blocks, str(folder / "typed"), str(tmp_path / "typed"), "typed", 3, fanouts)
+
+
+LINKS: dict[str, dict[str, Any]] = {
+    "batch": {"link": {"negatives": 2, "exclude": "batch"}},
+    "none": {"link": {"decoder": "mlp", "dropout": 0.3, "negative_mode": "shared", "negatives": 5, "exclude": "none"}},
+    "disjoint": {"link": {"negatives": 1, "exclude": "disjoint:0.5"}},
+    "pair": {"model": {"embedding": 3}, "link": {"negative_mode": "pair", "exclude": "batch", "l2": 0.1}},
+    "typed": {"model": {"name": "rgcn"}, "link": {"reverse": "none", "exclude": "batch"}},
+}
+
+
+def link_words(case: str, **strategy: Any) -> dict[str, Any]:
+    more = LINKS[case]
+    tree = words({"name": "sage", "layers": 2, **more.get("model", {})}, fanouts=[3, 2], batch=50, **strategy)
+    return {**tree, "task": "link", "link": {"eval_negatives": 6, "ranking": "sampled", **more["link"]}}
+
+
+def every_link(world: World, folder: str, parts: dict[str, str], strategy: str) -> list[dict[str, Any]]:
+    found = []
+    for name in LINKS:
+        store = "linked-typed" if name == "typed" else "linked"
+        here = here_of(world, parts[store]) if parts else None
+        strategy_words = {"together": 2} if parts else {}
+        tree = link_words(name, name=strategy, **strategy_words)
+        strategy_made = build(open_store(f"{folder}/{store}"), resolve(tree), here=here).strategy
+        losses = [(record.loss, record.count) for epoch in range(EPOCHS) for record in strategy_made.steps(epoch)]
+        found.append({"losses": torch.tensor(losses), "test": strategy_made.evaluate("test")})
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_links_equal_local(crew: Crew, folder: Path, size: int) -> None:
+    """Edge seeds, negatives among all nodes, and the edges of the whole batch hidden, not of the rank's share."""
+    parts = {}
+    for store, make in (("linked", plain_graph), ("linked-typed", typed_graph)):
+        graph = save_store(linked(make), folder / store, overwrite=True)
+        parts[store] = str(cut_graph(graph, size, "random", folder / f"{store}-{size}"))
+    wanted = every_link(World(), str(folder), {}, "local")
+    for found in crew.run(size, every_link, str(folder), parts, "macrobatch"):
+        for name, one, other in zip(LINKS, found, wanted, strict=True):
+            close(one, other, name)
+
+
+def refused(world: World, store: str, parts: str, model: dict[str, Any], knobs: dict[str, Any]) -> str:
+    try:
+        build(open_store(store), resolve(words(model, name="macrobatch", **knobs)), here=here_of(world, parts))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_be_is_refused(crew: Crew, folder: Path, tmp_path: Path) -> None:
+    parts = str(cut_graph(open_store(folder / "plain"), 2, "random", tmp_path / "parts"))
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"name": "sage", "norm": "batch"}, {}, "batch norm"),
+        ({"name": "sage"}, {"fanouts": [3, 2]}, "one number per layer, 3; found 2"),
+        ({"name": "gat"}, {"cache_inputs": True}, "does not allow strategy.cache_inputs"),
+    ]
+    for model, knobs, text in cases:
+        for said in crew.run(2, refused, str(folder / "plain"), parts, model, knobs):
+            assert text in said
