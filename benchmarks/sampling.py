@@ -47,7 +47,7 @@ def time_blocks(graph: Any, threads: int, *, steps: int, read: bool) -> dict[str
     torch.set_num_threads(threads)
     sampler, nodes = Sampler(graph, FANOUTS), graph.only_nodes
     seconds, edges = [], []
-    for step, seeds in enumerate(islice(batches(nodes.mask("train").nonzero()[:, 0], BATCH, seed=0, epoch=0), steps)):
+    for step, seeds in islice(batches(nodes.mask("train").nonzero()[:, 0], BATCH, seed=0, epoch=0), steps):
         start = time.perf_counter()
         views = sampler.blocks({"node": seeds}, DrawKey(0, 0, step))
         if read:

@@ -10,7 +10,11 @@ from gnnfleet.graph.batches import batches, count_batches
 def test_every_item_once() -> None:
     items = torch.arange(0, 1000, 7)
     for size in (0, 1, 10, 142, 143, 5000):
-        dealt = list(batches(items, size, seed=3, epoch=1))
+        numbers, dealt = zip(*batches(items, size, seed=3, epoch=1), strict=True)
+        assert numbers == tuple(range(len(numbers)))
+        rest = list(batches(items, size, seed=3, epoch=1, first=2))
+        assert [number for number, _ in rest] == list(numbers[2:])
+        assert all(torch.equal(batch, dealt[number]) for number, batch in rest)
         assert len(dealt) == count_batches(len(items), size)
         assert torch.equal(torch.cat(dealt).sort().values, items)
         assert all(torch.equal(batch, batch.sort().values) for batch in dealt)
@@ -19,7 +23,10 @@ def test_every_item_once() -> None:
 
 def test_another_epoch_is_another_order() -> None:
     items = torch.arange(100)
-    first, again, other, seed = (list(batches(items, 30, seed=s, epoch=e)) for s, e in ((0, 0), (0, 0), (0, 1), (1, 0)))
+    first, again, other, seed = (
+        [batch for _, batch in batches(items, 30, seed=seed, epoch=epoch)]
+        for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])
     assert not torch.equal(first[0], seed[0])

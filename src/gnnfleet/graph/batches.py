@@ -19,13 +19,17 @@ def count_batches(items: int, size: int) -> int:
     return -(-items // size) if size else 1
 
 
-def batches(items: Tensor, size: int, *, seed: int, epoch: int) -> Iterator[Tensor]:
-    """[n] int64 items, ascending, as batches of ``size`` items (the last may be smaller), each ascending."""
+def batches(items: Tensor, size: int, *, seed: int, epoch: int, first: int = 0) -> Iterator[tuple[int, Tensor]]:
+    """(number, items) of batches of ``size`` items (the last may be smaller), from number ``first`` on.
+
+    ``items`` [n] int64 are ascending, and so are those of each batch.
+    """
     if not size or size >= len(items):
-        yield items
+        if not first:
+            yield 0, items
         return
     place = DrawKey(seed, epoch).draws(Purpose.ORDER).permutation(len(items)).long()
     dealt = torch.empty_like(items)
     dealt[place] = items
-    for low in range(0, len(items), size):
-        yield dealt[low : low + size].sort().values
+    for number in range(first, count_batches(len(items), size)):
+        yield number, dealt[number * size : (number + 1) * size].sort().values

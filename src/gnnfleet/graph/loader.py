@@ -88,16 +88,16 @@ class NeighborLoader:
         # Loops over one loader may overlap: each has a sampler of its own, given back at its end.
         sampler = self._idle.pop() if self._idle else Sampler(self._graph, **self._sampling)  # type: ignore[arg-type]
         try:
-            for step, seeds in enumerate(self._slices(epoch)):
+            for step, seeds in self._slices(epoch):
                 if len(seeds) == self._size or not self._drop_last:
                     yield self._batch(sampler, seeds, DrawKey(self._seed, epoch, step))
         finally:
             self._idle.append(sampler)
 
-    def _slices(self, epoch: int) -> Iterator[Tensor]:
+    def _slices(self, epoch: int) -> Iterator[tuple[int, Tensor]]:
         if self._shuffle:
             return batches(self._ids, self._size, seed=self._seed, epoch=epoch)
-        return iter(torch.split(self._ids, self._size))
+        return iter(enumerate(torch.split(self._ids, self._size)))
 
     def _batch(self, sampler: Sampler, seeds: Tensor, key: DrawKey) -> MiniBatch:
         views = sampler.blocks({self._kind: seeds}, key)

@@ -35,6 +35,10 @@ class Position:
 
     epoch: int = 0  # epochs done
     step: int = 0  # optimizer steps done
+    within: int = 0  # of these, steps of the epoch that is not done yet; what they came to:
+    loss: float = 0.0  # summed over items
+    count: int = 0  # items
+    seconds: float = 0.0
     best_epoch: int = 0  # epochs done at the best evaluation; 0 before there is one
     best_metric: float | None = None
     best_loss: float | None = None

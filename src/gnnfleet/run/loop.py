@@ -75,18 +75,63 @@ class _Best:
         self.unsaved = position
 
 
+class _Saved:
+    """When checkpoints are written, and writing them. Within an epoch the first rank says when to look again, so that
+    ranks agree without a word after every step; not after the first, for most full batches have no other."""
+
+    def __init__(self, plan: Plan, kept: _Best) -> None:
+        self._plan, self._kept = plan, kept
+        self._at = time.monotonic()
+        self._wait, self._begun, self._done = _FIRST_LOOK, self._at, 0
+
+    @property
+    def is_overdue(self) -> bool:
+        return time.monotonic() - self._at >= self._plan.train.checkpoint_seconds
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._wait, self._begun, self._done = _FIRST_LOOK, time.monotonic(), 0
+
+    def after_step(self, strategy: Strategy, position: Position) -> float:
+        """Write a checkpoint if it is time; the seconds that took."""
+        every = self._plan.train.checkpoint_seconds
+        self._wait, self._done = self._wait - 1, self._done + 1
+        if self._wait or not every:
+            return 0.0
+        each = (time.monotonic() - self._begun) / self._done
+        word = self._plan.agree({"save": self.is_overdue, "wait": max(1, int(every / _LOOKS / max(each, 1e-9)))})
+        self._wait = word["wait"]
+        if not word["save"]:
+            return 0.0
+        started = time.monotonic()
+        self.save(strategy, position)
+        return time.monotonic() - started
+
+    def save(self, strategy: Strategy, position: Position) -> None:
+        """Best before last: a kill in between leaves a last from which the same best is found again."""
+        kept = self._kept
+        if kept.unsaved is not None and kept.state is not None:
+            self._plan.keeper.save("best", kept.state, kept.unsaved)
+            kept.unsaved = None
+        self._plan.keeper.save("last", strategy.state_dict(), position)
+        self._at = time.monotonic()
+
+
+_FIRST_LOOK = 2  # steps of an epoch before the first look at the clock
+_LOOKS = 4  # looks at the clock between two checkpoints
+
+
 def fit(strategy: Strategy, plan: Plan, *, start: Position | None = None, best: State | None = None) -> Outcome:
     """Train from ``start`` on; ends with the best weights loaded. Raises RunError when the loss is no number."""
     position = start or Position()
     kept = _Best(best)
     rows: list[dict[str, Any]] = []
-    saved_at, saved_epoch = time.monotonic(), position.epoch
+    saved = _Saved(plan, kept)
+    last_saved = position.epoch
     while position.epoch < plan.train.epochs and not _exhausted(position, plan):
-        row = _epoch(strategy, position, plan.train)
-        position = replace(position, epoch=position.epoch + 1, step=position.step + row.pop("steps"))
+        position, row = _epoch(strategy, position, plan.train, saved)
         found = _validate(strategy, plan, position, row)
-        overdue = time.monotonic() - saved_at >= plan.train.checkpoint_seconds
-        word = plan.agree({"found": found, "save": overdue})
+        word = plan.agree({"found": found, "save": saved.is_overdue})
         if word["found"] is not None and _is_better(word["found"], plan.metric, position):
             position = _better(word["found"], plan.metric, position)
             kept.take(strategy, position)
@@ -95,10 +140,10 @@ def fit(strategy: Strategy, plan: Plan, *, start: Position | None = None, best: 
             sink.write(row)
         plan.display.show(row)
         if word["save"]:
-            _save(strategy, plan, position, kept)
-            saved_at, saved_epoch = time.monotonic(), position.epoch
-    if saved_epoch < position.epoch:
-        _save(strategy, plan, position, kept)
+            saved.save(strategy, position)
+            last_saved = position.epoch
+    if last_saved < position.epoch:
+        saved.save(strategy, position)
     if kept.state is not None and position.best_epoch != position.epoch:
         strategy.load_state_dict(kept.state)
     if not plan.validates:
@@ -106,20 +151,30 @@ def fit(strategy: Strategy, plan: Plan, *, start: Position | None = None, best: 
     return Outcome(position, rows, stopped_early=position.epoch < plan.train.epochs)
 
 
-def _epoch(strategy: Strategy, position: Position, train: TrainConfig) -> dict[str, Any]:
-    started = time.perf_counter()
-    loss, count, steps = 0.0, 0, 0
-    for record in strategy.steps(position.epoch):
+def _epoch(
+    strategy: Strategy, position: Position, train: TrainConfig, saved: _Saved
+) -> tuple[Position, dict[str, Any]]:
+    """(where the run stands after the epoch, its row); perhaps it was begun before."""
+    started = time.perf_counter() - position.seconds
+    saved.begin()
+    for record in strategy.steps(position.epoch, position.within):
         if not math.isfinite(record.loss):
             raise RunError(
                 f"the loss is {record.loss} in epoch {position.epoch + 1}, step {record.step}: try a smaller train.lr "
                 f"(now {train.lr:g}), train.clip=1, or --precision float32; checkpoints from before are kept"
             )
-        loss += record.loss * record.count
-        count += record.count
-        steps += 1
-    seconds = time.perf_counter() - started
-    return {"epoch": position.epoch + 1, "train_loss": loss / max(count, 1), "seconds": seconds, "steps": steps}
+        position = replace(
+            position,
+            step=position.step + 1,
+            within=position.within + 1,
+            loss=position.loss + record.loss * record.count,
+            count=position.count + record.count,
+            seconds=time.perf_counter() - started,
+        )
+        started += saved.after_step(strategy, position)
+    mean = position.loss / max(position.count, 1)
+    row = {"epoch": position.epoch + 1, "train_loss": mean, "seconds": time.perf_counter() - started}
+    return replace(position, epoch=position.epoch + 1, within=0, loss=0.0, count=0, seconds=0.0), row
 
 
 def _validate(strategy: Strategy, plan: Plan, position: Position, row: dict[str, Any]) -> dict[str, float] | None:
@@ -150,11 +205,3 @@ def _is_better(found: Mapping[str, float], metric: str, position: Position) -> b
 
 def _exhausted(position: Position, plan: Plan) -> bool:
     return bool(plan.train.patience) and position.epoch - position.best_epoch >= plan.train.patience
-
-
-def _save(strategy: Strategy, plan: Plan, position: Position, kept: _Best) -> None:
-    """Best before last: a kill in between leaves a last from which the same best is found again."""
-    if kept.unsaved is not None and kept.state is not None:
-        plan.keeper.save("best", kept.state, kept.unsaved)
-        kept.unsaved = None
-    plan.keeper.save("last", strategy.state_dict(), position)

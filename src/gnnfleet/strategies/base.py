@@ -125,8 +125,8 @@ class Strategy(Protocol):
     @property
     def model(self) -> Model: ...
 
-    def steps(self, epoch: int) -> Iterator[StepRecord]:
-        """Run one epoch; a record after each optimizer step."""
+    def steps(self, epoch: int, first: int = 0) -> Iterator[StepRecord]:
+        """Run one epoch, or the rest of it from step ``first`` on; a record after each optimizer step."""
 
     def evaluate(self, split: str) -> dict[str, float]:
         """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""

@@ -34,18 +34,18 @@ class SampledBatches:
         self._sampler = Sampler(job.graph, hops_of(config.fanouts), replace=config.replace)
         check_layers(len(self._sampler.hops), job.model.num_layers)
 
-    def epoch(self, epoch: int) -> Iterator[Ready]:
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[Ready]:
         depth = self._config.prefetch
-        return prefetched(self._make(epoch), self._depth() if depth == "auto" else depth)
+        return prefetched(self._make(epoch, first), self._depth() if depth == "auto" else depth)
 
     def _depth(self) -> int:
         tables = [nodes.x for nodes in self._job.graph.nodes.values() if nodes.x is not None]
         return wise_depth(sum(x.numel() * x.element_size() for x in tables))
 
-    def _make(self, epoch: int) -> Iterator[Ready]:
+    def _make(self, epoch: int, first: int) -> Iterator[Ready]:
         task, seed = self._job.task, self._job.seed
-        items = batches(task.trained(seed, epoch), self._config.batch_size, seed=seed, epoch=epoch)
-        for step, part in enumerate(items):
+        items = task.trained(seed, epoch)
+        for step, part in batches(items, self._config.batch_size, seed=seed, epoch=epoch, first=first):
             yield self._ready(task.batch(part, DrawKey(seed, epoch, step)))
 
     def _ready(self, batch: Batch) -> Ready:

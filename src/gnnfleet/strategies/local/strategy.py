@@ -58,24 +58,23 @@ class LocalStrategy:
             self._aggregated, self.__dict__["_x"] = side_by_side(self._aggregated, self._x)
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
-    def steps(self, epoch: int) -> Iterator[StepRecord]:
+    def steps(self, epoch: int, first: int = 0) -> Iterator[StepRecord]:
         started = time.perf_counter()
-        with closing(self._batches(epoch)) as made:
-            for step, ready in enumerate(made):
+        with closing(self._batches(epoch, first)) as made:
+            for step, ready in enumerate(made, first):
                 self._known = None
                 loss = self._step(ready)
                 yield StepRecord(epoch, step, loss, len(ready.batch.items), time.perf_counter() - started)
                 started = time.perf_counter()
 
-    def _batches(self, epoch: int) -> Generator[Ready]:
-        """What the steps of an epoch run on."""
+    def _batches(self, epoch: int, first: int) -> Generator[Ready]:
+        """What the steps of an epoch run on, from ``first`` on."""
         if self._sampled is not None:
-            yield from self._sampled.epoch(epoch)
+            yield from self._sampled.epoch(epoch, first)
             return
         task, seed = self._job.task, self._job.seed
-        for step, items in enumerate(
-            batches(task.trained(seed, epoch), self._config.batch_size, seed=seed, epoch=epoch)
-        ):
+        every = task.trained(seed, epoch)
+        for step, items in batches(every, self._config.batch_size, seed=seed, epoch=epoch, first=first):
             batch = task.batch(items, DrawKey(seed, epoch, step))
             seen = task.hide(self._view, batch)
             last = seen if self._last is self._view else task.hide(self._last, batch)

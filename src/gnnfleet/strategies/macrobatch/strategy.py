@@ -68,11 +68,11 @@ class MacrobatchStrategy(PartsStrategy):
             if isinstance(module, NodeEmbedding) and module.ids is not None:
                 module.fetch = view.of(module.kind if module.kind in view.nodes else self._target).take
 
-    def steps(self, epoch: int) -> Iterator[StepRecord]:
+    def steps(self, epoch: int, first: int = 0) -> Iterator[StepRecord]:
         _ = self._together  # chosen before the clock starts
         started = time.perf_counter()
-        with closing(self._readers(epoch)) as readers:
-            for step, reader in enumerate(readers):
+        with closing(self._readers(epoch, first)) as readers:
+            for step, reader in enumerate(readers, first):
                 loss = self._step(self._ready(reader))
                 yield StepRecord(epoch, step, loss, len(reader.batch.every), time.perf_counter() - started)
                 started = time.perf_counter()
@@ -85,24 +85,24 @@ class MacrobatchStrategy(PartsStrategy):
         loss = self._task.loss(self._block_taking(out, ready.views[-1]), ready.batch)
         return self._learn(loss / len(ready.batch.every))
 
-    def _readers(self, epoch: int) -> Generator[Reader]:
-        """The batches of an epoch, as their relays come in."""
+    def _readers(self, epoch: int, first: int) -> Generator[Reader]:
+        """The batches of an epoch from ``first`` on, as their relays come in."""
         window = self._config.window if self._relay.kept and self._config.policy == "belady" else 0
-        for fetched in prefetched(self._relay.fetch_ahead(self._plans(epoch), window), self._depth):
+        for fetched in prefetched(self._relay.fetch_ahead(self._plans(epoch, first), window), self._depth):
             for place in range(len(fetched.plan.batches)):
                 yield Reader(self._relay.tables, fetched, place)
 
-    def _plans(self, epoch: int) -> Iterator[Plan]:
-        waiting = self._batches(epoch)
+    def _plans(self, epoch: int, first: int) -> Iterator[Plan]:
+        waiting = self._batches(epoch, first)
         while group := list(islice(waiting, self._together)):
             yield self._relay.sample(group)
 
-    def _batches(self, epoch: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """This rank's share of the batches of an epoch; as many on all ranks, some perhaps without items."""
         seed = self._job.seed
         items = self._job.task.trained(seed, epoch)
         mine = self._mine(items)
-        for step, every in enumerate(batches(items, self._config.batch, seed=seed, epoch=epoch)):
+        for step, every in batches(items, self._config.batch, seed=seed, epoch=epoch, first=first):
             own = every[mine[torch.searchsorted(items, every)]]
             yield self._task.batch(own, DrawKey(seed, epoch, step), every)
 

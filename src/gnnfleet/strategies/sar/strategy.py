@@ -49,7 +49,9 @@ class SarStrategy(PartsStrategy):
         super().__init__(job, view, cache_inputs=config.cache_inputs, order=order)
         self._aggregated, self._x = side_by_side(self._aggregated, self._x)
 
-    def steps(self, epoch: int) -> Iterator[StepRecord]:
+    def steps(self, epoch: int, first: int = 0) -> Iterator[StepRecord]:
+        if first:
+            return  # there is one
         views = self._views
         started = time.perf_counter()
         self._code.begin()
