@@ -1,6 +1,4 @@
 // Bindings of sample.h and frontier.h.
-#include <algorithm>
-
 #include "bind.h"
 #include "frontier.h"
 #include "sample.h"
@@ -58,16 +56,16 @@ void meet(Frontier& frontier, In<Index> sources, Out<int32_t> places, int thread
   frontier.meet(sources.data(), size(sources), places.data(), threads);
 }
 
+// One call that lets Python make room for what will be placed by the next.
 int64_t grow(Frontier& frontier) {
   nb::gil_scoped_release free;
-  frontier.grow();
-  return static_cast<int64_t>(frontier.ids().size());
+  return frontier.grow();
 }
 
-void copy_ids(const Frontier& frontier, Out<int64_t> out) {
-  require(out.shape(0) == frontier.ids().size(), "copy_ids: one entry per row");
+void place(Frontier& frontier, Out<int64_t> ids) {
+  require(size(ids) == frontier.waiting(), "place: one id per row that `grow` counted");
   nb::gil_scoped_release free;
-  std::copy(frontier.ids().begin(), frontier.ids().end(), out.data());
+  frontier.place(ids.data());
 }
 
 template <class Index>
@@ -103,7 +101,7 @@ void bind_sample(nb::module_& m) {
   frontier.def(nb::init<int64_t>(), "count"_a)
       .def("start", start, "ids"_a.noconvert())
       .def("grow", grow)
-      .def("copy_ids", copy_ids, "out"_a.noconvert())
+      .def("place", place, "ids"_a.noconvert())
       .def("clear", clear)
       .def_prop_ro("bytes", &Frontier::bytes);
   bind_indexed<int32_t>(m, frontier);

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kGrain = 1 << 13;  // sources; below this, waking threads costs more than they do
 constexpr int64_t kAhead = 16;       // how many steps ahead memory is asked for
-constexpr int kLine = 4;             // bits of an id that choose a place in its line; the others are the key of the line
+constexpr int kLine = 5;             // bits of an id that choose a place in its line; the others are the key of the line
 constexpr int64_t kMask = (1 << kLine) - 1;
 constexpr int kNumber = 32 - kLine;  // bits of a line's number: the place of an id has 32
 constexpr uint64_t kEmpty = ~uint64_t{0};
@@ -27,7 +27,7 @@ int64_t key_of(uint64_t word) { return static_cast<int64_t>(word >> kNumber); }
 
 uint32_t place_of(uint64_t word, int64_t id) { return static_cast<uint32_t>(word << kLine | static_cast<uint64_t>(id & kMask)); }
 
-uint16_t mark_of(int64_t id) { return static_cast<uint16_t>(1 << (id & kMask)); }
+uint32_t mark_of(int64_t id) { return uint32_t{1} << (id & kMask); }
 
 // Ascending, by digits from the lowest up, no more of them than the highest number needs.
 void sort_numbers(std::vector<int64_t>& numbers, std::vector<int64_t>& spare) {
@@ -54,12 +54,12 @@ struct Frontier::Newcomers {
   uint64_t mine = kEmpty;  // a number that was taken for a line which another thread entered first
 
   // The word of a line, which is entered if it is not there; the entry in any case.
-  template <bool shared>
+  template <bool shared, bool own>
   uint64_t enter(const Slots& slots, int64_t key, Entry*& entry) {
-    for (entry = slots.home(key);; entry = slots.next(entry)) {
+    for (entry = slots.home<own>(key);; entry = slots.next(entry)) {
       std::atomic_ref<uint64_t> there(entry->word);
       uint64_t found = there.load(std::memory_order_relaxed);
-      if (key_of(found) == key) return found;
+      if (own ? found != kEmpty : key_of(found) == key) [[likely]] return found;
       if (found != kEmpty) continue;
       if (mine == kEmpty) mine = shared ? std::atomic_ref<uint64_t>(numbers).fetch_add(1, std::memory_order_relaxed) : numbers++;
       const uint64_t word = static_cast<uint64_t>(key) << kNumber | mine;
@@ -79,7 +79,7 @@ struct Frontier::Newcomers {
 };
 
 Frontier::Frontier(int64_t count) : count_(count) {
-  if (count >= kMost) throw std::length_error("frontier: more nodes than 2^40");
+  if (count >= kMost) throw std::length_error("frontier: 2^42 nodes or more");
   reserve(0);
 }
 
@@ -97,7 +97,7 @@ int64_t Frontier::known() const {
 
 // For how many new keys there is room.
 int64_t Frontier::room() const {
-  return slots_.factor == 1 ? std::numeric_limits<int64_t>::max() : static_cast<int64_t>(capacity_) / kFill - known();
+  return slots_.own() ? std::numeric_limits<int64_t>::max() : static_cast<int64_t>(capacity_) / kFill - known();
 }
 
 void Frontier::reserve(int64_t keys) {
@@ -129,7 +129,7 @@ int64_t Frontier::start(const int64_t* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     Entry* entry = nullptr;
     uint64_t word = 0;
-    if (ids[i] >= 0 && ids[i] < count_) word = newcomers.enter<false>(slots_, ids[i] >> kLine, entry);
+    if (ids[i] >= 0 && ids[i] < count_) word = newcomers.enter<false, false>(slots_, ids[i] >> kLine, entry);
     if (!entry || entry->rows & mark_of(ids[i])) {
       clear();
       return i;
@@ -138,28 +138,28 @@ int64_t Frontier::start(const int64_t* ids, int64_t n) {
     entry->rows |= mark_of(ids[i]);
     if (lines_.size() < numbers_ << kLine) lines_.resize(numbers_ << kLine);
     lines_[place_of(word, ids[i])] = static_cast<int32_t>(i);
-    ids_.push_back(ids[i]);
   }
+  rows_ = n;
   return -1;
 }
 
 // False for a source out of range, which is left out. There is room among the newcomers for all.
-template <bool shared, typename Index>
+template <bool shared, bool own, typename Index>
 bool Frontier::insert_all(const Index* sources, int64_t n, int32_t* places, Newcomers newcomers) const {
   const Slots slots = slots_;
   const uint64_t count = static_cast<uint64_t>(count_);
   bool good = true;
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) __builtin_prefetch(slots.home(sources[i + kAhead] >> kLine), 1);
+    if (i + kAhead < n) __builtin_prefetch(slots.home<own>(sources[i + kAhead] >> kLine), 1);
     const int64_t id = sources[i];
     if (static_cast<uint64_t>(id) >= count) [[unlikely]] {
       good = false;
       continue;
     }
     Entry* entry;
-    const uint64_t word = newcomers.enter<shared>(slots, id >> kLine, entry);
+    const uint64_t word = newcomers.enter<shared, own>(slots, id >> kLine, entry);
     if constexpr (shared) {
-      std::atomic_ref<uint16_t> met(entry->met);
+      std::atomic_ref<uint32_t> met(entry->met);
       if (!(met.load(std::memory_order_relaxed) & mark_of(id))) met.fetch_or(mark_of(id), std::memory_order_relaxed);
     } else {
       entry->met |= mark_of(id);  // without asking: whether a node is known cannot be foretold
@@ -169,11 +169,17 @@ bool Frontier::insert_all(const Index* sources, int64_t n, int32_t* places, Newc
   return good;
 }
 
+template <bool shared, typename Index>
+bool Frontier::insert(const Index* sources, int64_t n, int32_t* places, Newcomers newcomers) const {
+  return slots_.own() ? insert_all<shared, true>(sources, n, places, newcomers) : insert_all<shared, false>(sources, n, places, newcomers);
+}
+
 template <typename Index>
 void Frontier::meet(const Index* sources, int64_t n, int32_t* places, int threads) {
   const int team = n < kGrain ? 1 : std::max(1, threads);
   fresh_.resize(std::max(fresh_.size(), static_cast<size_t>(team)));
   settled_ = false;
+  waiting_ = -1;
   bool good = true;
   // All of a chunk may be new. While there is room for many, a chunk is as large as the room: the table need not grow for
   // sources that turn out to be known.
@@ -187,13 +193,13 @@ void Frontier::meet(const Index* sources, int64_t n, int32_t* places, int thread
       fresh.reserve(fresh.size() + static_cast<size_t>(std::min(share, static_cast<int64_t>(capacity_))));
     }
     if (team == 1) {
-      good = insert_all<false>(sources + begin, end - begin, places + begin, {fresh_[0], numbers_}) && good;
+      good = insert<false>(sources + begin, end - begin, places + begin, {fresh_[0], numbers_}) && good;
       continue;
     }
 #pragma omp parallel for num_threads(team) schedule(static) reduction(&& : good)
     for (int part = 0; part < team; ++part) {
       const int64_t first = std::min(end, begin + share * part), last = std::min(end, first + share);
-      good = insert_all<true>(sources + first, last - first, places + first, {fresh_[static_cast<size_t>(part)], numbers_}) && good;
+      good = insert<true>(sources + first, last - first, places + first, {fresh_[static_cast<size_t>(part)], numbers_}) && good;
     }
   }
   if (!good) throw std::out_of_range("frontier: a source is out of range");
@@ -202,26 +208,43 @@ void Frontier::meet(const Index* sources, int64_t n, int32_t* places, int thread
 template void Frontier::meet<int32_t>(const int32_t*, int64_t, int32_t*, int);
 template void Frontier::meet<int64_t>(const int64_t*, int64_t, int32_t*, int);
 
-void Frontier::grow() {
-  if (settled_) return;
+int64_t Frontier::grow() {
+  waiting_ = 0;
+  if (settled_) return 0;
   for (auto& part : fresh_) {
     keys_.insert(keys_.end(), part.begin(), part.end());
     part.clear();
   }
   sort_numbers(keys_, spare_);
-  if (lines_.size() < numbers_ << kLine) lines_.resize(numbers_ << kLine);
   for (size_t i = 0; i < keys_.size(); ++i) {
-    if (i + kAhead < keys_.size()) __builtin_prefetch(slots_.home(keys_[i + kAhead]), 1);
+    if (i + kAhead < keys_.size()) __builtin_prefetch(slots_.home(keys_[i + kAhead]));
+    const Entry& entry = *slots_.find(keys_[i]);
+    waiting_ += std::popcount(entry.met & ~entry.rows);
+  }
+  if (rows_ + waiting_ > int64_t{1} << 31) throw std::length_error("frontier: too many nodes for one batch");
+  if (lines_.size() < numbers_ << kLine) lines_.resize(numbers_ << kLine);
+  return waiting_;
+}
+
+void Frontier::place(int64_t* ids) {
+  int32_t* lines = lines_.data();
+  int64_t row = rows_;
+  for (size_t i = 0; i < keys_.size(); ++i) {
+    if (i + kAhead < keys_.size()) {
+      __builtin_prefetch(slots_.home(keys_[i + kAhead]), 1);
+      __builtin_prefetch(lines + place_of(slots_.home(keys_[i + kAhead / 2])->word, 0), 1);  // a guess, mostly right
+    }
     Entry& entry = *slots_.find(keys_[i]);
     uint32_t bits = entry.met & ~entry.rows;
     entry.rows = entry.met;
     for (; bits; bits &= bits - 1) {
       const int64_t id = keys_[i] << kLine | std::countr_zero(bits);
-      lines_[place_of(entry.word, id)] = static_cast<int32_t>(ids_.size());
-      ids_.push_back(id);
+      lines[place_of(entry.word, id)] = static_cast<int32_t>(row++);
+      *ids++ = id;
     }
   }
-  if (ids_.size() > size_t{1} << 31) throw std::length_error("frontier: too many nodes for one batch");
+  rows_ = row;
+  waiting_ = 0;
   settled_ = true;
 }
 
@@ -266,12 +289,12 @@ void Frontier::clear() {
     part.clear();
   }
   numbers_ = 0;
-  ids_.clear();
+  rows_ = waiting_ = 0;
   settled_ = true;
 }
 
 int64_t Frontier::bytes() const {
-  size_t numbers = ids_.capacity() + keys_.capacity() + spare_.capacity();
+  size_t numbers = keys_.capacity() + spare_.capacity();
   for (const auto& part : fresh_) numbers += part.capacity();
   return static_cast<int64_t>(capacity_ * sizeof(Entry) + lines_.capacity() * sizeof(int32_t) + numbers * sizeof(int64_t));
 }

@@ -1,9 +1,9 @@
 // The nodes of one type that a batch reads, in the order of its rows: a table from store id to row whose size goes by the
 // nodes that were met, not by those there are.
 //
-// Open addressing with linear probing, one entry for a line of 16 ids. Where ids lie close, as they do in most stores, an
+// Open addressing with linear probing, one entry for a line of 32 ids. Where ids lie close, as they do in most stores, an
 // entry serves many: the table stays in a near cache, and there are few entries to sort. Where no two share a line, a node
-// costs 100 to 150 bytes. Neither threads nor the order of sources matter.
+// costs about 210 bytes. Neither threads nor the order of sources matter.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -13,7 +13,7 @@ namespace gnnfleet {
 
 class Frontier {
  public:
-  explicit Frontier(int64_t count);  // ids are below count, which is at most 2^40; throws std::length_error
+  explicit Frontier(int64_t count);  // ids are below count, which is below 2^42; throws std::length_error
 
   // Rows 0 .. for some ids, in their order. Returns the first one out of range or there already as its position, and
   // then holds nothing; or -1.
@@ -24,8 +24,12 @@ class Frontier {
   template <typename Index>
   void meet(const Index* sources, int64_t n, int32_t* places, int threads);
 
-  // Gives rows to what was met, in ascending order of ids. Throws std::length_error where int32 does not suffice.
-  void grow();
+  // How many of those that were met will get a row in `place`, which must follow before more is met. Throws
+  // std::length_error where int32 does not suffice.
+  int64_t grow();
+
+  // Gives them rows, in ascending order of ids, and writes the ids.
+  void place(int64_t* ids);
 
   // Places become rows.
   void rows_at(int64_t n, int32_t* places, int threads) const;
@@ -36,14 +40,14 @@ class Frontier {
 
   void clear();
 
-  const std::vector<int64_t>& ids() const { return ids_; }
+  int64_t waiting() const { return waiting_; }  // what `grow` said; -1 if more was met since
   bool settled() const { return settled_; }  // all that was met has a row
   int64_t bytes() const;
 
  private:
   struct Entry {
     uint64_t word;       // which line of ids, and below that its number here: one word, so that threads see both or neither
-    uint16_t met, rows;  // one bit per id
+    uint32_t met, rows;  // one bit per id
   };
 
   // Copied by those who walk over many ids, so that it stays in registers.
@@ -53,13 +57,19 @@ class Frontier {
     uint64_t factor = 1;
     int shift = 0;
 
-    Entry* home(int64_t key) const { return entries + (static_cast<uint64_t>(key) * factor >> shift); }
+    bool own() const { return factor == 1; }  // each key has an entry of its own
+    template <bool own = false>
+    Entry* home(int64_t key) const {
+      return entries + (own ? static_cast<uint64_t>(key) : static_cast<uint64_t>(key) * factor >> shift);
+    }
     Entry* next(Entry* entry) const { return entries + (static_cast<uint64_t>(entry - entries + 1) & last); }
     Entry* find(int64_t key) const;  // or the empty one where it would be
   };
   struct Newcomers;
 
   template <bool shared, typename Index>
+  bool insert(const Index* sources, int64_t n, int32_t* places, Newcomers newcomers) const;
+  template <bool shared, bool own, typename Index>
   bool insert_all(const Index* sources, int64_t n, int32_t* places, Newcomers newcomers) const;
   void reserve(int64_t keys);
   void forget(const std::vector<int64_t>& keys);
@@ -67,13 +77,13 @@ class Frontier {
   int64_t room() const;
 
   int64_t count_;
+  int64_t rows_ = 0, waiting_ = 0;
   bool settled_ = true;
   uint64_t capacity_ = 0;
   std::unique_ptr<Entry[]> entries_;
   Slots slots_;
   uint64_t numbers_ = 0;                     // lines that have one
-  std::vector<int32_t> lines_;               // rows, 16 a line, by its number; not cleared, entries say what counts
-  std::vector<int64_t> ids_;                 // by row
+  std::vector<int32_t> lines_;               // rows, 32 a line, by its number; not cleared, entries say what counts
   std::vector<int64_t> keys_;                // in the table, but for the fresh ones
   std::vector<std::vector<int64_t>> fresh_;  // entered since the last growth, by thread
   std::vector<int64_t> spare_;               // for sorting; kept, as new pages cost more than the sorting

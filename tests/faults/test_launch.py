@@ -25,9 +25,9 @@ SAME: dict[str, Any] = {"strategy": "sar", "workers": 2, "model": {"name": "sage
 class Driver:
     """A command with two workers; knows its processes and ports, also after they are gone."""
 
-    def __init__(self, store: Path, run_dir: Path, *words: str | Path) -> None:
+    def __init__(self, store: Path, run_dir: Path, *words: str | Path, strategy: str = "sar") -> None:
         self.run_dir = run_dir
-        self.process = start("train", store, "-s", "sar", "-w", "2", "--run-dir", run_dir, *words)
+        self.process = start("train", store, "-s", strategy, "-w", "2", "--run-dir", run_dir, *words)
         self.workers: dict[int, psutil.Process] = {}
         self.ports: list[int] = []
 
@@ -72,8 +72,8 @@ def drive(store: Path, tmp_path: Path) -> Iterator[Callable[..., Driver]]:
     """Starts commands by name; none of them outlives the test."""
     made: list[Driver] = []
 
-    def begin(name: str, *words: str | Path) -> Driver:
-        made.append(Driver(store, tmp_path / name, *words))
+    def begin(name: str, *words: str | Path, strategy: str = "sar") -> Driver:
+        made.append(Driver(store, tmp_path / name, *words, strategy=strategy))
         return made[-1]
 
     yield begin
@@ -123,6 +123,26 @@ def test_lost_workers_are_started_again_and_nobody_can_tell(
     for name in ("last", "best"):
         assert_same_checkpoint(tmp_path / "cut/checkpoints" / name, tmp_path / "whole/checkpoints" / name)
     assert [row["epoch"] for row in read_metrics(tmp_path / "cut/metrics.jsonl")] == list(range(1, 161))
+
+
+def test_macrobatch_names_the_dead_and_goes_on(drive: Callable[..., Driver], store: Path, tmp_path: Path) -> None:
+    """Killed while a thread fetches ahead and checkpoints fall into the middle of epochs."""
+    knobs = {"fanouts": [3, 2], "batch": 4, "prefetch": 1, "together": 3}
+    settings = {f"strategy.{key}": value for key, value in knobs.items()}
+    settings |= {"train.epochs": 12, "train.checkpoint_seconds": 0.05}
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    driver = drive("cut", *MODEL, *words, "--seed", "3", strategy="macrobatch").trains(2)
+    driver.workers[1].kill()
+    begun = time.monotonic()
+    code, said = driver.ends(20)
+    assert code == 8 and "error: rank 1 (pid " in said and "was killed by SIGKILL" in said, said
+    assert time.monotonic() - begun < 15
+    assert said.count("error: ") == 1 and "Traceback" not in said, said
+    code, said = drive("cut", *MODEL, *words, "--seed", "3", "--resume", strategy="macrobatch").ends(PATIENCE)
+    assert code == 0, said
+    strategy = {"name": "macrobatch", **knobs}
+    train(store, **{**SAME, "strategy": strategy}, epochs=12, seed=3, run_dir=tmp_path / "whole")
+    assert_same_checkpoint(tmp_path / "cut/checkpoints/last", tmp_path / "whole/checkpoints/last")
 
 
 BAD_MODEL = """

@@ -235,7 +235,7 @@ def streams(count: int, sizes: list[int], *, within: int, seed: int = 0) -> tupl
         (10**9, 60_000),  # one id in a line
         (2**31 + 10**6, 40_000),
         (2**39, 60_000),
-        (2**40 - 1, 1 << 15),
+        (2**42 - 1, 1 << 15),
     ],
 )
 def test_a_frontier_equals_numpy(team: int, count: int, within: int) -> None:
@@ -245,12 +245,12 @@ def test_a_frontier_equals_numpy(team: int, count: int, within: int) -> None:
 
 
 def test_ids_that_collide(team: int) -> None:
-    """Lines that a multiplicative hash puts into one slot, and into its neighbour, of a table of up to 2^15."""
+    """Lines of 32 ids that the hash puts into the last entry and the first, in a table of up to 2^15."""
     keys = np.arange(1 << 24, dtype=np.uint64)
     home = (keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - 15)
     lines = torch.from_numpy(keys[(home == 2**15 - 1) | (home == 0)].astype(np.int64))  # the end and the beginning
     assert len(lines) > 1000
-    ids = lines * 16 + torch.arange(len(lines)) % 16
+    ids = lines * 32 + torch.arange(len(lines)) % 32
     random = torch.Generator().manual_seed(1)
     sources = ids[torch.randint(len(ids), (20_000,), generator=random)]
     frontier = Frontier(2**40 - 1)
@@ -276,6 +276,8 @@ def test_memory_goes_by_what_was_met() -> None:
     assert held[0] == held[1] == held[2]
     assert held[0] < 400 * 20_000  # capacities are powers of two, and vectors grow by doubling
     assert Frontier(2**39)._table.bytes < 10_000
+    with pytest.raises(ValueError, match=r"2\^42 nodes"):
+        Frontier(2**42)
 
 
 @pytest.mark.parametrize("count", [1_000, 10**9])

@@ -92,10 +92,11 @@ class Frontier:
 
     def grow(self) -> None:
         """Give rows to the nodes that were met, in ascending order, whoever met them first."""
-        count = self._table.grow()
-        if count != self.ids.shape[0]:
-            self.ids = torch.empty(count, dtype=torch.int64)
-            self._table.copy_ids(self.ids)
+        before, new = self.ids.shape[0], self._table.grow()
+        ids = torch.empty(before + new, dtype=torch.int64)
+        ids[:before] = self.ids
+        self._table.place(ids[before:])
+        self.ids = ids
 
     def rows(self, sources: Tensor) -> Tensor:
         """[E] int32 the rows of nodes, −1 for one that was not met; ValueError between ``meet`` and ``grow``.
