@@ -35,8 +35,11 @@ class Tables:
         """What one node of a type weighs."""
         return sum(table.shape[1] * table.element_size() for table in self.rows[kind].values())
 
-    def fetch(self, wanted: Mapping[str, Tensor]) -> Rows:
-        """Rows of nodes of other parts, by node type [n] different store ids; two rounds. All ranks call it."""
+    def fetch(self, wanted: Mapping[str, Tensor]) -> tuple[Rows, dict[str, Tensor]]:
+        """(rows of nodes of other parts, by node type [n] the place in ``wanted`` of each), for different store ids.
+
+        Rows lie by owner, as they come. Two rounds; all ranks call it.
+        """
         world = self.ring.world
         orders, counts = {}, {}
         for kind in self.rows:
@@ -46,25 +49,29 @@ class Tables:
             assert not counts[kind][world.rank], "own rows are not fetched"
         asked = self._ask({kind: wanted[kind][order] for kind, order in orders.items()}, counts)
         found: Rows = {
-            kind: {name: table.new_empty(len(wanted[kind]), table.shape[1]) for name, table in tables.items()}
+            kind: {
+                name: self.ring.empty((len(wanted[kind]), table.shape[1]), table.dtype)
+                for name, table in tables.items()
+            }
             for kind, tables in self.rows.items()
         }
         lanes, targets = [], []
         for kind, tables in self.rows.items():
             routes = Routes(tuple(asked[kind]), tuple(counts[kind]))
-            places = torch.split(orders[kind], counts[kind])
             for name, table in tables.items():
-                if table.shape[1]:
-                    lanes.append(Lane(routes, table))
-                    targets.append((found[kind][name], places))
+                lanes.append(Lane(routes, table))
+                targets.append(torch.split(found[kind][name], counts[kind]))
 
         def visit(q: int, rows: list[Tensor]) -> None:
-            for (out, places), part in zip(targets, rows, strict=True):
+            for out, part in zip(targets, rows, strict=True):
                 if q != world.rank:
-                    out[places[q]] = part
+                    out[q].copy_(part)
 
         self.ring.visit(lanes, visit, what="rows of nodes")
-        return found
+        return found, orders
+
+    def _room(self, count: int, like: Tensor) -> Tensor:
+        return self.ring.empty((count, int(like.shape[1])), like.dtype)
 
     def _ask(self, wanted: Mapping[str, Tensor], counts: Mapping[str, list[int]]) -> dict[str, list[Tensor]]:
         """Tell owners which rows are wanted; by node type and rank, rows of this part that others want."""

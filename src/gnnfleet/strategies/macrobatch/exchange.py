@@ -58,10 +58,11 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class Fetched:
-    """A macrobatch ready to be trained on: its plan, and the rows of other parts under ``plan.wanted``."""
+    """A macrobatch ready to be trained on: its plan and rows of other parts, one for each of ``plan.wanted``."""
 
     plan: Plan
     rows: Mapping[str, Mapping[str, Tensor]]
+    places: Mapping[str, Tensor]  # by node type, the place in ``rows`` of each that is wanted
 
 
 @dataclass(eq=False)
@@ -97,7 +98,7 @@ class Relay:
         }
         missing = {kind: (turn.slots < 0).nonzero()[:, 0] for kind, turn in turns.items()}
         asked = {kind: ids[missing[kind]] if kind in missing else ids for kind, ids in plan.wanted.items()}
-        found = self.tables.fetch(asked)
+        found, order = self.tables.fetch(asked)
         self.tally.fetched_bytes += sum(len(ids) * self.tables.row_bytes(kind) for kind, ids in asked.items())
         for kind, turn in turns.items():
             hits = (turn.slots >= 0).nonzero()[:, 0]
@@ -105,11 +106,12 @@ class Relay:
             for name, fetched in found[kind].items():
                 slots = self.kept[kind].slots[name]
                 rows = empty((len(turn.slots), fetched.shape[1]), fetched.dtype)
-                gather(fetched, torch.arange(len(fetched)), out=rows, at=missing[kind])
+                gather(fetched, torch.arange(len(fetched)), out=rows, at=missing[kind][order[kind]])
                 gather(slots, turn.slots[hits], out=rows, at=hits)
                 gather(rows, turn.admitted, out=slots, at=turn.into)
                 found[kind][name] = rows
-        return Fetched(plan, found)
+            order[kind] = torch.arange(len(turn.slots))
+        return Fetched(plan, found, {kind: _turned(places) for kind, places in order.items()})
 
     def fetch_ahead(self, plans: Iterator[Plan], window: int) -> Iterator[Fetched]:
         """Plans as they are fetched, each knowing up to ``window`` that follow."""
@@ -132,7 +134,7 @@ class Reader:
         for kind, ids in self.sampled.ids.items():
             reached = self.sampled.reached[kind]
             far = torch.cat(reached.far)
-            there = torch.searchsorted(fetched.plan.wanted[kind], ids[far])
+            there = fetched.places[kind][torch.searchsorted(fetched.plan.wanted[kind], ids[far])]
             self._where[kind] = tables.own[kind].rows[reached.places], far, there
             self.sampled.degrees[kind] = self._degrees(kind)
 
@@ -157,6 +159,11 @@ class Reader:
             return known[name]
 
         return degree
+
+
+def _turned(order: Tensor) -> Tensor:
+    """The inverse of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
 
 
 X, DEGREE, WEIGHTED = "x", "degree", "weighted degree"
