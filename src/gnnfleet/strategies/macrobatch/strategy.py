@@ -62,14 +62,14 @@ class MacrobatchStrategy(PartsStrategy):
         sampler = PartSampler(view, ring, hops, replace=config.replace)
         check_layers(len(sampler.hops), self.model.num_layers)
         tables = Tables(self._tables(), sampler.own, view.owners, ring)
-        self._relay = Relay(sampler, tables, job.task, self._aggregated is not None)
+        self.relay = Relay(sampler, tables, job.task, self._aggregated is not None)
         # Learnable rows change in every step, so blocks read them anew instead of having them in the relay.
         for module in self.model.modules():
             if isinstance(module, NodeEmbedding) and module.ids is not None:
                 module.fetch = view.of(module.kind if module.kind in view.nodes else self._target).take
 
     def steps(self, epoch: int, first: int = 0) -> Iterator[StepRecord]:
-        _ = self._together  # chosen before the clock starts
+        _ = self.together  # chosen before the clock starts
         started = time.perf_counter()
         with closing(self._readers(epoch, first)) as readers:
             for step, reader in enumerate(readers, first):
@@ -87,17 +87,17 @@ class MacrobatchStrategy(PartsStrategy):
 
     def _readers(self, epoch: int, first: int) -> Generator[Reader]:
         """The batches of an epoch from ``first`` on, as their relays come in."""
-        window = self._config.window if self._relay.kept and self._config.policy == "belady" else 0
-        for fetched in prefetched(self._relay.fetch_ahead(self._plans(epoch, first), window), self._depth):
+        window = self._config.window if self.relay.kept and self._config.policy == "belady" else 0
+        for fetched in prefetched(self.relay.fetch_ahead(self._plans(epoch, first), window), self._depth):
             for place in range(len(fetched.plan.batches)):
-                yield Reader(self._relay.tables, fetched, place)
+                yield Reader(self.relay.tables, fetched, place)
 
     def _plans(self, epoch: int, first: int) -> Iterator[Plan]:
-        waiting = self._batches(epoch, first)
-        while group := list(islice(waiting, self._together)):
-            yield self._relay.sample(group)
+        waiting = self.batches(epoch, first)
+        while group := list(islice(waiting, self.together)):
+            yield self.relay.sample(group)
 
-    def _batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """This rank's share of the batches of an epoch; as many on all ranks, some perhaps without items."""
         seed = self._job.seed
         items = self._job.task.trained(seed, epoch)
@@ -114,14 +114,14 @@ class MacrobatchStrategy(PartsStrategy):
         return found
 
     @cached_property
-    def _together(self) -> int:
+    def together(self) -> int:
         """Batches per relay; the foretaste that decides also fills the row cache's first guess."""
         config = self._config
         if config.together != "auto" and not config.cache:
             return config.together
-        relay = self._relay
+        relay = self.relay
         total = count_batches(len(self._job.task.trained(self._job.seed, 0)), config.batch)
-        plan = relay.sample(list(islice(self._batches(0), FORETASTE)))
+        plan = relay.sample(list(islice(self.batches(0), FORETASTE)))
         weights = {kind: relay.tables.row_bytes(kind) for kind in relay.tables.rows}
         taste = Foretaste.of(plan, weights)
         window = config.window if config.cache and config.policy == "belady" else 0
@@ -143,7 +143,7 @@ class MacrobatchStrategy(PartsStrategy):
         """Slots for rows of other parts, dealt to node types by what the foretaste wants of them."""
         wanted = {kind: len(ids) * weights[kind] for kind, ids in plan.wanted.items()}
         total, found = max(1, sum(wanted.values())), {}
-        for kind, tables in self._relay.tables.rows.items():
+        for kind, tables in self.relay.tables.rows.items():
             capacity = int(self._config.cache * wanted[kind] / total) // max(1, weights[kind])
             first = [torch.unique(one.ids[kind][torch.cat(one.reached[kind].far)]) for one in plan.sampled]
             slots = {name: table.new_empty(capacity, table.shape[1]) for name, table in tables.items()}
@@ -185,7 +185,7 @@ class MacrobatchStrategy(PartsStrategy):
     def _read_both(self, reader: Reader, kept: Tensor) -> tuple[Tensor, Tensor]:
         """(x, aggregated) as neighbouring columns: a layer that multiplies both makes one product of them."""
         kind, dtype, width = self._target, kept.dtype, kept.shape[1]
-        x = self._relay.tables.rows[kind][X]
+        x = self.relay.tables.rows[kind][X]
         both = buffers.empty((len(reader.sampled.ids[kind]), width + x.shape[1]), dtype)
         near = reader.read(kind, _NEAR, out=both[:, :width])
         if torch.promote_types(x.dtype, torch.float32) == dtype:
@@ -197,7 +197,7 @@ class MacrobatchStrategy(PartsStrategy):
 
     def _read_x(self, reader: Reader, kind: str) -> Tensor:
         dtype = PRECISIONS[self._job.precision]
-        if X not in self._relay.tables.rows[kind]:
+        if X not in self.relay.tables.rows[kind]:
             return torch.empty(len(reader.sampled.ids[kind]), 0, dtype=dtype)
         return reader.read(kind, X).to(dtype)
 

@@ -1,0 +1,273 @@
+"""macrobatch: seeds per second, bytes, rounds, duplication and hit rates, against per-batch fetch and against DGL.
+
+Cells take turns over rounds, the best round counts; finished cells are not run again. SAGE of three layers, fanouts
+15, 10, 5, batches of 1,024 over all workers, 20 batches an epoch. Workers share the cores of one machine.
+
+  dgl                    DGL's DataLoader in one process (with --dgl); DistDGL reaches 2.8 / 3.35 of it
+  local/W                one process; W: plain, cached (aggregated inputs)
+  G/N/word=value/…       macrobatch on N workers. G: small (200,000 nodes, 5 M edges, 100 features; --data), large
+                         (2 M nodes, 50 M edges). Words: those of the strategy; hidden=16; precision=bf16;
+                         rate=1gbit (each worker a host, links held to it); small and large fetch plainly,
+                         together=1 is per-batch fetch
+  hits/G                 hit rates of the policies on one recorded trace of two workers, and what travels
+
+usage: python benchmarks/macrobatch.py [OUT] [--data DIR] [--cells small/2/together=1 …] [--rounds 2] [--dgl PYTHON]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import crew
+from epochs import load
+
+HERE = Path(__file__).parent
+EPOCHS, WARM = 3, 1
+BATCHES = 20
+LOCAL = ["local/plain", "local/cached"]
+SMALL = [
+    "small/2/together=1",
+    "small/2",
+    "small/2/cache_inputs=true",
+    "small/2/cache_inputs=true/precision=bf16",
+    "small/4/together=1",
+    "small/4",
+    "small/4/cache_inputs=true",
+]
+SLOW = [
+    f"small/{size}/rate=1gbit/{words}{more}"
+    for more in ("", "/hidden=16")
+    for size in (2, 4)
+    for words in ("together=1/prefetch=0", "together=auto", "together=auto/cache_inputs=true")
+]
+LARGE = [f"large/{size}/{words}" for size in (2, 4) for words in ("together=1", "together=auto")]
+LARGE += ["large/2/cache_inputs=true"]
+HITS = ["hits/small", "hits/large"]
+
+
+def words_of(cell: str) -> tuple[str, int, dict[str, Any]]:
+    """(graph, workers, words)."""
+    graph, size, *more = cell.split("/")
+    words: dict[str, Any] = {}
+    for word in more:
+        key, value = word.split("=")
+        words[key] = int(value) if value.isdigit() else value == "true" if value in ("true", "false") else value
+    return graph, int(size), words
+
+
+def tree_of(words: dict[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in words.items() if key not in ("hidden", "precision", "rate")}
+    return {
+        "model": {"name": "sage", "hidden": words.get("hidden", 256), "layers": 3, "dropout": 0.0},
+        "train": {"weight_decay": 0.0, "lr": 0.003},
+        "strategy": {"name": "macrobatch", "fanouts": [15, 10, 5], "batch": 1024, "cache_inputs": False, **rest},
+        "precision": words.get("precision", "float32"),
+    }
+
+
+def make(world: Any, words: dict[str, Any], store: Path, parts: Path) -> Any:
+    from gnnfleet.graph.partition import open_part
+    from gnnfleet.graph.store import open_store
+    from gnnfleet.run.build import Here, build
+    from gnnfleet.run.config import resolve
+
+    here = Here(world, open_part(parts, world.rank))
+    return build(open_store(store), resolve(tree_of(words)), here=here).strategy
+
+
+def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[str, Any]:
+    import torch
+
+    from gnnfleet.comm.reduce import gather_rows
+    from gnnfleet.report.memory import peak_rss
+
+    strategy = make(world, words, store, parts)
+    rates = []
+    for epoch in range(WARM + EPOCHS):
+        if epoch == WARM:
+            sent, rounds = world.traffic.bytes_sent, world.traffic.rounds
+            strategy.relay.tally = type(strategy.relay.tally)()
+        started = time.perf_counter()
+        seeds = sum(record.count for record in strategy.steps(epoch))
+        rates.append(seeds / (time.perf_counter() - started))
+    tally = strategy.relay.tally
+    own = torch.tensor([[peak_rss(), (world.traffic.bytes_sent - sent) // EPOCHS, tally.fetched_bytes // EPOCHS]])
+    every = torch.cat(gather_rows(world, own)).tolist()
+    return {
+        "seeds_per_second": max(rates[WARM:]),
+        "median": statistics.median(rates[WARM:]),
+        "peak_gib": [round(row[0] / 2**30, 2) for row in every],
+        "megabytes_sent": [round(row[1] / 1e6, 1) for row in every],
+        "megabytes_fetched": [round(row[2] / 1e6, 1) for row in every],
+        "rounds": (world.traffic.rounds - rounds) // EPOCHS,
+        "together": strategy.together,
+        "duplication": tally.read / max(1, tally.wanted),
+    }
+
+
+def record_trace(world: Any, store: Path, parts: Path) -> dict[str, Any]:
+    """What the policies make of the rows that batches of a few epochs want; nothing is fetched."""
+    import torch
+
+    from gnnfleet.strategies.macrobatch.cache import make_cache
+
+    strategy = make(world, {"together": 1}, store, parts)
+    relay = strategy.relay
+    batches = [relay.sample([batch]) for epoch in range(3) for batch in strategy.batches(epoch)]
+    kind = next(iter(relay.tables.rows))
+    width = relay.tables.row_bytes(kind)
+    single = [plan.wanted[kind] for plan in batches]
+    remote = relay.tables.owners.counts[kind] - len(relay.sampler.own[kind].ids)
+    plain = sum(map(len, single))
+    found: list[dict[str, Any]] = []
+    for together in (1, 2, 4, 8):
+        groups = [torch.unique(torch.cat(single[low : low + together])) for low in range(0, len(single), together)]
+        most = max(map(len, groups))
+        for share in (0.02, 0.05, 0.1, 0.2, 0.4):
+            capacity = int(share * remote)
+            line = {"together": together, "share": share, "held": round((most + capacity) / remote, 3)}
+            for policy in ("static", "score", "belady"):
+                cache = make_cache(policy, capacity, foretaste=single[:8])
+                wanted = hits = 0
+                for place, ids in enumerate(groups):
+                    turn = cache.turn(ids, groups[place + 1 : place + 3])
+                    wanted, hits = wanted + len(ids), hits + int((turn.slots >= 0).sum())
+                line[policy] = round(hits / wanted, 4)
+                line[f"{policy}_fall"] = round(plain / (wanted - hits), 2)
+            found.append(line)
+    return {"remote_rows": remote, "rows_per_batch": plain / len(single), "row_bytes": width, "lines": found,
+            "seeds_per_second": 0.0}  # fmt: skip
+
+
+def run_local(word: str, store: Path) -> dict[str, Any]:
+    from gnnfleet.graph.store import open_store
+    from gnnfleet.run.build import build
+    from gnnfleet.run.config import resolve
+
+    tree = tree_of({"cache_inputs": word == "cached"})
+    strategy = build(open_store(store), resolve({**tree, "strategy": {**tree["strategy"], "name": "local"}})).strategy
+    rates = []
+    for epoch in range(WARM + EPOCHS):
+        started = time.perf_counter()
+        seeds = sum(record.count for record in strategy.steps(epoch))
+        rates.append(seeds / (time.perf_counter() - started))
+    return {"seeds_per_second": max(rates[WARM:]), "median": statistics.median(rates[WARM:])}
+
+
+def start_cell(cell: str, args: argparse.Namespace) -> dict[str, Any]:
+    if cell == "dgl":
+        words = [args.dgl, str(HERE / "dgl_sampled.py"), str(args.data), "1024", "16"]
+        found = _json_of(words)
+        return {"cell": cell, **found, "seeds_per_second": found["training"]}
+    store, _ = prepare(args, "small", 0)
+    if cell.startswith("local/"):
+        return {"cell": cell, **_json_of([sys.executable, __file__, "--cell", cell, "--store", str(store)])}
+    if cell.startswith("hits/"):
+        graph, size, rate = cell.split("/")[1], 2, None
+    else:
+        graph, size, words = words_of(cell)
+        rate = words.get("rate")
+    store, parts = prepare(args, graph, size)
+    line = [__file__, "--cell", cell, "--store", str(store), "--parts", str(parts)]
+    return {"cell": cell, **crew.run(line, size, rate=rate)}
+
+
+def _json_of(words: list[str]) -> dict[str, Any]:
+    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def prepare(args: argparse.Namespace, name: str, size: int) -> tuple[Path, Path]:
+    """A graph's store, and its partition by METIS into as many parts; made once."""
+    import torch
+
+    from gnnfleet.graph.datasets import make_dataset
+    from gnnfleet.graph.partition import write_partition
+    from gnnfleet.graph.partitioners import assign
+    from gnnfleet.graph.store import open_store, save_store
+
+    store, parts = args.work / name, args.work / f"{name}-{size}"
+    if not store.exists():
+        if name == "small":
+            graph = load(args.data)
+        else:
+            graph = make_dataset("communities", nodes=2_000_000, edges=50_000_000, features=100, classes=47)
+            split = torch.full((2_000_000,), -1, dtype=torch.int8)
+            split[torch.randperm(2_000_000, generator=torch.Generator().manual_seed(0))[: BATCHES * 1024]] = 0
+            graph = graph.with_nodes("node", split=split[None])
+        save_store(graph, store)
+    if size and not parts.exists():
+        graph = open_store(store)
+        write_partition(graph, assign(graph, size, "mincut"), parts)
+    return store, parts
+
+
+def show(cells: list[dict[str, Any]]) -> None:
+    by = {cell["cell"]: cell for cell in cells}
+    dgl = by.get("dgl")
+    for cell in cells:
+        if "lines" in cell:
+            print(f"{cell['cell']}: {cell['remote_rows']} rows elsewhere, {cell['rows_per_batch']:.0f} read by a batch")
+            for line in cell["lines"]:
+                print("  ", "  ".join(f"{key} {value}" for key, value in line.items()))
+            continue
+        ratio = f"{cell['seeds_per_second'] / dgl['seeds_per_second'] * 3.35 / 2.8:5.1f}× DistDGL" if dgl else ""
+        more = "" if "rounds" not in cell else (
+            f"  {sum(cell['megabytes_sent']):7.0f} MB  {cell['rounds']:4d} rounds  M {cell['together']:3d}  "
+            f"dup {cell['duplication']:.2f}  {max(cell['peak_gib']):.2f} GiB"
+        )  # fmt: skip
+        print(f"{cell['cell']:62} {cell['seeds_per_second']:6.0f} seeds/s {ratio}{more}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=HERE / "results" / "cells" / "macrobatch")
+    parser.add_argument("--data", type=Path, default=Path("no data"))
+    parser.add_argument("--cells", nargs="+")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dgl", help="an interpreter that has DGL")
+    parser.add_argument("--work", type=Path, help="where stores and partitions are kept; by default nowhere")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--parts", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.cell and args.cell.startswith("local/"):
+        print(json.dumps(run_local(args.cell.split("/")[1], args.store)))
+        return
+    if args.cell:
+        if args.cell.startswith("hits/"):
+            crew.as_rank(lambda world: record_trace(world, args.store, args.parts))
+        else:
+            words = words_of(args.cell)[2]
+            crew.as_rank(lambda world: train(world, words, args.store, args.parts))
+        return
+    from record import best_cells, write_results
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    cells = args.cells or [*(["dgl"] if args.dgl else []), *LOCAL, *SMALL, *SLOW, *LARGE, *HITS]
+    with tempfile.TemporaryDirectory() as folder:
+        args.work = args.work or Path(folder)
+        args.work.mkdir(parents=True, exist_ok=True)
+        for number in range(args.rounds):
+            for cell in cells:
+                once = cell in HITS or cell in LARGE
+                path = args.out / f"{cell.replace('/', '.')}.{0 if once else number}.json"
+                if not path.exists():
+                    path.write_text(json.dumps(start_cell(cell, args)))
+                    print(cell, f"{json.loads(path.read_text())['seeds_per_second']:.0f} seeds/s", flush=True)
+    best = best_cells(args.out, "seeds_per_second", highest=True)
+    show(best)
+    print(write_results("macrobatch", best))
+
+
+if __name__ == "__main__":
+    main()
