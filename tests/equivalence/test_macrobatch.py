@@ -286,3 +286,46 @@ def test_what_cannot_be_is_refused(crew: Crew, folder: Path, tmp_path: Path) -> 
     for model, knobs, text in cases:
         for said in crew.run(2, refused, str(folder / "plain"), parts, model, knobs):
             assert text in said
+
+
+def on_hosts(world: World, hosts: list[list[int]]) -> World:
+    """Ranks that share memory with those of their own host only."""
+    world = with_shelf(world)
+    assert world.shelf is not None
+    mine = next(ranks for ranks in hosts if world.rank in ranks)
+    world.shelf.pids = [pid if q in mine else None for q, pid in enumerate(world.shelf.pids)]
+    world.shelf.readers = [pid if q in mine else None for q, pid in enumerate(world.shelf.readers)]
+    return world
+
+
+def kept_by_host(world: World, store: str, parts: str, hosts: list[list[int]], name: str) -> list[Any]:
+    world = on_hosts(world, hosts)
+    here, found = here_of(world, parts), []
+    for cache, policy in ((0, "belady"), (1500, "belady"), (1500, "score"), (10**6, "static")):
+        knobs = {"together": 2, "cache": cache, "policy": policy, "window": 1}
+        strategy: Any = build(
+            open_store(store), resolve(words(GRAPHS[name][1][0], name="macrobatch", **knobs)), here=here
+        )
+        strategy = strategy.strategy
+        losses = [record.loss for epoch in range(3) for record in strategy.steps(epoch)]
+        tally, kept = strategy.relay.tally, strategy.relay.kept
+        slots = 0 if kept is None else sum(s.cache.capacity for s in kept.slots.values())
+        found.append((losses, tally.wanted, tally.hits, tally.fetched_bytes, slots))
+    return found
+
+
+@pytest.mark.parametrize("name", ["plain", "typed"])
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]])
+def test_workers_of_a_machine_keep_rows_together(
+    crew: Crew, folder: Path, tmp_path: Path, hosts: list[list[int]], name: str
+) -> None:
+    parts = str(cut_graph(open_store(folder / name), 4, "random", tmp_path / "parts"))
+    ranks = crew.run(4, kept_by_host, str(folder / name), parts, hosts, name)
+    for found in ranks:
+        assert all(losses == found[0][0] for losses, *_ in found)
+        assert found[0][2] == 0 and all(hits > 0 for _, _, hits, *_ in found[1:]), "rows were there"
+    for cell in range(1, 4):
+        plain, kept = (sum(found[which][3] for found in ranks) for which in (0, cell))
+        assert kept < plain, "less travels than without"
+        for host in hosts:
+            assert len({ranks[rank][cell][4] for rank in host}) == 1, "workers of a machine share slots"

@@ -55,8 +55,8 @@ class Slot:
         """Take more memory; what was there is given back when the last reader lets go of it."""
         self.close()
         size = _HEAD + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.fd = _take_memory(size)
-        self.memory, self.issue, self.serial = _map(self.fd, size), self.issue + 1, 0
+        self.fd = take_memory(size)
+        self.memory, self.issue, self.serial = map_memory(self.fd, size), self.issue + 1, 0
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -128,9 +128,9 @@ class Shelf:
         place, fd, issue, size, serial, nbytes = word.tolist()
         known = self._maps.get((peer, place))
         if known is None or known[0] != issue:
-            opened = _open(self.pids[peer], fd)
+            opened = open_memory(self.pids[peer], fd)
             try:
-                known = issue, _map(opened, size)
+                known = issue, map_memory(opened, size)
             finally:
                 os.close(opened)
             self._maps[peer, place] = known
@@ -171,7 +171,7 @@ def open_shelf(rank: int, pids: Sequence[int | None], agree: Callable[[Tensor], 
     ``pids`` has the process of every rank in this one's namespace, None for others and for itself. ``agree`` sums a
     tensor over all ranks, which call this together.
     """
-    probe = _take_memory(mmap.PAGESIZE)
+    probe = take_memory(mmap.PAGESIZE)
     try:
         os.pwrite(probe, (rank + 1).to_bytes(8, "little"), 0)
         count = len(pids)
@@ -192,7 +192,7 @@ def open_shelf(rank: int, pids: Sequence[int | None], agree: Callable[[Tensor], 
 
 def _sees(pid: int, fd: int, peer: int) -> bool:
     try:
-        found = _open(pid, fd)
+        found = open_memory(pid, fd)
     except OSError:
         return False
     try:
@@ -203,7 +203,7 @@ def _sees(pid: int, fd: int, peer: int) -> bool:
         os.close(found)
 
 
-def _take_memory(size: int) -> int:
+def take_memory(size: int) -> int:
     """Anonymous memory that another process can open; its pages are taken now, so that filling it cannot fail."""
     fd = os.memfd_create("gnnfleet", os.MFD_CLOEXEC)
     try:
@@ -214,11 +214,13 @@ def _take_memory(size: int) -> int:
     return fd
 
 
-def _open(pid: int | None, fd: int) -> int:
+def open_memory(pid: int | None, fd: int) -> int:
+    """Memory that another process took."""
     return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
-def _map(fd: int, size: int) -> Tensor:
+def map_memory(fd: int, size: int) -> Tensor:
+    """[size] uint8: the memory itself, shared with whoever maps it too."""
     return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
 
 

@@ -13,7 +13,7 @@ from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.rows import gather
 from gnnfleet.sharded.sampler import PartSampler, Sampled
 from gnnfleet.sharded.tables import Tables
-from gnnfleet.strategies.macrobatch.cache import RowCache
+from gnnfleet.strategies.macrobatch.host import HostRows, Wants
 from gnnfleet.strategies.task import Batch, Task
 
 
@@ -36,24 +36,12 @@ class Plan:
     batches: Sequence[Batch]
     sampled: Sequence[Sampled]
     wanted: Mapping[str, Tensor]
-
-    @classmethod
-    def of(cls, batches: Sequence[Batch], sampled: Sequence[Sampled]) -> Plan:
-        wanted = {kind: torch.unique(torch.cat([far_ids(one, kind) for one in sampled])) for kind in sampled[0].ids}
-        return cls(batches, sampled, wanted)
+    here: Mapping[str, Wants]  # what all workers of this machine want, where they keep rows together
 
 
 def far_ids(one: Sampled, kind: str) -> Tensor:
     """Store ids of the nodes of other parts that a batch reads."""
     return one.ids[kind][torch.cat(one.reached[kind].far)]
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """Rows of one node type that stay from relay to relay, in slots."""
-
-    cache: RowCache
-    slots: Mapping[str, Tensor]  # by table, [capacity, F]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +61,7 @@ class Relay:
     tables: Tables
     task: Task
     given: bool  # whether the first layer's aggregate is a table, so that the last hop is not drawn
-    kept: Mapping[str, Kept] = field(default_factory=dict)
+    kept: HostRows | None = None
     tally: Tally = field(default_factory=Tally)
 
     def sample(self, batches: Sequence[Batch]) -> Plan:
@@ -82,7 +70,8 @@ class Relay:
         for one, batch in zip(sampled, batches, strict=True):
             one.views = [self.task.hide(view, batch) for view in one.views]
             prepare_backward(one.views)
-        plan = Plan.of(batches, sampled)
+        wanted = {kind: torch.unique(torch.cat([far_ids(one, kind) for one in sampled])) for kind in sampled[0].ids}
+        plan = Plan(batches, sampled, wanted, {} if self.kept is None else self.kept.tell(wanted))
         self.tally.relays += 1
         self.tally.batches += len(batches)
         for kind, ids in plan.wanted.items():
@@ -92,26 +81,17 @@ class Relay:
 
     def fetch(self, plan: Plan, future: Sequence[Plan] = ()) -> Fetched:
         """Get the rows; ``future`` are the plans that follow, as far as they are known."""
-        turns = {
-            kind: kept.cache.turn(plan.wanted[kind], [later.wanted[kind] for later in future])
-            for kind, kept in self.kept.items()
-        }
-        missing = {kind: (turn.slots < 0).nonzero()[:, 0] for kind, turn in turns.items()}
-        asked = {kind: ids[missing[kind]] if kind in missing else ids for kind, ids in plan.wanted.items()}
-        found, order = self.tables.fetch(asked)
-        self.tally.fetched_bytes += sum(len(ids) * self.tables.row_bytes(kind) for kind, ids in asked.items())
-        for kind, turn in turns.items():
-            hits = (turn.slots >= 0).nonzero()[:, 0]
-            self.tally.hits += len(hits)
-            for name, fetched in found[kind].items():
-                slots = self.kept[kind].slots[name]
-                rows = empty((len(turn.slots), fetched.shape[1]), fetched.dtype)
-                gather(fetched, torch.arange(len(fetched)), out=rows, at=missing[kind][order[kind]])
-                gather(slots, turn.slots[hits], out=rows, at=hits)
-                gather(rows, turn.admitted, out=slots, at=turn.into)
-                found[kind][name] = rows
-            order[kind] = torch.arange(len(turn.slots))
-        return Fetched(plan, found, {kind: _turned(places) for kind, places in order.items()})
+        if self.kept is None:
+            found, order = self.tables.fetch(plan.wanted)
+            places = {kind: _turned(rows) for kind, rows in order.items()}
+            fetched = {kind: len(ids) for kind, ids in plan.wanted.items()}
+        else:
+            before = self.kept.hits
+            found, fetched = self.kept.fetch(plan.wanted, plan.here, [later.here for later in future])
+            places = {kind: torch.arange(len(ids)) for kind, ids in plan.wanted.items()}
+            self.tally.hits += self.kept.hits - before
+        self.tally.fetched_bytes += sum(count * self.tables.row_bytes(kind) for kind, count in fetched.items())
+        return Fetched(plan, found, places)
 
     def fetch_ahead(self, plans: Iterator[Plan], window: int) -> Iterator[Fetched]:
         """Plans as they are fetched, each knowing up to ``window`` that follow."""

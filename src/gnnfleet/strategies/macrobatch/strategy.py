@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.exchange import Ring
-from gnnfleet.comm.reduce import gather_rows
+from gnnfleet.comm.reduce import gather_rows, sum_over_ranks
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.batches import batches, count_batches
@@ -36,7 +36,8 @@ from gnnfleet.strategies.base import PRECISIONS, Job, StepRecord, products
 from gnnfleet.strategies.macrobatch.budget import FORETASTE, Foretaste, choose_together
 from gnnfleet.strategies.macrobatch.cache import make_cache
 from gnnfleet.strategies.macrobatch.config import FANOUT, MacrobatchConfig
-from gnnfleet.strategies.macrobatch.exchange import DEGREE, WEIGHTED, Kept, Plan, Reader, Relay, X
+from gnnfleet.strategies.macrobatch.exchange import DEGREE, WEIGHTED, Plan, Reader, Relay, X, far_ids
+from gnnfleet.strategies.macrobatch.host import HostRows, workers_here
 from gnnfleet.strategies.on_parts import PartsStrategy, part_of
 from gnnfleet.strategies.sampling import Ready, check_layers, hops_of
 from gnnfleet.strategies.task import Batch, Take
@@ -87,7 +88,7 @@ class MacrobatchStrategy(PartsStrategy):
 
     def _readers(self, epoch: int, first: int) -> Generator[Reader]:
         """The batches of an epoch from ``first`` on, as their relays come in."""
-        window = self._config.window if self.relay.kept and self._config.policy == "belady" else 0
+        window = self._config.window if self._config.cache and self._config.policy == "belady" else 0
         for fetched in prefetched(self.relay.fetch_ahead(self._plans(epoch, first), window), self._depth):
             for place in range(len(fetched.plan.batches)):
                 yield Reader(self.relay.tables, fetched, place)
@@ -135,20 +136,31 @@ class MacrobatchStrategy(PartsStrategy):
                 f"a row is fetched once for {taste.duplication(together):.1f} uses"
             )
         if config.cache:
-            relay.kept = self._caches(plan, weights)
+            relay.kept = self._keep(plan, weights)
         relay.tally = type(relay.tally)()
         return together
 
-    def _caches(self, plan: Plan, weights: Mapping[str, int]) -> dict[str, Kept]:
-        """Slots for rows of other parts, dealt to node types by what the foretaste wants of them."""
-        wanted = {kind: len(ids) * weights[kind] for kind, ids in plan.wanted.items()}
-        total, found = max(1, sum(wanted.values())), {}
-        for kind, tables in self.relay.tables.rows.items():
-            capacity = int(self._config.cache * wanted[kind] / total) // max(1, weights[kind])
-            first = [torch.unique(one.ids[kind][torch.cat(one.reached[kind].far)]) for one in plan.sampled]
-            slots = {name: table.new_empty(capacity, table.shape[1]) for name, table in tables.items()}
-            found[kind] = Kept(make_cache(self._config.policy, capacity, foretaste=first), slots)
-        return found
+    def _keep(self, plan: Plan, weights: Mapping[str, int]) -> HostRows:
+        """Slots for rows of other machines, dealt to node types by what the foretaste wants of them; all workers of a
+        machine bring their share of the memory."""
+        config, tables = self._config, self.relay.tables
+        ranks = workers_here(self._world)
+        host, here = self._world.among("kept rows", ranks), torch.tensor(ranks)
+        if len(ranks) == self._world.size > 1:
+            self._job.say("strategy.cache has no use here: all workers share one machine, and so its rows")
+
+        def elsewhere(kind: str, ids: Tensor) -> Tensor:
+            return ids[~torch.isin(tables.owners.of(kind, ids), here)]
+
+        needs = [len(elsewhere(kind, plan.wanted[kind])) * weight for kind, weight in weights.items()]
+        wanted = sum_over_ranks(host, torch.tensor(needs)).tolist()
+        caches = {}
+        for (kind, weight), share in zip(weights.items(), wanted, strict=True):
+            capacity = int(config.cache * len(ranks) * share / max(1, sum(wanted))) // max(1, weight)
+            first = [elsewhere(kind, far_ids(one, kind)) for one in plan.sampled]
+            every = [torch.unique(torch.cat(gather_rows(host, ids))) for ids in first]
+            caches[kind] = make_cache(config.policy, capacity, foretaste=every)
+        return HostRows(tables, host, ranks, caches)
 
     def _choose_depth(self) -> int:
         if self._config.prefetch != "auto":
