@@ -9,7 +9,8 @@ Cells take turns over rounds, the best round counts; finished cells are not run 
                          (2 M nodes, 50 M edges). Words: those of the strategy; hidden=16; precision=bf16;
                          rate=1gbit (each worker a host, links held to it); small and large fetch plainly,
                          together=1 is per-batch fetch
-  hits/G                 hit rates of the policies on one recorded trace of two workers, and what travels
+  hits/G                 hit rates of the policies on one recorded trace of two workers, and how many times less is
+                         fetched than by batches by themselves; skewed: R-MAT, 2 M nodes, 50 M edges, batches of 128
 
 usage: python benchmarks/macrobatch.py [OUT] [--data DIR] [--cells small/2/together=1 …] [--rounds 2] [--dgl PYTHON]
 """
@@ -50,7 +51,7 @@ SLOW = [
 ]
 LARGE = [f"large/{size}/{words}" for size in (2, 4) for words in ("together=1", "together=auto")]
 LARGE += ["large/2/cache_inputs=true"]
-HITS = ["hits/small", "hits/large"]
+HITS = ["hits/small", "hits/large", "hits/skewed"]
 
 
 def words_of(cell: str) -> tuple[str, int, dict[str, Any]]:
@@ -113,13 +114,13 @@ def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[s
     }
 
 
-def record_trace(world: Any, store: Path, parts: Path) -> dict[str, Any]:
+def record_trace(world: Any, graph: str, store: Path, parts: Path) -> dict[str, Any]:
     """What the policies make of the rows that batches of a few epochs want; nothing is fetched."""
     import torch
 
     from gnnfleet.strategies.macrobatch.cache import make_cache
 
-    strategy = make(world, {"together": 1}, store, parts)
+    strategy = make(world, {"together": 1, "batch": 128 if graph == "skewed" else 1024}, store, parts)
     relay = strategy.relay
     batches = [relay.sample([batch]) for epoch in range(3) for batch in strategy.batches(epoch)]
     kind = next(iter(relay.tables.rows))
@@ -131,7 +132,7 @@ def record_trace(world: Any, store: Path, parts: Path) -> dict[str, Any]:
     for together in (1, 2, 4, 8):
         groups = [torch.unique(torch.cat(single[low : low + together])) for low in range(0, len(single), together)]
         most = max(map(len, groups))
-        for share in (0.02, 0.05, 0.1, 0.2, 0.4):
+        for share in (0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4):
             capacity = int(share * remote)
             line = {"together": together, "share": share, "held": round((most + capacity) / remote, 3)}
             for policy in ("static", "score", "belady"):
@@ -200,14 +201,16 @@ def prepare(args: argparse.Namespace, name: str, size: int) -> tuple[Path, Path]
         if name == "small":
             graph = load(args.data)
         else:
-            graph = make_dataset("communities", nodes=2_000_000, edges=50_000_000, features=100, classes=47)
+            kind = "rmat" if name == "skewed" else "communities"
+            graph = make_dataset(kind, nodes=2_000_000, edges=50_000_000, features=100, classes=47)
             split = torch.full((2_000_000,), -1, dtype=torch.int8)
-            split[torch.randperm(2_000_000, generator=torch.Generator().manual_seed(0))[: BATCHES * 1024]] = 0
+            count = BATCHES * (128 if name == "skewed" else 1024)
+            split[torch.randperm(2_000_000, generator=torch.Generator().manual_seed(0))[:count]] = 0
             graph = graph.with_nodes("node", split=split[None])
         save_store(graph, store)
     if size and not parts.exists():
         graph = open_store(store)
-        write_partition(graph, assign(graph, size, "mincut"), parts)
+        write_partition(graph, assign(graph, size, "random" if name == "skewed" else "mincut"), parts)
     return store, parts
 
 
@@ -245,7 +248,8 @@ def main() -> None:
         return
     if args.cell:
         if args.cell.startswith("hits/"):
-            crew.as_rank(lambda world: record_trace(world, args.store, args.parts))
+            graph = args.cell.split("/")[1]
+            crew.as_rank(lambda world: record_trace(world, graph, args.store, args.parts))
         else:
             words = words_of(args.cell)[2]
             crew.as_rank(lambda world: train(world, words, args.store, args.parts))

@@ -8,6 +8,7 @@
 
 #include "generate.h"
 #include "kernels.h"
+#include "paging.h"
 #include "quality.h"
 #include "shard.h"
 
@@ -151,6 +152,17 @@ void bind_gather(nb::module_& m) {
         "threads"_a);
 }
 
+int64_t read_ahead(InRows<uint8_t> table, In<int64_t> rows) {
+  check_rows(rows, size(table));
+  nb::gil_scoped_release free;
+  const int64_t width = static_cast<int64_t>(table.shape(1));
+  return gnnfleet::read_ahead(table.data(), size(table) * width, width, rows.data(), size(rows));
+}
+
+void let_go(InRows<uint8_t> table) {
+  gnnfleet::let_go(table.data(), size(table) * static_cast<int64_t>(table.shape(1)));
+}
+
 // ---- partition ------------------------------------------------------------------------------------------------------
 
 template <typename Index>
@@ -212,6 +224,8 @@ NB_MODULE(_native, m) {
   m.def("select_isa", [](const std::string& name) { return gnnfleet::select_kernels(name.c_str()); }, "name"_a,
         "Use another instruction set (tests and benchmarks); False when it is not supported.");
   bind_generate(m);
+  m.def("read_ahead", read_ahead, "table"_a.noconvert(), "rows"_a.noconvert());
+  m.def("let_go", let_go, "table"_a.noconvert());
   bind_gather<int32_t>(m);
   bind_gather<int64_t>(m);
   bind_partition<int32_t>(m);

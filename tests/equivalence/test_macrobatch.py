@@ -124,6 +124,7 @@ KNOBS: list[dict[str, Any]] = [
     {"together": "auto"},
     {"together": "auto", "buffer": 20_000},
     {"together": 2, "prefetch": 1},
+    {"together": 2, "resident": False},
     {"together": 1, "cache": 300, "policy": "static"},
     {"together": 2, "cache": 500, "policy": "score"},
     {"together": 2, "cache": 500, "policy": "belady"},

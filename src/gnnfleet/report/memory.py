@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -20,6 +21,31 @@ def peak_rss() -> int:
 def own_rss() -> int:
     """Resident bytes now that are this process's own: without the mapped pages of a store, which can be taken back."""
     return _status("RssAnon")
+
+
+def memory_limit() -> int:
+    """Bytes this process may use: the machine's, or what its control group leaves of them."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for place in _groups():
+        with suppress(OSError, ValueError):
+            found.append(int(place.read_text()))
+    return min(found)
+
+
+def _groups() -> list[Path]:
+    """Where the limits of this process's control groups are written, of both kinds."""
+    root, found = Path("/sys/fs/cgroup"), []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            found.append(root / "memory" / path.lstrip("/") / "memory.limit_in_bytes")
+        elif not controllers:
+            found.append(root / path.lstrip("/") / "memory.max")
+    return found
 
 
 def _status(word: str) -> int:

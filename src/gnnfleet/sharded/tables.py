@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gnnfleet.comm.exchange import Lane, Ring, Routes
 from gnnfleet.comm.relay import Parcel, relay
+from gnnfleet.ops.paging import let_go, read_ahead, read_rows
 from gnnfleet.sharded.neighbours import OwnNodes
 from gnnfleet.sharded.taking import Owners
 
@@ -30,6 +31,7 @@ class Tables:
     own: Mapping[str, OwnNodes]
     owners: Owners
     ring: Ring
+    paged: frozenset[tuple[str, str]] = frozenset()  # (type, table) that lie in files and are too large for memory
 
     def row_bytes(self, kind: str) -> int:
         """What one node of a type weighs."""
@@ -67,8 +69,25 @@ class Tables:
                 if q != world.rank:
                     out[q].copy_(part)
 
+        self._read_ahead(asked)
         self.ring.visit(lanes, visit, what="rows of nodes")
+        self.let_go()
         return found, orders
+
+    def read_own(self, kind: str, rows: Tensor) -> dict[str, Tensor]:
+        """Rows of this part ([m] ascending) from tables of a type that are paged, in the order in which they lie."""
+        tables = {name: table for name, table in self.rows[kind].items() if (kind, name) in self.paged}
+        return {name: read_rows(table, rows) for name, table in tables.items()}
+
+    def let_go(self) -> None:
+        """What was read of paged tables leaves memory."""
+        for kind, name in self.paged:
+            let_go(self.rows[kind][name])
+
+    def _read_ahead(self, asked: Mapping[str, list[Tensor]]) -> None:
+        """What others want is asked for in the order in which it lies; then it may be read in any."""
+        for kind, name in self.paged:
+            read_ahead(self.rows[kind][name], torch.unique(torch.cat(asked[kind])))
 
     def _room(self, count: int, like: Tensor) -> Tensor:
         return self.ring.empty((count, int(like.shape[1])), like.dtype)

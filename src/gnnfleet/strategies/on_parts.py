@@ -6,6 +6,7 @@ Weights and optimizer state are on every rank; features, learnable rows of nodes
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class PartsStrategy:
         named = dict(self.model.named_parameters())
         self._rows = [named[name] for name in self._ids]
         self._common = [parameter for name, parameter in named.items() if name not in self._ids]
-        self._aggregated, self._x = self._inputs(cache_inputs, order)
+        self._order = order
+        self._aggregated = self._aggregate(cache_inputs)
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
     def evaluate(self, split: str) -> dict[str, float]:
@@ -126,19 +128,23 @@ class PartsStrategy:
                 "partition the graph that is trained on"
             )
 
-    def _inputs(self, wanted: Cached, order: Mapping[str, Tensor] | None) -> tuple[Aggregate | None, Any]:
-        """(the first layer's aggregate where it is kept, x as the model takes it: of width 0 without features)."""
-        shard, dtype = part_of(self._job), PRECISIONS[self._job.precision]
-        found = {}
+    def _aggregate(self, wanted: Cached) -> Aggregate | None:
+        """The first layer's aggregate, where it is kept."""
+        few = len(self._view.edge_types) <= CACHED_RELATIONS or wanted is True
+        if not few or not wants_aggregate(wanted, hides=self._task.hides):
+            return None
+        return aggregate_once(wanted, self.model, self._view, self._x)
+
+    @cached_property
+    def _x(self) -> Any:
+        """x as the model takes it: a tensor, or one per node type; of width 0 where there are no features."""
+        shard, found = part_of(self._job), {}
         for kind in self._view.node_types:
             nodes = shard.nodes(kind)
             rows = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
-            found[kind] = (rows if order is None else rows[order[kind]]).to(dtype)
-        x = found if len(found) > 1 else found[self._target]
-        few = len(self._view.edge_types) <= CACHED_RELATIONS or wanted is True
-        if not few or not wants_aggregate(wanted, hides=self._task.hides):
-            return None, x
-        return aggregate_once(wanted, self.model, self._view, x), x
+            rows = rows if self._order is None else rows[self._order[kind]]
+            found[kind] = rows.to(PRECISIONS[self._job.precision])
+        return found if len(found) > 1 else found[self._target]
 
     def _outputs(self) -> tuple[Any, Any]:
         """(output, what the last layer read) of own rows, exact; kept until the weights change."""

@@ -26,6 +26,8 @@ gnnfleet train shop/ --config run.toml --seed 1 --run-dir runs/first --resume
 
 gnnfleet train shop/ --strategy sar --workers 4 --max-restarts 3               four processes on this machine
 
+gnnfleet train shop/ --strategy macrobatch --workers 4 --set strategy.fanouts=[15,10,5]
+
 torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m gnnfleet train shop/ --strategy sar
 
                                                                                four machines, docs/two-machines.md
@@ -54,7 +56,11 @@ Settings = _option(_WHAT, "KEY=VALUE", "One word of the config, as train.lr=0.01
 Config = _option(_WHAT, "FILE", "A TOML file with the words of a run.", "--config", "-c")
 Seed = _option(_WHAT, "N", "The same seed gives the same weights, bit for bit. Default 0.")
 Strategy = _option(
-    _HOW, "NAME", "local: one process, the default; sar: exact full batch on several workers.", "--strategy", "-s"
+    _HOW,
+    "NAME",
+    "local: one process, the default; sar: exact full batch on several workers; macrobatch: sampled mini-batches.",
+    "--strategy",
+    "-s",
 )
 Workers = _option(_HOW, "N", "Processes on this machine. Default 1; of several machines see below.", "--workers", "-w")
 Restarts = _option(_HOW, "N", "How often workers may be started again when one is lost. Default 0.", "--max-restarts")

@@ -40,6 +40,9 @@ class MacrobatchConfig(StrategyConfig, frozen=True, extra="forbid"):
     # The first layer's aggregate of all neighbours, computed once; the last hop is then neither drawn nor fetched.
     # auto: where the model allows it.
     cache_inputs: Switch = "auto"
+    # Whether features of a worker's own nodes may stay in memory; false reads those of a relay from the disk, in the
+    # order in which they lie, and lets them go. auto: where they take less than half of --memory, or of what there is.
+    resident: Switch = "auto"
     # Bytes of rows of other machines kept from relay to relay; 0 for none. Results are the same.
     cache: Size = 0
     # Which rows are kept: those used most often (static), by MassiveGNN's scores (score), those needed next (belady).

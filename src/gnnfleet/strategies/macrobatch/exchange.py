@@ -51,6 +51,7 @@ class Fetched:
     plan: Plan
     rows: Mapping[str, Mapping[str, Tensor]]
     places: Mapping[str, Tensor]  # by node type, the place in ``rows`` of each that is wanted
+    own: Mapping[str, tuple[Tensor, Mapping[str, Tensor]]]  # (rows of this part, ascending; what paged tables have)
 
 
 @dataclass(eq=False)
@@ -91,7 +92,17 @@ class Relay:
             places = {kind: torch.arange(len(ids)) for kind, ids in plan.wanted.items()}
             self.tally.hits += self.kept.hits - before
         self.tally.fetched_bytes += sum(count * self.tables.row_bytes(kind) for kind, count in fetched.items())
-        return Fetched(plan, found, places)
+        return Fetched(plan, found, places, self._read_own(plan))
+
+    def _read_own(self, plan: Plan) -> dict[str, tuple[Tensor, Mapping[str, Tensor]]]:
+        """Rows of this part from tables that are too large for memory, each once."""
+        found: dict[str, tuple[Tensor, Mapping[str, Tensor]]] = {}
+        for kind in dict.fromkeys(kind for kind, _ in sorted(self.tables.paged)):
+            own = self.tables.own[kind].rows
+            rows = torch.unique(torch.cat([own[one.reached[kind].places] for one in plan.sampled]))
+            found[kind] = rows, self.tables.read_own(kind, rows)
+        self.tables.let_go()
+        return found
 
     def fetch_ahead(self, plans: Iterator[Plan], window: int) -> Iterator[Fetched]:
         """Plans as they are fetched, each knowing up to ``window`` that follow."""
@@ -109,7 +120,7 @@ class Reader:
 
     def __init__(self, tables: Tables, fetched: Fetched, place: int) -> None:
         self.batch, self.sampled = fetched.plan.batches[place], fetched.plan.sampled[place]
-        self._tables, self._rows = tables, fetched.rows
+        self._tables, self._rows, self._own = tables, fetched.rows, fetched.own
         self._where: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         for kind, ids in self.sampled.ids.items():
             reached = self.sampled.reached[kind]
@@ -123,6 +134,9 @@ class Reader:
         own, far = self._tables.rows[kind][name], self._rows[kind][name]
         dtype = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else own.dtype
         rows, far_rows, there = self._where[kind]
+        if (kind, name) in self._tables.paged:
+            known, tables = self._own[kind]
+            own, rows = tables[name], torch.searchsorted(known, rows)
         if out is None:
             out = empty((len(self.sampled.ids[kind]), own.shape[1]), dtype)
         gather(own, rows, dtype, out=out, at=self.sampled.reached[kind].rows)

@@ -28,6 +28,8 @@ from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
+from gnnfleet.ops.paging import is_mapped
+from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.sizes import show_size
 from gnnfleet.sharded.ring import RingView
 from gnnfleet.sharded.sampler import PartSampler
@@ -39,7 +41,7 @@ from gnnfleet.strategies.macrobatch.config import FANOUT, MacrobatchConfig
 from gnnfleet.strategies.macrobatch.exchange import DEGREE, WEIGHTED, Plan, Reader, Relay, X, far_ids
 from gnnfleet.strategies.macrobatch.host import HostRows, workers_here
 from gnnfleet.strategies.on_parts import PartsStrategy, part_of
-from gnnfleet.strategies.sampling import Ready, check_layers, hops_of
+from gnnfleet.strategies.sampling import Ready, Switch, check_layers, hops_of
 from gnnfleet.strategies.task import Batch, Take
 
 
@@ -55,14 +57,15 @@ class MacrobatchStrategy(PartsStrategy):
             )
         self._config = config
         view = RingView.open(shard, Ring(job.world, 1, 1, buffers.empty))
-        super().__init__(job, view, cache_inputs=config.cache_inputs)
+        super().__init__(job, view, cache_inputs=self._affordable(job, config.cache_inputs))
         self._depth = self._choose_depth()
         world = _apart(job.world) if self._depth else job.world
         ring = Ring(world, max(1, world.size), 0, buffers.empty)
         hops = hops_of(config.fanouts or (FANOUT,) * self.model.num_layers)
         sampler = PartSampler(view, ring, hops, replace=config.replace)
         check_layers(len(sampler.hops), self.model.num_layers)
-        tables = Tables(self._tables(), sampler.own, view.owners, ring)
+        rows = self._tables()
+        tables = Tables(rows, sampler.own, view.owners, ring, self._paged(rows))
         self.relay = Relay(sampler, tables, job.task, self._aggregated is not None)
         # Learnable rows change in every step, so blocks read them anew instead of having them in the relay.
         for module in self.model.modules():
@@ -162,6 +165,12 @@ class MacrobatchStrategy(PartsStrategy):
             caches[kind] = make_cache(config.policy, capacity, foretaste=every)
         return HostRows(tables, host, ranks, caches)
 
+    def _affordable(self, job: Job, wanted: Switch) -> Switch:
+        """Aggregated inputs take as much memory as features in float32: unasked only where that is a quarter of it."""
+        nodes = [part_of(job).nodes(kind).x for kind in part_of(job).node_types]
+        each = sum(len(x) * x.shape[1] * PRECISIONS[job.precision].itemsize for x in nodes if x is not None)
+        return False if wanted == "auto" and each > (job.memory or memory_limit()) // 4 else wanted
+
     def _choose_depth(self) -> int:
         if self._config.prefetch != "auto":
             return self._config.prefetch
@@ -169,6 +178,16 @@ class MacrobatchStrategy(PartsStrategy):
         alone = self._world.size == 1
         near = shelf is not None and all(pid is not None for q, pid in enumerate(shelf.pids) if q != self._world.rank)
         return 0 if alone or near else 1
+
+    def _paged(self, rows: Mapping[str, Mapping[str, Tensor]]) -> frozenset[tuple[str, str]]:
+        """Features that are read from the disk for every relay."""
+        found = {(kind, X): tables[X] for kind, tables in rows.items() if X in tables and is_mapped(tables[X])}
+        limit = (self._job.memory or memory_limit()) // 2
+        total = sum(table.nbytes for table in found.values())
+        stays = total <= limit if self._config.resident == "auto" else self._config.resident
+        if self._config.resident == "auto" and not stays:
+            self._job.say(f"{show_size(total)} of features do not stay in memory: relays read what they need")
+        return frozenset() if stays else frozenset(found)
 
     def _tables(self) -> dict[str, dict[str, Tensor]]:
         """What others may read of this part's nodes."""

@@ -47,7 +47,7 @@ class SarStrategy(PartsStrategy):
         view = RingView.open(shard, ring, self._flow)
         order = None if self._flow is None else self._flow.order
         super().__init__(job, view, cache_inputs=config.cache_inputs, order=order)
-        self._aggregated, self._x = side_by_side(self._aggregated, self._x)
+        self._aggregated, self.__dict__["_x"] = side_by_side(self._aggregated, self._x)
 
     def steps(self, epoch: int, first: int = 0) -> Iterator[StepRecord]:
         if first:

@@ -1,0 +1,109 @@
+"""Features twice as large as the memory a job may use: macrobatch on two workers, within a control group and without.
+
+One million nodes, 10 million edges, 768 float32 features (2.9 GiB); the job may use 1.4 GiB, page cache included. Needs
+root for the control group (version 1 or 2) and about 7 GB of disk. Cells that are done are not run again.
+
+usage: python benchmarks/out_of_core.py [OUT] [--work DIR] [--limit 1400] [--nodes 1000000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+WORDS = {
+    "model.hidden": 32,
+    "model.layers": 2,
+    "model.dropout": 0.0,
+    "strategy.fanouts": "[5,5]",
+    "strategy.batch": 1024,
+    "strategy.buffer": "100MiB",
+    "train.epochs": 2,
+    "train.eval_every": 100,
+}
+CELLS = {"memory": {"strategy.resident": "true"}, "disk": {"strategy.resident": "false"}, "limited": {}}
+
+
+@contextmanager
+def group(megabytes: int) -> Iterator[Path]:
+    """A control group that may use so much; taken down after."""
+    root = Path("/sys/fs/cgroup")
+    old = (root / "memory").exists()
+    place = (root / "memory" if old else root) / f"gnnfleet-{os.getpid()}"
+    place.mkdir()
+    try:
+        (place / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(megabytes << 20))
+        yield place
+    finally:
+        place.rmdir()
+
+
+def train(store: Path, cell: str, limit: int, run_dir: Path) -> dict[str, Any]:
+    words = {**WORDS, **CELLS[cell]}
+    line = [sys.executable, "-m", "gnnfleet", "train", str(store), "-s", "macrobatch", "-w", "2", "--model", "sage"]
+    line += ["--json", "--run-dir", str(run_dir)]
+    line += [word for key, value in words.items() for word in ("--set", f"{key}={value}")]
+    if cell != "limited":
+        return _outcome(subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    with group(limit) as place:
+
+        def enter() -> None:
+            (place / "cgroup.procs").write_text(str(os.getpid()))
+
+        done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=enter)
+        name = "memory.max_usage_in_bytes" if (place / "memory.max_usage_in_bytes").exists() else "memory.peak"
+        highest = int((place / name).read_text())
+        return {**_outcome(done.stdout), "limit": limit << 20, "highest": highest}
+
+
+def _outcome(said: str) -> dict[str, Any]:
+    record = json.loads(said.splitlines()[-1])
+    seconds = record["seconds_per_epoch"]
+    return {"seconds": min(seconds), "epochs": seconds, "loss": record["metrics"]["train_loss"],
+            "test": record["metrics"]["test"], "peak_rss": record["memory"]["peak_rss"],
+            "own_rss": record["memory"]["own_rss"]}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=HERE / "results" / "cells" / "out_of_core")
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--limit", type=int, default=1400, help="megabytes")
+    parser.add_argument("--nodes", type=int, default=1_000_000)
+    args = parser.parse_args()
+    import torch
+
+    import gnnfleet as gf
+    from gnnfleet.graph.datasets import make_dataset
+    from record import write_results
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        store, cells = Path(folder) / "store", []
+        for cell in CELLS:
+            path = args.out / f"{cell}.json"
+            if not path.exists():
+                if not store.exists():
+                    graph = make_dataset("communities", nodes=args.nodes, mean_degree=10, features=768, classes=16)
+                    split = torch.full((args.nodes,), -1, dtype=torch.int8)
+                    order = torch.randperm(args.nodes, generator=torch.Generator().manual_seed(0))
+                    split[order[:20_480]], split[order[20_480:40_960]] = 0, 2
+                    gf.save(graph.with_nodes("node", split=split[None]), store)
+                    del graph
+                path.write_text(json.dumps(train(store, cell, args.limit, Path(folder) / cell)))
+            cells.append({"cell": cell, **json.loads(path.read_text())})
+            print(json.dumps(cells[-1]), flush=True)
+    print(write_results("out_of_core", cells))
+
+
+if __name__ == "__main__":
+    main()

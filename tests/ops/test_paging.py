@@ -1,0 +1,39 @@
+"""Mapped tables: the same rows as any gather gives, and what may be let go is told from what may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gnnfleet.ops.paging import is_mapped, let_go, read_ahead, read_rows
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Tensor:
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((5000, 37)).astype(np.float32))
+    return torch.from_numpy(np.asarray(np.load(tmp_path / "x.npy", mmap_mode="c")))
+
+
+def test_rows_survive_being_let_go(table: Tensor) -> None:
+    whole, rows = table.clone(), torch.tensor([0, 1, 2, 700, 701, 4999])
+    for _ in range(2):
+        assert torch.equal(read_rows(table, rows), whole[rows])
+        let_go(table)
+    assert torch.equal(table, whole)
+
+
+def test_neighbouring_pages_are_one_request(table: Tensor) -> None:
+    assert read_ahead(table, torch.arange(5000)) == 1
+    assert read_ahead(table, torch.tensor([0, 10, 4000])) == 2, "four pages apart, and far away"
+    assert read_ahead(table, torch.empty(0, dtype=torch.int64)) == 0
+    with pytest.raises(IndexError):
+        read_ahead(table, torch.tensor([5000]))
+
+
+def test_memory_is_no_file(table: Tensor) -> None:
+    assert is_mapped(table) and is_mapped(table[10:20])
+    assert not is_mapped(table.clone()) and not is_mapped(torch.empty(0, 3))
