@@ -95,12 +95,11 @@ def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[s
     for epoch in range(WARM + EPOCHS):
         if epoch == WARM:
             sent, rounds = world.traffic.bytes_sent, world.traffic.rounds
-            strategy.relay.tally = type(strategy.relay.tally)()
         started = time.perf_counter()
         seeds = sum(record.count for record in strategy.steps(epoch))
         rates.append(seeds / (time.perf_counter() - started))
     tally = strategy.relay.tally
-    own = torch.tensor([[peak_rss(), (world.traffic.bytes_sent - sent) // EPOCHS, tally.fetched_bytes // EPOCHS]])
+    own = torch.tensor([[peak_rss(), (world.traffic.bytes_sent - sent) // EPOCHS, tally.fetched_bytes]])
     every = torch.cat(gather_rows(world, own)).tolist()
     return {
         "seeds_per_second": max(rates[WARM:]),

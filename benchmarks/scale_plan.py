@@ -2,8 +2,9 @@
 
 The formula (docs/scale.md) needs, for one step of one worker: r_l rows that layer l computes, e_l edges it reads, R
 rows of other parts that a relay of M batches fetches. They are drawn, not guessed: the sampler runs on the graph cut
-into N parts. Two constants of a core are measured apart: G, products in float32; A, bytes gathered and summed. Then
-seconds, bytes and rounds of an epoch follow, and are compared with training on 1, 2 and 4 workers. The last lines put
+into N parts. Two constants of a core are measured apart: G, products in float32; A, bytes gathered and summed; a third,
+the share of a step's time that these two are, with one worker. Then seconds, bytes and rounds of an epoch follow, and
+are compared with training on 2 and 4 workers. The last lines put
 a graph of a terabyte on 16 machines into the same formula, with rows per batch as large as they can be: no node reached
 twice.
 
@@ -56,8 +57,8 @@ def moved(step: Step, widths: list[int]) -> float:
 
 
 def seconds(step: Step, widths: list[int], core: dict[str, float], cores: float) -> float:
-    """Of one step of one worker that has so many cores."""
-    return (flops(step, widths) / core["G"] + moved(step, widths) / core["A"]) / cores
+    """Of one step of one worker that has so many cores; products and sums are ``share`` of its time."""
+    return (flops(step, widths) / core["G"] + moved(step, widths) / core["A"]) / cores / core["share"]
 
 
 def fetched_bytes(step: Step, row_bytes: int) -> float:
@@ -80,6 +81,7 @@ def measure_core() -> dict[str, float]:
     return {
         "G": 2 * 8192 * 200 * 256 / _best(lambda: a @ b),
         "A": 20_000 * degree * 128 * 4 / _best(lambda: aggregate(edges, x, reduce="mean")),
+        "share": 1.0,  # found with one worker
     }
 
 
@@ -121,7 +123,7 @@ def plan_of(found: dict[str, Any], core: dict[str, float], size: int) -> dict[st
     return {
         "seconds": found["steps"] * seconds(step, widths, core, cores),
         "megabytes": found["steps"] * fetched_bytes(step, row) / 1e6,
-        "rounds": 2 * len(FANOUTS) + 2 + 2 * found["steps"],
+        "rounds": 0 if size == 1 else 2 * len(FANOUTS) + 2 + 2 * found["steps"],
         "duplication": found["alone"] / max(found["wanted"], 1e-9),
     }
 
@@ -168,7 +170,7 @@ def main() -> None:
     from record import write_results
 
     core, cells = measure_core(), []
-    print({key: f"{value / 1e9:.1f}e9" for key, value in core.items()})
+    print(core)
     with tempfile.TemporaryDirectory() as folder:
         args.work = args.work or Path(folder)
         for size in args.workers:
@@ -181,6 +183,8 @@ def main() -> None:
                 "megabytes": sum(run["megabytes_fetched"]) / size,
                 "rounds": run["rounds"],
             }
+            if size == 1:
+                core["share"] = planned["seconds"] / measured["seconds"]
             cells.append({"cell": f"workers/{size}", "planned": planned, "measured": measured})
             print(json.dumps(cells[-1]), flush=True)
     cells.append({"cell": "terabyte", "core": core, **terabyte(core)})

@@ -308,7 +308,7 @@ def kept_by_host(world: World, store: str, parts: str, hosts: list[list[int]], n
             open_store(store), resolve(words(GRAPHS[name][1][0], name="macrobatch", **knobs)), here=here
         )
         strategy = strategy.strategy
-        losses = [record.loss for epoch in range(3) for record in strategy.steps(epoch)]
+        losses = [record.loss for epoch in range(2) for record in strategy.steps(epoch)]
         tally, kept = strategy.relay.tally, strategy.relay.kept
         slots = 0 if kept is None else sum(s.cache.capacity for s in kept.slots.values())
         found.append((losses, tally.wanted, tally.hits, tally.fetched_bytes, slots))

@@ -130,6 +130,7 @@ def fit(strategy: Strategy, plan: Plan, *, start: Position | None = None, best: 
     last_saved = position.epoch
     while position.epoch < plan.train.epochs and not _exhausted(position, plan):
         position, row = _epoch(strategy, position, plan.train, saved)
+        row |= strategy.counts()
         found = _validate(strategy, plan, position, row)
         word = plan.agree({"found": found, "save": saved.is_overdue})
         if word["found"] is not None and _is_better(word["found"], plan.metric, position):

@@ -37,6 +37,11 @@ class Tables:
         """What one node of a type weighs."""
         return sum(table.shape[1] * table.element_size() for table in self.rows[kind].values())
 
+    def paged_bytes(self, kind: str) -> int:
+        """What one of this part's nodes weighs in tables that are paged."""
+        tables = [self.rows[kind][name] for of, name in self.paged if of == kind]
+        return sum(table.shape[1] * table.element_size() for table in tables)
+
     def fetch(self, wanted: Mapping[str, Tensor]) -> tuple[Rows, dict[str, Tensor]]:
         """(rows of nodes of other parts, by node type [n] the place in ``wanted`` of each), for different store ids.
 

@@ -128,6 +128,9 @@ class Strategy(Protocol):
     def steps(self, epoch: int, first: int = 0) -> Iterator[StepRecord]:
         """Run one epoch, or the rest of it from step ``first`` on; a record after each optimizer step."""
 
+    def counts(self) -> dict[str, float]:
+        """What the last epoch took besides time, for its row in the metrics; {} where there is nothing to tell."""
+
     def evaluate(self, split: str) -> dict[str, float]:
         """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""
 

@@ -94,6 +94,9 @@ class LocalStrategy:
         self._optimizer.step()
         return float(loss.detach())
 
+    def counts(self) -> dict[str, float]:
+        return {}
+
     def evaluate(self, split: str) -> dict[str, float]:
         if not len(self._job.task.items(split)):
             raise ConfigError(f"the {split} split is empty: choose another --split")

@@ -6,13 +6,14 @@ more batch adds never increase. What is beyond the foretaste is taken to add as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gnnfleet.graph.local import LocalView
+from gnnfleet.sharded.tables import Tables
 from gnnfleet.strategies.macrobatch.exchange import Plan, far_ids
 
 FORETASTE = 8
@@ -23,20 +24,23 @@ FORETASTE = 8
 class Foretaste:
     """What the first batches would need."""
 
-    rows: tuple[float, ...]  # bytes of rows of other parts that the first 1, 2, … batches read, each row once
-    each: float  # bytes of rows that a batch reads by itself, on average
+    rows: tuple[float, ...]  # bytes of rows that the first 1, 2, … batches have a relay read or fetch, each row once
+    each: float  # the same of a batch by itself, on average
     blocks: float  # bytes of the blocks of a batch, on average
 
     @classmethod
-    def of(cls, plan: Plan, row_bytes: Mapping[str, int]) -> Foretaste:
+    def of(cls, plan: Plan, tables: Tables) -> Foretaste:
+        """Rows of other parts are fetched; of this part those of paged tables are read."""
         count = len(plan.sampled)
         rows, each = [0.0] * count, 0.0
-        for kind, weight in row_bytes.items():
-            ids = [far_ids(one, kind) for one in plan.sampled]
-            first = _first_seen(ids)
-            for m in range(count):
-                rows[m] += weight * int((first <= m).sum())
-            each += weight * sum(map(len, ids)) / count
+        for kind in tables.rows:
+            far = [far_ids(one, kind) for one in plan.sampled]
+            own = [one.ids[kind][one.reached[kind].rows] for one in plan.sampled]
+            for ids, weight in ((far, tables.row_bytes(kind)), (own, tables.paged_bytes(kind))):
+                first = _first_seen(ids) if weight else torch.empty(0)
+                for m in range(count):
+                    rows[m] += weight * int((first <= m).sum())
+                each += weight * sum(map(len, ids)) / count
         return cls(tuple(rows), each, sum(block_bytes(one.views) for one in plan.sampled) / count)
 
     def rows_of(self, together: int) -> float:
@@ -51,7 +55,7 @@ class Foretaste:
         return (1 + ahead) * self.rows_of(together) + (1 + ahead + window) * together * self.blocks
 
     def duplication(self, together: int) -> float:
-        """How often a row that is fetched once would have been fetched by batches by themselves."""
+        """How often a row that is read or fetched once would have been by batches by themselves."""
         return together * self.each / max(self.rows_of(together), 1.0)
 
 

@@ -27,6 +27,7 @@ class Tally:
     wanted: int = 0  # the same, once per relay
     hits: int = 0  # of these, rows that were kept from before
     fetched_bytes: int = 0
+    waited: float = 0.0  # seconds in which steps waited for a relay
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,7 +38,7 @@ from gnnfleet.strategies.base import PRECISIONS, Job, StepRecord, products
 from gnnfleet.strategies.macrobatch.budget import FORETASTE, Foretaste, choose_together
 from gnnfleet.strategies.macrobatch.cache import make_cache
 from gnnfleet.strategies.macrobatch.config import FANOUT, MacrobatchConfig
-from gnnfleet.strategies.macrobatch.exchange import DEGREE, WEIGHTED, Plan, Reader, Relay, X, far_ids
+from gnnfleet.strategies.macrobatch.exchange import DEGREE, WEIGHTED, Plan, Reader, Relay, Tally, X, far_ids
 from gnnfleet.strategies.macrobatch.host import HostRows, workers_here
 from gnnfleet.strategies.on_parts import PartsStrategy, part_of
 from gnnfleet.strategies.sampling import Ready, Switch, check_layers, hops_of
@@ -74,12 +74,23 @@ class MacrobatchStrategy(PartsStrategy):
 
     def steps(self, epoch: int, first: int = 0) -> Iterator[StepRecord]:
         _ = self.together  # chosen before the clock starts
+        self.relay.tally = Tally()
         started = time.perf_counter()
         with closing(self._readers(epoch, first)) as readers:
             for step, reader in enumerate(readers, first):
                 loss = self._step(self._ready(reader))
                 yield StepRecord(epoch, step, loss, len(reader.batch.every), time.perf_counter() - started)
                 started = time.perf_counter()
+
+    def counts(self) -> dict[str, float]:
+        tally = self.relay.tally
+        return {
+            "relays": tally.relays,
+            "duplication": tally.read / max(tally.wanted, 1),
+            "hit_rate": tally.hits / max(tally.wanted, 1),
+            "megabytes_fetched": tally.fetched_bytes / 1e6,
+            "waited_seconds": tally.waited,
+        }
 
     def _step(self, ready: Ready) -> float:
         """The mean loss of a batch over all ranks; the weights have changed after."""
@@ -92,9 +103,13 @@ class MacrobatchStrategy(PartsStrategy):
     def _readers(self, epoch: int, first: int) -> Generator[Reader]:
         """The batches of an epoch from ``first`` on, as their relays come in."""
         window = self._config.window if self._config.cache and self._config.policy == "belady" else 0
-        for fetched in prefetched(self.relay.fetch_ahead(self._plans(epoch, first), window), self._depth):
+        made = prefetched(self.relay.fetch_ahead(self._plans(epoch, first), window), self._depth)
+        asked = time.perf_counter()
+        for fetched in made:
+            self.relay.tally.waited += time.perf_counter() - asked
             for place in range(len(fetched.plan.batches)):
                 yield Reader(self.relay.tables, fetched, place)
+            asked = time.perf_counter()
 
     def _plans(self, epoch: int, first: int) -> Iterator[Plan]:
         waiting = self.batches(epoch, first)
@@ -126,8 +141,7 @@ class MacrobatchStrategy(PartsStrategy):
         relay = self.relay
         total = count_batches(len(self._job.task.trained(self._job.seed, 0)), config.batch)
         plan = relay.sample(list(islice(self.batches(0), FORETASTE)))
-        weights = {kind: relay.tables.row_bytes(kind) for kind in relay.tables.rows}
-        taste = Foretaste.of(plan, weights)
+        taste = Foretaste.of(plan, relay.tables)
         window = config.window if config.cache and config.policy == "belady" else 0
         together = config.together
         if together == "auto":
@@ -136,17 +150,17 @@ class MacrobatchStrategy(PartsStrategy):
             needs = taste.bytes(together, ahead=self._depth, window=window)
             self._job.say(
                 f"{together} of {total} batches per relay: {show_size(needs)} of {show_size(config.buffer)}; "
-                f"a row is fetched once for {taste.duplication(together):.1f} uses"
+                f"a row comes once for {taste.duplication(together):.1f} uses"
             )
         if config.cache:
-            relay.kept = self._keep(plan, weights)
-        relay.tally = type(relay.tally)()
+            relay.kept = self._keep(plan)
         return together
 
-    def _keep(self, plan: Plan, weights: Mapping[str, int]) -> HostRows:
+    def _keep(self, plan: Plan) -> HostRows:
         """Slots for rows of other machines, dealt to node types by what the foretaste wants of them; all workers of a
         machine bring their share of the memory."""
         config, tables = self._config, self.relay.tables
+        weights = {kind: tables.row_bytes(kind) for kind in tables.rows}
         ranks = workers_here(self._world)
         host, here = self._world.among("kept rows", ranks), torch.tensor(ranks)
         if len(ranks) == self._world.size > 1:
