@@ -108,6 +108,11 @@ class Frontier:
         self._table.rows(sources, places is not None, out, threads(sources.shape[0] * _WORK))
         return out
 
+    @property
+    def nbytes(self) -> int:
+        """What it holds, also after it has forgotten."""
+        return int(self._table.bytes)
+
     def clear(self) -> None:
         """Forget the batch."""
         self._table.clear()

@@ -59,6 +59,7 @@ class Sampled:
     reached: dict[str, Reached]
     views: list[LocalView] = field(default_factory=list)
     degrees: dict[str, Callable[[bool], Tensor]] = field(default_factory=dict)  # filled in by whoever fetches rows
+    scratch: int = 0  # bytes that drawing took, kept for the next relay
 
     @property
     def ids(self) -> dict[str, Tensor]:
@@ -112,8 +113,8 @@ class PartSampler:
                 growth.stop(self._neighbours)
         finally:
             views = [growth.end() for growth in growths]
-        for one, blocks in zip(found, views, strict=True):
-            one.views = blocks
+        for one, blocks, frontiers in zip(found, views, self._frontiers, strict=False):
+            one.views, one.scratch = blocks, sum(frontier.nbytes for frontier in frontiers.values())
         return found
 
     def _room(self, count: int) -> list[dict[str, Frontier]]:

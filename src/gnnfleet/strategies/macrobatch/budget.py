@@ -27,6 +27,7 @@ class Foretaste:
     rows: tuple[float, ...]  # bytes of rows that the first 1, 2, … batches have a relay read or fetch, each row once
     each: float  # the same of a batch by itself, on average
     blocks: float  # bytes of the blocks of a batch, on average
+    scratch: float = 0.0  # bytes that drawing them takes, for the relay that is being drawn
 
     @classmethod
     def of(cls, plan: Plan, tables: Tables) -> Foretaste:
@@ -41,7 +42,8 @@ class Foretaste:
                 for m in range(count):
                     rows[m] += weight * int((first <= m).sum())
                 each += weight * sum(map(len, ids)) / count
-        return cls(tuple(rows), each, sum(block_bytes(one.views) for one in plan.sampled) / count)
+        blocks, scratch = (sum(block_bytes(s.views) for s in plan.sampled), sum(s.scratch for s in plan.sampled))
+        return cls(tuple(rows), each, blocks / count, scratch / count)
 
     def rows_of(self, together: int) -> float:
         """Bytes of rows of a relay."""
@@ -52,7 +54,8 @@ class Foretaste:
 
     def bytes(self, together: int, *, ahead: int, window: int) -> float:
         """What relays hold: rows of those that are fetched, blocks of those that are drawn."""
-        return (1 + ahead) * self.rows_of(together) + (1 + ahead + window) * together * self.blocks
+        drawn = (1 + ahead + window) * together * self.blocks + together * self.scratch
+        return (1 + ahead) * self.rows_of(together) + drawn
 
     def duplication(self, together: int) -> float:
         """How often a row that is read or fetched once would have been by batches by themselves."""

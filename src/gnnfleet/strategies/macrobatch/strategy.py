@@ -55,7 +55,8 @@ class MacrobatchStrategy(PartsStrategy):
                 "batch norm would count rows that several workers compute more than once: use model.norm=layer, "
                 "strategy sar, or one worker"
             )
-        self._config = config
+        self._config, self._here = config, workers_here(job.world)
+        self._memory = job.memory or memory_limit() // len(self._here)
         view = RingView.open(shard, Ring(job.world, 1, 1, buffers.empty))
         super().__init__(job, view, cache_inputs=self._affordable(job, config.cache_inputs))
         self._depth = self._choose_depth()
@@ -161,7 +162,7 @@ class MacrobatchStrategy(PartsStrategy):
         machine bring their share of the memory."""
         config, tables = self._config, self.relay.tables
         weights = {kind: tables.row_bytes(kind) for kind in tables.rows}
-        ranks = workers_here(self._world)
+        ranks = self._here
         host, here = self._world.among("kept rows", ranks), torch.tensor(ranks)
         if len(ranks) == self._world.size > 1:
             self._job.say("strategy.cache has no use here: all workers share one machine, and so its rows")
@@ -180,25 +181,23 @@ class MacrobatchStrategy(PartsStrategy):
         return HostRows(tables, host, ranks, caches)
 
     def _affordable(self, job: Job, wanted: Switch) -> Switch:
-        """Aggregated inputs take as much memory as features in float32: unasked only where that is a quarter of it."""
+        """Aggregated inputs take as much memory as features in float32: unasked only where that is a quarter of it, on
+        all ranks."""
         nodes = [part_of(job).nodes(kind).x for kind in part_of(job).node_types]
         each = sum(len(x) * x.shape[1] * PRECISIONS[job.precision].itemsize for x in nodes if x is not None)
-        return False if wanted == "auto" and each > (job.memory or memory_limit()) // 4 else wanted
+        return False if wanted == "auto" and _any(job.world, each > self._memory // 4) else wanted
 
     def _choose_depth(self) -> int:
+        """Relays ahead; the same on all ranks."""
         if self._config.prefetch != "auto":
             return self._config.prefetch
-        shelf = self._world.shelf
-        alone = self._world.size == 1
-        near = shelf is not None and all(pid is not None for q, pid in enumerate(shelf.pids) if q != self._world.rank)
-        return 0 if alone or near else 1
+        return int(_any(self._world, len(self._here) < self._world.size))
 
     def _paged(self, rows: Mapping[str, Mapping[str, Tensor]]) -> frozenset[tuple[str, str]]:
         """Features that are read from the disk for every relay."""
         found = {(kind, X): tables[X] for kind, tables in rows.items() if X in tables and is_mapped(tables[X])}
-        limit = (self._job.memory or memory_limit()) // 2
         total = sum(table.nbytes for table in found.values())
-        stays = total <= limit if self._config.resident == "auto" else self._config.resident
+        stays = total <= self._memory // 2 if self._config.resident == "auto" else self._config.resident
         if self._config.resident == "auto" and not stays:
             self._job.say(f"{show_size(total)} of features do not stay in memory: relays read what they need")
         return frozenset() if stays else frozenset(found)
@@ -257,6 +256,11 @@ class MacrobatchStrategy(PartsStrategy):
 
 
 _NEAR = "aggregate"
+
+
+def _any(world: World, flag: bool) -> bool:
+    """Whether it holds on any rank; all of them ask."""
+    return bool(sum_over_ranks(world, torch.tensor(int(flag))))
 
 
 def _apart(world: World) -> World:
