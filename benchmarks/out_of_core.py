@@ -1,7 +1,7 @@
 """Features twice as large as the memory a job may use: macrobatch on two workers, within a control group and without.
 
-1.5 million nodes, 15 million edges, 768 float32 features (4.3 GiB); the job may use 2.05 GiB, page cache included. Needs
-root for the control group (version 1 or 2) and about 10 GB of disk. Cells that are done are not run again.
+1.5 million nodes, 15 million edges, 768 float32 features (4.3 GiB); the job may use 2.05 GiB, page cache included.
+Needs root for the control group (version 1 or 2) and about 10 GB of disk. Cells that are done are not run again.
 
 usage: python benchmarks/out_of_core.py [OUT] [--work DIR] [--limit 2100] [--nodes 1500000]
 """
