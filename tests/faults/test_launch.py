@@ -113,16 +113,16 @@ def test_every_end_is_a_clean_end(drive: Callable[..., Driver]) -> None:
 def test_lost_workers_are_started_again_and_nobody_can_tell(
     drive: Callable[..., Driver], store: Path, tmp_path: Path
 ) -> None:
-    train(store, **SAME, epochs=160, seed=3, run_dir=tmp_path / "whole", checkpoint_seconds=0.2)
-    words = ("--set", "train.epochs=160", "--set", "train.checkpoint_seconds=0.2", "--seed", "3", "--max-restarts", "2")
-    driver = drive("cut", *MODEL, *words).trains(40)
+    train(store, **SAME, epochs=80, seed=3, run_dir=tmp_path / "whole", checkpoint_seconds=0.2)
+    words = ("--set", "train.epochs=80", "--set", "train.checkpoint_seconds=0.2", "--seed", "3", "--max-restarts", "2")
+    driver = drive("cut", *MODEL, *words).trains(20)
     driver.workers[1].kill()
     until(lambda: not driver.workers[0].is_running(), 30, "end of the other worker")
     code, said = driver.ends(PATIENCE)
     assert code == 0, said
     for name in ("last", "best"):
         assert_same_checkpoint(tmp_path / "cut/checkpoints" / name, tmp_path / "whole/checkpoints" / name)
-    assert [row["epoch"] for row in read_metrics(tmp_path / "cut/metrics.jsonl")] == list(range(1, 161))
+    assert [row["epoch"] for row in read_metrics(tmp_path / "cut/metrics.jsonl")] == list(range(1, 81))
 
 
 def test_macrobatch_names_the_dead_and_goes_on(drive: Callable[..., Driver], store: Path, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_without_the_store_all_end_and_say_so(forks: Forks, store: Graph, tmp_pa
 
 def test_killed_runs_go_on_to_the_uninterrupted_weights(forks: Forks, store: Graph, tmp_path: Path) -> None:
     whole = spec_of(store, tmp_path / "whole")
-    specs = [spec_of(store, tmp_path / f"cut-{number}") for number in range(4)]
+    specs = [spec_of(store, tmp_path / f"cut-{number}") for number in range(2)]
     uninterrupted = forks.start(whole.as_json(), tmp_path / "trial-whole", size=SIZE)
     trials = [forks.start(spec.as_json(), tmp_path / f"trial-{number}", size=SIZE) for number, spec in enumerate(specs)]
     plan = plan_of(len(trials), signal.SIGKILL)
