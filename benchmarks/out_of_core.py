@@ -59,10 +59,11 @@ def train(store: Path, cell: str, limit: int, run_dir: Path) -> dict[str, Any]:
         def enter() -> None:
             (place / "cgroup.procs").write_text(str(os.getpid()))
 
-        done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=enter)
+        done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False, preexec_fn=enter)
         name = "memory.max_usage_in_bytes" if (place / "memory.max_usage_in_bytes").exists() else "memory.peak"
         highest = int((place / name).read_text())
-        return {**_outcome(done.stdout), "limit": limit << 20, "highest": highest}
+        found = {"limit": limit << 20, "highest": highest, "exit_code": done.returncode}
+        return {**_outcome(done.stdout), **found} if done.returncode == 0 else found  # killed where it does not fit
 
 
 def _outcome(said: str) -> dict[str, Any]:
