@@ -158,7 +158,7 @@ def test_no_more_is_made_ahead_than_asked_for() -> None:
     assert next(ahead) == 0
     time.sleep(0.3)
     assert len(seen) <= 4  # one given, two waiting, one in the maker's hand
-    ahead.close()  # type: ignore[attr-defined]
+    ahead.close()
     wait_for_end()
     assert len(seen) <= 4
 

@@ -5,7 +5,7 @@ Arguments are named as PyG's. What a batch holds depends on the seed, the epoch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ class NeighborLoader:
         epoch, self.epoch = self.epoch, self.epoch + 1
         return prefetched(self._make(epoch), self._prefetch)
 
-    def _make(self, epoch: int) -> Iterator[MiniBatch]:
+    def _make(self, epoch: int) -> Generator[MiniBatch]:
         # Loops over one loader may overlap: each has a sampler of its own, given back at its end.
         sampler = self._idle.pop() if self._idle else Sampler(self._graph, **self._sampling)  # type: ignore[arg-type]
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -35,15 +35,16 @@ class _End:
     error: BaseException | None = None
 
 
-def prefetched(things: Iterator[T], depth: int) -> Iterator[T]:
+def prefetched(things: Generator[T], depth: int) -> Generator[T]:
     """``things``, up to ``depth`` of them made ahead in a thread of their own; 0 makes each when it is asked for.
 
-    With those in use at most ``depth`` + 1 are in memory: the next is begun when one is taken.
+    With those in use at most ``depth`` + 1 are in memory: the next is begun when one is taken. Close it where the loop
+    may end early: one that is only dropped waits for its thread where no interrupt can be heard.
     """
     return _ahead(things, depth) if depth else things
 
 
-def _ahead(things: Iterator[T], depth: int) -> Iterator[T]:
+def _ahead(things: Iterator[T], depth: int) -> Generator[T]:
     ready: queue.Queue[_Made[T] | _End] = queue.Queue()
     room, stop = threading.Semaphore(depth), threading.Event()
     # Not a daemon: the interpreter kills those inside compiled code. ``_produce`` ends with the main thread instead.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from gnnfleet.errors import RunError
 from gnnfleet.report.epochs import EpochDisplay, NoDisplay
 from gnnfleet.report.metrics import Sink
 from gnnfleet.run.checkpoint import Position
-from gnnfleet.strategies.base import OWN, State, Strategy, TrainConfig
+from gnnfleet.strategies.base import OWN, State, StepRecord, Strategy, TrainConfig
 
 
 class Keeper(Protocol):
@@ -158,24 +159,29 @@ def _epoch(
     """(where the run stands after the epoch, its row); perhaps it was begun before."""
     started = time.perf_counter() - position.seconds
     saved.begin()
-    for record in strategy.steps(position.epoch, position.within):
-        if not math.isfinite(record.loss):
-            raise RunError(
-                f"the loss is {record.loss} in epoch {position.epoch + 1}, step {record.step}: try a smaller train.lr "
-                f"(now {train.lr:g}), train.clip=1, or --precision float32; checkpoints from before are kept"
+    with closing(strategy.steps(position.epoch, position.within)) as records:
+        for record in records:
+            _check(record, position, train)
+            position = replace(
+                position,
+                step=position.step + 1,
+                within=position.within + 1,
+                loss=position.loss + record.loss * record.count,
+                count=position.count + record.count,
+                seconds=time.perf_counter() - started,
             )
-        position = replace(
-            position,
-            step=position.step + 1,
-            within=position.within + 1,
-            loss=position.loss + record.loss * record.count,
-            count=position.count + record.count,
-            seconds=time.perf_counter() - started,
-        )
-        started += saved.after_step(strategy, position)
+            started += saved.after_step(strategy, position)
     mean = position.loss / max(position.count, 1)
     row = {"epoch": position.epoch + 1, "train_loss": mean, "seconds": time.perf_counter() - started}
     return replace(position, epoch=position.epoch + 1, within=0, loss=0.0, count=0, seconds=0.0), row
+
+
+def _check(record: StepRecord, position: Position, train: TrainConfig) -> None:
+    if not math.isfinite(record.loss):
+        raise RunError(
+            f"the loss is {record.loss} in epoch {position.epoch + 1}, step {record.step}: try a smaller train.lr "
+            f"(now {train.lr:g}), train.clip=1, or --precision float32; checkpoints from before are kept"
+        )
 
 
 def _validate(strategy: Strategy, plan: Plan, position: Position, row: dict[str, Any]) -> dict[str, float] | None:

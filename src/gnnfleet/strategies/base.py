@@ -6,7 +6,7 @@ Files, launching and early stopping are the loop's business. Whatever two strate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
@@ -125,7 +125,7 @@ class Strategy(Protocol):
     @property
     def model(self) -> Model: ...
 
-    def steps(self, epoch: int, first: int = 0) -> Iterator[StepRecord]:
+    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         """Run one epoch, or the rest of it from step ``first`` on; a record after each optimizer step."""
 
     def counts(self) -> dict[str, float]:

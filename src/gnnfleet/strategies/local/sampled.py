@@ -5,7 +5,7 @@ Where the first layer's aggregate is kept for all nodes, its rows are read in pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class SampledBatches:
         self._sampler = Sampler(job.graph, hops_of(config.fanouts), replace=config.replace)
         check_layers(len(self._sampler.hops), job.model.num_layers)
 
-    def epoch(self, epoch: int, first: int = 0) -> Iterator[Ready]:
+    def epoch(self, epoch: int, first: int = 0) -> Generator[Ready]:
         depth = self._config.prefetch
         return prefetched(self._make(epoch, first), self._depth() if depth == "auto" else depth)
 
@@ -42,7 +42,7 @@ class SampledBatches:
         tables = [nodes.x for nodes in self._job.graph.nodes.values() if nodes.x is not None]
         return wise_depth(sum(x.numel() * x.element_size() for x in tables))
 
-    def _make(self, epoch: int, first: int) -> Iterator[Ready]:
+    def _make(self, epoch: int, first: int) -> Generator[Ready]:
         task, seed = self._job.task, self._job.seed
         items = task.trained(seed, epoch)
         for step, part in batches(items, self._config.batch_size, seed=seed, epoch=epoch, first=first):

@@ -6,7 +6,7 @@ Rows may lie in cluster order; what leaves here is in store order. Draws go by s
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
 from functools import cached_property
 from typing import Any
@@ -58,7 +58,7 @@ class LocalStrategy:
             self._aggregated, self.__dict__["_x"] = side_by_side(self._aggregated, self._x)
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
-    def steps(self, epoch: int, first: int = 0) -> Iterator[StepRecord]:
+    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         started = time.perf_counter()
         with closing(self._batches(epoch, first)) as made:
             for step, ready in enumerate(made, first):

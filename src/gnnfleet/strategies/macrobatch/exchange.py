@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -105,7 +105,7 @@ class Relay:
         self.tables.let_go()
         return found
 
-    def fetch_ahead(self, plans: Iterator[Plan], window: int) -> Iterator[Fetched]:
+    def fetch_ahead(self, plans: Iterator[Plan], window: int) -> Generator[Fetched]:
         """Plans as they are fetched, each knowing up to ``window`` that follow."""
         known: list[Plan] = []
         for plan in plans:

@@ -73,7 +73,7 @@ class MacrobatchStrategy(PartsStrategy):
             if isinstance(module, NodeEmbedding) and module.ids is not None:
                 module.fetch = view.of(module.kind if module.kind in view.nodes else self._target).take
 
-    def steps(self, epoch: int, first: int = 0) -> Iterator[StepRecord]:
+    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         _ = self.together  # chosen before the clock starts
         self.relay.tally = Tally()
         started = time.perf_counter()
@@ -106,11 +106,12 @@ class MacrobatchStrategy(PartsStrategy):
         window = self._config.window if self._config.cache and self._config.policy == "belady" else 0
         made = prefetched(self.relay.fetch_ahead(self._plans(epoch, first), window), self._depth)
         asked = time.perf_counter()
-        for fetched in made:
-            self.relay.tally.waited += time.perf_counter() - asked
-            for place in range(len(fetched.plan.batches)):
-                yield Reader(self.relay.tables, fetched, place)
-            asked = time.perf_counter()
+        with closing(made):
+            for fetched in made:
+                self.relay.tally.waited += time.perf_counter() - asked
+                for place in range(len(fetched.plan.batches)):
+                    yield Reader(self.relay.tables, fetched, place)
+                asked = time.perf_counter()
 
     def _plans(self, epoch: int, first: int) -> Iterator[Plan]:
         waiting = self.batches(epoch, first)

@@ -7,7 +7,7 @@ gradients summed over ranks are those of one process. Activations are on their r
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -49,7 +49,7 @@ class SarStrategy(PartsStrategy):
         super().__init__(job, view, cache_inputs=config.cache_inputs, order=order)
         self._aggregated, self.__dict__["_x"] = side_by_side(self._aggregated, self._x)
 
-    def steps(self, epoch: int, first: int = 0) -> Iterator[StepRecord]:
+    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         if first:
             return  # there is one
         views = self._views
