@@ -178,6 +178,34 @@ def test_cached_inputs_equal_those_of_local(crew: Crew, folder: Path, tmp_path: 
         close(found[0][place], one, f"cached {place}")
 
 
+SPLIT: list[dict[str, Any]] = [
+    {"name": "gcn", "edge_weight": True},
+    {"name": "sage", "norm": "layer"},
+    {"name": "sage", "aggr": "max", "layers": 1},
+]
+
+
+def by_columns(world: World, store: str, parts: str | None, strategy: str) -> list[dict[str, Any]]:
+    here, found = None if parts is None else here_of(world, parts), []
+    for place, model in enumerate(SPLIT):
+        fanouts = FANOUTS[: model.get("layers", 3)]
+        knobs = {"split": "columns", "together": 1 + place, "prefetch": place % 2} if parts else {}
+        found.append(trained(open_store(store), words(model, name=strategy, fanouts=fanouts, **knobs), here))
+    return found
+
+
+@pytest.mark.parametrize(("size", "how"), [(1, "random"), (2, "mincut"), (3, "empty"), (4, "random")])
+def test_features_split_by_column(crew: Crew, folder: Path, tmp_path: Path, size: int, how: str) -> None:
+    """The same blocks and the same training; no feature travels after the start."""
+    store = str(folder / "plain")
+    wanted = by_columns(World(), store, None, "local")
+    found = crew.run(
+        size, by_columns, store, str(cut_graph(open_store(store), size, how, tmp_path / "p")), "macrobatch"
+    )
+    for place, one in enumerate(wanted):
+        close(found[0][place], one, f"{SPLIT[place]}")
+
+
 BY_RELATION = {"a:to:b": [2, 1], "b:back:a": [0, 3], "a:like:a": [2, 2], "a:hate:a": [-1, 1], "c:on:b": [1, 1]}
 
 
@@ -286,6 +314,8 @@ def test_what_cannot_be_is_refused(crew: Crew, folder: Path, tmp_path: Path) -> 
         ({"name": "sage", "norm": "batch"}, {}, "batch norm"),
         ({"name": "sage"}, {"fanouts": [3, 2]}, "one number per layer, 3; found 2"),
         ({"name": "gat"}, {"cache_inputs": True}, "does not allow strategy.cache_inputs"),
+        ({"name": "gat"}, {"split": "columns"}, "is for sage and gcn"),
+        ({"name": "sage"}, {"split": "columns", "cache": 1000}, "strategy.cache is for features that travel"),
     ]
     for model, knobs, text in cases:
         for said in crew.run(2, refused, str(folder / "plain"), parts, model, knobs):

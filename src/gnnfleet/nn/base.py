@@ -64,6 +64,18 @@ class Model(torch.nn.Module):
         """What of the first layer stays the same from step to step; ``compute`` gets it back as ``aggregated``."""
         return None
 
+    @property
+    def splits(self) -> bool:
+        """Whether the first layer is a sum over columns of the features, each worked on by itself: see ``partial``."""
+        return False
+
+    def partial(self, view: GraphView, x: Tensor, columns: slice) -> Tensor:
+        """[N_dst, ·] what some columns of the features add to the first layer's product; where it ``splits``.
+
+        ``compute`` gets the sum over all columns as ``made``, in place of x.
+        """
+        raise NotImplementedError
+
     def compute(self, index: int, view: GraphView, x: Any, carry: Tensor | None) -> tuple[Rows, Tensor | None]:
         """One layer: rows of the view's destinations, and what later layers get as ``carry``, cut to those rows.
 
@@ -93,14 +105,18 @@ class Model(torch.nn.Module):
         carry: Tensor | None = None,
         *,
         aggregated: Aggregate | None = None,
+        made: Tensor | None = None,
     ) -> tuple[Rows, Tensor | None]:
-        """``compute`` with the view of that layer; ``aggregated`` is for layer 0 and comes from ``precompute``."""
+        """``compute`` with the view of that layer; ``aggregated`` is for layer 0 and comes from ``precompute``, or
+        ``made``, from ``partial``."""
         given: dict[str, Any] = {} if aggregated is None else {"aggregated": aggregated}
-        made = self.compute(index, view.at(layer=index), x, carry, **given)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise ConfigError(f"compute of a model returns (rows, carry), found {type(made).__name__} in layer {index}")
-        self._check_rows(index, view, made[0])
-        return made
+        if made is not None:
+            given["made"] = made
+        out = self.compute(index, view.at(layer=index), x, carry, **given)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise ConfigError(f"compute of a model returns (rows, carry), found {type(out).__name__} in layer {index}")
+        self._check_rows(index, view, out[0])
+        return out
 
     def _check_rows(self, index: int, view: GraphView, rows: Rows) -> None:
         """Rows of all sources in place of the destinations would pass on a whole graph and fail on a piece."""
@@ -122,10 +138,15 @@ class Model(torch.nn.Module):
             )
 
     def forward(
-        self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
+        self,
+        views: GraphView | Sequence[GraphView],
+        x: Features,
+        *,
+        aggregated: Aggregate | None = None,
+        made: Tensor | None = None,
     ) -> Rows:
-        """Output of the destinations of the last view; one view serves all layers. See ``precompute``."""
-        return self._run(views, x, aggregated, upto=self.num_layers)
+        """Output of the destinations of the last view; one view serves all layers. See ``precompute``, ``partial``."""
+        return self._run(views, x, aggregated, made, upto=self.num_layers)
 
     @final
     @torch.no_grad()
@@ -142,10 +163,16 @@ class Model(torch.nn.Module):
         self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
     ) -> Rows:
         """What the last layer reads: the output of the last hidden layer, by node type where there are several."""
-        return self._run(views, x, aggregated, upto=self.num_layers - 1)
+        return self._run(views, x, aggregated, None, upto=self.num_layers - 1)
 
     def _run(
-        self, views: GraphView | Sequence[GraphView], x: Features, aggregated: Aggregate | None, *, upto: int
+        self,
+        views: GraphView | Sequence[GraphView],
+        x: Features,
+        aggregated: Aggregate | None,
+        made: Tensor | None,
+        *,
+        upto: int,
     ) -> Rows:
         every = list(views) if isinstance(views, Sequence) else [views] * self.num_layers
         if len(every) < upto:
@@ -153,5 +180,6 @@ class Model(torch.nn.Module):
         carry: Tensor | None = None
         rows: Any = x
         for index in range(upto):
-            rows, carry = self.layer(index, every[index], rows, carry, aggregated=aggregated if index == 0 else None)
+            rows, carry = self.layer(index, every[index], rows, carry, aggregated=aggregated, made=made)
+            aggregated = made = None
         return rows  # type: ignore[no-any-return]

@@ -138,12 +138,13 @@ class GNN(Model):
         carry: Tensor | None,
         *,
         aggregated: Aggregate | None = None,
+        made: Tensor | None = None,
     ) -> tuple[Rows, Tensor | None]:
         """One layer with everything around its conv: (rows of the view's destinations, carry cut to them).
 
-        The last layer of a heterogeneous model gives the target's rows only. ``aggregated`` is for layer 0.
+        The last layer of a heterogeneous model gives the target's rows only. ``aggregated``, ``made`` are for layer 0.
         """
-        rows = self._enter(view, x) if index == 0 else x
+        rows = made if made is not None else self._enter(view, x) if index == 0 else x
         assert rows is not None
         if self.hetero:
             assert isinstance(rows, Mapping)
@@ -154,17 +155,26 @@ class GNN(Model):
         if self.config.name == "gcn2":
             return self._deep_layer(index, view, rows, carry)
         if index == self.num_layers - 1:
-            return self._convolve(index, view, rows, aggregated), None
+            return self._convolve(index, view, rows, aggregated, made=made), None
         relu = self.config.name in _WITH_RELU and isinstance(self.norms[index], torch.nn.Identity)
         relu = relu and self.config.act == "relu"
-        rows = self._convolve(index, view, rows, aggregated, relu=relu)
+        rows = self._convolve(index, view, rows, aggregated, made=made, relu=relu)
         return (self._drop(view, rows, _AFTER) if relu else self._after(index, view, rows)), None
 
     def _convolve(
-        self, index: int, view: GraphView, x: Tensor, aggregated: Aggregate | None, *, relu: bool = False
+        self,
+        index: int,
+        view: GraphView,
+        x: Tensor,
+        aggregated: Aggregate | None,
+        *,
+        made: Tensor | None = None,
+        relu: bool = False,
     ) -> Tensor:
         conv = self.convs[index]
         given: dict[str, Any] = {} if aggregated is None else {"aggregated": aggregated}
+        if made is not None:
+            given["made"] = made
         if relu:
             given["relu"] = True
         if self.config.name == "gcn":
@@ -283,6 +293,17 @@ class GNN(Model):
                 return view.aggregate_relations(self._raw(view, x), reduce=conv.aggr)
             rows = self._enter(view, x)
             out: Tensor | None = conv.aggregate(view, rows, weight=self._weight(view))
+        return out
+
+    @property
+    def splits(self) -> bool:
+        plain = not (self.embeddings or self.config.input_dropout or self.config.input_norm != "none" or self.hetero)
+        conv: Any = self.convs[0]
+        return plain and (self.config.name == "gcn" or (self.config.name == "sage" and not conv.project))
+
+    def partial(self, view: GraphView, x: Tensor, columns: slice) -> Tensor:
+        conv: Any = self.convs[0]
+        out: Tensor = conv.partial(view.at(layer=0), x, columns, weight=self._weight(view))
         return out
 
     def _raw(self, view: GraphView, x: Features) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.places import Places
 from gnnfleet.ops.csr import Compressed
 from gnnfleet.ops.rows import gather
-from gnnfleet.sharded.part import Part, PartEdges, row_of_edges
+from gnnfleet.sharded.part import Part, PartEdges, pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,18 +83,26 @@ def _source_ids(part: Part, ring: Ring, kind: str) -> list[Tensor]:
 
 def _neighbours(edges: PartEdges, sources: list[Tensor], order: Tensor, count: int) -> Neighbours:
     index = torch.int32 if count <= torch.iinfo(torch.int32).max else torch.int64
-    src = torch.cat([ids.to(index)[cut.structure.col.long()] for cut, ids in zip(edges.inward, sources, strict=True)])
-    # Edges of a row follow each other in the store, and rows go there by ascending id: places.
-    where = torch.argsort(edges.edge_ids)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
-    rows = torch.cat([row_of_edges(cut) for cut in edges.inward])
-    degree = torch.bincount(place[rows], minlength=len(order))
+    degree = edges.degree(loops=False)[order]
     indptr = torch.zeros(len(order) + 1, dtype=torch.int64)
     torch.cumsum(degree, 0, out=indptr[1:])
-    ids = edges.edge_ids[where]
-    # A row without edges has no first one; any number does.
-    first = torch.cat([ids, ids.new_zeros(1)])[indptr[:-1]]
+    # The edges of a row follow each other in the store: the first one's id tells where any other goes.
+    first = torch.full((len(order),), torch.iinfo(torch.int64).max)
+    for cut in edges.inward:
+        for rows, piece in pieces(cut):
+            first.scatter_reduce_(0, place[rows], cut.edge_ids[piece], "amin")
     keep = edges.weight is not None or edges.attr is not None
-    structure = Compressed(indptr, src[where].contiguous(), count)
-    return Neighbours(structure, degree, first, where if keep else None, edges.weight, edges.attr)
+    src = torch.empty(int(indptr[-1]), dtype=index)
+    where = torch.empty(len(src), dtype=torch.int64) if keep else None
+    for cut, ids in zip(edges.inward, sources, strict=True):
+        ids = ids.to(index)
+        for rows, piece in pieces(cut):
+            at = place[rows]
+            at = cut.edge_ids[piece] - first[at] + indptr[at]
+            src[at] = ids[cut.structure.col[piece].long()]
+            if where is not None:
+                where[at] = torch.arange(cut.edges.start + piece.start, cut.edges.start + piece.stop)
+    first[degree == 0] = 0
+    return Neighbours(Compressed(indptr, src, count), degree, first, where, edges.weight, edges.attr)

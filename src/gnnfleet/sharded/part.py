@@ -7,7 +7,7 @@ any the store has; the other blocks are the same. P parts, n rows of a type here
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -218,12 +218,12 @@ class PartEdges:
         """[n] float64: the sum of the weights of in-edges, or their number, without self-loops."""
         total = torch.zeros(self.num_rows, dtype=torch.float64)
         for q, cut in enumerate(self.inward):
-            value = torch.ones(cut.structure.num_edges, dtype=torch.float64)
-            if weighted and self.weight is not None:
-                value = self.weight[cut.edges].double()
-            if q == self.part and self.kind.src == self.kind.dst:
-                value = torch.where(cut.structure.row == cut.structure.col, 0.0, value)
-            total.index_add_(0, row_of_edges(cut), value)
+            values = None if not weighted or self.weight is None else self.weight[cut.edges]
+            for rows, piece in pieces(cut):
+                value = torch.ones(len(rows), dtype=torch.float64) if values is None else values[piece].double()
+                if q == self.part and self.kind.src == self.kind.dst:
+                    value = torch.where(rows == cut.structure.col[piece], 0.0, value)
+                total.index_add_(0, rows, value)
         return total
 
 
@@ -297,6 +297,18 @@ def row_of_edges(cut: Cut) -> Tensor:
     """[E] int64: the row of this part that each edge belongs to."""
     rows = torch.arange(cut.num_rows) if cut.rows is None else cut.rows.long()
     return torch.repeat_interleave(rows, cut.structure.indptr.diff(), output_size=cut.structure.num_edges)
+
+
+def pieces(cut: Cut, most: int = 1 << 20) -> Iterator[tuple[Tensor, slice]]:
+    """([·] int64 the rows of this part, which edges) of a block, not many more than ``most`` edges at a time."""
+    indptr, low = cut.structure.indptr, 0
+    while low < len(indptr) - 1:
+        high = int(torch.searchsorted(indptr, indptr[low] + most, right=True)) - 1
+        high = max(high, low + 1)
+        rows = torch.arange(low, high) if cut.rows is None else cut.rows[low:high].long()
+        start, stop = int(indptr[low]), int(indptr[high])
+        yield torch.repeat_interleave(rows, indptr[low : high + 1].diff(), output_size=stop - start), slice(start, stop)
+        low = high
 
 
 def _degree(cuts: tuple[Cut, ...], num_rows: int) -> Tensor:

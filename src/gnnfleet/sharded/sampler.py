@@ -88,7 +88,7 @@ class PartSampler:
 
     def __init__(self, view: RingView, ring: Ring, fanouts: Fanouts, *, replace: bool = False) -> None:
         self.hops = hop_counts(view.edge_types, fanouts)
-        self._world, self._owners, self._replace = ring.world, view.owners, replace
+        self.world, self._owners, self._replace = ring.world, view.owners, replace
         self._neighbours = open_neighbours(view.part, ring, view.owners.counts)
         self.own = {kind: OwnNodes(rows.node_ids) for kind, rows in view.nodes.items()}
         self._frontiers: list[dict[str, Frontier]] = []
@@ -100,7 +100,7 @@ class PartSampler:
 
         ``given`` as in ``graph.sample.Sampler``. Two rounds per hop, however many batches.
         """
-        found = [Sampled(key, {kind: Reached.nothing(self._world.size) for kind in self.own}) for _, key in batches]
+        found = [Sampled(key, {kind: Reached.nothing(self.world.size) for kind in self.own}) for _, key in batches]
         growths: list[Growth] = []
         try:
             for one, frontiers, (seeds, key) in zip(found, self._room(len(batches)), batches, strict=True):
@@ -128,7 +128,7 @@ class _Talk:
 
     def __init__(self, sampler: PartSampler, found: Sequence[Sampled], growths: Sequence[Growth]) -> None:
         self._sampler, self._found, self._growths = sampler, found, growths
-        self._world, self._neighbours = sampler._world, sampler._neighbours
+        self._world, self._neighbours = sampler.world, sampler._neighbours
         self._kinds = list(sampler.own)
         ranks = self._world.size
         # What others have asked here: by rank, batch and node type, places; what owners told: by batch and edge type.

@@ -71,6 +71,13 @@ class GCNConv(torch.nn.Module):
         """[N_dst, in] the normalised sum of input rows: all of the layer that does not depend on its parameters."""
         return self._aggregate(view, x, weight, fresh=False)
 
+    def partial(self, view: GraphView, x: Tensor, columns: slice, *, weight: Tensor | None = None) -> Tensor:
+        """[N_dst, out] what some columns of the input, [N_src, ·], give; the sum over all columns is ``made``."""
+        terms = [(self._aggregate(view, x, weight, fresh=False), self.lin.weight[:, columns])]
+        if self.res is not None:
+            terms.append((x, self.res.weight[:, columns]))
+        return mix(terms, rows=view.num_dst)
+
     def forward(
         self,
         view: GraphView,
@@ -78,9 +85,12 @@ class GCNConv(torch.nn.Module):
         *,
         weight: Tensor | None = None,
         aggregated: Tensor | None = None,
+        made: Tensor | None = None,
         relu: bool = False,
     ) -> Tensor:
         """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x, ``relu`` ends it."""
+        if made is not None:
+            return shift(made, self.bias, relu=relu, fresh=True)
         own = [] if self.res is None else [self.res.weight]
         if aggregated is None and transform_first(view, self.in_channels, self.out_channels):
             near, *rest = fork(x, [self.lin.weight, *own], rows=[x.shape[0], view.num_dst][: 1 + len(own)])

@@ -51,8 +51,28 @@ class SAGEConv(torch.nn.Module):
         """[N_dst, in] what the layer needs of its neighbours, where that does not depend on its parameters."""
         return None if self.project else view.aggregate(x, reduce=self.aggr)
 
-    def forward(self, view: GraphView, x: Tensor, *, aggregated: Tensor | None = None, relu: bool = False) -> Tensor:
+    def partial(self, view: GraphView, x: Tensor, columns: slice, *, weight: Tensor | None = None) -> Tensor:
+        """[N_dst, out] what some columns of the input, [N_src, ·], give; the sum over all columns is ``made``."""
+        assert not self.project, "its inputs are mixed first"
+        near, own = view.near_and_own(x, reduce=self.aggr)
+        terms = [(near, self.lin_l.weight[:, columns])]
+        if self.root_weight:
+            terms.append((own, self.lin_r.weight[:, columns]))
+        return mix(terms, rows=view.num_dst)
+
+    def forward(
+        self,
+        view: GraphView,
+        x: Tensor,
+        *,
+        aggregated: Tensor | None = None,
+        made: Tensor | None = None,
+        relu: bool = False,
+    ) -> Tensor:
         """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x, ``relu`` ends it."""
+        if made is not None:
+            out = shift(made, self.lin_l.bias, relu=relu and not self.normalize, fresh=True)
+            return self._normalized(out, relu=relu)
         linear = self.aggr != "max" and not self.project
         if aggregated is None and linear and transform_first(view, self.in_channels, self.out_channels):
             out = self._narrow(view, x, relu=relu and not self.normalize)

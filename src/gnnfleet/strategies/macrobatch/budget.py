@@ -43,6 +43,7 @@ class Foretaste:
                     rows[m] += weight * int((first <= m).sum())
                 each += weight * sum(map(len, ids)) / count
         blocks, scratch = (sum(block_bytes(s.views) for s in plan.sampled), sum(s.scratch for s in plan.sampled))
+        blocks += sum(map(block_bytes, plan.first))
         return cls(tuple(rows), each, blocks / count, scratch / count)
 
     def rows_of(self, together: int) -> float:

@@ -43,6 +43,9 @@ class MacrobatchConfig(StrategyConfig, frozen=True, extra="forbid"):
     # Whether features of a worker's own nodes may stay in memory; false reads those of a relay from the disk, in the
     # order in which they lie, and lets them go. auto: where they take less than half of --memory, or of what there is.
     resident: Switch = "auto"
+    # How features are dealt: nodes gives a worker all features of its nodes; columns some features of all nodes: none
+    # travel, the first layer's sums do (sage, gcn). For features much wider than model.hidden.
+    split: Literal["nodes", "columns"] = "nodes"
     # Bytes of rows of other machines kept from relay to relay; 0 for none. Results are the same.
     cache: Size = 0
     # Which rows are kept: those used most often (static), by MassiveGNN's scores (score), those needed next (belady).

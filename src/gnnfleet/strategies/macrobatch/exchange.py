@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.loader import prepare_backward
+from gnnfleet.graph.local import LocalView
 from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.rows import gather
 from gnnfleet.sharded.sampler import PartSampler, Sampled
 from gnnfleet.sharded.tables import Tables
+from gnnfleet.strategies.macrobatch.columns import Columns
 from gnnfleet.strategies.macrobatch.host import HostRows, Wants
 from gnnfleet.strategies.task import Batch, Task
 
@@ -38,6 +40,9 @@ class Plan:
     sampled: Sequence[Sampled]
     wanted: Mapping[str, Tensor]
     here: Mapping[str, Wants]  # what all workers of this machine want, where they keep rows together
+    first: Sequence[
+        Sequence[LocalView]
+    ] = ()  # by batch and rank, the first blocks of all ranks, where columns are split
 
 
 def far_ids(one: Sampled, kind: str) -> Tensor:
@@ -64,6 +69,7 @@ class Relay:
     task: Task
     given: bool  # whether the first layer's aggregate is a table, so that the last hop is not drawn
     kept: HostRows | None = None
+    columns: Columns | None = None  # where features are split by column: nothing is fetched then
     tally: Tally = field(default_factory=Tally)
 
     def sample(self, batches: Sequence[Batch]) -> Plan:
@@ -72,10 +78,12 @@ class Relay:
         for one, batch in zip(sampled, batches, strict=True):
             one.views = [self.task.hide(view, batch) for view in one.views]
             prepare_backward(one.views)
-        wanted = {kind: torch.unique(torch.cat([far_ids(one, kind) for one in sampled])) for kind in sampled[0].ids}
-        plan = Plan(batches, sampled, wanted, {} if self.kept is None else self.kept.tell(wanted))
         self.tally.relays += 1
         self.tally.batches += len(batches)
+        if self.columns is not None:
+            return Plan(batches, sampled, {}, {}, self.columns.exchange(self.sampler.world, sampled))
+        wanted = {kind: torch.unique(torch.cat([far_ids(one, kind) for one in sampled])) for kind in sampled[0].ids}
+        plan = Plan(batches, sampled, wanted, {} if self.kept is None else self.kept.tell(wanted))
         for kind, ids in plan.wanted.items():
             self.tally.read += sum(len(far_ids(one, kind)) for one in sampled)
             self.tally.wanted += len(ids)
@@ -83,6 +91,8 @@ class Relay:
 
     def fetch(self, plan: Plan, future: Sequence[Plan] = ()) -> Fetched:
         """Get the rows; ``future`` are the plans that follow, as far as they are known."""
+        if self.columns is not None:
+            return Fetched(plan, {}, {}, {})
         if self.kept is None:
             found, order = self.tables.fetch(plan.wanted)
             places = {kind: _turned(rows) for kind, rows in order.items()}
@@ -119,8 +129,14 @@ class Relay:
 class Reader:
     """The rows that one batch of a macrobatch reads, put together from this part's and from fetched ones."""
 
-    def __init__(self, tables: Tables, fetched: Fetched, place: int) -> None:
+    def __init__(self, relay: Relay, fetched: Fetched, place: int) -> None:
         self.batch, self.sampled = fetched.plan.batches[place], fetched.plan.sampled[place]
+        self.first = fetched.plan.first[place] if fetched.plan.first else ()
+        if relay.columns is not None:
+            for kind, ids in self.sampled.ids.items():
+                self.sampled.degrees[kind] = relay.columns.degrees_of(ids)
+            return
+        tables = relay.tables
         self._tables, self._rows, self._own = tables, fetched.rows, fetched.own
         self._where: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         for kind, ids in self.sampled.ids.items():

@@ -37,6 +37,7 @@ from gnnfleet.sharded.tables import Tables
 from gnnfleet.strategies.base import PRECISIONS, Job, StepRecord, products
 from gnnfleet.strategies.macrobatch.budget import FORETASTE, Foretaste, choose_together
 from gnnfleet.strategies.macrobatch.cache import make_cache
+from gnnfleet.strategies.macrobatch.columns import Columns
 from gnnfleet.strategies.macrobatch.config import FANOUT, MacrobatchConfig
 from gnnfleet.strategies.macrobatch.exchange import DEGREE, WEIGHTED, Plan, Reader, Relay, Tally, X, far_ids
 from gnnfleet.strategies.macrobatch.host import HostRows, workers_here
@@ -55,6 +56,8 @@ class MacrobatchStrategy(PartsStrategy):
                 "batch norm would count rows that several workers compute more than once: use model.norm=layer, "
                 "strategy sar, or one worker"
             )
+        if config.split == "columns":
+            _check_columns(config, job)
         self._config, self._here = config, workers_here(job.world)
         self._memory = job.memory or memory_limit() // len(self._here)
         view = RingView.open(shard, Ring(job.world, 1, 1, buffers.empty))
@@ -65,9 +68,11 @@ class MacrobatchStrategy(PartsStrategy):
         hops = hops_of(config.fanouts or (FANOUT,) * self.model.num_layers)
         sampler = PartSampler(view, ring, hops, replace=config.replace)
         check_layers(len(sampler.hops), self.model.num_layers)
-        rows = self._tables()
+        by_columns = config.split == "columns"
+        rows: dict[str, dict[str, Tensor]] = {kind: {} for kind in view.nodes} if by_columns else self._tables()
         tables = Tables(rows, sampler.own, view.owners, ring, self._paged(rows))
         self.relay = Relay(sampler, tables, job.task, self._aggregated is not None)
+        self.relay.columns = self._columns() if by_columns else None
         # Learnable rows change in every step, so blocks read them anew instead of having them in the relay.
         for module in self.model.modules():
             if isinstance(module, NodeEmbedding) and module.ids is not None:
@@ -79,7 +84,7 @@ class MacrobatchStrategy(PartsStrategy):
         started = time.perf_counter()
         with closing(self._readers(epoch, first)) as readers:
             for step, reader in enumerate(readers, first):
-                loss = self._step(self._ready(reader))
+                loss = self._step(reader)
                 yield StepRecord(epoch, step, loss, len(reader.batch.every), time.perf_counter() - started)
                 started = time.perf_counter()
 
@@ -93,13 +98,20 @@ class MacrobatchStrategy(PartsStrategy):
             "waited_seconds": tally.waited,
         }
 
-    def _step(self, ready: Ready) -> float:
+    def _step(self, reader: Reader) -> float:
         """The mean loss of a batch over all ranks; the weights have changed after."""
         self.model.train()
-        with products(self._job.precision):
-            out = self.model(ready.views, ready.x, aggregated=ready.aggregated)
-        loss = self._task.loss(self._block_taking(out, ready.views[-1]), ready.batch)
-        return self._learn(loss / len(ready.batch.every))
+        views, columns = reader.sampled.views, self.relay.columns
+        if columns is None:
+            ready = self._ready(reader)
+            with products(self._job.precision):
+                out = self.model(views, ready.x, aggregated=ready.aggregated)
+        else:
+            with products(self._job.precision):
+                made = columns.make(self.model, reader.first, PRECISIONS[self._job.precision])
+                out = self.model(views, None, made=made)
+        loss = self._task.loss(self._block_taking(out, views[-1]), reader.batch)
+        return self._learn(loss / len(reader.batch.every))
 
     def _readers(self, epoch: int, first: int) -> Generator[Reader]:
         """The batches of an epoch from ``first`` on, as their relays come in."""
@@ -110,7 +122,7 @@ class MacrobatchStrategy(PartsStrategy):
             for fetched in made:
                 self.relay.tally.waited += time.perf_counter() - asked
                 for place in range(len(fetched.plan.batches)):
-                    yield Reader(self.relay.tables, fetched, place)
+                    yield Reader(self.relay, fetched, place)
                 asked = time.perf_counter()
 
     def _plans(self, epoch: int, first: int) -> Iterator[Plan]:
@@ -151,8 +163,8 @@ class MacrobatchStrategy(PartsStrategy):
             together = int(torch.cat(gather_rows(self._world, torch.tensor([[own]]))).min())
             needs = taste.bytes(together, ahead=self._depth, window=window)
             self._job.say(
-                f"{together} of {total} batches per relay: {show_size(needs)} of {show_size(config.buffer)}; "
-                f"a row comes once for {taste.duplication(together):.1f} uses"
+                f"{together} of {total} batches per relay: {show_size(needs)} of {show_size(config.buffer)}"
+                + (f"; a row comes once for {taste.duplication(together):.1f} uses" if taste.each else "")
             )
         if config.cache:
             relay.kept = self._keep(plan)
@@ -186,6 +198,8 @@ class MacrobatchStrategy(PartsStrategy):
         all ranks."""
         nodes = [part_of(job).nodes(kind).x for kind in part_of(job).node_types]
         each = sum(len(x) * x.shape[1] * PRECISIONS[job.precision].itemsize for x in nodes if x is not None)
+        if self._config.split == "columns":
+            return False
         return False if wanted == "auto" and _any(job.world, each > self._memory // 4) else wanted
 
     def _choose_depth(self) -> int:
@@ -202,6 +216,22 @@ class MacrobatchStrategy(PartsStrategy):
         if self._config.resident == "auto" and not stays:
             self._job.say(f"{show_size(total)} of features do not stay in memory: relays read what they need")
         return frozenset() if stays else frozenset(found)
+
+    def _columns(self) -> Columns:
+        """This rank's columns of all features."""
+        (kind,) = self._view.nodes
+        rows, x = self._view.nodes[kind], part_of(self._job).nodes(kind).x
+        assert x is not None, "checked when the strategy was made"
+        degrees = {False: rows.degree(False)}
+        if any(edges.weight is not None for edges in self._job.graph.edges.values()):
+            degrees[True] = rows.degree(True)
+        found = Columns(self._world, x, rows.node_ids, degrees, self._view.owners.counts[kind])
+        columns = found.columns
+        self._job.say(
+            f"features are split by column: {columns.stop - columns.start} of {x.shape[1]} of all "
+            f"{len(found.rows)} nodes on this worker, {show_size(found.nbytes)}"
+        )
+        return found
 
     def _tables(self) -> dict[str, dict[str, Tensor]]:
         """What others may read of this part's nodes."""
@@ -257,6 +287,17 @@ class MacrobatchStrategy(PartsStrategy):
 
 
 _NEAR = "aggregate"
+
+
+def _check_columns(config: MacrobatchConfig, job: Job) -> None:
+    if len(job.graph.nodes) > 1 or len(job.graph.edges) > 1 or job.graph.only_nodes.x is None or not job.model.splits:
+        raise ConfigError(
+            "strategy.split=columns is for sage and gcn on nodes of one type that have features, without learnable "
+            "rows, input_dropout or input_norm: use strategy.split=nodes"
+        )
+    if config.cache or config.cache_inputs is True:
+        word = "cache" if config.cache else "cache_inputs"
+        raise ConfigError(f"strategy.{word} is for features that travel; with strategy.split=columns none do")
 
 
 def _any(world: World, flag: bool) -> bool:
