@@ -169,7 +169,7 @@ def test_graphs_of_other_tools(tmp_path: Path, write: Callable[[Path], Path]) ->
     assert graph.only_nodes.y is not None and graph.only_nodes.y.tolist() == [0, 1, 0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_interrupted_imports_leave_nothing_that_opens(tmp_path: Path, number: signal.Signals) -> None:
     edges = tmp_path / "e.parquet"
     count = 2_000_000

@@ -102,7 +102,7 @@ def test_kills_change_no_bit(store: Path, tmp_path: Path) -> None:
     draw, path = random.Random("kills"), tmp_path / "killed"
     settings = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
     words = ["train", store, *MODEL, *settings, "--seed", "2", "--run-dir", path, "--resume", "--json"]
-    for _ in range(3):
+    for _ in range(2):
         before = len(read_metrics(path / "metrics.jsonl"))
         process = start(*words)
         deadline = time.monotonic() + 60
