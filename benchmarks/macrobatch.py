@@ -8,12 +8,12 @@ Cells take turns over rounds, the best round counts; finished cells are not run 
   G/N/word=value/…       macrobatch on N workers. G: small (200,000 nodes, 5 M edges, 100 features; --data), large
                          (2 M nodes, 50 M edges). Words: those of the strategy; hidden=16; precision=bf16;
                          rate=1gbit (each worker a host, links held to it); small and large fetch plainly,
-                         together=1 is per-batch fetch
+                         together=1 is per-batch fetch. wide: 200,000 nodes, 2 M edges, 768 features
   hits/G                 hit rates of the policies on one recorded trace of two workers, and how many times less is
                          fetched than by batches by themselves; skewed: R-MAT, 2 M nodes, 50 M edges, batches of 128
 
 usage: python benchmarks/macrobatch.py [OUT] [--data DIR] [--cells small/2/together=1 …] [--rounds 1] [--dgl PYTHON]
-About 20 minutes; cells of the large graph are run only when they are named.
+About 20 minutes; cells of the large, wide and skewed graphs are run only when they are named (--cells large wide kept).
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ from epochs import load
 HERE = Path(__file__).parent
 EPOCHS, WARM = 3, 1
 BATCHES = 20
-METHODS = {"small": "mincut", "large": "stream", "skewed": "random"}  # METIS takes many minutes on 50 M edges
+METHODS = {
+    "small": "mincut",
+    "large": "stream",
+    "skewed": "random",
+    "wide": "stream",
+}  # METIS takes many minutes on 50 M edges
 LOCAL = ["local/plain", "local/cached"]
 SMALL = [
     "small/2/together=1",
@@ -53,6 +58,8 @@ SLOW = [
 ]
 LARGE = [f"large/{size}/{words}" for size in (2, 4) for words in ("together=1", "together=auto")]
 LARGE += ["large/2/cache_inputs=true"]
+WIDE = [f"wide/2/rate=1gbit/hidden=16/{words}" for words in ("together=1", "split=nodes", "split=columns")]
+KEPT = [f"skewed/2/rate=1gbit/batch=128/hidden=16/together=1/prefetch=0{words}" for words in ("", "/cache=32MiB")]
 HITS = ["hits/small", "hits/large", "hits/skewed"]
 
 
@@ -203,10 +210,11 @@ def prepare(args: argparse.Namespace, name: str, size: int) -> tuple[Path, Path]
             graph = load(args.data)
         else:
             kind = "rmat" if name == "skewed" else "communities"
-            graph = make_dataset(kind, nodes=2_000_000, edges=50_000_000, features=100, classes=47)
-            split = torch.full((2_000_000,), -1, dtype=torch.int8)
+            nodes, edges, width = (200_000, 2_000_000, 768) if name == "wide" else (2_000_000, 50_000_000, 100)
+            graph = make_dataset(kind, nodes=nodes, edges=edges, features=width, classes=47)
+            split = torch.full((nodes,), -1, dtype=torch.int8)
             count = BATCHES * (128 if name == "skewed" else 1024)
-            split[torch.randperm(2_000_000, generator=torch.Generator().manual_seed(0))[:count]] = 0
+            split[torch.randperm(nodes, generator=torch.Generator().manual_seed(0))[:count]] = 0
             graph = graph.with_nodes("node", split=split[None])
         save_store(graph, store)
     if size and not parts.exists():
@@ -258,13 +266,21 @@ def main() -> None:
     from record import best_cells, write_results
 
     args.out.mkdir(parents=True, exist_ok=True)
-    cells = args.cells or [*(["dgl"] if args.dgl else []), *LOCAL, *SMALL, *SLOW, "hits/small", "hits/skewed"]
+    groups = {"large": LARGE, "wide": WIDE, "kept": KEPT}
+    cells = [cell for word in args.cells or () for cell in groups.get(word, [word])] or [
+        *(["dgl"] if args.dgl else []),
+        *LOCAL,
+        *SMALL,
+        *SLOW,
+        "hits/small",
+        "hits/skewed",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         args.work = args.work or Path(folder)
         args.work.mkdir(parents=True, exist_ok=True)
         for number in range(args.rounds):
             for cell in cells:
-                once = cell in HITS or cell in LARGE
+                once = cell in (*HITS, *LARGE, *WIDE, *KEPT)
                 path = args.out / f"{cell.replace('/', '.')}.{0 if once else number}.json"
                 if not path.exists():
                     path.write_text(json.dumps(start_cell(cell, args)))

@@ -3,6 +3,8 @@ bit whatever shares a relay, is kept from one to the next, or is made ahead."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,30 @@ def test_the_same_bits_however_rows_come(
             assert torch.equal(one["losses"], found[0]["losses"]), knobs
             for name, tensor in one["weights"].items():
                 assert torch.equal(tensor, found[0]["weights"][name]), (knobs, name)
+
+
+def test_no_batch_outlives_its_steps(folder: Path, tmp_path: Path) -> None:
+    """Without the collector of circles: on a large graph it would come too late."""
+    parts = str(cut_graph(open_store(folder / "plain"), 1, "random", tmp_path / "parts"))
+    tree = words({"name": "gcn"}, name="macrobatch", together=2)
+    strategy: Any = build(open_store(folder / "plain"), resolve(tree), here=here_of(World(), parts)).strategy
+    relay, seen = strategy.relay, list[Any]()
+    drawn = relay.sample
+
+    def sample(batches: Any) -> Any:
+        plan = drawn(batches)
+        seen.extend(weakref.ref(one) for one in plan.sampled)
+        return plan
+
+    relay.sample = sample
+    gc.collect()
+    gc.disable()
+    try:
+        steps = len(list(strategy.steps(0)))
+        assert len(seen) == steps > 2
+        assert [one for one in seen if one() is not None] == []
+    finally:
+        gc.enable()
 
 
 CACHED = [{"name": "sage"}, {"name": "gcn"}, {"name": "gin"}]

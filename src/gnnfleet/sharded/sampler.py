@@ -68,7 +68,8 @@ class Sampled:
 
     def degrees_of(self, kind: str, ids: Tensor) -> Callable[[bool], Tensor]:
         """Of the first rows, once they are known."""
-        return lambda weighted: self.degrees[kind](weighted)[: len(ids)]
+        degrees = self.degrees  # not self: the views know this function, and a circle would keep a batch in memory
+        return lambda weighted: degrees[kind](weighted)[: len(ids)]
 
 
 @dataclass(eq=False)

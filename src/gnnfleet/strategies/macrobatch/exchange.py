@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -138,38 +138,55 @@ class Reader:
             return
         tables = relay.tables
         self._tables, self._rows, self._own = tables, fetched.rows, fetched.own
-        self._where: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._where: dict[str, _Where] = {}
         for kind, ids in self.sampled.ids.items():
             reached = self.sampled.reached[kind]
             far = torch.cat(reached.far)
             there = fetched.places[kind][torch.searchsorted(fetched.plan.wanted[kind], ids[far])]
-            self._where[kind] = tables.own[kind].rows[reached.places], far, there
+            self._where[kind] = _Where(tables.own[kind].rows[reached.places], reached.rows, there, far)
             self.sampled.degrees[kind] = self._degrees(kind)
 
     def read(self, kind: str, name: str, *, out: Tensor | None = None) -> Tensor:
         """[S, F] rows of a table, half precision as float32, in the order of the blocks; perhaps into some columns."""
         own, far = self._tables.rows[kind][name], self._rows[kind][name]
-        dtype = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else own.dtype
-        rows, far_rows, there = self._where[kind]
+        where = self._where[kind]
         if (kind, name) in self._tables.paged:
             known, tables = self._own[kind]
-            own, rows = tables[name], torch.searchsorted(known, rows)
-        if out is None:
-            out = empty((len(self.sampled.ids[kind]), own.shape[1]), dtype)
-        gather(own, rows, dtype, out=out, at=self.sampled.reached[kind].rows)
-        gather(far, there, dtype, out=out, at=far_rows)
-        return out
+            own, where = tables[name], replace(where, own=torch.searchsorted(known, where.own))
+        return where.read(own, far, out=out)
 
     def _degrees(self, kind: str) -> Callable[[bool], Tensor]:
-        known: dict[str, Tensor] = {}
+        """Knows nothing but where degrees lie: views keep it, and rows must not outlive their batch."""
+        names = [name for name in (DEGREE, WEIGHTED) if name in self._tables.rows[kind]]
+        tables = {name: (self._tables.rows[kind][name], self._rows[kind][name]) for name in names}
+        where, known = self._where[kind], dict[str, Tensor]()
 
         def degree(weighted: bool) -> Tensor:
-            name = WEIGHTED if weighted and WEIGHTED in self._tables.rows[kind] else DEGREE
+            name = WEIGHTED if weighted and WEIGHTED in tables else DEGREE
             if name not in known:
-                known[name] = self.read(kind, name)[:, 0]
+                known[name] = where.read(*tables[name])[:, 0]
             return known[name]
 
         return degree
+
+
+@dataclass(frozen=True, eq=False)
+class _Where:
+    """Where a batch finds the rows of one node type."""
+
+    own: Tensor  # rows of this part
+    at: Tensor  # where they go
+    far: Tensor  # rows that were fetched
+    far_at: Tensor
+
+    def read(self, own: Tensor, far: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Rows of a table, half precision as float32."""
+        dtype = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else own.dtype
+        if out is None:
+            out = empty((len(self.at) + len(self.far_at), own.shape[1]), dtype)
+        gather(own, self.own, dtype, out=out, at=self.at)
+        gather(far, self.far, dtype, out=out, at=self.far_at)
+        return out
 
 
 def _turned(order: Tensor) -> Tensor:
