@@ -73,6 +73,14 @@ class Failure:
         path.write_text(json.dumps(content))
 
     @classmethod
+    def read(cls, path: Path) -> Failure | None:
+        """What ``write`` wrote; None where nothing whole is there."""
+        try:
+            return cls.from_file(json.loads(path.read_bytes()))
+        except (OSError, ValueError):
+            return None
+
+    @classmethod
     def from_file(cls, content: dict[str, Any]) -> Failure | None:
         """What ``write`` wrote, read by torchrun's API; None for anything else."""
         return cls._from(content["gnnfleet"]) if "gnnfleet" in content else None

@@ -28,6 +28,8 @@ class Purpose(IntEnum):
     SAMPLE = 6  # neighbours
     NEGATIVE = 7  # ends of negative edges
     HOLD_OUT = 8  # edges kept from message passing
+    DEAL = 9  # nodes to workers
+    REMOTE = 10  # nodes that all workers hear of
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gnnfleet.comm.post import Post
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.deal import Deal
 from gnnfleet.graph.graph import NO_SPLIT, TEST, Graph, Nodes
 from gnnfleet.graph.shard import Shard
 from gnnfleet.graph.split import parse_rule, split_nodes
@@ -68,6 +70,8 @@ class Here:
     shard: Shard | None = None
     progress: Progress = Silent()
     say: Callable[[str], None] = lambda text: None  # to the user
+    post: Post | None = None  # how workers that come and go are reached
+    deal: Deal | None = None  # who of them has which nodes
 
     @property
     def own(self) -> Own:
@@ -186,6 +190,9 @@ def _job(graph: Graph, config: RunConfig, task: Task, model: Model, here: Here) 
         world=here.world,
         shard=here.shard,
         say=here.say,
+        workers=config.workers,
+        post=here.post,
+        deal=here.deal,
     )
 
 

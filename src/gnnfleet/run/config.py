@@ -74,6 +74,9 @@ _CHANGEABLE = (
     "memory",
     "workers",
     "partition",
+    "strategy.listen",
+    "strategy.here",
+    "strategy.give_up",
 )
 
 
@@ -92,6 +95,7 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
         config = RunConfig(strategy=_named(kind, strategy), **tree)
     except ValidationError as error:
         raise ConfigError(_explain(error, RunConfig)) from None
+    config.strategy.check_workers(config.workers)
     if config.strategy.name == "local" and config.workers != 1:
         raise ConfigError(f"strategy local runs in one process, found workers={config.workers}: use --workers 1")
     if config.partition is not None and not config.strategy.uses_parts:

@@ -106,7 +106,12 @@ def verdict(failures: Mapping[int, Any], advice: str) -> GnnfleetError:
 
 def _error(failure: Failure, advice: str) -> GnnfleetError:
     text = failure.text if failure.kind is Kind.raised else f"{failure.text}; {advice}"
-    error = error_of(failure.exit_code)(text)
+    return failure_error(failure, text)
+
+
+def failure_error(failure: Failure, text: str = "") -> GnnfleetError:
+    """A failure as an error to raise."""
+    error = error_of(failure.exit_code)(text or failure.text)
     if failure.trace:
         error.add_note(failure.trace)
     return error

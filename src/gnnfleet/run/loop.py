@@ -164,7 +164,7 @@ def _epoch(
             _check(record, position, train)
             position = replace(
                 position,
-                step=position.step + 1,
+                step=position.step + record.steps,
                 within=position.within + 1,
                 loss=position.loss + record.loss * record.count,
                 count=position.count + record.count,
@@ -186,7 +186,8 @@ def _check(record: StepRecord, position: Position, train: TrainConfig) -> None:
 
 def _validate(strategy: Strategy, plan: Plan, position: Position, row: dict[str, Any]) -> dict[str, float] | None:
     """What val gives in this epoch, added to the row; None where it is not asked."""
-    due = position.epoch % plan.train.eval_every == 0 or position.epoch == plan.train.epochs
+    due = position.epoch % plan.train.eval_every == 0 and not strategy.is_behind
+    due = due or position.epoch == plan.train.epochs
     if not plan.validates or not due:
         return None
     started = time.perf_counter()

@@ -20,6 +20,7 @@ import torch
 
 from gnnfleet.errors import GnnfleetError, PartitionError, StoreError
 from gnnfleet.graph.bundle import Bundle
+from gnnfleet.graph.deal import Clusters, write_clusters
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition import Partition, write_partition
 from gnnfleet.graph.partitioners import assign
@@ -46,13 +47,8 @@ def ensure_partition(
     ``trained`` is what is cut: the store's graph, or for links the one that messages run over. Two processes that want
     the same one make it once. Raises StoreError where the store cannot be written.
     """
-    store = _store(graph)
     method = config.partition or config.strategy.partitioner
-    folder, known = store.path / "parts", None
-    if _same_edges(graph, trained):
-        trained = known = graph
-    else:  # apart from partitions of the store's own graph; the name says what this one was made from
-        folder /= f"links-{_links_key(store, config)}"
+    folder, trained, known = _folder(graph, trained, config)
     path = folder / partition_name(method, config.workers, "nodes", SEED, {})
     if _is_there(path, known):
         return path
@@ -61,6 +57,41 @@ def ensure_partition(
             assignment = assign(trained, config.workers, method, seed=SEED, progress=progress)
             write_partition(trained, assignment, path, overwrite=path.exists(), progress=progress)
     return path
+
+
+def ensure_clusters(
+    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Silent(), quiet: bool = True
+) -> Path | None:
+    """The clusters in which nodes are dealt, kept in the store like partitions; None where nodes go one by one."""
+    method, clusters = config.partition or config.strategy.partitioner, config.strategy.dealt_clusters
+    if method == "random":
+        return None
+    folder, trained, known = _folder(graph, trained, config)
+    options: dict[str, Any] = {"clusters": clusters} if clusters and method == "super" else {}
+    parts = config.workers if method != "super" else 1
+    path = folder / f"deal-{partition_name(method, parts, 'nodes', SEED, options)}"
+
+    def is_there() -> bool:
+        try:
+            return bool(path.is_dir() and Clusters.open(path, known))
+        except PartitionError:
+            return False
+
+    if not is_there():
+        with _one_at_a_time(path, quiet):
+            if not is_there():
+                found = assign(trained, parts, method, seed=SEED, progress=progress, **options)
+                write_clusters(trained, found, path)
+    return path
+
+
+def _folder(graph: Graph, trained: Graph, config: RunConfig) -> tuple[Path, Graph, Graph | None]:
+    """(where cuts of the graph that is trained on are kept, that graph, the store's graph where it is that)."""
+    store = _store(graph)
+    if _same_edges(graph, trained):
+        return store.path / "parts", graph, graph
+    # Apart from those of the store's own graph; the name says what these were made from.
+    return store.path / "parts" / f"links-{_links_key(store, config)}", trained, None
 
 
 def ensure_apart(graph: Graph, config: RunConfig, *, quiet: bool) -> Path:

@@ -22,7 +22,7 @@ from gnnfleet.run.config import RunConfig, check_continues, overlay, resolve
 from gnnfleet.run.console import remark
 from gnnfleet.run.course import read_start
 from gnnfleet.run.directory import RunDirectory, choose_directory
-from gnnfleet.run.parts import ensure_apart, ensure_partition
+from gnnfleet.run.parts import ensure_apart, ensure_clusters, ensure_partition
 from gnnfleet.run.spec import Spec
 
 
@@ -83,11 +83,13 @@ def prepared(
         config.strategy.check(checked.task)
     for text in checked.remarks:
         remark(text, quiet=quiet)
+    path: Path | None
     if apart:
         path = ensure_apart(graph, config, quiet=quiet)
     else:
+        ensure = ensure_clusters if config.strategy.comes_and_goes else ensure_partition
         with show(quiet) as progress:
-            path = ensure_partition(graph, checked.graph, config, progress=progress, quiet=quiet)
+            path = ensure(graph, checked.graph, config, progress=progress, quiet=quiet)
     directory = directory or choose(place, known_as or graph, model=config.model.label)
     directory.seed = config.seed
     directory.lock()
@@ -98,7 +100,7 @@ def prepared(
             Spec(
                 store=str(graph.store.path.resolve()),
                 digest=graph.store.digest,
-                partition=str(path.relative_to(graph.store.path)),
+                partition="" if path is None else str(path.relative_to(graph.store.path)),
                 run_dir=str(directory.path),
                 config=config.model_dump(mode="json"),
                 quiet=quiet,

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 from gnnfleet.errors import ConfigError
 from gnnfleet.strategies.base import Job, Strategy, StrategyConfig
+from gnnfleet.strategies.link_task import LinkTask
 from gnnfleet.strategies.local.config import LocalConfig
-from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
+from gnnfleet.strategies.macrobatch.config import FANOUT, MacrobatchConfig
 from gnnfleet.strategies.sar.config import SarConfig
+from gnnfleet.strategies.tma.config import TmaConfig
 
-CONFIGS: dict[str, type[StrategyConfig]] = {"local": LocalConfig, "sar": SarConfig, "macrobatch": MacrobatchConfig}
-PLANNED = ("pipe", "tma", "temporal")
+CONFIGS: dict[str, type[StrategyConfig]] = {
+    "local": LocalConfig,
+    "sar": SarConfig,
+    "macrobatch": MacrobatchConfig,
+    "tma": TmaConfig,
+}
+PLANNED = ("pipe", "temporal")
 
 
 def find_config(name: str) -> type[StrategyConfig]:
@@ -32,5 +42,32 @@ def make_strategy(config: StrategyConfig, job: Job) -> Strategy:
         return MacrobatchStrategy(config, job)
     from gnnfleet.strategies.local.strategy import LocalStrategy
 
+    if isinstance(config, TmaConfig):
+        from gnnfleet.strategies.tma.strategy import TmaStrategy
+
+        return TmaStrategy(config, job, _whole(job), _correcting(config, job))
     assert isinstance(config, LocalConfig)
     return LocalStrategy(config, job)
+
+
+def local_config(config: TmaConfig, layers: int) -> LocalConfig:
+    """How a trainer walks its own subgraph, or the coordinator the whole graph."""
+    if config.full:
+        return LocalConfig(batch=config.batch, cache_inputs=config.cache_inputs)
+    fanouts = config.fanouts or (FANOUT,) * layers
+    return LocalConfig(fanouts=fanouts, replace=config.replace, batch=config.batch, cache_inputs=config.cache_inputs)
+
+
+def _whole(job: Job) -> Strategy:
+    """What evaluates on the whole graph."""
+    return make_strategy(LocalConfig(cache_inputs=False, order="store"), job)
+
+
+def _correcting(config: TmaConfig, job: Job) -> Strategy | None:
+    """What trains a copy of the model on the whole graph."""
+    if not config.correction_steps or job.post is None:
+        return None
+    model = copy.deepcopy(job.model)
+    task = replace(job.task, decoder=model.decoder) if isinstance(job.task, LinkTask) else job.task  # type: ignore[arg-type]
+    train = job.train.model_copy(update={"lr": config.correction_lr or job.train.lr})
+    return make_strategy(local_config(config, model.num_layers), replace(job, model=model, task=task, train=train))

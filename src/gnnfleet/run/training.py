@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from gnnfleet.run.config import RunConfig
 from gnnfleet.run.console import remark
 from gnnfleet.run.course import Start, find_start, run_course
 from gnnfleet.run.directory import RunDirectory
+from gnnfleet.run.fleet import launch_fleet
 from gnnfleet.run.launch import launch
 from gnnfleet.run.prepare import Place, choose, prepared, settle
 from gnnfleet.run.rank import run_spec
@@ -55,7 +56,7 @@ def run_training(
 ) -> Trained:
     """Train as ``words`` say; raises a GnnfleetError with one message for whatever is wrong."""
     config, directory = settle(graph, words, place)
-    if restarts and config.workers == 1:
+    if restarts and config.workers == 1 and not config.strategy.comes_and_goes:
         raise ConfigError(f"--max-restarts {restarts} is for several workers, found --workers 1: use --resume")
     if config.strategy.uses_parts:
         return _on_parts(graph, config, directory, place=place, quiet=quiet, restarts=restarts)
@@ -90,7 +91,11 @@ def _on_parts(
             place = replace(place, run_dir=Path(scratch) / "run")
         stored = graph if graph.store is not None else save_store(graph, Path(scratch) / "store")
         spec, found = stack.enter_context(prepared(stored, config, directory, place=place, quiet=quiet, known_as=graph))
-        if config.workers == 1:
+        if config.strategy.comes_and_goes:
+            say = partial(remark, quiet=quiet)
+            told = launch_fleet(spec, folder=found.path / LAUNCH, workers=config.workers, restarts=restarts, say=say)
+            record = RunRecord(**told)
+        elif config.workers == 1:
             record = run_spec(spec, World())
         else:
             told = launch(spec, folder=found.path / LAUNCH, workers=config.workers, restarts=restarts)

@@ -15,7 +15,9 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
+from gnnfleet.comm.post import Post
 from gnnfleet.comm.world import World
+from gnnfleet.graph.deal import Deal
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.shard import Shard
 from gnnfleet.nn.base import Model
@@ -43,6 +45,9 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
     """What the configs of all strategies have: the name they are chosen by."""
 
     uses_parts: ClassVar[bool] = False  # whether a partition of the graph means anything to it
+    comes_and_goes: ClassVar[bool] = (
+        False  # whether workers are independent of each other, and may end or join any time
+    )
     partitioner: ClassVar[str] = "mincut"  # how nodes are dealt to workers unless the user says
 
     name: str
@@ -53,9 +58,17 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
         return 0
 
     @property
+    def dealt_clusters(self) -> int:
+        """In how many clusters nodes are dealt by ``super``; 0 leaves it to the partitioner."""
+        return 0
+
+    @property
     def samples(self) -> bool:
         """Whether a step walks sampled blocks, not the whole graph."""
         return False
+
+    def check_workers(self, workers: int) -> None:
+        """Raise ConfigError for a number of workers that does not fit."""
 
     def check(self, task: Task) -> None:
         """Raise ConfigError for a task that this strategy cannot learn."""
@@ -86,6 +99,7 @@ class StepRecord:
     loss: float
     count: int
     seconds: float
+    steps: int = 1  # more where several workers made steps of their own
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +125,9 @@ class Job:
     progress: Progress = Silent()
     world: World = field(default_factory=World)
     shard: Shard | None = None  # this rank's part of the graph, for strategies that use parts
+    workers: int = 1
+    post: Post | None = None  # how workers that come and go are reached
+    deal: Deal | None = None  # who of them has which nodes
     say: Callable[[str], None] = lambda text: None  # to the user, on the rank that speaks
 
     @property
@@ -130,6 +147,10 @@ class Strategy(Protocol):
 
     def counts(self) -> dict[str, float]:
         """What the last epoch took besides time, for its row in the metrics; {} where there is nothing to tell."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether newer weights are there already, so that measuring the present ones may be left out."""
 
     def evaluate(self, split: str) -> dict[str, float]:
         """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""

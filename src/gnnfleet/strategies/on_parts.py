@@ -41,6 +41,8 @@ class PartsStrategy:
     ``order`` says which row of the part lies where in the view, by node type; None: as in the part.
     """
 
+    is_behind = False
+
     def __init__(
         self, job: Job, view: RingView, *, cache_inputs: Cached, order: Mapping[str, Tensor] | None = None
     ) -> None:

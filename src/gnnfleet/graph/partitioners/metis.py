@@ -64,10 +64,14 @@ def deal_clusters(cluster: Array, count: int, request: Request) -> Array:
     Equal counts alone would let parts drift apart in weight; for equal clusters this is dealing in turn.
     """
     weights = np.bincount(cluster, weights=request.weights, minlength=count)
-    order = np.random.default_rng([request.seed, request.parts, count]).permutation(count)
-    load = np.zeros(request.parts)
-    dealt = np.zeros(count, dtype=np.int32)
-    for c in order:
+    return deal_weights(weights, request.parts, np.random.default_rng([request.seed, request.parts, count]))
+
+
+def deal_weights(weights: Array, parts: int, random: np.random.Generator) -> Array:
+    """[C] int32: a part for each of some things of these weights."""
+    load = np.zeros(parts)
+    dealt = np.zeros(len(weights), dtype=np.int32)
+    for c in random.permutation(len(weights)):
         part = int(load.argmin())
         dealt[c] = part
         # A cluster without weight (no training node in it) still takes a place, so that it is dealt in turn too.

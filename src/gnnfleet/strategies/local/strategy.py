@@ -45,6 +45,8 @@ ORDER_NODES = 50_000
 class LocalStrategy:
     """The oracle: what every other strategy on static graphs is compared with."""
 
+    is_behind = False
+
     def __init__(self, config: LocalConfig, job: Job) -> None:
         self.model = job.model
         self._config, self._job = config, job

@@ -1,0 +1,205 @@
+"""A coordinator and trainers as processes of their own: one that ends does not end the others.
+
+The server of their post is here, so that it outlives each of them. Nothing outlives a fleet: no process, no port.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from json import loads
+from pathlib import Path
+from typing import Any
+
+import gnnfleet
+from gnnfleet.comm.failure import Failure
+from gnnfleet.errors import ConfigError, ExchangeError
+from gnnfleet.run.launch import SHUTDOWN_SECONDS, failure_error, threads_each
+from gnnfleet.run.member import COORDINATOR
+from gnnfleet.run.spec import Spec
+
+_POLL = 0.05
+
+
+@dataclass(eq=False)
+class Member:
+    """One process of the fleet, perhaps started several times."""
+
+    role: str  # the coordinator, or a trainer's number
+    line: list[str]
+    folder: Path
+    restarts: int
+    process: subprocess.Popen[bytes] = field(init=False)
+    failure: Failure | None = None
+
+    def start(self) -> None:
+        home = str(Path(gnnfleet.__file__).parents[1])
+        path = os.pathsep.join(word for word in (home, os.environ.get("PYTHONPATH")) if word)
+        environment = {**os.environ, "PYTHONPATH": path}
+        environment.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+        # Ctrl-C is for the launcher, which ends the others in order.
+        self.process = subprocess.Popen(self.line, env=environment, start_new_session=True)
+
+    @property
+    def name(self) -> str:
+        return self.role if self.role == COORDINATOR else f"trainer {self.role}"
+
+    def ended(self) -> str | None:
+        """How it ended, if it did and should not have."""
+        code = self.process.poll()
+        if not code:
+            return None
+        who = f"{self.name} (pid {self.process.pid})"
+        self.failure = Failure.read(self.folder / f"{self.role}.error")
+        if self.failure is not None:
+            return f"{who} failed: {self.failure.text}"
+        if code < 0:
+            why = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+            return f"{who} was killed by {signal.Signals(-code).name}{why}"
+        return f"{who} ended with exit code {code}"
+
+    def again(self) -> bool:
+        """Start it again where it may be."""
+        if not self.restarts:
+            return False
+        self.restarts -= 1
+        (self.folder / f"{self.role}.error").unlink(missing_ok=True)
+        self.start()
+        return True
+
+
+def launch_fleet(
+    spec: Spec, *, folder: Path, workers: int, restarts: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run a spec with a coordinator and trainers; what the coordinator answers.
+
+    Trainers that are lost are started again up to ``restarts`` times each, and so is the coordinator; without, the run
+    goes on without a trainer. Raises the error of whoever ended the run.
+    """
+    from gnnfleet.comm.post import Address, Post
+
+    words = spec.config["strategy"]
+    try:
+        listen = Address.parse(words["listen"]) if words.get("listen") else Address("127.0.0.1", 0)
+        post = Post.serve(listen.host, listen.port)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"strategy.listen: {str(error).splitlines()[0]}") from error
+    here = workers if words.get("here") is None else int(words["here"])
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    answer = folder / "answer.json"
+    spec = replace(spec, parent=os.getpid(), threads=threads_each(max(1, here)), answer=str(answer))
+    (folder / "SPEC.json").write_text(spec.as_json())
+    post.write("spec", {"spec": spec.as_json()})
+    if here < workers:
+        say(f"waiting for trainers {here} to {workers - 1}: gnnfleet join {post.address} STORE --trainers …")
+    address = f"{_reach(post.address.host)}:{post.address.port}"
+    members = start_members(folder, address, [COORDINATOR, *map(str, range(here))], restarts)
+    coordinator, trainers = members[0], members[1:]
+    try:
+        while coordinator.process.poll() is None or coordinator.process.returncode:
+            how = coordinator.ended()
+            if how is not None:
+                if not coordinator.again():
+                    _raise(coordinator, how, trainers)
+                say(f"{how}; it is started again and goes on from the last closed round that was kept")
+            for trainer in trainers:
+                if (how := trainer.ended()) is not None and not post.has(f"gone/{trainer.role}"):
+                    again = trainer.again()
+                    if not again:
+                        post.write(f"gone/{trainer.role}", {})
+                    say(f"{how}; {'it is started again' if again else 'the run goes on without it'}")
+            time.sleep(_POLL)
+        return dict(loads(answer.read_bytes()))
+    finally:
+        end_members(members)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def join_fleet(
+    address: str, store: Path, trainers: Sequence[int], *, restarts: int, say: Callable[[str], None]
+) -> None:
+    """Trainers on this machine for a fleet whose coordinator is elsewhere; until all is over."""
+    import tempfile
+
+    from gnnfleet.comm.post import Address, Post
+
+    try:
+        post = Post.connect(Address.parse(address))
+    except ValueError as error:
+        raise ConfigError(f"{error}") from error
+    letter = post.read("spec")
+    if letter is None:
+        raise ExchangeError(f"there is no run at {address}: start gnnfleet train --strategy tma there first")
+    spec = Spec.from_json(letter.words["spec"])
+    with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
+        folder = Path(scratch)
+        spec = replace(
+            spec,
+            store=str(store.resolve()),
+            run_dir=str(folder / "run"),
+            parent=os.getpid(),
+            threads=threads_each(len(trainers)),
+        )
+        (folder / "SPEC.json").write_text(spec.as_json())
+        members = start_members(folder, address, [str(number) for number in trainers], restarts)
+        try:
+            while any(member.process.poll() is None for member in members):
+                for member in members:
+                    if (how := member.ended()) is not None and member.again():
+                        say(f"{how}; it is started again")
+                time.sleep(_POLL)
+        finally:
+            end_members(members)
+        for member in members:
+            if (how := member.ended()) is not None:
+                raise ExchangeError(how)
+
+
+def start_members(folder: Path, address: str, roles: Sequence[str], restarts: int) -> list[Member]:
+    line = [sys.executable, "-m", "gnnfleet.run.member", str(folder / "SPEC.json"), address]
+    members = [Member(role, [*line, role], folder, restarts) for role in roles]
+    for member in members:
+        member.start()
+    return members
+
+
+def end_members(members: Sequence[Member]) -> None:
+    """Ask those that are left to end, then make them."""
+    left = [member.process for member in members if member.process.poll() is None]
+    deadline = time.monotonic() + 1.0  # trainers end by themselves when all is over
+    while any(process.poll() is None for process in left) and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    for process in left:
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+    deadline = time.monotonic() + SHUTDOWN_SECONDS
+    for process in left:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _reach(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+
+
+def _raise(coordinator: Member, how: str, trainers: Sequence[Member]) -> None:
+    """The error that ended the run: where trainers failed of themselves, theirs."""
+    for trainer in trainers:
+        _ = trainer.ended()
+    told = [trainer.failure for trainer in trainers if trainer.failure is not None]
+    if coordinator.failure is None:
+        raise ExchangeError(f"{how}; go on with --resume")
+    if len(told) == len(trainers) and told:
+        raise failure_error(told[0])
+    raise failure_error(coordinator.failure)

@@ -1,0 +1,132 @@
+"""``python -m gnnfleet.run.member SPEC.json ADDRESS ROLE``: the coordinator of a fleet, or one of its trainers.
+
+Each is a World of its own, joined to the others by the post alone; it ends in a way that says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from gnnfleet.run.allocator import prefer_huge_pages
+from gnnfleet.run.leash import die_with_parent, end_soon_after_signals
+from gnnfleet.run.spec import Spec
+
+if TYPE_CHECKING:
+    from gnnfleet.comm.post import Post
+    from gnnfleet.graph.deal import Deal
+    from gnnfleet.graph.graph import Graph
+
+COORDINATOR = "coordinator"
+
+
+def main() -> NoReturn:
+    path, address, role = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    spec = Spec.read(path)
+    die_with_parent(spec.parent)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is the launcher's, for the result
+    prefer_huge_pages()
+    if spec.threads is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from gnnfleet.comm.failure import Failure
+    from gnnfleet.comm.post import Address, Post
+
+    code = 0
+    end_soon_after_signals(lambda: None)
+    try:
+        try:
+            post = Post.connect(Address.parse(address))
+            if role == COORDINATOR:
+                coordinate(spec, post)
+            else:
+                train(spec, post, int(role))
+        except Exception as error:
+            failure = Failure.of(error, -1 if role == COORDINATOR else int(role))
+            failure.write(path.with_name(f"{role}.error"))
+            code = failure.exit_code
+    except KeyboardInterrupt as stop:
+        code = 128 + int(stop.args[0]) if stop.args else 130
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)  # threads may be waiting for a server that is gone
+
+
+def coordinate(spec: Spec, post: Post) -> None:
+    """The training loop, whose steps are rounds."""
+    from gnnfleet.comm.world import World
+    from gnnfleet.nn.own import naming_line
+    from gnnfleet.report.progress import show
+    from gnnfleet.run.build import Here, build
+    from gnnfleet.run.config import resolve
+    from gnnfleet.run.console import remark
+    from gnnfleet.run.course import find_start, run_course
+    from gnnfleet.run.directory import RunDirectory
+
+    config = resolve(spec.config)
+    with naming_line(config.model.file):
+        with show(spec.quiet) as progress:
+            graph, deal = _open(spec)
+            here = Here(progress=progress, say=partial(remark, quiet=spec.quiet), post=post, deal=deal)
+            built = build(graph, config, here=here)
+        directory = RunDirectory(Path(spec.run_dir), seed=config.seed)
+        record = run_course(built, config, directory, start=find_start(directory, World()), quiet=spec.quiet)
+        built.strategy.close()
+    assert spec.answer is not None
+    Path(spec.answer).write_text(json.dumps(record.as_json()))
+
+
+def train(spec: Spec, post: Post, index: int) -> None:
+    """Trainer number ``index``."""
+    from gnnfleet.nn.own import naming_line
+    from gnnfleet.run.alone import make_alone
+    from gnnfleet.run.config import resolve
+    from gnnfleet.strategies.base import PRECISIONS
+    from gnnfleet.strategies.tma.config import TmaConfig
+    from gnnfleet.strategies.tma.trainer import Trainer
+
+    config = resolve(spec.config)
+    assert isinstance(config.strategy, TmaConfig)
+
+    def lost(text: str) -> None:
+        sys.stderr.write(f"error: {text}\n")
+        sys.stderr.flush()
+        os._exit(8)
+
+    with naming_line(config.model.file):
+        graph, deal = _open(spec)
+        folder = Path(spec.run_dir) / ".trainers" / str(index)
+        trainer = Trainer(
+            config.strategy,
+            index,
+            post,
+            deal,
+            lambda own: make_alone(graph, config, index, own),
+            dtype=PRECISIONS[config.precision],
+            folder=folder,
+        )
+        trainer.run(lost)
+
+
+def _open(spec: Spec) -> tuple[Graph, Deal]:
+    from gnnfleet.errors import StoreError
+    from gnnfleet.graph.deal import Clusters, Deal
+    from gnnfleet.graph.store import open_store
+
+    graph = open_store(spec.store)
+    assert graph.store is not None
+    if graph.store.digest != spec.digest:
+        raise StoreError(f"{graph.store.path} is another store than the coordinator's: all machines need the same one")
+    clusters = Clusters.open(graph.store.path / spec.partition) if spec.partition else None
+    counts = {kind: table.count for kind, table in graph.nodes.items()}
+    return graph, Deal(counts, clusters)
+
+
+if __name__ == "__main__":
+    main()

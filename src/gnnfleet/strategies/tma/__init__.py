@@ -1,0 +1,1 @@
+"""Independent trainers on randomised parts, weights averaged on a clock."""

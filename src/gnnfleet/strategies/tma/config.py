@@ -1,0 +1,87 @@
+"""The knobs of ``tma``."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.strategies.base import StrategyConfig
+from gnnfleet.strategies.sampling import SAMPLED_BATCH, FanoutWords, Switch
+
+SCHEMES = {"random": "random", "super": "super", "psgd-pa": "mincut", "llcg": "mincut"}
+"""How nodes are dealt in each scheme, unless the user says."""
+
+CORRECTION = 2
+"""Steps of the coordinator after each round of ``llcg``."""
+
+
+class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
+    """Trainers that exchange no node data: each has the subgraph of its own nodes and trains at its own pace; a
+    coordinator averages their weights from time to time. A round is to tma what an epoch is to other strategies.
+    """
+
+    uses_parts: ClassVar[bool] = True
+    comes_and_goes: ClassVar[bool] = True
+
+    name: Literal["tma"] = "tma"
+    # random: RandomTMA; super: SuperTMA; psgd-pa: parts with few cut edges; llcg: the same, corrected by steps on the
+    # whole graph. --partition says otherwise.
+    scheme: Literal["random", "super", "psgd-pa", "llcg"] = "super"
+    interval: float = Field(default=10.0, gt=0)  # seconds of a round
+    steps: int = Field(
+        default=0, ge=0
+    )  # of each trainer in a round, in place of ``interval``: the same bits every time
+    # Neighbours drawn per node, the hop next to the seeds first, −1 for all; by SRC:RELATION:DST where they differ.
+    # By default 10 in every hop.
+    fanouts: FanoutWords = None
+    full: bool = False  # every step on the trainer's whole subgraph instead of sampled blocks
+    replace: bool = False  # whether a neighbour may be drawn twice
+    batch: int = Field(default=SAMPLED_BATCH, ge=0)  # items of a trainer's step; 0: all
+    cache_inputs: Switch = "auto"  # the first layer's aggregate of all neighbours in the part, computed once
+    clusters: int = Field(default=0, ge=0)  # super-nodes that are dealt; 0: a tenth of the nodes, at most 15,000
+    weighting: Literal["uniform", "edges", "steps"] = "uniform"  # what a trainer counts in the average
+    optimizer: Literal["local", "average", "reset"] = "local"  # what becomes of its memory when weights are averaged
+    combine: Literal["mean", "soft_medoid"] = "mean"  # soft_medoid: trainers far from the others count less
+    temperature: float = Field(default=1.0, gt=0)  # of soft_medoid, in units of the mean distance
+    momentum: float = Field(default=0.0, ge=0, lt=1)  # of the average's own movement from round to round
+    correction: int | None = Field(default=None, ge=0)  # steps on the whole graph after each round; llcg: 2
+    correction_lr: float = Field(default=0.0, ge=0)  # 0: train.lr
+    remote: int = Field(default=0, ge=0)  # nodes of all parts that come with each round, as more negatives for links
+    redeal: int = Field(default=0, ge=0)  # rounds until nodes are dealt anew; 0: never
+    lost: Literal["leave", "redeal"] = "leave"  # what becomes of the part of a trainer that is gone
+    quorum: int = Field(default=1, ge=1)  # trainers without whom a round is not closed
+    deadline: float = Field(default=60.0, gt=0)  # seconds a round waits for a trainer that is late
+    silence: float = Field(default=10.0, gt=0)  # seconds without a sign of life after which a trainer is left out
+    listen: str = ""  # HOST:PORT that trainers on other machines reach the coordinator at; by default only this machine
+    here: int | None = Field(default=None, ge=0)  # how many of the workers are started here; the others join
+    give_up: float = Field(
+        default=300.0, gt=0
+    )  # seconds without a quorum, or without the coordinator, that end the run
+
+    @property
+    def partitioner(self) -> str:  # type: ignore[override]
+        return SCHEMES[self.scheme]
+
+    @property
+    def samples(self) -> bool:
+        return not self.full
+
+    @property
+    def batch_size(self) -> int:
+        return self.batch
+
+    @property
+    def dealt_clusters(self) -> int:
+        return self.clusters
+
+    @property
+    def correction_steps(self) -> int:
+        return self.correction if self.correction is not None else CORRECTION if self.scheme == "llcg" else 0
+
+    def check_workers(self, workers: int) -> None:
+        if self.quorum > workers:
+            raise ConfigError(f"strategy.quorum={self.quorum} asks for more trainers than --workers {workers}")
+        if self.here is not None and self.here > workers:
+            raise ConfigError(f"strategy.here={self.here} is more than --workers {workers}")

@@ -1,0 +1,303 @@
+"""The coordinator's desk, in a thread of its own: rounds are opened, collected, averaged and published on time,
+whatever else the coordinator is busy with.
+
+A round is closed with those who are there: a trainer that is gone, silent or late is left out, and said so. Nothing is
+counted twice or in another round than its own: letters name the era and the round they are for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gnnfleet.comm.post import Post
+from gnnfleet.errors import ExchangeError
+from gnnfleet.graph.deal import Deal
+from gnnfleet.strategies.tma.average import Layout, Outer, combine, medoid_weights
+from gnnfleet.strategies.tma.config import TmaConfig
+from gnnfleet.strategies.tma.exchange import Give, Now, Take, raw, read_give, words_of, write_take
+
+AHEAD = 4
+"""Rounds of so many steps that may be closed before the loop has looked at them."""
+
+_POLL, _HEAR = 0.005, 0.1  # seconds between looks at letters, and at beats
+
+
+@dataclass(frozen=True, eq=False)
+class Closed:
+    """A round that is over."""
+
+    round: int
+    weights: Tensor  # after it
+    velocity: Tensor | None
+    rows: Mapping[str, Tensor]  # all learnt rows of nodes, by name of the parameter
+    trainers: tuple[int, ...]
+    steps: int
+    count: int
+    loss: float
+    kept: int  # edges that were trained on
+    up: int  # bytes of weights that came
+    down: int  # bytes of weights that each trainer takes
+    beside: int  # bytes of learnt rows, optimizers and other parts' rows, both ways
+    seconds: float
+
+
+@dataclass(eq=False)
+class Table:
+    """Learnt rows of all nodes: a parameter, the type of its nodes, its rows."""
+
+    kind: str
+    rows: Tensor
+
+
+@dataclass(eq=False)
+class _Trainer:
+    """What is known of a trainer."""
+
+    beats: int = 0
+    heard: float | None = None  # when a beat was last new
+    missing: bool = False  # whether that was said
+
+
+@dataclass(eq=False)
+class Desk:
+    """Runs rounds ``first`` to ``last`` − 1 from ``weights`` on."""
+
+    config: TmaConfig
+    trainers: int
+    post: Post
+    layout: Layout
+    weights: Tensor
+    first: int
+    last: int
+    deal: Deal
+    outer: Outer
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    correct: Callable[[Tensor], Tensor] | None = None
+    remote: Callable[[int], Tensor] | None = None  # rows of nodes of all parts, for the round of that number
+    say: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
+        self._closed: queue.Queue[Closed | BaseException] = queue.Queue()
+        self._room = threading.Semaphore(AHEAD)
+        self._stop = threading.Event()
+        self._known = [_Trainer() for _ in range(self.trainers)]
+        self._number, self._among = 0, tuple(range(self.trainers))
+        self._own: dict[int, dict[str, Tensor]] = {}
+        self._optimizer: Tensor | None = None
+        self._last = self._begun = time.monotonic()
+        self._heard = 0.0
+        self._thread = threading.Thread(target=self._run, name="tma-desk", daemon=True)
+        self.newest = self.first - 1
+        self._thread.start()
+
+    # -- for the loop --
+
+    def next(self) -> Closed:
+        """The next closed round; raises what went wrong at the desk."""
+        while True:
+            try:
+                found = self._closed.get(timeout=0.5)
+            except queue.Empty:
+                if not self._thread.is_alive() and self._closed.empty():
+                    raise ExchangeError("the desk of the coordinator ended without a word") from None
+                continue
+            if isinstance(found, BaseException):
+                raise found
+            self._room.release()
+            return found
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+    # -- the desk itself --
+
+    def _run(self) -> None:
+        now = Now(0, self.first)
+        try:
+            now = Now(self.post.count("era"), self.first)
+            self._deal_for(self.first)
+            beside = self._publish(now, every=True)
+            for number in range(self.first, self.last):
+                now = Now(now.era, number)
+                gives = self._collect(now)
+                if gives is None:
+                    break
+                closed, beside = self._close_round(now, gives, beside)
+                self.newest = number
+                while self.config.steps and not self._room.acquire(timeout=0.5):  # a clock does not wait
+                    if self._stop.is_set():
+                        break
+                self._closed.put(closed)
+                if self._stop.is_set():
+                    break
+        except BaseException as error:
+            self._closed.put(error)
+        finally:
+            with suppress(ExchangeError):  # then trainers find out by themselves
+                self.post.write("now", {"era": now.era, "round": now.round, "done": True})
+
+    def _close_round(self, now: Now, gives: dict[int, Give], beside: int) -> tuple[Closed, int]:
+        """(what it came to, bytes that go beside the weights of the next)."""
+        worked = {i: give for i, give in sorted(gives.items()) if give.steps}
+        up = sum(give.weights.nbytes for give in gives.values())
+        for i, give in gives.items():
+            beside += 0 if give.optimizer is None else give.optimizer.nbytes
+            for name, rows in give.rows.items():
+                self.tables[name].rows[self._ids(i)[self.tables[name].kind]] = rows
+                beside += rows.nbytes
+        if worked:
+            self._average(list(worked.values()))
+        changed = self._deal_for(now.round + 1, {i for i in range(self.trainers) if self._lives(i)} | set(gives))
+        after = Now(now.era, now.round + 1, done=now.round + 1 == self.last)
+        for i in range(self.trainers):
+            self.post.remove(f"give/{now.era}/{now.round}/{i}")
+        more = self._publish(after, every=changed, absent=[i for i in range(self.trainers) if i not in gives])
+        self.post.remove(f"take/{now.era}/{now.round - 1}")
+        count = sum(give.count for give in worked.values())
+        closed = Closed(
+            round=now.round,
+            weights=self.weights,
+            velocity=self.outer.velocity,
+            rows={name: table.rows.clone() for name, table in self.tables.items()},
+            trainers=tuple(sorted(gives)),
+            steps=sum(give.steps for give in worked.values()),
+            count=count,
+            loss=sum(give.loss * give.count for give in worked.values()) / max(count, 1),
+            kept=sum(give.edges for give in gives.values()),
+            up=up,
+            down=self.weights.nbytes,
+            beside=beside,
+            seconds=time.monotonic() - self._last,
+        )
+        self._last = time.monotonic()
+        return closed, more
+
+    def _average(self, gives: Sequence[Give]) -> None:
+        config = self.config
+        rows = [give.weights for give in gives]
+        weights = [
+            float(give.edges if config.weighting == "edges" else give.steps if config.weighting == "steps" else 1)
+            for give in gives
+        ]
+        if not sum(weights):
+            weights = [1.0] * len(gives)
+        if config.combine == "soft_medoid":
+            weights = medoid_weights(rows, weights, config.temperature)
+        self.weights = self.outer.step(self.weights, combine(rows, weights))
+        if self.correct is not None:
+            self.weights = self.correct(self.weights)
+        known = [(give.optimizer, weight) for give, weight in zip(gives, weights, strict=True)]
+        moments = [(row, weight) for row, weight in known if row is not None]
+        if moments and len({len(row) for row, _ in moments}) == 1:
+            self._optimizer = combine(*map(list, zip(*moments, strict=True)))
+
+    def _publish(self, now: Now, *, every: bool, absent: Sequence[int] = ()) -> int:
+        """Bytes that go beside the weights."""
+        remote = None if self.remote is None else self.remote(now.round).to(self.layout.dtype)
+        beside = 0
+        for i in self._among if every else absent:
+            if self.tables and i in self._among:
+                rows = [table.rows[self._ids(i)[table.kind]] for table in self.tables.values()]
+                body = raw(rows)
+                self.post.write(f"rows/{now.era}/{now.round}/{i}", {}, body)
+                beside += len(body)
+        for i in range(self.trainers) if self.tables else ():
+            self.post.remove(f"rows/{now.era}/{now.round - 2}/{i}")
+        take = Take(now, self.weights, self._optimizer, remote, self._number, self._among)
+        sent = write_take(self.post, take)
+        return beside + (sent - self.weights.nbytes) * len(self._among)
+
+    def _ids(self, trainer: int) -> dict[str, Tensor]:
+        if trainer not in self._own:
+            place = self._among.index(trainer)
+            self._own[trainer] = self.deal.own(place, len(self._among), self._number)
+        return self._own[trainer]
+
+    def _deal_for(self, number: int, living: set[int] | None = None) -> bool:
+        """Decide who has which nodes in a round; whether that changed."""
+        before = self._number, self._among
+        if self.config.redeal:
+            self._number = number // self.config.redeal
+        if self.config.lost == "redeal" and living:
+            self._among = tuple(sorted(living))
+        changed = (self._number, self._among) != before
+        if changed:
+            self._own.clear()
+            if self._among != before[1]:
+                self.say(f"round {number + 1}: nodes are dealt among {words_of(self._among)}")
+        return changed
+
+    def _collect(self, now: Now) -> dict[int, Give] | None:
+        """What trainers give for a round, by number; None when all is to end."""
+        config = self.config
+        if not config.steps:
+            if self._stop.wait(max(0.0, self._last + config.interval - time.monotonic())):
+                return None
+            self.post.write(f"call/{now.era}", {"round": now.round})
+        gives: dict[int, Give] = {}
+        called = first = time.monotonic()
+        while not self._stop.wait(_POLL):
+            self._hear()
+            for i in self._among:
+                if i not in gives and (give := read_give(self.post, now, i, self.layout.dtype)) is not None:
+                    first = time.monotonic() if not gives else first
+                    gives[i] = give
+                    self._known[i].missing = False
+            waiting = [i for i in self._among if i not in gives and self._lives(i)]
+            enough = len(gives) >= config.quorum
+            if enough and (not waiting or time.monotonic() - (first if config.steps else called) > config.deadline):
+                self._say_missing(now, gives)
+                return gives
+            if not enough and not waiting:
+                self._fail_early(now, gives)
+            if not enough and time.monotonic() - called > config.give_up:
+                self._fail(now, gives, f"for {config.give_up:g} s")
+        return None
+
+    def _hear(self) -> None:
+        """Beats, not more often than they come."""
+        if time.monotonic() - self._heard < _HEAR:
+            return
+        self._heard = time.monotonic()
+        for i, trainer in enumerate(self._known):
+            beats = self.post.count(f"beat/{i}", 0)
+            if beats != trainer.beats:
+                trainer.beats, trainer.heard = beats, time.monotonic()
+
+    def _lives(self, i: int) -> bool:
+        """Whether a round waits for it; at the beginning also for one that has not said anything yet."""
+        if self.post.has(f"gone/{i}"):
+            return False
+        heard = self._known[i].heard
+        patience = self.config.silence if heard is not None else self.config.deadline
+        return time.monotonic() - (self._begun if heard is None else heard) < patience
+
+    def _say_missing(self, now: Now, gives: Mapping[int, Give]) -> None:
+        new = [i for i in self._among if i not in gives and not self._known[i].missing]
+        for i in new:
+            self._known[i].missing = True
+        if new:
+            why = {i: "has ended" if self.post.has(f"gone/{i}") else "is silent or late" for i in new}
+            said = ", ".join(f"trainer {i} {why[i]}" for i in new)
+            self.say(f"round {now.round + 1} is closed without {words_of(new)}: {said}; the run goes on")
+
+    def _fail_early(self, now: Now, gives: Mapping[int, Give]) -> None:
+        """Those who are gone for good cannot make up a quorum."""
+        gone = [i for i in self._among if self.post.has(f"gone/{i}")]
+        if self.trainers - len(gone) < self.config.quorum:
+            self._fail(now, gives, "and the others have ended")
+
+    def _fail(self, now: Now, gives: Mapping[int, Give], why: str) -> None:
+        missing = [i for i in range(self.trainers) if i not in gives]
+        raise ExchangeError(
+            f"round {now.round + 1} has {len(gives)} of the {self.config.quorum} trainers it needs {why}: "
+            f"{words_of(missing)} {'is' if len(missing) == 1 else 'are'} missing; go on with --resume"
+        )

@@ -1,0 +1,199 @@
+"""What trainers and the coordinator write to each other.
+
+era                      a number: how often a coordinator has begun; letters of former ones count for nothing
+now                      {era, round, done}: the newest weights, and whether all is over
+call/ERA                 {round}: trainers are to give what they have (only where a clock says when)
+take/ERA/ROUND           weights before a round, {deal, …}
+rows/ERA/ROUND/TRAINER   learnt rows of a trainer's nodes, for one that does not have them
+give/ERA/ROUND/TRAINER   weights after a round, {steps, loss, …}
+beat/TRAINER             a number that grows while the trainer lives
+gone/TRAINER             left by whoever saw it end
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gnnfleet.comm.post import Letter, Post
+from gnnfleet.errors import ExchangeError
+
+BEAT_SECONDS = 0.5
+LOOK_SECONDS = 0.02
+
+
+def raw(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dtype as bytes, one after the other."""
+    flat = [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors if t.numel()]
+    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Now:
+    """Where the run stands: ``round`` is the one whose weights are newest."""
+
+    era: int
+    round: int
+    done: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Take:
+    """Weights to begin a round with."""
+
+    now: Now
+    weights: Tensor
+    optimizer: Tensor | None
+    remote: Tensor | None  # [G, ·] rows of nodes of all parts
+    deal: int
+    among: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Give:
+    """What a trainer made of a round."""
+
+    steps: int
+    count: int  # items
+    loss: float  # mean over them
+    edges: int
+    weights: Tensor
+    optimizer: Tensor | None = None
+    rows: Mapping[str, Tensor] = field(default_factory=dict)  # learnt rows of own nodes, by name of the parameter
+
+
+def write_take(post: Post, take: Take) -> int:
+    """Publish; bytes of it."""
+    extra = [t for t in (take.optimizer, take.remote) if t is not None]
+    words = {
+        "deal": take.deal,
+        "among": take.among,
+        "weights": take.weights.nbytes,
+        "optimizer": None if take.optimizer is None else take.optimizer.nbytes,
+        "remote": None if take.remote is None else list(take.remote.shape),
+    }
+    body = raw([take.weights, *extra])
+    post.write(f"take/{take.now.era}/{take.now.round}", words, body)
+    post.write("now", {"era": take.now.era, "round": take.now.round, "done": take.now.done})
+    return len(body)
+
+
+def read_take(post: Post, now: Now, dtype: torch.dtype) -> Take | None:
+    letter = post.read(f"take/{now.era}/{now.round}")
+    if letter is None:
+        return None
+    words, parts = letter.words, _Parts(letter)
+    weights = parts.next(words["weights"], dtype)
+    optimizer = None if words["optimizer"] is None else parts.next(words["optimizer"], dtype)
+    remote = None
+    if words["remote"] is not None:
+        shape = words["remote"]
+        remote = parts.next(shape[0] * shape[1] * dtype.itemsize, dtype).view(shape)
+    return Take(now, weights, optimizer, remote, words["deal"], tuple(words["among"]))
+
+
+def write_give(post: Post, now: Now, trainer: int, give: Give) -> int:
+    """Hand over a round; bytes of it."""
+    extra = [] if give.optimizer is None else [give.optimizer]
+    words = {
+        "steps": give.steps,
+        "count": give.count,
+        "loss": give.loss,
+        "edges": give.edges,
+        "weights": give.weights.nbytes,
+        "optimizer": None if give.optimizer is None else give.optimizer.nbytes,
+        "rows": {name: list(rows.shape) for name, rows in give.rows.items()},
+    }
+    body = raw([give.weights, *extra, *give.rows.values()])
+    post.write(f"give/{now.era}/{now.round}/{trainer}", words, body)
+    return len(body)
+
+
+def read_give(post: Post, now: Now, trainer: int, dtype: torch.dtype) -> Give | None:
+    letter = post.read(f"give/{now.era}/{now.round}/{trainer}")
+    if letter is None:
+        return None
+    words, parts = letter.words, _Parts(letter)
+    weights = parts.next(words["weights"], dtype)
+    optimizer = None if words["optimizer"] is None else parts.next(words["optimizer"], dtype)
+    rows = {}
+    for name, shape in words["rows"].items():
+        rows[name] = parts.next(shape[0] * shape[1] * dtype.itemsize, dtype).view(shape)
+    return Give(words["steps"], words["count"], words["loss"], words["edges"], weights, optimizer, rows)
+
+
+class _Parts:
+    """The body of a letter, piece by piece."""
+
+    def __init__(self, letter: Letter) -> None:
+        self._body, self._at = letter.body, 0
+
+    def next(self, nbytes: int, dtype: torch.dtype) -> Tensor:
+        piece = self._body[self._at : self._at + nbytes].clone().view(dtype)
+        self._at += nbytes
+        return piece
+
+
+class Watch:
+    """A trainer's eye on the coordinator, in a thread of its own: beats, and knows the newest state and call.
+
+    ``lost`` is called, in that thread, when the coordinator was out of reach for ``give_up`` seconds.
+    """
+
+    def __init__(self, post: Post, trainer: int, *, give_up: float, lost: Callable[[str], None]) -> None:
+        self.now: Now | None = None
+        self.called = -1  # the round that is asked for, in the present era
+        self._post, self._trainer = post, trainer
+        self._give_up, self._lost = give_up, lost
+        self._stop = threading.Event()
+        self._seen = time.monotonic()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._look, self._guard)]
+
+    def __enter__(self) -> Watch:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._threads[0].join(5)
+
+    def _look(self) -> None:
+        post, beat = self._post, 0.0
+        while not self._stop.is_set():
+            try:
+                if time.monotonic() - beat >= BEAT_SECONDS:
+                    post.count(f"beat/{self._trainer}")
+                    beat = time.monotonic()
+                letter = post.read("now")
+                if letter is not None:
+                    now = Now(**letter.words)
+                    call = post.read(f"call/{now.era}")
+                    self.called = -1 if call is None else int(call.words["round"])
+                    self.now = now
+                self._seen = time.monotonic()
+            except ExchangeError:
+                self._stop.wait(1.0)
+                try:
+                    post = self._post.another()
+                except ExchangeError:
+                    continue
+            self._stop.wait(LOOK_SECONDS)
+
+    def _guard(self) -> None:
+        while not self._stop.wait(1.0):
+            silent = time.monotonic() - self._seen
+            if silent > self._give_up:
+                self._lost(f"trainer {self._trainer} has not reached the coordinator for {silent:.0f} s")
+                return
+
+
+def words_of(present: Sequence[int]) -> str:
+    """Trainers by number, for people."""
+    names = ", ".join(map(str, present))
+    return f"trainer {names}" if len(present) == 1 else f"trainers {names}"

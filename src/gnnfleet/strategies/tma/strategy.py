@@ -1,0 +1,162 @@
+"""The coordinator: a round is a step; evaluation is exact, on the whole graph, while trainers go on.
+
+The desk closes rounds in a thread of its own; here they are taken up one by one, evaluated, and kept as checkpoints by
+the loop. Without a post, as when a trained run is asked something, this is ``local``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.nn.embedding import NodeEmbedding
+from gnnfleet.ops.draws import Draws, Purpose
+from gnnfleet.strategies.base import PRECISIONS, Job, Prediction, State, StepRecord, Strategy
+from gnnfleet.strategies.link_task import LinkTask
+from gnnfleet.strategies.task import Take
+from gnnfleet.strategies.tma.average import Layout, Outer
+from gnnfleet.strategies.tma.config import TmaConfig
+from gnnfleet.strategies.tma.desk import Closed, Desk, Table
+
+VELOCITY = "outer/velocity"
+
+
+class TmaStrategy:
+    """``whole`` evaluates the model on the whole graph; ``correcting`` makes a strategy that trains a copy of it."""
+
+    def __init__(self, config: TmaConfig, job: Job, whole: Strategy, correcting: Strategy | None) -> None:
+        self.model = job.model
+        self._config, self._job, self._whole, self._correcting = config, job, whole, correcting
+        self._tables = _tables(job)
+        self._layout = Layout.of(self.model.state_dict(), PRECISIONS[job.precision], without=tuple(self._tables))
+        self._velocity: Tensor | None = None
+        self._desk: Desk | None = None
+        self._closed: Closed | None = None
+        if config.remote and not isinstance(job.task, LinkTask):
+            raise ConfigError("strategy.remote gives more negatives for links: leave it out, or use --task link")
+
+    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
+        if self._desk is None:
+            self._desk = self._open(epoch)
+        closed = self._desk.next()
+        assert closed.round == epoch, "rounds come one after the other"
+        self._closed, self._velocity = closed, closed.velocity
+        self._load(closed.weights, closed.rows)
+        yield StepRecord(epoch, 0, closed.loss, closed.count, closed.seconds, steps=closed.steps)
+
+    def counts(self) -> dict[str, float]:
+        closed = self._closed
+        if closed is None:
+            return {}
+        return {
+            "trainers": len(closed.trainers),
+            "steps": closed.steps,
+            "kept_edges": closed.kept / max(self._job.graph.num_edges, 1),
+            "megabytes_up": closed.up / 1e6,
+            "megabytes_down": closed.down * len(closed.trainers) / 1e6,
+            "megabytes_beside": closed.beside / 1e6,
+        }
+
+    @property
+    def is_behind(self) -> bool:
+        return bool(self._desk and self._closed and not self._config.steps and self._desk.newest > self._closed.round)
+
+    def evaluate(self, split: str) -> dict[str, float]:
+        return self._whole.evaluate(split)
+
+    def predict(self, *, embeddings: bool = False) -> Prediction:
+        return self._whole.predict(embeddings=embeddings)
+
+    def rows(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
+        return self._whole.rows(ids, embeddings=embeddings)
+
+    def exact(self) -> Take:
+        return self._whole.exact()
+
+    def state_dict(self) -> State:
+        return {
+            "model": self._whole.state_dict()["model"],
+            "optimizer": {} if self._velocity is None else {VELOCITY: self._velocity},
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self._whole.load_state_dict({"model": state["model"]})
+        if "optimizer" in state:
+            self._velocity = state["optimizer"].get(VELOCITY)
+
+    def close(self) -> None:
+        if self._desk is not None:
+            self._desk.close()
+        self._whole.close()
+        if self._correcting is not None:
+            self._correcting.close()
+
+    def _open(self, first: int) -> Desk:
+        job, config = self._job, self._config
+        if job.post is None or job.deal is None:
+            raise ConfigError("tma trains with a coordinator and trainers, found none: use gnnfleet train or gf.train")
+        state = self.model.state_dict()
+        return Desk(
+            config=config,
+            trainers=job.workers,
+            post=job.post,
+            layout=self._layout,
+            weights=self._layout.pack(state),
+            first=first,
+            last=job.train.epochs,
+            deal=job.deal,
+            outer=Outer(config.momentum, self._velocity),
+            tables={name: Table(kind, state[name].detach().clone()) for name, kind in self._tables.items()},
+            correct=None if self._correcting is None else self._correction(self._correcting),
+            remote=self._remote if config.remote else None,
+            say=job.say,
+        )
+
+    def _load(self, weights: Tensor, rows: Any) -> None:
+        self._whole.load_state_dict({"model": {**self.model.state_dict(), **self._layout.unpack(weights), **rows}})
+
+    def _correction(self, strategy: Strategy) -> Any:
+        """Some steps on the whole graph, from given weights on; in the desk's thread, on a model of its own."""
+
+        def forever() -> Generator[StepRecord]:
+            epoch = 0
+            while True:
+                yield from strategy.steps(epoch)
+                epoch += 1
+
+        records = forever()
+
+        def correct(weights: Tensor) -> Tensor:
+            state = strategy.state_dict()
+            strategy.load_state_dict({**state, "model": {**state["model"], **self._layout.unpack(weights)}})
+            for _ in islice(records, self._config.correction_steps):
+                pass
+            return self._layout.pack(strategy.state_dict()["model"])
+
+        return correct
+
+    def _remote(self, number: int) -> Tensor:
+        """[G, ·] features and learnt rows of some nodes of the target's type, others in every round."""
+        job, kind = self._job, self._job.task.target
+        count = job.graph.nodes[kind].count
+        ids = (Draws(job.seed, Purpose.REMOTE, epoch=number).uniforms(self._config.remote) * count).long()
+        x = job.graph.nodes[kind].x
+        parts = [] if x is None else [x[ids].to(self._layout.dtype)]
+        tables = {} if self._desk is None else self._desk.tables
+        parts += [table.rows[ids] for table in tables.values() if table.kind == kind]
+        return torch.cat(parts, 1) if parts else torch.empty(len(ids), 0)
+
+
+def _tables(job: Job) -> dict[str, str]:
+    """{name of a parameter of learnt rows: the type of its nodes}."""
+    only = next(iter(job.graph.nodes))
+    return {
+        f"{name}.weight": module.kind if module.kind in job.graph.nodes else only
+        for name, module in job.model.named_modules()
+        if isinstance(module, NodeEmbedding)
+    }

@@ -1,0 +1,209 @@
+"""A trainer: the subgraph of its own nodes, trained at its own pace, weights given and taken round by round.
+
+It may be late, paused, cut off or started anew: it then takes the newest weights and goes on with them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save as tensors_to_bytes
+from torch import Tensor
+
+from gnnfleet.comm.post import Post
+from gnnfleet.errors import RunError
+from gnnfleet.graph.bundle import write_atomically
+from gnnfleet.graph.deal import Deal
+from gnnfleet.strategies.base import StepRecord, Strategy
+from gnnfleet.strategies.tma.average import Layout
+from gnnfleet.strategies.tma.config import TmaConfig
+from gnnfleet.strategies.tma.exchange import LOOK_SECONDS, Give, Now, Take, Watch, read_take, write_give
+
+KEPT = 8
+"""States of a trainer's own that lie on disk: more than rounds that may be closed before a checkpoint is written."""
+
+
+@dataclass(frozen=True, eq=False)
+class Alone:
+    """What a trainer works on."""
+
+    strategy: Strategy
+    edges: int  # of its subgraph
+    rows: dict[str, Tensor]  # {name of a parameter of learnt rows: [n] store ids}; perhaps rows of other nodes follow
+    show: Callable[[Tensor], None]  # takes rows of nodes of all parts, as more negatives
+
+
+class Trainer:
+    """Number ``index`` of those that share the nodes. ``make`` builds what is trained on some of them."""
+
+    def __init__(
+        self,
+        config: TmaConfig,
+        index: int,
+        post: Post,
+        deal: Deal,
+        make: Callable[[dict[str, Tensor]], Alone],
+        *,
+        dtype: torch.dtype,
+        folder: Path | None = None,
+    ) -> None:
+        self._config, self._index, self._post, self._deal = config, index, post, deal
+        self._make, self._dtype, self._folder = make, dtype, folder
+        self._held: tuple[int, tuple[int, ...]] | None = None  # the deal that is worked on
+        self._alone: Alone | None = None
+        self._layout: Layout | None = None
+        self._records: Generator[StepRecord] | None = None
+        self._place = (0, 0)  # (epoch, step) that comes next
+
+    def run(self, lost: Callable[[str], None]) -> None:
+        """Until all is over; ``lost`` is told when the coordinator is out of reach for good."""
+        self._post.remove(f"gone/{self._index}")
+        with Watch(self._post.another(), self._index, give_up=self._config.give_up, lost=lost) as watch:
+            last: Now | None = None
+            while True:
+                now = _newer(watch, last)
+                if now.done:
+                    break
+                last = now
+                take = read_take(self._post, now, self._dtype)
+                if take is None or self._index not in take.among:
+                    continue
+                self._take_over(take)
+                give = self._train(now, watch)
+                if give is not None:
+                    self._keep(now.round)
+                    write_give(self._post, now, self._index, give)
+        if self._records is not None:
+            self._records.close()
+
+    def _take_over(self, take: Take) -> None:
+        fresh = self._held != (take.deal, take.among)
+        if fresh:
+            self._begin(take)
+        assert self._alone is not None and self._layout is not None
+        strategy = self._alone.strategy
+        state = strategy.state_dict()
+        weights = {**state["model"], **self._layout.unpack(take.weights)}
+        letter = self._post.read(f"rows/{take.now.era}/{take.now.round}/{self._index}") if self._alone.rows else None
+        at = 0
+        for name, ids in self._alone.rows.items() if letter is not None else ():
+            assert letter is not None
+            rows = weights[name].clone()
+            nbytes = len(ids) * rows.shape[1] * self._dtype.itemsize
+            rows[: len(ids)] = letter.body[at : at + nbytes].clone().view(self._dtype).view(len(ids), -1)
+            weights[name], at = rows, at + nbytes
+        kept = dict(state["optimizer"])
+        if self._config.optimizer == "reset":
+            kept = {}
+        elif take.optimizer is not None:
+            kept |= self._memory(kept).unpack(take.optimizer) if kept else {}
+        strategy.load_state_dict({"model": weights, "optimizer": kept})
+        if take.remote is not None:
+            self._alone.show(take.remote)
+        if fresh:
+            self._go_on(take.now.round)
+
+    def _begin(self, take: Take) -> None:
+        """Work on the nodes of another deal."""
+        if self._records is not None:
+            self._records.close()
+        own = self._deal.own(take.among.index(self._index), len(take.among), take.deal)
+        self._alone = self._make(own)
+        model = self._alone.strategy.state_dict()["model"]
+        self._layout = Layout.of(model, self._dtype, without=tuple(self._alone.rows))
+        self._records = self._stream(self._place[0] + (self._held is not None), 0)
+        self._held = take.deal, take.among
+
+    def _memory(self, tensors: dict[str, Tensor]) -> Layout:
+        assert self._alone is not None
+        return Layout.of(tensors, self._dtype, without=tuple(self._alone.rows))
+
+    def _stream(self, epoch: int, first: int) -> Generator[StepRecord]:
+        """Steps without end, epoch after epoch; none where there is nothing to train on."""
+        assert self._alone is not None
+        while True:
+            seen = first > 0
+            with closing(self._alone.strategy.steps(epoch, first)) as records:
+                for record in records:
+                    self._place, seen = (epoch, record.step + 1), True
+                    yield record
+            if not seen:
+                return
+            epoch, first = epoch + 1, 0
+
+    def _train(self, now: Now, watch: Watch) -> Give | None:
+        """Steps until they are asked for; None where the round was closed without them."""
+        assert self._alone is not None and self._records is not None and self._layout is not None
+        steps, count, loss, wanted = 0, 0, 0.0, self._config.steps
+        while watch.now == now and (steps < wanted if wanted else watch.called < now.round):
+            record = next(self._records, None)
+            if record is None:
+                if wanted:
+                    break
+                time.sleep(LOOK_SECONDS)
+                continue
+            if not math.isfinite(record.loss):
+                raise RunError(
+                    f"the loss of trainer {self._index} is {record.loss} in round {now.round + 1}: try a smaller "
+                    "train.lr, or train.clip=1"
+                )
+            steps, count, loss = steps + 1, count + record.count, loss + record.loss * record.count
+        if watch.now != now:
+            return None
+        state = self._alone.strategy.state_dict()
+        memory = state["optimizer"]
+        optimizer = self._memory(memory).pack(memory) if self._config.optimizer == "average" and memory else None
+        rows = {name: state["model"][name][: len(ids)] for name, ids in self._alone.rows.items()}
+        mean = loss / count if count else 0.0
+        return Give(steps, count, mean, self._alone.edges, self._layout.pack(state["model"]), optimizer, rows)
+
+    # -- going on where another process ended, with rounds of so many steps --
+
+    def _keep(self, number: int) -> None:
+        """Write what only this trainer knows after a round."""
+        if self._folder is None or not self._config.steps:
+            return
+        assert self._alone is not None and self._held is not None
+        words = {"next": number + 1, "place": self._place, "deal": self._held}
+        tensors = {name: t.contiguous() for name, t in self._alone.strategy.state_dict()["optimizer"].items()}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._file(number + 1), tensors_to_bytes(tensors, metadata={"trainer": json.dumps(words)}))
+
+    def _go_on(self, number: int) -> None:
+        """Find what was written before this round, if it was."""
+        assert self._alone is not None and self._held is not None
+        path = self._file(number)
+        if self._folder is None or not path.exists():
+            return
+        with safe_open(path, framework="pt") as file:
+            words = json.loads(file.metadata()["trainer"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if words["next"] != number or (words["deal"][0], tuple(words["deal"][1])) != self._held:
+            return
+        strategy = self._alone.strategy
+        strategy.load_state_dict({**strategy.state_dict(), "optimizer": tensors})
+        self._place = tuple(words["place"])
+        if self._records is not None:
+            self._records.close()
+        self._records = self._stream(*self._place)
+
+    def _file(self, number: int) -> Path:
+        return (self._folder or Path(os.devnull)) / f"{number % KEPT}.safetensors"
+
+
+def _newer(watch: Watch, last: Now | None) -> Now:
+    """The state after ``last``, whenever it comes; the watch ends the process when nothing does."""
+    while True:
+        now = watch.now
+        if now is not None and (now.done or last is None or replace(now, done=False) != replace(last, done=False)):
+            return now
+        time.sleep(LOOK_SECONDS / 4)

@@ -1,0 +1,211 @@
+"""tma: one trainer equals the plain loop, averaging every step of SGD equals averaging gradients, rounds of so many
+steps give the same bits every time; nothing is counted twice, and trainers that are late or gone are left out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gnnfleet.comm.post import Post
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.deal import Clusters, Deal
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.run.alone import make_alone
+from gnnfleet.run.build import Here, build
+from gnnfleet.run.config import RunConfig, resolve
+from gnnfleet.run.parts import ensure_clusters, trained_graph
+from gnnfleet.strategies.base import PRECISIONS
+from gnnfleet.strategies.tma.trainer import Trainer
+from tests.equivalence.spread import plain_graph, typed_graph
+from tests.equivalence.test_sar import linked
+
+BATCH = 7
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("stores")
+    makes = {"plain": plain_graph, "typed": typed_graph, "linked": lambda: linked(plain_graph)}
+    for name, make in makes.items():
+        save_store(make(), folder / name)
+    return {name: folder / name for name in makes}
+
+
+def words(strategy: dict[str, Any], **more: Any) -> RunConfig:
+    model = {"name": "sage", "hidden": 8, "layers": 2, "dropout": 0.3, **more.pop("model", {})}
+    train = {"lr": 0.02, "clip": 1.0, "epochs": 3, **more.pop("train", {})}
+    return resolve({"model": model, "train": train, "precision": "float64", "seed": 5, "strategy": strategy, **more})
+
+
+def tma(**knobs: Any) -> dict[str, Any]:
+    return {"name": "tma", "fanouts": [3, 2], "batch": BATCH, "cache_inputs": False, "give_up": 30, **knobs}
+
+
+def deal_of(graph: Graph, config: RunConfig) -> Deal:
+    path = ensure_clusters(graph, trained_graph(graph, config), config)
+    clusters = None if path is None else Clusters.open(path)
+    return Deal({kind: table.count for kind, table in graph.nodes.items()}, clusters)
+
+
+@contextmanager
+def fleet(store: Path, config: RunConfig, *, folder: Path | None = None, start: bool = True) -> Iterator[Any]:
+    """A coordinator's strategy with trainers in threads of this process."""
+    graph = open_store(store)
+    post, deal = Post.serve(), deal_of(graph, config)
+    strategy: Any = build(graph, config, here=Here(post=post, deal=deal)).strategy
+    failed: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            torch.set_num_threads(1)
+            trainer = Trainer(
+                config.strategy,  # type: ignore[arg-type]
+                index,
+                post.another(),
+                deal,
+                lambda own: make_alone(graph, config, index, own),
+                dtype=PRECISIONS[config.precision],
+                folder=None if folder is None else folder / str(index),
+            )
+            trainer.run(lambda text: failed.append(RuntimeError(text)))
+        except BaseException as error:
+            post.another().write(f"gone/{index}", {})
+            failed.append(error)
+
+    strategy.post = post
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(config.workers)]
+    for thread in threads if start else ():
+        thread.start()
+    try:
+        yield strategy
+    except Exception as error:
+        raise failed[0] if failed else error from error
+    finally:
+        strategy.close()
+        for thread in threads if start else ():
+            thread.join(20)
+    assert not failed, failed
+
+
+def weights_of(strategy: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in strategy.state_dict()["model"].items()}
+
+
+def rounds(strategy: Any, first: int, last: int) -> list[Any]:
+    return [record for number in range(first, last) for record in strategy.steps(number)]
+
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("plain", {}, {}),
+    ("plain", {"full": True, "batch": 0}, {"model": {"name": "gcn"}}),
+    ("plain", {}, {"model": {"embedding": 3}}),
+    ("typed", {}, {"model": {"name": "rgcn"}}),
+    ("linked", {"batch": 50}, {"task": "link", "link": {"negatives": 2, "eval_negatives": 6, "ranking": "sampled"}}),
+]
+
+
+@pytest.mark.parametrize("scheme", ["random", "super"])
+@pytest.mark.parametrize(("name", "knobs", "more"), CASES)
+def test_one_trainer_is_the_plain_loop(
+    stores: dict[str, Path], scheme: str, name: str, knobs: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """To the bit; a round is an epoch where it has as many steps."""
+    local = {"name": "local", "cache_inputs": False, "batch": knobs.get("batch", BATCH)}
+    local |= {} if knobs.get("full") else {"fanouts": [3, 2]}
+    plain: Any = build(open_store(stores[name]), words(local, **more)).strategy
+    wanted = [[record for record in plain.steps(epoch)] for epoch in range(3)]
+    config = words(tma(scheme=scheme, steps=len(wanted[0]), **knobs), **more)
+    with fleet(stores[name], config) as strategy:
+        found = rounds(strategy, 0, 3)
+        assert strategy.evaluate("test") == plain.evaluate("test")
+        for key, tensor in weights_of(strategy).items():
+            assert torch.equal(tensor, plain.state_dict()["model"][key]), key
+    for record, steps in zip(found, wanted, strict=True):
+        assert record.steps == len(steps) and record.count == sum(step.count for step in steps)
+        assert record.loss == pytest.approx(sum(step.loss * step.count for step in steps) / record.count, rel=1e-12)
+
+
+@pytest.mark.parametrize("scheme", ["random", "super", "psgd-pa"])
+def test_averaging_every_step_averages_gradients(stores: dict[str, Path], scheme: str) -> None:
+    train = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.1, "clip": 0.0}
+    knobs = {"scheme": scheme, "steps": 1, "full": True, "batch": 0}
+    config = words(tma(**knobs), workers=3, train=train)
+    graph = open_store(stores["plain"])
+    deal = deal_of(graph, config)
+    alone: list[Any] = [make_alone(graph, config, i, deal.own(i, 3)).strategy for i in range(3)]
+    theta = {name: t.clone() for name, t in alone[0].state_dict()["model"].items()}
+    for epoch in range(3):
+        before = theta
+        grads = []
+        for strategy in alone:
+            strategy.load_state_dict({"model": before, "optimizer": {}})
+            list(strategy.steps(epoch))
+            grads.append({name: (before[name] - t) / 0.1 for name, t in strategy.state_dict()["model"].items()})
+        theta = {name: before[name] - 0.1 * sum(grad[name] for grad in grads) / 3 for name in before}
+    with fleet(stores["plain"], config) as strategy:
+        rounds(strategy, 0, 3)
+        for name, tensor in weights_of(strategy).items():
+            torch.testing.assert_close(tensor, theta[name], rtol=1e-9, atol=1e-12)
+
+
+WAYS: list[dict[str, Any]] = [
+    {"scheme": "random"},
+    {"scheme": "super", "weighting": "edges", "optimizer": "average", "momentum": 0.5},
+    {"scheme": "llcg", "weighting": "steps", "optimizer": "reset"},
+    {"scheme": "super", "combine": "soft_medoid", "redeal": 2},
+]
+
+
+@pytest.mark.parametrize("knobs", WAYS, ids=lambda knobs: knobs["scheme"])
+def test_the_same_bits_every_time(stores: dict[str, Path], knobs: dict[str, Any]) -> None:
+    config = words(tma(steps=2, **knobs), workers=3, train={"epochs": 4})
+    found = []
+    for _ in range(2):
+        with fleet(stores["plain"], config) as strategy:
+            records = rounds(strategy, 0, 4)
+            found.append(([(r.loss, r.count, r.steps) for r in records], weights_of(strategy)))
+    assert found[0][0] == found[1][0] and all(torch.equal(t, found[1][1][name]) for name, t in found[0][1].items())
+
+
+def test_going_on_gives_the_same_bits(stores: dict[str, Path], tmp_path: Path) -> None:
+    """Coordinator and trainers start anew after two rounds; what trainers remember lies on disk."""
+    config = words(tma(steps=2, momentum=0.3), workers=2, train={"epochs": 5}, model={"embedding": 3})
+    with fleet(stores["plain"], config, folder=tmp_path / "whole") as strategy:
+        rounds(strategy, 0, 5)
+        whole = weights_of(strategy)
+    with fleet(stores["plain"], config, folder=tmp_path / "cut") as strategy:
+        rounds(strategy, 0, 2)
+        state = {part: {n: t.clone() for n, t in ts.items()} for part, ts in strategy.state_dict().items()}
+    with fleet(stores["plain"], config, folder=tmp_path / "cut") as strategy:
+        strategy.load_state_dict(state)
+        rounds(strategy, 2, 5)
+        assert all(torch.equal(t, whole[name]) for name, t in weights_of(strategy).items())
+
+
+def test_traffic_is_the_weights(stores: dict[str, Path]) -> None:
+    """Once up and once down for each trainer, whatever the graph; learnt rows and other rows are counted apart."""
+    for model, remote, links in (({}, 0, False), ({"embedding": 3}, 0, False), ({}, 4, True)):
+        more = {"task": "link", "link": {"eval_negatives": 6, "ranking": "sampled"}} if links else {}
+        config = words(tma(steps=2, remote=remote), workers=3, model=model, **more)
+        with fleet(stores["linked" if links else "plain"], config) as strategy:
+            rounds(strategy, 0, 2)
+            told, model_now = strategy.counts(), strategy.state_dict()["model"]
+        size = sum(t.numel() for name, t in model_now.items() if "embeddings" not in name) * 8
+        assert told["megabytes_up"] == told["megabytes_down"] == 3 * size / 1e6 and told["trainers"] == 3
+        rows = sum(t.numel() for name, t in model_now.items() if "embeddings" in name) * 8
+        width = open_store(stores["plain"]).only_nodes.x.shape[1]  # type: ignore[union-attr]
+        assert told["megabytes_beside"] == pytest.approx((rows + 3 * remote * width * 8) / 1e6)
+
+
+def test_what_cannot_be_is_refused(stores: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="more trainers than --workers 2"):
+        words(tma(quorum=3), workers=2)
+    with pytest.raises(ConfigError, match="more negatives for links"), fleet(stores["plain"], words(tma(remote=3))):
+        pass
