@@ -156,6 +156,20 @@ def test_the_same_bits_however_rows_come(
                 assert torch.equal(tensor, found[0]["weights"][name]), (knobs, name)
 
 
+def from_disk(world: World, store: str, parts: str) -> dict[str, Any]:
+    tree = words({"name": "sage"}, name="macrobatch", together=2, resident=False)
+    return trained(open_store(store), tree, here_of(world, parts))
+
+
+def test_half_precision_that_does_not_stay_in_memory(crew: Crew, folder: Path, tmp_path: Path) -> None:
+    graph = plain_graph()
+    assert graph.only_nodes.x is not None
+    save_store(graph.with_nodes("node", x=graph.only_nodes.x.to(torch.bfloat16)), tmp_path / "half")
+    parts = cut_graph(open_store(tmp_path / "half"), 2, "random", tmp_path / "parts")
+    found = crew.run(2, from_disk, str(tmp_path / "half"), str(parts))
+    close(found[0], trained(open_store(tmp_path / "half"), words({"name": "sage"}, name="local")), "half")
+
+
 def test_no_batch_outlives_its_steps(folder: Path, tmp_path: Path) -> None:
     """Without the collector of circles: on a large graph it would come too late."""
     parts = str(cut_graph(open_store(folder / "plain"), 1, "random", tmp_path / "parts"))

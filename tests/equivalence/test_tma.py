@@ -120,7 +120,7 @@ def test_one_trainer_is_the_plain_loop(
     local = {"name": "local", "cache_inputs": False, "batch": knobs.get("batch", BATCH)}
     local |= {} if knobs.get("full") else {"fanouts": [3, 2]}
     plain: Any = build(open_store(stores[name]), words(local, **more)).strategy
-    wanted = [[record for record in plain.steps(epoch)] for epoch in range(3)]
+    wanted = [list(plain.steps(epoch)) for epoch in range(3)]
     config = words(tma(scheme=scheme, steps=len(wanted[0]), **knobs), **more)
     with fleet(stores[name], config) as strategy:
         found = rounds(strategy, 0, 3)

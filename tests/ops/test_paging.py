@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.paging import is_mapped, let_go, read_ahead, read_rows
+from gnnfleet.ops.paging import is_mapped, let_go, read_ahead, read_rows, spill
 
 
 @pytest.fixture
@@ -32,6 +32,15 @@ def test_neighbouring_pages_are_one_request(table: Tensor) -> None:
     assert read_ahead(table, torch.empty(0, dtype=torch.int64)) == 0
     with pytest.raises(IndexError):
         read_ahead(table, torch.tensor([5000]))
+
+
+def test_spilled_rows_lie_in_a_file(table: Tensor, tmp_path: Path) -> None:
+    half = table.to(torch.bfloat16)
+    found = spill(half, torch.float32, tmp_path)
+    assert torch.equal(found, half.float()) and is_mapped(found)
+    let_go(found)
+    assert torch.equal(found, half.float()) and [path.name for path in tmp_path.iterdir()] == ["x.npy"]
+    assert spill(half[:0], torch.float32, tmp_path).shape == (0, 37)
 
 
 def test_memory_is_no_file(table: Tensor) -> None:

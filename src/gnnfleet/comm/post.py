@@ -106,7 +106,9 @@ class Post:
                 body = torch.empty(head["bytes"], dtype=torch.uint8)
                 for place in range(head["pieces"]):
                     piece = self._store.get(f"{key}#{place}")
-                    body[place * PIECE : place * PIECE + len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+                    body[place * PIECE : place * PIECE + len(piece)] = torch.frombuffer(
+                        bytearray(piece), dtype=torch.uint8
+                    )
             except torch.distributed.DistStoreError:
                 return None  # it was taken away while it was read
         return Letter(head["words"], body)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -30,6 +33,26 @@ def let_go(table: Tensor) -> None:
     """Give back the pages of a table that ``is_mapped`` and was never written to; touching them reads them again."""
     if table.numel():
         _native.let_go(_raw(table))
+
+
+def spill(table: Tensor, dtype: torch.dtype, near: Path) -> Tensor:
+    """A copy of a table in another dtype that lies on disk, beside ``near`` where that can be written to.
+
+    It has no name and is gone with the tensor.
+    """
+    place = near if os.access(near, os.W_OK) else None
+    with tempfile.TemporaryFile(dir=place) as file:
+        step = max(1, _SPILL // max(1, table.shape[1] * dtype.itemsize))
+        for low in range(0, table.shape[0], step):
+            file.write(table[low : low + step].to(dtype).contiguous().view(torch.uint8).numpy().tobytes())
+        file.flush()
+        if not file.tell():
+            return table.to(dtype)
+        mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return torch.frombuffer(mapped, dtype=dtype).view(table.shape)
+
+
+_SPILL = 32 << 20  # bytes converted at a time
 
 
 def is_mapped(table: Tensor) -> bool:

@@ -148,8 +148,12 @@ class PartsStrategy:
             nodes = shard.nodes(kind)
             rows = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
             rows = rows if self._order is None else rows[self._order[kind]]
-            found[kind] = rows.to(PRECISIONS[self._job.precision])
+            found[kind] = self._converted(rows)
         return found if len(found) > 1 else found[self._target]
+
+    def _converted(self, rows: Tensor) -> Tensor:
+        """Features in the precision of the run."""
+        return rows.to(PRECISIONS[self._job.precision])
 
     def _outputs(self) -> tuple[Any, Any]:
         """(output, what the last layer read) of own rows, exact; kept until the weights change."""

@@ -28,7 +28,7 @@ from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.ops.paging import is_mapped
+from gnnfleet.ops.paging import is_mapped, spill
 from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.sizes import show_size
 from gnnfleet.sharded.ring import RingView
@@ -212,10 +212,21 @@ class MacrobatchStrategy(PartsStrategy):
         """Features that are read from the disk for every relay."""
         found = {(kind, X): tables[X] for kind, tables in rows.items() if X in tables and is_mapped(tables[X])}
         total = sum(table.nbytes for table in found.values())
-        stays = total <= self._memory // 2 if self._config.resident == "auto" else self._config.resident
+        stays = self._stays(total)
         if self._config.resident == "auto" and not stays:
             self._job.say(f"{show_size(total)} of features do not stay in memory: relays read what they need")
         return frozenset() if stays else frozenset(found)
+
+    def _converted(self, rows: Tensor) -> Tensor:
+        """Features too large for memory are converted on disk; they are read there when all of them are measured."""
+        dtype = PRECISIONS[self._job.precision]
+        if rows.dtype == dtype or not is_mapped(rows) or self._stays(rows.numel() * dtype.itemsize):
+            return super()._converted(rows)
+        return spill(rows, dtype, part_of(self._job).bundle.path)
+
+    def _stays(self, nbytes: int) -> bool:
+        """Whether so many bytes of features may be in memory."""
+        return nbytes <= self._memory // 2 if self._config.resident == "auto" else bool(self._config.resident)
 
     def _columns(self) -> Columns:
         """This rank's columns of all features."""
