@@ -204,6 +204,12 @@ def test_traffic_is_the_weights(stores: dict[str, Path]) -> None:
         assert told["megabytes_beside"] == pytest.approx((rows + 3 * remote * width * 8) / 1e6)
 
 
+def test_the_baseline_that_sees_everything_is_macrobatch() -> None:
+    config = words(tma(scheme="ggs"), workers=3)
+    found = config.strategy.model_dump()
+    assert (found["name"], found["batch"], found["together"], found["fanouts"]) == ("macrobatch", 21, 1, (3, 2))
+
+
 def test_what_cannot_be_is_refused(stores: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="more trainers than --workers 2"):
         words(tma(quorum=3), workers=2)

@@ -14,10 +14,12 @@ import typer
 from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.run.commands import datasets
 from gnnfleet.run.commands.demo import demo
+from gnnfleet.run.commands.diagnose import DIAGNOSE_EXAMPLES, diagnose
 from gnnfleet.run.commands.doctor import doctor
 from gnnfleet.run.commands.evaluate import evaluate
 from gnnfleet.run.commands.importing import IMPORT_EXAMPLES, export_graph, import_graph
 from gnnfleet.run.commands.info import info
+from gnnfleet.run.commands.join import JOIN_EXAMPLES, join
 from gnnfleet.run.commands.partition import partition
 from gnnfleet.run.commands.predict import predict
 from gnnfleet.run.commands.train import TRAIN_EXAMPLES, train
@@ -41,7 +43,9 @@ app.command("export", no_args_is_help=True)(export_graph)
 app.add_typer(datasets.app)
 app.command(no_args_is_help=True)(info)
 app.command(no_args_is_help=True)(partition)
+app.command(no_args_is_help=True, epilog=DIAGNOSE_EXAMPLES)(diagnose)
 app.command(no_args_is_help=True, epilog=TRAIN_EXAMPLES)(train)
+app.command(no_args_is_help=True, epilog=JOIN_EXAMPLES)(join)
 app.command(no_args_is_help=True)(evaluate)
 app.command(no_args_is_help=True)(predict)
 app.command()(doctor)

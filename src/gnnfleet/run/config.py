@@ -20,6 +20,7 @@ from gnnfleet.nn.link import LinkConfig
 from gnnfleet.report.sizes import parse_size
 from gnnfleet.run.registry import find_config
 from gnnfleet.strategies.base import StrategyConfig, TrainConfig
+from gnnfleet.strategies.sampling import SAMPLED_BATCH
 
 Tree = dict[str, Any]
 
@@ -86,6 +87,8 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
     strategy = _named_group("strategy", tree.pop("strategy", {}))
     if "model" in tree:
         tree["model"] = _named_group("model", tree["model"])
+    if strategy.get("name") == "tma" and strategy.get("scheme") == "ggs":
+        strategy = _synchronous(strategy, tree.get("workers", 1))
     kind = find_config(str(strategy.get("name", "local")))
     if tree.get("task") == "edge":
         raise ConfigError("task edge comes later; this version has node and link")
@@ -101,6 +104,14 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
     if config.partition is not None and not config.strategy.uses_parts:
         raise ConfigError(f"strategy {config.strategy.name} uses no parts: leave out --partition {config.partition}")
     return config
+
+
+def _synchronous(words: Tree, workers: Any) -> Tree:
+    """The baseline of tma that sees the whole graph: sampled batches as many times as large, each fetched by itself."""
+    kept: Tree = {key: words[key] for key in ("fanouts", "replace") if key in words}
+    each, count = words.get("batch", SAMPLED_BATCH), workers if isinstance(workers, int) else 1
+    batch = each * count if isinstance(each, int) else each
+    return {"name": "macrobatch", **kept, "batch": batch, "together": 1, "cache_inputs": False}
 
 
 def _named_group(key: str, value: Any) -> Tree:

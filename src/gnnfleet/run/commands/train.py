@@ -28,6 +28,8 @@ gnnfleet train shop/ --strategy sar --workers 4 --max-restarts 3               f
 
 gnnfleet train shop/ --strategy macrobatch --workers 4 --set strategy.fanouts=[15,10,5]
 
+gnnfleet train shop/ --strategy tma --workers 3 --set strategy.interval=10     three trainers and a coordinator
+
 torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m gnnfleet train shop/ --strategy sar
 
                                                                                four machines, docs/two-machines.md
@@ -58,7 +60,8 @@ Seed = _option(_WHAT, "N", "The same seed gives the same weights, bit for bit. D
 Strategy = _option(
     _HOW,
     "NAME",
-    "local: one process, the default; sar: exact full batch on several workers; macrobatch: sampled mini-batches.",
+    "local: one process, the default; sar: exact full batch on several workers; macrobatch: sampled mini-batches; "
+    "tma: independent trainers whose weights are averaged on a clock.",
     "--strategy",
     "-s",
 )

@@ -85,16 +85,42 @@ class LocalStrategy:
 
     def _step(self, ready: Ready) -> float:
         """The mean loss of a batch; the weights have changed after."""
-        self.model.train()
-        with products(self._job.precision):
-            out = self.model(ready.views, ready.x, aggregated=ready.aggregated)
-        loss = self._job.task.loss(self._taking(out, ready.views[-1]), ready.batch) / len(ready.batch.items)
+        loss = self._loss(ready) / len(ready.batch.items)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._job.train.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._job.train.clip)
         self._optimizer.step()
         return float(loss.detach())
+
+    def _loss(self, ready: Ready) -> Tensor:
+        """The sum over the items of a batch."""
+        self.model.train()
+        with products(self._job.precision):
+            out = self.model(ready.views, ready.x, aggregated=ready.aggregated)
+        return self._job.task.loss(self._taking(out, ready.views[-1]), ready.batch)
+
+    def gradients(self, epoch: int) -> tuple[float, int, dict[str, Tensor]]:
+        """(mean loss, items, {parameter: gradient of that mean}) over the batches of an epoch, at the present weights.
+
+        Draws are those of the epoch's steps, nothing is clipped. Weights, running statistics and the optimizer stay
+        as they are.
+        """
+        named = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        sums = {name: torch.zeros_like(weight) for name, weight in named.items()}
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        total, count = 0.0, 0
+        if len(self._job.task.trained(self._job.seed, epoch)):
+            with closing(self._batches(epoch, 0)) as made:
+                for ready in made:
+                    loss = self._loss(ready)
+                    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+                    for place, gradient in zip(sums.values(), found, strict=True):
+                        place += 0 if gradient is None else gradient
+                    total, count = total + float(loss.detach()), count + len(ready.batch.items)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
+        return total / max(count, 1), count, {name: place / max(count, 1) for name, place in sums.items()}
 
     def counts(self) -> dict[str, float]:
         return {}

@@ -158,7 +158,8 @@ class Desk:
         changed = self._deal_for(now.round + 1, {i for i in range(self.trainers) if self._lives(i)} | set(gives))
         after = Now(now.era, now.round + 1, done=now.round + 1 == self.last)
         for i in range(self.trainers):
-            self.post.remove(f"give/{now.era}/{now.round}/{i}")
+            for number in (now.round - 1, now.round):  # some come after their round is closed
+                self.post.remove(f"give/{now.era}/{number}/{i}")
         more = self._publish(after, every=changed, absent=[i for i in range(self.trainers) if i not in gives])
         self.post.remove(f"take/{now.era}/{now.round - 1}")
         count = sum(give.count for give in worked.values())

@@ -1,0 +1,53 @@
+"""``gnnfleet join``: trainers on this machine for a run whose coordinator is on another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.run.console import QuietFlag, remark
+
+JOIN_EXAMPLES = """\
+gnnfleet train /data/shop --strategy tma --workers 8 --set strategy.listen=0.0.0.0:29500 --set strategy.here=4
+
+gnnfleet join first-machine:29500 /data/shop --trainers 4-7                    on the second machine
+"""
+
+
+def join(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the coordinator listens.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="The same store, as it lies on this machine.")],
+    trainers: Annotated[str, typer.Option(metavar="NUMBERS", help="Which trainers run here, as 4-7 or 4,6.")],
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", metavar="N", help="How often each may be started again. Default 0.")
+    ] = 0,
+    quiet: QuietFlag = False,
+) -> None:
+    """Run some of the trainers of a tma run here, until it is over.
+
+    A trainer that comes late, or comes back, takes the newest weights and goes on with them.
+    """
+    from gnnfleet.run.fleet import join_fleet
+
+    def say(text: str) -> None:
+        remark(text, quiet=quiet)
+
+    join_fleet(address, store, parse_numbers(trainers), restarts=max_restarts, say=say)
+
+
+def parse_numbers(text: str) -> list[int]:
+    """``4-7`` or ``4,6``; raises ConfigError."""
+    found: list[int] = []
+    for word in text.split(","):
+        span = re.fullmatch(r"(\d+)(?:-(\d+))?", word.strip())
+        if span is None:
+            raise ConfigError(f"--trainers takes numbers as 4-7 or 4,6; found {text!r}")
+        low, high = int(span[1]), int(span[2] or span[1])
+        found += range(low, high + 1)
+    if not found or len(set(found)) < len(found):
+        raise ConfigError(f"--trainers takes different numbers as 4-7 or 4,6; found {text!r}")
+    return found

@@ -1,0 +1,172 @@
+"""Averages, deals and the desk: what trainers give is counted once, in its own round, whatever their delays."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gnnfleet.comm import post as posts
+from gnnfleet.comm.post import Address, Post
+from gnnfleet.errors import ExchangeError
+from gnnfleet.graph.deal import Clusters, Deal, write_clusters
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.partitioners import Assignment, assign
+from gnnfleet.graph.quality import measure
+from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.strategies.tma.average import Layout, Outer, combine, medoid_weights
+from gnnfleet.strategies.tma.config import TmaConfig
+from gnnfleet.strategies.tma.desk import Desk
+from gnnfleet.strategies.tma.exchange import Give, Now, write_give
+from tests.run.graphs import communities
+
+
+def test_letters_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posts, "PIECE", 10)
+    post = Post.serve()
+    other = Post.connect(post.address)
+    body = torch.arange(35, dtype=torch.uint8)
+    other.write("a", {"n": 1}, body)
+    found = post.read("a")
+    assert found is not None and found.words == {"n": 1} and torch.equal(found.body, body)
+    other.write("a", {"n": 2}, body[:3])
+    found = post.read("a")
+    assert found is not None and found.words == {"n": 2} and len(found.body) == 3
+    post.remove("a")
+    assert other.read("a") is None and not other.has("a")
+    assert [post.count("k"), other.count("k", 2), post.count("k", 0)] == [1, 3, 3]
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        Address.parse("29500")
+    monkeypatch.setattr(posts, "PATIENCE", 1.0)
+    with pytest.raises(ExchangeError, match=r"lost the coordinator's server at 127\.0\.0\.1:1"):
+        Post.connect(Address("127.0.0.1", 1))
+
+
+def test_means() -> None:
+    rows = [torch.randn(7, dtype=torch.float64) for _ in range(3)]
+    assert torch.equal(combine(rows[:1], [0.3]), rows[0]), "one is itself, to the bit"
+    torch.testing.assert_close(combine(rows, [2.0, 2.0, 2.0]), torch.stack(rows).mean(0))
+    far = [rows[0], rows[0] + 0.01, rows[0] + 100]
+    weights = medoid_weights(far, [1.0, 1.0, 1.0], 0.1)
+    assert weights[2] < 1e-2 * weights[0] and weights[0] == pytest.approx(weights[1], rel=0.01)
+    assert medoid_weights([rows[0], rows[0]], [1.0, 2.0], 1.0) == [1.0, 2.0]
+    outer = Outer(0.5)
+    one = outer.step(rows[0], rows[1])
+    torch.testing.assert_close(one, rows[1])
+    torch.testing.assert_close(outer.step(one, one), one + 0.5 * (rows[1] - rows[0]))
+    tensors = {"b": torch.randn(2, 3), "a": torch.ones(4), "n": torch.tensor(3)}
+    layout = Layout.of(tensors, torch.float32, without=["a"])
+    assert list(layout.shapes) == ["b"] and torch.equal(layout.unpack(layout.pack(tensors))["b"], tensors["b"])
+    assert layout.nbytes == 24
+
+
+def _share(graph: Graph, part: np.ndarray[tuple[int], np.dtype[np.int32]], parts: int) -> float:
+    return measure(graph, part, parts).kept_edges / graph.num_edges
+
+
+def kept_share(graph: Graph, deal: Deal, among: int, number: int = 0) -> float:
+    part = torch.empty(graph.num_nodes, dtype=torch.int32)
+    for place in range(among):
+        part[deal.own(place, among, number)["node"]] = place
+    return _share(graph, part.numpy(), among)
+
+
+def test_deals(tmp_path: Path) -> None:
+    """Every node once; random keeps 1/M of the edges; fewer clusters keep more; one each keeps all but the cut."""
+    graph = communities(3000)
+    counts = {"node": graph.num_nodes}
+    loops = float((graph.only_edges.src == graph.only_edges.dst()).float().mean())
+    assert loops == 0
+    shares = []
+    for clusters in (0, 1500, 60, 3):
+        deal = Deal(counts, None, seed=4)
+        if clusters:
+            method, parts = ("mincut", 3) if clusters == 3 else ("super", 1)
+            options = {} if clusters == 3 else {"clusters": clusters}
+            found = assign(graph, parts, method, **options)
+            write_clusters(graph, found, tmp_path / str(clusters))
+            deal = Deal(counts, Clusters.open(tmp_path / str(clusters)), seed=4)
+        for among, number in ((3, 0), (2, 0), (3, 5)):
+            ids = [deal.own(place, among, number)["node"] for place in range(among)]
+            assert torch.equal(torch.cat(ids).sort().values, torch.arange(graph.num_nodes))
+            assert all(torch.equal(rows, rows.sort().values) for rows in ids)
+        shares.append(kept_share(graph, deal, 3))
+    assert shares[0] == pytest.approx(1 / 3, abs=0.03) and shares == sorted(shares)
+    cut = assign(graph, 3, "mincut")
+    assert shares[3] == pytest.approx(_share(graph, cut.part, 3))
+    seen = torch.zeros(graph.num_edges, dtype=torch.bool)  # of edges, over many deals
+    src, dst = graph.only_edges.edge_index()
+    deal = Deal(counts, Clusters.open(tmp_path / "60"), seed=4)
+    for number in range(40):
+        part = torch.empty(graph.num_nodes, dtype=torch.int64)
+        for place in range(3):
+            part[deal.own(place, 3, number)["node"]] = place
+        seen |= part[src] == part[dst]
+    assert bool(seen.all())
+
+
+def test_clusters_of_another_graph_are_refused(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        save_store(communities(300 + seed), tmp_path / name)
+    one, two = open_store(tmp_path / "a"), open_store(tmp_path / "b")
+    part = np.zeros(one.num_nodes, dtype=np.int32)
+    write_clusters(one, Assignment(part=part, parts=1, method="mincut"), tmp_path / "deal")
+    assert len(Clusters.open(tmp_path / "deal", one).sizes) == 1
+    with pytest.raises(Exception, match="another version"):
+        Clusters.open(tmp_path / "deal", two)
+
+
+def sign(number: int, trainer: int) -> torch.Tensor:
+    """Weights that tell whose they are and of which round."""
+    return torch.tensor([1000.0 * number + trainer, 1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_counted_twice_or_late(seed: int) -> None:
+    """Trainers answer after random delays, twice, for rounds that are over, or not at all for a while."""
+    post = Post.serve()
+    config = TmaConfig(interval=0.03, deadline=0.06, silence=0.4, give_up=20)
+    layout = Layout({"w": (2,)}, {"w": torch.float64}, torch.float64)
+    deal = Deal({"node": 9}, None)
+    stop = threading.Event()
+
+    def trainer(index: int) -> None:
+        own, dice = post.another(), random.Random(f"{seed}/{index}")
+        while not stop.is_set():
+            own.count(f"beat/{index}")
+            letter = own.read("now")
+            if letter is None:
+                continue
+            now = Now(**letter.words)
+            time.sleep(dice.uniform(0, 0.09))
+            give = Give(1, 1, 0.0, 1, sign(now.round, index))
+            for _ in range(dice.choice([0, 1, 1, 1, 2])):
+                write_give(own, now, index, give)
+            if dice.random() < 0.3 and now.round:  # of a round that is closed
+                old = Give(1, 1, 0.0, 1, sign(now.round - 1, index))
+                write_give(own, Now(now.era, now.round - 1), index, old)
+
+    threads = [threading.Thread(target=trainer, args=(index,), daemon=True) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    desk = Desk(
+        config=config, trainers=3, post=post.another(), layout=layout, weights=torch.zeros(2, dtype=torch.float64),
+        first=2, last=22, deal=deal, outer=Outer(0.0),
+    )  # fmt: skip
+    sizes = set()
+    for number in range(2, 22):
+        closed = desk.next()
+        assert closed.round == number
+        wanted = torch.stack([sign(number, index) for index in closed.trainers]).mean(0)
+        torch.testing.assert_close(closed.weights, wanted)
+        sizes.add(len(closed.trainers))
+    stop.set()
+    for thread in threads:
+        thread.join(5)
+    desk.close()
+    assert len(sizes) > 1, "some rounds had to do without somebody"
