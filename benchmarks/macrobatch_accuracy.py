@@ -1,6 +1,6 @@
-"""Test accuracy of sampled training: one process against macrobatch on two workers, mean over five seeds of each.
+"""Test accuracy of sampled training: one process, macrobatch on two workers, and that in bf16; mean over five seeds.
 
-Draws are the same on both sides, so what differs is rounding, and what training makes of it. Settings are those of
+Draws are the same on all sides, so what differs is rounding, and what training makes of it. Settings are those of
 examples/accuracy with fanouts of ten and batches of 512, in fewer epochs; finished seeds are not run again.
 
 usage: python benchmarks/macrobatch_accuracy.py [OUT] [--data DIR] [--only pubmed/sage …] [--seeds 5]
@@ -18,6 +18,7 @@ from typing import Any
 from accuracy import CONFIGS, DATA, UNDIRECTED
 
 HERE = Path(__file__).parent
+SIDES = ("local", "macrobatch", "bf16")
 EPOCHS = {"pubmed/sage": 60, "amazon_photo/sage": 40, "debian_bookworm/rgcn": 20}
 
 
@@ -27,8 +28,9 @@ def train(store: Path, name: str, side: str, seed: int) -> dict[str, Any]:
 
     words = read_toml(CONFIGS / f"{name.replace('/', '_')}.toml")
     fanouts = [10] * words["model"]["layers"]
-    strategy = {"name": side, "fanouts": fanouts, "batch": 512}
+    strategy = {"name": "local" if side == "local" else "macrobatch", "fanouts": fanouts, "batch": 512}
     more = {"train": {"epochs": EPOCHS[name], "eval_every": 2}, "strategy": strategy, "seed": seed}
+    more["precision"] = "bf16" if side == "bf16" else "float32"
     tree = overlay(words, more)
     record = gf.train(store, **{**tree, "workers": 1 if side == "local" else 2})
     return {"test": record.metrics["test"], "val": record.metrics["val"], "loss": record.metrics["train_loss"]}
@@ -55,14 +57,14 @@ def main() -> None:
                 graph, _ = clean_edges(graph, undirected=True, duplicates="drop")
             gf.save(graph, store)
             for seed in range(args.seeds):
-                for side in ("local", "macrobatch"):
+                for side in SIDES:
                     path = args.out / f"{name.replace('/', '.')}.{side}.{seed}.json"
                     if not path.exists():
                         path.write_text(json.dumps(train(store, name, side, seed)))
                         print(path.stem, path.read_text(), flush=True)
     cells = []
     for name in EPOCHS:
-        for side in ("local", "macrobatch"):
+        for side in SIDES:
             runs = [
                 json.loads(path.read_text()) for path in sorted(args.out.glob(f"{name.replace('/', '.')}.{side}.*"))
             ]
