@@ -4,7 +4,7 @@ steps give the same bits every time; nothing is counted twice, and trainers that
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gnnfleet.comm.post import Post
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, ExchangeError
 from gnnfleet.graph.deal import Clusters, Deal
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store
@@ -55,7 +55,9 @@ def deal_of(graph: Graph, config: RunConfig) -> Deal:
 
 
 @contextmanager
-def fleet(store: Path, config: RunConfig, *, folder: Path | None = None, start: bool = True) -> Iterator[Any]:
+def fleet(
+    store: Path, config: RunConfig, *, folder: Path | None = None, only: Sequence[int] | None = None
+) -> Iterator[Any]:
     """A coordinator's strategy with trainers in threads of this process."""
     graph = open_store(store)
     post, deal = Post.serve(), deal_of(graph, config)
@@ -80,8 +82,9 @@ def fleet(store: Path, config: RunConfig, *, folder: Path | None = None, start: 
             failed.append(error)
 
     strategy.post = post
-    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(config.workers)]
-    for thread in threads if start else ():
+    indices = range(config.workers) if only is None else only
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in indices]
+    for thread in threads:
         thread.start()
     try:
         yield strategy
@@ -89,7 +92,7 @@ def fleet(store: Path, config: RunConfig, *, folder: Path | None = None, start: 
         raise failed[0] if failed else error from error
     finally:
         strategy.close()
-        for thread in threads if start else ():
+        for thread in threads:
             thread.join(20)
     assert not failed, failed
 
@@ -202,6 +205,27 @@ def test_traffic_is_the_weights(stores: dict[str, Path]) -> None:
         rows = sum(t.numel() for name, t in model_now.items() if "embeddings" in name) * 8
         width = open_store(stores["plain"]).only_nodes.x.shape[1]  # type: ignore[union-attr]
         assert told["megabytes_beside"] == pytest.approx((rows + 3 * remote * width * 8) / 1e6)
+
+
+def test_without_a_quorum_the_run_ends(stores: dict[str, Path]) -> None:
+    """At once where those who are missing have ended, else when patience is over."""
+    for knobs, text in (({"give_up": 60}, "and the others have ended"), ({"give_up": 2, "silence": 0.5}, "for 2 s")):
+        config = words(tma(steps=2, quorum=2, deadline=1, **knobs), workers=2)
+        with fleet(stores["plain"], config, only=[0]) as strategy:
+            if knobs["give_up"] == 60:
+                strategy.post.write("gone/1", {})
+            with pytest.raises(ExchangeError, match=rf"1 of the 2 trainers it needs {text}: trainer 1 is missing"):
+                rounds(strategy, 0, 3)
+
+
+def test_the_nodes_of_a_lost_trainer_are_dealt_to_the_others(stores: dict[str, Path]) -> None:
+    config = words(tma(steps=2, lost="redeal", deadline=1), workers=3, train={"epochs": 4})
+    with fleet(stores["plain"], config, only=[0, 2]) as strategy:
+        strategy.post.write("gone/1", {})
+        rounds(strategy, 0, 1)
+        first = strategy.counts()["kept_edges"]
+        rounds(strategy, 1, 4)
+        assert strategy.counts()["kept_edges"] > first and strategy.counts()["trainers"] == 2
 
 
 def test_the_baseline_that_sees_everything_is_macrobatch() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,7 @@ def test_two_of_four_die_and_one_pauses(fleets: list[Fleet], easy: Path, tmp_pat
 
 def test_trainers_and_the_coordinator_are_started_again(fleets: list[Fleet], store: Path, tmp_path: Path) -> None:
     more = ("--max-restarts", "1", "--set", "train.checkpoint_seconds=0")
-    fleet = Fleet(store, tmp_path / "run", 2, *more, train__epochs=40)
+    fleet = Fleet(store, tmp_path / "run", 2, *more, train__epochs=60, strategy__quorum=1)
     fleets.append(fleet)
     fleet.runs(1, trainers=2)
     fleet.member("1").kill()
@@ -135,21 +134,7 @@ def test_trainers_and_the_coordinator_are_started_again(fleets: list[Fleet], sto
     assert code == 0, said
     assert "trainer 1 (pid " in said and "it is started again" in said, said
     assert "coordinator (pid " in said and "goes on from the last closed round" in said, said
-    assert [row["epoch"] for row in fleet.rows] == list(range(1, 41)) and fleet.rows[-1]["trainers"] == 2
-
-
-def test_without_a_quorum_the_run_ends(fleets: list[Fleet], store: Path, tmp_path: Path) -> None:
-    fleet = Fleet(store, tmp_path / "run", 2, train__epochs=100000, strategy__quorum=2)
-    fleets.append(fleet)
-    fleet.runs(1, trainers=2)
-    members = [fleet.member(role) for role in ("coordinator", "0")]
-    fleet.member("1").kill()
-    began = time.monotonic()
-    code, said = fleet.ends()
-    assert code == 8 and time.monotonic() - began < 15, said
-    assert "has 1 of the 2 trainers it needs and the others have ended: trainer 1 is missing" in said, said
-    assert said.count("error: ") == 1 and "Traceback" not in said, said
-    assert not any(member.is_running() for member in members)
+    assert [row["epoch"] for row in fleet.rows] == list(range(1, 61)) and fleet.rows[-1]["trainers"] == 2
 
 
 def test_a_trainer_that_is_cut_off_comes_back(hosts: tuple[Host, Host], store: Path, tmp_path: Path) -> None:

@@ -151,9 +151,7 @@ def _moments(graph: Graph, config: RunConfig, steps: int) -> list[dict[str, Tens
     return [first, trained]
 
 
-def _look(
-    graph: Graph, config: RunConfig, place: int, deal: Deal, whole: _Whole, moments: Sequence[Weights]
-) -> _Seen:
+def _look(graph: Graph, config: RunConfig, place: int, deal: Deal, whole: _Whole, moments: Sequence[Weights]) -> _Seen:
     own = deal.own(place, config.workers)
     nodes = sum(len(ids) for ids in own.values())
     if not nodes:
