@@ -94,6 +94,18 @@ def test_divergences_by_hand(tmp_path: Path) -> None:
         assert row.first == row.trained, "no steps"
 
 
+def test_trainers_with_nothing_to_train_on_are_left_out(tmp_path: Path) -> None:
+    """Of two islands one has labels."""
+    ring = torch.stack([torch.arange(20), torch.arange(1, 21) % 20])
+    both = torch.cat([ring, ring.flip(0), ring + 20, ring.flip(0) + 20], 1)
+    y = torch.cat([torch.arange(20) % 2, torch.full((20,), -1)])
+    save_store(Graph(both, x=torch.ones(40, 2), y=y, split=torch.zeros(40)), tmp_path / "half")
+    (row,) = diagnose(open_store(tmp_path / "half"), words(2), ["mincut"], steps=1)
+    assert (row.kept, row.labels, row.features) == (1, 0, 0)
+    assert row.first.loss is not None and (row.first.discrepancy, row.first.cosine) == (None, None)
+    assert recommend([row]) is None
+
+
 def test_links_and_learnt_rows_need_neither_labels_nor_features(tmp_path: Path) -> None:
     graph = communities(200)
     bare = Graph.of({"node": replace(graph.only_nodes, x=None, y=None, split=None)}, graph.edges)

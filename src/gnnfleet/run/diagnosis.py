@@ -44,7 +44,7 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Moment:
-    """The trainers at equal weights. None where there are no two trainers to compare, or no gradient."""
+    """The trainers at equal weights; those with nothing to train on are left out. None where too few are left."""
 
     loss: float | None  # mean over trainers
     discrepancy: float | None  # standard deviation of their losses over the mean
@@ -192,20 +192,19 @@ def _row(scheme: str, clusters: Clusters | None, trainers: Sequence[_Seen], edge
 def _moment(given: Sequence[tuple[float, Tensor] | None]) -> Moment:
     known = [each for each in given if each is not None]
     losses = torch.tensor([loss for loss, _ in known], dtype=torch.float64)
-    if not len(losses):
-        return Moment(None, None, None)
-    mean = float(losses.mean())
+    mean = float(losses.mean()) if len(known) else None
+    if mean is None or len(known) == 1 < len(given):
+        return Moment(mean, None, None)
     spread = float(losses.std(correction=0)) / mean if mean else 0.0
-    return Moment(mean, spread, _cosine([gradient for _, gradient in known], alone=len(given) == 1))
+    return Moment(mean, spread, _cosine([gradient for _, gradient in known]))
 
 
-def _cosine(gradients: Sequence[Tensor], *, alone: bool) -> float | None:
-    """Mean over pairs; who is ``alone`` agrees with himself."""
+def _cosine(gradients: Sequence[Tensor]) -> float | None:
+    """Mean over pairs; one trainer agrees with itself."""
     if not len(gradients[0]):
         return None
-    if alone:
-        return 1.0
-    return _mean([float(torch.cosine_similarity(one, two, 0)) for one, two in combinations(gradients, 2)])
+    pairs = [float(torch.cosine_similarity(one, two, 0)) for one, two in combinations(gradients, 2)]
+    return _mean(pairs) if pairs else 1.0
 
 
 @dataclass(frozen=True, eq=False)
