@@ -75,6 +75,7 @@ _CHANGEABLE = (
     "memory",
     "workers",
     "partition",
+    "strategy.launcher",
     "strategy.listen",
     "strategy.here",
     "strategy.give_up",

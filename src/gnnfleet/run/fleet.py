@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from json import loads
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import gnnfleet
 from gnnfleet.comm.failure import Failure
@@ -27,9 +27,25 @@ from gnnfleet.run.spec import Spec
 _POLL = 0.05
 
 
+class Member(Protocol):
+    """The coordinator or a trainer, perhaps started several times."""
+
+    role: str  # the coordinator, or a trainer's number
+    failure: Failure | None
+
+    @property
+    def runs(self) -> bool: ...
+
+    def ended(self) -> str | None:
+        """How it ended, if it did and should not have."""
+
+    def again(self) -> bool:
+        """Start it again where it may be."""
+
+
 @dataclass(eq=False)
-class Member:
-    """One process of the fleet, perhaps started several times."""
+class Process:
+    """A member as a process on this machine."""
 
     role: str  # the coordinator, or a trainer's number
     line: list[str]
@@ -50,8 +66,11 @@ class Member:
     def name(self) -> str:
         return self.role if self.role == COORDINATOR else f"trainer {self.role}"
 
+    @property
+    def runs(self) -> bool:
+        return self.process.poll() is None
+
     def ended(self) -> str | None:
-        """How it ended, if it did and should not have."""
         code = self.process.poll()
         if not code:
             return None
@@ -65,7 +84,6 @@ class Member:
         return f"{who} ended with exit code {code}"
 
     def again(self) -> bool:
-        """Start it again where it may be."""
         if not self.restarts:
             return False
         self.restarts -= 1
@@ -100,9 +118,10 @@ def launch_fleet(
     if here < workers:
         say(f"waiting for trainers {here} to {workers - 1}: gnnfleet join {post.address} STORE --trainers …")
     address = f"{_reach(post.address.host)}:{post.address.port}"
-    members = start_members(folder, address, [COORDINATOR, *map(str, range(here))], restarts)
-    coordinator, trainers = members[0], members[1:]
+    (coordinator,) = start_processes(folder, address, [COORDINATOR], restarts)
+    trainers: Sequence[Member] = []
     try:
+        trainers = _start_trainers(spec, folder, address, here, restarts)
         while coordinator.process.poll() is None or coordinator.process.returncode:
             how = coordinator.ended()
             if how is not None:
@@ -118,7 +137,11 @@ def launch_fleet(
             time.sleep(_POLL)
         return dict(loads(answer.read_bytes()))
     finally:
-        end_members(members)
+        end_processes([coordinator, *(one for one in trainers if isinstance(one, Process))])
+        if words.get("launcher") == "ray":
+            from gnnfleet.run.ray_fleet import end_actors
+
+            end_actors(trainers)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -148,29 +171,38 @@ def join_fleet(
             threads=threads_each(len(trainers)),
         )
         (folder / "SPEC.json").write_text(spec.as_json())
-        members = start_members(folder, address, [str(number) for number in trainers], restarts)
+        members = start_processes(folder, address, [str(number) for number in trainers], restarts)
         try:
-            while any(member.process.poll() is None for member in members):
+            while any(member.runs for member in members):
                 for member in members:
                     if (how := member.ended()) is not None and member.again():
                         say(f"{how}; it is started again")
                 time.sleep(_POLL)
         finally:
-            end_members(members)
+            end_processes(members)
         for member in members:
             if (how := member.ended()) is not None:
                 raise ExchangeError(how)
 
 
-def start_members(folder: Path, address: str, roles: Sequence[str], restarts: int) -> list[Member]:
+def _start_trainers(spec: Spec, folder: Path, address: str, here: int, restarts: int) -> Sequence[Member]:
+    roles = [str(number) for number in range(here)]
+    if spec.config["strategy"].get("launcher") == "ray":
+        from gnnfleet.run.ray_fleet import start_actors
+
+        return start_actors(spec, address, roles, restarts)
+    return start_processes(folder, address, roles, restarts)
+
+
+def start_processes(folder: Path, address: str, roles: Sequence[str], restarts: int) -> list[Process]:
     line = [sys.executable, "-m", "gnnfleet.run.member", str(folder / "SPEC.json"), address]
-    members = [Member(role, [*line, role], folder, restarts) for role in roles]
+    members = [Process(role, [*line, role], folder, restarts) for role in roles]
     for member in members:
         member.start()
     return members
 
 
-def end_members(members: Sequence[Member]) -> None:
+def end_processes(members: Sequence[Process]) -> None:
     """Ask those that are left to end, then make them."""
     left = [member.process for member in members if member.process.poll() is None]
     deadline = time.monotonic() + 1.0  # trainers end by themselves when all is over

@@ -67,6 +67,7 @@ Strategy = _option(
 )
 Workers = _option(_HOW, "N", "Processes on this machine. Default 1; of several machines see below.", "--workers", "-w")
 Restarts = _option(_HOW, "N", "How often workers may be started again when one is lost. Default 0.", "--max-restarts")
+Launcher = _option(_HOW, "NAME", "tma: how trainers are started: process, the default, or ray.", "--launcher")
 Partition = _option(
     _HOW, "METHOD", "How nodes are dealt to workers: mincut, super, random, stream, range. local has no parts."
 )
@@ -77,6 +78,11 @@ Memory = _option(
     "sar: what each worker may hold in all; it chooses how to train within it, or refuses.",
 )
 RunDir = _option(_WHERE, "DIR", "Where the run goes. Default runs/STORE-MODEL-N, which runs/last points to.")
+
+
+def _strategy(name: str | None, launcher: str | None) -> dict[str, str] | None:
+    words = {"name": name, "launcher": launcher}
+    return {key: value for key, value in words.items() if value is not None} or None
 
 
 class Precision(StrEnum):
@@ -96,6 +102,7 @@ def train(
     strategy: Annotated[str | None, Strategy] = None,
     workers: Annotated[int | None, Workers] = None,
     max_restarts: Annotated[int, Restarts] = 0,
+    launcher: Annotated[str | None, Launcher] = None,
     partition: Annotated[str | None, Partition] = None,
     precision: Annotated[
         Precision | None,
@@ -131,7 +138,7 @@ def train(
     words = {} if config is None else read_toml(config)
     given = {key: parse_value(value) for key, value in parse_settings(settings).items()}
     options = {
-        "strategy": None if strategy is None else {"name": strategy},
+        "strategy": _strategy(strategy, launcher),
         "workers": workers,
         "model": None if model is None else {"name": model},
         "task": task,

@@ -54,6 +54,7 @@ class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
     quorum: int = Field(default=1, ge=1)  # trainers without whom a round is not closed
     deadline: float = Field(default=60.0, gt=0)  # seconds a round waits for a trainer that is late
     silence: float = Field(default=10.0, gt=0)  # seconds without a sign of life after which a trainer is left out
+    launcher: Literal["process", "ray"] = "process"  # how trainers are started: as processes here, or as Ray actors
     listen: str = ""  # HOST:PORT that trainers on other machines reach the coordinator at; by default only this machine
     here: int | None = Field(default=None, ge=0)  # how many of the workers are started here; the others join
     give_up: float = Field(

@@ -1,0 +1,105 @@
+"""Trainers as Ray actors, wherever the cluster has room; the coordinator and the post stay with the launcher.
+
+An actor runs the same trainer as a process does, so results are the same. RAY_ADDRESS names a cluster; without it one
+is started on this machine and ended with the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import gnnfleet
+from gnnfleet.comm.failure import Failure
+from gnnfleet.errors import ConfigError
+from gnnfleet.run.spec import Spec
+
+
+class _Actor:
+    """Runs in a process of Ray's."""
+
+    def train(self, spec: str, address: str, index: int) -> None:
+        from gnnfleet.comm.post import Address, Post
+        from gnnfleet.run.member import train
+
+        train(Spec.from_json(spec), Post.connect(Address.parse(address)), index)
+
+
+@dataclass(eq=False)
+class Actor:
+    """A trainer as an actor."""
+
+    role: str
+    spec: Spec
+    address: str
+    restarts: int
+    failure: Failure | None = None
+    handle: Any = field(init=False, default=None)
+    outcome: Any = field(init=False, default=None)
+
+    def start(self) -> None:
+        ray = _ray()
+        home = str(Path(gnnfleet.__file__).parents[1])
+        path = os.pathsep.join(word for word in (home, os.environ.get("PYTHONPATH")) if word)
+        variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(self.spec.threads or 1), "RES_OPTIONS": "timeout:1"}
+        made = ray.remote(_Actor).options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": variables})
+        self.handle = made.remote()
+        self.outcome = self.handle.train.remote(self.spec.as_json(), self.address, int(self.role))
+
+    @property
+    def runs(self) -> bool:
+        return not _ray().wait([self.outcome], timeout=0)[0]
+
+    def ended(self) -> str | None:
+        ray = _ray()
+        if self.runs:
+            return None
+        try:
+            ray.get(self.outcome)
+        except ray.exceptions.RayActorError:
+            return f"trainer {self.role} was lost with its actor"
+        except ray.exceptions.RayTaskError as error:
+            self.failure = Failure.of(error.cause or error, int(self.role))
+            return f"trainer {self.role} failed: {self.failure.text}"
+        return None
+
+    def again(self) -> bool:
+        if not self.restarts:
+            return False
+        self.restarts -= 1
+        self.start()
+        return True
+
+
+def start_actors(spec: Spec, address: str, roles: Sequence[str], restarts: int) -> list[Actor]:
+    """Raises ConfigError where Ray is not installed."""
+    ray = _ray()
+    if not ray.is_initialized():
+        where = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": os.cpu_count(), "include_dashboard": False}
+        ray.init(log_to_driver=False, logging_level="error", **where)
+    spec = replace(spec, parent=None)  # actors are children of Ray's
+    actors = [Actor(role, spec, address, restarts) for role in roles]
+    for actor in actors:
+        actor.start()
+    return actors
+
+
+def end_actors(actors: Sequence[Any]) -> None:
+    ray = _ray()
+    for actor in actors:
+        if actor.runs:
+            ray.kill(actor.handle)
+    ray.shutdown()
+
+
+def _ray() -> Any:
+    try:
+        import ray  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise ConfigError(
+            "strategy.launcher=ray needs Ray, which is not installed: pip install 'gnnfleet[ray]'"
+        ) from error
+    return ray
