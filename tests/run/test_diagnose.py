@@ -72,7 +72,7 @@ def test_one_trainer_agrees_with_itself(store: Path, scheme: str) -> None:
     assert (row.kept, row.balance, row.labels) == (1, 1, 0)
     assert row.features == pytest.approx(0, abs=1e-12)
     for moment in (row.first, row.trained):
-        assert (moment.discrepancy, moment.cosine) == (0, 1)
+        assert (moment.discrepancy, moment.cosine) == (0, 1) and moment.aim == pytest.approx(1, abs=1e-9)
 
 
 def test_divergences_by_hand(tmp_path: Path) -> None:
@@ -158,12 +158,12 @@ def test_gradients_leave_running_statistics_alone() -> None:
     assert made.gradients(1)[0] != one[0], "other draws in another epoch"
 
 
-def row_of(clusters: int, kept: float, cosine: float | None) -> Row:
-    moment = Moment(1.0, 0.1, cosine)
+def row_of(clusters: int, cosine: float, aim: float | None) -> Row:
+    moment, kept = Moment(1.0, 0.1, cosine, aim), 0.5
     return Row("super", clusters, kept, 1.0, 0.0, 0.0, moment, moment)
 
 
-def test_the_recommended_row_keeps_most_edges_of_those_that_agree() -> None:
+def test_the_recommended_row_agrees_most_of_those_that_aim_well() -> None:
     rows = [row_of(3, 0.9, 0.5), row_of(50, 0.7, 0.96), row_of(500, 0.4, 1.0), row_of(5, 0.95, None)]
     assert recommend(rows) is rows[1]
     assert recommend([row_of(3, 0.9, -0.5), row_of(9, 0.5, -0.1)]) == row_of(9, 0.5, -0.1)

@@ -34,7 +34,7 @@ from gnnfleet.strategies.tma.config import TmaConfig
 
 SCHEMES = ("random", "super", "mincut")
 NEARLY = 0.95
-"""The share of the best cosine that is good enough to go by kept edges."""
+"""The share of the best aim that is good enough to go by how well trainers agree."""
 
 PIECE = 1 << 16
 """Rows of features looked at at a time."""
@@ -49,6 +49,7 @@ class Moment:
     loss: float | None  # mean over trainers
     discrepancy: float | None  # standard deviation of their losses over the mean
     cosine: float | None  # of their gradients, mean over pairs
+    aim: float | None  # cosine of the average of their gradients with the gradient on the whole graph
 
 
 @dataclass(frozen=True)
@@ -101,19 +102,19 @@ def diagnose(
             for place in range(config.workers):
                 trainers.append(_look(graph, dealt, place, deal, whole, moments))
                 advance(1)
-            rows.append(_row(scheme, found, trainers, trained.num_edges))
+            rows.append(_row(scheme, found, trainers, trained.num_edges, moments))
     return rows
 
 
 def recommend(rows: Sequence[Row]) -> Row | None:
-    """Of the rows whose gradients agree nearly as well as the best, the one that keeps most edges; None where no
-    gradients were compared."""
-    known = [(row.trained.cosine, row) for row in rows if row.trained.cosine is not None]
+    """Of the rows whose average points nearly as well as the best where the whole graph's gradient does, the one whose
+    trainers agree most; None where no gradients were compared."""
+    known = [(row.trained.aim, row) for row in rows if row.trained.aim is not None]
     if not known:
         return None
-    best = max(cosine for cosine, _ in known)
+    best = max(aim for aim, _ in known)
     enough = best - (1 - NEARLY) * abs(best)
-    return max((row for cosine, row in known if cosine >= enough), key=lambda row: row.kept)
+    return max((row for aim, row in known if aim >= enough), key=lambda row: (row.trained.cosine or 0.0, row.kept))
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +128,16 @@ class _Seen:
     moments: list[tuple[float, Tensor] | None]
 
 
-def _moments(graph: Graph, config: RunConfig, steps: int) -> list[dict[str, Tensor]]:
-    """The first weights, and those after some steps on the whole graph; learnt rows of all nodes are among them."""
+@dataclass(frozen=True, eq=False)
+class _At:
+    """Weights, learnt rows of all nodes among them, and the gradient there on the whole graph."""
+
+    weights: Weights
+    gradient: Tensor
+
+
+def _moments(graph: Graph, config: RunConfig, steps: int) -> list[_At]:
+    """At the first weights, and after some steps on the whole graph."""
     assert isinstance(config.strategy, TmaConfig)
     checked = check(graph, config)
     job = Job(
@@ -141,17 +150,18 @@ def _moments(graph: Graph, config: RunConfig, steps: int) -> list[dict[str, Tens
         memory=config.memory,
     )
     strategy = make_strategy(local_config(config.strategy, checked.model.num_layers), job)
-    first = _copy(strategy.state_dict()["model"])
+    assert isinstance(strategy, LocalStrategy)
+    first = _At(_copy(strategy.state_dict()["model"]), _flat(strategy)[2])
     records = (record for epoch in range(steps) for record in strategy.steps(epoch))  # an epoch has a step at least
     for record in islice(records, steps):
         _check_finite(record.loss)
     records.close()
-    trained = _copy(strategy.state_dict()["model"])
+    trained = _At(_copy(strategy.state_dict()["model"]), _flat(strategy)[2])
     strategy.close()
     return [first, trained]
 
 
-def _look(graph: Graph, config: RunConfig, place: int, deal: Deal, whole: _Whole, moments: Sequence[Weights]) -> _Seen:
+def _look(graph: Graph, config: RunConfig, place: int, deal: Deal, whole: _Whole, moments: Sequence[_At]) -> _Seen:
     own = deal.own(place, config.workers)
     nodes = sum(len(ids) for ids in own.values())
     if not nodes:
@@ -159,24 +169,30 @@ def _look(graph: Graph, config: RunConfig, place: int, deal: Deal, whole: _Whole
     alone = make_alone(graph, config, place, own)
     strategy = alone.strategy
     assert isinstance(strategy, LocalStrategy)
+    seen: list[tuple[float, Tensor] | None] = []
+    for at in moments:
+        mine = {name: at.weights[name][ids] for name, ids in alone.rows.items()}
+        strategy.load_state_dict({"model": {**at.weights, **mine}})
+        loss, count, gradient = _flat(strategy)
+        _check_finite(loss)
+        seen.append((loss, gradient) if count else None)
+    strategy.close()
+    return _Seen(nodes, alone.edges, whole.label_divergence(own), whole.feature_divergence(own), seen)
+
+
+def _flat(strategy: LocalStrategy) -> tuple[float, int, Tensor]:
+    """(loss, items, the gradient as one row, without learnt rows of nodes)."""
     rows = {
         f"{name}.weight" if name else "weight"
         for name, module in strategy.model.named_modules()
         if isinstance(module, NodeEmbedding)
     }
-    seen: list[tuple[float, Tensor] | None] = []
-    for weights in moments:
-        mine = {name: weights[name][ids] for name, ids in alone.rows.items()}
-        strategy.load_state_dict({"model": {**weights, **mine}})
-        loss, count, found = strategy.gradients(0)
-        _check_finite(loss)
-        flat = [gradient.double().flatten() for name, gradient in found.items() if name not in rows]
-        seen.append((loss, torch.cat(flat) if flat else torch.empty(0)) if count else None)
-    strategy.close()
-    return _Seen(nodes, alone.edges, whole.label_divergence(own), whole.feature_divergence(own), seen)
+    loss, count, found = strategy.gradients(0)
+    flat = [gradient.double().flatten() for name, gradient in found.items() if name not in rows]
+    return loss, count, torch.cat(flat) if flat else torch.empty(0)
 
 
-def _row(scheme: str, clusters: Clusters | None, trainers: Sequence[_Seen], edges: int) -> Row:
+def _row(scheme: str, clusters: Clusters | None, trainers: Sequence[_Seen], edges: int, moments: Sequence[_At]) -> Row:
     return Row(
         scheme=scheme,
         clusters=None if clusters is None else len(clusters.sizes),
@@ -184,19 +200,21 @@ def _row(scheme: str, clusters: Clusters | None, trainers: Sequence[_Seen], edge
         balance=imbalance(np.array([seen.nodes for seen in trainers])),
         labels=_mean([seen.labels for seen in trainers]),
         features=_mean([seen.features for seen in trainers]),
-        first=_moment([seen.moments[0] for seen in trainers]),
-        trained=_moment([seen.moments[1] for seen in trainers]),
+        first=_moment([seen.moments[0] for seen in trainers], moments[0].gradient),
+        trained=_moment([seen.moments[1] for seen in trainers], moments[1].gradient),
     )
 
 
-def _moment(given: Sequence[tuple[float, Tensor] | None]) -> Moment:
+def _moment(given: Sequence[tuple[float, Tensor] | None], whole: Tensor) -> Moment:
     known = [each for each in given if each is not None]
     losses = torch.tensor([loss for loss, _ in known], dtype=torch.float64)
     mean = float(losses.mean()) if len(known) else None
     if mean is None or len(known) == 1 < len(given):
-        return Moment(mean, None, None)
+        return Moment(mean, None, None, None)
     spread = float(losses.std(correction=0)) / mean if mean else 0.0
-    return Moment(mean, spread, _cosine([gradient for _, gradient in known]))
+    gradients = [gradient for _, gradient in known]
+    aim = float(torch.cosine_similarity(torch.stack(gradients).mean(0), whole, 0)) if len(whole) else None
+    return Moment(mean, spread, _cosine(gradients), aim)
 
 
 def _cosine(gradients: Sequence[Tensor]) -> float | None:

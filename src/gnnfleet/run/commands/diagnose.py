@@ -73,6 +73,7 @@ def diagnose(
     features  how far the mean of a part is from that of the graph, in standard deviations
     loss ±    how much losses differ between trainers at equal weights, of the mean
     cosine    between their gradients at equal weights, mean over pairs
+    aim       cosine of the average of their gradients with the gradient on the whole graph
 
     The last two are given at the first weights and after --steps on the whole graph.
     """
@@ -124,7 +125,7 @@ def _resolve(file: Path | None, settings: Sequence[str] | None, options: dict[st
 def _shown(name: str, rows: Sequence[Row], steps: int) -> Any:
     later = f"after {steps}"
     columns = ["scheme", "super-nodes", "kept", "balance", "labels", "features"]
-    columns += ["loss ±, first", later, "cosine, first", later]
+    columns += ["loss ±, first", later, "cosine, first", later, "aim, first", later]
     cells = [
         (
             row.scheme,
@@ -137,6 +138,8 @@ def _shown(name: str, rows: Sequence[Row], steps: int) -> Any:
             row.trained.discrepancy,
             row.first.cosine,
             row.trained.cosine,
+            row.first.aim,
+            row.trained.aim,
         )
         for row in rows
     ]
@@ -148,8 +151,8 @@ def _sentence(best: Row, rows: Sequence[Row]) -> str:
 
     words = {"random": "strategy.scheme=random", "mincut": "strategy.scheme=psgd-pa"}
     setting = words.get(best.scheme, f"strategy.clusters={best.clusters}")
-    highest = max(row.trained.cosine for row in rows if row.trained.cosine is not None)
+    highest = max(row.trained.aim for row in rows if row.trained.aim is not None)
     return (
-        f"recommended: {setting}. It keeps most edges ({best.kept:.1%}) of those whose cosine is at least "
-        f"{NEARLY:.0%} of the best ({best.trained.cosine:.3f} of {highest:.3f})."
+        f"recommended: {setting}. Its trainers agree most (cosine {best.trained.cosine:.3f}) of those whose aim is at "
+        f"least {NEARLY:.0%} of the best ({best.trained.aim:.3f} of {highest:.3f})."
     )
