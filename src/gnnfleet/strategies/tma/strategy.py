@@ -56,6 +56,7 @@ class TmaStrategy:
         return {
             "trainers": len(closed.trainers),
             "steps": closed.steps,
+            "round_seconds": closed.seconds,
             "kept_edges": closed.kept / max(self._job.graph.num_edges, 1),
             "megabytes_up": closed.up / 1e6,
             "megabytes_down": closed.down * len(closed.trainers) / 1e6,
