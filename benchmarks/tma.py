@@ -45,7 +45,7 @@ SETS: dict[str, dict[str, Any]] = {
     "debian": {
         "model": {"name": "rgcn", "hidden": 64, "layers": 2, "dropout": 0.2},
         "link": {"decoder": "distmult", "ranking": "sampled"},
-        "strategy": {"fanouts": [10, 5], "batch": 2048},
+        "strategy": {"fanouts": [5, 5], "batch": 512},
         "train": {"lr": 0.003, "clip": 1.0},
     },
     "communities": {
