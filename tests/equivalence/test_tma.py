@@ -177,9 +177,19 @@ def test_the_same_bits_every_time(stores: dict[str, Path], knobs: dict[str, Any]
     assert found[0][0] == found[1][0] and all(torch.equal(t, found[1][1][name]) for name, t in found[0][1].items())
 
 
-def test_going_on_gives_the_same_bits(stores: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("knobs", "model"),
+    [
+        ({"momentum": 0.3}, {"embedding": 3}),
+        ({"scheme": "llcg", "correction": 3, "optimizer": "average"}, {}),
+        ({"redeal": 2, "weighting": "edges"}, {"embedding": 3}),
+    ],
+)
+def test_going_on_gives_the_same_bits(
+    stores: dict[str, Path], tmp_path: Path, knobs: dict[str, Any], model: dict[str, Any]
+) -> None:
     """Coordinator and trainers start anew after two rounds; what trainers remember lies on disk."""
-    config = words(tma(steps=2, momentum=0.3), workers=2, train={"epochs": 5}, model={"embedding": 3})
+    config = words(tma(steps=2, **knobs), workers=2, train={"epochs": 5}, model=model)
     with fleet(stores["plain"], config, folder=tmp_path / "whole") as strategy:
         rounds(strategy, 0, 5)
         whole = weights_of(strategy)
@@ -194,7 +204,13 @@ def test_going_on_gives_the_same_bits(stores: dict[str, Path], tmp_path: Path) -
 
 def test_traffic_is_the_weights(stores: dict[str, Path]) -> None:
     """Once up and once down for each trainer, whatever the graph; learnt rows and other rows are counted apart."""
-    for model, remote, links in (({}, 0, False), ({"embedding": 3}, 0, False), ({}, 4, True)):
+    cases: list[tuple[dict[str, Any], int, bool]] = [
+        ({}, 0, False),
+        ({"embedding": 3}, 0, False),
+        ({}, 4, True),
+        ({"embedding": 3}, 4, True),
+    ]
+    for model, remote, links in cases:
         more = {"task": "link", "link": {"eval_negatives": 6, "ranking": "sampled"}} if links else {}
         config = words(tma(steps=2, remote=remote), workers=3, model=model, **more)
         with fleet(stores["linked" if links else "plain"], config) as strategy:
@@ -204,6 +220,7 @@ def test_traffic_is_the_weights(stores: dict[str, Path]) -> None:
         assert told["megabytes_up"] == told["megabytes_down"] == 3 * size / 1e6 and told["trainers"] == 3
         rows = sum(t.numel() for name, t in model_now.items() if "embeddings" in name) * 8
         width = open_store(stores["plain"]).only_nodes.x.shape[1]  # type: ignore[union-attr]
+        width += model.get("embedding", 0)
         assert told["megabytes_beside"] == pytest.approx((rows + 3 * remote * width * 8) / 1e6)
 
 

@@ -174,6 +174,9 @@ def _measure_ranks(
         own["peak_tensors"] = _peak(built.strategy, config.train.epochs)
     rows = torch.cat(gather_rows(beside(built.world), torch.tensor([list(own.values())]))).tolist()
     found = {word: [row[place] for row in rows] for place, word in enumerate(own)}
+    for other in built.strategy.elsewhere:
+        for word, each in found.items():
+            each.append(other.get(word, 0))
     traffic = {word: found.pop(word) for word in ("bytes_sent", "rounds")}
     return traffic, found
 

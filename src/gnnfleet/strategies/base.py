@@ -6,7 +6,7 @@ Files, launching and early stopping are the loop's business. Whatever two strate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
@@ -151,6 +151,10 @@ class Strategy(Protocol):
     @property
     def is_behind(self) -> bool:
         """Whether newer weights are there already, so that measuring the present ones may be left out."""
+
+    @property
+    def elsewhere(self) -> Sequence[Mapping[str, int]]:
+        """Of workers that are no ranks of this world, what each says of itself: bytes_sent, rounds, peak_rss, …"""
 
     def evaluate(self, split: str) -> dict[str, float]:
         """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""

@@ -42,6 +42,7 @@ class PartsStrategy:
     """
 
     is_behind = False
+    elsewhere = ()
 
     def __init__(
         self, job: Job, view: RingView, *, cache_inputs: Cached, order: Mapping[str, Tensor] | None = None

@@ -46,6 +46,7 @@ class LocalStrategy:
     """The oracle: what every other strategy on static graphs is compared with."""
 
     is_behind = False
+    elsewhere = ()
 
     def __init__(self, config: LocalConfig, job: Job) -> None:
         self.model = job.model

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -45,7 +46,20 @@ class Closed:
     up: int  # bytes of weights that came
     down: int  # bytes of weights that each trainer takes
     beside: int  # bytes of learnt rows, optimizers and other parts' rows, both ways
+    correction: Mapping[str, Tensor]  # what the coordinator's own optimizer remembers
+    optimizer: Tensor | None  # the average of what the trainers' optimizers remember
+    gave: Mapping[int, Mapping[str, int]]  # by trainer, bytes it has sent in this round and what it holds
     seconds: float
+
+
+class Correction(Protocol):
+    """Steps on the whole graph after each round."""
+
+    def apply(self, weights: Tensor) -> Tensor:
+        """The weights after them."""
+
+    def memory(self) -> dict[str, Tensor]:
+        """A copy of what its optimizer remembers."""
 
 
 @dataclass(eq=False)
@@ -78,9 +92,10 @@ class Desk:
     last: int
     deal: Deal
     outer: Outer
+    optimizer: Tensor | None = None
     tables: Mapping[str, Table] = field(default_factory=dict)
-    correct: Callable[[Tensor], Tensor] | None = None
-    remote: Callable[[int], Tensor] | None = None  # rows of nodes of all parts, for the round of that number
+    correct: Correction | None = None
+    remote: Callable[[int, Mapping[str, Table]], Tensor] | None = None  # rows of nodes of all parts, for a round
     say: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
@@ -90,7 +105,6 @@ class Desk:
         self._known = [_Trainer() for _ in range(self.trainers)]
         self._number, self._among = 0, tuple(range(self.trainers))
         self._own: dict[int, dict[str, Tensor]] = {}
-        self._optimizer: Tensor | None = None
         self._last = self._begun = time.monotonic()
         self._heard = 0.0
         self._thread = threading.Thread(target=self._run, name="tma-desk", daemon=True)
@@ -176,6 +190,9 @@ class Desk:
             up=up,
             down=self.weights.nbytes,
             beside=beside,
+            correction={} if self.correct is None else self.correct.memory(),
+            optimizer=self.optimizer,
+            gave={i: {"bytes_sent": give.nbytes, **give.memory} for i, give in gives.items()},
             seconds=time.monotonic() - self._last,
         )
         self._last = time.monotonic()
@@ -194,15 +211,15 @@ class Desk:
             weights = medoid_weights(rows, weights, config.temperature)
         self.weights = self.outer.step(self.weights, combine(rows, weights))
         if self.correct is not None:
-            self.weights = self.correct(self.weights)
+            self.weights = self.correct.apply(self.weights)
         known = [(give.optimizer, weight) for give, weight in zip(gives, weights, strict=True)]
         moments = [(row, weight) for row, weight in known if row is not None]
         if moments and len({len(row) for row, _ in moments}) == 1:
-            self._optimizer = combine(*map(list, zip(*moments, strict=True)))
+            self.optimizer = combine(*map(list, zip(*moments, strict=True)))
 
     def _publish(self, now: Now, *, every: bool, absent: Sequence[int] = ()) -> int:
         """Bytes that go beside the weights."""
-        remote = None if self.remote is None else self.remote(now.round).to(self.layout.dtype)
+        remote = None if self.remote is None else self.remote(now.round, self.tables).to(self.layout.dtype)
         beside = 0
         for i in self._among if every else absent:
             if self.tables and i in self._among:
@@ -212,7 +229,7 @@ class Desk:
                 beside += len(body)
         for i in range(self.trainers) if self.tables else ():
             self.post.remove(f"rows/{now.era}/{now.round - 2}/{i}")
-        take = Take(now, self.weights, self._optimizer, remote, self._number, self._among)
+        take = Take(now, self.weights, self.optimizer, remote, self._number, self._among)
         sent = write_take(self.post, take)
         return beside + (sent - self.weights.nbytes) * len(self._among)
 

@@ -65,6 +65,12 @@ class Give:
     weights: Tensor
     optimizer: Tensor | None = None
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # learnt rows of own nodes, by name of the parameter
+    memory: Mapping[str, int] = field(default_factory=dict)  # what the trainer holds, for the record
+
+    @property
+    def nbytes(self) -> int:
+        more = sum(rows.nbytes for rows in self.rows.values())
+        return self.weights.nbytes + more + (0 if self.optimizer is None else self.optimizer.nbytes)
 
 
 def write_take(post: Post, take: Take) -> int:
@@ -105,6 +111,7 @@ def write_give(post: Post, now: Now, trainer: int, give: Give) -> int:
         "count": give.count,
         "loss": give.loss,
         "edges": give.edges,
+        "memory": dict(give.memory),
         "weights": give.weights.nbytes,
         "optimizer": None if give.optimizer is None else give.optimizer.nbytes,
         "rows": {name: list(rows.shape) for name, rows in give.rows.items()},
@@ -124,7 +131,8 @@ def read_give(post: Post, now: Now, trainer: int, dtype: torch.dtype) -> Give | 
     rows = {}
     for name, shape in words["rows"].items():
         rows[name] = parts.next(shape[0] * shape[1] * dtype.itemsize, dtype).view(shape)
-    return Give(words["steps"], words["count"], words["loss"], words["edges"], weights, optimizer, rows)
+    numbers = words["steps"], words["count"], words["loss"], words["edges"]
+    return Give(*numbers, weights, optimizer, rows, words["memory"])
 
 
 class _Parts:

@@ -6,7 +6,7 @@ the loop. Without a post, as when a trained run is asked something, this is ``lo
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.graph.batches import count_batches
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.draws import Draws, Purpose
 from gnnfleet.strategies.base import PRECISIONS, Job, Prediction, State, StepRecord, Strategy
@@ -23,7 +24,8 @@ from gnnfleet.strategies.tma.average import Layout, Outer
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.desk import Closed, Desk, Table
 
-VELOCITY = "outer/velocity"
+VELOCITY, MOMENTS, CORRECTION = "outer/velocity", "average/moments", "correction/"
+"""Names, or their beginnings, of what a checkpoint has beside weights."""
 
 
 class TmaStrategy:
@@ -35,8 +37,11 @@ class TmaStrategy:
         self._tables = _tables(job)
         self._layout = Layout.of(self.model.state_dict(), PRECISIONS[job.precision], without=tuple(self._tables))
         self._velocity: Tensor | None = None
+        self._correction_memory: dict[str, Tensor] = {}
+        self._moments: Tensor | None = None
         self._desk: Desk | None = None
         self._closed: Closed | None = None
+        self._told: list[dict[str, int]] = [{"bytes_sent": 0, "rounds": 0} for _ in range(job.workers)]
         if config.remote and not isinstance(job.task, LinkTask):
             raise ConfigError("strategy.remote gives more negatives for links: leave it out, or use --task link")
 
@@ -46,6 +51,8 @@ class TmaStrategy:
         closed = self._desk.next()
         assert closed.round == epoch, "rounds come one after the other"
         self._closed, self._velocity = closed, closed.velocity
+        self._correction_memory, self._moments = dict(closed.correction), closed.optimizer
+        self._note(closed)
         self._load(closed.weights, closed.rows)
         yield StepRecord(epoch, 0, closed.loss, closed.count, closed.seconds, steps=closed.steps)
 
@@ -62,6 +69,18 @@ class TmaStrategy:
             "megabytes_down": closed.down * len(closed.trainers) / 1e6,
             "megabytes_beside": closed.beside / 1e6,
         }
+
+    def _note(self, closed: Closed) -> None:
+        """Count what travelled: down from here, up from each trainer."""
+        self._job.world.traffic.sent(closed.down * len(closed.trainers))
+        self._job.world.traffic.met()
+        for i, gave in closed.gave.items():
+            told = self._told[i]
+            told |= {**gave, "bytes_sent": told["bytes_sent"] + gave["bytes_sent"], "rounds": told["rounds"] + 1}
+
+    @property
+    def elsewhere(self) -> list[dict[str, int]]:
+        return self._told
 
     @property
     def is_behind(self) -> bool:
@@ -82,13 +101,21 @@ class TmaStrategy:
     def state_dict(self) -> State:
         return {
             "model": self._whole.state_dict()["model"],
-            "optimizer": {} if self._velocity is None else {VELOCITY: self._velocity},
+            "optimizer": {
+                **({} if self._velocity is None else {VELOCITY: self._velocity}),
+                **({} if self._moments is None else {MOMENTS: self._moments}),
+                **{CORRECTION + name: tensor for name, tensor in self._correction_memory.items()},
+            },
         }
 
     def load_state_dict(self, state: State) -> None:
         self._whole.load_state_dict({"model": state["model"]})
         if "optimizer" in state:
-            self._velocity = state["optimizer"].get(VELOCITY)
+            kept = state["optimizer"]
+            self._velocity, self._moments = kept.get(VELOCITY), kept.get(MOMENTS)
+            self._correction_memory = {
+                name.removeprefix(CORRECTION): tensor for name, tensor in kept.items() if name.startswith(CORRECTION)
+            }
 
     def close(self) -> None:
         if self._desk is not None:
@@ -112,8 +139,9 @@ class TmaStrategy:
             last=job.train.epochs,
             deal=job.deal,
             outer=Outer(config.momentum, self._velocity),
+            optimizer=self._moments,
             tables={name: Table(kind, state[name].detach().clone()) for name, kind in self._tables.items()},
-            correct=None if self._correcting is None else self._correction(self._correcting),
+            correct=None if self._correcting is None else self._correction(self._correcting, first),
             remote=self._remote if config.remote else None,
             say=job.say,
         )
@@ -121,36 +149,56 @@ class TmaStrategy:
     def _load(self, weights: Tensor, rows: Any) -> None:
         self._whole.load_state_dict({"model": {**self.model.state_dict(), **self._layout.unpack(weights), **rows}})
 
-    def _correction(self, strategy: Strategy) -> Any:
-        """Some steps on the whole graph, from given weights on; in the desk's thread, on a model of its own."""
+    def _correction(self, strategy: Strategy, rounds: int) -> _Correction:
+        """That goes on after so many rounds."""
+        steps = self._config.correction_steps
+        epoch, first = 0, rounds * steps
+        while first >= (count := self._batches(epoch)):
+            epoch, first = epoch + 1, first - count
+        if self._correction_memory:
+            strategy.load_state_dict({**strategy.state_dict(), "optimizer": self._correction_memory})
+        return _Correction(strategy, self._layout, steps, (epoch, first))
 
-        def forever() -> Generator[StepRecord]:
-            epoch = 0
-            while True:
-                yield from strategy.steps(epoch)
-                epoch += 1
+    def _batches(self, epoch: int) -> int:
+        """Steps of an epoch on the whole graph."""
+        items = self._job.task.trained(self._job.seed, epoch)
+        return max(1, count_batches(len(items), self._config.batch))
 
-        records = forever()
-
-        def correct(weights: Tensor) -> Tensor:
-            state = strategy.state_dict()
-            strategy.load_state_dict({**state, "model": {**state["model"], **self._layout.unpack(weights)}})
-            for _ in islice(records, self._config.correction_steps):
-                pass
-            return self._layout.pack(strategy.state_dict()["model"])
-
-        return correct
-
-    def _remote(self, number: int) -> Tensor:
+    def _remote(self, number: int, tables: Mapping[str, Table]) -> Tensor:
         """[G, ·] features and learnt rows of some nodes of the target's type, others in every round."""
         job, kind = self._job, self._job.task.target
         count = job.graph.nodes[kind].count
         ids = (Draws(job.seed, Purpose.REMOTE, epoch=number).uniforms(self._config.remote) * count).long()
         x = job.graph.nodes[kind].x
         parts = [] if x is None else [x[ids].to(self._layout.dtype)]
-        tables = {} if self._desk is None else self._desk.tables
         parts += [table.rows[ids] for table in tables.values() if table.kind == kind]
         return torch.cat(parts, 1) if parts else torch.empty(len(ids), 0)
+
+
+class _Correction:
+    """Some steps of a strategy on the whole graph, from given weights on; in the desk's thread, on a model of its own.
+
+    ``done`` steps were made before: it goes on where they ended.
+    """
+
+    def __init__(self, strategy: Strategy, layout: Layout, steps: int, start: tuple[int, int]) -> None:
+        self._strategy, self._layout, self._steps = strategy, layout, steps
+        self._records = self._forever(*start)
+
+    def apply(self, weights: Tensor) -> Tensor:
+        state = self._strategy.state_dict()
+        self._strategy.load_state_dict({**state, "model": {**state["model"], **self._layout.unpack(weights)}})
+        for _ in islice(self._records, self._steps):
+            pass
+        return self._layout.pack(self._strategy.state_dict()["model"])
+
+    def memory(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self._strategy.state_dict()["optimizer"].items()}
+
+    def _forever(self, epoch: int, first: int) -> Generator[StepRecord]:
+        while True:
+            yield from self._strategy.steps(epoch, first)
+            epoch, first = epoch + 1, 0
 
 
 def _tables(job: Job) -> dict[str, str]:

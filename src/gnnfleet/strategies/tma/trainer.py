@@ -23,6 +23,7 @@ from gnnfleet.comm.post import Post
 from gnnfleet.errors import RunError
 from gnnfleet.graph.bundle import write_atomically
 from gnnfleet.graph.deal import Deal
+from gnnfleet.report.memory import own_rss, peak_rss, rss
 from gnnfleet.strategies.base import StepRecord, Strategy
 from gnnfleet.strategies.tma.average import Layout
 from gnnfleet.strategies.tma.config import TmaConfig
@@ -42,6 +43,15 @@ class Alone:
     show: Callable[[Tensor], None]  # takes rows of nodes of all parts, as more negatives
 
 
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """What only a trainer knows: its optimizer's memory, the step that comes next, the deal it worked on."""
+
+    tensors: dict[str, Tensor]
+    place: tuple[int, int]
+    held: tuple[int, tuple[int, ...]]
+
+
 class Trainer:
     """Number ``index`` of those that share the nodes. ``make`` builds what is trained on some of them."""
 
@@ -59,10 +69,12 @@ class Trainer:
         self._config, self._index, self._post, self._deal = config, index, post, deal
         self._make, self._dtype, self._folder = make, dtype, folder
         self._held: tuple[int, tuple[int, ...]] | None = None  # the deal that is worked on
+        self._era: int | None = None
         self._alone: Alone | None = None
         self._layout: Layout | None = None
         self._records: Generator[StepRecord] | None = None
         self._place = (0, 0)  # (epoch, step) that comes next
+        self._built = 0  # resident memory after building
 
     def run(self, lost: Callable[[str], None]) -> None:
         """Until all is over; ``lost`` is told when the coordinator is out of reach for good."""
@@ -86,9 +98,10 @@ class Trainer:
             self._records.close()
 
     def _take_over(self, take: Take) -> None:
-        fresh = self._held != (take.deal, take.among)
-        if fresh:
-            self._begin(take)
+        began = self._era is not None and self._era != take.now.era  # a coordinator of another era, perhaps of the past
+        if self._held != (take.deal, take.among) or (began and self._config.steps):
+            self._begin(take, anew=began)
+        self._era = take.now.era
         assert self._alone is not None and self._layout is not None
         strategy = self._alone.strategy
         state = strategy.state_dict()
@@ -104,24 +117,36 @@ class Trainer:
         kept = dict(state["optimizer"])
         if self._config.optimizer == "reset":
             kept = {}
-        elif take.optimizer is not None:
-            kept |= self._memory(kept).unpack(take.optimizer) if kept else {}
+        elif take.optimizer is not None and self._memory(kept).nbytes == take.optimizer.nbytes:
+            kept |= self._memory(kept).unpack(take.optimizer)
         strategy.load_state_dict({"model": weights, "optimizer": kept})
         if take.remote is not None:
             self._alone.show(take.remote)
-        if fresh:
-            self._go_on(take.now.round)
 
-    def _begin(self, take: Take) -> None:
-        """Work on the nodes of another deal."""
+    def _begin(self, take: Take, *, anew: bool) -> None:
+        """Work on the nodes of another deal, or go on where another process, or this one with ``anew``, ended.
+
+        What the optimizer remembers of weights stays; of learnt rows it does where the nodes are the same.
+        """
         if self._records is not None:
             self._records.close()
+        held, same = (take.deal, take.among), True
+        kept: dict[str, Tensor] = {}
+        place = (0, 0)
+        if self._alone is not None and not anew:
+            kept, place, same = dict(self._alone.strategy.state_dict()["optimizer"]), self._place, False
+        elif (saved := self._saved(take.now.round)) is not None:
+            kept, place, same = saved.tensors, saved.place, saved.held == held
         own = self._deal.own(take.among.index(self._index), len(take.among), take.deal)
         self._alone = self._make(own)
-        model = self._alone.strategy.state_dict()["model"]
-        self._layout = Layout.of(model, self._dtype, without=tuple(self._alone.rows))
-        self._records = self._stream(self._place[0] + (self._held is not None), 0)
-        self._held = take.deal, take.among
+        strategy = self._alone.strategy
+        if not same:
+            kept = {name: t for name, t in kept.items() if not name.startswith(tuple(self._alone.rows))}
+        strategy.load_state_dict({**strategy.state_dict(), "optimizer": kept})
+        self._layout = Layout.of(strategy.state_dict()["model"], self._dtype, without=tuple(self._alone.rows))
+        self._place = place if same else (place[0] + 1, 0)
+        self._records = self._stream(*self._place)
+        self._held, self._built = held, rss()
 
     def _memory(self, tensors: dict[str, Tensor]) -> Layout:
         assert self._alone is not None
@@ -160,11 +185,13 @@ class Trainer:
         if watch.now != now:
             return None
         state = self._alone.strategy.state_dict()
-        memory = state["optimizer"]
-        optimizer = self._memory(memory).pack(memory) if self._config.optimizer == "average" and memory else None
+        kept = state["optimizer"]
+        optimizer = self._memory(kept).pack(kept) if self._config.optimizer == "average" and kept else None
         rows = {name: state["model"][name][: len(ids)] for name, ids in self._alone.rows.items()}
         mean = loss / count if count else 0.0
-        return Give(steps, count, mean, self._alone.edges, self._layout.pack(state["model"]), optimizer, rows)
+        memory = {"peak_rss": peak_rss(), "rss_growth": max(0, peak_rss() - self._built), "own_rss": own_rss()}
+        weights = self._layout.pack(state["model"])
+        return Give(steps, count, mean, self._alone.edges, weights, optimizer, rows, memory)
 
     # -- going on where another process ended, with rounds of so many steps --
 
@@ -178,23 +205,17 @@ class Trainer:
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._file(number + 1), tensors_to_bytes(tensors, metadata={"trainer": json.dumps(words)}))
 
-    def _go_on(self, number: int) -> None:
-        """Find what was written before this round, if it was."""
-        assert self._alone is not None and self._held is not None
+    def _saved(self, number: int) -> _Saved | None:
+        """What was written before this round, if it was."""
         path = self._file(number)
-        if self._folder is None or not path.exists():
-            return
+        if self._folder is None or not self._config.steps or not path.exists():
+            return None
         with safe_open(path, framework="pt") as file:
             words = json.loads(file.metadata()["trainer"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if words["next"] != number or (words["deal"][0], tuple(words["deal"][1])) != self._held:
-            return
-        strategy = self._alone.strategy
-        strategy.load_state_dict({**strategy.state_dict(), "optimizer": tensors})
-        self._place = tuple(words["place"])
-        if self._records is not None:
-            self._records.close()
-        self._records = self._stream(*self._place)
+        if words["next"] != number:
+            return None
+        return _Saved(tensors, (words["place"][0], words["place"][1]), (words["deal"][0], tuple(words["deal"][1])))
 
     def _file(self, number: int) -> Path:
         return (self._folder or Path(os.devnull)) / f"{number % KEPT}.safetensors"

@@ -1,0 +1,104 @@
+"""How letters of tma travel: torch's TCPStore in pieces, against a gloo message between two processes; loopback.
+
+For weights of several sizes: seconds for one trainer to give them and the coordinator to have them, minimum of some
+repetitions, ways taking turns. The store's server is a process of its own, as in a fleet.
+
+usage: python benchmarks/post.py [--sizes 65536 1048576 …] [--times 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+import time
+
+import torch
+
+SIZES = [1 << 16, 1 << 20, 1 << 24, 1 << 26]
+
+
+def serve() -> None:
+    """A server until standard input ends."""
+    from gnnfleet.comm.post import Post
+
+    post = Post.serve()
+    print(post.address, flush=True)
+    sys.stdin.read()
+
+
+def by_post(address: str, size: int) -> float:
+    from gnnfleet.comm.post import Address, Post
+
+    one, two = (Post.connect(Address.parse(address)) for _ in range(2))
+    body = torch.zeros(size, dtype=torch.uint8)
+    started = time.perf_counter()
+    one.write("give", {"steps": 1}, body)
+    letter = two.read("give")
+    took = time.perf_counter() - started
+    assert letter is not None and len(letter.body) == size
+    one.remove("give")
+    return took
+
+
+def gloo_peer(port: int, sizes: list[int], times: int) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    for _ in range(times):
+        for size in sizes:
+            torch.distributed.send(torch.zeros(size, dtype=torch.uint8), 0)
+            torch.distributed.recv(torch.zeros(1, dtype=torch.uint8), 0)
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--times", type=int, default=7)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--peer", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve()
+        return
+    if args.peer is not None:
+        gloo_peer(args.peer, args.sizes, args.times)
+        return
+    from record import write_results
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    again = ["--times", str(args.times), "--sizes", *map(str, args.sizes)]
+    server = subprocess.Popen(
+        [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    peer = subprocess.Popen([sys.executable, __file__, "--peer", str(port), *again])
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+        found: dict[int, dict[str, list[float]]] = {size: {"post": [], "gloo": []} for size in args.sizes}
+        for _ in range(args.times):
+            for size in args.sizes:
+                into = torch.zeros(size, dtype=torch.uint8)
+                started = time.perf_counter()
+                torch.distributed.recv(into, 1)
+                found[size]["gloo"].append(time.perf_counter() - started)
+                torch.distributed.send(torch.zeros(1, dtype=torch.uint8), 1)
+                found[size]["post"].append(by_post(address, size))
+        torch.distributed.destroy_process_group()
+    finally:
+        server.kill()
+        peer.kill()
+    cells = []
+    for size, ways in found.items():
+        cells.append({"cell": f"{size}", **{way: min(times) for way, times in ways.items()}})
+        print(
+            "  ".join(f"{way} {1000 * min(times):8.2f} ms" for way, times in ways.items()), f"  {size / 2**20:.2f} MiB"
+        )
+    print(write_results("post", cells))
+
+
+if __name__ == "__main__":
+    main()
