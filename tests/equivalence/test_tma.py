@@ -3,6 +3,7 @@ steps give the same bits every time; nothing is counted twice, and trainers that
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 from gnnfleet.comm.post import Post
 from gnnfleet.errors import ConfigError, ExchangeError
 from gnnfleet.graph.deal import Clusters, Deal
-from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.graph import Graph, make_edges
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.run.alone import make_alone
 from gnnfleet.run.build import Here, build
@@ -92,6 +93,7 @@ def fleet(
         raise failed[0] if failed else error from error
     finally:
         strategy.close()
+        post.write("now", {"era": 0, "round": 0, "done": True})
         for thread in threads:
             thread.join(20)
     assert not failed, failed
@@ -243,6 +245,50 @@ def test_the_nodes_of_a_lost_trainer_are_dealt_to_the_others(stores: dict[str, P
         first = strategy.counts()["kept_edges"]
         rounds(strategy, 1, 4)
         assert strategy.counts()["kept_edges"] > first and strategy.counts()["trainers"] == 2
+
+
+def split_of(graph: Graph, count: int) -> Graph:
+    """With so many nodes to train on, and one to evaluate."""
+    split = torch.full((1, graph.num_nodes), -1, dtype=torch.int8)
+    split[0, :count], split[0, count] = 0, 1
+    return graph.with_nodes("node", split=split)
+
+
+ODD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("few", {}, {}),
+    ("few", {"full": True, "batch": 0}, {}),
+    ("few", {"scheme": "random", "momentum": 0.9}, {"model": {"norm": "batch"}}),
+    ("typed", {"scheme": "random"}, {"model": {"name": "rgcn", "embedding": 3}}),
+    ("linked", {"scheme": "llcg", "batch": 20}, {"task": "link", "model": {"embedding": 3}}),
+    ("linked", {"remote": 3, "batch": 20}, {"task": "link", "link": {"exclude": "disjoint:0.01"}}),
+    ("sparse", {"batch": 1}, {"task": "link"}),
+]
+
+
+@pytest.mark.parametrize(("name", "knobs", "more"), ODD)
+def test_parts_that_lack_something(
+    stores: dict[str, Path], tmp_path: Path, name: str, knobs: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """Nothing to train on, no node of a type, no edge to predict: such a trainer is there and gives nothing."""
+    if name == "few":
+        save_store(split_of(plain_graph(), 2), tmp_path / name)
+    if name == "sparse":
+        whole = linked(plain_graph)
+        count = whole.num_nodes
+        few = make_edges(torch.tensor([[0, 1, 2], [1, 0, 3]]), num_src=count, num_dst=count, links=held_out(whole))
+        save_store(Graph.of(whole.nodes, dict.fromkeys(whole.edges, few)), tmp_path / name)
+    if more.get("task") == "link":
+        more = {**more, "link": {"eval_negatives": 6, "ranking": "sampled", **more.get("link", {})}}
+    config = words(tma(steps=2, **knobs), workers=4, **more)
+    with fleet(tmp_path / name if name in ("few", "sparse") else stores[name], config) as strategy:
+        records = rounds(strategy, 0, 3)
+        assert strategy.counts()["trainers"] == 4 and all(math.isfinite(record.loss) for record in records)
+        assert all(bool(torch.isfinite(t).all()) for t in weights_of(strategy).values() if t.is_floating_point())
+        assert math.isfinite(strategy.evaluate("val")["loss"])
+
+
+def held_out(graph: Graph) -> dict[str, torch.Tensor]:
+    return dict(next(iter(graph.edges.values())).links)
 
 
 def test_the_baseline_that_sees_everything_is_macrobatch() -> None:

@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from gnnfleet.comm import post as posts
-from gnnfleet.comm.post import Address, Post
+from gnnfleet.comm.post import Address, Post, until
 from gnnfleet.errors import ExchangeError
 from gnnfleet.graph.deal import Clusters, Deal, write_clusters
 from gnnfleet.graph.graph import Graph
@@ -21,7 +22,7 @@ from gnnfleet.graph.quality import measure
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.strategies.tma.average import Layout, Outer, combine, medoid_weights
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.desk import Desk
+from gnnfleet.strategies.tma.desk import Desk, Table
 from gnnfleet.strategies.tma.exchange import Give, Now, write_give
 from tests.run.graphs import communities
 
@@ -42,6 +43,8 @@ def test_letters_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [post.count("k"), other.count("k", 2), post.count("k", 0)] == [1, 3, 3]
     with pytest.raises(ValueError, match="HOST:PORT"):
         Address.parse("29500")
+    listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == post.address.port}
+    assert listening == {"127.0.0.1"}, "nobody else can knock"
     monkeypatch.setattr(posts, "PATIENCE", 1.0)
     with pytest.raises(ExchangeError, match=r"lost the coordinator's server at 127\.0\.0\.1:1"):
         Post.connect(Address("127.0.0.1", 1))
@@ -56,9 +59,11 @@ def test_means() -> None:
     assert weights[2] < 1e-2 * weights[0] and weights[0] == pytest.approx(weights[1], rel=0.01)
     assert medoid_weights([rows[0], rows[0]], [1.0, 2.0], 1.0) == [1.0, 2.0]
     outer = Outer(0.5)
-    one = outer.step(rows[0], rows[1])
+    one = outer.step(rows[0], rows[1], 5)
     torch.testing.assert_close(one, rows[1])
-    torch.testing.assert_close(outer.step(one, one), one + 0.5 * (rows[1] - rows[0]))
+    again = outer.step(one, one, 5)
+    torch.testing.assert_close(again[:5], one[:5] + 0.5 * (rows[1] - rows[0])[:5])
+    assert torch.equal(again[5:], one[5:]), "statistics have no momentum"
     tensors = {"b": torch.randn(2, 3), "a": torch.ones(4), "n": torch.tensor(3)}
     layout = Layout.of(tensors, torch.float32, without=["a"])
     assert list(layout.shapes) == ["b"] and torch.equal(layout.unpack(layout.pack(tensors))["b"], tensors["b"])
@@ -121,6 +126,30 @@ def test_clusters_of_another_graph_are_refused(tmp_path: Path) -> None:
         Clusters.open(tmp_path / "deal", two)
 
 
+def test_rows_of_a_trainer_that_was_started_anew_are_kept() -> None:
+    """It does not know them yet: it gives none, and finds them with the next round."""
+    post = Post.serve()
+    layout = Layout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
+    deal = Deal({"node": 40}, None)
+    own = [deal.own(place, 2)["node"] for place in range(2)]
+    desk = Desk(
+        config=TmaConfig(steps=1, give_up=20), trainers=2, post=post.another(), layout=layout, first=0, last=2,
+        deal=deal, weights=torch.zeros(2, dtype=torch.float64), outer=Outer(0.0),
+        tables={"e": Table("node", torch.zeros(40, 1, dtype=torch.float64))},
+    )  # fmt: skip
+    until(lambda: post.read("now"), 10)
+    for number in range(2):
+        for i in range(2):
+            fresh = number == 1 and i == 1
+            rows = {} if fresh else {"e": torch.full((len(own[i]), 1), 10.0 + i, dtype=torch.float64)}
+            assert post.has(f"rows/1/{number}/{i}") == (number == 0)
+            write_give(post, Now(1, number), i, Give(0 if fresh else 1, 1, 0.0, 1, sign(number, i), None, rows))
+        closed = desk.next()
+        assert closed.rows["e"][own[1]].unique().tolist() == [11.0] and closed.rows["e"][own[0]].unique() == 10.0
+    assert post.has("rows/1/2/1") and not post.has("rows/1/2/0")
+    desk.close()
+
+
 def sign(number: int, trainer: int) -> torch.Tensor:
     """Weights that tell whose they are and of which round."""
     return torch.tensor([1000.0 * number + trainer, 1.0], dtype=torch.float64)
@@ -131,7 +160,7 @@ def test_nothing_is_counted_twice_or_late(seed: int) -> None:
     """Trainers answer after random delays, twice, for rounds that are over, or not at all for a while."""
     post = Post.serve()
     config = TmaConfig(interval=0.03, deadline=0.06, silence=0.4, give_up=20)
-    layout = Layout({"w": (2,)}, {"w": torch.float64}, torch.float64)
+    layout = Layout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
     deal = Deal({"node": 9}, None)
     stop = threading.Event()
 

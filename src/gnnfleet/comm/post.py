@@ -8,6 +8,8 @@ again. Serves one thread; threads open connections of their own.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,9 +65,23 @@ class Post:
 
     @classmethod
     def serve(cls, host: str = "127.0.0.1", port: int = 0) -> Post:
-        """Start a server, which lives as long as this object, and connect to it."""
-        store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
-        return cls(Address(host, store.port), store)
+        """Start a server, which lives as long as this object, and connect to it. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as ears:  # torch's own would listen on every interface
+            ears.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            ears.bind((host, port))
+            ears.listen(128)
+            place = ears.getsockname()[1]
+            near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+            store = TCPStore(
+                near,
+                place,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=PATIENCE),
+                master_listen_fd=os.dup(ears.fileno()),
+            )
+        return cls(Address(host, place), store)
 
     @classmethod
     def connect(cls, address: Address) -> Post:
@@ -105,12 +121,14 @@ class Post:
                 head = json.loads(self._store.get(key))
                 body = torch.empty(head["bytes"], dtype=torch.uint8)
                 for place in range(head["pieces"]):
+                    if not self._store.check([f"{key}#{place}"]):
+                        return None  # it was taken away while it was read
                     piece = self._store.get(f"{key}#{place}")
                     body[place * PIECE : place * PIECE + len(piece)] = torch.frombuffer(
                         bytearray(piece), dtype=torch.uint8
                     )
             except torch.distributed.DistStoreError:
-                return None  # it was taken away while it was read
+                return None
         return Letter(head["words"], body)
 
     def remove(self, key: str) -> None:

@@ -64,6 +64,10 @@ class Deal:
     clusters: Clusters | None
     seed: int = 0
 
+    def mixes(self, among: int) -> bool:
+        """Whether another deal puts other nodes together."""
+        return self.clusters is None or len(self.clusters.sizes) > among
+
     def own(self, place: int, among: int, number: int = 0) -> dict[str, Tensor]:
         """{node type: ascending store ids} of one of ``among`` who share the nodes, in the deal of that number."""
         assert 0 <= place < among

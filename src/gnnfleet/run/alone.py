@@ -32,8 +32,8 @@ def make_alone(graph: Graph, config: RunConfig, index: int, own: Mapping[str, Te
     assert isinstance(strategy, TmaConfig)
     checked = check(graph, config, own)
     part = induced_graph(checked.graph, own)
-    rows = rows_by_owner(checked.model)
     target = checked.task.target
+    rows = _own_rows(checked.model, own, target)
     if strategy.remote:
         part = _with_isolated(part, target, strategy.remote)
     _number_locally(checked.model, target, strategy.remote)
@@ -56,7 +56,7 @@ def make_alone(graph: Graph, config: RunConfig, index: int, own: Mapping[str, Te
     def show(far: Tensor) -> None:
         _show(part, checked.model, target, far)
 
-    return Alone(made, part.num_edges, rows, show)
+    return Alone(made, part.num_edges, rows, show, lambda epoch: len(task.trained(job.seed, epoch)))
 
 
 def _task(checked: Checked, part: Graph, strategy: TmaConfig) -> NodeTask | LinkTask:
@@ -65,7 +65,17 @@ def _task(checked: Checked, part: Graph, strategy: TmaConfig) -> NodeTask | Link
         return replace(task, nodes=part.nodes[task.target])
     numbers = torch.unique(task.data.splits["train"].relation).tolist()
     kinds = [task.data.edge_types[number] for number in numbers]
-    return replace(task, data=link_data(part, kinds), held={})
+    config = task.config.model_copy(update={"ranking": "sampled"})  # trainers rank nothing
+    return replace(task, data=link_data(part, kinds), config=config, held={}, kinds=tuple(kinds))
+
+
+def _own_rows(model: Model, own: Mapping[str, Tensor], target: str) -> dict[str, Tensor]:
+    """{name of a parameter of learnt rows: store ids}; a model of the user's own has those of all nodes until now."""
+    for module in model.modules():
+        if isinstance(module, NodeEmbedding) and module.ids is None:
+            module.ids = own[module.kind or target]
+            module.weight = torch.nn.Parameter(module.weight.detach()[module.ids])
+    return rows_by_owner(model)
 
 
 def _number_locally(model: Model, target: str, remote: int) -> None:

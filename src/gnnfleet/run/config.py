@@ -75,6 +75,10 @@ _CHANGEABLE = (
     "memory",
     "workers",
     "partition",
+    "strategy.quorum",
+    "strategy.deadline",
+    "strategy.silence",
+    "strategy.lost",
     "strategy.launcher",
     "strategy.listen",
     "strategy.here",
@@ -89,6 +93,7 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
     if "model" in tree:
         tree["model"] = _named_group("model", tree["model"])
     if strategy.get("name") == "tma" and strategy.get("scheme") == "ggs":
+        _named(find_config("tma"), {**strategy, "scheme": "random"})  # words that are none are refused
         strategy = _synchronous(strategy, tree.get("workers", 1))
     kind = find_config(str(strategy.get("name", "local")))
     if tree.get("task") == "edge":

@@ -170,7 +170,7 @@ def _measure_ranks(
     sent = built.world.traffic
     own = {"bytes_sent": sent.bytes_sent, "rounds": sent.rounds}
     own |= {"peak_rss": peak_rss(), "rss_growth": max(0, peak_rss() - after_build), "own_rss": own_rss()}
-    if config.report.memory:
+    if config.report.memory and not config.strategy.comes_and_goes:
         own["peak_tensors"] = _peak(built.strategy, config.train.epochs)
     rows = torch.cat(gather_rows(beside(built.world), torch.tensor([list(own.values())]))).tolist()
     found = {word: [row[place] for row in rows] for place, word in enumerate(own)}

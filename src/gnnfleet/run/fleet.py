@@ -15,14 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from json import loads
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import gnnfleet
 from gnnfleet.comm.failure import Failure
 from gnnfleet.errors import ConfigError, ExchangeError
-from gnnfleet.run.launch import SHUTDOWN_SECONDS, failure_error, threads_each
+from gnnfleet.run.launch import SHUTDOWN_SECONDS, failure_error, threads_each, worker_environment
 from gnnfleet.run.member import COORDINATOR
 from gnnfleet.run.spec import Spec
+
+if TYPE_CHECKING:
+    from gnnfleet.comm.post import Post
 
 _POLL = 0.05
 
@@ -55,12 +57,8 @@ class Process:
     failure: Failure | None = None
 
     def start(self) -> None:
-        home = str(Path(gnnfleet.__file__).parents[1])
-        path = os.pathsep.join(word for word in (home, os.environ.get("PYTHONPATH")) if word)
-        environment = {**os.environ, "PYTHONPATH": path}
-        environment.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         # Ctrl-C is for the launcher, which ends the others in order.
-        self.process = subprocess.Popen(self.line, env=environment, start_new_session=True)
+        self.process = subprocess.Popen(self.line, start_new_session=True)
 
     @property
     def name(self) -> str:
@@ -92,6 +90,7 @@ class Process:
         return True
 
 
+@worker_environment()
 def launch_fleet(
     spec: Spec, *, folder: Path, workers: int, restarts: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -106,7 +105,7 @@ def launch_fleet(
     try:
         listen = Address.parse(words["listen"]) if words.get("listen") else Address("127.0.0.1", 0)
         post = Post.serve(listen.host, listen.port)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         raise ConfigError(f"strategy.listen: {str(error).splitlines()[0]}") from error
     here = workers if words.get("here") is None else int(words["here"])
     shutil.rmtree(folder, ignore_errors=True)
@@ -120,6 +119,7 @@ def launch_fleet(
     address = f"{_reach(post.address.host)}:{post.address.port}"
     (coordinator,) = start_processes(folder, address, [COORDINATOR], restarts)
     trainers: Sequence[Member] = []
+    told: set[str] = set()  # ends that were dealt with
     try:
         trainers = _start_trainers(spec, folder, address, here, restarts)
         while coordinator.process.poll() is None or coordinator.process.returncode:
@@ -129,7 +129,8 @@ def launch_fleet(
                     _raise(coordinator, how, trainers)
                 say(f"{how}; it is started again and goes on from the last closed round that was kept")
             for trainer in trainers:
-                if (how := trainer.ended()) is not None and not post.has(f"gone/{trainer.role}"):
+                if (how := trainer.ended()) is not None and how not in told:
+                    told.add(how)
                     again = trainer.again()
                     if not again:
                         post.write(f"gone/{trainer.role}", {})
@@ -137,6 +138,8 @@ def launch_fleet(
             time.sleep(_POLL)
         return dict(loads(answer.read_bytes()))
     finally:
+        if (letter := post.read("now")) is not None:
+            post.write("now", {**letter.words, "done": True})  # trainers elsewhere need not find out by themselves
         end_processes([coordinator, *(one for one in trainers if isinstance(one, Process))])
         if words.get("launcher") == "ray":
             from gnnfleet.run.ray_fleet import end_actors
@@ -145,6 +148,7 @@ def launch_fleet(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@worker_environment()
 def join_fleet(
     address: str, store: Path, trainers: Sequence[int], *, restarts: int, say: Callable[[str], None]
 ) -> None:
@@ -161,6 +165,7 @@ def join_fleet(
     if letter is None:
         raise ExchangeError(f"there is no run at {address}: start gnnfleet train --strategy tma there first")
     spec = Spec.from_json(letter.words["spec"])
+    _check_free(post, trainers, spec.config["workers"])
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
         folder = Path(scratch)
         spec = replace(
@@ -183,6 +188,17 @@ def join_fleet(
         for member in members:
             if (how := member.ended()) is not None:
                 raise ExchangeError(how)
+
+
+def _check_free(post: Post, trainers: Sequence[int], workers: int) -> None:
+    """Raise ConfigError for numbers that the run does not have, or that somebody else is."""
+    if wrong := [i for i in trainers if i >= workers]:
+        raise ConfigError(f"the run has trainers 0 to {workers - 1}, found --trainers {wrong[0]}")
+    before = [post.count(f"beat/{i}", 0) for i in trainers]
+    time.sleep(2.0)  # beats come every half second
+    for i, beats in zip(trainers, before, strict=True):
+        if post.count(f"beat/{i}", 0) != beats:
+            raise ConfigError(f"trainer {i} runs already: choose another number")
 
 
 def _start_trainers(spec: Spec, folder: Path, address: str, here: int, restarts: int) -> Sequence[Member]:

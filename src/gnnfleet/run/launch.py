@@ -63,7 +63,7 @@ def launch(
     )
     failed: Mapping[int, Any] = {}
     try:
-        with _signals_restored(), _environment(), _quiet_torchrun():
+        with _signals_restored(), worker_environment(), _quiet_torchrun():
             elastic_launch(config, sys.executable)("-m", "gnnfleet.run.worker", str(folder / "SPEC.json"))
         return dict(json.loads(answer.read_bytes()))
     except ChildFailedError as error:
@@ -133,7 +133,7 @@ def _signals_restored() -> Iterator[None]:
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
+def worker_environment() -> Iterator[None]:
     """What workers inherit: this package's place, and short questions to name servers.
 
     The store asks for the name behind every address that connects, and answers nobody meanwhile.

@@ -129,11 +129,13 @@ def fit(strategy: Strategy, plan: Plan, *, start: Position | None = None, best: 
     rows: list[dict[str, Any]] = []
     saved = _Saved(plan, kept)
     last_saved = position.epoch
-    while position.epoch < plan.train.epochs and not _exhausted(position, plan):
+    looked = True  # whether the last epoch was evaluated: one that was not says nothing about patience
+    while position.epoch < plan.train.epochs and not (looked and _exhausted(position, plan)):
         position, row = _epoch(strategy, position, plan.train, saved)
         row |= strategy.counts()
         found = _validate(strategy, plan, position, row)
         word = plan.agree({"found": found, "save": saved.is_overdue})
+        looked = word["found"] is not None or not strategy.is_behind
         if word["found"] is not None and _is_better(word["found"], plan.metric, position):
             position = _better(word["found"], plan.metric, position)
             kept.take(strategy, position)

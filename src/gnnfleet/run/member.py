@@ -87,6 +87,7 @@ def train(spec: Spec, post: Post, index: int) -> None:
     from gnnfleet.nn.own import naming_line
     from gnnfleet.run.alone import make_alone
     from gnnfleet.run.config import resolve
+    from gnnfleet.run.console import remark
     from gnnfleet.strategies.base import PRECISIONS
     from gnnfleet.strategies.tma.config import TmaConfig
     from gnnfleet.strategies.tma.trainer import Trainer
@@ -110,6 +111,8 @@ def train(spec: Spec, post: Post, index: int) -> None:
             lambda own: make_alone(graph, config, index, own),
             dtype=PRECISIONS[config.precision],
             folder=folder,
+            checkpoint_seconds=config.train.checkpoint_seconds,
+            say=partial(remark, quiet=spec.quiet),
         )
         trainer.run(lost)
 

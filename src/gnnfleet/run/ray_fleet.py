@@ -80,6 +80,7 @@ def start_actors(spec: Spec, address: str, roles: Sequence[str], restarts: int) 
     if not ray.is_initialized():
         where = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": os.cpu_count(), "include_dashboard": False}
         ray.init(log_to_driver=False, logging_level="error", **where)
+        _started.append(True)
     spec = replace(spec, parent=None)  # actors are children of Ray's
     actors = [Actor(role, spec, address, restarts) for role in roles]
     for actor in actors:
@@ -92,7 +93,12 @@ def end_actors(actors: Sequence[Any]) -> None:
     for actor in actors:
         if actor.runs:
             ray.kill(actor.handle)
-    ray.shutdown()
+    if _started:
+        _started.clear()
+        ray.shutdown()
+
+
+_started: list[bool] = []  # whether Ray was started here, and not by the user
 
 
 def _ray() -> Any:

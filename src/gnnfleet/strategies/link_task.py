@@ -62,6 +62,7 @@ class LinkTask:
     seed: int = 0
     wanted: str = "auto"  # the metric: mrr, hits@K, or auto
     held: dict[tuple[int, int], _Held] = field(default_factory=dict, repr=False)  # of the present (seed, epoch)
+    kinds: tuple[EdgeType, ...] = ()  # those that are predicted, where the links at hand may not have all of them
     world: World = field(default_factory=World)  # of several ranks each has as many links as another, in order
 
     def __post_init__(self) -> None:
@@ -218,6 +219,8 @@ class LinkTask:
     @cached_property
     def _kinds(self) -> list[EdgeType]:
         """The edge types that are predicted."""
+        if self.kinds:
+            return list(self.kinds)
         links = Links.join(list(self.data.splits.values()))
         numbers = torch.unique(links.relation).tolist()
         return [self.data.edge_types[number] for number in numbers]

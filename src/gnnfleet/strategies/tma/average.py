@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +16,26 @@ class Layout:
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
     dtype: torch.dtype  # of the row
+    learnt: int = 0  # numbers at the beginning that are parameters; statistics, as of batch norm, follow
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype, without: Sequence[str] = ()) -> Layout:
-        """Of a state; ``without`` are beginnings of names that are left out."""
+    def of(
+        cls,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        without: Sequence[str] = (),
+        parameters: Collection[str] | None = None,
+    ) -> Layout:
+        """Of a state; ``without`` are beginnings of names that are left out, ``parameters`` come first."""
+        known = set(tensors if parameters is None else parameters)
         kept = {
             name: t
-            for name, t in sorted(tensors.items())
+            for name, t in sorted(tensors.items(), key=lambda item: (item[0] not in known, item[0]))
             if t.is_floating_point() and not name.startswith(tuple(without))
         }
-        return cls({name: tuple(t.shape) for name, t in kept.items()}, {n: t.dtype for n, t in kept.items()}, dtype)
+        learnt = sum(t.numel() for name, t in kept.items() if name in known)
+        shapes, dtypes = {name: tuple(t.shape) for name, t in kept.items()}, {n: t.dtype for n, t in kept.items()}
+        return cls(shapes, dtypes, dtype, learnt)
 
     @property
     def nbytes(self) -> int:
@@ -76,10 +86,10 @@ class Outer:
     momentum: float
     velocity: Tensor | None = None
 
-    def step(self, before: Tensor, mean: Tensor) -> Tensor:
-        """The next weights; ``velocity`` is replaced, not written to."""
+    def step(self, before: Tensor, mean: Tensor, learnt: int) -> Tensor:
+        """The next weights, the first ``learnt`` of which have a momentum; ``velocity`` is replaced, not written to."""
         if not self.momentum:
             return mean
-        moved = mean - before
+        moved = mean[:learnt] - before[:learnt]
         self.velocity = moved if self.velocity is None else self.momentum * self.velocity + moved
-        return before + self.velocity
+        return torch.cat([before[:learnt] + self.velocity, mean[learnt:]])

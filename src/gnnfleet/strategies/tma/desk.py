@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from gnnfleet.comm.post import Post
@@ -55,8 +56,8 @@ class Closed:
 class Correction(Protocol):
     """Steps on the whole graph after each round."""
 
-    def apply(self, weights: Tensor) -> Tensor:
-        """The weights after them."""
+    def apply(self, weights: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        """The weights after them; ``rows`` are learnt ones of all nodes."""
 
     def memory(self) -> dict[str, Tensor]:
         """A copy of what its optimizer remembers."""
@@ -152,14 +153,18 @@ class Desk:
                 self._closed.put(closed)
                 if self._stop.is_set():
                     break
-        except BaseException as error:
+        except BaseException as error:  # trainers wait: another coordinator may go on
             self._closed.put(error)
-        finally:
+        else:
             with suppress(ExchangeError):  # then trainers find out by themselves
                 self.post.write("now", {"era": now.era, "round": now.round, "done": True})
 
     def _close_round(self, now: Now, gives: dict[int, Give], beside: int) -> tuple[Closed, int]:
         """(what it came to, bytes that go beside the weights of the next)."""
+        lost = [i for i, give in gives.items() if not bool(torch.isfinite(give.weights).all())]
+        for i in lost:
+            self.say(f"round {now.round + 1}: the weights of trainer {i} are not finite, so they are not counted")
+            del gives[i]
         worked = {i: give for i, give in sorted(gives.items()) if give.steps}
         up = sum(give.weights.nbytes for give in gives.values())
         for i, give in gives.items():
@@ -174,7 +179,9 @@ class Desk:
         for i in range(self.trainers):
             for number in (now.round - 1, now.round):  # some come after their round is closed
                 self.post.remove(f"give/{now.era}/{number}/{i}")
-        more = self._publish(after, every=changed, absent=[i for i in range(self.trainers) if i not in gives])
+        # Who came back in this round does not have its rows yet.
+        absent = [i for i in range(self.trainers) if i not in gives or not gives[i].rows]
+        more = self._publish(after, every=changed, absent=absent)
         self.post.remove(f"take/{now.era}/{now.round - 1}")
         count = sum(give.count for give in worked.values())
         closed = Closed(
@@ -208,10 +215,11 @@ class Desk:
         if not sum(weights):
             weights = [1.0] * len(gives)
         if config.combine == "soft_medoid":
-            weights = medoid_weights(rows, weights, config.temperature)
-        self.weights = self.outer.step(self.weights, combine(rows, weights))
+            weights = medoid_weights([row[: self.layout.learnt] for row in rows], weights, config.temperature)
+        self.weights = self.outer.step(self.weights, combine(rows, weights), self.layout.learnt)
         if self.correct is not None:
-            self.weights = self.correct.apply(self.weights)
+            learnt = {name: table.rows for name, table in self.tables.items()}
+            self.weights = self.correct.apply(self.weights, learnt)
         known = [(give.optimizer, weight) for give, weight in zip(gives, weights, strict=True)]
         moments = [(row, weight) for row, weight in known if row is not None]
         if moments and len({len(row) for row, _ in moments}) == 1:
@@ -261,7 +269,7 @@ class Desk:
                 return None
             self.post.write(f"call/{now.era}", {"round": now.round})
         gives: dict[int, Give] = {}
-        called = first = time.monotonic()
+        called = first = short = time.monotonic()
         while not self._stop.wait(_POLL):
             self._hear()
             for i in self._among:
@@ -276,7 +284,9 @@ class Desk:
                 return gives
             if not enough and not waiting:
                 self._fail_early(now, gives)
-            if not enough and time.monotonic() - called > config.give_up:
+            if len(gives) + len(waiting) >= config.quorum:  # they may take their time
+                short = time.monotonic()
+            if time.monotonic() - short > config.give_up:
                 self._fail(now, gives, f"for {config.give_up:g} s")
         return None
 
@@ -309,7 +319,7 @@ class Desk:
 
     def _fail_early(self, now: Now, gives: Mapping[int, Give]) -> None:
         """Those who are gone for good cannot make up a quorum."""
-        gone = [i for i in self._among if self.post.has(f"gone/{i}")]
+        gone = [i for i in range(self.trainers) if self.post.has(f"gone/{i}")]
         if self.trainers - len(gone) < self.config.quorum:
             self._fail(now, gives, "and the others have ended")
 

@@ -194,9 +194,11 @@ class Watch:
             self._stop.wait(LOOK_SECONDS)
 
     def _guard(self) -> None:
+        before = 0.0  # a process that was paused looks silent until it has looked again
         while not self._stop.wait(1.0):
-            silent = time.monotonic() - self._seen
-            if silent > self._give_up:
+            silent, last = time.monotonic() - self._seen, before
+            before = silent
+            if last > self._give_up and silent > self._give_up + 3:
                 self._lost(f"trainer {self._trainer} has not reached the coordinator for {silent:.0f} s")
                 return
 

@@ -6,6 +6,7 @@ the loop. Without a post, as when a trained run is asked something, this is ``lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping
 from itertools import islice
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.batches import count_batches
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.draws import Draws, Purpose
@@ -35,13 +36,19 @@ class TmaStrategy:
         self.model = job.model
         self._config, self._job, self._whole, self._correcting = config, job, whole, correcting
         self._tables = _tables(job)
-        self._layout = Layout.of(self.model.state_dict(), PRECISIONS[job.precision], without=tuple(self._tables))
+        names = [name for name, _ in self.model.named_parameters()]
+        dtype = PRECISIONS[job.precision]
+        self._layout = Layout.of(self.model.state_dict(), dtype, without=tuple(self._tables), parameters=names)
         self._velocity: Tensor | None = None
         self._correction_memory: dict[str, Tensor] = {}
         self._moments: Tensor | None = None
         self._desk: Desk | None = None
         self._closed: Closed | None = None
         self._told: list[dict[str, int]] = [{"bytes_sent": 0, "rounds": 0} for _ in range(job.workers)]
+        if config.remote and config.full:
+            raise ConfigError("strategy.remote needs sampled blocks: leave out strategy.full")
+        if config.redeal and job.deal is not None and not job.deal.mixes(job.workers):
+            raise ConfigError("strategy.redeal would deal the same parts again: use strategy.scheme=super or random")
         if config.remote and not isinstance(job.task, LinkTask):
             raise ConfigError("strategy.remote gives more negatives for links: leave it out, or use --task link")
 
@@ -185,11 +192,14 @@ class _Correction:
         self._strategy, self._layout, self._steps = strategy, layout, steps
         self._records = self._forever(*start)
 
-    def apply(self, weights: Tensor) -> Tensor:
+    def apply(self, weights: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        """What becomes of the weights; learnt rows of nodes are their owners' to change."""
         state = self._strategy.state_dict()
-        self._strategy.load_state_dict({**state, "model": {**state["model"], **self._layout.unpack(weights)}})
-        for _ in islice(self._records, self._steps):
-            pass
+        model = {**state["model"], **self._layout.unpack(weights), **rows}
+        self._strategy.load_state_dict({**state, "model": model})
+        for record in islice(self._records, self._steps):
+            if not math.isfinite(record.loss):
+                raise RunError(f"the loss of the correction is {record.loss}: try a smaller strategy.correction_lr")
         return self._layout.pack(self._strategy.state_dict()["model"])
 
     def memory(self) -> dict[str, Tensor]:

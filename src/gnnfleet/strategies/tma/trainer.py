@@ -20,7 +20,7 @@ from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
 from gnnfleet.comm.post import Post
-from gnnfleet.errors import RunError
+from gnnfleet.errors import ExchangeError, RunError
 from gnnfleet.graph.bundle import write_atomically
 from gnnfleet.graph.deal import Deal
 from gnnfleet.report.memory import own_rss, peak_rss, rss
@@ -30,7 +30,9 @@ from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.exchange import LOOK_SECONDS, Give, Now, Take, Watch, read_take, write_give
 
 KEPT = 8
-"""States of a trainer's own that lie on disk: more than rounds that may be closed before a checkpoint is written."""
+"""States of a trainer's own that lie on disk at least: more than rounds may be closed before the loop looks at them."""
+
+_IDLE = 1000  # epochs in a row without anything to train on
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +43,7 @@ class Alone:
     edges: int  # of its subgraph
     rows: dict[str, Tensor]  # {name of a parameter of learnt rows: [n] store ids}; perhaps rows of other nodes follow
     show: Callable[[Tensor], None]  # takes rows of nodes of all parts, as more negatives
+    items: Callable[[int], int]  # how many there are to train on in an epoch
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +68,8 @@ class Trainer:
         *,
         dtype: torch.dtype,
         folder: Path | None = None,
+        checkpoint_seconds: float = 0.0,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config, self._index, self._post, self._deal = config, index, post, deal
         self._make, self._dtype, self._folder = make, dtype, folder
@@ -74,6 +79,9 @@ class Trainer:
         self._layout: Layout | None = None
         self._records: Generator[StepRecord] | None = None
         self._place = (0, 0)  # (epoch, step) that comes next
+        self._knows_rows = False
+        self._written: list[tuple[float, int]] = []  # (when, before which round)
+        self._patience, self._say = 60 + 3 * checkpoint_seconds, say
         self._built = 0  # resident memory after building
 
     def run(self, lost: Callable[[str], None]) -> None:
@@ -85,21 +93,34 @@ class Trainer:
                 now = _newer(watch, last)
                 if now.done:
                     break
-                last = now
-                take = read_take(self._post, now, self._dtype)
-                if take is None or self._index not in take.among:
+                try:
+                    self._round(now, watch)
+                except ExchangeError:  # the watch ends the process when the coordinator is gone for good
+                    self._post = _again(self._post)
                     continue
-                self._take_over(take)
-                give = self._train(now, watch)
-                if give is not None:
-                    self._keep(now.round)
-                    write_give(self._post, now, self._index, give)
+                last = now
         if self._records is not None:
             self._records.close()
 
-    def _take_over(self, take: Take) -> None:
+    def _round(self, now: Now, watch: Watch) -> None:
+        take = read_take(self._post, now, self._dtype)
+        if take is None or self._index not in take.among:
+            return
+        if not self._take_over(take):  # so that the next round comes with what is missing
+            assert self._alone is not None and self._layout is not None
+            weights = self._layout.pack(self._alone.strategy.state_dict()["model"])
+            write_give(self._post, now, self._index, Give(0, 0, 0.0, self._alone.edges, weights))
+            return
+        give = self._train(now, watch)
+        if give is not None:
+            self._keep(now.round)
+            write_give(self._post, now, self._index, give)
+
+    def _take_over(self, take: Take) -> bool:
+        """Begin a round; False where the learnt rows of own nodes are not known here."""
         began = self._era is not None and self._era != take.now.era  # a coordinator of another era, perhaps of the past
-        if self._held != (take.deal, take.among) or (began and self._config.steps):
+        fresh = self._held != (take.deal, take.among) or (began and bool(self._config.steps))
+        if fresh:
             self._begin(take, anew=began)
         self._era = take.now.era
         assert self._alone is not None and self._layout is not None
@@ -107,12 +128,15 @@ class Trainer:
         state = strategy.state_dict()
         weights = {**state["model"], **self._layout.unpack(take.weights)}
         letter = self._post.read(f"rows/{take.now.era}/{take.now.round}/{self._index}") if self._alone.rows else None
+        self._knows_rows = letter is not None or (self._knows_rows and not fresh)
+        if self._alone.rows and not self._knows_rows:
+            return False
         at = 0
         for name, ids in self._alone.rows.items() if letter is not None else ():
             assert letter is not None
             rows = weights[name].clone()
             nbytes = len(ids) * rows.shape[1] * self._dtype.itemsize
-            rows[: len(ids)] = letter.body[at : at + nbytes].clone().view(self._dtype).view(len(ids), -1)
+            rows[: len(ids)] = letter.body[at : at + nbytes].clone().view(self._dtype).view(len(ids), rows.shape[1])
             weights[name], at = rows, at + nbytes
         kept = dict(state["optimizer"])
         if self._config.optimizer == "reset":
@@ -121,7 +145,11 @@ class Trainer:
             kept |= self._memory(kept).unpack(take.optimizer)
         strategy.load_state_dict({"model": weights, "optimizer": kept})
         if take.remote is not None:
+            if self._records is not None:  # batches that were made ahead have the rows before
+                self._records.close()
             self._alone.show(take.remote)
+            self._records = self._stream(*self._place)
+        return True
 
     def _begin(self, take: Take, *, anew: bool) -> None:
         """Work on the nodes of another deal, or go on where another process, or this one with ``anew``, ended.
@@ -137,13 +165,23 @@ class Trainer:
             kept, place, same = dict(self._alone.strategy.state_dict()["optimizer"]), self._place, False
         elif (saved := self._saved(take.now.round)) is not None:
             kept, place, same = saved.tensors, saved.place, saved.held == held
+        elif take.now.round:
+            place = take.now.round, 0  # other batches than those of the beginning
+            if self._config.steps:
+                self._say(
+                    f"trainer {self._index} finds nothing of its own before round {take.now.round + 1}: its "
+                    "optimizer starts anew, so the numbers are not those of an uninterrupted run"
+                )
         own = self._deal.own(take.among.index(self._index), len(take.among), take.deal)
+        self._alone = None  # before another part is in memory
         self._alone = self._make(own)
         strategy = self._alone.strategy
         if not same:
             kept = {name: t for name, t in kept.items() if not name.startswith(tuple(self._alone.rows))}
         strategy.load_state_dict({**strategy.state_dict(), "optimizer": kept})
-        self._layout = Layout.of(strategy.state_dict()["model"], self._dtype, without=tuple(self._alone.rows))
+        names = [name for name, _ in strategy.model.named_parameters()]
+        model = strategy.state_dict()["model"]
+        self._layout = Layout.of(model, self._dtype, without=tuple(self._alone.rows), parameters=names)
         self._place = place if same else (place[0] + 1, 0)
         self._records = self._stream(*self._place)
         self._held, self._built = held, rss()
@@ -154,15 +192,15 @@ class Trainer:
 
     def _stream(self, epoch: int, first: int) -> Generator[StepRecord]:
         """Steps without end, epoch after epoch; none where there is nothing to train on."""
-        assert self._alone is not None
-        while True:
-            seen = first > 0
-            with closing(self._alone.strategy.steps(epoch, first)) as records:
-                for record in records:
-                    self._place, seen = (epoch, record.step + 1), True
-                    yield record
-            if not seen:
-                return
+        alone, idle = self._alone, 0
+        assert alone is not None
+        while idle < _IDLE:
+            idle += 1
+            if alone.items(epoch):
+                with closing(alone.strategy.steps(epoch, first)) as records:
+                    for record in records:
+                        self._place, idle = (epoch, record.step + 1), 0
+                        yield record
             epoch, first = epoch + 1, 0
 
     def _train(self, now: Now, watch: Watch) -> Give | None:
@@ -196,7 +234,7 @@ class Trainer:
     # -- going on where another process ended, with rounds of so many steps --
 
     def _keep(self, number: int) -> None:
-        """Write what only this trainer knows after a round."""
+        """Write what only this trainer knows after a round; the coordinator's checkpoints lag behind by a while."""
         if self._folder is None or not self._config.steps:
             return
         assert self._alone is not None and self._held is not None
@@ -204,6 +242,9 @@ class Trainer:
         tensors = {name: t.contiguous() for name, t in self._alone.strategy.state_dict()["optimizer"].items()}
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._file(number + 1), tensors_to_bytes(tensors, metadata={"trainer": json.dumps(words)}))
+        self._written.append((time.monotonic(), number + 1))
+        while len(self._written) > KEPT and time.monotonic() - self._written[0][0] > self._patience:
+            self._file(self._written.pop(0)[1]).unlink(missing_ok=True)
 
     def _saved(self, number: int) -> _Saved | None:
         """What was written before this round, if it was."""
@@ -218,7 +259,17 @@ class Trainer:
         return _Saved(tensors, (words["place"][0], words["place"][1]), (words["deal"][0], tuple(words["deal"][1])))
 
     def _file(self, number: int) -> Path:
-        return (self._folder or Path(os.devnull)) / f"{number % KEPT}.safetensors"
+        return (self._folder or Path(os.devnull)) / f"{number}.safetensors"
+
+
+def _again(post: Post) -> Post:
+    """A connection in place of one that was lost, whenever it can be made."""
+    while True:
+        time.sleep(LOOK_SECONDS)
+        try:
+            return post.another()
+        except ExchangeError:
+            continue
 
 
 def _newer(watch: Watch, last: Now | None) -> Now:
