@@ -87,7 +87,7 @@ def fleets(tmp_path: Path) -> Iterator[list[Fleet]]:
 
 
 def test_two_of_four_die_and_one_pauses(fleets: list[Fleet], easy: Path, tmp_path: Path) -> None:
-    fleet = Fleet(easy, tmp_path / "run", 4, "--seed", "1", train__epochs=45)
+    fleet = Fleet(easy, tmp_path / "run", 4, "--seed", "1", train__epochs=36)
     fleets.append(fleet)
     fleet.runs(1, trainers=4)
     fleet.member("3").kill()
@@ -110,7 +110,7 @@ def test_two_of_four_die_and_one_pauses(fleets: list[Fleet], easy: Path, tmp_pat
         {
             "strategy": {"name": "tma", "interval": 0.2, "fanouts": [5, 5], "batch": 64},
             "model": {"name": "sage", "hidden": 8, "layers": 2},
-            "train": {"epochs": 45},
+            "train": {"epochs": 36},
             "workers": 4,
             "seed": 1,
         }
@@ -123,7 +123,7 @@ def test_two_of_four_die_and_one_pauses(fleets: list[Fleet], easy: Path, tmp_pat
 
 def test_trainers_and_the_coordinator_are_started_again(fleets: list[Fleet], store: Path, tmp_path: Path) -> None:
     more = ("--max-restarts", "1", "--set", "train.checkpoint_seconds=0")
-    fleet = Fleet(store, tmp_path / "run", 2, *more, train__epochs=60, strategy__quorum=1)
+    fleet = Fleet(store, tmp_path / "run", 2, *more, train__epochs=40)
     fleets.append(fleet)
     fleet.runs(1, trainers=2)
     fleet.member("1").kill()
@@ -134,7 +134,7 @@ def test_trainers_and_the_coordinator_are_started_again(fleets: list[Fleet], sto
     assert code == 0, said
     assert "trainer 1 (pid " in said and "it is started again" in said, said
     assert "coordinator (pid " in said and "goes on from the last closed round" in said, said
-    assert [row["epoch"] for row in fleet.rows] == list(range(1, 61)) and fleet.rows[-1]["trainers"] == 2
+    assert [row["epoch"] for row in fleet.rows] == list(range(1, 41)) and fleet.rows[-1]["trainers"] == 2
 
 
 def test_a_trainer_that_is_cut_off_comes_back(hosts: tuple[Host, Host], store: Path, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_trainer_that_is_cut_off_comes_back(hosts: tuple[Host, Host], store: P
     one, two = hosts
     run_dir = tmp_path / "run"
     words = [word for key, value in QUICK.items() for word in ("--set", f"{key}={value}")]
-    words += ["--set", f"strategy.listen={one.address}:29411", "--set", "strategy.here=1", "--set", "train.epochs=60"]
+    words += ["--set", f"strategy.listen={one.address}:29411", "--set", "strategy.here=1", "--set", "train.epochs=50"]
     line = ["train", str(store), "-s", "tma", "-w", "2", "--run-dir", str(run_dir), *MODEL, *words]
     said = tmp_path / "said"
     first = _within(one, line, said)
