@@ -1,4 +1,4 @@
-"""Sampled mini-batches on two workers, each with a part of the graph: the same numbers with fewer rounds and bytes.
+"""Sampled mini-batches on two workers, each with a part of the graph: the numbers of one process, and what travelled.
 
 python examples/macrobatch.py [directory]
 """
@@ -21,7 +21,6 @@ def main(folder: str | None = None) -> float:
     sampled = {"fanouts": [10, 5], "batch": 256, "cache_inputs": False}
     ways = {
         "one process": ("local", 1, {}),
-        "a relay for each batch": ("macrobatch", 2, {"together": 1}),
         "four batches a relay": ("macrobatch", 2, {"together": 4}),
     }
     for name, (strategy, workers, knobs) in ways.items():

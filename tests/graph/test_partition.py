@@ -38,7 +38,7 @@ def test_report_equals_brute_force(graph: Graph, parts: int, seed: int) -> None:
 
 
 @given(graph=graphs(), parts=st.integers(1, 5), seed=st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_shards_hold_every_node_and_edge_once(graph: Graph, parts: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     part = random.integers(0, parts, graph.num_nodes).astype(np.int32)

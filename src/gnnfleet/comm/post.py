@@ -27,7 +27,10 @@ PIECE = 4 << 20
 """Bytes of a body that go in one value."""
 
 PATIENCE = 30.0
-"""Seconds a connection may take to be made, or an answer to come."""
+"""Seconds a connection may take to be made."""
+
+ANSWER = 2.0
+"""Seconds a value may take to be there."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Post:
 
     def __init__(self, address: Address, store: TCPStore) -> None:
         self.address, self._store = address, store
+        store.set_timeout(timedelta(seconds=ANSWER))  # of a value that was taken away since it was seen
 
     @classmethod
     def serve(cls, host: str = "127.0.0.1", port: int = 0) -> Post:
