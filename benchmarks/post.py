@@ -29,13 +29,13 @@ def serve() -> None:
 
 
 def by_post(address: str, size: int) -> float:
-    from gnnfleet.comm.post import Address, Post
+    from gnnfleet.comm.post import Address, Post, until
 
     one, two = (Post.connect(Address.parse(address)) for _ in range(2))
     body = torch.zeros(size, dtype=torch.uint8)
     started = time.perf_counter()
     one.write("give", {"steps": 1}, body)
-    letter = two.read("give")
+    letter = until(lambda: two.read("give"), 10, every=0.0001)
     took = time.perf_counter() - started
     assert letter is not None and len(letter.body) == size
     one.remove("give")
