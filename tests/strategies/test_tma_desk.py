@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gnnfleet.comm import post as posts
-from gnnfleet.comm.post import Address, Post, until
+from gnnfleet.comm.post import Address, Post
 from gnnfleet.errors import ExchangeError
 from gnnfleet.graph.deal import Clusters, Deal, write_clusters
 from gnnfleet.graph.graph import Graph
@@ -24,6 +24,7 @@ from gnnfleet.strategies.tma.average import Layout, Outer, combine, medoid_weigh
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.desk import Desk, Table
 from gnnfleet.strategies.tma.exchange import Give, Now, write_give
+from tests.faults.trials import until
 from tests.run.graphs import communities
 
 
@@ -137,7 +138,7 @@ def test_rows_of_a_trainer_that_was_started_anew_are_kept() -> None:
         deal=deal, weights=torch.zeros(2, dtype=torch.float64), outer=Outer(0.0),
         tables={"e": Table("node", torch.zeros(40, 1, dtype=torch.float64))},
     )  # fmt: skip
-    until(lambda: post.read("now"), 10)
+    until(lambda: post.has("now"), 10, "first weights")
     for number in range(2):
         for i in range(2):
             fresh = number == 1 and i == 1

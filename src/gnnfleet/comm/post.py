@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -148,14 +147,6 @@ class Post:
         """Add to a number and get it; it begins with 0."""
         with _lost(self.address):
             return int(self._store.add(key, more))
-
-
-def until(found: Callable[[], Any], seconds: float, *, every: float = 0.005) -> Any:
-    """What ``found`` gives once it is anything but None; None when the time is up."""
-    ends = time.monotonic() + seconds
-    while (value := found()) is None and time.monotonic() < ends:
-        time.sleep(every)
-    return value
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def make_alone(graph: Graph, config: RunConfig, index: int, own: Mapping[str, Te
     if strategy.remote:
         part = _with_isolated(part, target, strategy.remote)
     _number_locally(checked.model, target, strategy.remote)
-    task = _task(checked, part, strategy)
+    task = _task(checked, part)
     local = local_config(strategy, checked.model.num_layers)
     if isinstance(task, LinkTask) and task.config.exclude == "batch" and local.batch_size >= len(task.items("train")):
         # A batch of all edges would leave none for messages.
@@ -59,7 +59,7 @@ def make_alone(graph: Graph, config: RunConfig, index: int, own: Mapping[str, Te
     return Alone(made, part.num_edges, rows, show, lambda epoch: len(task.trained(job.seed, epoch)))
 
 
-def _task(checked: Checked, part: Graph, strategy: TmaConfig) -> NodeTask | LinkTask:
+def _task(checked: Checked, part: Graph) -> NodeTask | LinkTask:
     task = checked.task
     if isinstance(task, NodeTask):
         return replace(task, nodes=part.nodes[task.target])

@@ -94,9 +94,6 @@ class Tables:
         for kind, name in self.paged:
             read_ahead(self.rows[kind][name], torch.unique(torch.cat(asked[kind])))
 
-    def _room(self, count: int, like: Tensor) -> Tensor:
-        return self.ring.empty((count, int(like.shape[1])), like.dtype)
-
     def _ask(self, wanted: Mapping[str, Tensor], counts: Mapping[str, list[int]]) -> dict[str, list[Tensor]]:
         """Tell owners which rows are wanted; by node type and rank, rows of this part that others want."""
         world, kinds = self.ring.world, list(self.rows)
