@@ -43,6 +43,7 @@ class Lane:
 
     routes: Routes
     rows: Tensor
+    linear: int = 0  # from this column on, what is made of a row is proportional to it: a gradient is from 0 on
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,24 @@ class Kept:
 
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
     is_full: bool = False
+
+
+class Visits(Protocol):
+    """Whoever hands over rows block by block; see ``Ring``."""
+
+    @property
+    def world(self) -> World: ...
+
+    def visit(
+        self,
+        lanes: Sequence[Lane],
+        visit: Visit,
+        *,
+        home: Sequence[Home] = (),
+        collect: Collect | None = None,
+        keep: Kept | None = None,
+        what: str = "rows",
+    ) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnnfleet.comm.exchange import Kept, Lane, Ring, Routes
+from gnnfleet.comm.exchange import Kept, Lane, Routes, Visits
 from gnnfleet.ops import attend_pieces as pieces
 from gnnfleet.ops.attend_pieces import Form, Inputs, Piece, State, TargetGradient
 from gnnfleet.sharded.homecoming import Homecoming
@@ -25,7 +25,7 @@ from gnnfleet.sharded.part import Cut
 class Attention:
     """What is attended to, and by which ways rows travel."""
 
-    ring: Ring
+    ring: Visits
     form: Form
     cuts: tuple[Cut, ...]
     routes: Routes
@@ -143,7 +143,8 @@ def _by_source(own: _Own, grad: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]
         elif cut.structure.num_edges:
             pieces.by_source(call.form, block, piece, grad=there, side=lse_dee, into=found[0])
 
-    lanes = [Lane(call.out_routes, rows) for rows in (grad, packed)]
+    # Of [dst | lse | D] only D grows with the gradient.
+    lanes = [Lane(call.out_routes, grad), Lane(call.out_routes, packed, 2 * heads)]
     call.ring.visit(lanes, visit, what="gradients of attend")
     return found[0]
 

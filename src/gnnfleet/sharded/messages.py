@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnnfleet.comm.exchange import Kept, Lane, Ring, Routes
+from gnnfleet.comm.exchange import Kept, Lane, Routes, Visits
 from gnnfleet.ops import propagate_pieces as pieces
 from gnnfleet.ops.message import Block, Call, Message, refuse_captured
 from gnnfleet.sharded.homecoming import Homecoming
@@ -25,7 +25,7 @@ from gnnfleet.sharded.part import Cut
 class Propagation:
     """Everything about a call that is not a tensor with a gradient; tensors travel beside it in one flat list."""
 
-    ring: Ring
+    ring: Visits
     cuts: tuple[Cut, ...]
     routes: Routes
     num_dst: int

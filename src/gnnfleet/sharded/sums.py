@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnnfleet.comm.exchange import Kept, Lane, Ring, Routes, Visit
+from gnnfleet.comm.exchange import Kept, Lane, Routes, Visit, Visits
 from gnnfleet.ops.aggregate import MaxState, edge_dot, extend_max, max_back, max_rows, sum_rows, wide
 from gnnfleet.ops.buffers import empty
 from gnnfleet.sharded.homecoming import Homecoming
@@ -49,7 +49,7 @@ class Reverse:
 class Aggregation:
     """One exchange: lanes of source rows, strands of edges on them."""
 
-    ring: Ring
+    ring: Visits
     routes: tuple[Routes, ...]  # of each lane
     strands: tuple[Strand, ...]
     reverse: Reverse | None = None  # of a single strand; without it gradients go home
@@ -155,7 +155,7 @@ def _gather(call: Aggregation, weight: Tensor | None, xs: Sequence[Tensor], keep
     return tuple(outs)
 
 
-def _sum_by_source(ring: Ring, reverse: Reverse | None, grad: Tensor, *, base: Tensor | None = None) -> Tensor:
+def _sum_by_source(ring: Visits, reverse: Reverse | None, grad: Tensor, *, base: Tensor | None = None) -> Tensor:
     """[n, F] the gradient of own sources, added to ``base``; ``grad`` [n, F] is that of own destinations."""
     assert reverse is not None
     totals: list[Tensor] = []
