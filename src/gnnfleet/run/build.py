@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from gnnfleet.comm.post import Post
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.chunks import Layout
 from gnnfleet.graph.deal import Deal
 from gnnfleet.graph.graph import NO_SPLIT, TEST, Graph, Nodes
 from gnnfleet.graph.shard import Shard
@@ -72,6 +73,7 @@ class Here:
     say: Callable[[str], None] = lambda text: None  # to the user
     post: Post | None = None  # how workers that come and go are reached
     deal: Deal | None = None  # who of them has which nodes
+    layouts: Sequence[Layout] | None = None  # how nodes may be cut into chunks
 
     @property
     def own(self) -> Own:
@@ -193,6 +195,7 @@ def _job(graph: Graph, config: RunConfig, task: Task, model: Model, here: Here) 
         workers=config.workers,
         post=here.post,
         deal=here.deal,
+        layouts=here.layouts,
     )
 
 

@@ -24,7 +24,7 @@ from gnnfleet.comm.reduce import share, sum_over_ranks
 from gnnfleet.comm.world import World
 from gnnfleet.errors import RunError, StoreError
 from gnnfleet.graph.bundle import Bundle, BundleWriter, checksum
-from gnnfleet.strategies.base import IDS, OWN, State
+from gnnfleet.strategies.base import IDS, OWN, PRIVATE, State
 
 KIND = "checkpoint"
 
@@ -53,9 +53,9 @@ def save_checkpoint(path: Path, state: State, position: Position, *, seed: int, 
     try:
         if world.is_first:
             _write(path, state, position, seed=seed, world=world)
-        elif OWN in state:
+        elif _owns(state):
             folder = Path(share(world, None).decode())
-            _put(folder / rank_file(world.rank), state[OWN])
+            _put(folder / rank_file(world.rank), _own_file(state))
             _all_wrote(world)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
@@ -65,17 +65,26 @@ def save_checkpoint(path: Path, state: State, position: Position, *, seed: int, 
 
 
 def _write(path: Path, state: State, position: Position, *, seed: int, world: World) -> None:
-    common = {part: tensors for part, tensors in state.items() if part != OWN}
+    common = {part: tensors for part, tensors in state.items() if part not in (OWN, PRIVATE)}
     with BundleWriter(path, kind=KIND, overwrite=True) as out:
         for part, tensors in common.items():
             _put(out.file(f"{part}.safetensors"), tensors)
-        if OWN in state:
+        if _owns(state):
             files = [out.file(rank_file(rank)) for rank in range(world.size)]
             share(world, str(out.path.resolve()).encode())
-            _put(files[0], state[OWN])
+            _put(files[0], _own_file(state))
             _all_wrote(world)
-        owners = world.size if OWN in state else 0
-        out.commit({"position": asdict(position), "seed": seed, "parts": list(common), "owners": owners})
+        about = {"owners": world.size if _owns(state) else 0, "private": PRIVATE in state}
+        out.commit({"position": asdict(position), "seed": seed, "parts": list(common), **about})
+
+
+def _owns(state: State) -> bool:
+    """Whether ranks have something of their own; the same on all of them."""
+    return OWN in state or PRIVATE in state
+
+
+def _own_file(state: State) -> dict[str, Tensor]:
+    return {**state.get(OWN, {}), **{f"{PRIVATE}/{name}": t for name, t in state.get(PRIVATE, {}).items()}}
 
 
 def _put(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -125,6 +134,23 @@ def load_own(path: Path, *, rank: int, ids: Mapping[str, Tensor]) -> State:
             if not pick.is_full:
                 raise StoreError(f"{name} has no rows for some nodes")
         return {OWN: {key: tensor for name, pick in picks.items() for key, tensor in pick.found(name).items()}}
+
+
+def has_private(path: Path, size: int) -> bool:
+    """Whether each of so many ranks finds something that only it has a use for; there is a checkpoint."""
+    with _whole(path):
+        meta = Bundle.open(path, KIND).meta
+        return bool(meta.get("private", False)) and meta["owners"] == size
+
+
+def load_private(path: Path, rank: int) -> State:
+    """What only this rank has a use for."""
+    with _whole(path):
+        file = rank_file(rank)
+        if checksum(path / file) != Bundle.open(path, KIND).files[file]["sha256"]:
+            raise StoreError(f"{file} was altered")
+        found = {name: tensor for name, tensor in load_file(path / file).items() if name.startswith(f"{PRIVATE}/")}
+        return {PRIVATE: {name.removeprefix(f"{PRIVATE}/"): tensor for name, tensor in found.items()}}
 
 
 def all_ids(path: Path) -> dict[str, Tensor]:

@@ -51,6 +51,7 @@ def run_course(
     if start.state is not None:
         built.strategy.load_state_dict(start.state)
     outcome, rows = _fit(built, config, directory, start, quiet=quiet or not aside.is_first)
+    pages = built.strategy.pages()
     scores = {split: _score(built, split) for split in ("val", "test")}
     traffic, memory = _measure_ranks(built, config, after_build)
     record = RunRecord(
@@ -73,7 +74,7 @@ def run_course(
         versions=versions(),
     )
     if directory is not None and aside.is_first:
-        directory.finish(record.as_json())
+        directory.finish(record.as_json(), pages)
     return record
 
 
@@ -98,10 +99,17 @@ def find_start(directory: RunDirectory | None, world: World, ids: Mapping[str, T
     ids = ids or {}
     if world.size == 1 and start.state is None:
         return start
-    word = agree(world, {"position": asdict(start.position), "last": start.state is not None, "best": bool(start.best)})
+    there = start.state is not None
+    private = there and directory.has_private("last", world.size)
+    word = agree(
+        world,
+        {"position": asdict(start.position), "last": there, "best": bool(start.best), "private": private},
+    )
     if not word["last"]:
         return start
     state = {**share_state(world, start.state), **directory.load_own("last", world.rank, ids)}
+    if word["private"]:
+        state |= directory.load_private("last", world.rank)
     best = {**share_state(world, start.best), **directory.load_own("best", world.rank, ids)} if word["best"] else None
     return Start(Position(**word["position"]), state, best)
 

@@ -21,7 +21,15 @@ from gnnfleet.graph.bundle import write_atomically
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.own import file_digest
 from gnnfleet.report.record import versions
-from gnnfleet.run.checkpoint import Position, all_ids, load_checkpoint, load_own, save_checkpoint
+from gnnfleet.run.checkpoint import (
+    Position,
+    all_ids,
+    has_private,
+    load_checkpoint,
+    load_own,
+    load_private,
+    save_checkpoint,
+)
 from gnnfleet.run.config import RunConfig, Tree, resolve
 from gnnfleet.run.output import Output
 from gnnfleet.strategies.base import OWN, State
@@ -145,6 +153,14 @@ class RunDirectory:
         path = self.path / "checkpoints" / name
         return load_own(path, rank=rank, ids=ids) if ids else {}
 
+    def has_private(self, name: str, size: int) -> bool:
+        """Whether a checkpoint has something for each of so many ranks alone."""
+        return has_private(self.path / "checkpoints" / name, size)
+
+    def load_private(self, name: str, rank: int) -> State:
+        """What a checkpoint has for one rank alone."""
+        return load_private(self.path / "checkpoints" / name, rank)
+
     def load_weights(self, name: str) -> tuple[State, Position] | None:
         """The weights alone of a checkpoint, whole in this process though ranks may own rows of them."""
         found = self.load(name)
@@ -155,7 +171,10 @@ class RunDirectory:
         own = load_own(path, rank=0, ids=every)[OWN] if every else {}
         return {"model": {**found[0]["model"], **{key: own[key] for key in every}}}, found[1]
 
-    def finish(self, record: Mapping[str, Any]) -> None:
+    def finish(self, record: Mapping[str, Any], pages: Mapping[str, str] | None = None) -> None:
+        """The end of a run: its record, and files that show how it went."""
+        for name, text in (pages or {}).items():
+            self._write(name, text.encode())
         self._write("record.json", json.dumps(record, indent=1).encode())
 
     def _write(self, name: str, content: bytes) -> None:

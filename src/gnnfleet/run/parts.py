@@ -11,15 +11,16 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gnnfleet.errors import GnnfleetError, PartitionError, StoreError
+from gnnfleet.errors import ConfigError, GnnfleetError, PartitionError, StoreError
 from gnnfleet.graph.bundle import Bundle
+from gnnfleet.graph.chunks import lay_out, open_layouts, write_layouts
 from gnnfleet.graph.deal import Clusters, write_clusters
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition import Partition, write_partition
@@ -39,6 +40,14 @@ def partition_name(method: str, parts: int, balance: str, seed: int, options: di
     return "-".join([*words, *(f"{key}{value}" for key, value in sorted(options.items()))])
 
 
+def ensure_cut(
+    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Silent(), quiet: bool = True
+) -> Path | None:
+    """What the strategy of a run needs of this kind."""
+    ensure = {"parts": ensure_partition, "clusters": ensure_clusters, "chunks": ensure_layouts}[config.strategy.cut]
+    return ensure(graph, trained, config, progress=progress, quiet=quiet)
+
+
 def ensure_partition(
     graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Silent(), quiet: bool = True
 ) -> Path:
@@ -50,12 +59,12 @@ def ensure_partition(
     method = config.partition or config.strategy.partitioner
     folder, trained, known = _folder(graph, trained, config)
     path = folder / partition_name(method, config.workers, "nodes", SEED, {})
-    if _is_there(path, known):
-        return path
-    with _one_at_a_time(path, quiet):
-        if not _is_there(path, known):  # perhaps another process has made it meanwhile
-            assignment = assign(trained, config.workers, method, seed=SEED, progress=progress)
-            write_partition(trained, assignment, path, overwrite=path.exists(), progress=progress)
+
+    def make() -> None:
+        assignment = assign(trained, config.workers, method, seed=SEED, progress=progress)
+        write_partition(trained, assignment, path, overwrite=path.exists(), progress=progress)
+
+    _ensure(path, lambda: Partition.open(path, known), make, quiet=quiet)
     return path
 
 
@@ -71,18 +80,45 @@ def ensure_clusters(
     parts = config.workers if method != "super" else 1
     path = folder / f"deal-{partition_name(method, parts, 'nodes', SEED, options)}"
 
+    def make() -> None:
+        write_clusters(trained, assign(trained, parts, method, seed=SEED, progress=progress, **options), path)
+
+    _ensure(path, lambda: Clusters.open(path, known), make, quiet=quiet)
+    return path
+
+
+def ensure_layouts(
+    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Silent(), quiet: bool = True
+) -> Path:
+    """The chunks that nodes may stream in, for every number of ways that may be planned with."""
+    if len(graph.nodes) > 1:
+        raise ConfigError(f"strategy pipe works on one node type, found {', '.join(graph.nodes)}: use sar")
+    method, stays = config.partition or config.strategy.partitioner, config.task != "link"
+    wanted = config.strategy.candidates(config.workers, stays=stays)
+    folder, trained, known = _folder(graph, trained, config)
+    path = folder / f"chunks-{method}-{'-'.join(f'{ways}x{chunks}' for ways, chunks in wanted)}"
+
+    def make() -> None:
+        found = [lay_out(trained, ways, chunks, method=method, progress=progress) for ways, chunks in wanted]
+        write_layouts(trained, found, path)
+
+    _ensure(path, lambda: open_layouts(path, known), make, quiet=quiet)
+    return path
+
+
+def _ensure(path: Path, look: Callable[[], object], make: Callable[[], None], *, quiet: bool) -> None:
+    """Make what is not there, or damaged; of two processes one does."""
+
     def is_there() -> bool:
         try:
-            return bool(path.is_dir() and Clusters.open(path, known))
+            return bool(path.is_dir() and look())
         except PartitionError:
             return False
 
     if not is_there():
         with _one_at_a_time(path, quiet):
             if not is_there():
-                found = assign(trained, parts, method, seed=SEED, progress=progress, **options)
-                write_clusters(trained, found, path)
-    return path
+                make()
 
 
 def _folder(graph: Graph, trained: Graph, config: RunConfig) -> tuple[Path, Graph, Graph | None]:
@@ -95,7 +131,7 @@ def _folder(graph: Graph, trained: Graph, config: RunConfig) -> tuple[Path, Grap
 
 
 def ensure_apart(graph: Graph, config: RunConfig, *, quiet: bool) -> Path:
-    """``ensure_partition`` in another process, whose errors are raised here."""
+    """``ensure_cut`` in another process, whose errors are raised here."""
     words = json.dumps({"store": str(_store(graph).path), "config": config.model_dump(mode="json"), "quiet": quiet})
     command = [sys.executable, "-m", "gnnfleet.run.parts"]
     done = subprocess.run(command, input=words, stdout=subprocess.PIPE, text=True, check=False)
@@ -138,16 +174,6 @@ def _links_key(store: Bundle, config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _is_there(path: Path, graph: Graph | None) -> bool:
-    if not path.is_dir():
-        return False
-    try:
-        Partition.open(path, graph)
-    except PartitionError:
-        return False
-    return True
-
-
 @contextmanager
 def _one_at_a_time(path: Path, quiet: bool) -> Iterator[None]:
     """The kernel's lock: a process that is killed leaves none behind."""
@@ -176,7 +202,7 @@ def _main() -> None:
         graph, config = open_store(words["store"]), resolve(words["config"])
         with show(words["quiet"]) as progress:
             trained = trained_graph(graph, config)
-            path = ensure_partition(graph, trained, config, progress=progress, quiet=words["quiet"])
+            path = ensure_cut(graph, trained, config, progress=progress, quiet=words["quiet"])
         answer: dict[str, Any] = {"path": str(path)}
     except GnnfleetError as error:
         answer = {"error": str(error), "exit_code": error.exit_code}

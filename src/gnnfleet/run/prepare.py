@@ -22,7 +22,7 @@ from gnnfleet.run.config import RunConfig, check_continues, overlay, resolve
 from gnnfleet.run.console import remark
 from gnnfleet.run.course import read_start
 from gnnfleet.run.directory import RunDirectory, choose_directory
-from gnnfleet.run.parts import ensure_apart, ensure_clusters, ensure_partition
+from gnnfleet.run.parts import ensure_apart, ensure_cut
 from gnnfleet.run.spec import Spec
 
 
@@ -87,9 +87,8 @@ def prepared(
     if apart:
         path = ensure_apart(graph, config, quiet=quiet)
     else:
-        ensure = ensure_clusters if config.strategy.comes_and_goes else ensure_partition
         with show(quiet) as progress:
-            path = ensure(graph, checked.graph, config, progress=progress, quiet=quiet)
+            path = ensure_cut(graph, checked.graph, config, progress=progress, quiet=quiet)
     directory = directory or choose(place, known_as or graph, model=config.model.label)
     directory.seed = config.seed
     directory.lock()

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -19,6 +20,7 @@ from gnnfleet.comm.meeting import Meeting, meet
 from gnnfleet.comm.seat import Seat
 from gnnfleet.comm.world import World, join
 from gnnfleet.errors import StoreError
+from gnnfleet.graph.chunks import open_layouts
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition import open_part
 from gnnfleet.graph.shard import Shard
@@ -42,9 +44,15 @@ def run_spec(spec: Spec, world: World, *, store: Path | None = None) -> RunRecor
     quiet = spec.quiet or not world.is_first
     with naming_line(config.model.file):
         with show(quiet) as progress:
-            graph, shard = open_own(spec, world, store=store)
-            say = partial(remark, quiet=quiet)
-            built = build(graph, config, here=Here(world, shard, progress, say))
+            graph = open_same(spec, world, store=store)
+            assert graph.store is not None
+            here = Here(world, progress=progress, say=partial(remark, quiet=quiet))
+            cut = graph.store.path / spec.partition
+            if config.strategy.cut == "chunks":
+                here = replace(here, layouts=open_layouts(cut))
+            else:
+                here = replace(here, shard=open_part(cut, world.rank))
+            built = build(graph, config, here=here)
         directory = RunDirectory(Path(spec.run_dir), seed=config.seed, world=beside(world))
         start = find_start(directory, beside(world), rows_by_owner(built.strategy.model))
         record = run_course(built, config, directory, start=start, quiet=quiet)
@@ -52,15 +60,22 @@ def run_spec(spec: Spec, world: World, *, store: Path | None = None) -> RunRecor
     return record
 
 
-def open_own(spec: Spec, world: World, *, store: Path | None = None) -> tuple[Graph, Shard]:
-    """The store of a spec and this rank's part of it; raises StoreError when another rank has another store."""
+def open_own(spec: Spec, world: World) -> tuple[Graph, Shard]:
+    """The store of a spec and this rank's part of it."""
+    graph = open_same(spec, world)
+    assert graph.store is not None
+    return graph, open_part(graph.store.path / spec.partition, world.rank)
+
+
+def open_same(spec: Spec, world: World, *, store: Path | None = None) -> Graph:
+    """The store of a spec; raises StoreError when it is another one than on the first rank."""
     graph = open_store(store or Path(spec.store))
     assert graph.store is not None
     if graph.store.digest != spec.digest:
         raise StoreError(
             f"{graph.store.path} on rank {world.rank} is another store than on rank 0: all machines need the same one"
         )
-    return graph, open_part(graph.store.path / spec.partition, world.rank)
+    return graph
 
 
 def serve(seat: Seat, work: Callable[[World, Meeting], object], *, speaks: bool) -> NoReturn:

@@ -10,6 +10,7 @@ from gnnfleet.strategies.base import Job, Strategy, StrategyConfig
 from gnnfleet.strategies.link_task import LinkTask
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.macrobatch.config import FANOUT, MacrobatchConfig
+from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.sar.config import SarConfig
 from gnnfleet.strategies.tma.config import TmaConfig
 
@@ -18,8 +19,9 @@ CONFIGS: dict[str, type[StrategyConfig]] = {
     "sar": SarConfig,
     "macrobatch": MacrobatchConfig,
     "tma": TmaConfig,
+    "pipe": PipeConfig,
 }
-PLANNED = ("pipe", "temporal")
+PLANNED = ("temporal",)
 
 
 def find_config(name: str) -> type[StrategyConfig]:
@@ -36,6 +38,10 @@ def make_strategy(config: StrategyConfig, job: Job) -> Strategy:
         from gnnfleet.strategies.sar.strategy import SarStrategy
 
         return SarStrategy(config, job)
+    if isinstance(config, PipeConfig):
+        from gnnfleet.strategies.pipe.strategy import PipeStrategy
+
+        return PipeStrategy(config, job)
     if isinstance(config, MacrobatchConfig):
         from gnnfleet.strategies.macrobatch.strategy import MacrobatchStrategy
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gnnfleet.comm.post import Post
 from gnnfleet.comm.world import World
+from gnnfleet.graph.chunks import Layout
 from gnnfleet.graph.deal import Deal
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.shard import Shard
@@ -26,13 +27,16 @@ from gnnfleet.strategies.task import Take, Task
 
 State = dict[str, dict[str, Tensor]]
 """Everything that training changes: {"model": {name: tensor}, "optimizer": {name: tensor}}, equal on all ranks, and
-perhaps ``OWN``."""
+perhaps ``OWN`` and ``PRIVATE``."""
 
 OWN = "own"
 """The part of a state that differs from rank to rank: {parameter name: rows, name + IDS: their ids, name/word: what the
 optimizer remembers of them}."""
 
 IDS = "/ids"
+
+PRIVATE = "private"
+"""What of a state belongs to a rank of exactly this world, {name: tensor}; others do without it."""
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 """The dtype of weights and features; bf16 rounds only what enters a product."""
@@ -49,6 +53,8 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
         False  # whether workers are independent of each other, and may end or join any time
     )
     partitioner: ClassVar[str] = "mincut"  # how nodes are dealt to workers unless the user says
+    # What is kept in the store for it: a part for every worker, clusters that are dealt, or layouts of chunks.
+    cut: ClassVar[Literal["parts", "clusters", "chunks"]] = "parts"
 
     name: str
 
@@ -66,6 +72,10 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
     def samples(self) -> bool:
         """Whether a step walks sampled blocks, not the whole graph."""
         return False
+
+    def candidates(self, workers: int, *, stays: bool = True) -> list[tuple[int, int]]:
+        """(ways, chunks) of the layouts it may want; ``stays``: as of the task."""
+        return []
 
     def check_workers(self, workers: int) -> None:
         """Raise ConfigError for a number of workers that does not fit."""
@@ -128,6 +138,7 @@ class Job:
     workers: int = 1
     post: Post | None = None  # how workers that come and go are reached
     deal: Deal | None = None  # who of them has which nodes
+    layouts: Sequence[Layout] | None = None  # how nodes may be cut into chunks
     say: Callable[[str], None] = lambda text: None  # to the user, on the rank that speaks
 
     @property
@@ -147,6 +158,9 @@ class Strategy(Protocol):
 
     def counts(self) -> dict[str, float]:
         """What the last epoch took besides time, for its row in the metrics; {} where there is nothing to tell."""
+
+    def pages(self) -> dict[str, str]:
+        """Files that show how the last epoch went, {name: text}; all ranks call it, the first keeps them."""
 
     @property
     def is_behind(self) -> bool:

@@ -64,6 +64,9 @@ class PartsStrategy:
     def counts(self) -> dict[str, float]:
         return {}
 
+    def pages(self) -> dict[str, str]:
+        return {}
+
     def evaluate(self, split: str) -> dict[str, float]:
         if not self._count(self._task.items(split)):
             raise ConfigError(f"the {split} split is empty: choose another --split")

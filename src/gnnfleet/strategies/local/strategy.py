@@ -126,6 +126,9 @@ class LocalStrategy:
     def counts(self) -> dict[str, float]:
         return {}
 
+    def pages(self) -> dict[str, str]:
+        return {}
+
     def evaluate(self, split: str) -> dict[str, float]:
         if not len(self._job.task.items(split)):
             raise ConfigError(f"the {split} split is empty: choose another --split")

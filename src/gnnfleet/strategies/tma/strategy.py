@@ -63,6 +63,9 @@ class TmaStrategy:
         self._load(closed.weights, closed.rows)
         yield StepRecord(epoch, 0, closed.loss, closed.count, closed.seconds, steps=closed.steps)
 
+    def pages(self) -> dict[str, str]:
+        return {}
+
     def counts(self) -> dict[str, float]:
         closed = self._closed
         if closed is None:

@@ -1,0 +1,77 @@
+"""A picture of who worked when: a row for each worker, a box for each chunk, white where nobody worked."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Sequence
+from html import escape
+from typing import Protocol
+
+_LEFT, _ROW, _GAP, _WIDTH, _TOP = 130, 26, 6, 1000, 56
+
+
+class Slot(Protocol):
+    """Work on a chunk."""
+
+    @property
+    def stage(self) -> int: ...
+    @property
+    def way(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def back(self) -> bool: ...
+    @property
+    def begin(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+    @property
+    def busy(self) -> float: ...
+
+
+def draw_schedule(slots: Sequence[Slot], stages: int, ways: int) -> str:
+    """SVG of one epoch: stages from top to bottom, seconds from left to right; backward is darker."""
+    first, last = min(slot.begin for slot in slots), max(slot.end for slot in slots)
+    scale = _WIDTH / max(last - first, 1e-9)
+    chunks = 1 + max(slot.chunk for slot in slots)
+    height = _TOP + stages * ways * (_ROW + _GAP) + 34
+    busy = sum(slot.end - slot.begin for slot in slots) / max((last - first) * stages * ways, 1e-9)
+    title = f"{stages} stages × {ways} ways, {last - first:.3f} s; workers were at work {busy:.0%} of it"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 20} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{_LEFT + _WIDTH + 20}" height="{height}" fill="white"/>',
+        f'<text x="8" y="20" font-size="15">{escape(title)}</text>',
+        '<text x="8" y="40" fill="#555">light: forward; dark: backward; colour: chunk; white: idle</text>',
+    ]
+    for stage in range(stages):
+        for way in range(ways):
+            top = _TOP + (stage * ways + way) * (_ROW + _GAP)
+            name = f"stage {stage + 1}" + (f", way {way + 1}" if ways > 1 else "")
+            parts.append(f'<text x="8" y="{top + 17}">{name}</text>')
+            parts.append(f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_ROW}" fill="none" stroke="#ddd"/>')
+    for slot in slots:
+        top = _TOP + (slot.stage * ways + slot.way) * (_ROW + _GAP)
+        left, wide = _LEFT + (slot.begin - first) * scale, max((slot.end - slot.begin) * scale, 0.5)
+        which = "backward" if slot.back else "forward"
+        word = f"chunk {slot.chunk + 1}, {which}, {slot.busy * 1e3:.1f} ms of processor time"
+        parts.append(
+            f'<rect x="{left:.2f}" y="{top}" width="{wide:.2f}" height="{_ROW}" '
+            f'fill="{_colour(slot.chunk, chunks, dark=slot.back)}" stroke="white" stroke-width="0.5">'
+            f"<title>{word}</title></rect>"
+        )
+        if wide > 18:
+            parts.append(
+                f'<text x="{left + wide / 2:.1f}" y="{top + 17}" text-anchor="middle" font-size="10" '
+                f'fill="{"white" if slot.back else "black"}">{slot.chunk + 1}</text>'
+            )
+    bottom = height - 12
+    for tick in range(6):
+        at = _LEFT + tick * _WIDTH / 5
+        parts.append(f'<text x="{at:.0f}" y="{bottom}" text-anchor="middle">{(last - first) * tick / 5:.3f} s</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _colour(chunk: int, chunks: int, *, dark: bool) -> str:
+    red, green, blue = colorsys.hls_to_rgb(chunk / max(chunks, 1), 0.38 if dark else 0.72, 0.6)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"

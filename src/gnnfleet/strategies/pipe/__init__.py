@@ -1,0 +1,1 @@
+"""Layers in stages, chunks of nodes streamed through them (GNNPipe), hybrid with graph parallelism."""
