@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -53,9 +53,10 @@ class GENConv(torch.nn.Module):
         own = first_rows(x, view.num_dst)
         if hasattr(self, "lin_src"):
             x, own = self.lin_src(x), self.lin_dst(own)
-        out = view.propagate(
-            _softmax_message(self.eps), src={"x": widen(x)}, params=(self.aggr_module.t,), reduce="softmax"
-        )
+        # A softmax for every channel is attention with as many heads; slope 1 leaves scores as they are.
+        value = torch.relu(widen(x)) + self.eps
+        score, none = value if self.aggr_module.is_one else value * self.aggr_module.t, value.new_zeros(own.shape)
+        out = view.attend(value, src=score, dst=none, heads=int(value.shape[1]), slope=1.0)
         out = self.mlp[0](out + own)
         middle = self.mlp[1]
         out = batch_norm(view, out, middle) if isinstance(middle, torch.nn.BatchNorm1d) else middle(view, out)
@@ -70,20 +71,11 @@ class _Temperature(torch.nn.Module):
 
     def __init__(self, t: float, *, learn: bool) -> None:
         super().__init__()
+        self.is_one = t == 1.0 and not learn
         if learn:
             self.t = torch.nn.Parameter(torch.full((1,), t))
         else:
             self.register_buffer("t", torch.full((1,), t), persistent=False)
-
-
-def _softmax_message(eps: float) -> Callable[..., tuple[Tensor, Tensor]]:
-    def message(
-        src: Mapping[str, Tensor], dst: Mapping[str, Tensor], edge: Mapping[str, Tensor], t: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        value = src["x"].relu() + eps
-        return value * t, value
-
-    return message
 
 
 class ResPlusBlock(torch.nn.Module):
