@@ -81,3 +81,232 @@ def test_one_chunk_for_every_way_equals_local(
                 close(found[rank][place][word], expected[name][place][word], f"{model} rank {rank} {word}")
         for word in ("logits", "embeddings"):
             close(found[0][place][word], expected[name][place][word], f"{model} {word}")
+
+
+# -- what is not exact --
+
+
+class Walk:
+    """A model on the chunks of one way in this process; history is exact and of the same weights."""
+
+    def __init__(self, graph: Graph, model: GNN, layout: Layout, gradient: Gradient) -> None:
+        self.graph, self.model, self.layout = graph, model, layout
+        way = Way(graph, layout, 0)
+        self.stream = Stream(way, Mirrors(World(), way), gradient)
+        self.views = [ChunkView.open(chunk, self.stream).at(key=KEY) for chunk in way.chunks]
+        (nodes,) = graph.nodes.values()
+        assert nodes.x is not None
+        self.x = nodes.x.double()
+        self.stream.begin(torch.zeros(graph.num_nodes, dtype=torch.int64), adopts=True)
+        with torch.no_grad():
+            self.forward(ChunkView.open(way.whole, self.stream).at(key=KEY))
+        self.stream.finish()
+
+    def forward(self, view: ChunkView) -> Tensor:
+        rows: Any = self.x[view.node_ids]
+        carry = None
+        for index in range(self.model.num_layers):
+            rows, carry = self.model.layer(index, view, rows, carry)
+        out: Tensor = rows
+        return out
+
+    def gradients(self, order: tuple[int, ...], pattern: Tensor) -> dict[str, Tensor]:
+        """Of the sum of output × pattern, with chunks in an order."""
+        self.model.zero_grad()
+        self.stream.begin(slots_of([order], self.layout))
+        views = [self.views[chunk].during(Turn(slot, (chunk,))) for slot, chunk in enumerate(order)]
+        outs = [self.forward(view) for view in views]
+        for view, out in zip(views[::-1], outs[::-1], strict=True):
+            torch.autograd.backward(out, pattern[view.node_ids])
+            self.stream.leave(view.turn.slot)
+        self.stream.finish()
+        return grads(self.model)
+
+
+def grads(model: GNN) -> dict[str, Tensor]:
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def made(graph: Graph, name: str, layers: int, **settings: Any) -> GNN:
+    torch.manual_seed(0)
+    words = {"heads": 2} if name in ("gat", "gatv2") else {}
+    return build_model(make_config(name, hidden=8, layers=layers, **words, **settings), graph).double()
+
+
+def exact(graph: Graph, model: GNN, pattern: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    (nodes,) = graph.nodes.values()
+    assert nodes.x is not None
+    (model(LocalView.whole(graph).at(key=KEY), nodes.x.double()) * pattern).sum().backward()
+    return grads(model)
+
+
+def some(graph: Graph, seed: int = 0) -> Tensor:
+    return torch.randn(graph.num_nodes, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+NAMES = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", "gcn2", "res+")
+
+
+@pytest.mark.parametrize("gradient", ["stale", "control_variate"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_settle_on_the_exact_ones(name: str, gradient: Gradient) -> None:
+    """With weights that stay, each pass mends one more hop; dropout is on, and the same in every pass."""
+    graph = plain_graph()
+    model, pattern = made(graph, name, 3), some(graph)
+    wanted = exact(graph, model, pattern)
+    walk = Walk(graph, model, lay_out(graph, 1, 4), gradient)
+    first = walk.gradients((2, 0, 3, 1), pattern)
+    assert any(not torch.allclose(first[key], wanted[key]) for key in wanted), "nothing was at stake"
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2), (1, 3, 2, 0)):
+        found = walk.gradients(order, pattern)
+    close(found, wanted, name)
+
+
+@pytest.mark.parametrize("name", ["sage", "gat", "gatv2", "res+"])
+def test_edges_inside_chunks_are_exact(name: str) -> None:
+    """Without edges between chunks there is nothing to remember."""
+    random = torch.Generator().manual_seed(4)
+    block = torch.randint(0, 10, (2, 60), generator=random)
+    index = torch.cat([block + 10 * i for i in range(4)], 1)
+    graph = Graph(index, x=torch.randn(40, 5, generator=random), y=torch.arange(40) % 3, num_nodes=40)
+    layout = Layout(torch.arange(40), torch.arange(0, 41, 10), 1)
+    model, pattern = made(graph, name, 3), some(graph)
+    walk = Walk(graph, model, layout, "double")
+    walk.stream.history.clear()
+    close(walk.gradients((3, 0, 2, 1), pattern), exact(graph, model, pattern), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("gradient", ["double", "control_variate"])
+def test_the_mean_over_orders_of_one_hop_is_exact(name: str, gradient: Gradient) -> None:
+    """Features have no gradient; layers that map rows before they gather them cross chunks once in the last layer."""
+    graph = plain_graph()
+    model, pattern = made(graph, name, 1 if name in ("gat", "gatv2", "gcn2", "res+") else 2), some(graph)
+    wanted = exact(graph, model, pattern)
+    walk = Walk(graph, model, lay_out(graph, 1, 3), gradient)
+    walk.gradients((0, 1, 2), some(graph, 9))  # what a control variate remembers: anything will do
+    kept = walk.stream.state_dict()
+    kept = {key: tensor.clone() for key, tensor in kept.items()}
+    total: dict[str, Tensor] = {}
+    for order in permutations(range(3)):
+        walk.stream.load_state_dict(kept)
+        for key, gradient_of in walk.gradients(order, pattern).items():
+            total[key] = total.get(key, torch.zeros_like(gradient_of)) + gradient_of / 6
+    close(total, wanted, f"{name} {gradient}")
+
+
+def test_two_crossings_count_two_thirds() -> None:
+    """The rule of GNNPipe is not right along paths: of three chunks in a row one order of six carries, weighed by 4."""
+    graph = Graph(torch.tensor([[0, 1], [1, 2]]), num_nodes=3)  # 0 → 1 → 2, each in a chunk of its own
+    layout = Layout(torch.arange(3), torch.arange(4), 1)
+    way = Way(graph, layout, 0)
+    stream = Stream(way, Mirrors(World(), way), "double")
+    total = 0.0
+    for order in permutations(range(3)):
+        stream.begin(slots_of([order], layout))
+        rows = [torch.ones(1, 1, dtype=torch.float64, requires_grad=True) for _ in order]
+        views = [ChunkView.open(way.chunks[chunk], stream).during(Turn(t, (chunk,))) for t, chunk in enumerate(order)]
+        outs = [
+            view.at(layer=1).aggregate(view.at(layer=0).aggregate(rows[chunk]))
+            for chunk, view in zip(order, views, strict=True)
+        ]
+        for chunk, view, out in list(zip(order, views, outs, strict=True))[::-1]:
+            torch.autograd.backward(out, torch.full((1, 1), float(chunk == 2), dtype=torch.float64))
+            stream.leave(view.turn.slot)
+        stream.finish()
+        assert rows[0].grad is not None
+        total += float(rows[0].grad) / 6
+    assert total == pytest.approx(2 / 3)
+
+
+CROSSING = (("gcn", 2), ("gat", 1), ("gatv2", 1))
+"""Models whose gradients cross chunks at most once."""
+
+
+def mean_of_ways(world: World, store: str, gradient: Gradient) -> list[dict[str, Tensor]]:
+    """Over all orders of both ways: gradients summed over ranks."""
+    graph = open_store(store)
+    layout = lay_out(graph, 2, 4)
+    found = []
+    for name, layers in CROSSING:
+        model = made(graph, name, layers)
+        way = Way(graph, layout, world.rank)
+        stream = Stream(way, Mirrors(world, way), gradient)
+        views = [ChunkView.open(chunk, stream).at(key=KEY) for chunk in way.chunks]
+        walk = Walk.__new__(Walk)
+        walk.graph, walk.model, walk.layout, walk.stream = graph, model, layout, stream
+        (nodes,) = graph.nodes.values()
+        assert nodes.x is not None
+        walk.x = nodes.x.double()
+        stream.begin(torch.zeros(graph.num_nodes, dtype=torch.int64), adopts=True)
+        with torch.no_grad():
+            walk.forward(ChunkView.open(way.whole, stream).at(key=KEY).during(Turn(0, (-1, -1))))
+        stream.finish()
+        kept: dict[str, Tensor] | None = None
+        total: dict[str, Tensor] = {}
+        orders = list(product(permutations(range(2)), repeat=2))
+        for number, both in enumerate([orders[0], *orders]):
+            if kept is not None:
+                stream.load_state_dict(kept)
+            model.zero_grad()
+            stream.begin(slots_of(both, layout))
+            turns = [Turn(slot, tuple(order[slot] for order in both)) for slot in range(2)]
+            here = [views[order].during(turn) for order, turn in zip(both[world.rank], turns, strict=True)]
+            outs = [walk.forward(view) for view in here]
+            for view, out in zip(here[::-1], outs[::-1], strict=True):
+                torch.autograd.backward(out, some(graph, 9 if kept is None else 0)[view.node_ids])
+                stream.leave(view.turn.slot)
+            stream.finish()
+            if not number:
+                kept = {key: tensor.clone() for key, tensor in stream.state_dict().items()}
+                continue
+            for key, each in grads(model).items():
+                total[key] = total.get(key, torch.zeros_like(each)) + each / len(orders)
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("gradient", ["double", "control_variate"])
+def test_the_mean_over_orders_of_two_ways_is_exact(crew: Crew, folder: Path, gradient: Gradient) -> None:
+    graph = open_store(folder / "plain")
+    found = crew.run(2, mean_of_ways, str(folder / "plain"), gradient)
+    for place, (name, layers) in enumerate(CROSSING):
+        wanted = exact(graph, made(graph, name, layers), some(graph))
+        close({key: found[0][place][key] + found[1][place][key] for key in wanted}, wanted, name)
+
+
+# -- bytes --
+
+
+def bytes_of_a_step(world: World, store: str, model: dict[str, Any], ways: int, chunks: int, wire: str) -> Any:
+    graph = open_store(store)
+    tree = words(model, name="pipe", ways=ways, chunks=chunks, wire=wire, guard=0) | {"workers": world.size}
+    strategy = build(graph, resolve(tree), here=chunked(graph, world, ways, chunks)).strategy
+    assert isinstance(strategy, PipeStrategy)
+    list(strategy.steps(0))
+    before = world.traffic.bytes_sent
+    list(strategy.steps(1))
+    sent = world.traffic.bytes_sent - before
+    own = strategy._own  # sums of gradients between ways
+    sums = sum(p.nbytes + p.element_size() for p in own) if ways > 1 else 0
+    copies = strategy._stream.mirrors.count("in"), strategy._stream.mirrors.count("out")
+    layers, grid = strategy._found.layers, strategy.grid
+    return sent - sums, copies, layers, strategy.forecast.layers, grid
+
+
+@pytest.mark.parametrize(
+    ("size", "ways", "chunks", "wire"), [(2, 1, 4, "exact"), (3, 1, 3, "bf16"), (4, 2, 4, "exact"), (2, 2, 4, "exact")]
+)
+def test_bytes_are_the_formulas(crew: Crew, folder: Path, size: int, ways: int, chunks: int, wire: str) -> None:
+    for name, layers in (("gcn2", 4), ("sage", 3), ("gat", 3), ("gatv2", 3), ("res+", 3)):
+        model = {"name": name, "layers": layers, "heads": 2}
+        found = crew.run(size, bytes_of_a_step, str(folder / "plain"), model, ways, chunks, wire)
+        copies = tuple(sum(one[1][side] for one in found[:ways]) for side in (0, 1))
+        _, _, costs, split, grid = found[0]
+        planned = Candidate(grid.ways, grid.stages, grid.chunks, copies)  # type: ignore[arg-type]
+        divided = 4 if wire == "bf16" else 1  # of float64
+        assert sum(one[0] for one in found) == volume(costs, split, planned, 60, wire=divided), name
+        if ways == 1:
+            carried = 2 if name == "gcn2" else 1
+            assert sum(one[0] for one in found) == 2 * (size - 1) * 60 * 8 * 8 * carried // divided

@@ -137,13 +137,14 @@ class Stream:
     def looks_back(self) -> bool:
         return self.gradient != "double"
 
-    def now(self, key: Key, like: Tensor, linear: int) -> Tensor:
-        """Gradients of destinations as they count: at first none, or for sums those of the pass before."""
+    def now(self, key: Key, like: Tensor, linear: int, *, mixed: bool) -> Tensor:
+        """Gradients of destinations as they count: at first none, or those of the pass before unless ``mixed``: then
+        these have a table of their own."""
         tables = self._pass.now
         if key not in tables:
             fresh = like.new_zeros(self.way.size("out"), like.shape[1])
             fresh[:, :linear] = _IDLE
-            if not linear and self.looks_back and key in self.gradients:
+            if not mixed and self.looks_back and key in self.gradients:
                 fresh.copy_(self.gradients[key])
             tables[key] = fresh
         return tables[key]
@@ -297,9 +298,9 @@ class Call:
         came = swap.finish()
         if not stream.remembers and not chunk.reads("out"):
             return
-        now = [stream.now(self._key(place), lane.rows, lane.linear) for place, lane in enumerate(lanes)]
         # Where a row is not proportional to all of its columns, gradients of the pass before have tables of their own.
         mixed = any(lane.linear for lane in lanes)
+        now = [stream.now(self._key(place), lane.rows, lane.linear, mixed=mixed) for place, lane in enumerate(lanes)]
         past = [stream.before(self._key(place)) if mixed else table for place, table in enumerate(now)]
         kept = self._take_in(came, lanes, now, past)
         if chunk.reads("out"):
@@ -331,7 +332,7 @@ class Call:
         stream, mixed = self.stream, any(lane.linear for lane in lanes)
         for place, (lane, value, old) in enumerate(zip(lanes, values, before, strict=True)):
             key, first = self._key(place), lane.linear
-            table = stream.now(key, value, first)
+            table = stream.now(key, value, first, mixed=mixed)
             table[rows] = value
             table[rows, first:] = stream.weigh(value[:, first:], None if mixed or old is None else old[:, first:])
             latest = stream.latest(key, value)

@@ -78,6 +78,7 @@ class PipeStrategy:
         self._owners = owners(self._found.parameters, self.forecast.layers, names)
         self._optimizer = make_optimizer(self.model, job.train)
         self._guard = Guard.begin(config.guard, config.tolerance, 0)
+        self._is_warm = not config.warm  # whether there is a history, be it of zeros
         self._known: tuple[Tensor, Tensor] | None = None
         self._spans: list[Span] = []
         self._count = len(job.task.trained(job.seed, 0))
@@ -228,8 +229,9 @@ class PipeStrategy:
         """One optimizer step; the loss of all items."""
         exact = self._guard.level == "exact" or self.grid.is_exact
         compares = not exact and self._guard.is_due(epoch)
-        if self._works and not exact and self._config.warm and not self._stream.history:
-            self._pass(epoch, exact=True, learns=self._stream.looks_back, adopts=True)
+        if not exact and not self._is_warm:
+            self._pass(epoch, exact=True, learns=self._config.gradient != "double", adopts=True)
+            self._is_warm = True
         self._spans = []
         loss = self._pass(epoch, exact=exact, adopts=self._refreshes(epoch), spans=self._spans)
         if compares:
@@ -443,6 +445,7 @@ class PipeStrategy:
             return
         if guard is not None:
             self._guard = self._guard.resumed(guard.tolist())
+        self._is_warm = True
         if self._works:
             self._stream.load_state_dict(private)
 
