@@ -1,6 +1,7 @@
 """Whatever happens to one rank, the others end within 15 s, name it, and the run goes on to the same weights.
 
-Seeded trials, many at a time: they mostly wait. Ranks train with strategy sar; no launcher watches over them.
+Seeded trials, many at a time: they mostly wait. Ranks train with sar, each with a part, or with pipe, each with a
+stage; no launcher watches over them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ WORDS: dict[str, Any] = {
     "partition": "random",  # most rows travel: messages are large enough for shared memory
     "train": {"epochs": 40, "checkpoint_seconds": 0.2},
 }
+PIPE: dict[str, Any] = {
+    **WORDS,
+    "strategy": {"name": "pipe", "ways": 1, "chunks": 6, "refresh": 3, "gradient": "control_variate"},
+    "model": {"hidden": 32, "layers": 3},
+    "train": {**WORDS["train"], "epochs": 15},
+}
+BOTH = (WORDS, PIPE)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +58,8 @@ def forks() -> Iterator[Forks]:
     made.close()
 
 
-def spec_of(store: Graph, run_dir: Path, **train: Any) -> Spec:
-    words = {**WORDS, "train": {**WORDS["train"], **train}}
+def spec_of(store: Graph, run_dir: Path, base: dict[str, Any] = WORDS, **train: Any) -> Spec:
+    words = {**base, "train": {**base["train"], **train}}
     place = Place(run_dir, resume=run_dir.exists())
     config, directory = settle(store, words, place)
     with prepared(store, config, directory, place=place, quiet=True) as (spec, _):
@@ -87,7 +95,7 @@ def plan_of(count: int, number: signal.Signals) -> list[tuple[int, signal.Signal
 def start(forks: Forks, store: Graph, folder: Path, count: int) -> list[Trial]:
     made = []
     for number in range(count):
-        spec = spec_of(store, folder / f"run-{number}", epochs=10_000)
+        spec = spec_of(store, folder / f"run-{number}", BOTH[number % 2], epochs=10_000)
         made.append(forks.start(spec.as_json(), folder / f"trial-{number}", size=SIZE))
     return made
 
@@ -161,18 +169,20 @@ def test_without_the_store_all_end_and_say_so(forks: Forks, store: Graph, tmp_pa
 
 
 def test_killed_runs_go_on_to_the_uninterrupted_weights(forks: Forks, store: Graph, tmp_path: Path) -> None:
-    whole = spec_of(store, tmp_path / "whole")
-    specs = [spec_of(store, tmp_path / f"cut-{number}") for number in range(2)]
-    uninterrupted = forks.start(whole.as_json(), tmp_path / "trial-whole", size=SIZE)
+    wholes = [spec_of(store, tmp_path / f"whole-{number}", words) for number, words in enumerate(BOTH)]
+    specs = [spec_of(store, tmp_path / f"cut-{number}", words) for number, words in enumerate(BOTH)]
+    uninterrupted = [
+        forks.start(spec.as_json(), tmp_path / f"trial-whole-{number}", size=SIZE) for number, spec in enumerate(wholes)
+    ]
     trials = [forks.start(spec.as_json(), tmp_path / f"trial-{number}", size=SIZE) for number, spec in enumerate(specs)]
     plan = plan_of(len(trials), signal.SIGKILL)
     hits = side_by_side(trials, plan, forks)
     for trial, (victim, _, _), hit in zip(trials, plan, hits, strict=True):
         check_ends(trial, victim, hit)
     again = [forks.start(spec.as_json(), tmp_path / f"again-{number}", size=SIZE) for number, spec in enumerate(specs)]
-    for trial in (uninterrupted, *again):
+    for trial in (*uninterrupted, *again):
         assert all(code == 0 for code, _ in trial.wait(PATIENCE).values()), [trial.said(rank) for rank in range(SIZE)]
     for number in range(len(specs)):
         for name in ("last", "best"):
-            cut, kept = (Path(run) / "checkpoints" / name for run in (specs[number].run_dir, whole.run_dir))
+            cut, kept = (Path(run) / "checkpoints" / name for run in (specs[number].run_dir, wholes[number].run_dir))
             assert_same_checkpoint(cut, kept)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Protocol
 
-_LEFT, _ROW, _GAP, _WIDTH, _TOP = 130, 26, 6, 1000, 56
+_LEFT, _RIGHT, _ROW, _GAP, _WIDTH, _TOP = 130, 40, 26, 6, 1000, 56
 
 
 class Slot(Protocol):
@@ -36,11 +36,12 @@ def draw_schedule(slots: Sequence[Slot], stages: int, ways: int) -> str:
     chunks = 1 + max(slot.chunk for slot in slots)
     height = _TOP + stages * ways * (_ROW + _GAP) + 34
     busy = sum(slot.end - slot.begin for slot in slots) / max((last - first) * stages * ways, 1e-9)
-    title = f"{stages} stages × {ways} ways, {last - first:.3f} s; workers were at work {busy:.0%} of it"
+    grid = f"{stages} stages" + (f" × {ways} ways" if ways > 1 else "")
+    title = f"{grid}, {last - first:.3f} s; workers were at work {busy:.0%} of it"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 20} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + _RIGHT} {height}" '
         'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_LEFT + _WIDTH + 20}" height="{height}" fill="white"/>',
+        f'<rect width="{_LEFT + _WIDTH + _RIGHT}" height="{height}" fill="white"/>',
         f'<text x="8" y="20" font-size="15">{escape(title)}</text>',
         '<text x="8" y="40" fill="#555">light: forward; dark: backward; colour: chunk; white: idle</text>',
     ]

@@ -16,7 +16,7 @@ from gnnfleet.strategies.pipe.schedule import split_layers
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer takes, measured on a piece of the graph."""
+    """What a layer takes, measured on a piece of the graph while all workers compute."""
 
     least: float  # seconds for next to no rows
     whole: float  # seconds for all edges, beyond that
@@ -39,7 +39,8 @@ class Machine:
     workers: int = 1
 
     def slowed(self, active: int) -> float:
-        return 1.0 + (self.crowding - 1.0) * (active - 1) / max(self.workers - 1, 1)
+        """How long a layer takes while so many workers compute, for its time while all do."""
+        return (1.0 + (self.crowding - 1.0) * (active - 1) / max(self.workers - 1, 1)) / self.crowding
 
 
 @dataclass(frozen=True)

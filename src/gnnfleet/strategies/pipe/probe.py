@@ -50,7 +50,8 @@ def probe_layers(
     chunk = way.whole if model.batch_norm else way.chunks[number % len(way.chunks)]
     none = way.cut(chunk.low, chunk.high if model.batch_norm else min(chunk.low + 1, chunk.high), -2)
     statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    probe.run(none)
+    for piece in (none, chunk):
+        probe.run(piece)  # what is made once for all epochs is made now
     alone = sum(probe.run(chunk).seconds) if world.is_first else 0.0
     sum_over_ranks(aside, torch.zeros(1))  # the others wait
     there, least = probe.run(chunk), [0.0] * model.num_layers if model.batch_norm else probe.run(none).seconds
@@ -84,10 +85,12 @@ class _Probe:
     def __init__(self, model: Model, way: Way, x: Tensor, precision: str, cached: bool) -> None:
         self.model, self.way, self.x, self.precision, self.cached = model, way, x, precision, cached
         self.mirrors = Mirrors(World(), way)
+        self._views: dict[int, ChunkView] = {}
 
     def run(self, chunk: Chunk) -> _Seen:
         """One forward and backward of every layer on random neighbours; gradients are thrown away."""
         seen = _Seen([], [], [], [], [], [])
+        opened = self._views.setdefault(chunk.number, ChunkView.open(chunk, Stream(self.way, self.mirrors)))
         self.model.train()
         rows: Any = self.x[chunk.span]
         carry: Tensor | None = None
@@ -96,7 +99,7 @@ class _Probe:
             for _ in range(_TIMES):
                 stream = Stream(self.way, self.mirrors)
                 stream.begin(torch.zeros(len(self.way.layout.order), dtype=torch.int64))
-                view = ChunkView.open(chunk, stream).during(Turn(0, (-1,))).at(key=DrawKey())
+                view = opened.during(Turn(0, (-1,)), stream).at(key=DrawKey())
                 given = [t.detach().requires_grad_(index > 0) for t in (rows, carry) if t is not None]
                 self.model.zero_grad(set_to_none=True)
                 near = self.model.precompute(view, given[0]) if index == 0 and self.cached else None
