@@ -33,7 +33,7 @@ class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
     ways: Number = "auto"
     chunks: Number = "auto"  # of all ways together; auto: four for every worker. As many as ways is exact.
     shuffle: bool = True  # another order of chunks in every epoch
-    refresh: int = Field(default=1, ge=1)  # epochs for which one history serves
+    refresh: int = Field(default=10, ge=1)  # epochs for which one history serves
     # What stands for gradients of neighbours that were read from history: nothing, while the others count twice
     # (double, as GNNPipe), those of the epoch before (stale), or these as a control variate.
     gradient: Literal["double", "stale", "control_variate"] = "stale"
