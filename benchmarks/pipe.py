@@ -7,7 +7,7 @@ Cells take turns over rounds, the best round counts; finished cells are not run 
   accuracy/SET/MODEL/LAYERS/WAY/SEED   test accuracy at the best val epoch; WAY: exact, pipe, or a variant of ABLATION
   collapse/WAY                    deep gcn2 in many random chunks: exact, plain (GNNPipe as it was), guarded
 
-GRAPH: communities and rmat (generated, mean degree 128 and 98), coauthor_cs, amazon_photo, pubmed (--data). Accuracy
+GRAPH: communities and rmat (generated, mean degree 128 and 110), coauthor_cs, amazon_photo, pubmed (--data). Accuracy
 cells stream chunks through one process: what is computed does not depend on the number of stages.
 
 usage: python benchmarks/pipe.py [OUT] [--data DIR] [--cells …] [--rounds 2] [--epochs 2]
@@ -60,7 +60,7 @@ def graph_of(name: str, data: Path) -> Any:
     if name == "communities":
         return make_dataset("communities", nodes=4000, mean_degree=128)
     if name == "rmat":
-        return make_dataset("rmat", nodes=4096, edges=400_000)
+        return make_dataset("rmat", nodes=4096, edges=450_000, symmetric=True, features=64, classes=10, train=0.6)
     return gf.read_npz(data / f"{name}.npz")
 
 
