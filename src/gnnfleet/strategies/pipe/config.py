@@ -36,7 +36,7 @@ class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
     refresh: int = Field(default=10, ge=1)  # epochs for which one history serves
     # What stands for gradients of neighbours that were read from history: nothing, while the others count twice
     # (double, as GNNPipe), those of the epoch before (stale), or these as a control variate.
-    gradient: Literal["double", "stale", "control_variate"] = "stale"
+    gradient: Literal["double", "stale", "control_variate"] = "double"
     warm: bool = True  # fill the history by one exact pass at the start, not with zeros
     # Epochs until gradients are compared with exact ones for the first time; after that twice as many each time, as
     # long as they agree. 0 never compares.

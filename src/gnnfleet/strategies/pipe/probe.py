@@ -23,7 +23,6 @@ from gnnfleet.sharded.way import Chunk, Way
 from gnnfleet.strategies.base import products
 from gnnfleet.strategies.pipe.plan import LayerCost, Machine
 
-_TIMES = 2  # a layer is run so often, the fastest counts
 _PROBE = 4 << 20  # bytes of a message that bandwidth is measured with
 _TAG = 31
 
@@ -94,25 +93,22 @@ class _Probe:
         self.model.train()
         rows: Any = self.x[chunk.span]
         carry: Tensor | None = None
+        slots = torch.zeros(len(self.way.layout.order), dtype=torch.int64)
         for index in range(self.model.num_layers):
-            best = float("inf")
-            for _ in range(_TIMES):
-                stream = Stream(self.way, self.mirrors)
-                stream.begin(torch.zeros(len(self.way.layout.order), dtype=torch.int64))
-                view = opened.during(Turn(0, (-1,)), stream).at(key=DrawKey())
-                given = [t.detach().requires_grad_(index > 0) for t in (rows, carry) if t is not None]
-                self.model.zero_grad(set_to_none=True)
-                near = self.model.precompute(view, given[0]) if index == 0 and self.cached else None
-                stream.begin(torch.zeros(len(self.way.layout.order), dtype=torch.int64))
-                stream.history.clear()
-                started = time.perf_counter()
-                with products(self.precision):
-                    out = self.model.layer(index, view, given[0], given[1] if len(given) > 1 else None, aggregated=near)
-                made = [t for t in out if isinstance(t, Tensor)]
-                ends = [t for t in made if t.requires_grad]
-                torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
-                best = min(best, time.perf_counter() - started)
-            seen.seconds.append(best)
+            stream = Stream(self.way, self.mirrors)
+            view = opened.during(Turn(0, (-1,)), stream).at(key=DrawKey())
+            given = [t.detach().requires_grad_(index > 0) for t in (rows, carry) if t is not None]
+            self.model.zero_grad(set_to_none=True)
+            near = self.model.precompute(view, given[0]) if index == 0 and self.cached else None
+            stream.begin(slots)
+            stream.history.clear()
+            started = time.perf_counter()
+            with products(self.precision):
+                out = self.model.layer(index, view, given[0], given[1] if len(given) > 1 else None, aggregated=near)
+            made = [t for t in out if isinstance(t, Tensor)]
+            ends = [t for t in made if t.requires_grad]
+            torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+            seen.seconds.append(time.perf_counter() - started)
             seen.made.append(sum(_row(t) for t in made))
             forward, by_source, home = stream.widths()
             seen.forward.append(forward)

@@ -81,6 +81,7 @@ class PipeStrategy:
         self._is_warm = not config.warm  # whether there is a history, be it of zeros
         self._known: tuple[Tensor, Tensor] | None = None
         self._spans: list[Span] = []
+        self._cosine: float | None = None  # of the last epoch, where gradients were compared
         self._count = len(job.task.trained(job.seed, 0))
         if self._works:
             self._settle()
@@ -232,7 +233,7 @@ class PipeStrategy:
         if not exact and not self._is_warm:
             self._pass(epoch, exact=True, learns=self._config.gradient != "double", adopts=True)
             self._is_warm = True
-        self._spans = []
+        self._spans, self._cosine = [], None
         loss = self._pass(epoch, exact=exact, adopts=self._refreshes(epoch), spans=self._spans)
         if compares:
             loss = self._compare(epoch, loss)
@@ -327,8 +328,9 @@ class PipeStrategy:
             self._optimizer.step()
 
     def counts(self) -> dict[str, float]:
-        """How long stages were idle for want of chunks, from their processor time."""
-        return {"bubble": bubble(self._every_span(), self.grid.stages)} if self.grid.stages > 1 else {}
+        """How long stages were idle for want of chunks, from their processor time; what the guard has found."""
+        found = {"bubble": bubble(self._every_span(), self.grid.stages)} if self.grid.stages > 1 else {}
+        return found if self._cosine is None else {**found, "cosine": self._cosine}
 
     def _every_span(self) -> list[Span]:
         own = json.dumps([list(vars(span).values()) for span in self._spans]).encode()
