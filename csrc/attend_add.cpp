@@ -82,7 +82,7 @@ void forward_row(const AttendArgs& a, int64_t i, const Scratch<wide_t<T>>& s) {
   const A* own = static_cast<const A*>(a.dst.data) + row * a.dst.stride;
   if (a.score == Score::add) s.repeat(own, s.own);
   Edges edges;
-  for (int64_t first = begin; first < end; first += kEdges) {
+  for (int64_t first = begin; first < end; first += edges.count) {
     take_edges(a, first, end, edges);
     score_edges(a, edges, own, a.src, s);
     raise_top(s, edges.count, top);
@@ -119,7 +119,7 @@ void source_row(const AttendArgs& a, int64_t j, const Scratch<wide_t<T>>& s) {
   }
   s.repeat(static_cast<const A*>(a.src.data) + row * a.src.stride, s.own);
   Edges edges;
-  for (int64_t first = begin; first < end; first += kEdges) {
+  for (int64_t first = begin; first < end; first += edges.count) {
     take_edges(a, first, end, edges);
     score_edges<A>(a, edges, nullptr, a.dst, s);
     gather_heads(a.side, 0, edges, a.heads, s.lse);

@@ -143,7 +143,7 @@ void gradient_row(const Sides<Z, BySource>& sides, int64_t r, const Scratch<wide
   for (int64_t d = 0; d < inner; ++d) s.row_own[d] = A(0);
   if (begin == end) for (int64_t f = 0; f < width; ++f) s.row_sum[f] = A(0);
   Edges edges;
-  for (int64_t first = begin; first < end; first += kEdges) {
+  for (int64_t first = begin; first < end; first += edges.count) {
     take_edges(a, first, end, edges);
     differentiate_edges(sides, row, edges, s);
     const A* shrink = first == begin ? nullptr : s.part;

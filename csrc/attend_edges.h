@@ -14,6 +14,7 @@ namespace gnnfleet::GNNFLEET_ISA {
 namespace {
 
 constexpr int64_t kEdges = 64;        // of one row worked on together: their rows stay in the nearest cache
+constexpr int64_t kHeads = 16;        // with more, fewer edges are: their flat buffers stay there too
 constexpr int64_t kAhead = 8;         // edges whose rows are prefetched
 constexpr int64_t kFar = 32;          // edges whose heads are: few bytes, wanted all at once when the next row begins
 constexpr int64_t kRowsAtOnce = 32;   // rows a thread takes at a time: degrees are skewed
@@ -156,7 +157,8 @@ inline void copy_columns(const Index* col, Edges& edges) {
 inline void take_edges(const AttendArgs& a, int64_t first, int64_t end, Edges& edges) {
   const int64_t left = a.structure.indptr[a.structure.n] - first;
   edges.first = first;
-  edges.count = end - first < kEdges ? end - first : kEdges;
+  const int64_t most = a.heads <= kHeads ? kEdges : a.heads < kEdges * kHeads / 8 ? kEdges * kHeads / a.heads : 8;
+  edges.count = end - first < most ? end - first : most;
   edges.reach = edges.count + kFar < left ? edges.count + kFar : left;
   if (a.structure.wide) copy_columns(static_cast<const int64_t*>(a.structure.col), edges);
   else copy_columns(static_cast<const int32_t*>(a.structure.col), edges);

@@ -58,6 +58,44 @@ inline void sum_tile(const Sums<T>& a, const Edges& edges, int64_t f) {
   }
 }
 
+// One channel for each head: every column has a weight of its own. Columns f .. f + Tile * lanes.
+template <int Tile, bool Dual, typename T>
+inline void sum_columns(const Sums<T>& a, const Edges& edges, int64_t f) {
+  using A = wide_t<T>;
+  constexpr int lanes = Lanes<A>::count;
+  vec_t<A> sum[Tile] = {}, upper[Tile] = {};
+  if (a.shrink) {
+    for (int t = 0; t < Tile; ++t) {
+      sum[t] = load(a.sum + f + t * lanes) * load(a.shrink + f + t * lanes);
+      if constexpr (Dual) upper[t] = load(a.upper_sum + f + t * lanes) * load(a.shrink + f + t * lanes);
+    }
+  }
+  for (int64_t k = 0; k < edges.count; ++k) {
+    if (k + kAhead < edges.reach) prefetch_row(a.table + edges.col[k + kAhead] * a.stride + f, Tile * lanes);
+    const T* row = a.table + edges.col[k] * a.stride + f;
+    const A* weight = a.weight + k * a.heads + f;
+    const A* above = a.upper + k * a.heads + f;
+#pragma GCC unroll 8
+    for (int t = 0; t < Tile; ++t) {
+      const vec_t<A> value = load(row + t * lanes);
+      sum[t] += value * load(weight + t * lanes);
+      if constexpr (Dual) upper[t] += value * load(above + t * lanes);
+    }
+  }
+  for (int t = 0; t < Tile; ++t) {
+    store<A>(a.sum + f + t * lanes, sum[t]);
+    if constexpr (Dual) store<A>(a.upper_sum + f + t * lanes, upper[t]);
+  }
+}
+
+template <bool Dual, typename T>
+void sum_columns(const Sums<T>& a, const Edges& edges) {
+  constexpr int64_t lanes = Lanes<wide_t<T>>::count;
+  int64_t f = 0;
+  for (; f + 4 * lanes <= a.heads; f += 4 * lanes) sum_columns<4, Dual>(a, edges, f);
+  for (; f < a.heads; f += lanes) sum_columns<1, Dual>(a, edges, f);
+}
+
 // Vectors `first` .. first + Tile of a row whose vectors may hold several heads: each takes its weights from the vector
 // of all heads by a permutation. The last vector of a row ends with the row, and keeps out of what is done already.
 template <int Tile, bool Dual, typename T>
@@ -143,6 +181,7 @@ template <bool Dual, typename T>
 void sum_edges(const Sums<T>& a, const Edges& edges) {
   constexpr int64_t lanes = Lanes<wide_t<T>>::count;
   const int64_t width = a.heads * a.channels;
+  if (a.channels == 1 && a.heads % lanes == 0) return sum_columns<Dual>(a, edges);
   if (a.channels % lanes) {
     // Without a permutation by register, as in the oldest instruction sets, mixed vectors cost more than they bring.
     const bool mixed = GNNFLEET_VECTOR_BYTES >= 32 && a.heads <= lanes && width >= lanes;

@@ -112,6 +112,7 @@ def test_comparisons_get_rarer_and_steps_down_are_said() -> None:
     assert seen == [5, 15, 35, 75, 155]
     guard, text = guard.after(200, Compared(0.2, 1.0, 1.5))
     assert guard.level == "fresh" and "0.20" in text and guard.due == 205
+    assert guard.after(205, Compared(0.8, 1.0, 1.0))[0].due == 210
     guard, text = guard.after(205, Compared(0.1, 1.0, 1.5))
     assert guard.level == "exact" and "exact" in text and not guard.is_due(10_000)
     assert Guard.begin(5, 0.5, 0).resumed(guard.state()) == guard
@@ -219,7 +220,7 @@ def test_the_guard_ends_in_exact_training(store: Path) -> None:
     run = pipe(str(store), World(), chunks=8, method="random", strategy=knobs, say=said.append)
     for epoch in range(3):
         list(run.steps(epoch))
-    assert len(said) == 2 and "renewed every epoch" in said[0] and "every epoch is exact" in said[1]
+    assert len(said) == 2 and "comes from exact passes" in said[0] and "every epoch is exact" in said[1]
     words = {"model": {"name": "gcn2", "hidden": 8, "layers": 6}, "train": {"lr": 0.01}, "seed": 3}
     local = build(open_store(store), resolve({**words, "strategy": {"name": "local", "order": "store"}})).strategy
     state = run.state_dict()

@@ -61,7 +61,7 @@ Strategy = _option(
     _HOW,
     "NAME",
     "local: one process, the default; sar: exact full batch on several workers; macrobatch: sampled mini-batches; "
-    "tma: independent trainers whose weights are averaged on a clock.",
+    "tma: independent trainers whose weights are averaged on a clock; pipe: layers in stages, chunks streamed through.",
     "--strategy",
     "-s",
 )

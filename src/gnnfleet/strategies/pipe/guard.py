@@ -1,8 +1,8 @@
 """Whether gradients that were made with history still point where exact ones do, and what is done when not.
 
-Now and then an epoch computes both and steps along the exact one. As long as they agree, the next comparison is twice
-as far away. When they do not, the history first serves one epoch only; the next time the run goes on exactly, with all
-chunks of a way as one.
+Now and then an epoch computes both and steps along the exact one; its rows become the history. As long as they agree,
+the next comparison is twice as far away. When they do not, comparisons stay close together and history comes from them
+alone; if they still do not, the run goes on exactly, with all chunks of a way as one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Guard:
     def after(self, epoch: int, found: Compared) -> tuple[Guard, str]:
         """(the guard from now on, what to say: nothing while gradients agree)."""
         if found.cosine >= self.tolerance:
-            wait = min(2 * self.wait, max(LONGEST, self.every))
+            wait = min(2 * self.wait, max(LONGEST, self.every)) if self.level == "planned" else self.every
             return replace(self, due=epoch + wait, wait=wait), ""
         level = LEVELS[LEVELS.index(self.level) + 1]
         seen = (
@@ -54,7 +54,7 @@ class Guard:
             f"(at least {self.tolerance:g} is wanted), loss {found.loss:.4g}, exactly {found.exact_loss:.4g}"
         )
         does = {
-            "fresh": "from now on history is renewed every epoch, beginning with exact rows",
+            "fresh": f"from now on history comes from exact passes, one every {self.every} epochs",
             "exact": "from now on every epoch is exact: chunks of a way are worked on as one, which is slower; "
             "strategy.ways=WORKERS is exact and side by side",
         }[level]

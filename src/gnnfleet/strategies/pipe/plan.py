@@ -114,7 +114,9 @@ def forecast(
                 inward * (layers[index].forward + layers[index].home) + outward * layers[index].by_source
                 for index in each
             )
-            work += sent / wire / candidate.chunks / machine.bandwidth + 2 * len(each) * machine.latency
+            # Packing and waiting take turns with computing: where workers share processors they slow each other down.
+            hops = 2 * len(each) * (candidate.ways - 1) * machine.latency
+            work += machine.crowding * (sent / wire / candidate.chunks / machine.bandwidth + hops)
         slot = max(slot, work)
     for each in split[:-1]:
         hop = 2 * rows / candidate.chunks * layers[each[-1]].made / wire

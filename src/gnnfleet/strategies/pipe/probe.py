@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -130,8 +131,8 @@ def probe_network(world: World, crowding: float) -> Machine:
     if world.size == 1:
         return Machine(float("inf"), 0.0)
     aside = replace(world, traffic=Traffic())
-    latency = min(_pass(aside, 1) for _ in range(5))
-    seconds = min(_pass(aside, _PROBE) for _ in range(2))
+    latency = statistics.median(_pass(aside, 1) for _ in range(9))
+    seconds = statistics.median(_pass(aside, _PROBE) for _ in range(3))
     own = torch.tensor([latency, max(seconds - latency, 1e-9)], dtype=torch.float64)
     latency, seconds = (sum_over_ranks(aside, own) / world.size).tolist()
     return Machine(_PROBE / seconds, latency, crowding, world.size)

@@ -242,7 +242,8 @@ class PipeStrategy:
         return float(total)
 
     def _refreshes(self, epoch: int) -> bool:
-        return self._guard.level == "fresh" or (epoch + 1) % self._config.refresh == 0
+        """Whether the rows of an epoch become the history."""
+        return self._guard.level == "planned" and (epoch + 1) % self._config.refresh == 0
 
     def _pass(
         self, epoch: int, *, exact: bool, adopts: bool, learns: bool = True, spans: list[Span] | None = None
