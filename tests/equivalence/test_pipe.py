@@ -32,7 +32,7 @@ from tests.ranks import Crew
 
 GRAPHS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "plain": (plain_graph, MODELS),
-    "related": (related_graph, [{"name": "rgcn", "bases": 1}]),
+    "related": (related_graph, [{"name": "rgcn", "bases": 1}, {"name": "rgcn"}]),
 }
 KEY = DrawKey(1, 2, 3)
 
@@ -57,10 +57,15 @@ def chunked(graph: Graph, world: World, ways: int, chunks: int, method: str = "m
     return Here(world, layouts=[lay_out(graph, ways, chunks, method=method)])
 
 
+def models_of(name: str, size: int) -> list[dict[str, Any]]:
+    """All of them on few ranks; on more, every other one."""
+    return GRAPHS[name][1] if size < 3 else GRAPHS[name][1][size % 2 :: 2]
+
+
 def every_model(world: World, store: str, name: str, ways: int, method: str) -> list[dict[str, Any]]:
     graph = open_store(store)
     found = []
-    for model in GRAPHS[name][1]:
+    for model in models_of(name, world.size):
         tree = words(model, name="pipe", ways=ways, chunks=ways) | {"workers": world.size}
         found.append(trained(graph, tree, chunked(graph, world, ways, ways, method)))
     return found
@@ -75,12 +80,13 @@ def test_one_chunk_for_every_way_equals_local(
     crew: Crew, folder: Path, expected: dict[str, Any], name: str, size: int, ways: int, method: str
 ) -> None:
     found = crew.run(size, every_model, str(folder / name), name, ways, method)
-    for place, model in enumerate(GRAPHS[name][1]):
+    for place, model in enumerate(models_of(name, size)):
+        wanted = expected[name][GRAPHS[name][1].index(model)]
         for rank in range(size):
             for word in ("losses", "metrics", "test", "weights"):
-                close(found[rank][place][word], expected[name][place][word], f"{model} rank {rank} {word}")
+                close(found[rank][place][word], wanted[word], f"{model} rank {rank} {word}")
         for word in ("logits", "embeddings"):
-            close(found[0][place][word], expected[name][place][word], f"{model} {word}")
+            close(found[0][place][word], wanted[word], f"{model} {word}")
 
 
 def every_link(world: World, store: str) -> list[dict[str, Any]]:
