@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_a_run_goes_on_in_the_same_bits(crew: Crew, store: Path, ways: int, grad
         assert own.keys() == other.keys() and all(torch.equal(own[key], other[key]) for key in own)
 
 
-def other_grid(world: World, store: str) -> list[str]:
+def other_grid(world: World, store: str) -> tuple[list[str], str]:
     first = pipe(store, world, chunks=4)
     list(first.steps(0))
     state = {part: {name: t.clone() for name, t in tensors.items()} for part, tensors in first.state_dict().items()}
@@ -206,11 +207,16 @@ def other_grid(world: World, store: str) -> list[str]:
     second = pipe(store, world, chunks=2, say=said.append)
     second.load_state_dict(state)
     list(second.steps(1))
-    return said
+    return said, second.pages()["schedule.svg"]
 
 
-def test_another_grid_makes_its_history_anew(crew: Crew, store: Path) -> None:
-    assert all("made anew" in text for said in crew.run(2, other_grid, str(store)) for text in said)
+def test_another_grid_makes_its_history_anew_and_draws_it(crew: Crew, store: Path) -> None:
+    for said, picture in crew.run(2, other_grid, str(store)):
+        assert len(said) == 1 and "made anew" in said[0]
+        titles = [
+            title.text or "" for title in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}title")
+        ]
+        assert len(titles) == 2 * 2 * 2 and sum("chunk 2, backward" in title for title in titles) == 2
 
 
 def test_the_guard_ends_in_exact_training(store: Path) -> None:
