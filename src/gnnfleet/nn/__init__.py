@@ -5,7 +5,7 @@
 """
 
 from gnnfleet.nn.base import Model
-from gnnfleet.nn.config import GAT, GCN, GCN2, GIN, RGCN, SAGE, GATv2, ModelConfig, ResPlus
+from gnnfleet.nn.config import GAT, GCN, GCN2, GIN, RGCN, SAGE, TGAT, TGN, GATv2, ModelConfig, ResPlus
 from gnnfleet.nn.conv import (
     GATConv,
     GATv2Conv,
@@ -33,6 +33,8 @@ __all__ = [
     "MLP",
     "RGCN",
     "SAGE",
+    "TGAT",
+    "TGN",
     "BatchNorm",
     "GATConv",
     "GATv2",

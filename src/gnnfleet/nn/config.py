@@ -13,6 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gnnfleet.errors import ConfigError
 
 MODELS = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", "gcn2", "res+")
+TEMPORAL_MODELS = ("tgn", "tgn-id", "tgat")
+"""Models of streams of events."""
+
+TEMPORAL_DEFAULTS: dict[str, Any] = {"hidden": 100, "layers": 1, "heads": 2, "dropout": 0.2}
+"""What those are unless someone says so, where it differs from the others."""
+
 SAGE_AGGRS = ("mean", "max", "pool")
 
 
@@ -21,7 +27,7 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    name: str = Field("sage", description=f"one of {', '.join(MODELS)}, or file.py:factory")
+    name: str = Field("sage", description=f"one of {', '.join(MODELS + TEMPORAL_MODELS)}, or file.py:factory")
     hidden: int = Field(256, ge=1, description="width of the hidden layers (of all heads together)")
     layers: int = Field(3, ge=1, le=255, description="rounds of message passing")
     dropout: float = Field(0.5, ge=0, lt=1, description="after each hidden layer; in gat and gatv2 also on attention")
@@ -32,23 +38,29 @@ class ModelConfig(BaseModel):
     act: Literal["relu", "elu"] = Field("relu", description="activation of the hidden layers")
     embedding: int = Field(0, ge=0, description="width of learnable node rows beside the features; 0 = none")
     aggr: Literal["mean", "max", "pool"] = Field("mean", description="sage: how neighbours are combined")
-    heads: int = Field(4, ge=1, description="gat, gatv2: attention heads")
+    heads: int = Field(4, ge=1, description="gat, gatv2, tgn, tgat: attention heads")
     out_heads: int | None = Field(None, ge=1, description="gat, gatv2: heads averaged by the last layer, if not heads")
     residual: bool = Field(False, description="gcn, gat, gatv2: add a linear map of the node's own row")
-    edge_features: bool = Field(True, description="gat, gatv2: use the edge features of the graph, if it has any")
+    edge_features: bool = Field(True, description="gat, gatv2, temporal: use the features of edges, if there are any")
     edge_weight: bool = Field(True, description="gcn, gcn2: use the edge weights of the graph, if it has any")
     train_eps: bool = Field(False, description="gin: learn how much a node's own row counts")
     bases: int = Field(0, ge=0, description="rgcn: weight matrices that all edge types share; 0 = one for each type")
     alpha: float = Field(0.1, ge=0, le=1, description="gcn2: share of the first layer's rows")
     theta: float = Field(0.5, gt=0, description="gcn2: how fast the weights fade with depth")
     shared_weights: bool = Field(True, description="gcn2: one weight matrix for both terms")
+    neighbours: int = Field(10, ge=1, le=1000, description="tgn, tgat: latest events of a node that a layer looks at")
+    time_width: int = Field(100, ge=1, description="temporal: cosines that stand for a time")
 
     settings: dict[str, Any] = Field(default_factory=dict, description="file.py:factory: words of your own")
 
     @property
     def file(self) -> Path | None:
         """The Python file of a model of the user's own."""
-        return Path(self.name.rpartition(":")[0]) if self.name not in MODELS else None
+        return None if self.name in MODELS + TEMPORAL_MODELS else Path(self.name.rpartition(":")[0])
+
+    @property
+    def is_temporal(self) -> bool:
+        return self.name in TEMPORAL_MODELS
 
     @property
     def factory(self) -> str:
@@ -67,16 +79,22 @@ class ModelConfig(BaseModel):
             if not file.endswith(".py") or not factory.isidentifier():
                 raise ConfigError(f"a model of your own reads file.py:factory, found {name!r}")
             return f"{Path(file).expanduser().resolve()}:{factory}"  # a run may be opened from another folder
-        if name not in MODELS:
-            near = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(MODELS)}, or file.py:factory"
+        if name not in MODELS + TEMPORAL_MODELS:
+            known = MODELS + TEMPORAL_MODELS
+            near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}, or file.py:factory"
             raise ConfigError(f"there is no model {name!r}: {hint}")
         return name
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.name in ("gat", "gatv2") and self.layers > 1 and self.hidden % self.heads:
+        several = (self.name in ("gat", "gatv2") and self.layers > 1) or self.name in ("tgn", "tgat")
+        if several and self.hidden % self.heads:
             raise ConfigError(f"hidden must be a multiple of heads, found {self.hidden} and {self.heads}")
+        if self.is_temporal and self.layers > 2:
+            raise ConfigError(
+                f"{self.name} looks one or two events back: set model.layers to 1 or 2, not {self.layers}"
+            )
         if self.settings and self.file is None:
             raise ConfigError(f"model.settings are for models of your own (file.py:factory); {self.name} reads none")
         return self
@@ -135,3 +153,13 @@ def GCN2(**settings: Any) -> ModelConfig:
 def ResPlus(**settings: Any) -> ModelConfig:
     """DeeperGCN: pre-activation residual blocks with softmax aggregation."""
     return make_config("res+", **settings)
+
+
+def TGN(**settings: Any) -> ModelConfig:
+    """Temporal graph network: a memory of every node, attention over its latest events."""
+    return make_config("tgn", **{**TEMPORAL_DEFAULTS, **settings})
+
+
+def TGAT(**settings: Any) -> ModelConfig:
+    """Temporal attention without memory."""
+    return make_config("tgat", **{**TEMPORAL_DEFAULTS, **settings})

@@ -1,0 +1,76 @@
+"""Temporal attention: what a node is at a time, from its memory and those of its latest neighbours.
+
+Q queries, k events each, R rows, D columns in and out, F features of an event, T of a time, H heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gnnfleet.nn.linear import widen
+from gnnfleet.nn.temporal.block import Hop
+from gnnfleet.nn.temporal.clock import TimeEncoding
+from gnnfleet.ops.attend_recent import Drop, Recent, attend_recent
+from gnnfleet.ops.dense import mix
+from gnnfleet.ops.draws import DrawKey, Purpose
+from gnnfleet.ops.dropout import dropout
+
+SLOPE = 0.2
+
+
+class TemporalAttention(torch.nn.Module):
+    """LayerNorm(ReLU(Dropout(W [Σ a v, h]))) with a the softmax of LeakyReLU(q · k) over a query's latest events.
+
+    q = W_q [h, Phi(0)], k = W_k [h', e, Phi(since)], v = W_v [h', e, Phi(since)], with h' the other end's row and e the
+    event's features. Keys and values are linear in what they are made of, so both products are done once per query.
+    """
+
+    def __init__(self, width: int, edge_width: int, time_width: int, *, heads: int, dropout: float, layer: int) -> None:
+        super().__init__()
+        self.width, self.heads, self.dropout, self.layer = width, heads, dropout, layer
+        self.clock = TimeEncoding(time_width)
+        seen = width + edge_width + time_width
+        self.query = torch.nn.Linear(width + time_width, width)
+        self.key = torch.nn.Linear(seen, width)
+        self.value = torch.nn.Linear(seen, width)
+        self.out = torch.nn.Linear(2 * width, width)
+        self.norm = torch.nn.LayerNorm(width)
+
+    def forward(self, hop: Hop, rows: Tensor, features: Tensor | None, key: DrawKey) -> Tensor:
+        """[Q, D] from rows [R, D] and features [E, F]."""
+        own = rows[hop.query]
+        query, offset = self._folded_query(own)
+        recent = Recent(rows, hop.near, features, hop.edge, hop.since, self.clock.weight, self.clock.bias)
+        drop = Drop(self.dropout, hop.ids, key.draws(Purpose.ATTENTION, self.layer)) if self._drops else None
+        seen, weight = attend_recent(query, offset, recent, slope=SLOPE, drop=drop)
+        near = self._folded_value(seen, weight)
+        by_near, by_own = self.out.weight.split_with_sizes([self.width, self.width], 1)
+        mixed = widen(mix([(near, by_near), (own, by_own)], self.out.bias))
+        if self._drops:
+            mixed = dropout(mixed, self.dropout, ids=hop.ids, draws=key.draws(Purpose.DROPOUT, self.layer))
+        return functional.layer_norm(torch.relu(mixed), [self.width], self.norm.weight, self.norm.bias)
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.dropout > 0
+
+    def _folded_query(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """(q W_k [Q, H, D + F + T], q b_k [Q, H]) by head."""
+        by_own, by_time = self.query.weight.split_with_sizes([self.width, self.query.in_features - self.width], 1)
+        query = widen(mix([(own, by_own)], functional.linear(self.clock.now(), by_time, self.query.bias)))
+        heads = query.view(len(own), self.heads, -1)
+        maps, shifts = self._by_head(self.key)
+        folded = [widen(mix([(heads[:, head], maps[head].t())])) for head in range(self.heads)]
+        return torch.stack(folded, 1), (heads * shifts).sum(2)
+
+    def _folded_value(self, seen: Tensor, weight: Tensor) -> Tensor:
+        """[Q, D] W_v of what each head gathered."""
+        maps, shifts = self._by_head(self.value)
+        folded = [widen(mix([(seen[:, head], maps[head])])) for head in range(self.heads)]
+        return (torch.stack(folded, 1) + weight[..., None] * shifts).flatten(1)
+
+    def _by_head(self, lin: torch.nn.Linear) -> tuple[Tensor, Tensor]:
+        """([H, D / H, D + F + T], [H, D / H])."""
+        return lin.weight.view(self.heads, -1, lin.in_features), lin.bias.view(self.heads, -1)

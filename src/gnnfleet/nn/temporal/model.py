@@ -1,0 +1,82 @@
+"""Temporal models: TGN, its ablation without attention, and TGAT, which has no memory.
+
+Two verbs, both functions of what they are given: ``update`` makes memories of mails, ``embed`` makes embeddings of
+memories. The tables of memories and mails are the strategy's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gnnfleet.nn.config import ModelConfig
+from gnnfleet.nn.linear import apply_linear, widen
+from gnnfleet.nn.temporal.attention import TemporalAttention
+from gnnfleet.nn.temporal.block import EventBlock
+from gnnfleet.nn.temporal.cell import MemoryCell
+from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
+from gnnfleet.ops.draws import DrawKey
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of a model the data decides."""
+
+    edge: int = 0  # features of an event
+    static: int = 0  # columns that are known of every node
+    classes: int = 0  # of events; 0 where links are predicted
+
+
+class TemporalModel(torch.nn.Module):
+    """h = s' + P x of memories s' and static rows x; embeddings by attention over the latest events; a decoder.
+
+    ``tgn`` has memory and attention, ``tgn-id`` takes h itself for the embedding, ``tgat`` has no memory: h = P x.
+    """
+
+    def __init__(self, config: ModelConfig, sizes: Sizes) -> None:
+        super().__init__()
+        width = config.hidden
+        self.config, self.sizes, self.width = config, sizes, width
+        self.remembers, self.attends = config.name != "tgat", config.name != "tgn-id"
+        self.cell = MemoryCell(width, sizes.edge, config.time_width) if self.remembers else None
+        self.static = torch.nn.Linear(sizes.static, width) if sizes.static not in (0, width) else None
+        self.layers = torch.nn.ModuleList(
+            TemporalAttention(
+                width, sizes.edge, config.time_width, heads=config.heads, dropout=config.dropout, layer=layer
+            )
+            for layer in range(config.layers if self.attends else 0)
+        )
+        self.decoder = ClassDecoder(width, sizes.classes) if sizes.classes else EventDecoder(width)
+
+    @property
+    def num_hops(self) -> int:
+        return len(self.layers)
+
+    @property
+    def neighbours(self) -> int:
+        """Events of a node that a layer looks at."""
+        return self.config.neighbours if self.attends else 0
+
+    def update(self, mail: Tensor, edge: Tensor | None, since: Tensor, memory: Tensor) -> Tensor:
+        """[n, D] new memories of nodes with a mail; ``since`` [n] is the time from the mail before to this one."""
+        assert self.cell is not None, "tgat has no memory"
+        made: Tensor = self.cell(mail, edge, since, memory)
+        return made
+
+    def join(self, memory: Tensor | None, static: Tensor | None) -> Tensor:
+        """[n, D] what attention reads of nodes: memory and what is known of them, each where there is some."""
+        if static is None:
+            assert memory is not None
+            return memory
+        known = static if self.static is None else widen(apply_linear(self.static, static))
+        return known if memory is None else memory + known
+
+    def embed(self, block: EventBlock, h: Tensor, key: DrawKey) -> Tensor:
+        """[Q, D] of the block's last queries, from h [R, D] of its nodes."""
+        if not self.attends:
+            return h[block.hops[-1].query]
+        for layer, hop in zip(self.layers, block.hops, strict=True):
+            h = layer(hop, h, block.features, key)
+        return h
