@@ -31,3 +31,29 @@ def share_memory(world: World, nbytes: int) -> Tensor:
     sum_over_ranks(world, torch.ones(1))  # all have mapped it: it needs no descriptor any more
     os.close(fd)
     return memory
+
+
+def machines(world: World) -> list[list[int]]:
+    """The ranks by whose memory they share, in order; those that do not all agree are by themselves. All ranks call it
+    together."""
+    sees = torch.zeros(world.size, world.size, dtype=torch.int64)
+    sees[world.rank, world.rank] = 1
+    if world.shelf is not None:
+        for q in range(world.size):
+            if world.shelf.pids[q] is not None and world.shelf.readers[q] is not None:
+                sees[world.rank, q] = 1
+    sees = sum_over_ranks(world, sees)
+    found: list[list[int]] = []
+    for rank in range(world.size):
+        here: list[int] = sees[rank].nonzero()[:, 0].tolist()
+        agreed = all(torch.equal(sees[q], sees[rank]) for q in here)
+        if not agreed:
+            found.append([rank])
+        elif here[0] == rank:
+            found.append(here)
+    return found
+
+
+def workers_here(world: World) -> list[int]:
+    """The ranks that share this one's memory, itself included, in order; itself alone where they do not all agree."""
+    return next(ranks for ranks in machines(world) if world.rank in ranks)

@@ -58,7 +58,7 @@ def draw_schedule(slots: Sequence[Slot], stages: int, ways: int) -> str:
         word = f"chunk {slot.chunk + 1}, {which}, {slot.busy * 1e3:.1f} ms of processor time"
         parts.append(
             f'<rect x="{left:.2f}" y="{top}" width="{wide:.2f}" height="{_ROW}" '
-            f'fill="{_colour(slot.chunk, chunks, dark=slot.back)}" stroke="white" stroke-width="0.5">'
+            f'fill="{colour(slot.chunk, chunks, dark=slot.back)}" stroke="white" stroke-width="0.5">'
             f"<title>{word}</title></rect>"
         )
         if wide > 18:
@@ -73,6 +73,7 @@ def draw_schedule(slots: Sequence[Slot], stages: int, ways: int) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _colour(chunk: int, chunks: int, *, dark: bool) -> str:
-    red, green, blue = colorsys.hls_to_rgb(chunk / max(chunks, 1), 0.38 if dark else 0.72, 0.6)
+def colour(number: int, count: int, *, dark: bool) -> str:
+    """One of ``count`` hues, as SVG writes it."""
+    red, green, blue = colorsys.hls_to_rgb(number / max(count, 1), 0.38 if dark else 0.72, 0.6)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"

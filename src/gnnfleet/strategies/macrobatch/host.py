@@ -23,19 +23,6 @@ from gnnfleet.sharded.tables import Rows, Tables
 from gnnfleet.strategies.macrobatch.cache import RowCache
 
 
-def workers_here(world: World) -> list[int]:
-    """The ranks that share this one's memory, itself included, in order; itself alone where they do not all agree."""
-    sees = torch.zeros(world.size, world.size, dtype=torch.int64)
-    sees[world.rank, world.rank] = 1
-    if world.shelf is not None:
-        for q in range(world.size):
-            if world.shelf.pids[q] is not None and world.shelf.readers[q] is not None:
-                sees[world.rank, q] = 1
-    sees = sum_over_ranks(world, sees)
-    mine: list[int] = sees[world.rank].nonzero()[:, 0].tolist()
-    return mine if all(torch.equal(sees[q], sees[world.rank]) for q in mine) else [world.rank]
-
-
 @dataclass(frozen=True, eq=False)
 class Wants:
     """What the workers of this machine want of one node type, for one relay."""

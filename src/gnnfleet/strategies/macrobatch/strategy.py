@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gnnfleet.comm.exchange import Ring
 from gnnfleet.comm.reduce import gather_rows, sum_over_ranks
+from gnnfleet.comm.shared import workers_here
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.batches import batches, count_batches
@@ -40,7 +41,7 @@ from gnnfleet.strategies.macrobatch.cache import make_cache
 from gnnfleet.strategies.macrobatch.columns import Columns
 from gnnfleet.strategies.macrobatch.config import FANOUT, MacrobatchConfig
 from gnnfleet.strategies.macrobatch.exchange import DEGREE, WEIGHTED, Plan, Reader, Relay, Tally, X, far_ids
-from gnnfleet.strategies.macrobatch.host import HostRows, workers_here
+from gnnfleet.strategies.macrobatch.host import HostRows
 from gnnfleet.strategies.on_parts import PartsStrategy, part_of
 from gnnfleet.strategies.sampling import Ready, Switch, check_layers, hops_of
 from gnnfleet.strategies.task import Batch, Take
