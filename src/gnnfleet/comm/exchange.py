@@ -19,6 +19,7 @@ from gnnfleet.comm.code import Code
 from gnnfleet.comm.shelf import WORDS, Found
 from gnnfleet.comm.wire import Posted, receive, send
 from gnnfleet.comm.world import World
+from gnnfleet.report.clock import COMPUTE, EXCHANGE
 
 # Rows on their way out and rows on their way home may pass between the same two ranks in any order.
 _OUT, _HOME = 1, 2
@@ -130,7 +131,8 @@ class Ring:
         """
         assert collect is not None or not home, "what goes home is collected"
         assert all(lane.rows.is_contiguous() and not lane.rows.requires_grad for lane in lanes)
-        _Tour(self, lanes, visit, home, collect if home else None, keep, what).run()
+        with self.world.clock.during(EXCHANGE, what):
+            _Tour(self, lanes, visit, home, collect if home else None, keep, what).run()
         if keep is not None:
             keep.is_full = True
 
@@ -149,7 +151,7 @@ class _Tour:
         what: str,
     ) -> None:
         self.ring, self.world, self.lanes, self.home = ring, ring.world, lanes, home
-        self.visit, self.collect, self.keep, self.what = visit, collect, keep, what
+        self._visit, self._collect, self.keep, self.what = visit, collect, keep, what
         size = self.world.size
         self.number = ring.code.next()
         self.travels = size > 1 and not (keep is not None and keep.is_full)
@@ -225,11 +227,12 @@ class _Tour:
     def _work_on(self, offset: int) -> None:
         source = self._before(offset)
         rows, found = self._rows_of(offset, source)
-        back = self.visit(source, rows)
+        with self.world.clock.during(COMPUTE, self.what):
+            back = self._visit(source, rows)
         if found is not None:
             back = back and [tensor.clone() if _same_memory(tensor, found.bytes) else tensor for tensor in back]
             found.done()
-        if self.collect is None:
+        if self._collect is None:
             return
         assert back is not None and len(back) == len(self.home), "visit returns what goes home"
         if not offset:
@@ -287,13 +290,18 @@ class _Tour:
     def _close(self, offsets: Sequence[int]) -> None:
         """End a round of the past: take what comes home, let go of what went."""
         for offset in offsets:
-            if offset in self.returning and self.collect is not None:
+            if offset in self.returning:
                 source = self._after(offset)
                 form = self._homecoming(source)
                 written = form.parts(self.returning.pop(offset).wait())
                 self.collect(source, self._read(written, [home.dtype for home in self.home], self._home_owner()))
         for offset in offsets:
             self._sent(self.homing, offset)
+
+    def collect(self, source: int, rows: list[Tensor]) -> None:
+        assert self._collect is not None
+        with self.world.clock.during(COMPUTE, self.what):
+            self._collect(source, rows)
 
     def _sent(self, messages: dict[int, Posted], offset: int) -> None:
         if offset in messages:

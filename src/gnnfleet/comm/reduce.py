@@ -15,6 +15,7 @@ from torch.distributed import BroadcastOptions
 
 from gnnfleet.comm.wire import finish, group_of, receive, send, translate
 from gnnfleet.comm.world import World
+from gnnfleet.report.clock import EXCHANGE
 
 _ROWS = 3  # the tag of rows that go to everyone
 
@@ -88,7 +89,11 @@ def gather_rows(world: World, t: Tensor) -> list[Tensor]:
     """t of every rank, by rank; the first dimension may differ, the others and the dtype may not."""
     if world.size == 1:
         return [t]
-    t = t.detach().contiguous()
+    with world.clock.during(EXCHANGE, "gathered rows"):
+        return _gather(world, t.detach().contiguous())
+
+
+def _gather(world: World, t: Tensor) -> list[Tensor]:
     counts = count_each(world, len(t))
     others = [rank for rank in range(world.size) if rank != world.rank]
     found = [t if rank == world.rank else t.new_empty(count, *t.shape[1:]) for rank, count in enumerate(counts)]
@@ -131,7 +136,7 @@ def share(world: World, data: bytes | None) -> bytes:
 
 
 def _all_reduce(world: World, t: Tensor, *, doing: str) -> Tensor:
-    translate(world, None, doing, lambda: finish(world, group_of(world).allreduce([t])))
+    translate(world, None, doing, lambda: finish(world, group_of(world).allreduce([t]), doing))
     world.traffic.sent(t.nbytes)
     world.traffic.met()
     return t
@@ -140,7 +145,8 @@ def _all_reduce(world: World, t: Tensor, *, doing: str) -> Tensor:
 def _broadcast(world: World, t: Tensor) -> None:
     options = BroadcastOptions()
     options.rootRank = 0
-    translate(world, None, "word from rank 0", lambda: finish(world, group_of(world).broadcast([t], options)))
+    doing = "word from rank 0"
+    translate(world, None, doing, lambda: finish(world, group_of(world).broadcast([t], options), doing))
     if world.is_first:
         world.traffic.sent(t.nbytes)
     world.traffic.met()

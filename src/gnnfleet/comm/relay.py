@@ -14,6 +14,7 @@ from torch import Tensor
 from gnnfleet.comm.shelf import WORDS
 from gnnfleet.comm.wire import Posted, receive, send
 from gnnfleet.comm.world import World
+from gnnfleet.report.clock import EXCHANGE
 
 _HEAD, _BODY = 4, 5
 
@@ -26,6 +27,11 @@ def relay(world: World, messages: Sequence[Tensor], *, what: str) -> list[Tensor
     All ranks call it together. ``what`` is for errors.
     """
     assert len(messages) == world.size and all(message.dtype == torch.uint8 for message in messages)
+    with world.clock.during(EXCHANGE, what):
+        return _relay(world, messages, what)
+
+
+def _relay(world: World, messages: Sequence[Tensor], what: str) -> list[Tensor]:
     others = [(world.rank + offset) % world.size for offset in range(1, world.size)]
     coming, going = f"{what}, coming", f"{what}, going"
     heads = {peer: receive(world, torch.empty(1, dtype=torch.int64), peer, tag=_HEAD, doing=coming) for peer in others}

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ExchangeError
+from gnnfleet.report.clock import WAIT
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +30,14 @@ class Posted:
 
     def wait(self) -> Tensor:
         """The tensor, sent or filled; raises ExchangeError naming the peer."""
-        translate(self.world, self.peer, self.doing, lambda: finish(self.world, self.work))
+        translate(self.world, self.peer, self.doing, lambda: finish(self.world, self.work, self.doing))
         return self.tensor
 
 
 def send(world: World, tensor: Tensor, peer: int, *, tag: int, doing: str, counted: int | None = None) -> Posted:
     """Post a contiguous tensor to a rank; its bytes are counted here, or those it stands for."""
     work = translate(world, peer, doing, lambda: group_of(world).send([tensor], peer, tag))
-    world.traffic.sent(tensor.nbytes if counted is None else counted)
+    world.traffic.sent(tensor.nbytes if counted is None else counted, world.known_as(peer))
     return Posted(world, tensor, peer, doing, work)
 
 
@@ -51,9 +52,10 @@ def group_of(world: World) -> ProcessGroup:
     return world.group
 
 
-def finish(world: World, work: Any) -> None:
+def finish(world: World, work: Any, doing: str) -> None:
     """Wait for anything the group does."""
-    work.wait(timedelta(seconds=world.timeout))
+    with world.clock.during(WAIT, doing):
+        work.wait(timedelta(seconds=world.timeout))
 
 
 def translate(world: World, peer: int | None, doing: str, call: Callable[[], Any]) -> Any:

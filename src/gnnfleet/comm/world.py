@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGl
 from gnnfleet.comm.meeting import Meeting
 from gnnfleet.comm.shelf import Shelf, open_shelf
 from gnnfleet.errors import ConfigError, ExchangeError
+from gnnfleet.report.clock import Clock
 from gnnfleet.report.traffic import Traffic
 
 EXCHANGE_SECONDS = 1800.0
@@ -36,13 +37,19 @@ class World:
     group: ProcessGroup | None = None
     timeout: float = EXCHANGE_SECONDS
     traffic: Traffic = field(default_factory=Traffic)
+    clock: Clock = field(default_factory=Clock)
     make_group: GroupMaker | None = None
     shelf: Shelf | None = None  # memory that ranks of this machine read in place
+    whole: tuple[int, ...] | None = None  # its ranks as the World numbers them that it is a part of
 
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all: files, progress, the record."""
         return self.rank == 0
+
+    def known_as(self, rank: int) -> int:
+        """The number of a rank in the whole World."""
+        return rank if self.whole is None else self.whole[rank]
 
     def among(self, name: str, ranks: Sequence[int]) -> World:
         """A World of some ranks of this one, numbered as listed; all of them call it with the same words.
@@ -56,7 +63,8 @@ class World:
             assert self.make_group is not None, "a World of several ranks is made by join"
             group = self.make_group(f"{name}/{'-'.join(map(str, ranks))}", rank, size)
         shelf = None if self.shelf is None else self.shelf.among(ranks)
-        return replace(self, rank=rank, size=size, group=group, make_group=None, shelf=shelf)
+        whole = tuple(self.known_as(each) for each in ranks)
+        return replace(self, rank=rank, size=size, group=group, make_group=None, shelf=shelf, whole=whole)
 
 
 @contextmanager

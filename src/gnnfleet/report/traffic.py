@@ -1,9 +1,12 @@
-"""What one rank sent to others: payload bytes, and rounds in which peers met."""
+"""What one rank sent to others: payload bytes, to whom, and rounds in which peers met."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from threading import Lock
+
+EVERYONE = -1
+"""To whom bytes of sums and of words from the first rank go."""
 
 
 @dataclass
@@ -12,11 +15,13 @@ class Traffic:
 
     bytes_sent: int = 0
     rounds: int = 0
+    to: dict[int, int] = field(default_factory=dict)  # bytes by peer, as the whole World numbers them
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def sent(self, nbytes: int) -> None:
+    def sent(self, nbytes: int, to: int = EVERYONE) -> None:
         with self._lock:
             self.bytes_sent += nbytes
+            self.to[to] = self.to.get(to, 0) + nbytes
 
     def met(self) -> None:
         with self._lock:

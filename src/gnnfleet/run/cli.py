@@ -22,7 +22,9 @@ from gnnfleet.run.commands.info import info
 from gnnfleet.run.commands.join import JOIN_EXAMPLES, join
 from gnnfleet.run.commands.partition import partition
 from gnnfleet.run.commands.predict import predict
+from gnnfleet.run.commands.report import REPORT_EXAMPLES, report
 from gnnfleet.run.commands.train import TRAIN_EXAMPLES, train
+from gnnfleet.run.commands.watch import watch
 from gnnfleet.run.console import remark
 
 INTERRUPTED = "interrupted; nothing half-written was left behind"
@@ -48,6 +50,8 @@ app.command(no_args_is_help=True, epilog=TRAIN_EXAMPLES)(train)
 app.command(no_args_is_help=True, epilog=JOIN_EXAMPLES)(join)
 app.command(no_args_is_help=True)(evaluate)
 app.command(no_args_is_help=True)(predict)
+app.command(no_args_is_help=True)(watch)
+app.command(no_args_is_help=True, epilog=REPORT_EXAMPLES)(report)
 app.command()(doctor)
 app.command()(demo)
 

@@ -30,6 +30,7 @@ class ReportConfig(BaseModel, frozen=True, extra="forbid"):
 
     memory: bool = False  # one more, untimed epoch under torch's profiler for peak_tensors
     tensorboard: bool = False
+    trace: bool = False  # steps, exchanges and waits of all workers in trace.json, for Perfetto
 
 
 class RunConfig(BaseModel, frozen=True, extra="forbid"):
@@ -72,6 +73,7 @@ _CHANGEABLE = (
     "train.checkpoint_seconds",
     "report.memory",
     "report.tensorboard",
+    "report.trace",
     "memory",
     "workers",
     "partition",

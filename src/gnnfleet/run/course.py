@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ from gnnfleet.run.checkpoint import Position
 from gnnfleet.run.config import RunConfig
 from gnnfleet.run.directory import RunDirectory
 from gnnfleet.run.loop import KeepNothing, Outcome, Plan, fit
+from gnnfleet.run.meter import Meter, NoMeter, RankMeter
+from gnnfleet.run.tracing import leave_spans, write_trace
 from gnnfleet.strategies.base import State, Strategy
 
 
@@ -50,9 +52,13 @@ def run_course(
     aside = beside(built.world)
     if start.state is not None:
         built.strategy.load_state_dict(start.state)
-    outcome, rows = _fit(built, config, directory, start, quiet=quiet or not aside.is_first)
-    pages = built.strategy.pages()
-    scores = {split: _score(built, split) for split in ("val", "test")}
+    traces = config.report.trace and directory is not None
+    built.world.clock.trace = [] if traces else None
+    with _measuring(built, directory, start) as meter:
+        outcome, rows = _fit(built, config, directory, start, meter, quiet=quiet or not aside.is_first)
+        pages = built.strategy.pages()
+        scores = {split: _score(built, split) for split in ("val", "test")}
+        meter.tell()
     traffic, memory = _measure_ranks(built, config, after_build)
     record = RunRecord(
         strategy=config.strategy.name,
@@ -73,9 +79,28 @@ def run_course(
         run_dir=None if directory is None else str(directory.path),
         versions=versions(),
     )
+    if directory is not None and traces:
+        if config.strategy.comes_and_goes:
+            leave_spans(built.world.clock, directory.path, "coordinator")
+        else:
+            write_trace(aside, directory.path)
     if directory is not None and aside.is_first:
         directory.finish(record.as_json(), pages)
     return record
+
+
+@contextmanager
+def _measuring(built: Built, directory: RunDirectory | None, start: Start) -> Iterator[Meter]:
+    """What measures the time of all ranks; the first one writes it down."""
+    if directory is None:
+        yield NoMeter()
+        return
+    aside = beside(built.world)
+    if not aside.is_first:
+        yield RankMeter(built.world, aside, built.strategy)
+        return
+    with closing(MetricsFile(directory.path / "ranks.jsonl", epochs=start.position.epoch)) as file:
+        yield RankMeter(built.world, aside, built.strategy, rows=file, totals=directory.note_ranks)
 
 
 def beside(world: World) -> World:
@@ -143,7 +168,7 @@ def share_state(world: World, state: State | None) -> State:
 
 
 def _fit(
-    built: Built, config: RunConfig, directory: RunDirectory | None, start: Start, *, quiet: bool
+    built: Built, config: RunConfig, directory: RunDirectory | None, start: Start, meter: Meter, *, quiet: bool
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """The outcome, and the rows of all epochs of the run."""
     sinks: list[Sink] = []
@@ -166,6 +191,7 @@ def _fit(
             sinks=sinks,
             display=stack.enter_context(show_epochs(config.train.epochs, quiet=quiet)),
             agree=lambda word: agree(aside, word),
+            meter=meter,
         )
         outcome = fit(built.strategy, plan, start=start.position, best=start.best)
     return outcome, [*earlier, *outcome.rows]
@@ -184,7 +210,7 @@ def _measure_ranks(
     found = {word: [row[place] for row in rows] for place, word in enumerate(own)}
     for other in built.strategy.elsewhere:
         for word, each in found.items():
-            each.append(other.get(word, 0))
+            each.append(int(other.get(word, 0)))
     traffic = {word: found.pop(word) for word in ("bytes_sent", "rounds")}
     return traffic, found
 

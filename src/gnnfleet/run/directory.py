@@ -1,4 +1,4 @@
-"""The directory of a run: config.json, metrics.jsonl, checkpoints/{last,best}, record.json, perhaps model.py.
+"""The directory of a run: config.json, metrics.jsonl, ranks.jsonl, checkpoints/{last,best}, record.json, perhaps more.
 
 A run belongs to one process at a time: the lock is the kernel's, so a killed process leaves none behind.
 """
@@ -9,7 +9,9 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,6 +33,7 @@ from gnnfleet.run.checkpoint import (
     save_checkpoint,
 )
 from gnnfleet.run.config import RunConfig, Tree, resolve
+from gnnfleet.run.console import remark
 from gnnfleet.run.output import Output
 from gnnfleet.strategies.base import OWN, State
 
@@ -177,6 +180,20 @@ class RunDirectory:
             self._write(name, text.encode())
         self._write("record.json", json.dumps(record, indent=1).encode())
 
+    def note_ranks(self, found: Mapping[str, Any]) -> None:
+        """What workers have sent and held until now."""
+        self._write("ranks.json", json.dumps(found).encode())
+
+    def note_parts(self, method: str, quality: Mapping[str, Any]) -> None:
+        """How the graph is cut."""
+        self._write("parts.json", json.dumps({"method": method, "quality": quality}).encode())
+
+    def say(self, text: str, *, quiet: bool) -> None:
+        """A sentence for the user, which is kept as well: whoever looks at the run later reads it."""
+        remark(text, quiet=quiet)
+        with suppress(OSError), (self.path / "remarks.jsonl").open("a") as file:
+            file.write(json.dumps({"time": time.time(), "text": text}) + "\n")
+
     def _write(self, name: str, content: bytes) -> None:
         try:
             write_atomically(self.path / name, content)
@@ -223,7 +240,8 @@ def choose_directory(run_dir: Path | None, *, resume: bool, store: str, model: s
     if not resume and run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(f"{run_dir} is not empty: pass --resume to go on with it, or choose another --run-dir")
     if resume and run_dir.is_dir() and any(run_dir.iterdir()):
-        known = {"config.json", "checkpoints", "metrics.jsonl", "record.json", ".lock", "tensorboard", MODEL_COPY}
+        known = {"config.json", "checkpoints", "tensorboard", MODEL_COPY}
+        known |= {"metrics.jsonl", "ranks.jsonl", "ranks.json", "parts.json", "remarks.jsonl", "record.json"}
         foreign = [p.name for p in run_dir.iterdir() if p.name not in known and not p.name.startswith(".")]
         if foreign and not (run_dir / "config.json").is_file():
             raise ConfigError(f"{run_dir} is not a run (it has {foreign[0]}): choose another --run-dir")

@@ -18,6 +18,7 @@ from gnnfleet.errors import RunError
 from gnnfleet.report.epochs import EpochDisplay, NoDisplay
 from gnnfleet.report.metrics import Sink
 from gnnfleet.run.checkpoint import Position
+from gnnfleet.run.meter import Meter, NoMeter
 from gnnfleet.strategies.base import OWN, State, StepRecord, Strategy, TrainConfig
 
 
@@ -49,6 +50,7 @@ class Plan:
     sinks: Sequence[Sink] = ()
     display: EpochDisplay = field(default_factory=NoDisplay)
     agree: Agree = lambda word: word
+    meter: Meter = field(default_factory=NoMeter)
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,10 @@ def fit(strategy: Strategy, plan: Plan, *, start: Position | None = None, best: 
     last_saved = position.epoch
     looked = True  # whether the last epoch was evaluated: one that was not says nothing about patience
     while position.epoch < plan.train.epochs and not (looked and _exhausted(position, plan)):
-        position, row = _epoch(strategy, position, plan.train, saved)
+        position, row = _epoch(strategy, position, plan, saved)
         row |= strategy.counts()
         found = _validate(strategy, plan, position, row)
-        word = plan.agree({"found": found, "save": saved.is_overdue})
+        word = plan.agree({"found": found, "save": saved.is_overdue, "tell": plan.meter.is_due})
         looked = word["found"] is not None or not strategy.is_behind
         if word["found"] is not None and _is_better(word["found"], plan.metric, position):
             position = _better(word["found"], plan.metric, position)
@@ -143,6 +145,8 @@ def fit(strategy: Strategy, plan: Plan, *, start: Position | None = None, best: 
         for sink in plan.sinks:
             sink.write(row)
         plan.display.show(row)
+        if word["tell"]:
+            plan.meter.tell()
         if word["save"]:
             saved.save(strategy, position)
             last_saved = position.epoch
@@ -155,15 +159,14 @@ def fit(strategy: Strategy, plan: Plan, *, start: Position | None = None, best: 
     return Outcome(position, rows, stopped_early=position.epoch < plan.train.epochs)
 
 
-def _epoch(
-    strategy: Strategy, position: Position, train: TrainConfig, saved: _Saved
-) -> tuple[Position, dict[str, Any]]:
+def _epoch(strategy: Strategy, position: Position, plan: Plan, saved: _Saved) -> tuple[Position, dict[str, Any]]:
     """(where the run stands after the epoch, its row); perhaps it was begun before."""
     started = time.perf_counter() - position.seconds
     saved.begin()
+    plan.meter.begin()
     with closing(strategy.steps(position.epoch, position.within)) as records:
         for record in records:
-            _check(record, position, train)
+            _check(record, position, plan.train)
             position = replace(
                 position,
                 step=position.step + record.steps,
@@ -172,9 +175,13 @@ def _epoch(
                 count=position.count + record.count,
                 seconds=time.perf_counter() - started,
             )
-            started += saved.after_step(strategy, position)
+            plan.meter.step(record.step)
+            with plan.meter.aside("checkpoint"):
+                started += saved.after_step(strategy, position)
+    plan.meter.end(position.epoch + 1)
     mean = position.loss / max(position.count, 1)
-    row = {"epoch": position.epoch + 1, "train_loss": mean, "seconds": time.perf_counter() - started}
+    row = {"epoch": position.epoch + 1, "step": position.step, "train_loss": mean}
+    row |= {"seconds": time.perf_counter() - started}
     return replace(position, epoch=position.epoch + 1, within=0, loss=0.0, count=0, seconds=0.0), row
 
 
@@ -193,7 +200,8 @@ def _validate(strategy: Strategy, plan: Plan, position: Position, row: dict[str,
     if not plan.validates or not due:
         return None
     started = time.perf_counter()
-    found = strategy.evaluate("val")
+    with plan.meter.aside("evaluation"):
+        found = strategy.evaluate("val")
     row |= {"val": found[plan.metric], "val_loss": found["loss"], "eval_seconds": time.perf_counter() - started}
     return found
 

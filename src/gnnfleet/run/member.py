@@ -65,17 +65,16 @@ def coordinate(spec: Spec, post: Post) -> None:
     from gnnfleet.report.progress import show
     from gnnfleet.run.build import Here, build
     from gnnfleet.run.config import resolve
-    from gnnfleet.run.console import remark
     from gnnfleet.run.course import find_start, run_course
     from gnnfleet.run.directory import RunDirectory
 
     config = resolve(spec.config)
+    directory = RunDirectory(Path(spec.run_dir), seed=config.seed)
     with naming_line(config.model.file):
         with show(spec.quiet) as progress:
             graph, deal = _open(spec)
-            here = Here(progress=progress, say=partial(remark, quiet=spec.quiet), post=post, deal=deal)
+            here = Here(progress=progress, say=partial(directory.say, quiet=spec.quiet), post=post, deal=deal)
             built = build(graph, config, here=here)
-        directory = RunDirectory(Path(spec.run_dir), seed=config.seed)
         record = run_course(built, config, directory, start=find_start(directory, World()), quiet=spec.quiet)
         built.strategy.close()
     assert spec.answer is not None
@@ -88,6 +87,7 @@ def train(spec: Spec, post: Post, index: int) -> None:
     from gnnfleet.run.alone import make_alone
     from gnnfleet.run.config import resolve
     from gnnfleet.run.console import remark
+    from gnnfleet.run.tracing import leave_spans
     from gnnfleet.strategies.base import PRECISIONS
     from gnnfleet.strategies.tma.config import TmaConfig
     from gnnfleet.strategies.tma.trainer import Trainer
@@ -114,7 +114,10 @@ def train(spec: Spec, post: Post, index: int) -> None:
             checkpoint_seconds=config.train.checkpoint_seconds,
             say=partial(remark, quiet=spec.quiet),
         )
+        trainer.clock.trace = [] if config.report.trace else None
         trainer.run(lost)
+        if config.report.trace:
+            leave_spans(trainer.clock, Path(spec.run_dir), f"trainer {index}")
 
 
 def _open(spec: Spec) -> tuple[Graph, Deal]:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from gnnfleet.graph.bundle import Bundle
 from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.partition import KIND
 from gnnfleet.nn.own import naming_line
 from gnnfleet.report.metrics import check_tensorboard
 from gnnfleet.report.progress import show
@@ -95,6 +97,9 @@ def prepared(
     try:
         read_start(directory)  # a damaged checkpoint is found now
         directory.begin(config, known_as or graph, checked.output)
+        if config.strategy.cut == "parts" and path is not None:
+            cut = Bundle.open(path, KIND)
+            directory.note_parts(cut.meta["method"], cut.meta["quality"])
         yield (
             Spec(
                 store=str(graph.store.path.resolve()),

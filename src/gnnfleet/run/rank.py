@@ -42,18 +42,19 @@ def run_spec(spec: Spec, world: World, *, store: Path | None = None) -> RunRecor
     """Train this rank's part; the first rank writes checkpoints and the record. ``store`` is where it lies here."""
     config = resolve(spec.config)
     quiet = spec.quiet or not world.is_first
+    directory = RunDirectory(Path(spec.run_dir), seed=config.seed, world=beside(world))
     with naming_line(config.model.file):
         with show(quiet) as progress:
             graph = open_same(spec, world, store=store)
             assert graph.store is not None
-            here = Here(world, progress=progress, say=partial(remark, quiet=quiet))
+            say = partial(directory.say, quiet=quiet) if world.is_first else (lambda text: None)
+            here = Here(world, progress=progress, say=say)
             cut = graph.store.path / spec.partition
             if config.strategy.cut == "chunks":
                 here = replace(here, layouts=open_layouts(cut))
             else:
                 here = replace(here, shard=open_part(cut, world.rank))
             built = build(graph, config, here=here)
-        directory = RunDirectory(Path(spec.run_dir), seed=config.seed, world=beside(world))
         start = find_start(directory, beside(world), rows_by_owner(built.strategy.model))
         record = run_course(built, config, directory, start=start, quiet=quiet)
         built.strategy.close()

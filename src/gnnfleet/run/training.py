@@ -28,6 +28,7 @@ from gnnfleet.run.fleet import launch_fleet
 from gnnfleet.run.launch import launch
 from gnnfleet.run.prepare import Place, choose, prepared, settle
 from gnnfleet.run.rank import run_spec
+from gnnfleet.run.tracing import collect_spans
 
 LAUNCH = ".launch"
 """Where workers find their spec, below the run."""
@@ -92,9 +93,10 @@ def _on_parts(
         stored = graph if graph.store is not None else save_store(graph, Path(scratch) / "store")
         spec, found = stack.enter_context(prepared(stored, config, directory, place=place, quiet=quiet, known_as=graph))
         if config.strategy.comes_and_goes:
-            say = partial(remark, quiet=quiet)
+            say = partial(found.say, quiet=quiet)
             told = launch_fleet(spec, folder=found.path / LAUNCH, workers=config.workers, restarts=restarts, say=say)
             record = RunRecord(**told)
+            collect_spans(found.path)
         elif config.workers == 1:
             record = run_spec(spec, World())
         else:

@@ -19,6 +19,7 @@ from gnnfleet.comm.wire import Posted, receive, send
 from gnnfleet.comm.world import World
 from gnnfleet.graph.shard import DIRECTIONS
 from gnnfleet.ops.rows import gather
+from gnnfleet.report.clock import EXCHANGE
 from gnnfleet.report.traffic import Traffic
 from gnnfleet.sharded.way import Chunk, Way
 
@@ -66,25 +67,27 @@ class Mirrors:
         """Send rows of this way's chunk, which ``tables`` [r, F] have, to mirrors of it; ``theirs`` are the chunks that
         the ways work on."""
         swap = Swap(self.world, self._code, what)
-        for to, source in self.others:
-            swap.post(
-                to,
-                [gather(table, self.given(direction, chunk, to) - chunk.low) for table in tables],
-                source,
-                self.mirrored(direction, theirs[source], source),
-            )
+        with self.world.clock.during(EXCHANGE, what):
+            for to, source in self.others:
+                swap.post(
+                    to,
+                    [gather(table, self.given(direction, chunk, to) - chunk.low) for table in tables],
+                    source,
+                    self.mirrored(direction, theirs[source], source),
+                )
         return swap
 
     def home(self, chunk: Chunk, theirs: Sequence[int], tables: Sequence[Tensor], what: str) -> Swap:
         """Send what was added up for mirrors of sources, which ``tables`` [n + m, F] have, to their own way."""
         swap = Swap(self.world, self._code, what)
-        for to, source in self.others:
-            swap.post(
-                to,
-                [table[self.mirrored("in", theirs[to], to)] for table in tables],
-                source,
-                self.given("in", chunk, source),
-            )
+        with self.world.clock.during(EXCHANGE, what):
+            for to, source in self.others:
+                swap.post(
+                    to,
+                    [table[self.mirrored("in", theirs[to], to)] for table in tables],
+                    source,
+                    self.given("in", chunk, source),
+                )
         return swap
 
 
@@ -119,6 +122,10 @@ class Swap:
 
     def finish(self) -> Came:
         """What came, when all of it is there."""
+        with self._world.clock.during(EXCHANGE, self._what):
+            return self._finish()
+
+    def _finish(self) -> Came:
         found: Came = []
         for each in self._coming:
             tables = [

@@ -167,8 +167,9 @@ class Strategy(Protocol):
         """Whether newer weights are there already, so that measuring the present ones may be left out."""
 
     @property
-    def elsewhere(self) -> Sequence[Mapping[str, int]]:
-        """Of workers that are no ranks of this world, what each says of itself: bytes_sent, rounds, peak_rss, …"""
+    def elsewhere(self) -> Sequence[Mapping[str, float]]:
+        """Of workers that are no ranks of this world, what each says of itself until now: bytes_sent, rounds,
+        peak_rss, seconds by phase, …"""
 
     def evaluate(self, split: str) -> dict[str, float]:
         """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""

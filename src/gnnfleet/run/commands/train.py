@@ -113,6 +113,10 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", rich_help_panel=_WHERE, help="Go on where --run-dir (or runs/last) stopped.")
     ] = False,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", rich_help_panel=_WHERE, help="Keep trace.json: what workers did when, for Perfetto."),
+    ] = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -147,6 +151,7 @@ def train(
         "partition": partition,
         "memory": memory,
         "precision": None if precision is None else str(precision),
+        "report": {"trace": True} if trace else None,
     }
     words = overlay(overlay(words, nest(given)), {key: value for key, value in options.items() if value is not None})
     place = Place(run_dir, keep=True, resume=resume)

@@ -30,6 +30,7 @@ from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.paging import is_mapped, spill
+from gnnfleet.report.clock import COMPUTE, WAIT
 from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.sizes import show_size
 from gnnfleet.sharded.ring import RingView
@@ -40,7 +41,7 @@ from gnnfleet.strategies.macrobatch.budget import FORETASTE, Foretaste, choose_t
 from gnnfleet.strategies.macrobatch.cache import make_cache
 from gnnfleet.strategies.macrobatch.columns import Columns
 from gnnfleet.strategies.macrobatch.config import FANOUT, MacrobatchConfig
-from gnnfleet.strategies.macrobatch.exchange import DEGREE, WEIGHTED, Plan, Reader, Relay, Tally, X, far_ids
+from gnnfleet.strategies.macrobatch.exchange import DEGREE, WEIGHTED, Fetched, Plan, Reader, Relay, Tally, X, far_ids
 from gnnfleet.strategies.macrobatch.host import HostRows
 from gnnfleet.strategies.on_parts import PartsStrategy, part_of
 from gnnfleet.strategies.sampling import Ready, Switch, check_layers, hops_of
@@ -118,13 +119,18 @@ class MacrobatchStrategy(PartsStrategy):
         """The batches of an epoch from ``first`` on, as their relays come in."""
         window = self._config.window if self._config.cache and self._config.policy == "belady" else 0
         made = prefetched(self.relay.fetch_ahead(self._plans(epoch, first), window), self._depth)
-        asked = time.perf_counter()
         with closing(made):
-            for fetched in made:
-                self.relay.tally.waited += time.perf_counter() - asked
+            while (fetched := self._next(made)) is not None:
                 for place in range(len(fetched.plan.batches)):
                     yield Reader(self.relay, fetched, place)
-                asked = time.perf_counter()
+
+    def _next(self, made: Generator[Fetched]) -> Fetched | None:
+        """The next relay, waited for where a thread makes it."""
+        asked = time.perf_counter()
+        with self._world.clock.during(WAIT if self._depth else COMPUTE, "relay"):
+            found = next(made, None)
+        self.relay.tally.waited += time.perf_counter() - asked
+        return found
 
     def _plans(self, epoch: int, first: int) -> Iterator[Plan]:
         waiting = self.batches(epoch, first)

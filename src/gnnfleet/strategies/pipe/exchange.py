@@ -17,6 +17,7 @@ from torch import Tensor
 from gnnfleet.comm.code import Code
 from gnnfleet.comm.wire import Posted, receive, send
 from gnnfleet.comm.world import World
+from gnnfleet.report.clock import EXCHANGE
 from gnnfleet.report.traffic import Traffic
 
 AHEAD = 2
@@ -57,6 +58,10 @@ class Neighbour:
 
     def send(self, tensors: Sequence[Tensor], *, back: bool) -> None:
         tag, doing = (_GRADS, "gradients of a chunk") if back else (_ROWS, "rows of a chunk")
+        with self._world.clock.during(EXCHANGE, doing):
+            self._send(tensors, tag, doing)
+
+    def _send(self, tensors: Sequence[Tensor], tag: int, doing: str) -> None:
         parts = [
             part
             for place, tensor in enumerate(tensors)
@@ -106,6 +111,10 @@ class Coming:
         return receive(self._world, room, self._peer, tag=self._tag, doing=self._doing)
 
     def next(self) -> list[Tensor]:
+        with self._world.clock.during(EXCHANGE, self._doing):
+            return self._next()
+
+    def _next(self) -> list[Tensor]:
         message = self._posted.popleft()
         found = []
         for parts, (_, dtype) in zip(message, self._form, strict=True):

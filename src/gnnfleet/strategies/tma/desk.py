@@ -49,7 +49,7 @@ class Closed:
     beside: int  # bytes of learnt rows, optimizers and other parts' rows, both ways
     correction: Mapping[str, Tensor]  # what the coordinator's own optimizer remembers
     optimizer: Tensor | None  # the average of what the trainers' optimizers remember
-    gave: Mapping[int, Mapping[str, int]]  # by trainer, bytes it has sent in this round and what it holds
+    gave: Mapping[int, Mapping[str, float]]  # by trainer, bytes it has sent in this round, what it holds, its seconds
     seconds: float
 
 
@@ -199,7 +199,7 @@ class Desk:
             beside=beside,
             correction={} if self.correct is None else self.correct.memory(),
             optimizer=self.optimizer,
-            gave={i: {"bytes_sent": give.nbytes, **give.memory} for i, give in gives.items()},
+            gave={i: {"bytes_sent": give.nbytes, **give.memory, **give.seconds} for i, give in gives.items()},
             seconds=time.monotonic() - self._last,
         )
         self._last = time.monotonic()

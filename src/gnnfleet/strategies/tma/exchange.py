@@ -66,6 +66,7 @@ class Give:
     optimizer: Tensor | None = None
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # learnt rows of own nodes, by name of the parameter
     memory: Mapping[str, int] = field(default_factory=dict)  # what the trainer holds, for the record
+    seconds: Mapping[str, float] = field(default_factory=dict)  # what it did with its time since it last gave
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +113,7 @@ def write_give(post: Post, now: Now, trainer: int, give: Give) -> int:
         "loss": give.loss,
         "edges": give.edges,
         "memory": dict(give.memory),
+        "seconds": dict(give.seconds),
         "weights": give.weights.nbytes,
         "optimizer": None if give.optimizer is None else give.optimizer.nbytes,
         "rows": {name: list(rows.shape) for name, rows in give.rows.items()},
@@ -132,7 +134,7 @@ def read_give(post: Post, now: Now, trainer: int, dtype: torch.dtype) -> Give | 
     for name, shape in words["rows"].items():
         rows[name] = parts.next(shape[0] * shape[1] * dtype.itemsize, dtype).view(shape)
     numbers = words["steps"], words["count"], words["loss"], words["edges"]
-    return Give(*numbers, weights, optimizer, rows, words["memory"])
+    return Give(*numbers, weights, optimizer, rows, words["memory"], words["seconds"])
 
 
 class _Parts:

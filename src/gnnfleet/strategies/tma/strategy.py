@@ -18,6 +18,7 @@ from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.batches import count_batches
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.draws import Draws, Purpose
+from gnnfleet.report.clock import PHASES, WAIT
 from gnnfleet.strategies.base import PRECISIONS, Job, Prediction, State, StepRecord, Strategy
 from gnnfleet.strategies.link_task import LinkTask
 from gnnfleet.strategies.task import Take
@@ -44,7 +45,8 @@ class TmaStrategy:
         self._moments: Tensor | None = None
         self._desk: Desk | None = None
         self._closed: Closed | None = None
-        self._told: list[dict[str, int]] = [{"bytes_sent": 0, "rounds": 0} for _ in range(job.workers)]
+        begun: dict[str, float] = dict.fromkeys(("bytes_sent", "rounds", *PHASES), 0)
+        self._told = [dict(begun) for _ in range(job.workers)]
         if config.remote and config.full:
             raise ConfigError("strategy.remote needs sampled blocks: leave out strategy.full")
         if config.redeal and job.deal is not None and not job.deal.mixes(job.workers):
@@ -55,7 +57,8 @@ class TmaStrategy:
     def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         if self._desk is None:
             self._desk = self._open(epoch)
-        closed = self._desk.next()
+        with self._job.world.clock.during(WAIT, "round"):
+            closed = self._desk.next()
         assert closed.round == epoch, "rounds come one after the other"
         self._closed, self._velocity = closed, closed.velocity
         self._correction_memory, self._moments = dict(closed.correction), closed.optimizer
@@ -82,14 +85,16 @@ class TmaStrategy:
 
     def _note(self, closed: Closed) -> None:
         """Count what travelled: down from here, up from each trainer."""
-        self._job.world.traffic.sent(closed.down * len(closed.trainers))
+        for i in closed.trainers:
+            self._job.world.traffic.sent(closed.down, to=i + 1)
         self._job.world.traffic.met()
         for i, gave in closed.gave.items():
             told = self._told[i]
-            told |= {**gave, "bytes_sent": told["bytes_sent"] + gave["bytes_sent"], "rounds": told["rounds"] + 1}
+            told |= {**gave, **{word: told[word] + gave.get(word, 0) for word in ("bytes_sent", *PHASES)}}
+            told["rounds"] += 1
 
     @property
-    def elsewhere(self) -> list[dict[str, int]]:
+    def elsewhere(self) -> list[dict[str, float]]:
         return self._told
 
     @property

@@ -23,6 +23,7 @@ from gnnfleet.comm.post import Post
 from gnnfleet.errors import ExchangeError, RunError
 from gnnfleet.graph.bundle import write_atomically
 from gnnfleet.graph.deal import Deal
+from gnnfleet.report.clock import EXCHANGE, WAIT, Clock
 from gnnfleet.report.memory import own_rss, peak_rss, rss
 from gnnfleet.strategies.base import StepRecord, Strategy
 from gnnfleet.strategies.tma.average import Layout
@@ -83,6 +84,8 @@ class Trainer:
         self._written: list[tuple[float, int]] = []  # (when, before which round)
         self._patience, self._say = 60 + 3 * checkpoint_seconds, say
         self._built = 0  # resident memory after building
+        self.clock = Clock()
+        self._given = self.clock.read()  # when it last gave
 
     def run(self, lost: Callable[[str], None]) -> None:
         """Until all is over; ``lost`` is told when the coordinator is out of reach for good."""
@@ -90,7 +93,8 @@ class Trainer:
         with Watch(self._post.another(), self._index, give_up=self._config.give_up, lost=lost) as watch:
             last: Now | None = None
             while True:
-                now = _newer(watch, last)
+                with self.clock.during(WAIT, "weights"):
+                    now = _newer(watch, last)
                 if now.done:
                     break
                 try:
@@ -103,7 +107,8 @@ class Trainer:
             self._records.close()
 
     def _round(self, now: Now, watch: Watch) -> None:
-        take = read_take(self._post, now, self._dtype)
+        with self.clock.during(EXCHANGE, "weights"):
+            take = read_take(self._post, now, self._dtype)
         if take is None or self._index not in take.among:
             return
         if not self._take_over(take):  # so that the next round comes with what is missing
@@ -114,7 +119,8 @@ class Trainer:
         give = self._train(now, watch)
         if give is not None:
             self._keep(now.round)
-            write_give(self._post, now, self._index, give)
+            with self.clock.during(EXCHANGE, "weights"):
+                write_give(self._post, now, self._index, give)
 
     def _take_over(self, take: Take) -> bool:
         """Begin a round; False where the learnt rows of own nodes are not known here."""
@@ -207,6 +213,7 @@ class Trainer:
         """Steps until they are asked for; None where the round was closed without them."""
         assert self._alone is not None and self._records is not None and self._layout is not None
         steps, count, loss, wanted = 0, 0, 0.0, self._config.steps
+        began = time.perf_counter()
         while watch.now == now and (steps < wanted if wanted else watch.called < now.round):
             record = next(self._records, None)
             if record is None:
@@ -219,6 +226,8 @@ class Trainer:
                     f"the loss of trainer {self._index} is {record.loss} in round {now.round + 1}: try a smaller "
                     "train.lr, or train.clip=1"
                 )
+            self.clock.note(f"step {record.step + 1}", "step", began)
+            began = time.perf_counter()
             steps, count, loss = steps + 1, count + record.count, loss + record.loss * record.count
         if watch.now != now:
             return None
@@ -229,7 +238,12 @@ class Trainer:
         mean = loss / count if count else 0.0
         memory = {"peak_rss": peak_rss(), "rss_growth": max(0, peak_rss() - self._built), "own_rss": own_rss()}
         weights = self._layout.pack(state["model"])
-        return Give(steps, count, mean, self._alone.edges, weights, optimizer, rows, memory)
+        return Give(steps, count, mean, self._alone.edges, weights, optimizer, rows, memory, self._spent())
+
+    def _spent(self) -> dict[str, float]:
+        """Seconds by phase since it last gave."""
+        before, self._given = self._given, self.clock.read()
+        return {phase: seconds - before[phase] for phase, seconds in self._given.items()}
 
     # -- going on where another process ended, with rounds of so many steps --
 

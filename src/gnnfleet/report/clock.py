@@ -1,0 +1,82 @@
+"""What a rank does with its time: it computes, exchanges (packs, posts, unpacks) or waits for what is under way.
+
+Phases nest and the innermost counts, so the three add up to the time that passed. Only the thread that made the clock
+is counted: what others do goes on beside the training. A trace notes every phase of every thread, where it is asked
+for.
+"""
+
+from __future__ import annotations
+
+from threading import get_ident
+from time import perf_counter
+from types import TracebackType
+from typing import NamedTuple
+
+COMPUTE, EXCHANGE, WAIT = "compute", "exchange", "wait"
+PHASES = (COMPUTE, EXCHANGE, WAIT)
+
+MOST_SPANS = 200_000
+"""Spans that a trace keeps; those after it are left out."""
+
+
+class Span(NamedTuple):
+    """Something that a thread did."""
+
+    what: str
+    kind: str  # a phase, or step, epoch, evaluation
+    begin: float  # seconds of perf_counter
+    end: float
+    thread: int = 0
+
+
+class Clock:
+    """Seconds of each phase since it was made."""
+
+    def __init__(self) -> None:
+        self._thread, self._phase, self._since = get_ident(), COMPUTE, perf_counter()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self.trace: list[Span] | None = None
+
+    def during(self, phase: str, what: str = "") -> During:
+        """A phase, for as long as a ``with`` lasts; ``what`` is for the trace."""
+        return During(self, phase, what)
+
+    def read(self) -> dict[str, float]:
+        self._turn(self._phase)
+        return dict(self._seconds)
+
+    def note(self, what: str, kind: str, begin: float, end: float | None = None) -> None:
+        """A span for the trace alone."""
+        if self.trace is not None and len(self.trace) < MOST_SPANS:
+            self.trace.append(Span(what, kind, begin, perf_counter() if end is None else end, get_ident()))
+
+    def _turn(self, phase: str) -> str:
+        """Begin a phase; the one before."""
+        now = perf_counter()
+        self._seconds[self._phase] += now - self._since
+        before, self._phase, self._since = self._phase, phase, now
+        return before
+
+
+class During:
+    """See ``Clock.during``; a class of its own because it is entered for every message."""
+
+    __slots__ = ("_before", "_begin", "_clock", "_own", "_phase", "_what")
+
+    def __init__(self, clock: Clock, phase: str, what: str) -> None:
+        self._clock, self._phase, self._what = clock, phase, what
+
+    def __enter__(self) -> None:
+        clock = self._clock
+        self._own = clock._thread == get_ident()
+        if self._own:
+            self._before = clock._turn(self._phase)
+        if clock.trace is not None:
+            self._begin = perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        clock = self._clock
+        if clock.trace is not None:
+            clock.note(self._what, self._phase, self._begin)
+        if self._own:
+            clock._turn(self._before)

@@ -1,0 +1,73 @@
+"""One HTML page about some runs: everything is in the file, nothing is fetched, text of users stays text.
+
+The data goes into the page as JSON in which no tag can begin; page.js draws it and puts words in as text only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from gnnfleet.report.runs import Run, mean_split, summary, worker_names
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+
+
+def page_data(
+    runs: Sequence[Run],
+    *,
+    title: str,
+    equals: Mapping[str, str] | None = None,
+    partitions: Sequence[Mapping[str, Any]] = (),
+    live: bool = False,
+) -> dict[str, Any]:
+    """What the page shows. ``equals`` says by name of a run whether it equals local, ``partitions`` compares cuts."""
+    return {
+        "title": title,
+        "live": live,
+        "runs": [
+            {
+                **{key: value for key, value in run.items() if key not in ("record", "totals")},
+                "bytes": (run["totals"] or {}).get("bytes"),
+                "peaks": (run["totals"] or {}).get("peak_rss"),
+                "summary": summary(run),
+                "split": mean_split(run),
+                "workers_named": worker_names(run),
+                "equals": (equals or {}).get(run["name"]),
+            }
+            for run in runs
+        ],
+        "partitions": list(partitions),
+    }
+
+
+def render_page(data: Mapping[str, Any]) -> str:
+    """The whole page."""
+    assets = files("gnnfleet.report") / "assets"
+    style, script = (assets / "page.css").read_text(), (assets / "page.js").read_text()
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(str(data['title']))}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main></main>\n"
+        f'<script type="application/json" id="data">{as_json(data)}</script>\n'
+        f"<script>\n{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def as_json(data: Mapping[str, Any]) -> str:
+    """JSON that may stand inside a script element; numbers that are none become null."""
+    return json.dumps(_finite(data), allow_nan=False).replace("<", "\\u003c")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value

@@ -1,0 +1,48 @@
+"""Spans of all workers as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open; a worker is a process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gnnfleet.report.clock import MOST_SPANS, Span
+
+
+def pack_spans(spans: Sequence[Span], offset: float = 0.0) -> bytes:
+    """For another process, by whose clock they then are."""
+    return json.dumps([[s.what, s.kind, s.begin + offset, s.end + offset, s.thread] for s in spans]).encode()
+
+
+def unpack_spans(data: bytes) -> list[Span]:
+    return [Span(*each) for each in json.loads(data or b"[]")]
+
+
+def trace_json(workers: Mapping[str, Sequence[Span]]) -> str:
+    """Spans by name of the worker, all by one clock; times count from the first of them."""
+    start = min((span.begin for spans in workers.values() for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for pid, (name, spans) in enumerate(workers.items()):
+        full = ", not all of it" if len(spans) >= MOST_SPANS else ""
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name + full}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        threads: dict[int, int] = {}
+        for thread in (span.thread for span in spans if span.kind in ("epoch", "step", "beside")):
+            threads.setdefault(thread, 0)  # the one that trains
+        for span in spans:
+            threads.setdefault(span.thread, len(threads))
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.what or span.kind,
+                    "cat": span.kind,
+                    "ts": round(1e6 * (span.begin - start), 3),
+                    "dur": round(1e6 * (span.end - span.begin), 3),
+                    "pid": pid,
+                    "tid": threads[span.thread],
+                }
+            )
+        for number in threads.values():
+            words = {"name": "training" if not number else f"beside {number}"}
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": number, "args": words})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
