@@ -60,7 +60,6 @@ def test_later_words_win_and_another_strategy_forgets() -> None:
         ({"train": {"epochs": "many"}}, "train.epochs='many': input should be a valid integer"),
         ({"train": {"optimizer": "lion"}}, "'adam', 'adamw' or 'sgd'"),
         ({"model": {"name": "sagee"}}, "did you mean 'sage'?"),
-        ({"strategy": "pipe"}, "strategy 'pipe' comes later; this version has local, sar"),
         ({"strategy": "fast"}, "no strategy 'fast'; this version has local"),
         ({"task": "edge"}, "task edge comes later"),
         ({"task": "link", "link": {"exclude": "disjoint:2"}}, "a share P between 0 and 1"),
