@@ -232,6 +232,7 @@ NB_MODULE(_native, m) {
   bind_partition<int64_t>(m);
   bind_aggregate(m);
   bind_attend(m);
+  bind_attend_recent(m);
   bind_csr(m);
   bind_pool(m);
   bind_sample(m);

@@ -5,6 +5,7 @@
 
 #include "aggregate.h"
 #include "attend.h"
+#include "attend_recent.h"
 #include "dropout.h"
 #include "epilogue.h"
 
@@ -34,6 +35,8 @@ struct Kernels {
   void (*attend_source)(const AttendArgs&);
   void (*attend_edge_source)(const AttendArgs&);
   void (*attend_edge_target)(const AttendArgs&);
+  void (*attend_recent)(const RecentArgs&);
+  void (*attend_recent_back)(const RecentArgs&);
 };
 
 namespace baseline { extern const Kernels table; }

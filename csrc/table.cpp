@@ -22,6 +22,8 @@ void attend_local(const AttendLocalArgs&);
 void attend_source(const AttendArgs&);
 void attend_edge_source(const AttendArgs&);
 void attend_edge_target(const AttendArgs&);
+void attend_recent(const RecentArgs&);
+void attend_recent_back(const RecentArgs&);
 
 extern const Kernels table;
 const Kernels table = {
@@ -42,6 +44,8 @@ const Kernels table = {
     attend_source,
     attend_edge_source,
     attend_edge_target,
+    attend_recent,
+    attend_recent_back,
 };
 
 }  // namespace gnnfleet::GNNFLEET_ISA

@@ -100,6 +100,7 @@ class Edges:
     attr: Tensor | None = None  # [E, F]
     time: Tensor | None = None  # [E] int64 or float64
     order: Tensor | None = None  # [E] store edge ids by time, ties in input order; there when time is
+    y: Tensor | None = None  # [E] int64 with −1 for no label, or [E, C] int8
     links: Mapping[str, Tensor] = field(default_factory=dict)  # val, test, val_neg, test_neg: [2, L] held-out pairs
 
     @property
@@ -141,6 +142,7 @@ class Graph:
         edge_weight: Any = None,
         edge_attr: Any = None,
         time: Any = None,
+        edge_y: Any = None,
         num_nodes: int | None = None,
         ids: Any = None,
         name: str = "graph",
@@ -153,7 +155,7 @@ class Graph:
             num_nodes = given[0] if given else (int(edge_index.max()) + 1 if edge_index.numel() else 0)
         nodes = make_nodes(num_nodes, x=x, y=y, split=split, ids=ids)
         edges = make_edges(
-            edge_index, num_src=num_nodes, num_dst=num_nodes, weight=edge_weight, attr=edge_attr, time=time
+            edge_index, num_src=num_nodes, num_dst=num_nodes, weight=edge_weight, attr=edge_attr, time=time, y=edge_y
         )
         self._set({NODE: nodes}, {EDGE: edges}, name=name, undirected=False, store=None)
 
@@ -266,6 +268,7 @@ def make_edges(
     weight: Any = None,
     attr: Any = None,
     time: Any = None,
+    y: Any = None,
     links: Mapping[str, Any] | None = None,
 ) -> Edges:
     """Sort one edge type into store order; raises InputError for ids out of range or data of another length."""
@@ -293,6 +296,7 @@ def make_edges(
         attr=None if attr is None else _edge_features(attr, length)[order],
         time=None if time is None else time[order],
         order=None if time is None else time_order(time, order),
+        y=None if y is None else _per_edge(_labels(y), "edge_y", length)[order],
         links={name: torch.as_tensor(pairs).long() for name, pairs in (links or {}).items()},
     )
 

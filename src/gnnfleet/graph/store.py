@@ -18,7 +18,7 @@ from gnnfleet.graph.ids import Ids
 
 KIND = "graph"
 NODE_ARRAYS = ("x", "y", "split")
-EDGE_ARRAYS = ("indptr", "src", "weight", "attr", "time", "order")
+EDGE_ARRAYS = ("indptr", "src", "weight", "attr", "time", "order", "y")
 
 
 def open_store(path: str | Path) -> Graph:

@@ -1,24 +1,28 @@
-"""Attention of a query over its latest events, without a projected row for any event.
+"""Attention of queries over their latest events, without a projected row for any event.
 
 A score is a dot product of the query with [row of the other end, features, cosines of the time], so keys need no
 product of their own: whoever calls folds them into the query, and values into what comes out.
-Q queries, k events each, H heads, D + F + T columns.
+Q queries, k events each, H heads, W = D + F + T columns.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.draws import Draws
-from gnnfleet.ops.dropout import dropout
+from gnnfleet.ops.dropout import dropout, threshold
+from gnnfleet.ops.native import _native, threads
 
 
 @dataclass(frozen=True, eq=False)
 class Recent:
-    """What queries look at. ``near`` is −1 where a query has fewer events."""
+    """What queries look at. ``near`` is −1 where a query has fewer events; there ``edge`` is any row."""
 
     rows: Tensor  # [R, D]
     near: Tensor  # [Q, k] rows of ``rows``
@@ -41,20 +45,98 @@ class Drop:
 def attend_recent(
     query: Tensor, offset: Tensor, recent: Recent, *, slope: float, drop: Drop | None
 ) -> tuple[Tensor, Tensor]:
-    """([Q, H, D + F + T] what each head gathers, [Q, H] its weights summed), zeros for a query without events.
+    """([Q, H, W] what each head gathers, [Q, H] its weights summed), zeros for a query without events.
 
-    A score is LeakyReLU(query · [row, features, cos(since · weight + bias)] + offset); query [Q, H, D + F + T].
+    A score is LeakyReLU(query · [row, features, cos(since · weight + bias)] + offset); query [Q, H, W], offset [Q, H].
+    Features have no gradient.
     """
+    if query.device.type != "cpu":
+        return plain(query, offset, recent, slope=slope, drop=drop)
+    found: tuple[Tensor, Tensor] = _AttendRecent.apply(  # type: ignore[no-untyped-call]
+        (recent, slope, drop), query, offset, recent.rows, recent.weight, recent.bias
+    )
+    return found
+
+
+def plain(query: Tensor, offset: Tensor, recent: Recent, *, slope: float, drop: Drop | None) -> tuple[Tensor, Tensor]:
+    """The same in torch: the twin of the kernel, and the path on other devices."""
     seen = recent.near >= 0
     parts = [recent.rows[recent.near.clamp(min=0)]]
     if recent.features is not None:
-        parts.append(recent.features[recent.edge.clamp(min=0)])
+        parts.append(recent.features[recent.edge].to(query.dtype))
     parts.append(torch.cos(recent.since[..., None] * recent.weight + recent.bias))
-    x = torch.cat([part.to(query.dtype) for part in parts], 2)  # [Q, k, D + F + T]
-    score = torch.nn.functional.leaky_relu(query @ x.transpose(1, 2) + offset[..., None], slope)
+    x = torch.cat(parts, 2)
+    score = functional.leaky_relu(query @ x.transpose(1, 2) + offset[..., None], slope)
     score = score.masked_fill(~seen[:, None], -torch.inf)
     score = torch.where(seen.any(1)[:, None, None], score, 0.0)
     share = torch.softmax(score, 2) * seen[:, None]
     if drop is not None and drop.p:
         share = dropout(share, drop.p, ids=drop.ids, draws=drop.draws)
     return share @ x, share.sum(2)
+
+
+def _words(given: tuple[Recent, float, Drop | None], query: Tensor, offset: Tensor, rows: Tensor) -> dict[str, Any]:
+    """What forward and backward tell the kernel."""
+    recent, slope, drop = given
+    key, place = (0, 0) if drop is None else drop.draws.words
+    p = 0.0 if drop is None else drop.p
+    width = query.shape[2] - rows.shape[1] - len(recent.weight)
+    return {
+        "query": query,
+        "offset": offset,
+        "row": rows,
+        "near": recent.near.contiguous(),
+        "feature": recent.features if width else None,
+        "edge": recent.edge.contiguous(),
+        "since": recent.since.to(query.dtype).contiguous(),
+        "frequency": recent.weight.detach(),
+        "phase": recent.bias.detach(),
+        "slope": slope,
+        "ids": None if drop is None else drop.ids,
+        "key": key,
+        "place": place,
+        "threshold": threshold(p) if p else 0,
+        "scale": 1 / (1 - p),
+        "threads": threads(query.numel() * recent.near.shape[1]),
+    }
+
+
+class _AttendRecent(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given: tuple[Recent, float, Drop | None],
+        query: Tensor,
+        offset: Tensor,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        query, offset, rows = query.contiguous(), offset.contiguous(), rows.contiguous()
+        out, total = empty(query.shape, query.dtype), torch.empty_like(offset)
+        score = torch.empty(*offset.shape, given[0].near.shape[1], dtype=query.dtype)
+        _native.attend_recent(**_words(given, query, offset, rows), score=score, out=out, weight=total)
+        ctx.given = given
+        ctx.save_for_backward(query, offset, rows, score)
+        return out, total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> tuple[Any, ...]:
+        query, offset, rows, score = ctx.saved_tensors
+        weight = ctx.given[0].weight
+        dquery, doffset = empty(query.shape, query.dtype), torch.empty_like(offset)
+        drows = empty(rows.shape, rows.dtype) if ctx.needs_input_grad[3] else None
+        dweight, dbias = (torch.empty(len(weight), dtype=query.dtype) for _ in range(2))
+        _native.attend_recent_back(
+            **_words(ctx.given, query, offset, rows),
+            score=score,
+            grad_out=grad.contiguous(),
+            grad_weight=grad_total.contiguous(),
+            grad_query=dquery,
+            grad_offset=doffset,
+            grad_row=drows,
+            grad_frequency=dweight,
+            grad_phase=dbias,
+        )
+        return None, dquery, doffset, drows, dweight, dbias

@@ -65,11 +65,10 @@ class TemporalModel(torch.nn.Module):
         made: Tensor = self.cell(mail, edge, since, memory)
         return made
 
-    def join(self, memory: Tensor | None, static: Tensor | None) -> Tensor:
-        """[n, D] what attention reads of nodes: memory and what is known of them, each where there is some."""
+    def join(self, memory: Tensor | None, static: Tensor | None, *, rows: int) -> Tensor:
+        """[rows, D] what attention reads of nodes: memory and what is known of them, zeros without either."""
         if static is None:
-            assert memory is not None
-            return memory
+            return next(self.parameters()).new_zeros(rows, self.width) if memory is None else memory
         known = static if self.static is None else widen(apply_linear(self.static, static))
         return known if memory is None else memory + known
 

@@ -1,0 +1,253 @@
+#include "attend_recent.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <vector>
+
+#include "kernels.h"
+#include "philox.h"
+
+namespace gnnfleet::GNNFLEET_ISA {
+namespace {
+
+// Sine and cosine of arguments far above 2 pi: reduced in double, then polynomials on a quarter turn. Times are long and
+// frequencies up to 1, so the argument itself is made in double as well.
+inline void turn(const float* frequency, const float* phase, float since, int64_t count, float* cosine, float* sine) {
+  constexpr double kTurns = 0.63661977236758134, kQuarter = 1.5707963267948966, kMagic = 6755399441055744.0;
+#pragma omp simd
+  for (int64_t t = 0; t < count; ++t) {
+    const double x = static_cast<double>(since) * static_cast<double>(frequency[t]) + static_cast<double>(phase[t]);
+    const double shifted = x * kTurns + kMagic;
+    const double whole = shifted - kMagic;
+    const float r = static_cast<float>(x - whole * kQuarter);
+    const int quarter = static_cast<int>(whole - 4.0 * std::floor(whole * 0.25));
+    const float z = r * r;
+    const float s = r + r * z * (-1.6666654611e-1f + z * (8.3321608736e-3f - z * 1.9515295891e-4f));
+    const float c = 1.0f - 0.5f * z + z * z * (4.166664568298827e-2f + z * (-1.388731625493765e-3f + z * 2.443315711809948e-5f));
+    const bool odd = quarter & 1;
+    const float cc = odd ? s : c, ss = odd ? c : s;
+    cosine[t] = (quarter == 1 || quarter == 2) ? -cc : cc;
+    sine[t] = (quarter == 2 || quarter == 3) ? -ss : ss;
+  }
+}
+
+inline void turn(const double* frequency, const double* phase, double since, int64_t count, double* cosine, double* sine) {
+  for (int64_t t = 0; t < count; ++t) {
+    const double x = since * frequency[t] + phase[t];
+    cosine[t] = std::cos(x);
+    sine[t] = std::sin(x);
+  }
+}
+
+template <typename T>
+inline T dot(const T* a, const T* b, int64_t count) {
+  T total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < count; ++i) total += a[i] * b[i];
+  return total;
+}
+
+template <typename T>
+inline void add(T* to, T factor, const T* from, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) to[i] += factor * from[i];
+}
+
+// One thread's work on queries: what their events show, shares and dropout.
+template <typename T>
+class Worker {
+ public:
+  explicit Worker(const RecentArgs& a)
+      : a_(a), width_(a.row_width + a.feature_width + a.time_width), x_(a.places * width_), sine_(a.places * a.time_width),
+        share_(a.heads * a.places), kept_(a.heads * a.places), slot_(a.places) {}
+
+  void forward(int64_t q) {
+    show(q);
+    const T* query = at(a_.query, q * a_.heads * width_);
+    const T* offset = at(a_.offset, q * a_.heads);
+    T* score = at(a_.score, q * a_.heads * a_.places);
+    T* out = at(a_.out, q * a_.heads * width_);
+    T* weight = at(a_.weight, q * a_.heads);
+    std::fill(score, score + a_.heads * a_.places, T(0));
+    for (int64_t h = 0; h < a_.heads; ++h) {
+      for (int64_t e = 0; e < seen_; ++e) score[h * a_.places + slot_[e]] = dot(query + h * width_, &x_[e * width_], width_) + offset[h];
+    }
+    shares(q, score);
+    for (int64_t h = 0; h < a_.heads; ++h) {
+      T* to = out + h * width_;
+      std::fill(to, to + width_, T(0));
+      weight[h] = 0;
+      for (int64_t e = 0; e < seen_; ++e) {
+        const T share = share_[h * a_.places + e] * kept_[h * a_.places + e];
+        add(to, share, &x_[e * width_], width_);
+        weight[h] += share;
+      }
+    }
+  }
+
+  // Gradients of rows, frequencies and phases go to sums of this thread's own.
+  void backward(int64_t q, T* grad_row, T* grad_frequency, T* grad_phase) {
+    show(q);
+    const T* query = at(a_.query, q * a_.heads * width_);
+    const T* score = at(a_.score, q * a_.heads * a_.places);
+    const T* grad = at(a_.grad_out, q * a_.heads * width_);
+    const T* grad_weight = at(a_.grad_weight, q * a_.heads);
+    T* grad_query = at(a_.grad_query, q * a_.heads * width_);
+    T* grad_offset = at(a_.grad_offset, q * a_.heads);
+    shares(q, score);
+    slope_.assign(a_.heads * a_.places, T(0));
+    for (int64_t h = 0; h < a_.heads; ++h) {
+      T* slope = &slope_[h * a_.places];
+      const T* share = &share_[h * a_.places];
+      const T* kept = &kept_[h * a_.places];
+      T mean = 0;
+      for (int64_t e = 0; e < seen_; ++e) {
+        slope[e] = (dot(grad + h * width_, &x_[e * width_], width_) + grad_weight[h]) * kept[e];
+        mean += share[e] * slope[e];
+      }
+      T* to = grad_query + h * width_;
+      std::fill(to, to + width_, T(0));
+      grad_offset[h] = 0;
+      for (int64_t e = 0; e < seen_; ++e) {
+        slope[e] = share[e] * (slope[e] - mean) * (score[h * a_.places + slot_[e]] > T(0) ? T(1) : static_cast<T>(a_.slope));
+        add(to, slope[e], &x_[e * width_], width_);
+        grad_offset[h] += slope[e];
+      }
+    }
+    const int64_t time = a_.row_width + a_.feature_width;
+    for (int64_t e = 0; e < seen_; ++e) {
+      T* sine = &sine_[e * a_.time_width];
+      const T since = at(a_.since, q * a_.places)[slot_[e]];
+      T* row = grad_row == nullptr ? nullptr : grad_row + a_.near[q * a_.places + slot_[e]] * a_.row_width;
+      for (int64_t h = 0; h < a_.heads; ++h) {
+        const int64_t i = h * a_.places + e;
+        const T share = share_[i] * kept_[i], slope = slope_[i];
+        const T* from = query + h * width_;
+        const T* back = grad + h * width_;
+        if (row != nullptr) {
+#pragma omp simd
+          for (int64_t c = 0; c < a_.row_width; ++c) row[c] += slope * from[c] + share * back[c];
+        }
+#pragma omp simd
+        for (int64_t c = 0; c < a_.time_width; ++c) {
+          const T change = -sine[c] * (slope * from[time + c] + share * back[time + c]);
+          grad_phase[c] += change;
+          grad_frequency[c] += change * since;
+        }
+      }
+    }
+  }
+
+ private:
+  static const T* at(const void* from, int64_t place) { return static_cast<const T*>(from) + place; }
+  static T* at(void* from, int64_t place) { return static_cast<T*>(from) + place; }
+
+  // x of a query's events, one after the other; `slot_` are the places they have.
+  void show(int64_t q) {
+    seen_ = 0;
+    for (int64_t p = 0; p < a_.places; ++p) {
+      const int64_t i = q * a_.places + p;
+      if (a_.near[i] < 0) continue;
+      T* x = &x_[seen_ * width_];
+      const T* row = at(a_.row, a_.near[i] * a_.row_width);
+      std::copy(row, row + a_.row_width, x);
+      const T* feature = at(a_.feature, a_.feature_width ? a_.edge[i] * a_.feature_width : 0);
+      std::copy(feature, feature + a_.feature_width, x + a_.row_width);
+      turn(at(a_.frequency, 0), at(a_.phase, 0), at(a_.since, 0)[i], a_.time_width, x + a_.row_width + a_.feature_width,
+           &sine_[seen_ * a_.time_width]);
+      slot_[seen_++] = p;
+    }
+  }
+
+  void shares(int64_t q, const T* score) {
+    for (int64_t h = 0; h < a_.heads; ++h) {
+      T* share = &share_[h * a_.places];
+      T highest = -std::numeric_limits<T>::infinity(), total = 0;
+      for (int64_t e = 0; e < seen_; ++e) {
+        const T raw = score[h * a_.places + slot_[e]];
+        share[e] = raw > T(0) ? raw : raw * static_cast<T>(a_.slope);
+        highest = std::max(highest, share[e]);
+      }
+      for (int64_t e = 0; e < seen_; ++e) total += share[e] = std::exp(share[e] - highest);
+      for (int64_t e = 0; e < seen_; ++e) share[e] /= total;
+    }
+    drop(q);
+  }
+
+  // Word h * places + p of a query decides about a place of a head, as ops.dropout.mask has it.
+  void drop(int64_t q) {
+    if (!a_.threshold) {
+      std::fill(kept_.begin(), kept_.end(), T(1));
+      return;
+    }
+    const Draws draws{a_.key, a_.place};
+    int64_t group = -1;
+    Words words{};
+    for (int64_t h = 0; h < a_.heads; ++h) {
+      for (int64_t e = 0; e < seen_; ++e) {
+        const int64_t word = h * a_.places + slot_[e];
+        if (word / 4 != group) words = draws(static_cast<uint64_t>(a_.ids[q]), static_cast<uint32_t>(group = word / 4));
+        kept_[h * a_.places + e] = words[word % 4] >= a_.threshold ? static_cast<T>(a_.scale) : T(0);
+      }
+    }
+  }
+
+  const RecentArgs& a_;
+  const int64_t width_;
+  std::vector<T> x_, sine_, share_, kept_, slope_;
+  std::vector<int64_t> slot_;
+  int64_t seen_ = 0;
+};
+
+template <typename T>
+void forward(const RecentArgs& a) {
+#pragma omp parallel num_threads(a.threads) if (a.threads > 1)
+  {
+    Worker<T> worker(a);
+#pragma omp for schedule(static)
+    for (int64_t q = 0; q < a.n; ++q) worker.forward(q);
+  }
+}
+
+// Every thread has sums of its own over a fixed share of the queries; they are added in order.
+template <typename T>
+void backward(const RecentArgs& a) {
+  const int64_t rows = a.grad_row == nullptr ? 0 : a.rows * a.row_width, each = rows + 2 * a.time_width;
+  T* sums = static_cast<T*>(std::calloc(static_cast<size_t>(std::max<int64_t>(a.threads * each, 1)), sizeof(T)));
+  if (sums == nullptr) std::abort();
+#pragma omp parallel for num_threads(a.threads) schedule(static, 1) if (a.threads > 1)
+  for (int t = 0; t < a.threads; ++t) {
+    Worker<T> worker(a);
+    T* own = sums + t * each;
+    for (int64_t q = a.n * t / a.threads; q < a.n * (t + 1) / a.threads; ++q) {
+      worker.backward(q, rows ? own : nullptr, own + rows, own + rows + a.time_width);
+    }
+  }
+  T* grad_row = static_cast<T*>(a.grad_row);
+#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.threads > 1)
+  for (int64_t i = 0; i < rows; ++i) {
+    T total = 0;
+    for (int t = 0; t < a.threads; ++t) total += sums[t * each + i];
+    grad_row[i] = total;
+  }
+  for (int64_t c = 0; c < a.time_width; ++c) {
+    T frequency = 0, phase = 0;
+    for (int t = 0; t < a.threads; ++t) {
+      frequency += sums[t * each + rows + c];
+      phase += sums[t * each + rows + a.time_width + c];
+    }
+    static_cast<T*>(a.grad_frequency)[c] = frequency;
+    static_cast<T*>(a.grad_phase)[c] = phase;
+  }
+  std::free(sums);
+}
+
+}  // namespace
+
+void attend_recent(const RecentArgs& a) { a.wide ? forward<double>(a) : forward<float>(a); }
+
+void attend_recent_back(const RecentArgs& a) { a.wide ? backward<double>(a) : backward<float>(a); }
+
+}  // namespace gnnfleet::GNNFLEET_ISA

@@ -1,0 +1,175 @@
+"""Temporal models against plain implementations: outputs and the gradients of everything that has one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gnnfleet.nn.config import make_config
+from gnnfleet.nn.temporal import EventBlock, Hop, Sizes, TemporalModel
+from gnnfleet.nn.temporal.attention import TemporalAttention
+from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
+from gnnfleet.ops.draws import DrawKey, Purpose
+from gnnfleet.ops.dropout import mask
+
+WIDTH, EDGE, TIME, HEADS = 8, 3, 6, 2
+KEY = DrawKey(5, 1, 2)
+
+
+def make(name: str = "tgn", *, sizes: Sizes | None = None, **words: object) -> TemporalModel:
+    torch.manual_seed(0)
+    words = {"hidden": WIDTH, "heads": HEADS, "layers": 1, "time_width": TIME, "dropout": 0.0, **words}
+    model = TemporalModel(make_config(name, **words), sizes or Sizes(edge=EDGE)).double()
+    with torch.no_grad():  # frequencies of 1 to 1e-9 would hide mistakes in their gradients
+        for layer in [*model.layers, *([model.cell] if model.cell is not None else [])]:
+            layer.clock.weight.uniform_(0.1, 2.0)
+            layer.clock.bias.uniform_(-1.0, 1.0)
+    return model
+
+
+def hop(queries: int, rows: int, events: int, *, k: int = 4, seed: int = 1) -> Hop:
+    """Some queries with fewer than k events, and one with none."""
+    draw = torch.Generator().manual_seed(seed)
+    near = torch.randint(rows, (queries, k), generator=draw)
+    for query in range(queries):
+        near[query, query % (k + 1) :] = -1
+    edge = torch.randint(events, (queries, k), generator=draw)
+    since = torch.rand(queries, k, generator=draw, dtype=torch.float64) * 5
+    return Hop(torch.randint(rows, (queries,), generator=draw), near, edge, since, torch.arange(queries) * 3 + 7)
+
+
+def plain_attention(layer: TemporalAttention, hop: Hop, h: Tensor, features: Tensor | None, drop: float) -> Tensor:
+    """One query after the other, keys and values of every event written out."""
+    masks = {
+        purpose: mask(torch.Size(shape), drop, ids=hop.ids, draws=KEY.draws(purpose, layer.layer))
+        for purpose, shape in (
+            (Purpose.ATTENTION, (len(hop.query), layer.heads, hop.near.shape[1])),
+            (Purpose.DROPOUT, (len(hop.query), layer.width)),
+        )
+    }
+    out = []
+    for row, node in enumerate(hop.query.tolist()):
+        own = h[node]
+        query = layer.query(torch.cat([own, torch.cos(torch.zeros(()) * layer.clock.weight + layer.clock.bias)]))
+        gathered = torch.zeros(layer.width, dtype=h.dtype)
+        places = [place for place, other in enumerate(hop.near[row].tolist()) if other >= 0]
+        if places:
+            seen = []
+            for place in places:
+                time = torch.cos(hop.since[row, place] * layer.clock.weight + layer.clock.bias)
+                known = [] if features is None else [features[hop.edge[row, place]]]
+                seen.append(torch.cat([h[hop.near[row, place]], *known, time]))
+            keys = layer.key(torch.stack(seen)).view(len(places), layer.heads, -1)
+            values = layer.value(torch.stack(seen)).view(len(places), layer.heads, -1)
+            score = torch.nn.functional.leaky_relu((keys * query.view(layer.heads, -1)).sum(2), 0.2)
+            share = torch.softmax(score, 0) * masks[Purpose.ATTENTION][row][:, places].t()
+            gathered = (share[..., None] * values).sum(0).flatten()
+        mixed = layer.out(torch.cat([gathered, own])) * masks[Purpose.DROPOUT][row]
+        out.append(layer.norm(torch.relu(mixed)))
+    return torch.stack(out)
+
+
+def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    weight = torch.rand(out.shape, generator=draw, dtype=out.dtype)
+    found = torch.autograd.grad((out * weight).sum(), inputs, allow_unused=True)
+    return [torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found, strict=True)]
+
+
+def assert_alike(ours: Tensor, plain: Tensor, inputs: list[Tensor]) -> None:
+    torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
+    for mine, theirs in zip(gradients(ours, inputs), gradients(plain, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("edge", [0, EDGE])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_attention_equals_a_loop_over_events(edge: int, dropout: float, layers: int) -> None:
+    model = make(sizes=Sizes(edge=edge), layers=layers, dropout=dropout)
+    features = torch.randn(9, edge, dtype=torch.float64) if edge else None
+    h = torch.randn(11, WIDTH, dtype=torch.float64, requires_grad=True)
+    hops = [hop(7, 11, 9)] if layers == 1 else [hop(12, 11, 9), hop(5, 12, 9, seed=2)]
+    ours = model.embed(EventBlock(torch.arange(11), tuple(hops), features), h, KEY)
+    plain = h
+    for layer, each in zip(model.layers, hops, strict=True):
+        assert isinstance(layer, TemporalAttention)
+        plain = plain_attention(layer, each, plain, features, dropout)
+    assert_alike(ours, plain, [h, *model.layers.parameters()])
+
+
+def test_a_query_without_events_reads_its_own_row_alone() -> None:
+    model = make()
+    nobody = torch.full((2, 3), -1)
+    alone = Hop(torch.tensor([1, 0]), nobody, nobody * 0, torch.zeros(2, 3, dtype=torch.float64), torch.arange(2))
+    h = torch.randn(2, WIDTH, dtype=torch.float64)
+    z = model.embed(EventBlock(torch.arange(2), (alone,), torch.zeros(1, EDGE, dtype=torch.float64)), h, KEY)
+    layer = model.layers[0]
+    assert isinstance(layer, TemporalAttention)
+    own = torch.cat([torch.zeros(2, WIDTH, dtype=torch.float64), h[[1, 0]]], 1)
+    torch.testing.assert_close(z, layer.norm(torch.relu(layer.out(own))))
+
+
+@pytest.mark.parametrize("edge", [0, EDGE])
+def test_the_cell_equals_torchs_gru(edge: int) -> None:
+    model = make(sizes=Sizes(edge=edge))
+    cell = model.cell
+    assert cell is not None
+    gru = torch.nn.GRUCell(2 * WIDTH + edge + TIME, WIDTH, dtype=torch.float64)
+    gru.load_state_dict({name: tensor for name, tensor in cell.state_dict().items() if not name.startswith("clock")})
+    mail, known, memory = (torch.randn(6, width, dtype=torch.float64) for width in (2 * WIDTH, edge, WIDTH))
+    since = torch.rand(6, dtype=torch.float64) * 4
+    ours = model.update(mail, known if edge else None, since, memory)
+    clock, names = [cell.clock.weight, cell.clock.bias], ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
+    time = torch.cos(since[:, None] * clock[0] + clock[1])
+    plain = gru(torch.cat([mail, known, time], 1), memory)
+    torch.testing.assert_close(ours, plain)
+    mine = gradients(ours, [*clock, *(getattr(cell, name) for name in names)])
+    theirs = gradients(plain, [*clock, *(getattr(gru, name) for name in names)])
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_is_known_of_nodes_is_added_to_memory() -> None:
+    memory, known = torch.randn(4, WIDTH, dtype=torch.float64), torch.randn(4, WIDTH, dtype=torch.float64)
+    same = make(sizes=Sizes(static=WIDTH))
+    assert same.static is None, "no map where widths agree"
+    assert torch.equal(same.join(memory, known, rows=4), memory + known)
+    mapped = make(sizes=Sizes(static=5))
+    assert mapped.static is not None
+    other = torch.randn(4, 5, dtype=torch.float64)
+    torch.testing.assert_close(mapped.join(memory, other, rows=4), memory + mapped.static(other))
+    assert torch.equal(make("tgat").join(None, None, rows=4), torch.zeros(4, WIDTH, dtype=torch.float64))
+
+
+def test_variants() -> None:
+    block = EventBlock(torch.arange(5), (hop(3, 5, 2),), torch.randn(2, EDGE, dtype=torch.float64))
+    h = torch.randn(5, WIDTH, dtype=torch.float64)
+    assert torch.equal(make("tgn-id").embed(block, h, KEY), h[block.hops[0].query])
+    without = make("tgat")
+    assert not without.remembers and without.cell is None
+    torch.testing.assert_close(without.embed(block, h, KEY).shape, torch.Size([3, WIDTH]))
+
+
+def test_decoders() -> None:
+    model, classes = make(), make(sizes=Sizes(edge=EDGE, classes=3))
+    z = torch.randn(4, WIDTH, dtype=torch.float64)
+    link, head = model.decoder, classes.decoder
+    assert isinstance(link, EventDecoder) and isinstance(head, ClassDecoder)
+    score = link.scores(link.sources(z)[:, None], link.destinations(z))
+    for u in range(4):
+        for v in range(4):
+            torch.testing.assert_close(score[u, v], link.out(torch.relu(link.src(z[u]) + link.dst(z[v])))[0])
+    torch.testing.assert_close(head(z[:2], z[2:]), head.out(torch.cat([z[:2], z[2:]], 1)))
+
+
+def test_bf16_products_stay_near() -> None:
+    model = make().float()
+    block = EventBlock(torch.arange(5), (hop(6, 5, 2),), torch.randn(2, EDGE))
+    h = torch.randn(5, WIDTH)
+    exact = model.embed(block, h, KEY)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model.embed(block, h, KEY)
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.1)
