@@ -235,6 +235,7 @@ NB_MODULE(_native, m) {
   bind_attend_recent(m);
   bind_csr(m);
   bind_pool(m);
+  bind_recent(m);
   bind_sample(m);
   bind_stream(m);
   m.def("rank_distinct", rank_distinct, "values"_a.noconvert(), "rank"_a.noconvert());

@@ -61,5 +61,6 @@ void bind_attend(nb::module_& m);     // bind_attend.cpp
 void bind_attend_recent(nb::module_& m);  // bind_attend_recent.cpp
 void bind_csr(nb::module_& m);        // bind_csr.cpp
 void bind_pool(nb::module_& m);       // bind_pool.cpp
+void bind_recent(nb::module_& m);     // bind_recent.cpp
 void bind_sample(nb::module_& m);     // bind_sample.cpp
 void bind_stream(nb::module_& m);     // bind_stream.cpp

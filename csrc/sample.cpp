@@ -1,11 +1,11 @@
 #include "sample.h"
 
 #include <algorithm>
-#include <bit>
 #include <utility>
 #include <vector>
 
 #include "logarithm.h"
+#include "subset.h"
 
 namespace gnnfleet {
 namespace {
@@ -13,45 +13,6 @@ namespace {
 constexpr int64_t kGrain = 1 << 13;  // seeds; below this, waking threads costs more than they do
 constexpr int64_t kSeeds = 512;      // seeds a thread takes at a time, few enough to balance hubs
 constexpr int64_t kAhead = 16;       // how many steps ahead memory is asked for
-constexpr int64_t kSmall = 32;       // fanouts up to here are kept sorted by insertion
-
-// The words of one node, one after the other.
-class Stream {
- public:
-  Stream(const Draws& draws, int64_t node) : draws_(draws), node_(static_cast<uint64_t>(node)) {}
-
-  uint32_t word() {
-    if (at_ == 4) {
-      words_ = draws_(node_, turn_++);
-      at_ = 0;
-    }
-    return words_[at_++];
-  }
-
-  uint64_t wide() {
-    const uint32_t low = word();
-    return join(low, word());
-  }
-
-  // 0 .. n-1, each exactly as likely: Lemire's multiplication, drawing again in the few cases that would favour some.
-  int64_t under(int64_t n) {
-    if (n > int64_t{0xffffffff}) return static_cast<int64_t>(below(wide(), static_cast<uint64_t>(n)));
-    const uint32_t limit = static_cast<uint32_t>(n);
-    uint64_t product = static_cast<uint64_t>(word()) * limit;
-    if (static_cast<uint32_t>(product) < limit) {
-      const uint32_t uneven = (0u - limit) % limit;
-      while (static_cast<uint32_t>(product) < uneven) product = static_cast<uint64_t>(word()) * limit;
-    }
-    return static_cast<int64_t>(product >> 32);
-  }
-
- private:
-  const Draws& draws_;
-  uint64_t node_;
-  uint32_t turn_ = 0;
-  int at_ = 4;
-  Words words_{};
-};
 
 // Room that a thread keeps from seed to seed.
 struct Room {
@@ -59,51 +20,6 @@ struct Room {
   std::vector<std::pair<double, int64_t>> keyed;
   std::vector<double> sums;
 };
-
-// Floyd's k of 0 .. d-1, every subset as likely: for j = d-k .. d-1 take a number up to j, or j if that is taken. The
-// three ways below keep the set differently and agree on it.
-
-void floyd_word(Stream& stream, int64_t degree, int64_t k, int64_t first, int64_t* out) {
-  uint64_t taken = 0;
-  for (int64_t j = degree - k; j < degree; ++j) {
-    const int64_t t = stream.under(j + 1);
-    taken |= uint64_t{1} << ((taken >> t & 1) ? j : t);
-  }
-  for (int64_t i = 0; i < k; ++i, taken &= taken - 1) out[i] = first + std::countr_zero(taken);
-}
-
-void floyd_insert(Stream& stream, int64_t degree, int64_t k, int64_t first, int64_t* out) {
-  int64_t size = 0;
-  for (int64_t j = degree - k; j < degree; ++j, ++size) {
-    const int64_t t = first + stream.under(j + 1);
-    int64_t at = size;
-    while (at > 0 && out[at - 1] > t) --at;
-    if (at > 0 && out[at - 1] == t) {
-      out[size] = first + j;  // above all before it
-      continue;
-    }
-    std::move_backward(out + at, out + size, out + size + 1);
-    out[at] = t;
-  }
-}
-
-void floyd_bits(Stream& stream, int64_t degree, int64_t k, int64_t first, std::vector<uint64_t>& taken, int64_t* out) {
-  taken.assign(static_cast<size_t>((degree + 63) / 64), 0);
-  for (int64_t j = degree - k; j < degree; ++j) {
-    int64_t t = stream.under(j + 1);
-    if (taken[t >> 6] >> (t & 63) & 1) t = j;
-    taken[t >> 6] |= uint64_t{1} << (t & 63);
-  }
-  for (size_t w = 0; w < taken.size(); ++w) {
-    for (uint64_t bits = taken[w]; bits; bits &= bits - 1) *out++ = first + static_cast<int64_t>(w) * 64 + std::countr_zero(bits);
-  }
-}
-
-void draw_subset(Stream& stream, int64_t degree, int64_t k, int64_t first, Room& room, int64_t* out) {
-  if (degree <= 64) floyd_word(stream, degree, k, first, out);
-  else if (k <= kSmall) floyd_insert(stream, degree, k, first, out);
-  else floyd_bits(stream, degree, k, first, room.taken, out);
-}
 
 // Efraimidis and Spirakis: the k smallest of exponential draws divided by weight.
 void draw_weighted_subset(Stream& stream, const float* weight, int64_t degree, int64_t k, int64_t first, Room& room, int64_t* out) {
@@ -165,7 +81,7 @@ void draw(const SampleArgs& args, int64_t node, int64_t first, int64_t degree, i
   } else if (args.replace) {
     draw_again(stream, degree, k, first, out);
   } else {
-    draw_subset(stream, degree, k, first, room, out);
+    draw_subset(stream, degree, k, first, room.taken, out);
   }
 }
 

@@ -7,7 +7,16 @@ import math
 import pytest
 import torch
 
-from gnnfleet.nn.ranking import Answers, filtered_ranks, hits, hits_against, mrr, ranks_against, ranks_among
+from gnnfleet.nn.ranking import (
+    Answers,
+    average_precision,
+    filtered_ranks,
+    hits,
+    hits_against,
+    mrr,
+    ranks_against,
+    ranks_among,
+)
 
 
 def scores(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -74,3 +83,23 @@ def test_filtered_ranks(chunk: int) -> None:
         wanted.append(rank(row[t], [s for c, s in enumerate(row) if c != t and c not in true]))
     found = filtered_ranks(lambda i: table[i].clone(), queries, truth, Answers.of(asked, answer), chunk=chunk)
     assert found.tolist() == wanted
+
+
+def test_masked_negatives_do_not_count() -> None:
+    random = torch.Generator().manual_seed(0)
+    positive, negative = torch.randint(5, (30,), generator=random), torch.randint(5, (30, 9), generator=random)
+    mask = torch.rand(30, 9, generator=random) < 0.6
+    expected = [ranks_among(p[None], n[m][None]) for p, n, m in zip(positive, negative, mask, strict=True)]
+    assert torch.equal(ranks_among(positive, negative, mask), torch.cat(expected))
+
+
+def test_average_precision_over_thresholds() -> None:
+    random = torch.Generator().manual_seed(0)
+    for levels in (1, 3, 50, 10**6):  # nothing but ties, many, few and none
+        own, others = torch.randint(levels, (40,), generator=random), torch.randint(levels, (90,), generator=random)
+        expected, before = 0.0, 0
+        for threshold in sorted({*own.tolist(), *others.tolist()}, reverse=True):
+            found, false = int((own >= threshold).sum()), int((others >= threshold).sum())
+            expected += (found - before) / 40 * found / (found + false)
+            before = found
+        assert average_precision(own, others) == pytest.approx(expected, rel=1e-12)

@@ -46,6 +46,9 @@ def shop(tmp_path: Path) -> Path:
         pa.table({"id": ["u1", "u2", "u3"], "f": [1.0, 2.0, 3.0], "label": [0, 1, 0]}), tmp_path / "n.parquet"
     )
     pq.write_table(pa.table({"src": ["u1", "u2"], "dst": ["u2", "u3"], "note": ["a", "b"]}), tmp_path / "e.parquet")
+    (tmp_path / "events.txt").write_text("7 8 2\n9 8 1\n7 7 2\n")
+    (tmp_path / "broken.txt").write_text("7 8 2\n9 8 soon\n")
+    (tmp_path / "short.txt").write_text("7 8 2\n9 8\n")
     (tmp_path / "orders.csv").write_text("who,what,day\nu1,7,2024-01-02\nu2,8,2024-01-01\nu1,8,2024-01-03\n")
     return tmp_path
 
@@ -83,6 +86,22 @@ def test_named_columns(shop: Path) -> None:
     assert open_store(shop / "store").only_nodes.ids.values().to_pylist() == ["7", "8", "u1", "u2"]
 
 
+def test_events_without_a_header(shop: Path) -> None:
+    call("import", shop / "events.txt", "-o", shop / "store", "--columns", "src,dst,time")
+    graph = open_store(shop / "store")
+    edges = graph.only_edges
+    assert graph.only_nodes.ids.values().to_pylist() == [7, 8, 9]
+    assert edges.edge_index().tolist() == [[0, 0, 2], [0, 1, 1]] and edges.time.tolist() == [2, 2, 1]
+    assert edges.order.tolist() == [2, 1, 0], "by time, then as given"
+    typed = f"user:edits:page={shop / 'events.txt'},columns=src dst time"
+    report = call("import", "-o", shop / "typed", "--edges", typed)
+    assert report["nodes"]["user"]["count"] == 2 and report["nodes"]["page"]["count"] == 2
+    (shop / "spaces.txt").write_text("src dst time\n7 8 1\n")
+    assert call("import", shop / "spaces.txt", "-o", shop / "spaced")["edges"][str(EDGE)]["time"] == "int64"
+    (shop / "names.csv").write_text("node id\nann\n")
+    assert call("import", shop / "names.csv", "-o", shop / "names", "--id", "node id")["nodes"]["node"]["count"] == 1
+
+
 @pytest.mark.parametrize(
     ("words", "error", "match"),
     [
@@ -98,6 +117,13 @@ def test_named_columns(shop: Path) -> None:
         (["e.parquet", "--split", "most"], ConfigError, "20-per-class"),
         (["g.npz", "--label", "y"], ConfigError, "--label does not concern"),
         (["n.parquet", "--features", "g*"], InputError, "no column matches 'g"),
+        (["events.txt"], ConfigError, "found 7, 8, 2\\..*--columns src,dst,time"),
+        (["events.txt", "--columns", "src,dst"], InputError, "names 2 columns .src, dst., the first line has 3"),
+        (["events.txt", "--columns", "src,src,time"], InputError, "different column names"),
+        (["events.txt", "--columns", "src,dst,time", "--time", "when"], InputError, "expected a column 'when'"),
+        (["e.parquet", "--columns", "src,dst,note"], InputError, "leave --columns"),
+        (["broken.txt", "--columns", "src,dst,time"], InputError, "line 2\\)?, column 'time'"),
+        (["short.txt", "--columns", "src,dst,time"], InputError, "line 2: expected 3 values, found 2"),
     ],
 )
 def test_what_cannot_be(shop: Path, monkeypatch: Any, words: list[str], error: Any, match: str) -> None:

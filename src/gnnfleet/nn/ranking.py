@@ -1,4 +1,4 @@
-"""Ranks of true links among others, and what is made of them: MRR and Hits@K.
+"""Ranks of true links among others, and what is made of them: MRR and Hits@K; average precision.
 
 Ties share the middle of their places: rank = 1 + (number above) + (number equal) / 2. A model that scores everything
 alike is thus in the middle, not first. P positives, K negatives, Q queries, N candidates.
@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 
-def ranks_among(positive: Tensor, negative: Tensor) -> Tensor:
-    """[P] float64 ranks of scores [P] among their own negatives [P, K]."""
+def ranks_among(positive: Tensor, negative: Tensor, mask: Tensor | None = None) -> Tensor:
+    """[P] float64 ranks of scores [P] among their own negatives [P, K], those that ``mask`` [P, K] names if given."""
     # Counted from below, so that a score that is no number comes last.
-    above = negative.shape[1] - (negative <= positive[:, None]).sum(1)
-    equal = (negative == positive[:, None]).sum(1)
-    return 1 + above.double() + equal.double() / 2
+    not_above, equal = negative <= positive[:, None], negative == positive[:, None]
+    if mask is None:
+        above = negative.shape[1] - not_above.sum(1)
+    else:
+        above, equal = (mask & ~not_above).sum(1), mask & equal
+    return 1 + above.double() + equal.sum(1).double() / 2
 
 
 def ranks_against(positive: Tensor, negative: Tensor) -> Tensor:
@@ -45,6 +48,19 @@ def hits_against(positive: Tensor, negative: Tensor, k: int) -> float:
     if len(negative) < k:
         return 1.0
     return float((positive > negative.topk(k).values[-1]).double().mean())
+
+
+def average_precision(positive: Tensor, negative: Tensor) -> float:
+    """Over all scores of positives and of negatives, pooled; equal scores count together. nan without positives."""
+    scores = torch.cat([positive.reshape(-1), negative.reshape(-1)]).double()
+    true = torch.zeros(len(scores), dtype=torch.float64)
+    true[: positive.numel()] = 1
+    order = scores.argsort(descending=True)
+    ends = torch.ones(len(scores), dtype=torch.bool)
+    ends[:-1] = scores[order].diff() != 0
+    found = true[order].cumsum(0)[ends]
+    precision = found / (torch.arange(len(scores))[ends] + 1)
+    return float((found.diff(prepend=found.new_zeros(1)) * precision).sum() / positive.numel())
 
 
 @dataclass(frozen=True, eq=False)

@@ -215,3 +215,32 @@ def _below(word: Callable[[], int], limit: int) -> int:
         product = word() * limit
         if product & _LOW >= (2**32 - limit) % limit:
             return product >> 32
+
+
+def temporal_neighbours(
+    events: tuple[Tensor, Tensor, Tensor],
+    asked: tuple[Tensor, Tensor],
+    k: int,
+    *,
+    visible: int | None = None,
+    draws: tuple[Draws, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See ``recent.RecentNeighbours``: events are (src, dst, t), asked (nodes, times); draws with how many nodes."""
+    ends = list(zip(*(part.tolist() for part in events[:2]), strict=True))
+    times = events[2].tolist()
+    neighbours = torch.full((len(asked[0]), k), -1)
+    numbers = torch.full((len(asked[0]), k), -1)
+    for row, (node, time) in enumerate(zip(*(part.tolist() for part in asked), strict=True)):
+        before = [e for e, t in enumerate(times) if t < time and (visible is None or e < visible)]
+        own = [e for e in before if node in ends[e]]
+        if draws is not None and len(own) > k:
+            family, num_nodes = draws
+            picked = _pick_edges(
+                _stream(family, len(before) * num_nodes + node), len(own), k, replace=False, chances=None
+            )
+            own = [own[place] for place in sorted(picked)]
+        for column, event in enumerate(reversed(own[-k:] if k else [])):
+            src, dst = ends[event]
+            neighbours[row, column] = dst if node == src else src
+            numbers[row, column] = event
+    return neighbours, numbers

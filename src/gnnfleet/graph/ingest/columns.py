@@ -62,7 +62,9 @@ def find_column(source: Source, part: str, wanted: str | None, *, required: bool
     if found is None and (wanted or required):
         expected = repr(wanted) if wanted else " or ".join(map(repr, USUAL_NAMES[part]))
         option = "split-column" if part == "split" else part
-        header = " (the first line of a CSV file holds the names)" if source.is_text else ""
+        header = (
+            " (the first line of a CSV file holds the names; --columns gives them if not)" if source.is_text else ""
+        )
         raise InputError(
             f"{source.shown}: expected a column {expected} for {part}, found {', '.join(source.types)}{header}. "
             f"Name the column with --{option}"

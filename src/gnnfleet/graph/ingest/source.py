@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,6 +35,7 @@ class TableFile:
     scanned: str
     start: int
     rows: int
+    columns: str | None = None  # names of the columns of a file without a header line
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Source:
     def place(self, position: int) -> Place:
         file = next(file for file in self.files if file.start <= position < file.start + file.rows)
         row = position - file.start + 1
-        return Place(file.path, row, _line_of(file.path, row) if self.is_text else None)
+        return Place(file.path, row, _line_of(file, row) if self.is_text else None)
 
     def value(self, position: int, column: str) -> Any:
         """What a cell holds."""
@@ -116,31 +117,35 @@ def find_files(patterns: Sequence[str]) -> list[str]:
     return found
 
 
-def column_names(path: str) -> list[str]:
-    """The columns of a Parquet or CSV file; raises InputError when it cannot be read."""
-    return _csv_header(path)[0] if _is_csv(path) else list(_parquet_metadata(path).schema.to_arrow_schema().names)
+def column_names(path: str, columns: str | None = None) -> list[str]:
+    """The columns of a Parquet or CSV file, ``columns`` where it has no header; InputError when it cannot be read."""
+    if _is_csv(path):
+        return _csv_layout(path, columns).names
+    if columns is not None:
+        raise InputError(f"{path}: a Parquet file has names for its columns; leave --columns {columns} out")
+    return list(_parquet_metadata(path).schema.to_arrow_schema().names)
 
 
-def open_source(duck: Duck, patterns: Sequence[str]) -> Source:
+def open_source(duck: Duck, patterns: Sequence[str], columns: str | None = None) -> Source:
     """Find, check and, for CSV, copy the files of a table; raises InputError when they do not fit together."""
     paths = find_files(patterns)
     is_text = _is_csv(paths[0])
-    expected = column_names(paths[0])
+    expected = column_names(paths[0], columns)
     files, start = [], 0
     for path in paths:
         if _is_csv(path) != is_text:
             raise InputError(
                 f"one table is either CSV or Parquet, found {paths[0]} and {path}: import them as two types"
             )
-        names = column_names(path)
+        names = column_names(path, columns)
         if set(names) != set(expected):
             differing = ", ".join(sorted(set(names) ^ set(expected)))
             raise InputError(
                 f"{path} has other columns than {paths[0]} (differing: {differing}): files of one table share them"
             )
-        scanned = _copy_csv(duck, path) if is_text else path
+        scanned = _copy_csv(duck, path, columns) if is_text else path
         rows = _parquet_metadata(scanned).num_rows
-        files.append(TableFile(path, scanned, start, rows))
+        files.append(TableFile(path, scanned, start, rows, columns))
         start += rows
     for name in expected:
         if name.lower() in (_ROW, _FILE):
@@ -169,28 +174,53 @@ def _open_text(path: str) -> TextIO:
     return Path(path).open(encoding="utf-8-sig", newline="")
 
 
-def _csv_header(path: str) -> tuple[list[str], str]:
-    """(column names, delimiter): the most frequent of comma, tab, semicolon and bar in the first line."""
+class _Layout(NamedTuple):
+    """How a text file is read; without a header line all lines are rows."""
+
+    names: list[str]
+    delimiter: str
+    header: bool
+
+
+def _csv_layout(path: str, columns: str | None) -> _Layout:
+    """The delimiter is the most frequent of comma, tab, semicolon and bar in the first line, a space without any."""
     try:
         with _open_text(path) as file:
-            first = file.readline()
-            delimiter = max(",\t;|", key=first.count)
-            file.seek(0)
-            names = next(csv.reader(file, delimiter=delimiter), [])
+            first, second = file.readline(), file.readline()
+            delimiter = _delimiter(first, second)
+            found = next(csv.reader([first], delimiter=delimiter), [])
+            if columns is None and first.count('"') % 2:  # a name that goes on in the next line
+                file.seek(0)
+                found = next(csv.reader(file, delimiter=delimiter), [])
     except (UnicodeDecodeError, OSError, csv.Error, EOFError) as error:
         raise InputError(f"{path} cannot be read as CSV in UTF-8: {error}") from error
+    names = found if columns is None else re.split(r"[,\s]+", columns.strip())
     if not names or not all(names) or len(set(names)) != len(names):
-        raise InputError(f"{path}: expected a first line with different column names, found {first.strip()!r}")
-    return names, delimiter
+        where = "a first line with" if columns is None else "--columns with"
+        raise InputError(f"{path}: expected {where} different column names, found {(columns or first).strip()!r}")
+    if columns is not None and found and len(found) != len(names):
+        raise InputError(
+            f"{path}: --columns names {len(names)} columns ({', '.join(names)}), the first line has {len(found)}: "
+            f"{first.strip()!r}"
+        )
+    return _Layout(names, delimiter, columns is None)
 
 
-def _copy_csv(duck: Duck, path: str) -> str:
-    names, delimiter = _csv_header(path)
+def _delimiter(first: str, second: str) -> str:
+    best = max(",\t;|", key=first.count)
+    # A single column may have a space in its name: then its rows have none.
+    spaced = " " in first.strip() and (" " in second.strip() or not second.strip())
+    return " " if spaced and not first.count(best) else best
+
+
+def _copy_csv(duck: Duck, path: str, columns_given: str | None) -> str:
+    names, delimiter, header = _csv_layout(path, columns_given)
     columns = ", ".join(f"{sql.literal(name)}: 'VARCHAR'" for name in names)
     # Sniffing is off: what a column means must not depend on a sample of its rows. An unquoted nothing is missing,
     # a quoted one is the empty text.
     reader = (
-        f"read_csv({sql.literal(path)}, auto_detect = false, header = true, delim = {sql.literal(delimiter)}, "
+        f"read_csv({sql.literal(path)}, auto_detect = false, header = {str(header).lower()}, "
+        f"delim = {sql.literal(delimiter)}, "
         f"quote = '\"', escape = '\"', nullstr = '', allow_quoted_nulls = false, columns = {{{columns}}})"
     )
     target = duck.scratch / f"csv-{len(list(duck.scratch.glob('csv-*')))}.parquet"
@@ -214,12 +244,13 @@ def _csv_problem(text: str) -> str:
     return text.partition("\nPossible fixes")[0].replace("\n", ". ")
 
 
-def _line_of(path: str, row: int) -> int | None:
+def _line_of(table: TableFile, row: int) -> int | None:
     """The line on which a data row starts; slow, for messages only."""
-    names, delimiter = _csv_header(path)
-    with _open_text(path) as file:
+    names, delimiter, header = _csv_layout(table.path, table.columns)
+    with _open_text(table.path) as file:
         reader = csv.reader(file, delimiter=delimiter)
-        next(reader)
+        if header:
+            next(reader)
         done = 0
         before = reader.line_num
         for record in reader:

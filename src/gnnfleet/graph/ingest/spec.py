@@ -37,9 +37,13 @@ FeatureType = Literal["float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTable:
-    """The files of one node type and their columns; ``features`` and ``label`` take comma-separated patterns."""
+    """The files of one node type and their columns; ``features`` and ``label`` take comma-separated patterns.
+
+    ``columns`` names the columns of CSV files without a header line, by commas or spaces.
+    """
 
     files: tuple[str, ...]
+    columns: str | None = None
     id: str | None = None
     label: str | None = None
     split: str | None = None
@@ -48,9 +52,10 @@ class NodeTable:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeTable:
-    """The files of one edge type and their columns; ``features`` takes comma-separated patterns."""
+    """The files of one edge type and their columns, as in ``NodeTable``."""
 
     files: tuple[str, ...]
+    columns: str | None = None
     src: str | None = None
     dst: str | None = None
     weight: str | None = None

@@ -35,9 +35,12 @@ def import_tables(
     started = time.monotonic()
     with BundleWriter(output, kind=KIND, overwrite=overwrite) as out, Duck(out.scratch(), spec.memory) as duck:
         progress.stage("reading tables")
-        node_plans = {kind: plan_nodes(open_source(duck, t.files), t, spec) for kind, t in spec.nodes.items()}
+        node_plans = {
+            kind: plan_nodes(open_source(duck, t.files, t.columns), t, spec) for kind, t in spec.nodes.items()
+        }
         edge_plans = {
-            kind: plan_edges(open_source(duck, t.files), t, spec.feature_dtype) for kind, t in spec.edges.items()
+            kind: plan_edges(open_source(duck, t.files, t.columns), t, spec.feature_dtype)
+            for kind, t in spec.edges.items()
         }
         nodes = _import_nodes(duck, out, spec, (node_plans, edge_plans), progress)
         edges = _import_edges(duck, out, spec, (edge_plans, nodes), progress)
@@ -65,13 +68,18 @@ def import_tables(
 
 
 def sort_out(
-    patterns: Sequence[str], *, src: str | None = None, dst: str | None = None, id: str | None = None
+    patterns: Sequence[str],
+    *,
+    src: str | None = None,
+    dst: str | None = None,
+    id: str | None = None,
+    columns: str | None = None,
 ) -> TableSpec:
     """Tell edge tables (src and dst) from node tables (id) of a graph of one type; raises ConfigError for others."""
     nodes: list[str] = []
     edges: list[str] = []
     for path in find_files(patterns):
-        names = column_names(path)
+        names = column_names(path, columns)
         if find_usual(names, "src", src) and find_usual(names, "dst", dst):
             edges.append(path)
         elif find_usual(names, "id", id):
@@ -80,11 +88,12 @@ def sort_out(
             raise ConfigError(
                 f"{path}: expected columns src and dst (a table of edges) or id (a table of nodes), "
                 f"found {', '.join(names)}. "
-                "Name them: --src COLUMN --dst COLUMN, or --id COLUMN"
+                "Name them: --src COLUMN --dst COLUMN, or --id COLUMN; "
+                "or all, if the first line is no header: --columns src,dst,time"
             )
     return TableSpec(
-        nodes={NODE: NodeTable(files=tuple(nodes), id=id)} if nodes else {},
-        edges={EDGE: EdgeTable(files=tuple(edges), src=src, dst=dst)} if edges else {},
+        nodes={NODE: NodeTable(files=tuple(nodes), id=id, columns=columns)} if nodes else {},
+        edges={EDGE: EdgeTable(files=tuple(edges), src=src, dst=dst, columns=columns)} if edges else {},
     )
 
 

@@ -24,6 +24,8 @@ IMPORT_EXAMPLES = """Examples
 
 [bold]gnnfleet import edges.csv -o mail --src sender --dst receiver --time sent[/bold]   nodes come from the edges
 
+[bold]gnnfleet import ml_wikipedia.txt -o wiki --columns src,dst,time[/bold]   events, no header line, values by spaces
+
 [bold]gnnfleet import people.csv links.csv -o s --label job --features 'f*,age' --split 0.6/0.2/0.2[/bold]
 
 [bold]gnnfleet import -o shop --nodes user='users/*.parquet' --nodes product=products.csv,id=sku
@@ -100,6 +102,15 @@ FeaturesOption = Annotated[
     _patterns("--features", "Node features, as 'f*,price', or none. [dim]Else all other numbers and lists.[/dim]"),
 ]
 EdgeFeatures = Annotated[str | None, _patterns("--edge-features", "Edge features, likewise.")]
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        "--columns",
+        metavar="NAMES",
+        help="Names of the columns of CSV tables without a header line, as src,dst,time.",
+        rich_help_panel=_TABLES,
+    ),
+]
 Undirected = Annotated[
     bool,
     _rule(
@@ -151,6 +162,7 @@ def import_graph(
     weight: Weight = None,
     features: FeaturesOption = None,
     edge_features: EdgeFeatures = None,
+    columns: Columns = None,
     undirected: Undirected = False,
     duplicates: Duplicates = None,
     self_loops: SelfLoops = "keep",
@@ -167,8 +179,9 @@ def import_graph(
     from gnnfleet.graph.ingest.spec import Rules
     from gnnfleet.report.progress import show
 
-    node_columns = {"id": id_column, "label": label, "split": split_column, "features": features}
-    edge_columns = {"src": src, "dst": dst, "time": time_column, "weight": weight, "features": edge_features}
+    node_columns = {"columns": columns, "id": id_column, "label": label, "split": split_column, "features": features}
+    edge_columns = {"columns": columns, "src": src, "dst": dst, "time": time_column, "weight": weight}
+    edge_columns["features"] = edge_features
     rules: dict[str, Any] = {
         "undirected": undirected,
         "duplicates": duplicates,
@@ -260,7 +273,8 @@ def _table_spec(
                 for kind, own in _parse(typed[1], "--edges SRC:RELATION:DST", EdgeTable)
             },
         )
-    spec = sort_out(sources, src=edge_columns["src"], dst=edge_columns["dst"], id=node_columns["id"])
+    words = {word: edge_columns[word] for word in ("src", "dst", "columns")}
+    spec = sort_out(sources, id=node_columns["id"], **words)
     return replace(
         spec,
         nodes={kind: replace(table, **node_columns) for kind, table in spec.nodes.items()},
