@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.export import export_tables
 from gnnfleet.graph.graph import EDGE, NODE, EdgeType, Graph
 from gnnfleet.graph.ingest.tables import EdgeTable, NodeTable, TableSpec, import_tables, sort_out
 from gnnfleet.graph.store import open_store
@@ -428,3 +429,37 @@ def test_a_stray_word_in_a_short_column_of_numbers_is_a_bad_row(tmp_path: Path) 
     with pytest.raises(InputError, match=r"n\.csv, row 2 \(line 3\), column 'age'.*'oops'"):
         import_tables(spec, tmp_path / "store")
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_labels_of_edges_follow_their_edges(tmp_path: Path, ending: str) -> None:
+    pairs = [(3, 1), (1, 2), (3, 1), (2, 1), (3, 1)]
+    columns = {"src": [s for s, _ in pairs], "dst": [d for _, d in pairs], "time": [5, 4, 3, 3, 5]}
+    path = write(
+        tmp_path / f"e.{ending}", {**columns, "label": [0, 1, 2, None, 4], "kind": list("babab"), "f": [1.5] * 5}
+    )
+    kept = made(spec_of(None, path), tmp_path / "kept").only_edges
+    assert kept.y is not None and kept.attr is not None and kept.order is not None
+    assert kept.y[kept.order].tolist() == [2, -1, 1, 0, 4] and kept.attr.shape == (5, 1)
+    for rule in ("drop", "sum"):
+        first = made(spec_of(None, path, duplicates=rule), tmp_path / rule).only_edges
+        assert first.y is not None and first.order is not None
+        assert first.y[first.order].tolist() == [2, -1, 1, 0]
+    doubled = made(spec_of(None, path, undirected=True, duplicates="keep"), tmp_path / "doubled").only_edges
+    assert doubled.y is not None and doubled.order is not None
+    assert doubled.y[doubled.order].tolist() == [2, 2, -1, -1, 1, 1, 0, 0, 4, 4]
+    named = TableSpec(edges={EDGE: EdgeTable(files=(path,), label="kind")})
+    edges = made(named, tmp_path / "named").only_edges
+    assert edges.y is not None and edges.order is not None and edges.y[edges.order].tolist() == [1, 0, 0, 1, 1]
+    none = TableSpec(edges={EDGE: EdgeTable(files=(path,), label="none")})
+    report = import_tables(none, tmp_path / "none")
+    assert open_store(tmp_path / "none").only_edges.y is None and report.edges[EDGE].labelled == 0
+    export_tables(open_store(tmp_path / "kept"), tmp_path / "out")
+    again = made(spec_of(None, str(tmp_path / "out" / "edges.parquet")), tmp_path / "again").only_edges
+    assert again.y is not None and torch.equal(again.y, kept.y)
+
+
+def test_a_bad_label_of_an_edge_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "e.csv", {"src": [1, 2], "dst": [2, 1], "label": [0, -3]})
+    with pytest.raises(InputError, match=r"row 2 \(line 3\).*'label'.*--edge-label none"):
+        import_tables(spec_of(None, path), tmp_path / "store")

@@ -1,7 +1,7 @@
 """A graph back to Parquet: nodes and edges with the ids the user came with, in batches, all files or none.
 
     nodes.parquet   id, x (list), label (class name or number), split
-    edges.parquet   src, dst, weight, time, x (list)
+    edges.parquet   src, dst, weight, time, x (list), label (class number)
 
 A heterogeneous graph has one file per type: ``nodes-user.parquet``, ``edges-user+buys+product.parquet``.
 """
@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,22 +100,20 @@ def _node_batches(nodes: Nodes) -> Iterator[pa.RecordBatch]:
         if nodes.x is not None:
             columns["x"] = _lists(nodes.x[start:stop])
         if nodes.y is not None:
-            columns["label"] = _labels(nodes, start, stop)
+            columns["label"] = _labels(nodes.y[start:stop], nodes.classes)
         if nodes.split is not None:
             columns.update(_split_words(nodes.split[:, start:stop]))
         yield pa.record_batch(columns)
 
 
-def _labels(nodes: Nodes, start: int, stop: int) -> pa.Array:
-    assert nodes.y is not None
-    y = nodes.y[start:stop]
+def _labels(y: Tensor, classes: Sequence[str] = ()) -> pa.Array:
     if y.dim() == 2:
         missing = np.asarray((y < 0).all(1)) & (y.shape[1] > 0)
         return _lists(y, missing=missing)
     missing = np.asarray(y < 0)
-    if not nodes.classes:
+    if not classes:
         return pa.array(np.asarray(y), mask=missing)
-    names = pa.array(nodes.classes, pa.large_string())
+    names = pa.array(classes, pa.large_string())
     return names.take(pa.array(np.asarray(y), mask=missing))
 
 
@@ -143,6 +141,8 @@ def _edge_batches(graph: Graph, kind: EdgeType) -> Iterator[pa.RecordBatch]:
             columns["time"] = pa.array(np.asarray(edges.time[at]))
         if edges.attr is not None:
             columns["x"] = _lists(edges.attr[at])
+        if edges.y is not None:
+            columns["label"] = _labels(edges.y[at])
         yield pa.record_batch(columns)
 
 

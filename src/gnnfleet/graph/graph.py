@@ -111,6 +111,11 @@ class Edges:
     def num_dst(self) -> int:
         return int(self.indptr.shape[0]) - 1
 
+    @property
+    def has_data(self) -> bool:
+        """Whether edges have more than their ends."""
+        return any(values is not None for values in (self.weight, self.attr, self.time, self.y))
+
     def dst(self) -> Tensor:
         """[E] destinations in store order."""
         return torch.repeat_interleave(

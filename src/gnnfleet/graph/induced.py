@@ -66,4 +66,5 @@ def _edges(table: Edges, src: Tensor, dst: Tensor) -> Edges:
         src=torch.cat([torch.empty(0, dtype=index_dtype(len(src))), *found]),
         weight=None if table.weight is None else table.weight[edge],
         attr=None if table.attr is None else gather(table.attr, edge),
+        y=None if table.y is None else table.y[edge],
     )

@@ -175,4 +175,4 @@ def _is_symmetric(kind: EdgeType, graph: Graph) -> bool:
     if kind.src != kind.dst:
         return False
     edges = graph.edges[kind]
-    return is_undirected({kind: replace(edges, weight=None, attr=None, time=None)})
+    return is_undirected({kind: replace(edges, weight=None, attr=None, time=None, y=None)})

@@ -73,7 +73,7 @@ def is_undirected(tables: Mapping[EdgeType, Edges]) -> bool:
     if len(tables) != 1:
         return False
     kind, edges = next(iter(tables.items()))
-    if kind.src != kind.dst or not edges.count or any(t is not None for t in (edges.weight, edges.attr, edges.time)):
+    if kind.src != kind.dst or not edges.count or edges.has_data:
         return False
     count = edges.num_dst
     if not torch.equal(torch.bincount(edges.src, minlength=count), edges.in_degree()):
@@ -97,6 +97,7 @@ def take_edges(edges: Edges, keep: Tensor) -> Edges:
         weight=None if edges.weight is None else edges.weight[keep],
         attr=None if edges.attr is None else edges.attr[keep],
         time=None if edges.time is None else edges.time[keep],
+        y=None if edges.y is None else edges.y[keep],
         order=order,
     )
 
@@ -208,6 +209,7 @@ def _sort(edges: Edges, src: Tensor, dst: Tensor, rows: Tensor, *, num_dst: int)
         weight=None if edges.weight is None else edges.weight[rows_sorted],
         attr=None if edges.attr is None else edges.attr[rows_sorted],
         time=None if edges.time is None else edges.time[rows_sorted],
+        y=None if edges.y is None else edges.y[rows_sorted],
         order=by_time,
     )
 

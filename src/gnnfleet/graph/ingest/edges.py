@@ -30,9 +30,10 @@ from gnnfleet.graph.ingest.columns import (
 from gnnfleet.graph.ingest.columns import canonical as is_canonical
 from gnnfleet.graph.ingest.duck import BATCH, Duck
 from gnnfleet.graph.ingest.keys import KeyColumn, NodeKeys
+from gnnfleet.graph.ingest.labels import Labels, find_labels
 from gnnfleet.graph.ingest.nodes import CELLS, Advance, read_features
 from gnnfleet.graph.ingest.source import Source, has_zone
-from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, TableSpec
+from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, TableSpec, count_labelled
 from gnnfleet.graph.store import edge_folder
 
 
@@ -68,17 +69,25 @@ class EdgePlan:
     weight: str | None
     time: TimeColumn | None
     features: Features
+    labels: Labels | None = None
 
     @property
     def used(self) -> list[str | None]:
         time = self.time.column if self.time else None
-        return [self.src.column, self.dst.column, self.weight, time, *self.features.names]
+        labels = self.labels.columns if self.labels else ()
+        return [self.src.column, self.dst.column, self.weight, time, *self.features.names, *labels]
+
+    @property
+    def label_names(self) -> list[str]:
+        """Of the labels' columns in our tables."""
+        return [f"y{i}" for i in range(len(self.labels.select()) if self.labels else 0)]
 
     def payload(self) -> dict[str, str]:
         """What travels with an edge: name in our tables → SQL over the source."""
         made = {"w": f"try_cast({sql.name(self.weight)} AS FLOAT)"} if self.weight else {}
         if self.time:
             made["t"] = self.time.value
+        made |= dict(zip(self.label_names, self.labels.select() if self.labels else [], strict=True))
         return made | {f"a{i}": value for i, value in enumerate(self.features.select())}
 
 
@@ -89,14 +98,14 @@ def plan_edges(source: Source, table: EdgeTable, dtype: str) -> EdgePlan:
     weight = find_column(source, "weight", table.weight)
     column = find_column(source, "time", table.time)
     time = None if column is None else _read_time(source, column)
+    labels = find_labels(source, table.label, "edge-label")
     # The name of an edge, or what is to be predicted of it, is no feature unless somebody says so.
-    others = (
-        [find_usual(source.types, part, None) for part in ("id", "label", "split")] if table.features is None else []
-    )
+    others = [] if table.features else [find_usual(source.types, part, None) for part in ("id", "label", "split")]
+    others += labels.columns if labels else ()
     features = find_features(
         source, table.features, used=[src, dst, weight, column, *others], dtype=dtype, option="edge-features"
     )
-    return EdgePlan(source, KeyColumn(source, src), KeyColumn(source, dst), weight, time, features)
+    return EdgePlan(source, KeyColumn(source, src), KeyColumn(source, dst), weight, time, features, labels)
 
 
 def _read_time(source: Source, column: str) -> TimeColumn:
@@ -187,6 +196,7 @@ class EdgeImport:
         if any(wrong[2:]):
             badrows.refuse(source, [badrows.number_check(plan.weight, "weight")] if plan.weight else [])
             badrows.refuse(source, [plan.time.check()] if plan.time else [])
+        badrows.refuse(source, plan.labels.checks() if plan.labels else [])
         loops = loops if same else 0
         if loops and self.spec.self_loops == "error":
             first = self.duck.one("SELECT min(p) FROM matched WHERE s = d")[0]
@@ -223,7 +233,13 @@ class EdgeImport:
         if timed:
             self._write_order(kind)
         dropped = before - writer.count if rule in ("drop", "sum") else 0
-        return replace(counts, count=writer.count, parallel=max(writer.parallel, dropped), duplicates_dropped=dropped)
+        return replace(
+            counts,
+            count=writer.count,
+            parallel=max(writer.parallel, dropped),
+            duplicates_dropped=dropped,
+            labelled=writer.labelled,
+        )
 
     def _write_order(self, kind: EdgeType) -> None:
         order = self.out.array(f"{edge_folder(kind)}/order.npy", torch.int64)
@@ -245,11 +261,12 @@ class EdgeImport:
             badrows.fail(self.plan.source, first // 2 if self.doubled else first, check, count=count)
 
     def _summed(self, rows: str) -> str:
-        """Duplicates as one edge: weights (1 where there are none) and features added up, the first position kept."""
+        """Duplicates as one edge: weights (1 where there are none) and features added up, the rest the first's."""
         badrows.refuse(self.plan.source, self.plan.features.checks())  # sum() would pass over what is missing
         if "w" not in self.payload:
             self.payload = ["w", *self.payload]
         columns = [_sum("w") + " AS w" if self.plan.weight else "count(*)::FLOAT AS w"]
+        columns += [f"arg_min({name}, p) AS {name}" for name in self.plan.label_names]
         for i, (_, width) in enumerate(self.plan.features.columns):
             items = [_sum(f"a{i}")] if width is None else [_sum(f"a{i}[{k + 1}]") for k in range(width)]
             columns.append(f"{items[0] if width is None else '[' + ', '.join(items) + ']'} AS a{i}")
@@ -273,6 +290,7 @@ class _SortedEdges:
             raise ConfigError(f"{self.src.count:,} by {self.dst.count:,} nodes are more than a store can number")
         self.count = 0
         self.parallel = 0
+        self.labelled = 0
         self._degree = np.zeros(self.dst.count + 1, dtype=np.int64)
         self._last = -1
 
@@ -305,6 +323,9 @@ class _SortedEdges:
         if plan.features.columns:
             dtype = DTYPES[plan.features.dtype][0]
             arrays["a"] = out.array(f"{self.folder}/attr.npy", dtype, (plan.features.width,))
+        if plan.labels:
+            width = (plan.labels.width,) if plan.labels.width else ()
+            arrays["y"] = out.array(f"{self.folder}/y.npy", torch.int8 if width else torch.int64, width)
         return arrays
 
     def _append(self, batch: Any, arrays: dict[str, Any]) -> None:
@@ -335,4 +356,9 @@ class _SortedEdges:
             plan = self.edges.plan
             columns = [batch.column(f"a{i}") for i in range(len(plan.features.columns))]
             arrays["a"].append(read_features(plan.source, plan.features, columns)[kept])
+        labels = self.edges.plan.labels
+        if labels:
+            y = labels.read([batch.column(name) for name in self.edges.plan.label_names])[kept]
+            self.labelled += count_labelled(y)
+            arrays["y"].append(y)
         self.count += len(key)

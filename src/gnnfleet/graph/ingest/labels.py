@@ -1,7 +1,7 @@
-"""Labels and split words of a node table: how a column reads, and its values as class numbers.
+"""Labels and split words of a table: how a column reads, and its values as class numbers.
 
 A label column holds class numbers from 0 (−1 or nothing for none), or names, which are numbered in sorted order.
-Several columns of 0 and 1, or lists, make several labels per node.
+Several columns of 0 and 1, or lists, make several labels per node or edge.
 """
 
 from __future__ import annotations
@@ -34,17 +34,21 @@ SPLIT_WORDS = {
 }
 MOST_CLASSES = 1_000_000
 Form = Literal["number", "name", "columns", "list", "names"]
-_ADVICE = "Correct the values, choose another column with --label, or import without labels: --label none"
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The label columns of a table. ``width`` is the number of labels per node, 0 for one class per node."""
+    """The label columns of a table. ``width`` is the number of labels per row, 0 for one class per row."""
 
     columns: tuple[str, ...]
     form: Form
     classes: tuple[str, ...] = ()
     width: int = 0
+    option: str = "label"
+
+    @property
+    def advice(self) -> str:
+        return f"Correct the values, choose another column, or import without labels: --{self.option} none"
 
     def select(self) -> list[str]:
         cells = [sql.name(column) for column in self.columns]
@@ -69,7 +73,7 @@ class Labels:
                     column,
                     f"({cell} IS NOT NULL AND ({wrong}))",
                     "a class number from 0, −1 or nothing for no label",
-                    _ADVICE,
+                    self.advice,
                 )
             ]
         if self.form == "columns":
@@ -78,7 +82,7 @@ class Labels:
                     c,
                     f"({cell} IS NOT NULL AND coalesce(try_cast({cell} AS DOUBLE) NOT IN (0, 1), true))",
                     "0 or 1",
-                    _ADVICE,
+                    self.advice,
                 )
                 for c, cell in cells
             ]
@@ -86,7 +90,7 @@ class Labels:
             column, cell = cells[0]
             wrong = f"len([1 FOR item IN {cell} IF item IS NULL OR item::DOUBLE NOT IN (0, 1)]) > 0"
             bad = f"({cell} IS NOT NULL AND (len({cell}) <> {self.width} OR {wrong}))"
-            return [Check(column, bad, f"{self.width} values of 0 or 1", _ADVICE)]
+            return [Check(column, bad, f"{self.width} values of 0 or 1", self.advice)]
         return []
 
     def read(self, arrays: list[Any]) -> Tensor:
@@ -109,41 +113,42 @@ class Labels:
         return torch.from_numpy(made)
 
     def none(self, count: int) -> Tensor:
-        """The labels of nodes that have none."""
+        """The labels of rows that have none."""
         return torch.full((count, self.width), -1, dtype=torch.int8) if self.width else torch.full((count,), -1)
 
     def _set(self, kind: Any) -> Any:
         return pa.array(self.classes, kind)
 
 
-def find_labels(source: Source, wanted: str | None) -> Labels | None:
-    """The label columns of a node table, named or by their usual names."""
+def find_labels(source: Source, wanted: str | None, option: str = "label") -> Labels | None:
+    """The label columns of a table, named or by their usual names."""
     if wanted == NONE:
         return None
     if wanted is None or wanted in source.types:
         column = find_column(source, "label", wanted)
         columns = [] if column is None else [column]
     else:
-        columns = match_columns(source, wanted, "label")
+        columns = match_columns(source, wanted, option)
     if not columns:
         return None
     if len(columns) > 1:
-        return Labels(tuple(columns), "columns", classes=tuple(columns), width=len(columns))
+        return Labels(tuple(columns), "columns", classes=tuple(columns), width=len(columns), option=option)
     column, cell, kind = columns[0], sql.name(columns[0]), source.types[columns[0]]
     item = list_item(kind)
     if item is not None and is_number(item):
         width = source.duck.rows(source.scan(f"len({cell})", f"{cell} IS NOT NULL") + " LIMIT 1")
-        return Labels((column,), "list", width=int(width[0][0]) if width else 0)
+        return Labels((column,), "list", width=int(width[0][0]) if width else 0, option=option)
     if item is not None:
         classes = _distinct(source, column, f"unnest({cell})::VARCHAR")
-        return Labels((column,), "names", classes=classes, width=len(classes))
+        return Labels((column,), "names", classes=classes, width=len(classes), option=option)
     if source.is_text:
         numbers = source.duck.one(source.scan(f"coalesce(bool_and({canonical(cell)}), true)"))[0]
     else:
         numbers = is_number(kind)
     if numbers:
-        return Labels((column,), "number")
-    return Labels((column,), "name", classes=_distinct(source, column, f"nullif({cell}::VARCHAR, '')"))
+        return Labels((column,), "number", option=option)
+    classes = _distinct(source, column, f"nullif({cell}::VARCHAR, '')")
+    return Labels((column,), "name", classes=classes, option=option)
 
 
 def read_split(array: Any) -> np.ndarray[Any, np.dtype[np.int8]] | None:
@@ -178,6 +183,6 @@ def _distinct(source: Source, column: str, expression: str) -> tuple[str, ...]:
     if len(found) > MOST_CLASSES:
         raise InputError(
             f"{source.shown}, column {column!r}: found more than {MOST_CLASSES:,} different labels. "
-            "Choose another column with --label, or import without labels: --label none"
+            "Choose another column, or import without labels: --label none (of edges: --edge-label none)"
         )
     return tuple(row[0] for row in found)

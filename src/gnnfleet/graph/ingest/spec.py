@@ -60,6 +60,7 @@ class EdgeTable:
     dst: str | None = None
     weight: str | None = None
     time: str | None = None
+    label: str | None = None
     features: str | None = None
 
 
@@ -148,6 +149,7 @@ class EdgeCounts:
     features: int = 0
     weighted: bool = False
     time: str | None = None
+    labelled: int = 0
     unused: tuple[str, ...] = ()
 
 
@@ -211,4 +213,5 @@ def count_edges(kind: EdgeType, edges: Edges) -> EdgeCounts:
         features=0 if edges.attr is None else int(edges.attr.shape[1]),
         weighted=edges.weight is not None,
         time=None if edges.time is None else dtype_name(edges.time.dtype),
+        labelled=count_labelled(edges.y),
     )

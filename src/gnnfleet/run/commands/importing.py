@@ -102,6 +102,7 @@ FeaturesOption = Annotated[
     _patterns("--features", "Node features, as 'f*,price', or none. [dim]Else all other numbers and lists.[/dim]"),
 ]
 EdgeFeatures = Annotated[str | None, _patterns("--edge-features", "Edge features, likewise.")]
+EdgeLabel = Annotated[str | None, _patterns("--edge-label", "Labels of edges, as those of nodes; or none.")]
 Columns = Annotated[
     str | None,
     typer.Option(
@@ -162,6 +163,7 @@ def import_graph(
     weight: Weight = None,
     features: FeaturesOption = None,
     edge_features: EdgeFeatures = None,
+    edge_label: EdgeLabel = None,
     columns: Columns = None,
     undirected: Undirected = False,
     duplicates: Duplicates = None,
@@ -181,7 +183,7 @@ def import_graph(
 
     node_columns = {"columns": columns, "id": id_column, "label": label, "split": split_column, "features": features}
     edge_columns = {"columns": columns, "src": src, "dst": dst, "time": time_column, "weight": weight}
-    edge_columns["features"] = edge_features
+    edge_columns |= {"features": edge_features, "label": edge_label}
     rules: dict[str, Any] = {
         "undirected": undirected,
         "duplicates": duplicates,
@@ -198,7 +200,7 @@ def import_graph(
             from gnnfleet.graph.ingest.whole import import_whole
 
             given = {**node_columns, **edge_columns, "edge-features": edge_features, "nodes": nodes, "edges": edges}
-            given["features"] = features
+            given |= {"features": features, "label": label, "edge-label": edge_label}
             source, attributes = _one_graph(sources, given)
             report = import_whole(
                 source, output, Rules(**rules), attributes=attributes, overwrite=overwrite, progress=progress
@@ -346,5 +348,6 @@ def _data(counts: Any) -> str:
         "weight" if counts.weighted else "",
         f"time ({counts.time})" if counts.time else "",
         f"{counts.features} features" if counts.features else "",
+        f"{counts.labelled:,} labelled" if counts.labelled else "",
     ]
     return ", ".join(word for word in words if word)
