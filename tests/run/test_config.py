@@ -61,7 +61,7 @@ def test_later_words_win_and_another_strategy_forgets() -> None:
         ({"train": {"optimizer": "lion"}}, "'adam', 'adamw' or 'sgd'"),
         ({"model": {"name": "sagee"}}, "did you mean 'sage'?"),
         ({"strategy": "fast"}, "no strategy 'fast'; this version has local"),
-        ({"task": "edge"}, "task edge comes later"),
+        ({"task": "edge"}, "task edge is for streams of events"),
         ({"task": "link", "link": {"exclude": "disjoint:2"}}, "a share P between 0 and 1"),
         ({"workers": 4}, "local runs in one process, found workers=4"),
         ({"precision": "half"}, "precision='half'"),

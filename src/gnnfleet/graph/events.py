@@ -42,13 +42,13 @@ class EventStream:
             raise InputError(f"times are int64 or float64, found {self.t.dtype}: float32 loses seconds, convert them")
 
     @classmethod
-    def of(cls, graph: Graph, edge_type: EdgeType | str | None = None, *, y: Tensor | None = None) -> EventStream:
+    def of(cls, graph: Graph, edge_type: EdgeType | str | None = None) -> EventStream:
         """The events of a graph's edge type with times; ConfigError when there is none, or several and none is named.
 
-        ``y`` are labels of edges in store order. Negatives are drawn from all nodes of the destination's type if that
+        Negatives are drawn from all nodes of the destination's type if that
         differs from the source's, else from the nodes that are some event's destination.
         """
-        kind = _timed_type(graph, edge_type)
+        kind = timed_type(graph, edge_type)
         edges, offsets = graph.edges[kind], graph.node_offsets
         assert edges.time is not None
         order = torch.argsort(edges.time, stable=True) if edges.order is None else edges.order.long()
@@ -65,7 +65,7 @@ class EventStream:
             destinations=destinations,
             edge_ids=order,
             msg=None if edges.attr is None else edges.attr[order],
-            y=None if y is None else y[order],
+            y=None if edges.y is None else edges.y[order],
         )
 
     @classmethod
@@ -113,6 +113,22 @@ class EventStream:
             msg=None if self.msg is None else self.msg[lo:hi],
             y=None if self.y is None else self.y[lo:hi],
             first=self.first + lo,
+        )
+
+    def followed_by(self, others: EventStream) -> EventStream:
+        """This stream and others behind it, none of them earlier, of the same nodes, with features if it has some."""
+        assert self.first == 0, "numbers of events would not agree"
+        if len(self) and len(others) and others.t[0] < self.t[-1]:
+            raise InputError(f"new events come after those known, found time {others.t[0]} before {self.t[-1]}")
+        msg = None if self.msg is None or others.msg is None else torch.cat([self.msg, others.msg])
+        return replace(
+            self,
+            src=torch.cat([self.src, others.src]),
+            dst=torch.cat([self.dst, others.dst]),
+            t=torch.cat([self.t, others.t]),
+            edge_ids=torch.cat([self.edge_ids, len(self) + torch.arange(len(others))]),
+            msg=msg,
+            y=None,
         )
 
     def split(self, train: float = TRAIN_SHARE, val: float = VAL_SHARE) -> tuple[EventStream, EventStream, EventStream]:
@@ -196,7 +212,8 @@ class EventStream:
         return int(torch.searchsorted(self.t, self.t[row : row + 1], right=True)) if len(self) else 0
 
 
-def _timed_type(graph: Graph, edge_type: EdgeType | str | None) -> EdgeType:
+def timed_type(graph: Graph, edge_type: EdgeType | str | None) -> EdgeType:
+    """The edge type with times, or the one that is named; raises ConfigError when there is none, or several."""
     timed = [kind for kind, edges in graph.edges.items() if edges.time is not None]
     if edge_type is not None:
         kind = EdgeType.parse(edge_type) if isinstance(edge_type, str) else edge_type

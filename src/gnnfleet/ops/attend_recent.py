@@ -50,7 +50,7 @@ def attend_recent(
     A score is LeakyReLU(query · [row, features, cos(since · weight + bias)] + offset); query [Q, H, W], offset [Q, H].
     Features have no gradient.
     """
-    if query.device.type != "cpu":
+    if query.device.type != "cpu" or not recent.near.numel():
         return plain(query, offset, recent, slope=slope, drop=drop)
     found: tuple[Tensor, Tensor] = _AttendRecent.apply(  # type: ignore[no-untyped-call]
         (recent, slope, drop), query, offset, recent.rows, recent.weight, recent.bias

@@ -11,16 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store
-from gnnfleet.nn.base import Model
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.report.record import RunRecord
 from gnnfleet.run.build import Built
 from gnnfleet.run.config import RunConfig, Tree, nest, overlay, read_toml
+from gnnfleet.run.event_scores import score_events
 from gnnfleet.run.link import score_pairs
 from gnnfleet.run.prediction import class_names
 from gnnfleet.run.prepare import Place
@@ -29,6 +31,7 @@ from gnnfleet.run.training import Trained, run_training
 from gnnfleet.strategies.base import StrategyConfig, TrainConfig
 from gnnfleet.strategies.link_task import LinkTask
 from gnnfleet.strategies.task import NodeTask
+from gnnfleet.strategies.temporal.task import EventTask
 
 
 class Record:
@@ -54,7 +57,7 @@ class Record:
         return self.summary.metrics
 
     @property
-    def model(self) -> Model:
+    def model(self) -> torch.nn.Module:
         return self._built.strategy.model
 
     @property
@@ -70,8 +73,16 @@ class Record:
             raise ConfigError("this run predicts links: use record.score(pairs) or record.embeddings(ids)")
         return class_names(self._built.task.head, self._built.nodes, self.logits(ids))
 
-    def score(self, pairs: Sequence[tuple[Any, Any]], relation: str = "") -> Tensor:
-        """[n]: for each pair of ids (source, destination) the probability of a link; for runs with ``task="link"``."""
+    def score(self, pairs: Sequence[tuple[Any, ...]], relation: str = "") -> Tensor:
+        """[n]: for each pair of ids (source, destination) the probability of a link; for runs with ``task="link"``.
+
+        A run on events takes (source, destination, time, features …) in the order of time; the state moves on, so the
+        next call is about what comes after. Where it classifies events, [n, C].
+        """
+        if isinstance(self._built.task, EventTask):
+            names = ["src", "dst", "time", *(f"f{place}" for place in range(len(pairs[0]) - 3))] if pairs else []
+            columns = dict(zip(names, map(list, zip(*pairs, strict=True)), strict=True))
+            return score_events(self._built, pa.table(columns)) if pairs else torch.empty(0)
         if not isinstance(self._built.task, LinkTask):
             raise ConfigError("this run classifies nodes: pairs are scored by a run with task='link'")
         return score_pairs(self._built.strategy, self._built.task, pairs, relation)

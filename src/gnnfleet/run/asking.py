@@ -21,11 +21,12 @@ from gnnfleet.graph.store import save_store
 from gnnfleet.nn.embedding import rows_by_owner
 from gnnfleet.nn.own import naming_line
 from gnnfleet.report.progress import show
-from gnnfleet.run.build import Built, Here, rebuild, rebuild_links
+from gnnfleet.run.build import Built, Here, build, rebuild, rebuild_links
 from gnnfleet.run.checkpoint import Position
 from gnnfleet.run.config import RunConfig, resolve
 from gnnfleet.run.course import agree, beside, share_state
 from gnnfleet.run.directory import RunDirectory
+from gnnfleet.run.event_scores import write_event_scores
 from gnnfleet.run.launch import launch
 from gnnfleet.run.leash import die_with_parent
 from gnnfleet.run.output import Output
@@ -37,13 +38,14 @@ from gnnfleet.run.torchrun import shared_spec
 from gnnfleet.strategies.base import State
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.sar.config import SarConfig
+from gnnfleet.strategies.temporal.config import TemporalConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """What is asked of which weights; in plain words, so that workers can read it from a file.
 
-    Either ``split`` is measured, or ``output`` is written: every node, or the ``pairs`` of a file.
+    Either ``split`` is measured, or ``output`` is written: every node, or the ``pairs`` or ``events`` of a file.
     """
 
     run: str
@@ -54,6 +56,7 @@ class Question:
     logits: bool = False
     embeddings: bool = False
     pairs: str | None = None
+    events: str | None = None
     relation: str = ""
 
 
@@ -131,7 +134,7 @@ def open_run(
     config = _config(Question(run=str(path), memory=memory), workers=1)
     directory = RunDirectory(path, seed=config.seed)
     state, position, name = _weights(directory, checkpoint, whole=True)
-    output = None if config.task == "link" else directory.output()
+    output = directory.output() if config.task == "node" else None
     with show(quiet) as progress:
         built = _build(graph, config, output, split=split, here=Here(progress=progress))
     _take_over(built, state, str(path), name)
@@ -164,6 +167,8 @@ def _on(config: RunConfig, workers: int) -> RunConfig:
     if workers < 1:
         raise ConfigError(f"--workers is a number from 1, found {workers}")
     strategy = config.strategy
+    if isinstance(strategy, TemporalConfig):
+        return config.model_copy(update={"workers": 1})
     if workers == 1:
         strategy = LocalConfig()
     elif not isinstance(strategy, SarConfig):
@@ -189,11 +194,13 @@ def _spec(question: Question, config: RunConfig, graph: Graph, *, quiet: bool, a
         config=config.model_dump(mode="json"),
         quiet=quiet,
         question=asdict(question),
-        output=None if config.task == "link" else directory.output().as_json(),
+        output=directory.output().as_json() if config.task == "node" else None,
     )
 
 
 def _build(graph: Graph, config: RunConfig, output: Output | None, *, split: str | None = None, here: Here) -> Built:
+    if isinstance(config.strategy, TemporalConfig):
+        return build(graph, config, here=here)
     if output is not None:
         return rebuild(graph, config, output, split=split, here=here)
     if split == "all":
@@ -237,7 +244,9 @@ def _answer(built: Built, question: Question) -> dict[str, Any]:
             return {"split": question.split, **value}
         assert question.output is not None
         path = Path(question.output)
-        if question.pairs is not None:
+        if question.events is not None:
+            rows = write_event_scores(built, Path(question.events), path)
+        elif question.pairs is not None:
             rows = write_scores(built, Path(question.pairs), path, relation=question.relation)
         else:
             rows = write_predictions(built, path, Columns(logits=question.logits, embeddings=question.embeddings))

@@ -27,10 +27,13 @@ from gnnfleet.report.progress import Progress, Silent
 from gnnfleet.run.config import RunConfig
 from gnnfleet.run.link import SEES_TARGETS, build_links
 from gnnfleet.run.output import Output
-from gnnfleet.run.registry import make_strategy
+from gnnfleet.run.registry import make_strategy, make_temporal
+from gnnfleet.run.temporal import build_events
 from gnnfleet.strategies.base import PRECISIONS, Job, Strategy
 from gnnfleet.strategies.link_task import LinkTask
 from gnnfleet.strategies.task import NodeTask, Task
+from gnnfleet.strategies.temporal.config import TemporalConfig
+from gnnfleet.strategies.temporal.task import EventJob, EventTask
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +42,8 @@ class Built:
 
     strategy: Strategy
     graph: Graph
-    task: NodeTask | LinkTask
-    output: Output | None  # what nodes are classified as; None for links
+    task: NodeTask | LinkTask | EventTask
+    output: Output | None  # what nodes are classified as; None for links and events
     model_file: Path | None = None  # of a model of the user's own
     remarks: tuple[str, ...] = ()  # what the user should know
     world: World = field(default_factory=World)  # the ranks that built it together
@@ -52,6 +55,8 @@ class Built:
     @property
     def unit(self) -> str:
         """What is counted."""
+        if isinstance(self.task, EventTask):
+            return "events"
         return "links" if isinstance(self.task, LinkTask) else "nodes"
 
     def has(self, split: str) -> bool:
@@ -121,7 +126,22 @@ def build(graph: Graph, config: RunConfig, *, progress: Progress = Silent(), her
     Of several ranks each says where it is with ``here``.
     """
     here = here or Here(progress=progress)
+    if isinstance(config.strategy, TemporalConfig):
+        return _on_events(graph, config, here)
     return _assemble(check(graph, config, here.own), config, here)
+
+
+def _on_events(graph: Graph, config: RunConfig, here: Here) -> Built:
+    """A run on a stream of events; the same to train and to ask a trained one."""
+    assert isinstance(config.strategy, TemporalConfig)
+    task, model, features = build_events(graph, config)
+    if config.train.patience and not len(task.items("val")):
+        raise ConfigError("train.patience needs val events and there are none: set train.patience=0 or another --split")
+    job = EventJob(
+        model, task, config.train, features, seed=config.seed, precision=config.precision, memory=config.memory,
+        world=here.world, progress=here.progress, say=here.say,
+    )  # fmt: skip
+    return Built(make_temporal(config.strategy, job), graph, task, None, world=here.world)
 
 
 def rebuild(

@@ -15,12 +15,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError, field_validator
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.nn.config import ModelConfig
+from gnnfleet.nn.config import TEMPORAL_DEFAULTS, TEMPORAL_MODELS, ModelConfig
 from gnnfleet.nn.link import LinkConfig
 from gnnfleet.report.sizes import parse_size
 from gnnfleet.run.registry import find_config
 from gnnfleet.strategies.base import StrategyConfig, TrainConfig
 from gnnfleet.strategies.sampling import SAMPLED_BATCH
+from gnnfleet.strategies.temporal.config import EVENT_TRAINING, TemporalConfig
 
 Tree = dict[str, Any]
 
@@ -41,7 +42,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     train: TrainConfig = Field(default_factory=TrainConfig)
     report: ReportConfig = Field(default_factory=ReportConfig)
     link: LinkConfig = Field(default_factory=LinkConfig)
-    task: Literal["node", "link"] = "node"
+    task: Literal["node", "link", "edge"] = "node"
     workers: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
     precision: Literal["float32", "bf16", "float64"] = "float32"
@@ -98,20 +99,48 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
         _named(find_config("tma"), {**strategy, "scheme": "random"})  # words that are none are refused
         strategy = _synchronous(strategy, tree.get("workers", 1))
     kind = find_config(str(strategy.get("name", "local")))
-    if tree.get("task") == "edge":
-        raise ConfigError("task edge comes later; this version has node and link")
+    if kind is TemporalConfig:
+        tree = _on_events(tree)
     if tree.get("task") == "link" and isinstance(tree.get("train", {}), Mapping):
         tree["train"] = {"weight_decay": 0.0, **tree.get("train", {})}  # it would shrink rarely used rows to nothing
     try:
         config = RunConfig(strategy=_named(kind, strategy), **tree)
     except ValidationError as error:
         raise ConfigError(_explain(error, RunConfig)) from None
+    _check_fits(config)
     config.strategy.check_workers(config.workers)
     if config.strategy.name == "local" and config.workers != 1:
         raise ConfigError(f"strategy local runs in one process, found workers={config.workers}: use --workers 1")
     if config.partition is not None and not config.strategy.uses_parts:
         raise ConfigError(f"strategy {config.strategy.name} uses no parts: leave out --partition {config.partition}")
     return config
+
+
+def _on_events(tree: Tree) -> Tree:
+    """What words mean on a stream of events, where they are left out."""
+    model = {"name": "tgn", **_named_group("model", tree.get("model", {}))}
+    train = tree.get("train", {})
+    return {
+        "task": "link",
+        **tree,
+        "model": {**TEMPORAL_DEFAULTS, **model},
+        "train": {**EVENT_TRAINING, **train} if isinstance(train, Mapping) else train,
+    }
+
+
+def _check_fits(config: RunConfig) -> None:
+    """Models and tasks of events go with the strategy for events, and only those."""
+    name, model = config.strategy.name, config.model
+    if isinstance(config.strategy, TemporalConfig):
+        if not model.is_temporal:
+            raise ConfigError(f"strategy temporal trains {', '.join(TEMPORAL_MODELS)}, found --model {model.label}")
+        if config.task == "node":
+            raise ConfigError("strategy temporal predicts events: use --task link or edge, found node")
+        return
+    if model.is_temporal:
+        raise ConfigError(f"model {model.name} is for streams of events: use --strategy temporal, found {name}")
+    if config.task == "edge":
+        raise ConfigError(f"task edge is for streams of events: use --strategy temporal, found {name}")
 
 
 def _synchronous(words: Tree, workers: Any) -> Tree:

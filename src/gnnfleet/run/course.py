@@ -57,7 +57,8 @@ def run_course(
     with _measuring(built, directory, start) as meter:
         outcome, rows = _fit(built, config, directory, start, meter, quiet=quiet or not aside.is_first)
         pages = built.strategy.pages()
-        scores = {split: _score(built, split) for split in ("val", "test")}
+        measured = {split: _measured(built, split) for split in ("val", "test")}
+        scores = {split: found.pop(built.task.metric) for split, found in measured.items()}
         meter.tell()
     traffic, memory = _measure_ranks(built, config, after_build)
     record = RunRecord(
@@ -73,6 +74,7 @@ def run_course(
             **scores,
             "name": built.task.metric,
             "best_epoch": outcome.position.best_epoch,
+            **({"beside": measured} if any(measured.values()) else {}),
         },
         traffic=traffic,
         memory=memory,
@@ -215,10 +217,11 @@ def _measure_ranks(
     return traffic, found
 
 
-def _score(built: Built, split: str) -> float | None:
-    """The metric of a split; None where it has no nodes or the metric no value."""
-    value = built.strategy.evaluate(split)[built.task.metric] if built.has(split) else math.nan
-    return None if math.isnan(value) else value
+def _measured(built: Built, split: str) -> dict[str, float | None]:
+    """The metric of a split and what is measured beside it; None where it has no nodes or a metric no value."""
+    found = built.strategy.evaluate(split) if built.has(split) else {built.task.metric: math.nan}
+    values = {name: value for name, value in found.items() if name not in ("loss", "count")}
+    return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
 def _peak(strategy: Strategy, epoch: int) -> int:

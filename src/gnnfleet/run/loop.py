@@ -201,7 +201,7 @@ def _validate(strategy: Strategy, plan: Plan, position: Position, row: dict[str,
         return None
     started = time.perf_counter()
     with plan.meter.aside("evaluation"):
-        found = strategy.evaluate("val")
+        found = strategy.validate()
     row |= {"val": found[plan.metric], "val_loss": found["loss"], "eval_seconds": time.perf_counter() - started}
     return found
 

@@ -12,6 +12,8 @@ from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.macrobatch.config import FANOUT, MacrobatchConfig
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.sar.config import SarConfig
+from gnnfleet.strategies.temporal.config import TemporalConfig
+from gnnfleet.strategies.temporal.task import EventJob
 from gnnfleet.strategies.tma.config import TmaConfig
 
 CONFIGS: dict[str, type[StrategyConfig]] = {
@@ -20,15 +22,14 @@ CONFIGS: dict[str, type[StrategyConfig]] = {
     "macrobatch": MacrobatchConfig,
     "tma": TmaConfig,
     "pipe": PipeConfig,
+    "temporal": TemporalConfig,
 }
-PLANNED = ("temporal",)
 
 
 def find_config(name: str) -> type[StrategyConfig]:
     """The config class of a strategy; raises ConfigError listing what exists."""
     if name not in CONFIGS:
-        problem = f"strategy {name!r} comes later" if name in PLANNED else f"no strategy {name!r}"
-        raise ConfigError(f"{problem}; this version has {', '.join(CONFIGS)}")
+        raise ConfigError(f"no strategy {name!r}; this version has {', '.join(CONFIGS)}")
     return CONFIGS[name]
 
 
@@ -54,6 +55,13 @@ def make_strategy(config: StrategyConfig, job: Job) -> Strategy:
         return TmaStrategy(config, job, _whole(job), _correcting(config, job))
     assert isinstance(config, LocalConfig)
     return LocalStrategy(config, job)
+
+
+def make_temporal(config: TemporalConfig, job: EventJob) -> Strategy:
+    """The strategy for events."""
+    from gnnfleet.strategies.temporal.strategy import TemporalStrategy
+
+    return TemporalStrategy(config, job)
 
 
 def local_config(config: TmaConfig, layers: int) -> LocalConfig:

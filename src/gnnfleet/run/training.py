@@ -102,7 +102,7 @@ def _on_parts(
         else:
             told = launch(spec, folder=found.path / LAUNCH, workers=config.workers, restarts=restarts)
             record = RunRecord(**told)
-        output = None if config.task == "link" else found.output()
+        output = found.output() if config.task == "node" else None
         state = best_weights(found)
     record = record if kept else replace(record, run_dir=None)
     return Trained(record, config, lambda: reopen(graph, config, output, state))

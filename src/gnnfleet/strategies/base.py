@@ -151,7 +151,7 @@ class Strategy(Protocol):
     """One way to train. Epochs count from 0 here: the number is part of the key of every draw."""
 
     @property
-    def model(self) -> Model: ...
+    def model(self) -> torch.nn.Module: ...
 
     def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         """Run one epoch, or the rest of it from step ``first`` on; a record after each optimizer step."""
@@ -173,6 +173,9 @@ class Strategy(Protocol):
 
     def evaluate(self, split: str) -> dict[str, float]:
         """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""
+
+    def validate(self) -> dict[str, float]:
+        """What an epoch is judged by: ``evaluate("val")``, or less where that takes long."""
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         """Every node in store order, exact like evaluate; of several ranks the first gets them, the others no rows."""

@@ -73,6 +73,9 @@ class PartsStrategy:
         with torch.no_grad():
             return self._task.measure(self._taking(self._outputs()[0], stays=self._task.stays), split)
 
+    def validate(self) -> dict[str, float]:
+        return self.evaluate("val")
+
     def exact(self) -> Take:
         return self._taking(self._outputs()[0], stays=False)
 

@@ -19,6 +19,10 @@ def predict(
     pairs: Annotated[
         Path | None, typer.Option("--pairs", metavar="FILE", help="Score these pairs: CSV or Parquet with src and dst.")
     ] = None,
+    events: Annotated[
+        Path | None,
+        typer.Option("--events", metavar="FILE", help="Score these events: CSV or Parquet with src, dst and time."),
+    ] = None,
     relation: Annotated[str, typer.Option(help="With --pairs: the edge type, as user:buys:product.")] = "",
     checkpoint: Annotated[Checkpoint, typer.Option(help="Which weights.")] = Checkpoint.best,
     store: StoreOption = None,
@@ -30,7 +34,8 @@ def predict(
     """Write a Parquet file with id, prediction and probability of every node of the labelled type.
 
     With several labels per node, prediction is a list and probabilities has one number per class. A run on links
-    writes id and embedding of every node, or the probability of every pair of --pairs.
+    writes id and embedding of every node, or the probability of every pair of --pairs. A run on events writes
+    the probability of every event of --events, each with all events before it known.
     With --store for nodes the run has never seen: no labels are needed, the same features are.
     """
     put(
@@ -42,6 +47,7 @@ def predict(
             "logits": logits,
             "embeddings": embeddings,
             "pairs": None if pairs is None else str(pairs.resolve()),
+            "events": None if events is None else str(events.resolve()),
             "relation": relation,
         },
         store,

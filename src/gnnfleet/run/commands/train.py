@@ -30,6 +30,8 @@ gnnfleet train shop/ --strategy macrobatch --workers 4 --set strategy.fanouts=[1
 
 gnnfleet train shop/ --strategy tma --workers 3 --set strategy.interval=10     three trainers and a coordinator
 
+gnnfleet train events/ --strategy temporal --model tgn                         a stream of events
+
 torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m gnnfleet train shop/ --strategy sar
 
                                                                                four machines, docs/two-machines.md
@@ -44,11 +46,12 @@ def _option(panel: str, metavar: str, text: str, *names: str) -> Any:
 Model = _option(
     _WHAT,
     "NAME",
-    "sage, gcn, gat, gatv2, gin, rgcn, gcn2, res+, or file.py:factory for your own. Default sage.",
+    "sage, gcn, gat, gatv2, gin, rgcn, gcn2, res+, or file.py:factory for your own. Default sage. "
+    "Of events: tgn, tgn-id, tgat. Default tgn.",
     "--model",
     "-m",
 )
-Task = _option(_WHAT, "TASK", "node: classify nodes, the default; link: predict edges.")
+Task = _option(_WHAT, "TASK", "node: classify nodes, the default; link: predict edges; edge: classify events.")
 SplitRule = _option(
     _WHAT,
     "RULE",
@@ -61,7 +64,8 @@ Strategy = _option(
     _HOW,
     "NAME",
     "local: one process, the default; sar: exact full batch on several workers; macrobatch: sampled mini-batches; "
-    "tma: independent trainers whose weights are averaged on a clock; pipe: layers in stages, chunks streamed through.",
+    "tma: independent trainers whose weights are averaged on a clock; pipe: layers in stages, chunks streamed through; "
+    "temporal: events in the order of time.",
     "--strategy",
     "-s",
 )
@@ -182,6 +186,11 @@ def _summary(name: str, record: RunRecord) -> list[Any]:
         ("best epoch", record.metrics["best_epoch"]),
         ("train loss", record.metrics["train_loss"]),
         *((f"{split} {record.metrics['name']}", record.metrics[split]) for split in ("val", "test")),
+        *(
+            (f"{split} {name}", value)
+            for split, found in record.metrics.get("beside", {}).items()
+            for name, value in found.items()
+        ),
         ("seconds per epoch (median)", seconds[len(seconds) // 2] if seconds else None),
         ("peak memory" + several, size_text(max(record.memory["peak_rss"]))),
     ]

@@ -135,6 +135,9 @@ class LocalStrategy:
         with torch.no_grad():
             return self._job.task.measure(self.exact(), split)
 
+    def validate(self) -> dict[str, float]:
+        return self.evaluate("val")
+
     def exact(self) -> Take:
         return self._taking(self._outputs()[0], self._view)
 

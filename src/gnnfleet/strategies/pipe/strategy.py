@@ -357,6 +357,9 @@ class PipeStrategy:
         heard: dict[str, float] = json.loads(self._tell(json.dumps(found).encode())[self._speaker])
         return heard
 
+    def validate(self) -> dict[str, float]:
+        return self.evaluate("val")
+
     def predict(self, *, embeddings: bool = False) -> Prediction:
         every = self._job.graph.num_nodes if self._world.is_first else 0
         return self.rows(torch.arange(every), embeddings=embeddings)

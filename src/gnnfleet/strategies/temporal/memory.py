@@ -28,7 +28,9 @@ class Rows:
 
     def take(self, index: Tensor) -> Rows:
         """Some of the rows."""
-        return Rows(self.memory[index], self.mail[index], self.mail_event[index], self.memory_event[index])
+        return Rows(
+            *(each.index_select(0, index) for each in (self.memory, self.mail, self.mail_event, self.memory_event))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +73,7 @@ class Memory:
 
     def read(self, ids: Tensor) -> Rows:
         """Copies of some rows."""
-        return Rows(**{name: table[ids] for name, table in self.tables.items()})
+        return Rows(**{name: table.index_select(0, ids) for name, table in self.tables.items()})
 
     def write(self, writes: Writes) -> None:
         """After a batch: the mail that was read has gone into the memory, a new one takes its place."""

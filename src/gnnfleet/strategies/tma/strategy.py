@@ -104,6 +104,9 @@ class TmaStrategy:
     def evaluate(self, split: str) -> dict[str, float]:
         return self._whole.evaluate(split)
 
+    def validate(self) -> dict[str, float]:
+        return self.evaluate("val")
+
     def predict(self, *, embeddings: bool = False) -> Prediction:
         return self._whole.predict(embeddings=embeddings)
 

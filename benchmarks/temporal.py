@@ -1,0 +1,192 @@
+"""Events per second in training, one process, against torch_geometric's TGN in the same run, interleaved; and where the
+time goes. Batch 600, memory 100, 10 neighbours, one layer.
+
+    python benchmarks/temporal.py DATA [--events 180000] [--segments 5]
+
+DATA has t_src.npy, t_dst.npy, t_ts.npy and t_msg.npy. ``batch`` looks at every node once per batch, as the loader of
+torch_geometric does; ``event`` at every end of every event at its own time, which is the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnfleet.graph.graph import Graph
+from gnnfleet.ops.draws import DrawKey
+from gnnfleet.run.build import build
+from gnnfleet.run.config import resolve
+from gnnfleet.strategies.base import products
+from gnnfleet.strategies.temporal.step import embed, remember
+from record import write_results
+
+BATCH, WIDTH, NEAR = 600, 100, 10
+Segment = Callable[[int, int], None]
+"""Trains on events from … to, one segment after the other."""
+
+
+def load(data: Path) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.load(data / f"t_{name}.npy")) for name in ("src", "dst", "ts", "msg")}
+
+
+class Clock:
+    """Seconds by what they were spent on."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def make_ours(events: dict[str, Tensor], count: int, queries: str, precision: str) -> tuple[Any, Any]:
+    """(strategy, task); all events that are trained on are its training part."""
+    graph = Graph(
+        torch.stack([events["src"], events["dst"]])[:, :count],
+        time=events["ts"][:count],
+        edge_attr=events["msg"][:count],
+    )
+    words = {
+        "strategy": {"name": "temporal", "batch": BATCH, "queries": queries, "static": False},
+        "model": {"name": "tgn", "hidden": WIDTH, "neighbours": NEAR},
+        "train": {"lr": 1e-4},
+        "split": "0.999/0.0005/0.0005",
+        "precision": precision,
+    }
+    built = build(graph, resolve(words))
+    return built.strategy, built.task
+
+
+def ours(events: dict[str, Tensor], count: int, queries: str, precision: str) -> Segment:
+    strategy, _ = make_ours(events, count, queries, precision)
+    steps = strategy.steps(0)
+
+    def segment(low: int, high: int) -> None:
+        for _ in range(low, high, BATCH):
+            next(steps, None)
+
+    return segment
+
+
+def parts_of_a_step(
+    events: dict[str, Tensor], count: int, queries: str, precision: str, upto: int
+) -> tuple[dict[str, float], float]:
+    """(milliseconds of a batch by part, events attended to per event): the steps of the strategy with a clock."""
+    strategy, task = make_ours(events, count, queries, precision)
+    clock, edges, key = Clock(), 0, DrawKey()
+    model, memory, lookout, optimizer = strategy.model, strategy._memory, strategy._lookout, strategy._optimizer
+    bounds = [bound for bound in strategy._bounds if bound <= upto]
+    model.train()
+    for low, high in itertools.pairwise(bounds):
+        with clock.part("sampling"):
+            batch = lookout.batch(low, high, task.drawn(low, high, sweep=0))
+        edges += int((batch.block.hops[-1].near >= 0).sum())
+        with products(precision):
+            with clock.part("memory"):
+                rows = memory.read(batch.block.nodes)
+            with clock.part("GRU"):
+                fresh, writes = remember(model, task.stream, batch, rows)
+            with clock.part("memory"):
+                memory.write(writes)
+            with clock.part("attention"):
+                z = embed(model, batch, fresh, None, key)
+            with clock.part("decoder"):
+                loss, n = task.loss(model, z, low, high)
+        with clock.part("backward"):
+            optimizer.zero_grad(set_to_none=True)
+            (loss / n).backward()
+        with clock.part("optimizer"):
+            optimizer.step()
+    steps = len(bounds) - 1
+    return {name: 1000 * seconds / steps for name, seconds in clock.seconds.items()}, edges / bounds[-1]
+
+
+def peer(events: dict[str, Tensor], count: int) -> Segment:
+    """torch_geometric's TGN as its example trains it."""
+    from torch_geometric.data import TemporalData
+    from torch_geometric.loader import TemporalDataLoader
+    from torch_geometric.nn import TGNMemory, TransformerConv
+    from torch_geometric.nn.models.tgn import IdentityMessage, LastAggregator, LastNeighborLoader
+
+    data = TemporalData(**{name: events[key] for name, key in zip(["src", "dst", "t", "msg"], events, strict=True)})
+    nodes, features = int(max(data.src.max(), data.dst.max())) + 1, data.msg.shape[1]
+    memory = TGNMemory(nodes, features, WIDTH, WIDTH, IdentityMessage(features, WIDTH, WIDTH), LastAggregator())
+    conv = TransformerConv(WIDTH, WIDTH // 2, heads=2, dropout=0.1, edge_dim=features + WIDTH)
+    src_map, dst_map, out_map = (torch.nn.Linear(WIDTH, width) for width in (WIDTH, WIDTH, 1))
+    modules = torch.nn.ModuleList([memory, conv, src_map, dst_map, out_map])
+    optimizer = torch.optim.Adam(modules.parameters(), lr=1e-4)
+    loader, assoc = LastNeighborLoader(nodes, size=NEAR), torch.empty(nodes, dtype=torch.long)
+    modules.train()
+    batches = iter(TemporalDataLoader(data[:count], batch_size=BATCH, neg_sampling_ratio=1.0))
+    loss_of = torch.nn.BCEWithLogitsLoss()
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        ids, edge_index, edge_ids = loader(batch.n_id)
+        assoc[ids] = torch.arange(len(ids))
+        z, last = memory(ids)
+        since = memory.time_enc((last[edge_index[0]] - data.t[edge_ids]).float())
+        z = conv(z, edge_index, torch.cat([since, data.msg[edge_ids]], 1))
+
+        def score(src: Tensor, dst: Tensor) -> Tensor:
+            return out_map((src_map(z[assoc[src]]) + dst_map(z[assoc[dst]])).relu())
+
+        positive, negative = score(batch.src, batch.dst), score(batch.src, batch.neg_dst)
+        loss = loss_of(positive, torch.ones_like(positive)) + loss_of(negative, torch.zeros_like(negative))
+        memory.update_state(batch.src, batch.dst, batch.t, batch.msg)
+        loader.insert(batch.src, batch.dst)
+        loss.backward()
+        optimizer.step()
+        memory.detach()
+
+    def segment(low: int, high: int) -> None:
+        for _ in range(low, high, BATCH):
+            step(next(batches))
+
+    return segment
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--events", type=int, default=180_000)
+    parser.add_argument("--segments", type=int, default=5)
+    given = parser.parse_args()
+    events, count = load(given.data), given.events
+    modes = [(queries, precision) for queries in ("batch", "event") for precision in ("float32", "bf16")]
+    runs = {"torch_geometric": peer(events, count)}
+    runs |= {f"{queries} {precision}": ours(events, count, queries, precision) for queries, precision in modes}
+    spent = dict.fromkeys(runs, 0.0)
+    size = -(-count // given.segments // BATCH) * BATCH
+    for low in range(0, count, size):
+        for name, segment in runs.items():
+            started = time.perf_counter()
+            segment(low, min(low + size, count))
+            spent[name] += time.perf_counter() - started
+        print({name: round(min(low + size, count) / seconds) for name, seconds in spent.items()}, flush=True)
+    cells = []
+    for name, seconds in spent.items():
+        cell: dict[str, Any] = {"cell": name, "events_per_second": count / seconds}
+        cell["against_torch_geometric"] = spent["torch_geometric"] / seconds
+        if name != "torch_geometric":
+            parts, edges = parts_of_a_step(events, count, *name.split(), upto=min(count, 36_000))
+            cell |= {"edges_per_event": edges, "milliseconds_of_a_batch": parts}
+        cells.append(cell)
+        print({key: round(value, 2) if isinstance(value, float) else value for key, value in cell.items()}, flush=True)
+    print("written to", write_results("temporal", cells))
+
+
+if __name__ == "__main__":
+    main()

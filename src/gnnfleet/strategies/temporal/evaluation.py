@@ -1,0 +1,172 @@
+"""Measured as TGB does: an event is ranked among other destinations, in batches that do not see themselves, and the
+state moves on with what truly happened. Ties share the middle of their places.
+
+n events of a batch, N destinations, K negatives.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gnnfleet.graph.event_negatives import AllDestinations
+from gnnfleet.graph.events import EventStream
+from gnnfleet.nn.edgebank import edgebank_ranks, window_of
+from gnnfleet.nn.heads import Tally
+from gnnfleet.nn.link import link_loss
+from gnnfleet.nn.ranking import average_precision, mrr, ranks_among
+from gnnfleet.nn.temporal.decoders import ClassDecoder
+from gnnfleet.nn.temporal.model import TemporalModel
+from gnnfleet.ops.draws import DrawKey
+from gnnfleet.strategies.base import products
+from gnnfleet.strategies.temporal.memory import Memory
+from gnnfleet.strategies.temporal.step import Batch, Lookout, advance, embed, remember
+from gnnfleet.strategies.temporal.task import EventTask, link_scores
+
+QUERIES = 1 << 15
+"""Nodes at times that are looked at together; decides the memory of an evaluation, not its result."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluator:
+    """Walks a stream with the present weights. ``batch`` events are scored, then become known."""
+
+    model: TemporalModel
+    task: EventTask
+    lookout: Lookout
+    batch: int
+    negatives: int
+    precision: str
+
+    def measure(self, memory: Memory, static: Tensor | None, split: str, *, full: bool) -> dict[str, float]:
+        """{"loss", "count", metrics}; ``memory`` stands where the split begins and ends where it ends.
+
+        ``full``: among all destinations, else among a few drawn ones, the same in every evaluation.
+        """
+        part = self.task.parts[split]
+        if self.task.head is not None:
+            return self._classes(memory, static, part)
+        positives, negatives, ranks = [], [], []
+        for low, high in self._batches(part):
+            drawn = self.task.negatives.evaluation(
+                torch.arange(low, high), part.dst[low - part.first : high - part.first], count=self.negatives
+            )
+            positive, among = self._scores(memory, static, low, high, self._all.destinations if full else drawn)
+            ranks.append(ranks_among(positive, among, self._all.mask(low, high) if full else None))
+            one = (
+                among.gather(1, torch.searchsorted(self._all.destinations, drawn[:, :1].contiguous()))
+                if full
+                else among[:, :1]
+            )
+            positives.append(positive)
+            negatives.append(one)
+            self._advance(memory, low, high)
+        positive, negative = torch.cat(positives), torch.cat(negatives)
+        found = {"loss": float(link_loss(positive, negative)) / len(part), "count": float(len(part))}
+        found |= {"mrr": mrr(torch.cat(ranks)), "ap": average_precision(positive, negative)}
+        return found | self._edgebank(split, full=full)
+
+    def replay(self, memory: Memory, low: int, high: int, batch: int, *, keep_ties: bool = True) -> None:
+        """Move the state past events without scoring them."""
+        bounds = self.task.stream.slice(low, max(low, high)).batches(batch, keep_ties=keep_ties)
+        for first, last in itertools.pairwise(bounds):
+            self._advance(memory, low + first, low + last)
+
+    def _batches(self, part: EventStream) -> Iterator[tuple[int, int]]:
+        bounds = part.batches(self.batch, keep_ties=False)
+        for low, high in itertools.pairwise(bounds):
+            yield part.first + low, part.first + high
+
+    def _advance(self, memory: Memory, low: int, high: int) -> None:
+        with products(self.precision):
+            advance(self.model, self.task.stream, memory, low, high)
+
+    def _scores(
+        self, memory: Memory, static: Tensor | None, low: int, high: int, others: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """([n], [n, K]) logits of events and of others in place of their destinations: [K] for all, or [n, K]."""
+        size = max(
+            1, QUERIES // ((others.shape[-1] + 2) * (self.lookout.neighbours + 1) ** max(self.lookout.hops - 1, 0))
+        )
+        found = []
+        for first in range(low, high, size):
+            last = min(first + size, high)
+            each = others[first - low : last - low] if others.dim() == 2 else others.expand(last - first, -1)
+            found.append(self._piece(memory, static, first, last, each, (low, high)))
+        positive, negative = zip(*found, strict=True)
+        return torch.cat(positive), torch.cat(negative)
+
+    def _piece(
+        self, memory: Memory, static: Tensor | None, low: int, high: int, others: Tensor, whole: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        batch, z = self._embedded(memory, static, low, high, others, whole)
+        with torch.no_grad(), products(self.precision):
+            return link_scores(self.model, z, batch.count)
+
+    def _embedded(
+        self, memory: Memory, static: Tensor | None, low: int, high: int, others: Tensor, whole: tuple[int, int]
+    ) -> tuple[Batch, Tensor]:
+        self.model.eval()
+        batch = self.lookout.batch(low, high, others, whole=whole, blind=True)
+        with torch.no_grad(), products(self.precision):
+            fresh, _ = remember(self.model, self.task.stream, batch, memory.read(batch.block.nodes))
+            return batch, embed(self.model, batch, fresh, static, DrawKey())
+
+    def probabilities(self, memory: Memory, static: Tensor | None, low: int, high: int) -> Tensor:
+        """[n], or [n, C] of classes, of events that are then known; ``memory`` stands before them."""
+        nobody = torch.empty(high - low, 0, dtype=torch.int64)
+        if self.task.head is None:
+            found = torch.sigmoid(self._scores(memory, static, low, high, nobody)[0])
+        else:
+            logits = self._logits(memory, static, low, high)
+            found = torch.sigmoid(logits) if self.task.head.multilabel else torch.softmax(logits, 1)
+        self._advance(memory, low, high)
+        return found
+
+    def _logits(self, memory: Memory, static: Tensor | None, low: int, high: int) -> Tensor:
+        nobody = torch.empty(high - low, 0, dtype=torch.int64)
+        batch, z = self._embedded(memory, static, low, high, nobody, (low, high))
+        assert isinstance(self.model.decoder, ClassDecoder)
+        with torch.no_grad(), products(self.precision):
+            logits: Tensor = self.model.decoder(z[: batch.count], z[batch.count :])
+        return logits
+
+    def _classes(self, memory: Memory, static: Tensor | None, part: EventStream) -> dict[str, float]:
+        head, y = self.task.head, self.task.stream.y
+        assert head is not None and y is not None
+        tally: Tally | None = None
+        loss, count = 0.0, 0.0
+        for low, high in self._batches(part):
+            logits = self._logits(memory, static, low, high)
+            found = head.metric(logits, y[low:high])
+            tally = found if tally is None else tally + found
+            loss, count = loss + float(head.loss(logits, y[low:high])), count + float(head.labelled(y[low:high]).sum())
+            self._advance(memory, low, high)
+        value = float("nan") if tally is None else head.value(tally)
+        return {"loss": loss / max(count, 1.0), "count": count, head.name: value}
+
+    def _edgebank(self, split: str, *, full: bool) -> dict[str, float]:
+        """What the baseline without weights comes to, by the same rule."""
+        key = split, full
+        if key not in self._known:
+            window = window_of(self.task.parts["train"])
+            rule = self._all if full else self.task.negatives
+            part, stream = self.task.parts[split], self.task.stream
+            self._known[key] = {
+                name: mrr(edgebank_ranks(stream, part, window=width, negatives=rule, batch=self.batch))
+                for name, width in (("edgebank", None), ("edgebank_window", window))
+            }
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, bool], dict[str, float]]:
+        return {}
+
+    @cached_property
+    def _all(self) -> AllDestinations:
+        return AllDestinations(self.task.stream)

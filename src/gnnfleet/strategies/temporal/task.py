@@ -1,0 +1,93 @@
+"""What is learnt from events: whether there is one, or of which class it is. And what a strategy is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gnnfleet.comm.world import World
+from gnnfleet.graph.event_negatives import EventNegatives
+from gnnfleet.graph.events import EventStream
+from gnnfleet.nn.heads import NodeHead
+from gnnfleet.nn.link import link_loss, softmax_loss
+from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
+from gnnfleet.nn.temporal.model import TemporalModel
+from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.strategies.base import TrainConfig
+
+
+@dataclass(frozen=True, eq=False)
+class EventTask:
+    """Events of a stream as things to predict. ``head`` is there where their classes are, else links are predicted."""
+
+    stream: EventStream
+    parts: Mapping[str, EventStream]  # train, val, test
+    target: str  # the node type of destinations
+    negatives: EventNegatives
+    count: int = 1  # negatives of an event in training
+    loss_name: str = "bce"
+    wanted: str = "auto"
+    head: NodeHead | None = None
+
+    @property
+    def metric(self) -> str:
+        if self.head is not None:
+            return self.head.name
+        return "mrr" if self.wanted == "auto" else self.wanted
+
+    def items(self, split: str) -> Tensor:
+        """[n] numbers of events; those with a label, where labels are predicted."""
+        part = self.parts[split]
+        if self.head is None:
+            return part.numbers
+        assert part.y is not None
+        return part.numbers[self.head.labelled(part.y)]
+
+    def drawn(self, low: int, high: int, *, sweep: int, number: int = 0) -> Tensor:
+        """[n, K] negatives of events in set ``number`` of a sweep."""
+        if self.head is not None:
+            return torch.empty(high - low, 0, dtype=torch.int64)
+        numbers, positive = torch.arange(low, high), self.stream.dst[low:high]
+        return self.negatives.training(numbers, positive, sweep=sweep, number=number, count=self.count)
+
+    def loss(self, model: TemporalModel, z: Tensor, low: int, high: int) -> tuple[Tensor, int]:
+        """(the sum over events, how many count) from embeddings of sources, destinations and negatives."""
+        return self.loss_of(model, z, torch.arange(low, high))
+
+    def loss_of(self, model: TemporalModel, z: Tensor, numbers: Tensor) -> tuple[Tensor, int]:
+        """The same for any events."""
+        n = len(numbers)
+        if self.head is not None:
+            assert self.stream.y is not None and isinstance(model.decoder, ClassDecoder)
+            y = self.stream.y[numbers]
+            return self.head.loss(model.decoder(z[:n], z[n : 2 * n]), y), int(self.head.labelled(y).sum())
+        positive, negative = link_scores(model, z, n)
+        return (softmax_loss if self.loss_name == "softmax" else link_loss)(positive, negative), n
+
+
+def link_scores(model: TemporalModel, z: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """([n], [n, K]) logits from embeddings of sources, destinations and negatives."""
+    decoder = model.decoder
+    assert isinstance(decoder, EventDecoder)
+    sources, others = decoder.sources(z[:n]), decoder.destinations(z[n:])
+    positive = decoder.scores(sources, others[:n])
+    return positive, decoder.scores(sources[:, None], others[n:].view(n, -1, z.shape[1]))
+
+
+@dataclass(frozen=True, eq=False)
+class EventJob:
+    """What the strategy is built from: a stream in place of a graph."""
+
+    model: TemporalModel
+    task: EventTask
+    train: TrainConfig
+    features: Tensor | None = None  # [V, S] what is known of nodes, before any is learnt
+    seed: int = 0
+    precision: str = "float32"
+    memory: int | None = None
+    world: World = field(default_factory=World)
+    progress: Progress = Silent()
+    say: Callable[[str], None] = lambda text: None

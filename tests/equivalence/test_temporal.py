@@ -1,0 +1,150 @@
+"""Training on events against a plain loop: dictionaries, scans over the whole past, one query at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.nn.temporal import EventBlock, Hop, TemporalModel
+from gnnfleet.nn.temporal.decoders import EventDecoder
+from gnnfleet.ops.draws import DrawKey
+from gnnfleet.run.build import build
+from gnnfleet.run.config import resolve
+from gnnfleet.strategies.temporal.strategy import TemporalStrategy
+
+EVENTS, BATCH, NEAR = 48, 8, 3
+
+
+def made(**words: object) -> TemporalStrategy:
+    graph = make_dataset("events", users=12, items=8, events=EVENTS, features=3, topics=2, ties=0.3, seed=3)
+    base = {
+        "strategy": {"name": "temporal", "batch": BATCH, "static": False},
+        "model": {"hidden": 8, "neighbours": NEAR, "time_width": 4, "dropout": 0.0, **words},
+        "train": {"optimizer": "sgd", "momentum": 0.0, "lr": 0.05},
+        "link": {"negatives": 2},
+        "precision": "float64",
+    }
+    strategy = build(graph, resolve(base)).strategy
+    assert isinstance(strategy, TemporalStrategy)
+    return strategy
+
+
+@dataclass
+class Plain:
+    """The state of every node, by node."""
+
+    strategy: TemporalStrategy
+    memory: dict[int, Tensor] = field(default_factory=dict)
+    mail: dict[int, Tensor] = field(default_factory=dict)
+    mail_event: dict[int, int] = field(default_factory=dict)
+    memory_event: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.model: TemporalModel = self.strategy.model
+        self.task = self.strategy.task
+        self.stream = self.task.stream
+
+    def now(self, node: int) -> Tensor:
+        """The node's memory with its mail taken in."""
+        zeros = torch.zeros(1, self.model.width, dtype=torch.float64)
+        if node not in self.mail:
+            return zeros[0]
+        event, before = self.mail_event[node], self.memory_event.get(node)
+        since = 0 if before is None else int(self.stream.t[event] - self.stream.t[before])
+        assert self.stream.msg is not None
+        edge = self.stream.msg[event].double()[None]
+        old = self.memory[node][None] if node in self.memory else zeros
+        return self.model.update(self.mail[node][None], edge, torch.tensor([since]).double(), old)[0]
+
+    def past(self, node: int, time: int) -> list[int]:
+        """The latest events before a time, latest first."""
+        ends = zip(self.stream.src.tolist(), self.stream.dst.tolist(), self.stream.t.tolist(), strict=True)
+        found = [number for number, (u, v, t) in enumerate(ends) if node in (u, v) and t < time]
+        return found[::-1][:NEAR]
+
+    def embed(self, node: int, time: int, layers: int) -> Tensor:
+        if layers == 0 or not self.model.attends:
+            return self.now(node) if self.model.remembers else torch.zeros(self.model.width, dtype=torch.float64)
+        rows, near, edge, since = [self.embed(node, time, layers - 1)], [], [], []
+        for event in self.past(node, time):
+            u, v, t = (int(each[event]) for each in (self.stream.src, self.stream.dst, self.stream.t))
+            near.append(len(rows))
+            rows.append(self.embed(v if u == node else u, t, layers - 1))
+            edge.append(event)
+            since.append(float(time - t))
+        hop = Hop(
+            torch.tensor([0]),
+            torch.tensor([near], dtype=torch.int64).view(1, -1),
+            torch.tensor([edge], dtype=torch.int64).view(1, -1),
+            torch.tensor([since], dtype=torch.float64).view(1, -1),
+            torch.tensor([0]),
+        )
+        assert self.stream.msg is not None
+        block = EventBlock(torch.arange(len(rows)), (hop,), self.stream.msg.double())
+        out: Tensor = self.model.layers[layers - 1](hop, torch.stack(rows), block.features, DrawKey())
+        return out[0]
+
+    def loss(self, low: int, high: int, epoch: int) -> Tensor:
+        decoder, total = self.model.decoder, torch.zeros((), dtype=torch.float64)
+        assert isinstance(decoder, EventDecoder)
+        negatives = self.task.drawn(low, high, sweep=epoch)
+        layers = len(self.model.layers)
+        for number in range(low, high):
+            u, v, t = (int(each[number]) for each in (self.stream.src, self.stream.dst, self.stream.t))
+            source = decoder.src(self.embed(u, t, layers))
+            for node, truth in [(v, 1.0), *((int(other), 0.0) for other in negatives[number - low])]:
+                logit = decoder.out(torch.relu(source + decoder.dst(self.embed(node, t, layers))))[0]
+                total = total + functional.binary_cross_entropy_with_logits(logit, torch.tensor(truth).double())
+        return total / (high - low)
+
+    def move(self, low: int, high: int) -> None:
+        """Past a batch: the last event of each node counts."""
+        last = {}
+        for number in range(low, high):
+            u, v = int(self.stream.src[number]), int(self.stream.dst[number])
+            last[u], last[v] = (number, v), (number, u)
+        fresh = {node: self.now(node).detach() for node in last}
+        for node, (number, other) in last.items():
+            if node in self.mail_event:
+                self.memory_event[node] = self.mail_event[node]
+            self.memory[node] = fresh[node]
+            self.mail[node] = torch.cat([fresh[node], fresh[other]])
+            self.mail_event[node] = number
+
+
+@pytest.mark.parametrize(("name", "layers"), [("tgn", 1), ("tgn", 2), ("tgn-id", 1), ("tgat", 1)])
+def test_training_equals_a_plain_loop(name: str, layers: int) -> None:
+    ours, theirs = made(name=name, layers=layers), made(name=name, layers=layers)
+    optimizer = torch.optim.SGD(theirs.model.parameters(), lr=0.05)
+    plain = Plain(theirs)
+    records = list(ours.steps(0))
+    bounds = theirs.task.parts["train"].batches(BATCH)
+    assert len(records) == len(bounds) - 1 > 3
+    for record, (low, high) in zip(records, pairwise(bounds), strict=True):
+        loss = plain.loss(low, high, 0)
+        if theirs.model.remembers:
+            plain.move(low, high)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert record.loss == pytest.approx(float(loss.detach()), rel=1e-10)
+        assert record.count == high - low
+    for (key, mine), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-8, msg=lambda text, key=key: f"{key}: {text}")
+    if name == "tgat":
+        return
+    state = ours.state_dict()["memory"]
+    for node in range(theirs.task.stream.num_nodes):
+        assert int(state["mail_event"][node]) == plain.mail_event.get(node, -1)
+        assert int(state["memory_event"][node]) == plain.memory_event.get(node, -1)
+        if node in plain.mail:
+            torch.testing.assert_close(state["memory"][node], plain.memory[node], rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(state["mail"][node], plain.mail[node], rtol=1e-7, atol=1e-9)
+        else:
+            assert not state["memory"][node].any() and not state["mail"][node].any()
