@@ -91,10 +91,6 @@ class ModelConfig(BaseModel):
         several = (self.name in ("gat", "gatv2") and self.layers > 1) or self.name in ("tgn", "tgat")
         if several and self.hidden % self.heads:
             raise ConfigError(f"hidden must be a multiple of heads, found {self.hidden} and {self.heads}")
-        if self.is_temporal and self.layers > 2:
-            raise ConfigError(
-                f"{self.name} looks one or two events back: set model.layers to 1 or 2, not {self.layers}"
-            )
         if self.settings and self.file is None:
             raise ConfigError(f"model.settings are for models of your own (file.py:factory); {self.name} reads none")
         return self

@@ -134,6 +134,8 @@ def _check_fits(config: RunConfig) -> None:
     if isinstance(config.strategy, TemporalConfig):
         if not model.is_temporal:
             raise ConfigError(f"strategy temporal trains {', '.join(TEMPORAL_MODELS)}, found --model {model.label}")
+        if model.layers > 2:
+            raise ConfigError(f"{model.name} has one or two layers, found model.layers={model.layers}")
         if config.task == "node":
             raise ConfigError("strategy temporal predicts events: use --task link or edge, found node")
         return
