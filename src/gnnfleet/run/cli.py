@@ -13,6 +13,7 @@ import typer
 
 from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.run.commands import datasets
+from gnnfleet.run.commands.compare import COMPARE_EXAMPLES, compare
 from gnnfleet.run.commands.demo import demo
 from gnnfleet.run.commands.diagnose import DIAGNOSE_EXAMPLES, diagnose
 from gnnfleet.run.commands.doctor import doctor
@@ -50,6 +51,7 @@ app.command(no_args_is_help=True, epilog=TRAIN_EXAMPLES)(train)
 app.command(no_args_is_help=True, epilog=JOIN_EXAMPLES)(join)
 app.command(no_args_is_help=True)(evaluate)
 app.command(no_args_is_help=True)(predict)
+app.command(no_args_is_help=True, epilog=COMPARE_EXAMPLES)(compare)
 app.command(no_args_is_help=True)(watch)
 app.command(no_args_is_help=True, epilog=REPORT_EXAMPLES)(report)
 app.command()(doctor)

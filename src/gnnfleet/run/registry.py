@@ -64,6 +64,16 @@ def make_temporal(config: TemporalConfig, job: EventJob) -> Strategy:
     return TemporalStrategy(config, job)
 
 
+def counterpart(config: StrategyConfig, layers: int) -> LocalConfig | None:
+    """How one process takes the same steps as a strategy whose aim is to equal it; None for others."""
+    if isinstance(config, MacrobatchConfig):
+        fanouts = config.fanouts or (FANOUT,) * layers
+        return LocalConfig(
+            fanouts=fanouts, replace=config.replace, batch=config.batch, cache_inputs=config.cache_inputs
+        )
+    return LocalConfig() if isinstance(config, SarConfig | PipeConfig) else None
+
+
 def local_config(config: TmaConfig, layers: int) -> LocalConfig:
     """How a trainer walks its own subgraph, or the coordinator the whole graph."""
     if config.full:

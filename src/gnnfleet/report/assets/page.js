@@ -235,14 +235,15 @@ function runsTable() {
     { key: "loss", title: "train loss" },
     { key: "val", title: "val" + named },
     { key: "test", title: "test" + named },
-    { key: "epoch_seconds", title: "epoch (median)", show: seconds },
-    { key: "bytes", title: "sent in all", show: bytes },
+    { key: "epoch_seconds", title: "epoch", show: seconds },
+    { key: "bytes", title: "sent", show: bytes },
     { key: "rounds", title: "rounds" },
-    { key: "peak_rss", title: "largest worker", show: bytes },
+    { key: "peak_rss", title: "peak memory", show: bytes },
     { key: "state", title: "state", word: true, show: (value) => make("span", { class: "badge " + value }, value) },
   ];
   if (rows.some((row) => row.equals)) columns.splice(12, 0, { key: "equals", title: "equals local", word: true });
-  return table(columns, rows, { sortable: true, id: "runs" });
+  const same = rows.every((row) => row.name === row.strategy) ? "strategy" : null;
+  return table(columns.filter((column) => column.key !== same), rows, { sortable: true, id: "runs" });
 }
 
 function settings() {
@@ -319,7 +320,7 @@ function draw() {
   document.querySelector("main").replaceChildren(
     make("h1", {}, data.title),
     make("p", { class: "note" }, data.runs.map((run) => run.store).filter((name, i, all) => name && all.indexOf(name) === i).join(", ")),
-    ...section("Runs", "Click a heading to sort.", card(null, runsTable())),
+    ...section("Runs", "Click a heading to sort. Time of an epoch is the median, bytes are those of all workers, memory is that of the largest.", card(null, runsTable())),
     ...section("Loss and metric", null, data.runs.length > 1 ? legend() : null, make("div", { class: "grid" },
       curves("Training loss over steps", runs, "step", "train_loss"), curves("Training loss over seconds", runs, "seconds", "train_loss"),
       curves(metric + " over steps", runs, "step", "val"), curves(metric + " over seconds", runs, "seconds", "val"))),

@@ -1,67 +1,80 @@
-"""``gnnfleet demo``: what works, on generated data, in a minute."""
+"""``gnnfleet demo``: every strategy on generated data, one table, one page, in a few minutes."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.run.console import JsonFlag, QuietFlag, emit, parse_settings, remark, table
+from gnnfleet.run.commands.compare import PAGE, make_room, read_all, show_runs, write_page
+from gnnfleet.run.console import JsonFlag, QuietFlag, parse_settings, remark
+
+if TYPE_CHECKING:
+    from gnnfleet.graph.graph import Graph
+    from gnnfleet.report.progress import Progress
+
+GRAPH = {"nodes": 20_000, "mean_degree": 16}
+WORDS: dict[str, Any] = {
+    "model": {"name": "sage", "hidden": 64, "layers": 3, "dropout": 0.2},
+    "train": {"epochs": 25, "lr": 0.01},
+}
+"""Of all static strategies."""
+
+OWN: dict[str, dict[str, Any]] = {
+    "macrobatch": {"batch": 512, "fanouts": (10, 10, 5)},
+    "tma": {"batch": 512, "fanouts": (10, 10, 5), "steps": 2},  # a round is one pass over the training nodes
+    "pipe": {"ways": 1},  # in stages, which a planner would not do with so few layers
+}
 
 
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the demo writes.")] = Path("demo"),
-    parts: Annotated[int, typer.Option(help="Into how many parts the graph is cut.")] = 4,
+    workers: Annotated[int, typer.Option("--workers", "-w", metavar="N", min=2, help="Of each strategy.")] = 2,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the generated graph.")
     ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Generate a graph with communities, cut it with every partitioner, compare what the cuts cost.
+    """Generate a graph with communities, train it with every strategy, compare them in one table and on one page.
 
-    The directory is the demo's own: what an earlier demo left there is replaced.
+    It also cuts the graph with every partitioner and compares what the cuts cost. Nothing is downloaded. The directory
+    is the demo's own: what an earlier demo left there is replaced.
     """
     from gnnfleet.graph.datasets import make_dataset
-    from gnnfleet.graph.partition import write_partition
-    from gnnfleet.graph.partitioners import PARTITIONERS, assign
-    from gnnfleet.graph.quality import measure
     from gnnfleet.graph.store import save_store
     from gnnfleet.report.progress import show
+    from gnnfleet.run.comparing import Contest, check_all, train_all
 
-    choices: dict[str, Any] = {"nodes": 50_000, "mean_degree": 20, **parse_settings(settings)}
-    rows, results = [], []
+    started = time.monotonic()
+    make_room(output, overwrite=True)
+    store, runs = output / "communities", output / "runs"
+    contest = Contest(store, runs, ("local", "sar", "macrobatch", "tma", "pipe"), workers, WORDS, OWN)
     with show(quiet) as progress:
-        graph = make_dataset("communities", progress=progress, **choices)
-        graph = save_store(graph, output / "communities", overwrite=True)
-        for method in PARTITIONERS:
-            start = time.monotonic()
-            assignment = assign(graph, parts, method, progress=progress)
-            seconds = time.monotonic() - start
-            quality = measure(graph, assignment.part, parts, progress=progress)
-            write_partition(
-                graph, assignment, output / "communities" / "parts" / method, quality=quality, progress=progress
-            )
-            found = quality.summary()
-            results.append({"method": method, "seconds": seconds, **found})
-            rows.append(
-                (
-                    method,
-                    f"{100 * found['kept_share']:.1f} %",
-                    found["volume"],
-                    found["replication"],
-                    found["balance"]["nodes"],
-                    found["balance"]["edges"],
-                    found["bytes_per_layer"]["128"]["total"] / 2**20,
-                    seconds,
-                )
-            )
-    title = f"{graph.num_nodes:,} nodes, {graph.num_edges:,} edges in {parts} parts"
-    columns = ("method", "edges kept", "rows sent Σ(λ−1)", "replication", "nodes max/mean", "edges max/mean")
-    shown = table(title, (*columns, "MiB a layer, width 128", "seconds"), rows)
-    emit({"graph": graph.name, "parts": parts, "partitions": results}, as_json=as_json, human=[shown])
-    remark(
-        f"the store and its partitions are in {output}: try  gnnfleet info {output}/communities", quiet=quiet or as_json
-    )
+        graph = make_dataset("communities", progress=progress, **{**GRAPH, **parse_settings(settings)})
+        graph = save_store(graph, store)
+        cuts = _cut(graph, workers, progress)
+        done = train_all(contest, progress=progress, say=partial(remark, quiet=quiet))
+        verdicts = check_all(contest, done, progress=progress)
+    found = read_all({name: contest.run_dir(name) for name in done})
+    title = f"gnnfleet demo: {graph.num_nodes:,} nodes, {graph.num_edges:,} edges, {workers} workers"
+    write_page(output / PAGE, found, title=title, verdicts=verdicts, partitions=cuts)
+    show_runs(found, verdicts, output / PAGE, as_json=as_json, quiet=quiet)
+    took = time.monotonic() - started
+    remark(f"it took {took / 60:.1f} minutes; look closer with  gnnfleet info {store}", quiet=quiet or as_json)
+
+
+def _cut(graph: Graph, parts: int, progress: Progress) -> list[dict[str, Any]]:
+    """What every partitioner's cut would cost; none is kept."""
+    from gnnfleet.graph.partitioners import PARTITIONERS, assign
+    from gnnfleet.graph.quality import measure
+
+    found = []
+    for method in PARTITIONERS:
+        assignment = assign(graph, parts, method, progress=progress)
+        quality = measure(graph, assignment.part, parts, progress=progress)
+        found.append({"name": graph.name, "method": method, **quality.summary()})
+    return found

@@ -1,0 +1,133 @@
+"""``gnnfleet compare``: several strategies on one store, one table, one page."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.run.commands.report import summary_table
+from gnnfleet.run.commands.train import Config, Model, Seed, Settings, SplitRule, Task
+from gnnfleet.run.console import JsonFlag, QuietFlag, emit, parse_settings, remark
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gnnfleet.report.runs import Run
+    from gnnfleet.run.comparing import Verdict
+
+COMPARE_EXAMPLES = """\
+gnnfleet compare shop/ --strategies local,sar,macrobatch,tma,pipe --workers 2 --set train.epochs=30
+
+gnnfleet compare shop/ --strategies sar,pipe --workers 4 --model gcn2 --set model.layers=16 --set pipe.ways=2
+
+                                                                               a word of one strategy by its name
+"""
+PAGE = "page.html"
+
+
+def compare(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store to train on.")],
+    strategies: Annotated[
+        str, typer.Option(metavar="NAMES", help="Which, with commas between.")
+    ] = "local,sar,macrobatch,tma,pipe",
+    workers: Annotated[int, typer.Option("--workers", "-w", metavar="N", min=1, help="Of each but local.")] = 2,
+    model: Annotated[str | None, Model] = None,
+    task: Annotated[str | None, Task] = None,
+    split: Annotated[str | None, SplitRule] = None,
+    settings: Annotated[list[str] | None, Settings] = None,
+    config: Annotated[Path | None, Config] = None,
+    seed: Annotated[int | None, Seed] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where runs and page go.")] = Path(
+        "compared"
+    ),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier one left there.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check/--no-check", help="Measure whether strategies equal local, in two more epochs each."),
+    ] = True,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Train the same model with several strategies, one after the other, and put them side by side.
+
+    Model, seed and epochs are the same for all; local runs in one process. A round of tma is one pass over the training
+    nodes unless you say (tma.steps, tma.interval). A strategy that cannot be trained so is left out, and says why.
+    """
+    from gnnfleet.graph.store import open_store
+    from gnnfleet.report.progress import show
+    from gnnfleet.run.comparing import Contest, check_all, parse_strategies, split_words, steps_of_a_pass, train_all
+    from gnnfleet.run.config import nest, overlay, parse_value, read_toml, resolve
+
+    names = parse_strategies(strategies)
+    common, own = split_words({key: parse_value(value) for key, value in parse_settings(settings).items()})
+    words = overlay({} if config is None else read_toml(config), nest(common))
+    options = {"model": None if model is None else {"name": model}, "task": task, "split": split, "seed": seed}
+    words = overlay(words, {key: value for key, value in options.items() if value is not None})
+    words.pop("strategy", None)
+    resolve({key: value for key, value in words.items() if key != "partition"})  # what is wrong for all is said once
+    graph = open_store(store)
+    contest = Contest(store, output / "runs", names, workers, words, own)
+    if "tma" in names:
+        own.setdefault("tma", {}).update(steps_of_a_pass(graph, contest.config("tma")))
+    make_room(output, overwrite=overwrite)
+    with show(quiet) as progress:
+        done = train_all(contest, progress=progress, say=partial(remark, quiet=quiet))
+        verdicts = check_all(contest, done, progress=progress) if check else {}
+    runs = read_all({name: contest.run_dir(name) for name in done})
+    title = f"{', '.join(done)} on {store.resolve().name}"
+    write_page(output / PAGE, runs, title=title, verdicts=verdicts)
+    show_runs(runs, verdicts, output / PAGE, as_json=as_json, quiet=quiet)
+
+
+def make_room(folder: Path, *, overwrite: bool) -> None:
+    """An empty place for runs and a page; raises ConfigError where something else is there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        known = {"runs", PAGE, "communities", "events"}
+        if not overwrite or not folder.is_dir() or any(path.name not in known for path in folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty: choose another --output, or --overwrite what was compared there")
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def read_all(places: Mapping[str, Path]) -> list[Run]:
+    from gnnfleet.report.runs import read_run
+
+    return [read_run(path, name) for name, path in places.items()]
+
+
+def write_page(
+    path: Path,
+    runs: Sequence[Run],
+    *,
+    title: str,
+    verdicts: Mapping[str, Verdict],
+    partitions: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    from gnnfleet.graph.bundle import write_atomically
+    from gnnfleet.report.page import page_data, render_page
+
+    equals = {name: str(verdict) for name, verdict in verdicts.items() if name != "local"}
+    write_atomically(path, render_page(page_data(runs, title=title, equals=equals, partitions=partitions)).encode())
+
+
+def show_runs(runs: Sequence[Run], verdicts: Mapping[str, Verdict], page: Path, *, as_json: bool, quiet: bool) -> None:
+    """The table, or the same as one JSON object."""
+    from gnnfleet.report.runs import summary
+
+    results = []
+    for run in runs:
+        verdict = verdicts.get(run["name"])
+        told = {} if verdict is None else {"equals_local": verdict.equals, "difference": verdict.difference}
+        results.append(
+            {"run": run["name"], "strategy": run["strategy"], "workers": run["workers"], **summary(run), **told}
+        )
+    equals = {name: "" if name == "local" else str(verdict) for name, verdict in verdicts.items()}
+    human = [summary_table(list(runs), equals if verdicts else None)]
+    emit({"page": str(page), "runs": results}, as_json=as_json, human=human)
+    remark(f"the page is {page}", quiet=quiet or as_json)

@@ -1,0 +1,44 @@
+"""What the demo shows; training itself is left out here, it takes minutes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gnnfleet.graph.partitioners import PARTITIONERS
+from gnnfleet.run import comparing
+from gnnfleet.run.config import RunConfig
+from tests.report.runs import write_run
+from tests.run.shell import fails, run_json
+
+
+def test_every_strategy_and_every_partitioner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[RunConfig] = []
+
+    def pretend(store: Path, config: RunConfig, run_dir: Path, **_: Any) -> None:
+        trained.append(config)
+        write_run(run_dir, strategy=config.strategy.name, workers=config.workers)
+
+    monkeypatch.setattr(comparing, "_train", pretend)
+    monkeypatch.setattr(comparing, "_difference", lambda one, two: 1e-12)
+    for _ in range(2):  # another demo replaces what the first has left
+        found = run_json("demo", "-o", tmp_path / "demo", "--set", "nodes=400", "-q")
+    names = ["local", "sar", "macrobatch", "tma", "pipe"]
+    assert [run["strategy"] for run in found["runs"]] == names
+    assert [run["workers"] for run in found["runs"]] == [1, 2, 2, 2, 2]
+    main = [config for config in trained if config.precision == "float32"]
+    assert len({(config.model, config.seed, config.train, config.split) for config in main}) == 1
+    assert [run["equals_local"] for run in found["runs"]] == [False, True, True, False, True]
+    page = Path(found["page"]).read_text()
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert [run["name"] for run in data["runs"]] == names
+    assert [cut["method"] for cut in data["partitions"]] == list(PARTITIONERS)
+
+
+def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    assert "not empty" in fails("demo", "-o", tmp_path, "-q", code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
