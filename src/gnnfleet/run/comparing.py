@@ -28,6 +28,7 @@ from gnnfleet.run.directory import RunDirectory
 from gnnfleet.run.leash import die_with_parent
 from gnnfleet.run.parts import error_of
 from gnnfleet.run.registry import CONFIGS, counterpart, find_config
+from gnnfleet.strategies.base import PRIVATE
 from gnnfleet.strategies.tma.config import TmaConfig
 
 CHECK_EPOCHS = 2
@@ -154,24 +155,30 @@ def _check_config(contest: Contest, name: str) -> RunConfig | None:
         return None
     config = contest.config(name)
     words = config.model_dump(mode="json")
-    words["strategy"] |= _settled(contest.run_dir(name)) if name == "pipe" else {}
+    words["strategy"] |= _settled(contest.run_dir(name), config.workers) if name == "pipe" else {}
     words["train"] |= {"epochs": CHECK_EPOCHS, "patience": 0}
     return resolve({**words, "precision": "float64", "report": {}})
 
 
-def _settled(run: Path) -> Tree:
+def _settled(run: Path, workers: int) -> Tree:
     """The grid that pipe has planned: another plan might be exact or not."""
-    cut = RunDirectory(run).load_private("last", 0).get("private", {}).get("cut")
-    return {} if cut is None else {"ways": int(cut[0]), "chunks": int(cut[2])}
+    directory = opened(run)
+    if directory.load("last") is None or not directory.has_private("last", workers):
+        return {}
+    ways, _, chunks, *_ = directory.load_private("last", 0)[PRIVATE]["cut"].tolist()
+    return {"ways": ways, "chunks": chunks}
+
+
+def opened(run: Path) -> RunDirectory:
+    """A run with its own seed, so that its checkpoints are taken for its own."""
+    return RunDirectory(run, seed=RunDirectory(run).config().seed)
 
 
 def _difference(one: Path, two: Path) -> float:
     """The largest relative difference of weights after the last epoch."""
     states = []
     for path in (one, two):
-        directory = RunDirectory(path)
-        directory.seed = directory.config().seed
-        found = directory.load_weights("last")
+        found = opened(path).load_weights("last")
         assert found is not None, "it has just been trained"
         states.append(found[0]["model"])
     worst = 0.0

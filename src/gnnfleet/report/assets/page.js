@@ -196,7 +196,7 @@ function heat(run) {
 function table(columns, rows, { sortable = false, id = null } = {}) {
   // columns: [{key, title, word?, show?}]; rows: objects, perhaps with a colour
   const head = columns.map((column) => {
-    const arrow = sortable ? make("span", { class: "arrow" }, sorting.key === column.key ? (sorting.down ? "▾" : "▴") : "") : null;
+    const arrow = sortable && sorting.key === column.key ? make("span", { class: "arrow" }, sorting.down ? "▾" : "▴") : null;
     const on = sortable ? { onclick: () => sortBy(column.key), onkeydown: (event) => { if (event.key === "Enter") sortBy(column.key); }, tabindex: 0, "data-key": column.key } : {};
     return make("th", { class: (column.word ? "word" : "") + (sortable ? " sortable" : ""), ...on }, column.title, arrow);
   });
@@ -242,8 +242,10 @@ function runsTable() {
     { key: "state", title: "state", word: true, show: (value) => make("span", { class: "badge " + value }, value) },
   ];
   if (rows.some((row) => row.equals)) columns.splice(12, 0, { key: "equals", title: "equals local", word: true });
-  const same = rows.every((row) => row.name === row.strategy) ? "strategy" : null;
-  return table(columns.filter((column) => column.key !== same), rows, { sortable: true, id: "runs" });
+  const said = [];  // what every row would say
+  if (rows.every((row) => row.name === row.strategy)) said.push("strategy");
+  if (rows.every((row) => row.state === "finished")) said.push("state");
+  return table(columns.filter((column) => !said.includes(column.key)), rows, { sortable: true, id: "runs" });
 }
 
 function settings() {
