@@ -26,8 +26,8 @@ inline A factor(const void* values, int64_t i) {
   return values ? static_cast<const A*>(values)[i] : A(1);
 }
 
-// Columns f .. f + Tile * lanes of one output row.
-template <int Tile, typename T, typename Index>
+// Columns f .. f + Tile * lanes of one output row, which is stored as O.
+template <int Tile, typename T, typename O, typename Index>
 inline void sum_tile(const SumArgs& a, int64_t i, int64_t f) {
   using A = wide_t<T>;
   constexpr int lanes = Lanes<A>::count;
@@ -47,8 +47,8 @@ inline void sum_tile(const SumArgs& a, int64_t i, int64_t f) {
     }
   }
   const int64_t target = a.structure.rows ? a.structure.rows[i] : i;
-  A* out = static_cast<A*>(a.out) + target * a.width + f;
-  const A* base = target < a.base_rows ? static_cast<const A*>(a.base) + target * a.width + f : nullptr;
+  O* out = static_cast<O*>(a.out) + target * a.width + f;
+  const O* base = target < a.base_rows ? static_cast<const O*>(a.base) + target * a.width + f : nullptr;
   const vec_t<A> scale = splat<A>(factor<A>(a.row_scale, i));
   for (int t = 0; t < Tile; ++t) {
     const vec_t<A> value = a.row_scale ? sum[t] * scale : sum[t];
@@ -56,7 +56,7 @@ inline void sum_tile(const SumArgs& a, int64_t i, int64_t f) {
   }
 }
 
-template <typename T, typename Index>
+template <typename T, typename O, typename Index>
 inline void sum_scalar(const SumArgs& a, int64_t i, int64_t f) {
   using A = wide_t<T>;
   const T* x = static_cast<const T*>(a.x) + f;
@@ -67,23 +67,31 @@ inline void sum_scalar(const SumArgs& a, int64_t i, int64_t f) {
     sum += factor<A>(a.weight, e) * factor<A>(a.col_scale, j) * widen(x[j * a.width]);
   }
   const int64_t target = a.structure.rows ? a.structure.rows[i] : i;
-  A* out = static_cast<A*>(a.out) + target * a.width + f;
-  const A before = target < a.base_rows ? static_cast<const A*>(a.base)[target * a.width + f] : A(0);
-  *out = before + factor<A>(a.row_scale, i) * sum;
+  O* out = static_cast<O*>(a.out) + target * a.width + f;
+  const A before = target < a.base_rows ? widen(static_cast<const O*>(a.base)[target * a.width + f]) : A(0);
+  set(out, before + factor<A>(a.row_scale, i) * sum);
 }
 
-template <typename T, typename Index>
-void sum_rows(const SumArgs& a) {
+template <typename T, typename O, typename Index>
+void sum_rows_as(const SumArgs& a) {
   constexpr int64_t lanes = Lanes<wide_t<T>>::count;
 #pragma omp parallel for num_threads(a.threads) schedule(dynamic, kRowsAtOnce)
   for (int64_t i = 0; i < a.structure.n; ++i) {
     int64_t f = 0;
-    for (; f + 8 * lanes <= a.width; f += 8 * lanes) sum_tile<8, T, Index>(a, i, f);
-    if (f + 4 * lanes <= a.width) sum_tile<4, T, Index>(a, i, f), f += 4 * lanes;
-    if (f + 2 * lanes <= a.width) sum_tile<2, T, Index>(a, i, f), f += 2 * lanes;
-    if (f + lanes <= a.width) sum_tile<1, T, Index>(a, i, f), f += lanes;
-    for (; f < a.width; ++f) sum_scalar<T, Index>(a, i, f);
+    for (; f + 8 * lanes <= a.width; f += 8 * lanes) sum_tile<8, T, O, Index>(a, i, f);
+    if (f + 4 * lanes <= a.width) sum_tile<4, T, O, Index>(a, i, f), f += 4 * lanes;
+    if (f + 2 * lanes <= a.width) sum_tile<2, T, O, Index>(a, i, f), f += 2 * lanes;
+    if (f + lanes <= a.width) sum_tile<1, T, O, Index>(a, i, f), f += lanes;
+    for (; f < a.width; ++f) sum_scalar<T, O, Index>(a, i, f);
   }
+}
+
+template <typename T, typename Index>
+void sum_rows(const SumArgs& a) {
+  if constexpr (std::is_same_v<wide_t<T>, float>) {
+    if (a.narrow) return sum_rows_as<T, BFloat, Index>(a);
+  }
+  sum_rows_as<T, wide_t<T>, Index>(a);
 }
 
 // Signed integers as wide as A: what comparisons of vectors of A give.

@@ -17,8 +17,8 @@ struct Rows {
 };
 
 // out[rows[i]] = base[rows[i]] + row_scale[i] * sum_e weight[e] * col_scale[col[e]] * x[col[e]]. The three factors may be
-// null. x is `element`, everything else its wide type (float32 for bfloat16). `base` has the first `base_rows` rows of the
-// output, and may be the output itself; it is 0 beyond.
+// null. x is `element`, everything else its wide type (float32 for bfloat16), but out and base are bfloat16 when `narrow`.
+// `base` has the first `base_rows` rows of the output, and may be the output itself; it is 0 beyond.
 struct SumArgs {
   Rows structure;
   const void* x;
@@ -30,6 +30,7 @@ struct SumArgs {
   void* out;
   const void* base;
   int64_t base_rows;
+  bool narrow;
   int threads;
 };
 

@@ -34,15 +34,16 @@ void aggregate_sum(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows,
   const auto element = element_in(x);
   const int64_t width = static_cast<int64_t>(x.shape(1));
   require(x.ndim() == 2 && out.ndim() == 2 && out.shape(1) == x.shape(1), "aggregate: x and out must have the same width");
-  require(out.dtype() == wide_of(element), "aggregate: out must be float32, or float64 for float64");
+  const bool narrow = element != Element::float64 && element_in(out) == Element::bfloat16;
+  require(narrow || out.dtype() == wide_of(element), "aggregate: out must be float32 or bfloat16, or float64 for float64");
   require(!base || (base->dtype() == out.dtype() && base->ndim() == 2 && base->shape(1) == out.shape(1) &&
                     base->shape(0) <= out.shape(0)), "aggregate: base must be the first rows of out");
   const gnnfleet::SumArgs args{
       structure, x.data(), width, element,
-      factor_of(weight, element, static_cast<int64_t>(col.size()), "aggregate: one weight per edge, of out's dtype"),
-      factor_of(row_scale, element, structure.n, "aggregate: one row scale per row, of out's dtype"),
-      factor_of(col_scale, element, static_cast<int64_t>(x.shape(0)), "aggregate: one column scale per row of x, of out's dtype"),
-      out.data(), data_or_null(base), base ? size(*base) : 0, threads};
+      factor_of(weight, element, static_cast<int64_t>(col.size()), "aggregate: one weight per edge, of the sums' dtype"),
+      factor_of(row_scale, element, structure.n, "aggregate: one row scale per row, of the sums' dtype"),
+      factor_of(col_scale, element, static_cast<int64_t>(x.shape(0)), "aggregate: one column scale per row of x, of the sums' dtype"),
+      out.data(), data_or_null(base), base ? size(*base) : 0, narrow, threads};
   nb::gil_scoped_release free;
   gnnfleet::kernels().aggregate_sum(args);
 }
@@ -100,13 +101,13 @@ bool same_rows(const Any& a, const Any& b) {
 }
 
 bool fits(const Maybe& columns, const Any& rows) {
-  return !columns || (columns->ndim() == 1 && columns->shape(0) == rows.shape(1) && columns->dtype() == rows.dtype());
+  return !columns || (columns->ndim() == 1 && columns->shape(0) == rows.shape(1) && columns->dtype() == wide_of(element_in(rows)));
 }
 
 void epilogue(Any x, Maybe bias, bool relu, int threads) {
-  require(x.ndim() == 2 && element_in(x) != Element::bfloat16, "epilogue: rows of float32 or float64");
-  require(fits(bias, x), "epilogue: one bias per column, of the same type");
-  gnnfleet::EpilogueArgs args{element_in(x) == Element::float64, relu, static_cast<int64_t>(x.shape(0)),
+  require(x.ndim() == 2, "epilogue: expected rows");
+  require(fits(bias, x), "epilogue: one bias per column, of the same type, float32 for bfloat16");
+  gnnfleet::EpilogueArgs args{element_in(x), relu, static_cast<int64_t>(x.shape(0)),
                               static_cast<int64_t>(x.shape(1)), threads};
   args.x = x.data();
   args.bias = data_or_null(bias);
@@ -115,11 +116,11 @@ void epilogue(Any x, Maybe bias, bool relu, int threads) {
 }
 
 void epilogue_back(Any grad, Maybe out, Maybe part, Maybe sums, int threads) {
-  require(grad.ndim() == 2 && element_in(grad) != Element::bfloat16, "epilogue: rows of float32 or float64");
+  require(grad.ndim() == 2, "epilogue: expected rows");
   require(out.has_value() == part.has_value(), "epilogue: out and part go together");
   require(!out || (same_rows(grad, *out) && same_rows(grad, *part)), "epilogue: grad, out and part are alike");
-  require(fits(sums, grad), "epilogue: one sum per column, of the same type");
-  gnnfleet::EpilogueArgs args{element_in(grad) == Element::float64, out.has_value(),
+  require(fits(sums, grad), "epilogue: one sum per column, of the same type, float32 for bfloat16");
+  gnnfleet::EpilogueArgs args{element_in(grad), out.has_value(),
                               static_cast<int64_t>(grad.shape(0)), static_cast<int64_t>(grad.shape(1)), threads};
   args.grad = grad.data();
   args.out = data_or_null(out);

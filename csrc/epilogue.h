@@ -2,10 +2,12 @@
 #pragma once
 #include <cstdint>
 
+#include "aggregate.h"
+
 namespace gnnfleet {
 
 struct EpilogueArgs {
-  bool wide;  // float64 instead of float32
+  Element element;  // of rows; bias and sums are its wide type (float32 for bfloat16)
   bool relu;
   int64_t n, width;
   int threads;

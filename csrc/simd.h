@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace gnnfleet::GNNFLEET_ISA {
 
@@ -23,6 +24,7 @@ struct Lanes {
 template <typename A> using vec_t = typename Lanes<A>::type;
 
 template <typename A>
+  requires std::is_floating_point_v<A>
 inline vec_t<A> load(const A* from) {
   vec_t<A> v;
   std::memcpy(&v, from, sizeof v);
@@ -42,8 +44,21 @@ inline vec_t<float> load(const BFloat* from) {
 }
 
 template <typename A>
+  requires std::is_floating_point_v<A>
 inline void store(A* to, vec_t<A> v) {
   std::memcpy(to, &v, sizeof v);
+}
+
+// Rounded to the nearest bfloat16, of two to the even one; NaN stays NaN.
+inline void store(BFloat* to, vec_t<float> v) {
+  constexpr int n = Lanes<float>::count;
+  typedef uint16_t narrow __attribute__((vector_size(n * 2)));
+  typedef uint32_t wide __attribute__((vector_size(n * 4)));
+  wide bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  const wide rounded = (bits + ((bits >> 16) & 1) + 0x7fff) >> 16;
+  const narrow raw = __builtin_convertvector(v != v ? (bits >> 16) | 0x40 : rounded, narrow);
+  std::memcpy(to, &raw, sizeof raw);
 }
 
 template <typename A>
@@ -59,5 +74,13 @@ inline float widen(BFloat value) {
 }
 inline float widen(float value) { return value; }
 inline double widen(double value) { return value; }
+
+inline void set(BFloat* to, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  to->bits = static_cast<uint16_t>((value != value ? bits | 0x400000 : bits + ((bits >> 16) & 1) + 0x7fff) >> 16);
+}
+inline void set(float* to, float value) { *to = value; }
+inline void set(double* to, double value) { *to = value; }
 
 }  // namespace gnnfleet::GNNFLEET_ISA

@@ -18,7 +18,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.ops import reference
 from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.csr import Compressed
-from gnnfleet.ops.native import _native, threads
+from gnnfleet.ops.native import _native, has_bf16, threads
 
 REDUCES = ("sum", "mean", "max")
 
@@ -74,7 +74,7 @@ class _Sum(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             turned, order = structure.transposed
             turned_weight = None if weight is None else weight[order]
-            dx = sum_rows(turned, grad, weight=turned_weight, col_scale=scale).to(ctx.dtype)
+            dx = sum_rows(turned, grad, weight=turned_weight, col_scale=scale, dtype=ctx.dtype)
         if ctx.needs_input_grad[2]:
             dweight = edge_dot(structure, grad, x.to(grad.dtype), row_scale=scale).to(weight.dtype).view_as(weight)
         return None, dx, dweight, None
@@ -82,7 +82,9 @@ class _Sum(torch.autograd.Function):
 
 def aggregate_with_own(structure: Compressed, x: Tensor, *, mean: bool) -> tuple[Tensor, Tensor]:
     """(sum or mean [R, F], the first R rows of x). One function, because both gradients end in one tensor: added up
-    apart, the second costs a pass over rows that are mostly zeros."""
+    apart, the second costs a pass over rows that are mostly zeros.
+
+    Both are for products, so where the CPU multiplies bfloat16 the sums of bfloat16 rows are rounded at once."""
     assert x.device.type == "cpu" and x.dim() == 2 and structure.num_rows <= structure.num_cols == x.shape[0]
     both: tuple[Tensor, Tensor] = _SumWithOwn.apply(structure, x, mean)  # type: ignore[no-untyped-call]
     return both
@@ -94,7 +96,8 @@ class _SumWithOwn(torch.autograd.Function):
         ctx.structure, ctx.mean, ctx.dtype = structure, mean, x.dtype
         ctx.set_materialize_grads(False)
         scale = inverse_degree(structure, wide(x.dtype)) if mean else None
-        return sum_rows(structure, x, row_scale=scale), x[: structure.num_rows]
+        dtype = x.dtype if has_bf16() else wide(x.dtype)
+        return sum_rows(structure, x, row_scale=scale, dtype=dtype), x[: structure.num_rows]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, own: Tensor | None) -> tuple[Any, ...]:
@@ -103,8 +106,8 @@ class _SumWithOwn(torch.autograd.Function):
             assert own is not None
             return None, torch.nn.functional.pad(own, (0, 0, 0, structure.num_cols - structure.num_rows)), None
         turned, _ = structure.transposed
-        scale = inverse_degree(structure, grad.dtype) if ctx.mean else None
-        return None, sum_rows(turned, grad, col_scale=scale, base=own).to(ctx.dtype), None
+        scale = inverse_degree(structure, wide(grad.dtype)) if ctx.mean else None
+        return None, sum_rows(turned, grad, col_scale=scale, base=own, dtype=ctx.dtype), None
 
 
 class _Max(torch.autograd.Function):
@@ -133,10 +136,12 @@ def sum_rows(
     rows: Tensor | None = None,
     out: Tensor | None = None,
     base: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``out[rows[i]] += row_scale[i] Σ_e weight[e] col_scale[col[e]] x[col[e]]``; a fresh output when none is given.
 
-    ``base`` is what a fresh output starts from: its first rows, zeros beyond.
+    ``base`` is what a fresh output starts from: its first rows, zeros beyond. ``dtype`` is the fresh output's: that of
+    the sums, or bfloat16 for sums in float32.
     """
     x = x.contiguous()
     kind = wide(x.dtype)
@@ -144,8 +149,8 @@ def sum_rows(
     work = structure.num_edges * x.shape[1]
     if out is None:
         assert rows is None, "compact rows need an output to add to"
-        out = empty((structure.num_rows, x.shape[1]), kind)
-        base = None if base is None else base.to(kind).contiguous()
+        out = empty((structure.num_rows, x.shape[1]), dtype or kind)
+        base = None if base is None else base.to(out.dtype).contiguous()
     else:
         assert base is None
         base = out

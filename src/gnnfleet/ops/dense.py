@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.ops.buffers import empty
-from gnnfleet.ops.native import _native, threads
+from gnnfleet.ops.native import _native, has_bf16, threads
 
 # Elements of a chunk of rows.
 _CHUNK = 1 << 19
@@ -115,7 +113,7 @@ class _Rule:
 
     @property
     def sums(self) -> torch.dtype:
-        """The dtype of gradients of weights while they are summed over chunks."""
+        """The dtype of biases, and of gradients of weights while they are summed over chunks."""
         return torch.promote_types(self.work, torch.float32)
 
 
@@ -129,7 +127,7 @@ class _Mix(torch.autograd.Function):
     def forward(ctx: Any, rule: _Rule, bias: Tensor | None, *pairs: Tensor) -> Tensor:
         xs, weights = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
         turned = [weight.to(rule.work).t() for weight in weights]
-        offset = None if bias is None else bias.to(rule.work)
+        offset = None if bias is None else bias.to(rule.sums)
         out = empty((rule.rows[0], weights[0].shape[0]), rule.kind)
         for chunk in _chunks(*out.shape):
             part = out[chunk] if rule.kind == rule.work else torch.empty(out[chunk].shape, dtype=rule.work)
@@ -243,21 +241,11 @@ def _end(rows: Tensor, bias: Tensor | None, *, relu: bool) -> None:
     """``rows += bias``, then ReLU, in one pass."""
     if bias is None and not relu:
         return
-    if rows.dtype == torch.bfloat16:
-        rows.copy_(rows if bias is None else rows + bias)
-        if relu:
-            rows.relu_()
-        return
     _native.epilogue(rows, bias, relu, threads(rows.numel()))
 
 
 def _end_back(grad: Tensor, out: Tensor | None, sums: Tensor | None) -> Tensor:
     """What is left of ``grad`` where ``out`` is above 0, its columns added to ``sums``; ``grad`` itself without out."""
-    if grad.dtype == torch.bfloat16:
-        part = grad if out is None else torch.ops.aten.threshold_backward(grad, out, 0)
-        if sums is not None:
-            sums += part.sum(0, dtype=sums.dtype)
-        return part
     grad = grad.contiguous()
     part = grad if out is None else empty(grad.shape, grad.dtype)
     if out is not None or sums is not None:
@@ -285,14 +273,3 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:  # products in bfloat16 are summed in float32 inside a chunk, and over chunks here
         total += a @ b
-
-
-@cache
-def has_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 by itself; elsewhere torch emulates it, slower than float32."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return True
-    flags = f" {text} ".replace("\n", " ")
-    return any(f" {flag} " in flags for flag in ("amx_bf16", "avx512_bf16", "bf16"))

@@ -6,6 +6,8 @@ torch is imported first, so that the extension binds to the OpenMP runtime torch
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -19,7 +21,7 @@ except ImportError as error:
         "Build them: make build, or pip install -e . in a checkout"
     ) from error
 
-__all__ = ["_native", "alone", "threads"]
+__all__ = ["_native", "alone", "has_bf16", "threads"]
 
 
 # Below this much work (multiply-adds, say) waking a second thread takes longer than doing it alone.
@@ -48,3 +50,14 @@ def alone() -> Iterator[None]:
         yield
     finally:
         _local.alone = before
+
+
+@cache
+def has_bf16() -> bool:
+    """Whether the CPU multiplies bfloat16 by itself; elsewhere torch emulates it, slower than float32."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+    flags = f" {text} ".replace("\n", " ")
+    return any(f" {flag} " in flags for flag in ("amx_bf16", "avx512_bf16", "bf16"))

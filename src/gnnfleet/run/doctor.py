@@ -66,7 +66,7 @@ def _kernels() -> Iterator[Finding]:
 
 def _bfloat16() -> Iterator[Finding]:
     """Without instructions of its own for it, bf16 saves memory but no time in dense products."""
-    from gnnfleet.ops.dense import has_bf16
+    from gnnfleet.ops.native import has_bf16
 
     if has_bf16():
         yield Finding("bf16", OK, "the CPU multiplies bfloat16")
