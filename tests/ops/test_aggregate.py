@@ -108,6 +108,26 @@ def test_every_instruction_set_and_width(isa: str, width: int) -> None:
         _native.select_isa(_native.isas().split()[0])
 
 
+@pytest.mark.parametrize("isa", _native.isas().split())
+@pytest.mark.parametrize("width", [1, 7, 47, 300])
+def test_sums_are_rounded_as_torch_rounds(isa: str, width: int) -> None:
+    cut = structure(50, 60, 400)
+    draw = torch.Generator().manual_seed(1)
+    base = torch.randn(20, width, generator=draw).bfloat16()
+    try:
+        assert _native.select_isa(isa)
+        for kind in (torch.float32, torch.bfloat16):
+            x = torch.randn(60, width, generator=draw).to(kind)
+            x[3, 0], x[4, 0] = torch.nan, torch.inf
+            begun = torch.cat([base.float(), torch.zeros(30, width)])
+            wanted = sum_rows(cut, x, base=begun).bfloat16()
+            found = sum_rows(cut, x, base=base, dtype=torch.bfloat16)
+            assert torch.equal(found.isnan(), wanted.isnan()) and found.isnan().any()
+            assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    finally:
+        _native.select_isa(_native.isas().split()[0])
+
+
 @pytest.mark.parametrize("reduce", REDUCES)
 def test_gradcheck(reduce: str) -> None:
     cut = structure(6, 5, 15)

@@ -81,6 +81,26 @@ def test_bfloat16_rounds_results(hardware: bool, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(got, want, rtol=5e-2, atol=0.2)
 
 
+@pytest.mark.parametrize("isa", _native.isas().split())
+@pytest.mark.parametrize("width", [1, 7, 47, 300])
+def test_bfloat16_ends_as_torch_does(isa: str, width: int) -> None:
+    """Bias and ReLU in float32, rounded once; gradients stopped where nothing came out, their columns summed."""
+    rows, bias, grad = (t.detach() for t in leaves((50, width), (width,), (50, width), dtype=torch.float32))
+    rows, grad = rows.bfloat16(), grad.bfloat16()
+    wanted = torch.relu(rows.float() + bias).bfloat16()
+    try:
+        assert _native.select_isa(isa)
+        dense._end(rows, bias, relu=True)
+        sums = torch.ones(width)
+        part = dense._end_back(grad, rows, sums)
+    finally:
+        _native.select_isa(_native.isas().split()[0])
+    assert torch.equal(rows, wanted)
+    kept = torch.where(wanted > 0, grad, torch.zeros_like(grad))
+    assert torch.equal(part, kept)
+    torch.testing.assert_close(sums, 1 + kept.float().sum(0))
+
+
 def test_gradients_by_finite_differences() -> None:
     x, v, w = leaves((20, 3), (4, 3), (2, 3), dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x, v: dense.mix([(x, v)]), (x, v))
