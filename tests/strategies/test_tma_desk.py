@@ -151,6 +151,21 @@ def test_rows_of_a_trainer_that_was_started_anew_are_kept() -> None:
     desk.close()
 
 
+def test_statistics_go_by_what_was_seen() -> None:
+    """The first number is learnt and averaged evenly, the second is a statistic."""
+    post = Post.serve()
+    layout = Layout({"w": (1,), "mean": (1,)}, {"w": torch.float64, "mean": torch.float64}, torch.float64, 1)
+    desk = Desk(
+        config=TmaConfig(steps=1, give_up=20), trainers=2, post=post.another(), layout=layout, first=0, last=1,
+        deal=Deal({"node": 4}, None), weights=torch.zeros(2, dtype=torch.float64), outer=Outer(0.0),
+    )  # fmt: skip
+    until(lambda: post.has("now"), 10, "first weights")
+    for i, seen in enumerate((1, 3)):
+        write_give(post, Now(1, 0), i, Give(1, seen, 0.0, 1, torch.full((2,), float(i), dtype=torch.float64)))
+    assert desk.next().weights.tolist() == [0.5, 0.75]
+    desk.close()
+
+
 def sign(number: int, trainer: int) -> torch.Tensor:
     """Weights that tell whose they are and of which round."""
     return torch.tensor([1000.0 * number + trainer, 1.0], dtype=torch.float64)

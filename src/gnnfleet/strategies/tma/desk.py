@@ -216,7 +216,12 @@ class Desk:
             weights = [1.0] * len(gives)
         if config.combine == "soft_medoid":
             weights = medoid_weights([row[: self.layout.learnt] for row in rows], weights, config.temperature)
-        self.weights = self.outer.step(self.weights, combine(rows, weights), self.layout.learnt)
+        mean = combine(rows, weights)
+        cut = self.layout.learnt
+        if cut < len(mean):  # statistics are of rows that were seen, so they go by their number
+            counts = [float(give.count) for give in gives]
+            mean[cut:] = combine([row[cut:] for row in rows], counts if sum(counts) else weights)
+        self.weights = self.outer.step(self.weights, mean, cut)
         if self.correct is not None:
             learnt = {name: table.rows for name, table in self.tables.items()}
             self.weights = self.correct.apply(self.weights, learnt)
