@@ -18,14 +18,18 @@ void append(RecentNeighbours& table, In<int64_t> src, In<int64_t> dst) {
   if (!known) throw std::out_of_range("recent: an end of an event is no node");
 }
 
+void check_nodes(const RecentNeighbours& table, const int64_t* nodes, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (nodes[i] >= table.num_nodes()) throw std::out_of_range("recent: a node is out of range");
+  }
+}
+
 RecentArgs args_of(const RecentNeighbours& table, const In<int64_t>& nodes, const In<int64_t>& before, const OutRows<int64_t>& neighbours,
                    const OutRows<int64_t>& events, int threads) {
   require(size(before) == size(nodes) && size(neighbours) == size(nodes) && size(events) == size(nodes) &&
               neighbours.shape(1) == events.shape(1),
           "recent: nodes and before are [n], neighbours and events [n, k]");
-  for (int64_t i = 0; i < size(nodes); ++i) {
-    if (nodes.data()[i] >= table.num_nodes()) throw std::out_of_range("recent: a node is out of range");
-  }
+  check_nodes(table, nodes.data(), size(nodes));
   return {nodes.data(), before.data(), size(nodes), static_cast<int64_t>(neighbours.shape(1)), threads};
 }
 
@@ -34,6 +38,29 @@ void recent(const RecentNeighbours& table, In<int64_t> nodes, In<int64_t> before
   const auto args = args_of(table, nodes, before, neighbours, events, threads);
   nb::gil_scoped_release free;
   table.recent(args, neighbours.data(), events.data());
+}
+
+void counts(const RecentNeighbours& table, In<int64_t> nodes, In<int64_t> before, Out<int64_t> out, int threads) {
+  require(size(before) == size(nodes) && size(out) == size(nodes), "recent: nodes, before and counts are [n]");
+  check_nodes(table, nodes.data(), size(nodes));
+  nb::gil_scoped_release free;
+  table.counts({nodes.data(), before.data(), size(nodes), 0, threads}, out.data());
+}
+
+void meetings(const RecentNeighbours& table, In<int64_t> src, In<int64_t> before, InRows<int64_t> dst, int64_t depth, OutRows<int64_t> count,
+              OutRows<int64_t> gap, OutRows<int64_t> last, int threads) {
+  const int64_t n = size(src), k = static_cast<int64_t>(dst.shape(1));
+  require(size(before) == n && size(dst) == n, "meetings: src and before are [n], dst [n, k]");
+  for (const auto* out : {&count, &gap, &last}) {
+    require(size(*out) == n && static_cast<int64_t>(out->shape(1)) == k, "meetings: results are [n, k]");
+  }
+  require(depth > 0, "meetings: a depth of at least one event");
+  check_nodes(table, src.data(), n);
+  for (int64_t i = 0; i < n; ++i) {
+    if (src.data()[i] < 0) throw std::out_of_range("meetings: a source is out of range");
+  }
+  nb::gil_scoped_release free;
+  table.meetings({src.data(), before.data(), dst.data(), n, k, depth, threads}, count.data(), gap.data(), last.data());
 }
 
 void uniform(const RecentNeighbours& table, In<int64_t> nodes, In<int64_t> before, uint64_t key, uint32_t place,
@@ -52,6 +79,9 @@ void bind_recent(nb::module_& m) {
       .def("recent", recent, "nodes"_a.noconvert(), "before"_a.noconvert(), "neighbours"_a.noconvert(), "events"_a.noconvert(), "threads"_a)
       .def("uniform", uniform, "nodes"_a.noconvert(), "before"_a.noconvert(), "key"_a, "place"_a, "neighbours"_a.noconvert(),
            "events"_a.noconvert(), "threads"_a)
+      .def("counts", counts, "nodes"_a.noconvert(), "before"_a.noconvert(), "out"_a.noconvert(), "threads"_a)
+      .def("meetings", meetings, "src"_a.noconvert(), "before"_a.noconvert(), "dst"_a.noconvert(), "depth"_a, "count"_a.noconvert(),
+           "gap"_a.noconvert(), "last"_a.noconvert(), "threads"_a)
       .def_prop_ro("num_events", &RecentNeighbours::num_events)
       .def_prop_ro("bytes", &RecentNeighbours::bytes);
 }

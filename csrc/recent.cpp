@@ -1,6 +1,7 @@
 #include "recent.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "subset.h"
@@ -10,6 +11,48 @@ namespace {
 
 constexpr int64_t kGrain = 1 << 9;  // questions; below this, waking threads costs more than they do
 constexpr int64_t kAhead = 8;       // how many questions ahead memory is asked for
+
+struct Met {
+  int64_t count = 0, gap = 0, last = -1;
+};
+
+// Whom one source met. A row's entries are told from older ones by a stamp, so that nothing has to be cleared.
+class Company {
+ public:
+  void begin(int64_t most) {
+    const size_t room = std::bit_ceil(static_cast<size_t>(2 * most + 1));
+    if (slots_.size() < room) slots_.assign(room, {}), stamp_ = 0;
+    mask_ = room - 1;
+    ++stamp_;
+  }
+
+  Met& meet(int64_t node) {
+    Slot& slot = find(node);
+    if (slot.stamp != stamp_) slot = {stamp_, node, {}};
+    return slot.met;
+  }
+
+  Met ask(int64_t node) {
+    const Slot& slot = find(node);
+    return slot.stamp == stamp_ ? slot.met : Met{};
+  }
+
+ private:
+  struct Slot {
+    int64_t stamp = 0, node = 0;
+    Met met;
+  };
+
+  Slot& find(int64_t node) {
+    size_t at = static_cast<size_t>((static_cast<uint64_t>(node) * 0x9E3779B97F4A7C15u) >> 20) & mask_;
+    while (slots_[at].stamp == stamp_ && slots_[at].node != node) at = (at + 1) & mask_;
+    return slots_[at];
+  }
+
+  std::vector<Slot> slots_;
+  size_t mask_ = 0;
+  int64_t stamp_ = 0;
+};
 
 }  // namespace
 
@@ -115,6 +158,35 @@ void RecentNeighbours::uniform(const RecentArgs& args, Draws draws, int64_t* nei
       }
       std::fill(near + found, near + args.k, -1);
       std::fill(when + found, when + args.k, -1);
+    }
+  }
+}
+
+void RecentNeighbours::counts(const RecentArgs& args, int64_t* counts) const {
+#pragma omp parallel for num_threads(args.threads) schedule(static) if (args.threads > 1 && args.n >= kGrain)
+  for (int64_t i = 0; i < args.n; ++i) counts[i] = args.nodes[i] < 0 ? 0 : count_before(lists_[args.nodes[i]], args.before[i]);
+}
+
+void RecentNeighbours::meetings(const MeetingArgs& args, int64_t* count, int64_t* gap, int64_t* last) const {
+#pragma omp parallel num_threads(args.threads) if (args.threads > 1)
+  {
+    Company company;
+#pragma omp for schedule(dynamic, 16)
+    for (int64_t i = 0; i < args.n; ++i) {
+      const List& list = lists_[args.src[i]];
+      const int64_t known = count_before(list, args.before[i]), seen = std::min(known, args.depth);
+      company.begin(seen);
+      const Entry* end = entries_.data() + list.first + known;
+      for (int64_t back = 1; back <= seen; ++back) {
+        Met& met = company.meet(end[-back].neighbour);
+        if (met.count++ == 0) met.gap = back, met.last = end[-back].event;
+      }
+      for (int64_t j = i * args.k; j < (i + 1) * args.k; ++j) {
+        const Met met = company.ask(args.dst[j]);
+        count[j] = met.count;
+        gap[j] = met.gap;
+        last[j] = met.last;
+      }
     }
   }
 }

@@ -19,6 +19,17 @@ struct RecentArgs {
   int threads;
 };
 
+// What is asked of pairs: src[i] and each of dst[i, 0 .. k), in the latest `depth` events of the source below before[i].
+struct MeetingArgs {
+  const int64_t* src;
+  const int64_t* before;
+  const int64_t* dst;
+  int64_t n;
+  int64_t k;
+  int64_t depth;
+  int threads;
+};
+
 class RecentNeighbours {
  public:
   explicit RecentNeighbours(int64_t num_nodes);
@@ -31,6 +42,13 @@ class RecentNeighbours {
 
   // The same for a subset drawn evenly, by key, node and `before`, latest first.
   void uniform(const RecentArgs& args, Draws draws, int64_t* neighbours, int64_t* events) const;
+
+  // counts [n]: how many events a node has below before[i].
+  void counts(const RecentArgs& args, int64_t* counts) const;
+
+  // count, gap, last [n, k]: how often a pair met, the source's events since then (the last meeting included), the event of
+  // that meeting; 0, 0, -1 for pairs that did not.
+  void meetings(const MeetingArgs& args, int64_t* count, int64_t* gap, int64_t* last) const;
 
   int64_t num_nodes() const { return static_cast<int64_t>(lists_.size()); }
   int64_t num_events() const { return num_events_; }

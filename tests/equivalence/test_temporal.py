@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -99,9 +100,36 @@ class Plain:
             u, v, t = (int(each[number]) for each in (self.stream.src, self.stream.dst, self.stream.t))
             source = decoder.src(self.embed(u, t, layers))
             for node, truth in [(v, 1.0), *((int(other), 0.0) for other in negatives[number - low])]:
-                logit = decoder.out(torch.relu(source + decoder.dst(self.embed(node, t, layers))))[0]
+                both = source + decoder.dst(self.embed(node, t, layers))
+                if decoder.pair is not None:
+                    both = both + decoder.pair(self.pair(u, node, t, low))
+                logit = decoder.out(torch.relu(both))[0]
                 total = total + functional.binary_cross_entropy_with_logits(logit, torch.tensor(truth).double())
         return total / (high - low)
+
+    def pair(self, u: int, v: int, time: int, begin: int) -> Tensor:
+        """What two nodes had to do with each other before a batch began."""
+        src, dst, t = (each.tolist() for each in (self.stream.src, self.stream.dst, self.stream.t))
+        unit = (t[len(self.task.parts["train"]) - 1] - t[0]) / len(self.task.parts["train"])
+        known = [e for e in range(begin) if t[e] < time]
+        mine, theirs = ([e for e in known if node in (src[e], dst[e])] for node in (u, v))
+        met = [e for e in mine if {src[e], dst[e]} == {u, v}]
+        gap = len([e for e in mine if e >= met[-1]]) if met else 0
+        found = [
+            bool(met),
+            math.log1p(len(met)) / 3,
+            math.log1p((time - t[met[-1]]) / unit if met else 0) / 10,
+            len(met) / max(len(mine), 1),
+            math.log1p(gap) / 4,
+            gap == 1,
+            math.exp(-gap / 3) if met else 0,
+            bool(met) and src[met[-1]] == u,
+            bool(theirs),
+            math.log1p(len(theirs)) / 5,
+            math.log1p((time - t[theirs[-1]]) / unit if theirs else 0) / 10,
+            math.log1p(len(known) - theirs[-1] if theirs else 0) / 10,
+        ]
+        return torch.tensor(found, dtype=torch.float64)
 
     def move(self, low: int, high: int) -> None:
         """Past a batch: the last event of each node counts."""
@@ -118,9 +146,13 @@ class Plain:
             self.mail_event[node] = number
 
 
-@pytest.mark.parametrize(("name", "layers"), [("tgn", 1), ("tgn", 2), ("tgn-id", 1), ("tgat", 1)])
-def test_training_equals_a_plain_loop(name: str, layers: int) -> None:
-    ours, theirs = made(name=name, layers=layers), made(name=name, layers=layers)
+@pytest.mark.parametrize(
+    ("name", "layers", "pairs"),
+    [("tgn", 1, False), ("tgn", 2, False), ("tgn-id", 1, False), ("tgn-id", 1, True), ("tgat", 1, False)],
+)
+def test_training_equals_a_plain_loop(name: str, layers: int, pairs: bool) -> None:
+    ours, theirs = (made(name=name, layers=layers, pairs=pairs) for _ in range(2))
+    near = 1e-6 if pairs else 1e-10  # features of pairs are float32
     optimizer = torch.optim.SGD(theirs.model.parameters(), lr=0.05)
     plain = Plain(theirs)
     records = list(ours.steps(0))
@@ -133,10 +165,12 @@ def test_training_equals_a_plain_loop(name: str, layers: int) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        assert record.loss == pytest.approx(float(loss.detach()), rel=1e-10)
+        assert record.loss == pytest.approx(float(loss.detach()), rel=near)
         assert record.count == high - low
     for (key, mine), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-8, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            mine, other, rtol=1e-7, atol=max(1e-8, near), msg=lambda text, key=key: f"{key}: {text}"
+        )
     if name == "tgat":
         return
     state = ours.state_dict()["memory"]
@@ -144,7 +178,7 @@ def test_training_equals_a_plain_loop(name: str, layers: int) -> None:
         assert int(state["mail_event"][node]) == plain.mail_event.get(node, -1)
         assert int(state["memory_event"][node]) == plain.memory_event.get(node, -1)
         if node in plain.mail:
-            torch.testing.assert_close(state["memory"][node], plain.memory[node], rtol=1e-7, atol=1e-9)
-            torch.testing.assert_close(state["mail"][node], plain.mail[node], rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(state["memory"][node], plain.memory[node], rtol=1e-7, atol=max(1e-9, near))
+            torch.testing.assert_close(state["mail"][node], plain.mail[node], rtol=1e-7, atol=max(1e-9, near))
         else:
             assert not state["memory"][node].any() and not state["mail"][node].any()

@@ -178,3 +178,36 @@ def test_nothing_is_added_by_a_refused_append() -> None:
         table.recent(torch.tensor([0]), torch.tensor([9.0], dtype=torch.float64), 2)
     with pytest.raises(InputError, match="found 2"):
         table.recent(torch.tensor([2]), torch.tensor([9]), 2)
+
+
+@given(events=events, depth=st.sampled_from([1, 3, 100]), visible=st.none() | st.integers(0, 45))
+@settings(max_examples=60, deadline=None)
+def test_meetings_are_counted_back_from_the_question(
+    events: list[tuple[tuple[int, int], int]], depth: int, visible: int | None
+) -> None:
+    src, dst, t = stream_of([pair for pair, _ in events], [gap for _, gap in events], start=0, dtype=torch.int64)
+    table = RecentNeighbours(src, dst, t, NODES)
+    asked = torch.arange(NODES).repeat(2)
+    before = table.before(torch.tensor([3, 20]).repeat_interleave(NODES), visible=visible)
+    others = torch.arange(-1, NODES).expand(len(asked), -1)
+    found = table.meetings(asked, others, before, depth=depth)
+    for row, (node, known) in enumerate(zip(asked.tolist(), before.tolist(), strict=True)):
+        mine = [e for e in range(known) if node in (int(src[e]), int(dst[e]))]
+        assert int(table.counts(asked, before)[row]) == len(mine)
+        company = [int(dst[e]) if int(src[e]) == node else int(src[e]) for e in mine][::-1][:depth]
+        for column, other in enumerate(others[row].tolist()):
+            gap = company.index(other) + 1 if other in company else 0
+            expected = (company.count(other), gap, mine[-gap] if gap else -1)
+            assert tuple(int(part[row, column]) for part in found) == expected
+
+
+def test_meetings_know_nothing_of_threads(team: int) -> None:
+    stream = random_stream()
+    table = RecentNeighbours(*stream, 500)
+    src, times = questions(stream[2], 500, 600)
+    dst = torch.randint(500, (600, 30), generator=torch.Generator().manual_seed(4))
+    many = table.meetings(src, dst, table.before(times), depth=200)
+    with alone():
+        one = table.meetings(src, dst, table.before(times), depth=200)
+    assert all(torch.equal(a, b) for a, b in zip(many, one, strict=True))
+    assert int((many.number > 0).sum()) > 1000

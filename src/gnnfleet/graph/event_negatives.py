@@ -15,6 +15,9 @@ from gnnfleet.graph.events import EventStream
 from gnnfleet.graph.negatives import EVALUATION, TRAINING
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 
+FEW = 49
+"""Negatives of an event in evaluations that are not by the full rule."""
+
 
 @dataclass(frozen=True, eq=False)
 class EventNegatives:
@@ -29,7 +32,7 @@ class EventNegatives:
             DrawKey(self.seed, sweep).draws(Purpose.NEGATIVE, TRAINING, number), events, positive, count
         )
 
-    def evaluation(self, events: Tensor, positive: Tensor, *, count: int = 49) -> Tensor:
+    def evaluation(self, events: Tensor, positive: Tensor, *, count: int = FEW) -> Tensor:
         """[n, count] for validation and test: they depend on the seed and the event only."""
         return self._others(DrawKey(self.seed).draws(Purpose.NEGATIVE, EVALUATION), events, positive, count)
 

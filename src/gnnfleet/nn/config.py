@@ -49,6 +49,9 @@ class ModelConfig(BaseModel):
     theta: float = Field(0.5, gt=0, description="gcn2: how fast the weights fade with depth")
     shared_weights: bool = Field(True, description="gcn2: one weight matrix for both terms")
     neighbours: int = Field(10, ge=1, le=1000, description="tgn, tgat: latest events of a node that a layer looks at")
+    pairs: bool = Field(
+        False, description="temporal: tell the decoder of links how often, and when last, the two nodes met"
+    )
     time_width: int = Field(100, ge=1, description="temporal: cosines that stand for a time")
 
     settings: dict[str, Any] = Field(default_factory=dict, description="file.py:factory: words of your own")

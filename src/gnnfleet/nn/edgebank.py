@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.event_negatives import AllDestinations, EventNegatives
+from gnnfleet.graph.event_negatives import FEW, AllDestinations, EventNegatives
 from gnnfleet.graph.events import EventStream
 from gnnfleet.nn.ranking import ranks_among
 
@@ -70,8 +70,12 @@ def edgebank_ranks(
     window: float | None = None,
     negatives: EventNegatives | AllDestinations,
     batch: int = BATCH,
+    count: int = FEW,
 ) -> Tensor:
-    """[E] ranks of a part's events: the bank has all events before their batch, and ties share the middle."""
+    """[E] ranks of a part's events: the bank has all events before their batch, and ties share the middle.
+
+    Where negatives are drawn, ``count`` of them.
+    """
     bank = EdgeBank(stream, window=window)
     ranks = []
     for lo in range(part.first, part.first + len(part), batch):
@@ -83,7 +87,7 @@ def edgebank_ranks(
             among = bank.score_all(events.src, negatives.destinations)
             ranks.append(ranks_among(positive, among, negatives.mask(lo, hi)))
         else:
-            others = negatives.evaluation(events.numbers, events.dst)
+            others = negatives.evaluation(events.numbers, events.dst, count=count)
             ranks.append(ranks_among(positive, bank.score(events.src[:, None], others)))
     return torch.cat(ranks) if ranks else torch.empty(0, dtype=torch.float64)
 

@@ -6,6 +6,8 @@ own time, nor are others of the same time. n questions, k neighbours each, E eve
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,14 @@ from gnnfleet.ops.native import _native, threads
 # A question costs about as much as this many multiply-adds; see ``native.threads``.
 _WORK = 128
 TIME_DTYPES = (torch.int64, torch.float64)
+
+
+class Meetings(NamedTuple):
+    """What two nodes had to do with each other, [n, k] int64 each."""
+
+    number: Tensor  # of meetings
+    gap: Tensor  # the source's events from the last meeting on, 1 where it was its latest; 0 where they did not meet
+    last: Tensor  # the number of that event, −1 where they did not
 
 
 class RecentNeighbours:
@@ -70,7 +80,7 @@ class RecentNeighbours:
     def before(self, times: Tensor, *, visible: int | Tensor | None = None) -> Tensor:
         """[n] int64: how many events happened strictly before each time, of the first ``visible`` ones."""
         self._check_times(times)
-        found = torch.searchsorted(self.t, times)
+        found = torch.searchsorted(self.t, times.contiguous())
         if visible is None:
             return found
         return found.clamp_(max=visible) if isinstance(visible, int) else torch.minimum(found, visible)
@@ -109,15 +119,33 @@ class RecentNeighbours:
         self._table.uniform(nodes.contiguous(), before, *words, *out, threads(nodes.shape[0] * _WORK))
         return out
 
+    def counts(self, nodes: Tensor, before: Tensor) -> Tensor:
+        """[n] int64: how many events nodes have had among the first ``before`` [n] of the stream (see ``before``)."""
+        out = torch.empty(nodes.shape[0], dtype=torch.int64)
+        self._check_nodes(nodes)
+        self._table.counts(nodes.contiguous(), before.contiguous(), out, threads(nodes.shape[0] * _WORK))
+        return out
+
+    def meetings(self, src: Tensor, dst: Tensor, before: Tensor, *, depth: int) -> Meetings:
+        """What sources [n] had to do with each of ``dst`` [n, k], in their latest ``depth`` events before."""
+        made = Meetings(*(torch.empty(dst.shape, dtype=torch.int64) for _ in range(3)))
+        self._check_nodes(src)
+        team = threads((dst.numel() + len(src) * 8) * _WORK)
+        self._table.meetings(src.contiguous(), before.contiguous(), dst.contiguous(), depth, *made, team)
+        return made
+
     def times_of(self, events: Tensor) -> Tensor:
         """Times of events, of any shape; of −1 the time of the first event, before which nothing is."""
         return self._t[events.clamp(min=0)]
 
     def _out(self, nodes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        if nodes.numel() and int(nodes.max()) >= self._num_nodes:
-            raise InputError(f"there are nodes 0 to {self._num_nodes - 1}, found {int(nodes.max())}")
+        self._check_nodes(nodes)
         shape = (nodes.shape[0], k)
         return torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+
+    def _check_nodes(self, nodes: Tensor) -> None:
+        if nodes.numel() and int(nodes.max()) >= self._num_nodes:
+            raise InputError(f"there are nodes 0 to {self._num_nodes - 1}, found {int(nodes.max())}")
 
     def _check_times(self, times: Tensor) -> None:
         if times.dtype != self._t.dtype:

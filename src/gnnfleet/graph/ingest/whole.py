@@ -12,6 +12,7 @@ from gnnfleet.graph.bundle import DTYPES, check_target
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.ingest.clean import clean_edges
 from gnnfleet.graph.ingest.spec import ImportReport, Rules, count_edges, count_nodes
+from gnnfleet.graph.ingest.tgb import PREFIX, read_tgb
 from gnnfleet.graph.split import parse_rule, split_nodes
 from gnnfleet.graph.store import KIND, save_store
 from gnnfleet.report.progress import Progress, Silent
@@ -28,7 +29,7 @@ def import_whole(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ImportReport:
-    """Write a store from a ``.npz``, ``.pt``, ``.graphml`` or ``.gml`` file or an OGB directory.
+    """Write a store from a ``.npz``, ``.pt``, ``.graphml`` or ``.gml`` file, an OGB directory or ``tgb:NAME``.
 
     ``attributes`` name what nodes and edges of a ``.graphml`` or ``.gml`` file carry, see ``from_networkx``.
     """
@@ -65,6 +66,8 @@ def read_whole(source: str | Path, attributes: Mapping[str, Any]) -> Graph:
     Readers are imported when needed: some want libraries that not everybody has.
     """
     path = Path(source)
+    if str(source).startswith(PREFIX):
+        return read_tgb(str(source).removeprefix(PREFIX))
     if path.is_dir():
         from gnnfleet.graph.ingest.ogb import read_ogb
 

@@ -9,12 +9,13 @@ from gnnfleet.nn.linear import apply_linear, widen
 
 
 class EventDecoder(torch.nn.Module):
-    """w ReLU(W_s z_u + W_d z_v): the logit of an event between two nodes."""
+    """w ReLU(W_s z_u + W_d z_v + W_p f_uv): the logit of an event between two nodes, f what is known of the pair."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, pair_width: int = 0) -> None:
         super().__init__()
         self.src = torch.nn.Linear(width, width)
         self.dst = torch.nn.Linear(width, width)
+        self.pair = torch.nn.Linear(pair_width, width, bias=False) if pair_width else None
         self.out = torch.nn.Linear(width, 1)
 
     def sources(self, z: Tensor) -> Tensor:
@@ -25,9 +26,14 @@ class EventDecoder(torch.nn.Module):
         """[n, D]: the part that a destination decides."""
         return widen(apply_linear(self.dst, z))
 
-    def scores(self, sources: Tensor, destinations: Tensor) -> Tensor:
-        """[…] logits of both parts [… , D], which may be broadcast."""
-        both = torch.relu(sources + destinations)
+    def scores(self, sources: Tensor, destinations: Tensor, pairs: Tensor | None = None) -> Tensor:
+        """[…] logits of both parts [… , D], which may be broadcast, and features of pairs [… , P]."""
+        both = sources + destinations
+        if self.pair is not None:
+            assert pairs is not None, "this decoder reads features of pairs"
+            flat = pairs.to(both.dtype).reshape(-1, pairs.shape[-1])
+            both = both + widen(apply_linear(self.pair, flat)).view(*pairs.shape[:-1], -1)
+        both = torch.relu(both)
         return both @ self.out.weight[0] + self.out.bias
 
 

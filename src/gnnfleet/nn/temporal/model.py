@@ -17,6 +17,7 @@ from gnnfleet.nn.temporal.attention import TemporalAttention
 from gnnfleet.nn.temporal.block import EventBlock
 from gnnfleet.nn.temporal.cell import MemoryCell
 from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
+from gnnfleet.nn.temporal.pairs import FEATURES
 from gnnfleet.ops.draws import DrawKey
 
 
@@ -48,7 +49,11 @@ class TemporalModel(torch.nn.Module):
             )
             for layer in range(config.layers if self.attends else 0)
         )
-        self.decoder = ClassDecoder(width, sizes.classes) if sizes.classes else EventDecoder(width)
+        self.decoder = (
+            ClassDecoder(width, sizes.classes)
+            if sizes.classes
+            else EventDecoder(width, FEATURES if config.pairs else 0)
+        )
 
     @property
     def num_hops(self) -> int:

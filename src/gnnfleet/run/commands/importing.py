@@ -31,7 +31,7 @@ IMPORT_EXAMPLES = """Examples
 [bold]gnnfleet import -o shop --nodes user='users/*.parquet' --nodes product=products.csv,id=sku
 --edges user:buys:product=orders.csv,src=customer,dst=sku,time=day[/bold]   several types, each with its own columns
 
-[bold]gnnfleet import cora.npz -o cora[/bold]   also .pt (PyG), .graphml, .gml (NetworkX) and an OGB directory
+[bold]gnnfleet import cora.npz -o cora[/bold]   also .pt, .graphml, .gml, an OGB directory, tgb:tgbl-wiki
 """
 
 _TABLES, _GRAPH = "Columns of tables", "The graph"
@@ -234,7 +234,7 @@ def export_graph(
 
 def _is_whole(sources: Sequence[str]) -> bool:
     """Whether a source is a graph of another tool rather than a table."""
-    return any(Path(source).is_dir() or source.lower().endswith(_WHOLE) for source in sources)
+    return any(Path(s).is_dir() or s.lower().endswith(_WHOLE) or s.startswith("tgb:") for s in sources)
 
 
 def _one_graph(sources: Sequence[str], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -106,7 +106,7 @@ class Evaluator:
     ) -> tuple[Tensor, Tensor]:
         batch, z = self._embedded(memory, static, low, high, others, whole)
         with torch.no_grad(), products(self.precision):
-            return link_scores(self.model, z, batch.count)
+            return link_scores(self.model, z, batch.count, batch.pairs)
 
     def _embedded(
         self, memory: Memory, static: Tensor | None, low: int, high: int, others: Tensor, whole: tuple[int, int]
@@ -158,7 +158,9 @@ class Evaluator:
             rule = self._all if full else self.task.negatives
             part, stream = self.task.parts[split], self.task.stream
             self._known[key] = {
-                name: mrr(edgebank_ranks(stream, part, window=width, negatives=rule, batch=self.batch))
+                name: mrr(
+                    edgebank_ranks(stream, part, window=width, negatives=rule, batch=self.batch, count=self.negatives)
+                )
                 for name, width in (("edgebank", None), ("edgebank_window", window))
             }
         return self._known[key]

@@ -26,7 +26,7 @@ def learn_static(config: TemporalConfig, job: EventJob, lookout: Lookout) -> Ten
     width, dtype = job.model.width, PRECISIONS[job.precision]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        plain = job.model.config.model_copy(update={"name": "tgat"})
+        plain = job.model.config.model_copy(update={"name": "tgat", "pairs": False})
         model = TemporalModel(plain, Sizes(job.model.sizes.edge, width, job.model.sizes.classes)).to(dtype)
     first = Draws(job.seed, Purpose.PARAMETERS).normals_at(torch.arange(stream.num_nodes), width)
     table = torch.nn.Parameter(first.to(dtype) * 0.1)

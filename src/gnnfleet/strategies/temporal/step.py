@@ -15,6 +15,7 @@ from torch import Tensor
 from gnnfleet.graph.events import EventStream
 from gnnfleet.nn.temporal.block import EventBlock, Hop
 from gnnfleet.nn.temporal.model import TemporalModel
+from gnnfleet.nn.temporal.pairs import PairFeatures
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.recent import RecentNeighbours
 from gnnfleet.strategies.temporal.memory import Memory, Rows, Writes
@@ -43,6 +44,7 @@ class Batch:
     block: EventBlock
     places: Tensor | None  # [n (2 + K)] the query of each source, destination and negative; None: 0, 1, 2, …
     left: Left
+    pairs: Tensor | None = None  # [n, 1 + K, P] features of sources with destinations and with negatives
 
     @property
     def count(self) -> int:
@@ -59,6 +61,7 @@ class Lookout:
     hops: int
     dtype: torch.dtype
     queries: Queries = "event"
+    pair_unit: float = 0.0  # of times between meetings of pairs; 0: nobody asks for those
 
     def batch(
         self, low: int, high: int, negatives: Tensor, *, whole: tuple[int, int] | None = None, blind: bool = False
@@ -73,7 +76,17 @@ class Lookout:
         else:
             when, ids = times_of(stream.t[low:high], negatives), draw_ids(stream.numbers[low:high], negatives)
         block = self.block(asked, when, ids, visible=begin if blind else visible)
-        return Batch(low, high, negatives, block, places, self._left(block, low, high, whole))
+        left = self._left(block, low, high, whole)
+        return Batch(low, high, negatives, block, places, left, self._pairs(low, high, negatives, begin))
+
+    def _pairs(self, low: int, high: int, negatives: Tensor, visible: int) -> Tensor | None:
+        """As they stood when the batch began, as memories do."""
+        if not self.pair_unit:
+            return None
+        stream = self.stream
+        dst = torch.cat([stream.dst[low:high, None], negatives], 1)
+        made = PairFeatures(self.recent, stream.src, self.pair_unit)
+        return made.of(stream.src[low:high], dst, stream.t[low:high], visible=visible)
 
     def block(self, asked: Tensor, when: Tensor, ids: Tensor, *, visible: int | None = None) -> EventBlock:
         """What nodes at times look at, from the last hop back to the one that reads memories."""

@@ -55,7 +55,13 @@ class TemporalStrategy:
         self._optimizer = make_optimizer(self.model, job.train)
         stream, dtype = job.task.stream, PRECISIONS[job.precision]
         self._lookout = Lookout(
-            stream, stream.neighbours(), self.model.neighbours, self.model.num_hops, dtype, config.queries
+            stream,
+            stream.neighbours(),
+            self.model.neighbours,
+            self.model.num_hops,
+            dtype,
+            config.queries,
+            job.task.mean_gap if self.model.config.pairs else 0.0,
         )
         self._memory = Memory.empty(*self._sizes)
         self._bounds = job.task.parts["train"].batches(config.batch)
@@ -109,7 +115,7 @@ class TemporalStrategy:
             if writes is not None:
                 self._memory.write(writes)
             z = embed(self.model, batch, memory, static, key)
-            return job.task.loss(self.model, z, batch.low, batch.high)
+            return job.task.loss(self.model, z, batch.low, batch.high, batch.pairs)
 
     def counts(self) -> dict[str, float]:
         return {}

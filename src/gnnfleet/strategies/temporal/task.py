@@ -46,6 +46,12 @@ class EventTask:
         assert part.y is not None
         return part.numbers[self.head.labelled(part.y)]
 
+    @property
+    def mean_gap(self) -> float:
+        """Time between events of training, on average."""
+        t = self.parts["train"].t
+        return max(float(t[-1] - t[0]) / len(t), 1e-9)
+
     def drawn(self, low: int, high: int, *, sweep: int, number: int = 0) -> Tensor:
         """[n, K] negatives of events in set ``number`` of a sweep."""
         if self.head is not None:
@@ -53,28 +59,33 @@ class EventTask:
         numbers, positive = torch.arange(low, high), self.stream.dst[low:high]
         return self.negatives.training(numbers, positive, sweep=sweep, number=number, count=self.count)
 
-    def loss(self, model: TemporalModel, z: Tensor, low: int, high: int) -> tuple[Tensor, int]:
+    def loss(
+        self, model: TemporalModel, z: Tensor, low: int, high: int, pairs: Tensor | None = None
+    ) -> tuple[Tensor, int]:
         """(the sum over events, how many count) from embeddings of sources, destinations and negatives."""
-        return self.loss_of(model, z, torch.arange(low, high))
+        return self.loss_of(model, z, torch.arange(low, high), pairs)
 
-    def loss_of(self, model: TemporalModel, z: Tensor, numbers: Tensor) -> tuple[Tensor, int]:
+    def loss_of(
+        self, model: TemporalModel, z: Tensor, numbers: Tensor, pairs: Tensor | None = None
+    ) -> tuple[Tensor, int]:
         """The same for any events."""
         n = len(numbers)
         if self.head is not None:
             assert self.stream.y is not None and isinstance(model.decoder, ClassDecoder)
             y = self.stream.y[numbers]
             return self.head.loss(model.decoder(z[:n], z[n : 2 * n]), y), int(self.head.labelled(y).sum())
-        positive, negative = link_scores(model, z, n)
+        positive, negative = link_scores(model, z, n, pairs)
         return (softmax_loss if self.loss_name == "softmax" else link_loss)(positive, negative), n
 
 
-def link_scores(model: TemporalModel, z: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def link_scores(model: TemporalModel, z: Tensor, n: int, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """([n], [n, K]) logits from embeddings of sources, destinations and negatives."""
     decoder = model.decoder
     assert isinstance(decoder, EventDecoder)
     sources, others = decoder.sources(z[:n]), decoder.destinations(z[n:])
-    positive = decoder.scores(sources, others[:n])
-    return positive, decoder.scores(sources[:, None], others[n:].view(n, -1, z.shape[1]))
+    own, rest = (None, None) if pairs is None else (pairs[:, 0], pairs[:, 1:])
+    positive = decoder.scores(sources, others[:n], own)
+    return positive, decoder.scores(sources[:, None], others[n:].view(n, -1, z.shape[1]), rest)
 
 
 @dataclass(frozen=True, eq=False)
