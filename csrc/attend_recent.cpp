@@ -8,28 +8,39 @@
 
 #include "kernels.h"
 #include "philox.h"
+#include "simd.h"
 
 namespace gnnfleet::GNNFLEET_ISA {
 namespace {
 
-// Sine and cosine of arguments far above 2 pi: reduced in double, then polynomials on a quarter turn. Times are long and
-// frequencies up to 1, so the argument itself is made in double as well.
+// Sine and cosine of arguments far above 2 pi: reduced by quarter turns in double, then polynomials. Times are long and
+// frequencies up to 1, so the argument itself is made in double as well. Written in vectors, for compilers do not see them
+// here. `count` is a multiple of the lanes.
+constexpr int64_t kLanes = Lanes<double>::count;
+
 inline void turn(const float* frequency, const float* phase, float since, int64_t count, float* cosine, float* sine) {
+  typedef double wide __attribute__((vector_size(GNNFLEET_VECTOR_BYTES)));
+  typedef int64_t whole __attribute__((vector_size(GNNFLEET_VECTOR_BYTES)));
+  typedef float narrow __attribute__((vector_size(GNNFLEET_VECTOR_BYTES / 2)));
   constexpr double kTurns = 0.63661977236758134, kQuarter = 1.5707963267948966, kMagic = 6755399441055744.0;
-#pragma omp simd
-  for (int64_t t = 0; t < count; ++t) {
-    const double x = static_cast<double>(since) * static_cast<double>(frequency[t]) + static_cast<double>(phase[t]);
-    const double shifted = x * kTurns + kMagic;
-    const double whole = shifted - kMagic;
-    const float r = static_cast<float>(x - whole * kQuarter);
-    const int quarter = static_cast<int>(whole - 4.0 * std::floor(whole * 0.25));
-    const float z = r * r;
-    const float s = r + r * z * (-1.6666654611e-1f + z * (8.3321608736e-3f - z * 1.9515295891e-4f));
-    const float c = 1.0f - 0.5f * z + z * z * (4.166664568298827e-2f + z * (-1.388731625493765e-3f + z * 2.443315711809948e-5f));
-    const bool odd = quarter & 1;
-    const float cc = odd ? s : c, ss = odd ? c : s;
-    cosine[t] = (quarter == 1 || quarter == 2) ? -cc : cc;
-    sine[t] = (quarter == 2 || quarter == 3) ? -ss : ss;
+  const wide time = wide{} + static_cast<double>(since);
+  for (int64_t t = 0; t < count; t += kLanes) {
+    narrow f, p;
+    std::memcpy(&f, frequency + t, sizeof f);
+    std::memcpy(&p, phase + t, sizeof p);
+    const wide x = time * __builtin_convertvector(f, wide) + __builtin_convertvector(p, wide);
+    const wide shifted = x * kTurns + kMagic;  // its last bits are the number of quarter turns
+    whole quarter;
+    std::memcpy(&quarter, &shifted, sizeof quarter);
+    const wide r = x - (shifted - kMagic) * kQuarter, z = r * r;
+    const wide s = r + r * z * (-1.6666666664e-1 + z * (8.3333315e-3 + z * (-1.98409e-4 + z * 2.7526e-6)));
+    const wide c = 1.0 - 0.5 * z + z * z * (4.16666664e-2 + z * (-1.38888839e-3 + z * (2.4801e-5 - z * 2.7e-7)));
+    const whole odd = (quarter & 1) != 0, second = (quarter & 2) != 0;
+    const wide cc = odd ? s : c, ss = odd ? c : s;
+    const narrow co = __builtin_convertvector((odd ^ second) ? -cc : cc, narrow);
+    const narrow si = __builtin_convertvector(second ? -ss : ss, narrow);
+    std::memcpy(cosine + t, &co, sizeof co);
+    std::memcpy(sine + t, &si, sizeof si);
   }
 }
 
@@ -60,8 +71,12 @@ template <typename T>
 class Worker {
  public:
   explicit Worker(const RecentArgs& a)
-      : a_(a), width_(a.row_width + a.feature_width + a.time_width), x_(a.places * width_), sine_(a.places * a.time_width),
-        share_(a.heads * a.places), kept_(a.heads * a.places), slot_(a.places) {}
+      : a_(a), width_(a.row_width + a.feature_width + a.time_width), times_((a.time_width + kLanes - 1) / kLanes * kLanes),
+        stride_(a.row_width + a.feature_width + times_), x_(a.places * stride_), sine_(a.places * times_),
+        frequency_(times_), phase_(times_), share_(a.heads * a.places), kept_(a.heads * a.places), slot_(a.places) {
+    std::copy(at(a.frequency, 0), at(a.frequency, a.time_width), frequency_.begin());
+    std::copy(at(a.phase, 0), at(a.phase, a.time_width), phase_.begin());
+  }
 
   void forward(int64_t q) {
     show(q);
@@ -72,7 +87,7 @@ class Worker {
     T* weight = at(a_.weight, q * a_.heads);
     std::fill(score, score + a_.heads * a_.places, T(0));
     for (int64_t h = 0; h < a_.heads; ++h) {
-      for (int64_t e = 0; e < seen_; ++e) score[h * a_.places + slot_[e]] = dot(query + h * width_, &x_[e * width_], width_) + offset[h];
+      for (int64_t e = 0; e < seen_; ++e) score[h * a_.places + slot_[e]] = dot(query + h * width_, &x_[e * stride_], width_) + offset[h];
     }
     shares(q, score);
     for (int64_t h = 0; h < a_.heads; ++h) {
@@ -81,7 +96,7 @@ class Worker {
       weight[h] = 0;
       for (int64_t e = 0; e < seen_; ++e) {
         const T share = share_[h * a_.places + e] * kept_[h * a_.places + e];
-        add(to, share, &x_[e * width_], width_);
+        add(to, share, &x_[e * stride_], width_);
         weight[h] += share;
       }
     }
@@ -104,7 +119,7 @@ class Worker {
       const T* kept = &kept_[h * a_.places];
       T mean = 0;
       for (int64_t e = 0; e < seen_; ++e) {
-        slope[e] = (dot(grad + h * width_, &x_[e * width_], width_) + grad_weight[h]) * kept[e];
+        slope[e] = (dot(grad + h * width_, &x_[e * stride_], width_) + grad_weight[h]) * kept[e];
         mean += share[e] * slope[e];
       }
       T* to = grad_query + h * width_;
@@ -112,13 +127,13 @@ class Worker {
       grad_offset[h] = 0;
       for (int64_t e = 0; e < seen_; ++e) {
         slope[e] = share[e] * (slope[e] - mean) * (score[h * a_.places + slot_[e]] > T(0) ? T(1) : static_cast<T>(a_.slope));
-        add(to, slope[e], &x_[e * width_], width_);
+        add(to, slope[e], &x_[e * stride_], width_);
         grad_offset[h] += slope[e];
       }
     }
     const int64_t time = a_.row_width + a_.feature_width;
     for (int64_t e = 0; e < seen_; ++e) {
-      T* sine = &sine_[e * a_.time_width];
+      T* sine = &sine_[e * times_];
       const T since = at(a_.since, q * a_.places)[slot_[e]];
       T* row = grad_row == nullptr ? nullptr : grad_row + a_.near[q * a_.places + slot_[e]] * a_.row_width;
       for (int64_t h = 0; h < a_.heads; ++h) {
@@ -150,13 +165,13 @@ class Worker {
     for (int64_t p = 0; p < a_.places; ++p) {
       const int64_t i = q * a_.places + p;
       if (a_.near[i] < 0) continue;
-      T* x = &x_[seen_ * width_];
+      T* x = &x_[seen_ * stride_];
       const T* row = at(a_.row, a_.near[i] * a_.row_width);
       std::copy(row, row + a_.row_width, x);
       const T* feature = at(a_.feature, a_.feature_width ? a_.edge[i] * a_.feature_width : 0);
       std::copy(feature, feature + a_.feature_width, x + a_.row_width);
-      turn(at(a_.frequency, 0), at(a_.phase, 0), at(a_.since, 0)[i], a_.time_width, x + a_.row_width + a_.feature_width,
-           &sine_[seen_ * a_.time_width]);
+      turn(frequency_.data(), phase_.data(), at(a_.since, 0)[i], times_, x + a_.row_width + a_.feature_width,
+           &sine_[seen_ * times_]);
       slot_[seen_++] = p;
     }
   }
@@ -195,8 +210,8 @@ class Worker {
   }
 
   const RecentArgs& a_;
-  const int64_t width_;
-  std::vector<T> x_, sine_, share_, kept_, slope_;
+  const int64_t width_, times_, stride_;  // columns; of times and of all with room for whole vectors
+  std::vector<T> x_, sine_, frequency_, phase_, share_, kept_, slope_;
   std::vector<int64_t> slot_;
   int64_t seen_ = 0;
 };

@@ -69,6 +69,8 @@ class Record:
 
         With several labels per node, a list of classes for each id. Raises InputError for an unknown id.
         """
+        if isinstance(self._built.task, EventTask):
+            raise ConfigError("this run predicts events: use record.score(events)")
         if not isinstance(self._built.task, NodeTask):
             raise ConfigError("this run predicts links: use record.score(pairs) or record.embeddings(ids)")
         return class_names(self._built.task.head, self._built.nodes, self.logits(ids))

@@ -39,6 +39,7 @@ from gnnfleet.strategies.base import State
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.sar.config import SarConfig
 from gnnfleet.strategies.temporal.config import TemporalConfig
+from gnnfleet.strategies.temporal.task import EventTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +245,8 @@ def _answer(built: Built, question: Question) -> dict[str, Any]:
             return {"split": question.split, **value}
         assert question.output is not None
         path = Path(question.output)
+        if isinstance(built.task, EventTask) and question.events is None:
+            raise ConfigError("this run predicts events: name a table of them with --events")
         if question.events is not None:
             rows = write_event_scores(built, Path(question.events), path)
         elif question.pairs is not None:

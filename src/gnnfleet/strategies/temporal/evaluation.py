@@ -54,7 +54,7 @@ class Evaluator:
         positives, negatives, ranks = [], [], []
         for low, high in self._batches(part):
             drawn = self.task.negatives.evaluation(
-                torch.arange(low, high), part.dst[low - part.first : high - part.first], count=self.negatives
+                torch.arange(low, high), part.dst[low - part.first : high - part.first], count=self._count
             )
             positive, among = self._scores(memory, static, low, high, self._all.destinations if full else drawn)
             ranks.append(ranks_among(positive, among, self._all.mask(low, high) if full else None))
@@ -164,6 +164,11 @@ class Evaluator:
                 for name, width in (("edgebank", None), ("edgebank_window", window))
             }
         return self._known[key]
+
+    @property
+    def _count(self) -> int:
+        """Negatives of an event, where there are as many."""
+        return min(self.negatives, len(self.task.negatives.destinations) - 1)
 
     @cached_property
     def _known(self) -> dict[tuple[str, bool], dict[str, float]]:

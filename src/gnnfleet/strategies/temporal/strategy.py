@@ -144,10 +144,10 @@ class TemporalStrategy:
         They follow the stream: none may be earlier than its last one. The state moves on and the stream grows, so the
         next call goes on behind them.
         """
-        first = len(self._evaluator.task.stream)
+        first = len(self.task.stream)
+        task = replace(self.task, stream=self.task.stream.followed_by(events))
         memory = self._after(first)
         self._lookout.recent.append(events.src, events.dst, events.t)
-        task = replace(self._evaluator.task, stream=self._evaluator.task.stream.followed_by(events))
         self._evaluator = self._evaluating(task, replace(self._lookout, stream=task.stream))
         bounds = events.batches(self._config.eval_batch, keep_ties=False)
         found = [

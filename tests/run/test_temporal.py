@@ -1,0 +1,92 @@
+"""A run on events as a user meets it: train, go on, evaluate, score what comes next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import gnnfleet as gf
+from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.events import EventStream
+from gnnfleet.run.checkpoint import load_checkpoint
+from tests.run.shell import call
+
+WORDS: dict[str, Any] = {
+    "strategy": {"name": "temporal", "batch": 60, "static_epochs": 1},
+    "model": {"hidden": 8, "neighbours": 3, "time_width": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("events")
+    graph = make_dataset("events", users=30, items=60, events=600, features=2, seed=2)
+    gf.save(graph, folder / "store")
+    gf.train(folder / "store", config=WORDS, strategy=WORDS["strategy"], epochs=2, run_dir=folder / "through")
+    return folder
+
+
+def test_the_record_has_edgebank_beside_the_metric(place: Path) -> None:
+    record = json.loads((place / "through" / "record.json").read_text())
+    assert record["strategy"] == "temporal" and record["model"] == "tgn" and record["metrics"]["name"] == "mrr"
+    assert set(record["metrics"]["beside"]["test"]) == {"ap", "edgebank", "edgebank_window"}
+    done = call("evaluate", place / "through", "--json")
+    found = json.loads(done.stdout)
+    assert found["value"] == pytest.approx(record["metrics"]["test"], rel=1e-6)
+    assert found["events"] == 90 and found["metrics"]["edgebank"] == record["metrics"]["beside"]["test"]["edgebank"]
+
+
+def test_a_run_goes_on_with_resume(place: Path) -> None:
+    words = {"config": WORDS, "strategy": WORDS["strategy"], "run_dir": place / "resumed"}
+    gf.train(place / "store", epochs=1, **words)
+    gf.train(place / "store", epochs=2, resume=True, **words)
+    states = [load_checkpoint(place / run / "checkpoints" / "last")[0] for run in ("through", "resumed")]
+    assert set(states[0]) == {"model", "optimizer", "memory"}
+    for part, tensors in states[0].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, states[1][part][name]), (part, name)
+
+
+def test_new_events_are_scored_from_a_table(place: Path, tmp_path: Path) -> None:
+    last = int(EventStream.of(gf.open(place / "store")).t[-1])
+    table = {"src": [3, 1, 2], "dst": [5, 50, 9], "time": [last + 9, last + 5, last + 5]}
+    features = {"a": [0.1, 0.2, 0.3], "b": [1.0, 2.0, 3.0]}
+    pq.write_table(pa.table({**table, **features}), tmp_path / "new.parquet")
+    done = call("predict", place / "through", "--events", tmp_path / "new.parquet", "-o", tmp_path / "out.parquet")
+    assert done.returncode == 0, done.stderr
+    found = pq.read_table(tmp_path / "out.parquet").to_pydict()
+    assert found["src"] == [1, 2, 3] and found["time"] == [last + 5, last + 5, last + 9]
+    assert all(0 < value < 1 for value in found["probability"])
+    wrong = {
+        "no column time": {"src": [1], "dst": [1]},
+        "have 2 features, found 0": table,
+        "no node with id 99": {**table, "src": [99, 1, 2], **features},
+        "come after those known": {**table, "time": [0, 0, 0], **features},
+    }
+    for message, content in wrong.items():
+        pq.write_table(pa.table(content), tmp_path / "wrong.parquet")
+        done = call(
+            "predict", place / "through", "--events", tmp_path / "wrong.parquet", "-o", tmp_path / "none.parquet"
+        )
+        assert done.returncode == 3 and message in done.stderr and not (tmp_path / "none.parquet").exists(), done.stderr
+
+
+def test_a_record_scores_what_comes_next() -> None:
+    graph = make_dataset("events", users=20, items=12, events=300, features=0, seed=2)
+    record = gf.train(graph, strategy="temporal", config={"model": WORDS["model"]}, static_epochs=1, epochs=1)
+    last = int(EventStream.of(graph).t[-1])
+    first = record.score([(0, 1, last + 1), (3, 2, last + 2)])
+    assert first.shape == (2,)
+    with pytest.raises(InputError, match="after those known"):
+        record.score([(0, 1, last)])
+    with pytest.raises(ConfigError, match="predicts events"):
+        record.embeddings()
+    with pytest.raises(ConfigError, match="predicts events"):
+        record.predict()

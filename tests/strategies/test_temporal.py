@@ -1,0 +1,235 @@
+"""Laws of training on events: nothing looks ahead, times may be shifted, a run goes on where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.events import EventStream
+from gnnfleet.graph.graph import Graph
+from gnnfleet.ops.draws import DrawKey
+from gnnfleet.run.build import build
+from gnnfleet.run.config import overlay, resolve
+from gnnfleet.strategies.temporal.memory import Memory, Writes
+from gnnfleet.strategies.temporal.step import embed, last_events, remember
+from gnnfleet.strategies.temporal.strategy import TemporalStrategy
+
+WORDS: dict[str, Any] = {
+    "strategy": {"name": "temporal", "batch": 20, "static": False},
+    "model": {"hidden": 8, "neighbours": 3, "time_width": 4, "dropout": 0.3},
+    "train": {"lr": 0.01},
+}
+
+
+def events(count: int = 300, **words: Any) -> Graph:
+    return make_dataset("events", users=20, items=10, events=count, features=3, topics=2, ties=0.3, seed=1, **words)
+
+
+def made(graph: Graph, words: Mapping[str, Any] | None = None) -> TemporalStrategy:
+    strategy = build(graph, resolve(overlay(WORDS, words or {}))).strategy
+    assert isinstance(strategy, TemporalStrategy)
+    return strategy
+
+
+def of_stream(stream: EventStream, keep: Tensor, *, shift: int = 0) -> Graph:
+    """Some events of a stream as a graph of its own, with the same nodes."""
+    assert stream.msg is not None
+    pairs = torch.stack([stream.src, stream.dst])[:, keep]
+    return Graph(pairs, time=stream.t[keep] + shift, edge_attr=stream.msg[keep], num_nodes=stream.num_nodes)
+
+
+def scores(strategy: TemporalStrategy, upto: int) -> Tensor:
+    """Embeddings of both ends of events before ``upto``, each batch as in training, weights at rest."""
+    strategy.model.eval()
+    lookout, memory, task = strategy._lookout, strategy._memory, strategy.task
+    memory.reset()
+    found = []
+    bounds = task.stream.batches(20)
+    for low, high in pairwise(bounds):
+        batch = lookout.batch(low, high, torch.empty(high - low, 0, dtype=torch.int64))
+        with torch.no_grad():
+            fresh, writes = remember(strategy.model, task.stream, batch, memory.read(batch.block.nodes))
+            assert writes is not None
+            memory.write(writes)
+            z = embed(strategy.model, batch, fresh, None, DrawKey())
+        found.append(torch.stack([z[: high - low], z[high - low :]], 1))
+        if high >= upto:
+            break
+    return torch.cat(found)[:upto]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_comes_later_or_at_the_same_time_changes_nothing(layers: int) -> None:
+    words = {"model": {"layers": layers}, "precision": "float64"}
+    stream = EventStream.of(events())
+    whole = made(of_stream(stream, torch.arange(len(stream))), words)
+    for number in (75, 140):
+        before = stream.t < stream.t[number]
+        before[number] = True  # the event itself, without those of the same time
+        alone = made(of_stream(stream, before.nonzero()[:, 0]), words)
+        alone.model.load_state_dict(whole.model.state_dict())
+        mine = int(before[:number].sum())
+        torch.testing.assert_close(scores(alone, mine + 1)[mine], scores(whole, number + 1)[number])
+
+
+def test_a_batch_of_evaluation_does_not_see_itself() -> None:
+    strategy = made(events())
+    batch = strategy._lookout.batch(100, 120, torch.empty(20, 0, dtype=torch.int64), blind=True)
+    hop = batch.block.hops[0]
+    assert int(hop.edge[hop.near >= 0].max()) < 100
+    seen = strategy._lookout.batch(100, 120, torch.empty(20, 0, dtype=torch.int64)).block.hops[0]
+    assert int(seen.edge[seen.near >= 0].max()) >= 100, "training does"
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_a_shift_of_all_times_changes_nothing(precision: str) -> None:
+    """To unix times, where float32 would lose two minutes."""
+    stream = EventStream.of(events())
+    runs = []
+    for shift in (0, 1_700_000_000):
+        strategy = made(of_stream(stream, torch.arange(len(stream)), shift=shift), {"precision": precision})
+        losses = [record.loss for record in strategy.steps(0)]
+        runs.append((losses, strategy.evaluate("test"), dict(strategy.model.state_dict())))
+    (losses, test, weights), (others, shifted, moved) = runs
+    assert losses == others and test == shifted
+    assert all(torch.equal(weights[name], moved[name]) for name in weights)
+
+
+@pytest.mark.parametrize("words", [{}, {"strategy": {"static": True, "static_epochs": 1}}, {"model": {"name": "tgat"}}])
+def test_a_run_goes_on_bit_for_bit(words: dict[str, Any]) -> None:
+    graph = events()
+    through = made(graph, words)
+    for epoch in range(2):
+        list(through.steps(epoch))
+    stopped = made(graph, words)
+    list(stopped.steps(0))
+    list(islice(stopped.steps(1), 3))
+    state = {part: {name: t.clone() for name, t in each.items()} for part, each in stopped.state_dict().items()}
+    resumed = made(graph, words)
+    resumed.load_state_dict(state)
+    list(resumed.steps(1, first=3))
+    for part, tensors in through.state_dict().items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, resumed.state_dict()[part][name]), (part, name)
+    assert through.evaluate("test") == resumed.evaluate("test")
+
+
+def test_evaluation_leaves_training_alone_and_repeats_itself() -> None:
+    graph = events()
+    watched, alone = made(graph), made(graph)
+    for epoch in range(2):
+        a = list(watched.steps(epoch))
+        first, again = watched.validate(), watched.validate()
+        assert first == again
+        test = watched.evaluate("test")
+        assert watched.evaluate("test") == test
+        assert [r.loss for r in a] == [r.loss for r in alone.steps(epoch)]
+    for name, tensor in watched.model.state_dict().items():
+        assert torch.equal(tensor, alone.model.state_dict()[name])
+
+
+def test_val_then_test_goes_on_where_a_fresh_start_arrives() -> None:
+    graph = events()
+    both, only = made(graph), made(graph)
+    val, test = both.evaluate("val"), both.evaluate("test")
+    assert only.evaluate("test") == pytest.approx(test)
+    assert val["mrr"] != test["mrr"]
+    assert {"mrr", "ap", "edgebank", "edgebank_window"} < set(test)
+
+
+def test_static_rows_come_from_training_alone() -> None:
+    stream = EventStream.of(events())
+    train = len(stream.split()[0])
+    whole = of_stream(stream, torch.arange(len(stream)))
+    words = {"strategy": {"static": True, "static_epochs": 2}}
+    table = made(whole, words)._static()
+    assert table is not None
+    seen = torch.unique(torch.cat([stream.src[:train], stream.dst[:train]]))
+    unseen = torch.ones(stream.num_nodes, dtype=torch.bool)
+    unseen[seen] = False
+    assert not table[unseen].any() and table[seen].any(1).all()
+    other = stream.dst.clone()  # another future between the same nodes
+    other[train:] = other[train:].flip(0)
+    assert stream.msg is not None
+    changed = Graph(torch.stack([stream.src, other]), time=stream.t, edge_attr=stream.msg, num_nodes=stream.num_nodes)
+    again = made(changed, words)._static()
+    assert again is not None and torch.equal(again, table)
+    assert made(whole)._static() is None
+
+
+def test_queries_per_batch_look_once_at_every_node() -> None:
+    strategy = made(events(), {"strategy": {"queries": "batch"}})
+    batch = strategy._lookout.batch(100, 120, strategy.task.drawn(100, 120, sweep=0))
+    hop = batch.block.hops[0]
+    assert batch.places is not None and len(torch.unique(hop.query)) == len(hop.query) == batch.block.num_queries
+    assert int(hop.edge[hop.near >= 0].max()) < 100
+    assert all(record.loss > 0 for record in strategy.steps(0))
+
+
+def test_the_last_event_of_a_node_counts_and_shares_agree() -> None:
+    stream = EventStream.of(events())
+    nodes, event, other = last_events(stream, 40, 90)
+    for node, number, end in zip(nodes.tolist(), event.tolist(), other.tolist(), strict=True):
+        found = [n for n in range(40, 90) if node in (int(stream.src[n]), int(stream.dst[n]))]
+        assert number == found[-1] and {node, end} == {int(stream.src[number]), int(stream.dst[number])}
+    strategy, nobody = made(events()), torch.empty(25, 0, dtype=torch.int64)
+    shares = [strategy._lookout.batch(low, low + 25, nobody, whole=(40, 90)).left for low in (40, 65)]
+    every = torch.cat([left.ids for left in shares])
+    assert torch.equal(every.sort().values, nodes), "each node is written by exactly one share"
+
+
+def test_memory_keeps_which_events_it_comes_from() -> None:
+    memory = Memory.empty(4, 2)
+    ids = torch.tensor([2, 0])
+    memory.write(Writes(ids, torch.ones(2, 2), torch.ones(2, 4), torch.tensor([5, 6])))
+    memory.write(Writes(ids[:1], torch.full((1, 2), 3.0), torch.zeros(1, 4), torch.tensor([9])))
+    rows = memory.read(torch.tensor([0, 1, 2]))
+    assert rows.mail_event.tolist() == [6, -1, 9] and rows.memory_event.tolist() == [-1, -1, 5]
+    copy = memory.copy()
+    memory.reset()
+    assert not memory.tables["memory"].any() and bool((memory.tables["mail_event"] == -1).all())
+    assert copy.tables["memory"][2].tolist() == [3.0, 3.0]
+    memory.load_state_dict(copy.state_dict())
+    assert torch.equal(memory.read(ids).memory, copy.read(ids).memory)
+
+
+def test_new_events_are_scored_in_a_stream() -> None:
+    stream = EventStream.of(events())
+    known, later = made(of_stream(stream, torch.arange(260))), stream.slice(260, 300)
+    one_by_one = made(of_stream(stream, torch.arange(260)))
+    at_once = known.score(later)
+    pieces = [one_by_one.score(stream.slice(low, low + 20)) for low in (260, 280)]
+    assert at_once.shape == (40,) and bool(((at_once > 0) & (at_once < 1)).all())
+    torch.testing.assert_close(torch.cat(pieces)[:20], at_once[:20])
+    assert not torch.allclose(torch.cat(pieces)[20:], at_once[20:]), "the state moved on between calls"
+    with pytest.raises(InputError, match="after those known"):
+        known.score(stream.slice(0, 5))
+
+
+def test_classes_of_events_are_learnt() -> None:
+    stream = EventStream.of(events(600))
+    assert stream.msg is not None
+    y = (stream.msg[:, 0] > 0).long()
+    y[::7] = -1
+    graph = Graph(torch.stack([stream.src, stream.dst]), time=stream.t, edge_attr=stream.msg, edge_y=y)
+    strategy = made(graph, {"task": "edge", "train": {"lr": 0.01}})
+    losses = [sum(r.loss * r.count for r in strategy.steps(epoch)) for epoch in range(2)]
+    assert losses[1] < losses[0]
+    found = strategy.evaluate("test")
+    assert found["count"] == float((strategy.task.parts["test"].y >= 0).sum()) and 0 <= found["accuracy"] <= 1  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="no labels"):
+        made(events(), {"task": "edge"})
+
+
+def test_bf16_stays_near() -> None:
+    graph = events()
+    exact, rounded = made(graph), made(graph, {"precision": "bf16"})
+    for a, b in zip(exact.steps(0), rounded.steps(0), strict=True):
+        assert b.loss == pytest.approx(a.loss, rel=0.15)
