@@ -70,7 +70,7 @@ def evaluate(
 
 
 def _measured(found: Mapping[str, Any]) -> Any:
-    unit = "links" if "links" in found else "nodes"
+    unit = next(word for word in ("nodes", "links", "events") if word in found)
     columns = ["split", unit, *found["metrics"], "loss"]
     row = (found["split"], found[unit], *found["metrics"].values(), found["loss"])
     return table(f"{found['run']}, {found['checkpoint']} weights", columns, [row])

@@ -159,7 +159,7 @@ class Evaluator:
             part, stream = self.task.parts[split], self.task.stream
             self._known[key] = {
                 name: mrr(
-                    edgebank_ranks(stream, part, window=width, negatives=rule, batch=self.batch, count=self.negatives)
+                    edgebank_ranks(stream, part, window=width, negatives=rule, batch=self.batch, count=self._count)
                 )
                 for name, width in (("edgebank", None), ("edgebank_window", window))
             }
