@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gnnfleet.strategies.macrobatch.budget import Foretaste, _first_seen, choose_together
+from gnnfleet.strategies.macrobatch.budget import Foretaste, choose_together, first_seen
 
 TASTE = Foretaste(rows=(100.0, 150.0, 180.0), each=100.0, blocks=10.0)
 
@@ -17,7 +17,7 @@ def test_rows_beyond_the_foretaste_are_never_underestimated() -> None:
     random = torch.Generator().manual_seed(0)
     chance = torch.rand(500, generator=random) ** 4
     batches = [(torch.rand(500, generator=random) < chance).nonzero()[:, 0] for _ in range(200)]
-    first = _first_seen(batches)
+    first = first_seen(batches)
     sizes = [float((first <= m).sum()) for m in range(200)]
     taste = Foretaste(tuple(sizes[:8]), sum(map(len, batches)) / 200, 0.0)
     assert all(taste.rows_of(m + 1) >= sizes[m] - 20 for m in range(200)), "up to the noise of the last batch"

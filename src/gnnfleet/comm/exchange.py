@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.code import Code
+from gnnfleet.comm.reduce import sum_over_ranks
 from gnnfleet.comm.shelf import WORDS, Found
 from gnnfleet.comm.wire import Posted, receive, send
 from gnnfleet.comm.world import World
@@ -135,6 +136,10 @@ class Ring:
             _Tour(self, lanes, visit, home, collect if home else None, keep, what).run()
         if keep is not None:
             keep.is_full = True
+
+    def total(self, t: Tensor) -> Tensor:
+        """``sum_over_ranks``."""
+        return sum_over_ranks(self.world, t)
 
 
 class _Tour:

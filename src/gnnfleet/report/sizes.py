@@ -29,6 +29,20 @@ def parse_size(text: object) -> int:
     return amount
 
 
+def parse_rate(text: object) -> float:
+    """Bytes per second from ``1Gbit``, ``800 Mbit`` or ``125MB``, each per second; raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s)?", str(text).strip().lower())
+    if found:
+        rate = float(found[1]) * 1000.0 ** " kmgt".index(found[2] or " ") / 8
+    else:
+        plain = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*?)(?:/s)?", str(text).strip().lower())
+        unit = UNITS.get(plain[2] or "b") if plain else None
+        rate = float(plain[1]) * unit if plain and unit else 0.0
+    if rate <= 0:
+        raise ConfigError(f"a bandwidth reads as 1Gbit, 800Mbit or 125MB, found {text!r}")
+    return float(rate)
+
+
 def _is_size(value: object) -> bool:
     return isinstance(value, (str, int)) and not isinstance(value, bool)
 

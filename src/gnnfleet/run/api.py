@@ -26,7 +26,7 @@ from gnnfleet.run.event_scores import score_events
 from gnnfleet.run.link import score_pairs
 from gnnfleet.run.prediction import class_names
 from gnnfleet.run.prepare import Place
-from gnnfleet.run.registry import find_config
+from gnnfleet.run.registry import strategy_words
 from gnnfleet.run.training import Trained, run_training
 from gnnfleet.strategies.base import StrategyConfig, TrainConfig
 from gnnfleet.strategies.link_task import LinkTask
@@ -121,8 +121,9 @@ def train(
 
     ``settings`` are the words of the config: ``seed``, ``split``, ``precision``, ``workers``; of its group train
     (``epochs``, ``lr``, ``patience``, …) and of the strategy by their own names; any other by its full name, as in
-    ``**{"report.memory": True}``. Files are written only where ``run_dir`` is given. With ``workers`` processes are
-    started on this machine; ``max_restarts`` is how often they may be started again when one is lost.
+    ``**{"report.memory": True}``. ``strategy="auto"`` plans first and trains what is fastest within ``memory``. Files
+    are written only where ``run_dir`` is given. With ``workers`` processes are started on this machine;
+    ``max_restarts`` is how often they may be started again when one is lost.
     """
     if resume and run_dir is None:
         raise ConfigError("resume needs run_dir: the directory of the run to go on with")
@@ -139,7 +140,7 @@ def train(
 def place_words(settings: Mapping[str, Any], strategy: str | Mapping[str, Any]) -> Tree:
     """Keyword arguments in the groups they belong to; raises ConfigError with the nearest word for an unknown one."""
     name = strategy if isinstance(strategy, str) else str(strategy.get("name", "local"))
-    own = find_config(name).model_fields
+    own = strategy_words(name)
     full = {}
     for key, value in settings.items():
         if "." in key or key in RunConfig.model_fields:

@@ -31,7 +31,7 @@ from gnnfleet.run.registry import make_strategy, make_temporal
 from gnnfleet.run.temporal import build_events
 from gnnfleet.strategies.base import PRECISIONS, Job, Strategy
 from gnnfleet.strategies.link_task import LinkTask
-from gnnfleet.strategies.task import NodeTask, Task
+from gnnfleet.strategies.task import NodeTask
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.task import EventJob, EventTask
 
@@ -194,15 +194,16 @@ def _check_links(graph: Graph, config: RunConfig, own: Own, *, training: bool) -
 
 def _assemble(checked: Checked, config: RunConfig, here: Here) -> Built:
     graph, task = checked.graph, checked.task
-    strategy = make_strategy(config.strategy, _job(graph, config, task, checked.model, here))
+    strategy = make_strategy(config.strategy, job_of(checked, config, here))
     return Built(strategy, graph, task, checked.output, config.model.file, checked.remarks, here.world)
 
 
-def _job(graph: Graph, config: RunConfig, task: Task, model: Model, here: Here) -> Job:
+def job_of(checked: Checked, config: RunConfig, here: Here) -> Job:
+    """What a strategy is made of, here."""
     return Job(
-        graph=graph,
-        model=model,
-        task=task,
+        graph=checked.graph,
+        model=checked.model,
+        task=checked.task,
         train=config.train,
         seed=config.seed,
         precision=config.precision,

@@ -22,6 +22,7 @@ from gnnfleet.run.commands.importing import IMPORT_EXAMPLES, export_graph, impor
 from gnnfleet.run.commands.info import info
 from gnnfleet.run.commands.join import JOIN_EXAMPLES, join
 from gnnfleet.run.commands.partition import partition
+from gnnfleet.run.commands.plan import PLAN_EXAMPLES, plan
 from gnnfleet.run.commands.predict import predict
 from gnnfleet.run.commands.report import REPORT_EXAMPLES, report
 from gnnfleet.run.commands.train import TRAIN_EXAMPLES, train
@@ -47,6 +48,7 @@ app.add_typer(datasets.app)
 app.command(no_args_is_help=True)(info)
 app.command(no_args_is_help=True)(partition)
 app.command(no_args_is_help=True, epilog=DIAGNOSE_EXAMPLES)(diagnose)
+app.command(no_args_is_help=True, epilog=PLAN_EXAMPLES)(plan)
 app.command(no_args_is_help=True, epilog=TRAIN_EXAMPLES)(train)
 app.command(no_args_is_help=True, epilog=JOIN_EXAMPLES)(join)
 app.command(no_args_is_help=True)(evaluate)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.strategies.base import Job, Strategy, StrategyConfig
+from gnnfleet.strategies.base import Job, Outlook, Strategy, StrategyConfig
+from gnnfleet.strategies.forecast import Forecast
 from gnnfleet.strategies.link_task import LinkTask
 from gnnfleet.strategies.local.config import LocalConfig
-from gnnfleet.strategies.macrobatch.config import FANOUT, MacrobatchConfig
+from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
 from gnnfleet.strategies.pipe.config import PipeConfig
+from gnnfleet.strategies.sampling import FANOUT
 from gnnfleet.strategies.sar.config import SarConfig
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.task import EventJob
@@ -24,13 +28,27 @@ CONFIGS: dict[str, type[StrategyConfig]] = {
     "pipe": PipeConfig,
     "temporal": TemporalConfig,
 }
+AUTO = "auto"
+"""Whatever a plan recommends: settled before a run, never the strategy of one."""
 
 
 def find_config(name: str) -> type[StrategyConfig]:
     """The config class of a strategy; raises ConfigError listing what exists."""
+    if name == AUTO:
+        raise ConfigError(
+            "strategy auto is planned on one machine before training: use gnnfleet train or gf.train with workers, or "
+            "ask gnnfleet plan and name what it recommends"
+        )
     if name not in CONFIGS:
         raise ConfigError(f"no strategy {name!r}; this version has {', '.join(CONFIGS)}")
     return CONFIGS[name]
+
+
+def strategy_words(name: str) -> list[str]:
+    """The words of a strategy's config; of ``auto`` those of all, and what is asked for."""
+    if name != AUTO:
+        return list(find_config(name).model_fields)
+    return ["goal", *dict.fromkeys(word for kind in CONFIGS.values() for word in kind.model_fields)]
 
 
 def make_strategy(config: StrategyConfig, job: Job) -> Strategy:
@@ -72,6 +90,15 @@ def counterpart(config: StrategyConfig, layers: int) -> LocalConfig | None:
             fanouts=fanouts, replace=config.replace, batch=config.batch, cache_inputs=config.cache_inputs
         )
     return LocalConfig() if isinstance(config, SarConfig | PipeConfig) else None
+
+
+def foresee(config: StrategyConfig, outlook: Outlook) -> list[Forecast]:
+    """What a strategy says of its epochs; nothing where it has no ``forecast.py``. Raises ConfigError."""
+    name = f"gnnfleet.strategies.{config.name}.forecast"
+    if find_spec(name) is None:
+        return []
+    found: list[Forecast] = import_module(name).foresee(config, outlook)
+    return found
 
 
 def local_config(config: TmaConfig, layers: int) -> LocalConfig:

@@ -26,6 +26,7 @@ from gnnfleet.run.course import Start, find_start, run_course
 from gnnfleet.run.directory import RunDirectory
 from gnnfleet.run.fleet import launch_fleet
 from gnnfleet.run.launch import launch
+from gnnfleet.run.plan import is_auto, settle_auto
 from gnnfleet.run.prepare import Place, choose, prepared, settle
 from gnnfleet.run.rank import run_spec
 from gnnfleet.run.tracing import collect_spans
@@ -56,6 +57,8 @@ def run_training(
     graph: Graph, words: Mapping[str, Any], *, place: Place, quiet: bool = True, restarts: int = 0
 ) -> Trained:
     """Train as ``words`` say; raises a GnnfleetError with one message for whatever is wrong."""
+    if is_auto(words):
+        words = _planned(graph, words, place, quiet=quiet)
     config, directory = settle(graph, words, place)
     if restarts and config.workers == 1 and not config.strategy.comes_and_goes:
         raise ConfigError(f"--max-restarts {restarts} is for several workers, found --workers 1: use --resume")
@@ -79,6 +82,17 @@ def run_training(
             directory.begin(config, graph, built.output)
         record = run_course(built, config, directory, start=start, quiet=quiet)
     return Trained(record, config, lambda: built)
+
+
+def _planned(graph: Graph, words: Mapping[str, Any], place: Place, *, quiet: bool) -> Mapping[str, Any]:
+    """The words with a strategy that has a name; a run that is there already goes on with its own."""
+    if place.resume and choose(place, graph, model="").is_begun:
+        return {key: value for key, value in words.items() if key not in ("strategy", "workers")}
+    settled, plan = settle_auto(graph, words, quiet=quiet)
+    remark(f"strategy auto: {plan.why[0]}", quiet=quiet)
+    for text in plan.why[1:]:
+        remark(f"  {text}", quiet=quiet)
+    return settled
 
 
 def _on_parts(

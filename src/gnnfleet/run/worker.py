@@ -28,9 +28,15 @@ def main() -> NoReturn:
     from gnnfleet.comm.world import World
     from gnnfleet.run.asking import answer_spec
     from gnnfleet.run.rank import run_spec, serve
+    from gnnfleet.run.rehearsal import rehearse_spec
 
     def work(world: World, _: object) -> None:
-        found = run_spec(spec, world).as_json() if spec.question is None else answer_spec(spec, world)
+        if spec.rehearsal is not None:
+            found = rehearse_spec(spec, world)
+        elif spec.question is not None:
+            found = answer_spec(spec, world)
+        else:
+            found = run_spec(spec, world).as_json()
         if world.is_first and spec.answer is not None:
             Path(spec.answer).write_text(json.dumps(found))
 

@@ -93,7 +93,7 @@ class _Talk:
 
     @classmethod
     def of(cls, shard: Shard, ring: Ring, targets: Masks) -> _Talk:
-        read, _ = _sources(shard, targets)
+        read, _ = sources_of(shard, targets)
         need_out, give_out, give_in = {}, {}, {}
         for kind in shard.node_types:
             give_in[kind] = _tell(ring, read[kind], [len(rows) for rows in shard.plan(kind, "in").give])
@@ -195,7 +195,7 @@ def ranges(starts: Tensor, counts: Tensor) -> Tensor:
 
 def _read_by(shard: Shard, ring: Ring, targets: Masks) -> Masks:
     """The level below: own rows that some rank reads to compute its targets, and the targets themselves."""
-    read, own = _sources(shard, targets)
+    read, own = sources_of(shard, targets)
     found = {kind: targets[kind] | own[kind] for kind in shard.node_types}
     for kind in shard.node_types:
         give = shard.plan(kind, "in").give
@@ -204,7 +204,7 @@ def _read_by(shard: Shard, ring: Ring, targets: Masks) -> Masks:
     return found
 
 
-def _sources(shard: Shard, targets: Masks) -> tuple[dict[str, list[Tensor]], Masks]:
+def sources_of(shard: Shard, targets: Masks) -> tuple[dict[str, list[Tensor]], Masks]:
     """(masks over the rows needed from every rank, own rows): what the in-edges of the targets begin at."""
     read = {
         kind: [torch.zeros(len(rows), dtype=torch.bool) for rows in shard.plan(kind, "in").need]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from gnnfleet.comm.exchange import Ring
-from gnnfleet.comm.reduce import sum_over_ranks
 from gnnfleet.graph.shard import Shard
 from gnnfleet.graph.view import MANY
 from gnnfleet.sharded.flow import Flow
@@ -55,4 +54,4 @@ class RingView(PartView):
         return take_ring(self.ring, self.owners, self._kind, x, ids=store_ids, places=self.nodes[self._kind].places)
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
-        return sum_over_ranks(self.ring.world, t)
+        return self.ring.total(t)

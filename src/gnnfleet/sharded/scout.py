@@ -58,18 +58,31 @@ class Sketch:
     trips: tuple[Trip, ...]
     fixed: float
     each: float
+    sums: tuple[int, ...] = ()  # bytes of sums over all nodes, as batch norm's
 
     def tensors(self, rows: int) -> float:
         return self.fixed + self.each * rows
 
 
-def scout(model: Model, shard: Shard, precision: torch.dtype, precompute: Precompute) -> Sketch:
-    """Sketch a training step of ``model`` on a part; the model is left as it is."""
+def scout(
+    model: Model, shard: Shard, precision: torch.dtype, precompute: Precompute, many: Sequence[bool] = ()
+) -> Sketch:
+    """Sketch a training step of ``model`` on a part; the model is left as it is. ``many`` says which layers read many
+    more rows than they make: these may send other rows."""
     total = max(1, sum(shard.nodes(kind).count for kind in shard.node_types))
-    found = [_try(model, shard, rows / total, precision, precompute) for rows in ROWS]
-    (small, low), (large, high) = ((rows, peak) for rows, peak, _ in found)
+    (small, low, notes), (large, high, _) = (
+        _try(model, shard, rows / total, precision, precompute, many) for rows in ROWS
+    )
     each = max(0.0, (high - low) / max(1, large - small))
-    return Sketch(found[0][2], max(0.0, low - each * small), each)
+    return Sketch(tuple(notes.trips), max(0.0, low - each * small), each, tuple(notes.sums))
+
+
+@dataclass
+class _Notes:
+    """What was asked for in a step."""
+
+    trips: list[Trip] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +91,7 @@ class _Notebook(Ring):
 
     layer: int = 0
     names: Mapping[int, Way] = field(default_factory=dict)
-    trips: list[Trip] = field(default_factory=list)
+    notes: _Notes = field(default_factory=_Notes)
 
     def visit(
         self,
@@ -93,14 +106,21 @@ class _Notebook(Ring):
         there = tuple((self.names[id(lane.routes)], lane.rows.shape[1] * lane.rows.element_size()) for lane in lanes)
         back = tuple((self.names[id(one.routes)], one.width * one.dtype.itemsize) for one in home)
         again = keep is not None and keep.is_full
-        self.trips.append(Trip(self.layer, there, back, again, keep is not None and not again))
+        self.notes.trips.append(Trip(self.layer, there, back, again, keep is not None and not again))
         super().visit(lanes, visit, home=home, collect=collect, keep=keep, what=what)
+
+    def total(self, t: Tensor) -> Tensor:
+        self.notes.sums.append(t.nbytes)
+        out = t.view_as(t)
+        if out.requires_grad:
+            out.register_hook(lambda grad: self.notes.sums.append(grad.nbytes))  # type: ignore[no-untyped-call]
+        return out
 
 
 def _try(
-    model: Model, shard: Shard, share: float, precision: torch.dtype, precompute: Precompute
-) -> tuple[int, int, tuple[Trip, ...]]:
-    """(rows, bytes of tensors at the peak, exchanges) of one step on a stand-in."""
+    model: Model, shard: Shard, share: float, precision: torch.dtype, precompute: Precompute, many: Sequence[bool]
+) -> tuple[int, int, _Notes]:
+    """(rows, bytes of tensors at the peak, what was asked for) of one step on a stand-in."""
     graph = _stand_in(shard, share)
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as folder:
         nobody = Assignment(part=np.zeros(graph.num_nodes, np.int32), parts=1, method="range")
@@ -115,11 +135,16 @@ def _try(
         }
         x = {kind: _features(part, kind).to(precision) for kind in part.node_types}
         inputs: Any = x if len(x) > 1 else next(iter(x.values()))
-        twin = _twin(model, {kind: nodes.count for kind, nodes in graph.nodes.items()})
+        twin = twin_of(model, {kind: nodes.count for kind, nodes in graph.nodes.items()})
         near = precompute(twin, view, inputs)
-        trips: list[Trip] = []
+        notes = _Notes()
         views = [
-            replace(view, ring=_Notebook(ring.world, layer=layer, names=names, trips=trips), keep=True)
+            replace(
+                view,
+                ring=_Notebook(ring.world, layer=layer, names=names, notes=notes),
+                keep=True,
+                many_sources=layer < len(many) and many[layer],
+            )
             for layer in range(model.num_layers)
         ]
 
@@ -131,7 +156,7 @@ def _try(
         twin.train()
         with unpooled():
             peak = peak_tensors(step)
-        return graph.num_nodes, peak, tuple(trips)
+        return graph.num_nodes, peak, notes
 
 
 def _stand_in(shard: Shard, share: float) -> Graph:
@@ -160,12 +185,12 @@ def _features(part: Shard, kind: str) -> Tensor:
     return torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
 
 
-def _twin(model: Model, counts: Mapping[str, int]) -> Model:
-    """A copy of the model for other nodes: where a rank has learnable rows of its own, as many as there are now."""
+def twin_of(model: Model, counts: Mapping[str, int]) -> Model:
+    """A copy of the model for other nodes, with as many learnable rows as there are of them."""
     twin = copy.deepcopy(model)
     most = max(counts.values())
     for module in twin.modules():
-        if isinstance(module, NodeEmbedding) and module.ids is not None:
+        if isinstance(module, NodeEmbedding):
             module.ids = None
             module.weight = torch.nn.Parameter(module.weight.new_zeros(most, module.weight.shape[1]))
     return twin

@@ -23,6 +23,7 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.shard import Shard
 from gnnfleet.nn.base import Model
 from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.strategies.forecast import Pace
 from gnnfleet.strategies.task import Take, Task
 
 State = dict[str, dict[str, Tensor]]
@@ -145,6 +146,29 @@ class Job:
     def evaluation_memory(self) -> int:
         """Bytes of activations an evaluation may hold at a time."""
         return MEMORY if self.memory is None else self.memory
+
+
+@dataclass(frozen=True, eq=False)
+class Outlook:
+    """What a strategy is told to foresee an epoch. ``job`` has the graph, the model and the task of all workers."""
+
+    job: Job
+    alone: Pace  # one process by itself
+    together: Pace  # all workers at once
+    overlaps: bool  # whether rows travel while workers compute: not where these share processors
+    parts: Callable[[], Sequence[Shard]]  # of ``partition``, or mincut; a part for every worker
+    deal: Callable[[StrategyConfig], Deal]
+    layouts: Callable[[StrategyConfig], Sequence[Layout]]
+    known: dict[str, Any] = field(default_factory=dict)  # what several forecasts need, found once
+
+    @property
+    def workers(self) -> int:
+        return self.job.workers
+
+    def once(self, name: str, find: Callable[[], Any]) -> Any:
+        if name not in self.known:
+            self.known[name] = find()
+        return self.known[name]
 
 
 class Strategy(Protocol):

@@ -16,6 +16,8 @@ from gnnfleet.nn.base import Aggregate, Features
 from gnnfleet.strategies.task import Batch
 
 SAMPLED_BATCH = 1024
+FANOUT = 10
+"""Neighbours drawn in every hop, unless the user says."""
 
 
 def _check_fanouts(given: Any) -> Any:

@@ -65,7 +65,8 @@ Strategy = _option(
     "NAME",
     "local: one process, the default; sar: exact full batch on several workers; macrobatch: sampled mini-batches; "
     "tma: independent trainers whose weights are averaged on a clock; pipe: layers in stages, chunks streamed through; "
-    "temporal: events in the order of time.",
+    "temporal: events in the order of time; "
+    "auto: what gnnfleet plan recommends.",
     "--strategy",
     "-s",
 )

@@ -38,7 +38,7 @@ class Foretaste:
             far = [far_ids(one, kind) for one in plan.sampled]
             own = [one.ids[kind][one.reached[kind].rows] for one in plan.sampled]
             for ids, weight in ((far, tables.row_bytes(kind)), (own, tables.paged_bytes(kind))):
-                first = _first_seen(ids) if weight else torch.empty(0)
+                first = first_seen(ids) if weight else torch.empty(0)
                 for m in range(count):
                     rows[m] += weight * int((first <= m).sum())
                 each += weight * sum(map(len, ids)) / count
@@ -83,7 +83,7 @@ def block_bytes(views: Sequence[LocalView]) -> float:
     return float(total)
 
 
-def _first_seen(ids: Sequence[Tensor]) -> Tensor:
+def first_seen(ids: Sequence[Tensor]) -> Tensor:
     """For every distinct id, the first list that has it."""
     every = torch.cat(list(ids))
     which = torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(one) for one in ids]))

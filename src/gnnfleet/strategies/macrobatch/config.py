@@ -11,9 +11,6 @@ from gnnfleet.strategies.base import StrategyConfig
 from gnnfleet.strategies.macrobatch.cache import Policy
 from gnnfleet.strategies.sampling import SAMPLED_BATCH, FanoutWords, Switch
 
-FANOUT = 10
-"""Neighbours drawn in every hop, unless the user says."""
-
 Size = Annotated[int, BeforeValidator(lambda given: 0 if given in (0, "0") else parse_size(given))]
 
 

@@ -40,11 +40,11 @@ from gnnfleet.strategies.base import PRECISIONS, Job, StepRecord, products
 from gnnfleet.strategies.macrobatch.budget import FORETASTE, Foretaste, choose_together
 from gnnfleet.strategies.macrobatch.cache import make_cache
 from gnnfleet.strategies.macrobatch.columns import Columns
-from gnnfleet.strategies.macrobatch.config import FANOUT, MacrobatchConfig
+from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
 from gnnfleet.strategies.macrobatch.exchange import DEGREE, WEIGHTED, Fetched, Plan, Reader, Relay, Tally, X, far_ids
 from gnnfleet.strategies.macrobatch.host import HostRows
 from gnnfleet.strategies.on_parts import PartsStrategy, part_of
-from gnnfleet.strategies.sampling import Ready, Switch, check_layers, hops_of
+from gnnfleet.strategies.sampling import FANOUT, Ready, Switch, check_layers, hops_of
 from gnnfleet.strategies.task import Batch, Take
 
 

@@ -15,9 +15,7 @@ from gnnfleet.comm.exchange import Routes
 from gnnfleet.errors import ConfigError
 from gnnfleet.report.sizes import show_size
 from gnnfleet.sharded.scout import Sketch, Trip, Way
-
-SLACK = 1.3
-"""Memory of a step by its tensors: what allocators and kernels hold besides."""
+from gnnfleet.strategies.forecast import SLACK
 
 
 @dataclass(frozen=True)

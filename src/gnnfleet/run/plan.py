@@ -1,0 +1,247 @@
+"""Which strategy for this graph, model and cluster: forecasts of all of them, what fits, and what is recommended.
+
+Nothing is trained. Cuts that strategies need are made and kept in the store, as ``train`` would; layers are timed on a
+piece of the graph, by one process and by all workers at once, or with a bandwidth that is given for workers that have
+a machine like this one each.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gnnfleet.comm.world import World
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.chunks import open_layouts
+from gnnfleet.graph.deal import Clusters, Deal
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.partition import Partition
+from gnnfleet.graph.store import save_store
+from gnnfleet.nn.own import naming_line
+from gnnfleet.report.progress import Progress, show
+from gnnfleet.report.sizes import show_size
+from gnnfleet.run.build import Checked, Here, check, job_of
+from gnnfleet.run.config import RunConfig, Tree, resolve
+from gnnfleet.run.parts import ensure_clusters, ensure_layouts, ensure_partition
+from gnnfleet.run.registry import AUTO, CONFIGS, foresee
+from gnnfleet.run.rehearsal import apart, rehearse
+from gnnfleet.strategies.base import Outlook, StrategyConfig
+from gnnfleet.strategies.forecast import Forecast, Pace
+from gnnfleet.strategies.foresight import Weights
+from gnnfleet.strategies.pace import Draw, measure_pace
+from gnnfleet.strategies.sampling import SAMPLED_BATCH
+
+GOALS = {"exact": "exact full batch", "sampled": "sampled batches", "any": "all"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Forecasts, the fastest first; ``refused`` are those that cannot be done, with the reason in words."""
+
+    fits: tuple[Forecast, ...]
+    refused: tuple[Forecast, ...]
+    goal: str
+    best: Forecast | None
+    why: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "goal": self.goal,
+            "recommended": None
+            if self.best is None
+            else {"strategy": dict(self.best.words), "workers": self.best.workers},
+            "why": list(self.why),
+            "fits": [{**asdict(each), "seconds_per_pass": each.per_pass} for each in self.fits],
+            "refused": [asdict(each) for each in self.refused],
+        }
+
+
+def is_auto(words: Mapping[str, Any]) -> bool:
+    """Whether the words of a run leave the strategy to a plan."""
+    strategy = words.get("strategy")
+    return (strategy.get("name") if isinstance(strategy, Mapping) else strategy) == AUTO
+
+
+def settle_auto(graph: Graph, words: Mapping[str, Any], *, quiet: bool) -> tuple[Tree, Plan]:
+    """The words of a run with what a plan recommends in place of ``auto``; raises ConfigError where nothing fits."""
+    plan = make_plan(graph, words, quiet=quiet)
+    if plan.best is None:
+        raise ConfigError("; ".join(plan.why))
+    return {**words, "strategy": dict(plan.best.words), "workers": plan.best.workers}, plan
+
+
+def make_plan(
+    graph: Graph,
+    words: Mapping[str, Any],
+    *,
+    bandwidth: float | None = None,
+    only: Sequence[str] = (),
+    quiet: bool = True,
+) -> Plan:
+    """Of a run with these words, whose group ``strategy`` may have words of any strategy, and ``goal``."""
+    given = words.get("strategy", {})
+    own = dict(given) if isinstance(given, Mapping) else {}
+    own.pop("name", None)
+    goal = str(own.pop("goal", "sampled" if "fanouts" in own else "exact"))
+    if goal not in GOALS:
+        raise ConfigError(f"strategy.goal={goal}: expected {', '.join(GOALS)}")
+    configs = _configs(words, own, only)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gnnfleet-")))
+        stored = graph if graph.store is not None else save_store(graph, scratch / "store")
+        base = resolve({**_without_strategy(words), "strategy": {"name": "sar"}})
+        stack.enter_context(naming_line(base.model.file))
+        progress = stack.enter_context(show(quiet))
+        planner = _Planner(stored, base, own, bandwidth, scratch, progress, quiet)
+        every = [forecast for config in configs for forecast in planner.forecasts(config)]
+    return _recommend(every, base.memory, goal)
+
+
+def _without_strategy(words: Mapping[str, Any]) -> Tree:
+    return {key: value for key, value in words.items() if key != "strategy"}
+
+
+def _configs(words: Mapping[str, Any], own: Mapping[str, Any], only: Sequence[str]) -> list[RunConfig]:
+    """A config of every strategy, each with those of the words that it knows."""
+    known = {key for kind in CONFIGS.values() for key in kind.model_fields}
+    for word in own:
+        if word not in known:
+            near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+            raise ConfigError(f"no strategy has a setting {word!r}" + (f": did you mean {near[0]}?" if near else ""))
+    for name in only:
+        if name not in CONFIGS:
+            raise ConfigError(f"no strategy {name!r}; this version has {', '.join(CONFIGS)}")
+    workers, found = words.get("workers", 1), []
+    for name, kind in CONFIGS.items():
+        if (only and name not in only) or (name != "local" and workers == 1):
+            continue
+        tree = {**_without_strategy(words), "strategy": {"name": name, **_known(kind, own)}}
+        if name == "local":
+            tree = {**tree, "workers": 1, "partition": None}
+        found.append(resolve(tree))
+    return found
+
+
+def _known(kind: type[StrategyConfig], words: Mapping[str, Any]) -> Tree:
+    return {key: value for key, value in words.items() if key in kind.model_fields}
+
+
+class _Planner:
+    """What forecasts are made from, each thing made when it is first asked for."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        base: RunConfig,
+        own: Mapping[str, Any],
+        bandwidth: float | None,
+        scratch: Path,
+        progress: Progress,
+        quiet: bool,
+    ) -> None:
+        self.graph, self.base, self.bandwidth, self.scratch = graph, base, bandwidth, scratch
+        self.progress, self.quiet = progress, quiet
+        self.draw = Draw(own.get("fanouts"), own.get("batch") or SAMPLED_BATCH)
+        self.checked: Checked = check(graph, base)
+
+    def forecasts(self, config: RunConfig) -> list[Forecast]:
+        """Of a strategy; one that says why it cannot be done where that is so."""
+        try:
+            self.progress.stage(f"forecast of {config.strategy.name}")
+            return foresee(config.strategy, self.outlook)
+        except ConfigError as error:
+            words = {"name": config.strategy.name}
+            return [Forecast(words=words, kind="exact", workers=config.workers, memory=0.0, refused=str(error))]
+
+    @cached_property
+    def outlook(self) -> Outlook:
+        job = job_of(self.checked, self.base, Here(progress=self.progress))
+        partition = ensure_partition(
+            self.graph, self.checked.graph, self.base, progress=self.progress, quiet=self.quiet
+        )
+        shards = [Partition.open(partition).shard(part) for part in range(self.base.workers)]
+        self.progress.stage("rehearsal")
+        alone = measure_pace(World(), job, shards[0], self.draw)
+        return Outlook(
+            job=job,
+            alone=alone,
+            together=self._together(alone, partition),
+            overlaps=self.bandwidth is not None,
+            parts=lambda: shards,
+            deal=self._deal,
+            layouts=lambda config: open_layouts(self._cut(config)),
+        )
+
+    def _together(self, alone: Pace, partition: Path) -> Pace:
+        workers = self.base.workers
+        if workers == 1:
+            return alone
+        if self.bandwidth is not None:
+            return apart(alone, workers, self.bandwidth, Weights.of(self.checked.model).nbytes)
+        return rehearse(self.graph, self.base, partition, self.draw, scratch=self.scratch)
+
+    def _cut(self, strategy: StrategyConfig) -> Path:
+        config = self.base.model_copy(update={"strategy": strategy})
+        return ensure_layouts(self.graph, self.checked.graph, config, progress=self.progress, quiet=self.quiet)
+
+    def _deal(self, strategy: StrategyConfig) -> Deal:
+        config = self.base.model_copy(update={"strategy": strategy})
+        path = ensure_clusters(self.graph, self.checked.graph, config, progress=self.progress, quiet=self.quiet)
+        counts = {kind: table.count for kind, table in self.graph.nodes.items()}
+        return Deal(counts, None if path is None else Clusters.open(path))
+
+
+def _recommend(every: Sequence[Forecast], memory: int | None, goal: str) -> Plan:
+    fits: list[Forecast] = []
+    refused: list[Forecast] = []
+    for each in every:
+        if not each.refused and memory is not None and each.memory > memory:
+            text = f"needs {show_size(each.memory)}, {show_size(each.memory - memory)} more than --memory"
+            each = replace(each, refused=text)
+        (refused if each.refused else fits).append(each)
+    fits.sort(key=lambda each: (each.per_pass, each.memory))
+    best, why = _choose(fits, goal)
+    if best is None and memory is not None and refused:
+        least = min((each for each in refused if each.memory), key=lambda each: each.memory, default=None)
+        more = "" if least is None else f"; the least that any needs is {show_size(least.memory)} ({least.name})"
+        why = (f"nothing fits into --memory {show_size(memory)}{more}: take more workers or more memory",)
+    return Plan(tuple(fits), tuple(refused), goal, best, why)
+
+
+def _choose(fits: Sequence[Forecast], goal: str) -> tuple[Forecast | None, tuple[str, ...]]:
+    """The fastest of the kind that is asked for, else the fastest of all that fit."""
+    asked = [each for each in fits if goal == "any" or each.kind == goal]
+    best = next(iter(asked or fits), None)
+    if best is None:
+        return None, ("no strategy can train this",)
+    what = GOALS[goal]
+    why = [f"{label(best)}: the fastest of {what} that fit, {seconds_text(best)}"]
+    if not asked:
+        why = [f"{label(best)}: of {what} nothing fits; the fastest of the others, {seconds_text(best)}"]
+    why += best.reasons
+    other = next((each for each in (asked or fits) if each.name != best.name), None)
+    if other is not None:
+        why.append(f"next is {label(other)}: {seconds_text(other)}, {show_size(other.memory)}")
+    return best, tuple(why)
+
+
+def label(forecast: Forecast) -> str:
+    """The strategy and its words, for people."""
+    words = [f"{key}={_short(value)}" for key, value in forecast.words.items() if key != "name"]
+    return " ".join([forecast.name, *words])
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(str, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def seconds_text(forecast: Forecast) -> str:
+    return f"{forecast.per_pass:.3g} s per epoch"

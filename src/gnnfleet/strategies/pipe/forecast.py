@@ -1,0 +1,125 @@
+"""What an epoch of ``pipe`` takes on every grid that fits, from layers timed on a chunk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from gnnfleet.comm.world import World
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.chunks import Layout
+from gnnfleet.sharded.way import Way
+from gnnfleet.strategies.base import PRECISIONS, Outlook
+from gnnfleet.strategies.forecast import SLACK, Forecast
+from gnnfleet.strategies.foresight import Weights, evaluation_bytes, sketch_of
+from gnnfleet.strategies.inputs import wants_aggregate
+from gnnfleet.strategies.pipe import plan
+from gnnfleet.strategies.pipe.config import PipeConfig
+from gnnfleet.strategies.pipe.plan import Candidate, Machine
+from gnnfleet.strategies.pipe.probe import Found, owners, probe_layers
+
+
+def foresee(config: PipeConfig, outlook: Outlook) -> list[Forecast]:
+    job, workers = outlook.job, outlook.workers
+    config.check(job.task)
+    if len(job.graph.nodes) > 1:
+        raise ConfigError(f"strategy pipe works on one node type, found {', '.join(job.graph.nodes)}: use sar")
+    layouts = outlook.layouts(config)
+    found: Found = outlook.once("pipe", lambda: _probe(config, outlook, layouts[-1]))
+    forecasts = []
+    for layout in layouts:
+        grid = Candidate(layout.ways, workers // layout.ways, layout.chunks)
+        if grid.stages <= job.model.num_layers and (grid.is_exact or not job.model.batch_norm):
+            forecasts.append(_forecast(config, outlook, found, layout))
+    if not forecasts:
+        raise ConfigError(f"{workers} stages need as many layers, the model has {job.model.num_layers}")
+    return forecasts
+
+
+def _probe(config: PipeConfig, outlook: Outlook, layout: Layout) -> Found:
+    """Layers on one chunk, here; all workers at once take as much longer as the rehearsal says."""
+    job, way = outlook.job, Way(outlook.job.graph, layout, 0)
+    x = job.graph.nodes[way.kind].x
+    x = torch.empty(job.graph.num_nodes, 0) if x is None else x
+    rows = x[layout.order[way.low : way.high]].to(PRECISIONS[job.precision])
+    cached = wants_aggregate(config.cache_inputs, hides=job.task.hides)
+    found = probe_layers(World(), job.model, way, rows, precision=job.precision, cached=cached)
+    slower = _crowding(outlook)
+    layers = [replace(layer, least=layer.least * slower, whole=layer.whole * slower) for layer in found.layers]
+    return replace(found, layers=tuple(layers), crowding=slower)
+
+
+def _crowding(outlook: Outlook) -> float:
+    """How many times as long layers take while all workers compute."""
+    loads = [(10_000.0, 100_000.0)] * outlook.job.model.num_layers
+    return max(1.0, outlook.together.walk(loads) / max(outlook.alone.walk(loads), 1e-9))
+
+
+def _forecast(config: PipeConfig, outlook: Outlook, found: Found, layout: Layout) -> Forecast:
+    job, pace, workers = outlook.job, outlook.together, outlook.workers
+    ways = [Way(job.graph, layout, way) for way in range(layout.ways)] if layout.ways > 1 else []
+    copies = sum(len(way.mirrors["in"]) for way in ways), sum(len(way.mirrors["out"]) for way in ways)
+    grid = Candidate(layout.ways, workers // layout.ways, layout.chunks, copies)
+    machine = Machine(pace.socket, pace.latency, found.crowding, workers)
+    weights, divided = Weights.of(job.model), 2 if config.wire == "bf16" else 1
+    rows = job.graph.num_nodes
+    made = plan.forecast(found.layers, grid, machine, rows=rows, weights=weights.nbytes, wire=divided)
+    stages = range(grid.stages)
+    rounds = grid.slots * min(2, grid.stages - 1)
+    if layout.ways > 1:
+        trips = sum(bool(layer.forward) + bool(layer.by_source) + bool(layer.home) for layer in found.layers)
+        rounds += grid.slots * trips * (layout.ways - 1) // grid.stages + 1
+    return Forecast(
+        words={
+            **config.model_dump(exclude_defaults=True),
+            "name": "pipe",
+            "ways": layout.ways,
+            "chunks": layout.chunks,
+        },
+        kind="exact" if grid.is_exact else "approximate",
+        workers=workers,
+        memory=max(_memory(outlook, found, grid, made.layers[stage]) for stage in stages),
+        bytes=made.bytes + _sums(outlook, found, grid, made.layers),
+        rounds=rounds,
+        seconds=made.seconds + pace.step,
+        reasons=(f"{grid}, {'exact' if grid.is_exact else 'with history'}", _shares(made.layers)),
+    )
+
+
+def _shares(split: tuple[range, ...]) -> str:
+    return "layers of the stages: " + ", ".join(str(len(each)) for each in split)
+
+
+def _sums(outlook: Outlook, found: Found, grid: Candidate, split: tuple[range, ...]) -> int:
+    """Bytes of gradients that the ways of a stage sum, and stages that share parameters."""
+    named = dict(outlook.job.model.named_parameters())
+    homes = owners(found.parameters, split, list(named))
+    total = 0
+    for name, stages in homes.items():
+        each = named[name].nbytes + named[name].element_size()
+        total += each * len(stages) * grid.ways * (grid.ways > 1)
+        total += each * grid.workers * (len(stages) > 1)
+    return total
+
+
+def _memory(outlook: Outlook, found: Found, grid: Candidate, layers: range) -> float:
+    """Of a stage: activations of its layers for the rows of a way, history where chunks come one after the other."""
+    job, pace = outlook.job, outlook.together
+    graph, itemsize = job.graph, PRECISIONS[job.precision].itemsize
+    share = len(layers) / job.model.num_layers
+    rows = graph.num_nodes / grid.ways
+    mirrors = sum(grid.copies) / 2 / grid.ways
+    tensors = sketch_of(outlook, "auto").tensors(int(rows)) * share
+    tables = sum(found.layers[index].forward for index in layers) * (rows + mirrors)
+    history = tables * (2 if grid.slots > 1 else 1 if grid.ways > 1 else 0)
+    x = graph.nodes[next(iter(graph.nodes))].x
+    wide = 0 if x is None else int(x.shape[1])
+    features = rows * wide * itemsize * (3 if layers.start == 0 else 1)
+    structure = graph.num_edges * WHOLE_EDGE + graph.num_edges / grid.ways * WAY_EDGE
+    most = max(SLACK * tensors + history, evaluation_bytes(job, rows))
+    return pace.resident + features + structure + most + Weights.of(job.model).state()
+
+
+WHOLE_EDGE, WAY_EDGE = 120.0, 48.0
+"""Bytes of an edge of the graph while its way is made, and of one of the way and its chunks."""

@@ -1,0 +1,141 @@
+"""What a round of ``tma`` takes: weights there and back; steps on the subgraph of a trainer's own nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gnnfleet.graph.batches import count_batches
+from gnnfleet.graph.induced import induced_graph
+from gnnfleet.graph.local import LocalView
+from gnnfleet.nn.embedding import NodeEmbedding
+from gnnfleet.strategies.base import PRECISIONS, Job, Outlook
+from gnnfleet.strategies.forecast import Forecast
+from gnnfleet.strategies.foresight import (
+    EDGE,
+    Weights,
+    draw_blocks,
+    evaluation_bytes,
+    feature_bytes,
+    keeps_aggregate,
+    step_tensors,
+)
+from gnnfleet.strategies.task import NodeTask
+from gnnfleet.strategies.tma.average import Layout
+from gnnfleet.strategies.tma.config import SCHEMES, TmaConfig
+
+
+def foresee(config: TmaConfig, outlook: Outlook) -> list[Forecast]:
+    """For every scheme, or the one that is asked for."""
+    schemes = [config.scheme] if "scheme" in config.model_fields_set else list(SCHEMES)
+    return [_scheme(config.model_copy(update={"scheme": scheme}), outlook) for scheme in schemes]
+
+
+def _scheme(config: TmaConfig, outlook: Outlook) -> Forecast:
+    job, pace, workers = outlook.job, outlook.together, outlook.workers
+    part, kept = outlook.once(f"trainer {config.partitioner}", lambda: _trainer(config, outlook))
+    items = _items(part)
+    given = keeps_aggregate(part, config.cache_inputs)
+    size = min(config.batch, len(items)) if config.batch else len(items)
+    blocks = draw_blocks(part, items, size, fanouts=config.fanouts, given=given, replace=config.replace)
+    if config.full:
+        loads = [(float(part.graph.num_nodes), float(part.graph.num_edges))] * part.model.num_layers
+        step = pace.walk(loads) + pace.step
+    else:
+        step = pace.sampled(blocks.loads) + pace.draw * blocks.amount
+    steps = count_batches(len(items), config.batch)
+    # Weights go down and come up again while nobody trains; corrections are made meanwhile.
+    packed = _packed(job)
+    beside = 2 * packed / pace.bandwidth * workers + LETTER + config.correction_steps * _correction(config, outlook)
+    a_round = beside + (config.steps * step if config.steps else config.interval)
+    made = config.steps if config.steps else max(1.0, (config.interval - beside) / step)
+    learnt = Weights.of(job.model).rows
+    return Forecast(
+        words={**config.model_dump(exclude_defaults=True, exclude={"scheme"}), "name": "tma", "scheme": config.scheme},
+        kind="approximate",
+        workers=workers,
+        memory=max(_trainer_memory(part, outlook, blocks.views[0], given), _coordinator_memory(config, outlook)),
+        bytes=workers * (2 * packed + _moments(config, job)) + learnt,
+        rounds=1,
+        seconds=a_round,
+        passes=made / steps,
+        steps=int(made * workers),
+        reasons=(
+            f"{kept:.0%} of the edges are inside parts",
+            f"a step takes {step:.2g} s, so a round has {made:.0f} of each trainer",
+        ),
+    )
+
+
+LETTER = 0.05
+"""Seconds from the end of a round to the beginning of the next: trainers look for news that often."""
+
+
+def _packed(job: Job) -> int:
+    """Bytes of the weights as they travel."""
+    names = [name for name, _ in job.model.named_parameters()]
+    rows = tuple(name for name in names if _is_learnt(job, name))
+    return Layout.of(job.model.state_dict(), PRECISIONS[job.precision], without=rows, parameters=names).nbytes
+
+
+def _moments(config: TmaConfig, job: Job) -> int:
+    """Bytes of what the optimizer remembers, where that is averaged too."""
+    if config.optimizer != "average":
+        return 0
+    numbers = [each.numel() for name, each in job.model.named_parameters() if not _is_learnt(job, name)]
+    adam = job.train.optimizer != "sgd"
+    each = [2 * count + 1 if adam else count * bool(job.train.momentum) for count in numbers]
+    return sum(each) * PRECISIONS[job.precision].itemsize
+
+
+def _is_learnt(job: Job, name: str) -> bool:
+    module = job.model.get_submodule(name.rpartition(".")[0])
+    return isinstance(module, NodeEmbedding)
+
+
+def _trainer(config: TmaConfig, outlook: Outlook) -> tuple[Job, float]:
+    """(what the first trainer works on, the share of edges that all of them keep)."""
+    job = outlook.job
+    own = outlook.deal(config).own(0, outlook.workers)
+    graph = induced_graph(job.graph, own)
+    task = job.task
+    if isinstance(task, NodeTask):
+        task = replace(task, nodes=graph.nodes[task.target])
+    kept = graph.num_edges * outlook.workers / max(1, job.graph.num_edges)
+    return replace(job, graph=graph, task=task), kept
+
+
+def _items(part: Job) -> Tensor:
+    if isinstance(part.task, NodeTask):
+        return part.task.trained(part.seed, 0)
+    return torch.arange(part.graph.num_edges)
+
+
+def _correction(config: TmaConfig, outlook: Outlook) -> float:
+    """Seconds of a step on the whole graph."""
+    if not config.correction_steps:
+        return 0.0
+    job, pace = outlook.job, outlook.alone
+    given = keeps_aggregate(job, config.cache_inputs)
+    items = job.task.trained(job.seed, 0)
+    blocks = draw_blocks(job, items, config.batch, fanouts=config.fanouts, given=given)
+    return pace.sampled(blocks.loads) + pace.draw * blocks.amount
+
+
+def _trainer_memory(part: Job, outlook: Outlook, views: Sequence[LocalView], given: bool) -> float:
+    itemsize = PRECISIONS[part.precision].itemsize
+    held = 2 * feature_bytes(part.graph) + given * 2 * feature_bytes(part.graph, itemsize)
+    held += part.graph.num_edges * EDGE * 2
+    share = part.graph.num_nodes / max(1, outlook.job.graph.num_nodes)
+    return (
+        outlook.together.resident + held + step_tensors(part, views, given=given) + Weights.of(part.model).state(share)
+    )
+
+
+def _coordinator_memory(config: TmaConfig, outlook: Outlook) -> float:
+    job = outlook.job
+    held = 2 * feature_bytes(job.graph) + job.graph.num_edges * EDGE
+    return outlook.together.resident + held + evaluation_bytes(job, job.graph.num_nodes) + Weights.of(job.model).state()

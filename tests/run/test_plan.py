@@ -1,0 +1,115 @@
+"""Plans: what fits and what is recommended, words that go to strategies, ``auto`` settled before a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gnnfleet as gf
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.store import save_store
+from gnnfleet.report.sizes import parse_rate
+from gnnfleet.run.plan import _recommend, make_plan
+from gnnfleet.strategies.forecast import Forecast
+from tests.run.shell import call
+
+
+def forecast(name: str, seconds: float, memory: float, kind: Any = "exact", **more: Any) -> Forecast:
+    return Forecast(words={"name": name}, kind=kind, workers=2, memory=memory, seconds=seconds, **more)
+
+
+EVERY = [
+    forecast("local", 4.0, 900e6),
+    forecast("sar", 2.0, 600e6),
+    forecast("macrobatch", 1.0, 500e6, "sampled"),
+    forecast("tma", 10.0, 400e6, "approximate", passes=20.0),
+    forecast("pipe", 0.0, 0.0, refused="as many layers"),
+]
+
+
+@pytest.mark.parametrize(
+    ("memory", "goal", "best"),
+    [(None, "exact", "sar"), (None, "any", "tma"), (None, "sampled", "macrobatch"), (550 << 20, "exact", "tma")],
+)
+def test_the_fastest_of_what_is_asked_for(memory: int | None, goal: str, best: str) -> None:
+    plan = _recommend(EVERY, memory, goal)
+    assert plan.best is not None and plan.best.name == best
+    assert [each.per_pass for each in plan.fits] == sorted(each.per_pass for each in plan.fits)
+    assert len(plan.fits) + len(plan.refused) == len(EVERY)
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    plan = _recommend(EVERY, 550_000_000, "exact")
+    texts = {each.name: each.refused for each in plan.refused}
+    assert texts["sar"] == "needs 572 MiB, 48 MiB more than --memory" and texts["pipe"] == "as many layers"
+    nothing = _recommend(EVERY, 1 << 20, "exact")
+    assert nothing.best is None
+    assert nothing.why[0].startswith("nothing fits into --memory 1 MiB; the least that any needs is 381 MiB (tma)")
+
+
+@pytest.mark.parametrize(("text", "rate"), [("1Gbit", 125e6), ("800 Mbit", 1e8), ("125MB", 125e6), ("2GiB/s", 2**31)])
+def test_rates(text: str, rate: float) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["fast", "0Gbit", "1Gbyte", ""])
+def test_no_rates(text: str) -> None:
+    with pytest.raises(ConfigError, match="a bandwidth reads as 1Gbit"):
+        parse_rate(text)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "store"
+    save_store(make_dataset("communities", nodes=600, mean_degree=6, features=8, classes=3), path)
+    return path
+
+
+MODEL = {"name": "sage", "hidden": 8, "layers": 2}
+
+
+def test_words(store: Path) -> None:
+    graph = gf.open(store)
+    for strategy, text in (
+        ({"fanout": [3]}, "did you mean fanouts"),
+        ({"goal": "best"}, "expected exact, sampled, any"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            make_plan(graph, {"strategy": strategy, "model": MODEL})
+    with pytest.raises(ConfigError, match="no strategy 'sra'"):
+        make_plan(graph, {"model": MODEL}, only=["sra"])
+
+
+def test_machines_with_links(store: Path) -> None:
+    """Four workers that are not here: every strategy, slower links cost more, wrong grids are refused in words."""
+    graph, words = gf.open(store), {"model": MODEL, "workers": 4, "strategy": {"steps": 3, "batch": 64}}
+    plan = make_plan(graph, words, bandwidth=1e9)
+    names = {each.name for each in plan.fits}
+    assert names == {"local", "sar", "macrobatch", "tma", "pipe"}
+    assert all(each.memory > 0 and each.seconds > 0 for each in plan.fits)
+    slow = make_plan(graph, words, bandwidth=1e3, only=["sar"])
+    fast = make_plan(graph, words, bandwidth=1e12, only=["sar"])
+    assert min(each.seconds for each in slow.fits) > max(each.seconds for each in fast.fits)
+    assert {each.bytes for each in slow.fits} == {each.bytes for each in fast.fits}
+
+
+def test_auto_trains_what_is_recommended(store: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["--model", "sage", "--set", "model.hidden=8", "--set", "model.layers=2", "--set", "train.epochs=2"]
+    done = call("train", store, *words, "--strategy", "auto", "--workers", "2", "--run-dir", run, "--json")
+    assert done.returncode == 0, done.stderr
+    config = json.loads((run / "config.json").read_text())["config"]
+    record = json.loads(done.stdout)
+    assert config["strategy"]["name"] == record["strategy"] != "auto" and config["workers"] == record["workers"]
+    assert f"strategy auto: {record['strategy']}" in done.stderr
+    more = call("train", store, *words[:-1], "train.epochs=3", "--strategy", "auto", "--run-dir", run, "--resume")
+    assert more.returncode == 0, more.stderr
+
+
+def test_auto_that_does_not_fit(store: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing fits into --memory 1 MiB"):
+        gf.train(store, strategy="auto", model=MODEL, epochs=1, memory="1MiB")
