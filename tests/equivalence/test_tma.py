@@ -25,6 +25,7 @@ from gnnfleet.run.parts import ensure_clusters, trained_graph
 from gnnfleet.strategies.base import PRECISIONS
 from gnnfleet.strategies.tma.trainer import Trainer
 from tests.equivalence.spread import plain_graph, typed_graph
+from tests.equivalence.test_forecast import forecast_of
 from tests.equivalence.test_sar import linked
 
 BATCH = 7
@@ -216,10 +217,14 @@ def test_traffic_is_the_weights(stores: dict[str, Path]) -> None:
     ]
     for model, remote, links in cases:
         more = {"task": "link", "link": {"eval_negatives": 6, "ranking": "sampled"}} if links else {}
-        config = words(tma(steps=2, remote=remote), workers=3, model=model, **more)
+        config = words(tma(steps=2, remote=remote, scheme="super"), workers=3, model=model, **more)
         with fleet(stores["linked" if links else "plain"], config) as strategy:
             rounds(strategy, 0, 2)
             told, model_now = strategy.counts(), strategy.state_dict()["model"]
+            sent = strategy._job.world.traffic.bytes_sent + sum(each["bytes_sent"] for each in strategy.elsewhere)
+        if not links:
+            (foreseen,) = forecast_of(stores["plain"], config.model_dump(mode="json"))
+            assert 2 * foreseen.bytes == sent
         size = sum(t.numel() for name, t in model_now.items() if "embeddings" not in name) * 8
         assert told["megabytes_up"] == told["megabytes_down"] == 3 * size / 1e6 and told["trainers"] == 3
         rows = sum(t.numel() for name, t in model_now.items() if "embeddings" in name) * 8

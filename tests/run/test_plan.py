@@ -80,7 +80,7 @@ def test_words(store: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             make_plan(graph, {"strategy": strategy, "model": MODEL})
-    with pytest.raises(ConfigError, match="no strategy 'sra'"):
+    with pytest.raises(ConfigError, match="no forecast of a strategy 'sra'"):
         make_plan(graph, {"model": MODEL}, only=["sra"])
 
 

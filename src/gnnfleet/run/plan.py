@@ -29,7 +29,7 @@ from gnnfleet.report.sizes import show_size
 from gnnfleet.run.build import Checked, Here, check, job_of
 from gnnfleet.run.config import RunConfig, Tree, resolve
 from gnnfleet.run.parts import ensure_clusters, ensure_layouts, ensure_partition
-from gnnfleet.run.registry import AUTO, CONFIGS, foresee
+from gnnfleet.run.registry import AUTO, CONFIGS, foresee, foresees
 from gnnfleet.run.rehearsal import apart, rehearse
 from gnnfleet.strategies.base import Outlook, StrategyConfig
 from gnnfleet.strategies.forecast import Forecast, Pace
@@ -109,16 +109,17 @@ def _without_strategy(words: Mapping[str, Any]) -> Tree:
 
 def _configs(words: Mapping[str, Any], own: Mapping[str, Any], only: Sequence[str]) -> list[RunConfig]:
     """A config of every strategy, each with those of the words that it knows."""
-    known = {key for kind in CONFIGS.values() for key in kind.model_fields}
+    able = {name: kind for name, kind in CONFIGS.items() if foresees(name)}
+    known = {key for kind in able.values() for key in kind.model_fields}
     for word in own:
         if word not in known:
             near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
             raise ConfigError(f"no strategy has a setting {word!r}" + (f": did you mean {near[0]}?" if near else ""))
     for name in only:
-        if name not in CONFIGS:
-            raise ConfigError(f"no strategy {name!r}; this version has {', '.join(CONFIGS)}")
+        if name not in able:
+            raise ConfigError(f"no forecast of a strategy {name!r}; this version has {', '.join(able)}")
     workers, found = words.get("workers", 1), []
-    for name, kind in CONFIGS.items():
+    for name, kind in able.items():
         if (only and name not in only) or (name != "local" and workers == 1):
             continue
         tree = {**_without_strategy(words), "strategy": {"name": name, **_known(kind, own)}}

@@ -92,12 +92,14 @@ def counterpart(config: StrategyConfig, layers: int) -> LocalConfig | None:
     return LocalConfig() if isinstance(config, SarConfig | PipeConfig) else None
 
 
+def foresees(name: str) -> bool:
+    """Whether a strategy says what its epochs take."""
+    return find_spec(f"gnnfleet.strategies.{name}.forecast") is not None
+
+
 def foresee(config: StrategyConfig, outlook: Outlook) -> list[Forecast]:
-    """What a strategy says of its epochs; nothing where it has no ``forecast.py``. Raises ConfigError."""
-    name = f"gnnfleet.strategies.{config.name}.forecast"
-    if find_spec(name) is None:
-        return []
-    found: list[Forecast] = import_module(name).foresee(config, outlook)
+    """What a strategy says of its epochs. Raises ConfigError."""
+    found: list[Forecast] = import_module(f"gnnfleet.strategies.{config.name}.forecast").foresee(config, outlook)
     return found
 
 

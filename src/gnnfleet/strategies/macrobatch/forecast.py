@@ -69,6 +69,8 @@ class _Epoch:
         self.foretastes = foretastes
         fits = [choose_together(each, config.buffer, self.steps, ahead=self.ahead, window=0) for each in foretastes]
         self.most = min(fits)
+        largest = max(self.tastes, key=lambda taste: taste.drawn.amount)
+        self.tensors = step_tensors(self.job, largest.drawn.views[0], given=self.given)
 
     def _owners(self) -> dict[str, Tensor]:
         """[N] the part of every node, by type."""
@@ -172,8 +174,7 @@ class _Epoch:
         features = feature_bytes(job.graph) + self.given * 2 * feature_bytes(job.graph, itemsize)
         held = share * (features + job.graph.num_edges * PART_EDGE)
         relays = self.foretastes[rank].bytes(together, ahead=self.ahead, window=0)
-        step = step_tensors(job, self.tastes[rank].drawn.views[0], given=self.given) + relays
-        most = max(step, evaluation_bytes(job, rows) + share * feature_bytes(job.graph, itemsize))
+        most = max(self.tensors + relays, evaluation_bytes(job, rows) + share * feature_bytes(job.graph, itemsize))
         return pace.resident + held + most + weights.state(share)
 
     def _reasons(self, together: int, making: float, work: float, travel: float) -> tuple[str, ...]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from gnnfleet.graph.batches import count_batches
 from gnnfleet.graph.induced import induced_graph
-from gnnfleet.graph.local import LocalView
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.strategies.base import PRECISIONS, Job, Outlook
 from gnnfleet.strategies.forecast import Forecast
 from gnnfleet.strategies.foresight import (
     EDGE,
+    Drawn,
     Weights,
     draw_blocks,
     evaluation_bytes,
@@ -36,17 +34,14 @@ def foresee(config: TmaConfig, outlook: Outlook) -> list[Forecast]:
 
 def _scheme(config: TmaConfig, outlook: Outlook) -> Forecast:
     job, pace, workers = outlook.job, outlook.together, outlook.workers
-    part, kept = outlook.once(f"trainer {config.partitioner}", lambda: _trainer(config, outlook))
-    items = _items(part)
-    given = keeps_aggregate(part, config.cache_inputs)
-    size = min(config.batch, len(items)) if config.batch else len(items)
-    blocks = draw_blocks(part, items, size, fanouts=config.fanouts, given=given, replace=config.replace)
+    trainer: _Trainer = outlook.once(f"trainer {config.partitioner}", lambda: _trainer(config, outlook))
+    part, blocks = trainer.job, trainer.blocks
     if config.full:
         loads = [(float(part.graph.num_nodes), float(part.graph.num_edges))] * part.model.num_layers
         step = pace.walk(loads) + pace.step
     else:
         step = pace.sampled(blocks.loads) + pace.draw * blocks.amount
-    steps = count_batches(len(items), config.batch)
+    steps = count_batches(trainer.items, config.batch)
     # Weights go down and come up again while nobody trains; corrections are made meanwhile.
     packed = _packed(job)
     beside = 2 * packed / pace.bandwidth * workers + LETTER + config.correction_steps * _correction(config, outlook)
@@ -57,14 +52,14 @@ def _scheme(config: TmaConfig, outlook: Outlook) -> Forecast:
         words={**config.model_dump(exclude_defaults=True, exclude={"scheme"}), "name": "tma", "scheme": config.scheme},
         kind="approximate",
         workers=workers,
-        memory=max(_trainer_memory(part, outlook, blocks.views[0], given), _coordinator_memory(config, outlook)),
+        memory=max(trainer.memory, _coordinator_memory(outlook)),
         bytes=workers * (2 * packed + _moments(config, job)) + learnt,
         rounds=1,
         seconds=a_round,
         passes=made / steps,
         steps=int(made * workers),
         reasons=(
-            f"{kept:.0%} of the edges are inside parts",
+            f"{trainer.kept:.0%} of the edges are inside parts",
             f"a step takes {step:.2g} s, so a round has {made:.0f} of each trainer",
         ),
     )
@@ -96,8 +91,18 @@ def _is_learnt(job: Job, name: str) -> bool:
     return isinstance(module, NodeEmbedding)
 
 
-def _trainer(config: TmaConfig, outlook: Outlook) -> tuple[Job, float]:
-    """(what the first trainer works on, the share of edges that all of them keep)."""
+@dataclass(frozen=True, eq=False)
+class _Trainer:
+    """The first of them."""
+
+    job: Job  # its subgraph
+    items: int
+    blocks: Drawn
+    memory: float
+    kept: float  # the share of edges that all of them keep
+
+
+def _trainer(config: TmaConfig, outlook: Outlook) -> _Trainer:
     job = outlook.job
     own = outlook.deal(config).own(0, outlook.workers)
     graph = induced_graph(job.graph, own)
@@ -105,13 +110,15 @@ def _trainer(config: TmaConfig, outlook: Outlook) -> tuple[Job, float]:
     if isinstance(task, NodeTask):
         task = replace(task, nodes=graph.nodes[task.target])
     kept = graph.num_edges * outlook.workers / max(1, job.graph.num_edges)
-    return replace(job, graph=graph, task=task), kept
-
-
-def _items(part: Job) -> Tensor:
-    if isinstance(part.task, NodeTask):
-        return part.task.trained(part.seed, 0)
-    return torch.arange(part.graph.num_edges)
+    part = replace(job, graph=graph, task=task)
+    # Targets of a subgraph have other numbers: of links the blocks are those of the whole graph, which are larger.
+    seen = part if isinstance(task, NodeTask) else job
+    items, given = seen.task.trained(job.seed, 0), keeps_aggregate(part, config.cache_inputs)
+    some = items if len(items) else torch.arange(1)
+    blocks = draw_blocks(seen, some, config.batch, fanouts=config.fanouts, given=given, replace=config.replace)
+    count = len(items) if seen is part else len(items) // outlook.workers
+    tensors = step_tensors(seen, blocks.views[0], given=given)
+    return _Trainer(part, max(1, count), blocks, _trainer_memory(part, outlook, tensors, given), kept)
 
 
 def _correction(config: TmaConfig, outlook: Outlook) -> float:
@@ -125,17 +132,15 @@ def _correction(config: TmaConfig, outlook: Outlook) -> float:
     return pace.sampled(blocks.loads) + pace.draw * blocks.amount
 
 
-def _trainer_memory(part: Job, outlook: Outlook, views: Sequence[LocalView], given: bool) -> float:
+def _trainer_memory(part: Job, outlook: Outlook, tensors: float, given: bool) -> float:
     itemsize = PRECISIONS[part.precision].itemsize
     held = 2 * feature_bytes(part.graph) + given * 2 * feature_bytes(part.graph, itemsize)
     held += part.graph.num_edges * EDGE * 2
     share = part.graph.num_nodes / max(1, outlook.job.graph.num_nodes)
-    return (
-        outlook.together.resident + held + step_tensors(part, views, given=given) + Weights.of(part.model).state(share)
-    )
+    return outlook.together.resident + held + tensors + Weights.of(part.model).state(share)
 
 
-def _coordinator_memory(config: TmaConfig, outlook: Outlook) -> float:
+def _coordinator_memory(outlook: Outlook) -> float:
     job = outlook.job
     held = 2 * feature_bytes(job.graph) + job.graph.num_edges * EDGE
     return outlook.together.resident + held + evaluation_bytes(job, job.graph.num_nodes) + Weights.of(job.model).state()
