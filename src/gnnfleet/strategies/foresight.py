@@ -30,6 +30,8 @@ from gnnfleet.strategies.sampling import FanoutWords
 EDGE = 16.0
 """Bytes that an edge takes in memory: its ends by destination, and by source for backward."""
 
+BLOCK_EDGE = 40.0
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -106,8 +108,8 @@ class Drawn:
 
     @property
     def structure(self) -> float:
-        """Bytes of the blocks of a batch."""
-        return self.amount * (EDGE + 8)
+        """Bytes of the blocks of a batch: ends and ids of edges, and the same turned round for backward."""
+        return self.amount * BLOCK_EDGE
 
 
 def draw_blocks(

@@ -117,7 +117,7 @@ def _trainer(config: TmaConfig, outlook: Outlook) -> _Trainer:
     some = items if len(items) else torch.arange(1)
     blocks = draw_blocks(seen, some, config.batch, fanouts=config.fanouts, given=given, replace=config.replace)
     count = len(items) if seen is part else len(items) // outlook.workers
-    tensors = step_tensors(seen, blocks.views[0], given=given)
+    tensors = step_tensors(seen, blocks.views[0], given=given) + blocks.structure
     return _Trainer(part, max(1, count), blocks, _trainer_memory(part, outlook, tensors, given), kept)
 
 
