@@ -52,6 +52,7 @@ def test_exact_ones_equal_local(store: Path, tmp_path: Path, monkeypatch: pytest
     assert "not empty" in fails("compare", store, *WORDS, "-o", out, code=2)
     (out / "mine").touch()
     assert "not empty" in fails("compare", store, *WORDS, "--overwrite", "-o", out, code=2)
+    assert (out / "strategies" / "sar").is_dir(), "what somebody has added is a reason to leave all of it"
 
 
 def test_other_weights_are_seen(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

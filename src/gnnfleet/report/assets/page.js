@@ -241,7 +241,8 @@ function runsTable() {
     { key: "peak_rss", title: "peak memory", show: bytes },
     { key: "state", title: "state", word: true, show: (value) => make("span", { class: "badge " + value }, value) },
   ];
-  if (rows.some((row) => row.equals)) columns.splice(12, 0, { key: "equals", title: "equals local", word: true });
+  if (metrics.length > 1) columns.splice(6, 0, { key: "metric", title: "metric", word: true });
+  if (rows.some((row) => row.equals)) columns.splice(-1, 0, { key: "equals", title: "equals local", word: true });
   const said = [];  // what every row would say
   if (rows.every((row) => row.name === row.strategy)) said.push("strategy");
   if (rows.every((row) => row.state === "finished")) said.push("state");

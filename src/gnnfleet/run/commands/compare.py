@@ -27,7 +27,8 @@ gnnfleet compare shop/ --strategies sar,pipe --workers 4 --model gcn2 --set mode
 
                                                                                a word of one strategy by its name
 """
-PAGE = "page.html"
+PAGE, RUNS, MARK = "page.html", "strategies", ".compared"
+"""What is in the directory: a page, a run by name of each strategy, a mark that all of it may be replaced."""
 
 
 def compare(
@@ -71,7 +72,7 @@ def compare(
     words.pop("strategy", None)
     resolve({key: value for key, value in words.items() if key != "partition"})  # what is wrong for all is said once
     graph = open_store(store)
-    contest = Contest(store, output / "runs", names, workers, words, own)
+    contest = Contest(store, output / RUNS, names, workers, words, own)
     if "tma" in names:
         own.setdefault("tma", {}).update(steps_of_a_pass(graph, contest.config("tma")))
     make_room(output, overwrite=overwrite)
@@ -84,15 +85,20 @@ def compare(
     show_runs(runs, verdicts, output / PAGE, as_json=as_json, quiet=quiet)
 
 
-def make_room(folder: Path, *, overwrite: bool) -> None:
-    """An empty place for runs and a page; raises ConfigError where something else is there."""
+def make_room(folder: Path, *, overwrite: bool, beside: Sequence[str] = ()) -> None:
+    """An empty place for runs, a page and what is named; raises ConfigError where something else is there.
+
+    Only what was made here is replaced: a mark says so, and nothing may have come to it since.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        known = {"runs", PAGE, "communities", "events"}
-        if not overwrite or not folder.is_dir() or any(path.name not in known for path in folder.iterdir()):
+        own = {RUNS, PAGE, MARK, *beside}
+        ours = folder.is_dir() and (folder / MARK).is_file() and all(path.name in own for path in folder.iterdir())
+        if not overwrite or not ours:
             raise ConfigError(f"{folder} is not empty: choose another --output, or --overwrite what was compared there")
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
 
 
 def read_all(places: Mapping[str, Path]) -> list[Run]:

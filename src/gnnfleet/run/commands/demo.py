@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.run.commands.compare import PAGE, make_room, read_all, show_runs, write_page
+from gnnfleet.errors import ConfigError
+from gnnfleet.run.commands.compare import PAGE, RUNS, make_room, read_all, show_runs, write_page
 from gnnfleet.run.console import JsonFlag, QuietFlag, parse_settings, remark
 
 if TYPE_CHECKING:
     from gnnfleet.graph.graph import Graph
     from gnnfleet.report.progress import Progress
+    from gnnfleet.run.comparing import Contest
 
 GRAPH = {"nodes": 20_000, "mean_degree": 16}
 WORDS: dict[str, Any] = {
@@ -22,6 +25,9 @@ WORDS: dict[str, Any] = {
     "train": {"epochs": 25, "lr": 0.01},
 }
 """Of all static strategies."""
+
+EVENTS = {"events": 20_000, "users": 1_000, "items": 500}
+EVENT_WORDS: dict[str, Any] = {"train": {"epochs": 3, "lr": 1e-3}}
 
 OWN: dict[str, dict[str, Any]] = {
     "macrobatch": {"batch": 512, "fanouts": (10, 10, 5)},
@@ -39,32 +45,46 @@ def demo(
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Generate a graph with communities, train it with every strategy, compare them in one table and on one page.
+    """Train every strategy on generated data, and compare them in one table and on one page.
 
-    It also cuts the graph with every partitioner and compares what the cuts cost. Nothing is downloaded. The directory
-    is the demo's own: what an earlier demo left there is replaced.
+    The static ones on a graph with communities, temporal on a stream of events. It also cuts the graph with every
+    partitioner and compares what the cuts cost. Nothing is downloaded. The directory is the demo's own: what an earlier
+    demo left there is replaced.
     """
     from gnnfleet.graph.datasets import make_dataset
     from gnnfleet.graph.store import save_store
     from gnnfleet.report.progress import show
     from gnnfleet.run.comparing import Contest, check_all, train_all
 
+    say = partial(remark, quiet=quiet)
     started = time.monotonic()
-    make_room(output, overwrite=True)
-    store, runs = output / "communities", output / "runs"
+    make_room(output, overwrite=True, beside=("communities", "events"))
+    store, runs = output / "communities", output / RUNS
     contest = Contest(store, runs, ("local", "sar", "macrobatch", "tma", "pipe"), workers, WORDS, OWN)
     with show(quiet) as progress:
         graph = make_dataset("communities", progress=progress, **{**GRAPH, **parse_settings(settings)})
         graph = save_store(graph, store)
         cuts = _cut(graph, workers, progress)
-        done = train_all(contest, progress=progress, say=partial(remark, quiet=quiet))
+        done = train_all(contest, progress=progress, say=say)
         verdicts = check_all(contest, done, progress=progress)
+        save_store(make_dataset("events", progress=progress, **EVENTS), output / "events")
+        done += train_all(_on_events(contest, output / "events"), progress=progress, say=say)
     found = read_all({name: contest.run_dir(name) for name in done})
     title = f"gnnfleet demo: {graph.num_nodes:,} nodes, {graph.num_edges:,} edges, {workers} workers"
     write_page(output / PAGE, found, title=title, verdicts=verdicts, partitions=cuts)
     show_runs(found, verdicts, output / PAGE, as_json=as_json, quiet=quiet)
     took = time.monotonic() - started
     remark(f"it took {took / 60:.1f} minutes; look closer with  gnnfleet info {store}", quiet=quiet or as_json)
+
+
+def _on_events(contest: Contest, store: Path) -> Contest:
+    """The strategy for streams, on as many workers as it takes."""
+    found = replace(contest, store=store, strategies=("temporal",), words=EVENT_WORDS, own={})
+    try:
+        found.config("temporal")
+    except ConfigError:
+        found = replace(found, workers=1)
+    return found
 
 
 def _cut(graph: Graph, parts: int, progress: Progress) -> list[dict[str, Any]]:

@@ -88,10 +88,12 @@ def summary_table(runs: list[dict[str, Any]], equals: dict[str, str] | None = No
     metrics = {each["metric"] for _, each in found if each["metric"]}
     metric = metrics.pop() if len(metrics) == 1 else "metric"
     columns = ["run", "workers", "epochs", f"test {metric}", "s per epoch", "sent", "rounds", "largest worker"]
+    several = metric == "metric"
     rows: list[list[Any]] = []
     for run, each in found:
         peak = None if each["peak_rss"] is None else size_text(each["peak_rss"])
-        words = [run["name"], run["workers"], each["epochs"], each["test"], each["epoch_seconds"]]
+        test = f"{each['test']:.3f} {each['metric']}" if several and each["test"] is not None else each["test"]
+        words = [run["name"], run["workers"], each["epochs"], test, each["epoch_seconds"]]
         rows.append([*words, size_text(each["bytes"]), each["rounds"], peak])
         if equals is not None:
             rows[-1].append(equals.get(run["name"]))
