@@ -40,14 +40,12 @@ class TemporalAttention(torch.nn.Module):
 
     def forward(self, hop: Hop, rows: Tensor, features: Tensor | None, key: DrawKey) -> Tensor:
         """[Q, D] from rows [R, D] and features [E, F]."""
-        own = rows[hop.query]
+        own = rows.index_select(0, hop.query)
         query, offset = self._folded_query(own)
         recent = Recent(rows, hop.near, features, hop.edge, hop.since, self.clock.weight, self.clock.bias)
         drop = Drop(self.dropout, hop.ids, key.draws(Purpose.ATTENTION, self.layer)) if self._drops else None
         seen, weight = attend_recent(query, offset, recent, slope=SLOPE, drop=drop)
-        near = self._folded_value(seen, weight)
-        by_near, by_own = self.out.weight.split_with_sizes([self.width, self.width], 1)
-        mixed = widen(mix([(near, by_near), (own, by_own)], self.out.bias))
+        mixed = self._mixed(own, seen, weight)
         if self._drops:
             mixed = dropout(mixed, self.dropout, ids=hop.ids, draws=key.draws(Purpose.DROPOUT, self.layer))
         return functional.layer_norm(torch.relu(mixed), [self.width], self.norm.weight, self.norm.bias)
@@ -57,19 +55,28 @@ class TemporalAttention(torch.nn.Module):
         return self.training and self.dropout > 0
 
     def _folded_query(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """(q W_k [Q, H, D + F + T], q b_k [Q, H]) by head."""
+        """(q W_k [Q, H, D + F + T], q b_k [Q, H]) by head, each one product with the rows: W_kᵀ W_q is made first."""
         by_own, by_time = self.query.weight.split_with_sizes([self.width, self.query.in_features - self.width], 1)
-        query = widen(mix([(own, by_own)], functional.linear(self.clock.now(), by_time, self.query.bias)))
-        heads = query.view(len(own), self.heads, -1)
+        now = functional.linear(self.clock.now(), by_time, self.query.bias).view(self.heads, -1)
         maps, shifts = self._by_head(self.key)
-        folded = [widen(mix([(heads[:, head], maps[head].t())])) for head in range(self.heads)]
-        return torch.stack(folded, 1), (heads * shifts).sum(2)
+        with torch.autocast("cpu", enabled=False):  # small, and rounded when it is used
+            asks = by_own.view(self.heads, -1, self.width)
+            both = torch.einsum("hcw,hcd->hwd", maps, asks).flatten(0, 1)
+            add = torch.einsum("hcw,hc->hw", maps, now.to(maps.dtype)).flatten()
+            toward = torch.einsum("hc,hcd->hd", shifts, asks)
+            offset = functional.linear(own, toward, (shifts * now.to(maps.dtype)).sum(1))
+        query = widen(mix([(own, both)], add))
+        return query.view(len(own), self.heads, -1), offset
 
-    def _folded_value(self, seen: Tensor, weight: Tensor) -> Tensor:
-        """[Q, D] W_v of what each head gathered."""
+    def _mixed(self, own: Tensor, seen: Tensor, weight: Tensor) -> Tensor:
+        """[Q, D] W [Σ a v, h], values folded into W: heads gather raw columns [Q, H, D + F + T]."""
+        by_near, by_own = self.out.weight.split_with_sizes([self.width, self.width], 1)
         maps, shifts = self._by_head(self.value)
-        folded = [widen(mix([(seen[:, head], maps[head])])) for head in range(self.heads)]
-        return (torch.stack(folded, 1) + weight[..., None] * shifts).flatten(1)
+        with torch.autocast("cpu", enabled=False):
+            heads = by_near.view(self.width, self.heads, -1)
+            both = torch.einsum("ohc,hcw->ohw", heads, maps).flatten(1)
+            shift = functional.linear(weight, torch.einsum("ohc,hc->oh", heads, shifts))
+        return widen(mix([(seen.flatten(1), both), (own, by_own)], self.out.bias)) + shift
 
     def _by_head(self, lin: torch.nn.Linear) -> tuple[Tensor, Tensor]:
         """([H, D / H, D + F + T], [H, D / H])."""

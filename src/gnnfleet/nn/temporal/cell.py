@@ -20,7 +20,7 @@ class MemoryCell(torch.nn.Module):
 
     def __init__(self, width: int, edge_width: int, time_width: int) -> None:
         super().__init__()
-        self.widths = [2 * width, edge_width, time_width]
+        self.widths = [2 * width + edge_width, time_width]
         self.clock = TimeEncoding(time_width)
         bound = 1 / math.sqrt(width)
         self.weight_ih = _uniform(bound, 3 * width, sum(self.widths))
@@ -30,12 +30,10 @@ class MemoryCell(torch.nn.Module):
 
     def forward(self, mail: Tensor, edge: Tensor | None, since: Tensor, memory: Tensor) -> Tensor:
         """[n, D] from mails [n, 2 D], features [n, F], times [n], memories [n, D]."""
-        inputs = [mail, edge, self.clock(since)]
-        terms = [
-            (x, w)
-            for x, w in zip(inputs, self.weight_ih.split_with_sizes(self.widths, 1), strict=True)
-            if x is not None
-        ]
+        # What has no gradient is one product, the time another: no gradient of mails is made.
+        known = mail if edge is None else torch.cat([mail, edge], 1)
+        by_known, by_time = self.weight_ih.split_with_sizes(self.widths, 1)
+        terms = [(known, by_known), (self.clock(since), by_time)]
         given = widen(mix(terms, self.bias_ih))
         kept = widen(mix([(memory, self.weight_hh)], self.bias_hh))
         reset, keep, new = given.chunk(3, 1)
