@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ from gnnfleet.graph.chunks import Layout, lay_out, open_layouts, write_layouts
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.run.build import Here, build
 from gnnfleet.run.config import resolve
-from gnnfleet.strategies.base import PRIVATE, Strategy
+from gnnfleet.strategies.base import PRIVATE, State, Strategy
 from gnnfleet.strategies.pipe.guard import Compared, Guard
-from gnnfleet.strategies.pipe.plan import Candidate, Forecast, LayerCost, Machine, choose, forecast
+from gnnfleet.strategies.pipe.plan import Candidate, Forecast, LayerCost, Machine, Weights, choose, forecast
 from gnnfleet.strategies.pipe.schedule import Span, back_of, bubble, order_of, split_layers, work_of
+from gnnfleet.strategies.pipe.strategy import PipeStrategy
 from tests.equivalence.spread import typed_graph
 from tests.ranks import Crew
 from tests.run.graphs import communities
 
 LAYER = LayerCost(1e-4, 1.0, 256, 256, 256, 0)
+NONE = Weights((frozenset(),) * 32, {})
 
 
 @given(stages=st.integers(1, 6), chunks=st.integers(1, 9))
@@ -85,7 +88,8 @@ def test_the_plan_is_never_slower_than_one_worker() -> None:
             Candidate(2, 4, 32, (900, 900)),
             Candidate(8, 1, 8, (5000, 5000)),
         ]
-        every = [forecast([LAYER] * 32, grid, machine, rows=1000, weights=10**6) for grid in grids]
+        weights = Weights((frozenset({"weight"}),) * 32, {"weight": 10**6})
+        every = [forecast([LAYER] * 32, grid, machine, rows=1000, weights=weights) for grid in grids]
         best, lines = choose(every)
         assert best.seconds <= every[0].seconds and len(lines) == 4 and str(best.candidate) in lines[0]
 
@@ -94,10 +98,36 @@ def test_the_cheaper_side_of_the_decision_rule() -> None:
     """The pipeline sends less exactly when layers × copies outweigh what passes between stages."""
     machine = Machine(1e6, 0.0, 1.0, 4)
     for copies in (10, 100, 1000, 3000):
-        pipeline = forecast([LAYER] * 8, Candidate(1, 4, 16), machine, rows=1000, weights=0)
-        graph = forecast([LAYER] * 8, Candidate(4, 1, 4, (copies, copies)), machine, rows=1000, weights=0)
+        pipeline = forecast([LAYER] * 8, Candidate(1, 4, 16), machine, rows=1000, weights=NONE)
+        graph = forecast([LAYER] * 8, Candidate(4, 1, 4, (copies, copies)), machine, rows=1000, weights=NONE)
         assert pipeline.bytes == 2 * 3 * 1000 * 256 and graph.bytes == 2 * 8 * copies * 256
         assert (pipeline.bytes < graph.bytes) == (8 * copies > 3 * 1000)
+
+
+def test_waiting_for_each_other_speaks_against_ways_and_sharing_processors_for_bubbles() -> None:
+    ways, stages = Candidate(4, 1, 4), Candidate(1, 4, 16)
+
+    def seconds(grid: Candidate, machine: Machine) -> float:
+        return forecast([LAYER] * 8, grid, machine, rows=1000, weights=NONE).seconds
+
+    calm = Machine(1e12, 0.0, 1.0, 4)
+    assert seconds(ways, Machine(1e12, 0.0, 1.0, 4, meeting=0.5)) == pytest.approx(seconds(ways, calm) + 2 * 8 * 0.5)
+    assert seconds(stages, Machine(1e12, 0.0, 1.0, 4, meeting=0.5)) == pytest.approx(seconds(stages, calm))
+    slot = 2 * LAYER.seconds(1 / 16)
+    assert seconds(stages, calm) == pytest.approx(19 * slot)
+    # All four at work take twice as long as one alone: six slots of filling and draining are shorter.
+    assert seconds(stages, Machine(1e12, 0.0, 2.0, 4)) == pytest.approx((13 + 2 * (3 + 4 + 5) / 6) * slot)
+
+
+def test_sums_of_gradients_are_counted() -> None:
+    weights = Weights(
+        (frozenset({"a", "both"}), frozenset({"b", "both"})), {"a": 10, "b": 20, "both": 100, "head": 1000}
+    )
+    two = [range(1), range(1, 2)]
+    assert weights.owners(two) == {"a": [0], "b": [1], "both": [0, 1], "head": [1]}
+    assert weights.summed(Candidate(1, 2, 8), two) == 2 * 100
+    assert weights.summed(Candidate(3, 2, 6), two) == 3 * (10 + 20 + 200 + 1000) + 6 * 100
+    assert weights.summed(Candidate(3, 1, 3), [range(2)]) == 3 * 1130
 
 
 # -- the guard --
@@ -181,6 +211,8 @@ def goes_on(world: World, store: str, ways: int, gradient: str) -> list[Any]:
     whole = pipe(store, world, ways=ways, strategy=knobs)
     losses = [record.loss for epoch in range(4) for record in whole.steps(epoch)]
     first = pipe(store, world, ways=ways, strategy=knobs)
+    assert isinstance(whole, PipeStrategy) and isinstance(first, PipeStrategy)
+    first._work_on(whole.forecast)  # stages go by measured times, histories by stages
     again = [record.loss for epoch in range(2) for record in first.steps(epoch)]
     state = {part: {name: t.clone() for name, t in tensors.items()} for part, tensors in first.state_dict().items()}
     second = pipe(store, world, ways=ways, strategy=knobs)
@@ -197,6 +229,27 @@ def test_a_run_goes_on_in_the_same_bits(crew: Crew, store: Path, ways: int, grad
         assert losses == again
         assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
         assert own.keys() == other.keys() and all(torch.equal(own[key], other[key]) for key in own)
+
+
+def other_stages(world: World, store: str) -> tuple[list[str], bool, list[float], list[float]]:
+    """A run that was cut elsewhere than would be measured now, killed and gone on with."""
+    first = pipe(store, world)
+    assert isinstance(first, PipeStrategy)
+    first._work_on(replace(first.forecast, layers=(range(1), range(1, 6))))
+    list(first.steps(0))
+    state = {part: {name: t.clone() for name, t in tensors.items()} for part, tensors in first.state_dict().items()}
+    said: list[str] = []
+    second = pipe(store, world, say=said.append)
+    assert isinstance(second, PipeStrategy)
+    second._work_on(replace(second.forecast, layers=(range(4), range(4, 6))))
+    second.load_state_dict(state)
+    same = second.forecast.layers == first.forecast.layers
+    return said, same, *([record.loss for epoch in (1, 2) for record in one.steps(epoch)] for one in (first, second))
+
+
+def test_a_run_goes_on_in_the_stages_it_began_with(crew: Crew, store: Path) -> None:
+    for said, same, one, two in crew.run(2, other_stages, str(store)):
+        assert not said and same and one == two
 
 
 def other_grid(world: World, store: str) -> tuple[list[str], str]:
@@ -235,6 +288,37 @@ def test_the_guard_ends_in_exact_training(store: Path) -> None:
         (found,), (wanted,) = run.steps(epoch), local.steps(epoch)
         assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
     assert len(said) == 2
+
+
+def falls_back(world: World, store: str) -> tuple[list[str], list[str], State, float]:
+    """A pipeline among grids that were planned with, whose gradients are never good enough."""
+    graph = open_store(store)
+    said: list[str] = []
+    knobs = {"name": "pipe", "tolerance": 1.0, "guard": 1, "warm": False}
+    tree = {"strategy": knobs, "model": {"name": "gcn2", "hidden": 8, "layers": 6}, "workers": 2, "seed": 3}
+    here = Here(world, layouts=[lay_out(graph, 1, 8), lay_out(graph, 2, 2)], say=said.append)
+    run = build(graph, resolve(tree), here=here).strategy
+    assert isinstance(run, PipeStrategy)
+    run._work_on(next(each for each in run._forecasts if not each.candidate.is_exact))
+    grids = []
+    for epoch in range(3):
+        list(run.steps(epoch))
+        grids.append(str(run.grid))
+    state = {part: {name: t.clone() for name, t in tensors.items()} for part, tensors in run.state_dict().items()}
+    (record,) = run.steps(3)
+    return said, grids, state, record.loss
+
+
+def test_the_guard_falls_back_to_a_grid_that_is_exact(crew: Crew, store: Path) -> None:
+    (said, grids, state, loss), (_, others, _, other) = crew.run(2, falls_back, str(store))
+    assert grids == others and loss == other
+    assert grids[:2] == ["pipeline 2 stages, 8 chunks"] * 2 and grids[2] in ("one worker", "graph parallel, 2 ways")
+    assert f"every epoch is exact, {grids[2]}" in said[-1]
+    words = {"model": {"name": "gcn2", "hidden": 8, "layers": 6}, "seed": 3}
+    local = build(open_store(store), resolve({**words, "strategy": {"name": "local", "order": "store"}})).strategy
+    local.load_state_dict({part: state[part] for part in ("model", "optimizer")})
+    (wanted,) = local.steps(3)
+    assert loss == pytest.approx(wanted.loss, rel=1e-5)
 
 
 def spare(world: World, store: str) -> tuple[float, dict[str, float], int]:

@@ -41,6 +41,10 @@ class Code:
             return [(width, dtype)]
         return [(width, torch.bfloat16)] if self.wire == "bf16" else [(width, torch.int8), (1, torch.float32)]
 
+    def row_bytes(self, rows: Tensor) -> int:
+        """What a row of [n, F] takes on the wire."""
+        return sum(width * dtype.itemsize for width, dtype in self.forms(int(rows.shape[1]), rows.dtype))
+
     def write(self, rows: Tensor, number: int, lane: int) -> list[Tensor]:
         """[n, F] as it travels; ``lane`` tells several tables of one exchange apart."""
         forms = self.forms(int(rows.shape[1]), rows.dtype)

@@ -35,7 +35,7 @@ class Layout:
     order: Tensor  # [N] int64: the store id at each place
     starts: Tensor  # [C + 1] int64: the first place of each chunk
     ways: int
-    copies: int = 0  # rows of each layer that are needed by another way than their own, counted once for each
+    copies: tuple[int, int] = (0, 0)  # (sources, destinations) at an edge of another way than their own, once for each
 
     @property
     def chunks(self) -> int:
@@ -80,8 +80,21 @@ def lay_out(
     order = np.argsort(chunk, kind="stable")
     starts = np.zeros(chunks + 1, dtype=np.int64)
     starts[1:] = np.bincount(chunk, minlength=chunks).cumsum()
-    copies = measure(graph, way, ways).volume if ways > 1 else 0
-    return Layout(torch.from_numpy(order), torch.from_numpy(starts), ways, copies)
+    return Layout(torch.from_numpy(order), torch.from_numpy(starts), ways, _copies(graph, way, ways))
+
+
+def _copies(graph: Graph, way: Array, ways: int) -> tuple[int, int]:
+    """Rows that other ways mirror: sources of their in-edges, destinations of their out-edges."""
+    if ways == 1:
+        return 0, 0
+    scan, outward = EdgeScan(graph), 0
+    for each in range(ways):
+        reached = np.zeros(scan.num_nodes, dtype=bool)
+        for chunk in scan.chunks():
+            dst = np.repeat(np.arange(chunk.first, chunk.first + len(chunk.indptr) - 1), np.diff(chunk.indptr))
+            reached[dst[way[chunk.src] == each]] = True
+        outward += int(np.count_nonzero(reached & (way != each)))
+    return measure(graph, way, ways).volume, outward
 
 
 def _induced(graph: Graph, nodes: Array) -> Graph:
@@ -104,7 +117,7 @@ def write_layouts(graph: Graph, layouts: Sequence[Layout], path: Path) -> None:
         for number, layout in enumerate(layouts):
             out.put(f"order_{number}.npy", layout.order)
             out.put(f"starts_{number}.npy", layout.starts)
-        about = [{"ways": layout.ways, "copies": layout.copies} for layout in layouts]
+        about = [{"ways": layout.ways, "mirrored": layout.copies} for layout in layouts]
         out.commit({"layouts": about, "store": None if graph.store is None else graph.store.digest})
 
 
@@ -116,7 +129,15 @@ def open_layouts(path: Path, graph: Graph | None = None) -> list[Layout]:
         raise PartitionError(str(error)) from error
     if graph is not None and graph.store is not None and bundle.meta["store"] != graph.store.digest:
         raise PartitionError(f"{path} was made from another version of this graph")
+    about = bundle.meta["layouts"]
+    if any("mirrored" not in words for words in about):
+        raise PartitionError(f"{path} was made by another version of gnnfleet: remove it")
     return [
-        Layout(bundle.tensor(f"order_{number}.npy"), bundle.tensor(f"starts_{number}.npy"), **words)
-        for number, words in enumerate(bundle.meta["layouts"])
+        Layout(
+            bundle.tensor(f"order_{number}.npy"),
+            bundle.tensor(f"starts_{number}.npy"),
+            words["ways"],
+            tuple(words["mirrored"]),
+        )
+        for number, words in enumerate(about)
     ]

@@ -33,7 +33,7 @@ class Mirrors:
     """Who of the other ways needs which rows; all ways of a stage make it together."""
 
     def __init__(self, world: World, way: Way, code: Code | None = None) -> None:
-        self.world, self._way, self._code = world, way, code or Code()
+        self.world, self._way, self.code = world, way, code or Code()
         # [rows of this way that way p has mirrors of, ascending].
         self._give: dict[str, list[Tensor]] = {}
         for direction in DIRECTIONS:
@@ -66,7 +66,7 @@ class Mirrors:
     def out(self, direction: str, chunk: Chunk, theirs: Sequence[int], tables: Sequence[Tensor], what: str) -> Swap:
         """Send rows of this way's chunk, which ``tables`` [r, F] have, to mirrors of it; ``theirs`` are the chunks that
         the ways work on."""
-        swap = Swap(self.world, self._code, what)
+        swap = Swap(self.world, self.code, what)
         with self.world.clock.during(EXCHANGE, what):
             for to, source in self.others:
                 swap.post(
@@ -79,7 +79,7 @@ class Mirrors:
 
     def home(self, chunk: Chunk, theirs: Sequence[int], tables: Sequence[Tensor], what: str) -> Swap:
         """Send what was added up for mirrors of sources, which ``tables`` [n + m, F] have, to their own way."""
-        swap = Swap(self.world, self._code, what)
+        swap = Swap(self.world, self.code, what)
         with self.world.clock.during(EXCHANGE, what):
             for to, source in self.others:
                 swap.post(

@@ -206,10 +206,11 @@ class Stream:
         return int(self._pass.slots["in"][chunk.low]) if chunk.rows else 0
 
     def widths(self) -> tuple[int, int, int]:
-        """Bytes of a row of the tables of this pass: of sources, of destinations in backward, and of what goes home."""
+        """Bytes of a row of the tables of this pass as they travel: of sources, of destinations in backward, and of
+        what goes home."""
 
         def total(tables: dict[Key, Tensor]) -> int:
-            return sum(int(table.shape[1]) * table.element_size() for table in tables.values())
+            return sum(self.mirrors.code.row_bytes(table) for table in tables.values())
 
         return total(self.history), total(self._pass.now), total(self._pass.home)
 

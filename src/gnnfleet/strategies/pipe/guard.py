@@ -2,7 +2,8 @@
 
 Now and then an epoch computes both and steps along the exact one; its rows become the history. As long as they agree,
 the next comparison is twice as far away. When they do not, comparisons stay close together and history comes from them
-alone; if they still do not, the run goes on exactly, with all chunks of a way as one.
+alone; if they still do not, the run goes on exactly: on more ways where such a grid was planned with, else with all
+chunks of a way as one.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Guard:
     def is_due(self, epoch: int) -> bool:
         return bool(self.every) and self.level != "exact" and epoch >= self.due
 
-    def after(self, epoch: int, found: Compared) -> tuple[Guard, str]:
-        """(the guard from now on, what to say: nothing while gradients agree)."""
+    def after(self, epoch: int, found: Compared, exactly: str = "") -> tuple[Guard, str]:
+        """(the guard from now on, what to say: nothing while gradients agree); ``exactly`` is how exact epochs go."""
         if found.cosine >= self.tolerance:
             wait = min(2 * self.wait, max(LONGEST, self.every)) if self.level == "planned" else self.every
             return replace(self, due=epoch + wait, wait=wait), ""
@@ -55,8 +56,7 @@ class Guard:
         )
         does = {
             "fresh": f"from now on history comes from exact passes, one every {self.every} epochs",
-            "exact": "from now on every epoch is exact: chunks of a way are worked on as one, which is slower; "
-            "strategy.ways=WORKERS is exact and side by side",
+            "exact": f"from now on every epoch is exact, {exactly}",
         }[level]
         return replace(self, level=level, due=epoch + self.every, wait=self.every), f"{seen}: {does}"
 

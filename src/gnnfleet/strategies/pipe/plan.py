@@ -7,7 +7,7 @@ a stage the rows that another way mirrors travel in every layer, forward and bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gnnfleet.report.sizes import show_size
@@ -16,7 +16,7 @@ from gnnfleet.strategies.pipe.schedule import split_layers
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer takes, measured on a piece of the graph while all workers compute."""
+    """What a layer takes, measured on a piece of the graph while all workers compute; bytes are as they travel."""
 
     least: float  # seconds for next to no rows
     whole: float  # seconds for all edges, beyond that
@@ -30,6 +30,29 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Parameters by name: which layers use them, and the bytes that a worker hands to the sum of their gradients."""
+
+    layers: tuple[frozenset[str], ...]
+    sizes: Mapping[str, int]
+
+    def owners(self, split: Sequence[range]) -> dict[str, list[int]]:
+        """{name: the stages whose layers use it}; what belongs to no layer reads the output: the last's."""
+        found = {}
+        for name in self.sizes:
+            stages = [place for place, each in enumerate(split) if any(name in self.layers[index] for index in each)]
+            found[name] = stages or [len(split) - 1]
+        return found
+
+    def summed(self, candidate: Candidate, split: Sequence[range]) -> int:
+        """Bytes of all sums: among the ways of a stage, and of what several stages use among all of these."""
+        owners = self.owners(split)
+        inside = sum(len(stages) * self.sizes[name] for name, stages in owners.items()) if candidate.ways > 1 else 0
+        tied = sum(self.sizes[name] for name, stages in owners.items() if len(stages) > 1)
+        return candidate.ways * inside + candidate.workers * tied
+
+
+@dataclass(frozen=True)
 class Machine:
     """What was measured of the workers together."""
 
@@ -37,6 +60,7 @@ class Machine:
     latency: float  # seconds of a message
     crowding: float = 1.0  # how much longer a layer takes while all workers compute
     workers: int = 1
+    meeting: float = 0.0  # seconds that all workers wait for each other after a layer, bytes apart
 
     def slowed(self, active: int) -> float:
         """How long a layer takes while so many workers compute, for its time while all do."""
@@ -87,44 +111,50 @@ class Forecast:
         return f"{self.candidate} ({exact}): {self.seconds:.3g} s, {show_size(self.bytes)} sent per epoch"
 
 
-def volume(
-    layers: Sequence[LayerCost], split: Sequence[range], candidate: Candidate, rows: int, *, wire: int = 1
-) -> int:
-    """Bytes that all workers send in the steps of an epoch, the sums of gradients between ways apart; ``wire`` divides
-    the size of numbers."""
+def volume(layers: Sequence[LayerCost], split: Sequence[range], candidate: Candidate, rows: int) -> int:
+    """Bytes that all workers send in the steps of an epoch, the sums of gradients apart."""
     ends = sum(2 * rows * layers[each[-1]].made for each in split[:-1])
+    return ends + sum(_mirrored(layer, candidate) for layer in layers)
+
+
+def _mirrored(layer: LayerCost, candidate: Candidate) -> int:
+    """Bytes of a layer between the ways of its stage."""
     inward, outward = candidate.copies
-    mirrors = sum(inward * (layer.forward + layer.home) + outward * layer.by_source for layer in layers)
-    return (ends + mirrors) // wire
+    return inward * (layer.forward + layer.home) + outward * layer.by_source
 
 
 def forecast(
-    layers: Sequence[LayerCost], candidate: Candidate, machine: Machine, *, rows: int, weights: int, wire: int = 1
+    layers: Sequence[LayerCost], candidate: Candidate, machine: Machine, *, rows: int, weights: Weights
 ) -> Forecast:
-    """An epoch of a model of ``weights`` bytes on a graph of ``rows`` nodes."""
-    slowed = machine.slowed(candidate.workers)
-    costs = [slowed * layer.seconds(1 / candidate.chunks) for layer in layers]
+    """An epoch of a model on a graph of ``rows`` nodes."""
+    costs = [layer.seconds(1 / candidate.chunks) for layer in layers]
     split = split_layers(costs, candidate.stages)
-    slot = 0.0
-    for each in split:
-        work = sum(costs[index] for index in each)
-        if candidate.ways > 1:  # the ways of a stage wait for each other's rows in every layer
-            inward, outward = candidate.copies
-            sent = sum(
-                inward * (layers[index].forward + layers[index].home) + outward * layers[index].by_source
-                for index in each
-            )
-            # Packing and waiting take turns with computing: where workers share processors they slow each other down.
-            hops = 2 * len(each) * (candidate.ways - 1) * machine.latency
-            work += machine.crowding * (sent / wire / candidate.chunks / machine.bandwidth + hops)
-        slot = max(slot, work)
+    work = max(sum(costs[index] for index in each) for each in split)
+    # Ways wait for each other's rows in every layer, forward and back: that takes turns with computing, while the rows
+    # of a chunk pass from stage to stage beside it.
+    apart = max(_apart(layers, each, candidate, machine) for each in split)
+    hop = 0.0
     for each in split[:-1]:
-        hop = 2 * rows / candidate.chunks * layers[each[-1]].made / wire
-        slot = max(slot, hop / machine.bandwidth + 2 * machine.latency)
-    seconds = (candidate.slots + candidate.stages - 1) * slot
+        sent = 2 * rows / candidate.chunks * layers[each[-1]].made
+        hop = max(hop, sent / machine.bandwidth + 2 * machine.latency)
+    seconds = 0.0
+    for slot in range(candidate.slots + candidate.stages - 1):
+        active = min(slot + 1, candidate.stages, candidate.slots + candidate.stages - 1 - slot)
+        seconds += max(work * machine.slowed(active * candidate.ways) + apart, hop)
+    summed = weights.summed(candidate, split)
     if candidate.ways > 1:
-        seconds += 2 * weights / candidate.stages / machine.bandwidth + machine.latency
-    return Forecast(candidate, tuple(split), seconds, volume(layers, split, candidate, rows, wire=wire))
+        seconds += 2 * summed / candidate.workers / machine.bandwidth + machine.latency
+    return Forecast(candidate, tuple(split), seconds, volume(layers, split, candidate, rows) + summed)
+
+
+def _apart(layers: Sequence[LayerCost], stage: range, candidate: Candidate, machine: Machine) -> float:
+    """Seconds in which the ways of a stage exchange rows of a chunk each."""
+    if candidate.ways == 1:
+        return 0.0
+    sent = sum(_mirrored(layers[index], candidate) for index in stage)
+    met = machine.meeting * (candidate.ways - 1) / max(machine.workers - 1, 1)
+    # Packing is work: where workers share processors they slow each other down.
+    return machine.crowding * sent / candidate.chunks / machine.bandwidth + 2 * len(stage) * met
 
 
 def choose(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:

@@ -75,14 +75,10 @@ class Stage:
         return None if found is None else found.detach()
 
     @torch.no_grad()
-    def infer(self, view: ChunkView, key: DrawKey | None = None) -> tuple[Tensor, Tensor]:
+    def infer(self, view: ChunkView) -> tuple[Tensor, Tensor]:
         """(output of all rows of the way, what the last layer read) on the last stage, elsewhere what there is."""
-        if key is None:
-            self.model.eval()
-            view = view.at(training=False)
-        else:
-            self.model.train()
-            view = view.at(key=key, training=True)
+        self.model.eval()
+        view = view.at(training=False)
         with products(self.precision):
             tensors = self._given(view, self._coming([view]))
             last = tensors[0]
