@@ -1,16 +1,15 @@
-"""pipe against exact graph parallelism (sar, one-shot, overlapped): bytes, seconds over slow links, accuracy.
+"""pipe against exact graph parallelism (sar, one-shot, overlapped): bytes, and seconds over slow links.
 
 Cells take turns over rounds, the best round counts; finished cells are not run again. 32 layers of width 64.
 
-  GRAPH/MODEL/K/SIDE[/RATE]       an epoch on K workers; SIDE: pipe (one way, K stages, 4 K chunks), sar, or plan (what
-                                  the planner chooses); RATE: each worker a host whose link is held to it, as 300mbit
-  accuracy/SET/MODEL/LAYERS/WAY/SEED   test accuracy at the best val epoch; WAY: exact, pipe, or a variant of ABLATION
-  collapse/WAY                    deep gcn2 in many random chunks: exact, plain (GNNPipe as it was), guarded
+  GRAPH/MODEL/K/SIDE[/RATE]   an epoch on K workers; SIDE: pipe (one way, K stages, 4 K chunks), sar, or plan (what the
+                              planner chooses); RATE: each worker a host whose link is held to it, as 300mbit.
+                              "alone" are the messages of an epoch in their order, without the work between them
 
-GRAPH: communities and rmat (generated, mean degree 128 and 110), coauthor_cs, amazon_photo, pubmed (--data). Accuracy
-cells stream chunks through one process: what is computed does not depend on the number of stages.
+With --epochs 0 bytes of the first epoch are counted and seconds mean nothing.
+GRAPH: communities and rmat (generated, mean degree 128 and 110), coauthor_cs, amazon_photo, pubmed (--data).
 
-usage: python benchmarks/pipe.py [OUT] [--data DIR] [--cells …] [--rounds 2] [--epochs 2]
+usage: python benchmarks/pipe.py [OUT] [--data DIR] [--cells …] [--rounds 2] [--epochs 2] [--work DIR]
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +29,13 @@ import crew
 HERE = Path(__file__).parent
 DENSE = ("communities", "rmat")
 SETS = ("coauthor_cs", "amazon_photo", "pubmed")
-LAYERS, HIDDEN, CHUNKS = 32, 64, 16
-GNNPIPE = {"gradient": "double", "refresh": 23, "warm": False, "guard": 0}
-ABLATION: dict[str, dict[str, Any]] = {
-    "gnnpipe": GNNPIPE,
-    "gnnpipe-shuffle": {**GNNPIPE, "shuffle": False},
-    "gnnpipe-history": {**GNNPIPE, "refresh": 1},
-    "gnnpipe-gradient": {**GNNPIPE, "gradient": "stale"},
-    "none": {"gradient": "stale", "refresh": 1, "shuffle": False, "warm": False, "guard": 0},
-    "control-variate": {"gradient": "control_variate", "guard": 0},
-    "double": {"gradient": "double", "guard": 0},
-    "stale": {"gradient": "stale", "guard": 0},
-}
+LAYERS, HIDDEN = 32, 64
 BOTH, RATES = ("pipe", "sar"), ("100mbit", "300mbit", "1gbit")
 PAIRS = [(graph, model) for graph in (*DENSE, *SETS) for model in ("gcn2", "res+")]
 VOLUME = [f"{graph}/{model}/{k}/{side}" for graph, model in PAIRS for k in (2, 4, 8) for side in BOTH]
-LINKS = [f"{graph}/gcn2/{k}/{side}/{rate}" for graph in DENSE for k in (4, 8) for rate in RATES for side in BOTH]
-PLANS = [f"{graph}/gcn2/4/plan" for graph in (*DENSE, *SETS)]
-DEEP = [f"{name}/{model}/{layers}" for name in SETS for model in ("gcn2", "res+") for layers in (16, 32)]
-ACCURACY = [f"accuracy/{each}/{way}/{seed}" for each in DEEP for seed in range(3) for way in ("exact", "pipe")]
-TRIED = [f"accuracy/amazon_photo/gcn2/16/{way}/{seed}" for seed in range(3) for way in ABLATION]
-COLLAPSE = [f"collapse/{way}" for way in ("exact", "plain", "guarded")]
+SLOW = [("communities", "gcn2"), ("rmat", "gcn2"), ("communities", "res+")]
+LINKS = [f"{graph}/{model}/8/{side}/{rate}" for graph, model in SLOW for rate in RATES for side in BOTH]
+PLANS = [f"{graph}/gcn2/4/plan{rate}" for graph in (*DENSE, *SETS) for rate in ("", "/100mbit")]
 
 
 def graph_of(name: str, data: Path) -> Any:
@@ -64,13 +49,12 @@ def graph_of(name: str, data: Path) -> Any:
     return gf.read_npz(data / f"{name}.npz")
 
 
-def words_of(model: str, layers: int, *, seed: int = 0, **strategy: Any) -> dict[str, Any]:
+def words_of(model: str, **strategy: Any) -> dict[str, Any]:
     norm = "layer" if model == "res+" else "none"
     return {
-        "model": {"name": model, "layers": layers, "hidden": HIDDEN, "dropout": 0.5, "norm": norm},
-        "train": {"lr": 0.003 if model == "gcn2" else 0.001},
+        "model": {"name": model, "layers": LAYERS, "hidden": HIDDEN, "dropout": 0.1, "norm": norm},
+        "train": {"lr": 0.02 if model == "gcn2" else 0.003},
         "strategy": strategy,
-        "seed": seed,
         "split": "0.6/0.2/0.2",
     }
 
@@ -98,32 +82,105 @@ def train(world: Any, cell: str, epochs: int, work: Path) -> dict[str, Any]:
         knobs: dict[str, Any] = {"name": "sar", "group": world.size, "prefetch": 1}
         here = Here(world, open_part(work / name / f"parts-{world.size}", world.rank))
     else:
-        knobs = {"name": "pipe", "guard": 0} | ({"ways": 1, "chunks": 4 * world.size} if side == "pipe" else {})
+        knobs = {"name": "pipe", "guard": 0, "warm": False} | (
+            {"ways": 1, "chunks": 4 * world.size} if side == "pipe" else {}
+        )
         here = Here(world, layouts=open_layouts(work / name / f"chunks-{world.size}-{side}"), say=said.append)
-    tree = {**words_of(model, LAYERS, **knobs), "workers": world.size}
-    tree["split"] = "0.6/0.2/0.2"
+    tree = {**words_of(model, **knobs), "workers": world.size}
     strategy: Any = build(open_store(work / name / "store"), resolve(tree), here=here).strategy
-    list(strategy.steps(0))
     seconds, bubbles, sent = [], [], 0
-    for epoch in range(1, 1 + epochs):
+    for epoch in range(1 + epochs):
         before, started = world.traffic.bytes_sent, time.perf_counter()
         list(strategy.steps(epoch))
         seconds.append(time.perf_counter() - started)
         sent = world.traffic.bytes_sent - before
         bubbles.append(strategy.counts().get("bubble", 0.0))
+    seconds = seconds[1:] or seconds  # the first makes what all others use
     aside = replace(world, traffic=Traffic())
     every = torch.cat(gather_rows(aside, torch.tensor([[sent, own_rss()]]))).tolist()
+    alone = messages_alone(strategy, side, 1 + epochs, aside) if epochs else 0.0
     found = {
+        "epochs": epochs,
+        "alone": alone,
         "seconds": min(seconds),
         "median": statistics.median(seconds),
         "bytes": sum(each for each, _ in every),
         "own_mib": [round(rss / 2**20) for _, rss in every],
-        "bubble": statistics.median(bubbles),
+        "bubble": statistics.median(bubbles[1:] or bubbles),
     }
     if side != "sar":
         found |= {"predicted_bytes": strategy.forecast.bytes, "grid": str(strategy.grid), "said": said}
         found["forecast_seconds"] = strategy.forecast.seconds
     return found
+
+
+def messages_alone(strategy: Any, side: str, epoch: int, aside: Any) -> float:
+    """Seconds that the messages of an epoch take in their order, without the work between them; the best of three."""
+    import torch
+
+    from gnnfleet.comm.reduce import sum_over_ranks
+
+    replay = _pipe_messages(strategy) if side == "pipe" else _sar_messages(strategy, epoch) if side == "sar" else None
+    if replay is None:
+        return 0.0
+    found = []
+    for _ in range(3):
+        sum_over_ranks(aside, torch.zeros(1))  # all begin together
+        started = time.perf_counter()
+        replay()
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def _pipe_messages(strategy: Any) -> Callable[[], None]:
+    import torch
+
+    station = strategy._station
+    stage, counts = station.stage, [chunk.rows for chunk in station.way.chunks]
+
+    def stream(source: Any, target: Any, sizes: list[int], *, back: bool) -> None:
+        coming = None if source is None else source.expect(sizes, back=back)
+        for rows in sizes:
+            given = None if coming is None else coming.next()
+            if target is not None:
+                form = target.form
+                target.send(given or [torch.zeros(rows, width, dtype=kind) for width, kind in form], back=back)
+
+    def replay() -> None:
+        stream(stage.before, stage.after, counts, back=False)
+        stream(stage.after, stage.before, counts[::-1], back=True)
+        for end in (stage.before, stage.after):
+            if end is not None:
+                end.flush()
+
+    return replay
+
+
+def _sar_messages(strategy: Any, epoch: int) -> Callable[[], None]:
+    import torch
+
+    from gnnfleet.comm.exchange import Ring
+
+    seen: list[tuple[Any, Any, Any]] = []
+    original = Ring.visit
+
+    def noting(self: Any, lanes: Any, visit: Any, *, home: Any = (), **words: Any) -> None:
+        seen.append((self, lanes, home))
+        original(self, lanes, visit, home=home, **words)
+
+    Ring.visit = noting  # type: ignore[method-assign]
+    list(strategy.steps(epoch))
+    Ring.visit = original  # type: ignore[method-assign]
+
+    def replay() -> None:
+        for ring, lanes, home in seen:
+
+            def nothing(q: int, rows: Any, home: Any = home) -> Any:
+                return [torch.zeros(each.routes.need[q], each.width, dtype=each.dtype) for each in home]
+
+            original(ring, lanes, nothing, home=home, collect=(lambda q, rows: None) if home else None)
+
+    return replay
 
 
 def prepare(cell: str, args: argparse.Namespace) -> None:
@@ -148,73 +205,6 @@ def prepare(cell: str, args: argparse.Namespace) -> None:
         write_layouts(graph, [lay_out(graph, *each) for each in wanted], chunks)
 
 
-# -- accuracy --
-
-
-def measure(cell: str, data: Path) -> dict[str, Any]:
-    import torch
-
-    from gnnfleet.graph.chunks import lay_out
-    from gnnfleet.run.build import Here, build
-    from gnnfleet.run.config import resolve
-
-    torch.set_num_threads(1)
-    _, name, model, layers, way, seed = cell.split("/")
-    graph, epochs = graph_of(name, data), 100
-    knobs: dict[str, Any] = {"name": "local", "order": "store"}
-    here = None
-    said: list[str] = []
-    if way != "exact":
-        knobs = {"name": "pipe", "ways": 1, "chunks": CHUNKS, **ABLATION.get(way, {})}
-        here = Here(layouts=[lay_out(graph, 1, CHUNKS)], say=said.append)
-    tree = words_of(model, int(layers), seed=int(seed), **knobs)
-    tree["split"] = 0 if name == "pubmed" else "0.6/0.2/0.2"
-    strategy: Any = build(graph, resolve(tree), here=here).strategy
-    best, losses, started = (-1.0, 0.0, 0), [], time.perf_counter()
-    for epoch in range(epochs):
-        losses += [record.loss for record in strategy.steps(epoch)]
-        if epoch % 5 == 4:
-            val = strategy.evaluate("val")["accuracy"]
-            best = max(best, (val, strategy.evaluate("test")["accuracy"], epoch + 1), key=lambda each: each[0])
-    last = strategy.evaluate("test")["accuracy"]
-    took = time.perf_counter() - started
-    return {
-        "val": best[0],
-        "test": best[1],
-        "epoch": best[2],
-        "last": last,
-        "loss": losses[-1],
-        "seconds": took,
-        "said": said,
-    }
-
-
-def collapse(way: str) -> dict[str, Any]:
-    """A graph whose features say little by themselves, in chunks that METIS has not looked at."""
-    import torch
-
-    from gnnfleet.graph.chunks import lay_out
-    from gnnfleet.graph.datasets import make_dataset
-    from gnnfleet.run.build import Here, build
-    from gnnfleet.run.config import resolve
-
-    torch.set_num_threads(1)
-    words = {"nodes": 2000, "mean_degree": 20, "features": 32, "classes": 10, "signal": 0.05, "homophily": 0.8}
-    graph = make_dataset("communities", **words)
-    knobs: dict[str, Any] = {"name": "local", "order": "store"}
-    here, said = None, []  # type: ignore[var-annotated]
-    if way != "exact":
-        more = {**GNNPIPE, "refresh": 1, "gradient": "stale"} if way == "plain" else {"refresh": 1, "gradient": "stale"}
-        knobs = {"name": "pipe", "ways": 1, "chunks": 32, **more}
-        here = Here(layouts=[lay_out(graph, 1, 32, method="random")], say=said.append)
-    tree = words_of("gcn2", 32, **knobs)
-    tree["train"] = {"lr": 0.01}
-    tree["model"]["dropout"] = 0.1
-    strategy: Any = build(graph, resolve(tree), here=here).strategy
-    losses = [record.loss for epoch in range(80) for record in strategy.steps(epoch)]
-    return {"losses": losses[9::10], "test": strategy.evaluate("test")["accuracy"], "said": said, "seconds": 0.0}
-
-
 # -- tables --
 
 
@@ -224,7 +214,7 @@ def show(cells: list[dict[str, Any]]) -> None:
     print("epochs: bytes and seconds of pipe and sar")
     for name, cell in by.items():
         words = name.split("/")
-        if len(words) < 4 or words[3] != "pipe" or words[0] in ("accuracy", "collapse"):
+        if len(words) < 4 or words[3] != "pipe":
             continue
         other = by.get("/".join([*words[:3], "sar", *words[4:]]))
         if other is None:
@@ -232,88 +222,101 @@ def show(cells: list[dict[str, Any]]) -> None:
         ratio, speed = other["bytes"] / cell["bytes"], other["seconds"] / cell["seconds"]
         if len(words) == 4:
             ratios["dense" if words[0] in DENSE else "others"].append(ratio)
-        links = ""
-        free = [by.get("/".join([*words[:3], side])) for side in ("pipe", "sar")]
-        if len(words) > 4 and all(free):
-            added = [each["seconds"] - base["seconds"] for each, base in zip((cell, other), free, strict=True) if base]
-            links = f"  link adds {added[0]:.2f} / {added[1]:.2f} s"
+        alone = ""
+        if cell["alone"] and other["alone"]:
+            times = f"{cell['alone']:.3f} / {other['alone']:.3f} s: {other['alone'] / cell['alone']:.1f}×"
+            alone = f"  messages alone {times}"
         exact = "as predicted" if cell["bytes"] == cell["predicted_bytes"] else f"predicted {cell['predicted_bytes']}"
         print(
             f"{name:36} {cell['bytes'] / 1e6:7.1f} MB ({exact}), sar {other['bytes'] / 1e6:7.1f}: {ratio:5.1f}× less; "
-            f"{cell['seconds']:6.2f} / {other['seconds']:6.2f} s: {speed:4.2f}×  bubble {cell['bubble']:.0%}{links}"
+            f"{cell['seconds']:6.2f} / {other['seconds']:6.2f} s: {speed:4.2f}×  bubble {cell['bubble']:.0%}{alone}"
         )
     for kind, each in ratios.items():
         if each:
             print(f"{kind}: {statistics.geometric_mean(each):.1f}× less on average, {max(each):.1f}× at best")
     for name, cell in by.items():
-        if name.endswith("/plan"):
-            print(f"{name:36} {cell['grid']}, {cell['forecast_seconds']:.2f} s planned, {cell['seconds']:.2f} s")
-    show_accuracy(by)
-
-
-def show_accuracy(by: dict[str, dict[str, Any]]) -> None:
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for name, cell in by.items():
-        if name.startswith("accuracy/"):
-            groups.setdefault(name.rpartition("/")[0], []).append(cell)
-        elif name.startswith("collapse/"):
-            print(f"{name:44} test {100 * cell['test']:6.2f}  losses {[round(loss, 3) for loss in cell['losses']]}")
-    for name, runs in groups.items():
-        tests = [100 * run["test"] for run in runs]
-        last = statistics.mean(100 * run["last"] for run in runs)
-        print(f"{name:44} {statistics.mean(tests):6.2f} over {len(tests)} seeds, last epoch {last:6.2f}")
+        if "/plan" in name:
+            exact = (
+                "as predicted" if cell["bytes"] == cell["predicted_bytes"] else f"predicted {cell['predicted_bytes']}"
+            )
+            seconds = f"{cell['forecast_seconds']:.2f} s planned, {cell['seconds']:.2f} s"
+            print(f"{name:36} {cell['grid']}, {seconds}, {cell['bytes'] / 1e6:.1f} MB ({exact})")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", default=HERE / "results" / "cells" / "pipe")
     parser.add_argument("--data", type=Path, default=Path("no data"))
-    parser.add_argument("--cells", nargs="+", default=[*VOLUME, *LINKS, *PLANS, *COLLAPSE, *TRIED, *ACCURACY])
+    parser.add_argument("--cells", nargs="*", default=[*VOLUME, *LINKS, *PLANS])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no cell after so many")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help="a directory for graphs and their cuts, kept")
+    parser.add_argument("--only-prepare", action="store_true", help="make graphs and cuts, measure nothing")
+    parser.add_argument("--ranks", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.cell:
-        kind = args.cell.split("/")[0]
-        if kind in ("accuracy", "collapse"):
-            print(
-                json.dumps(measure(args.cell, args.data) if kind == "accuracy" else collapse(args.cell.split("/")[1]))
-            )
-        else:
-            crew.as_rank(lambda world: train(world, args.cell, args.epochs, args.work))
+    if args.ranks:
+        crew.as_rank(lambda world: train_each(world, args))
         return
-    from record import best_cells, write_results
-
     args.out.mkdir(parents=True, exist_ok=True)
-    begun = time.monotonic()
+    args.until = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as folder:
         args.work = args.work or Path(folder)
         for number in range(args.rounds):
-            for cell in args.cells:
-                once = cell.startswith(("accuracy", "collapse"))
-                path = args.out / f"{cell.replace('/', '.')}.{0 if once else number}.json"
-                if path.exists() or time.monotonic() - begun > 60 * args.minutes:
-                    continue
-                path.write_text(json.dumps({"cell": cell, **start_cell(cell, args, once=once)}))
-                print(cell, f"{json.loads(path.read_text())['seconds']:.2f} s", flush=True)
+            run_round(number, args)
+    if args.only_prepare:
+        return
+    from record import best_cells, write_results
+
     best = best_cells(args.out, "seconds")
     show(best)
     print(write_results("pipe", best))
 
 
-def start_cell(cell: str, args: argparse.Namespace, *, once: bool) -> dict[str, Any]:
-    if once:
-        words = [sys.executable, __file__, "--cell", cell, "--data", str(args.data)]
-        done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-    prepare(cell, args)
-    words = [__file__, "--cell", cell, "--work", str(args.work), "--epochs", str(args.epochs)]
-    _, _, size, _, *rate = cell.split("/")
-    answer: dict[str, Any] = crew.run(words, int(size), rate=rate[0] if rate else None)
-    return answer
+def run_round(number: int, args: argparse.Namespace) -> None:
+    """Cells without a file, together those of as many workers and the same rate of links."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for cell in args.cells:
+        if not path_of(cell, number, args.out).exists():
+            _, _, size, _, *rate = cell.split("/")
+            groups.setdefault((size, *rate), []).append(cell)
+    for (size, *rate), cells in groups.items():
+        for cell in cells:
+            prepare(cell, args)
+        if time.monotonic() < args.until and not args.only_prepare:
+            words = [__file__, str(args.out), "--work", str(args.work), "--epochs", str(args.epochs)]
+            words += [
+                "--rounds",
+                str(number),
+                "--minutes",
+                str((args.until - time.monotonic()) / 60),
+                "--ranks",
+                *cells,
+            ]
+            crew.run(words, int(size), rate=rate[0] if rate else None)
+
+
+def train_each(world: Any, args: argparse.Namespace) -> int:
+    """Cells one after the other, as long as there is time; the first rank writes them down."""
+    from gnnfleet.comm.reduce import share
+
+    until = time.monotonic() + 60 * args.minutes
+    for cell in args.ranks:
+        goes_on = share(world, (b"1" if time.monotonic() < until else b"0") if world.is_first else None)
+        if goes_on == b"1":
+            found = train(world, cell, args.epochs, args.work)
+            if world.is_first:
+                keep(cell, args.rounds, found, args.out)
+    return len(args.ranks)
+
+
+def path_of(cell: str, number: int, out: Path) -> Path:
+    return out / f"{cell.replace('/', '.')}.{number}.json"
+
+
+def keep(cell: str, number: int, found: dict[str, Any], out: Path) -> None:
+    path_of(cell, number, out).write_text(json.dumps({"cell": cell, **found}))
+    print(cell, f"{found['seconds']:.2f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

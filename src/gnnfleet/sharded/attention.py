@@ -1,8 +1,9 @@
 """Edge-softmax attention over edges whose sources live on any rank, in a single pass over the blocks.
 
 Additive scores without an edge term have their backward by source: gradients, scores and sums of destinations travel
-(d + 3H numbers a row), and nothing is fetched again. Other scores are rebuilt block by block from sources fetched
-again, whose gradients go home. Nothing of size edges × heads outlives a block. d = H·C numbers of a value, H heads.
+(d + 3H numbers a row), and nothing is fetched again. Other scores, and heads of one or two numbers (3H > d), are
+rebuilt block by block from sources fetched again or kept, whose gradients go home. Nothing of size edges × heads
+outlives a block. d = H·C numbers of a value, H heads.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class _Attend(torch.autograd.Function):
         vector: Tensor | None,
     ) -> Tensor:
         own = _Own(call, value, src, dst, edge, vector)
-        positive = _additive(call.form, edge) and ctx.needs_input_grad[3]
-        again = not _additive(call.form, edge) and any(ctx.needs_input_grad)
+        by_source = own.goes_by_source
+        positive = by_source and ctx.needs_input_grad[3]
+        again = not by_source and any(ctx.needs_input_grad)
         ctx.kept = Kept() if call.keep and again else None
         states: list[State] = []
 
@@ -91,7 +93,7 @@ class _Attend(torch.autograd.Function):
         grad = grad.contiguous()
         side, d_dst = pieces.destination_gradient(call.form, State(out, lse, lse, pos, mass), grad, dst)
         needs = ctx.needs_input_grad[1:]
-        if not _additive(call.form, edge):
+        if not own.goes_by_source:
             return None, *_rebuild(own, grad, side.lse_dee, needs=needs, kept=ctx.kept)
         d_value = d_src = None
         if needs[0] or needs[1]:
@@ -112,6 +114,12 @@ class _Own:
     edge: Tensor | None
     vector: Tensor | None
 
+    @property
+    def goes_by_source(self) -> bool:
+        """Whether backward can do with what destinations send, and that is less than sources and their gradients."""
+        form = self.call.form
+        return form.score == "add" and self.edge is None and 3 * form.heads <= self.value.shape[1]
+
     def lanes(self) -> list[Lane]:
         tensors = [self.value] if self.src is None else [self.value, self.src]
         return [Lane(self.call.routes, tensor.detach().contiguous()) for tensor in tensors]
@@ -121,10 +129,6 @@ class _Own:
         edge = None if self.edge is None else self.edge.detach()[cut.edges]
         ids = self.call.ids(cut)
         return Inputs(value=rows[0], src=rows[-1], dst=self.dst, edge=edge, vector=self.vector, edge_ids=ids)
-
-
-def _additive(form: Form, edge: Tensor | None) -> bool:
-    return form.score == "add" and edge is None
 
 
 def _by_source(own: _Own, grad: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,10 +31,10 @@ _TAG = 31
 
 @dataclass(frozen=True)
 class Trial:
-    """What layers are tried on: a way, the features of its rows, and how they will be computed."""
+    """What layers are tried on: a way, and how they will be computed."""
 
     way: Way
-    x: Tensor
+    features: Callable[[slice], Tensor]  # of some of its rows: no more are read than are needed
     precision: str
     cached: bool  # whether the first layer's aggregate will be kept
     code: Code  # how rows travel
@@ -124,7 +124,7 @@ class _Tried:
         seen, way = _Seen([], [], [], [], [], []), self.trial.way
         opened = self._views.setdefault(chunk.number, ChunkView.open(chunk, Stream(way, self.mirrors)))
         self.model.train()
-        rows: Any = self.trial.x[chunk.span]
+        rows: Any = self.trial.features(chunk.span)
         carry: Tensor | None = None
         slots = torch.zeros(len(way.layout.order), dtype=torch.int64)
         for index in range(self.model.num_layers):

@@ -28,11 +28,11 @@ from gnnfleet.strategies.pipe.stage import Inputs, Stage
 from gnnfleet.strategies.task import Take, Task
 
 
-def features_of(job: Job, way: Way) -> Tensor:
-    """[n, F] of the rows of a way."""
+def features_of(job: Job, way: Way, rows: slice = slice(None)) -> Tensor:
+    """[n, F] of some rows of a way."""
     nodes = job.graph.nodes[way.kind]
     x = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
-    return x[way.layout.order[way.low : way.high]].to(PRECISIONS[job.precision])
+    return x[way.layout.order[way.low : way.high][rows]].to(PRECISIONS[job.precision])
 
 
 class Station:

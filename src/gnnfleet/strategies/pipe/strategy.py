@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Generator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from safetensors.torch import load as tensors_from_bytes
@@ -80,7 +81,7 @@ class PipeStrategy:
         number, which = divmod(self._world.rank, layout.ways)
         way = Way(job.graph, layout, which)
         cached = wants_aggregate(self._config.cache_inputs, hides=job.task.hides)
-        trial = Trial(way, features_of(job, way), job.precision, cached, Code(self._config.wire))
+        trial = Trial(way, partial(features_of, job, way), job.precision, cached, Code(self._config.wire))
         return probe(self._world, self.model, trial, number=number)
 
     def _foresee(self) -> list[Forecast]:
