@@ -3,8 +3,8 @@
   accuracy/SET/MODEL/LAYERS/WAY/SEED   test accuracy at the best val epoch; WAY: exact, pipe, or a variant of ABLATION
   collapse/WAY                         deep gcn2 in many random chunks: exact, plain (GNNPipe as it was), guarded
 
-Width 32, 80 epochs, 8 chunks, split 0.6/0.2/0.2, one thread. Chunks stream through one process: what is computed does not depend
-on the number of stages. Finished cells are not run again.
+Width 32, 80 epochs, 8 chunks, split 0.6/0.2/0.2, one thread. Chunks stream through one process: what is computed does
+not depend on the number of stages. Finished cells are not run again.
 
 usage: python benchmarks/pipe_accuracy.py [OUT] --data DIR [--cells …] [--minutes 30]
 """
