@@ -61,12 +61,12 @@ def probe(world: World, model: Model, trial: Trial, *, number: int = 0) -> Found
         tried.run(piece)  # what is made once for all epochs is made now
     alone = sum(tried.run(chunk).seconds) if world.is_first else 0.0
     sum_over_ranks(aside, torch.zeros(1))  # the others wait
-    there, least = tried.run(chunk), [0.0] * model.num_layers if model.batch_norm else tried.run(none).seconds
+    there, least = tried.run(chunk), [0.0] * model.num_layers if model.batch_norm else tried.run(none).shared
     waited: list[float] = []
     tried.run(chunk, then=lambda: waited.append(_meet(aside)))
     for name, buffer in model.named_buffers():
         buffer.copy_(kept[name])
-    low, whole = _by_layer(aside, way, chunk, least, there.seconds)
+    low, whole = _by_layer(aside, way, chunk, least, there.shared)
     costs = tuple(
         LayerCost(low[i], whole[i], there.made[i], there.forward[i], there.by_source[i], there.home[i])
         for i in range(model.num_layers)
@@ -105,11 +105,18 @@ def _by_layer(
 @dataclass
 class _Seen:
     seconds: list[float]
+    busy: list[float]  # of these, of processor time
     made: list[int]
     forward: list[int]
     by_source: list[int]
     home: list[int]
     parameters: list[frozenset[str]]
+
+    @property
+    def shared(self) -> list[float]:
+        """The seconds of all layers, dealt to them by processor time: whoever is held up is held up anywhere."""
+        scale = sum(self.seconds) / max(sum(self.busy), 1e-9)
+        return [busy * scale for busy in self.busy]
 
 
 class _Tried:
@@ -121,7 +128,7 @@ class _Tried:
     def run(self, chunk: Chunk, *, then: Callable[[], None] | None = None) -> _Seen:
         """One forward and backward of every layer on random neighbours, ``then`` after each; gradients are thrown
         away."""
-        seen, way = _Seen([], [], [], [], [], []), self.trial.way
+        seen, way = _Seen([], [], [], [], [], [], []), self.trial.way
         opened = self._views.setdefault(chunk.number, ChunkView.open(chunk, Stream(way, self.mirrors)))
         self.model.train()
         rows: Any = self.trial.features(chunk.span)
@@ -135,12 +142,13 @@ class _Tried:
             near = self.model.precompute(view, given[0]) if index == 0 and self.trial.cached else None
             stream.begin(slots)
             stream.history.clear()
-            started = time.perf_counter()
+            started, busy = time.perf_counter(), time.thread_time()
             with products(self.trial.precision):
                 out = self.model.layer(index, view, given[0], given[1] if len(given) > 1 else None, aggregated=near)
             made = [t for t in out if isinstance(t, Tensor)]
             ends = [t for t in made if t.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+            seen.busy.append(time.thread_time() - busy)
             seen.seconds.append(time.perf_counter() - started)
             seen.made.append(sum(self.trial.code.row_bytes(t) for t in made))
             forward, by_source, home = stream.widths()
