@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-import torch
-
+from gnnfleet.comm.code import Code
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.chunks import Layout
@@ -17,7 +17,8 @@ from gnnfleet.strategies.inputs import wants_aggregate
 from gnnfleet.strategies.pipe import plan
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.plan import Candidate, Machine
-from gnnfleet.strategies.pipe.probe import Found, owners, probe_layers
+from gnnfleet.strategies.pipe.probe import Found, Trial, probe
+from gnnfleet.strategies.pipe.station import features_of
 
 
 def foresee(config: PipeConfig, outlook: Outlook) -> list[Forecast]:
@@ -40,14 +41,13 @@ def foresee(config: PipeConfig, outlook: Outlook) -> list[Forecast]:
 def _probe(config: PipeConfig, outlook: Outlook, layout: Layout) -> Found:
     """Layers on one chunk, here; all workers at once take as much longer as the rehearsal says."""
     job, way = outlook.job, Way(outlook.job.graph, layout, 0)
-    x = job.graph.nodes[way.kind].x
-    x = torch.empty(job.graph.num_nodes, 0) if x is None else x
-    rows = x[layout.order[way.low : way.high]].to(PRECISIONS[job.precision])
     cached = wants_aggregate(config.cache_inputs, hides=job.task.hides)
-    found = probe_layers(World(), job.model, way, rows, precision=job.precision, cached=cached)
+    trial = Trial(way, partial(features_of, job, way), job.precision, cached, Code(config.wire))
+    found, pace, workers = probe(World(), job.model, trial), outlook.together, outlook.workers
     slower = _crowding(outlook)
     layers = [replace(layer, least=layer.least * slower, whole=layer.whole * slower) for layer in found.layers]
-    return replace(found, layers=tuple(layers), crowding=slower)
+    met = slower * (workers - 1) * pace.latency
+    return replace(found, layers=tuple(layers), machine=Machine(pace.socket, pace.latency, slower, workers, met))
 
 
 def _crowding(outlook: Outlook) -> float:
@@ -58,13 +58,9 @@ def _crowding(outlook: Outlook) -> float:
 
 def _forecast(config: PipeConfig, outlook: Outlook, found: Found, layout: Layout) -> Forecast:
     job, pace, workers = outlook.job, outlook.together, outlook.workers
-    ways = [Way(job.graph, layout, way) for way in range(layout.ways)] if layout.ways > 1 else []
-    copies = sum(len(way.mirrors["in"]) for way in ways), sum(len(way.mirrors["out"]) for way in ways)
-    grid = Candidate(layout.ways, workers // layout.ways, layout.chunks, copies)
-    machine = Machine(pace.socket, pace.latency, found.crowding, workers)
-    weights, divided = Weights.of(job.model), 2 if config.wire == "bf16" else 1
+    grid = Candidate(layout.ways, workers // layout.ways, layout.chunks, layout.copies)
     rows = job.graph.num_nodes
-    made = plan.forecast(found.layers, grid, machine, rows=rows, weights=weights.nbytes, wire=divided)
+    made = plan.forecast(found.layers, grid, found.machine, rows=rows, weights=found.weights)
     stages = range(grid.stages)
     rounds = grid.slots * min(2, grid.stages - 1)
     if layout.ways > 1:
@@ -79,8 +75,8 @@ def _forecast(config: PipeConfig, outlook: Outlook, found: Found, layout: Layout
         },
         kind="exact" if grid.is_exact else "approximate",
         workers=workers,
-        memory=max(_memory(outlook, found, grid, made.layers[stage]) for stage in stages),
-        bytes=made.bytes + _sums(outlook, found, grid, made.layers),
+        memory=max(_memory(config, outlook, found, grid, made.layers[stage]) for stage in stages),
+        bytes=made.bytes,
         rounds=rounds,
         seconds=made.seconds + pace.step,
         reasons=(f"{grid}, {'exact' if grid.is_exact else 'with history'}", _shares(made.layers)),
@@ -91,19 +87,7 @@ def _shares(split: tuple[range, ...]) -> str:
     return "layers of the stages: " + ", ".join(str(len(each)) for each in split)
 
 
-def _sums(outlook: Outlook, found: Found, grid: Candidate, split: tuple[range, ...]) -> int:
-    """Bytes of gradients that the ways of a stage sum, and stages that share parameters."""
-    named = dict(outlook.job.model.named_parameters())
-    homes = owners(found.parameters, split, list(named))
-    total = 0
-    for name, stages in homes.items():
-        each = named[name].nbytes + named[name].element_size()
-        total += each * len(stages) * grid.ways * (grid.ways > 1)
-        total += each * grid.workers * (len(stages) > 1)
-    return total
-
-
-def _memory(outlook: Outlook, found: Found, grid: Candidate, layers: range) -> float:
+def _memory(config: PipeConfig, outlook: Outlook, found: Found, grid: Candidate, layers: range) -> float:
     """Of a stage: activations of its layers for the rows of a way, history where chunks come one after the other."""
     job, pace = outlook.job, outlook.together
     graph, itemsize = job.graph, PRECISIONS[job.precision].itemsize
@@ -111,7 +95,8 @@ def _memory(outlook: Outlook, found: Found, grid: Candidate, layers: range) -> f
     rows = graph.num_nodes / grid.ways
     mirrors = sum(grid.copies) / 2 / grid.ways
     tensors = sketch_of(outlook, "auto").tensors(int(rows)) * share
-    tables = sum(found.layers[index].forward for index in layers) * (rows + mirrors)
+    written = itemsize // 2 if config.wire == "bf16" else 1  # rows travel narrower than they are kept
+    tables = written * sum(found.layers[index].forward for index in layers) * (rows + mirrors)
     history = tables * (2 if grid.slots > 1 else 1 if grid.ways > 1 else 0)
     x = graph.nodes[next(iter(graph.nodes))].x
     wide = 0 if x is None else int(x.shape[1])
