@@ -26,10 +26,11 @@ def run(words: list[str], size: int, *, rate: str | None = None, environment: di
         running = []
         for rank in range(size):
             seat = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": hosts[0][1], "MASTER_PORT": port}
-            env = {**os.environ, **{key: str(value) for key, value in seat.items()}, **(environment or {})}
+            env = {**os.environ, **{key: str(value) for key, value in seat.items()}}
             if rate is not None:
                 env["GNNFLEET_SHARED_MEMORY"] = "0"  # hosts share no memory
             env |= {"OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+            env |= environment or {}
             line = [*hosts[rank][0], sys.executable, *words]
             running.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=env))
         try:

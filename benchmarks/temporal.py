@@ -86,8 +86,13 @@ def parts_of_a_step(
     """(milliseconds of a batch by part, events attended to per event): the steps of the strategy with a clock."""
     strategy, task = make_ours(events, count, queries, precision)
     clock, edges, key = Clock(), 0, DrawKey()
-    model, memory, lookout, optimizer = strategy.model, strategy._memory, strategy._lookout, strategy._optimizer
-    bounds = [bound for bound in strategy._bounds if bound <= upto]
+    model, memory, lookout, optimizer = (
+        strategy.model,
+        strategy.turns.shared.memory,
+        strategy._lookout,
+        strategy._optimizer,
+    )
+    bounds = [bound for bound in strategy.turns.bounds if bound <= upto]
     model.train()
     for low, high in itertools.pairwise(bounds):
         with clock.part("sampling"):

@@ -173,7 +173,7 @@ def test_training_equals_a_plain_loop(name: str, layers: int, pairs: bool) -> No
         )
     if name == "tgat":
         return
-    state = ours.state_dict()["memory"]
+    state = ours.turns.shared.memory.tables
     for node in range(theirs.task.stream.num_nodes):
         assert int(state["mail_event"][node]) == plain.mail_event.get(node, -1)
         assert int(state["memory_event"][node]) == plain.memory_event.get(node, -1)

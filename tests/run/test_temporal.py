@@ -15,7 +15,8 @@ import gnnfleet as gf
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.events import EventStream
-from gnnfleet.run.checkpoint import load_checkpoint
+from gnnfleet.run.checkpoint import load_checkpoint, load_private
+from gnnfleet.strategies.base import PRIVATE
 from tests.run.shell import call
 
 WORDS: dict[str, Any] = {
@@ -47,8 +48,9 @@ def test_a_run_goes_on_with_resume(place: Path) -> None:
     words = {"config": WORDS, "strategy": WORDS["strategy"], "run_dir": place / "resumed"}
     gf.train(place / "store", epochs=1, **words)
     gf.train(place / "store", epochs=2, resume=True, **words)
-    states = [load_checkpoint(place / run / "checkpoints" / "last")[0] for run in ("through", "resumed")]
-    assert set(states[0]) == {"model", "optimizer", "memory"}
+    paths = [place / run / "checkpoints" / "last" for run in ("through", "resumed")]
+    states = [load_checkpoint(path)[0] | load_private(path, 0) for path in paths]
+    assert set(states[0]) == {"model", "optimizer", PRIVATE} and "memory/mail" in states[0][PRIVATE]
     for part, tensors in states[0].items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, states[1][part][name]), (part, name)

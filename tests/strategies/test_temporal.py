@@ -48,7 +48,7 @@ def of_stream(stream: EventStream, keep: Tensor, *, shift: int = 0) -> Graph:
 def scores(strategy: TemporalStrategy, upto: int) -> Tensor:
     """Embeddings of both ends of events before ``upto``, each batch as in training, weights at rest."""
     strategy.model.eval()
-    lookout, memory, task = strategy._lookout, strategy._memory, strategy.task
+    lookout, memory, task = strategy._lookout, strategy.turns.shared.memory, strategy.task
     memory.reset()
     found = []
     bounds = task.stream.batches(20)

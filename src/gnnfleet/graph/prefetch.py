@@ -100,12 +100,12 @@ def _wait(room: threading.Semaphore, stop: threading.Event) -> bool:
     return False
 
 
-def wise_depth(read: int) -> int:
-    """How far ahead to work where each step reads some of ``read`` bytes.
+def wise_depth(read: int, *, processes: int = 1) -> int:
+    """How far ahead to work where each step reads some of ``read`` bytes, in each of some processes of this machine.
 
     A thread beside as many busy ones as there are cores makes all of them wait for it; it pays for itself where there
     is a core for it, or where most of what is read comes from the disk.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return AHEAD if cores > torch.get_num_threads() or read > memory // 2 else 0
+    return AHEAD if cores > processes * torch.get_num_threads() or read > memory // 2 else 0

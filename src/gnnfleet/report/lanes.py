@@ -31,7 +31,7 @@ def draw_lanes(rows: Sequence[tuple[str, Sequence[Cell]]], *, title: str, batche
     height = _TOP + len(rows) * (_ROW + _GAP) + 30
     width = _LEFT + wide * columns + _RIGHT
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {max(width, 620):.0f} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {max(width, 760):.0f} {height}" '
         'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="8" y="20" font-size="15">{escape(title)}</text>',

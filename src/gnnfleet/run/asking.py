@@ -169,7 +169,7 @@ def _on(config: RunConfig, workers: int) -> RunConfig:
         raise ConfigError(f"--workers is a number from 1, found {workers}")
     strategy = config.strategy
     if isinstance(strategy, TemporalConfig):
-        return config.model_copy(update={"workers": 1})
+        return config.model_copy(update={"workers": 1, "strategy": strategy.alone})
     if workers == 1:
         strategy = LocalConfig()
     elif not isinstance(strategy, SarConfig):
@@ -182,6 +182,7 @@ def _spec(question: Question, config: RunConfig, graph: Graph, *, quiet: bool, a
     """What ranks need to answer; the graph is cut where it is not yet, ``apart`` in another process."""
     directory = RunDirectory(Path(question.run), seed=config.seed)
     assert graph.store is not None
+    path: Path | None
     if apart:
         path = ensure_apart(graph, config, quiet=quiet)
     else:
@@ -190,7 +191,7 @@ def _spec(question: Question, config: RunConfig, graph: Graph, *, quiet: bool, a
     return Spec(
         store=str(graph.store.path.resolve()),
         digest=graph.store.digest,
-        partition=str(path.relative_to(graph.store.path)),
+        partition="" if path is None else str(path.relative_to(graph.store.path)),
         run_dir=str(directory.path),
         config=config.model_dump(mode="json"),
         quiet=quiet,

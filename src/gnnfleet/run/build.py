@@ -23,6 +23,7 @@ from gnnfleet.graph.split import parse_rule, split_nodes
 from gnnfleet.nn.base import Model
 from gnnfleet.nn.model import build_model
 from gnnfleet.nn.own import build_own
+from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.report.progress import Progress, Silent
 from gnnfleet.run.config import RunConfig
 from gnnfleet.run.link import SEES_TARGETS, build_links
@@ -131,12 +132,18 @@ def build(graph: Graph, config: RunConfig, *, progress: Progress = Silent(), her
     return _assemble(check(graph, config, here.own), config, here)
 
 
-def _on_events(graph: Graph, config: RunConfig, here: Here) -> Built:
-    """A run on a stream of events; the same to train and to ask a trained one."""
-    assert isinstance(config.strategy, TemporalConfig)
+def check_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalModel, Tensor | None]:
+    """``check`` for events: (the task, the model, what is known of nodes)."""
     task, model, features = build_events(graph, config)
     if config.train.patience and not len(task.items("val")):
         raise ConfigError("train.patience needs val events and there are none: set train.patience=0 or another --split")
+    return task, model, features
+
+
+def _on_events(graph: Graph, config: RunConfig, here: Here) -> Built:
+    """A run on a stream of events; the same to train and to ask a trained one."""
+    assert isinstance(config.strategy, TemporalConfig)
+    task, model, features = check_events(graph, config)
     job = EventJob(
         model, task, config.train, features, seed=config.seed, precision=config.precision, memory=config.memory,
         world=here.world, progress=here.progress, say=here.say,

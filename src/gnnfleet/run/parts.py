@@ -43,7 +43,9 @@ def partition_name(method: str, parts: int, balance: str, seed: int, options: di
 def ensure_cut(
     graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Silent(), quiet: bool = True
 ) -> Path | None:
-    """What the strategy of a run needs of this kind."""
+    """What the strategy of a run needs of this kind; None where that is nothing."""
+    if config.strategy.cut == "none":
+        return None
     ensure = {"parts": ensure_partition, "clusters": ensure_clusters, "chunks": ensure_layouts}[config.strategy.cut]
     return ensure(graph, trained, config, progress=progress, quiet=quiet)
 
@@ -130,8 +132,10 @@ def _folder(graph: Graph, trained: Graph, config: RunConfig) -> tuple[Path, Grap
     return store.path / "parts" / f"links-{_links_key(store, config)}", trained, None
 
 
-def ensure_apart(graph: Graph, config: RunConfig, *, quiet: bool) -> Path:
+def ensure_apart(graph: Graph, config: RunConfig, *, quiet: bool) -> Path | None:
     """``ensure_cut`` in another process, whose errors are raised here."""
+    if config.strategy.cut == "none":
+        return None
     words = json.dumps({"store": str(_store(graph).path), "config": config.model_dump(mode="json"), "quiet": quiet})
     command = [sys.executable, "-m", "gnnfleet.run.parts"]
     done = subprocess.run(command, input=words, stdout=subprocess.PIPE, text=True, check=False)

@@ -19,13 +19,15 @@ from gnnfleet.graph.partition import KIND
 from gnnfleet.nn.own import naming_line
 from gnnfleet.report.metrics import check_tensorboard
 from gnnfleet.report.progress import show
-from gnnfleet.run.build import check
+from gnnfleet.run.build import check, check_events
 from gnnfleet.run.config import RunConfig, check_continues, overlay, resolve
 from gnnfleet.run.console import remark
 from gnnfleet.run.course import read_start
 from gnnfleet.run.directory import RunDirectory, choose_directory
+from gnnfleet.run.output import Output
 from gnnfleet.run.parts import ensure_apart, ensure_cut
 from gnnfleet.run.spec import Spec
+from gnnfleet.strategies.temporal.config import TemporalConfig
 
 
 @dataclass(frozen=True)
@@ -73,30 +75,28 @@ def prepared(
     known_as: Graph | None = None,
     apart: bool = False,
 ) -> Iterator[tuple[Spec, RunDirectory]]:
-    """A run on parts, ready for its ranks; its directory is locked until the end.
+    """A run on workers, ready for its ranks; its directory is locked until the end.
 
     The graph lies in a store; ``known_as`` is the user's own where that was in memory. ``apart`` cuts it in another
     process, for a caller that must go on answering.
     """
     assert graph.store is not None
     with naming_line(config.model.file):
-        # Learnable rows are the ranks' own: none are drawn here.
-        checked = check(graph, config, {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes})
-        config.strategy.check(checked.task)
-    for text in checked.remarks:
+        trained, output, remarks = _checked(graph, config)
+    for text in remarks:
         remark(text, quiet=quiet)
     path: Path | None
     if apart:
         path = ensure_apart(graph, config, quiet=quiet)
     else:
         with show(quiet) as progress:
-            path = ensure_cut(graph, checked.graph, config, progress=progress, quiet=quiet)
+            path = ensure_cut(graph, trained, config, progress=progress, quiet=quiet)
     directory = directory or choose(place, known_as or graph, model=config.model.label)
     directory.seed = config.seed
     directory.lock()
     try:
         read_start(directory)  # a damaged checkpoint is found now
-        directory.begin(config, known_as or graph, checked.output)
+        directory.begin(config, known_as or graph, output)
         if config.strategy.cut == "parts" and path is not None:
             cut = Bundle.open(path, KIND)
             directory.note_parts(cut.meta["method"], cut.meta["quality"])
@@ -113,3 +113,14 @@ def prepared(
         )
     finally:
         directory.close()
+
+
+def _checked(graph: Graph, config: RunConfig) -> tuple[Graph, Output | None, tuple[str, ...]]:
+    """(what is trained on, what nodes are classified as, what the user should know); raises what ``check`` does."""
+    if isinstance(config.strategy, TemporalConfig):
+        check_events(graph, config)
+        return graph, None, ()
+    # Learnable rows are the ranks' own: none are drawn here.
+    checked = check(graph, config, {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes})
+    config.strategy.check(checked.task)
+    return checked.graph, checked.output, checked.remarks

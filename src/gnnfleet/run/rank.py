@@ -52,7 +52,7 @@ def run_spec(spec: Spec, world: World, *, store: Path | None = None) -> RunRecor
             cut = graph.store.path / spec.partition
             if config.strategy.cut == "chunks":
                 here = replace(here, layouts=open_layouts(cut))
-            else:
+            elif config.strategy.cut != "none":
                 here = replace(here, shard=open_part(cut, world.rank))
             built = build(graph, config, here=here)
         start = find_start(directory, beside(world), rows_by_owner(built.strategy.model))

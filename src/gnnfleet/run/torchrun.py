@@ -23,6 +23,7 @@ from gnnfleet.run.leash import die_with_parent
 from gnnfleet.run.prepare import Place, prepared, settle
 from gnnfleet.run.rank import run_spec, serve
 from gnnfleet.run.spec import Spec
+from gnnfleet.strategies.local.config import LocalConfig
 
 PREPARE_SECONDS = 24 * 3600.0
 """How long the others wait for the first rank to cut the graph. Whether it lives is known all the while."""
@@ -66,7 +67,7 @@ def _prepare(stack: ExitStack, seat: Seat, store: Path, words: Mapping[str, Any]
         raise ConfigError(f"torchrun started {seat.size} workers, found --workers {asked}: leave it out")
     graph = open_store(store)
     config, directory = settle(graph, {**words, "workers": seat.size}, place)
-    if not config.strategy.uses_parts:
+    if isinstance(config.strategy, LocalConfig):
         raise ConfigError(f"strategy {config.strategy.name} runs in one process, found {seat.size} ranks")
     spec, _ = stack.enter_context(prepared(graph, config, directory, place=place, quiet=quiet, apart=True))
     return spec

@@ -62,8 +62,8 @@ def run_training(
     config, directory = settle(graph, words, place)
     if restarts and config.workers == 1 and not config.strategy.comes_and_goes:
         raise ConfigError(f"--max-restarts {restarts} is for several workers, found --workers 1: use --resume")
-    if config.strategy.uses_parts:
-        return _on_parts(graph, config, directory, place=place, quiet=quiet, restarts=restarts)
+    if config.strategy.uses_parts or config.workers > 1:
+        return _on_workers(graph, config, directory, place=place, quiet=quiet, restarts=restarts)
     with ExitStack() as stack:
         stack.enter_context(naming_line(config.model.file))
         with show(quiet) as progress:
@@ -95,10 +95,10 @@ def _planned(graph: Graph, words: Mapping[str, Any], place: Place, *, quiet: boo
     return settled
 
 
-def _on_parts(
+def _on_workers(
     graph: Graph, config: RunConfig, directory: RunDirectory | None, *, place: Place, quiet: bool, restarts: int
 ) -> Trained:
-    """On workers, each with a part of the graph; a single one is this process."""
+    """On workers, where there are parts each with one; a single worker is this process."""
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gnnfleet-"))
         kept = place.keep or place.run_dir is not None

@@ -54,8 +54,8 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
         False  # whether workers are independent of each other, and may end or join any time
     )
     partitioner: ClassVar[str] = "mincut"  # how nodes are dealt to workers unless the user says
-    # What is kept in the store for it: a part for every worker, clusters that are dealt, or layouts of chunks.
-    cut: ClassVar[Literal["parts", "clusters", "chunks"]] = "parts"
+    # What is kept in the store for it: a part for every worker, clusters that are dealt, layouts of chunks, or nothing.
+    cut: ClassVar[Literal["parts", "clusters", "chunks", "none"]] = "parts"
 
     name: str
 

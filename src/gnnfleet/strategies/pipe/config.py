@@ -25,7 +25,7 @@ class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
     """
 
     uses_parts: ClassVar[bool] = True
-    cut: ClassVar[Literal["parts", "clusters", "chunks"]] = "chunks"
+    cut: ClassVar[Literal["parts", "clusters", "chunks", "none"]] = "chunks"
 
     name: Literal["pipe"] = "pipe"
     # Graph-parallel ways × stages of layers = workers. auto: what is predicted to be fastest, exact graph parallelism

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from math import prod
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.strategies.base import StrategyConfig
 from gnnfleet.strategies.sampling import Switch
+from gnnfleet.strategies.temporal.schedule import Shape
+
+Number = Literal["auto"] | Annotated[int, Field(ge=1)]
 
 EVENT_TRAINING = {"epochs": 20, "lr": 5e-4, "weight_decay": 0.0}
 """What training is on events unless someone says so, where it differs from graphs."""
@@ -17,8 +21,18 @@ EVENT_TRAINING = {"epochs": 20, "lr": 5e-4, "weight_decay": 0.0}
 class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     """Events in the order of time; every node has a memory that its events change."""
 
+    cut: ClassVar[Literal["parts", "clusters", "chunks", "none"]] = "none"
+
     name: Literal["temporal"] = "temporal"
-    batch: int = Field(default=600, ge=1)  # events of a step; more where the last ones happen at the same time
+    # Events of a batch, more where the last ones happen at the same time. auto: as many as leave enough updates.
+    batch: Number = 600
+    # Trainers of one batch × passes over one memory at a time × memories = workers. auto: planned.
+    share: Number = "auto"
+    lanes: Number = "auto"
+    copies: Number = "auto"
+    # A step of several lanes and copies is a mean over as many batches: the rate grows with them, over so many epochs.
+    lr_scale: Literal["linear", "sqrt", "none"] = "sqrt"
+    warmup: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     relation: str = ""  # the edge type whose events are predicted, where several have times
     # When nodes are looked at: each at the time of its event, with all events before it; or once per batch, when it
     # begins, which is cheaper and sees less.
@@ -30,16 +44,30 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     static_lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     eval_batch: int = Field(default=200, ge=1)  # events between updates of the state in evaluations, as TGB has it
     eval_negatives: int = Field(default=49, ge=1)  # in evaluations during training; at the end all destinations
-    prefetch: int = Field(default=0, ge=0)  # batches looked up ahead by a thread; results are the same
+    # Batches looked up ahead by a thread; results are the same. auto: where it has a core of its own.
+    prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
 
     @property
     def batch_size(self) -> int:
+        assert self.batch != "auto", "decided with the stream"
         return self.batch
+
+    @property
+    def wanted(self) -> Shape:
+        """What is decided of the arrangement; 0 is open."""
+        return Shape(*(0 if size == "auto" else size for size in (self.share, self.lanes, self.copies)))
+
+    @property
+    def alone(self) -> TemporalConfig:
+        """The same for one trainer."""
+        return self.model_copy(update={"share": 1, "lanes": 1, "copies": 1})
 
     def learns_static(self, features: bool) -> bool:
         """Whether rows are learnt beforehand, for nodes with or without features."""
         return not features if self.static == "auto" else self.static
 
     def check_workers(self, workers: int) -> None:
-        if workers != 1:
-            raise ConfigError(f"strategy temporal runs in one process, found workers={workers}: use --workers 1")
+        sizes = [size for size in vars(self.wanted).values() if size]
+        if workers % prod(sizes) or (len(sizes) == len(vars(self.wanted)) and prod(sizes) != workers):
+            words = " × ".join(f"{name}={size}" for name, size in vars(self.wanted).items() if size)
+            raise ConfigError(f"strategy.share × lanes × copies are the workers, found {words} of {workers}")

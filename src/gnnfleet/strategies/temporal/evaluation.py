@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from gnnfleet.comm.reduce import gather_rows
+from gnnfleet.comm.world import World
 from gnnfleet.graph.event_negatives import AllDestinations
 from gnnfleet.graph.events import EventStream
 from gnnfleet.nn.edgebank import edgebank_ranks, window_of
@@ -34,7 +36,10 @@ QUERIES = 1 << 15
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Walks a stream with the present weights. ``batch`` events are scored, then become known."""
+    """Walks a stream with the present weights. ``batch`` events are scored, then become known.
+
+    Of several ranks each scores a piece of every batch; all of them move the state past all of it.
+    """
 
     model: TemporalModel
     task: EventTask
@@ -42,6 +47,7 @@ class Evaluator:
     batch: int
     negatives: int
     precision: str
+    world: World = field(default_factory=World)
 
     def measure(self, memory: Memory, static: Tensor | None, split: str, *, full: bool) -> dict[str, float]:
         """{"loss", "count", metrics}; ``memory`` stands where the split begins and ends where it ends.
@@ -51,25 +57,34 @@ class Evaluator:
         part = self.task.parts[split]
         if self.task.head is not None:
             return self._classes(memory, static, part)
-        positives, negatives, ranks = [], [], []
-        for low, high in self._batches(part):
-            drawn = self.task.negatives.evaluation(
-                torch.arange(low, high), part.dst[low - part.first : high - part.first], count=self._count
-            )
-            positive, among = self._scores(memory, static, low, high, self._all.destinations if full else drawn)
-            ranks.append(ranks_among(positive, among, self._all.mask(low, high) if full else None))
-            one = (
-                among.gather(1, torch.searchsorted(self._all.destinations, drawn[:, :1].contiguous()))
-                if full
-                else among[:, :1]
-            )
-            positives.append(positive)
-            negatives.append(one)
-            self._advance(memory, low, high)
-        positive, negative = torch.cat(positives), torch.cat(negatives)
-        found = {"loss": float(link_loss(positive, negative)) / len(part), "count": float(len(part))}
-        found |= {"mrr": mrr(torch.cat(ranks)), "ap": average_precision(positive, negative)}
-        return found | self._edgebank(split, full=full)
+        rows = []
+        for low, high, whole in self._pieces(part):
+            rows.append(self._ranked(memory, static, (low, high), whole, full=full))
+            self._advance(memory, *whole)
+        found = torch.cat(gather_rows(self.world, torch.cat(rows)))
+        _, positive, negative, ranks = found[torch.argsort(found[:, 0])].t()
+        measured = {"loss": float(link_loss(positive, negative[:, None])) / len(part), "count": float(len(part))}
+        measured |= {"mrr": mrr(ranks), "ap": average_precision(positive, negative)}
+        return measured | self._edgebank(split, full=full)
+
+    def _ranked(
+        self, memory: Memory, static: Tensor | None, piece: tuple[int, int], whole: tuple[int, int], *, full: bool
+    ) -> Tensor:
+        """[n, 4] float64: number, logit, that of one negative, and rank of each event."""
+        low, high = piece
+        if low == high:
+            return torch.empty(0, 4, dtype=torch.float64)
+        numbers = torch.arange(low, high)
+        drawn = self.task.negatives.evaluation(numbers, self.task.stream.dst[low:high], count=self._count)
+        others = self._all.destinations if full else drawn
+        positive, among = self._scores(memory, static, piece, whole, others)
+        ranks = ranks_among(positive, among, self._all.mask(low, high) if full else None)
+        one = (
+            among.gather(1, torch.searchsorted(self._all.destinations, drawn[:, :1].contiguous()))
+            if full
+            else among[:, :1]
+        )
+        return torch.stack([numbers.double(), positive.double(), one[:, 0].double(), ranks.double()], 1)
 
     def replay(self, memory: Memory, low: int, high: int, batch: int, *, keep_ties: bool = True) -> None:
         """Move the state past events without scoring them."""
@@ -82,14 +97,21 @@ class Evaluator:
         for low, high in itertools.pairwise(bounds):
             yield part.first + low, part.first + high
 
+    def _pieces(self, part: EventStream) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """This rank's events of every batch, and the batch."""
+        rank, size = self.world.rank, self.world.size
+        for low, high in self._batches(part):
+            yield low + (high - low) * rank // size, low + (high - low) * (rank + 1) // size, (low, high)
+
     def _advance(self, memory: Memory, low: int, high: int) -> None:
         with products(self.precision):
             advance(self.model, self.task.stream, memory, low, high)
 
     def _scores(
-        self, memory: Memory, static: Tensor | None, low: int, high: int, others: Tensor
+        self, memory: Memory, static: Tensor | None, piece: tuple[int, int], whole: tuple[int, int], others: Tensor
     ) -> tuple[Tensor, Tensor]:
         """([n], [n, K]) logits of events and of others in place of their destinations: [K] for all, or [n, K]."""
+        low, high = piece
         size = max(
             1, QUERIES // ((others.shape[-1] + 2) * (self.lookout.neighbours + 1) ** max(self.lookout.hops - 1, 0))
         )
@@ -97,7 +119,7 @@ class Evaluator:
         for first in range(low, high, size):
             last = min(first + size, high)
             each = others[first - low : last - low] if others.dim() == 2 else others.expand(last - first, -1)
-            found.append(self._piece(memory, static, first, last, each, (low, high)))
+            found.append(self._piece(memory, static, first, last, each, whole))
         positive, negative = zip(*found, strict=True)
         return torch.cat(positive), torch.cat(negative)
 
@@ -121,7 +143,7 @@ class Evaluator:
         """[n], or [n, C] of classes, of events that are then known; ``memory`` stands before them."""
         nobody = torch.empty(high - low, 0, dtype=torch.int64)
         if self.task.head is None:
-            found = torch.sigmoid(self._scores(memory, static, low, high, nobody)[0])
+            found = torch.sigmoid(self._scores(memory, static, (low, high), (low, high), nobody)[0])
         else:
             logits = self._logits(memory, static, low, high)
             found = torch.sigmoid(logits) if self.task.head.multilabel else torch.softmax(logits, 1)

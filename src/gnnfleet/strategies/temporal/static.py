@@ -34,7 +34,7 @@ def learn_static(config: TemporalConfig, job: EventJob, lookout: Lookout) -> Ten
     lookout = replace(lookout, queries="event", neighbours=plain.neighbours, hops=model.num_hops)
     advance = job.progress.stage("static memory", config.static_epochs)
     for epoch in range(config.static_epochs):
-        for step, numbers in batches(train.numbers, config.batch, seed=job.seed, epoch=epoch):
+        for step, numbers in batches(train.numbers, config.batch_size, seed=job.seed, epoch=epoch):
             _step(model, table, job, lookout, numbers, DrawKey(job.seed, epoch, step))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -1,7 +1,8 @@
-"""One process: events in the order of time, one batch after the other on one memory.
+"""Events in the order of time, one batch after the other on one memory, or on several by several trainers.
 
 A step reads memories and mails of all nodes it looks at, takes the mails in, writes the rows of the batch's own nodes,
-then computes embeddings, loss and gradients. A sweep over the training events is an epoch; it begins with nothing.
+then computes embeddings, loss and gradients, which are summed over trainers. A sweep over the training events begins
+with nothing. An epoch has as many uses of events as there are; of one trainer it is a sweep.
 """
 
 from __future__ import annotations
@@ -14,15 +15,24 @@ from dataclasses import replace
 from typing import NoReturn
 
 import torch
+from safetensors.torch import load as tensors_from_bytes
+from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
+from gnnfleet.comm.grid import coordinates_of
+from gnnfleet.comm.reduce import gather_rows, share, sum_gradients
+from gnnfleet.comm.shared import machines
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.events import EventStream
-from gnnfleet.graph.prefetch import prefetched
+from gnnfleet.graph.prefetch import prefetched, wise_depth
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey
+from gnnfleet.report.lanes import draw_lanes
+from gnnfleet.report.memory import memory_limit
+from gnnfleet.report.traffic import Traffic
 from gnnfleet.strategies.base import (
     PRECISIONS,
+    PRIVATE,
     Prediction,
     State,
     StepRecord,
@@ -35,12 +45,18 @@ from gnnfleet.strategies.task import Take
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.evaluation import Evaluator
 from gnnfleet.strategies.temporal.memory import Memory
+from gnnfleet.strategies.temporal.plan import Curve, Pace, Trainers, arrange
+from gnnfleet.strategies.temporal.schedule import Schedule
 from gnnfleet.strategies.temporal.static import learn_static
 from gnnfleet.strategies.temporal.step import Batch, Lookout, embed, remember
 from gnnfleet.strategies.temporal.task import EventJob, EventTask
+from gnnfleet.strategies.temporal.turns import Turns, Work
 
 STATIC = "static.table"
 """The name of what was learnt of nodes, beside the weights in a state."""
+
+SHOWN = 60
+"""Iterations in the picture of an epoch."""
 
 
 class TemporalStrategy:
@@ -51,7 +67,12 @@ class TemporalStrategy:
 
     def __init__(self, config: TemporalConfig, job: EventJob) -> None:
         self.model: TemporalModel = job.model
+        if config.batch == "auto":
+            curve = Curve.of(job.task.parts["train"])
+            job.say(f"plan: batches of {curve.batch}; of all ends of events a batch leaves a mail to {curve}")
+            config = config.model_copy(update={"batch": curve.batch})
         self._config, self._job = config, job
+        self._aside = replace(job.world, traffic=Traffic())  # for what is no part of training
         self._optimizer = make_optimizer(self.model, job.train)
         stream, dtype = job.task.stream, PRECISIONS[job.precision]
         self._lookout = Lookout(
@@ -63,8 +84,10 @@ class TemporalStrategy:
             config.queries,
             job.task.mean_gap if self.model.config.pairs else 0.0,
         )
-        self._memory = Memory.empty(*self._sizes)
-        self._bounds = job.task.parts["train"].batches(config.batch)
+        self.turns = self._arrange()
+        self._pace = self._paced()
+        self._tally = torch.nn.Parameter(torch.zeros(2, dtype=dtype))  # loss and count, summed as gradients are
+        self._shown = 0  # the epoch that was trained last
         self._table: Tensor | None = None  # learnt of nodes; made when it is first needed
         self._known: tuple[int, Memory] | None = None  # the state of the present weights after so many events
         self._evaluator = self._evaluating(job.task, self._lookout)
@@ -79,53 +102,109 @@ class TemporalStrategy:
         return self._config.relation
 
     def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
-        self._known = None
-        if first == 0:
-            self._memory.reset()
-        static = self._static()
+        self._known, self._shown = None, epoch
+        static, schedule = self._static(), self.turns.schedule
+        start, end = schedule.start(epoch), schedule.start(epoch + 1)
+        self.turns.begin(start + first)
         started = time.perf_counter()
-        with closing(prefetched(self._batches(epoch, first), self._config.prefetch)) as made:
-            for step, batch in enumerate(made, first):
-                loss, count = self._step(batch, static, DrawKey(self._job.seed, epoch, 0))
-                yield StepRecord(epoch, step, loss, count, time.perf_counter() - started)
+        with closing(prefetched(self.turns.work(start + first, end), self._ahead)) as made:
+            for work in made:
+                loss, count = self._step(work, static)
+                yield StepRecord(epoch, work.iteration - start, loss, count, time.perf_counter() - started)
                 started = time.perf_counter()
 
-    def _batches(self, epoch: int, first: int) -> Generator[Batch]:
-        for low, high in zip(self._bounds[first:-1], self._bounds[first + 1 :], strict=True):
-            yield self._lookout.batch(low, high, self._job.task.drawn(low, high, sweep=epoch))
-
-    def _step(self, batch: Batch, static: Tensor | None, key: DrawKey) -> tuple[float, int]:
-        """(mean loss, events that count)."""
-        loss, count = self._loss(batch, static, key)
+    def _step(self, work: Work, static: Tensor | None) -> tuple[float, int]:
+        """(mean loss, events that count), of all trainers."""
         self._optimizer.zero_grad(set_to_none=True)
-        mean = loss / max(count, 1)
+        loss, own = self._loss(work, static)
+        if own:
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._tally.grad = torch.stack([loss.detach(), loss.new_tensor(own)])
+        sum_gradients(self._job.world, [*self.model.parameters(), self._tally])
+        total, count = self._tally.grad.tolist()
         if count:
-            mean.backward()  # type: ignore[no-untyped-call]
+            grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+            torch._foreach_div_(grads, count)
             if self._job.train.clip:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._job.train.clip)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._pace.at(work.iteration)
             self._optimizer.step()
-        return float(mean.detach()), count
+        return total / max(count, 1), int(count)
 
-    def _loss(self, batch: Batch, static: Tensor | None, key: DrawKey) -> tuple[Tensor, int]:
-        """The sum over a batch; the state has moved past it."""
+    def _loss(self, work: Work, static: Tensor | None) -> tuple[Tensor, int]:
+        """(the sum over this trainer's events, how many count); the state has moved past them at their first use."""
         self.model.train()
-        job = self._job
+        job, batch, rows = self._job, work.batch, self.turns.read(work)
+        if batch is None or rows is None:
+            self.turns.write(work, None)
+            return torch.zeros((), dtype=PRECISIONS[job.precision]), 0
         with products(job.precision):
-            memory, writes = remember(self.model, job.task.stream, batch, self._memory.read(batch.block.nodes))
-            if writes is not None:
-                self._memory.write(writes)
-            z = embed(self.model, batch, memory, static, key)
+            memory, writes = remember(self.model, job.task.stream, batch, rows)
+            self.turns.write(work, writes)
+            z = embed(self.model, batch, memory, static, DrawKey(job.seed, work.turn.number, 0))
             return job.task.loss(self.model, z, batch.low, batch.high, batch.pairs)
+
+    def _arrange(self) -> Turns:
+        """How trainers are arranged, and this one's place."""
+        job, config = self._job, self._config
+        nodes, width, dtype = self._sizes
+        room = torch.tensor([memory_limit() // 2 if job.memory is None else job.memory])
+        each = machines(self._aside)
+        self._here = next(len(ranks) for ranks in each if job.world.rank in ranks)  # trainers that share the cores
+        trainers = Trainers(
+            machines=tuple(map(len, each)),
+            copy_bytes=nodes * (3 * width * dtype.itemsize + 16),
+            room=int(torch.cat(gather_rows(self._aside, room)).min()),
+        )
+        shape, why = arrange(trainers, config.batch_size, config.wanted)
+        if job.world.size > 1:
+            job.say(why)
+        bounds = job.task.parts["train"].batches(config.batch_size)
+        layout = Memory.layout(nodes, width, dtype)
+        return Turns(job.world, Schedule(shape, len(bounds) - 1), bounds, self._look_up, layout)
+
+    def _paced(self) -> Pace:
+        """How fast trainers learn together."""
+        config, schedule = self._config, self.turns.schedule
+        together = schedule.shape.lanes * schedule.shape.copies
+        factor = {"linear": float(together), "sqrt": together**0.5, "none": 1.0}[config.lr_scale]
+        warmup = round(config.warmup * schedule.start(1)) if factor > 1 else 0
+        return Pace(self._job.train.lr, factor, warmup)
+
+    @property
+    def _ahead(self) -> int:
+        """Batches looked up ahead: none where the thread would have no core of its own."""
+        if self._config.prefetch != "auto":
+            return self._config.prefetch
+        return wise_depth(0, processes=self._here)
+
+    def _look_up(self, low: int, high: int, number: int, *, whole: tuple[int, int]) -> Batch:
+        return self._lookout.batch(low, high, self._job.task.drawn(low, high, sweep=number), whole=whole)
 
     def counts(self) -> dict[str, float]:
         return {}
 
     def pages(self) -> dict[str, str]:
-        return {}
+        """Who used which batch when in the last epoch, as far as it fits."""
+        schedule = self.turns.schedule
+        start = schedule.start(self._shown)
+        end = min(schedule.start(self._shown + 1), start + SHOWN)
+        rows = []
+        for rank in range(schedule.shape.workers):
+            place = coordinates_of(rank, schedule.shape.axes)
+            name = ", ".join(f"{axis} {place[axis] + 1}" for axis, size in schedule.shape.axes.items() if size > 1)
+            rows.append((name or "trainer", [schedule.turn(rank, iteration) for iteration in range(start, end)]))
+        title = f"share × lanes × copies = {schedule.shape}, {schedule.batches} batches: from iteration {start} on"
+        return {"lanes.svg": draw_lanes(rows, title=title, batches=schedule.batches, first=start)}
 
     def validate(self) -> dict[str, float]:
-        """On val with few negatives, going on from the state that training ended in."""
-        return self._evaluator.measure(self._memory.copy(), self._static(), "val", full=False)
+        """On val with few negatives, after the state that the present weights are in."""
+        part = self._job.task.parts["val"]
+        memory = self._after(part.first)
+        found = self._evaluator.measure(memory, self._static(), "val", full=False)
+        self._known = part.first + len(part), memory
+        return found
 
     def evaluate(self, split: str) -> dict[str, float]:
         if not len(self._job.task.items(split)):
@@ -166,7 +245,7 @@ class TemporalStrategy:
         self._known = None  # the state is given away
         train = len(self._job.task.parts["train"])
         if known < train:
-            self._evaluator.replay(memory, known, min(train, count), self._config.batch)
+            self._evaluator.replay(memory, known, min(train, count), self._config.batch_size)
         self._evaluator.replay(memory, max(known, train), count, self._config.eval_batch, keep_ties=False)
         return memory
 
@@ -179,13 +258,22 @@ class TemporalStrategy:
         """[V, S] all that is known of nodes at any time."""
         features = self._job.features
         if self._config.learns_static(features is not None) and self._table is None:
-            self._table = learn_static(self._config, self._job, self._lookout)
+            self._table = self._learnt()
         parts = [part for part in (features, self._table) if part is not None]
         return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
+    def _learnt(self) -> Tensor:
+        """By the first trainer, for all."""
+        world, told = self._aside, None
+        if world.is_first:
+            told = tensors_to_bytes({STATIC: learn_static(self._config, self._job, self._lookout)})
+        return tensors_from_bytes(share(world, told))[STATIC]
+
     def _evaluating(self, task: EventTask, lookout: Lookout) -> Evaluator:
         config = self._config
-        return Evaluator(self.model, task, lookout, config.eval_batch, config.eval_negatives, self._job.precision)
+        return Evaluator(
+            self.model, task, lookout, config.eval_batch, config.eval_negatives, self._job.precision, self._aside
+        )
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         self._no_nodes()
@@ -205,7 +293,7 @@ class TemporalStrategy:
         return {
             "model": {**self.model.state_dict(), **table},
             "optimizer": optimizer_tensors(self.model, self._optimizer),
-            "memory": self._memory.state_dict(),
+            PRIVATE: self.turns.state(),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -216,8 +304,8 @@ class TemporalStrategy:
         self.model.load_state_dict(weights)
         if "optimizer" in state:
             load_optimizer(self.model, self._optimizer, state["optimizer"])
-        if "memory" in state:
-            self._memory.load_state_dict(state["memory"])
+        if PRIVATE in state:
+            self.turns.load(state[PRIVATE])
 
     def close(self) -> None:
         self._known = None

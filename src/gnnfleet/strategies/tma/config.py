@@ -24,7 +24,7 @@ class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
 
     uses_parts: ClassVar[bool] = True
     comes_and_goes: ClassVar[bool] = True
-    cut: ClassVar[Literal["parts", "clusters", "chunks"]] = "clusters"
+    cut: ClassVar[Literal["parts", "clusters", "chunks", "none"]] = "clusters"
 
     name: Literal["tma"] = "tma"
     # random: RandomTMA; super: SuperTMA; psgd-pa: parts with few cut edges; llcg: the same, corrected by steps on the
