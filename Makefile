@@ -1,6 +1,7 @@
 # make demo   what gnnfleet does, on generated data
 # make test   lint, types and tests; sets up .venv by itself
 # make lint   ruff and mypy only
+# make fuzz   damaged files and strange words, for ten minutes (SECONDS=…, FIRST=…)
 # make clean  remove everything that was built
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: demo test lint build clean
+.PHONY: demo test lint fuzz build clean
 
 build: $(STAMP)
 
@@ -30,6 +31,11 @@ lint: build
 
 test: lint
 	$(BIN)/python -m pytest
+
+SECONDS ?= 600
+FIRST   ?= 0
+fuzz: build
+	$(BIN)/python -m tests.fuzz $(SECONDS) $(FIRST)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -43,7 +43,7 @@ _HOMES = {
     "NeighborLoader": "gnnfleet.graph.loader.NeighborLoader",
     "from_networkx": "gnnfleet.graph.ingest.networkx.from_networkx",
     "from_pyg": "gnnfleet.graph.ingest.pyg.from_pyg",
-    "open": "gnnfleet.graph.store.open_store",
+    "open": "gnnfleet.graph.soundness.open_sound",
     "read_npz": "gnnfleet.graph.ingest.npz.read_npz",
     "read_ogb": "gnnfleet.graph.ingest.ogb.read_ogb",
     "save": "gnnfleet.graph.store.save_store",

@@ -11,24 +11,25 @@ import ctypes
 import hashlib
 import io
 import json
+import math
 import os
 import secrets
 import shutil
 import socket
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gnnfleet.errors import StoreError
+from gnnfleet.graph.manifest import VERSION, digest_of, read_manifest
 
 PARTIAL = ".partial-"
-VERSION = 1
 
 # Name in the manifest → (torch dtype, numpy dtype in the .npy file). numpy has no bfloat16: its bits travel as uint16.
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
@@ -63,11 +64,15 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | Path, kind: str) -> Self:
-        """Read ``<kind>.json`` and check every file's size; raises StoreError for anything that is not whole."""
+        """Read ``<kind>.json`` and check every file's size and extent; raises StoreError unless all is whole."""
         path = Path(path)
-        manifest = _read_manifest(path, kind)
+        if PARTIAL in path.name:
+            raise StoreError(
+                f"{path} is what an interrupted command left behind, not a {kind}: remove it and run it again"
+            )
+        manifest = read_manifest(path, kind)
         for name, entry in manifest["files"].items():
-            _check_size(path / name, entry["bytes"])
+            _check_extent(path / name, entry)
         return cls(path, manifest)
 
     def __contains__(self, name: str) -> bool:
@@ -87,8 +92,10 @@ class Bundle:
             return torch.empty(shape, dtype=torch_dtype)
         try:
             array = np.load(self.path / name, mmap_mode="c", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{self.path / name} cannot be read as an array: {error}") from error
+        except Exception as error:  # numpy's reader of headers fails in many ways
+            raise StoreError(
+                f"{self.path / name} cannot be read as an array ({error}): make it again from the source"
+            ) from error
         if array.shape != shape or array.dtype.str != numpy_dtype:
             raise StoreError(
                 f"{self.path / name} was altered: expected {entry['dtype']} {list(shape)}, "
@@ -105,13 +112,13 @@ class Bundle:
         count = int(np.prod(entry["shape"], dtype=np.int64))
         return self.path / name, entry["bytes"] - count * dtype.itemsize, dtype, count
 
-    def verify(self, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Compare every file with its checksum; raises StoreError naming all that differ."""
-        wrong = []
+    def verify(self, advance: Callable[[int], None] = lambda _: None, *, names: Collection[str] | None = None) -> None:
+        """Compare files with their checksums, all or those named; raises StoreError naming all that differ."""
+        wrong, chosen = [], list(self.files if names is None else names)
         with ThreadPoolExecutor(max_workers=2) as pool:
-            sums = pool.map(lambda name: checksum(self.path / name, advance), self.files)
-            for (name, entry), found in zip(self.files.items(), sums, strict=True):
-                if found != entry["sha256"]:
+            sums = pool.map(lambda name: checksum(self.path / name, advance), chosen)
+            for name, found in zip(chosen, sums, strict=True):
+                if found != self.files[name]["sha256"]:
                     wrong.append(name)
         if wrong:
             raise StoreError(
@@ -127,7 +134,7 @@ class ArrayWriter:
     """One ``.npy`` file that grows by rows; its header is written last, when the number of rows is known."""
 
     # Room for the header of any array; numpy pads headers to a multiple of 64 anyway.
-    _HEADER = 128
+    HEADER = 128
 
     def __init__(self, path: Path, dtype: torch.dtype, columns: tuple[int, ...] = ()) -> None:
         self.path = path
@@ -136,7 +143,7 @@ class ArrayWriter:
         self.rows = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = path.open("wb")
-        self._file.seek(self._HEADER)
+        self._file.seek(self.HEADER)
 
     def append(self, rows: Tensor) -> None:
         """Write ``rows`` ([n, *columns]) behind what is there, cast to the array's dtype."""
@@ -152,9 +159,9 @@ class ArrayWriter:
         fields = {"descr": DTYPES[dtype_name(self.dtype)][1], "fortran_order": False, "shape": self.shape}
         np.lib.format.write_array_header_1_0(head, fields)
         text = head.getvalue()
-        assert len(text) <= self._HEADER, "header outgrew its room"
-        if len(text) < self._HEADER:  # version 1.0: magic, two bytes of length, text padded with spaces, newline
-            text = text[:8] + (self._HEADER - 10).to_bytes(2, "little") + text[10:-1].ljust(self._HEADER - 11) + b"\n"
+        assert len(text) <= self.HEADER, "header outgrew its room"
+        if len(text) < self.HEADER:  # version 1.0: magic, two bytes of length, text padded with spaces, newline
+            text = text[:8] + (self.HEADER - 10).to_bytes(2, "little") + text[10:-1].ljust(self.HEADER - 11) + b"\n"
         self._file.seek(0)
         self._file.write(text)
         _flush(self._file)
@@ -249,7 +256,7 @@ class BundleWriter:
             for name, sha in zip(names, sums, strict=True)
         }
         body: dict[str, Any] = {"kind": self.kind, "version": VERSION, "meta": dict(meta), "files": files}
-        body["digest"] = _digest(body)
+        body["digest"] = digest_of(body)
         write_atomically(self.path / f"{self.kind}.json", json.dumps(body, indent=1).encode())
         self._move_into_place()
         self._done = True
@@ -332,42 +339,19 @@ def write_atomically(path: Path, content: bytes) -> None:
     _sync_directory(path.parent)
 
 
-def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
-    manifest_path = path / f"{kind}.json"
-    if PARTIAL in path.name:
-        raise StoreError(f"{path} is what an interrupted command left behind, not a {kind}: remove it and run it again")
-    if not path.is_dir():
-        raise StoreError(f"no {kind} at {path}: the directory does not exist")
-    if not manifest_path.is_file():
-        raise StoreError(f"{path} is not a complete {kind}: {manifest_path.name} is missing")
-    try:
-        manifest = json.loads(manifest_path.read_bytes())
-        kind_found, version, digest = manifest["kind"], manifest["version"], manifest["digest"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{manifest_path} is damaged ({error}): make the {kind} again from its source") from error
-    if kind_found != kind or version != VERSION:
+def _check_extent(path: Path, entry: Mapping[str, Any]) -> None:
+    """Raise StoreError unless an array as described is as long as its file; a .npy file starts with its header."""
+    if path.suffix != ".npy":
+        return
+    if entry["dtype"] not in DTYPES:
         raise StoreError(
-            f"{manifest_path} is a {kind_found} of version {version}, this gnnfleet reads {kind} version {VERSION}: "
-            "make it again"
+            f"{path} has dtype {entry['dtype'][:40]!r}, expected one of {', '.join(DTYPES)}: make it again"
         )
-    if _digest(manifest) != digest:
-        raise StoreError(f"{manifest_path} was altered since it was written: make the {kind} again from its source")
-    return cast(dict[str, Any], manifest)
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    body = {key: value for key, value in manifest.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _check_size(path: Path, expected: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise StoreError(f"{path} is missing: the directory is damaged, make it again from the source") from error
-    if found != expected:
+    size = math.prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]][1]).itemsize
+    if size + ArrayWriter.HEADER != entry["bytes"] or max(entry["shape"], default=0) >= 1 << 48:
         raise StoreError(
-            f"{path} has {found} bytes, expected {expected}: the file is damaged, make it again from the source"
+            f"{path} has {entry['bytes']} bytes, which do not hold {entry['dtype']} {entry['shape']}: "
+            "the manifest is damaged, make it again from the source"
         )
 
 

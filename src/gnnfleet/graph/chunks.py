@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import PartitionError, StoreError
+from gnnfleet.errors import PartitionError
 from gnnfleet.graph.bundle import Bundle, BundleWriter
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partitioners import assign
 from gnnfleet.graph.quality import measure
 from gnnfleet.graph.scan import Array, EdgeScan
+from gnnfleet.graph.shard import partition_errors
 from gnnfleet.report.progress import Progress, Silent
 
 KIND = "gnnfleet chunks"
@@ -123,21 +124,42 @@ def write_layouts(graph: Graph, layouts: Sequence[Layout], path: Path) -> None:
 
 def open_layouts(path: Path, graph: Graph | None = None) -> list[Layout]:
     """What ``write_layouts`` kept; raises PartitionError for a damaged file, or one of another graph."""
-    try:
+    with partition_errors(path):
         bundle = Bundle.open(path, KIND)
-    except StoreError as error:
-        raise PartitionError(str(error)) from error
-    if graph is not None and graph.store is not None and bundle.meta["store"] != graph.store.digest:
+        about, made_from = bundle.meta["layouts"], bundle.meta["store"]
+        if any("mirrored" not in words for words in about):
+            raise PartitionError(f"{path} was made by another version of gnnfleet: remove it")
+        bundle.verify()
+        found = [
+            Layout(
+                bundle.tensor(f"order_{number}.npy"),
+                bundle.tensor(f"starts_{number}.npy"),
+                words["ways"],
+                _two(words["mirrored"]),
+            )
+            for number, words in enumerate(about)
+        ]
+        for layout in found:
+            _check(layout)
+    if graph is not None and graph.store is not None and made_from != graph.store.digest:
         raise PartitionError(f"{path} was made from another version of this graph")
-    about = bundle.meta["layouts"]
-    if any("mirrored" not in words for words in about):
-        raise PartitionError(f"{path} was made by another version of gnnfleet: remove it")
-    return [
-        Layout(
-            bundle.tensor(f"order_{number}.npy"),
-            bundle.tensor(f"starts_{number}.npy"),
-            words["ways"],
-            tuple(words["mirrored"]),
-        )
-        for number, words in enumerate(about)
-    ]
+    return found
+
+
+def _two(numbers: list[int]) -> tuple[int, int]:
+    one, two = map(int, numbers)
+    return one, two
+
+
+def _check(layout: Layout) -> None:
+    """Raise ValueError unless every node has one place, and chunks follow each other."""
+    nodes = len(layout.order)
+    if nodes and not 0 <= int(layout.order.min()) <= int(layout.order.max()) < nodes:
+        raise ValueError("nodes that are not there")
+    if bool((torch.bincount(layout.order, minlength=nodes) != 1).any()):
+        raise ValueError("nodes that have no place, or several")
+    starts = layout.starts
+    if int(starts[0]) != 0 or int(starts[-1]) != len(layout.order) or bool((starts.diff() < 0).any()):
+        raise ValueError("chunks that do not follow each other")
+    if not 1 <= layout.ways < len(starts) or (len(starts) - 1) % layout.ways:
+        raise ValueError(f"{layout.ways} ways of {len(starts) - 1} chunks")

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import PartitionError, StoreError
+from gnnfleet.errors import PartitionError
 from gnnfleet.graph.bundle import Bundle, BundleWriter
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partitioners import Assignment
 from gnnfleet.graph.partitioners.metis import deal_weights
+from gnnfleet.graph.shard import partition_errors
 from gnnfleet.ops.draws import Draws, Purpose
 
 KIND = "gnnfleet clusters"
@@ -37,13 +38,16 @@ class Clusters:
     @classmethod
     def open(cls, path: Path, graph: Graph | None = None) -> Clusters:
         """Raises PartitionError for a damaged file, or one of another graph."""
-        try:
+        with partition_errors(path):
             bundle = Bundle.open(path, KIND)
-        except StoreError as error:
-            raise PartitionError(str(error)) from error
-        if graph is not None and graph.store is not None and bundle.meta["store"] != graph.store.digest:
+            bundle.verify()
+            found = cls(bundle.tensor("cluster.npy"), bundle.tensor("sizes.npy"), str(bundle.meta["method"]))
+            if len(found.of) and not 0 <= int(found.of.min()) <= int(found.of.max()) < len(found.sizes):
+                raise ValueError("clusters that are not there")
+            made_from = bundle.meta["store"]
+        if graph is not None and graph.store is not None and made_from != graph.store.digest:
             raise PartitionError(f"{path} was made from another version of this graph")
-        return cls(bundle.tensor("cluster.npy"), bundle.tensor("sizes.npy"), bundle.meta["method"])
+        return found
 
 
 def write_clusters(graph: Graph, assignment: Assignment, path: Path) -> None:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from gnnfleet.errors import InputError
+from gnnfleet.errors import InputError, StoreError
 
 COLUMN = "id"
 
@@ -47,7 +47,7 @@ class Ids:
 
     @classmethod
     def from_parquet(cls, path: Path, count: int) -> Ids:
-        return cls(count, lambda: pq.read_table(path, columns=[COLUMN])[COLUMN].combine_chunks())
+        return cls(count, lambda: _read(path, count))
 
     def __len__(self) -> int:
         return self.count
@@ -86,3 +86,19 @@ class Ids:
     def write(self, path: Path) -> None:
         """One Parquet column named ``id``."""
         pq.write_table(pa.table({COLUMN: self.values()}), path, compression="zstd")
+
+
+def _read(path: Path, count: int) -> pa.Array:
+    try:
+        values = pq.read_table(path, columns=[COLUMN])[COLUMN].combine_chunks()
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise StoreError(
+            f"{path} cannot be read ({_first_line(error)}): make the store again from its source"
+        ) from error
+    if len(values) != count or values.null_count:
+        raise StoreError(f"{path} has {len(values)} ids, expected {count}: make the store again from its source")
+    return values
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

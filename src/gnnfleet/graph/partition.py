@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import PartitionError, StoreError
+from gnnfleet.errors import PartitionError
 from gnnfleet.graph.bundle import Bundle, BundleWriter
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.order import cluster_places
@@ -24,7 +24,7 @@ from gnnfleet.graph.partitioners import Assignment
 from gnnfleet.graph.quality import Quality, measure
 from gnnfleet.graph.scan import Array, EdgeScan
 from gnnfleet.graph.shard import KIND as PART
-from gnnfleet.graph.shard import Shard, data_file, plan_folder
+from gnnfleet.graph.shard import Shard, data_file, partition_errors, plan_folder
 from gnnfleet.graph.store import node_folder
 from gnnfleet.ops import csr, rows
 from gnnfleet.ops.native import _native
@@ -53,23 +53,21 @@ class Partition:
     @classmethod
     def open(cls, path: str | Path, graph: Graph | None = None) -> Partition:
         """Open and check every part; raises PartitionError when damaged or made from another store than ``graph``'s."""
-        try:
+        with partition_errors(path):
             partition = cls(Bundle.open(path, KIND))
             for part in range(partition.parts):
                 partition.shard(part)
-        except StoreError as error:
-            raise PartitionError(str(error)) from error
-        if graph is not None and graph.store is not None and partition.bundle.meta["store"] != graph.store.digest:
+            made_from = partition.bundle.meta["store"]
+        if graph is not None and graph.store is not None and made_from != graph.store.digest:
             raise PartitionError(f"{path} was made from another version of this graph: partition it again")
         return partition
 
     def shard(self, part: int) -> Shard:
         """Open one part; raises PartitionError when its manifest is not the one this partition was written with."""
-        try:
+        with partition_errors(self.bundle.path):
             shard = Shard.open(self.bundle.path / part_folder(part))
-        except StoreError as error:
-            raise PartitionError(str(error)) from error
-        if shard.bundle.digest != self.bundle.meta["part_digests"][part]:
+            digest = self.bundle.meta["part_digests"][part]
+        if shard.bundle.digest != digest:
             raise PartitionError(f"{shard.bundle.path} belongs to another partition: partition the graph again")
         return shard
 
@@ -79,23 +77,21 @@ class Partition:
 
     def assignment(self) -> Tensor:
         """[nodes] int32: the part of every node, node types numbered through."""
-        return self.bundle.tensor("assignment.npy")
+        with partition_errors(self.bundle.path):
+            self.bundle.verify(names=["assignment.npy"])
+            return self.bundle.tensor("assignment.npy")
 
 
 def assignment_of(shard: Shard) -> Tensor:
     """``Partition.assignment`` of the partition a part lies in; raises PartitionError where it lies alone."""
-    try:
+    with partition_errors(shard.bundle.path.parent):
         return Partition(Bundle.open(shard.bundle.path.parent, KIND)).assignment()
-    except StoreError as error:
-        raise PartitionError(str(error)) from error
 
 
 def open_part(path: str | Path, part: int) -> Shard:
     """One part of a partition, where the others need not be; raises PartitionError."""
-    try:
+    with partition_errors(path):
         return Partition(Bundle.open(path, KIND)).shard(part)
-    except StoreError as error:
-        raise PartitionError(str(error)) from error
 
 
 def write_partition(

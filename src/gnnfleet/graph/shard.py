@@ -9,14 +9,15 @@ P parts, T edge types.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from gnnfleet.errors import PartitionError
+from gnnfleet.errors import PartitionError, StoreError
 from gnnfleet.graph.bundle import Bundle
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.store import node_folder
@@ -25,6 +26,17 @@ KIND = "part"
 DIRECTIONS = ("in", "out")
 NODE_ARRAYS = ("store_ids", "x", "y", "split")
 EDGE_DATA = ("weight", "attr", "time")
+
+
+@contextmanager
+def partition_errors(path: str | Path) -> Iterator[None]:
+    """Whatever is wrong with a partition's files becomes one PartitionError."""
+    try:
+        yield
+    except StoreError as error:
+        raise PartitionError(str(error)) from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise PartitionError(f"{path} is damaged ({error}): partition the graph again") from error
 
 
 @dataclass(frozen=True, kw_only=True)

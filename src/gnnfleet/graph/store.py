@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from gnnfleet.errors import StoreError
+from gnnfleet.errors import InputError, StoreError
 from gnnfleet.graph.bundle import Bundle, BundleWriter
 from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes
 from gnnfleet.graph.ids import Ids
@@ -19,6 +19,7 @@ from gnnfleet.graph.ids import Ids
 KIND = "graph"
 NODE_ARRAYS = ("x", "y", "split")
 EDGE_ARRAYS = ("indptr", "src", "weight", "attr", "time", "order", "y")
+MOST_NODES = 1 << 48
 
 
 def open_store(path: str | Path) -> Graph:
@@ -27,10 +28,12 @@ def open_store(path: str | Path) -> Graph:
     try:
         nodes = {entry["type"]: _open_nodes(bundle, entry) for entry in bundle.meta["nodes"]}
         edges = {EdgeType(*entry["type"]): _open_edges(bundle, entry) for entry in bundle.meta["edges"]}
-        name, undirected = bundle.meta["name"], bundle.meta["undirected"]
+        name, undirected = str(bundle.meta["name"]), bool(bundle.meta["undirected"])
+        return Graph.of(nodes, edges, name=name, undirected=undirected, store=bundle)
     except KeyError as error:
         raise StoreError(f"{path}/{KIND}.json lacks {error}: make the store again from its source") from error
-    return Graph.of(nodes, edges, name=name, undirected=undirected, store=bundle)
+    except (TypeError, ValueError, AttributeError, IndexError, InputError) as error:
+        raise StoreError(f"{path}/{KIND}.json does not fit ({error}): make the store again from its source") from error
 
 
 def save_store(
@@ -90,11 +93,13 @@ def _safe(word: str) -> str:
 
 def _open_nodes(bundle: Bundle, entry: dict[str, Any]) -> Nodes:
     folder = node_folder(entry["type"])
+    if not isinstance(entry["count"], int) or not 0 <= entry["count"] < MOST_NODES:
+        raise ValueError(f"{entry['count']!r} nodes of type {entry['type']}")
     tensors = {name: bundle.tensor(f"{folder}/{name}.npy") for name in NODE_ARRAYS if f"{folder}/{name}.npy" in bundle}
     ids = Ids(entry["count"])
     if f"{folder}/ids.parquet" in bundle:
         ids = Ids.from_parquet(bundle.path / folder / "ids.parquet", entry["count"])
-    return Nodes(count=entry["count"], classes=tuple(entry["classes"]), ids=ids, **tensors)
+    return Nodes(count=entry["count"], classes=tuple(map(str, entry["classes"])), ids=ids, **tensors)
 
 
 def _open_edges(bundle: Bundle, entry: dict[str, Any]) -> Edges:

@@ -27,7 +27,7 @@ class MetricsFile:
     def __init__(self, path: Path, *, epochs: int = 0) -> None:
         """Keep the first ``epochs`` epochs of what is there, drop the rest."""
         self.path = path
-        self.rows = [row for row in read_metrics(path) if row["epoch"] <= epochs]
+        self.rows = [row for row in read_metrics(path) if type(row.get("epoch")) is int and row["epoch"] <= epochs]
         partial = path.with_name(f".{path.name}.partial")
         with self._writing():
             partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
@@ -58,14 +58,16 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file, in order; a torn last line is left out."""
+    """The objects of a file of JSON lines in order, up to the first line that is torn."""
     rows: list[dict[str, Any]] = []
     if not path.exists():
         return rows
     for line in path.read_text(errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(row, dict):
             break
         rows.append(row)
     return rows

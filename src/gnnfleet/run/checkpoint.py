@@ -106,7 +106,19 @@ def load_checkpoint(path: Path) -> tuple[State, Position, int]:
         bundle = Bundle.open(path, KIND)
         bundle.verify()
         state = {part: load_file(path / f"{part}.safetensors") for part in bundle.meta["parts"]}
-        return state, Position(**bundle.meta["position"]), int(bundle.meta["seed"])
+        return state, _position(bundle.meta["position"]), int(bundle.meta["seed"])
+
+
+def _position(words: Mapping[str, Any]) -> Position:
+    """Raises TypeError for words that are not those of a position."""
+    position = Position(**words)
+    for name, usual in asdict(Position()).items():
+        value = getattr(position, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float) if usual is None else (type(usual), int)):
+            if value is None and usual is None:
+                continue
+            raise TypeError(f"{name} is {value!r}")
+    return position
 
 
 def load_own(path: Path, *, rank: int, ids: Mapping[str, Tensor]) -> State:
@@ -116,7 +128,7 @@ def load_own(path: Path, *, rank: int, ids: Mapping[str, Tensor]) -> State:
     """
     with _whole(path):
         bundle = Bundle.open(path, KIND)
-        owners = range(bundle.meta.get("owners", 0))
+        owners = _owners(bundle)
         # Where the graph is cut as it was, a rank's own file has all of its rows.
         ordered = sorted(owners, key=lambda owner: owner != rank)
         picks = {name: _Pick(wanted) for name, wanted in ids.items()}
@@ -157,12 +169,20 @@ def all_ids(path: Path) -> dict[str, Tensor]:
     """The ids of all rows that ranks own in a checkpoint, ascending, by name."""
     with _whole(path):
         found: dict[str, list[Tensor]] = {}
-        for rank in range(Bundle.open(path, KIND).meta.get("owners", 0)):
+        for rank in _owners(Bundle.open(path, KIND)):
             with safe_open(path / rank_file(rank), "pt") as tensors:
                 for key in list(tensors.keys()):
                     if key.endswith(IDS):
                         found.setdefault(key.removesuffix(IDS), []).append(tensors.get_tensor(key))
         return {name: torch.cat(ids).sort().values for name, ids in found.items()}
+
+
+def _owners(bundle: Bundle) -> range:
+    """The ranks that wrote something of their own."""
+    count = bundle.meta.get("owners", 0)
+    if count and rank_file(count - 1) not in bundle.files:
+        raise StoreError(f"the files of {count} ranks are not there")
+    return range(count)
 
 
 class _Pick:
@@ -215,7 +235,16 @@ def _whole(path: Path) -> Iterator[None]:
     """Whatever is wrong inside becomes one RunError about the checkpoint."""
     try:
         yield
-    except (StoreError, SafetensorError, KeyError, TypeError, OSError) as error:
+    except (
+        StoreError,
+        SafetensorError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        ArithmeticError,
+        OSError,
+    ) as error:
         raise RunError(
             f"checkpoint {path} is damaged: {_short(error)}; use another checkpoint or train again"
         ) from error

@@ -178,7 +178,7 @@ def read_toml(path: Path) -> Tree:
         return tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, numbers of thousands of digits, nested too deep
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -186,7 +186,7 @@ def parse_value(text: str) -> Any:
     """``256``, ``0.01``, ``true``, ``[10, 5]`` as TOML reads them; anything else is text."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -253,7 +253,12 @@ def _explain(error: ValidationError, root: type[BaseModel], prefix: str = "") ->
         return f"no setting {key!r}: {hint}"
     if first["type"] == "value_error":
         return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
-    return f"{key}={first['input']!r}: {first['msg'].lower()}"
+    return f"{key}={_short(first['input'])}: {first['msg'].lower()}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _fields(root: type[BaseModel], groups: list[str]) -> list[str]:

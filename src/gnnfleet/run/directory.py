@@ -21,6 +21,7 @@ from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.bundle import write_atomically
 from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.manifest import digest_of
 from gnnfleet.nn.own import file_digest
 from gnnfleet.report.record import versions
 from gnnfleet.run.checkpoint import (
@@ -92,7 +93,7 @@ class RunDirectory:
         }
         if file is not None:
             self._write(MODEL_COPY, file.read_bytes())
-        self._write("config.json", json.dumps(content, indent=1).encode())
+        self._write("config.json", json.dumps({**content, "digest": digest_of(content)}, indent=1).encode())
 
     def about(self) -> Tree:
         """What ``begin`` saved; raises RunError when this is no run or its config is damaged."""
@@ -100,8 +101,9 @@ class RunDirectory:
             raise RunError(f"{self.path} is not a run: config.json is missing")
         try:
             content: Tree = json.loads((self.path / "config.json").read_bytes())
-            assert isinstance(content["config"], dict)
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
+            if content["digest"] != digest_of(content) or not isinstance(content["config"], dict):
+                raise ValueError("altered")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
             raise RunError(f"{self.path / 'config.json'} is damaged: restore it or train again") from error
         return content
 

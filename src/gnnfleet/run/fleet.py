@@ -156,11 +156,14 @@ def join_fleet(
     import tempfile
 
     from gnnfleet.comm.post import Address, Post
+    from gnnfleet.graph.soundness import open_sound
 
     try:
-        post = Post.connect(Address.parse(address))
+        place = Address.parse(address)
     except ValueError as error:
         raise ConfigError(f"{error}") from error
+    open_sound(store)
+    post = Post.connect(place)
     letter = post.read("spec")
     if letter is None:
         raise ExchangeError(f"there is no run at {address}: start gnnfleet train --strategy tma there first")

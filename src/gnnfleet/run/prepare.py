@@ -16,6 +16,7 @@ import torch
 from gnnfleet.graph.bundle import Bundle
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition import KIND
+from gnnfleet.graph.soundness import check_graph
 from gnnfleet.nn.own import naming_line
 from gnnfleet.report.metrics import check_tensorboard
 from gnnfleet.report.progress import show
@@ -45,6 +46,7 @@ def settle(graph: Graph, words: Mapping[str, Any], place: Place) -> tuple[RunCon
     config = resolve(words) if directory is None else _continued(directory, graph, words)
     if config.report.tensorboard:
         check_tensorboard()
+    check_graph(graph)
     return config, directory
 
 

@@ -22,8 +22,8 @@ from gnnfleet.comm.world import World, join
 from gnnfleet.errors import StoreError
 from gnnfleet.graph.chunks import open_layouts
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition import open_part
 from gnnfleet.graph.shard import Shard
+from gnnfleet.graph.soundness import open_sound_part
 from gnnfleet.graph.store import open_store
 from gnnfleet.nn.embedding import rows_by_owner
 from gnnfleet.nn.own import naming_line
@@ -53,7 +53,7 @@ def run_spec(spec: Spec, world: World, *, store: Path | None = None) -> RunRecor
             if config.strategy.cut == "chunks":
                 here = replace(here, layouts=open_layouts(cut))
             elif config.strategy.cut != "none":
-                here = replace(here, shard=open_part(cut, world.rank))
+                here = replace(here, shard=open_sound_part(cut, world.rank))
             built = build(graph, config, here=here)
         start = find_start(directory, beside(world), rows_by_owner(built.strategy.model))
         record = run_course(built, config, directory, start=start, quiet=quiet)
@@ -65,7 +65,7 @@ def open_own(spec: Spec, world: World) -> tuple[Graph, Shard]:
     """The store of a spec and this rank's part of it."""
     graph = open_same(spec, world)
     assert graph.store is not None
-    return graph, open_part(graph.store.path / spec.partition, world.rank)
+    return graph, open_sound_part(graph.store.path / spec.partition, world.rank)
 
 
 def open_same(spec: Spec, world: World, *, store: Path | None = None) -> Graph:

@@ -14,22 +14,22 @@ from __future__ import annotations
 
 import logging
 import re
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, Self
-from zipfile import BadZipFile
 
 import numpy as np
 
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes, make_edges, make_nodes
+from gnnfleet.graph.ingest.arrays_file import ArraysFile
 from gnnfleet.graph.ingest.clean import is_undirected
 from gnnfleet.graph.ingest.relations import SINGLE_RELATION, Array, NodeKinds, relation_names
 
 _log = logging.getLogger(__name__)
 _PER_NODE = ("x", "y", "y_multi", "train_mask", "val_mask", "test_mask", "ids", "node_name", "node_type")
+MOST_COLUMNS = 1 << 20
 _SPLITS = ("train", "val", "test")
 
 
@@ -39,38 +39,27 @@ class _Arrays:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.used: set[str] = set()
-        try:
-            loaded = np.load(path, allow_pickle=False)
-        except FileNotFoundError as error:
-            raise InputError(f"no file {path}") from error
-        except (OSError, ValueError, EOFError, BadZipFile) as error:
-            raise InputError(f"{path} cannot be read as .npz: {error}") from error
-        if isinstance(loaded, np.ndarray):
-            raise InputError(f"{path} holds a single array; expected an .npz file with edge_index and more")
-        self._loaded = loaded
-        self._cache: dict[str, Array] = {}  # NpzFile decompresses anew at every access
+        self._file = ArraysFile(path)
+        self._cache: dict[str, Array] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._loaded.close()
+        self._file.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._loaded
+        return name in self._file.names
 
     def names(self) -> list[str]:
-        return list(self._loaded.files)
+        return list(self._file.names)
 
     def get(self, name: str) -> Array | None:
-        if name not in self._loaded:
+        if name not in self._file.names:
             return None
         self.used.add(name)
         if name not in self._cache:
-            try:
-                self._cache[name] = self._loaded[name]
-            except (ValueError, OSError, EOFError, BadZipFile, zlib.error) as error:
-                self.fail(name, f"cannot be read: {error}")
+            self._cache[name] = self._file.read(name)
         return self._cache[name]
 
     def need(self, name: str, because: str) -> Array:
@@ -242,13 +231,20 @@ def _features(file: _Arrays, name: str) -> Array | None:
     why = f"which {name}_data needs"
     data = file.need(f"{name}_data", why)
     indices, indptr, shape = (file.need(f"{name}_{part}", why) for part in ("indices", "indptr", "shape"))
-    if shape.shape != (2,) or shape.min() < 0:
+    for part, array in (("indices", indices), ("indptr", indptr), ("shape", shape)):
+        if array.dtype.kind not in "iu" or array.ndim != 1:
+            file.fail(f"{name}_{part}", f"must be a list of whole numbers, found {array.dtype} {list(array.shape)}")
+    if shape.shape != (2,) or int(shape.min()) < 0:
         file.fail(f"{name}_shape", "must be two sizes")
+    if data.ndim != 1 or data.dtype.kind not in "iufb":
+        file.fail(f"{name}_data", f"must be a list of numbers, found {data.dtype} {list(data.shape)}")
     rows, columns = (int(size) for size in shape)
     if indptr.shape != (rows + 1,) or indptr[0] != 0 or indptr[-1] != len(data) or (np.diff(indptr) < 0).any():
         file.fail(f"{name}_indptr", f"must be {rows + 1} offsets growing from 0 to {len(data)}")
     if len(indices) != len(data) or (len(data) and (int(indices.min()) < 0 or int(indices.max()) >= columns)):
         file.fail(f"{name}_indices", f"must be {len(data)} columns from 0 to {columns - 1}")
+    if columns > MOST_COLUMNS:
+        file.fail(f"{name}_shape", f"says {columns} features, at most {MOST_COLUMNS} are made dense: choose some")
     dense = np.zeros((rows, columns), dtype=np.float32)
     dense[np.repeat(np.arange(rows), np.diff(indptr)), indices.astype(np.int64)] = data
     return dense

@@ -74,7 +74,7 @@ def _read_nodes(directory: Path, source: RawFiles, scheme: Path | None, kind: st
 def _original_ids(mapping: Path, kind: str, count: int) -> pa.Array | None:
     """The second column of nodeidx2….csv.gz (or TYPE_entidx2name.csv.gz), where it is whole and without repeats."""
     patterns = ("nodeidx2*.csv*",) if kind == NODE else (f"{kind}_entidx2*.csv*", f"nodeidx2{kind}*.csv*")
-    for path in sorted(path for pattern in patterns for path in mapping.glob(pattern)):
+    for path in sorted(path for pattern in patterns for path in mapping.glob(pattern) if path.is_file()):
         table = read_table(path)
         if table.num_columns < 2 or table.num_rows != count:
             continue

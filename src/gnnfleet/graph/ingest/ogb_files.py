@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pyarrow import csv
 
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import EDGE, NODE, EdgeType
+from gnnfleet.graph.ingest.arrays_file import ArraysFile
 from gnnfleet.graph.ingest.relations import Array
 
 _DTYPES: dict[str, type[np.generic]] = {
@@ -143,11 +145,8 @@ class _Binary(RawFiles):
             if required:
                 raise InputError(f"{path} is missing: expected OGB's binary files there")
             return {}
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                return {key: file[key] for key in file.files}
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path} cannot be read: {error}") from error
+        with ArraysFile(path) as file:
+            return {name: file.read(name) for name in file.names}
 
 
 def _one_graph(counts: Array, raw: Path) -> None:
@@ -180,8 +179,11 @@ def read_table(path: Path, *, types: Mapping[str, pa.DataType] | None = None) ->
 
 def read_numbers(path: Path, dtype: type[np.generic] = np.int64) -> Array:
     """[rows, columns] of a file without header; empty cells are NaN. The type is told, not guessed from first rows."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        first = file.readline()
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            first = file.readline()
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
     columns = first.count(b",") + 1 if first.strip() else 0
     types = {f"column {i + 1}": pa.from_numpy_dtype(dtype) for i in range(columns)}
     table = read_table(path, types=types) if columns else pa.table({})

@@ -61,10 +61,18 @@ def import_whole(
 
 
 def read_whole(source: str | Path, attributes: Mapping[str, Any]) -> Graph:
-    """The graph of a file or directory by its ending; raises InputError when there is none.
+    """The graph of a file or directory by its ending; raises InputError when there is none, or no room for it."""
+    try:
+        return _read(source, attributes)
+    except MemoryError as error:
+        raise InputError(
+            f"{source} says of a graph that does not fit into memory ({error}): check its numbers of nodes, or import "
+            "it as tables, which are read in pieces"
+        ) from error
 
-    Readers are imported when needed: some want libraries that not everybody has.
-    """
+
+def _read(source: str | Path, attributes: Mapping[str, Any]) -> Graph:
+    """Readers are imported when needed: some want libraries that not everybody has."""
     path = Path(source)
     if str(source).startswith(PREFIX):
         return read_tgb(str(source).removeprefix(PREFIX))

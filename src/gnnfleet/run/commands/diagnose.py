@@ -77,7 +77,7 @@ def diagnose(
 
     The last two are given at the first weights and after --steps on the whole graph.
     """
-    from gnnfleet.graph.store import open_store
+    from gnnfleet.graph.soundness import open_sound
     from gnnfleet.nn.own import naming_line
     from gnnfleet.report.progress import show
     from gnnfleet.run.diagnosis import SCHEMES, recommend
@@ -94,7 +94,7 @@ def diagnose(
         "split": split,
     }
     resolved = _resolve(config, settings, {key: value for key, value in options.items() if value is not None})
-    graph = open_store(store)
+    graph = open_sound(store)
     with naming_line(resolved.model.file), show(quiet or as_json) as progress:
         rows = measure(graph, resolved, chosen, clusters or (), steps, progress=progress)
     best = recommend(rows)

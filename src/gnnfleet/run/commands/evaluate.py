@@ -104,15 +104,15 @@ def put(
 def graph_of_run(run: Path, store: Path | None) -> Graph:
     """The store a run was trained on, or the one that is named instead."""
     from gnnfleet.errors import RunError
-    from gnnfleet.graph.store import open_store
+    from gnnfleet.graph.soundness import open_sound
     from gnnfleet.run.directory import RunDirectory
 
     if store is not None:
-        return open_store(store)
+        return open_sound(store)
     directory = RunDirectory(run)
     known = directory.about()["store"]
     if known is None:
         raise RunError(f"{run} was trained on a graph in memory: name its store with --store")
-    graph = open_store(known["path"])
+    graph = open_sound(known["path"])
     directory.check_graph(graph)
     return graph

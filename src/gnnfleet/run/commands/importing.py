@@ -223,11 +223,11 @@ def export_graph(
 ) -> None:
     """Write a store as Parquet tables, nodes and edges, with the original ids."""
     from gnnfleet.graph.export import export_tables
-    from gnnfleet.graph.store import open_store
+    from gnnfleet.graph.soundness import open_sound
     from gnnfleet.report.progress import show
 
     with show(quiet) as progress:
-        report = export_tables(open_store(store), output, progress=progress)
+        report = export_tables(open_sound(store), output, progress=progress)
     table = console.table(str(report.path), ["file", "rows"], report.files.items())
     console.emit({"path": str(report.path), "files": report.files}, as_json=as_json, human=[table])
 

@@ -11,6 +11,7 @@ import typer
 from gnnfleet.errors import ConfigError
 from gnnfleet.run.console import QuietFlag, remark
 
+MOST_TRAINERS = 1024
 JOIN_EXAMPLES = """\
 gnnfleet train /data/shop --strategy tma --workers 8 --set strategy.listen=0.0.0.0:29500 --set strategy.here=4
 
@@ -47,6 +48,8 @@ def parse_numbers(text: str) -> list[int]:
         if span is None:
             raise ConfigError(f"--trainers takes numbers as 4-7 or 4,6; found {text!r}")
         low, high = int(span[1]), int(span[2] or span[1])
+        if high - low >= MOST_TRAINERS:
+            raise ConfigError(f"--trainers takes at most {MOST_TRAINERS} numbers, found {text!r}")
         found += range(low, high + 1)
     if not found or len(set(found)) < len(found):
         raise ConfigError(f"--trainers takes different numbers as 4-7 or 4,6; found {text!r}")

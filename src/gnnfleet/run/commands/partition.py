@@ -67,12 +67,12 @@ def partition(
     from gnnfleet.graph.partition import KIND, write_partition
     from gnnfleet.graph.partitioners import assign
     from gnnfleet.graph.quality import measure
-    from gnnfleet.graph.store import open_store
+    from gnnfleet.graph.soundness import open_sound
     from gnnfleet.report.progress import show
     from gnnfleet.run.commands.info import partition_table
     from gnnfleet.run.parts import partition_name
 
-    graph = open_store(store)
+    graph = open_sound(store)
     options: dict[str, Any] = {"imbalance": imbalance, "clusters": clusters, "tries": tries}
     options = {name: value for name, value in options.items() if value is not None}
     target = output or store / "parts" / partition_name(method, parts, balance, seed, options)

@@ -1,0 +1,69 @@
+"""A graph with one of everything, and all that a reader gets of a store in a form that can be compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.soundness import open_sound
+
+COUNT = 24
+
+
+def bytes_of(tensors: Iterable[Tensor | None]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        if tensor is not None:
+            digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(
+                tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+            )
+    return digest.hexdigest()
+
+
+def everything() -> Graph:
+    """Two node types, two edge types, and one of every array that a store may hold."""
+    draw = torch.Generator().manual_seed(1)
+    ends = torch.stack([torch.randint(COUNT, (90,), generator=draw), torch.randint(9, (90,), generator=draw)])
+    nodes = {
+        "user": make_nodes(
+            COUNT,
+            x=torch.randn(COUNT, 3, generator=draw),
+            y=torch.arange(COUNT) % 3,
+            split=torch.arange(COUNT) % 3,
+            ids=[f"u{i}" for i in range(COUNT)],
+            classes=("a", "b", "c"),
+        ),
+        "item": make_nodes(9, x=torch.randn(9, 2, generator=draw).bfloat16()),
+    }
+    held = torch.stack([torch.arange(4), torch.arange(4)])
+    buys = make_edges(
+        ends,
+        num_src=COUNT,
+        num_dst=9,
+        weight=torch.rand(90, generator=draw),
+        attr=torch.randn(90, 2, generator=draw),
+        time=torch.arange(90),
+        links={"val": held, "test": held},
+    )
+    near = make_edges(torch.randint(COUNT, (2, 60), generator=draw), num_src=COUNT, num_dst=COUNT)
+    return Graph.of(nodes, {EdgeType("user", "buys", "item"): buys, EdgeType("user", "near", "user"): near})
+
+
+def read_graph(path: Path) -> object:
+    graph = open_sound(path)
+    tensors: list[Tensor | None] = []
+    about: list[object] = [graph.name, graph.undirected]
+    for kind, nodes in graph.nodes.items():
+        tensors += [nodes.x, nodes.y, nodes.split]
+        about += [kind, nodes.count, nodes.classes, nodes.ids.values().to_pylist(), nodes.num_classes]
+    for edge_type, edges in graph.edges.items():
+        tensors += [edges.indptr, edges.src, edges.weight, edges.attr, edges.time, edges.order, edges.edge_index()]
+        about += [edge_type, sorted(edges.links)]
+        tensors += [edges.links[name] for name in sorted(edges.links)]
+    return bytes_of(tensors), about
