@@ -1,7 +1,6 @@
 """Several ranks for a benchmark: processes of the same script, on loopback or each on a host of its own.
 
-A host is a network namespace on a bridge; links are held to a rate by ``tc tbf``. That needs root. Everything that was
-made is taken down again.
+A host is a network namespace (netns.py), which needs root.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from netns import hosts
 
 SECONDS = 900
 
@@ -61,33 +62,8 @@ def _hosts(size: int, rate: str | None) -> Iterator[list[tuple[list[str], str]]]
     if rate is None:
         yield [([], "127.0.0.1")] * size
         return
-    name = f"gfb{os.getpid() % 10_000}"
-    found = []
-    try:
-        _ip("link", "add", name, "type", "bridge")
-        _ip("link", "set", name, "up")
-        for rank in range(size):
-            space, near, far = f"{name}-{rank}", f"{name}n{rank}", f"{name}f{rank}"
-            _ip("netns", "add", space)
-            _ip("link", "add", near, "type", "veth", "peer", "name", far)
-            _ip("link", "set", near, "master", name, "up")
-            _ip("link", "set", far, "netns", space)
-            _ip("-n", space, "addr", "add", f"10.214.9.{rank + 1}/24", "dev", far)
-            for device in ("lo", far):
-                _ip("-n", space, "link", "set", device, "up")
-            limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-            subprocess.run(["tc", "-n", space, "qdisc", "add", "dev", far, *limit], check=True)
-            found.append((["ip", "netns", "exec", space], f"10.214.9.{rank + 1}"))
-        yield found
-    finally:
-        for rank in range(size):
-            subprocess.run(["ip", "netns", "del", f"{name}-{rank}"], check=False, stderr=subprocess.DEVNULL)
-            subprocess.run(["ip", "link", "del", f"{name}n{rank}"], check=False, stderr=subprocess.DEVNULL)
-        subprocess.run(["ip", "link", "del", name], check=False, stderr=subprocess.DEVNULL)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+    with hosts(size, rate=rate) as found:
+        yield [(host.prefix, host.address) for host in found]
 
 
 def _free_port() -> int:

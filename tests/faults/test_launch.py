@@ -7,55 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.run.api import train
 from tests.faults.conftest import SAME
+from tests.faults.driving import MODEL, Driver
 from tests.faults.trials import PATIENCE, until
 from tests.run.graphs import assert_same_checkpoint
-from tests.run.shell import start
-
-MODEL = ["--set", "model.hidden=8", "--set", "model.layers=2"]
-
-
-class Driver:
-    """A command with two workers; knows its processes and ports, also after they are gone."""
-
-    def __init__(self, store: Path, run_dir: Path, *words: str | Path, strategy: str = "sar") -> None:
-        self.run_dir = run_dir
-        self.process = start("train", store, "-s", strategy, "-w", "2", "--run-dir", run_dir, *words)
-        self.workers: dict[int, psutil.Process] = {}
-        self.ports: list[int] = []
-
-    def trains(self, epochs: int = 3) -> Driver:
-        """Wait until some epochs are done."""
-        until(lambda: len(read_metrics(self.run_dir / "metrics.jsonl")) >= epochs or self.ended, PATIENCE, "epochs")
-        assert not self.ended, self.process.communicate()
-        self.workers = {}
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            self.workers[int(child.environ()["RANK"])] = child
-        assert sorted(self.workers) == [0, 1]
-        self.ports = [
-            connection.laddr.port
-            for one in (psutil.Process(self.process.pid), *self.workers.values())
-            for connection in one.net_connections(kind="tcp")
-            if connection.status == psutil.CONN_LISTEN
-        ]
-        return self
-
-    @property
-    def ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def ends(self, seconds: float) -> tuple[int, str]:
-        """(exit code, what was said) of a command that leaves no process and no port behind."""
-        _, said = self.process.communicate(timeout=seconds)
-        until(lambda: not any(worker.is_running() for worker in self.workers.values()), 5, "end of all workers")
-        listening = {c.laddr.port for c in psutil.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN}
-        assert not listening & set(self.ports)
-        return self.process.returncode, said
 
 
 @pytest.fixture

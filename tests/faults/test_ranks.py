@@ -20,9 +20,7 @@ import pytest
 from gnnfleet.comm.shelf import LEAST_BYTES
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
-from gnnfleet.run.prepare import Place, prepared, settle
-from gnnfleet.run.spec import Spec
-from tests.faults.trials import PATIENCE, Forks, Trial
+from tests.faults.trials import PATIENCE, Forks, Trial, spec_of
 from tests.run.graphs import assert_same_checkpoint, communities
 
 SIZE = 3
@@ -56,14 +54,6 @@ def forks() -> Iterator[Forks]:
     made = Forks()
     yield made
     made.close()
-
-
-def spec_of(store: Graph, run_dir: Path, base: dict[str, Any] = WORDS, **train: Any) -> Spec:
-    words = {**base, "train": {**base["train"], **train}}
-    place = Place(run_dir, resume=run_dir.exists())
-    config, directory = settle(store, words, place)
-    with prepared(store, config, directory, place=place, quiet=True) as (spec, _):
-        return spec
 
 
 def hurt(trial: Trial, victim: int, number: signal.Signals, after: float, forks: Forks) -> float:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from gnnfleet.graph.datasets import make_dataset
@@ -19,14 +15,11 @@ from gnnfleet.report.metrics import read_metrics
 from gnnfleet.run.config import resolve
 from tests.equivalence.test_tma import fleet as in_threads
 from tests.equivalence.test_tma import rounds
-from tests.faults.test_two_hosts import Host, hosts
+from tests.faults.driving import MODEL, QUICK, Fleet, Machine, within
+from tests.faults.test_two_hosts import hosts
 from tests.faults.trials import PATIENCE, until
-from tests.run.shell import start
 
 __all__ = ["hosts"]
-
-MODEL = ("--set", "model.hidden=8", "--set", "model.layers=2")
-QUICK = {"strategy.interval": 0.2, "strategy.silence": 1.5, "strategy.fanouts": "[5,5]", "strategy.batch": 64}
 
 
 @pytest.fixture(scope="module")
@@ -35,46 +28,6 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("easy") / "shop"
     save_store(make_dataset("communities", nodes=4000, mean_degree=12, features=16, seed=1), path)
     return path
-
-
-class Fleet:
-    """A command with a coordinator and trainers."""
-
-    def __init__(self, store: Path, run_dir: Path, workers: int, *more: str, **settings: Any) -> None:
-        knobs = {**QUICK, **{key.replace("__", "."): value for key, value in settings.items()}}
-        words = [word for key, value in knobs.items() for word in ("--set", f"{key}={value}")]
-        self.run_dir = run_dir
-        self.process = start(
-            "train", store, "-s", "tma", "-w", str(workers), "--run-dir", run_dir, *MODEL, *words, *more
-        )
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return read_metrics(self.run_dir / "metrics.jsonl")
-
-    def member(self, role: str) -> psutil.Process:
-        for child in psutil.Process(self.process.pid).children():
-            if child.cmdline()[-1:] == [role]:
-                return child
-        raise AssertionError(f"no {role}")
-
-    def runs(self, rounds: int, *, trainers: int | None = None) -> list[dict[str, Any]]:
-        """Wait until so many more rounds are closed, the last of them by so many trainers."""
-        seen = len(self.rows) + rounds
-
-        def there() -> bool:
-            rows = self.rows
-            return len(rows) >= seen and (trainers is None or rows[-1]["trainers"] == trainers)
-
-        until(lambda: there() or self.process.poll() is not None, PATIENCE, f"{rounds} rounds")
-        assert self.process.poll() is None, self.process.communicate()
-        return self.rows
-
-    def ends(self) -> tuple[int, str]:
-        known = psutil.Process(self.process.pid).children() if self.process.poll() is None else []
-        _, said = self.process.communicate(timeout=PATIENCE)
-        until(lambda: not any(child.is_running() for child in known), 8, "end of the fleet")
-        return self.process.returncode, said
 
 
 @pytest.fixture
@@ -137,7 +90,7 @@ def test_trainers_and_the_coordinator_are_started_again(fleets: list[Fleet], sto
     assert [row["epoch"] for row in fleet.rows] == list(range(1, 41)) and fleet.rows[-1]["trainers"] == 2
 
 
-def test_a_trainer_that_is_cut_off_comes_back(hosts: tuple[Host, Host], store: Path, tmp_path: Path) -> None:
+def test_a_trainer_that_is_cut_off_comes_back(hosts: tuple[Machine, Machine], store: Path, tmp_path: Path) -> None:
     """The coordinator and a trainer on one machine, a trainer on another; the cable between them is out for a while."""
     one, two = hosts
     run_dir = tmp_path / "run"
@@ -145,19 +98,19 @@ def test_a_trainer_that_is_cut_off_comes_back(hosts: tuple[Host, Host], store: P
     words += ["--set", f"strategy.listen={one.address}:29411", "--set", "strategy.here=1", "--set", "train.epochs=50"]
     line = ["train", str(store), "-s", "tma", "-w", "2", "--run-dir", str(run_dir), *MODEL, *words]
     said = tmp_path / "said"
-    first = _within(one, line, said)
+    first = within(one.host, line, said)
     second: subprocess.Popen[str] | None = None
     try:
         until(lambda: "waiting for trainers" in said.read_text() or first.poll() is not None, PATIENCE, "the server")
-        second = _within(two, ["join", f"{one.address}:29411", str(store), "--trainers", "1"], tmp_path / "second")
+        second = within(two.host, ["join", f"{one.address}:29411", str(store), "--trainers", "1"], tmp_path / "second")
         rows = lambda: read_metrics(run_dir / "metrics.jsonl")  # noqa: E731
         until(lambda: any(row["trainers"] == 2 for row in rows()), PATIENCE, "both trainers")
-        two.cut()
+        two.host.cut()
         until(lambda: rows()[-1]["trainers"] == 1, PATIENCE, "rounds without it")
         seen = len(rows())
         until(lambda: len(rows()) >= seen + 2, PATIENCE, "more of them")
         seen = len(rows())
-        subprocess.run(["ip", "-n", two.name, "link", "set", two.cable, "up"], check=True)
+        two.host.mend()
         until(lambda: any(row["trainers"] == 2 for row in rows()[seen:]), PATIENCE, "return")
         assert first.wait(PATIENCE) == 0, said.read_text()
         assert "closed without trainer 1" in said.read_text()
@@ -167,10 +120,3 @@ def test_a_trainer_that_is_cut_off_comes_back(hosts: tuple[Host, Host], store: P
             if process is not None and process.poll() is None:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
-
-
-def _within(host: Host, line: list[str], said: Path) -> subprocess.Popen[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    with said.open("w") as file:
-        command = ["ip", "netns", "exec", host.name, sys.executable, "-m", "gnnfleet", *line]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, text=True, env=env)

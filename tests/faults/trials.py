@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gnnfleet.graph.graph import Graph
+from gnnfleet.run.prepare import Place, prepared, settle
+from gnnfleet.run.spec import Spec
+
 ROOT = Path(__file__).parents[2]
 PATIENCE = 400.0
 """For processes that load torch on a machine that is busy with other things."""
@@ -59,6 +63,7 @@ class Forks:
         )
         self._ended: dict[int, tuple[int, float]] = {}
         self._answers: list[dict[str, Any]] = []
+        self._one = threading.Lock()  # answers come in the order of orders
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -73,10 +78,11 @@ class Forks:
     def start(self, spec: str, folder: Path, *, size: int) -> Trial:
         assert self._process.stdin is not None
         folder.mkdir(parents=True)
-        self._process.stdin.write(json.dumps({"spec": spec, "folder": str(folder), "size": size}) + "\n")
-        self._process.stdin.flush()
-        until(lambda: bool(self._answers), PATIENCE, "an answer")
-        answer = self._answers.pop()
+        with self._one:
+            self._process.stdin.write(json.dumps({"spec": spec, "folder": str(folder), "size": size}) + "\n")
+            self._process.stdin.flush()
+            until(lambda: bool(self._answers), PATIENCE, "an answer")
+            answer = self._answers.pop()
         return Trial(folder, answer["ranks"], answer["store"], self._ended)
 
     def ready(self, trial: Trial) -> None:
@@ -91,6 +97,15 @@ class Forks:
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
+
+
+def spec_of(store: Graph, run_dir: Path, base: dict[str, Any], **train: Any) -> Spec:
+    """A run ready for its ranks: begun, or gone on with where its directory is there."""
+    words = {**base, "train": {**base["train"], **train}}
+    place = Place(run_dir, resume=run_dir.exists())
+    config, directory = settle(store, words, place)
+    with prepared(store, config, directory, place=place, quiet=True) as (spec, _):
+        return spec
 
 
 def until(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -73,9 +73,8 @@ def hurt_words(folder: Path, draw: random.Random) -> str:
     """Damaged TOML, or good TOML with words of the user's that need not fit."""
     words: list[str] = []
     if draw.random() < 0.4:
-        damage.hurt_files(folder, draw) if draw.random() < 0.2 else draw.choice(
-            (damage.flip, damage.cut, damage.blank)
-        )(folder / "run.toml", draw)
+        ways = (damage.flip, damage.flip, damage.cut, damage.blank, damage.nest_deep, damage.delete, damage.loop)
+        draw.choice(ways)(folder / "run.toml", draw)
     for _ in range(draw.randrange(4)):
         value = draw.choice(VALUES) if draw.random() < 0.9 else "".join(chr(draw.randrange(1, 300)) for _ in range(5))
         words.append(f"{draw.choice(WORDS)}={value}")

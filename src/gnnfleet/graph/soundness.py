@@ -106,7 +106,13 @@ def _check_nodes(nodes: Nodes, what: str) -> None:
 def _check_edges(edges: Edges, sources: int, what: str) -> None:
     _growing(edges.indptr, edges.count, what)
     _within(edges.src, 0, sources - 1, f"sources of {what}")
-    for name, data in (("weight", edges.weight), ("attr", edges.attr), ("time", edges.time), ("order", edges.order), ("y", edges.y)):
+    for name, data in (
+        ("weight", edges.weight),
+        ("attr", edges.attr),
+        ("time", edges.time),
+        ("order", edges.order),
+        ("y", edges.y),
+    ):
         if data is not None and data.shape[:1] != (edges.count,):
             raise ValueError(f"{what} have {list(data.shape)} of {name}, expected {edges.count}")
     if edges.order is not None:

@@ -1,0 +1,35 @@
+"""Writes what is kept in benchmarks/results into docs/benchmarks.md: file, machine, commit, cells.
+
+usage: python benchmarks/index.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from record import RESULTS
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+
+
+def put(mark: str, text: str) -> None:
+    """Put text between two marks of the page."""
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    before, _, rest = PAGE.read_text().partition(begin)
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+
+
+def main() -> None:
+    lines = ["| results | machine | commit | cells |", "|---|---|---|---|"]
+    for path in sorted(RESULTS.glob("*.json")):
+        kept = json.loads(path.read_text())
+        machine = kept["machine"]
+        words = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB"
+        lines.append(f"| `benchmarks/results/{path.name}` | {words} | `{kept['commit']}` | {len(kept['cells'])} |")
+    put("results", "\n".join(lines))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
