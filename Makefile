@@ -2,6 +2,7 @@
 # make test   lint, types and tests; sets up .venv by itself
 # make lint   ruff and mypy only
 # make fuzz   damaged files and strange words, for ten minutes (SECONDS=…, FIRST=…)
+# make faults kill, pause and cut every role of every strategy; table in docs/reliability.md (root for cuts)
 # make clean  remove everything that was built
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: demo test lint fuzz build clean
+.PHONY: demo test lint fuzz faults build clean
 
 build: $(STAMP)
 
@@ -36,6 +37,9 @@ SECONDS ?= 600
 FIRST   ?= 0
 fuzz: build
 	$(BIN)/python -m tests.fuzz $(SECONDS) $(FIRST)
+
+faults: build
+	$(BIN)/python -m tests.faults
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gnnfleet.graph.ingest.pyg import from_pyg as from_pyg
     from gnnfleet.graph.ingest.pyg import to_pyg as to_pyg
     from gnnfleet.graph.loader import NeighborLoader as NeighborLoader
-    from gnnfleet.graph.store import open_store as open
+    from gnnfleet.graph.soundness import open_sound as open
     from gnnfleet.graph.store import save_store as save
     from gnnfleet.graph.view import GraphView as GraphView
     from gnnfleet.run.api import train as train

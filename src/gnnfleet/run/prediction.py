@@ -1,10 +1,10 @@
-"""Predictions for people: original ids, class names, probabilities, one Parquet file written in bounded pieces."""
+"""Predictions for people: original ids, class names, probabilities, one file written in bounded pieces."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,11 @@ def _read_pairs(path: Path, built: Built) -> dict[str, list[Any]]:
 
 
 def write_table(path: Path, pieces: Iterator[pa.Table]) -> int:
-    """Write a Parquet file that appears whole or not at all; returns the rows."""
+    """Write a Parquet file, or CSV where it is called so, that appears whole or not at all; returns the rows."""
     partial = path.with_name(f".{path.name}{PARTIAL}{secrets.token_hex(3)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = _write(partial, pieces)
+        rows = _write(partial, pieces, csv.CSVWriter if path.suffix.lower() == ".csv" else _parquet)
         partial.replace(path)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror or error}") from error
@@ -100,10 +100,17 @@ def write_table(path: Path, pieces: Iterator[pa.Table]) -> int:
     return rows
 
 
-def _write(path: Path, pieces: Iterator[pa.Table]) -> int:
+def _parquet(path: Path, schema: pa.Schema) -> Any:
+    return pq.ParquetWriter(path, schema, compression="zstd")
+
+
+def _write(path: Path, pieces: Iterator[pa.Table], open_writer: Callable[[Path, pa.Schema], Any]) -> int:
     first = next(pieces)
     rows: int = first.num_rows
-    with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
+    lists = [field.name for field in first.schema if pa.types.is_nested(field.type)]
+    if lists and open_writer is not _parquet:
+        raise ConfigError(f"CSV has no place for the lists in column {lists[0]!r}: end the output in .parquet")
+    with open_writer(path, first.schema) as writer:
         writer.write_table(first)
         for piece in pieces:
             writer.write_table(piece)

@@ -13,7 +13,10 @@ from gnnfleet.run.console import JsonFlag, QuietFlag, emit
 
 def predict(
     run: RunArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The Parquet file to write.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", help="The Parquet file to write; CSV where it ends in .csv."),
+    ],
     logits: Annotated[bool, typer.Option("--logits", help="Also a column of logits.")] = False,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Also a column of embeddings.")] = False,
     pairs: Annotated[
