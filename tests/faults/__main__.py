@@ -1,7 +1,8 @@
-"""``python -m tests.faults [REPEATS]``: all trials that are not done yet, and the table of docs/reliability.md.
+"""``python -m tests.faults [REPEATS [MINUTES]]``: trials that are not done yet, and the table of docs/reliability.md.
 
-Outcomes are kept one by one in benchmarks/results/faults.json. A trial that failed or was late is tried again, alone.
-``make faults``. Root tries hosts too.
+None is begun after so many minutes; the next call goes on. Outcomes are kept one by one in
+benchmarks/results/faults.json. A trial that failed or was late is tried again, alone. ``make faults``; root tries hosts
+too.
 """
 
 from __future__ import annotations
@@ -57,24 +58,31 @@ def attempt(shop: Workshop, kept: Kept, case: Case) -> None:
 
 
 def main() -> None:
-    repeats, begun, kept = int(sys.argv[1]) if len(sys.argv) > 1 else 6, time.monotonic(), Kept()
-    cases = plan(repeats)
+    words = [float(word) for word in sys.argv[1:]]
+    repeats, minutes = words[0] if words else 6, words[1] if len(words) > 1 else 60
+    begun, kept, cases = time.monotonic(), Kept(), plan(int(repeats))
+
+    def attempt_in_time(case: Case) -> None:
+        if time.monotonic() - begun < minutes * 60:
+            attempt(shop, kept, case)
+
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         shop = Workshop(Path(folder))
         try:
             for how, together in TOGETHER.items():
                 waiting = [case for case in cases if case.how == how and not kept.is_done(case)]
-                shop.prepare(waiting)
+                if time.monotonic() - begun < minutes * 60:
+                    shop.prepare(waiting)
                 with ThreadPoolExecutor(max_workers=together) as pool:
-                    list(pool.map(lambda case: attempt(shop, kept, case), waiting))
+                    list(pool.map(attempt_in_time, waiting))
                 for _ in range(ATTEMPTS - 1):
                     for case in [case for case in waiting if not kept.is_done(case)]:
-                        attempt(shop, kept, case)
+                        attempt_in_time(case)
         finally:
             shop.close()
     wrong = [case.name for case in cases if not kept.is_done(case)]
-    write_table([kept.cells[case.name] for case in cases])
-    print(f"{len(cases)} trials, {len(wrong)} wrong, {time.monotonic() - begun:.0f} s: {', '.join(wrong)}")
+    write_table([kept.cells[case.name] for case in cases if case.name in kept.cells])
+    print(f"{len(cases)} trials, {len(wrong)} wrong or not tried, {time.monotonic() - begun:.0f} s: {', '.join(wrong)}")
     sys.exit(bool(wrong))
 
 

@@ -11,15 +11,16 @@ from typing import Any
 import psutil
 from benchmarks import netns
 
+from gnnfleet.graph.graph import Graph
 from gnnfleet.report.metrics import read_metrics
 from tests.faults.driving import QUICK, Fleet, Machine, gone, within
-from tests.faults.suite import PAUSE, Case, Outcome, load, make_easy, make_store, options, words_of
+from tests.faults.suite import PAUSE, Case, Outcome, load, make_easy, make_events, make_store, options, words_of
 from tests.faults.trials import PATIENCE, Forks, spec_of, until
 from tests.run.graphs import assert_same_checkpoint
 from tests.run.shell import start
 
 SIZE = 3
-EPOCHS = {"local": 300, "sar": 300, "macrobatch": 60, "pipe": 80}
+EPOCHS = {"local": 300, "sar": 300, "macrobatch": 60, "pipe": 80, "temporal": 30}
 ROUNDS = 40
 EXACT, FINISHED, CLOSED = "named, then exact", "finished", "named, then on from the last closed round"
 Runner = Callable[["Workshop", Case], Outcome]
@@ -32,6 +33,7 @@ class Workshop:
         self.folder = folder
         self.store = make_store(folder)
         self.easy = make_easy(folder)
+        self.events = make_events(folder)
         self.forks = Forks()
         self._wholes: dict[str, Path] = {}
 
@@ -69,12 +71,8 @@ class Workshop:
             self._wholes[f"{strategy} {how}"] = run
 
     def command(self, strategy: str, run: Path, *more: str) -> Any:
-        return start("train", self.path, *self.words(strategy), "--run-dir", run, *more)
-
-    @property
-    def path(self) -> Path:
-        assert self.store.store is not None
-        return self.store.store.path
+        store = self.events if strategy == "temporal" else self.store
+        return start("train", path_of(store), *self.words(strategy), "--run-dir", run, *more)
 
     def words(self, strategy: str) -> list[str]:
         words = words_of(strategy, 2)
@@ -139,10 +137,9 @@ def by_command(shop: Workshop, case: Case) -> Outcome:
 def by_fleet(shop: Workshop, case: Case) -> Outcome:
     """A coordinator and three trainers; rounds close by the clock, so going on is exact from the last closed one."""
     run, draw = shop.place(case) / "run", case.draw
-    store = shop.easy.store
-    assert store is not None
+    store = path_of(shop.easy)
     more = ("--seed", "1", "--set", "train.checkpoint_seconds=0")
-    fleet = Fleet(store.path, run, 3, *more, train__epochs=ROUNDS)
+    fleet = Fleet(store, run, 3, *more, train__epochs=ROUNDS)
     try:
         fleet.runs(1, trainers=3)
         moment = wait_for(run, ROUNDS, fleet.process, draw.uniform(0.05, 0.5))
@@ -167,7 +164,7 @@ def by_fleet(shop: Workshop, case: Case) -> Outcome:
                 assert fleet.process.returncode == 8 and "coordinator (pid" in said, (fleet.process.returncode, said)
                 assert said.count("error: ") == 1 and "Traceback" not in said, said
             kept = fleet.rows[: closed - 1]  # the round that was closed last may not have been kept yet
-            fleet = Fleet(store.path, run, 3, *more, "--resume", train__epochs=ROUNDS)
+            fleet = Fleet(store, run, 3, *more, "--resume", train__epochs=ROUNDS)
             code, after = fleet.ends()
             assert code == 0, after
             assert fleet.rows[: len(kept)] == kept, "rounds that were closed are not those of the run that went on"
@@ -186,7 +183,7 @@ def by_hosts(shop: Workshop, case: Case) -> Outcome:
         machines = [Machine(host) for host in found]
         try:
             for machine in machines:
-                machine.start(machines[0], run, shop.path, *words, strategy=case.strategy)
+                machine.start(machines[0], run, path_of(shop.store), *words, strategy=case.strategy)
             assert machines[0].torchrun is not None
             moment = wait_for(run, EPOCHS[case.strategy], machines[0].torchrun, draw.uniform(0.02, 0.5))
             workers = [machine.worker() for machine in machines]
@@ -202,7 +199,7 @@ def by_hosts(shop: Workshop, case: Case) -> Outcome:
                 machine.stop()
             cut.mend()
             for machine in machines:
-                machine.start(machines[0], run, shop.path, "--resume", *words, strategy=case.strategy)
+                machine.start(machines[0], run, path_of(shop.store), "--resume", *words, strategy=case.strategy)
             for machine in machines:
                 assert machine.torchrun is not None
                 assert machine.torchrun.wait(PATIENCE) == 0, machine.said.read_text()
@@ -220,12 +217,14 @@ def by_joining(shop: Workshop, case: Case) -> Outcome:
     with netns.hosts(2) as (one, two):
         knobs += ["--set", f"strategy.listen={one.address}:29411", "--set", "strategy.here=1"]
         words = ["-s", "tma", "-w", "2", *knobs, "--set", "train.epochs=60", "--set", "model.hidden=8"]
-        first = within(one, ["train", str(shop.path), *words, "--run-dir", str(place / "run")], place / "first")
+        first = within(
+            one, ["train", str(path_of(shop.store)), *words, "--run-dir", str(place / "run")], place / "first"
+        )
         second = None
         rows = lambda: read_metrics(place / "run" / "metrics.jsonl")  # noqa: E731
         try:
             until(lambda: "waiting for trainers" in (place / "first").read_text(), PATIENCE, "the server")
-            line = ["join", f"{one.address}:29411", str(shop.path), "--trainers", "1"]
+            line = ["join", f"{one.address}:29411", str(path_of(shop.store)), "--trainers", "1"]
             second = within(two, line, place / "second")
             until(lambda: any(row["trainers"] == 2 for row in rows()), PATIENCE, "both trainers")
             moment = draw.uniform(0, 2)
@@ -266,6 +265,11 @@ def wait_for(run: Path, epochs: int, process: Any, share: float) -> float:
     assert process.poll() is None, "the run was over before anything was done to it"
     time.sleep(share % 0.05)
     return round(share, 3)
+
+
+def path_of(graph: Graph) -> Path:
+    assert graph.store is not None
+    return graph.store.path
 
 
 def check_same(run: Path, whole: Path) -> None:

@@ -22,6 +22,8 @@ LIMIT = 15.0
 PAUSE = 12.0
 """Longer than silence may last."""
 SYNCHRONOUS = ("sar", "macrobatch", "pipe")
+ALONE = ("local", "temporal")
+"""In one process."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def plan(repeats: int) -> list[Case]:
         add("forks", strategy, ("first rank", "rank"), ("kill", "pause"), repeats)
         add("command", strategy, ("launcher",), ("kill", "pause"), max(1, repeats // 3))
         add("hosts", strategy, ("host",), ("cut",), max(1, repeats // 3))
-    add("command", "local", ("process",), ("kill", "pause"), max(1, repeats // 3))
+    for strategy in ALONE:
+        add("command", strategy, ("process",), ("kill", "pause"), max(1, repeats // 3))
     add("fleet", "tma", ("trainer", "coordinator", "launcher"), ("kill", "pause"), max(1, repeats // 3))
     add("joined", "tma", ("host",), ("cut",), max(1, repeats // 3))
     return cases
@@ -91,7 +94,10 @@ def words_of(strategy: str, workers: int) -> dict[str, Any]:
     if strategy == "pipe":
         words["strategy"] |= {"ways": 1, "chunks": 2 * workers, "refresh": 3, "gradient": "control_variate"}
         words["model"] |= {"layers": max(3, workers)}
-    if strategy == "local":
+    if strategy == "temporal":
+        words["strategy"] |= {"batch": 50, "prefetch": 1, "eval_negatives": 5}
+        words["model"] = {"name": "tgn", "hidden": 16}
+    if strategy in ALONE:
         del words["workers"]
     return words
 
@@ -117,6 +123,10 @@ def make_store(folder: Path) -> Graph:
 
 def make_easy(folder: Path) -> Graph:
     return save_store(make_dataset("communities", nodes=4000, mean_degree=12, features=16, seed=1), folder / "easy")
+
+
+def make_events(folder: Path) -> Graph:
+    return save_store(make_dataset("events", users=40, items=20, events=600, features=4, seed=3), folder / "events")
 
 
 def load() -> float:
