@@ -23,6 +23,7 @@ SIZE = 3
 EPOCHS = {"local": 300, "sar": 300, "macrobatch": 60, "pipe": 80, "temporal": 30}
 ROUNDS = 40
 EXACT, FINISHED, CLOSED = "named, then exact", "finished", "named, then on from the last closed round"
+GONE = "all gone, then exact"  # nobody is left to name anybody
 Runner = Callable[["Workshop", Case], Outcome]
 
 
@@ -123,7 +124,7 @@ def by_command(shop: Workshop, case: Case) -> Outcome:
             begun = time.monotonic()
             process.kill()
             until(lambda: all(map(gone, known)), 60, "end of the workers")
-            result, seconds = EXACT, time.monotonic() - begun
+            result, seconds = GONE, time.monotonic() - begun
             process.communicate()
             process = shop.command(case.strategy, run, "--resume")
             _, said = process.communicate(timeout=PATIENCE)
