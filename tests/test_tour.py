@@ -44,7 +44,8 @@ def test_from_tables_to_predictions_in_nine_commands(tmp_path: Path, monkeypatch
     for line in commands[2:]:
         done = call(*shlex.split(line)[1:])
         assert done.returncode == 0, (line, done.stderr)
-    one, two = (list(csv.DictReader((tmp_path / f"{name}.csv").open())) for name in ("predictions", "two"))
+    tables = ((tmp_path / f"{name}.csv").read_text().splitlines() for name in ("predictions", "two"))
+    one, two = (list(csv.DictReader(lines)) for lines in tables)
     assert [row["id"] for row in one] == names and {row["prediction"] for row in one} == {"keeps", "leaves"}
     assert [row["prediction"] for row in one] == [row["prediction"] for row in two]
     for before, after in zip(one, two, strict=True):
