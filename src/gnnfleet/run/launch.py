@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -69,6 +70,7 @@ def launch(
     except ChildFailedError as error:
         failed = error.failures
     except SignalException:
+        _forgive_timers()
         raise KeyboardInterrupt from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -149,6 +151,19 @@ def worker_environment() -> Iterator[None]:
             os.environ.pop(name, None)
             if name in before:
                 os.environ[name] = before[name]
+
+
+def _forgive_timers() -> None:
+    """After an interrupt torchrun's timer may be the last to hold itself, and its thread then fails to wait for itself:
+    harmless, but Python prints a traceback about it, at any time until the process ends."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        own = isinstance(unraisable.exc_value, RuntimeError) and "join current thread" in str(unraisable.exc_value)
+        if not (own and isinstance(unraisable.object, weakref.finalize)):
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 @contextmanager
