@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gnnfleet.graph.manifest import digest_of
+
 
 def write_run(path: Path, *, strategy: str = "sar", workers: int = 2, epochs: int = 4, **more: Any) -> Path:
     """A finished run; ``more`` replaces or adds files, by name without ending; None leaves one out."""
@@ -55,6 +57,8 @@ def write_run(path: Path, *, strategy: str = "sar", workers: int = 2, epochs: in
     }
     names = {"config": "config.json", "metrics": "metrics.jsonl", "ranks": "ranks.jsonl", "totals": "ranks.json"}
     names |= {"parts": "parts.json", "record": "record.json", "remarks": "remarks.jsonl"}
+    if files["config"] is not None:
+        files["config"]["digest"] = digest_of(files["config"])
     path.mkdir(parents=True)
     for key, content in files.items():
         if content is not None:
