@@ -12,14 +12,7 @@
 namespace gnnfleet::GNNFLEET_ISA {
 namespace {
 
-constexpr int64_t kAhead = 8;       // edges; papers over the latency of a miss, gains 5-17 %
 constexpr int64_t kRowsAtOnce = 64;  // rows a thread takes at a time: degrees are skewed
-
-template <typename T>
-inline void prefetch_row(const T* row, int64_t elements) {
-  const char* from = reinterpret_cast<const char*>(row);
-  for (int64_t byte = 0; byte < elements * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(from + byte);
-}
 
 template <typename A>
 inline A factor(const void* values, int64_t i) {

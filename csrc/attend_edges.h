@@ -15,7 +15,6 @@ namespace {
 
 constexpr int64_t kEdges = 64;        // of one row worked on together: their rows stay in the nearest cache
 constexpr int64_t kHeads = 16;        // with more, fewer edges are: their flat buffers stay there too
-constexpr int64_t kAhead = 8;         // edges whose rows are prefetched
 constexpr int64_t kFar = 32;          // edges whose heads are: few bytes, wanted all at once when the next row begins
 constexpr int64_t kRowsAtOnce = 32;   // rows a thread takes at a time: degrees are skewed
 
@@ -257,12 +256,6 @@ inline A dot(const T* a, const U* b, int64_t width) {
   A sum = add_lanes<A>(sums);
   for (; f < width; ++f) sum += widen(a[f]) * widen(b[f]);
   return sum;
-}
-
-template <typename T>
-inline void prefetch_row(const T* row, int64_t width) {
-  const char* from = reinterpret_cast<const char*>(row);
-  for (int64_t byte = 0; byte < width * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(from + byte);
 }
 
 // s.score[k, h] from an own row and the other rows; for additive scores also s.upper = 1 where x > 0, else 0. Additive

@@ -4,11 +4,10 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "simd.h"
 
 namespace gnnfleet::GNNFLEET_ISA {
 namespace {
-
-constexpr int64_t kAhead = 8;
 
 // What is picked, and where in the output it goes: row at[i], or i where there is no `at`.
 struct Picks {
@@ -22,7 +21,7 @@ template <typename Index, typename Element, typename Copy>
 void each_row(const Element* table, const Index* rows, const int64_t* at, int64_t n, int64_t width, int threads, Copy copy) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) __builtin_prefetch(table + static_cast<int64_t>(rows[i + kAhead]) * width);
+    if (i + kAhead < n) prefetch_row(table + static_cast<int64_t>(rows[i + kAhead]) * width, width);
     copy(at ? at[i] : i, table + static_cast<int64_t>(rows[i]) * width);
   }
 }
