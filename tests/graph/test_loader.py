@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.loader import MiniBatch, NeighborLoader
 from gnnfleet.graph.prefetch import prefetched
+from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.ops.native import threads
+from gnnfleet.ops.paging import is_paged
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,18 @@ def test_an_epoch_has_every_node_once(graph: Graph) -> None:
         assert torch.equal(batch.x, nodes.x[batch.n_id])
         assert torch.equal(batch.y, nodes.y[batch.seeds])
         assert torch.equal(batch.views[-1].node_ids[: batch.batch_size], batch.seeds)
+
+
+def test_a_store_read_by_windows_gives_the_same_batches(
+    graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gnnfleet.ops.paging.WINDOW", 4096)
+    save_store(graph, tmp_path / "store")
+    mapped = open_store(tmp_path / "store")
+    x, edges = mapped.only_nodes.x, mapped.only_edges
+    assert x is not None and is_paged(x) and is_paged(edges.src) and not is_paged(edges.indptr)
+    for one, two in zip(*(NeighborLoader(g, [4, 3], batch_size=32) for g in (graph, mapped)), strict=True):
+        assert same(one, two)
 
 
 def test_the_seed_and_the_epoch_decide(graph: Graph) -> None:

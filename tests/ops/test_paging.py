@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.paging import is_mapped, let_go, read_ahead, read_rows, spill
+from gnnfleet.ops.paging import gather_by_window, is_mapped, is_paged, let_go, read_ahead, read_rows, spill
 
 
 @pytest.fixture
@@ -46,3 +47,27 @@ def test_spilled_rows_lie_in_a_file(table: Tensor, tmp_path: Path) -> None:
 def test_memory_is_no_file(table: Tensor) -> None:
     assert is_mapped(table) and is_mapped(table[10:20])
     assert not is_mapped(table.clone()) and not is_mapped(torch.empty(0, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_windows_change_no_row(table: Tensor, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gnnfleet.ops.paging.WINDOW", 100_000)  # 8 windows of float32, the last one not full
+    whole = table.to(dtype)
+    mapped = spill(table, dtype, Path(tempfile.gettempdir()))
+    rows = torch.randint(5000, (3000,), generator=torch.Generator().manual_seed(0))
+    wide = torch.zeros(3000, 50)
+    for picked in (rows, rows.int(), rows[:0], torch.tensor([4999, 0, 4999])):
+        assert torch.equal(gather_by_window(mapped, picked), whole[picked.long()])
+        assert torch.equal(gather_by_window(mapped, picked, torch.float32), whole[picked.long()].float())
+        gather_by_window(mapped, picked, torch.float32, out=wide[: len(picked), 5:42])
+        assert torch.equal(wide[: len(picked), 5:42], whole[picked.long()].float()) and not wide[:, 42:].any()
+    with pytest.raises(IndexError):
+        gather_by_window(mapped, torch.tensor([5000]))
+    assert torch.equal(mapped, whole)
+
+
+def test_a_table_that_was_written_to_is_kept(table: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gnnfleet.ops.paging.WINDOW", 100_000)
+    assert is_paged(table) and not is_paged(table[:10])
+    table[17] *= 2.0
+    assert not is_mapped(table) and not is_paged(table), "letting it go would undo the change"

@@ -19,6 +19,7 @@ from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.prefetch import prefetched
 from gnnfleet.graph.sample import Fanouts, Sampler
 from gnnfleet.ops.draws import DrawKey
+from gnnfleet.ops.paging import gather_by_window, is_paged
 from gnnfleet.ops.rows import gather
 
 
@@ -72,6 +73,7 @@ class NeighborLoader:
         self._kind, ids = _find_nodes(graph, input_nodes)
         self._ids = ids.sort().values if shuffle else ids
         self._sampling = {"fanouts": num_neighbors, "replace": replace, "weighted": weight_attr is not None}
+        self._readers = {kind: FeatureReader(table.x) for kind, table in graph.nodes.items() if table.x is not None}
         self._idle = [Sampler(graph, num_neighbors, replace=replace, weighted=weight_attr is not None)]
         self.epoch = 0
         """Of the next iteration; may be set, to go on where another run ended."""
@@ -103,9 +105,7 @@ class NeighborLoader:
         views = sampler.blocks({self._kind: seeds}, key)
         prepare_backward(views)
         ids = {kind: rows.node_ids for kind, rows in views[0].nodes.items()}
-        x = {
-            kind: read_features(table.x, ids[kind]) for kind, table in self._graph.nodes.items() if table.x is not None
-        }
+        x = {kind: read(ids[kind]) for kind, read in self._readers.items()}
         y = self._graph.nodes[self._kind].y
         one = len(ids) == 1
         return MiniBatch(
@@ -118,9 +118,16 @@ class NeighborLoader:
         )
 
 
-def read_features(x: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Rows of features by store id; half precision becomes float32."""
-    return gather(x, ids, torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype, out=out)
+class FeatureReader:
+    """Rows of features by store id; half precision becomes float32. Pages of large files do not stay in memory."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+        self._dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        self._gather = gather_by_window if is_paged(x) else gather
+
+    def __call__(self, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return self._gather(self._x, ids, self._dtype, out=out)
 
 
 def prepare_backward(views: list[LocalView]) -> None:

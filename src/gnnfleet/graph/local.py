@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -264,13 +265,22 @@ class Degrees:
             total = torch.zeros(self._graph.nodes[self._kind].count, dtype=torch.float64)
             for kind, edges in self._graph.edges.items():
                 if kind.dst == self._kind:
-                    dst = edges.dst().long()
-                    ones = torch.ones(edges.count, dtype=torch.float64)
-                    value = edges.weight.double() if weighted and edges.weight is not None else ones
-                    value = torch.where(edges.src == dst, 0.0, value) if kind.src == kind.dst else value
-                    total.index_add_(0, dst, value)
+                    _add_degrees(total, edges, edges.weight if weighted else None, loops=kind.src != kind.dst)
             self._known[weighted] = total.float()
         return self._known[weighted]
+
+
+def _add_degrees(total: Tensor, edges: Edges, weight: Tensor | None, *, loops: bool) -> None:
+    """Add in-edges, or their weights, to every row of ``total``; some rows at a time, whatever the edges are."""
+    starts = torch.searchsorted(edges.indptr, torch.arange(0, edges.count, _DEGREE_EDGES), right=True) - 1
+    for low, high in pairwise([*torch.unique(starts).tolist(), len(total)]):
+        first, end = int(edges.indptr[low]), int(edges.indptr[high])
+        dst = torch.repeat_interleave(torch.arange(low, high), edges.indptr[low : high + 1].diff())
+        value = torch.ones(end - first, dtype=torch.float64) if weight is None else weight[first:end].double()
+        total.index_add_(0, dst, value if loops else torch.where(edges.src[first:end] == dst, 0.0, value))
+
+
+_DEGREE_EDGES = 1 << 20  # edges looked at together
 
 
 class _Picked:

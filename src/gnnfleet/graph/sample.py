@@ -21,6 +21,7 @@ from gnnfleet.graph.local import Degrees, LocalView, Relation
 from gnnfleet.graph.order import PickedDegrees
 from gnnfleet.ops.csr import Compressed
 from gnnfleet.ops.draws import DrawKey, Purpose
+from gnnfleet.ops.paging import gather_by_window, is_paged, let_go
 from gnnfleet.ops.rows import gather
 from gnnfleet.ops.sample import Fanout, Frontier, pick, sample
 
@@ -123,6 +124,7 @@ class Sampler:
             for kind, edges in graph.edges.items()
         }
         self._weights = {kind: _chances(kind, edges) if weighted else None for kind, edges in graph.edges.items()}
+        self._readers = {kind: _EdgeReader(edges, graph.edges[kind]) for kind, edges in self._edges.items()}
         self._degrees = {kind: Degrees(graph, kind) for kind in graph.nodes}
         self._frontiers = {kind: Frontier(table.count) for kind, table in graph.nodes.items()}
 
@@ -140,6 +142,8 @@ class Sampler:
                 growth.stop(self._edges)
         finally:
             views = growth.end()
+            for reader in self._readers.values():
+                reader.end()
         return views
 
     def _degrees_of(self, kind: str, ids: Tensor) -> Callable[[bool], Tensor]:
@@ -148,7 +152,7 @@ class Sampler:
     def _draw(self, hop: int, counts: Mapping[EdgeType, int], growth: Growth) -> dict[EdgeType, Drawn]:
         dst, found = growth.ids, {}
         for number, (kind, edges) in enumerate(self._edges.items()):
-            ids, data = dst[kind.dst], self._graph.edges[kind]
+            ids = dst[kind.dst]
             offsets, positions = sample(
                 edges,
                 ids,
@@ -159,13 +163,36 @@ class Sampler:
             even = counts[kind] >= 0 and self._weights[kind] is None
             found[kind] = Drawn(
                 offsets,
-                pick(edges, positions),
-                positions,
-                None if data.weight is None else gather(data.weight[:, None], positions)[:, 0],
-                None if data.attr is None else gather(data.attr, positions),
+                *self._readers[kind].read(positions),
                 Share(_Degree(edges, ids), offsets) if even else None,
             )
         return found
+
+
+class _EdgeReader:
+    """What edges at some positions carry; pages of large files do not stay in memory."""
+
+    def __init__(self, edges: Compressed, data: Edges) -> None:
+        self._edges, self._data = edges, data
+        columns = (edges.indptr, edges.col, data.weight, data.attr)
+        self._paged = [column is not None and is_paged(column) for column in columns]
+
+    def read(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """(sources, positions, weights, features)."""
+        edges, weight, attr = self._edges, self._data.weight, self._data.attr
+        _, *by_window = self._paged
+        far, heavy, wide = (gather_by_window if paged else gather for paged in by_window)
+        return (
+            far(edges.col[:, None], positions)[:, 0] if by_window[0] else pick(edges, positions),
+            positions,
+            None if weight is None else heavy(weight[:, None], positions)[:, 0],
+            None if attr is None else wide(attr, positions),
+        )
+
+    def end(self) -> None:
+        """The batch was drawn."""
+        if self._paged[0]:
+            let_go(self._edges.indptr[:, None])
 
 
 class Share:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gnnfleet.ops.buffers import empty
+from gnnfleet.ops.csr import counting_sort
 from gnnfleet.ops.native import _native
 from gnnfleet.ops.rows import gather
+
+WINDOW = 64 << 20  # bytes of a mapped table that may be in memory at a time
 
 
 def read_rows(table: Tensor, rows: Tensor) -> Tensor:
@@ -22,6 +27,25 @@ def read_rows(table: Tensor, rows: Tensor) -> Tensor:
     if len(rows) and table.shape[1]:
         _native.read_ahead(_raw(table), rows.contiguous())
     return gather(table, rows)
+
+
+def gather_by_window(
+    table: Tensor, rows: Tensor, dtype: torch.dtype | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """``gather`` from a table that ``is_paged``, rows in any order: window by window, each let go when it was read.
+
+    A page that is touched brings its neighbours into memory, so rows here and there would soon have brought them all.
+    """
+    if out is None:
+        out = empty((rows.shape[0], *table.shape[1:]), table.dtype if dtype is None else dtype)
+    high = max(1, WINDOW // (table.shape[1:].numel() * table.element_size()))  # rows of a window
+    offsets, order = counting_sort(rows // high, -(-table.shape[0] // high))
+    picked = rows[order]
+    for window, (first, end) in enumerate(pairwise(offsets.tolist())):
+        if end > first:
+            gather(table, picked[first:end], dtype, out=out, at=order[first:end])
+            let_go(table[window * high : (window + 1) * high])
+    return out
 
 
 def read_ahead(table: Tensor, rows: Tensor) -> int:
@@ -55,18 +79,26 @@ def spill(table: Tensor, dtype: torch.dtype, near: Path) -> Tensor:
 _SPILL = 32 << 20  # bytes converted at a time
 
 
+def is_paged(table: Tensor) -> bool:
+    """Whether a table lies in a file and is too large to be kept in memory unasked."""
+    return table.nbytes > WINDOW and is_mapped(table)
+
+
 def is_mapped(table: Tensor) -> bool:
-    """Whether a tensor lies in a file, all of it; what lies in memory alone must never be let go."""
+    """Whether a tensor lies in a file, all of it, and as it is there; what is in memory alone must never be let go."""
     first, last = table.data_ptr(), table.data_ptr() + table.nbytes
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     except OSError:
         return False
     for line in lines:
-        span, _, _, _, inode, *_ = line.split()
+        span, *words = line.split()
+        if span.endswith(":"):
+            continue
         low, high = (int(end, 16) for end in span.split("-"))
         if low <= first < high:
-            return bool(table.numel()) and last <= high and int(inode) != 0
+            changed = next(int(each.split()[1]) for each in lines if each.startswith("Anonymous:"))
+            return bool(table.numel()) and last <= high and int(words[3]) != 0 and not changed
     return False
 
 

@@ -21,7 +21,7 @@ from gnnfleet.comm.world import World
 from gnnfleet.graph.batches import batches
 from gnnfleet.graph.block import full_block
 from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
-from gnnfleet.graph.loader import prepare_backward, read_features
+from gnnfleet.graph.loader import FeatureReader, prepare_backward
 from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.sample import Sampler
 from gnnfleet.graph.shard import Shard
@@ -277,7 +277,7 @@ def read_inputs(
     for kind, rows in view.nodes.items():
         table = graph.nodes[kind].x
         count = len(rows.node_ids)
-        x[kind] = torch.empty(count, 0, dtype=dtype) if table is None else read_features(table, rows.node_ids).to(dtype)
+        x[kind] = torch.empty(count, 0, dtype=dtype) if table is None else FeatureReader(table)(rows.node_ids).to(dtype)
     near: Aggregate | None = None
     if given and len(x) == 1:
         (own,) = x.values()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.batches import batches
-from gnnfleet.graph.loader import prepare_backward, read_features
+from gnnfleet.graph.loader import FeatureReader, prepare_backward
 from gnnfleet.graph.local import LocalView
 from gnnfleet.graph.prefetch import prefetched, wise_depth
 from gnnfleet.graph.sample import Sampler
@@ -32,6 +32,8 @@ class SampledBatches:
         self._config, self._job, self._aggregated = config, job, aggregated
         assert config.fanouts is not None
         self._sampler = Sampler(job.graph, hops_of(config.fanouts), replace=config.replace)
+        tables = {kind: nodes.x for kind, nodes in job.graph.nodes.items()}
+        self._readers = {kind: FeatureReader(x) for kind, x in tables.items() if x is not None}
         check_layers(len(self._sampler.hops), job.model.num_layers)
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Ready]:
@@ -59,14 +61,14 @@ class SampledBatches:
 
     def _read_both(self, kept: Tensor, view: LocalView) -> tuple[Tensor, Tensor]:
         """(x, aggregated) as neighbouring columns: a layer that multiplies both makes one product of them."""
-        ids, x = view.node_ids, self._job.graph.only_nodes.x
+        ids, x, width = view.node_ids, self._job.graph.only_nodes.x, kept.shape[1]
         assert x is not None, "there is an aggregate of features"
-        width = kept.shape[1]
+        (read,) = self._readers.values()
         both = empty((len(ids), width + x.shape[1]), kept.dtype)
         near = gather(kept, ids, out=both[:, :width])
         if torch.promote_types(x.dtype, torch.float32) == kept.dtype:
-            return read_features(x, ids, out=both[:, width:]), near
-        return both[:, width:].copy_(read_features(x, ids)), near
+            return read(ids, out=both[:, width:]), near
+        return both[:, width:].copy_(read(ids)), near
 
     def _read_aggregate(self, view: LocalView) -> Aggregate | None:
         kept = self._aggregated
@@ -76,6 +78,5 @@ class SampledBatches:
         return {kind: gather(rows, view.nodes[kind.dst].node_ids) for kind, rows in kept.items()}
 
     def _read(self, kind: str, ids: Tensor) -> Tensor:
-        x = self._job.graph.nodes[kind].x
-        dtype = PRECISIONS[self._job.precision]
-        return torch.empty(len(ids), 0, dtype=dtype) if x is None else read_features(x, ids).to(dtype)
+        dtype, read = PRECISIONS[self._job.precision], self._readers.get(kind)
+        return torch.empty(len(ids), 0, dtype=dtype) if read is None else read(ids).to(dtype)
