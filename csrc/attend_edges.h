@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "attend.h"
+#include "philox_lanes.h"
 #include "simd.h"
 
 namespace gnnfleet::GNNFLEET_ISA {
@@ -181,25 +182,20 @@ inline void gather_heads(const Matrix& table, int64_t offset, const Edges& edges
   }
 }
 
-constexpr int64_t kCounters = 16;  // drawn together: whole vectors, whatever the number of edges
-
-// Four words for each of kCounters ids: Philox4x32-10 as in philox.h.
-inline void draw_words(const Keep& rule, uint32_t turn, const uint64_t* ids, uint32_t* w0, uint32_t* w1, uint32_t* w2, uint32_t* w3) {
-#pragma omp simd
-  for (int64_t k = 0; k < kCounters; ++k) {
-    uint32_t x0 = static_cast<uint32_t>(ids[k]), x1 = static_cast<uint32_t>(ids[k] >> 32), x2 = turn, x3 = rule.place;
-    uint32_t key0 = static_cast<uint32_t>(rule.key), key1 = static_cast<uint32_t>(rule.key >> 32);
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; ++round) {
-      const uint64_t p0 = uint64_t{0xD2511F53u} * x0, p1 = uint64_t{0xCD9E8D57u} * x2;
-      x0 = static_cast<uint32_t>(p1 >> 32) ^ x1 ^ key0;
-      x2 = static_cast<uint32_t>(p0 >> 32) ^ x3 ^ key1;
-      x1 = static_cast<uint32_t>(p1);
-      x3 = static_cast<uint32_t>(p0);
-      key0 += 0x9E3779B9u;
-      key1 += 0xBB67AE85u;
-    }
-    w0[k] = x0, w1[k] = x1, w2[k] = x2, w3[k] = x3;
+// Four words for each of kCounters ids: word h of id k to words[h * kEdges + k].
+inline void draw_words(const Keep& rule, uint32_t turn, const uint64_t* ids, uint32_t* words) {
+  Counters x{};
+  for (int v = 0; v < 2; ++v) {
+    std::memcpy(&x.word[0][v], ids + v * kWordLanes, sizeof(word_t));
+    x.word[1][v] = x.word[0][v] >> 32;
+    x.word[2][v] = word_t{} + turn;
+    x.word[3][v] = word_t{} + rule.place;
+  }
+  x.draw(rule.key);
+  for (int h = 0; h < 4; ++h) {
+    uint64_t found[kCounters];
+    std::memcpy(found, x.word[h], sizeof found);
+    for (int k = 0; k < kCounters; ++k) words[h * kEdges + k] = static_cast<uint32_t>(found[k]);
   }
 }
 
@@ -215,7 +211,7 @@ void draw_keep(const AttendArgs& a, const Edges& edges, A* keep) {
   for (int64_t k = 0; k < edges.count; ++k) ids[k] = static_cast<uint64_t>(rule.ids ? rule.ids[edges.at[k]] : edges.at[k]);
   for (int64_t turn = 0; 4 * turn < a.heads; ++turn) {
     for (int64_t k = 0; k < edges.count; k += kCounters) {
-      draw_words(rule, static_cast<uint32_t>(turn), ids + k, words[0] + k, words[1] + k, words[2] + k, words[3] + k);
+      draw_words(rule, static_cast<uint32_t>(turn), ids + k, words[0] + k);
     }
     if (a.heads == 4) {
       for (int64_t k = 0; k < edges.count; ++k) {

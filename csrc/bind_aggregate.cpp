@@ -88,9 +88,9 @@ void edge_dot(In<int64_t> indptr, Any col, std::optional<In<int32_t>> rows, Any 
 
 void dropout_rows(Any x, In<int64_t> ids, uint64_t key, uint32_t place, uint32_t threshold, double scale, Any out, int threads) {
   const auto element = element_in(x);
-  require(element != Element::bfloat16 && out.dtype() == x.dtype(), "dropout: float32 or float64, in and out alike");
+  require(out.dtype() == x.dtype(), "dropout: one dtype, in and out alike");
   require(x.ndim() == 2 && x.shape(0) == ids.shape(0) && out.size() == x.size(), "dropout: one id per row of x");
-  const gnnfleet::DropoutArgs args{x.data(), out.data(), element == Element::float64, ids.data(), size(ids),
+  const gnnfleet::DropoutArgs args{x.data(), out.data(), element, ids.data(), size(ids),
                                    static_cast<int64_t>(x.shape(1)), key, place, threshold, scale, threads};
   nb::gil_scoped_release free;
   gnnfleet::kernels().dropout_rows(args);

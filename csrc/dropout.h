@@ -3,13 +3,15 @@
 #pragma once
 #include <cstdint>
 
+#include "aggregate.h"
+
 namespace gnnfleet {
 
 // out[i][f] = x[i][f] * scale where word f % 4 of philox({ids[i], f / 4, place}, key) >= threshold, else 0.
 struct DropoutArgs {
   const void* x;
   void* out;
-  bool wide;  // float64 instead of float32
+  Element element;
   const int64_t* ids;
   int64_t n, width;
   uint64_t key;

@@ -16,13 +16,15 @@ DRAWS = DrawKey(seed=3, epoch=1, step=2).draws(Purpose.DROPOUT, layer=1)
 def test_equals_the_twin(shape: tuple[int, ...], isa: str) -> None:
     _native.select_isa(isa)
     try:
-        for kind in (torch.float32, torch.float64):
+        for kind in (torch.float32, torch.float64, torch.bfloat16):
             x = torch.randn(shape, dtype=kind)
             if x.dim() == 1:
                 x = x[:, None]
+            wide = torch.promote_types(kind, torch.float32)
             ids = torch.randperm(10**6)[: shape[0]] * 2**20
             torch.testing.assert_close(
-                dropout(x, 0.3, ids=ids, draws=DRAWS), x * mask(x.shape, 0.3, ids=ids, draws=DRAWS).to(kind)
+                dropout(x, 0.3, ids=ids, draws=DRAWS),
+                (x.to(wide) * mask(x.shape, 0.3, ids=ids, draws=DRAWS).to(wide)).to(kind),
             )
     finally:
         _native.select_isa(_native.isas().split()[0])

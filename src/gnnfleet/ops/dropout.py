@@ -38,7 +38,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def _drop(x: Tensor, p: float, ids: Tensor, draws: Draws) -> Tensor:
-    kind = x.dtype if x.dtype == torch.float64 else torch.float32
+    kind = torch.float32 if x.dtype == torch.float16 else x.dtype
     rows = x.to(kind).flatten(1).contiguous()
     out = empty(rows.shape, kind)
     key, place = draws.words
