@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.nn.linear import glorot_
+from gnnfleet.ops.dense import mix
 
 Drop = Callable[[Tensor, int], Tensor]
 """(rows, place) → rows with dropout."""
@@ -103,10 +104,10 @@ class ProductMLP(Decoder):
     def forward(self, src: Tensor, dst: Tensor, relation: Tensor, *, drop: Drop | None = None) -> Tensor:
         x = src * dst
         for place, lin in enumerate(self.lins[:-1]):
-            x = torch.relu_(lin(x))
+            x = mix([(x, lin.weight)], lin.bias, relu=True)
             x = x if drop is None else drop(x, place)
         out: Tensor = self.lins[-1](x)
-        return out[:, 0]
+        return out[:, 0].to(src.dtype)
 
     def against(self, rows: Tensor, relation: Tensor, table: Tensor) -> Tensor:
         # One query at a time: [N, D] is what the caller's chunk of [Q, N] scores has room for.

@@ -99,7 +99,7 @@ class LocalStrategy:
         self.model.train()
         with products(self._job.precision):
             out = self.model(ready.views, ready.x, aggregated=ready.aggregated)
-        return self._job.task.loss(self._taking(out, ready.views[-1]), ready.batch)
+            return self._job.task.loss(self._taking(out, ready.views[-1]), ready.batch)
 
     def gradients(self, epoch: int) -> tuple[float, int, dict[str, Tensor]]:
         """(mean loss, items, {parameter: gradient of that mean}) over the batches of an epoch, at the present weights.

@@ -104,15 +104,14 @@ class MacrobatchStrategy(PartsStrategy):
         """The mean loss of a batch over all ranks; the weights have changed after."""
         self.model.train()
         views, columns = reader.sampled.views, self.relay.columns
-        if columns is None:
-            ready = self._ready(reader)
-            with products(self._job.precision):
+        with products(self._job.precision):
+            if columns is None:
+                ready = self._ready(reader)
                 out = self.model(views, ready.x, aggregated=ready.aggregated)
-        else:
-            with products(self._job.precision):
+            else:
                 made = columns.make(self.model, reader.first, PRECISIONS[self._job.precision])
                 out = self.model(views, None, made=made)
-        loss = self._task.loss(self._block_taking(out, views[-1]), reader.batch)
+            loss = self._task.loss(self._block_taking(out, views[-1]), reader.batch)
         return self._learn(loss / len(reader.batch.every))
 
     def _readers(self, epoch: int, first: int) -> Generator[Reader]:

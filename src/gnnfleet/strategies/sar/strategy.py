@@ -62,8 +62,8 @@ class SarStrategy(PartsStrategy):
         with products(self._job.precision):
             x, near = self._step_inputs
             out = self.model([view.at(key=batch.key) for view in views], x, aggregated=near)
-        loss = self._learn(self._task.loss(self._taking(out, stays=self._task.stays), batch) / count)
-        yield StepRecord(epoch, 0, loss, count, time.perf_counter() - started)
+            loss = self._task.loss(self._taking(out, stays=self._task.stays), batch) / count
+        yield StepRecord(epoch, 0, self._learn(loss), count, time.perf_counter() - started)
 
     def _find_flow(self, job: Job, ring: Ring) -> Flow | None:
         """Which rows the layers of a step have to compute; None for all. Batch norm looks at all rows of a layer."""
