@@ -7,9 +7,9 @@ n pairs, D columns, R relations, Q queries, N candidates.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from pydantic import BaseModel, Field, field_validator
@@ -102,8 +102,8 @@ class ProductMLP(Decoder):
         self.lins = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in pairwise(widths))
 
     def forward(self, src: Tensor, dst: Tensor, relation: Tensor, *, drop: Drop | None = None) -> Tensor:
-        x = src * dst
-        for place, lin in enumerate(self.lins[:-1]):
+        x, hidden = src * dst, cast("Iterable[torch.nn.Linear]", self.lins[:-1])
+        for place, lin in enumerate(hidden):
             x = mix([(x, lin.weight)], lin.bias, relu=True)
             x = x if drop is None else drop(x, place)
         out: Tensor = self.lins[-1](x)
