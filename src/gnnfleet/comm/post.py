@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -107,41 +108,54 @@ class Post:
             return bool(self._store.check([key]))
 
     def write(self, key: str, words: Mapping[str, Any], body: Tensor | None = None) -> None:
-        """Leave a letter; one that is there already is replaced."""
+        """Leave a letter; one that is there already is replaced, and whoever reads it meanwhile finds none."""
         body = torch.empty(0, dtype=torch.uint8) if body is None else body
         pieces = torch.split(body, PIECE) if len(body) else ()
         with _lost(self.address):
-            for place, piece in enumerate(pieces):
-                self._store.set(f"{key}#{place}", piece.numpy().tobytes())  # type: ignore[arg-type]
-            self._store.set(key, json.dumps({"words": dict(words), "pieces": len(pieces), "bytes": len(body)}))
+            before = self._pieces(key) if pieces else []
+            names = [f"{key}#{secrets.token_hex(4)}#{place}" for place in range(len(pieces))]
+            for name, piece in zip(names, pieces, strict=True):
+                self._store.set(name, piece.numpy().tobytes())  # type: ignore[arg-type]
+            self._store.set(key, json.dumps({"words": dict(words), "pieces": names, "bytes": len(body)}))
+            for name in before:
+                self._store.delete_key(name)
 
     def read(self, key: str) -> Letter | None:
         """A letter, None where there is none."""
-        if not self.has(key):
-            return None
         with _lost(self.address):
-            try:
-                head = json.loads(self._store.get(key))
-                body = torch.empty(head["bytes"], dtype=torch.uint8)
-                for place in range(head["pieces"]):
-                    if not self._store.check([f"{key}#{place}"]):
-                        return None  # it was taken away while it was read
-                    piece = self._store.get(f"{key}#{place}")
-                    body[place * PIECE : place * PIECE + len(piece)] = torch.frombuffer(
-                        bytearray(piece), dtype=torch.uint8
-                    )
-            except torch.distributed.DistStoreError:
+            head = self._head(key)
+            if head is None:
                 return None
+            body = torch.empty(head["bytes"], dtype=torch.uint8)
+            for room, name in zip(torch.split(body, PIECE), head["pieces"], strict=False):
+                piece = self._value(name)
+                if len(piece) != len(room):
+                    return None  # it was taken away while it was read
+                room.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
         return Letter(head["words"], body)
 
     def remove(self, key: str) -> None:
         """Take a letter away."""
         with _lost(self.address):
-            if self._store.check([key]):
-                pieces = json.loads(self._store.get(key))["pieces"]
-                self._store.delete_key(key)
-                for place in range(pieces):
-                    self._store.delete_key(f"{key}#{place}")
+            pieces = self._pieces(key)
+            self._store.delete_key(key)
+            for name in pieces:
+                self._store.delete_key(name)
+
+    def _pieces(self, key: str) -> list[str]:
+        head = self._head(key)
+        return [] if head is None else list(head["pieces"])
+
+    def _head(self, key: str) -> dict[str, Any] | None:
+        value = self._value(key)
+        return dict(json.loads(value)) if value else None
+
+    def _value(self, key: str) -> bytes:
+        """What lies there; of a value that is not there, or is taken away meanwhile, nothing."""
+        try:
+            return bytes(self._store.get(key)) if self._store.check([key]) else b""
+        except torch.distributed.DistStoreError:
+            return b""
 
     def count(self, key: str, more: int = 1) -> int:
         """Add to a number and get it; it begins with 0."""
@@ -153,7 +167,5 @@ class Post:
 def _lost(address: Address) -> Iterator[None]:
     try:
         yield
-    except torch.distributed.DistStoreError:
-        raise
     except (torch.distributed.DistError, RuntimeError) as error:
         raise ExchangeError(f"lost the coordinator's server at {address}: {str(error).splitlines()[0]}") from error
