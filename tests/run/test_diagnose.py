@@ -18,8 +18,11 @@ from gnnfleet.graph.quality import measure
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.run.build import build
 from gnnfleet.run.config import RunConfig, resolve
+from gnnfleet.run.dealing import BATCHES, STEPS, candidates, settle_clusters
 from gnnfleet.run.diagnosis import Moment, Row, diagnose, recommend
+from gnnfleet.run.directory import RunDirectory
 from gnnfleet.run.parts import ensure_clusters, trained_graph
+from gnnfleet.run.prepare import Place, settle
 from tests.run.graphs import communities
 from tests.run.shell import call, fails, run_json
 
@@ -168,6 +171,25 @@ def test_the_recommended_row_agrees_most_of_those_that_aim_well() -> None:
     assert recommend(rows) is rows[1]
     assert recommend([row_of(3, 0.9, -0.5), row_of(9, 0.5, -0.1)]) == row_of(9, 0.5, -0.1)
     assert recommend(rows[3:]) is None
+
+
+def test_a_run_deals_as_many_super_nodes_as_are_recommended(store: Path, tmp_path: Path) -> None:
+    """``strategy.clusters=auto`` becomes a number before the run, and stays that when it goes on."""
+    graph = open_store(store)
+    numbers = candidates(graph.num_nodes, 3)
+    assert numbers == [30, 90, 150] and candidates(10**6, 4)[-1] == 15_000 and candidates(20, 4) == [4]
+    config = words(strategy={"clusters": "auto"})
+    best = recommend(rows := diagnose(graph, config, ["super"], numbers, STEPS, batches=BATCHES))
+    assert best is not None
+    found = settle_clusters(graph, config, quiet=True)
+    assert found.strategy.dealt_clusters == numbers[rows.index(best)]
+    mincut = words(strategy={"clusters": "auto", "scheme": "psgd-pa"})
+    assert settle_clusters(graph, mincut, quiet=True).strategy.dealt_clusters == 0
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    directory.begin(found, graph, None)
+    continued, _ = settle(graph, config.model_dump(mode="json"), Place(directory.path, resume=True))
+    assert continued.strategy == found.strategy
 
 
 def test_the_command(store: Path) -> None:

@@ -36,6 +36,9 @@ SCHEMES = ("random", "super", "mincut")
 NEARLY = 0.95
 """The share of the best aim that is good enough to go by how well trainers agree."""
 
+BATCHES = 100
+"""Of an epoch that losses and gradients are taken over at most."""
+
 PIECE = 1 << 16
 """Rows of features looked at at a time."""
 
@@ -73,6 +76,7 @@ def diagnose(
     clusters: Sequence[int] = (),
     steps: int = 20,
     *,
+    batches: int = BATCHES,
     progress: Progress = Silent(),
 ) -> list[Row]:
     """A row for each scheme, for ``super`` one for each number of super-nodes (0: the default number).
@@ -86,12 +90,12 @@ def diagnose(
         if number and number < config.workers:
             raise ConfigError(f"{number} super-nodes are too few for {config.workers} workers: at least one for each")
     progress.stage("weights")
-    moments = _moments(graph, config, steps)
+    moments = _moments(graph, config, steps, batches)
     whole = _Whole.of(graph)
     trained = trained_graph(graph, config)
     rows = []
     for scheme in schemes:
-        for number in (clusters or [strategy.clusters]) if scheme == "super" else [0]:
+        for number in (clusters or [strategy.dealt_clusters]) if scheme == "super" else [0]:
             knobs = strategy.model_copy(update={"clusters": number, "remote": 0})
             dealt = config.model_copy(update={"partition": scheme, "strategy": knobs})
             path = ensure_clusters(graph, trained, dealt, progress=progress)
@@ -134,9 +138,10 @@ class _At:
 
     weights: Weights
     gradient: Tensor
+    batches: int  # of an epoch, at most
 
 
-def _moments(graph: Graph, config: RunConfig, steps: int) -> list[_At]:
+def _moments(graph: Graph, config: RunConfig, steps: int, batches: int) -> list[_At]:
     """At the first weights, and after some steps on the whole graph."""
     assert isinstance(config.strategy, TmaConfig)
     checked = check(graph, config)
@@ -151,12 +156,12 @@ def _moments(graph: Graph, config: RunConfig, steps: int) -> list[_At]:
     )
     strategy = make_strategy(local_config(config.strategy, checked.model.num_layers), job)
     assert isinstance(strategy, LocalStrategy)
-    first = _At(_copy(strategy.state_dict()["model"]), _flat(strategy)[2])
+    first = _At(_copy(strategy.state_dict()["model"]), _flat(strategy, batches)[2], batches)
     records = (record for epoch in range(steps) for record in strategy.steps(epoch))  # an epoch has a step at least
     for record in islice(records, steps):
         _check_finite(record.loss)
     records.close()
-    trained = _At(_copy(strategy.state_dict()["model"]), _flat(strategy)[2])
+    trained = _At(_copy(strategy.state_dict()["model"]), _flat(strategy, batches)[2], batches)
     strategy.close()
     return [first, trained]
 
@@ -173,21 +178,21 @@ def _look(graph: Graph, config: RunConfig, place: int, deal: Deal, whole: _Whole
     for at in moments:
         mine = {name: at.weights[name][ids] for name, ids in alone.rows.items()}
         strategy.load_state_dict({"model": {**at.weights, **mine}})
-        loss, count, gradient = _flat(strategy)
+        loss, count, gradient = _flat(strategy, at.batches)
         _check_finite(loss)
         seen.append((loss, gradient) if count else None)
     strategy.close()
     return _Seen(nodes, alone.edges, whole.label_divergence(own), whole.feature_divergence(own), seen)
 
 
-def _flat(strategy: LocalStrategy) -> tuple[float, int, Tensor]:
+def _flat(strategy: LocalStrategy, batches: int) -> tuple[float, int, Tensor]:
     """(loss, items, the gradient as one row, without learnt rows of nodes)."""
     rows = {
         f"{name}.weight" if name else "weight"
         for name, module in strategy.model.named_modules()
         if isinstance(module, NodeEmbedding)
     }
-    loss, count, found = strategy.gradients(0)
+    loss, count, found = strategy.gradients(0, batches)
     flat = [gradient.double().flatten() for name, gradient in found.items() if name not in rows]
     return loss, count, torch.cat(flat) if flat else torch.empty(0)
 

@@ -24,6 +24,7 @@ from gnnfleet.run.build import check, check_events
 from gnnfleet.run.config import RunConfig, check_continues, overlay, resolve
 from gnnfleet.run.console import remark
 from gnnfleet.run.course import read_start
+from gnnfleet.run.dealing import without_auto
 from gnnfleet.run.directory import RunDirectory, choose_directory
 from gnnfleet.run.output import Output
 from gnnfleet.run.parts import ensure_apart, ensure_cut
@@ -61,7 +62,7 @@ def _continued(directory: RunDirectory, graph: Graph, words: Mapping[str, Any]) 
         return resolve(words)
     directory.check_graph(graph)
     directory.check_model_file()
-    config = resolve(overlay(directory.about()["config"], words))
+    config = resolve(overlay(directory.about()["config"], without_auto(words)))
     check_continues(directory.config(), config)
     return config
 

@@ -53,6 +53,9 @@ def diagnose(
     steps: Annotated[
         int, typer.Option(metavar="K", min=0, help="Steps on the whole graph before the second look.")
     ] = 20,
+    batches: Annotated[
+        int, typer.Option(metavar="B", min=1, help="Batches of an epoch that losses and gradients are taken over.")
+    ] = 100,
     model: Annotated[str | None, Model] = None,
     task: Annotated[str | None, Task] = None,
     split: Annotated[str | None, SplitRule] = None,
@@ -96,7 +99,7 @@ def diagnose(
     resolved = _resolve(config, settings, {key: value for key, value in options.items() if value is not None})
     graph = open_sound(store)
     with naming_line(resolved.model.file), show(quiet or as_json) as progress:
-        rows = measure(graph, resolved, chosen, clusters or (), steps, progress=progress)
+        rows = measure(graph, resolved, chosen, clusters or (), steps, batches=batches, progress=progress)
     best = recommend(rows)
     result: dict[str, Any] = {
         "workers": resolved.workers,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator
 from contextlib import closing
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -101,8 +102,9 @@ class LocalStrategy:
             out = self.model(ready.views, ready.x, aggregated=ready.aggregated)
             return self._job.task.loss(self._taking(out, ready.views[-1]), ready.batch)
 
-    def gradients(self, epoch: int) -> tuple[float, int, dict[str, Tensor]]:
-        """(mean loss, items, {parameter: gradient of that mean}) over the batches of an epoch, at the present weights.
+    def gradients(self, epoch: int, most: int | None = None) -> tuple[float, int, dict[str, Tensor]]:
+        """(mean loss, items, {parameter: gradient of that mean}) over the batches of an epoch, or the first ``most`` of
+        them, at the present weights.
 
         Draws are those of the epoch's steps, nothing is clipped. Weights, running statistics and the optimizer stay
         as they are.
@@ -113,7 +115,7 @@ class LocalStrategy:
         total, count = 0.0, 0
         if len(self._job.task.trained(self._job.seed, epoch)):
             with closing(self._batches(epoch, 0)) as made:
-                for ready in made:
+                for ready in islice(made, most):
                     loss = self._loss(ready)
                     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
                     for place, gradient in zip(sums.values(), found, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -41,7 +41,8 @@ class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
     replace: bool = False  # whether a neighbour may be drawn twice
     batch: int = Field(default=SAMPLED_BATCH, ge=0)  # items of a trainer's step; 0: all
     cache_inputs: Switch = "auto"  # the first layer's aggregate of all neighbours in the part, computed once
-    clusters: int = Field(default=0, ge=0)  # super-nodes that are dealt; 0: a tenth of the nodes, at most 15,000
+    # Super-nodes that are dealt; 0: a tenth of the nodes, at most 15,000; auto: measured before training.
+    clusters: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
     weighting: Literal["uniform", "edges", "steps"] = "uniform"  # what a trainer counts in the average
     optimizer: Literal["local", "average", "reset"] = "local"  # what becomes of its memory when weights are averaged
     combine: Literal["mean", "soft_medoid"] = "mean"  # soft_medoid: trainers far from the others count less
@@ -76,7 +77,7 @@ class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
 
     @property
     def dealt_clusters(self) -> int:
-        return self.clusters
+        return 0 if self.clusters == "auto" else self.clusters
 
     @property
     def correction_steps(self) -> int:
