@@ -18,6 +18,7 @@ from gnnfleet.errors import ConfigError, ExchangeError
 from gnnfleet.graph.deal import Clusters, Deal
 from gnnfleet.graph.graph import Graph, make_edges
 from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.run import alone as alones
 from gnnfleet.run.alone import make_alone
 from gnnfleet.run.build import Here, build
 from gnnfleet.run.config import RunConfig, resolve
@@ -53,7 +54,8 @@ def tma(**knobs: Any) -> dict[str, Any]:
 def deal_of(graph: Graph, config: RunConfig) -> Deal:
     path = ensure_clusters(graph, trained_graph(graph, config), config)
     clusters = None if path is None else Clusters.open(path)
-    return Deal({kind: table.count for kind, table in graph.nodes.items()}, clusters)
+    name = "" if path is None else path.name
+    return Deal({kind: table.count for kind, table in graph.nodes.items()}, clusters, name=name)
 
 
 @contextmanager
@@ -205,6 +207,61 @@ def test_going_on_gives_the_same_bits(
         strategy.load_state_dict(state)
         rounds(strategy, 2, 5)
         assert all(torch.equal(t, whole[name]) for name, t in weights_of(strategy).items())
+
+
+def test_going_on_with_another_partition(stores: dict[str, Path], tmp_path: Path) -> None:
+    """What an optimizer remembers of learnt rows is of other nodes than a trainer has now: it starts anew for them."""
+    knobs, model = tma(steps=2), {"embedding": 3}
+    with fleet(stores["plain"], words(knobs, workers=2, model=model), folder=tmp_path) as strategy:
+        rounds(strategy, 0, 2)
+        state = {part: {n: t.clone() for n, t in ts.items()} for part, ts in strategy.state_dict().items()}
+    found = []
+    for folder in (tmp_path, tmp_path / "nothing"):  # with what trainers have kept, and without
+        config = words(knobs, workers=2, model=model, partition="random", train={"optimizer": "adam"})
+        with fleet(stores["plain"], config, folder=folder) as strategy:
+            strategy.load_state_dict(state)
+            rounds(strategy, 2, 3)
+            found.append(weights_of(strategy))
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in found[0].values() if tensor.is_floating_point())
+    assert not torch.equal(*(next(iter(each.values())) for each in found)), "of weights it remembers what it did"
+
+
+def test_a_lost_connection_changes_nothing(stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that loses its server while it hands a round over does so again; no step is made twice."""
+    config, found, failures = words(tma(steps=2), workers=2), [], []
+    write = Post.write
+
+    def lossy(self: Post, key: str, *rest: Any) -> None:
+        write(self, key, *rest)  # it arrived, but nobody knows
+        if key.startswith("give/1/1/") and key not in failures:
+            failures.append(key)
+            raise ExchangeError("lost")
+
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(Post, "write", lossy)
+        with fleet(stores["plain"], config) as strategy:
+            rounds(strategy, 0, 3)
+            found.append(weights_of(strategy))
+    assert sorted(failures) == ["give/1/1/0", "give/1/1/1"]
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+def test_batches_made_ahead_have_the_rows_of_their_round(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of other parts come anew with every round; results do not depend on how early batches are made."""
+    link = {"eval_negatives": 6, "ranking": "sampled"}
+    config = words(tma(steps=2, remote=4, batch=20), workers=2, task="link", link=link)
+    found, plain = [], alones.local_config
+    for ahead in (0, 2):
+        monkeypatch.setattr(
+            alones, "local_config", lambda *given, n=ahead: plain(*given).model_copy(update={"prefetch": n})
+        )
+        with fleet(stores["linked"], config) as strategy:
+            rounds(strategy, 0, 3)
+            found.append(weights_of(strategy))
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
 def test_traffic_is_the_weights(stores: dict[str, Path]) -> None:

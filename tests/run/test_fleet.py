@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gnnfleet.comm.failure import Failure
+from gnnfleet.comm.post import Post
 from gnnfleet.errors import ConfigError
 from gnnfleet.report.metrics import read_metrics
+from gnnfleet.report.record import RunRecord
+from gnnfleet.run import api, fleet
 from gnnfleet.run.api import train
 from gnnfleet.run.commands.join import parse_numbers
+from gnnfleet.run.config import resolve
+from gnnfleet.run.fleet import check_free, look_after
+from gnnfleet.run.training import Trained
 from tests.run.graphs import assert_same_checkpoint, communities
 from tests.run.shell import call
 
@@ -27,7 +35,14 @@ def test_numbers_of_trainers() -> None:
 
 def test_a_run_and_its_record(tmp_path: Path) -> None:
     record = train(
-        communities(), strategy=WORDS, workers=2, model=MODEL, epochs=3, run_dir=tmp_path / "run", checkpoint_seconds=0
+        communities(),
+        strategy=WORDS,
+        workers=2,
+        model=MODEL,
+        epochs=3,
+        run_dir=tmp_path / "run",
+        checkpoint_seconds=0,
+        **{"report.memory": True},
     )
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert record.summary.strategy == "tma" and record.summary.workers == 2 and record.summary.epochs == 3
@@ -35,6 +50,10 @@ def test_a_run_and_its_record(tmp_path: Path) -> None:
     assert [row["trainers"] for row in rows] == [2, 2, 2] and record.metrics["test"] > 0
     assert len(record.predict(["n0", "n1"])) == 2
     assert not (tmp_path / "run" / ".launch").exists()
+    kept = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run" / ".trainers").glob("*/*"))
+    assert kept == [".trainers/0/3.safetensors", ".trainers/1/3.safetensors"], "only what another round would need"
+    memory = record.summary.memory  # trainers have no epoch to be measured in once more
+    assert "peak_tensors" not in memory and len(memory["peak_rss"]) == 3 and min(memory["peak_rss"]) > 0
 
 
 def test_ray_gives_the_same_bits(tmp_path: Path) -> None:
@@ -48,3 +67,59 @@ def test_ray_gives_the_same_bits(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     done = call("join", "nowhere", tmp_path, "--trainers", "1")
     assert done.returncode == 2 and "expected HOST:PORT, found 'nowhere'" in done.stderr
+
+
+class Member:
+    """One that ends as often as it is started."""
+
+    def __init__(self, restarts: int, failure: Failure | None = None) -> None:
+        self.role, self.restarts, self.failure = "1", restarts, failure
+
+    @property
+    def runs(self) -> bool:
+        return False
+
+    def ended(self) -> str | None:
+        return "trainer 1 was lost"
+
+    def again(self) -> bool:
+        self.restarts -= 1
+        return self.restarts >= 0
+
+
+def test_whoever_is_lost_again_is_started_again(tmp_path: Path) -> None:
+    """In the same words each time; when it may not be, everybody is told, and what it raised is shown."""
+    post, said = Post.serve(), list[str]()
+    try:
+        raise KeyError("rows")
+    except KeyError as error:
+        member = Member(2, Failure.of(error, 1))
+    found = [look_after([member], post, said.append) for _ in range(3)]
+    assert found == [{}, {}, {"1": "trainer 1 was lost"}] and post.has("gone/1")
+    assert said[::2] == ["trainer 1 was lost; it is started again"] * 2 + [
+        "trainer 1 was lost; the run goes on without it"
+    ]
+    assert all("Traceback" in text and "KeyError: 'rows'" in text for text in said[1::2])
+
+
+def test_a_number_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    post = Post.serve()
+    monkeypatch.setattr(fleet.time, "sleep", lambda seconds: post.count("beat/1"))
+    check_free(post, [0, 2], 3)
+    with pytest.raises(ConfigError, match="trainer 1 runs already: choose another number"):
+        check_free(post, [0, 1], 3)
+    with pytest.raises(ConfigError, match="the run has trainers 0 to 2, found --trainers 3"):
+        check_free(post, [2, 3], 3)
+
+
+def test_the_record_says_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = RunRecord(
+        strategy="tma", workers=2, model="sage", seed=0, epochs=1, steps=1, seconds_per_epoch=[1.0], metrics={}
+    )
+    assert "lost" not in summary.as_json()
+    lost = replace(summary, lost=["trainer 1 (pid 7) was killed by SIGKILL"])
+    assert lost.as_json()["lost"] == ["trainer 1 (pid 7) was killed by SIGKILL"]
+    trained = Trained(lost, resolve({}), lambda: pytest.fail("nothing is asked"))
+    monkeypatch.setattr(api, "run_training", lambda *words, **more: trained)
+    with pytest.warns(RuntimeWarning, match="went on without a trainer: trainer 1 .* killed by SIGKILL"):
+        assert train(communities(), strategy=WORDS).summary.lost == lost.lost

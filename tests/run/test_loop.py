@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from gnnfleet.run.checkpoint import Position
 from gnnfleet.run.config import resolve
 from gnnfleet.run.course import agree, beside
 from gnnfleet.run.loop import Plan, fit
-from gnnfleet.strategies.base import State
+from gnnfleet.strategies.base import State, StepRecord
 from tests.equivalence.spread import cut_graph, plain_graph
 from tests.ranks import Crew
 
@@ -93,3 +94,39 @@ def test_an_epoch_goes_on_where_it_was(crew: Crew, tmp_path: Path, size: int) ->
     strategy = {"name": "macrobatch", "together": 2, "prefetch": 1, **sampled}
     found = crew.run(size, interrupted, str(tmp_path / "store"), parts, strategy)
     assert all(within == found[0] and len(set(within)) > 2 for within in found)
+
+
+class Rounds:
+    """A strategy whose evaluations lag behind in some epochs, and whose metric is given."""
+
+    def __init__(self, values: list[float], behind: set[int]) -> None:
+        self._values, self._behind, self._epoch = values, behind, 0
+
+    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
+        self._epoch = epoch + 1
+        yield StepRecord(epoch, 0, 1.0, 1, 0.0)
+
+    @property
+    def is_behind(self) -> bool:
+        return self._epoch in self._behind
+
+    def validate(self) -> dict[str, float]:
+        return {"accuracy": self._values[self._epoch - 1], "loss": 1.0}
+
+    def counts(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> State:
+        return {"model": {}}
+
+    def load_state_dict(self, state: State) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("sixth", "end"), [(0.4, 6), (0.9, 8)])
+def test_epochs_that_are_not_evaluated_say_nothing_about_patience(sixth: float, end: int) -> None:
+    """Patience of 2 after the first: 2 to 5 are not looked at, so the sixth decides."""
+    strategy: Any = Rounds([0.5, 0.4, 0.4, 0.4, 0.4, sixth, 0.4, 0.4, 0.4], {2, 3, 4, 5})
+    plan = Plan(resolve({"train": {"epochs": 9, "patience": 2}}).train, "accuracy", True)
+    outcome = fit(strategy, plan)
+    assert outcome.position.epoch == end and outcome.stopped_early

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,7 +25,7 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.strategies.tma.average import Layout, Outer, combine, medoid_weights
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.desk import Desk, Table
-from gnnfleet.strategies.tma.exchange import Give, Now, write_give
+from gnnfleet.strategies.tma.exchange import Give, Now, Watch, write_give, write_took
 from tests.faults.trials import until
 from tests.run.graphs import communities
 
@@ -164,6 +166,98 @@ def test_statistics_go_by_what_was_seen() -> None:
         write_give(post, Now(1, 0), i, Give(1, seen, 0.0, 1, torch.full((2,), float(i), dtype=torch.float64)))
     assert desk.next().weights.tolist() == [0.5, 0.75]
     desk.close()
+
+
+LAYOUT = Layout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
+
+
+def desk_of(post: Post, config: TmaConfig, last: int, **more: Any) -> Desk:
+    """With two trainers, whose letters the test writes."""
+    desk = Desk(
+        config=config, trainers=2, post=post.another(), layout=LAYOUT, first=0, last=last, outer=Outer(0.0),
+        deal=Deal({"node": 40}, None), weights=torch.zeros(2, dtype=torch.float64), **more,
+    )  # fmt: skip
+    until(lambda: post.has("now"), 10, "first weights")
+    return desk
+
+
+def test_weights_that_are_not_finite_do_not_count() -> None:
+    post, said = Post.serve(), []
+    desk = desk_of(post, TmaConfig(steps=1, give_up=20), 1, say=said.append)
+    for i, value in enumerate((3.0, math.inf)):
+        write_give(post, Now(1, 0), i, Give(1, 1, 0.0, 1, torch.full((2,), value, dtype=torch.float64)))
+    closed = desk.next()
+    assert closed.weights.tolist() == [3.0, 3.0] and closed.trainers == (0,)
+    assert said == ["round 1: the weights of trainer 1 are not finite, so they are not counted"]
+    desk.close()
+
+
+def test_who_missed_a_round_is_waited_for_when_it_is_back() -> None:
+    """Trainer 1 beats but hangs: rounds do not wait for it, whatever the deadline, until it has begun one."""
+    post = Post.serve()
+    desk = desk_of(post, TmaConfig(steps=1, deadline=600, give_up=20), 3)
+    desk._known[1].missing = True
+    for number in range(2):
+        post.count("beat/1")
+        write_give(post, Now(1, number), 0, Give(1, 1, 0.0, 1, sign(number, 0)))
+        assert desk.next().trainers == (0,)
+    write_took(post, Now(1, 2), 1)
+    post.count("beat/1")
+    write_give(post, Now(1, 2), 0, Give(1, 1, 0.0, 1, sign(2, 0)))
+    time.sleep(0.2)
+    write_give(post, Now(1, 2), 1, Give(1, 1, 0.0, 1, sign(2, 1)))
+    assert desk.next().trainers == (0, 1)
+    desk.close()
+
+
+class Counting:
+    """A correction that knows how often it was made."""
+
+    made = 0
+
+    def apply(self, weights: torch.Tensor, rows: Any) -> torch.Tensor:
+        self.made += 1
+        return weights + 1
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def test_rounds_in_which_nobody_worked_are_corrected_too() -> None:
+    """So that a run that goes on knows from the number of rounds which batches come next."""
+    post, correction = Post.serve(), Counting()
+    desk = desk_of(post, TmaConfig(steps=1, give_up=20), 2, correct=correction)
+    for number in range(2):
+        for i in range(2):
+            write_give(post, Now(1, number), i, Give(number, number, 0.0, 1, sign(number, i)))
+        desk.next()
+        assert correction.made == number + 1
+    desk.close()
+
+
+def test_the_last_to_sit_down_is_the_trainer() -> None:
+    """A process that was silent for so long that it was replaced finds that out and beats no more."""
+    post, lost = Post.serve(), []
+    with Watch(post.another(), 1, give_up=20, lost=lost.append) as first:
+        until(lambda: post.count("beat/1", 0) > 0, 10, "a beat")
+        with Watch(post.another(), 1, give_up=20, lost=lost.append) as second:
+            until(lambda: first.replaced, 10, "the end of the first")
+            assert not second.replaced
+    assert not lost
+
+
+def test_a_letter_that_is_replaced_is_never_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has read the head of the old one finds its pieces or none, never those of the new one."""
+    monkeypatch.setattr(posts, "PIECE", 4)
+    post = Post.serve()
+    heads = []
+    for value in (1, 2):
+        post.write("a", {"n": value}, torch.full((16,), value, dtype=torch.uint8))
+        heads.append(post._pieces("a"))
+    assert len(heads[0]) == len(heads[1]) == 4 and not set(heads[0]) & set(heads[1])
+    assert not any(post.has(name) for name in heads[0]), "nothing of the old one is left"
+    post.remove("a")
+    assert not any(post.has(name) for name in heads[1])
 
 
 def sign(number: int, trainer: int) -> torch.Tensor:

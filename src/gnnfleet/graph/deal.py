@@ -67,6 +67,7 @@ class Deal:
     counts: Mapping[str, int]  # nodes by type
     clusters: Clusters | None
     seed: int = 0
+    name: str = ""  # of the clusters: what is remembered of one deal does not fit another
 
     def mixes(self, among: int) -> bool:
         """Whether another deal puts other nodes together."""

@@ -23,11 +23,14 @@ class RunRecord:
     metrics: Mapping[str, Any]  # train_loss, val, test, name; best_epoch
     traffic: Mapping[str, list[int]] = field(default_factory=lambda: {"bytes_sent": [0], "rounds": [0]})
     memory: Mapping[str, list[int]] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)  # workers without which the run went on to its end, and why
     run_dir: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """``lost`` only where there is something to tell."""
+        found = asdict(self)
+        return found if self.lost else {key: value for key, value in found.items() if key != "lost"}
 
 
 def versions() -> dict[str, str]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,10 @@ def train(
         words["model"] = {"name": model} if isinstance(model, str) else _plain(model)
     words = overlay(overlay(base, words), place_words(settings, words["strategy"]))
     place = Place(run_dir=None if run_dir is None else Path(run_dir), resume=resume)
-    return Record(run_training(found, words, place=place, quiet=quiet, restarts=max_restarts))
+    trained = run_training(found, words, place=place, quiet=quiet, restarts=max_restarts)
+    for how in trained.record.lost:
+        warnings.warn(f"the run went on without a trainer: {how}", RuntimeWarning, stacklevel=2)
+    return Record(trained)
 
 
 def place_words(settings: Mapping[str, Any], strategy: str | Mapping[str, Any]) -> Tree:

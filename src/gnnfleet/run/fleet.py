@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from json import loads
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gnnfleet.comm.failure import Failure
 from gnnfleet.errors import ConfigError, ExchangeError
 from gnnfleet.run.launch import SHUTDOWN_SECONDS, failure_error, threads_each, worker_environment
-from gnnfleet.run.member import COORDINATOR
+from gnnfleet.run.member import COORDINATOR, TRAINERS
 from gnnfleet.run.spec import Spec
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def launch_fleet(
     address = f"{_reach(post.address.host)}:{post.address.port}"
     (coordinator,) = start_processes(folder, address, [COORDINATOR], restarts)
     trainers: Sequence[Member] = []
-    told: set[str] = set()  # ends that were dealt with
+    lost: dict[str, str] = {}  # how trainers ended, by number, that nobody starts again
     try:
         trainers = _start_trainers(spec, folder, address, here, restarts)
         while coordinator.process.poll() is None or coordinator.process.returncode:
@@ -128,24 +129,37 @@ def launch_fleet(
                 if not coordinator.again():
                     _raise(coordinator, how, trainers)
                 say(f"{how}; it is started again and goes on from the last closed round that was kept")
-            for trainer in trainers:
-                if (how := trainer.ended()) is not None and how not in told:
-                    told.add(how)
-                    again = trainer.again()
-                    if not again:
-                        post.write(f"gone/{trainer.role}", {})
-                    say(f"{how}; {'it is started again' if again else 'the run goes on without it'}")
+            lost |= look_after([trainer for trainer in trainers if trainer.role not in lost], post, say)
             time.sleep(_POLL)
-        return dict(loads(answer.read_bytes()))
+        return {**loads(answer.read_bytes()), "lost": [lost[role] for role in sorted(lost, key=int)]}
     finally:
-        if (letter := post.read("now")) is not None:
-            post.write("now", {**letter.words, "done": True})  # trainers elsewhere need not find out by themselves
+        with suppress(ExchangeError):
+            if (letter := post.read("now")) is not None:
+                post.write("now", {**letter.words, "done": True})  # trainers elsewhere need not find out by themselves
         end_processes([coordinator, *(one for one in trainers if isinstance(one, Process))])
         if words.get("launcher") == "ray":
             from gnnfleet.run.ray_fleet import end_actors
 
             end_actors(trainers)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def look_after(members: Sequence[Member], post: Post, say: Callable[[str], None]) -> dict[str, str]:
+    """Start trainers again that have ended and may be; {number: how it ended} of the others, which are told to all."""
+    lost: dict[str, str] = {}
+    for member in members:
+        how = member.ended()
+        if how is None:
+            continue
+        again = member.again()
+        if not again:
+            lost[member.role] = how
+            with suppress(ExchangeError):
+                post.write(f"gone/{member.role}", {})
+        say(f"{how}; {'it is started again' if again else 'the run goes on without it'}")
+        if member.failure is not None and member.failure.trace:
+            say(member.failure.trace.rstrip())
+    return lost
 
 
 @worker_environment()
@@ -168,7 +182,7 @@ def join_fleet(
     if letter is None:
         raise ExchangeError(f"there is no run at {address}: start gnnfleet train --strategy tma there first")
     spec = Spec.from_json(letter.words["spec"])
-    _check_free(post, trainers, spec.config["workers"])
+    check_free(post, trainers, spec.config["workers"])
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
         folder = Path(scratch)
         spec = replace(
@@ -180,20 +194,19 @@ def join_fleet(
         )
         (folder / "SPEC.json").write_text(spec.as_json())
         members = start_processes(folder, address, [str(number) for number in trainers], restarts)
+        lost: dict[str, str] = {}
         try:
             while any(member.runs for member in members):
-                for member in members:
-                    if (how := member.ended()) is not None and member.again():
-                        say(f"{how}; it is started again")
+                lost |= look_after([member for member in members if member.role not in lost], post, say)
                 time.sleep(_POLL)
+            lost |= look_after([member for member in members if member.role not in lost], post, say)
         finally:
             end_processes(members)
-        for member in members:
-            if (how := member.ended()) is not None:
-                raise ExchangeError(how)
+        if lost:
+            raise ExchangeError("; ".join(lost.values()))
 
 
-def _check_free(post: Post, trainers: Sequence[int], workers: int) -> None:
+def check_free(post: Post, trainers: Sequence[int], workers: int) -> None:
     """Raise ConfigError for numbers that the run does not have, or that somebody else is."""
     if wrong := [i for i in trainers if i >= workers]:
         raise ConfigError(f"the run has trainers 0 to {workers - 1}, found --trainers {wrong[0]}")
@@ -238,6 +251,13 @@ def end_processes(members: Sequence[Process]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def forget_rounds(run: Path, rounds: int) -> None:
+    """Of what trainers have kept below a run that is over, all but what it would go on with."""
+    for path in (run / TRAINERS).glob("*/*.safetensors"):
+        if path.stem != str(rounds):
+            path.unlink(missing_ok=True)
 
 
 def _reach(host: str) -> str:

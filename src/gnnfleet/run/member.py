@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from gnnfleet.graph.graph import Graph
 
 COORDINATOR = "coordinator"
+TRAINERS = ".trainers"
+"""Where trainers keep what only they know, below the run."""
 
 
 def main() -> NoReturn:
@@ -102,7 +104,7 @@ def train(spec: Spec, post: Post, index: int) -> None:
 
     with naming_line(config.model.file):
         graph, deal = _open(spec)
-        folder = Path(spec.run_dir) / ".trainers" / str(index)
+        folder = Path(spec.run_dir) / TRAINERS / str(index)
         trainer = Trainer(
             config.strategy,
             index,
@@ -131,7 +133,7 @@ def _open(spec: Spec) -> tuple[Graph, Deal]:
         raise StoreError(f"{graph.store.path} is another store than the coordinator's: all machines need the same one")
     clusters = Clusters.open(graph.store.path / spec.partition) if spec.partition else None
     counts = {kind: table.count for kind, table in graph.nodes.items()}
-    return graph, Deal(counts, clusters)
+    return graph, Deal(counts, clusters, name=spec.partition)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ from gnnfleet.run.checkpoint import Position
 from gnnfleet.run.config import RunConfig
 from gnnfleet.run.console import remark
 from gnnfleet.run.course import Start, find_start, run_course
+from gnnfleet.run.dealing import settle_clusters
 from gnnfleet.run.directory import RunDirectory
-from gnnfleet.run.fleet import launch_fleet
+from gnnfleet.run.fleet import forget_rounds, launch_fleet
 from gnnfleet.run.launch import launch
 from gnnfleet.run.plan import is_auto, settle_auto
 from gnnfleet.run.prepare import Place, choose, prepared, settle
@@ -105,12 +106,16 @@ def _on_workers(
         if not kept:
             place = replace(place, run_dir=Path(scratch) / "run")
         stored = graph if graph.store is not None else save_store(graph, Path(scratch) / "store")
+        config = settle_clusters(stored, config, quiet=quiet)
         spec, found = stack.enter_context(prepared(stored, config, directory, place=place, quiet=quiet, known_as=graph))
         if config.strategy.comes_and_goes:
             say = partial(found.say, quiet=quiet)
             told = launch_fleet(spec, folder=found.path / LAUNCH, workers=config.workers, restarts=restarts, say=say)
             record = RunRecord(**told)
+            if record.lost:
+                found.finish(record.as_json())
             collect_spans(found.path)
+            forget_rounds(found.path, record.epochs)
         elif config.workers == 1:
             record = run_spec(spec, World())
         else:

@@ -23,7 +23,7 @@ from gnnfleet.errors import ExchangeError
 from gnnfleet.graph.deal import Deal
 from gnnfleet.strategies.tma.average import Layout, Outer, combine, medoid_weights
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.exchange import Give, Now, Take, raw, read_give, words_of, write_take
+from gnnfleet.strategies.tma.exchange import Give, Now, Take, raw, read_give, read_took, words_of, write_take
 
 AHEAD = 4
 """Rounds of so many steps that may be closed before the loop has looked at them."""
@@ -77,7 +77,7 @@ class _Trainer:
 
     beats: int = 0
     heard: float | None = None  # when a beat was last new
-    missing: bool = False  # whether that was said
+    missing: bool = False  # it was not in the last round, and that was said
 
 
 @dataclass(eq=False)
@@ -174,6 +174,8 @@ class Desk:
                 beside += rows.nbytes
         if worked:
             self._average(list(worked.values()))
+        if self.correct is not None:  # in every round, so that its place follows from their number
+            self.weights = self.correct.apply(self.weights, {name: table.rows for name, table in self.tables.items()})
         changed = self._deal_for(now.round + 1, {i for i in range(self.trainers) if self._lives(i)} | set(gives))
         after = Now(now.era, now.round + 1, done=now.round + 1 == self.last)
         for i in range(self.trainers):
@@ -222,9 +224,6 @@ class Desk:
             counts = [float(give.count) for give in gives]
             mean[cut:] = combine([row[cut:] for row in rows], counts if sum(counts) else weights)
         self.weights = self.outer.step(self.weights, mean, cut)
-        if self.correct is not None:
-            learnt = {name: table.rows for name, table in self.tables.items()}
-            self.weights = self.correct.apply(self.weights, learnt)
         known = [(give.optimizer, weight) for give, weight in zip(gives, weights, strict=True)]
         moments = [(row, weight) for row, weight in known if row is not None]
         if moments and len({len(row) for row, _ in moments}) == 1:
@@ -282,7 +281,7 @@ class Desk:
                     first = time.monotonic() if not gives else first
                     gives[i] = give
                     self._known[i].missing = False
-            waiting = [i for i in self._among if i not in gives and self._lives(i)]
+            waiting = [i for i in self._among if i not in gives and self._lives(i) and self._is_with_us(now, i)]
             enough = len(gives) >= config.quorum
             if enough and (not waiting or time.monotonic() - (first if config.steps else called) > config.deadline):
                 self._say_missing(now, gives)
@@ -312,6 +311,10 @@ class Desk:
         heard = self._known[i].heard
         patience = self.config.silence if heard is not None else self.config.deadline
         return time.monotonic() - (self._begun if heard is None else heard) < patience
+
+    def _is_with_us(self, now: Now, i: int) -> bool:
+        """Who missed a round, though it lives, is not waited for until it has begun the present one: it may hang."""
+        return not self._known[i].missing or read_took(self.post, i) == now
 
     def _say_missing(self, now: Now, gives: Mapping[int, Give]) -> None:
         new = [i for i in self._among if i not in gives and not self._known[i].missing]

@@ -5,13 +5,16 @@ now                      {era, round, done}: the newest weights, and whether all
 call/ERA                 {round}: trainers are to give what they have (only where a clock says when)
 take/ERA/ROUND           weights before a round, {deal, …}
 rows/ERA/ROUND/TRAINER   learnt rows of a trainer's nodes, for one that does not have them
+took/TRAINER             {era, round}: what the trainer works on
 give/ERA/ROUND/TRAINER   weights after a round, {steps, loss, …}
 beat/TRAINER             a number that grows while the trainer lives
+seat/TRAINER             {token}: which process is this trainer; the last that sat down
 gone/TRAINER             left by whoever saw it end
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +107,16 @@ def read_take(post: Post, now: Now, dtype: torch.dtype) -> Take | None:
     return Take(now, weights, optimizer, remote, words["deal"], tuple(words["among"]))
 
 
+def write_took(post: Post, now: Now, trainer: int) -> None:
+    post.write(f"took/{trainer}", {"era": now.era, "round": now.round})
+
+
+def read_took(post: Post, trainer: int) -> Now | None:
+    """The round that a trainer has begun last."""
+    letter = post.read(f"took/{trainer}")
+    return None if letter is None else Now(letter.words["era"], letter.words["round"])
+
+
 def write_give(post: Post, now: Now, trainer: int, give: Give) -> int:
     """Hand over a round; bytes of it."""
     extra = [] if give.optimizer is None else [give.optimizer]
@@ -152,11 +165,14 @@ class _Parts:
 class Watch:
     """A trainer's eye on the coordinator, in a thread of its own: beats, and knows the newest state and call.
 
-    ``lost`` is called, in that thread, when the coordinator was out of reach for ``give_up`` seconds.
+    ``lost`` is called, in that thread, when the coordinator was out of reach for ``give_up`` seconds. Whoever sits down
+    takes the trainer's number over: a process that was silent and replaced finds ``replaced`` when it is back.
     """
 
     def __init__(self, post: Post, trainer: int, *, give_up: float, lost: Callable[[str], None]) -> None:
         self.now: Now | None = None
+        self.replaced = False
+        self._token = secrets.token_hex(8)
         self.called = -1  # the round that is asked for, in the present era
         self._post, self._trainer = post, trainer
         self._give_up, self._lost = give_up, lost
@@ -165,6 +181,7 @@ class Watch:
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._look, self._guard)]
 
     def __enter__(self) -> Watch:
+        self._post.write(f"seat/{self._trainer}", {"token": self._token})
         for thread in self._threads:
             thread.start()
         return self
@@ -178,6 +195,10 @@ class Watch:
         while not self._stop.is_set():
             try:
                 if time.monotonic() - beat >= BEAT_SECONDS:
+                    seat = post.read(f"seat/{self._trainer}")
+                    if seat is not None and seat.words["token"] != self._token:
+                        self.replaced = True
+                        return
                     post.count(f"beat/{self._trainer}")
                     beat = time.monotonic()
                 letter = post.read("now")
@@ -197,7 +218,7 @@ class Watch:
 
     def _guard(self) -> None:
         before = 0.0  # a process that was paused looks silent until it has looked again
-        while not self._stop.wait(1.0):
+        while not self._stop.wait(1.0) and not self.replaced:
             silent, last = time.monotonic() - self._seen, before
             before = silent
             if last > self._give_up and silent > self._give_up + 3:

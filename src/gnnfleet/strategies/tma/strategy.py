@@ -44,6 +44,7 @@ class TmaStrategy:
         self._correction_memory: dict[str, Tensor] = {}
         self._moments: Tensor | None = None
         self._desk: Desk | None = None
+        self._corrects: _Correction | None = None
         self._closed: Closed | None = None
         begun: dict[str, float] = dict.fromkeys(("bytes_sent", "rounds", *PHASES), 0)
         self._told = [dict(begun) for _ in range(job.workers)]
@@ -139,6 +140,8 @@ class TmaStrategy:
         if self._desk is not None:
             self._desk.close()
         self._whole.close()
+        if self._corrects is not None:
+            self._corrects.close()
         if self._correcting is not None:
             self._correcting.close()
 
@@ -147,6 +150,7 @@ class TmaStrategy:
         if job.post is None or job.deal is None:
             raise ConfigError("tma trains with a coordinator and trainers, found none: use gnnfleet train or gf.train")
         state = self.model.state_dict()
+        self._corrects = None if self._correcting is None else self._correction(self._correcting, first)
         return Desk(
             config=config,
             trainers=job.workers,
@@ -159,7 +163,7 @@ class TmaStrategy:
             outer=Outer(config.momentum, self._velocity),
             optimizer=self._moments,
             tables={name: Table(kind, state[name].detach().clone()) for name, kind in self._tables.items()},
-            correct=None if self._correcting is None else self._correction(self._correcting, first),
+            correct=self._corrects,
             remote=self._remote if config.remote else None,
             say=job.say,
         )
@@ -212,6 +216,9 @@ class _Correction:
             if not math.isfinite(record.loss):
                 raise RunError(f"the loss of the correction is {record.loss}: try a smaller strategy.correction_lr")
         return self._layout.pack(self._strategy.state_dict()["model"])
+
+    def close(self) -> None:
+        self._records.close()
 
     def memory(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self._strategy.state_dict()["optimizer"].items()}

@@ -9,10 +9,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -28,7 +29,7 @@ from gnnfleet.report.memory import own_rss, peak_rss, rss
 from gnnfleet.strategies.base import StepRecord, Strategy
 from gnnfleet.strategies.tma.average import Layout
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.exchange import LOOK_SECONDS, Give, Now, Take, Watch, read_take, write_give
+from gnnfleet.strategies.tma.exchange import LOOK_SECONDS, Give, Now, Take, Watch, read_take, write_give, write_took
 
 KEPT = 8
 """States of a trainer's own that lie on disk at least: more than rounds may be closed before the loop looks at them."""
@@ -47,13 +48,17 @@ class Alone:
     items: Callable[[int], int]  # how many there are to train on in an epoch
 
 
+Held = tuple[str, int, tuple[int, ...]]
+"""A deal: how nodes are cut, its number, who shares them."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Saved:
     """What only a trainer knows: its optimizer's memory, the step that comes next, the deal it worked on."""
 
     tensors: dict[str, Tensor]
     place: tuple[int, int]
-    held: tuple[int, tuple[int, ...]]
+    held: Held
 
 
 class Trainer:
@@ -74,7 +79,7 @@ class Trainer:
     ) -> None:
         self._config, self._index, self._post, self._deal = config, index, post, deal
         self._make, self._dtype, self._folder = make, dtype, folder
-        self._held: tuple[int, tuple[int, ...]] | None = None  # the deal that is worked on
+        self._held: Held | None = None  # the deal that is worked on
         self._era: int | None = None
         self._alone: Alone | None = None
         self._layout: Layout | None = None
@@ -95,6 +100,9 @@ class Trainer:
             while True:
                 with self.clock.during(WAIT, "weights"):
                     now = _newer(watch, last)
+                if now is None:
+                    self._say(f"trainer {self._index} was replaced by another process, so this one ends")
+                    break
                 if now.done:
                     break
                 try:
@@ -116,16 +124,27 @@ class Trainer:
             weights = self._layout.pack(self._alone.strategy.state_dict()["model"])
             write_give(self._post, now, self._index, Give(0, 0, 0.0, self._alone.edges, weights))
             return
+        write_took(self._post, now, self._index)
         give = self._train(now, watch)
         if give is not None:
             self._keep(now.round)
             with self.clock.during(EXCHANGE, "weights"):
+                self._hand_over(now, give, watch)
+
+    def _hand_over(self, now: Now, give: Give, watch: Watch) -> None:
+        """Also after a connection was lost, for as long as the round is open: its steps are not made twice."""
+        while watch.now == now and not watch.replaced:
+            try:
                 write_give(self._post, now, self._index, give)
+            except ExchangeError:
+                self._post = _again(self._post)
+            else:
+                return
 
     def _take_over(self, take: Take) -> bool:
         """Begin a round; False where the learnt rows of own nodes are not known here."""
         began = self._era is not None and self._era != take.now.era  # a coordinator of another era, perhaps of the past
-        fresh = self._held != (take.deal, take.among) or (began and bool(self._config.steps))
+        fresh = self._held != (self._deal.name, take.deal, take.among) or (began and bool(self._config.steps))
         if fresh:
             self._begin(take, anew=began)
         self._era = take.now.era
@@ -164,7 +183,7 @@ class Trainer:
         """
         if self._records is not None:
             self._records.close()
-        held, same = (take.deal, take.among), True
+        held, same = (self._deal.name, take.deal, take.among), True
         kept: dict[str, Tensor] = {}
         place = (0, 0)
         if self._alone is not None and not anew:
@@ -214,7 +233,7 @@ class Trainer:
         assert self._alone is not None and self._records is not None and self._layout is not None
         steps, count, loss, wanted = 0, 0, 0.0, self._config.steps
         began = time.perf_counter()
-        while watch.now == now and (steps < wanted if wanted else watch.called < now.round):
+        while watch.now == now and not watch.replaced and (steps < wanted if wanted else watch.called < now.round):
             record = next(self._records, None)
             if record is None:
                 if wanted:
@@ -229,7 +248,7 @@ class Trainer:
             self.clock.note(f"step {record.step + 1}", "step", began)
             began = time.perf_counter()
             steps, count, loss = steps + 1, count + record.count, loss + record.loss * record.count
-        if watch.now != now:
+        if watch.now != now or watch.replaced:
             return None
         state = self._alone.strategy.state_dict()
         kept = state["optimizer"]
@@ -270,10 +289,15 @@ class Trainer:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if words["next"] != number:
             return None
-        return _Saved(tensors, (words["place"][0], words["place"][1]), (words["deal"][0], tuple(words["deal"][1])))
+        return _Saved(tensors, (words["place"][0], words["place"][1]), _held(words["deal"]))
 
     def _file(self, number: int) -> Path:
         return (self._folder or Path(os.devnull)) / f"{number}.safetensors"
+
+
+def _held(words: Sequence[Any]) -> Held:
+    name, number, among = words
+    return name, number, tuple(among)
 
 
 def _again(post: Post) -> Post:
@@ -286,10 +310,12 @@ def _again(post: Post) -> Post:
             continue
 
 
-def _newer(watch: Watch, last: Now | None) -> Now:
-    """The state after ``last``, whenever it comes; the watch ends the process when nothing does."""
-    while True:
+def _newer(watch: Watch, last: Now | None) -> Now | None:
+    """The state after ``last``, whenever it comes, None for who was replaced; the watch ends the process when nothing
+    does."""
+    while not watch.replaced:
         now = watch.now
         if now is not None and (now.done or last is None or replace(now, done=False) != replace(last, done=False)):
             return now
         time.sleep(LOOK_SECONDS / 4)
+    return None
