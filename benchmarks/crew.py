@@ -19,7 +19,14 @@ from netns import hosts
 SECONDS = 900
 
 
-def run(words: list[str], size: int, *, rate: str | None = None, environment: dict[str, str] | None = None) -> Any:
+def run(
+    words: list[str],
+    size: int,
+    *,
+    rate: str | None = None,
+    environment: dict[str, str] | None = None,
+    seconds: float = SECONDS,
+) -> Any:
     """Start ``python WORDS`` as ``size`` ranks; what the first prints last, as JSON. With ``rate`` on hosts."""
     threads = max(1, (os.cpu_count() or 1) // size)
     with _hosts(size, rate) as hosts:
@@ -35,7 +42,7 @@ def run(words: list[str], size: int, *, rate: str | None = None, environment: di
             line = [*hosts[rank][0], sys.executable, *words]
             running.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=env))
         try:
-            said = [process.communicate(timeout=SECONDS)[0] for process in running]
+            said = [process.communicate(timeout=seconds)[0] for process in running]
         finally:
             for process in running:
                 process.kill()

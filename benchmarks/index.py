@@ -13,11 +13,11 @@ from record import RESULTS
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
-def put(mark: str, text: str) -> None:
-    """Put text between two marks of the page."""
+def put(mark: str, text: str, page: Path = PAGE) -> None:
+    """Put text between two marks of a page."""
     begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
-    before, _, rest = PAGE.read_text().partition(begin)
-    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+    before, _, rest = page.read_text().partition(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
 
 
 def main() -> None:

@@ -1,276 +1,271 @@
 """tma: what independent trainers reach, and how soon, against PSGD-PA, LLCG and synchronous training (GGS).
 
-Link prediction by SAGE of two layers of 64 with an MLP on the product of the ends, or by R-GCN with DistMult, three
-trainers, runs of a given time. Trainers and the coordinator, which evaluates beside them, share the cores of one
-machine; of GGS, which stops to be evaluated, evaluation is not counted. Time and steps are those to 99 % of the best
-val metric that any scheme reaches. Cells that are done are not run again.
+Link prediction, three trainers on the cores of one machine, runs of a given time. Nobody's evaluation is counted:
+weights are kept every few seconds (tma) or evaluated while the clock stands still (GGS), so all cores train. Time and
+steps are those to 99 % of the best val metric that any scheme reaches; also to 99 % of what the best baseline reaches.
+Cells that are done with the same settings are not run again. Beside them `gnnfleet diagnose` of every set.
 
-  ddi                  ogbl_ddi, learnt rows of 64 (hits@20)          \\  from --data
+  ddi                  ogbl_ddi, SAGE on learnt rows of 64 (hits@20)  \\  from --data
   debian               debian_temporal_lp, 256 features, R-GCN (mrr)   /
-  communities          50,000 nodes, 1 M edges, 64 features (mrr)
+  communities          50,000 nodes, 1 M edges, SAGE (mrr)
   shop                 the generated shop, 10 M edges, R-GCN (mrr); only when it is named
 
 usage: python benchmarks/tma.py [OUT] [--data DIR] [--only ddi …] [--schemes random …] [--seeds 1] [--seconds 90]
-       [--rate 1gbit]    GGS over links held to that rate
-About 25 minutes with one seed; three seeds take an hour more.
+       [--work DIR]    stores and cuts are kept there and found again
+ggs-1gbit holds the links between workers to that rate, which needs root. Without OUT the table goes to
+benchmarks/results/tma.json and docs/tma.md, and the charts to docs/img.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import math
-import statistics
-import subprocess
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import crew
+from tma_sets import MAIN, RATES, SCHEMES, SETS, TRAINERS, interval_of, make_store, words_of
+from tma_table import best_of, markdown, plot, table_of
 
 HERE = Path(__file__).parent
 DATA = HERE.parent.parent / "shared" / "data" / "static"
-TRAINERS, INTERVAL = 3, 3.0
-SCHEMES = ("random", "super", "psgd-pa", "llcg", "ggs")
-BASELINES = ("psgd-pa", "llcg", "ggs")
-SETS: dict[str, dict[str, Any]] = {
-    "ddi": {
-        "model": {"name": "sage", "hidden": 64, "embedding": 64, "layers": 2, "dropout": 0.2},
-        "link": {"decoder": "mlp", "negative_mode": "pair"},
-        "strategy": {"fanouts": [10, 5], "batch": 8192},
-        "train": {"lr": 0.005, "clip": 1.0, "metric": "hits@20"},
-    },
-    "debian": {
-        "model": {"name": "rgcn", "hidden": 64, "layers": 2, "dropout": 0.2},
-        "link": {"decoder": "distmult", "ranking": "sampled"},
-        "strategy": {"fanouts": [5, 5], "batch": 512},
-        "train": {"lr": 0.003, "clip": 1.0},
-    },
-    "communities": {
-        "model": {"name": "sage", "hidden": 64, "layers": 2, "dropout": 0.2},
-        "link": {"decoder": "mlp", "ranking": "sampled"},
-        "strategy": {"fanouts": [10, 5], "batch": 2048},
-        "train": {"lr": 0.003, "clip": 1.0},
-        "split": "0.96/0.02/0.02",
-    },
-    "shop": {
-        "model": {"name": "rgcn", "hidden": 32, "layers": 2, "dropout": 0.2},
-        "link": {"decoder": "distmult", "ranking": "sampled"},
-        "strategy": {"fanouts": [5, 3], "batch": 2048},
-        "train": {"lr": 0.003, "clip": 1.0},
-        "split": "0.98/0.01/0.01",
-    },
-}
+OUT = HERE / "results" / "cells" / "tma"
+BATCHES = 30
+"""Of a trainer's epoch, for the gradients that are compared."""
 
 
-def words_of(name: str, scheme: str, seed: int, seconds: float) -> dict[str, Any]:
-    base = SETS[name]
-    strategy = {"name": "tma", "scheme": scheme, "interval": INTERVAL, **base["strategy"]}
-    train = {**base["train"], "epochs": math.ceil(seconds / INTERVAL)}
-    return {**base, "task": "link", "strategy": strategy, "train": train, "workers": TRAINERS, "seed": seed}
+def run_tma(store: Path, words: dict[str, Any], seconds: float, scratch: Path) -> dict[str, Any]:
+    """A coordinator here and trainers as processes; rounds are evaluated when all is over."""
+    import torch
 
-
-def run_tma(store: Path, words: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    import gnnfleet as gf
-    from gnnfleet.report.metrics import read_metrics
-
-    record = gf.train(store, run_dir=run_dir, **words)
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    # Of the first round only the interval counts: it waits for processes to start.
-    times = [INTERVAL, *(row["round_seconds"] for row in rows[1:])]
-    line, at, steps = [], 0.0, 0
-    for row, took in zip(rows, times, strict=True):
-        at, steps = at + took, steps + row["steps"]
-        if "val" in row:
-            line.append((round(at, 2), row["val"], steps))
+    kept: list[tuple[float, int, dict[str, Any]]] = []
+    number, at, steps = 0, 0.0, 0
+    torch.set_num_threads(1)
+    with _fleet(store, words, scratch) as (built, stop):
+        strategy: Any = built.strategy
+        while at < seconds:
+            (record,) = strategy.steps(number)
+            number, steps = number + 1, steps + record.steps
+            if steps:  # nothing is trained in the first round: it waits for processes to start
+                at += strategy.counts()["round_seconds"]
+                kept.append((round(at, 2), steps, {k: t.clone() for k, t in strategy.state_dict()["model"].items()}))
+        counts = strategy.counts()
+        stop()
+        torch.set_num_threads(os.cpu_count() or 1)
+        began = time.monotonic()
+        line, best = [], -1.0
+        for when, made, state in kept:
+            strategy.load_state_dict({"model": state})
+            line.append((when, strategy.evaluate("val")[built.task.metric], made))
+            if line[-1][1] > best:
+                best, found = line[-1][1], state
+        strategy.load_state_dict({"model": found})
+        test = strategy.evaluate("test")[built.task.metric]
     return {
         "line": line,
-        "test": record.metrics["test"],
-        "kept": rows[-1]["kept_edges"],
-        "megabytes_per_round": rows[-1]["megabytes_up"],
-        "megabytes_beside": rows[-1]["megabytes_beside"],
+        "test": test,
+        "kept": counts["kept_edges"],
+        "megabytes_per_round": counts["megabytes_up"] + counts["megabytes_down"],
+        "megabytes_beside": counts["megabytes_beside"],
+        "evaluation_seconds": round(time.monotonic() - began, 1),
     }
 
 
-def run_ggs(world: Any, name: str, seed: int, seconds: float, store: Path, parts: Path) -> dict[str, Any]:
+@contextmanager
+def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """(a coordinator, what ends its trainers and says if one had ended before)."""
+    from gnnfleet.comm.post import Post
+    from gnnfleet.graph.deal import Clusters, Deal
+    from gnnfleet.graph.store import open_store
+    from gnnfleet.run.build import Here, build
+    from gnnfleet.run.config import resolve
+    from gnnfleet.run.fleet import end_processes, start_processes
+    from gnnfleet.run.launch import threads_each, worker_environment
+    from gnnfleet.run.prepare import Place, prepared
+
+    graph, config = open_store(store), resolve(words)
+    with worker_environment(), prepared(graph, config, None, place=Place(scratch / "run"), quiet=True) as (spec, _):
+        post = Post.serve()
+        spec = replace(spec, parent=os.getpid(), threads=threads_each(TRAINERS))
+        (scratch / "SPEC.json").write_text(spec.as_json())
+        clusters = Clusters.open(store / spec.partition) if spec.partition else None
+        deal = Deal({kind: table.count for kind, table in graph.nodes.items()}, clusters)
+        built = build(graph, config, here=Here(post=post, deal=deal))
+        members = start_processes(scratch, str(post.address), [str(i) for i in range(TRAINERS)], 0)
+
+        def stop() -> None:
+            lost = [how for member in members if (how := member.ended()) is not None]
+            end_processes(members)
+            if lost:
+                raise RuntimeError(lost[0])
+
+        try:
+            yield built, stop
+        finally:
+            end_processes(members)
+            built.strategy.close()
+
+
+def run_ggs(world: Any, name: str, seed: int, seconds: float, store: Path) -> dict[str, Any]:
     """As many steps as the time allows; evaluated now and then, off the clock."""
     from gnnfleet.comm.reduce import share
     from gnnfleet.graph.partition import open_part
     from gnnfleet.graph.store import open_store
     from gnnfleet.run.build import Here, build
     from gnnfleet.run.config import resolve
+    from gnnfleet.strategies.base import OWN
 
-    words = words_of(name, "ggs", seed, seconds)
-    built = build(open_store(store), resolve(words), here=Here(world, open_part(parts, world.rank)))
+    graph, config = open_store(store), resolve(words_of(name, "ggs", seed))
+    part = open_part(_cut(graph, config), world.rank)
+    built = build(graph, config, here=Here(world, part))
     strategy, metric = built.strategy, built.task.metric
     line: list[tuple[float, float, int]] = []
-    at, steps, last, epoch, best, test = 0.0, 0, 0.0, 0, -1.0, 0.0
-    over = False
+    at, steps, last, epoch, spent, over = 0.0, 0, 0.0, 0, 0.0, False
+    found: dict[str, dict[str, Any]] = {}
     while not over:
         begun = time.perf_counter()
         for _ in strategy.steps(epoch):
             at, steps = at + time.perf_counter() - begun, steps + 1
-            word = {"look": at - last >= INTERVAL, "over": at >= seconds}
+            word = {"look": at - last >= interval_of(name), "over": at >= seconds}
             word = json.loads(share(world, json.dumps(word).encode() if world.is_first else None))
             if word["look"] or word["over"]:
+                begun = time.perf_counter()
                 value = strategy.evaluate("val")[metric]
-                if value > best:
-                    best, test = value, strategy.evaluate("test")[metric]
+                if value > max((before for _, before, _ in line), default=-1.0):
+                    state = strategy.state_dict()
+                    found = {
+                        part: {k: t.clone() for k, t in state[part].items()} for part in state if part in ("model", OWN)
+                    }
                 line.append((round(at, 2), value, steps))
-                last = at
+                last, spent = at, spent + time.perf_counter() - begun
             if word["over"]:
                 over = True
                 break
             begun = time.perf_counter()
         epoch += 1
-    return {"line": line, "test": test, "kept": 1.0, "megabytes": world.traffic.bytes_sent / 1e6}
+    strategy.load_state_dict(found)
+    test = strategy.evaluate("test")[metric]
+    sent = world.traffic.bytes_sent / 1e6
+    return {"line": line, "test": test, "kept": 1.0, "megabytes": sent, "evaluation_seconds": round(spent, 1)}
 
 
-def make_store(name: str, data: Path, place: Path) -> Path:
-    import gnnfleet as gf
-    from gnnfleet.graph.datasets import make_dataset
-    from gnnfleet.graph.ingest.clean import clean_edges
+def _cut(graph: Any, config: Any) -> Path:
+    """Parts of the edges that are trained on; kept in the store, as those of any run."""
+    from gnnfleet.run.parts import ensure_partition, trained_graph
 
-    store = place / name
-    if not store.exists():
-        if name == "communities":
-            graph = make_dataset("communities", nodes=50_000, edges=1_000_000, features=64, seed=1)
-        elif name == "shop":
-            graph = make_dataset("shop", users=1_000_000, products=200_000, seed=1)
-        else:
-            graph = gf.read_npz(data / f"{'ogbl_ddi' if name == 'ddi' else 'debian_temporal_lp'}.npz")
-            if name == "ddi":
-                graph, _ = clean_edges(graph, undirected=True, duplicates="drop")
-        gf.save(graph, store)
-    return store
+    return ensure_partition(graph, trained_graph(graph, config), config)
 
 
-def cut(name: str, store: Path, place: Path) -> Path:
-    """Parts for GGS, of the edges that are trained on."""
-    from gnnfleet.graph.partition import write_partition
-    from gnnfleet.graph.partitioners import assign
+def run_diagnosis(store: Path, name: str) -> list[dict[str, Any]]:
+    """How alike trainers would be, by scheme."""
     from gnnfleet.graph.store import open_store
     from gnnfleet.run.config import resolve
-    from gnnfleet.run.parts import trained_graph
+    from gnnfleet.run.diagnosis import diagnose
 
-    parts = place / f"{name}-parts"
-    if not parts.exists():
-        graph = trained_graph(open_store(store), resolve(words_of(name, "ggs", 0, 1)))
-        write_partition(graph, assign(graph, TRAINERS, "mincut"), parts)
-    return parts
+    rows = diagnose(open_store(store), resolve(words_of(name, "super", 0)), batches=BATCHES)
+    return [{"set": name, **asdict(row)} for row in rows]
 
 
-def reached(cells: list[dict[str, Any]], goal: float) -> tuple[float, float] | None:
-    """Median over seeds of (seconds, steps) until a val metric; None where one does not get there."""
-    found = []
-    for cell in cells:
-        hit = next(((at, steps) for at, value, steps in cell["line"] if value >= goal), None)
-        if hit is None:
-            return None
-        found.append(hit)
-    return statistics.median(at for at, _ in found), statistics.median(steps for _, steps in found)
+def run_cell(name: str, scheme: str, seed: int, seconds: float, store: Path, scratch: Path) -> dict[str, Any]:
+    if not scheme.startswith("ggs"):
+        return run_tma(store, words_of(name, scheme, seed, rounds=10_000), seconds, scratch)
+    line = [__file__, "--seconds", str(seconds), "--cell", name, str(seed), str(store)]
+    from gnnfleet.graph.store import open_store
+    from gnnfleet.run.config import resolve
+
+    _cut(open_store(store), resolve(words_of(name, "ggs", seed)))  # before ranks want it together
+    found: dict[str, Any] = crew.run(line, TRAINERS, rate=RATES.get(scheme), seconds=600 + 20 * seconds)
+    return found
 
 
-def show(cells: list[dict[str, Any]], out: Path) -> list[dict[str, Any]]:
-    table = []
-    for name in SETS:
-        by = {
-            scheme: [c for c in cells if (c["set"], c["scheme"]) == (name, scheme)] for scheme in [*SCHEMES, "ggs-slow"]
-        }
-        by = {scheme: found for scheme, found in by.items() if found}
-        if not by:
-            continue
-        final = {
-            scheme: statistics.mean(max(v for _, v, _ in c["line"]) for c in found) for scheme, found in by.items()
-        }
-        goal = 0.99 * max(final.values())
-        times = {scheme: reached(found, goal) for scheme, found in by.items()}
-        rivals = [hit[0] for scheme, hit in times.items() if scheme in BASELINES and hit is not None]
-        for scheme, found in by.items():
-            tests = [cell["test"] for cell in found]
-            hit = times[scheme]
-            line = {
-                "set": name, "scheme": scheme, "seeds": len(found), "val": round(final[scheme], 4),
-                "test": round(statistics.mean(tests), 4), "kept": round(found[0]["kept"], 3),
-                "seconds": None if hit is None else round(hit[0], 1), "steps": None if hit is None else round(hit[1]),
-                "times_fastest_baseline": round(min(rivals) / hit[0], 2) if rivals and hit is not None else None,
-            }  # fmt: skip
-            table.append(line)
-            print("  ".join(f"{key} {value}" for key, value in line.items()))
-        plot(name, by, out / f"{name}.svg")
-    return table
+def run_cells(args: argparse.Namespace, folder: Path) -> None:
+    place = args.work or folder
+    place.mkdir(parents=True, exist_ok=True)
+    for seed in range(args.seeds):
+        for name in args.only:
+            for scheme in args.schemes:
+                path = args.out / f"{name}.{scheme}.{seed}.json"
+                settings = _settings(name, scheme, seed, args.seconds)
+                if path.exists() and json.loads(path.read_text())["settings"] == settings:
+                    continue
+                began = time.monotonic()
+                try:
+                    store = make_store(name, args.data, place)
+                    scratch = Path(tempfile.mkdtemp(dir=folder))
+                    found = run_cell(name, scheme, seed, args.seconds, store, scratch)
+                except Exception as error:  # the others are worth having
+                    print(path.stem, f"failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                    continue
+                cell = {"set": name, "scheme": scheme, "seed": seed, "settings": settings, **found}
+                _write(path, cell)
+                took = f"{time.monotonic() - began:.0f} s, of evaluation {cell['evaluation_seconds']:.0f}"
+                print(path.stem, f"val {best_of(cell):.4f} test {cell['test']:.4f} {cell['line'][-1][2]} steps", took)
+                sys.stdout.flush()
+    for name in args.only if args.diagnose else ():
+        path = args.out / f"diagnosis.{name}.json"
+        if not path.exists():
+            _write(path, run_diagnosis(make_store(name, args.data, place), name))
 
 
-def plot(name: str, by: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Val metric over time, the first seed of each scheme; only where matplotlib is installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("svg")
-    from matplotlib import pyplot
+def _settings(name: str, scheme: str, seed: int, seconds: float) -> str:
+    """What makes a cell another one."""
+    words = json.dumps([words_of(name, scheme, seed), seconds, RATES.get(scheme)], sort_keys=True)
+    return hashlib.sha256(words.encode()).hexdigest()[:12]
 
-    figure, axes = pyplot.subplots(figsize=(6, 3.6))
-    for scheme, found in by.items():
-        line = found[0]["line"]
-        axes.plot([at for at, _, _ in line], [value for _, value, _ in line], label=scheme)
-    axes.set(xlabel="seconds of training", ylabel="val", title=name)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+
+def _write(path: Path, value: Any) -> None:
+    path.with_suffix(".part").write_text(json.dumps(value))
+    path.with_suffix(".part").replace(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, nargs="?", default=HERE / "results" / "cells" / "tma")
+    parser.add_argument("out", type=Path, nargs="?", default=OUT)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--only", nargs="+", default=[name for name in SETS if name != "shop"], choices=list(SETS))
-    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--schemes", nargs="+", default=list(MAIN), choices=list(SCHEMES))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=90.0)
-    parser.add_argument("--rate", help="of the links between the workers of GGS, as 1gbit; needs root")
     parser.add_argument("--work", type=Path, help="where stores are kept; by default nowhere")
-    parser.add_argument("--cell", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--no-diagnose", dest="diagnose", action="store_false")
+    parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cell:
-        name, seed, store, parts = args.cell
-        crew.as_rank(lambda world: run_ggs(world, name, int(seed), args.seconds, Path(store), Path(parts)))
+        name, seed, store = args.cell
+        crew.as_rank(lambda world: run_ggs(world, name, int(seed), args.seconds, Path(store)))
         return
-    from record import write_results
-
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        place = args.work or Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
-        for seed in range(args.seeds):
-            for name in args.only:
-                for scheme in args.schemes:
-                    slow = scheme == "ggs" and args.rate is not None
-                    path = args.out / f"{name}.{scheme}{'-slow' if slow else ''}.{seed}.json"
-                    if path.exists():
-                        continue
-                    store = make_store(name, args.data, place)
-                    words = words_of(name, scheme, seed, args.seconds)
-                    try:
-                        if scheme == "ggs":
-                            line = [__file__, "--seconds", str(args.seconds), "--cell", name, str(seed)]
-                            line += [str(store), str(cut(name, store, place))]
-                            found = crew.run(line, TRAINERS, rate=args.rate)
-                        else:
-                            found = run_tma(store, words, Path(tempfile.mkdtemp(dir=folder)) / "run")
-                    except (RuntimeError, subprocess.SubprocessError) as error:
-                        print(path.stem, "failed:", error, file=sys.stderr, flush=True)
-                        continue
-                    cell = {"set": name, "scheme": f"{scheme}{'-slow' if slow else ''}", "seed": seed, **found}
-                    path.write_text(json.dumps(cell))
-                    best = max(value for _, value, _ in cell["line"])
-                    print(path.stem, f"val {best:.4f} test {cell['test']:.4f} {cell['line'][-1][2]} steps", flush=True)
-    cells = [json.loads(path.read_text()) for path in sorted(args.out.glob("*.json"))]
-    table = show(cells, args.out)
-    print(write_results("tma", [{"cell": f"{line['set']}/{line['scheme']}", **line} for line in table]))
+        run_cells(args, Path(folder))
+    show(args.out)
+
+
+def show(out: Path) -> None:
+    """Print the table of all cells there are; of those in the usual place keep it, with charts."""
+    from index import put
+    from record import write_results
+
+    cells = [json.loads(path.read_text()) for path in sorted(out.glob("*.*.*.json"))]
+    alike = [row for path in sorted(out.glob("diagnosis.*.json")) for row in json.loads(path.read_text())]
+    table = table_of(cells)
+    for line in table:
+        print("  ".join(f"{key} {value}" for key, value in line.items()))
+    for row in alike:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    plot(cells, HERE.parent / "docs" / "img" if out == OUT else out)
+    if out == OUT:
+        named = [{"cell": f"{line['set']}/{line['scheme']}", **line} for line in table]
+        named += [{"cell": f"{row['set']}/diagnosis/{row['scheme']}", **row} for row in alike]
+        print(write_results("tma", named))
+        put("tma", markdown(table, alike), HERE.parent / "docs" / "tma.md")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,85 @@
+"""The sets and schemes of benchmarks/tma.py: graphs, words of a run, stores that are made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+TRAINERS = 3
+SCHEMES: dict[str, dict[str, Any]] = {
+    "random": {"scheme": "random"},
+    "super": {"scheme": "super"},
+    "psgd-pa": {"scheme": "psgd-pa"},
+    "llcg": {"scheme": "llcg"},
+    "ggs": {"scheme": "ggs"},
+    "ggs-1gbit": {"scheme": "ggs"},
+    "random-redeal": {"scheme": "random", "redeal": 3},
+    "super-redeal": {"scheme": "super", "redeal": 3},
+    "super-remote": {"scheme": "super", "remote": 1000},
+    "psgd-pa-remote": {"scheme": "psgd-pa", "remote": 1000},
+}
+"""What each sets of the strategy. ``-redeal`` deals anew every third round, ``-remote`` has negatives of all parts."""
+MAIN = ("random", "super", "psgd-pa", "llcg", "ggs", "ggs-1gbit")
+BASELINES = ("psgd-pa", "llcg", "ggs")
+RATES = {"ggs-1gbit": "1gbit"}
+
+SETS: dict[str, dict[str, Any]] = {
+    "ddi": {
+        "model": {"name": "sage", "hidden": 64, "embedding": 64, "layers": 2, "dropout": 0.2},
+        "link": {"decoder": "mlp", "negative_mode": "pair"},
+        "strategy": {"fanouts": [10, 5], "batch": 8192},
+        "train": {"lr": 0.005, "clip": 1.0, "metric": "hits@20"},
+    },
+    "debian": {
+        "model": {"name": "rgcn", "hidden": 64, "layers": 2, "dropout": 0.2},
+        "link": {"decoder": "distmult", "ranking": "sampled"},
+        "strategy": {"fanouts": [5, 5], "batch": 512},
+        "train": {"lr": 0.003, "clip": 1.0},
+    },
+    "communities": {
+        "model": {"name": "sage", "hidden": 64, "layers": 2, "dropout": 0.2},
+        "link": {"decoder": "mlp", "ranking": "sampled"},
+        "strategy": {"fanouts": [10, 5], "batch": 2048},
+        "train": {"lr": 0.003, "clip": 1.0},
+        "split": "0.99/0.005/0.005",
+    },
+    "shop": {
+        "model": {"name": "rgcn", "hidden": 32, "layers": 2, "dropout": 0.2},
+        "link": {"decoder": "distmult", "ranking": "sampled"},
+        "strategy": {"fanouts": [5, 3], "batch": 2048, "interval": 9.0, "deadline": 600.0},
+        "train": {"lr": 0.003, "clip": 1.0},
+        "split": "0.998/0.001/0.001",
+    },
+}
+
+
+def words_of(name: str, scheme: str, seed: int, rounds: int = 1) -> dict[str, Any]:
+    """Of a run as ``gf.train`` takes them."""
+    base = SETS[name]
+    strategy = {"name": "tma", "interval": 3.0, **base["strategy"], **SCHEMES[scheme]}
+    train = {**base["train"], "epochs": rounds}
+    return {**base, "task": "link", "strategy": strategy, "train": train, "workers": TRAINERS, "seed": seed}
+
+
+def interval_of(name: str) -> float:
+    return float(SETS[name]["strategy"].get("interval", 3.0))
+
+
+def make_store(name: str, data: Path, place: Path) -> Path:
+    """The graph of a set in a store; one that is there is taken."""
+    import gnnfleet as gf
+    from gnnfleet.graph.datasets import make_dataset
+    from gnnfleet.graph.ingest.clean import clean_edges
+
+    store = place / name
+    if not store.exists():
+        if name == "communities":
+            graph = make_dataset("communities", nodes=50_000, edges=1_000_000, features=64, seed=1)
+        elif name == "shop":
+            graph = make_dataset("shop", users=1_000_000, products=200_000, seed=1)
+        else:
+            graph = gf.read_npz(data / f"{'ogbl_ddi' if name == 'ddi' else 'debian_temporal_lp'}.npz")
+            if name == "ddi":
+                graph, _ = clean_edges(graph, undirected=True, duplicates="drop")
+        gf.save(graph, store)
+    return store
