@@ -25,7 +25,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,7 +49,7 @@ def run_tma(store: Path, words: dict[str, Any], seconds: float, scratch: Path) -
     kept: list[tuple[float, int, dict[str, Any]]] = []
     number, at, steps = 0, 0.0, 0
     torch.set_num_threads(1)
-    with _fleet(store, words, scratch) as (built, stop):
+    with _fleet(store, words, scratch) as built:
         strategy: Any = built.strategy
         while at < seconds:
             (record,) = strategy.steps(number)
@@ -57,18 +57,14 @@ def run_tma(store: Path, words: dict[str, Any], seconds: float, scratch: Path) -
             if steps:  # nothing is trained in the first round: it waits for processes to start
                 at += strategy.counts()["round_seconds"]
                 kept.append((round(at, 2), steps, {k: t.clone() for k, t in strategy.state_dict()["model"].items()}))
-        counts = strategy.counts()
-        stop()
-        torch.set_num_threads(os.cpu_count() or 1)
-        began = time.monotonic()
-        line, best = [], -1.0
-        for when, made, state in kept:
-            strategy.load_state_dict({"model": state})
-            line.append((when, strategy.evaluate("val")[built.task.metric], made))
-            if line[-1][1] > best:
-                best, found = line[-1][1], state
-        strategy.load_state_dict({"model": found})
-        test = strategy.evaluate("test")[built.task.metric]
+    counts, began, line = strategy.counts(), time.monotonic(), []
+    torch.set_num_threads(os.cpu_count() or 1)
+    for when, made, state in kept:
+        strategy.load_state_dict({"model": state})
+        line.append((when, strategy.evaluate("val")[built.task.metric], made))
+    best = max(range(len(line)), key=lambda place: line[place][1])
+    strategy.load_state_dict({"model": kept[best][2]})
+    test = strategy.evaluate("test")[built.task.metric]
     return {
         "line": line,
         "test": test,
@@ -80,8 +76,8 @@ def run_tma(store: Path, words: dict[str, Any], seconds: float, scratch: Path) -
 
 
 @contextmanager
-def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
-    """(a coordinator, what ends its trainers and says if one had ended before)."""
+def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[Any]:
+    """A coordinator, with trainers until the end; raises RuntimeError where one had ended before."""
     from gnnfleet.comm.post import Post
     from gnnfleet.graph.deal import Clusters, Deal
     from gnnfleet.graph.store import open_store
@@ -100,15 +96,11 @@ def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[tuple[
         deal = Deal({kind: table.count for kind, table in graph.nodes.items()}, clusters)
         built = build(graph, config, here=Here(post=post, deal=deal))
         members = start_processes(scratch, str(post.address), [str(i) for i in range(TRAINERS)], 0)
-
-        def stop() -> None:
+        try:
+            yield built
             lost = [how for member in members if (how := member.ended()) is not None]
-            end_processes(members)
             if lost:
                 raise RuntimeError(lost[0])
-
-        try:
-            yield built, stop
         finally:
             end_processes(members)
             built.strategy.close()
@@ -212,7 +204,10 @@ def run_cells(args: argparse.Namespace, folder: Path) -> None:
     for name in args.only if args.diagnose else ():
         path = args.out / f"diagnosis.{name}.json"
         if not path.exists():
-            _write(path, run_diagnosis(make_store(name, args.data, place), name))
+            try:
+                _write(path, run_diagnosis(make_store(name, args.data, place), name))
+            except Exception as error:
+                print(path.stem, f"failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def _settings(name: str, scheme: str, seed: int, seconds: float) -> str:
