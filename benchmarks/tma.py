@@ -102,8 +102,10 @@ def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[Any]:
             if lost:
                 raise RuntimeError(lost[0])
         finally:
-            end_processes(members)
-            built.strategy.close()
+            try:
+                built.strategy.close()  # trainers hear that all is over
+            finally:
+                end_processes(members)
 
 
 def run_ggs(world: Any, name: str, seed: int, seconds: float, store: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ SETS: dict[str, dict[str, Any]] = {
         "model": {"name": "sage", "hidden": 64, "embedding": 64, "layers": 2, "dropout": 0.2},
         "link": {"decoder": "mlp", "negative_mode": "pair"},
         "strategy": {"fanouts": [10, 5], "batch": 8192},
-        "train": {"lr": 0.005, "clip": 1.0, "metric": "hits@20"},
+        "train": {"lr": 0.02, "clip": 1.0, "metric": "hits@20"},
     },
     "debian": {
         "model": {"name": "rgcn", "hidden": 64, "layers": 2, "dropout": 0.2},
