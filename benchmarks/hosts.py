@@ -6,6 +6,8 @@ whose ranks wait for each other the seconds until all workers have ended, of tma
 Finished cells are not run again.
 
 usage: python benchmarks/hosts.py [--hosts 3] [--rate 200mbit] [--delay 1ms] [--strategies sar tma …] [--nodes 20000]
+
+``--nodes`` are nodes of the graph, and for temporal events of a stream.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ WORDS = {
     "macrobatch": ["--set", "strategy.fanouts=[10,5]", "--set", "strategy.batch=2048"],
     "pipe": [],
     "tma": ["--set", "strategy.fanouts=[10,5]", "--set", "strategy.interval=2", "--set", "strategy.silence=3"],
+    "temporal": ["--set", "strategy.batch=200"],
 }
-MODEL = ["--model", "sage", "--set", "model.hidden=64", "--set", "model.layers=2", "--quiet"]
+MODEL = ["--model", "sage", "--set", "model.hidden=64", "--set", "model.layers=2"]
+EVENT_MODEL = ["--model", "tgn", "--set", "model.hidden=64"]
 
 
 def environment() -> dict[str, str]:
@@ -49,7 +53,8 @@ def environment() -> dict[str, str]:
 
 def start(found: list[Host], strategy: str, store: Path, run: Path, epochs: int) -> list[subprocess.Popen[str]]:
     """The run on all hosts: by the recipe for torchrun, or for tma a coordinator and those who join it."""
-    words = ["--strategy", strategy, *MODEL, *WORDS[strategy], "--set", f"train.epochs={epochs}"]
+    model = EVENT_MODEL if strategy == "temporal" else MODEL
+    words = ["--strategy", strategy, *model, *WORDS[strategy], "--set", f"train.epochs={epochs}", "--quiet"]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": (run.parent / f"{run.name}.err").open("a")}
     if strategy != "tma":
         seat = {"FIRST": found[0].address, "NODES": str(len(found)), "RESTARTS": "0", "RUN": str(run)}
@@ -103,7 +108,7 @@ def cut(found: list[Host], strategy: str, store: Path, folder: Path) -> dict[str
             until(lambda: any(row["trainers"] == len(found) for row in rows()[seen:]), "its return")
             return {"cut": "rounds go on without it, and with it again once the cable is back", "ended": without}
         workers = [worker for process in running for worker in below(process.pid)]
-        until(lambda: not any(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in alive(workers)), "end of workers")
+        until(lambda: not any(map(is_alive, workers)), "end of workers")
         said = (folder / f"{run.name}.err").read_text()
         named = f"rank {len(found) - 1} (pid" in said
         return {"cut": "all end, the lost one is named" if named else "all end", "ended": time.monotonic() - begun}
@@ -118,14 +123,18 @@ def below(pid: int) -> list[int]:
     return [int(child) for child in children.read_text().split()] if children.exists() else []
 
 
-def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+def is_alive(pid: int) -> bool:
+    """Neither gone nor a zombie, whose command line is empty."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
 
 
 def end(running: list[subprocess.Popen[str]]) -> None:
     for process in running:
         for pid in below(process.pid):
-            if Path(f"/proc/{pid}").exists():
+            if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         process.kill()
         process.wait()
@@ -152,17 +161,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hosts-") as scratch:
         folder = Path(scratch)
         graph = make_dataset("communities", nodes=asked.nodes, mean_degree=20, features=64, seed=1)
-        save_store(graph, folder / "store")
+        save_store(graph, folder / "graph")
+        save_store(make_dataset("events", events=asked.nodes, features=16, seed=1), folder / "events")
         for strategy in asked.strategies:
             name = f"{strategy}/{asked.hosts}/{asked.rate}/{asked.delay}/{asked.nodes}"
             if name in cells:
                 continue
             with hosts(asked.hosts, rate=asked.rate, delay=asked.delay) as found:
-                cells[name] = {"cell": name, **measure(found, strategy, folder / "store", folder)}
+                store = folder / ("events" if strategy == "temporal" else "graph")
+                cells[name] = {"cell": name, **measure(found, strategy, store, folder)}
             cells[name]["load"] = round(os.getloadavg()[0], 1)
             write_results("hosts", list(cells.values()))
             print(cells[name], flush=True)
-    lines = ["| strategy / hosts / rate / delay / nodes | s per epoch | MB sent per epoch | a cable cut | after s |"]
+    lines = ["| strategy / hosts / rate / delay / size | s per epoch | MB sent per epoch | a cable cut | after s |"]
     lines += ["|---|---|---|---|---|"]
     for name, cell in cells.items():
         figures = f"{cell['seconds']:.2f} | {cell['bytes'] / 1e6:.1f} | {cell['cut']} | {cell['ended']:.1f}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from torch.distributed.run import get_args_parser
 
 from gnnfleet.graph.store import save_store
@@ -95,7 +96,6 @@ def test_a_slurm_job_trains_and_goes_on_when_it_is_submitted_again(tmp_path: Pat
 
 def containers(name: str) -> list[dict[str, Any]]:
     """What pods of a Kubernetes file run."""
-    yaml = pytest.importorskip("yaml")
     (found,) = yaml.safe_load_all((FOLDER / name).read_text())
     if found["kind"] == "PyTorchJob":
         assert found["apiVersion"] == "kubeflow.org/v1"

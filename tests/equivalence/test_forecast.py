@@ -11,20 +11,24 @@ import torch
 from gnnfleet.comm.exchange import Ring
 from gnnfleet.comm.world import World
 from gnnfleet.graph.chunks import lay_out
+from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.deal import Deal
 from gnnfleet.graph.partition import Partition
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.run.build import Here, build, check, job_of
+from gnnfleet.run.build import Here, build, check, event_job, job_of
 from gnnfleet.run.config import resolve
-from gnnfleet.run.registry import foresee
+from gnnfleet.run.registry import foresee, make_temporal
 from gnnfleet.sharded.flow import Flow
 from gnnfleet.sharded.levels import Load, find_levels
 from gnnfleet.sharded.ring import RingView
 from gnnfleet.strategies.base import Outlook
 from gnnfleet.strategies.forecast import Forecast, LayerPace, Pace
+from gnnfleet.strategies.temporal.config import TemporalConfig
+from gnnfleet.strategies.temporal.forecast import Rehearsed, rehearse
+from gnnfleet.strategies.temporal.plan import shapes_of
 from tests.equivalence.spread import cut_graph, plain_graph, typed_graph
 from tests.equivalence.test_sar import words
-from tests.ranks import Crew
+from tests.ranks import Crew, with_shelf
 
 SAR: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"name": "sage"}, {"group": 1}),
@@ -110,6 +114,37 @@ def test_pipe(crew: Crew, tmp_path: Path) -> None:
         if ways == workers:  # how layers are dealt to several stages goes by the clock
             assert foreseen.rounds == max(rank[0][1] for rank in ranks), model
         assert foreseen.kind == ("exact" if ways == chunks else "approximate")
+
+
+def events_counted(world: World, store: str, tree: dict[str, Any]) -> list[tuple[Rehearsed, int, int]]:
+    """Of every arrangement what was rehearsed, and (bytes, rounds) of this rank in its second epoch."""
+    config, graph = resolve(tree), open_store(store)
+    assert isinstance(config.strategy, TemporalConfig)
+    shapes, here = shapes_of(world.size), Here(with_shelf(world))
+    found = []
+    for shape, took in zip(shapes, rehearse(config.strategy, event_job(graph, config, here), shapes), strict=True):
+        strategy = make_temporal(config.strategy.model_copy(update=vars(shape)), event_job(graph, config, here))
+        list(strategy.steps(0))
+        before = world.traffic.bytes_sent, world.traffic.rounds
+        list(strategy.steps(1))
+        found.append((took, world.traffic.bytes_sent - before[0], world.traffic.rounds - before[1]))
+    return found
+
+
+def test_temporal(crew: Crew, tmp_path: Path) -> None:
+    """A few iterations tell what an epoch takes, but for the words with which a sweep over the stream begins."""
+    events = make_dataset("events", users=40, items=20, events=900, features=2, seed=3)
+    save_store(events, tmp_path / "store")
+    strategy = {"name": "temporal", "batch": 20, "static": False, "eval_negatives": 3}
+    tree = {"strategy": strategy, "model": {"hidden": 8, "neighbours": 3}, "workers": 2}
+    ranks = crew.run(2, events_counted, str(tmp_path / "store"), tree)
+    for (took, *_), shape in zip(ranks[0], shapes_of(2), strict=True):
+        place = shapes_of(2).index(shape)
+        sent = sum(rank[place][1] for rank in ranks)
+        rounds = max(rank[place][2] for rank in ranks)
+        assert not took.refused and took.memory > 0 and took.seconds > 0
+        assert took.begin[0] + took.iterations * took.bytes == pytest.approx(sent, rel=0.05), shape
+        assert took.begin[1] + took.iterations * took.rounds == pytest.approx(rounds, rel=0.1), shape
 
 
 def layer_loads(world: World, parts: str, wanted: list[int], layers: int) -> list[Load]:

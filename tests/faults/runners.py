@@ -14,7 +14,18 @@ from benchmarks import netns
 from gnnfleet.graph.graph import Graph
 from gnnfleet.report.metrics import read_metrics
 from tests.faults.driving import QUICK, Fleet, Machine, gone, within
-from tests.faults.suite import PAUSE, Case, Outcome, load, make_easy, make_events, make_store, options, words_of
+from tests.faults.suite import (
+    ALONE,
+    PAUSE,
+    Case,
+    Outcome,
+    load,
+    make_easy,
+    make_events,
+    make_store,
+    options,
+    words_of,
+)
 from tests.faults.trials import PATIENCE, Forks, spec_of, until
 from tests.run.graphs import assert_same_checkpoint
 from tests.run.shell import start
@@ -22,6 +33,7 @@ from tests.run.shell import start
 SIZE = 3
 EPOCHS = {"local": 300, "sar": 300, "macrobatch": 60, "pipe": 80, "temporal": 30}
 ROUNDS = 40
+PAIR = "pair"
 EXACT, FINISHED, CLOSED = "named, then exact", "finished", "named, then on from the last closed round"
 GONE = "all gone, then exact"  # nobody is left to name anybody
 Runner = Callable[["Workshop", Case], Outcome]
@@ -50,41 +62,51 @@ class Workshop:
         (self.folder / f"{stem}-{number}").mkdir()
         return self.folder / f"{stem}-{number}"
 
-    def whole(self, strategy: str, how: str) -> Path:
+    def whole(self, case: Case) -> Path:
         """The run that nothing happened to, made once; ``prepare`` makes it before trials run side by side."""
-        return self._wholes[f"{strategy} {how}"]
+        return self._wholes[f"{case.strategy} {whole_of(case)}"]
 
     def prepare(self, cases: list[Case]) -> None:
-        wanted = ((case.strategy, "forks" if case.how == "forks" else "command") for case in cases)
+        wanted = ((case.strategy, whole_of(case)) for case in cases)
         for strategy, how in dict.fromkeys(wanted):
             if strategy == "tma" or f"{strategy} {how}" in self._wholes:
                 continue
             run = self.folder / f"whole-{strategy}-{how}"
             if how == "forks":
-                spec = spec_of(self.store, run, words_of(strategy, SIZE))
+                spec = spec_of(self.graph(strategy), run, words_of(strategy, SIZE))
                 trial = self.forks.start(spec.as_json(), self.folder / f"ranks-whole-{strategy}", size=SIZE)
                 ended = trial.wait(PATIENCE)
                 assert all(code == 0 for code, _ in ended.values()), [trial.said(rank) for rank in range(SIZE)]
             else:
-                process = self.command(strategy, run)
+                process = self.command(strategy, run, workers=2 if how == PAIR else None)
                 _, said = process.communicate(timeout=PATIENCE)
                 assert process.returncode == 0, said
             self._wholes[f"{strategy} {how}"] = run
 
-    def command(self, strategy: str, run: Path, *more: str) -> Any:
-        store = self.events if strategy == "temporal" else self.store
-        return start("train", path_of(store), *self.words(strategy), "--run-dir", run, *more)
+    def graph(self, strategy: str) -> Graph:
+        return self.events if strategy == "temporal" else self.store
 
-    def words(self, strategy: str) -> list[str]:
-        words = words_of(strategy, 2)
+    def command(self, strategy: str, run: Path, *more: str, workers: int | None = None) -> Any:
+        words = self.words(strategy, workers or (1 if strategy in ALONE else 2))
+        return start("train", path_of(self.graph(strategy)), *words, "--run-dir", run, *more)
+
+    def words(self, strategy: str, workers: int) -> list[str]:
+        words = words_of(strategy, workers)
         words["train"]["epochs"] = EPOCHS[strategy]
         return options(words)
+
+
+def whole_of(case: Case) -> str:
+    """Which uninterrupted run a trial ends like: of forked ranks, of a command, of a command with a worker per host."""
+    if case.how == "hosts" and case.strategy in ALONE:
+        return PAIR
+    return "forks" if case.how == "forks" else "command"
 
 
 def by_forks(shop: Workshop, case: Case) -> Outcome:
     """Ranks that no launcher watches over: the others end in time and name the one that was lost."""
     place, draw = shop.place(case), case.draw
-    spec = spec_of(shop.store, place / "run", words_of(case.strategy, SIZE))
+    spec = spec_of(shop.graph(case.strategy), place / "run", words_of(case.strategy, SIZE))
     trial = shop.forks.start(spec.as_json(), place / "ranks", size=SIZE)
     victim, moment = 0 if case.role == "first rank" else draw.randrange(1, SIZE), draw.uniform(0, 2.0)
     shop.forks.ready(trial)
@@ -101,7 +123,7 @@ def by_forks(shop: Workshop, case: Case) -> Outcome:
     seconds = max(when for rank, (_, when) in ended.items() if rank != victim) - hit
     again = shop.forks.start(spec.as_json(), place / "again", size=SIZE)
     assert all(code == 0 for code, _ in again.wait(PATIENCE).values()), [again.said(rank) for rank in range(SIZE)]
-    check_same(place / "run", shop.whole(case.strategy, "forks"))
+    check_same(place / "run", shop.whole(case))
     return Outcome(EXACT, seconds, moment, last_error(trial.said(1 if victim != 1 else 0)), busy)
 
 
@@ -129,7 +151,7 @@ def by_command(shop: Workshop, case: Case) -> Outcome:
             process = shop.command(case.strategy, run, "--resume")
             _, said = process.communicate(timeout=PATIENCE)
             assert process.returncode == 0, said
-        check_same(run, shop.whole(case.strategy, "command"))
+        check_same(run, shop.whole(case))
         return Outcome(result, seconds, moment, "", busy)
     finally:
         end(process)
@@ -178,13 +200,14 @@ def by_fleet(shop: Workshop, case: Case) -> Outcome:
 def by_hosts(shop: Workshop, case: Case) -> Outcome:
     """torchrun on two hosts, the cable taken out at either end: workers on both sides end; then both go on."""
     run, draw = shop.place(case) / "run", case.draw
-    words = [*shop.words(case.strategy)]
+    words = shop.words(case.strategy, 2)
     del words[words.index("--workers") : words.index("--workers") + 2]
+    store = path_of(shop.graph(case.strategy))
     with netns.hosts(2) as found:
         machines = [Machine(host) for host in found]
         try:
             for machine in machines:
-                machine.start(machines[0], run, path_of(shop.store), *words, strategy=case.strategy)
+                machine.start(machines[0], run, store, *words, strategy=case.strategy)
             assert machines[0].torchrun is not None
             moment = wait_for(run, EPOCHS[case.strategy], machines[0].torchrun, draw.uniform(0.02, 0.5))
             workers = [machine.worker() for machine in machines]
@@ -200,11 +223,11 @@ def by_hosts(shop: Workshop, case: Case) -> Outcome:
                 machine.stop()
             cut.mend()
             for machine in machines:
-                machine.start(machines[0], run, path_of(shop.store), "--resume", *words, strategy=case.strategy)
+                machine.start(machines[0], run, store, "--resume", *words, strategy=case.strategy)
             for machine in machines:
                 assert machine.torchrun is not None
                 assert machine.torchrun.wait(PATIENCE) == 0, machine.said.read_text()
-            check_same(run, shop.whole(case.strategy, "command"))
+            check_same(run, shop.whole(case))
             return Outcome(EXACT, seconds, moment, last_error(near), busy)
         finally:
             for machine in machines:

@@ -23,7 +23,7 @@ PAUSE = 12.0
 """Longer than silence may last."""
 SYNCHRONOUS = ("sar", "macrobatch", "pipe")
 ALONE = ("local", "temporal")
-"""In one process."""
+"""Tried in one process too."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ def plan(repeats: int) -> list[Case]:
         add("forks", strategy, ("first rank", "rank"), ("kill", "pause"), repeats)
         add("command", strategy, ("launcher",), ("kill", "pause"), max(1, repeats // 3))
         add("hosts", strategy, ("host",), ("cut",), max(1, repeats // 3))
+    add("forks", "temporal", ("first rank", "rank"), ("kill", "pause"), max(1, repeats // 3))
+    add("hosts", "temporal", ("host",), ("cut",), max(1, repeats // 3))
     for strategy in ALONE:
         add("command", strategy, ("process",), ("kill", "pause"), max(1, repeats // 3))
     add("fleet", "tma", ("trainer", "coordinator", "launcher"), ("kill", "pause"), max(1, repeats // 3))
@@ -96,8 +98,10 @@ def words_of(strategy: str, workers: int) -> dict[str, Any]:
         words["model"] |= {"layers": max(3, workers)}
     if strategy == "temporal":
         words["strategy"] |= {"batch": 50, "prefetch": 1, "eval_negatives": 5}
-        words["model"] = {"name": "tgn", "hidden": 16}
-    if strategy in ALONE:
+        # Trainers of one machine on one memory; two of them may have a machine each, and a copy.
+        words["strategy"] |= {"copies": workers} if workers == 2 else {"lanes": workers}
+        words["model"] = {"name": "tgn", "hidden": 16, "layers": 1}
+    if workers == 1:
         del words["workers"]
     return words
 

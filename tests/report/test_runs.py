@@ -12,6 +12,7 @@ from gnnfleet.errors import RunError
 from gnnfleet.report.page import page_data, render_page
 from gnnfleet.report.runs import mean_split, read_run, summary, worker_names
 from gnnfleet.report.watching import lines_since, sparkline
+from gnnfleet.run.commands.report import summary_table
 from tests.report.runs import write_run
 
 
@@ -25,6 +26,15 @@ def test_a_finished_run(tmp_path: Path) -> None:
         mean_split(run)
         == [{"compute": pytest.approx(0.3), "exchange": pytest.approx(0.1), "wait": pytest.approx(0.1)}] * 2
     )
+
+
+def test_events_are_shown_beside_edgebank(tmp_path: Path) -> None:
+    assert summary(read_run(write_run(tmp_path / "one")))["baseline"] is None
+    metrics = {"test": 0.4, "name": "mrr", "beside": {"test": {"ap": 0.9, "edgebank": 0.2, "edgebank_window": 0.3}}}
+    run = read_run(write_run(tmp_path / "two", strategy="temporal", record={"metrics": metrics}))
+    assert summary(run)["baseline"] == 0.3
+    columns = [column.header for column in summary_table([run]).columns]
+    assert columns.index("EdgeBank") == columns.index("test mrr") + 1
 
 
 def test_trainers_are_called_so(tmp_path: Path) -> None:

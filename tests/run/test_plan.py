@@ -113,3 +113,34 @@ def test_auto_trains_what_is_recommended(store: Path, tmp_path: Path) -> None:
 def test_auto_that_does_not_fit(store: Path) -> None:
     with pytest.raises(ConfigError, match="nothing fits into --memory 1 MiB"):
         gf.train(store, strategy="auto", model=MODEL, epochs=1, memory="1MiB")
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "events"
+    save_store(make_dataset("events", users=40, items=20, events=900, features=4, seed=3), path)
+    return path
+
+
+EVENT_WORDS = {"model": {"name": "tgn", "hidden": 8}, "strategy": {"batch": 50, "static": False, "eval_negatives": 4}}
+
+
+def test_events_on_machines_with_links(events: Path) -> None:
+    """Only copies of the memory may be on several machines; gradients travel."""
+    plan = make_plan(gf.open(events), {**EVENT_WORDS, "workers": 2}, bandwidth=1e6)
+    shapes = {(each.workers, each.words["copies"]): each for each in plan.fits}
+    assert set(shapes) == {(1, 1), (2, 2)} and {each.kind for each in plan.fits} == {"exact", "approximate"}
+    assert all("of one machine" in each.refused for each in plan.refused) and len(plan.refused) == 2
+    alone, copies = shapes[1, 1], shapes[2, 2]
+    assert alone.bytes == 0 and alone.memory > 0 and copies.steps == alone.steps // 2
+    assert copies.bytes > 0 and copies.seconds / copies.steps > alone.seconds / alone.steps
+
+
+def test_words_of_events(events: Path) -> None:
+    graph = gf.open(events)
+    with pytest.raises(ConfigError, match="plan it by itself"):
+        make_plan(graph, EVENT_WORDS, only=["temporal", "sar"])
+    with pytest.raises(ConfigError, match="no strategy has a setting 'fanouts'"):
+        make_plan(graph, {"strategy": {"fanouts": [3]}})  # a stream without features: nothing else is thought of
+    with pytest.raises(ConfigError, match="no edges with times"):
+        make_plan(make_dataset("communities", nodes=60, mean_degree=4), {"model": {"name": "tgn"}})

@@ -212,6 +212,12 @@ class EventStream:
         return int(torch.searchsorted(self.t, self.t[row : row + 1], right=True)) if len(self) else 0
 
 
+def is_stream(graph: Graph) -> bool:
+    """Whether events are what there is to learn from: edges have times, and nodes no labels or no features."""
+    labels, features = (any(getattr(nodes, name) is not None for nodes in graph.nodes.values()) for name in ("y", "x"))
+    return any(edges.time is not None for edges in graph.edges.values()) and not (labels and features)
+
+
 def timed_type(graph: Graph, edge_type: EdgeType | str | None) -> EdgeType:
     """The edge type with times, or the one that is named; raises ConfigError when there is none, or several."""
     timed = [kind for kind, edges in graph.edges.items() if edges.time is not None]

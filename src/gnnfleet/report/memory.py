@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -62,6 +63,7 @@ def peak_tensors(work: Callable[[], object]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would say on standard error that it starts and ends
     from torch.profiler import ProfilerActivity, profile
 
+    gc.collect()  # circles of an earlier time that were freed meanwhile would be taken off
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = profiler.profiler.kineto_results.events()

@@ -82,6 +82,7 @@ def summary(run: Run) -> dict[str, Any]:
         "val": metrics.get("val", max(found, default=None)),
         "test": metrics.get("test"),
         "metric": metrics.get("name", ""),
+        "baseline": _baseline(metrics),
         "best_epoch": metrics.get("best_epoch"),
         "epoch_seconds": median(seconds) if seconds else None,
         "seconds": sum(seconds) if seconds else None,
@@ -89,6 +90,13 @@ def summary(run: Run) -> dict[str, Any]:
         "rounds": max(rounds, default=0) if rounds else 0,
         "peak_rss": max(peak, default=0) if peak else None,
     }
+
+
+def _baseline(metrics: Mapping[str, Any]) -> float | None:
+    """Of a run on events what EdgeBank, which learns nothing, comes to on test: the better of its two kinds."""
+    beside = (metrics.get("beside") or {}).get("test") or {}
+    found = [beside[name] for name in ("edgebank", "edgebank_window") if isinstance(beside.get(name), (int, float))]
+    return max(found, default=None)
 
 
 def worker_names(run: Run) -> list[str]:

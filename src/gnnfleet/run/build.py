@@ -143,12 +143,17 @@ def check_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalMo
 def _on_events(graph: Graph, config: RunConfig, here: Here) -> Built:
     """A run on a stream of events; the same to train and to ask a trained one."""
     assert isinstance(config.strategy, TemporalConfig)
+    job = event_job(graph, config, here)
+    return Built(make_temporal(config.strategy, job), graph, job.task, None, world=here.world)
+
+
+def event_job(graph: Graph, config: RunConfig, here: Here) -> EventJob:
+    """What the strategy for events is made of, here."""
     task, model, features = check_events(graph, config)
-    job = EventJob(
+    return EventJob(
         model, task, config.train, features, seed=config.seed, precision=config.precision, memory=config.memory,
         world=here.world, progress=here.progress, say=here.say,
     )  # fmt: skip
-    return Built(make_temporal(config.strategy, job), graph, task, None, world=here.world)
 
 
 def rebuild(

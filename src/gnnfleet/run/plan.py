@@ -20,22 +20,29 @@ from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.chunks import open_layouts
 from gnnfleet.graph.deal import Clusters, Deal
+from gnnfleet.graph.events import is_stream
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition import Partition
 from gnnfleet.graph.store import save_store
+from gnnfleet.nn.config import TEMPORAL_MODELS
 from gnnfleet.nn.own import naming_line
 from gnnfleet.report.progress import Progress, show
 from gnnfleet.report.sizes import show_size
-from gnnfleet.run.build import Checked, Here, check, job_of
+from gnnfleet.run.build import Checked, Here, check, check_events, job_of
 from gnnfleet.run.config import RunConfig, Tree, resolve
 from gnnfleet.run.parts import ensure_clusters, ensure_layouts, ensure_partition
 from gnnfleet.run.registry import AUTO, CONFIGS, foresee, foresees
-from gnnfleet.run.rehearsal import apart, rehearse
+from gnnfleet.run.rehearsal import LATENCY, apart, rehearse, rehearse_events, try_together
 from gnnfleet.strategies.base import Outlook, StrategyConfig
 from gnnfleet.strategies.forecast import Forecast, Pace
 from gnnfleet.strategies.foresight import Weights
 from gnnfleet.strategies.pace import Draw, measure_pace
 from gnnfleet.strategies.sampling import SAMPLED_BATCH
+from gnnfleet.strategies.temporal.forecast import EventOutlook, Rehearsed
+from gnnfleet.strategies.temporal.schedule import Shape
+
+EVENTS = "temporal"
+"""The strategy for streams of events: planned where they are trained on, and no other there."""
 
 GOALS = {"exact": "exact full batch", "sampled": "sampled batches", "any": "all"}
 
@@ -91,25 +98,45 @@ def make_plan(
     goal = str(own.pop("goal", "sampled" if "fanouts" in own else "exact"))
     if goal not in GOALS:
         raise ConfigError(f"strategy.goal={goal}: expected {', '.join(GOALS)}")
-    configs = _configs(words, own, only)
+    on_events = _is_on_events(graph, words, only)
+    configs = _configs(words, own, only, on_events=on_events)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gnnfleet-")))
         stored = graph if graph.store is not None else save_store(graph, scratch / "store")
-        base = resolve({**_without_strategy(words), "strategy": {"name": "sar"}})
+        base = configs[0] if on_events else resolve({**_without_strategy(words), "strategy": {"name": "sar"}})
         stack.enter_context(naming_line(base.model.file))
         progress = stack.enter_context(show(quiet))
-        planner = _Planner(stored, base, own, bandwidth, scratch, progress, quiet)
+        planner: _Planner | _EventPlanner
+        if on_events:
+            planner = _EventPlanner(stored, base, bandwidth, scratch, progress)
+        else:
+            planner = _Planner(stored, base, own, bandwidth, scratch, progress, quiet)
         every = [forecast for config in configs for forecast in planner.forecasts(config)]
     return _recommend(every, base.memory, goal)
+
+
+def _is_on_events(graph: Graph, words: Mapping[str, Any], only: Sequence[str]) -> bool:
+    """Whether a stream is what would be trained on: as strategy, model or task say, or else as the graph is."""
+    if only:
+        if EVENTS in only and len(set(only)) > 1:
+            raise ConfigError(f"{EVENTS} trains on events and the others on nodes or links: plan it by itself")
+        return EVENTS in only
+    model = words.get("model", {})
+    name = model.get("name") if isinstance(model, Mapping) else model
+    if name is not None or "task" in words:
+        return name in TEMPORAL_MODELS or words.get("task") == "edge"
+    return is_stream(graph)
 
 
 def _without_strategy(words: Mapping[str, Any]) -> Tree:
     return {key: value for key, value in words.items() if key != "strategy"}
 
 
-def _configs(words: Mapping[str, Any], own: Mapping[str, Any], only: Sequence[str]) -> list[RunConfig]:
+def _configs(
+    words: Mapping[str, Any], own: Mapping[str, Any], only: Sequence[str], *, on_events: bool
+) -> list[RunConfig]:
     """A config of every strategy, each with those of the words that it knows."""
-    able = {name: kind for name, kind in CONFIGS.items() if foresees(name)}
+    able = {name: kind for name, kind in CONFIGS.items() if foresees(name) and on_events == (name == EVENTS)}
     known = {key for kind in able.values() for key in kind.model_fields}
     for word in own:
         if word not in known:
@@ -120,7 +147,7 @@ def _configs(words: Mapping[str, Any], own: Mapping[str, Any], only: Sequence[st
             raise ConfigError(f"no forecast of a strategy {name!r}; this version has {', '.join(able)}")
     workers, found = words.get("workers", 1), []
     for name, kind in able.items():
-        if (only and name not in only) or (name != "local" and workers == 1):
+        if (only and name not in only) or (name not in ("local", EVENTS) and workers == 1):
             continue
         tree = {**_without_strategy(words), "strategy": {"name": name, **_known(kind, own)}}
         if name == "local":
@@ -177,6 +204,7 @@ class _Planner:
             parts=lambda: shards,
             deal=self._deal,
             layouts=lambda config: open_layouts(self._cut(config)),
+            tried=None if self.bandwidth is not None else self._tried,
         )
 
     def _together(self, alone: Pace, partition: Path) -> Pace:
@@ -187,6 +215,10 @@ class _Planner:
             return apart(alone, workers, self.bandwidth, Weights.of(self.checked.model).nbytes)
         return rehearse(self.graph, self.base, partition, self.draw, scratch=self.scratch)
 
+    def _tried(self, strategy: StrategyConfig) -> dict[str, Any]:
+        config = self.base.model_copy(update={"strategy": strategy})
+        return try_together(self.graph, config, self._cut(strategy), scratch=self.scratch)
+
     def _cut(self, strategy: StrategyConfig) -> Path:
         config = self.base.model_copy(update={"strategy": strategy})
         return ensure_layouts(self.graph, self.checked.graph, config, progress=self.progress, quiet=self.quiet)
@@ -196,6 +228,25 @@ class _Planner:
         path = ensure_clusters(self.graph, self.checked.graph, config, progress=self.progress, quiet=self.quiet)
         counts = {kind: table.count for kind, table in self.graph.nodes.items()}
         return Deal(counts, None if path is None else Clusters.open(path))
+
+
+class _EventPlanner:
+    """The same for a stream of events."""
+
+    def __init__(
+        self, graph: Graph, base: RunConfig, bandwidth: float | None, scratch: Path, progress: Progress
+    ) -> None:
+        self.graph, self.base, self.bandwidth, self.scratch, self.progress = graph, base, bandwidth, scratch, progress
+        check_events(graph, base)
+
+    def forecasts(self, config: RunConfig) -> list[Forecast]:
+        return foresee(config.strategy, EventOutlook(config.workers, self._rehearsed, self.bandwidth, LATENCY))
+
+    def _rehearsed(self, workers: int, shapes: Sequence[Shape]) -> list[Rehearsed]:
+        self.progress.stage(f"rehearsal of {workers}")
+        strategy = self.base.strategy.model_copy(update={"share": "auto", "lanes": "auto", "copies": "auto"})
+        config = self.base.model_copy(update={"workers": workers, "strategy": strategy})
+        return rehearse_events(self.graph, config, shapes, scratch=self.scratch)
 
 
 def _recommend(every: Sequence[Forecast], memory: int | None, goal: str) -> Plan:

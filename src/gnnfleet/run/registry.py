@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.strategies.base import Job, Outlook, Strategy, StrategyConfig
@@ -19,6 +20,9 @@ from gnnfleet.strategies.sar.config import SarConfig
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.task import EventJob
 from gnnfleet.strategies.tma.config import TmaConfig
+
+if TYPE_CHECKING:
+    from gnnfleet.strategies.temporal.forecast import EventOutlook
 
 CONFIGS: dict[str, type[StrategyConfig]] = {
     "local": LocalConfig,
@@ -97,8 +101,8 @@ def foresees(name: str) -> bool:
     return find_spec(f"gnnfleet.strategies.{name}.forecast") is not None
 
 
-def foresee(config: StrategyConfig, outlook: Outlook) -> list[Forecast]:
-    """What a strategy says of its epochs. Raises ConfigError."""
+def foresee(config: StrategyConfig, outlook: Outlook | EventOutlook) -> list[Forecast]:
+    """What a strategy says of its epochs; the one for events is told of its stream. Raises ConfigError."""
     found: list[Forecast] = import_module(f"gnnfleet.strategies.{config.name}.forecast").foresee(config, outlook)
     return found
 

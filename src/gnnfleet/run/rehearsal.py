@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from gnnfleet.comm.world import World
+from gnnfleet.graph.chunks import open_layouts
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.own import naming_line
-from gnnfleet.run.build import Here, check, job_of
+from gnnfleet.run.build import Here, check, event_job, job_of
 from gnnfleet.run.config import RunConfig, resolve
 from gnnfleet.run.launch import launch
-from gnnfleet.run.rank import open_own
+from gnnfleet.run.rank import open_own, open_same
 from gnnfleet.run.spec import Spec
 from gnnfleet.strategies.forecast import LayerPace, Pace
 from gnnfleet.strategies.pace import Draw, measure_pace
+from gnnfleet.strategies.pipe import forecast as pipe
+from gnnfleet.strategies.pipe.config import PipeConfig
+from gnnfleet.strategies.temporal import forecast as events
+from gnnfleet.strategies.temporal.config import TemporalConfig
+from gnnfleet.strategies.temporal.schedule import Shape
 
 LATENCY = 1e-4
 """Seconds of a round between machines, where only their bandwidth is given."""
@@ -24,25 +31,54 @@ LATENCY = 1e-4
 def rehearse(graph: Graph, config: RunConfig, partition: Path, draw: Draw, *, scratch: Path) -> Pace:
     """All workers of a config on this machine."""
     assert graph.store is not None
+    found = _launch(graph, config, str(partition.relative_to(graph.store.path)), asdict(draw), scratch)
+    return Pace(**{**found, "layers": tuple(LayerPace(**each) for each in found["layers"])})
+
+
+def try_together(graph: Graph, config: RunConfig, layouts: Path, *, scratch: Path) -> dict[str, Any]:
+    """What all workers say of a strategy that streams chunks."""
+    assert graph.store is not None
+    return _launch(graph, config, str(layouts.relative_to(graph.store.path)), {}, scratch)
+
+
+def rehearse_events(
+    graph: Graph, config: RunConfig, shapes: Sequence[Shape], *, scratch: Path
+) -> list[events.Rehearsed]:
+    """Arrangements of the trainers of a config, one after the other."""
+    found = _launch(graph, config, "", {"shapes": [list(vars(shape).values()) for shape in shapes]}, scratch)
+    return [events.Rehearsed(**{**each, "begin": tuple(each["begin"])}) for each in found["shapes"]]
+
+
+def _launch(
+    graph: Graph, config: RunConfig, partition: str, rehearsal: dict[str, Any], scratch: Path
+) -> dict[str, Any]:
+    assert graph.store is not None
     spec = Spec(
         store=str(graph.store.path.resolve()),
         digest=graph.store.digest,
-        partition=str(partition.relative_to(graph.store.path)),
+        partition=partition,
         run_dir=str(scratch),
         config=config.model_dump(mode="json"),
-        rehearsal=asdict(draw),
+        rehearsal=rehearsal,
     )
-    found = launch(spec, folder=scratch / "launch", workers=config.workers, advice="try again")
-    return Pace(**{**found, "layers": tuple(LayerPace(**each) for each in found["layers"])})
+    return launch(spec, folder=scratch / "launch", workers=config.workers, advice="try again")
 
 
 def rehearse_spec(spec: Spec, world: World) -> dict[str, Any]:
     """This rank's share."""
-    config = resolve(spec.config)
+    config, words = resolve(spec.config), dict(spec.rehearsal or {})
+    if isinstance(config.strategy, TemporalConfig):
+        on_events = event_job(open_same(spec, world), config, Here(world))
+        shapes = [Shape(*sizes) for sizes in words["shapes"]]
+        return {"shapes": [asdict(each) for each in events.rehearse(config.strategy, on_events, shapes)]}
     with naming_line(config.model.file):
+        if isinstance(config.strategy, PipeConfig):
+            graph = open_same(spec, world)
+            assert graph.store is not None
+            here = Here(world, layouts=open_layouts(graph.store.path / spec.partition))
+            return pipe.rehearse(config.strategy, job_of(check(graph, config), config, here))
         graph, shard = open_own(spec, world)
         job = job_of(check(graph, config), config, Here(world))
-        words = dict(spec.rehearsal or {})
         return asdict(measure_pace(world, job, shard, Draw(**words)))
 
 

@@ -235,6 +235,7 @@ function runsTable() {
     { key: "loss", title: "train loss" },
     { key: "val", title: "val" + named },
     { key: "test", title: "test" + named },
+    { key: "baseline", title: "EdgeBank" },
     { key: "epoch_seconds", title: "epoch", show: seconds },
     { key: "bytes", title: "sent", show: bytes },
     { key: "rounds", title: "rounds" },
@@ -246,6 +247,7 @@ function runsTable() {
   const said = [];  // what every row would say
   if (rows.every((row) => row.name === row.strategy)) said.push("strategy");
   if (rows.every((row) => row.state === "finished")) said.push("state");
+  if (!rows.some((row) => isNumber(row.baseline))) said.push("baseline");
   return table(columns.filter((column) => !said.includes(column.key)), rows, { sortable: true, id: "runs" });
 }
 

@@ -88,7 +88,7 @@ def summary_table(runs: list[dict[str, Any]], equals: dict[str, str] | None = No
     metrics = {each["metric"] for _, each in found if each["metric"]}
     metric = metrics.pop() if len(metrics) == 1 else "metric"
     columns = ["run", "workers", "epochs", f"test {metric}", "s per epoch", "sent", "rounds", "largest worker"]
-    several = metric == "metric"
+    several, has_baseline = metric == "metric", any(each["baseline"] is not None for _, each in found)
     rows: list[list[Any]] = []
     for run, each in found:
         peak = None if each["peak_rss"] is None else size_text(each["peak_rss"])
@@ -97,4 +97,8 @@ def summary_table(runs: list[dict[str, Any]], equals: dict[str, str] | None = No
         rows.append([*words, size_text(each["bytes"]), each["rounds"], peak])
         if equals is not None:
             rows[-1].append(equals.get(run["name"]))
+        if has_baseline:
+            rows[-1].insert(4, each["baseline"])
+    if has_baseline:
+        columns.insert(4, "EdgeBank")
     return table(None, [*columns, *(["equals local"] if equals is not None else [])], rows)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
-from gnnfleet.comm.code import Code
-from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.chunks import Layout
-from gnnfleet.sharded.way import Way
-from gnnfleet.strategies.base import PRECISIONS, Outlook
+from gnnfleet.strategies.base import PRECISIONS, Job, Outlook
 from gnnfleet.strategies.forecast import SLACK, Forecast
 from gnnfleet.strategies.foresight import Weights, evaluation_bytes, sketch_of
-from gnnfleet.strategies.inputs import wants_aggregate
 from gnnfleet.strategies.pipe import plan
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.plan import Candidate, Machine
-from gnnfleet.strategies.pipe.probe import Found, Trial, probe
-from gnnfleet.strategies.pipe.station import features_of
+from gnnfleet.strategies.pipe.probe import Found, try_layers
 
 
 def foresee(config: PipeConfig, outlook: Outlook) -> list[Forecast]:
@@ -38,22 +33,19 @@ def foresee(config: PipeConfig, outlook: Outlook) -> list[Forecast]:
     return forecasts
 
 
+def rehearse(config: PipeConfig, job: Job) -> dict[str, Any]:
+    """What all workers find who try the layers of a model together, on a chunk each."""
+    assert job.layouts is not None
+    return try_layers(config, job, job.layouts[-1]).as_json()
+
+
 def _probe(config: PipeConfig, outlook: Outlook, layout: Layout) -> Found:
-    """Layers on one chunk, here; all workers at once take as much longer as the rehearsal says."""
-    job, way = outlook.job, Way(outlook.job.graph, layout, 0)
-    cached = wants_aggregate(config.cache_inputs, hides=job.task.hides)
-    trial = Trial(way, partial(features_of, job, way), job.precision, cached, Code(config.wire))
-    found, pace, workers = probe(World(), job.model, trial), outlook.together, outlook.workers
-    slower = _crowding(outlook)
-    layers = [replace(layer, least=layer.least * slower, whole=layer.whole * slower) for layer in found.layers]
-    met = slower * (workers - 1) * pace.latency
-    return replace(found, layers=tuple(layers), machine=Machine(pace.socket, pace.latency, slower, workers, met))
-
-
-def _crowding(outlook: Outlook) -> float:
-    """How many times as long layers take while all workers compute."""
-    loads = [(10_000.0, 100_000.0)] * outlook.job.model.num_layers
-    return max(1.0, outlook.together.walk(loads) / max(outlook.alone.walk(loads), 1e-9))
+    """Layers on a chunk, by all workers at once; by one where each has a machine of its own."""
+    if outlook.tried is not None and outlook.workers > 1:
+        return Found.from_json(outlook.tried(config))
+    found, pace, workers = try_layers(config, outlook.job, layout), outlook.together, outlook.workers
+    met = (workers - 1) * pace.latency
+    return replace(found, machine=Machine(pace.socket, pace.latency, 1.0, workers, met))
 
 
 def _forecast(config: PipeConfig, outlook: Outlook, found: Found, layout: Layout) -> Forecast:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from gnnfleet.comm.code import Code
 from gnnfleet.comm.reduce import gather_rows, sum_over_ranks
 from gnnfleet.comm.wire import receive, send
 from gnnfleet.comm.world import World
+from gnnfleet.graph.chunks import Layout
 from gnnfleet.nn.base import Model
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.traffic import Traffic
@@ -22,11 +24,15 @@ from gnnfleet.sharded.chunk import ChunkView
 from gnnfleet.sharded.mirrors import Mirrors
 from gnnfleet.sharded.stream import Stream, Turn
 from gnnfleet.sharded.way import Chunk, Way
-from gnnfleet.strategies.base import products
+from gnnfleet.strategies.base import Job, products
+from gnnfleet.strategies.inputs import wants_aggregate
+from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.plan import LayerCost, Machine, Weights
+from gnnfleet.strategies.pipe.station import features_of
 
 _PROBE = 4 << 20  # bytes of a message that bandwidth is measured with
 _TAG = 31
+_REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,32 @@ class Found:
     weights: Weights
     machine: Machine
 
+    def as_json(self) -> dict[str, Any]:
+        used = [sorted(names) for names in self.weights.layers]
+        return {
+            "layers": [asdict(layer) for layer in self.layers],
+            "weights": {"layers": used, "sizes": dict(self.weights.sizes)},
+            "machine": asdict(self.machine),
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Found:
+        weights = told["weights"]
+        return cls(
+            tuple(LayerCost(**layer) for layer in told["layers"]),
+            Weights(tuple(map(frozenset, weights["layers"])), weights["sizes"]),
+            Machine(**told["machine"]),
+        )
+
+
+def try_layers(config: PipeConfig, job: Job, layout: Layout) -> Found:
+    """The layers of a model on chunks of a layout; all ranks of the job call it."""
+    number, which = divmod(job.world.rank, layout.ways)
+    way = Way(job.graph, layout, which)
+    cached = wants_aggregate(config.cache_inputs, hides=job.task.hides)
+    trial = Trial(way, partial(features_of, job, way), job.precision, cached, Code(config.wire))
+    return probe(job.world, job.model, trial, number=number)
+
 
 def probe(world: World, model: Model, trial: Trial, *, number: int = 0) -> Found:
     """Run every layer on one chunk of a way and on a single row; all ranks call it, the first also by itself."""
@@ -59,9 +91,10 @@ def probe(world: World, model: Model, trial: Trial, *, number: int = 0) -> Found
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for piece in (none, chunk):
         tried.run(piece)  # what is made once for all epochs is made now
-    alone = sum(tried.run(chunk).seconds) if world.is_first else 0.0
+    alone = sum(tried.fastest(chunk).seconds) if world.is_first else 0.0
     sum_over_ranks(aside, torch.zeros(1))  # the others wait
-    there, least = tried.run(chunk), [0.0] * model.num_layers if model.batch_norm else tried.run(none).shared
+    there = tried.fastest(chunk)
+    least = [0.0] * model.num_layers if model.batch_norm else tried.fastest(none).shared
     waited: list[float] = []
     tried.run(chunk, then=lambda: waited.append(_meet(aside)))
     for name, buffer in model.named_buffers():
@@ -124,6 +157,10 @@ class _Tried:
         self.model, self.trial = model, trial
         self.mirrors = Mirrors(World(), trial.way, trial.code)
         self._views: dict[int, ChunkView] = {}
+
+    def fastest(self, chunk: Chunk) -> _Seen:
+        """Of several times."""
+        return min((self.run(chunk) for _ in range(_REPEATS)), key=lambda seen: sum(seen.seconds))
 
     def run(self, chunk: Chunk, *, then: Callable[[], None] | None = None) -> _Seen:
         """One forward and backward of every layer on random neighbours, ``then`` after each; gradients are thrown

@@ -11,21 +11,18 @@ import json
 import time
 from collections.abc import Generator
 from dataclasses import replace
-from functools import partial
 
 import torch
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from gnnfleet.comm.code import Code
 from gnnfleet.comm.reduce import gather_rows, sum_over_ranks
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.chunks import Layout
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.schedule import draw_schedule
 from gnnfleet.report.traffic import Traffic
-from gnnfleet.sharded.way import Way
 from gnnfleet.strategies.base import (
     PRECISIONS,
     PRIVATE,
@@ -37,14 +34,13 @@ from gnnfleet.strategies.base import (
     make_optimizer,
     optimizer_tensors,
 )
-from gnnfleet.strategies.inputs import wants_aggregate
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.guard import Compared, Guard
 from gnnfleet.strategies.pipe.plan import Candidate, Forecast, choose, forecast
-from gnnfleet.strategies.pipe.probe import Found, Trial, probe
+from gnnfleet.strategies.pipe.probe import try_layers
 from gnnfleet.strategies.pipe.schedule import Span, bubble
 from gnnfleet.strategies.pipe.stage import Loss
-from gnnfleet.strategies.pipe.station import Station, features_of
+from gnnfleet.strategies.pipe.station import Station
 from gnnfleet.strategies.task import Batch, Take
 
 _CUT = "cut"
@@ -63,7 +59,7 @@ class PipeStrategy:
         self._aside = replace(job.world, traffic=Traffic())  # words that are no part of training
         self.model = job.model
         self._layouts = _layouts(config, job)
-        self._found = self._probe()
+        self._found = try_layers(config, job, self._layouts[-1])
         self._forecasts = self._foresee()
         self._optimizer = make_optimizer(self.model, job.train)
         self._guard = Guard.begin(config.guard, config.tolerance, 0)
@@ -74,15 +70,6 @@ class PipeStrategy:
         self._work_on(self._plan())
 
     # -- what is where --
-
-    def _probe(self) -> Found:
-        """The layers, on a part of the graph."""
-        job, layout = self._job, self._layouts[-1]
-        number, which = divmod(self._world.rank, layout.ways)
-        way = Way(job.graph, layout, which)
-        cached = wants_aggregate(self._config.cache_inputs, hides=job.task.hides)
-        trial = Trial(way, partial(features_of, job, way), job.precision, cached, Code(self._config.wire))
-        return probe(self._world, self.model, trial, number=number)
 
     def _foresee(self) -> list[Forecast]:
         """Every grid that fits, the same on all ranks: clocks differ, so what the first found holds."""

@@ -69,7 +69,7 @@ def arrange(trainers: Trainers, batch: int, given: Shape) -> tuple[Shape, str]:
     together = gcd(*trainers.machines)  # a copy's trainers must be a part of every machine
     held = trainers.room // max(trainers.copy_bytes, 1)
     fitting, tight = [], False
-    for shape in _shapes(trainers.workers):
+    for shape in shapes_of(trainers.workers):
         if any(wanted not in (0, found) for wanted, found in zip(_sizes(given), _sizes(shape), strict=True)):
             continue
         if together % (shape.share * shape.lanes):
@@ -86,7 +86,8 @@ def arrange(trainers: Trainers, batch: int, given: Shape) -> tuple[Shape, str]:
     return best, _reason(best, trainers, batch, held)
 
 
-def _shapes(workers: int) -> list[Shape]:
+def shapes_of(workers: int) -> list[Shape]:
+    """All arrangements of so many trainers."""
     divisors = [d for d in range(1, workers + 1) if workers % d == 0]
     return [Shape(i, j, workers // i // j) for i in divisors for j in divisors if workers // i % j == 0]
 
