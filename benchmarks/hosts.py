@@ -152,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--rate", default="200mbit")
-    parser.add_argument("--delay", default="1ms")
+    parser.add_argument("--delay", help="as 1ms; needs a kernel with netem")
     parser.add_argument("--strategies", nargs="+", default=list(WORDS))
     parser.add_argument("--nodes", type=int, default=20_000)
     asked = parser.parse_args()
@@ -164,7 +164,7 @@ def main() -> None:
         save_store(graph, folder / "graph")
         save_store(make_dataset("events", events=asked.nodes, features=16, seed=1), folder / "events")
         for strategy in asked.strategies:
-            name = f"{strategy}/{asked.hosts}/{asked.rate}/{asked.delay}/{asked.nodes}"
+            name = f"{strategy}/{asked.hosts}/{asked.rate}/{asked.delay or 'none'}/{asked.nodes}"
             if name in cells:
                 continue
             with hosts(asked.hosts, rate=asked.rate, delay=asked.delay) as found:

@@ -50,12 +50,12 @@ def test_killed_trainers_are_named_and_runs_go_on_to_the_same_bits(forks: Forks,
     wholes = [spec_of(store, tmp_path / f"whole-{number}", words) for number, words in enumerate(shapes)]
     specs = [spec_of(store, tmp_path / f"cut-{number}", words) for number, words in enumerate(shapes)]
     trials = [forks.start(spec.as_json(), tmp_path / f"trial-{n}", size=SIZE) for n, spec in enumerate(specs)]
+    again = [forks.start(spec.as_json(), tmp_path / f"all-{n}", size=SIZE) for n, spec in enumerate(wholes)]
     plan = plan_of(len(trials), signal.SIGKILL)
     hits = side_by_side(trials, plan, forks)
     for trial, (victim, _, _), hit in zip(trials, plan, hits, strict=True):
         check_ends(trial, victim, hit)
-    again = [forks.start(spec.as_json(), tmp_path / f"again-{n}", size=SIZE) for n, spec in enumerate(specs)]
-    again += [forks.start(spec.as_json(), tmp_path / f"all-{n}", size=SIZE) for n, spec in enumerate(wholes)]
+    again += [forks.start(spec.as_json(), tmp_path / f"again-{n}", size=SIZE) for n, spec in enumerate(specs)]
     for trial in again:
         assert all(code == 0 for code, _ in trial.wait(PATIENCE).values()), [trial.said(rank) for rank in range(SIZE)]
     for cut, whole in zip(specs, wholes, strict=True):

@@ -13,7 +13,7 @@ import pytest
 from tests.fuzz.subjects import SUBJECTS
 from tests.fuzz.trials import problems
 
-CASES = 25
+CASES = 15
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gnnfleet.errors import RunError
 from gnnfleet.report.page import page_data, render_page
 from gnnfleet.report.runs import mean_split, read_run, summary, worker_names
-from gnnfleet.report.watching import lines_since, sparkline
+from gnnfleet.report.watching import lines_since, live_view, sparkline
 from gnnfleet.run.commands.report import summary_table
 from tests.report.runs import write_run
 
@@ -79,6 +80,31 @@ def test_damaged_files_are_left_out(tmp_path: Path) -> None:
     run = read_run(path)
     assert run["totals"] is None and run["record"] is None and run["parts"] is None
     assert [row["epoch"] for row in run["rows"]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config": {"config": {"strategy": [], "model": 3, "train": [], "workers": 2}, "store": "shop"}},
+        {"record": {"metrics": [], "traffic": [1], "memory": 3}},
+        {"record": {"metrics": {"test": "good", "name": 3, "beside": [1]}, "traffic": {"bytes_sent": "x"}}},
+        {"totals": {"bytes": [["a"]], "rounds": ["b"], "peak_rss": ["c"]}},
+        {"totals": {"bytes": [1], "rounds": [], "peak_rss": []}, "parts": {"quality": 3}},
+        {"metrics": [{"epoch": 1, "seconds": "x", "train_loss": "y", "val": None}], "remarks": [{"text": 3}]},
+        {"ranks": [{"epoch": 1, "compute": [1], "exchange": [], "wait": [1, 2]}]},
+    ],
+)
+def test_other_types_than_expected_are_left_out(tmp_path: Path, files: dict[str, Any]) -> None:
+    run = read_run(write_run(tmp_path / "one", **files))
+    assert "<main>" in render_page(page_data([run], title="x"))
+    assert summary_table([run]).row_count == 1 and live_view(run) is not None
+
+
+@pytest.mark.parametrize("words", [{"workers": "two"}, {"workers": None}, {"train": {"epochs": []}}])
+def test_a_config_without_numbers_is_no_run(tmp_path: Path, words: dict[str, Any]) -> None:
+    path = write_run(tmp_path / "one", config={"config": {"strategy": {"name": "sar"}, **words}})
+    with pytest.raises(RunError, match="not a run"):
+        read_run(path)
 
 
 def test_text_of_users_cannot_leave_the_data(tmp_path: Path) -> None:

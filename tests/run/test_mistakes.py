@@ -17,6 +17,7 @@ from gnnfleet.graph.partitioners import PARTITIONERS
 from gnnfleet.graph.store import save_store
 from gnnfleet.nn.config import MODELS
 from gnnfleet.run.api import train
+from tests.report.runs import write_run
 from tests.run.graphs import assert_same_checkpoint, communities
 from tests.run.shell import call
 
@@ -37,6 +38,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_store(good.with_nodes("node", split=None), folder / "unsplit")
     save_store(good.with_nodes("node", y=None, classes=()), folder / "unlabelled")
     save_store(make_dataset("shop", seed=1, users=20, products=20, brands=3, buys=40, views=40), folder / "shop")
+    save_store(make_dataset("events", users=20, items=10, events=60, seed=1), folder / "events")
     (folder / "wrong.toml").write_text("seed = = 3")
     (folder / "unknown.toml").write_text("[train]\nepohcs = 3\n")
     return folder
@@ -102,6 +104,45 @@ def test_one_line_and_an_exit_code(
     assert message in lines[-1] and lines[-1].startswith("error: ") and not done.stdout
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir()) and sorted(stores.rglob("*")) == before
+
+
+# The same for other commands. {out} is an empty directory that stays so.
+OTHERS = [
+    ("train {}/good -s macrobatch -w 2 --set strategy.together=0", 2, "strategy.together=0: input should be 'auto' or"),
+    ("train {}/events -s temporal --set strategy.relation=a:b:c", 2, "edges a:b:c have no times"),
+    ("plan {}/good --strategies temporal", 2, "no edges with times"),
+    ("plan {}/good --bandwidth fast", 2, "a bandwidth reads as 1Gbit"),
+    ("compare {}/good --strategies sar --set sar.grup=1 -o {out}/c", 2, "did you mean strategy.group?"),
+    ("compare {}/good --strategies local -o /proc/none", 2, "cannot write to /proc/none"),
+    ("report {}/good", 7, "is not a run"),
+    ("watch {}/none", 7, "is not a run"),
+    ("predict {}/none -o {out}/a.csv", 7, "is not a run"),
+    ("evaluate {}/good", 7, "is not a run"),
+    ("join nowhere {}/good --trainers 1", 2, "expected HOST:PORT"),
+    ("join localhost:0 {}/good --trainers 1", 2, "nobody listens at port 0"),
+    ("join localhost:65536 {}/good --trainers 1", 2, "a port up to 65535"),
+    ("join localhost:1 {}/none --trainers 1", 4, "no graph at"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "message"), OTHERS)
+def test_other_commands(words: str, code: int, message: str, stores: Path, tmp_path: Path) -> None:
+    before = sorted(stores.rglob("*"))
+    done = call(*words.replace("{out}", str(tmp_path)).replace("{}", str(stores)).split())
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert (
+        message in lines[-1] and lines[-1].startswith("error: ") and not done.stdout and "Traceback" not in done.stderr
+    )
+    assert not list(tmp_path.iterdir()) and sorted(stores.rglob("*")) == before
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (tmp_path / "taken").mkdir()
+    done = call("report", run, "-o", tmp_path / "taken")
+    assert done.returncode == 2 and "Is a directory: choose another --output" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
 
 
 def test_a_loss_that_is_no_number(stores: Path, tmp_path: Path) -> None:

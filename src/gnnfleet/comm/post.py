@@ -33,6 +33,9 @@ ANSWER = 2.0
 """Seconds a value may take to be there."""
 
 
+MOST_PORT = 65535
+
+
 @dataclass(frozen=True)
 class Address:
     """Where the server is."""
@@ -47,8 +50,8 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Raises ValueError for anything but HOST:PORT."""
         host, _, port = text.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f"expected HOST:PORT, found {text!r}")
+        if not host or not port.isdecimal() or int(port) > MOST_PORT:
+            raise ValueError(f"expected HOST:PORT with a port up to {MOST_PORT}, found {text!r}")
         return cls(host, int(port))
 
 

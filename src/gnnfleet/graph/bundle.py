@@ -332,10 +332,14 @@ def checksum(path: Path, advance: Callable[[int], None] = lambda _: None) -> str
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file so that a reader sees the old or the new one, never a part."""
     partial = path.with_name(f".{path.name}{PARTIAL}{secrets.token_hex(3)}")
-    with partial.open("wb") as file:
-        file.write(content)
-        _flush(file)
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            _flush(file)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     _sync_directory(path.parent)
 
 

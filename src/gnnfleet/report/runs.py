@@ -28,6 +28,9 @@ def read_run(path: Path, name: str | None = None) -> Run:
     if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
         raise RunError(f"{path} is not a run: expected a config.json of one there")
     config, record, totals = about["config"], _read(path / "record.json"), _read(path / "ranks.json")
+    workers, epochs = config.get("workers", 1), _group(config, "train").get("epochs", 0)
+    if not isinstance(workers, int) or not isinstance(epochs, int):
+        raise RunError(f"{path} is not a run: numbers of workers and epochs in its config.json are none")
     state = RUNNING if is_running(path) else FINISHED if isinstance(record, dict) else STOPPED
     rows = [row for row in read_metrics(path / "metrics.jsonl") if _is_row(row)]
     parts = _read(path / "parts.json")
@@ -35,17 +38,17 @@ def read_run(path: Path, name: str | None = None) -> Run:
         "name": name or path.resolve().name,
         "path": str(path.resolve()),
         "state": state,
-        "store": Path(str((about.get("store") or {}).get("path", ""))).name,
+        "store": Path(str(_group(about, "store").get("path", ""))).name,
         "strategy": str(_named(config.get("strategy"))),
         "model": str(_named(config.get("model"))),
-        "workers": int(config.get("workers", 1)),
+        "workers": workers,
         "seed": config.get("seed"),
-        "epochs": int(config.get("train", {}).get("epochs", 0)),
+        "epochs": epochs,
         "config": _flat(config),
         "rows": rows,
         "ranks": [row for row in read_metrics(path / "ranks.jsonl") if _is_split(row)],
         "totals": totals if _are_totals(totals) else None,
-        "parts": parts if isinstance(parts, dict) else None,
+        "parts": parts if isinstance(parts, dict) and _group(parts, "quality") else None,
         "record": record if isinstance(record, dict) and state != RUNNING else None,
         "remarks": [str(row.get("text", "")) for row in read_metrics(path / "remarks.jsonl") if isinstance(row, dict)],
         "pictures": {what: _picture(path / file) for file, what in PICTURES.items() if (path / file).is_file()},
@@ -69,19 +72,19 @@ def is_running(path: Path) -> bool:
 def summary(run: Run) -> dict[str, Any]:
     """The numbers by which runs are compared; None where there is none yet."""
     rows, record, totals = run["rows"], run["record"] or {}, run["totals"] or {}
-    metrics = record.get("metrics") or {}
+    metrics = _group(record, "metrics")
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), (int, float))]
     found = [row["val"] for row in rows if isinstance(row.get("val"), (int, float))]
-    traffic, memory = record.get("traffic") or {}, record.get("memory") or {}
-    sent = traffic.get("bytes_sent") or [sum(row) for row in totals.get("bytes", [])]
-    rounds = traffic.get("rounds") or totals.get("rounds")
-    peak = memory.get("peak_rss") or totals.get("peak_rss")
+    traffic, memory = _group(record, "traffic"), _group(record, "memory")
+    sent = _numbers(traffic.get("bytes_sent")) or [sum(row) for row in totals.get("bytes", [])]
+    rounds = _numbers(traffic.get("rounds")) or totals.get("rounds")
+    peak = _numbers(memory.get("peak_rss")) or totals.get("peak_rss")
     return {
         "epochs": len(rows),
         "loss": rows[-1].get("train_loss") if rows else None,
-        "val": metrics.get("val", max(found, default=None)),
-        "test": metrics.get("test"),
-        "metric": metrics.get("name", ""),
+        "val": _number(metrics.get("val")) if "val" in metrics else max(found, default=None),
+        "test": _number(metrics.get("test")),
+        "metric": str(metrics.get("name", "")),
         "baseline": _baseline(metrics),
         "best_epoch": metrics.get("best_epoch"),
         "epoch_seconds": median(seconds) if seconds else None,
@@ -94,9 +97,9 @@ def summary(run: Run) -> dict[str, Any]:
 
 def _baseline(metrics: Mapping[str, Any]) -> float | None:
     """Of a run on events what EdgeBank, which learns nothing, comes to on test: the better of its two kinds."""
-    beside = (metrics.get("beside") or {}).get("test") or {}
-    found = [beside[name] for name in ("edgebank", "edgebank_window") if isinstance(beside.get(name), (int, float))]
-    return max(found, default=None)
+    beside = _group(_group(metrics, "beside"), "test")
+    found = (_number(beside.get(name)) for name in ("edgebank", "edgebank_window"))
+    return max((value for value in found if value is not None), default=None)
 
 
 def worker_names(run: Run) -> list[str]:
@@ -112,7 +115,7 @@ def mean_split(run: Run) -> list[dict[str, float]]:
     rows: Sequence[Mapping[str, Any]] = run["ranks"][1:] or run["ranks"]
     if not rows:
         return []
-    workers = min(len(row[PHASES[0]]) for row in rows)
+    workers = min(len(row[phase]) for row in rows for phase in PHASES)
     return [{phase: sum(row[phase][w] for row in rows) / len(rows) for phase in PHASES} for w in range(workers)]
 
 
@@ -120,6 +123,19 @@ def _read(path: Path) -> Any:
     with suppress(OSError, ValueError):
         return json.loads(path.read_bytes())
     return None
+
+
+def _group(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = tree.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, (int, float)) else None
+
+
+def _numbers(values: Any) -> list[float]:
+    return values if isinstance(values, list) and all(isinstance(each, (int, float)) for each in values) else []
 
 
 def _named(group: Any) -> Any:
@@ -144,7 +160,13 @@ def _is_split(row: Any) -> bool:
 
 
 def _are_totals(found: Any) -> bool:
-    return isinstance(found, dict) and all(isinstance(found.get(key), list) for key in ("bytes", "rounds", "peak_rss"))
+    """A row of bytes, a number of rounds and a peak of every worker."""
+    if not isinstance(found, dict) or not isinstance(found.get("bytes"), list):
+        return False
+    count = len(found["bytes"])
+    return all(len(_numbers(row)) == count + 1 for row in found["bytes"]) and all(
+        len(_numbers(found.get(key))) == count for key in ("rounds", "peak_rss")
+    )
 
 
 def _picture(path: Path) -> str:

@@ -67,7 +67,8 @@ def serve_page(data: Data, host: str, port: int, *, say: Callable[[str], None]) 
     try:
         server = PageServer(data, host, port)
     except OSError as error:
-        raise ConfigError(f"cannot serve on {host}:{port}: {error.strerror or error}: choose another --port") from error
+        why = error.strerror or error
+        raise ConfigError(f"cannot serve on {host}:{port}: {why}: choose another --host or --port") from error
     say(f"the page is at {server.url} (Ctrl-C ends)")
     try:
         server.serve_forever(poll_interval=0.2)

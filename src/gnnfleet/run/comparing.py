@@ -58,6 +58,17 @@ class Contest:
         strategy = {"name": name, **self.own.get(name, {})}
         return resolve(overlay(self.words, {"strategy": strategy, "workers": workers}))
 
+    def check_some(self) -> None:
+        """Raise what the first strategy says where none of them can be trained so."""
+        said = []
+        for name in self.strategies:
+            try:
+                self.config(name)
+                return
+            except ConfigError as error:
+                said.append(error)
+        raise said[0]
+
 
 @dataclass(frozen=True)
 class Verdict:

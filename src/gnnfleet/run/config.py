@@ -7,6 +7,7 @@ repeated from its directory alone.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -244,7 +245,7 @@ def check_continues(old: RunConfig, new: RunConfig) -> None:
 
 def _explain(error: ValidationError, root: type[BaseModel], prefix: str = "") -> str:
     first = error.errors()[0]
-    words = [str(word) for word in first["loc"]]
+    words = _place(first)
     key = prefix + ".".join(words)
     if first["type"] == "extra_forbidden":
         known = _fields(root, words[:-1])
@@ -253,7 +254,18 @@ def _explain(error: ValidationError, root: type[BaseModel], prefix: str = "") ->
         return f"no setting {key!r}: {hint}"
     if first["type"] == "value_error":
         return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
-    return f"{key}={_short(first['input'])}: {first['msg'].lower()}"
+    said = dict.fromkeys(each["msg"].lower() for each in error.errors() if _place(each) == words)
+    return f"{key}={_short(first['input'])}: {' or '.join(said).replace(' or input should be ', ' or ')}"
+
+
+def _place(error: Mapping[str, Any]) -> list[str]:
+    """The words that lead to a value; of one that may be of several kinds these are no part."""
+    if error["type"] == "extra_forbidden":
+        return [str(word) for word in error["loc"]]
+    return [str(word) for word in error["loc"] if not re.search(r"[\[\-]", str(word)) and word not in _KINDS]
+
+
+_KINDS = ("int", "float", "bool", "str")
 
 
 def _short(value: Any) -> str:

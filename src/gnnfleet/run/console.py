@@ -28,7 +28,7 @@ def emit(result: Mapping[str, Any], *, as_json: bool, human: Iterable[Any] = ())
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
         return
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 120, emoji=False)
     for item in human:
         console.print(item)
 
@@ -36,7 +36,7 @@ def emit(result: Mapping[str, Any], *, as_json: bool, human: Iterable[Any] = ())
 def remark(text: str, *, quiet: bool = False) -> None:
     """A sentence for the user beside the result."""
     if not quiet:
-        Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+        Console(stderr=True, highlight=False, emoji=False).print(text, markup=False, soft_wrap=True)
 
 
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:

@@ -176,6 +176,8 @@ def join_fleet(
         place = Address.parse(address)
     except ValueError as error:
         raise ConfigError(f"{error}") from error
+    if not place.port:
+        raise ConfigError(f"nobody listens at port 0, found {address}: name the port that strategy.listen has there")
     open_sound(store)
     post = Post.connect(place)
     letter = post.read("spec")

@@ -26,6 +26,7 @@ from gnnfleet.graph.partition import Partition
 from gnnfleet.graph.store import save_store
 from gnnfleet.nn.config import TEMPORAL_MODELS
 from gnnfleet.nn.own import naming_line
+from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.progress import Progress, show
 from gnnfleet.report.sizes import show_size
 from gnnfleet.run.build import Checked, Here, check, check_events, job_of
@@ -211,6 +212,12 @@ class _Planner:
         workers = self.base.workers
         if workers == 1:
             return alone
+        least = workers * alone.resident
+        if self.bandwidth is None and least > memory_limit():
+            raise ConfigError(
+                f"{workers} workers on this machine take {show_size(least)} before they begin, it has "
+                f"{show_size(memory_limit())}: say --bandwidth where each has a machine of its own"
+            )
         if self.bandwidth is not None:
             return apart(alone, workers, self.bandwidth, Weights.of(self.checked.model).nbytes)
         return rehearse(self.graph, self.base, partition, self.draw, scratch=self.scratch)

@@ -75,6 +75,7 @@ def compare(
     contest = Contest(store, output / RUNS, names, workers, words, own)
     if "tma" in names:
         own.setdefault("tma", {}).update(steps_of_a_pass(graph, contest.config("tma")))
+    contest.check_some()
     make_room(output, overwrite=overwrite)
     with show(quiet) as progress:
         done = train_all(contest, progress=progress, say=partial(remark, quiet=quiet))
@@ -97,8 +98,11 @@ def make_room(folder: Path, *, overwrite: bool, beside: Sequence[str] = ()) -> N
             raise ConfigError(f"{folder} is not empty: choose another --output, or --overwrite what was compared there")
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).touch()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARK).touch()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror or error}: choose another --output") from error
 
 
 def read_all(places: Mapping[str, Path]) -> list[Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +33,7 @@ def join(
 
     A trainer that comes late, or comes back, takes the newest weights and goes on with them.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # that nobody answers is said once, in our words
     from gnnfleet.run.fleet import join_fleet
 
     def say(text: str) -> None:

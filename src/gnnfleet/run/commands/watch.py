@@ -38,7 +38,7 @@ def watch(
                 return
             time.sleep(LOOK_SECONDS)
             found = read_run(run)
-    with Live(live_view(found), console=Console(), auto_refresh=False) as live:
+    with Live(live_view(found), console=Console(emoji=False), auto_refresh=False) as live:
         while found["state"] == RUNNING:
             time.sleep(LOOK_SECONDS)
             found = read_run(run)
