@@ -5,7 +5,7 @@ rounds cost, not what more machines would bring. After some epochs the link of t
 whose ranks wait for each other the seconds until all workers have ended, of tma whether rounds went on. Needs root.
 Finished cells are not run again.
 
-usage: python benchmarks/hosts.py [--hosts 3] [--rate 200mbit] [--delay 1ms] [--strategies sar tma …] [--nodes 20000]
+usage: python benchmarks/hosts.py [--hosts 3] [--rate 200mbit] [--delay 1ms] [--strategies sar tma …] [--nodes 60000]
 
 ``--nodes`` are nodes of the graph, and for temporal events of a stream.
 """
@@ -36,12 +36,12 @@ PATIENCE = 600
 RECIPE = Path(__file__).parents[1] / "examples" / "clusters" / "torchrun.sh"
 WORDS = {
     "sar": [],
-    "macrobatch": ["--set", "strategy.fanouts=[10,5]", "--set", "strategy.batch=2048"],
-    "pipe": [],
-    "tma": ["--set", "strategy.fanouts=[10,5]", "--set", "strategy.interval=2", "--set", "strategy.silence=3"],
-    "temporal": ["--set", "strategy.batch=200"],
+    "macrobatch": ["--set", "strategy.fanouts=[10,5,5]", "--set", "strategy.batch=2048"],
+    "pipe": ["--set", "strategy.ways=1"],  # in stages; a plan would take one host for so little
+    "tma": ["--set", "strategy.fanouts=[10,5,5]", "--set", "strategy.interval=2", "--set", "strategy.silence=3"],
+    "temporal": ["--set", "strategy.batch=200", "--set", "strategy.static=false"],
 }
-MODEL = ["--model", "sage", "--set", "model.hidden=64", "--set", "model.layers=2"]
+MODEL = ["--model", "sage", "--set", "model.hidden=64", "--set", "model.layers=3"]
 EVENT_MODEL = ["--model", "tgn", "--set", "model.hidden=64"]
 
 
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--delay", help="as 1ms; needs a kernel with netem")
     parser.add_argument("--strategies", nargs="+", default=list(WORDS))
-    parser.add_argument("--nodes", type=int, default=20_000)
+    parser.add_argument("--nodes", type=int, default=60_000)
     asked = parser.parse_args()
     path = RESULTS / "hosts.json"
     cells = {cell["cell"]: cell for cell in json.loads(path.read_text())["cells"]} if path.exists() else {}

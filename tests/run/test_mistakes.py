@@ -114,6 +114,7 @@ OTHERS = [
     ("plan {}/good --bandwidth fast", 2, "a bandwidth reads as 1Gbit"),
     ("compare {}/good --strategies sar --set sar.grup=1 -o {out}/c", 2, "did you mean strategy.group?"),
     ("compare {}/good --strategies local -o /proc/none", 2, "cannot write to /proc/none"),
+    ("demo --set nodes=0 -o {out}/d", 2, "nodes: input should be greater than"),
     ("report {}/good", 7, "is not a run"),
     ("watch {}/none", 7, "is not a run"),
     ("predict {}/none -o {out}/a.csv", 7, "is not a run"),

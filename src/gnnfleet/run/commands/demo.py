@@ -59,11 +59,11 @@ def demo(
 
     say = partial(remark, quiet=quiet)
     started = time.monotonic()
-    make_room(output, overwrite=True, beside=("communities", "events"))
     store, runs = output / "communities", output / RUNS
     contest = Contest(store, runs, ("local", "sar", "macrobatch", "tma", "pipe"), workers, WORDS, OWN)
     with show(quiet) as progress:
         graph = make_dataset("communities", progress=progress, **{**GRAPH, **parse_settings(settings)})
+        make_room(output, overwrite=True, beside=("communities", "events"))
         graph = save_store(graph, store)
         cuts = _cut(graph, workers, progress)
         done = train_all(contest, progress=progress, say=say)
