@@ -104,7 +104,7 @@ def check_ends(trial: Trial, victim: int, hit: float) -> None:
 
 @pytest.mark.parametrize(
     ("count", "number"),
-    [(6, signal.SIGKILL), (6, signal.SIGSTOP)],
+    [(4, signal.SIGKILL), (4, signal.SIGSTOP)],
     ids=["kill", "stop"],
 )
 def test_others_end_and_name_the_one_that_is_gone(
@@ -117,7 +117,7 @@ def test_others_end_and_name_the_one_that_is_gone(
 
 
 def test_an_exception_anywhere_reaches_all_with_its_traceback_once(forks: Forks, store: Graph, tmp_path: Path) -> None:
-    count = 6
+    count = 4
     trials, plan = start(forks, store, tmp_path, count), plan_of(count, signal.SIGUSR1)
     hits = side_by_side(trials, plan, forks)
     for trial, (victim, _, _), hit in zip(trials, plan, hits, strict=True):
