@@ -132,7 +132,7 @@ def main() -> None:
                 path.write_text(json.dumps(start_cell(cell, args)))
             found = json.loads(path.read_text())
             print(show(found), flush=True)
-    print(write_results("full_batch", best_cells(args.out, "seconds")))
+    print(write_results("full_batch", best_cells(args.out, "seconds"), keep=True))
 
 
 if __name__ == "__main__":

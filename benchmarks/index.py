@@ -26,7 +26,9 @@ def main() -> None:
         kept = json.loads(path.read_text())
         machine = kept["machine"]
         words = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB"
-        lines.append(f"| `benchmarks/results/{path.name}` | {words} | `{kept['commit']}` | {len(kept['cells'])} |")
+        older = sum("commit" in cell for cell in kept["cells"])
+        cells = f"{len(kept['cells'])}" + (f", {older} of them older" if older else "")
+        lines.append(f"| `benchmarks/results/{path.name}` | {words} | `{kept['commit']}` | {cells} |")
     put("results", "\n".join(lines))
     print("\n".join(lines))
 

@@ -287,7 +287,7 @@ def main() -> None:
                     print(cell, f"{json.loads(path.read_text())['seeds_per_second']:.0f} seeds/s", flush=True)
     best = best_cells(args.out, "seeds_per_second", highest=True)
     show(best)
-    print(write_results("macrobatch", best))
+    print(write_results("macrobatch", best, keep=True))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,18 @@ def machine() -> dict[str, Any]:
     return {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "memory_gib": round(memory, 1)}
 
 
-def write_results(name: str, cells: list[dict[str, Any]]) -> Path:
-    """One file per benchmark, replaced as a whole."""
+def write_results(name: str, cells: list[dict[str, Any]], *, keep: bool = False) -> Path:
+    """One file per benchmark, replaced as a whole; with ``keep`` cells of before that are not among these stay, each
+    with the commit and machine it was measured on."""
     command = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     packages = {package: version(package) for package in ("torch", "numpy", "duckdb", "pyarrow", "pymetis")}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
+    if keep and path.exists():
+        before = json.loads(path.read_text())
+        origin, measured = {key: before[key] for key in ("commit", "machine")}, {cell["cell"] for cell in cells}
+        cells = [*cells, *({**origin, **cell} for cell in before["cells"] if cell["cell"] not in measured)]
     body = {"commit": commit, "machine": machine(), "python": platform.python_version(), "packages": packages}
     path.write_text(json.dumps({**body, "cells": cells}, indent=1) + "\n")
     return path

@@ -40,19 +40,20 @@ def time_blocks(graph: Any, threads: int, *, steps: int, read: bool) -> dict[str
     import torch
 
     from gnnfleet.graph.batches import batches
-    from gnnfleet.graph.loader import prepare_backward, read_features
+    from gnnfleet.graph.loader import FeatureReader, prepare_backward
     from gnnfleet.graph.sample import Sampler
     from gnnfleet.ops.draws import DrawKey
 
     torch.set_num_threads(threads)
     sampler, nodes = Sampler(graph, FANOUTS), graph.only_nodes
+    features = FeatureReader(nodes.x)
     seconds, edges = [], []
     for step, seeds in islice(batches(nodes.mask("train").nonzero()[:, 0], BATCH, seed=0, epoch=0), steps):
         start = time.perf_counter()
         views = sampler.blocks({"node": seeds}, DrawKey(0, 0, step))
         if read:
             prepare_backward(views)
-            read_features(nodes.x, views[0].node_ids)
+            features(views[0].node_ids)
         seconds.append(time.perf_counter() - start)
         edges.append(sum(len(view.edge_ids) for view in views))
     median = statistics.median(seconds[3:])
@@ -187,7 +188,7 @@ def main() -> None:
                 path.write_text(json.dumps(start_cell(cell, args)))
             found = json.loads(path.read_text())
             print(json.dumps(found), flush=True)
-    print(write_results("sampling", best_cells(args.out, "seeds_per_second", highest=True)))
+    print(write_results("sampling", best_cells(args.out, "seeds_per_second", highest=True), keep=True))
 
 
 if __name__ == "__main__":
