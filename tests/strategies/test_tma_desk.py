@@ -192,11 +192,11 @@ def test_weights_that_are_not_finite_do_not_count() -> None:
     desk.close()
 
 
-def test_who_missed_a_round_is_waited_for_when_it_is_back() -> None:
+def test_who_was_late_is_waited_for_when_it_is_back() -> None:
     """Trainer 1 beats but hangs: rounds do not wait for it, whatever the deadline, until it has begun one."""
     post = Post.serve()
     desk = desk_of(post, TmaConfig(steps=1, deadline=600, give_up=20), 3)
-    desk._known[1].missing = True
+    desk._known[1].late = True  # a round has waited for it for as long as the deadline
     for number in range(2):
         post.count("beat/1")
         write_give(post, Now(1, number), 0, Give(1, 1, 0.0, 1, sign(number, 0)))

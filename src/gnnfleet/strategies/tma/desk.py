@@ -77,7 +77,8 @@ class _Trainer:
 
     beats: int = 0
     heard: float | None = None  # when a beat was last new
-    missing: bool = False  # it was not in the last round, and that was said
+    missing: bool = False  # whether that was said
+    late: bool = False  # it beats, but a round waited for it in vain
 
 
 @dataclass(eq=False)
@@ -280,10 +281,12 @@ class Desk:
                 if i not in gives and (give := read_give(self.post, now, i, self.layout.dtype)) is not None:
                     first = time.monotonic() if not gives else first
                     gives[i] = give
-                    self._known[i].missing = False
+                    self._known[i].missing = self._known[i].late = False
             waiting = [i for i in self._among if i not in gives and self._lives(i) and self._is_with_us(now, i)]
             enough = len(gives) >= config.quorum
             if enough and (not waiting or time.monotonic() - (first if config.steps else called) > config.deadline):
+                for i in waiting:
+                    self._known[i].late = True
                 self._say_missing(now, gives)
                 return gives
             if not enough and not waiting:
@@ -313,8 +316,8 @@ class Desk:
         return time.monotonic() - (self._begun if heard is None else heard) < patience
 
     def _is_with_us(self, now: Now, i: int) -> bool:
-        """Who missed a round, though it lives, is not waited for until it has begun the present one: it may hang."""
-        return not self._known[i].missing or read_took(self.post, i) == now
+        """Who was waited for in vain, though it lives, may hang: it is not again until it has begun the round."""
+        return not self._known[i].late or read_took(self.post, i) == now
 
     def _say_missing(self, now: Now, gives: Mapping[int, Give]) -> None:
         new = [i for i in self._among if i not in gives and not self._known[i].missing]
