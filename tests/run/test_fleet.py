@@ -17,7 +17,7 @@ from gnnfleet.run import api, fleet
 from gnnfleet.run.api import train
 from gnnfleet.run.commands.join import parse_numbers
 from gnnfleet.run.config import resolve
-from gnnfleet.run.fleet import check_free, look_after
+from gnnfleet.run.fleet import check_free, has_ended_well, look_after
 from gnnfleet.run.training import Trained
 from tests.run.graphs import assert_same_checkpoint, communities
 from tests.run.shell import call
@@ -94,6 +94,7 @@ def test_whoever_is_lost_again_is_started_again(tmp_path: Path) -> None:
         raise KeyError("rows")
     except KeyError as error:
         member = Member(2, Failure.of(error, 1))
+    assert not has_ended_well(member)
     found = [look_after([member], post, said.append) for _ in range(3)]
     assert found == [{}, {}, {"1": "trainer 1 was lost"}] and post.has("gone/1")
     assert said[::2] == ["trainer 1 was lost; it is started again"] * 2 + [

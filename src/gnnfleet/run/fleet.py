@@ -198,14 +198,17 @@ def join_fleet(
         members = start_processes(folder, address, [str(number) for number in trainers], restarts)
         lost: dict[str, str] = {}
         try:
-            while any(member.runs for member in members):
-                lost |= look_after([member for member in members if member.role not in lost], post, say)
+            while left := [each for each in members if each.role not in lost and not has_ended_well(each)]:
+                lost |= look_after(left, post, say)
                 time.sleep(_POLL)
-            lost |= look_after([member for member in members if member.role not in lost], post, say)
         finally:
             end_processes(members)
         if lost:
             raise ExchangeError("; ".join(lost.values()))
+
+
+def has_ended_well(member: Member) -> bool:
+    return not member.runs and member.ended() is None
 
 
 def check_free(post: Post, trainers: Sequence[int], workers: int) -> None:
