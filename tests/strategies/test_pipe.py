@@ -150,6 +150,19 @@ def test_comparisons_get_rarer_and_steps_down_are_said() -> None:
     assert not Guard.begin(0, 0.5, 0).is_due(100)
 
 
+def test_a_loss_that_rises_again_is_a_step_down() -> None:
+    """Gradients may point the right way and steps overshoot all the same."""
+    guard = Guard.begin(5, 0.5, 0)
+    for epoch, loss in ((5, 2.0), (15, 1.0), (35, 1.05)):
+        guard, text = guard.after(epoch, Compared(0.9, loss, loss))
+        assert not text and guard.level == "planned"
+    down, text = guard.after(75, Compared(0.9, 1.2, 1.2))
+    assert down.level == "fresh" and "risen to 1.2, it had been 1" in text
+    assert Guard.begin(5, 0.5, 0).resumed(down.state()) == down
+    assert not down.after(80, Compared(0.9, 1.2, 1.2))[1] and down.after(80, Compared(0.9, 1.9, 1.9))[1]
+    assert guard.after(75, Compared(float("nan"), float("nan"), float("nan")))[0].level == "fresh"
+
+
 # -- layouts --
 
 

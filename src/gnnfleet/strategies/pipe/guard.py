@@ -1,18 +1,23 @@
-"""Whether gradients that were made with history still point where exact ones do, and what is done when not.
+"""Whether gradients that were made with history still point where exact ones do and lead down, and what is done if not.
 
 Now and then an epoch computes both and steps along the exact one; its rows become the history. As long as they agree,
-the next comparison is twice as far away. When they do not, comparisons stay close together and history comes from them
-alone; if they still do not, the run goes on exactly: on more ways where such a grid was planned with, else with all
-chunks of a way as one.
+the next comparison is twice as far away. When they do not, or when exact loss has risen since an earlier comparison
+(steps along old rows may overshoot although each points the right way), comparisons stay close together and history
+comes from them alone; if that does not help, the run goes on exactly: on more ways where such a grid was planned with,
+else with all chunks of a way as one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 LONGEST = 80
 """Epochs between two comparisons at most."""
+
+LOST = 0.1
+"""Share of what the loss had fallen by between comparisons that it may rise again."""
 
 Level = Literal["planned", "fresh", "exact"]
 LEVELS: tuple[Level, ...] = ("planned", "fresh", "exact")
@@ -36,6 +41,8 @@ class Guard:
     due: int = 0  # the epoch of the next one
     wait: int = 0  # epochs from the last one to that
     level: Level = "planned"
+    first: float = -inf  # exact loss at the first comparison
+    least: float = inf  # and at the best one
 
     @classmethod
     def begin(cls, every: int, tolerance: float, epoch: int) -> Guard:
@@ -45,24 +52,36 @@ class Guard:
         return bool(self.every) and self.level != "exact" and epoch >= self.due
 
     def after(self, epoch: int, found: Compared, exactly: str = "") -> tuple[Guard, str]:
-        """(the guard from now on, what to say: nothing while gradients agree); ``exactly`` is how exact epochs go."""
-        if found.cosine >= self.tolerance:
+        """(the guard from now on, what to say: nothing while all is well); ``exactly`` is how exact epochs go."""
+        loss = found.exact_loss
+        first = self.first if self.first > -inf else loss
+        seen = self._seen(found)
+        if not seen:
             wait = min(2 * self.wait, max(LONGEST, self.every)) if self.level == "planned" else self.every
-            return replace(self, due=epoch + wait, wait=wait), ""
+            return replace(self, due=epoch + wait, wait=wait, first=first, least=min(self.least, loss)), ""
         level = LEVELS[LEVELS.index(self.level) + 1]
-        seen = (
-            f"epoch {epoch + 1}: the gradient has a cosine of {found.cosine:.2f} with the exact one "
-            f"(at least {self.tolerance:g} is wanted), loss {found.loss:.4g}, exactly {found.exact_loss:.4g}"
-        )
         does = {
             "fresh": f"from now on history comes from exact passes, one every {self.every} epochs",
             "exact": f"from now on every epoch is exact, {exactly}",
         }[level]
-        return replace(self, level=level, due=epoch + self.every, wait=self.every), f"{seen}: {does}"
+        # What was lost is lost: the next step down is for losing more.
+        then = replace(self, level=level, due=epoch + self.every, wait=self.every, first=first, least=loss)
+        return then, f"epoch {epoch + 1}: {seen}: {does}"
 
-    def state(self) -> list[int]:
-        return [self.due, self.wait, LEVELS.index(self.level)]
+    def _seen(self, found: Compared) -> str:
+        """What is wrong, if anything."""
+        if not found.cosine >= self.tolerance:
+            return (
+                f"the gradient has a cosine of {found.cosine:.2f} with the exact one "
+                f"(at least {self.tolerance:g} is wanted), loss {found.loss:.4g}, exactly {found.exact_loss:.4g}"
+            )
+        if self.first > self.least and not found.exact_loss - self.least <= LOST * (self.first - self.least):
+            return f"the exact loss has risen to {found.exact_loss:.4g}, it had been {self.least:.4g}"
+        return ""
 
-    def resumed(self, state: list[int]) -> Guard:
-        due, wait, level = state
-        return replace(self, due=due, wait=wait, level=LEVELS[level])
+    def state(self) -> list[float]:
+        return [self.due, self.wait, LEVELS.index(self.level), self.first, self.least]
+
+    def resumed(self, state: list[float]) -> Guard:
+        due, wait, level, first, least = state
+        return replace(self, due=int(due), wait=int(wait), level=LEVELS[int(level)], first=first, least=least)

@@ -336,7 +336,7 @@ class PipeStrategy:
 
     def _private(self) -> dict[str, Tensor]:
         """History and guard; another grid has no use for them."""
-        found = {_CUT: self._cut(), _GUARD: torch.tensor(self._guard.state())}
+        found = {_CUT: self._cut(), _GUARD: torch.tensor(self._guard.state(), dtype=torch.float64)}
         if self._station is not None and self.grid.slots > 1:
             found |= self._station.stream.state_dict()
         return found
