@@ -39,7 +39,7 @@ WORDS = {
     "macrobatch": ["--set", "strategy.fanouts=[10,5,5]", "--set", "strategy.batch=2048"],
     "pipe": ["--set", "strategy.ways=1"],  # in stages; a plan would take one host for so little
     "tma": ["--set", "strategy.fanouts=[10,5,5]", "--set", "strategy.interval=2", "--set", "strategy.silence=3"],
-    "temporal": ["--set", "strategy.batch=200", "--set", "strategy.static=false"],
+    "temporal": ["--set", "strategy.batch=200"],
 }
 MODEL = ["--model", "sage", "--set", "model.hidden=64", "--set", "model.layers=3"]
 EVENT_MODEL = ["--model", "tgn", "--set", "model.hidden=64"]

@@ -6,6 +6,7 @@ taken down again. Hosts share memory and disks, so whoever measures sets GNNFLEE
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+_MADE = itertools.count()
 
 
 class NoHosts(Exception):
@@ -49,7 +52,7 @@ def hosts(size: int, *, rate: str | None = None, delay: str | None = None) -> It
     """So many hosts; ``rate`` as ``200mbit``, ``delay`` as ``2ms``. Raises NoHosts where there can be none."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         raise NoHosts("network namespaces need root and the command ip")
-    name = f"gf{os.getpid() % 1_000_000}"
+    name = f"gf{os.getpid():x}x{next(_MADE) % 100}"  # several sets of hosts of one process do not meet
     made = [Host(n, f"{name}-{n}", f"{name}n{n}", f"{name}f{n}", f"10.213.7.{n + 1}") for n in range(size)]
     try:
         try:
