@@ -234,6 +234,7 @@ NB_MODULE(_native, m) {
   bind_attend(m);
   bind_attend_recent(m);
   bind_csr(m);
+  bind_dense(m);
   bind_pool(m);
   bind_recent(m);
   bind_sample(m);

@@ -60,6 +60,7 @@ void bind_aggregate(nb::module_& m);  // bind_aggregate.cpp
 void bind_attend(nb::module_& m);     // bind_attend.cpp
 void bind_attend_recent(nb::module_& m);  // bind_attend_recent.cpp
 void bind_csr(nb::module_& m);        // bind_csr.cpp
+void bind_dense(nb::module_& m);      // bind_dense.cpp
 void bind_pool(nb::module_& m);       // bind_pool.cpp
 void bind_recent(nb::module_& m);     // bind_recent.cpp
 void bind_sample(nb::module_& m);     // bind_sample.cpp

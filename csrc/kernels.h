@@ -8,6 +8,7 @@
 #include "attend_recent.h"
 #include "dropout.h"
 #include "epilogue.h"
+#include "gates.h"
 
 namespace gnnfleet {
 
@@ -37,6 +38,8 @@ struct Kernels {
   void (*attend_edge_target)(const AttendArgs&);
   void (*attend_recent)(const RecentArgs&);
   void (*attend_recent_back)(const RecentArgs&);
+  void (*gates)(const GateArgs&);
+  void (*gates_back)(const GateArgs&);
 };
 
 namespace baseline { extern const Kernels table; }

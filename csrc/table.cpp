@@ -24,6 +24,8 @@ void attend_edge_source(const AttendArgs&);
 void attend_edge_target(const AttendArgs&);
 void attend_recent(const RecentArgs&);
 void attend_recent_back(const RecentArgs&);
+void gates(const GateArgs&);
+void gates_back(const GateArgs&);
 
 extern const Kernels table;
 const Kernels table = {
@@ -46,6 +48,8 @@ const Kernels table = {
     attend_edge_target,
     attend_recent,
     attend_recent_back,
+    gates,
+    gates_back,
 };
 
 }  // namespace gnnfleet::GNNFLEET_ISA

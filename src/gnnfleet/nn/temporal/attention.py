@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gnnfleet.nn.linear import widen
 from gnnfleet.nn.temporal.block import Hop
 from gnnfleet.nn.temporal.clock import TimeEncoding
 from gnnfleet.ops.attend_recent import Drop, Recent, attend_recent
-from gnnfleet.ops.dense import mix
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import dropout
+from gnnfleet.ops.product import mix_wide
 
 SLOPE = 0.2
 
@@ -65,7 +64,7 @@ class TemporalAttention(torch.nn.Module):
             add = torch.einsum("hcw,hc->hw", maps, now.to(maps.dtype)).flatten()
             toward = torch.einsum("hc,hcd->hd", shifts, asks)
             offset = functional.linear(own, toward, (shifts * now.to(maps.dtype)).sum(1))
-        query = widen(mix([(own, both)], add))
+        query = mix_wide([(own, both)], add)
         return query.view(len(own), self.heads, -1), offset
 
     def _mixed(self, own: Tensor, seen: Tensor, weight: Tensor) -> Tensor:
@@ -76,7 +75,7 @@ class TemporalAttention(torch.nn.Module):
             heads = by_near.view(self.width, self.heads, -1)
             both = torch.einsum("ohc,hcw->ohw", heads, maps).flatten(1)
             shift = functional.linear(weight, torch.einsum("ohc,hc->oh", heads, shifts))
-        return widen(mix([(seen.flatten(1), both), (own, by_own)], self.out.bias)) + shift
+        return mix_wide([(seen.flatten(1), both), (own, by_own)], self.out.bias) + shift
 
     def _by_head(self, lin: torch.nn.Linear) -> tuple[Tensor, Tensor]:
         """([H, D / H, D + F + T], [H, D / H])."""

@@ -10,9 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from gnnfleet.nn.linear import widen
 from gnnfleet.nn.temporal.clock import TimeEncoding
-from gnnfleet.ops.dense import mix
+from gnnfleet.ops.gru import gru
 
 
 class MemoryCell(torch.nn.Module):
@@ -20,10 +19,9 @@ class MemoryCell(torch.nn.Module):
 
     def __init__(self, width: int, edge_width: int, time_width: int) -> None:
         super().__init__()
-        self.widths = [2 * width + edge_width, time_width]
         self.clock = TimeEncoding(time_width)
         bound = 1 / math.sqrt(width)
-        self.weight_ih = _uniform(bound, 3 * width, sum(self.widths))
+        self.weight_ih = _uniform(bound, 3 * width, 2 * width + edge_width + time_width)
         self.weight_hh = _uniform(bound, 3 * width, width)
         self.bias_ih = _uniform(bound, 3 * width)
         self.bias_hh = _uniform(bound, 3 * width)
@@ -32,14 +30,8 @@ class MemoryCell(torch.nn.Module):
         """[n, D] from mails [n, 2 D], features [n, F], times [n], memories [n, D]."""
         # What has no gradient is one product, the time another: no gradient of mails is made.
         known = mail if edge is None else torch.cat([mail, edge], 1)
-        by_known, by_time = self.weight_ih.split_with_sizes(self.widths, 1)
-        terms = [(known, by_known), (self.clock(since), by_time)]
-        given = widen(mix(terms, self.bias_ih))
-        kept = widen(mix([(memory, self.weight_hh)], self.bias_hh))
-        reset, keep, new = given.chunk(3, 1)
-        reset_kept, keep_kept, new_kept = kept.chunk(3, 1)
-        candidate = torch.tanh(new + torch.sigmoid(reset + reset_kept) * new_kept)
-        return torch.lerp(candidate, memory, torch.sigmoid(keep + keep_kept))
+        weights = self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh
+        return gru([known, self.clock(since)], memory, weights)
 
 
 def _uniform(bound: float, *shape: int) -> torch.nn.Parameter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnfleet.nn.linear import apply_linear, widen
+from gnnfleet.ops.product import linear_wide
 
 
 class EventDecoder(torch.nn.Module):
@@ -20,11 +20,11 @@ class EventDecoder(torch.nn.Module):
 
     def sources(self, z: Tensor) -> Tensor:
         """[n, D]: the part of a score that a source decides."""
-        return widen(apply_linear(self.src, z))
+        return linear_wide(self.src, z)
 
     def destinations(self, z: Tensor) -> Tensor:
         """[n, D]: the part that a destination decides."""
-        return widen(apply_linear(self.dst, z))
+        return linear_wide(self.dst, z)
 
     def scores(self, sources: Tensor, destinations: Tensor, pairs: Tensor | None = None) -> Tensor:
         """[…] logits of both parts [… , D], which may be broadcast, and features of pairs [… , P]."""
@@ -32,7 +32,7 @@ class EventDecoder(torch.nn.Module):
         if self.pair is not None:
             assert pairs is not None, "this decoder reads features of pairs"
             flat = pairs.to(both.dtype).reshape(-1, pairs.shape[-1])
-            both = both + widen(apply_linear(self.pair, flat)).view(*pairs.shape[:-1], -1)
+            both = both + linear_wide(self.pair, flat).view(*pairs.shape[:-1], both.shape[-1])
         both = torch.relu(both)
         return both @ self.out.weight[0] + self.out.bias
 
@@ -46,4 +46,4 @@ class ClassDecoder(torch.nn.Module):
 
     def forward(self, src: Tensor, dst: Tensor) -> Tensor:
         """[n, C]."""
-        return widen(apply_linear(self.out, torch.cat([src, dst], 1)))
+        return linear_wide(self.out, torch.cat([src, dst], 1))

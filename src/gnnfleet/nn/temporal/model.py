@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from gnnfleet.nn.config import ModelConfig
-from gnnfleet.nn.linear import apply_linear, widen
 from gnnfleet.nn.temporal.attention import TemporalAttention
 from gnnfleet.nn.temporal.block import EventBlock
 from gnnfleet.nn.temporal.cell import MemoryCell
 from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
 from gnnfleet.nn.temporal.pairs import FEATURES
 from gnnfleet.ops.draws import DrawKey
+from gnnfleet.ops.product import linear_wide
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class TemporalModel(torch.nn.Module):
         )
 
     @property
+    def reads_pairs(self) -> bool:
+        """Whether the decoder wants to know what two nodes had to do with each other."""
+        return isinstance(self.decoder, EventDecoder) and self.decoder.pair is not None
+
+    @property
     def num_hops(self) -> int:
         return len(self.layers)
 
@@ -74,7 +79,7 @@ class TemporalModel(torch.nn.Module):
         """[rows, D] what attention reads of nodes: memory and what is known of them, zeros without either."""
         if static is None:
             return next(self.parameters()).new_zeros(rows, self.width) if memory is None else memory
-        known = static if self.static is None else widen(apply_linear(self.static, static))
+        known = static if self.static is None else linear_wide(self.static, static)
         return known if memory is None else memory + known
 
     def embed(self, block: EventBlock, h: Tensor, key: DrawKey) -> Tensor:
