@@ -25,7 +25,7 @@ EVENTS, BATCH, NEAR = 48, 8, 3
 def made(**words: object) -> TemporalStrategy:
     graph = make_dataset("events", users=12, items=8, events=EVENTS, features=3, topics=2, ties=0.3, seed=3)
     base = {
-        "strategy": {"name": "temporal", "batch": BATCH, "static": False},
+        "strategy": {"name": "temporal", "batch": BATCH, "static": False, "lr_decay": 0},
         "model": {"hidden": 8, "neighbours": NEAR, "time_width": 4, "dropout": 0.0, **words},
         "train": {"optimizer": "sgd", "momentum": 0.0, "lr": 0.05},
         "link": {"negatives": 2},

@@ -40,10 +40,11 @@ def made(world: World, sizes: Sizes = ONE, *, lr: float = LR, **model: Any) -> T
             "batch": BATCH,
             "static": False,
             "lr_scale": "none",
+            "lr_decay": 0,
             "eval_negatives": 3,
             **strategy,
         },
-        "model": {"hidden": 8, "neighbours": 3, "time_width": 4, "dropout": 0.2, **model},
+        "model": {"hidden": 8, "neighbours": 3, "time_width": 4, "dropout": 0.2, "pairs": True, **model},
         "train": {"optimizer": "sgd", "momentum": 0.0, "lr": 1.0},
         "link": {"negatives": 2},
         "precision": "float64",
@@ -170,7 +171,7 @@ def walked(sizes: Sizes, sweeps: int) -> dict[str, Any]:
             if turn.is_first and writes is not None:
                 memories[turn.copy].write(writes)
             z = embed(model, batch, memory, None, DrawKey(0, turn.number, 0))
-            loss, events = task.loss(model, z, low, high)
+            loss, events = task.loss(model, z, low, high, batch.pairs)
             total, count = total + loss, count + events
         optimizer.zero_grad()
         (total / count).backward()
@@ -200,9 +201,11 @@ def test_training_follows_the_schedule(crew: Crew, sizes: Sizes) -> None:
         )
         assert_close(found["weights"], expected["weights"])
         assert_close(found["tables"], expected["tables"][found["copy"]])
-        # Evaluations are shared by all trainers and come to what one finds.
-        assert found["val"] == pytest.approx(alone.validate(), rel=1e-9)
-        assert found["test"] == pytest.approx(alone.evaluate("test"), rel=1e-9)
+        # Evaluations are shared by all trainers and come to what one finds. Which of two scores that differ by rounding
+        # alone is higher, and so AP, is no matter of law.
+        for mine, other in ((found["val"], alone.validate()), (found["test"], alone.evaluate("test"))):
+            assert mine.pop("ap") == pytest.approx(other.pop("ap"), abs=0.01)
+            assert mine == pytest.approx(other, rel=1e-9)
 
 
 # -- who writes, what is drawn --

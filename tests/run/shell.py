@@ -34,6 +34,14 @@ def run(*words: str | Path, timeout: float = 120) -> subprocess.CompletedProcess
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def torchrun(*words: str | Path, size: int = 2) -> subprocess.CompletedProcess[str]:
+    """A command of gnnfleet's in ``size`` processes that torchrun starts."""
+    line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--rdzv-backend=c10d"]
+    line += ["--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1", "-m", "gnnfleet", *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
 def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """The same in this process, which spares the seconds that a new one takes to load torch."""
     from gnnfleet.run import cli

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.run.api import train
 from gnnfleet.run.asking import Question, ask
 from tests.run.graphs import communities
-from tests.run.shell import call, run_json
+from tests.run.shell import call, run_json, torchrun
 
 WORDS: dict[str, Any] = {"epochs": 3, "precision": "float64", "seed": 3}
 
@@ -90,19 +87,7 @@ def test_what_cannot_be_answered(runs: Path, tmp_path: Path) -> None:
 
 
 def test_as_ranks_of_torchrun(runs: Path) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    words += [
-        "--rdzv-endpoint",
-        "localhost:0",
-        "--local-addr",
-        "127.0.0.1",
-        "-m",
-        "gnnfleet",
-        "evaluate",
-        str(runs / "two"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*words, "--json"], capture_output=True, text=True, env=environment, timeout=120, check=False)
+    done = torchrun("evaluate", runs / "two", "--json")
     assert done.returncode == 0, done.stderr
     found, alone = json.loads(done.stdout), run_json("evaluate", runs / "two", "-w", "1")
     assert found.pop("metrics") == pytest.approx(alone.pop("metrics"), rel=1e-10)

@@ -17,7 +17,7 @@ from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.events import EventStream
 from gnnfleet.run.checkpoint import load_checkpoint, load_private
 from gnnfleet.strategies.base import PRIVATE
-from tests.run.shell import call
+from tests.run.shell import call, torchrun
 
 WORDS: dict[str, Any] = {
     "strategy": {"name": "temporal", "batch": 60, "static_epochs": 1},
@@ -54,6 +54,19 @@ def test_a_run_goes_on_with_resume(place: Path) -> None:
     for part, tensors in states[0].items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, states[1][part][name]), (part, name)
+
+
+def test_ranks_of_torchrun_that_share_batches_train_as_one(place: Path) -> None:
+    words = ["--strategy", "temporal", "--run-dir", str(place / "ranks"), "--json", "--set", "strategy.share=2"]
+    for part, values in WORDS.items():
+        words += [f"--set={part}.{key}={value}" for key, value in values.items() if key != "name"]
+    done = torchrun("train", place / "store", *words, "--set=train.epochs=2")
+    assert done.returncode == 0, done.stderr
+    record, alone = json.loads(done.stdout), json.loads((place / "through" / "record.json").read_text())
+    assert record["workers"] == 2 and record["steps"] == alone["steps"]
+    states = [load_checkpoint(place / run / "checkpoints" / "last")[0]["model"] for run in ("ranks", "through")]
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(tensor, states[1][name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_new_events_are_scored_from_a_table(place: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any
 
@@ -14,12 +15,14 @@ from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.events import EventStream
 from gnnfleet.graph.graph import Graph
+from gnnfleet.nn.ranking import average_precision
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.run.build import build
 from gnnfleet.run.config import overlay, resolve
 from gnnfleet.strategies.temporal.memory import Memory, Writes
 from gnnfleet.strategies.temporal.step import embed, last_events, remember
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
+from gnnfleet.strategies.temporal.task import link_scores
 
 WORDS: dict[str, Any] = {
     "strategy": {"name": "temporal", "batch": 20, "static": False},
@@ -45,12 +48,12 @@ def of_stream(stream: EventStream, keep: Tensor, *, shift: int = 0) -> Graph:
     return Graph(pairs, time=stream.t[keep] + shift, edge_attr=stream.msg[keep], num_nodes=stream.num_nodes)
 
 
-def scores(strategy: TemporalStrategy, upto: int) -> Tensor:
-    """Embeddings of both ends of events before ``upto``, each batch as in training, weights at rest."""
+def scores(strategy: TemporalStrategy, upto: int) -> tuple[Tensor, Tensor]:
+    """Embeddings of both ends of events before ``upto`` and their logits, batches as in training, weights at rest."""
     strategy.model.eval()
     lookout, memory, task = strategy._lookout, strategy.turns.shared.memory, strategy.task
     memory.reset()
-    found = []
+    found, logits = [], []
     bounds = task.stream.batches(20)
     for low, high in pairwise(bounds):
         batch = lookout.batch(low, high, torch.empty(high - low, 0, dtype=torch.int64))
@@ -59,15 +62,16 @@ def scores(strategy: TemporalStrategy, upto: int) -> Tensor:
             assert writes is not None
             memory.write(writes)
             z = embed(strategy.model, batch, fresh, None, DrawKey())
+            logits.append(link_scores(strategy.model, z, batch.count, batch.pairs)[0])
         found.append(torch.stack([z[: high - low], z[high - low :]], 1))
         if high >= upto:
             break
-    return torch.cat(found)[:upto]
+    return torch.cat(found)[:upto], torch.cat(logits)[:upto]
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_what_comes_later_or_at_the_same_time_changes_nothing(layers: int) -> None:
-    words = {"model": {"layers": layers}, "precision": "float64"}
+    words = {"model": {"layers": layers, "pairs": True}, "precision": "float64"}
     stream = EventStream.of(events())
     whole = made(of_stream(stream, torch.arange(len(stream))), words)
     for number in (75, 140):
@@ -75,8 +79,11 @@ def test_what_comes_later_or_at_the_same_time_changes_nothing(layers: int) -> No
         before[number] = True  # the event itself, without those of the same time
         alone = made(of_stream(stream, before.nonzero()[:, 0]), words)
         alone.model.load_state_dict(whole.model.state_dict())
+        # The unit of times between meetings is a constant of training, as weights are.
+        alone._lookout = replace(alone._lookout, pair_unit=whole._lookout.pair_unit)
         mine = int(before[:number].sum())
-        torch.testing.assert_close(scores(alone, mine + 1)[mine], scores(whole, number + 1)[number])
+        for found, expected in zip(scores(alone, mine + 1), scores(whole, number + 1), strict=True):
+            torch.testing.assert_close(found[mine], expected[number])
 
 
 def test_a_batch_of_evaluation_does_not_see_itself() -> None:
@@ -142,6 +149,41 @@ def test_val_then_test_goes_on_where_a_fresh_start_arrives() -> None:
     assert only.evaluate("test") == pytest.approx(test)
     assert val["mrr"] != test["mrr"]
     assert {"mrr", "ap", "edgebank", "edgebank_window"} < set(test)
+
+
+def test_metrics_are_over_all_scores_of_a_split() -> None:
+    """Not means over batches, which would be other numbers."""
+    strategy = made(events(), {"strategy": {"eval_batch": 10, "eval_negatives": 4}})
+    part, memory = strategy.task.parts["test"], strategy._after(strategy.task.parts["test"].first)
+    rows = []
+    for low in range(part.first, part.first + len(part), 10):
+        piece = low, min(low + 10, part.first + len(part))
+        rows.append(strategy._evaluator._ranked(memory, None, piece, piece, full=True))
+        strategy._evaluator._advance(memory, *piece)
+    _, positive, negative, ranks = torch.cat(rows).t()
+    found = strategy.evaluate("test")
+    assert found["ap"] == pytest.approx(average_precision(positive, negative))
+    assert found["mrr"] == pytest.approx(float((1 / ranks).mean()))
+    by_batch = [average_precision(each[:, 1], each[:, 2]) for each in rows]
+    assert found["ap"] != pytest.approx(sum(by_batch) / len(by_batch), abs=1e-3)
+
+
+def test_batches_end_before_too_many_updates_are_lost() -> None:
+    """Trained on, walked through for evaluations and gone on with as any others."""
+    graph, words = events(), {"strategy": {"batch": 40, "lost": 0.5, "eval_batch": 40}}
+    strategy, plain = made(graph, words), made(graph, {"strategy": {"batch": 40, "eval_batch": 40}})
+    train = strategy.task.parts["train"]
+    bounds = list(strategy.turns.bounds)
+    assert bounds == train.batches_within(0.5, most=40) and len(bounds) > len(plain.turns.bounds)
+    assert [record.count for record in strategy.steps(0)] == [high - low for low, high in pairwise(bounds)]
+    trained = strategy.turns.shared.memory.copy()
+    at_rest = made(graph, words)
+    at_rest.model.load_state_dict(strategy.model.state_dict())
+    walked = at_rest._after(len(train))
+    for name in ("mail_event", "memory_event"):  # of the same batches; weights differ
+        assert torch.equal(walked.tables[name], trained.tables[name])
+    other = plain._after(len(train))
+    assert not torch.equal(walked.tables["memory_event"], other.tables["memory_event"])
 
 
 def test_static_rows_come_from_training_alone() -> None:

@@ -7,7 +7,7 @@ n events of a batch, N destinations, K negatives.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -86,11 +86,10 @@ class Evaluator:
         )
         return torch.stack([numbers.double(), positive.double(), one[:, 0].double(), ranks.double()], 1)
 
-    def replay(self, memory: Memory, low: int, high: int, batch: int, *, keep_ties: bool = True) -> None:
-        """Move the state past events without scoring them."""
-        bounds = self.task.stream.slice(low, max(low, high)).batches(batch, keep_ties=keep_ties)
-        for first, last in itertools.pairwise(bounds):
-            self._advance(memory, low + first, low + last)
+    def replay(self, memory: Memory, bounds: Sequence[int]) -> None:
+        """Move the state past batches of events without scoring them."""
+        for low, high in itertools.pairwise(bounds):
+            self._advance(memory, low, high)
 
     def _batches(self, part: EventStream) -> Iterator[tuple[int, int]]:
         bounds = part.batches(self.batch, keep_ties=False)
