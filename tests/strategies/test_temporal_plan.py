@@ -64,4 +64,6 @@ def test_the_rate_grows_to_what_it_stays() -> None:
     pace = Pace(0.1, factor=4.0, warmup=10)
     rates = [pace.at(iteration) for iteration in range(12)]
     assert rates[0] == 0.1 and rates == sorted(rates) and rates[10] == rates[11] == pytest.approx(0.4)
-    assert Pace(0.1).at(0) == 0.1
+    assert Pace(0.1).at(0) == Pace(0.1).at(50) == 0.1
+    falling = Pace(0.1, decay=1.0, epoch=10.0)
+    assert [falling.at(10 * epoch) for epoch in range(4)] == pytest.approx([0.1, 0.05, 0.1 / 3, 0.025])

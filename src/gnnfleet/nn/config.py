@@ -16,7 +16,7 @@ MODELS = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", "gcn2", "res+")
 TEMPORAL_MODELS = ("tgn", "tgn-id", "tgat")
 """Models of streams of events."""
 
-TEMPORAL_DEFAULTS: dict[str, Any] = {"hidden": 100, "layers": 1, "heads": 2, "dropout": 0.2}
+TEMPORAL_DEFAULTS: dict[str, Any] = {"hidden": 100, "layers": 1, "heads": 2, "dropout": 0.2, "pairs": True}
 """What those are unless someone says so, where it differs from the others."""
 
 SAGE_AGGRS = ("mean", "max", "pool")

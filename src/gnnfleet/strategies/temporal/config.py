@@ -14,7 +14,7 @@ from gnnfleet.strategies.temporal.schedule import Shape
 
 Number = Literal["auto"] | Annotated[int, Field(ge=1)]
 
-EVENT_TRAINING = {"epochs": 20, "lr": 5e-4, "weight_decay": 0.0}
+EVENT_TRAINING = {"epochs": 20, "lr": 1e-3, "weight_decay": 0.0}
 """What training is on events unless someone says so, where it differs from graphs."""
 
 
@@ -26,6 +26,9 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     name: Literal["temporal"] = "temporal"
     # Events of a batch, more where the last ones happen at the same time. auto: as many as leave enough updates.
     batch: Number = 600
+    # A node hears of the last of its events in a batch only. Batches end before a larger share of such updates is lost
+    # than this; 1: they never do.
+    lost: float = Field(default=1.0, ge=0, le=1, allow_inf_nan=False)
     # Trainers of one batch × passes over one memory at a time × memories = workers. auto: planned.
     share: Number = "auto"
     lanes: Number = "auto"
@@ -33,6 +36,8 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     # A step of several lanes and copies is a mean over as many batches: the rate grows with them, over so many epochs.
     lr_scale: Literal["linear", "sqrt", "none"] = "sqrt"
     warmup: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    # The rate after e epochs is 1 / (1 + lr_decay · e) of what it would be.
+    lr_decay: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     relation: str = ""  # the edge type whose events are predicted, where several have times
     # When nodes are looked at: each at the time of its event, with all events before it; or once per batch, when it
     # begins, which is cheaper and sees less.

@@ -136,13 +136,15 @@ def _reason(shape: Shape, trainers: Trainers, batch: int, held: int) -> str:
 @dataclass(frozen=True)
 class Pace:
     """The learning rate over iterations: gradients are means over ``lanes · copies`` batches, so steps may be larger;
-    at first they are not, since moments are of few steps."""
+    at first they are not, since moments are of few steps. It falls as 1 / (1 + decay · epochs): memories are made by
+    the weights of all steps before and walked through anew by the last ones, so weights have to come to rest."""
 
     lr: float
     factor: float = 1.0
     warmup: int = 0  # iterations
+    decay: float = 0.0
+    epoch: float = 1.0  # iterations
 
     def at(self, iteration: int) -> float:
-        if iteration >= self.warmup:
-            return self.lr * self.factor
-        return self.lr * (1 + (self.factor - 1) * iteration / self.warmup)
+        grown = 1 + (self.factor - 1) * min(1.0, iteration / self.warmup) if self.warmup else self.factor
+        return self.lr * grown / (1 + self.decay * iteration / self.epoch)

@@ -82,7 +82,7 @@ class TemporalStrategy:
             self.model.num_hops,
             dtype,
             config.queries,
-            job.task.mean_gap if self.model.config.pairs else 0.0,
+            job.task.mean_gap if self.model.reads_pairs else 0.0,
         )
         self.turns = self._arrange()
         self._pace = self._paced()
@@ -160,17 +160,28 @@ class TemporalStrategy:
         shape, why = arrange(trainers, config.batch_size, config.wanted)
         if job.world.size > 1:
             job.say(why)
-        bounds = job.task.parts["train"].batches(config.batch_size)
+        bounds = self._bounds()
         layout = Memory.layout(nodes, width, dtype)
         return Turns(job.world, Schedule(shape, len(bounds) - 1), bounds, self._look_up, layout)
+
+    def _bounds(self) -> list[int]:
+        """Of the batches that are trained on."""
+        train, size, lost = self._job.task.parts["train"], self._config.batch_size, self._config.lost
+        if lost == 1:
+            return train.batches(size)
+        bounds = train.batches_within(lost, most=size)
+        mean = len(train) / max(len(bounds) - 1, 1)
+        self._job.say(f"plan: batches of {mean:.0f} events on average, at most {size}, that lose {lost:.0%} of updates")
+        return bounds
 
     def _paced(self) -> Pace:
         """How fast trainers learn together."""
         config, schedule = self._config, self.turns.schedule
         together = schedule.shape.lanes * schedule.shape.copies
         factor = {"linear": float(together), "sqrt": together**0.5, "none": 1.0}[config.lr_scale]
-        warmup = round(config.warmup * schedule.start(1)) if factor > 1 else 0
-        return Pace(self._job.train.lr, factor, warmup)
+        epoch = max(schedule.sweep / together, 1.0)
+        warmup = round(config.warmup * epoch) if factor > 1 else 0
+        return Pace(self._job.train.lr, factor, warmup, config.lr_decay, epoch)
 
     @property
     def _ahead(self) -> int:
@@ -243,10 +254,11 @@ class TemporalStrategy:
         if known > count:
             known, memory = 0, Memory.empty(*self._sizes)
         self._known = None  # the state is given away
-        train = len(self._job.task.parts["train"])
-        if known < train:
-            self._evaluator.replay(memory, known, min(train, count), self._config.batch_size)
-        self._evaluator.replay(memory, max(known, train), count, self._config.eval_batch, keep_ties=False)
+        train = self.turns.bounds
+        if known < train[-1]:  # nobody asks for a state within training
+            self._evaluator.replay(memory, train)
+        known = max(known, train[-1])
+        self._evaluator.replay(memory, [*range(known, count, self._config.eval_batch), count])
         return memory
 
     @property
