@@ -22,12 +22,15 @@ HERE = Path(__file__).parent
 DATA = Path(__file__).parents[2] / "shared" / "data" / "temporal"
 FILES = {"wikipedia": "ml_wikipedia.txt", "collegemsg": "CollegeMsg.txt"}
 SIDES: dict[str, dict[str, Any]] = {
-    "memory": {"strategy": {"static": False}},
-    "static": {"strategy": {"static": True}},
+    "memory": {"strategy": {"static": False}, "model": {"pairs": False}},
+    "static": {"strategy": {"static": True}, "model": {"pairs": False}},
+    "no memory": {"strategy": {"static": False}, "model": {"name": "tgat", "pairs": False}},
+    "static, no memory": {"strategy": {"static": True}, "model": {"name": "tgat", "pairs": False}},
     "pairs": {"strategy": {"static": False}, "model": {"pairs": True}},
     "static+pairs": {"strategy": {"static": True}, "model": {"pairs": True}},
+    "pairs, no memory": {"strategy": {"static": False}, "model": {"name": "tgat", "pairs": True}},
 }
-EPOCHS = 5
+EPOCHS = 2
 
 
 def read(path: Path) -> Any:
@@ -43,10 +46,15 @@ def read(path: Path) -> Any:
 def words(side: str, seed: int) -> dict[str, Any]:
     more = SIDES[side]
     return {
-        "strategy": {"name": "temporal", "batch": 600, **more.get("strategy", {})},
+        "strategy": {
+            "name": "temporal",
+            "batch": 600,
+            "queries": "batch",
+            "static_epochs": 2,
+            **more.get("strategy", {}),
+        },
         "model": {"name": "tgn", **more.get("model", {})},
         "link": {"negatives": 5, "loss": "softmax"},
-        "train": {"lr": 2e-3},
         "seed": seed,
     }
 

@@ -4,7 +4,9 @@ Every cell trains on as many events; after each epoch (as many uses of events as
 noted with the optimizer steps and seconds so far. Ties count as the middle of their places, negatives are drawn by
 event, batches of 200 do not see themselves, the state is walked through anew with the present weights.
 
-  STREAM/SHARExLANESxCOPIES[/SCALE]/SEED    STREAM: college, wikipedia (their first --events); SCALE: sqrt, linear, none
+  STREAM/SHARExLANESxCOPIES[/SCALE]/SEED    STREAM: college, wikipedia (their first --events); SCALE: linear, sqrt, none
+
+The rate is low, so that one trainer takes epochs to learn what it learns, and does not fall.
 
 Finished cells are not run again. usage: python benchmarks/temporal_parallel.py OUT --data DIR [--cells …] [--epochs 8]
 """
@@ -35,9 +37,11 @@ def words_of(cell: str, epochs: int) -> dict[str, Any]:
     return {
         "strategy": {
             "name": "temporal", "batch": 200, "static": False, "eval_negatives": 19,
-            "share": share, "lanes": lanes, "copies": copies, "lr_scale": scale[0] if scale else "sqrt",
+            "queries": "batch", "lr_decay": 0, "warmup": 0,
+            "share": share, "lanes": lanes, "copies": copies, "lr_scale": scale[0] if scale else "linear",
         },
-        "train": {"epochs": epochs, "lr": 5e-4},
+        "model": {"name": "tgn", "pairs": False},  # with them one trainer has learnt all within an epoch
+        "train": {"epochs": epochs, "lr": 5e-5},
         "seed": int(seed),
         "workers": share * lanes * copies,
     }  # fmt: skip

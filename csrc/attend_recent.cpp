@@ -9,48 +9,10 @@
 #include "kernels.h"
 #include "philox.h"
 #include "simd.h"
+#include "turn.h"
 
 namespace gnnfleet::GNNFLEET_ISA {
 namespace {
-
-// Sine and cosine of arguments far above 2 pi: reduced by quarter turns in double, then polynomials. Times are long and
-// frequencies up to 1, so the argument itself is made in double as well. Written in vectors, for compilers do not see them
-// here. `count` is a multiple of the lanes.
-constexpr int64_t kLanes = Lanes<double>::count;
-
-inline void turn(const float* frequency, const float* phase, float since, int64_t count, float* cosine, float* sine) {
-  typedef double wide __attribute__((vector_size(GNNFLEET_VECTOR_BYTES)));
-  typedef int64_t whole __attribute__((vector_size(GNNFLEET_VECTOR_BYTES)));
-  typedef float narrow __attribute__((vector_size(GNNFLEET_VECTOR_BYTES / 2)));
-  constexpr double kTurns = 0.63661977236758134, kQuarter = 1.5707963267948966, kMagic = 6755399441055744.0;
-  const wide time = wide{} + static_cast<double>(since);
-  for (int64_t t = 0; t < count; t += kLanes) {
-    narrow f, p;
-    std::memcpy(&f, frequency + t, sizeof f);
-    std::memcpy(&p, phase + t, sizeof p);
-    const wide x = time * __builtin_convertvector(f, wide) + __builtin_convertvector(p, wide);
-    const wide shifted = x * kTurns + kMagic;  // its last bits are the number of quarter turns
-    whole quarter;
-    std::memcpy(&quarter, &shifted, sizeof quarter);
-    const wide r = x - (shifted - kMagic) * kQuarter, z = r * r;
-    const wide s = r + r * z * (-1.6666666664e-1 + z * (8.3333315e-3 + z * (-1.98409e-4 + z * 2.7526e-6)));
-    const wide c = 1.0 - 0.5 * z + z * z * (4.16666664e-2 + z * (-1.38888839e-3 + z * (2.4801e-5 - z * 2.7e-7)));
-    const whole odd = (quarter & 1) != 0, second = (quarter & 2) != 0;
-    const wide cc = odd ? s : c, ss = odd ? c : s;
-    const narrow co = __builtin_convertvector((odd ^ second) ? -cc : cc, narrow);
-    const narrow si = __builtin_convertvector(second ? -ss : ss, narrow);
-    std::memcpy(cosine + t, &co, sizeof co);
-    std::memcpy(sine + t, &si, sizeof si);
-  }
-}
-
-inline void turn(const double* frequency, const double* phase, double since, int64_t count, double* cosine, double* sine) {
-  for (int64_t t = 0; t < count; ++t) {
-    const double x = since * frequency[t] + phase[t];
-    cosine[t] = std::cos(x);
-    sine[t] = std::sin(x);
-  }
-}
 
 template <typename T>
 inline T dot(const T* a, const T* b, int64_t count) {
@@ -71,7 +33,7 @@ template <typename T>
 class Worker {
  public:
   explicit Worker(const RecentArgs& a)
-      : a_(a), width_(a.row_width + a.feature_width + a.time_width), times_((a.time_width + kLanes - 1) / kLanes * kLanes),
+      : a_(a), width_(a.row_width + a.feature_width + a.time_width), times_(whole_turns(a.time_width)),
         stride_(a.row_width + a.feature_width + times_), x_(a.places * stride_), sine_(a.places * times_),
         frequency_(times_), phase_(times_), share_(a.heads * a.places), kept_(a.heads * a.places), slot_(a.places) {
     std::copy(at(a.frequency, 0), at(a.frequency, a.time_width), frequency_.begin());

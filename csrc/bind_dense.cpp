@@ -1,6 +1,5 @@
-#include <string>
-
 #include "bind.h"
+#include "cosines.h"
 #include "gates.h"
 #include "kernels.h"
 #include "product.h"
@@ -72,11 +71,28 @@ void back(const Any& given, const Any& kept, const Any& memory, const Any& grad,
   kernels().gates_back(a);
 }
 
+void turned(const Any& since, const Any& frequency, const Any& phase, const Any& cosine, const Any& sine, int threads) {
+  const auto type = since.dtype();
+  require(type == nb::dtype<float>() || type == nb::dtype<double>(), "cosines: times must be float32 or float64");
+  require(since.ndim() == 1 && frequency.ndim() == 1 && phase.ndim() == 1 && size(frequency) == size(phase), "cosines: times and frequencies are rows");
+  for (const Any* each : {&frequency, &phase, &cosine, &sine}) require(each->dtype() == type, "cosines: all of one type");
+  for (const Any* each : {&cosine, &sine}) {
+    require(each->ndim() == 2 && size(*each) == size(since) && each->shape(1) == frequency.shape(0), "cosines: a result has another shape than expected");
+  }
+  require(threads >= 1, "cosines: threads must be positive");
+  const CosineArgs a{type == nb::dtype<double>(), size(since), size(frequency), since.data(), frequency.data(), phase.data(),
+                     cosine.data(), sine.data(), threads};
+  nb::gil_scoped_release free;
+  kernels().cosines(a);
+}
+
 }  // namespace
 
 void bind_dense(nb::module_& m) {
   m.def("has_product", gnnfleet::has_product);
   m.def("product", multiply, "a"_a.noconvert(), "b"_a.noconvert(), "c"_a.noconvert(), "bias"_a.noconvert().none(), "add"_a, "threads"_a);
+  m.def("cosines", turned, "since"_a.noconvert(), "frequency"_a.noconvert(), "phase"_a.noconvert(), "cosine"_a.noconvert(),
+        "sine"_a.noconvert(), "threads"_a);
   m.def("gates", ahead, "given"_a.noconvert(), "kept"_a.noconvert(), "memory"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
   m.def("gates_back", back, "given"_a.noconvert(), "kept"_a.noconvert(), "memory"_a.noconvert(), "grad"_a.noconvert(),
         "grad_given"_a.noconvert(), "grad_kept"_a.noconvert(), "threads"_a);

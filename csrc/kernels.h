@@ -6,6 +6,7 @@
 #include "aggregate.h"
 #include "attend.h"
 #include "attend_recent.h"
+#include "cosines.h"
 #include "dropout.h"
 #include "epilogue.h"
 #include "gates.h"
@@ -38,6 +39,7 @@ struct Kernels {
   void (*attend_edge_target)(const AttendArgs&);
   void (*attend_recent)(const RecentArgs&);
   void (*attend_recent_back)(const RecentArgs&);
+  void (*cosines)(const CosineArgs&);
   void (*gates)(const GateArgs&);
   void (*gates_back)(const GateArgs&);
 };

@@ -24,6 +24,7 @@ void attend_edge_source(const AttendArgs&);
 void attend_edge_target(const AttendArgs&);
 void attend_recent(const RecentArgs&);
 void attend_recent_back(const RecentArgs&);
+void cosines(const CosineArgs&);
 void gates(const GateArgs&);
 void gates_back(const GateArgs&);
 
@@ -48,6 +49,7 @@ const Kernels table = {
     attend_edge_target,
     attend_recent,
     attend_recent_back,
+    cosines,
     gates,
     gates_back,
 };

@@ -100,10 +100,10 @@ class Plain:
             u, v, t = (int(each[number]) for each in (self.stream.src, self.stream.dst, self.stream.t))
             source = decoder.src(self.embed(u, t, layers))
             for node, truth in [(v, 1.0), *((int(other), 0.0) for other in negatives[number - low])]:
-                both = source + decoder.dst(self.embed(node, t, layers))
-                if decoder.pair is not None:
-                    both = both + decoder.pair(self.pair(u, node, t, low))
-                logit = decoder.out(torch.relu(both))[0]
+                logit = decoder.out(torch.relu(source + decoder.dst(self.embed(node, t, layers))))[0]
+                if decoder.pair is not None and decoder.pair_out is not None:
+                    known = decoder.pair(self.pair(u, node, t, low))
+                    logit = logit + decoder.pair_out(torch.relu(known))[0]
                 total = total + functional.binary_cross_entropy_with_logits(logit, torch.tensor(truth).double())
         return total / (high - low)
 

@@ -1,4 +1,4 @@
-"""Products that round their operands, and the GRU made of them, against torch: results and all gradients."""
+"""Products that round their operands, the GRU made of them and its clock against torch: results and all gradients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.ops import product
+from gnnfleet.ops.cosines import cosines
 from gnnfleet.ops.gru import gru
 from gnnfleet.ops.native import _native
 from gnnfleet.ops.product import mix_wide, multiply
@@ -107,6 +108,27 @@ def test_the_gru_equals_torchs(isa: str, dtype: torch.dtype, width: int) -> None
     torch.testing.assert_close(out, twin, **near)
     for mine, theirs in zip(found, torch.autograd.grad(twin, leaves, grad), strict=True):
         torch.testing.assert_close(mine, theirs, **near)
+
+
+@pytest.mark.parametrize("isa", _native.isas().split())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_times_turn_as_torchs_do(isa: str, dtype: torch.dtype) -> None:
+    since = (random(23, seed=1, dtype=torch.float64).abs() * 1e5).round().to(dtype)
+    weight, bias = (random(11, seed=seed, dtype=dtype).requires_grad_() for seed in (2, 3))
+    before = _native.isa()
+    _native.select_isa(isa)
+    try:
+        out = cosines(since, weight, bias)
+    finally:
+        _native.select_isa(before)
+    grad = random(23, 11, seed=4, dtype=dtype)
+    found = torch.autograd.grad(out, [weight, bias], grad)
+    wide = [each.detach().double().requires_grad_() for each in (weight, bias)]
+    twin = torch.cos(since.double()[:, None] * wide[0] + wide[1])
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(out.double(), twin, **near)
+    for mine, theirs in zip(found, torch.autograd.grad(twin, wide, grad.double()), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=near["rtol"], atol=1e-6 * float(theirs.abs().max()))
 
 
 def test_gates_bear_any_number() -> None:

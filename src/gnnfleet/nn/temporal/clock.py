@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gnnfleet.ops.cosines import cosines
+
 
 class TimeEncoding(torch.nn.Module):
     """cos(w t + b) [n, T] of time differences [n]; w starts at 10^−linspace(0, 9), b at 0, both are learnt."""
@@ -15,7 +17,7 @@ class TimeEncoding(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(width))
 
     def forward(self, since: Tensor) -> Tensor:
-        return torch.cos(since[..., None] * self.weight + self.bias)
+        return cosines(since, self.weight, self.bias)
 
     def now(self) -> Tensor:
         """[T]: no time at all."""

@@ -9,14 +9,18 @@ from gnnfleet.ops.product import linear_wide
 
 
 class EventDecoder(torch.nn.Module):
-    """w ReLU(W_s z_u + W_d z_v + W_p f_uv): the logit of an event between two nodes, f what is known of the pair."""
+    """w ReLU(W_s z_u + W_d z_v) + w_p ReLU(W_p f_uv): the logit of an event; f is what is known of the pair of nodes.
+
+    Both have units of their own: embeddings are long at first, and would drown a few numbers in a common sum.
+    """
 
     def __init__(self, width: int, pair_width: int = 0) -> None:
         super().__init__()
         self.src = torch.nn.Linear(width, width)
         self.dst = torch.nn.Linear(width, width)
-        self.pair = torch.nn.Linear(pair_width, width, bias=False) if pair_width else None
+        self.pair = torch.nn.Linear(pair_width, width) if pair_width else None
         self.out = torch.nn.Linear(width, 1)
+        self.pair_out = torch.nn.Linear(width, 1, bias=False) if pair_width else None
 
     def sources(self, z: Tensor) -> Tensor:
         """[n, D]: the part of a score that a source decides."""
@@ -28,13 +32,12 @@ class EventDecoder(torch.nn.Module):
 
     def scores(self, sources: Tensor, destinations: Tensor, pairs: Tensor | None = None) -> Tensor:
         """[…] logits of both parts [… , D], which may be broadcast, and features of pairs [… , P]."""
-        both = sources + destinations
-        if self.pair is not None:
-            assert pairs is not None, "this decoder reads features of pairs"
-            flat = pairs.to(both.dtype).reshape(-1, pairs.shape[-1])
-            both = both + linear_wide(self.pair, flat).view(*pairs.shape[:-1], both.shape[-1])
-        both = torch.relu(both)
-        return both @ self.out.weight[0] + self.out.bias
+        logits: Tensor = torch.relu(sources + destinations) @ self.out.weight[0] + self.out.bias
+        if self.pair is None or self.pair_out is None:
+            return logits
+        assert pairs is not None, "this decoder reads features of pairs"
+        flat = pairs.to(logits.dtype).reshape(-1, pairs.shape[-1])
+        return logits + (torch.relu(linear_wide(self.pair, flat)) @ self.pair_out.weight[0]).view(logits.shape)
 
 
 class ClassDecoder(torch.nn.Module):

@@ -73,7 +73,7 @@ class TemporalStrategy:
             config = config.model_copy(update={"batch": curve.batch})
         self._config, self._job = config, job
         self._aside = replace(job.world, traffic=Traffic())  # for what is no part of training
-        self._optimizer = make_optimizer(self.model, job.train)
+        self._optimizer = make_optimizer(self.model, job.train, fused=True)
         stream, dtype = job.task.stream, PRECISIONS[job.precision]
         self._lookout = Lookout(
             stream,

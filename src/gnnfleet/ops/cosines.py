@@ -1,0 +1,37 @@
+"""Times as vectors, cosines of many frequencies: sines are made in the same pass and kept for the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnfleet.ops.native import _native, threads
+
+_WORK = 16
+"""Multiply-adds that a cosine is worth."""
+
+
+def cosines(since: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """[n, T] cos(since · weight + bias) of times [n], with the argument in float64; times have no gradient."""
+    if since.device.type != "cpu":
+        return torch.cos(since[:, None] * weight + bias)
+    out: Tensor = _Cosines.apply(since, weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Cosines(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, since: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        cosine, sine = (since.new_empty(len(since), len(weight)) for _ in range(2))
+        _native.cosines(since, weight, bias, cosine, sine, threads(cosine.numel() * _WORK))
+        ctx.save_for_backward(since, sine)
+        return cosine
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        since, sine = ctx.saved_tensors
+        change = sine * grad
+        return None, -(since @ change), -change.sum(0)
