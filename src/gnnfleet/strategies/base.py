@@ -232,7 +232,7 @@ def products(precision: str) -> AbstractContextManager[Any]:
 def make_optimizer(model: torch.nn.Module, train: TrainConfig, *, fused: bool = False) -> torch.optim.Optimizer:
     """The optimizer a config asks for; ``fused`` makes short work of many small parameters."""
     parameters = list(model.parameters())
-    how: dict[str, bool] = {"fused": True} if fused else {"foreach": False}
+    how: dict[str, Any] = {"fused": True} if fused else {"foreach": False}
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=train.lr, weight_decay=train.weight_decay, momentum=train.momentum, **how)
     kind = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
