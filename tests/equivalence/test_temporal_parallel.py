@@ -30,7 +30,7 @@ BATCH, LR = 12, 1e-3
 ONE = (1, 1, 1)
 
 
-def made(world: World, sizes: Sizes = ONE, *, lr: float = LR, **model: Any) -> TemporalStrategy:
+def made(world: World, sizes: Sizes = ONE, *, lr: float = LR, queries: str = "event", **model: Any) -> TemporalStrategy:
     """Times have ties and the last batch is short."""
     graph = make_dataset("events", users=12, items=8, events=150, features=3, topics=2, ties=0.3, seed=3)
     strategy = dict(zip(("share", "lanes", "copies"), sizes, strict=True))
@@ -42,6 +42,7 @@ def made(world: World, sizes: Sizes = ONE, *, lr: float = LR, **model: Any) -> T
             "lr_scale": "none",
             "lr_decay": 0,
             "eval_negatives": 3,
+            "queries": queries,
             **strategy,
         },
         "model": {"hidden": 8, "neighbours": 3, "time_width": 4, "dropout": 0.2, "pairs": True, **model},
@@ -121,20 +122,19 @@ def test_lanes_and_copies_remember_what_one_trainer_does(crew: Crew, sizes: Size
 # -- sharing a batch --
 
 
-def shared(world: World, sizes: Sizes, name: str) -> dict[str, Any]:
-    strategy, losses, grads = made(world, sizes, lr=0.0, name=name), [], []
+def shared(world: World, sizes: Sizes, name: str, queries: str) -> dict[str, Any]:
+    strategy, losses, grads = made(world, sizes, lr=0.0, name=name, queries=queries), [], []
     for _, record in iterations(strategy):
         losses.append((record.loss, record.count))
         grads.append({key: p.grad.clone() for key, p in strategy.model.named_parameters() if p.grad is not None})
     return {"losses": losses, "grads": grads, "tables": tables(strategy)}
 
 
-@pytest.mark.parametrize("name", ["tgn", "tgat"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_trainers_that_share_a_batch_are_one(crew: Crew, size: int, name: str) -> None:
+@pytest.mark.parametrize(("size", "name", "queries"), [(2, "tgn", "event"), (3, "tgat", "event"), (2, "tgn", "batch")])
+def test_trainers_that_share_a_batch_are_one(crew: Crew, size: int, name: str, queries: str) -> None:
     """Losses, counts and gradients of every step; dropout is on."""
-    (serial,) = crew.run(1, shared, ONE, name)
-    for found in crew.run(size, shared, (size, 1, 1), name):
+    (serial,) = crew.run(1, shared, ONE, name, queries)
+    for found in crew.run(size, shared, (size, 1, 1), name, queries):
         assert_same_losses(found["losses"], serial["losses"])
         assert_close(found["tables"], serial["tables"])
         for one, other in zip(found["grads"], serial["grads"], strict=True):
