@@ -28,7 +28,12 @@ WORDS: dict[str, Any] = {
 """Of all static strategies."""
 
 EVENTS = {"events": 20_000, "users": 1_000, "items": 500}
-EVENT_WORDS: dict[str, Any] = {"train": {"epochs": 3, "lr": 1e-3}}
+EVENT_WORDS: dict[str, Any] = {
+    "model": {"name": "tgn", "hidden": 64, "pairs": True},
+    "link": {"negatives": 5, "loss": "softmax"},
+    "train": {"epochs": 6, "lr": 1e-3},
+}
+EVENT_OWN: dict[str, dict[str, Any]] = {"temporal": {"batch": 200, "static": False}}
 
 OWN: dict[str, dict[str, Any]] = {
     "macrobatch": {"batch": 512, "fanouts": (10, 10, 5)},
@@ -81,7 +86,7 @@ def demo(
 
 def _on_events(contest: Contest, store: Path) -> Contest:
     """The strategy for streams, on as many workers as it takes."""
-    found = replace(contest, store=store, strategies=("temporal",), words=EVENT_WORDS, own={})
+    found = replace(contest, store=store, strategies=("temporal",), words=EVENT_WORDS, own=EVENT_OWN)
     try:
         found.config("temporal")
     except ConfigError:
