@@ -66,7 +66,7 @@ def test_ray_gives_the_same_bits(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     done = call("join", "nowhere", tmp_path, "--trainers", "1")
-    assert done.returncode == 2 and "expected HOST:PORT, found 'nowhere'" in done.stderr
+    assert done.returncode == 2 and "expected HOST:PORT with a port up to 65535, found 'nowhere'" in done.stderr
 
 
 class Member:

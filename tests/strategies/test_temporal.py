@@ -212,6 +212,8 @@ def test_queries_per_batch_look_once_at_every_node() -> None:
     hop = batch.block.hops[0]
     assert batch.places is not None and len(torch.unique(hop.query)) == len(hop.query) == batch.block.num_queries
     assert int(hop.edge[hop.near >= 0].max()) < 100
+    after = strategy._lookout.batch(120, 140, strategy.task.drawn(120, 140, sweep=0)).block.hops[0]
+    assert not torch.isin(hop.ids, after.ids).any(), "dropout is drawn anew in every batch"
     assert all(record.loss > 0 for record in strategy.steps(0))
 
 

@@ -72,7 +72,8 @@ class Lookout:
         asked, places, visible = torch.cat([src, dst, negatives.flatten()]), None, None
         if self.queries == "batch":
             asked, places = distinct(asked, stream.num_nodes)
-            when, ids, visible = stream.t[begin].repeat(len(asked)), asked, begin
+            when, visible = stream.t[begin].repeat(len(asked)), begin
+            ids = stream.numbers[begin] * stream.num_nodes + asked  # a node draws anew in every batch
         else:
             when, ids = times_of(stream.t[low:high], negatives), draw_ids(stream.numbers[low:high], negatives)
         block = self.block(asked, when, ids, visible=begin if blind else visible)
