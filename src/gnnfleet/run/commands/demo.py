@@ -31,7 +31,7 @@ EVENTS = {"events": 20_000, "users": 1_000, "items": 500}
 EVENT_WORDS: dict[str, Any] = {
     "model": {"name": "tgn", "hidden": 64, "pairs": True},
     "link": {"negatives": 5, "loss": "softmax"},
-    "train": {"epochs": 6, "lr": 1e-3},
+    "train": {"epochs": 6, "lr": 3e-3},
 }
 EVENT_OWN: dict[str, dict[str, Any]] = {"temporal": {"batch": 200, "static": False}}
 
