@@ -32,7 +32,9 @@ def write_results(name: str, cells: list[dict[str, Any]], *, keep: bool = False)
         origin, measured = {key: before[key] for key in ("commit", "machine")}, {cell["cell"] for cell in cells}
         cells = [*cells, *({**origin, **cell} for cell in before["cells"] if cell["cell"] not in measured)]
     body = {"commit": commit, "machine": machine(), "python": platform.python_version(), "packages": packages}
-    path.write_text(json.dumps({**body, "cells": cells}, indent=1) + "\n")
+    head = json.dumps(body, indent=1).removesuffix("\n}")
+    lines = ",\n".join(f"  {json.dumps(cell)}" for cell in cells)  # a line each, however much was measured
+    path.write_text(f'{head},\n "cells": [\n{lines}\n ]\n}}\n')
     return path
 
 

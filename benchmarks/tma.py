@@ -252,6 +252,13 @@ def show(out: Path) -> None:
 
     cells = [json.loads(path.read_text()) for path in sorted(out.glob("*.*.*.json"))]
     alike = [row for path in sorted(out.glob("diagnosis.*.json")) for row in json.loads(path.read_text())]
+    if out == OUT:  # with what is kept of other calls
+        named = [{"cell": f"{cell['set']}/{cell['scheme']}/{cell['seed']}", **cell} for cell in cells]
+        named += [{"cell": f"{row['set']}/diagnosis/{row['scheme']}", **row} for row in alike]
+        path = write_results("tma", named, keep=True)
+        kept = json.loads(path.read_text())["cells"]
+        cells, alike = [cell for cell in kept if "line" in cell], [cell for cell in kept if "trained" in cell]
+        print(path)
     table = table_of(cells)
     for line in table:
         print("  ".join(f"{key} {value}" for key, value in line.items()))
@@ -259,9 +266,6 @@ def show(out: Path) -> None:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     plot(cells, HERE.parent / "docs" / "img" if out == OUT else out)
     if out == OUT:
-        named = [{"cell": f"{line['set']}/{line['scheme']}", **line} for line in table]
-        named += [{"cell": f"{row['set']}/diagnosis/{row['scheme']}", **row} for row in alike]
-        print(write_results("tma", named))
         put("tma", markdown(table, alike), HERE.parent / "docs" / "tma.md")
 
 

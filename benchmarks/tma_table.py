@@ -124,8 +124,8 @@ def plot(cells: Sequence[Cell], folder: Path) -> None:
     """A chart for every set: val over seconds, the mean over seeds."""
     for name in SETS:
         by = _by_scheme([cell for cell in cells if cell["set"] == name])
-        if by:
-            lines = {scheme: _mean_line(found) for scheme, found in by.items()}
+        drawn = {scheme: _mean_line(found) for scheme, found in by.items()}
+        if lines := {scheme: line for scheme, line in drawn.items() if line}:
             curve_chart(folder / f"tma_{name}.svg", name, lines, across="seconds of training", up="val")
 
 
