@@ -19,6 +19,8 @@ from gnnfleet.report.metrics import read_metrics
 from gnnfleet.run import checkpoint
 from gnnfleet.run.api import train
 from gnnfleet.run.asking import open_run
+from gnnfleet.strategies.local.config import LocalConfig
+from gnnfleet.strategies.sar.config import SarConfig
 from tests.run.graphs import CLASSES, assert_same_checkpoint, communities
 
 SMALL = SAGE(hidden=16, layers=2)
@@ -187,3 +189,16 @@ def test_a_store_is_as_good_as_a_graph(graph: Graph, tmp_path: Path) -> None:
     save_store(graph, tmp_path / "store")
     one, two = train(graph, model=SMALL, epochs=3), train(str(tmp_path / "store"), model=SMALL, epochs=3)
     assert torch.equal(one.logits(), two.logits())
+
+
+def test_the_strategy_of_a_config_stays_unless_another_is_named(graph: Graph, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[strategy]\nname = "sar"\ngroup = 1\n[model]\nname = "sage"\nhidden = 4\nlayers = 2\n')
+    kept = train(graph, config=file, epochs=1, prefetch=0).config.strategy
+    assert isinstance(kept, SarConfig) and (kept.group, kept.prefetch) == (1, 0)
+    named = train(graph, config=file, strategy="local", epochs=1).config.strategy
+    assert named == train(graph, model=SMALL, epochs=1).config.strategy == LocalConfig()
+    with pytest.raises(ConfigError, match="no setting 'fanouts'"):
+        train(graph, config=file, epochs=1, fanouts=[5, 5])
+    with pytest.raises(ConfigError, match="strategy=3: expected a name or a table"):
+        train(graph, config={"strategy": 3}, epochs=1)

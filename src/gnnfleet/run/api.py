@@ -22,7 +22,7 @@ from gnnfleet.graph.store import open_store
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.report.record import RunRecord
 from gnnfleet.run.build import Built
-from gnnfleet.run.config import RunConfig, Tree, nest, overlay, read_toml
+from gnnfleet.run.config import RunConfig, Tree, named_group, nest, overlay, read_toml
 from gnnfleet.run.event_scores import score_events
 from gnnfleet.run.link import score_pairs
 from gnnfleet.run.prediction import class_names
@@ -109,7 +109,7 @@ class Record:
 def train(
     graph: Graph | str | Path,
     *,
-    strategy: str | Mapping[str, Any] | StrategyConfig = "local",
+    strategy: str | Mapping[str, Any] | StrategyConfig | None = None,
     model: str | Mapping[str, Any] | ModelConfig | None = None,
     config: str | Path | Mapping[str, Any] | None = None,
     run_dir: str | Path | None = None,
@@ -122,18 +122,20 @@ def train(
 
     ``settings`` are the words of the config: ``seed``, ``split``, ``precision``, ``workers``; of its group train
     (``epochs``, ``lr``, ``patience``, …) and of the strategy by their own names; any other by its full name, as in
-    ``**{"report.memory": True}``. ``strategy="auto"`` plans first and trains what is fastest within ``memory``. Files
-    are written only where ``run_dir`` is given. With ``workers`` processes are started on this machine;
-    ``max_restarts`` is how often they may be started again when one is lost.
+    ``**{"report.memory": True}``. Without ``strategy`` it is the one of ``config``, or local; ``strategy="auto"`` plans
+    first and trains what is fastest within ``memory``. Files are written only where ``run_dir`` is given. With
+    ``workers`` processes are started on this machine; ``max_restarts`` is how often they may be started again when one
+    is lost.
     """
     if resume and run_dir is None:
         raise ConfigError("resume needs run_dir: the directory of the run to go on with")
     found = graph if isinstance(graph, Graph) else open_store(graph)
     base = {} if config is None else config if isinstance(config, Mapping) else read_toml(Path(config))
-    words: Tree = {"strategy": _plain(strategy)}
+    given: Tree = {} if strategy is None else {"strategy": _plain(strategy)}
     if model is not None:
-        words["model"] = {"name": model} if isinstance(model, str) else _plain(model)
-    words = overlay(overlay(base, words), place_words(settings, words["strategy"]))
+        given["model"] = {"name": model} if isinstance(model, str) else _plain(model)
+    words = overlay(base, given)
+    words = overlay(words, place_words(settings, words.get("strategy", {})))
     place = Place(run_dir=None if run_dir is None else Path(run_dir), resume=resume)
     trained = run_training(found, words, place=place, quiet=quiet, restarts=max_restarts)
     for how in trained.record.lost:
@@ -141,10 +143,9 @@ def train(
     return Record(trained)
 
 
-def place_words(settings: Mapping[str, Any], strategy: str | Mapping[str, Any]) -> Tree:
+def place_words(settings: Mapping[str, Any], strategy: Any) -> Tree:
     """Keyword arguments in the groups they belong to; raises ConfigError with the nearest word for an unknown one."""
-    name = strategy if isinstance(strategy, str) else str(strategy.get("name", "local"))
-    own = strategy_words(name)
+    own = strategy_words(str(named_group("strategy", strategy).get("name", "local")))
     full = {}
     for key, value in settings.items():
         if "." in key or key in RunConfig.model_fields:

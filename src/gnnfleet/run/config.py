@@ -96,9 +96,9 @@ _CHANGEABLE = (
 def resolve(tree: Mapping[str, Any]) -> RunConfig:
     """Nested words as a RunConfig; raises ConfigError naming the first wrong word and what was expected."""
     tree = dict(tree)
-    strategy = _named_group("strategy", tree.pop("strategy", {}))
+    strategy = named_group("strategy", tree.pop("strategy", {}))
     if "model" in tree:
-        tree["model"] = _named_group("model", tree["model"])
+        tree["model"] = named_group("model", tree["model"])
     if strategy.get("name") == "tma" and strategy.get("scheme") == "ggs":
         _named(find_config("tma"), {**strategy, "scheme": "random"})  # words that are none are refused
         strategy = _synchronous(strategy, tree.get("workers", 1))
@@ -122,7 +122,7 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
 
 def _on_events(tree: Tree) -> Tree:
     """What words mean on a stream of events, where they are left out."""
-    model = {"name": "tgn", **_named_group("model", tree.get("model", {}))}
+    model = {"name": "tgn", **named_group("model", tree.get("model", {}))}
     train = tree.get("train", {})
     return {
         "task": "link",
@@ -157,7 +157,7 @@ def _synchronous(words: Tree, workers: Any) -> Tree:
     return {"name": "macrobatch", **kept, "batch": batch, "together": 1, "cache_inputs": False}
 
 
-def _named_group(key: str, value: Any) -> Tree:
+def named_group(key: str, value: Any) -> Tree:
     """``model = "gcn"`` is short for a table with that name."""
     if isinstance(value, str):
         return {"name": value}
@@ -212,7 +212,7 @@ def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     for key, value in over.items():
         below = tree.get(key)
         if key in ("strategy", "model") and below is not None:
-            value, below = _named_group(key, value), _named_group(key, below)
+            value, below = named_group(key, value), named_group(key, below)
             former = below.get("name")
             if key == "strategy" and former is not None and value.get("name", former) != former:
                 below = None
