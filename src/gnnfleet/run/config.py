@@ -47,8 +47,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     workers: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
     precision: Literal["float32", "bf16", "float64"] = "float32"
-    # local: bytes of activations an evaluation may hold, 4GiB by default. sar: all that a worker may hold. macrobatch:
-    # decides whether features and their aggregate stay in memory.
+    # local, tma: bytes of activations an evaluation may hold, 4GiB by default. sar, auto: all that a worker may hold.
+    # macrobatch: decides whether features and their aggregate stay in memory. temporal: what copies of the memory may
+    # take on a machine.
     memory: Annotated[int | None, BeforeValidator(lambda given: None if given is None else parse_size(given))] = None
     partition: str | None = None  # how nodes are dealt to workers; None leaves it to the strategy
     # The number of a split of the store, or a rule that makes one of nodes (0.6/0.2/0.2, 20-per-class) or of links.

@@ -40,7 +40,7 @@ PRIVATE = "private"
 """What of a state belongs to a rank of exactly this world, {name: tensor}; others do without it."""
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
-"""The dtype of weights and features; bf16 rounds only what enters a product."""
+"""The dtype of weights and features; bf16 is for what dense products give, and read where the CPU multiplies it."""
 
 MEMORY = 4 << 30
 """Bytes of activations an evaluation may hold at a time, unless a run says otherwise."""
@@ -137,6 +137,7 @@ class Job:
     world: World = field(default_factory=World)
     shard: Shard | None = None  # this rank's part of the graph, for strategies that use parts
     workers: int = 1
+    processes: int = 1  # that train beside each other on this machine, each in a world of its own
     post: Post | None = None  # how workers that come and go are reached
     deal: Deal | None = None  # who of them has which nodes
     layouts: Sequence[Layout] | None = None  # how nodes may be cut into chunks
@@ -225,7 +226,8 @@ class Strategy(Protocol):
 
 
 def products(precision: str) -> AbstractContextManager[Any]:
-    """Where bf16 applies: dense products round their operands, sums over edges and weights stay float32."""
+    """Where bf16 applies: results of dense products are stored in it, operands rounded to it where the CPU multiplies
+    it; weights stay float32, sums over edges are taken in it."""
     return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
 
 

@@ -21,7 +21,7 @@ gnnfleet plan shop/ --workers 4                                     four process
 
 gnnfleet plan shop/ --model gat --workers 8 --memory 4GiB --bandwidth 1Gbit     eight machines like this one
 
-gnnfleet plan shop/ --workers 4 --goal sampled --set strategy.fanouts=[15,10,5]
+gnnfleet plan shop/ --workers 4 --goal sampled --set 'strategy.fanouts=[15,10,5]'
 
 gnnfleet plan shop/ --workers 4 --strategies sar,pipe --json
 
@@ -67,7 +67,7 @@ def plan(
     """Predict memory, bytes, rounds and seconds per epoch of every strategy, without training, and recommend one.
 
     The graph is cut as train would cut it; a few seconds go into timing layers on a piece of it and the links between
-    workers. Words of strategies (--set strategy.fanouts=[10,5]) go to all that know them.
+    workers. Words of strategies (--set 'strategy.fanouts=[10,5]') go to all that know them.
     """
     prefer_huge_pages()
     from gnnfleet.graph.store import open_store

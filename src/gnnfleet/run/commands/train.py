@@ -26,7 +26,7 @@ gnnfleet train shop/ --config run.toml --seed 1 --run-dir runs/first --resume
 
 gnnfleet train shop/ --strategy sar --workers 4 --max-restarts 3               four processes on this machine
 
-gnnfleet train shop/ --strategy macrobatch --workers 4 --set strategy.fanouts=[15,10,5]
+gnnfleet train shop/ --strategy macrobatch --workers 4 --set 'strategy.fanouts=[15,10,5]'
 
 gnnfleet train shop/ --strategy tma --workers 3 --set strategy.interval=10     three trainers and a coordinator
 
@@ -79,8 +79,10 @@ Partition = _option(
 Memory = _option(
     _HOW,
     "SIZE",
-    "As 500MB. local: what an evaluation may hold of activations; a larger one goes in chunks; default 4GiB. "
-    "sar: what each worker may hold in all; it chooses how to train within it, or refuses.",
+    "As 500MB. local, tma: what an evaluation may hold of activations; a larger one goes in chunks; default 4GiB. "
+    "sar: what each worker may hold in all; it chooses how to train within it, or refuses. macrobatch: decides whether "
+    "features and their aggregate stay in memory; default a worker's share of what there is. temporal: what copies of "
+    "the memory may take on a machine; default half of it. auto: what each worker may hold in all.",
 )
 RunDir = _option(_WHERE, "DIR", "Where the run goes. Default runs/STORE-MODEL-N, which runs/last points to.")
 
@@ -111,7 +113,11 @@ def train(
     partition: Annotated[str | None, Partition] = None,
     precision: Annotated[
         Precision | None,
-        typer.Option(rich_help_panel=_HOW, help="bf16 rounds only what enters products. Default float32."),
+        typer.Option(
+            rich_help_panel=_HOW,
+            help="bf16 stores what dense products give in bfloat16, and multiplies in it where the CPU can; weights "
+            "stay float32, sums are taken in it. Default float32.",
+        ),
     ] = None,
     memory: Annotated[str | None, Memory] = None,
     run_dir: Annotated[Path | None, RunDir] = None,

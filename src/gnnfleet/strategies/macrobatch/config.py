@@ -32,7 +32,7 @@ class MacrobatchConfig(StrategyConfig, frozen=True, extra="forbid"):
     together: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     buffer: Size = 512 << 20  # bytes of blocks and rows that relays may hold on a worker, those ahead included
     # Relays that a thread in the background makes ahead while the present one is trained on; 0 for none. auto: 1 where
-    # workers wait for a network or have cores to spare.
+    # workers are on several machines and wait for a network.
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     # The first layer's aggregate of all neighbours, computed once; the last hop is then neither drawn nor fetched.
     # auto: where the model allows it.
