@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gnnfleet import nn as nn
     from gnnfleet.errors import ConfigError as ConfigError
+    from gnnfleet.errors import ExchangeError as ExchangeError
     from gnnfleet.errors import GnnfleetError as GnnfleetError
     from gnnfleet.errors import InputError as InputError
     from gnnfleet.errors import NativeError as NativeError
@@ -54,6 +55,7 @@ _HOMES = {
 __all__ = [
     "ConfigError",
     "EdgeType",
+    "ExchangeError",
     "GnnfleetError",
     "Graph",
     "GraphView",
