@@ -2,7 +2,8 @@
 
 Link prediction, three trainers on the cores of one machine, runs of a given time. Nobody's evaluation is counted:
 weights are kept every few seconds (tma) or evaluated while the clock stands still (GGS), so all cores train. Time and
-steps are those to 99 % of the best val metric that any scheme reaches; also to 99 % of what the best baseline reaches.
+steps (of each trainer) are those to 99 % of the best val metric that any scheme reaches; also to 99 % of what the best
+baseline reaches.
 Cells that are done with the same settings are not run again. Beside them `gnnfleet diagnose` of every set.
 
   ddi                  ogbl_ddi, SAGE on learnt rows of 64 (hits@20)  \\  from --data
@@ -38,6 +39,7 @@ from tma_table import best_of, markdown, plot, table_of
 HERE = Path(__file__).parent
 DATA = HERE.parent.parent / "shared" / "data" / "static"
 OUT = HERE / "results" / "cells" / "tma"
+CELL = ("set", "scheme", "seed")
 BATCHES = 30
 """Of a trainer's epoch, for the gradients that are compared."""
 
@@ -54,9 +56,12 @@ def run_tma(store: Path, words: dict[str, Any], seconds: float, scratch: Path) -
         while at < seconds:
             (record,) = strategy.steps(number)
             number, steps = number + 1, steps + record.steps
-            if steps:  # nothing is trained in the first round: it waits for processes to start
-                at += strategy.counts()["round_seconds"]
-                kept.append((round(at, 2), steps, {k: t.clone() for k, t in strategy.state_dict()["model"].items()}))
+            if not steps:  # nothing is trained in the first round: it waits for processes to start
+                continue
+            at += strategy.counts()["round_seconds"]
+            if at <= seconds or not kept:
+                state = {name: tensor.clone() for name, tensor in strategy.state_dict()["model"].items()}
+                kept.append((round(at, 2), round(steps / TRAINERS), state))
     counts, began, line = strategy.counts(), time.monotonic(), []
     torch.set_num_threads(os.cpu_count() or 1)
     for when, made, state in kept:
@@ -93,7 +98,7 @@ def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[Any]:
         spec = replace(spec, parent=os.getpid(), threads=threads_each(TRAINERS))
         (scratch / "SPEC.json").write_text(spec.as_json())
         clusters = Clusters.open(store / spec.partition) if spec.partition else None
-        deal = Deal({kind: table.count for kind, table in graph.nodes.items()}, clusters)
+        deal = Deal({kind: table.count for kind, table in graph.nodes.items()}, clusters, config.seed)
         built = build(graph, config, here=Here(post=post, deal=deal))
         members = start_processes(scratch, str(post.address), [str(i) for i in range(TRAINERS)], 0)
         try:
@@ -108,7 +113,7 @@ def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[Any]:
                 end_processes(members)
 
 
-def run_ggs(world: Any, name: str, seed: int, seconds: float, store: Path) -> dict[str, Any]:
+def run_ggs(world: Any, name: str, scheme: str, seed: int, seconds: float, store: Path) -> dict[str, Any]:
     """As many steps as the time allows; evaluated now and then, off the clock."""
     from gnnfleet.comm.reduce import share
     from gnnfleet.graph.partition import open_part
@@ -117,7 +122,7 @@ def run_ggs(world: Any, name: str, seed: int, seconds: float, store: Path) -> di
     from gnnfleet.run.config import resolve
     from gnnfleet.strategies.base import OWN
 
-    graph, config = open_store(store), resolve(words_of(name, "ggs", seed))
+    graph, config = open_store(store), resolve(words_of(name, scheme, seed))
     part = open_part(_cut(graph, config), world.rank)
     built = build(graph, config, here=Here(world, part))
     strategy, metric = built.strategy, built.task.metric
@@ -171,11 +176,11 @@ def run_diagnosis(store: Path, name: str) -> list[dict[str, Any]]:
 def run_cell(name: str, scheme: str, seed: int, seconds: float, store: Path, scratch: Path) -> dict[str, Any]:
     if not scheme.startswith("ggs"):
         return run_tma(store, words_of(name, scheme, seed, rounds=10_000), seconds, scratch)
-    line = [__file__, "--seconds", str(seconds), "--cell", name, str(seed), str(store)]
+    line = [__file__, "--seconds", str(seconds), "--cell", name, scheme, str(seed), str(store)]
     from gnnfleet.graph.store import open_store
     from gnnfleet.run.config import resolve
 
-    _cut(open_store(store), resolve(words_of(name, "ggs", seed)))  # before ranks want it together
+    _cut(open_store(store), resolve(words_of(name, scheme, seed)))  # before ranks want it together
     found: dict[str, Any] = crew.run(line, TRAINERS, rate=RATES.get(scheme), seconds=600 + 20 * seconds)
     return found
 
@@ -204,10 +209,11 @@ def run_cells(args: argparse.Namespace, folder: Path) -> None:
                 print(path.stem, f"val {best_of(cell):.4f} test {cell['test']:.4f} {cell['line'][-1][2]} steps", took)
                 sys.stdout.flush()
     for name in args.only if args.diagnose else ():
-        path = args.out / f"diagnosis.{name}.json"
-        if not path.exists():
+        path, settings = args.out / f"diagnosis.{name}.json", _settings(name, "super", 0, args.seconds)
+        if not path.exists() or any(row["settings"] != settings for row in json.loads(path.read_text())):
             try:
-                _write(path, run_diagnosis(make_store(name, args.data, place), name))
+                rows = run_diagnosis(make_store(name, args.data, place), name)
+                _write(path, [{"settings": settings, **row} for row in rows])
             except Exception as error:
                 print(path.stem, f"failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
@@ -233,20 +239,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--work", type=Path, help="where stores are kept; by default nowhere")
     parser.add_argument("--no-diagnose", dest="diagnose", action="store_false")
-    parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--cell", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cell:
-        name, seed, store = args.cell
-        crew.as_rank(lambda world: run_ggs(world, name, int(seed), args.seconds, Path(store)))
+        name, scheme, seed, store = args.cell
+        crew.as_rank(lambda world: run_ggs(world, name, scheme, int(seed), args.seconds, Path(store)))
         return
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         run_cells(args, Path(folder))
-    show(args.out)
+    show(args.out, args.seconds)
 
 
-def show(out: Path) -> None:
-    """Print the table of all cells there are; of those in the usual place keep it, with charts."""
+def show(out: Path, seconds: float) -> None:
+    """Print the table of all cells of these settings; of those in the usual place keep it, with charts."""
     from index import put
     from record import write_results
 
@@ -259,6 +265,8 @@ def show(out: Path) -> None:
         kept = json.loads(path.read_text())["cells"]
         cells, alike = [cell for cell in kept if "line" in cell], [cell for cell in kept if "trained" in cell]
         print(path)
+    known = [cell for cell in cells if cell["set"] in SETS and cell["scheme"] in SCHEMES]
+    cells = [cell for cell in known if cell["settings"] == _settings(*(cell[k] for k in CELL), seconds)]
     table = table_of(cells)
     for line in table:
         print("  ".join(f"{key} {value}" for key, value in line.items()))

@@ -12,15 +12,17 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "psgd-pa": {"scheme": "psgd-pa"},
     "llcg": {"scheme": "llcg"},
     "ggs": {"scheme": "ggs"},
+    "ggs-small": {"scheme": "ggs"},
     "ggs-1gbit": {"scheme": "ggs"},
     "random-redeal": {"scheme": "random", "redeal": 3},
     "super-redeal": {"scheme": "super", "redeal": 3},
     "super-remote": {"scheme": "super", "remote": 1000},
     "psgd-pa-remote": {"scheme": "psgd-pa", "remote": 1000},
 }
-"""What each sets of the strategy. ``-redeal`` deals anew every third round, ``-remote`` has negatives of all parts."""
-MAIN = ("random", "super", "psgd-pa", "llcg", "ggs", "ggs-1gbit")
-BASELINES = ("psgd-pa", "llcg", "ggs")
+"""What each sets of the strategy. ``-redeal`` deals anew every third round, ``-remote`` has negatives of all parts;
+ggs makes steps of a batch for each worker, ``ggs-small`` of one that they share."""
+MAIN = ("random", "super", "psgd-pa", "llcg", "ggs", "ggs-small", "ggs-1gbit")
+BASELINES = ("psgd-pa", "llcg", "ggs", "ggs-small")
 RATES = {"ggs-1gbit": "1gbit"}
 
 SETS: dict[str, dict[str, Any]] = {
@@ -46,7 +48,7 @@ SETS: dict[str, dict[str, Any]] = {
     "shop": {
         "model": {"name": "rgcn", "hidden": 32, "layers": 2, "dropout": 0.2},
         "link": {"decoder": "distmult", "ranking": "sampled"},
-        "strategy": {"fanouts": [5, 3], "batch": 2048, "interval": 9.0, "deadline": 600.0},
+        "strategy": {"fanouts": [5, 3], "batch": 2048, "clusters": 1500, "interval": 9.0, "deadline": 600.0},
         "train": {"lr": 0.003, "clip": 1.0},
         "split": "0.998/0.001/0.001",
     },
@@ -57,6 +59,8 @@ def words_of(name: str, scheme: str, seed: int, rounds: int = 1) -> dict[str, An
     """Of a run as ``gf.train`` takes them."""
     base = SETS[name]
     strategy = {"name": "tma", "interval": 3.0, **base["strategy"], **SCHEMES[scheme]}
+    if scheme == "ggs-small":
+        strategy["batch"] //= TRAINERS
     train = {**base["train"], "epochs": rounds}
     return {**base, "task": "link", "strategy": strategy, "train": train, "workers": TRAINERS, "seed": seed}
 
@@ -77,7 +81,7 @@ def make_store(name: str, data: Path, place: Path) -> Path:
             graph = make_dataset("communities", nodes=50_000, edges=1_000_000, features=64, seed=1)
         elif name == "shop":
             # Reverse edges would show the held-out ones; the run adds those of the edges it trains on.
-            size = {"users": 500_000, "products": 100_000, "buys": 4_600_000, "views": 7_000_000}
+            size = {"users": 500_000, "products": 100_000, "buys": 4_600_000, "views": 7_000_000, "categories": 500}
             graph = make_dataset("shop", **size, reverse=False, seed=1)
         else:
             graph = gf.read_npz(data / f"{'ogbl_ddi' if name == 'ddi' else 'debian_temporal_lp'}.npz")

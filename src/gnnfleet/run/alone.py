@@ -50,6 +50,7 @@ def make_alone(graph: Graph, config: RunConfig, index: int, own: Mapping[str, Te
         seed=config.seed + index * APART,
         precision=config.precision,
         memory=config.memory,
+        processes=max(1, config.workers if strategy.here is None else strategy.here),
     )
     made = make_strategy(local, job)
 

@@ -100,7 +100,7 @@ def diagnose(
             dealt = config.model_copy(update={"partition": scheme, "strategy": knobs})
             path = ensure_clusters(graph, trained, dealt, progress=progress)
             found = None if path is None else Clusters.open(path)
-            deal = Deal({kind: table.count for kind, table in graph.nodes.items()}, found)
+            deal = Deal({kind: table.count for kind, table in graph.nodes.items()}, found, config.seed)
             advance = progress.stage(f"{scheme} {number or ''}".rstrip(), config.workers)
             trainers = []
             for place in range(config.workers):

@@ -74,7 +74,7 @@ def coordinate(spec: Spec, post: Post) -> None:
     directory = RunDirectory(Path(spec.run_dir), seed=config.seed)
     with naming_line(config.model.file):
         with show(spec.quiet) as progress:
-            graph, deal = _open(spec)
+            graph, deal = _open(spec, config.seed)
             here = Here(progress=progress, say=partial(directory.say, quiet=spec.quiet), post=post, deal=deal)
             built = build(graph, config, here=here)
         record = run_course(built, config, directory, start=find_start(directory, World()), quiet=spec.quiet)
@@ -103,7 +103,7 @@ def train(spec: Spec, post: Post, index: int) -> None:
         os._exit(8)
 
     with naming_line(config.model.file):
-        graph, deal = _open(spec)
+        graph, deal = _open(spec, config.seed)
         folder = Path(spec.run_dir) / TRAINERS / str(index)
         trainer = Trainer(
             config.strategy,
@@ -122,7 +122,7 @@ def train(spec: Spec, post: Post, index: int) -> None:
             leave_spans(trainer.clock, Path(spec.run_dir), f"trainer {index}")
 
 
-def _open(spec: Spec) -> tuple[Graph, Deal]:
+def _open(spec: Spec, seed: int) -> tuple[Graph, Deal]:
     from gnnfleet.errors import StoreError
     from gnnfleet.graph.deal import Clusters, Deal
     from gnnfleet.graph.store import open_store
@@ -133,7 +133,7 @@ def _open(spec: Spec) -> tuple[Graph, Deal]:
         raise StoreError(f"{graph.store.path} is another store than the coordinator's: all machines need the same one")
     clusters = Clusters.open(graph.store.path / spec.partition) if spec.partition else None
     counts = {kind: table.count for kind, table in graph.nodes.items()}
-    return graph, Deal(counts, clusters, name=spec.partition)
+    return graph, Deal(counts, clusters, seed, spec.partition)
 
 
 if __name__ == "__main__":

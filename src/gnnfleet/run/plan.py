@@ -234,7 +234,7 @@ class _Planner:
         config = self.base.model_copy(update={"strategy": strategy})
         path = ensure_clusters(self.graph, self.checked.graph, config, progress=self.progress, quiet=self.quiet)
         counts = {kind: table.count for kind, table in self.graph.nodes.items()}
-        return Deal(counts, None if path is None else Clusters.open(path))
+        return Deal(counts, None if path is None else Clusters.open(path), config.seed)
 
 
 class _EventPlanner:

@@ -42,7 +42,7 @@ class SampledBatches:
 
     def _depth(self) -> int:
         tables = [nodes.x for nodes in self._job.graph.nodes.values() if nodes.x is not None]
-        return wise_depth(sum(x.numel() * x.element_size() for x in tables))
+        return wise_depth(sum(x.numel() * x.element_size() for x in tables), processes=self._job.processes)
 
     def _make(self, epoch: int, first: int) -> Generator[Ready]:
         task, seed = self._job.task, self._job.seed
