@@ -30,7 +30,7 @@ LISTS: list[tuple[str, str, str, type[BaseModel]]] = [
 
 def listed(page: str, section: str, prefix: str) -> dict[str, str]:
     """{word: default as the page has it} of the tables of a section; "" where a row is about several words."""
-    found = {}
+    found: dict[str, str] = {}
     for part in re.split(r"^## ", (DOCS / f"{page}.md").read_text(), flags=re.MULTILINE):
         title, _, body = part.partition("\n")
         if title != section and not title.startswith(f"{section} "):
