@@ -60,7 +60,7 @@ def make_ours(events: dict[str, Tensor], count: int, queries: str, precision: st
     )
     words = {
         "strategy": {"name": "temporal", "batch": BATCH, "queries": queries, "static": False},
-        "model": {"name": "tgn", "hidden": WIDTH, "neighbours": NEAR, "pairs": False},  # as the peer
+        "model": {"name": "tgn", "hidden": WIDTH, "neighbours": NEAR, "pairs": False, "clock": "learnt"},  # as the peer
         "train": {"lr": 1e-4},
         "split": "0.999/0.0005/0.0005",
         "precision": precision,

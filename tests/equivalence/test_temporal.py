@@ -57,7 +57,7 @@ class Plain:
         if node not in self.mail:
             return zeros[0]
         event, before = self.mail_event[node], self.memory_event.get(node)
-        since = 0 if before is None else int(self.stream.t[event] - self.stream.t[before])
+        since = int(self.stream.t[event] - self.stream.t[0 if before is None else before])
         assert self.stream.msg is not None
         edge = self.stream.msg[event].double()[None]
         old = self.memory[node][None] if node in self.memory else zeros

@@ -19,7 +19,14 @@ KEY = DrawKey(5, 1, 2)
 
 def make(name: str = "tgn", *, sizes: Sizes | None = None, **words: object) -> TemporalModel:
     torch.manual_seed(0)
-    words = {"hidden": WIDTH, "heads": HEADS, "layers": 1, "time_width": TIME, "dropout": 0.0, **words}
+    words = {
+        "hidden": WIDTH,
+        "heads": HEADS,
+        "layers": 1,
+        "time_width": TIME,
+        "dropout": 0.0,
+        "clock": "learnt",
+    } | words
     model = TemporalModel(make_config(name, **words), sizes or Sizes(edge=EDGE)).double()
     with torch.no_grad():  # frequencies of 1 to 1e-9 would hide mistakes in their gradients
         for layer in [*model.layers, *([model.cell] if model.cell is not None else [])]:

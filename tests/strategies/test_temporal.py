@@ -109,6 +109,27 @@ def test_a_shift_of_all_times_changes_nothing(precision: str) -> None:
     assert all(torch.equal(weights[name], moved[name]) for name in weights)
 
 
+def test_the_unit_of_times_changes_nothing() -> None:
+    """Frequencies go by the stream's own times: in 1024ths of a second it is the same stream."""
+    stream, runs = EventStream.of(events()), []
+    for unit in (1, 1024):
+        graph = of_stream(replace(stream, t=stream.t * unit), torch.arange(len(stream)))
+        strategy = made(graph, {"strategy": {"static": True, "static_epochs": 1}})
+        runs.append(([record.loss for record in strategy.steps(0)], strategy.evaluate("test")))
+    assert runs[0] == runs[1]
+
+
+def test_training_leaves_the_clock_alone() -> None:
+    """Unless it is told to move it."""
+    for clock, moves in (("fixed", False), ("learnt", True)):
+        strategy = made(events(), {"model": {"clock": clock}})
+        first = {name: value.clone() for name, value in strategy.state_dict()["model"].items() if "clock" in name}
+        assert set(first) == {f"{part}.clock.{name}" for part in ("cell", "layers.0") for name in ("weight", "bias")}
+        next(strategy.steps(0))
+        after = strategy.state_dict()["model"]
+        assert any(not torch.equal(after[name], value) for name, value in first.items()) == moves
+
+
 @pytest.mark.parametrize("words", [{}, {"strategy": {"static": True, "static_epochs": 1}}, {"model": {"name": "tgat"}}])
 def test_a_run_goes_on_bit_for_bit(words: dict[str, Any]) -> None:
     graph = events()
@@ -197,12 +218,13 @@ def test_static_rows_come_from_training_alone() -> None:
     unseen = torch.ones(stream.num_nodes, dtype=torch.bool)
     unseen[seen] = False
     assert not table[unseen].any() and table[seen].any(1).all()
-    other = stream.dst.clone()  # another future between the same nodes
-    other[train:] = other[train:].flip(0)
     assert stream.msg is not None
-    changed = Graph(torch.stack([stream.src, other]), time=stream.t, edge_attr=stream.msg, num_nodes=stream.num_nodes)
-    again = made(changed, words)._static()
-    assert again is not None and torch.equal(again, table)
+    for future in (stream.dst[train:].flip(0), torch.full_like(stream.dst[train:], int(stream.dst[0]))):
+        other = torch.cat([stream.dst[:train], future])  # the same destinations in another order; one alone
+        ends = torch.stack([stream.src, other])
+        changed = Graph(ends, time=stream.t, edge_attr=stream.msg, num_nodes=stream.num_nodes)
+        again = made(changed, words)._static()
+        assert again is not None and torch.equal(again, table)
     assert made(whole)._static() is None
 
 

@@ -53,6 +53,9 @@ class ModelConfig(BaseModel):
         False, description="temporal: tell the decoder of links how often, and when last, the two nodes met"
     )
     time_width: int = Field(100, ge=1, description="temporal: cosines that stand for a time")
+    clock: Literal["fixed", "learnt"] = Field(
+        "fixed", description="temporal: whether training moves the frequencies of these cosines"
+    )
 
     settings: dict[str, Any] = Field(default_factory=dict, description="file.py:factory: words of your own")
 

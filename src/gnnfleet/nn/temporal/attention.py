@@ -26,10 +26,12 @@ class TemporalAttention(torch.nn.Module):
     event's features. Keys and values are linear in what they are made of, so both products are done once per query.
     """
 
-    def __init__(self, width: int, edge_width: int, time_width: int, *, heads: int, dropout: float, layer: int) -> None:
+    def __init__(
+        self, width: int, edge_width: int, clock: TimeEncoding, *, heads: int, dropout: float, layer: int
+    ) -> None:
         super().__init__()
         self.width, self.heads, self.dropout, self.layer = width, heads, dropout, layer
-        self.clock = TimeEncoding(time_width)
+        self.clock, time_width = clock, len(clock.bias)
         seen = width + edge_width + time_width
         self.query = torch.nn.Linear(width + time_width, width)
         self.key = torch.nn.Linear(seen, width)

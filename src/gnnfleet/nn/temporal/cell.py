@@ -17,9 +17,9 @@ from gnnfleet.ops.gru import gru
 class MemoryCell(torch.nn.Module):
     """A GRU on [mail, features of its event, Phi(time between the last two mails)]; weights as torch.nn.GRUCell's."""
 
-    def __init__(self, width: int, edge_width: int, time_width: int) -> None:
+    def __init__(self, width: int, edge_width: int, clock: TimeEncoding) -> None:
         super().__init__()
-        self.clock = TimeEncoding(time_width)
+        self.clock, time_width = clock, len(clock.bias)
         bound = 1 / math.sqrt(width)
         self.weight_ih = _uniform(bound, 3 * width, 2 * width + edge_width + time_width)
         self.weight_hh = _uniform(bound, 3 * width, width)

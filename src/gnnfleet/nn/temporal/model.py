@@ -15,6 +15,7 @@ from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.temporal.attention import TemporalAttention
 from gnnfleet.nn.temporal.block import EventBlock
 from gnnfleet.nn.temporal.cell import MemoryCell
+from gnnfleet.nn.temporal.clock import TimeEncoding
 from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
 from gnnfleet.nn.temporal.pairs import FEATURES
 from gnnfleet.ops.draws import DrawKey
@@ -28,6 +29,8 @@ class Sizes:
     edge: int = 0  # features of an event
     static: int = 0  # columns that are known of every node
     classes: int = 0  # of events; 0 where links are predicted
+    gap: float = 1.0  # the time between two events, on average
+    span: float = 1e9  # from the first to the last
 
 
 class TemporalModel(torch.nn.Module):
@@ -41,12 +44,10 @@ class TemporalModel(torch.nn.Module):
         width = config.hidden
         self.config, self.sizes, self.width = config, sizes, width
         self.remembers, self.attends = config.name != "tgat", config.name != "tgn-id"
-        self.cell = MemoryCell(width, sizes.edge, config.time_width) if self.remembers else None
+        self.cell = MemoryCell(width, sizes.edge, self._clock()) if self.remembers else None
         self.static = torch.nn.Linear(sizes.static, width) if sizes.static not in (0, width) else None
         self.layers = torch.nn.ModuleList(
-            TemporalAttention(
-                width, sizes.edge, config.time_width, heads=config.heads, dropout=config.dropout, layer=layer
-            )
+            TemporalAttention(width, sizes.edge, self._clock(), heads=config.heads, dropout=config.dropout, layer=layer)
             for layer in range(config.layers if self.attends else 0)
         )
         self.decoder = (
@@ -54,6 +55,10 @@ class TemporalModel(torch.nn.Module):
             if sizes.classes
             else EventDecoder(width, FEATURES if config.pairs else 0)
         )
+
+    def _clock(self) -> TimeEncoding:
+        config, sizes = self.config, self.sizes
+        return TimeEncoding(config.time_width, sizes.gap, sizes.span, learnt=config.clock == "learnt")
 
     @property
     def reads_pairs(self) -> bool:

@@ -30,8 +30,9 @@ from gnnfleet.strategies.temporal.memory import Memory
 from gnnfleet.strategies.temporal.step import Batch, Lookout, advance, embed, remember
 from gnnfleet.strategies.temporal.task import EventTask, link_scores
 
-QUERIES = 1 << 15
-"""Nodes at times that are looked at together; decides the memory of an evaluation, not its result."""
+QUERIES, PAIRS = 1 << 15, 1 << 17
+"""Nodes at times that are looked at together, pairs that are scored together where each node is looked at once; they
+decide the memory of an evaluation, not its result."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +112,9 @@ class Evaluator:
     ) -> tuple[Tensor, Tensor]:
         """([n], [n, K]) logits of events and of others in place of their destinations: [K] for all, or [n, K]."""
         low, high = piece
-        size = max(
-            1, QUERIES // ((others.shape[-1] + 2) * (self.lookout.neighbours + 1) ** max(self.lookout.hops - 1, 0))
-        )
+        near = (self.lookout.neighbours + 1) ** max(self.lookout.hops - 1, 0)
+        most = PAIRS if self.lookout.queries == "batch" else QUERIES // near
+        size = max(1, most // (others.shape[-1] + 2))
         found = []
         for first in range(low, high, size):
             last = min(first + size, high)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.batches import batches
-from gnnfleet.nn.temporal.model import Sizes, TemporalModel
+from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 from gnnfleet.strategies.base import PRECISIONS, products
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.step import Lookout, draw_ids, times_of
-from gnnfleet.strategies.temporal.task import EventJob
+from gnnfleet.strategies.temporal.task import EventJob, EventTask
 
 
 def learn_static(config: TemporalConfig, job: EventJob, lookout: Lookout) -> Tensor:
@@ -27,15 +27,17 @@ def learn_static(config: TemporalConfig, job: EventJob, lookout: Lookout) -> Ten
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         plain = job.model.config.model_copy(update={"name": "tgat", "pairs": False})
-        model = TemporalModel(plain, Sizes(job.model.sizes.edge, width, job.model.sizes.classes)).to(dtype)
+        model = TemporalModel(plain, replace(job.model.sizes, static=width)).to(dtype)
     first = Draws(job.seed, Purpose.PARAMETERS).normals_at(torch.arange(stream.num_nodes), width)
     table = torch.nn.Parameter(first.to(dtype) * 0.1)
     optimizer = torch.optim.Adam([table, *model.parameters()], lr=config.static_lr, foreach=False)
     lookout = replace(lookout, queries="event", neighbours=plain.neighbours, hops=model.num_hops)
+    own = replace(job.task.negatives, destinations=torch.unique(train.dst))  # those that come later are not known yet
+    task = replace(job.task, negatives=own) if len(own.destinations) > job.task.count else job.task
     advance = job.progress.stage("static memory", config.static_epochs)
     for epoch in range(config.static_epochs):
         for step, numbers in batches(train.numbers, config.batch_size, seed=job.seed, epoch=epoch):
-            _step(model, table, job, lookout, numbers, DrawKey(job.seed, epoch, step))
+            _step(model, table, task, lookout, numbers, DrawKey(job.seed, epoch, step), job.precision)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         advance(1)
@@ -45,8 +47,16 @@ def learn_static(config: TemporalConfig, job: EventJob, lookout: Lookout) -> Ten
     return found
 
 
-def _step(model: TemporalModel, table: Tensor, job: EventJob, lookout: Lookout, numbers: Tensor, key: DrawKey) -> None:
-    stream, task = job.task.stream, job.task
+def _step(
+    model: TemporalModel,
+    table: Tensor,
+    task: EventTask,
+    lookout: Lookout,
+    numbers: Tensor,
+    key: DrawKey,
+    precision: str,
+) -> None:
+    stream = task.stream
     src, dst, t = stream.src[numbers], stream.dst[numbers], stream.t[numbers]
     drawn = torch.empty(len(numbers), 0, dtype=torch.int64)
     if task.head is None:
@@ -54,7 +64,7 @@ def _step(model: TemporalModel, table: Tensor, job: EventJob, lookout: Lookout, 
     asked = torch.cat([src, dst, drawn.flatten()])
     block = lookout.block(asked, times_of(t, drawn), draw_ids(numbers, drawn))
     model.train()
-    with products(job.precision):
+    with products(precision):
         z = model.embed(block, table[block.nodes], key)
         loss, count = task.loss_of(model, z, numbers)
     (loss / max(count, 1)).backward()  # type: ignore[no-untyped-call]

@@ -73,9 +73,10 @@ class Lookout:
         if self.queries == "batch":
             asked, places = distinct(asked, stream.num_nodes)
             when, visible = stream.t[begin].repeat(len(asked)), begin
-            ids = stream.numbers[begin] * stream.num_nodes + asked  # a node draws anew in every batch
+            ids = (stream.first + begin) * stream.num_nodes + asked  # a node draws anew in every batch
         else:
-            when, ids = times_of(stream.t[low:high], negatives), draw_ids(stream.numbers[low:high], negatives)
+            when, numbers = times_of(stream.t[low:high], negatives), stream.first + torch.arange(low, high)
+            ids = draw_ids(numbers, negatives)
         block = self.block(asked, when, ids, visible=begin if blind else visible)
         left = self._left(block, low, high, whole)
         return Batch(low, high, negatives, block, places, left, self._pairs(low, high, negatives, begin))
@@ -194,7 +195,8 @@ def take_in(model: TemporalModel, stream: EventStream, rows: Rows) -> Tensor:
     """[n, D]: memories after their mails; rows without a mail stay as they are."""
     has = (rows.mail_event >= 0).nonzero()[:, 0]
     event, before = rows.mail_event[has], rows.memory_event[has]
-    since = torch.where(before >= 0, stream.t[event] - stream.t[before.clamp(min=0)], 0).to(rows.memory.dtype)
+    # A first mail counts from the beginning of the stream: when a node came is all that is known of it so far.
+    since = (stream.t[event] - stream.t[before.clamp(min=0)]).to(rows.memory.dtype)
     edge = None if stream.msg is None else stream.msg.index_select(0, event)
     fresh = model.update(rows.mail[has], edge, since, rows.memory[has])
     return rows.memory.index_copy(0, has, fresh)

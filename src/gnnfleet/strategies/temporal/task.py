@@ -47,10 +47,15 @@ class EventTask:
         return part.numbers[self.head.labelled(part.y)]
 
     @property
+    def span(self) -> float:
+        """Time from the first to the last event of training; any where all are at once."""
+        t = self.parts["train"].t
+        return float(t[-1] - t[0]) or 1.0
+
+    @property
     def mean_gap(self) -> float:
         """Time between events of training, on average."""
-        t = self.parts["train"].t
-        return max(float(t[-1] - t[0]) / len(t), 1e-9)
+        return self.span / len(self.parts["train"])
 
     def drawn(self, low: int, high: int, *, sweep: int, number: int = 0) -> Tensor:
         """[n, K] negatives of events in set ``number`` of a sweep."""
@@ -85,7 +90,7 @@ def link_scores(model: TemporalModel, z: Tensor, n: int, pairs: Tensor | None = 
     sources, others = decoder.sources(z[:n]), decoder.destinations(z[n:])
     own, rest = (None, None) if pairs is None else (pairs[:, 0], pairs[:, 1:])
     positive = decoder.scores(sources, others[:n], own)
-    return positive, decoder.scores(sources[:, None], others[n:].view(n, -1, z.shape[1]), rest)
+    return positive, decoder.scores(sources[:, None], others[n:].view(n, -1, others.shape[1]), rest)
 
 
 @dataclass(frozen=True, eq=False)
