@@ -30,7 +30,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "static+pairs": {"strategy": {"static": True}, "model": {"pairs": True}},
     "pairs, no memory": {"strategy": {"static": False}, "model": {"name": "tgat", "pairs": True}},
 }
-EPOCHS = 2
+EPOCHS = 8
 
 
 def read(path: Path) -> Any:
@@ -48,13 +48,12 @@ def words(side: str, seed: int) -> dict[str, Any]:
     return {
         "strategy": {
             "name": "temporal",
-            "batch": 600,
+            "batch": 200,
             "queries": "batch",
-            "static_epochs": 2,
+            "lr_decay": 0.0,
             **more.get("strategy", {}),
         },
         "model": {"name": "tgn", **more.get("model", {})},
-        "link": {"negatives": 5, "loss": "softmax"},
         "seed": seed,
     }
 
