@@ -109,6 +109,21 @@ def test_a_shift_of_all_times_changes_nothing(precision: str) -> None:
     assert all(torch.equal(weights[name], moved[name]) for name in weights)
 
 
+def test_attention_may_look_at_drawn_events() -> None:
+    """Of all that a node has had before, others in every pass, the same in every run and evaluation."""
+    words = {"strategy": {"events": "drawn", "static": True, "static_epochs": 1}}
+    one, two, latest = made(events(), words), made(events(), words), made(events())
+    negatives = one.task.drawn(150, 170, sweep=0)
+    seen = [one._lookout.batch(150, 170, negatives, sweep=sweep).block.hops[0] for sweep in (0, 0, 1)]
+    assert torch.equal(seen[0].edge, seen[1].edge) and not torch.equal(seen[0].edge, seen[2].edge)
+    newest = latest._lookout.batch(150, 170, negatives).block.hops[0]
+    there = seen[0].near >= 0
+    assert torch.equal(there, newest.near >= 0)  # as many
+    assert bool((seen[0].edge[there] < newest.edge[there]).any()) and int(seen[0].edge[there].max()) < 170
+    runs = [([record.loss for record in each.steps(0)], each.evaluate("test")) for each in (one, two)]
+    assert runs[0] == runs[1]
+
+
 def test_the_unit_of_times_changes_nothing() -> None:
     """Frequencies go by the stream's own times: in 1024ths of a second it is the same stream."""
     stream, runs = EventStream.of(events()), []

@@ -42,6 +42,8 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     # When nodes are looked at: each at the time of its event, with all events before it; or once per batch, when it
     # begins, which is cheaper and sees less.
     queries: Literal["event", "batch"] = "event"
+    # Which events of a node attention looks at: its latest, or some of all it has had, drawn anew in every pass.
+    events: Literal["latest", "drawn"] = "latest"
     # Rows learnt for nodes beforehand, from training events in any order, as what is known of them. auto: where nodes
     # have no features.
     static: Switch = "auto"

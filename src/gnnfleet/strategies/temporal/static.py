@@ -62,7 +62,7 @@ def _step(
     if task.head is None:
         drawn = task.negatives.training(numbers, dst, sweep=key.epoch, number=STATIC_SET, count=task.count)
     asked = torch.cat([src, dst, drawn.flatten()])
-    block = lookout.block(asked, times_of(t, drawn), draw_ids(numbers, drawn))
+    block = lookout.block(asked, times_of(t, drawn), draw_ids(numbers, drawn), sweep=key.epoch)
     model.train()
     with products(precision):
         z = model.embed(block, table[block.nodes], key)

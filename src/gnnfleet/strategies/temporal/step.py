@@ -62,11 +62,19 @@ class Lookout:
     dtype: torch.dtype
     queries: Queries = "event"
     pair_unit: float = 0.0  # of times between meetings of pairs; 0: nobody asks for those
+    drawn: int | None = None  # the seed by which events of a node are drawn; None: its latest are looked at
 
     def batch(
-        self, low: int, high: int, negatives: Tensor, *, whole: tuple[int, int] | None = None, blind: bool = False
+        self,
+        low: int,
+        high: int,
+        negatives: Tensor,
+        *,
+        sweep: int = 0,
+        whole: tuple[int, int] | None = None,
+        blind: bool = False,
     ) -> Batch:
-        """``whole`` is the global batch, where this is a share of it; ``blind``: sees no event of that batch."""
+        """In the pass ``sweep``; ``whole`` is the global batch, where this is a share; ``blind``: sees none of it."""
         stream, begin = self.stream, low if whole is None else whole[0]
         src, dst = stream.src[low:high], stream.dst[low:high]
         asked, places, visible = torch.cat([src, dst, negatives.flatten()]), None, None
@@ -77,7 +85,7 @@ class Lookout:
         else:
             when, numbers = times_of(stream.t[low:high], negatives), stream.first + torch.arange(low, high)
             ids = draw_ids(numbers, negatives)
-        block = self.block(asked, when, ids, visible=begin if blind else visible)
+        block = self.block(asked, when, ids, sweep=sweep, visible=begin if blind else visible)
         left = self._left(block, low, high, whole)
         return Batch(low, high, negatives, block, places, left, self._pairs(low, high, negatives, begin))
 
@@ -90,11 +98,17 @@ class Lookout:
         made = PairFeatures(self.recent, stream.src, self.pair_unit)
         return made.of(stream.src[low:high], dst, stream.t[low:high], visible=visible)
 
-    def block(self, asked: Tensor, when: Tensor, ids: Tensor, *, visible: int | None = None) -> EventBlock:
+    def block(
+        self, asked: Tensor, when: Tensor, ids: Tensor, *, sweep: int = 0, visible: int | None = None
+    ) -> EventBlock:
         """What nodes at times look at, from the last hop back to the one that reads memories."""
         hops: list[Hop] = []
         for ahead in range(self.hops - 1, -1, -1):
-            near, event = self.recent.recent(asked, when, self.neighbours, visible=visible)
+            if self.drawn is None:
+                near, event = self.recent.recent(asked, when, self.neighbours, visible=visible)
+            else:
+                key = DrawKey(self.drawn, sweep)
+                near, event = self.recent.uniform(asked, when, self.neighbours, key, hop=ahead, visible=visible)
             seen, event = near >= 0, event.clamp_(min=0)
             then = self.stream.t[event]
             since = (when[:, None] - then).to(self.dtype)

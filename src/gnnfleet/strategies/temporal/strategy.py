@@ -83,6 +83,7 @@ class TemporalStrategy:
             dtype,
             config.queries,
             job.task.mean_gap if self.model.reads_pairs else 0.0,
+            job.seed if config.events == "drawn" else None,
         )
         self.turns = self._arrange()
         self._pace = self._paced()
@@ -191,7 +192,8 @@ class TemporalStrategy:
         return wise_depth(0, processes=self._here)
 
     def _look_up(self, low: int, high: int, number: int, *, whole: tuple[int, int]) -> Batch:
-        return self._lookout.batch(low, high, self._job.task.drawn(low, high, sweep=number), whole=whole)
+        drawn = self._job.task.drawn(low, high, sweep=number)
+        return self._lookout.batch(low, high, drawn, sweep=number, whole=whole)
 
     def counts(self) -> dict[str, float]:
         return {}
