@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -13,23 +16,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gnnfleet.comm.code import Code
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError, PartitionError
 from gnnfleet.graph.chunks import Layout, lay_out, open_layouts, write_layouts
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.run.build import Here, build
+from gnnfleet.nn.base import Model
+from gnnfleet.run.build import Here, build, check
 from gnnfleet.run.config import resolve
-from gnnfleet.strategies.base import PRIVATE, State, Strategy
+from gnnfleet.sharded.way import Way
+from gnnfleet.strategies.base import PRIVATE, State, Strategy, TrainConfig
+from gnnfleet.strategies.pipe import probe as module
+from gnnfleet.strategies.pipe.cores import Cores, using
 from gnnfleet.strategies.pipe.guard import Compared, Guard
-from gnnfleet.strategies.pipe.plan import Candidate, Forecast, LayerCost, Machine, Weights, choose, forecast
+from gnnfleet.strategies.pipe.plan import Candidate, Forecast, LayerCost, Machine, Weights, Work, choose, forecast
+from gnnfleet.strategies.pipe.probe import Found, fit_layers, loads_of, together
 from gnnfleet.strategies.pipe.schedule import Span, back_of, bubble, order_of, split_layers, work_of
 from gnnfleet.strategies.pipe.strategy import PipeStrategy
 from tests.equivalence.spread import typed_graph
 from tests.ranks import Crew
 from tests.run.graphs import communities
 
-LAYER = LayerCost(1e-4, 1.0, 256, 256, 256, 0)
+LAYER = LayerCost(1e-4, 1e-4, 1e-5, 256, 256, 256, 0)
 NONE = Weights((frozenset(),) * 32, {})
+
+
+def equal(chunks: int, rows: int = 1000, edges: int = 20_000) -> list[tuple[int, int]]:
+    """(rows, edges) of chunks that are alike, of a graph of about so many."""
+    return [(rows // chunks, edges // chunks)] * chunks
 
 
 @given(stages=st.integers(1, 6), chunks=st.integers(1, 9))
@@ -89,34 +103,199 @@ def test_the_plan_is_never_slower_than_one_worker() -> None:
             Candidate(8, 1, 8, (5000, 5000)),
         ]
         weights = Weights((frozenset({"weight"}),) * 32, {"weight": 10**6})
-        every = [forecast([LAYER] * 32, grid, machine, rows=1000, weights=weights) for grid in grids]
+        work = Work((LAYER,) * 32)
+        every = [forecast(work, grid, machine, loads=equal(grid.chunks), weights=weights) for grid in grids]
         best, lines = choose(every)
         assert best.seconds <= every[0].seconds and len(lines) == 4 and str(best.candidate) in lines[0]
 
 
 def test_the_cheaper_side_of_the_decision_rule() -> None:
     """The pipeline sends less exactly when layers × copies outweigh what passes between stages."""
-    machine = Machine(1e6, 0.0, 1.0, 4)
+    machine, work = Machine(1e6, 0.0, 1.0, 4), Work((LAYER,) * 8)
     for copies in (10, 100, 1000, 3000):
-        pipeline = forecast([LAYER] * 8, Candidate(1, 4, 16), machine, rows=1000, weights=NONE)
-        graph = forecast([LAYER] * 8, Candidate(4, 1, 4, (copies, copies)), machine, rows=1000, weights=NONE)
-        assert pipeline.bytes == 2 * 3 * 1000 * 256 and graph.bytes == 2 * 8 * copies * 256
-        assert (pipeline.bytes < graph.bytes) == (8 * copies > 3 * 1000)
+        pipeline = forecast(work, Candidate(1, 4, 16), machine, loads=equal(16, 1600), weights=NONE)
+        graph = forecast(work, Candidate(4, 1, 4, (copies, copies)), machine, loads=equal(4, 1600), weights=NONE)
+        assert pipeline.bytes == 2 * 3 * 1600 * 256 and graph.bytes == 2 * 8 * copies * 256
+        assert (pipeline.bytes < graph.bytes) == (8 * copies > 3 * 1600)
 
 
 def test_waiting_for_each_other_speaks_against_ways_and_sharing_processors_for_bubbles() -> None:
     ways, stages = Candidate(4, 1, 4), Candidate(1, 4, 16)
 
     def seconds(grid: Candidate, machine: Machine) -> float:
-        return forecast([LAYER] * 8, grid, machine, rows=1000, weights=NONE).seconds
+        return forecast(Work((LAYER,) * 8), grid, machine, loads=equal(grid.chunks, 1600), weights=NONE).seconds
 
     calm = Machine(1e12, 0.0, 1.0, 4)
     assert seconds(ways, Machine(1e12, 0.0, 1.0, 4, meeting=0.5)) == pytest.approx(seconds(ways, calm) + 2 * 8 * 0.5)
     assert seconds(stages, Machine(1e12, 0.0, 1.0, 4, meeting=0.5)) == pytest.approx(seconds(stages, calm))
-    slot = 2 * LAYER.seconds(1 / 16)
+    slot = 2 * LAYER.seconds(100, 1250)
     assert seconds(stages, calm) == pytest.approx(19 * slot)
-    # All four at work take twice as long as one alone: six slots of filling and draining are shorter.
-    assert seconds(stages, Machine(1e12, 0.0, 2.0, 4)) == pytest.approx((13 + 2 * (3 + 4 + 5) / 6) * slot)
+    # Two processors: all four at work take twice as long as one, three half as long again, two have one each.
+    assert seconds(stages, Machine(1e12, 0.0, 2.0, 4)) == pytest.approx((13 * 2 + 2 * (1 + 1 + 1.5)) * slot)
+
+
+def test_seconds_of_given_numbers() -> None:
+    """A chunk as such, rows, edges; tables once in a pass, the optimizer once; bytes at the rate that was measured."""
+    layers = LayerCost(1.0, 0.1, 0.01, 8, 0, 4, 0), LayerCost(2.0, 0.2, 0.0, 8, 4, 4, 0)
+    work, far = Work(layers, once=0.75, step=6.0), Machine(1e18, 0.0, 1.0, 2)
+
+    def seconds(grid: Candidate, machine: Machine, loads: list[tuple[int, int]]) -> float:
+        return forecast(work, grid, machine, loads=loads, weights=NONE).seconds
+
+    assert seconds(Candidate(1, 1, 1), far, [(20, 400)]) == pytest.approx(7 + 6 + 20 * 0.75 + 6)
+    # Two slots and one to fill, as long as the dearer stage (2 + 10 · 0.2); each stage has half of the weights.
+    assert seconds(Candidate(1, 2, 2), far, [(10, 200)] * 2) == pytest.approx(3 * 4 + 20 * 0.75 + 3)
+    # Chunks that differ: the larger fills the pipeline.
+    assert seconds(Candidate(1, 2, 2), far, [(5, 200), (15, 200)]) == pytest.approx(
+        3 * 4 * _mean(3.5 + 2.0 + 1.0, 4.5 + 2.0 + 3.0, 4.5 + 2.0 + 3.0) / _mean(6.5, 9.5) + 20 * 0.75 + 3
+    )
+    # Ways wait for the larger of them.
+    assert seconds(Candidate(2, 1, 2), far, [(5, 200), (15, 200)]) == pytest.approx(9.5 + 10 * 0.75 + 6)
+    # Rows of other ways travel at the rate with all sending: crowding is in it.
+    slow, crowded = Machine(40.0, 0.0, 1.0, 2), Machine(40.0, 0.0, 2.0, 2)
+    grid, loads = Candidate(2, 1, 2, (20, 20)), [(10, 200)] * 2
+    apart = (20 * 4 + 20 * 8) / 2 / 40.0
+    assert seconds(grid, slow, loads) == pytest.approx(8 + 20 * 0.75 + 6 + apart)
+    assert seconds(grid, crowded, loads) == pytest.approx(2 * (8 + 20 * 0.75 + 6) + apart)
+
+
+def _mean(*numbers: float) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def test_two_workers_on_two_processors_do_not_slow_each_other() -> None:
+    machine = Machine(1e12, 0.0, 4.0, 8)
+    assert [machine.slowed(active) for active in (1, 2, 3, 8)] == [1.0, 1.0, 1.5, 4.0]
+    assert Machine(1e12, 0.0, 2.5, 2).slowed(1) == 1.0  # a single one is slowed by none, however little there is
+
+
+# -- what plans are made from --
+
+
+def test_layers_by_rows_and_edges() -> None:
+    """A layer of 3 + 0.1 for a row + 0.01 for an edge; without edges it has less to do anyway."""
+    much, little = 3 + 0.1 * 50 + 0.01 * 700, 3 + 0.1 * 1 + 0.01 * 20
+    ((least, row, edge),) = fit_layers((50, 1), (700, 20), ([2 + 0.1 * 50], [2 + 0.1]), ([much], [little]))
+    assert (least, row, edge) == pytest.approx((3, 0.1, 0.01))
+    # With batch norm there is no piece of one row: nothing is known of what any chunk takes.
+    ((least, row, edge),) = fit_layers((50, 0), (700, 0), ([5.0], [0.0]), ([12.0], [0.0]))
+    assert (least, row, edge) == pytest.approx((0, 0.1, 0.01))
+    # Clocks that say nonsense make nothing negative.
+    assert min(fit_layers((50, 1), (700, 20), ([1.0], [2.0]), ([0.5], [3.0]))[0]) >= 0
+
+
+def test_crowding_is_no_less_than_threads_that_share_processors() -> None:
+    """Ranks that did not compute at the same time would say that they do not disturb each other."""
+    assert Cores(2, 1, 4).crowding == 2.0 and Cores(2, 1, 2).crowding == 1.0 and Cores(8, 2, 4).crowding == 1.0
+    calm = [[1.1, 2.0, 1.0, 1.0, 0.001]] * 4
+    assert together(calm, meetings=10) == pytest.approx((2.0, 0.001))
+    # Most ranks count, the slowest of those that walk freely is waited for anyway, and a word is the least.
+    every = [[2.6, 2.0, 1.0, 1.5, 0.001], [2.4, 2.0, 1.2, 1.5, 0.002], [9.0, 2.0, 1.1, 1.5, 0.003]]
+    assert together(every, meetings=10) == pytest.approx((2.6, 0.03))
+
+
+def test_a_worker_that_is_left_alone_has_the_threads_of_those_that_wait() -> None:
+    assert [Cores(2, 1, 4).free, Cores(8, 2, 8).free, Cores(8, 1, 4).free, Cores(2, 4, 4).free] == [2, 8, 4, 4]
+
+
+def test_what_is_made_once_is_not_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes by the numbers in tables that are made: a layer on a chunk, or on a row, makes none. What a
+    pass makes is told apart, and grows with the way."""
+    made, original = [0], torch.Tensor.new_zeros
+
+    def new_zeros(self: torch.Tensor, *size: Any, **words: Any) -> torch.Tensor:
+        table = original(self, *size, **words)
+        made[0] += table.numel()
+        return table
+
+    def clock() -> float:
+        return float(made[0])
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock, thread_time=clock))
+    model, trial = trial_of(240)
+    with using(1):
+        for chunk in (trial.way.chunks[1], trial.way.cut(3, 4, -2)):
+            tried = module.Tried(model, trial, chunk)
+            assert module.seconds_of(tried) == [0.0] * 4 and module.once_of(tried, [0.0] * 4) == 4 * 8.0
+        found = module.probe(World(), model, trial, Cores(2, 1, 1), single=True)
+    assert all(layer.seconds(240, 4000) == 0.0 for work in (found.work, found.single) for layer in work.layers)
+    assert found.work.once == 4 * 8.0 and found.single.once == 0.0  # a single worker keeps none
+    assert Found.from_json(json.loads(json.dumps(found.as_json()))) == found
+
+
+def trial_of(nodes: int, chunks: int = 6) -> tuple[Model, module.Trial]:
+    """Four layers on a way."""
+    graph = communities(nodes)
+    model = check(graph, resolve({"model": {"name": "gcn2", "hidden": 8, "layers": 4}})).model
+    way = Way(graph, lay_out(graph, 1, chunks), 0)
+    (table,) = graph.nodes.values()
+    assert table.x is not None
+    features = table.x[way.layout.order]
+    return model, module.Trial(way, lambda rows: features[rows], "float32", True, Code(), TrainConfig())
+
+
+def test_a_single_worker_is_tried_as_it_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without tables, with the threads of those that wait; what the others lose by crowding is no matter."""
+
+    def seconds(tried: module.Tried) -> list[float]:
+        """As if each layer took 1, and 0.1 for a row, half of it for tables, 0.01 for an edge."""
+        chunk = tried.chunk
+        took = 1 + (0.1 if tried.remembers else 0.05) * chunk.rows + 0.01 * module.edges_of(chunk)
+        return [took / torch.get_num_threads()] * 4
+
+    monkeypatch.setattr(module, "seconds_of", seconds)
+    model, trial = trial_of(120)
+    with using(1):
+        found = module.probe(World(), model, trial, Cores(2, 1, 4), single=True)
+        assert torch.get_num_threads() == 1
+    assert [layer.seconds(0, 0) for layer in found.work.layers] == pytest.approx([1] * 4)
+    assert [layer.seconds(100, 1000) for layer in found.work.layers] == pytest.approx([21] * 4)
+    assert [layer.seconds(100, 1000) for layer in found.single.layers] == pytest.approx([(1 + 5 + 10) / 2] * 4)
+    assert found.of(Candidate(1, 1, 1)) is found.single and found.of(Candidate(1, 2, 8)) is found.work
+
+
+def waits_and_runs(world: World, store: str, ways: int) -> list[str]:
+    """What a rank does while all of them try layers: w(ait), r(un)."""
+    seen: list[str] = []
+    wait, run, every = module._wait_for_all, module.Layer.run, module._all_at_once
+
+    def waiting(aside: World) -> None:
+        seen.append("w")
+        wait(aside)
+
+    def running(self: module.Layer, *args: Any) -> None:
+        seen.append("r")
+        run(self, *args)
+
+    def all_at_once(*args: Any) -> Machine:
+        seen.clear()
+        return every(*args)
+
+    module._wait_for_all, module.Layer.run, module._all_at_once = waiting, running, all_at_once  # type: ignore[assignment,method-assign]
+    try:
+        pipe(store, world, ways=ways).close()
+    finally:
+        module._wait_for_all, module.Layer.run, module._all_at_once = wait, run, every  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_all_begin_together_each_time(crew: Crew, store: Path, ways: int) -> None:
+    """Six layers: three for each of two stages and twice, or all of them once, first without a clock."""
+    walks = 3 if ways == 1 else 6  # ways are tried once more, waiting for each other
+    for seen in crew.run(2, waits_and_runs, str(store), ways):
+        assert "".join(seen) == "r" * (3 if ways == 1 else 6) + ("w" + "r" * 6) * walks
+
+
+def test_every_chunk_is_counted() -> None:
+    graph = communities(120)
+    (edges,) = graph.edges.values()
+    layout = lay_out(graph, 2, 6)
+    way = [Way(graph, layout, each) for each in range(2)]
+    chunks = [chunk for each in way for chunk in each.chunks]
+    assert loads_of(graph, layout) == [(chunk.rows, module.edges_of(chunk)) for chunk in chunks]
+    assert sum(count for _, count in loads_of(graph, layout)) == edges.count
 
 
 def test_sums_of_gradients_are_counted() -> None:
@@ -319,6 +498,7 @@ def falls_back(world: World, store: str) -> tuple[list[str], list[str], State, f
         grids.append(str(run.grid))
     state = {part: {name: t.clone() for name, t in tensors.items()} for part, tensors in run.state_dict().items()}
     (record,) = run.steps(3)
+    run.close()
     return said, grids, state, record.loss
 
 
@@ -334,7 +514,7 @@ def test_the_guard_falls_back_to_a_grid_that_is_exact(crew: Crew, store: Path) -
     assert loss == pytest.approx(wanted.loss, rel=1e-5)
 
 
-def spare(world: World, store: str) -> tuple[float, dict[str, float], int]:
+def spare(world: World, store: str) -> tuple[float, dict[str, float], int, list[int], bool]:
     """A plan that leaves a worker without work."""
     from gnnfleet.strategies.pipe import strategy as module
 
@@ -346,19 +526,27 @@ def spare(world: World, store: str) -> tuple[float, dict[str, float], int]:
         graph = open_store(store)
         tree = {"strategy": {"name": "pipe"}, "model": {"name": "sage", "hidden": 8}, "workers": 2, "seed": 1}
         here = Here(world, layouts=[lay_out(graph, 1, 8), lay_out(graph, 2, 2)])
+        threads = [torch.get_num_threads()]
         run = build(graph, resolve(tree), here=here).strategy
+        threads.append(torch.get_num_threads())
         loss = [record.loss for epoch in range(2) for record in run.steps(epoch)][-1]
-        return loss, run.evaluate("val"), len(run.predict().logits)
+        assert isinstance(run, PipeStrategy) and here.layouts is not None
+        near = run._station is None or torch.equal(run._station.layout.order, here.layouts[0].order)
+        found = run.evaluate("val"), len(run.predict().logits)
+        run.close()
+        return loss, *found, [*threads, torch.get_num_threads()], near
     finally:
         module.choose = before
 
 
 def test_workers_beyond_the_plan_wait(crew: Crew, store: Path) -> None:
-    (loss, val, rows), (other, val_too, none) = crew.run(2, spare, str(store))
+    (loss, val, rows, threads, near), (other, val_too, none, others, _) = crew.run(2, spare, str(store))
     local = build(open_store(store), resolve({"model": {"name": "sage", "hidden": 8}, "seed": 1})).strategy
     wanted = [record.loss for epoch in range(2) for record in local.steps(epoch)][-1]
     assert loss == other == pytest.approx(wanted, rel=1e-5)
     assert val == val_too == pytest.approx(local.evaluate("val"), rel=1e-4) and (rows, none) == (200, 0)
+    # Who is left has the threads of both, as far as there are processors, and rows in the order of the chunks.
+    assert threads == [1, min(2, len(os.sched_getaffinity(0))), 1] and others == [1, 1, 1] and near
 
 
 def test_what_does_not_fit_is_refused(store: Path) -> None:

@@ -13,7 +13,7 @@ from gnnfleet.strategies.foresight import Weights, evaluation_bytes, sketch_of
 from gnnfleet.strategies.pipe import plan
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.plan import Candidate, Machine
-from gnnfleet.strategies.pipe.probe import Found, try_layers
+from gnnfleet.strategies.pipe.probe import Found, loads_of, try_layers
 
 
 def foresee(config: PipeConfig, outlook: Outlook) -> list[Forecast]:
@@ -49,14 +49,14 @@ def _probe(config: PipeConfig, outlook: Outlook, layout: Layout) -> Found:
 
 
 def _forecast(config: PipeConfig, outlook: Outlook, found: Found, layout: Layout) -> Forecast:
-    job, pace, workers = outlook.job, outlook.together, outlook.workers
+    job, workers = outlook.job, outlook.workers
     grid = Candidate(layout.ways, workers // layout.ways, layout.chunks, layout.copies)
-    rows = job.graph.num_nodes
-    made = plan.forecast(found.layers, grid, found.machine, rows=rows, weights=found.weights)
+    loads = loads_of(job.graph, layout)
+    made = plan.forecast(found.of(grid), grid, found.machine, loads=loads, weights=found.weights)
     stages = range(grid.stages)
     rounds = grid.slots * min(2, grid.stages - 1)
     if layout.ways > 1:
-        trips = sum(bool(layer.forward) + bool(layer.by_source) + bool(layer.home) for layer in found.layers)
+        trips = sum(layer.trips for layer in found.work.layers)
         rounds += grid.slots * trips * (layout.ways - 1) // grid.stages + 1
     return Forecast(
         words={
@@ -70,7 +70,7 @@ def _forecast(config: PipeConfig, outlook: Outlook, found: Found, layout: Layout
         memory=max(_memory(config, outlook, found, grid, made.layers[stage]) for stage in stages),
         bytes=made.bytes,
         rounds=rounds,
-        seconds=made.seconds + pace.step,
+        seconds=made.seconds,
         reasons=(f"{grid}, {'exact' if grid.is_exact else 'with history'}", _shares(made.layers)),
     )
 
@@ -88,7 +88,7 @@ def _memory(config: PipeConfig, outlook: Outlook, found: Found, grid: Candidate,
     mirrors = sum(grid.copies) / 2 / grid.ways
     tensors = sketch_of(outlook, "auto").tensors(int(rows)) * share
     written = itemsize // 2 if config.wire == "bf16" else 1  # rows travel narrower than they are kept
-    tables = written * sum(found.layers[index].forward for index in layers) * (rows + mirrors)
+    tables = written * sum(found.work.layers[index].forward for index in layers) * (rows + mirrors)
     history = tables * (2 if grid.slots > 1 else 1 if grid.ways > 1 else 0)
     x = graph.nodes[next(iter(graph.nodes))].x
     wide = 0 if x is None else int(x.shape[1])

@@ -35,9 +35,10 @@ from gnnfleet.strategies.base import (
     optimizer_tensors,
 )
 from gnnfleet.strategies.pipe.config import PipeConfig
+from gnnfleet.strategies.pipe.cores import Cores
 from gnnfleet.strategies.pipe.guard import Compared, Guard
 from gnnfleet.strategies.pipe.plan import Candidate, Forecast, choose, forecast
-from gnnfleet.strategies.pipe.probe import try_layers
+from gnnfleet.strategies.pipe.probe import loads_of, try_layers
 from gnnfleet.strategies.pipe.schedule import Span, bubble
 from gnnfleet.strategies.pipe.stage import Loss
 from gnnfleet.strategies.pipe.station import Station
@@ -59,8 +60,12 @@ class PipeStrategy:
         self._aside = replace(job.world, traffic=Traffic())  # words that are no part of training
         self.model = job.model
         self._layouts = _layouts(config, job)
-        self._found = try_layers(config, job, self._layouts[-1])
-        self._forecasts = self._foresee()
+        grids = self._candidates()
+        self._cores = Cores.find(self._aside)
+        self._found = try_layers(
+            config, job, self._layouts[-1], cores=self._cores, single=config.ways == "auto" and job.world.size > 1
+        )
+        self._forecasts = [self._foresee(grid) for grid in grids]  # the same on all ranks
         self._optimizer = make_optimizer(self.model, job.train)
         self._guard = Guard.begin(config.guard, config.tolerance, 0)
         self._is_warm = not config.warm  # whether there is a history, be it of zeros
@@ -71,8 +76,8 @@ class PipeStrategy:
 
     # -- what is where --
 
-    def _foresee(self) -> list[Forecast]:
-        """Every grid that fits, the same on all ranks: clocks differ, so what the first found holds."""
+    def _candidates(self) -> list[Candidate]:
+        """Every grid that fits; raises ConfigError if none does."""
         workers, layers = self._world.size, self.model.num_layers
         grids = [
             Candidate(layout.ways, workers // layout.ways, layout.chunks, layout.copies) for layout in self._layouts
@@ -82,14 +87,11 @@ class PipeStrategy:
         fit = [grid for grid in grids if grid.stages <= layers and (grid.is_exact or not self.model.batch_norm)]
         if not fit:
             raise ConfigError(_refusal(grids[0], layers))
-        found, rows = self._found, self._job.graph.num_nodes
-        own = [forecast(found.layers, grid, found.machine, rows=rows, weights=found.weights) for grid in fit]
-        said = [[each.seconds, each.bytes, [[span.start, span.stop] for span in each.layers]] for each in own]
-        heard = json.loads(self._tell(json.dumps(said).encode())[0])
-        return [
-            Forecast(grid, tuple(range(*span) for span in spans), seconds, nbytes)
-            for grid, (seconds, nbytes, spans) in zip(fit, heard, strict=True)
-        ]
+        return fit
+
+    def _foresee(self, grid: Candidate) -> Forecast:
+        found, loads = self._found, loads_of(self._job.graph, self._layout(grid))
+        return forecast(found.of(grid), grid, found.machine, loads=loads, weights=found.weights)
 
     def _plan(self) -> Forecast:
         """The only grid there is, or what is predicted to be the fastest."""
@@ -112,16 +114,23 @@ class PipeStrategy:
         self._owners = self._found.weights.owners(plan.layers)
         self._station: Station | None = None
         if self._world.rank < self.grid.workers:
-            layout, number = self._layout(), self._grids
+            self._use(self._cores.free if self.grid.workers < self._world.size else self._cores.threads)
+            layout, number = self._layout(self.grid), self._grids
             self._station = Station(self._config, self._job, plan, layout, self._owners, number=number)
         self._grids += 1
 
-    def _layout(self) -> Layout:
-        if self.grid.chunks == 1 and self._layouts[0].chunks != 1:  # one worker, all of the graph
-            order = torch.arange(self._job.graph.num_nodes)
-            return Layout(order, torch.tensor([0, len(order)]), 1)
-        wanted = self.grid.ways, self.grid.chunks
-        return next(layout for layout in self._layouts if (layout.ways, layout.chunks) == wanted)
+    def _use(self, threads: int) -> None:
+        """Who works alone has the threads of those that wait on its machine."""
+        if self._cores.free != self._cores.threads:
+            torch.set_num_threads(threads)
+
+    def _layout(self, grid: Candidate) -> Layout:
+        for layout in self._layouts:
+            if (layout.ways, layout.chunks) == (grid.ways, grid.chunks):
+                return layout
+        # One worker, all of the graph: neighbours lie near each other as they do in chunks.
+        order = self._layouts[0].order
+        return Layout(order, torch.tensor([0, len(order)]), 1)
 
     @property
     def _speaker(self) -> int:
@@ -381,6 +390,7 @@ class PipeStrategy:
 
     def close(self) -> None:
         self._known = None
+        self._use(self._cores.threads)
 
     def _tell(self, word: bytes) -> list[bytes]:
         """What every rank says."""
