@@ -99,6 +99,7 @@ def train(world: Any, cell: str, epochs: int, work: Path) -> dict[str, Any]:
     aside = replace(world, traffic=Traffic())
     every = torch.cat(gather_rows(aside, torch.tensor([[sent, own_rss()]]))).tolist()
     alone = messages_alone(strategy, side, 1 + epochs, aside) if epochs else 0.0
+    strategy.close()  # other cells have threads of their own
     found = {
         "epochs": epochs,
         "alone": alone,
