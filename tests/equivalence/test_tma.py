@@ -55,7 +55,7 @@ def deal_of(graph: Graph, config: RunConfig) -> Deal:
     path = ensure_clusters(graph, trained_graph(graph, config), config)
     clusters = None if path is None else Clusters.open(path)
     name = "" if path is None else path.name
-    return Deal({kind: table.count for kind, table in graph.nodes.items()}, clusters, name=name)
+    return Deal({kind: table.count for kind, table in graph.nodes.items()}, clusters, config.seed, name)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ __all__ = ["hosts"]
 def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A graph on which half of the nodes teach as much as all."""
     path = tmp_path_factory.mktemp("easy") / "shop"
-    save_store(make_dataset("communities", nodes=4000, mean_degree=12, features=16, seed=1), path)
+    save_store(make_dataset("communities", nodes=4000, mean_degree=12, features=16, signal=2.0, seed=1), path)
     return path
 
 
