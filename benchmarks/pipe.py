@@ -195,7 +195,7 @@ def prepare(cell: str, args: argparse.Namespace) -> None:
     name, _, size, side, *_ = cell.split("/")
     folder, workers = args.work / name, int(size)
     if not (folder / "store").exists():
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         save_store(graph_of(name, args.data), folder / "store")
     graph = open_store(folder / "store")
     parts, chunks = folder / f"parts-{size}", folder / f"chunks-{size}-{side}"
@@ -271,7 +271,7 @@ def main() -> None:
 
     best = best_cells(args.out, "seconds")
     show(best)
-    print(write_results("pipe", best))
+    print(write_results("pipe", best, keep=True))
 
 
 def run_round(number: int, args: argparse.Namespace) -> None:
