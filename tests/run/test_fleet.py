@@ -124,3 +124,16 @@ def test_the_record_says_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "run_training", lambda *words, **more: trained)
     with pytest.warns(RuntimeWarning, match="went on without a trainer: trainer 1 .* killed by SIGKILL"):
         assert train(communities(), strategy=WORDS).summary.lost == lost.lost
+
+
+def test_the_seed_of_a_run_deals_its_nodes(tmp_path: Path) -> None:
+    from gnnfleet.graph.datasets import make_dataset
+    from gnnfleet.graph.store import save_store
+    from gnnfleet.run.member import _open
+    from gnnfleet.run.spec import Spec
+
+    graph = save_store(make_dataset("communities", nodes=200, seed=1), tmp_path / "store")
+    assert graph.store is not None
+    spec = Spec(str(tmp_path / "store"), graph.store.digest, "", str(tmp_path / "run"), {})
+    first, again, other = (_open(spec, seed)[1].own(0, 3)["node"].tolist() for seed in (4, 4, 5))
+    assert first == again != other

@@ -234,8 +234,10 @@ def test_static_rows_come_from_training_alone() -> None:
     unseen[seen] = False
     assert not table[unseen].any() and table[seen].any(1).all()
     assert stream.msg is not None
-    for future in (stream.dst[train:].flip(0), torch.full_like(stream.dst[train:], int(stream.dst[0]))):
-        other = torch.cat([stream.dst[:train], future])  # the same destinations in another order; one alone
+    new = stream.src[:1].expand(len(stream) - train)  # a node that was no destination until then
+    assert not torch.isin(new, stream.dst[:train]).any()
+    for future in (stream.dst[train:].flip(0), new):
+        other = torch.cat([stream.dst[:train], future])
         ends = torch.stack([stream.src, other])
         changed = Graph(ends, time=stream.t, edge_attr=stream.msg, num_nodes=stream.num_nodes)
         again = made(changed, words)._static()
