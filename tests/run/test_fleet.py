@@ -134,6 +134,7 @@ def test_the_seed_of_a_run_deals_its_nodes(tmp_path: Path) -> None:
 
     graph = save_store(make_dataset("communities", nodes=200, seed=1), tmp_path / "store")
     assert graph.store is not None
-    spec = Spec(str(tmp_path / "store"), graph.store.digest, "", str(tmp_path / "run"), {})
+    store, run = str(tmp_path / "store"), str(tmp_path / "run")
+    spec = Spec(store=store, digest=graph.store.digest, partition="", run_dir=run, config={})
     first, again, other = (_open(spec, seed)[1].own(0, 3)["node"].tolist() for seed in (4, 4, 5))
     assert first == again != other
