@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import crew
-from tma_sets import MAIN, RATES, SCHEMES, SETS, TRAINERS, interval_of, make_store, words_of
+from tma_sets import MAIN, RATES, SCHEMES, SETS, TRAINERS, look_of, make_store, words_of
 from tma_table import best_of, markdown, plot, table_of
 
 HERE = Path(__file__).parent
@@ -44,8 +44,8 @@ BATCHES = 30
 """Of a trainer's epoch, for the gradients that are compared."""
 
 
-def run_tma(store: Path, words: dict[str, Any], seconds: float, scratch: Path) -> dict[str, Any]:
-    """A coordinator here and trainers as processes; rounds are evaluated when all is over."""
+def run_tma(store: Path, words: dict[str, Any], seconds: float, look: float, scratch: Path) -> dict[str, Any]:
+    """A coordinator here and trainers as processes; weights are kept now and then, and evaluated when all is over."""
     import torch
 
     kept: list[tuple[float, int, dict[str, Any]]] = []
@@ -59,7 +59,7 @@ def run_tma(store: Path, words: dict[str, Any], seconds: float, scratch: Path) -
             if not steps:  # nothing is trained in the first round: it waits for processes to start
                 continue
             at += strategy.counts()["round_seconds"]
-            if at <= seconds or not kept:
+            if not kept or (at <= seconds and at - kept[-1][0] >= look - 1e-3):
                 state = {name: tensor.clone() for name, tensor in strategy.state_dict()["model"].items()}
                 kept.append((round(at, 2), round(steps / TRAINERS), state))
     counts, began, line = strategy.counts(), time.monotonic(), []
@@ -133,7 +133,7 @@ def run_ggs(world: Any, name: str, scheme: str, seed: int, seconds: float, store
         begun = time.perf_counter()
         for _ in strategy.steps(epoch):
             at, steps = at + time.perf_counter() - begun, steps + 1
-            word = {"look": at - last >= interval_of(name), "over": at >= seconds}
+            word = {"look": at - last >= look_of(name), "over": at >= seconds}
             word = json.loads(share(world, json.dumps(word).encode() if world.is_first else None))
             if word["look"] or word["over"]:
                 begun = time.perf_counter()
@@ -175,7 +175,7 @@ def run_diagnosis(store: Path, name: str) -> list[dict[str, Any]]:
 
 def run_cell(name: str, scheme: str, seed: int, seconds: float, store: Path, scratch: Path) -> dict[str, Any]:
     if not scheme.startswith("ggs"):
-        return run_tma(store, words_of(name, scheme, seed, rounds=10_000), seconds, scratch)
+        return run_tma(store, words_of(name, scheme, seed, rounds=100_000), seconds, look_of(name), scratch)
     line = [__file__, "--seconds", str(seconds), "--cell", name, scheme, str(seed), str(store)]
     from gnnfleet.graph.store import open_store
     from gnnfleet.run.config import resolve

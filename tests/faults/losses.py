@@ -1,6 +1,6 @@
 """``python -m tests.faults.losses [SEEDS]``: what tma loses with 1 or 2 of 4 trainers killed, paused or cut off.
 
-Each is compared with the run of the same seed that nothing happens to; who is paused or cut off comes back later. Runs
+Nodes of killed ones are dealt among the others, and in a row of their own left. Each is compared with the run of the same seed that nothing happens to; who is paused or cut off comes back later. Runs
 that are done are not made again (benchmarks/results/tma_losses.json); the table goes to docs/tma.md. Root for cuts.
 """
 
@@ -28,7 +28,8 @@ from tests.faults.trials import PATIENCE, until
 TRAINERS, ROUNDS, BEFORE, AWAY = 4, 30, 8, 8
 """Trainers, rounds of a run, those before something happens, those without whoever comes back."""
 KNOBS = {**QUICK, "strategy.interval": 1, "strategy.silence": 2, "train.epochs": ROUNDS}
-EVENTS = ("killed", "paused", "cut off")
+LEFT = "killed, nodes left"
+EVENTS = ("killed", LEFT, "paused", "cut off")
 PORT = 29412
 PAGE = Path(__file__).parents[2] / "docs" / "tma.md"
 BEGIN, END = "<!-- losses -->", "<!-- /losses -->"
@@ -106,6 +107,8 @@ Parts = tuple[Run, Callable[[], None], Callable[[], None], Callable[[], None]]
 @contextmanager
 def _here(store: Path, folder: Path, case: Loss) -> Iterator[Parts]:
     knobs = {key.replace(".", "__"): value for key, value in KNOBS.items()}
+    if case.event == LEFT:
+        knobs["strategy__lost"] = "leave"
     fleet = Fleet(store, folder / "run", TRAINERS, "--seed", str(case.seed), **knobs)
     run = Run(folder / "run", fleet)
     try:
@@ -114,7 +117,7 @@ def _here(store: Path, folder: Path, case: Loss) -> Iterator[Parts]:
 
         def happens() -> None:
             for victim in victims:
-                victim.kill() if case.event == "killed" else victim.suspend()
+                victim.kill() if case.event in ("killed", LEFT) else victim.suspend()
 
         def comes_back() -> None:
             for victim in victims:

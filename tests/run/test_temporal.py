@@ -93,6 +93,26 @@ def test_new_events_are_scored_from_a_table(place: Path, tmp_path: Path) -> None
         assert done.returncode == 3 and message in done.stderr and not (tmp_path / "none.parquet").exists(), done.stderr
 
 
+def test_times_of_new_events_are_read_as_import_reads_them(tmp_path: Path) -> None:
+    """Dates become microseconds since 1970, and come back as they were."""
+    days = [f"2026-01-{day:02} 10:00:{second:02}" for day in range(1, 31) for second in (0, 30)]
+    rows = [f"u{place % 7},v{place % 5},{day}" for place, day in enumerate(days)]
+    (tmp_path / "events.csv").write_text("\n".join(["src,dst,time", *rows]) + "\n")
+    (tmp_path / "new.csv").write_text("src,dst,time\nu1,v2,2026-02-01 08:00:00\nu2,v1,2026-01-31 08:00:00\n")
+    done = call("import", tmp_path / "events.csv", "-o", tmp_path / "store")
+    assert done.returncode == 0, done.stderr
+    short = {"model": WORDS["model"], "strategy": {**WORDS["strategy"], "static": False}}
+    gf.train(tmp_path / "store", config=short, strategy=short["strategy"], epochs=1, run_dir=tmp_path / "run")
+    done = call("predict", tmp_path / "run", "--events", tmp_path / "new.csv", "-o", tmp_path / "out.parquet")
+    assert done.returncode == 0, done.stderr
+    found = pq.read_table(tmp_path / "out.parquet").to_pydict()
+    assert found["src"] == ["u2", "u1"] and [str(time) for time in found["time"]] == ["2026-01-31 08:00:00", "2026-02-01 08:00:00"]
+    for text, message in (("yesterday", "time"), ("", "no time")):
+        (tmp_path / "wrong.csv").write_text(f"src,dst,time\nu1,v2,{text}\n")
+        done = call("predict", tmp_path / "run", "--events", tmp_path / "wrong.csv", "-o", tmp_path / "none.parquet")
+        assert done.returncode == 3 and message in done.stderr and not (tmp_path / "none.parquet").exists(), done.stderr
+
+
 def test_a_record_scores_what_comes_next() -> None:
     graph = make_dataset("events", users=20, items=12, events=300, features=0, seed=2)
     record = gf.train(graph, strategy="temporal", config={"model": WORDS["model"]}, static_epochs=1, epochs=1)

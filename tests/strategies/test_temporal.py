@@ -294,6 +294,8 @@ def test_new_events_are_scored_in_a_stream() -> None:
     assert not torch.allclose(torch.cat(pieces)[20:], at_once[20:]), "the state moved on between calls"
     with pytest.raises(InputError, match="after those known"):
         known.score(stream.slice(0, 5))
+    before = made(of_stream(stream, torch.arange(260))).evaluate("test")
+    assert known.evaluate("test") == before, "what came later changes no metric of what was before"
 
 
 def test_classes_of_events_are_learnt() -> None:
@@ -306,6 +308,9 @@ def test_classes_of_events_are_learnt() -> None:
     losses = [sum(r.loss * r.count for r in strategy.steps(epoch)) for epoch in range(2)]
     assert losses[1] < losses[0]
     found = strategy.evaluate("test")
+    new = EventStream.of(graph).slice(590, 600)
+    assert strategy.score(replace(new, t=new.t + 10**6, y=None)).shape == (10, 2)
+    assert strategy.evaluate("test") == found, "though new events have no classes"
     assert found["count"] == float((strategy.task.parts["test"].y >= 0).sum()) and 0 <= found["accuracy"] <= 1  # type: ignore[operator]
     with pytest.raises(ConfigError, match="no labels"):
         made(events(), {"task": "edge"})

@@ -181,6 +181,30 @@ def desk_of(post: Post, config: TmaConfig, last: int, **more: Any) -> Desk:
     return desk
 
 
+@pytest.mark.parametrize(("weighting", "mean"), [("uniform", 0.5), ("edges", 0.8), ("steps", 0.9)])
+def test_trainers_count_by_their_edges_or_steps(weighting: Any, mean: float) -> None:
+    post = Post.serve()
+    desk = desk_of(post, TmaConfig(steps=1, give_up=20, weighting=weighting), 1)
+    for i, (steps, edges) in enumerate(((1, 10), (9, 40))):
+        write_give(post, Now(1, 0), i, Give(steps, 1, 0.0, edges, torch.full((2,), float(i), dtype=torch.float64)))
+    torch.testing.assert_close(desk.next().weights, torch.full((2,), mean, dtype=torch.float64))
+    desk.close()
+
+
+@pytest.mark.parametrize(("lost", "gone", "left"), [("redeal", True, (0,)), ("leave", True, (0, 1)), ("redeal", False, (0, 1))])
+def test_nodes_are_dealt_anew_when_a_trainer_is_gone_for_good(lost: Any, gone: bool, left: tuple[int, ...]) -> None:
+    """Not when it is only silent: it may be back in the next round."""
+    post = Post.serve()
+    desk = desk_of(post, TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=60, lost=lost), 1)
+    if gone:
+        post.write("gone/1", {})
+    write_give(post, Now(1, 0), 0, Give(1, 1, 0.0, 1, sign(0, 0)))
+    assert desk.next().trainers == (0,)
+    letter = post.read("take/1/1")
+    assert letter is not None and tuple(letter.words["among"]) == left
+    desk.close()
+
+
 def test_weights_that_are_not_finite_do_not_count() -> None:
     post, said = Post.serve(), []
     desk = desk_of(post, TmaConfig(steps=1, give_up=20), 1, say=said.append)

@@ -76,10 +76,20 @@ def _read(path: Path, graph: Graph, kind: EdgeType) -> pa.Table:
         missing = [name for name in (*ENDS, "time") if name not in table.column_names]
         if missing:
             raise KeyError(f"there is no column {missing[0]}")
-        order = torch.argsort(torch.from_numpy(table["time"].to_numpy().copy()), stable=True)
-        return table.take(pa.array(order.numpy()))
+        return table.take(pa.array(torch.argsort(_times(table), stable=True).numpy()))
     except (OSError, KeyError, TypeError, pa.ArrowInvalid) as error:
         raise InputError(f"expected a CSV or Parquet file with columns src, dst and time in {path}: {error}") from error
+
+
+def _times(table: pa.Table) -> Tensor:
+    """[n] as ``import`` reads them: dates and timestamps are microseconds since 1970."""
+    column = table["time"].combine_chunks()
+    if column.null_count:
+        raise KeyError(f"{column.null_count} rows have no time")
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        zone = column.type.tz if pa.types.is_timestamp(column.type) else None
+        column = column.cast(pa.timestamp("us", zone)).cast(pa.int64())
+    return torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())
 
 
 def _stream(built: Built, table: pa.Table) -> EventStream:
@@ -90,7 +100,7 @@ def _stream(built: Built, table: pa.Table) -> EventStream:
         name: torch.from_numpy(graph.nodes[end].ids.rows(table[name].to_pylist())) + graph.node_offsets[end]
         for name, end in zip(ENDS, (kind.src, kind.dst), strict=True)
     }
-    time = torch.from_numpy(table["time"].to_numpy().copy())
+    time = _times(table)
     if known.t.dtype == torch.int64 and time.is_floating_point() and bool((time != time.round()).any()):
         raise InputError("times of this stream are whole numbers, found fractions")
     return EventStream(

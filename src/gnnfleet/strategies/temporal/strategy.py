@@ -92,11 +92,12 @@ class TemporalStrategy:
         self._table: Tensor | None = None  # learnt of nodes; made when it is first needed
         self._known: tuple[int, Memory] | None = None  # the state of the present weights after so many events
         self._evaluator = self._evaluating(job.task, self._lookout)
+        self._walker = self._evaluator  # with the events scored since training, too
 
     @property
     def task(self) -> EventTask:
         """With all events that are known, those scored since training included."""
-        return self._evaluator.task
+        return self._walker.task
 
     @property
     def relation(self) -> str:
@@ -240,10 +241,10 @@ class TemporalStrategy:
         task = replace(self.task, stream=self.task.stream.followed_by(events))
         memory = self._after(first)
         self._lookout.recent.append(events.src, events.dst, events.t)
-        self._evaluator = self._evaluating(task, replace(self._lookout, stream=task.stream))
+        self._walker = self._evaluating(task, replace(self._lookout, stream=task.stream))
         bounds = events.batches(self._config.eval_batch, keep_ties=False)
         found = [
-            self._evaluator.probabilities(memory, self._static(), first + low, first + high)
+            self._walker.probabilities(memory, self._static(), first + low, first + high)
             for low, high in itertools.pairwise(bounds)
         ]
         self._known = first + len(events), memory
@@ -258,9 +259,9 @@ class TemporalStrategy:
         self._known = None  # the state is given away
         train = self.turns.bounds
         if known < train[-1]:  # nobody asks for a state within training
-            self._evaluator.replay(memory, train)
+            self._walker.replay(memory, train)
         known = max(known, train[-1])
-        self._evaluator.replay(memory, [*range(known, count, self._config.eval_batch), count])
+        self._walker.replay(memory, [*range(known, count, self._config.eval_batch), count])
         return memory
 
     @property

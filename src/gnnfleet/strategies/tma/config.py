@@ -52,7 +52,9 @@ class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
     correction_lr: float = Field(default=0.0, ge=0)  # 0: train.lr
     remote: int = Field(default=0, ge=0)  # nodes of all parts that come with each round, as more negatives for links
     redeal: int = Field(default=0, ge=0)  # rounds until nodes are dealt anew; 0: never
-    lost: Literal["leave", "redeal"] = "leave"  # what becomes of the part of a trainer that is gone
+    # What becomes of the nodes of a trainer that has ended for good, or was silent for ``give_up``: others take them
+    # over, or nobody trains on them any more.
+    lost: Literal["redeal", "leave"] = "redeal"
     quorum: int = Field(default=1, ge=1)  # trainers without whom a round is not closed
     deadline: float = Field(default=60.0, gt=0)  # seconds a round waits for a trainer that is late
     silence: float = Field(default=10.0, gt=0)  # seconds without a sign of life after which a trainer is left out
@@ -61,7 +63,7 @@ class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
     here: int | None = Field(default=None, ge=0)  # how many of the workers are started here; the others join
     give_up: float = Field(
         default=300.0, gt=0
-    )  # seconds without a quorum, or without the coordinator, that end the run
+    )  # seconds without a quorum, or without the coordinator, that end the run; of silence, after which nodes are dealt
 
     @property
     def partitioner(self) -> str:  # type: ignore[override]

@@ -177,7 +177,7 @@ class Desk:
             self._average(list(worked.values()))
         if self.correct is not None:  # in every round, so that its place follows from their number
             self.weights = self.correct.apply(self.weights, {name: table.rows for name, table in self.tables.items()})
-        changed = self._deal_for(now.round + 1, {i for i in range(self.trainers) if self._lives(i)} | set(gives))
+        changed = self._deal_for(now.round + 1, {i for i in range(self.trainers) if i in gives or not self._is_lost(i)})
         after = Now(now.era, now.round + 1, done=now.round + 1 == self.last)
         for i in range(self.trainers):
             for number in (now.round - 1, now.round):  # some come after their round is closed
@@ -314,6 +314,12 @@ class Desk:
         heard = self._known[i].heard
         patience = self.config.silence if heard is not None else self.config.deadline
         return time.monotonic() - (self._begun if heard is None else heard) < patience
+
+    def _is_lost(self, i: int) -> bool:
+        """Whether others take over its nodes: it has ended for good, or was not heard for as long as a run waits."""
+        heard = self._known[i].heard
+        silent = time.monotonic() - (self._begun if heard is None else heard)
+        return silent > self.config.give_up or self.post.has(f"gone/{i}")
 
     def _is_with_us(self, now: Now, i: int) -> bool:
         """Who was waited for in vain, though it lives, may hang: it is not again until it has begun the round."""
