@@ -91,6 +91,7 @@ def test_ranks_meet_again_in_a_used_store() -> None:
         assert [one["rank"] for one in found] == list(range(len(found)))
         assert len({one["token"] for one in found}) == 1 and len({tuple(one["pids"]) for one in found}) == 1
         assert all(one["one machine"] and not one["default group"] for one in found)
+        assert all(one["again"] == one["once more"] == one["all"] for one in found)  # two groups of one name
     assert [(one["all"], one["way"], one["stage"]) for one in first] == [(6, 2, 1), (6, 4, 1), (6, 2, 5), (6, 4, 5)]
     assert [(one["all"], one["way"], one["stage"]) for one in second] == [(1, 1, 0), (1, 1, 1)]
     assert first[0]["token"] != second[0]["token"]

@@ -335,10 +335,11 @@ def test_awkward_chunks_settle_on_exact_gradients(crew: Crew, how: str) -> None:
 # -- bytes --
 
 
-def bytes_of_a_step(world: World, store: str, ways: int, chunks: int, wire: str) -> list[tuple[int, int]]:
-    graph, found = open_store(store), []
-    here = chunked(graph, world, ways, chunks, "random")
-    for name, layers in WEIGHED:
+def bytes_of_a_step(world: World, folder: str, ways: int, chunks: int, wire: str) -> list[tuple[int, int]]:
+    found = []
+    for kind, name, layers in WEIGHED:
+        graph = open_store(f"{folder}/{kind}")
+        here = chunked(graph, world, ways, chunks, "random")
         model = {"name": name, "layers": layers, "heads": 2}
         tree = words(model, name="pipe", ways=ways, chunks=chunks, wire=wire, guard=0) | {"workers": world.size}
         strategy = build(graph, resolve(tree), here=here).strategy
@@ -350,7 +351,15 @@ def bytes_of_a_step(world: World, store: str, ways: int, chunks: int, wire: str)
     return found
 
 
-WEIGHED = (("gcn2", 4), ("sage", 3), ("gat", 3), ("gatv2", 3), ("res+", 3))
+WEIGHED = (
+    ("plain", "gcn2", 4),
+    ("plain", "sage", 3),
+    ("plain", "gat", 3),
+    ("plain", "gatv2", 3),
+    ("plain", "res+", 3),
+    ("plain", "rgcn", 3),
+    ("related", "rgcn", 3),
+)
 
 
 @pytest.mark.parametrize(
@@ -359,10 +368,11 @@ WEIGHED = (("gcn2", 4), ("sage", 3), ("gat", 3), ("gatv2", 3), ("res+", 3))
 )
 def test_bytes_are_the_formulas(crew: Crew, folder: Path, size: int, ways: int, chunks: int, wire: str) -> None:
     """What is counted is what was predicted, on a graph of directed edges; without ways, GNNPipe's formula."""
-    found = crew.run(size, bytes_of_a_step, str(folder / "plain"), ways, chunks, wire)
-    for place, (name, _) in enumerate(WEIGHED):
+    found = crew.run(size, bytes_of_a_step, str(folder), ways, chunks, wire)
+    for place, (kind, name, _) in enumerate(WEIGHED):
         sent = sum(one[place][0] for one in found)
-        assert sent == found[0][place][1], name
+        assert sent == found[0][place][1], (kind, name)
         if ways == 1:
             carried, number = 2 if name == "gcn2" else 1, 2 if wire == "bf16" else 8
-            assert sent == 2 * (size - 1) * 60 * 8 * number * carried, name
+            nodes = {"plain": 60, "related": 40}[kind]
+            assert sent == 2 * (size - 1) * nodes * 8 * number * carried, (kind, name)

@@ -1,11 +1,11 @@
-"""pipe apart from its arithmetic: the schedule as a table, stages, plans, the guard, histories that go on."""
+"""pipe apart from its arithmetic: the order of work, stages, plans, the guard, histories that go on."""
 
 from __future__ import annotations
 
 import json
 import os
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from gnnfleet.comm.code import Code
 from gnnfleet.comm.world import World
@@ -23,15 +24,20 @@ from gnnfleet.graph.chunks import Layout, lay_out, open_layouts, write_layouts
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.nn.base import Model
 from gnnfleet.run.build import Here, build, check
+from gnnfleet.run.checkpoint import Position, load_checkpoint, save_checkpoint
 from gnnfleet.run.config import resolve
 from gnnfleet.sharded.way import Way
 from gnnfleet.strategies.base import PRIVATE, State, Strategy, TrainConfig
-from gnnfleet.strategies.pipe import probe as module
+from gnnfleet.strategies.pipe import alone, crowd, probe, trial
+from gnnfleet.strategies.pipe.alone import fit_layers
+from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.cores import Cores, using
+from gnnfleet.strategies.pipe.crowd import together
 from gnnfleet.strategies.pipe.guard import Compared, Guard
 from gnnfleet.strategies.pipe.plan import Candidate, Forecast, LayerCost, Machine, Weights, Work, choose, forecast
-from gnnfleet.strategies.pipe.probe import Found, fit_layers, loads_of, together
-from gnnfleet.strategies.pipe.schedule import Span, back_of, bubble, order_of, split_layers, work_of
+from gnnfleet.strategies.pipe.probe import Found, loads_of
+from gnnfleet.strategies.pipe.schedule import Span, bubble, order_of, split_layers
+from gnnfleet.strategies.pipe.station import caches_inputs
 from gnnfleet.strategies.pipe.strategy import PipeStrategy
 from tests.equivalence.spread import typed_graph
 from tests.ranks import Crew
@@ -46,18 +52,27 @@ def equal(chunks: int, rows: int = 1000, edges: int = 20_000) -> list[tuple[int,
     return [(rows // chunks, edges // chunks)] * chunks
 
 
-@given(stages=st.integers(1, 6), chunks=st.integers(1, 9))
-def test_every_chunk_passes_every_stage_once_each_way(stages: int, chunks: int) -> None:
-    slots = range(chunks + stages - 1)
-    for work, towards in ((work_of, 1), (back_of, -1)):
-        table = [[work(stage, slot, stages, chunks) for slot in slots] for stage in range(stages)]
-        for stage, row in enumerate(table):
-            done = [turn for turn in row if turn is not None]
-            assert done == (list(range(chunks)) if towards > 0 else list(range(chunks))[::-1])
-            assert row.count(None) == stages - 1
-            before = stage - towards
-            if 0 <= before < stages:  # a slot after the stage it comes from
-                assert all(row.index(turn) == table[before].index(turn) + 1 for turn in done)
+def spans_of(world: World, store: str, ways: int) -> list[Span]:
+    """What all ranks did in the second epoch."""
+    run = pipe(store, world, ways=ways, chunks=4 * ways)
+    for epoch in range(2):
+        list(run.steps(epoch))
+    assert isinstance(run, PipeStrategy)
+    return run._every_span()
+
+
+@pytest.mark.parametrize(("size", "ways"), [(2, 1), (4, 2)])
+def test_every_chunk_passes_every_stage_once_each_way(crew: Crew, store: Path, size: int, ways: int) -> None:
+    stages, (spans, *others) = size // ways, crew.run(size, spans_of, str(store), ways)
+    assert all(other == spans for other in others) and len(spans) == size * 4 * 2
+    began = {(span.stage, span.way, span.turn, span.back): span.begin for span in spans}
+    for stage, way in product(range(stages), range(ways)):
+        there = list(enumerate(order_of(3, 1, way, 4, shuffle=True)))  # the same in all stages of a way
+        own = [(span.turn, span.chunk, span.back) for span in spans if (span.stage, span.way) == (stage, way)]
+        assert own == [(*each, False) for each in there] + [(*each, True) for each in there[::-1]]
+        for turn in range(4 if stage else 0):  # what a stage works on comes from the one before, and goes back to it
+            assert began[stage - 1, way, turn, False] < began[stage, way, turn, False]
+            assert began[stage, way, turn, True] < began[stage - 1, way, turn, True]
 
 
 def test_orders_are_permutations_of_their_own() -> None:
@@ -212,19 +227,19 @@ def test_what_is_made_once_is_not_on_the_clock(monkeypatch: pytest.MonkeyPatch) 
         return float(made[0])
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock, thread_time=clock))
-    model, trial = trial_of(240)
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=clock, thread_time=clock))
+    model, tried_on = trial_of(240)
     with using(1):
-        for chunk in (trial.way.chunks[1], trial.way.cut(3, 4, -2)):
-            tried = module.Tried(model, trial, chunk)
-            assert module.seconds_of(tried) == [0.0] * 4 and module.once_of(tried, [0.0] * 4) == 4 * 8.0
-        found = module.probe(World(), model, trial, Cores(2, 1, 1), single=True)
+        for chunk in (tried_on.way.chunks[1], tried_on.way.cut(3, 4, -2)):
+            tried = trial.Tried(model, tried_on, chunk)
+            assert alone.seconds_of(tried) == [0.0] * 4 and alone.once_of(tried, [0.0] * 4) == 4 * 8.0
+        found = probe.probe(World(), model, tried_on, Cores(2, 1, 1), single=True)
     assert all(layer.seconds(240, 4000) == 0.0 for work in (found.work, found.single) for layer in work.layers)
     assert found.work.once == 4 * 8.0 and found.single.once == 0.0  # a single worker keeps none
     assert Found.from_json(json.loads(json.dumps(found.as_json()))) == found
 
 
-def trial_of(nodes: int, chunks: int = 6) -> tuple[Model, module.Trial]:
+def trial_of(nodes: int, chunks: int = 6) -> tuple[Model, trial.Trial]:
     """Four layers on a way."""
     graph = communities(nodes)
     model = check(graph, resolve({"model": {"name": "gcn2", "hidden": 8, "layers": 4}})).model
@@ -232,22 +247,22 @@ def trial_of(nodes: int, chunks: int = 6) -> tuple[Model, module.Trial]:
     (table,) = graph.nodes.values()
     assert table.x is not None
     features = table.x[way.layout.order]
-    return model, module.Trial(way, lambda rows: features[rows], "float32", True, Code(), TrainConfig())
+    return model, trial.Trial(way, lambda rows: features[rows], "float32", True, Code(), TrainConfig())
 
 
 def test_a_single_worker_is_tried_as_it_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without tables, with the threads of those that wait; what the others lose by crowding is no matter."""
 
-    def seconds(tried: module.Tried) -> list[float]:
+    def seconds(tried: trial.Tried) -> list[float]:
         """As if each layer took 1, and 0.1 for a row, half of it for tables, 0.01 for an edge."""
         chunk = tried.chunk
-        took = 1 + (0.1 if tried.remembers else 0.05) * chunk.rows + 0.01 * module.edges_of(chunk)
+        took = 1 + (0.1 if tried.remembers else 0.05) * chunk.rows + 0.01 * trial.edges_of(chunk)
         return [took / torch.get_num_threads()] * 4
 
-    monkeypatch.setattr(module, "seconds_of", seconds)
-    model, trial = trial_of(120)
+    monkeypatch.setattr(alone, "seconds_of", seconds)
+    model, tried_on = trial_of(120)
     with using(1):
-        found = module.probe(World(), model, trial, Cores(2, 1, 4), single=True)
+        found = probe.probe(World(), model, tried_on, Cores(2, 1, 4), single=True)
         assert torch.get_num_threads() == 1
     assert [layer.seconds(0, 0) for layer in found.work.layers] == pytest.approx([1] * 4)
     assert [layer.seconds(100, 1000) for layer in found.work.layers] == pytest.approx([21] * 4)
@@ -258,13 +273,13 @@ def test_a_single_worker_is_tried_as_it_would_run(monkeypatch: pytest.MonkeyPatc
 def waits_and_runs(world: World, store: str, ways: int) -> list[str]:
     """What a rank does while all of them try layers: w(ait), r(un)."""
     seen: list[str] = []
-    wait, run, every = module._wait_for_all, module.Layer.run, module._all_at_once
+    wait, run, every = crowd.wait_for_all, trial.Layer.run, crowd.all_at_once
 
     def waiting(aside: World) -> None:
         seen.append("w")
         wait(aside)
 
-    def running(self: module.Layer, *args: Any) -> None:
+    def running(self: trial.Layer, *args: Any) -> None:
         seen.append("r")
         run(self, *args)
 
@@ -272,11 +287,11 @@ def waits_and_runs(world: World, store: str, ways: int) -> list[str]:
         seen.clear()
         return every(*args)
 
-    module._wait_for_all, module.Layer.run, module._all_at_once = waiting, running, all_at_once  # type: ignore[assignment,method-assign]
+    crowd.wait_for_all, trial.Layer.run, probe.all_at_once = waiting, running, all_at_once  # type: ignore[assignment,attr-defined,method-assign]
     try:
         pipe(store, world, ways=ways).close()
     finally:
-        module._wait_for_all, module.Layer.run, module._all_at_once = wait, run, every  # type: ignore[method-assign]
+        crowd.wait_for_all, trial.Layer.run, probe.all_at_once = wait, run, every  # type: ignore[attr-defined,method-assign]
     return seen
 
 
@@ -294,8 +309,15 @@ def test_every_chunk_is_counted() -> None:
     layout = lay_out(graph, 2, 6)
     way = [Way(graph, layout, each) for each in range(2)]
     chunks = [chunk for each in way for chunk in each.chunks]
-    assert loads_of(graph, layout) == [(chunk.rows, module.edges_of(chunk)) for chunk in chunks]
+    assert loads_of(graph, layout) == [(chunk.rows, trial.edges_of(chunk)) for chunk in chunks]
     assert sum(count for _, count in loads_of(graph, layout)) == edges.count
+
+
+def test_aggregates_of_many_relations_are_kept_where_asked() -> None:
+    cases: list[tuple[int, Any, bool]] = [(8, "auto", True), (9, "auto", False), (9, True, True), (1, False, False)]
+    for relations, wanted, kept in cases:
+        job: Any = SimpleNamespace(graph=SimpleNamespace(edges=range(relations)), task=SimpleNamespace(hides=False))
+        assert caches_inputs(PipeConfig(cache_inputs=wanted), job) is kept
 
 
 def test_sums_of_gradients_are_counted() -> None:
@@ -340,6 +362,33 @@ def test_a_loss_that_rises_again_is_a_step_down() -> None:
     assert Guard.begin(5, 0.5, 0).resumed(down.state()) == down
     assert not down.after(80, Compared(0.9, 1.2, 1.2))[1] and down.after(80, Compared(0.9, 1.9, 1.9))[1]
     assert guard.after(75, Compared(float("nan"), float("nan"), float("nan")))[0].level == "fresh"
+    assert guard.after(75, Compared(0.9, 1.0, float("nan")))[0].level == "fresh"
+
+
+def test_a_loss_that_only_rises_is_two_steps_down() -> None:
+    guard, texts = Guard.begin(5, 0.5, 0), []
+    for epoch, loss in ((5, 2.0), (15, 2.6), (20, 5.0)):
+        guard, text = guard.after(epoch, Compared(0.9, loss, loss))
+        texts.append(text)
+    assert not texts[0] and "risen to 2.6, it had been 2" in texts[1] and "risen to 5, it had been 2.6" in texts[2]
+    assert guard.level == "exact"
+
+
+def test_a_rise_after_a_step_down_is_seen_wherever_it_began() -> None:
+    """The step down was for a cosine, at a loss above that of the first comparison."""
+    guard = Guard.begin(5, 0.5, 0).after(5, Compared(0.9, 2.0, 2.0))[0].after(15, Compared(0.2, 3.0, 3.0))[0]
+    assert guard.level == "fresh" and guard.least > guard.first
+    assert not guard.after(20, Compared(0.9, 3.1, 3.1))[1]
+    assert "risen to 3.3, it had been 3" in guard.after(20, Compared(0.9, 3.3, 3.3))[1]
+
+
+def test_noise_is_no_rise() -> None:
+    """A twentieth of the loss, however little it had fallen."""
+    guard = Guard.begin(5, 0.5, 0)
+    for epoch, loss in ((5, 1.950), (15, 1.940), (35, 1.945), (75, 2.030), (155, 1.941)):
+        guard, text = guard.after(epoch, Compared(0.9, loss, loss))
+        assert not text and guard.level == "planned"
+    assert guard.after(235, Compared(0.9, 2.04, 2.04))[1]
 
 
 # -- layouts --
@@ -355,6 +404,8 @@ def test_layouts_are_kept_and_checked(tmp_path: Path) -> None:
     for found, layout in zip(open_layouts(tmp_path / "cut"), made, strict=True):
         assert torch.equal(found.order, layout.order) and torch.equal(found.starts, layout.starts)
         assert (found.ways, found.copies, found.slots) == (layout.ways, layout.copies, layout.slots)
+        assert torch.equal(found.digest, layout.digest)
+    assert not torch.equal(made[0].digest, lay_out(graph, 1, 4, method="random").digest)
     with pytest.raises(PartitionError, match="evenly"):
         lay_out(graph, 2, 5)
     with pytest.raises(PartitionError, match="one node type"):
@@ -390,6 +441,10 @@ def pipe(store: str, world: World, *, chunks: int = 4, ways: int = 1, method: st
     return build(graph, resolve(tree), here=here).strategy
 
 
+def copied(run: Strategy) -> State:
+    return {part: {name: t.clone() for name, t in tensors.items()} for part, tensors in run.state_dict().items()}
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pipe") / "store"
@@ -406,13 +461,13 @@ def goes_on(world: World, store: str, ways: int, gradient: str) -> list[Any]:
     assert isinstance(whole, PipeStrategy) and isinstance(first, PipeStrategy)
     first._work_on(whole.forecast)  # stages go by measured times, histories by stages
     again = [record.loss for epoch in range(2) for record in first.steps(epoch)]
-    state = {part: {name: t.clone() for name, t in tensors.items()} for part, tensors in first.state_dict().items()}
+    state = copied(first)
     second = pipe(store, world, ways=ways, strategy=knobs)
     second.load_state_dict(state)
     again += [record.loss for epoch in range(2, 4) for record in second.steps(epoch)]
-    ends = [{key: t.clone() for key, t in one.state_dict()["model"].items()} for one in (whole, second)]
-    private = [{key: t.clone() for key, t in one.state_dict()[PRIVATE].items()} for one in (whole, second)]
-    return [losses, again, *ends, *private]
+    ends = [copied(one) for one in (whole, second)]
+    beside = [end[PRIVATE] | end["guard"] for end in ends]
+    return [losses, again, *(end["model"] for end in ends), *beside]
 
 
 @pytest.mark.parametrize(("ways", "gradient"), [(1, "stale"), (1, "double"), (2, "control_variate")])
@@ -429,7 +484,7 @@ def other_stages(world: World, store: str) -> tuple[list[str], bool, list[float]
     assert isinstance(first, PipeStrategy)
     first._work_on(replace(first.forecast, layers=(range(1), range(1, 6))))
     list(first.steps(0))
-    state = {part: {name: t.clone() for name, t in tensors.items()} for part, tensors in first.state_dict().items()}
+    state = copied(first)
     said: list[str] = []
     second = pipe(store, world, say=said.append)
     assert isinstance(second, PipeStrategy)
@@ -447,7 +502,7 @@ def test_a_run_goes_on_in_the_stages_it_began_with(crew: Crew, store: Path) -> N
 def other_grid(world: World, store: str) -> tuple[list[str], str]:
     first = pipe(store, world, chunks=4)
     list(first.steps(0))
-    state = {part: {name: t.clone() for name, t in tensors.items()} for part, tensors in first.state_dict().items()}
+    state = copied(first)
     said: list[str] = []
     second = pipe(store, world, chunks=2, say=said.append)
     second.load_state_dict(state)
@@ -462,6 +517,108 @@ def test_another_grid_makes_its_history_anew_and_draws_it(crew: Crew, store: Pat
             title.text or "" for title in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}title")
         ]
         assert len(titles) == 2 * 2 * 2 and sum("chunk 2, backward" in title for title in titles) == 2
+
+
+def test_other_chunks_make_their_history_anew(store: Path) -> None:
+    """As many as before, of other nodes: rows of the tables mean other nodes."""
+    first = pipe(str(store), World())
+    list(first.steps(0))
+    state = copied(first)
+    assert state[PRIVATE]["cut"].tolist() == [1, 1, 4, 6]
+    for method in ("mincut", "random"):
+        said: list[str] = []
+        run = pipe(str(store), World(), method=method, say=said.append)
+        run.load_state_dict(state)
+        assert isinstance(run, PipeStrategy) and run._station is not None
+        same = method == "mincut"
+        assert bool(run._station.stream.history) == run._is_warm == same and len(said) == (0 if same else 1)
+        assert same or "made anew" in said[0]
+        list(run.steps(1))
+
+
+def more_workers(world: World, store: str, checkpoint: str) -> tuple[list[str], Guard, str, float]:
+    """A run of one worker, gone on with by those of a pipeline: without what belongs to a rank."""
+    graph, said = open_store(store), list[str]()
+    tree = {"strategy": {"name": "pipe"}, "model": {"name": "gcn2", "hidden": 8, "layers": 6}, "workers": 2, "seed": 3}
+    here = Here(world, layouts=[lay_out(graph, 1, 8), lay_out(graph, 2, 2)], say=said.append)
+    run = build(graph, resolve(tree | {"train": {"lr": 0.01}}), here=here).strategy
+    assert isinstance(run, PipeStrategy)
+    run._work_on(next(each for each in run._forecasts if not each.candidate.is_exact))
+    said.clear()  # plans
+    run.load_state_dict(load_checkpoint(Path(checkpoint))[0])
+    grid, guard = str(run.grid), run._guard
+    (record,) = run.steps(3)
+    run.close()
+    return said, guard, grid, record.loss
+
+
+@pytest.mark.parametrize("level", ["fresh", "exact"])
+def test_what_the_guard_found_holds_for_other_numbers_of_workers(
+    crew: Crew, store: Path, tmp_path: Path, level: str
+) -> None:
+    knobs = {"warm": False, "refresh": 1000, "tolerance": 1.0, "guard": 1}
+    run = pipe(str(store), World(), chunks=8, method="random", strategy=knobs)
+    for epoch in range(2 if level == "fresh" else 3):
+        list(run.steps(epoch))
+    assert isinstance(run, PipeStrategy) and run._guard.level == level
+    state = copied(run)
+    save_checkpoint(tmp_path / "last", state, Position(), seed=3)
+    for said, guard, grid, loss in crew.run(2, more_workers, str(store), str(tmp_path / "last")):
+        assert (guard.level, guard.first, guard.least) == (level, run._guard.first, run._guard.least)
+        assert (guard.due, guard.wait) == (5, 5) and len(said) == 1 and "made anew" in said[0]
+        if level == "fresh":
+            assert grid == "pipeline 2 stages, 8 chunks"
+            continue
+        assert grid in ("one worker", "graph parallel, 2 ways")
+        words = {"model": {"name": "gcn2", "hidden": 8, "layers": 6}, "train": {"lr": 0.01}, "seed": 3}
+        local = build(open_store(store), resolve({**words, "strategy": {"name": "local", "order": "store"}})).strategy
+        local.load_state_dict({part: state[part] for part in ("model", "optimizer")})
+        (wanted,) = local.steps(3)
+        assert loss == pytest.approx(wanted.loss, rel=1e-5)
+
+
+Gradients = dict[str, Tensor]
+
+
+def both_gradients(run: Strategy, epoch: int) -> tuple[Gradients, Gradients]:
+    """(with history, exact) of what this rank has layers of; nothing is learnt, and history stays as it was."""
+    assert isinstance(run, PipeStrategy)
+    found = []
+    for exact in (False, True):
+        run._pass(epoch, exact=exact, adopts=False)
+        named = run.model.named_parameters()
+        found.append({name: weight.grad.clone() for name, weight in named if weight.grad is not None})
+    return found[0], found[1]
+
+
+def compares(world: World, store: str, ways: int) -> tuple[float, Gradients, Gradients, float]:
+    """The cosine that the guard finds with the first weights, the gradients it is of, and what it finds between two
+    exact passes."""
+    run = pipe(store, world, ways=ways, chunks=4 * ways, strategy={"warm": False, "guard": 1})
+    gradients = both_gradients(run, 0)
+    assert isinstance(run, PipeStrategy)
+    run._guard = replace(run._guard, due=0)
+    list(run.steps(0))
+    cosine = run.counts()["cosine"]
+    whole = pipe(store, world, ways=ways, chunks=ways)
+    assert isinstance(whole, PipeStrategy)
+    whole._compare(0, whole._pass(0, exact=False, adopts=False))
+    return cosine, *gradients, whole.counts()["cosine"]
+
+
+@pytest.mark.parametrize(("size", "ways"), [(1, 1), (2, 1), (4, 2)])
+def test_the_cosine_is_that_of_all_gradients_together(crew: Crew, store: Path, size: int, ways: int) -> None:
+    found = crew.run(size, compares, str(store), ways)
+    history, exact = ({name: g for one in found for name, g in one[place].items()} for place in (1, 2))
+    wanted = both_gradients(pipe(str(store), World(), chunks=1), 0)[1]  # of one process and one chunk
+    assert history.keys() == exact.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(exact[name], gradient, rtol=1e-3, atol=1e-6)
+    one, two = (torch.cat([each[name].flatten().double() for name in wanted]) for each in (history, exact))
+    cosine = float(torch.nn.functional.cosine_similarity(one, two, dim=0))
+    assert cosine < 0.999
+    for known, *_, between_exact in found:
+        assert known == pytest.approx(cosine, abs=1e-6) and between_exact == pytest.approx(1.0, abs=1e-6)
 
 
 def test_the_guard_ends_in_exact_training(store: Path) -> None:
@@ -496,7 +653,7 @@ def falls_back(world: World, store: str) -> tuple[list[str], list[str], State, f
     for epoch in range(3):
         list(run.steps(epoch))
         grids.append(str(run.grid))
-    state = {part: {name: t.clone() for name, t in tensors.items()} for part, tensors in run.state_dict().items()}
+    state = copied(run)
     (record,) = run.steps(3)
     run.close()
     return said, grids, state, record.loss

@@ -76,10 +76,13 @@ def join(meeting: Meeting, *, device: torch.device | None = None, timeout: float
         yield World(device=device, timeout=timeout)
         return
     made: list[ProcessGroup] = []
+    uses: dict[str, int] = {}  # of each name
     addresses = _addresses(meeting)
 
     def make(name: str, rank: int, size: int) -> ProcessGroup:
-        store = PrefixStore(f"group/{name}", meeting.store)
+        # A second group of a name would find the addresses of the first in the store. All ranks count alike.
+        number = uses[name] = uses.get(name, -1) + 1
+        store = PrefixStore(f"group/{name}/{number}", meeting.store)
         made.append(_make_group(store, rank, size, addresses=addresses, device=device, timeout=timeout))
         return made[-1]
 

@@ -27,8 +27,8 @@ from gnnfleet.strategies.forecast import Pace
 from gnnfleet.strategies.task import Take, Task
 
 State = dict[str, dict[str, Tensor]]
-"""Everything that training changes: {"model": {name: tensor}, "optimizer": {name: tensor}}, equal on all ranks, and
-perhaps ``OWN`` and ``PRIVATE``."""
+"""Everything that training changes: {"model": {name: tensor}, "optimizer": {name: tensor}, perhaps parts of a
+strategy's own}, equal on all ranks, and perhaps ``OWN`` and ``PRIVATE``."""
 
 OWN = "own"
 """The part of a state that differs from rank to rank: {parameter name: rows, name + IDS: their ids, name/word: what the

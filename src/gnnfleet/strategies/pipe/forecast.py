@@ -14,6 +14,7 @@ from gnnfleet.strategies.pipe import plan
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.plan import Candidate, Machine
 from gnnfleet.strategies.pipe.probe import Found, loads_of, try_layers
+from gnnfleet.strategies.pipe.station import caches_inputs
 
 
 def foresee(config: PipeConfig, outlook: Outlook) -> list[Forecast]:
@@ -92,7 +93,8 @@ def _memory(config: PipeConfig, outlook: Outlook, found: Found, grid: Candidate,
     history = tables * (2 if grid.slots > 1 else 1 if grid.ways > 1 else 0)
     x = graph.nodes[next(iter(graph.nodes))].x
     wide = 0 if x is None else int(x.shape[1])
-    features = rows * wide * itemsize * (3 if layers.start == 0 else 1)
+    near = len(graph.edges) if caches_inputs(config, job) else 1  # aggregates, one for every edge type
+    features = rows * wide * itemsize * (2 + near if layers.start == 0 else 1)
     structure = graph.num_edges * WHOLE_EDGE + graph.num_edges / grid.ways * WAY_EDGE
     most = max(SLACK * tensors + history, evaluation_bytes(job, rows))
     return pace.resident + features + structure + most + Weights.of(job.model).state()

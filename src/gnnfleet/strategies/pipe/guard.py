@@ -19,6 +19,9 @@ LONGEST = 80
 LOST = 0.1
 """Share of what the loss had fallen by between comparisons that it may rise again."""
 
+FLOOR = 0.05
+"""Share of the loss itself that it may rise by at least: less is noise of draws and steps."""
+
 Level = Literal["planned", "fresh", "exact"]
 LEVELS: tuple[Level, ...] = ("planned", "fresh", "exact")
 
@@ -75,13 +78,17 @@ class Guard:
                 f"the gradient has a cosine of {found.cosine:.2f} with the exact one "
                 f"(at least {self.tolerance:g} is wanted), loss {found.loss:.4g}, exactly {found.exact_loss:.4g}"
             )
-        if self.first > self.least and not found.exact_loss - self.least <= LOST * (self.first - self.least):
+        # After a step down ``least`` may be above ``first``: then the floor alone counts.
+        allowed = max(LOST * (self.first - self.least), FLOOR * abs(self.least))
+        if self.least < inf and not found.exact_loss - self.least <= allowed:
             return f"the exact loss has risen to {found.exact_loss:.4g}, it had been {self.least:.4g}"
         return ""
 
     def state(self) -> list[float]:
         return [self.due, self.wait, LEVELS.index(self.level), self.first, self.least]
 
-    def resumed(self, state: list[float]) -> Guard:
+    def resumed(self, state: list[float], *, anew: bool = False) -> Guard:
+        """Where ``state`` was taken; with ``anew`` comparisons begin as in this guard, and what they found stays."""
         due, wait, level, first, least = state
-        return replace(self, due=int(due), wait=int(wait), level=LEVELS[int(level)], first=first, least=least)
+        found = replace(self, level=LEVELS[int(level)], first=first, least=least)
+        return found if anew else replace(found, due=int(due), wait=int(wait))

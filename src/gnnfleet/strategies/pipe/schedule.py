@@ -20,18 +20,6 @@ def order_of(seed: int, epoch: int, way: int, chunks: int, *, shuffle: bool) -> 
     return [int(chunk) for chunk in draws.permutation(chunks)]
 
 
-def work_of(stage: int, slot: int, stages: int, chunks: int) -> int | None:
-    """Which of an epoch's chunks, by number in its order, a stage works on in a slot of forward; None: it is idle."""
-    turn = slot - stage
-    return turn if 0 <= turn < chunks else None
-
-
-def back_of(stage: int, slot: int, stages: int, chunks: int) -> int | None:
-    """The same in backward."""
-    turn = slot - (stages - 1 - stage)
-    return chunks - 1 - turn if 0 <= turn < chunks else None
-
-
 def split_layers(costs: Sequence[float], stages: int) -> list[range]:
     """Consecutive layers for every stage, so that the dearest stage is as cheap as can be."""
     layers = len(costs)

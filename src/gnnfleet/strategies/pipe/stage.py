@@ -6,7 +6,7 @@ Each chunk is an autograd graph of its own, cut at the stage's ends and at the t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Inputs:
     """What the first layer reads, a row for every row of the way."""
 
     x: Tensor
-    aggregated: Tensor | None = None
+    aggregated: Aggregate | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,9 +106,12 @@ class Stage:
         return found
 
     def _layer(self, index: int, view: ChunkView, rows: Any, carry: Tensor | None) -> tuple[Any, Tensor | None]:
-        near: Aggregate | None = None
-        if index == 0 and self.inputs is not None and self.inputs.aggregated is not None:
-            near = self.inputs.aggregated[view.chunk.span]
+        near = None if index or self.inputs is None else self.inputs.aggregated
+        span = view.chunk.span
+        if isinstance(near, Mapping):
+            near = {kind: each[span] for kind, each in near.items()}
+        elif near is not None:
+            near = near[span]
         return self.model.layer(index, view, rows, carry, aggregated=near)
 
     def _hand_on(self, tensors: Sequence[Tensor]) -> None:

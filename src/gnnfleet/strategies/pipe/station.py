@@ -14,12 +14,13 @@ from gnnfleet.comm.reduce import sum_gradients
 from gnnfleet.comm.world import World
 from gnnfleet.graph.chunks import Layout
 from gnnfleet.graph.places import Places, take_rows
+from gnnfleet.nn.base import Aggregate
 from gnnfleet.sharded.chunk import ChunkView
 from gnnfleet.sharded.mirrors import Mirrors
 from gnnfleet.sharded.stream import Stream, Turn
 from gnnfleet.sharded.way import Way, slots_of
 from gnnfleet.strategies.base import PRECISIONS, Job
-from gnnfleet.strategies.inputs import aggregate_once, wants_aggregate
+from gnnfleet.strategies.inputs import CACHED_RELATIONS, aggregate_once, wants_aggregate
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.exchange import Neighbour
 from gnnfleet.strategies.pipe.plan import Forecast
@@ -33,6 +34,13 @@ def features_of(job: Job, way: Way, rows: slice = slice(None)) -> Tensor:
     nodes = job.graph.nodes[way.kind]
     x = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
     return x[way.layout.order[way.low : way.high][rows]].to(PRECISIONS[job.precision])
+
+
+def caches_inputs(config: PipeConfig, job: Job) -> bool:
+    """Whether the first layer's aggregate is kept where the model has one: plans and runs go by the same."""
+    wanted = config.cache_inputs
+    few = len(job.graph.edges) <= CACHED_RELATIONS or wanted is True
+    return few and wants_aggregate(wanted, hides=job.task.hides)
 
 
 class Station:
@@ -91,12 +99,12 @@ class Station:
     def _inputs(self) -> Inputs | None:
         if self.stage_number:
             return None
-        x, wanted = features_of(self._job, self.way), self._config.cache_inputs
-        near = None
-        if wants_aggregate(wanted, hides=self._job.task.hides):
+        x = features_of(self._job, self.way)
+        near: Aggregate | None = None
+        if caches_inputs(self._config, self._job):
             self._plain.stream.begin(self._slots(None))
-            near = aggregate_once(wanted, self._job.model, self._plain.at(training=False), x)
-        return Inputs(x, near if isinstance(near, Tensor) else None)
+            near = aggregate_once(self._config.cache_inputs, self._job.model, self._plain.at(training=False), x)
+        return Inputs(x, near)
 
     @property
     def is_last(self) -> bool:

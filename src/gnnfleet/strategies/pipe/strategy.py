@@ -44,8 +44,9 @@ from gnnfleet.strategies.pipe.stage import Loss
 from gnnfleet.strategies.pipe.station import Station
 from gnnfleet.strategies.task import Batch, Take
 
-_CUT = "cut"
+_CUT, _LAYOUT = "cut", "layout"  # what the history of a rank goes with
 _GUARD = "guard"
+"""A part of the state, which is the same on all ranks: any number of workers goes on with it."""
 
 
 class PipeStrategy:
@@ -332,7 +333,12 @@ class PipeStrategy:
                 part, _, name = key.partition("/")
                 learnt[part][name] = tensor
         self.model.load_state_dict(learnt["model"])
-        return {"model": dict(self.model.state_dict()), "optimizer": learnt["optimizer"], PRIVATE: self._private()}
+        return {
+            "model": dict(self.model.state_dict()),
+            "optimizer": learnt["optimizer"],
+            _GUARD: {_GUARD: torch.tensor(self._guard.state(), dtype=torch.float64)},
+            PRIVATE: self._private(),
+        }
 
     def _keeps(self, buffer: str) -> bool:
         """Whether this rank speaks for a buffer: that of a module with parameters of its own goes with them."""
@@ -344,10 +350,12 @@ class PipeStrategy:
         return station.stage_number == (beside[0] if beside else 0)
 
     def _private(self) -> dict[str, Tensor]:
-        """History and guard; another grid has no use for them."""
-        found = {_CUT: self._cut(), _GUARD: torch.tensor(self._guard.state(), dtype=torch.float64)}
-        if self._station is not None and self.grid.slots > 1:
-            found |= self._station.stream.state_dict()
+        """History; another grid, or the same one on other chunks, has no use for it."""
+        found = {_CUT: self._cut()}
+        if self.grid.slots > 1:
+            found[_LAYOUT] = self._layout(self.grid).digest
+            if self._station is not None:
+                found |= self._station.stream.state_dict()
         return found
 
     def _cut(self) -> Tensor:
@@ -357,31 +365,37 @@ class PipeStrategy:
     def load_state_dict(self, state: State) -> None:
         self._known = None
         self.model.load_state_dict(state["model"])
-        if "optimizer" not in state:
+        # An optimizer that remembers nothing may have left no part.
+        if "optimizer" not in state and _GUARD not in state:
             return
-        load_optimizer(self.model, self._optimizer, state["optimizer"])
+        load_optimizer(self.model, self._optimizer, state.get("optimizer", {}))
         private = dict(state.get(PRIVATE, {}))
-        cut, guard = private.pop(_CUT, None), private.pop(_GUARD, None)
-        if not self._return_to([] if cut is None else cut.tolist()):
-            self._job.say("this grid of workers is not the one the run began with: its history is made anew")
-            return
-        if guard is not None:
-            self._guard = self._guard.resumed(guard.tolist())
-        self._is_warm = True
-        if self._station is not None:
-            self._station.stream.load_state_dict(private)
+        cut, layout = (private.pop(word, torch.empty(0)).tolist() for word in (_CUT, _LAYOUT))
+        known = self._return_to(cut, layout)
+        if _GUARD in state:
+            self._guard = self._guard.resumed(state[_GUARD][_GUARD].tolist(), anew=not known)
+        if known:
+            self._is_warm = True
+            if self._station is not None:
+                self._station.stream.load_state_dict(private)
+        else:
+            self._job.say("workers or chunks are not those the run began with: its history is made anew")
+        if self._guard.level == "exact":
+            self._leave_pipeline()
 
-    def _return_to(self, cut: list[int]) -> bool:
+    def _return_to(self, cut: list[int], layout: list[int]) -> bool:
         """Take up the grid and the stages of a run that is gone on with, whatever is measured now; False: it had
-        others than can be had here."""
-        cuts = [json.loads(text) for text in self._tell(json.dumps(cut).encode())]
+        others than can be had here, or a history of other chunks."""
         ways, stages, chunks, *stops = cut or [0, 0, 0]
         wanted = [
             each
             for each in self._forecasts
             if (each.candidate.ways, each.candidate.stages, each.candidate.chunks) == (ways, stages, chunks)
+            and (each.candidate.is_exact or self._layout(each.candidate).digest.tolist() == layout)
         ]
-        if any(other != cut for other in cuts) or not wanted or stops[-1] != self.model.num_layers:
+        word = [cut, bool(wanted)]  # of all ranks: none may go another way than the others
+        words = [json.loads(text) for text in self._tell(json.dumps(word).encode())]
+        if any(other != word for other in words) or not wanted or stops[-1] != self.model.num_layers:
             return False
         if cut != self._cut().tolist():
             layers = tuple(range(low, high) for low, high in zip([0, *stops[:-1]], stops, strict=True))
