@@ -17,15 +17,16 @@ from gnnfleet.nn.temporal.decoders import EventDecoder
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.run.build import build
 from gnnfleet.run.config import resolve
+from gnnfleet.strategies.temporal import evaluation
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
 
-EVENTS, BATCH, NEAR = 48, 8, 3
+EVENTS, BATCH, NEAR, SCORED = 48, 8, 3, 3
 
 
 def made(**words: object) -> TemporalStrategy:
     graph = make_dataset("events", users=12, items=8, events=EVENTS, features=3, topics=2, ties=0.3, seed=3)
     base = {
-        "strategy": {"name": "temporal", "batch": BATCH, "static": False, "lr_decay": 0},
+        "strategy": {"name": "temporal", "batch": BATCH, "static": False, "lr_decay": 0, "eval_batch": SCORED},
         "model": {"hidden": 8, "neighbours": NEAR, "time_width": 4, "dropout": 0.0, **words},
         "train": {"optimizer": "sgd", "momentum": 0.0, "lr": 0.05},
         "link": {"negatives": 2},
@@ -45,6 +46,7 @@ class Plain:
     mail: dict[int, Tensor] = field(default_factory=dict)
     mail_event: dict[int, int] = field(default_factory=dict)
     memory_event: dict[int, int] = field(default_factory=dict)
+    begin: int = 0  # of the batch: events before it are seen
 
     def __post_init__(self) -> None:
         self.model: TemporalModel = self.strategy.model
@@ -64,9 +66,9 @@ class Plain:
         return self.model.update(self.mail[node][None], edge, torch.tensor([since]).double(), old)[0]
 
     def past(self, node: int, time: int) -> list[int]:
-        """The latest events before a time, latest first."""
-        ends = zip(self.stream.src.tolist(), self.stream.dst.tolist(), self.stream.t.tolist(), strict=True)
-        found = [number for number, (u, v, t) in enumerate(ends) if node in (u, v) and t < time]
+        """The latest events before the batch and before a time, latest first."""
+        ends = [each[: self.begin].tolist() for each in (self.stream.src, self.stream.dst, self.stream.t)]
+        found = [number for number, (u, v, t) in enumerate(zip(*ends, strict=True)) if node in (u, v) and t < time]
         return found[::-1][:NEAR]
 
     def embed(self, node: int, time: int, layers: int) -> Tensor:
@@ -91,27 +93,54 @@ class Plain:
         out: Tensor = self.model.layers[layers - 1](hop, torch.stack(rows), block.features, DrawKey())
         return out[0]
 
-    def loss(self, low: int, high: int, epoch: int) -> Tensor:
-        decoder, total = self.model.decoder, torch.zeros((), dtype=torch.float64)
+    def score(self, u: int, v: int, time: int) -> Tensor:
+        decoder, layers = self.model.decoder, len(self.model.layers)
         assert isinstance(decoder, EventDecoder)
+        ends = decoder.src(self.embed(u, time, layers)) + decoder.dst(self.embed(v, time, layers))
+        logit: Tensor = decoder.out(torch.relu(ends))[0]
+        if decoder.pair is not None and decoder.pair_out is not None:
+            logit = logit + decoder.pair_out(torch.relu(decoder.pair(self.pair(u, v, time))))[0]
+        return logit
+
+    def loss(self, low: int, high: int, epoch: int) -> Tensor:
+        self.begin, total = low, torch.zeros((), dtype=torch.float64)
         negatives = self.task.drawn(low, high, sweep=epoch)
-        layers = len(self.model.layers)
         for number in range(low, high):
             u, v, t = (int(each[number]) for each in (self.stream.src, self.stream.dst, self.stream.t))
-            source = decoder.src(self.embed(u, t, layers))
             for node, truth in [(v, 1.0), *((int(other), 0.0) for other in negatives[number - low])]:
-                logit = decoder.out(torch.relu(source + decoder.dst(self.embed(node, t, layers))))[0]
-                if decoder.pair is not None and decoder.pair_out is not None:
-                    known = decoder.pair(self.pair(u, node, t, low))
-                    logit = logit + decoder.pair_out(torch.relu(known))[0]
+                logit = self.score(u, node, t)
                 total = total + functional.binary_cross_entropy_with_logits(logit, torch.tensor(truth).double())
         return total / (high - low)
 
-    def pair(self, u: int, v: int, time: int, begin: int) -> Tensor:
-        """What two nodes had to do with each other before a batch began."""
+    def rank(self, number: int, *, full: bool) -> float:
+        """Among all destinations, by the full rule without those its source meets at the same time."""
         src, dst, t = (each.tolist() for each in (self.stream.src, self.stream.dst, self.stream.t))
-        unit = (t[len(self.task.parts["train"]) - 1] - t[0]) / len(self.task.parts["train"])
-        known = [e for e in range(begin) if t[e] < time]
+        u, time = src[number], t[number]
+        met = {dst[e] for e in range(len(dst)) if full and (src[e], t[e]) == (u, time)} | {dst[number]}
+        own = float(self.score(u, dst[number], time))
+        others = [node for node in self.stream.destinations.tolist() if node not in met]
+        ahead = [float(self.score(u, node, time)) - own for node in others]
+        return 1 + sum(lead > 1e-9 for lead in ahead) + sum(abs(lead) <= 1e-9 for lead in ahead) / 2
+
+    def mrr(self, split: str) -> dict[bool, float]:
+        """By the full rule and without it; some events are scored, then become known."""
+        part = self.task.parts[split]
+        first, end = part.first, part.first + len(part)
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for low in range(first, end, SCORED):
+            self.begin, high = low, min(low + SCORED, end)
+            for full, each in found.items():
+                each += [1 / self.rank(number, full=full) for number in range(low, high)]
+            self.move(low, high)
+        return {full: sum(each) / len(each) for full, each in found.items()}
+
+    def pair(self, u: int, v: int, time: int) -> Tensor:
+        """What two nodes had to do with each other before the batch began."""
+        src, dst, t = (each.tolist() for each in (self.stream.src, self.stream.dst, self.stream.t))
+        count = len(self.task.parts["train"])
+        cut = count // 20
+        unit = (t[count - 1 - cut] - t[cut]) / (count - 1 - 2 * cut)
+        known = [e for e in range(self.begin) if t[e] < time]
         mine, theirs = ([e for e in known if node in (src[e], dst[e])] for node in (u, v))
         met = [e for e in mine if {src[e], dst[e]} == {u, v}]
         gap = len([e for e in mine if e >= met[-1]]) if met else 0
@@ -182,3 +211,21 @@ def test_training_equals_a_plain_loop(name: str, layers: int, pairs: bool) -> No
             torch.testing.assert_close(state["mail"][node], plain.mail[node], rtol=1e-7, atol=max(1e-9, near))
         else:
             assert not state["memory"][node].any() and not state["mail"][node].any()
+
+
+@pytest.mark.parametrize(("name", "layers", "at_once"), [("tgn", 1, 1 << 15), ("tgn", 2, 20), ("tgn-id", 1, 20)])
+def test_evaluation_equals_a_plain_loop(name: str, layers: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many nodes are looked at together."""
+    monkeypatch.setattr(evaluation, "QUERIES", at_once)
+    strategy = made(name=name, layers=layers, pairs=False)
+    list(strategy.steps(0))
+    few, val, test = strategy.validate(), strategy.evaluate("val"), strategy.evaluate("test")
+    plain = Plain(strategy)
+    assert min(len(plain.task.parts[split]) for split in ("val", "test")) > SCORED
+    with torch.no_grad():
+        for low, high in pairwise(strategy.turns.bounds):
+            plain.move(low, high)
+        expected, last = plain.mrr("val"), plain.mrr("test")
+    # Fewer destinations than are drawn: all others are.
+    assert few["mrr"] == pytest.approx(expected[False]) and val["mrr"] == pytest.approx(expected[True])
+    assert test["mrr"] == pytest.approx(last[True])

@@ -152,6 +152,10 @@ def walked(sizes: Sizes, sweeps: int) -> dict[str, Any]:
     schedule = Schedule(shape, len(bounds) - 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     memories = [Memory.empty(task.stream.num_nodes, model.width, torch.float64) for _ in range(shape.copies)]
+    for copy, memory in enumerate(memories):  # one that begins within the stream knows when nodes were last heard of
+        begin = schedule.begin_of(copy)
+        for event in range(bounds[begin] if begin < schedule.batches else 0):
+            memory.tables["memory_event"][[int(task.stream.src[event]), int(task.stream.dst[event])]] = event
     read: dict[int, Memory] = {}
     losses = []
     model.train()
@@ -167,10 +171,10 @@ def walked(sizes: Sizes, sweeps: int) -> dict[str, Any]:
                 read[rank] = memories[turn.copy].copy()
             low, high = bounds[turn.batch], bounds[turn.batch + 1]
             batch: Batch = strategy._lookout.batch(low, high, task.drawn(low, high, sweep=turn.number))
-            memory, writes = remember(model, task.stream, batch, read[rank].read(batch.block.nodes))
+            fresh, writes = remember(model, task.stream, batch, read[rank].read(batch.block.nodes))
             if turn.is_first and writes is not None:
                 memories[turn.copy].write(writes)
-            z = embed(model, batch, memory, None, DrawKey(0, turn.number, 0))
+            z = embed(model, batch, fresh, None, DrawKey(0, turn.number, 0))
             loss, events = task.loss(model, z, low, high, batch.pairs)
             total, count = total + loss, count + events
         optimizer.zero_grad()

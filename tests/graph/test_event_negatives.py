@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.event_negatives import AllDestinations, EventNegatives
@@ -27,6 +28,24 @@ def test_never_the_positive_each_once_and_all_others_as_likely() -> None:
     every = draws.evaluation(events[:500], positive[:500], count=19)
     expected = torch.stack([DESTINATIONS[own != DESTINATIONS] for own in positive[:500]])
     assert torch.equal(every.sort(1).values, expected)
+
+
+def test_the_one_negative_of_an_event_is_as_likely_to_be_any_other() -> None:
+    draws, events, own = EventNegatives(DESTINATIONS, seed=3), torch.arange(20_000), 7
+    positive = torch.full((20_000,), int(DESTINATIONS[own]))
+
+    def unevenness(found: Tensor) -> float:
+        seen = torch.bincount(torch.searchsorted(DESTINATIONS, found), minlength=20).double()
+        mean = 20_000 / 19
+        assert seen[own] == 0
+        return float(((seen - mean) ** 2 / mean).sum()) - mean  # without the place of its own
+
+    for count in (1, 3, 19):
+        every, column = draws.evaluation(events, positive, count=count), draws.one_of(events, count)
+        assert unevenness(every.gather(1, column[:, None])[:, 0]) < 50
+        part = torch.arange(500, 600)
+        assert torch.equal(draws.one_of(part, count), column[part]), "it goes by the event"
+    assert unevenness(draws.evaluation(events, positive, count=3)[:, 0].contiguous()) > 1000, "a column is not even"
 
 
 def test_a_new_destination_has_all_as_negatives() -> None:

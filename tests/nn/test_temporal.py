@@ -10,6 +10,7 @@ from gnnfleet.nn.config import make_config
 from gnnfleet.nn.temporal import EventBlock, Hop, Sizes, TemporalModel
 from gnnfleet.nn.temporal.attention import TemporalAttention
 from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
+from gnnfleet.nn.temporal.pairs import FEATURES
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import mask
 
@@ -141,12 +142,13 @@ def test_the_cell_equals_torchs_gru(edge: int) -> None:
 def test_what_is_known_of_nodes_is_added_to_memory() -> None:
     memory, known = torch.randn(4, WIDTH, dtype=torch.float64), torch.randn(4, WIDTH, dtype=torch.float64)
     same = make(sizes=Sizes(static=WIDTH))
-    assert same.static is None, "no map where widths agree"
+    assert same.static is None, "no map of rows that were learnt for the place"
     assert torch.equal(same.join(memory, known, rows=4), memory + known)
-    mapped = make(sizes=Sizes(static=5))
-    assert mapped.static is not None
-    other = torch.randn(4, 5, dtype=torch.float64)
-    torch.testing.assert_close(mapped.join(memory, other, rows=4), memory + mapped.static(other))
+    for sizes in (Sizes(static=5, given=True), Sizes(static=WIDTH, given=True), Sizes(static=WIDTH + 5, given=True)):
+        mapped = make(sizes=sizes)
+        assert mapped.static is not None, "features have one, however wide"
+        other = torch.randn(4, sizes.static, dtype=torch.float64)
+        torch.testing.assert_close(mapped.join(memory, other, rows=4), memory + mapped.static(other))
     assert torch.equal(make("tgat").join(None, None, rows=4), torch.zeros(4, WIDTH, dtype=torch.float64))
 
 
@@ -169,6 +171,34 @@ def test_decoders() -> None:
         for v in range(4):
             torch.testing.assert_close(score[u, v], link.out(torch.relu(link.src(z[u]) + link.dst(z[v])))[0])
     torch.testing.assert_close(head(z[:2], z[2:]), head.out(torch.cat([z[:2], z[2:]], 1)))
+
+
+def test_equal_rows_have_equal_scores() -> None:
+    """To the bit, wherever they stand."""
+    torch.manual_seed(0)
+    decoder = EventDecoder(100)
+    for count, candidates in ((1, 1), (3, 7), (5, 130)):
+        sources, row = torch.randn(count, 1, 100), torch.randn(100)
+        found = decoder.scores(sources, row.repeat(count, candidates, 1))
+        assert torch.equal(found, found[:, :1].expand(count, candidates))
+        assert torch.equal(found[:, 0], decoder.scores(sources[:, 0], row.repeat(count, 1)))
+
+
+def test_scores_stay_float32_under_autocast() -> None:
+    """bfloat16 has so few numbers that ranks would be full of ties."""
+    decoder = make(pairs=True).float().decoder
+    assert isinstance(decoder, EventDecoder)
+    sources, others, pairs = torch.randn(40, WIDTH), torch.randn(120, WIDTH), torch.rand(40, 3, FEATURES)
+
+    def scores() -> Tensor:
+        rows = decoder.destinations(others).view(40, 3, -1)
+        return decoder.scores(decoder.sources(sources)[:, None], rows, pairs)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = scores()
+    assert rounded.dtype == torch.float32
+    assert float((rounded != rounded.bfloat16().float()).double().mean()) > 0.9
+    torch.testing.assert_close(rounded, scores(), rtol=0.1, atol=0.1)
 
 
 def test_bf16_products_stay_near() -> None:

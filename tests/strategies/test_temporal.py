@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.event_negatives import AllDestinations, EventNegatives
 from gnnfleet.graph.events import EventStream
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.ranking import average_precision
@@ -22,7 +23,7 @@ from gnnfleet.run.config import overlay, resolve
 from gnnfleet.strategies.temporal.memory import Memory, Writes
 from gnnfleet.strategies.temporal.step import embed, last_events, remember
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
-from gnnfleet.strategies.temporal.task import link_scores
+from gnnfleet.strategies.temporal.task import EventTask, link_scores
 
 WORDS: dict[str, Any] = {
     "strategy": {"name": "temporal", "batch": 20, "static": False},
@@ -86,13 +87,33 @@ def test_what_comes_later_or_at_the_same_time_changes_nothing(layers: int) -> No
             torch.testing.assert_close(found[mine], expected[number])
 
 
-def test_a_batch_of_evaluation_does_not_see_itself() -> None:
-    strategy = made(events())
-    batch = strategy._lookout.batch(100, 120, torch.empty(20, 0, dtype=torch.int64), blind=True)
-    hop = batch.block.hops[0]
-    assert int(hop.edge[hop.near >= 0].max()) < 100
-    seen = strategy._lookout.batch(100, 120, torch.empty(20, 0, dtype=torch.int64)).block.hops[0]
-    assert int(seen.edge[seen.near >= 0].max()) >= 100, "training does"
+@pytest.mark.parametrize("queries", ["event", "batch"])
+def test_a_batch_does_not_see_itself(queries: str) -> None:
+    """Nor does a share of it: training is asked what evaluations ask."""
+    strategy = made(events(), {"strategy": {"queries": queries}, "model": {"layers": 2}})
+    for low, high in ((100, 120), (110, 120)):
+        hops = strategy._look_up(low, high, 0, whole=(100, 120)).block.hops
+        assert len(hops) == 2 and all(int(hop.edge[hop.near >= 0].max()) < 100 for hop in hops)
+
+
+def test_training_knows_no_destination_that_comes_later() -> None:
+    """Evaluations do: what is new then is among those an event is ranked with."""
+    stream = EventStream.of(events())
+    train, new = len(stream.split()[0]), stream.src[0]
+    assert stream.msg is not None and not torch.isin(new, stream.dst[:train]).any()
+    known, later = stream.dst[:train], new.expand(len(stream) - train)
+
+    def with_destinations(dst: Tensor) -> TemporalStrategy:
+        pairs = torch.stack([stream.src, dst])
+        return made(Graph(pairs, time=stream.t, edge_attr=stream.msg, num_nodes=stream.num_nodes))
+
+    one, other = with_destinations(stream.dst).task, with_destinations(torch.cat([known, later])).task
+    drawn, again = (torch.cat([task.drawn(0, train, sweep=sweep) for sweep in range(9)]) for task in (one, other))
+    assert torch.equal(drawn, again) and torch.equal(torch.unique(drawn), torch.unique(known))
+    assert bool((other.negatives.evaluation(torch.arange(train), known, count=3) == new).any())
+    alone = with_destinations(torch.cat([known[:1].expand(train), stream.dst[train:]]))
+    with pytest.raises(ConfigError, match="1 negatives need 2 destinations, found 1"):
+        list(alone.steps(0))
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
@@ -119,7 +140,7 @@ def test_attention_may_look_at_drawn_events() -> None:
     newest = latest._lookout.batch(150, 170, negatives).block.hops[0]
     there = seen[0].near >= 0
     assert torch.equal(there, newest.near >= 0)  # as many
-    assert bool((seen[0].edge[there] < newest.edge[there]).any()) and int(seen[0].edge[there].max()) < 170
+    assert bool((seen[0].edge[there] < newest.edge[there]).any()) and int(seen[0].edge[there].max()) < 150
     runs = [([record.loss for record in each.steps(0)], each.evaluate("test")) for each in (one, two)]
     assert runs[0] == runs[1]
 
@@ -134,13 +155,34 @@ def test_the_unit_of_times_changes_nothing() -> None:
     assert runs[0] == runs[1]
 
 
+def test_a_stray_time_decides_no_unit() -> None:
+    """An event without a time, read as 0, among unix times."""
+
+    def of(t: Tensor) -> EventTask:
+        stream = EventStream.from_arrays(torch.zeros(len(t)), torch.ones(len(t)), t)
+        return EventTask(stream, {"train": stream}, "node", EventNegatives(stream.destinations))
+
+    t = 1_700_000_000 + torch.randint(1, 20, (400,), generator=torch.Generator().manual_seed(0)).cumsum(0)
+    task = of(t)
+    assert task.span == pytest.approx(float(t[-1] - t[0]), rel=0.1)
+    assert task.mean_gap == pytest.approx(task.span / 400)
+    for place, time in ((0, 0), (-1, 2_000_000_000)):
+        stray = t.clone()
+        stray[place] = time
+        assert of(stray).mean_gap == pytest.approx(task.mean_gap, rel=0.05)
+        assert of(stray).span == pytest.approx(task.span, rel=0.05)
+    assert of(t * 1024).mean_gap == 1024 * task.mean_gap and of(t * 1024).span == 1024 * task.span
+    assert of(torch.tensor([0] + [9] * 39)).mean_gap == 9 / 40, "most are at once"
+    assert of(torch.tensor([5, 5, 5, 5])).span == of(torch.tensor([7])).span == 1.0, "all are"
+
+
 def test_training_leaves_the_clock_alone() -> None:
     """Unless it is told to move it."""
     for clock, moves in (("fixed", False), ("learnt", True)):
         strategy = made(events(), {"model": {"clock": clock}})
         first = {name: value.clone() for name, value in strategy.state_dict()["model"].items() if "clock" in name}
         assert set(first) == {f"{part}.clock.{name}" for part in ("cell", "layers.0") for name in ("weight", "bias")}
-        next(strategy.steps(0))
+        list(islice(strategy.steps(0), 2))  # the first batch has nothing to look back on
         after = strategy.state_dict()["model"]
         assert any(not torch.equal(after[name], value) for name, value in first.items()) == moves
 
@@ -202,6 +244,58 @@ def test_metrics_are_over_all_scores_of_a_split() -> None:
     assert found["mrr"] == pytest.approx(float((1 / ranks).mean()))
     by_batch = [average_precision(each[:, 1], each[:, 2]) for each in rows]
     assert found["ap"] != pytest.approx(sum(by_batch) / len(by_batch), abs=1e-3)
+
+
+def test_the_one_negative_is_the_same_by_both_rules() -> None:
+    strategy = made(events(), {"strategy": {"eval_negatives": 4}, "precision": "float64"})
+    part, rule, evaluator = strategy.task.parts["test"], strategy.task.negatives, strategy._evaluator
+    memory, piece = strategy._after(part.first), (part.first, part.first + len(part))
+    few, every = (evaluator._ranked(memory, None, piece, piece, full=full) for full in (False, True))
+    torch.testing.assert_close(few[:, :3], every[:, :3])
+    column = rule.one_of(part.numbers, 4)[:, None]
+    assert len(torch.unique(column)) == 4
+    one = rule.evaluation(part.numbers, part.dst, count=4).gather(1, column)
+    torch.testing.assert_close(evaluator._scores(memory, None, piece, piece, one)[1][:, 0], few[:, 2])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_decoder_that_says_nothing_is_in_the_middle(precision: str) -> None:
+    strategy = made(events(), {"model": {"pairs": True}, "precision": precision})
+    with torch.no_grad():
+        for parameter in strategy.model.decoder.parameters():
+            parameter.zero_()
+    assert strategy.validate()["mrr"] == pytest.approx(1 / (1 + 9 / 2))  # all nine others
+    stream, part = strategy.task.stream, strategy.task.parts["test"]
+    others = AllDestinations(stream).mask(part.first, part.first + len(part)).sum(1)
+    assert strategy.evaluate("test")["mrr"] == pytest.approx(float((1 / (1 + others.double() / 2)).mean()))
+
+
+def test_new_destinations_are_told_apart_by_nothing() -> None:
+    """No memory, no event: they share the middle of their places with each other."""
+    stream = EventStream.of(events())
+    assert stream.msg is not None
+    train, dst = len(stream.split()[0]), stream.dst.clone()
+    new = torch.arange(stream.num_nodes, stream.num_nodes + 13)  # each once, at the end of the stream
+    dst[-13:] = new
+    pairs, count = torch.stack([stream.src, dst]), stream.num_nodes + 13
+    strategy = made(Graph(pairs, time=stream.t, edge_attr=stream.msg, num_nodes=count), {"precision": "float64"})
+    end = len(stream)
+    memory, evaluator = strategy._after(end - 13), strategy._evaluator
+    assert train < end - 13
+    piece = end - 13, end
+    positive, among = evaluator._scores(memory, None, piece, piece, evaluator._all.destinations)
+    mine = torch.isin(evaluator._all.destinations, new)
+    assert torch.equal(among[:, mine], positive[:, None].expand(-1, 13))
+
+
+def test_the_state_before_all_events_is_empty() -> None:
+    """And is not taken for another, once something was measured after it."""
+    strategy, fresh = made(events()), made(events())
+    memory, train = strategy._after(0), len(strategy.task.parts["train"])
+    assert bool((memory.tables["mail_event"] == -1).all())
+    strategy._known = 5, memory
+    for name, table in strategy._after(train).tables.items():
+        assert torch.equal(table, fresh._after(train).tables[name])
 
 
 def test_batches_end_before_too_many_updates_are_lost() -> None:
@@ -281,6 +375,9 @@ def test_memory_keeps_which_events_it_comes_from() -> None:
     assert copy.tables["memory"][2].tolist() == [3.0, 3.0]
     memory.load_state_dict(copy.state_dict())
     assert torch.equal(memory.read(ids).memory, copy.read(ids).memory)
+    memory.tables["memory_event"][3] = 4  # begun within the stream: no mail, but an event before
+    memory.write(Writes(torch.tensor([3]), torch.ones(1, 2), torch.ones(1, 4), torch.tensor([10])))
+    assert memory.read(torch.tensor([3])).memory_event.tolist() == [4]
 
 
 def test_new_events_are_scored_in_a_stream() -> None:

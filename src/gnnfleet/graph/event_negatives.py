@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.events import EventStream
-from gnnfleet.graph.negatives import EVALUATION, TRAINING
+from gnnfleet.graph.negatives import EVALUATION, ONE, TRAINING
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 
 FEW = 49
@@ -36,8 +36,13 @@ class EventNegatives:
         """[n, count] for validation and test: they depend on the seed and the event only."""
         return self._others(DrawKey(self.seed).draws(Purpose.NEGATIVE, EVALUATION), events, positive, count)
 
+    def one_of(self, events: Tensor, count: int) -> Tensor:
+        """[n] which of ``evaluation``'s columns is an event's one negative: all others are as likely, which those of a
+        column are not."""
+        return (DrawKey(self.seed).draws(Purpose.NEGATIVE, ONE).uniforms_at(events)[:, 0] * count).long()
+
     def _others(self, draws: Draws, events: Tensor, positive: Tensor, count: int) -> Tensor:
-        """Floyd's subset of the others' places, then past the positive's own."""
+        """Floyd's subset of the others' places, then past the positive's own: even as a set, not column by column."""
         if count >= len(self.destinations):
             raise ConfigError(
                 f"{count} negatives need {count + 1} destinations, found {len(self.destinations)}: ask for fewer"

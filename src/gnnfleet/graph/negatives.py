@@ -19,8 +19,9 @@ from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 
 Ends = Literal["dst", "src", "either", "pair"]
 
-# Draws of one family are told apart by layer: training, evaluation, the list that all links of a step share.
-TRAINING, EVALUATION, SHARED = 0, 1, 2
+# Draws of one family are told apart by layer: training, evaluation, the list that all links of a step share, which of
+# several is the one where one is asked for.
+TRAINING, EVALUATION, SHARED, ONE = 0, 1, 2, 3
 _TRIES = 4
 
 

@@ -36,6 +36,7 @@ def build_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalMo
     sizes = Sizes(
         edge=0 if stream.msg is None else stream.msg.shape[1],
         static=width + (config.model.hidden if strategy.learns_static(bool(width)) else 0),
+        given=width > 0,
         classes=0 if task.head is None else task.head.num_classes,
         gap=task.mean_gap,
         span=task.span,

@@ -58,14 +58,14 @@ class TemporalAttention(torch.nn.Module):
     def _folded_query(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """(q W_k [Q, H, D + F + T], q b_k [Q, H]) by head, each one product with the rows: W_kᵀ W_q is made first."""
         by_own, by_time = self.query.weight.split_with_sizes([self.width, self.query.in_features - self.width], 1)
-        now = functional.linear(self.clock.now(), by_time, self.query.bias).view(self.heads, -1)
         maps, shifts = self._by_head(self.key)
         with torch.autocast("cpu", enabled=False):  # small, and rounded when it is used
+            now = functional.linear(self.clock.now(), by_time, self.query.bias).view(self.heads, -1)
             asks = by_own.view(self.heads, -1, self.width)
             both = torch.einsum("hcw,hcd->hwd", maps, asks).flatten(0, 1)
-            add = torch.einsum("hcw,hc->hw", maps, now.to(maps.dtype)).flatten()
+            add = torch.einsum("hcw,hc->hw", maps, now).flatten()
             toward = torch.einsum("hc,hcd->hd", shifts, asks)
-            offset = functional.linear(own, toward, (shifts * now.to(maps.dtype)).sum(1))
+            offset = functional.linear(own, toward, (shifts * now).sum(1))
         query = mix_wide([(own, both)], add)
         return query.view(len(own), self.heads, -1), offset
 

@@ -32,12 +32,12 @@ class EventDecoder(torch.nn.Module):
 
     def scores(self, sources: Tensor, destinations: Tensor, pairs: Tensor | None = None) -> Tensor:
         """[…] logits of both parts [… , D], which may be broadcast, and features of pairs [… , P]."""
-        logits: Tensor = torch.relu(sources + destinations) @ self.out.weight[0] + self.out.bias
+        logits = _dot(torch.relu(sources + destinations), self.out.weight[0]) + self.out.bias
         if self.pair is None or self.pair_out is None:
             return logits
         assert pairs is not None, "this decoder reads features of pairs"
         flat = pairs.to(logits.dtype).reshape(-1, pairs.shape[-1])
-        return logits + (torch.relu(linear_wide(self.pair, flat)) @ self.pair_out.weight[0]).view(logits.shape)
+        return logits + _dot(torch.relu(linear_wide(self.pair, flat)), self.pair_out.weight[0]).view(logits.shape)
 
 
 class ClassDecoder(torch.nn.Module):
@@ -50,3 +50,9 @@ class ClassDecoder(torch.nn.Module):
     def forward(self, src: Tensor, dst: Tensor) -> Tensor:
         """[n, C]."""
         return linear_wide(self.out, torch.cat([src, dst], 1))
+
+
+def _dot(rows: Tensor, weight: Tensor) -> Tensor:
+    """[…] of rows […, D]. No product of matrices: autocast would round its results, so that many would be equal, and
+    how it rounds depends on where a row stands, so that equals would not be."""
+    return (rows * weight).sum(-1)

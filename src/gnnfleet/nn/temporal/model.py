@@ -28,15 +28,17 @@ class Sizes:
 
     edge: int = 0  # features of an event
     static: int = 0  # columns that are known of every node
+    given: bool = False  # whether features are among them, which nobody made to be added to memories
     classes: int = 0  # of events; 0 where links are predicted
     gap: float = 1.0  # the time between two events, on average
-    span: float = 1e9  # from the first to the last
+    span: float = 1e9  # the time that all of them take
 
 
 class TemporalModel(torch.nn.Module):
     """h = s' + P x of memories s' and static rows x; embeddings by attention over the latest events; a decoder.
 
     ``tgn`` has memory and attention, ``tgn-id`` takes h itself for the embedding, ``tgat`` has no memory: h = P x.
+    Rows that were learnt to stand in memories' place, and nothing else, go without P.
     """
 
     def __init__(self, config: ModelConfig, sizes: Sizes) -> None:
@@ -45,7 +47,8 @@ class TemporalModel(torch.nn.Module):
         self.config, self.sizes, self.width = config, sizes, width
         self.remembers, self.attends = config.name != "tgat", config.name != "tgn-id"
         self.cell = MemoryCell(width, sizes.edge, self._clock()) if self.remembers else None
-        self.static = torch.nn.Linear(sizes.static, width) if sizes.static not in (0, width) else None
+        mapped = sizes.static > 0 and (sizes.given or sizes.static != width)
+        self.static = torch.nn.Linear(sizes.static, width) if mapped else None
         self.layers = torch.nn.ModuleList(
             TemporalAttention(width, sizes.edge, self._clock(), heads=config.heads, dropout=config.dropout, layer=layer)
             for layer in range(config.layers if self.attends else 0)

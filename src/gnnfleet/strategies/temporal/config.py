@@ -39,8 +39,8 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     # The rate after e epochs is 1 / (1 + lr_decay · e) of what it would be.
     lr_decay: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     relation: str = ""  # the edge type whose events are predicted, where several have times
-    # When nodes are looked at: each at the time of its event, with all events before it; or once per batch, when it
-    # begins, which is cheaper and sees less.
+    # When nodes are looked at: each at the time of its event, or once per batch, when it begins, which is cheaper and
+    # knows no time within it. Both see the events before the batch.
     queries: Literal["event", "batch"] = "event"
     # Which events of a node attention looks at: its latest, or some of all it has had, drawn anew in every pass.
     events: Literal["latest", "drawn"] = "latest"

@@ -1,5 +1,6 @@
 """Measured as TGB does: an event is ranked among other destinations, in batches that do not see themselves, and the
-state moves on with what truly happened. Ties share the middle of their places.
+state moves on with what truly happened. Ties share the middle of their places. A batch may end within a moment, as
+TGB's do: memories then know of events of the same time, which neighbours never do.
 
 n events of a batch, N destinations, K negatives.
 """
@@ -76,16 +77,16 @@ class Evaluator:
         if low == high:
             return torch.empty(0, 4, dtype=torch.float64)
         numbers = torch.arange(low, high)
-        drawn = self.task.negatives.evaluation(numbers, self.task.stream.dst[low:high], count=self._count)
+        rule = self.task.negatives
+        drawn = rule.evaluation(numbers, self.task.stream.dst[low:high], count=self._count)
         others = self._all.destinations if full else drawn
         positive, among = self._scores(memory, static, piece, whole, others)
         ranks = ranks_among(positive, among, self._all.mask(low, high) if full else None)
-        one = (
-            among.gather(1, torch.searchsorted(self._all.destinations, drawn[:, :1].contiguous()))
-            if full
-            else among[:, :1]
-        )
-        return torch.stack([numbers.double(), positive.double(), one[:, 0].double(), ranks.double()], 1)
+        place = rule.one_of(numbers, self._count)[:, None]
+        if full:
+            place = torch.searchsorted(self._all.destinations, drawn.gather(1, place))
+        one = among.gather(1, place)[:, 0]
+        return torch.stack([numbers.double(), positive.double(), one.double(), ranks.double()], 1)
 
     def replay(self, memory: Memory, bounds: Sequence[int]) -> None:
         """Move the state past batches of events without scoring them."""
@@ -134,7 +135,7 @@ class Evaluator:
         self, memory: Memory, static: Tensor | None, low: int, high: int, others: Tensor, whole: tuple[int, int]
     ) -> tuple[Batch, Tensor]:
         self.model.eval()
-        batch = self.lookout.batch(low, high, others, whole=whole, blind=True)
+        batch = self.lookout.batch(low, high, others, whole=whole)
         with torch.no_grad(), products(self.precision):
             fresh, _ = remember(self.model, self.task.stream, batch, memory.read(batch.block.nodes))
             return batch, embed(self.model, batch, fresh, static, DrawKey())

@@ -126,6 +126,7 @@ def rehearse(config: TemporalConfig, job: EventJob, shapes: Sequence[Shape]) -> 
 def _try(config: TemporalConfig, job: EventJob) -> Rehearsed:
     """Some iterations of an arrangement, and a batch of an evaluation for its memory."""
     task, world = job.task, replace(job.world, traffic=Traffic())
+    # From the first event on: nothing has to be walked through before it is measured.
     short = {**task.parts, "val": task.stream.slice(0, min(config.eval_batch, len(task.stream)))}
     strategy = TemporalStrategy(config, replace(job, world=world, task=replace(task, parts=short)))
     _skip_learning(config, strategy, job)

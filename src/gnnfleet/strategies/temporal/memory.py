@@ -78,7 +78,9 @@ class Memory:
     def write(self, writes: Writes) -> None:
         """After a batch: the mail that was read has gone into the memory, a new one takes its place."""
         tables, ids = self.tables, writes.ids
-        tables["memory_event"][ids] = tables["mail_event"][ids]
+        mailed = tables["mail_event"][ids]
+        # Without a mail a memory may have a time all the same: one that begins within the stream (``Turns.begin``).
+        tables["memory_event"][ids] = torch.where(mailed == NONE, tables["memory_event"][ids], mailed)
         tables["mail_event"][ids] = writes.event
         tables["memory"][ids] = writes.memory
         tables["mail"][ids] = writes.mail

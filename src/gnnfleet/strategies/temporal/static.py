@@ -22,18 +22,16 @@ from gnnfleet.strategies.temporal.task import EventJob, EventTask
 
 def learn_static(config: TemporalConfig, job: EventJob, lookout: Lookout) -> Tensor:
     """[V, D]; the same for a seed, whatever comes after training."""
-    stream, train = job.task.stream, job.task.parts["train"]
+    task, stream, train = job.task, job.task.stream, job.task.parts["train"]
     width, dtype = job.model.width, PRECISIONS[job.precision]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         plain = job.model.config.model_copy(update={"name": "tgat", "pairs": False})
-        model = TemporalModel(plain, replace(job.model.sizes, static=width)).to(dtype)
+        model = TemporalModel(plain, replace(job.model.sizes, static=width, given=False)).to(dtype)
     first = Draws(job.seed, Purpose.PARAMETERS).normals_at(torch.arange(stream.num_nodes), width)
     table = torch.nn.Parameter(first.to(dtype) * 0.1)
     optimizer = torch.optim.Adam([table, *model.parameters()], lr=config.static_lr, foreach=False)
     lookout = replace(lookout, queries="event", neighbours=plain.neighbours, hops=model.num_hops)
-    own = replace(job.task.negatives, destinations=torch.unique(train.dst))  # those that come later are not known yet
-    task = replace(job.task, negatives=own) if len(own.destinations) > job.task.count else job.task
     advance = job.progress.stage("static memory", config.static_epochs)
     for epoch in range(config.static_epochs):
         for step, numbers in batches(train.numbers, config.batch_size, seed=job.seed, epoch=epoch):
@@ -58,9 +56,7 @@ def _step(
 ) -> None:
     stream = task.stream
     src, dst, t = stream.src[numbers], stream.dst[numbers], stream.t[numbers]
-    drawn = torch.empty(len(numbers), 0, dtype=torch.int64)
-    if task.head is None:
-        drawn = task.negatives.training(numbers, dst, sweep=key.epoch, number=STATIC_SET, count=task.count)
+    drawn = task.drawn_of(numbers, sweep=key.epoch, number=STATIC_SET)
     asked = torch.cat([src, dst, drawn.flatten()])
     block = lookout.block(asked, times_of(t, drawn), draw_ids(numbers, drawn), sweep=key.epoch)
     model.train()

@@ -21,7 +21,7 @@ from gnnfleet.ops.recent import RecentNeighbours
 from gnnfleet.strategies.temporal.memory import Memory, Rows, Writes
 
 Queries = Literal["event", "batch"]
-"""When nodes are looked at: each at its event's time, or once per batch, when it begins."""
+"""When nodes are looked at: each at its event's time, or once per batch, when it begins. No query sees its batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,27 +65,20 @@ class Lookout:
     drawn: int | None = None  # the seed by which events of a node are drawn; None: its latest are looked at
 
     def batch(
-        self,
-        low: int,
-        high: int,
-        negatives: Tensor,
-        *,
-        sweep: int = 0,
-        whole: tuple[int, int] | None = None,
-        blind: bool = False,
+        self, low: int, high: int, negatives: Tensor, *, sweep: int = 0, whole: tuple[int, int] | None = None
     ) -> Batch:
-        """In the pass ``sweep``; ``whole`` is the global batch, where this is a share; ``blind``: sees none of it."""
+        """In the pass ``sweep``; ``whole`` is the global batch, where this is a share. None of its events is seen."""
         stream, begin = self.stream, low if whole is None else whole[0]
         src, dst = stream.src[low:high], stream.dst[low:high]
-        asked, places, visible = torch.cat([src, dst, negatives.flatten()]), None, None
+        asked, places = torch.cat([src, dst, negatives.flatten()]), None
         if self.queries == "batch":
             asked, places = distinct(asked, stream.num_nodes)
-            when, visible = stream.t[begin].repeat(len(asked)), begin
+            when = stream.t[begin].repeat(len(asked))
             ids = (stream.first + begin) * stream.num_nodes + asked  # a node draws anew in every batch
         else:
             when, numbers = times_of(stream.t[low:high], negatives), stream.first + torch.arange(low, high)
             ids = draw_ids(numbers, negatives)
-        block = self.block(asked, when, ids, sweep=sweep, visible=begin if blind else visible)
+        block = self.block(asked, when, ids, sweep=sweep, visible=begin)
         left = self._left(block, low, high, whole)
         return Batch(low, high, negatives, block, places, left, self._pairs(low, high, negatives, begin))
 

@@ -164,7 +164,8 @@ class TemporalStrategy:
             job.say(why)
         bounds = self._bounds()
         layout = Memory.layout(nodes, width, dtype)
-        return Turns(job.world, Schedule(shape, len(bounds) - 1), bounds, self._look_up, layout)
+        schedule = Schedule(shape, len(bounds) - 1)
+        return Turns(job.world, schedule, bounds, self._look_up, layout, job.task.stream)
 
     def _bounds(self) -> list[int]:
         """Of the batches that are trained on."""
@@ -253,15 +254,16 @@ class TemporalStrategy:
     def _after(self, count: int) -> Memory:
         """The state that the present weights are in after the first events: walked through from the start, training
         events in batches as they were trained on, the others as they are evaluated."""
-        known, memory = self._known or (0, Memory.empty(*self._sizes))
-        if known > count:
-            known, memory = 0, Memory.empty(*self._sizes)
+        train, known = self.turns.bounds, self._known
         self._known = None  # the state is given away
-        train = self.turns.bounds
-        if known < train[-1]:  # nobody asks for a state within training
-            self._walker.replay(memory, train)
-        known = max(known, train[-1])
-        self._walker.replay(memory, [*range(known, count, self._config.eval_batch), count])
+        if known is None or not train[-1] <= known[0] <= count:
+            memory, at = Memory.empty(*self._sizes), 0
+            if count:  # nobody asks for a state within training, but for the empty one
+                self._walker.replay(memory, train)
+                at = train[-1]
+        else:
+            at, memory = known
+        self._walker.replay(memory, [*range(at, count, self._config.eval_batch), count])
         return memory
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class EventTask:
     stream: EventStream
     parts: Mapping[str, EventStream]  # train, val, test
     target: str  # the node type of destinations
-    negatives: EventNegatives
+    negatives: EventNegatives  # of evaluations, from all destinations
     count: int = 1  # negatives of an event in training
     loss_name: str = "bce"
     wanted: str = "auto"
@@ -47,22 +48,35 @@ class EventTask:
         return part.numbers[self.head.labelled(part.y)]
 
     @property
-    def span(self) -> float:
-        """Time from the first to the last event of training; any where all are at once."""
+    def mean_gap(self) -> float:
+        """Time between events of training, on average over the middle nine tenths: a stray time decides nothing. Over
+        all where these are at once; any where all are."""
         t = self.parts["train"].t
-        return float(t[-1] - t[0]) or 1.0
+        cut = len(t) // 20
+        if middle := float(t[-1 - cut] - t[cut]):
+            return middle / (len(t) - 1 - 2 * cut)
+        return (float(t[-1] - t[0]) or 1.0) / len(t)
 
     @property
-    def mean_gap(self) -> float:
-        """Time between events of training, on average."""
-        return self.span / len(self.parts["train"])
+    def span(self) -> float:
+        """Time that training takes at this pace."""
+        return self.mean_gap * len(self.parts["train"])
 
     def drawn(self, low: int, high: int, *, sweep: int, number: int = 0) -> Tensor:
         """[n, K] negatives of events in set ``number`` of a sweep."""
+        return self.drawn_of(torch.arange(low, high), sweep=sweep, number=number)
+
+    def drawn_of(self, numbers: Tensor, *, sweep: int, number: int = 0) -> Tensor:
+        """The same for any events."""
         if self.head is not None:
-            return torch.empty(high - low, 0, dtype=torch.int64)
-        numbers, positive = torch.arange(low, high), self.stream.dst[low:high]
-        return self.negatives.training(numbers, positive, sweep=sweep, number=number, count=self.count)
+            return torch.empty(len(numbers), 0, dtype=torch.int64)
+        positive = self.stream.dst[numbers]
+        return self._trained_on.training(numbers, positive, sweep=sweep, number=number, count=self.count)
+
+    @cached_property
+    def _trained_on(self) -> EventNegatives:
+        """From the destinations of training events: that others are there at all is not known yet."""
+        return replace(self.negatives, destinations=torch.unique(self.parts["train"].dst))
 
     def loss(
         self, model: TemporalModel, z: Tensor, low: int, high: int, pairs: Tensor | None = None
@@ -88,9 +102,10 @@ def link_scores(model: TemporalModel, z: Tensor, n: int, pairs: Tensor | None = 
     decoder = model.decoder
     assert isinstance(decoder, EventDecoder)
     sources, others = decoder.sources(z[:n]), decoder.destinations(z[n:])
-    own, rest = (None, None) if pairs is None else (pairs[:, 0], pairs[:, 1:])
-    positive = decoder.scores(sources, others[:n], own)
-    return positive, decoder.scores(sources[:, None], others[n:].view(n, -1, others.shape[1]), rest)
+    # In one call, so that an event and a candidate that is its equal are not told apart by how they are rounded.
+    each = torch.cat([others[:n, None], others[n:].view(n, -1, others.shape[1])], 1)
+    logits = decoder.scores(sources[:, None], each, pairs)
+    return logits[:, 0], logits[:, 1:]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from gnnfleet.comm.grid import Grid
 from gnnfleet.comm.world import World
+from gnnfleet.graph.events import EventStream
 from gnnfleet.strategies.temporal.exchange import Layout, SharedMemory
-from gnnfleet.strategies.temporal.memory import Rows, Writes
+from gnnfleet.strategies.temporal.memory import NONE, Rows, Writes
 from gnnfleet.strategies.temporal.schedule import Schedule, Turn
-from gnnfleet.strategies.temporal.step import Batch
+from gnnfleet.strategies.temporal.step import Batch, last_events
 
 MEMORY, HELD = "memory/", "held/"
 
@@ -55,10 +56,16 @@ class Turns:
     """All ranks make it together. ``bounds`` are those of batches, ``T + 1`` of them."""
 
     def __init__(
-        self, world: World, schedule: Schedule, bounds: Sequence[int], look_up: LookUp, layout: Layout
+        self,
+        world: World,
+        schedule: Schedule,
+        bounds: Sequence[int],
+        look_up: LookUp,
+        layout: Layout,
+        stream: EventStream,
     ) -> None:
         self.schedule, self.bounds, self._look_up = schedule, bounds, look_up
-        self._rank = world.rank
+        self._rank, self._stream = world.rank, stream
         grid = Grid(world, schedule.shape.axes)
         self._offset = grid.coordinates["offset"]
         self.shared = SharedMemory(grid, layout)
@@ -78,7 +85,14 @@ class Turns:
             yield Work(iteration, turn, uses.pop(0), nodes)
 
     def begin(self, iteration: int) -> None:
-        """Before the first of some iterations, by all ranks."""
+        """Before the first of some iterations, by all ranks. A memory that begins within the stream is empty, but knows
+        when its nodes had their last events: a mail says how long ago that was, or when a node came."""
+        phase = self.schedule.turn(self._rank, iteration).phase
+        if self.shared.trainers.is_first and 0 < phase < self.schedule.batches:
+            tables = self.shared.memory.tables
+            if tables["memory"].numel() and bool((tables["mail_event"] == NONE).all()):
+                ids, event, _ = last_events(self._stream, 0, self.bounds[phase])
+                tables["memory_event"][ids] = event
         self.shared.begin(iteration)
 
     def read(self, work: Work) -> Rows | None:
