@@ -302,12 +302,20 @@ LINKS: dict[str, dict[str, Any]] = {
     "disjoint": {"link": {"negatives": 1, "exclude": "disjoint:0.5"}},
     "pair": {"model": {"embedding": 3}, "link": {"negative_mode": "pair", "exclude": "batch", "l2": 0.1}},
     "typed": {"model": {"name": "rgcn"}, "link": {"reverse": "none", "exclude": "batch"}},
+    "few": {  # batches of which some ranks have nothing
+        "batch": 5,
+        "link": {"decoder": "mlp", "negative_mode": "shared", "negatives": 4, "exclude": "none", "l2": 0.1},
+    },
 }
 
 
 def link_words(case: str, **strategy: Any) -> dict[str, Any]:
     more = LINKS[case]
-    tree = words({"name": "sage", "layers": 2, **more.get("model", {})}, fanouts=[3, 2], batch=50, **strategy)
+    tree = words(
+        {"name": "sage", "layers": 2, **more.get("model", {})},
+        fanouts=[3, 2],
+        **{"batch": more.get("batch", 50), **strategy},
+    )
     return {**tree, "task": "link", "link": {"eval_negatives": 6, "ranking": "sampled", **more["link"]}}
 
 

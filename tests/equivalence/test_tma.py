@@ -304,9 +304,9 @@ def test_without_a_quorum_the_run_ends(stores: dict[str, Path]) -> None:
 def test_the_nodes_of_a_lost_trainer_are_dealt_to_the_others(stores: dict[str, Path]) -> None:
     config = words(tma(steps=2, deadline=1), workers=3, train={"epochs": 4})
     with fleet(stores["plain"], config, only=[0, 2]) as strategy:
-        strategy.post.write("gone/1", {})
         rounds(strategy, 0, 1)
         first = strategy.counts()["kept_edges"]
+        strategy.post.write("gone/1", {})
         rounds(strategy, 1, 4)
         assert strategy.counts()["kept_edges"] > first and strategy.counts()["trainers"] == 2
 

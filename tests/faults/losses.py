@@ -1,7 +1,8 @@
 """``python -m tests.faults.losses [SEEDS]``: what tma loses with 1 or 2 of 4 trainers killed, paused or cut off.
 
-Nodes of killed ones are dealt among the others, and in a row of their own left. Each is compared with the run of the same seed that nothing happens to; who is paused or cut off comes back later. Runs
-that are done are not made again (benchmarks/results/tma_losses.json); the table goes to docs/tma.md. Root for cuts.
+Nodes of killed ones are dealt among the others; in a row of their own they are left. Each run is compared with the one
+of the same seed that nothing happens to; who is paused or cut off comes back later. Runs that are done are not made
+again (benchmarks/results/tma_losses.json); the table goes to docs/tma.md. Root for cuts.
 """
 
 from __future__ import annotations

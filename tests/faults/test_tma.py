@@ -90,6 +90,18 @@ def test_trainers_and_the_coordinator_are_started_again(fleets: list[Fleet], sto
     assert [row["epoch"] for row in fleet.rows] == list(range(1, 41)) and fleet.rows[-1]["trainers"] == 2
 
 
+def test_a_coordinator_that_hangs_is_started_again(fleets: list[Fleet], store: Path, tmp_path: Path) -> None:
+    more = ("--max-restarts", "1", "--set", "train.checkpoint_seconds=0", "--set", "strategy.give_up=16")
+    fleet = Fleet(store, tmp_path / "run", 2, *more, train__epochs=20)
+    fleets.append(fleet)
+    fleet.runs(2, trainers=2)
+    fleet.member("coordinator").suspend()
+    code, said = fleet.ends()
+    assert code == 0, said
+    assert "the coordinator was silent for" in said and "goes on from the last closed round" in said, said
+    assert [row["epoch"] for row in fleet.rows] == list(range(1, 21))
+
+
 def test_a_trainer_that_is_cut_off_comes_back(hosts: tuple[Machine, Machine], store: Path, tmp_path: Path) -> None:
     """The coordinator and a trainer on one machine, a trainer on another; the cable between them is out for a while."""
     one, two = hosts

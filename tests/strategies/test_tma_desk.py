@@ -136,7 +136,7 @@ def test_rows_of_a_trainer_that_was_started_anew_are_kept() -> None:
     deal = Deal({"node": 40}, None)
     own = [deal.own(place, 2)["node"] for place in range(2)]
     desk = Desk(
-        config=TmaConfig(steps=1, give_up=20), trainers=2, post=post.another(), layout=layout, first=0, last=2,
+        config=TmaConfig(steps=1, give_up=20), trainers=2, post=post.another(), layout=layout, first=0, last=3,
         deal=deal, weights=torch.zeros(2, dtype=torch.float64), outer=Outer(0.0),
         tables={"e": Table("node", torch.zeros(40, 1, dtype=torch.float64))},
     )  # fmt: skip
@@ -191,18 +191,86 @@ def test_trainers_count_by_their_edges_or_steps(weighting: Any, mean: float) -> 
     desk.close()
 
 
-@pytest.mark.parametrize(("lost", "gone", "left"), [("redeal", True, (0,)), ("leave", True, (0, 1)), ("redeal", False, (0, 1))])
-def test_nodes_are_dealt_anew_when_a_trainer_is_gone_for_good(lost: Any, gone: bool, left: tuple[int, ...]) -> None:
-    """Not when it is only silent: it may be back in the next round."""
+GONE: list[tuple[Any, dict[str, Any] | None, tuple[int, ...]]] = [
+    ("redeal", {}, (0,)),
+    ("leave", {}, (0, 1)),
+    ("redeal", None, (0, 1)),  # only silent: it may be back in the next round
+    ("redeal", {"raised": True}, (0, 1)),  # its nodes might bring it upon others
+]
+
+
+@pytest.mark.parametrize(("lost", "gone", "left"), GONE)
+def test_nodes_are_dealt_anew_when_a_trainer_is_gone_for_good(
+    lost: Any, gone: dict[str, Any] | None, left: tuple[int, ...]
+) -> None:
     post = Post.serve()
-    desk = desk_of(post, TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=60, lost=lost), 1)
-    if gone:
-        post.write("gone/1", {})
+    desk = desk_of(post, TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=60, lost=lost), 2)
+    if gone is not None:
+        post.write("gone/1", gone)
     write_give(post, Now(1, 0), 0, Give(1, 1, 0.0, 1, sign(0, 0)))
     assert desk.next().trainers == (0,)
-    letter = post.read("take/1/1")
-    assert letter is not None and tuple(letter.words["among"]) == left
+    assert among(post, 1, 1) == left
     desk.close()
+    again = desk_of(post, TmaConfig(steps=1, give_up=60, lost=lost), 2)  # a coordinator that was started again
+    until(lambda: post.has("take/2/0"), 10, "weights of another era")
+    assert among(post, 2, 0) == left
+    again.close()
+
+
+def among(post: Post, era: int, number: int) -> tuple[int, ...]:
+    """Who shares the nodes in a round."""
+    letter = post.read(f"take/{era}/{number}")
+    assert letter is not None
+    return tuple(letter.words["among"])
+
+
+def test_nodes_are_dealt_anew_after_a_long_silence_and_when_it_is_over() -> None:
+    post = Post.serve()
+    desk = desk_of(post, TmaConfig(steps=1, deadline=0.1, silence=0.5, give_up=1), 4)
+    for _ in range(12):
+        post.count("beat/0")
+        time.sleep(0.1)
+    for number, left in enumerate(((0,), (0, 1))):
+        for i in range(number + 1):
+            post.count(f"beat/{i}")
+        time.sleep(0.2)
+        write_give(post, Now(1, number), 0, Give(1, 1, 0.0, 1, sign(number, 0)))
+        assert desk.next().trainers == (0,)
+        assert among(post, 1, number + 1) == left
+    desk.close()
+
+
+def test_who_comes_back_when_all_others_are_gone_has_nodes_again() -> None:
+    """Nothing is counted in the round in which nobody was left."""
+    post = Post.serve()
+    desk = desk_of(post, TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=20), 4)
+    post.write("gone/1", {})
+    write_give(post, Now(1, 0), 0, Give(1, 1, 0.0, 1, sign(0, 0)))
+    assert desk.next().trainers == (0,) and among(post, 1, 1) == (0,)
+    post.remove("gone/1")
+    post.write("gone/0", {})
+    for _ in range(3):
+        post.count("beat/1")
+        time.sleep(0.1)
+    closed = desk.next()
+    assert closed.trainers == () and closed.steps == 0 and torch.equal(closed.weights, sign(0, 0))
+    assert among(post, 1, 2) == (1,)
+    desk.close()
+
+
+def test_trainers_hear_that_all_is_over_when_all_is_kept() -> None:
+    """Until then a coordinator that was lost may be started again, and needs them."""
+    post = Post.serve()
+    desk = desk_of(post, TmaConfig(steps=1, give_up=20), 1)
+    for i in range(2):
+        write_give(post, Now(1, 0), i, Give(1, 1, 0.0, 1, sign(0, i)))
+    desk.next()
+    until(lambda: post.has("take/1/1"), 10, "the end of the last round")
+    now = post.read("now")
+    assert among(post, 1, 1) == () and now is not None and now.words == {"era": 1, "round": 1, "done": False}
+    assert desk.close()
+    now = post.read("now")
+    assert now is not None and now.words["done"]
 
 
 def test_weights_that_are_not_finite_do_not_count() -> None:
@@ -257,6 +325,19 @@ def test_rounds_in_which_nobody_worked_are_corrected_too() -> None:
         desk.next()
         assert correction.made == number + 1
     desk.close()
+
+
+def test_a_coordinator_that_stands_still_is_lost() -> None:
+    """Though the server of the post, which is the launcher's, answers."""
+    post, lost = Post.serve(), list[str]()
+    with Watch(post.another(), 1, give_up=1, lost=lost.append):
+        for _ in range(3):
+            post.count("beat/coordinator")
+            time.sleep(0.3)
+        post.write("gone/1", {})  # of a process that had this number before
+        assert not lost
+        until(lambda: bool(lost), 15, "the end")
+    assert "has not heard of the coordinator" in lost[0] and not post.has("gone/1")
 
 
 def test_the_last_to_sit_down_is_the_trainer() -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,6 +165,20 @@ class Post:
         """Add to a number and get it; it begins with 0."""
         with _lost(self.address):
             return int(self._store.add(key, more))
+
+
+class Pulse:
+    """A number that grows while somebody lives."""
+
+    def __init__(self, key: str) -> None:
+        self._key, self._beats, self._moved = key, 0, time.monotonic()
+
+    def silent(self, post: Post) -> float:
+        """Seconds for which it has stood still; none before it has ever moved."""
+        beats, now = post.count(self._key, 0), time.monotonic()
+        if beats != self._beats or not beats:
+            self._beats, self._moved = beats, now
+        return now - self._moved
 
 
 @contextmanager

@@ -111,7 +111,8 @@ class ProductMLP(Decoder):
 
     def against(self, rows: Tensor, relation: Tensor, table: Tensor) -> Tensor:
         # One query at a time: [N, D] is what the caller's chunk of [Q, N] scores has room for.
-        return torch.stack([self(row.expand_as(table), table, relation) for row in rows])
+        scores = [self(row.expand_as(table), table, relation) for row in rows]
+        return torch.stack(scores) if scores else rows @ table.t()
 
 
 def make_decoder(config: LinkConfig, *, width: int, relations: int, several: bool) -> Decoder:

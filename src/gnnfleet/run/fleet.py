@@ -25,7 +25,7 @@ from gnnfleet.run.member import COORDINATOR, TRAINERS
 from gnnfleet.run.spec import Spec
 
 if TYPE_CHECKING:
-    from gnnfleet.comm.post import Post
+    from gnnfleet.comm.post import Address, Post
 
 _POLL = 0.05
 
@@ -100,9 +100,10 @@ def launch_fleet(
     Trainers that are lost are started again up to ``restarts`` times each, and so is the coordinator; without, the run
     goes on without a trainer. Raises the error of whoever ended the run.
     """
-    from gnnfleet.comm.post import Address, Post
+    from gnnfleet.comm.post import Address, Post, Pulse
+    from gnnfleet.strategies.tma.exchange import COORDINATOR_BEAT
 
-    words = spec.config["strategy"]
+    words, pulse, silent = spec.config["strategy"], Pulse(COORDINATOR_BEAT), 0.0
     try:
         listen = Address.parse(words["listen"]) if words.get("listen") else Address("127.0.0.1", 0)
         post = Post.serve(listen.host, listen.port)
@@ -117,12 +118,11 @@ def launch_fleet(
     post.write("spec", {"spec": spec.as_json()})
     if here < workers:
         say(f"waiting for trainers {here} to {workers - 1}: gnnfleet join {post.address} STORE --trainers …")
-    address = f"{_reach(post.address.host)}:{post.address.port}"
-    (coordinator,) = start_processes(folder, address, [COORDINATOR], restarts)
+    (coordinator,) = start_processes(folder, reach(post.address), [COORDINATOR], restarts)
     trainers: Sequence[Member] = []
     lost: dict[str, str] = {}  # how trainers ended, by number, that nobody starts again
     try:
-        trainers = _start_trainers(spec, folder, address, here, restarts)
+        trainers = _start_trainers(spec, folder, post.address, here, restarts)
         while coordinator.process.poll() is None or coordinator.process.returncode:
             how = coordinator.ended()
             if how is not None:
@@ -130,6 +130,12 @@ def launch_fleet(
                     _raise(coordinator, how, trainers)
                 say(f"{how}; it is started again and goes on from the last closed round that was kept")
             lost |= look_after([trainer for trainer in trainers if trainer.role not in lost], post, say)
+            before, silent = silent, pulse.silent(post)
+            # Half of the time after which trainers give up: another one has to begin before that.
+            if min(before, silent) > words["give_up"] / 2:
+                say(f"the coordinator was silent for {silent:.0f} s and is ended")
+                coordinator.process.kill()
+                pulse = Pulse(COORDINATOR_BEAT)
             time.sleep(_POLL)
         return {**loads(answer.read_bytes()), "lost": [lost[role] for role in sorted(lost, key=int)]}
     finally:
@@ -155,7 +161,7 @@ def look_after(members: Sequence[Member], post: Post, say: Callable[[str], None]
         if not again:
             lost[member.role] = how
             with suppress(ExchangeError):
-                post.write(f"gone/{member.role}", {})
+                post.write(f"gone/{member.role}", {"raised": member.failure is not None})
         say(f"{how}; {'it is started again' if again else 'the run goes on without it'}")
         if member.failure is not None and member.failure.trace:
             say(member.failure.trace.rstrip())
@@ -222,13 +228,13 @@ def check_free(post: Post, trainers: Sequence[int], workers: int) -> None:
             raise ConfigError(f"trainer {i} runs already: choose another number")
 
 
-def _start_trainers(spec: Spec, folder: Path, address: str, here: int, restarts: int) -> Sequence[Member]:
+def _start_trainers(spec: Spec, folder: Path, address: Address, here: int, restarts: int) -> Sequence[Member]:
     roles = [str(number) for number in range(here)]
     if spec.config["strategy"].get("launcher") == "ray":
-        from gnnfleet.run.ray_fleet import start_actors
+        from gnnfleet.run.ray_fleet import open_ray, start_actors
 
-        return start_actors(spec, address, roles, restarts)
-    return start_processes(folder, address, roles, restarts)
+        return start_actors(spec, reach(address, open_ray()), roles, restarts)  # they may be on any node
+    return start_processes(folder, reach(address), roles, restarts)
 
 
 def start_processes(folder: Path, address: str, roles: Sequence[str], restarts: int) -> list[Process]:
@@ -265,8 +271,11 @@ def forget_rounds(run: Path, rounds: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def _reach(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+def reach(address: Address, machine: str = "127.0.0.1") -> str:
+    """Where to connect to a server of this machine; ``machine`` is what one that listens on every interface is called
+    by whoever connects."""
+    host = machine if address.host in ("0.0.0.0", "::", "") else address.host
+    return f"{host}:{address.port}"
 
 
 def _raise(coordinator: Member, how: str, trainers: Sequence[Member]) -> None:

@@ -172,7 +172,7 @@ class LinkTask:
             ends = self._rows(take, batch.negatives)
             negative = self._score(*ends, batch.negatives, key=batch.key, negative=True)
             loss = self._loss(positive, negative.view(len(positive), self.config.negatives))
-        if self.config.l2:
+        if self.config.l2 and len(batch.items):  # a worker may have none of a batch
             loss = loss + self.config.l2 * len(batch.items) * self.decoder.penalty(torch.cat([src, dst]))
         return loss
 

@@ -23,7 +23,18 @@ from gnnfleet.errors import ExchangeError
 from gnnfleet.graph.deal import Deal
 from gnnfleet.strategies.tma.average import Layout, Outer, combine, medoid_weights
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.exchange import Give, Now, Take, raw, read_give, read_took, words_of, write_take
+from gnnfleet.strategies.tma.exchange import (
+    BEAT_SECONDS,
+    COORDINATOR_BEAT,
+    Give,
+    Now,
+    Take,
+    raw,
+    read_give,
+    read_took,
+    words_of,
+    write_take,
+)
 
 AHEAD = 4
 """Rounds of so many steps that may be closed before the loop has looked at them."""
@@ -111,6 +122,7 @@ class Desk:
         self._heard = 0.0
         self._thread = threading.Thread(target=self._run, name="tma-desk", daemon=True)
         self.newest = self.first - 1
+        threading.Thread(target=self._beat, name="tma-beat", daemon=True).start()
         self._thread.start()
 
     # -- for the loop --
@@ -129,17 +141,29 @@ class Desk:
             self._room.release()
             return found
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Trainers hear that all is over; False where the desk is still busy with a correction."""
         self._stop.set()
         self._thread.join(10)
+        return not self._thread.is_alive()
 
     # -- the desk itself --
+
+    def _beat(self) -> None:
+        """Also while the desk corrects or the loop evaluates."""
+        post: Post | None = None
+        while not self._stop.wait(BEAT_SECONDS):
+            try:
+                post = post or self.post.another()
+                post.count(COORDINATOR_BEAT)
+            except ExchangeError:
+                post = None
 
     def _run(self) -> None:
         now = Now(0, self.first)
         try:
             now = Now(self.post.count("era"), self.first)
-            self._deal_for(self.first)
+            self._deal_for(self.first, {i for i in range(self.trainers) if not self._has_ended(i)})
             beside = self._publish(now, every=True)
             for number in range(self.first, self.last):
                 now = Now(now.era, number)
@@ -154,6 +178,7 @@ class Desk:
                 self._closed.put(closed)
                 if self._stop.is_set():
                     break
+            self._stop.wait()  # until all is kept: a coordinator that is started again needs trainers
         except BaseException as error:  # trainers wait: another coordinator may go on
             self._closed.put(error)
         else:
@@ -162,7 +187,7 @@ class Desk:
 
     def _close_round(self, now: Now, gives: dict[int, Give], beside: int) -> tuple[Closed, int]:
         """(what it came to, bytes that go beside the weights of the next)."""
-        lost = [i for i, give in gives.items() if not bool(torch.isfinite(give.weights).all())]
+        lost = [i for i, give in gives.items() if not all(map(_is_finite, (give.weights, *give.rows.values())))]
         for i in lost:
             self.say(f"round {now.round + 1}: the weights of trainer {i} are not finite, so they are not counted")
             del gives[i]
@@ -178,13 +203,17 @@ class Desk:
         if self.correct is not None:  # in every round, so that its place follows from their number
             self.weights = self.correct.apply(self.weights, {name: table.rows for name, table in self.tables.items()})
         changed = self._deal_for(now.round + 1, {i for i in range(self.trainers) if i in gives or not self._is_lost(i)})
-        after = Now(now.era, now.round + 1, done=now.round + 1 == self.last)
+        after = Now(now.era, now.round + 1)
         for i in range(self.trainers):
             for number in (now.round - 1, now.round):  # some come after their round is closed
                 self.post.remove(f"give/{now.era}/{number}/{i}")
         # Who came back in this round does not have its rows yet.
         absent = [i for i in range(self.trainers) if i not in gives or not gives[i].rows]
-        more = self._publish(after, every=changed, absent=absent)
+        more = 0
+        if after.round < self.last:
+            more = self._publish(after, every=changed, absent=absent)
+        else:  # nobody has anything more to do
+            write_take(self.post, Take(after, self.weights[:0], None, None, self._number, ()))
         self.post.remove(f"take/{now.era}/{now.round - 1}")
         count = sum(give.count for give in worked.values())
         closed = Closed(
@@ -291,6 +320,8 @@ class Desk:
                 return gives
             if not enough and not waiting:
                 self._fail_early(now, gives)
+                if any(i not in self._among and self._lives(i) for i in range(self.trainers)):
+                    return {}  # somebody came back who has no nodes: they are dealt anew
             if len(gives) + len(waiting) >= config.quorum:  # they may take their time
                 short = time.monotonic()
             if time.monotonic() - short > config.give_up:
@@ -319,7 +350,12 @@ class Desk:
         """Whether others take over its nodes: it has ended for good, or was not heard for as long as a run waits."""
         heard = self._known[i].heard
         silent = time.monotonic() - (self._begun if heard is None else heard)
-        return silent > self.config.give_up or self.post.has(f"gone/{i}")
+        return self._has_ended(i) if self.post.has(f"gone/{i}") else silent > self.config.give_up
+
+    def _has_ended(self, i: int) -> bool:
+        """Not by an error of its own, which its nodes might bring upon whoever takes them over."""
+        letter = self.post.read(f"gone/{i}")
+        return letter is not None and not letter.words.get("raised")
 
     def _is_with_us(self, now: Now, i: int) -> bool:
         """Who was waited for in vain, though it lives, may hang: it is not again until it has begun the round."""
@@ -346,3 +382,7 @@ class Desk:
             f"round {now.round + 1} has {len(gives)} of the {self.config.quorum} trainers it needs {why}: "
             f"{words_of(missing)} {'is' if len(missing) == 1 else 'are'} missing; go on with --resume"
         )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())

@@ -8,8 +8,9 @@ rows/ERA/ROUND/TRAINER   learnt rows of a trainer's nodes, for one that does not
 took/TRAINER             {era, round}: what the trainer works on
 give/ERA/ROUND/TRAINER   weights after a round, {steps, loss, …}
 beat/TRAINER             a number that grows while the trainer lives
+beat/coordinator         the same of the coordinator
 seat/TRAINER             {token}: which process is this trainer; the last that sat down
-gone/TRAINER             left by whoever saw it end
+gone/TRAINER             {raised}: left by whoever saw it end, perhaps with an error of its own
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.post import Letter, Post
+from gnnfleet.comm.post import Letter, Post, Pulse
 from gnnfleet.errors import ExchangeError
 
+COORDINATOR_BEAT = "beat/coordinator"
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.02
 
@@ -165,7 +167,8 @@ class _Parts:
 class Watch:
     """A trainer's eye on the coordinator, in a thread of its own: beats, and knows the newest state and call.
 
-    ``lost`` is called, in that thread, when the coordinator was out of reach for ``give_up`` seconds. Whoever sits down
+    ``lost`` is called, in that thread, when nothing was heard of the coordinator for ``give_up`` seconds: the server of
+    the post is not its own, and answers when it is paused. Whoever sits down
     takes the trainer's number over: a process that was silent and replaced finds ``replaced`` when it is back.
     """
 
@@ -191,7 +194,7 @@ class Watch:
         self._threads[0].join(5)
 
     def _look(self) -> None:
-        post, beat = self._post, 0.0
+        post, beat, pulse = self._post, 0.0, Pulse(COORDINATOR_BEAT)
         while not self._stop.is_set():
             try:
                 if time.monotonic() - beat >= BEAT_SECONDS:
@@ -200,14 +203,16 @@ class Watch:
                         self.replaced = True
                         return
                     post.count(f"beat/{self._trainer}")
+                    if post.has(gone := f"gone/{self._trainer}"):  # of another process with this number
+                        post.remove(gone)
                     beat = time.monotonic()
+                    self._seen = beat - pulse.silent(post)
                 letter = post.read("now")
                 if letter is not None:
                     now = Now(**letter.words)
                     call = post.read(f"call/{now.era}")
                     self.called = -1 if call is None else int(call.words["round"])
                     self.now = now
-                self._seen = time.monotonic()
             except ExchangeError:
                 self._stop.wait(1.0)
                 try:
@@ -222,7 +227,7 @@ class Watch:
             silent, last = time.monotonic() - self._seen, before
             before = silent
             if last > self._give_up and silent > self._give_up + 3:
-                self._lost(f"trainer {self._trainer} has not reached the coordinator for {silent:.0f} s")
+                self._lost(f"trainer {self._trainer} has not heard of the coordinator for {silent:.0f} s")
                 return
 
 

@@ -137,12 +137,11 @@ class TmaStrategy:
             }
 
     def close(self) -> None:
-        if self._desk is not None:
-            self._desk.close()
+        idle = self._desk is None or self._desk.close()
         self._whole.close()
-        if self._corrects is not None:
+        if self._corrects is not None and idle:
             self._corrects.close()
-        if self._correcting is not None:
+        if self._correcting is not None and idle:
             self._correcting.close()
 
     def _open(self, first: int) -> Desk:
@@ -230,10 +229,15 @@ class _Correction:
 
 
 def _tables(job: Job) -> dict[str, str]:
-    """{name of a parameter of learnt rows: the type of its nodes}."""
-    only = next(iter(job.graph.nodes))
-    return {
-        f"{name}.weight": module.kind if module.kind in job.graph.nodes else only
-        for name, module in job.model.named_modules()
-        if isinstance(module, NodeEmbedding)
-    }
+    """{name of a parameter of learnt rows: the type of its nodes}; raises ConfigError where that is not known."""
+    found, kinds = {}, list(job.graph.nodes)
+    for name, module in job.model.named_modules():
+        if not isinstance(module, NodeEmbedding):
+            continue
+        if module.kind not in kinds and len(kinds) > 1:
+            raise ConfigError(
+                f"tma deals learnt rows by node type: write NodeEmbedding(…, kind={kinds[0]!r}) for {name!r}, found "
+                f"{module.kind!r}; there are {', '.join(kinds)}"
+            )
+        found[f"{name}.weight"] = module.kind if module.kind in kinds else kinds[0]
+    return found

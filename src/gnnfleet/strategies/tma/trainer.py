@@ -86,6 +86,7 @@ class Trainer:
         self._records: Generator[StepRecord] | None = None
         self._place = (0, 0)  # (epoch, step) that comes next
         self._knows_rows = False
+        self._strayed = False  # whether what it gave last was not finite
         self._written: list[tuple[float, int]] = []  # (when, before which round)
         self._patience, self._say = 60 + 3 * checkpoint_seconds, say
         self._built = 0  # resident memory after building
@@ -106,30 +107,37 @@ class Trainer:
                 if now.done:
                     break
                 try:
-                    self._round(now, watch)
+                    took = self._round(now, watch)
                 except ExchangeError:  # the watch ends the process when the coordinator is gone for good
                     self._post = _again(self._post)
                     continue
-                last = now
+                if took or watch.now != now:
+                    last = now
+                else:  # a server that is slow to answer: its weights are still there
+                    time.sleep(LOOK_SECONDS)
         if self._records is not None:
             self._records.close()
 
-    def _round(self, now: Now, watch: Watch) -> None:
+    def _round(self, now: Now, watch: Watch) -> bool:
+        """False where its weights could not be read."""
         with self.clock.during(EXCHANGE, "weights"):
             take = read_take(self._post, now, self._dtype)
-        if take is None or self._index not in take.among:
-            return
+        if take is None:
+            return False
+        if self._index not in take.among:
+            return True
         if not self._take_over(take):  # so that the next round comes with what is missing
             assert self._alone is not None and self._layout is not None
             weights = self._layout.pack(self._alone.strategy.state_dict()["model"])
             write_give(self._post, now, self._index, Give(0, 0, 0.0, self._alone.edges, weights))
-            return
+            return True
         write_took(self._post, now, self._index)
         give = self._train(now, watch)
         if give is not None:
             self._keep(now.round)
             with self.clock.during(EXCHANGE, "weights"):
                 self._hand_over(now, give, watch)
+        return True
 
     def _hand_over(self, now: Now, give: Give, watch: Watch) -> None:
         """Also after a connection was lost, for as long as the round is open: its steps are not made twice."""
@@ -146,7 +154,7 @@ class Trainer:
         began = self._era is not None and self._era != take.now.era  # a coordinator of another era, perhaps of the past
         fresh = self._held != (self._deal.name, take.deal, take.among) or (began and bool(self._config.steps))
         if fresh:
-            self._begin(take, anew=began)
+            self._begin(take, anew=began and bool(self._config.steps))
         self._era = take.now.era
         assert self._alone is not None and self._layout is not None
         strategy = self._alone.strategy
@@ -164,7 +172,7 @@ class Trainer:
             rows[: len(ids)] = letter.body[at : at + nbytes].clone().view(self._dtype).view(len(ids), rows.shape[1])
             weights[name], at = rows, at + nbytes
         kept = dict(state["optimizer"])
-        if self._config.optimizer == "reset":
+        if self._config.optimizer == "reset" or self._strayed:  # moments of steps that were no numbers
             kept = {}
         elif take.optimizer is not None and self._memory(kept).nbytes == take.optimizer.nbytes:
             kept |= self._memory(kept).unpack(take.optimizer)
@@ -198,7 +206,7 @@ class Trainer:
                     "optimizer starts anew, so the numbers are not those of an uninterrupted run"
                 )
         own = self._deal.own(take.among.index(self._index), len(take.among), take.deal)
-        self._alone = None  # before another part is in memory
+        self._alone, self._knows_rows = None, False  # before another part is in memory
         self._alone = self._make(own)
         strategy = self._alone.strategy
         if not same:
@@ -257,6 +265,7 @@ class Trainer:
         mean = loss / count if count else 0.0
         memory = {"peak_rss": peak_rss(), "rss_growth": max(0, peak_rss() - self._built), "own_rss": own_rss()}
         weights = self._layout.pack(state["model"])
+        self._strayed = not all(bool(torch.isfinite(tensor).all()) for tensor in (weights, *rows.values()))
         return Give(steps, count, mean, self._alone.edges, weights, optimizer, rows, memory, self._spent())
 
     def _spent(self) -> dict[str, float]:
