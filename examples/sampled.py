@@ -25,7 +25,7 @@ def main(epochs: int = 5) -> float:
     model = build_model(gf.nn.SAGE(hidden=64, layers=2), graph)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     # Ten neighbours of each seed, five of each of those; the next batches are made while this one trains.
-    loader = gf.NeighborLoader(graph, num_neighbors=[10, 5], batch_size=256, input_nodes="train", seed=0)
+    loader = gf.NeighborLoader(graph, num_neighbors=[10, 5], batch_size=256, input_nodes="train", shuffle=True, seed=0)
 
     for epoch in range(epochs):
         model.train()

@@ -69,7 +69,12 @@ def test_scripts_say_what_their_commands_know(tmp_path: Path) -> None:
     words = told("torchrun.sh", env, *more)
     assert words[:2] == ["-m", "torch.distributed.run"]
     check_torchrun(words[2:])
-    check_gnnfleet(told("ray.sh", env, "--set", "strategy.interval=10"))
+    env.pop("RAY_ADDRESS", None)
+    for cluster, listen in (({}, "127.0.0.1:0"), ({"RAY_ADDRESS": "head:6379"}, "0.0.0.0:29500")):
+        words = told("ray.sh", {**env, **cluster}, "--set", "strategy.interval=10")
+        check_gnnfleet(words)
+        assert f"strategy.listen={listen}" in words
+    assert "strategy.listen=10.0.0.1:7" in told("ray.sh", {**env, "RAY_ADDRESS": "head:6379", "LISTEN": "10.0.0.1:7"})
     job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
     words = told("slurm.sbatch", {**env, **job, "SLURM_CPUS_PER_TASK": "8"}, *more)
     assert words[:4] == ["--kill-on-bad-exit=1", "python", "-m", "torch.distributed.run"] and "node1:29400" in words

@@ -4,8 +4,12 @@
 # it Ray is started on this machine and ended with the run.
 #
 #   RAY_ADDRESS=head:6379 STORE=/data/shop RUN=/data/runs/shop ./ray.sh --set strategy.interval=10
+#
+# With a cluster the coordinator listens on every interface of this machine, without a password: LISTEN=ADDRESS:PORT
+# names the one to use.
 set -euo pipefail
 : "${STORE:?the store}" "${RUN:?the directory of the run}"
+LISTEN=${LISTEN:-${RAY_ADDRESS:+0.0.0.0:29500}}
 
 exec gnnfleet train "$STORE" --strategy tma --launcher ray --workers "${WORKERS:-4}" --max-restarts 3 \
   --set "strategy.listen=${LISTEN:-127.0.0.1:0}" --run-dir "$RUN" "$@"

@@ -68,14 +68,14 @@ def test_a_store_read_by_windows_gives_the_same_batches(
 
 
 def test_the_seed_and_the_epoch_decide(graph: Graph) -> None:
-    one = NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", prefetch=2)
-    two = NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", prefetch=0)
+    one = NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", shuffle=True, prefetch=2)
+    two = NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", shuffle=True, prefetch=0)
     epochs = [(list(one), list(two)) for _ in range(2)]
     assert all(same(a, b) for first, second in epochs for a, b in zip(first, second, strict=True))
     assert not torch.equal(epochs[0][0][0].seeds, epochs[1][0][0].seeds)
     two.epoch = 1
     assert all(same(a, b) for a, b in zip(epochs[1][0], two, strict=True))
-    other = next(iter(NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", seed=1)))
+    other = next(iter(NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", shuffle=True, seed=1)))
     assert not torch.equal(other.seeds, epochs[0][0][0].seeds)
 
 
@@ -90,12 +90,12 @@ def test_overlapping_loops_do_not_meet(graph: Graph) -> None:
 
 def test_the_order_given_is_kept_without_shuffling(graph: Graph) -> None:
     ids = torch.tensor([7, 3, 200, 9, 1])
-    loader = NeighborLoader(graph, [2], batch_size=2, input_nodes=ids, shuffle=False, drop_last=True)
+    loader = NeighborLoader(graph, [2], batch_size=2, input_nodes=ids, drop_last=True)
     assert [batch.seeds.tolist() for batch in loader] == [[7, 3], [200, 9]] and len(loader) == 2
     mask = torch.zeros(300, dtype=torch.bool)
     mask[ids] = True
     for nodes in (mask, ids, ("node", mask), ids.tolist()):
-        batch = next(iter(NeighborLoader(graph, [2], batch_size=9, input_nodes=nodes)))
+        batch = next(iter(NeighborLoader(graph, [2], batch_size=9, input_nodes=nodes, shuffle=True)))
         assert batch.seeds.tolist() == [1, 3, 7, 9, 200]
     assert len(NeighborLoader(graph, [2], batch_size=100)) == 3
 
@@ -112,7 +112,7 @@ def test_half_precision_becomes_float32(graph: Graph, dtype: torch.dtype) -> Non
 
 def test_several_node_types() -> None:
     graph = make_dataset("shop", seed=1, users=60, products=40, brands=5, buys=400, views=600)
-    batch = next(iter(NeighborLoader(graph, [3, 3], batch_size=8, input_nodes=("user", [5, 2]))))
+    batch = next(iter(NeighborLoader(graph, [3, 3], batch_size=8, input_nodes=("user", [5, 2]), shuffle=True)))
     assert isinstance(batch.x, dict) and isinstance(batch.n_id, dict)
     assert batch.n_id["user"][:2].tolist() == [2, 5]
     for kind, rows in batch.x.items():

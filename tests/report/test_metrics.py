@@ -58,3 +58,17 @@ def test_a_full_disk_is_one_message() -> None:
         file.write({"epoch": 1})
     with pytest.raises(RunError, match="cannot write"):
         file.close()
+
+
+def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+    """Also of a file that was written before that was so; and a line that nobody can have written ends the reading."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"epoch": 1, "val": NaN}\n{"epoch": 2, "val": -Infinity}\n')
+    file = MetricsFile(path, epochs=1)
+    file.write({"epoch": 2, "val": float("nan"), "parts": [float("inf"), 0.5]})
+    file.close()
+    assert path.read_text() == '{"epoch": 1, "val": null}\n{"epoch": 2, "val": null, "parts": [null, 0.5]}\n'
+    assert [row["val"] for row in read_metrics(path)] == [None, None]
+    for depth in (900, 100_000):
+        path.write_text('{"epoch": 1}\n' + '{"a": ' * depth + "1" + "}" * depth + "\n")
+        assert read_metrics(path)[0] == {"epoch": 1}

@@ -40,8 +40,12 @@ def test_learns_and_answers_by_id() -> None:
     assert torch.equal(record.logits(["n7"])[0], record.logits()[7])
     assert record.embeddings().shape == (1500, 32)
     assert record.model.num_layers == 2 and record.run_dir is None
+    mask = graph.only_nodes.mask("val")
+    assert torch.equal(record.logits(mask), record.logits()[mask]) and len(record.predict(mask)) == int(mask.sum())
     with pytest.raises(InputError, match="no node with id 'nobody'"):
         record.predict(["nobody"])
+    with pytest.raises(InputError, match="a mask has a value for each of the 1500 nodes"):
+        record.predict(mask[1:])
 
 
 def test_the_best_weights_are_kept_and_patience_stops(graph: Graph, tmp_path: Path) -> None:

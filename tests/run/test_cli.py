@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import signal
 import time
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_partition_reports_and_writes(store: Path, tmp_path: Path) -> None:
     assert found["parts"] == 3 and found["kept_edges"] + found["cut_edges"] == 2000
     partition = Partition.open(found["path"], open_store(store))
     table = pq.read_table(tmp_path / "ids.parquet").to_pydict()
-    assert table["id"] == [f"user {i:04d}" for i in range(300)]
+    assert table["id"] == [f"user {i:04d}" for i in range(300)] and set(table["type"]) == {"node"}
     assert table["part"] == partition.assignment().tolist()
     assert run_json("info", store)["partitions"][0]["volume"] == found["volume"]
     assert run_json("info", found["path"], "--verify")["volume"] == found["volume"]
@@ -75,8 +76,23 @@ def test_partition_reports_and_writes(store: Path, tmp_path: Path) -> None:
 
 def test_a_dry_run_writes_nothing(store: Path) -> None:
     before = sorted(store.rglob("*"))
-    found = run_json("partition", store, "--parts", "2", "--method", "random", "--balance", "edges", "--dry-run")
-    assert found["path"] is None and sorted(store.rglob("*")) == before
+    line = ["partition", store, "--parts", "2", "--method", "random", "--balance", "edges", "--dry-run"]
+    assert run_json(*line)["path"] is None and sorted(store.rglob("*")) == before
+    assert "--dry-run writes nothing, found --ids" in fails(*line, "--ids", store / "ids.parquet", code=2)
+    assert sorted(store.rglob("*")) == before
+
+
+def test_a_table_of_ids_is_whole_or_not_there(store: Path, tmp_path: Path) -> None:
+    line = ["partition", store, "--parts", "2", "--method", "random", "-o", tmp_path / "cut"]
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "ids.parquet", tmp_path):
+        assert f"--ids {place} cannot be written" in fails(*line, "--ids", place, code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "refused before the graph is cut"
+    run_json(*line, "--ids", tmp_path / "new" / "ids.csv")
+    with (tmp_path / "new" / "ids.csv").open() as file:
+        head, *rows = csv.reader(file)
+    assert head == ["id", "type", "part"] and len(rows) == 300 and rows[7][:2] == ["user 0007", "node"]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["ids.csv"]
 
 
 @pytest.mark.parametrize(

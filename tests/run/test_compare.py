@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gnnfleet.errors import ConfigError, RunError
+from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.run import comparing
@@ -51,7 +52,8 @@ def test_exact_ones_equal_local(store: Path, tmp_path: Path, monkeypatch: pytest
     assert data["runs"][1]["equals"].startswith("yes")
     assert "not empty" in fails("compare", store, *WORDS, "-o", out, code=2)
     (out / "mine").touch()
-    assert "not empty" in fails("compare", store, *WORDS, "--overwrite", "-o", out, code=2)
+    said = fails("compare", store, *WORDS, "--overwrite", "-o", out, code=2)
+    assert "not empty" in said and "or --overwrite" not in said
     assert (out / "strategies" / "sar").is_dir(), "what somebody has added is a reason to leave all of it"
 
 
@@ -62,6 +64,46 @@ def test_other_weights_are_seen(store: Path, tmp_path: Path, monkeypatch: pytest
     contest = Contest(store, tmp_path, ["sar"], 1, {"model": {"hidden": 8, "layers": 2}})
     verdict = comparing.check_all(contest, ["sar"])["sar"]
     assert verdict.difference is not None and verdict.difference > 1e-6 and not verdict.equals
+
+
+def test_what_could_not_be_checked_is_said(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of what was trained is not lost for it."""
+
+    def train(store: Path, config: RunConfig, run_dir: Path, **words: Any) -> None:
+        if config.precision == "float64":
+            raise ConfigError("a worker needs 1.4 GiB at least")
+        train_here(store, config, run_dir)
+
+    monkeypatch.setattr(comparing, "_train", train)
+    found = run_json("compare", store, *WORDS, "-w", "1", "--strategies", "local,sar", "-o", tmp_path / "out")
+    assert [run["strategy"] for run in found["runs"]] == ["local", "sar"]
+    assert found["runs"][1]["equals_local"] is None and found["runs"][1]["not_checked"].startswith("a worker needs")
+    assert "not checked: a worker needs 1.4 GiB" in (tmp_path / "out" / "page.html").read_text()
+
+
+def test_workers_and_partition_of_a_config(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partition is for those that have parts; a strategy that the file is about is none of those compared."""
+    monkeypatch.setattr(comparing, "_train", train_here)
+    file, out = tmp_path / "run.toml", tmp_path / "out"
+    file.write_text('workers = 1\n[strategy]\nname = "tma"\ninterval = 3.0\n')
+    line = ["compare", store, *WORDS, "--config", file, "--strategies", "local,sar", "--no-check", "-o", out]
+    found = run_json(*line, "--set", "partition=random")
+    assert [run["workers"] for run in found["runs"]] == [1, 1] and "equals_local" not in found["runs"][1]
+    kept = [json.loads((out / "strategies" / name / "config.json").read_text()) for name in ("local", "sar")]
+    assert [about["config"]["partition"] for about in kept] == [None, "random"]
+    file.write_text('workers = "two"\n')
+    said = fails("compare", store, "--config", file, "--strategies", "sar", "-o", tmp_path / "none", code=2)
+    assert "workers='two'" in said and not (tmp_path / "none").exists()
+
+
+def test_streams_are_compared_with_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "_train", train_here)
+    save_store(make_dataset("events", users=20, items=10, events=300, features=2, seed=3), tmp_path / "events")
+    words = ["train.epochs=1", "model.hidden=8", "temporal.batch=50", "temporal.static=false"]
+    line = [f"--set={word}" for word in (*words, "temporal.eval_negatives=4")]
+    line += ["--strategies", "temporal", "--model", "tgn", "-w", "1", "-q", "-o", tmp_path / "out"]
+    (found,) = run_json("compare", tmp_path / "events", *line)["runs"]
+    assert found["strategy"] == "temporal" and found["equals_local"] is False and found["difference"] is None
 
 
 def test_a_run_in_a_process_of_its_own(store: Path, tmp_path: Path) -> None:
@@ -107,6 +149,9 @@ def test_a_round_of_tma_is_a_pass(store: Path) -> None:
     assert steps_of_a_pass(graph, contest.config("tma")) == {"steps": -(-train // 8)}
     for own in ({"steps": 7}, {"interval": 2.0}):
         assert steps_of_a_pass(graph, Contest(store, store, ["tma"], 2, {}, {"tma": own}).config("tma")) == {}
+    drawn = Contest(store, store, ["tma"], 2, {"split": "0.5/0.25/0.25"}, {"tma": {"batch": 4}})
+    assert steps_of_a_pass(graph, drawn.config("tma")) == {"steps": -(-(graph.num_nodes // 2) // 8)}
+    assert steps_of_a_pass(graph, Contest(store, store, ["tma"], 2, {}, {"tma": {"scheme": "ggs"}}).config("tma")) == {}
 
 
 def test_a_config_survives_the_command_line() -> None:
@@ -129,3 +174,6 @@ def test_a_config_survives_the_command_line() -> None:
 
 def test_a_verdict_in_words() -> None:
     assert [str(Verdict(d)) for d in (1e-13, 0.3, None)] == ["yes (1e-13)", "no (3e-01)", "no, by design"]
+    assert str(Verdict(why="no room")) == "not checked: no room"
+    assert Verdict(1e-13).as_json() == {"equals_local": True, "difference": 1e-13}
+    assert Verdict(why="no room").as_json() == {"equals_local": None, "difference": None, "not_checked": "no room"}

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.run.config import check_continues, flatten, nest, overlay, parse_value, read_toml, resolve
+from gnnfleet.run.config import check_continues, flatten, layered, nest, overlay, parse_value, read_toml, resolve
 
 
 def test_defaults_survive_a_round_trip() -> None:
@@ -46,6 +46,24 @@ def test_later_words_win_and_another_strategy_forgets() -> None:
     tree = overlay(base, {"train": {"lr": 0.2}, "strategy": "local"})
     assert tree == {"train": {"lr": 0.2, "epochs": 5}, "strategy": {"name": "local"}}
     assert flatten(tree)["train.epochs"] == 5
+
+
+def test_set_is_about_the_strategy_that_options_name() -> None:
+    """``--config FILE --strategy tma --set strategy.interval=5``, where the file is about another one."""
+    own = {"name": "sar", "group": 2}
+    file = {"seed": 1, "strategy": own}
+    found = layered(file, {"strategy.interval": 5, "seed": 2}, {"strategy": {"name": "tma"}, "seed": 3})
+    assert found == {"seed": 3, "strategy": {"name": "tma", "interval": 5}}
+    for given, options, strategy in (
+        ({"strategy.group": 1}, {"strategy": {"name": "sar"}}, {"name": "sar", "group": 1}),
+        ({"strategy.prefetch": 0}, {"strategy": {"launcher": "ray"}}, {**own, "prefetch": 0, "launcher": "ray"}),
+        ({"strategy.name": "tma"}, {}, {"name": "tma"}),
+        ({"strategy": "tma"}, {"strategy": {"name": "local"}}, {"name": "local"}),
+        ({}, {}, own),
+    ):
+        assert layered(file, given, options)["strategy"] == strategy
+    assert layered({"strategy": "sar"}, {"strategy.group": 2}, {"strategy": {"name": "sar"}})["strategy"]["group"] == 2
+    assert layered({}, {}, {}) == {}
 
 
 @pytest.mark.parametrize(

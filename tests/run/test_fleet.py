@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gnnfleet.comm.failure import Failure
-from gnnfleet.comm.post import Post
+from gnnfleet.comm.post import Address, Post
 from gnnfleet.errors import ConfigError
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.report.record import RunRecord
-from gnnfleet.run import api, fleet
+from gnnfleet.run import api, fleet, ray_fleet
 from gnnfleet.run.api import train
 from gnnfleet.run.commands.join import parse_numbers
 from gnnfleet.run.config import resolve
-from gnnfleet.run.fleet import check_free, has_ended_well, look_after
+from gnnfleet.run.fleet import check_free, has_ended_well, look_after, reach
+from gnnfleet.run.spec import Spec
 from gnnfleet.run.training import Trained
 from tests.run.graphs import assert_same_checkpoint, communities
 from tests.run.shell import call
@@ -62,6 +64,35 @@ def test_ray_gives_the_same_bits(tmp_path: Path) -> None:
         words = {**WORDS, "launcher": launcher}
         train(communities(), strategy=words, workers=2, model=MODEL, epochs=3, run_dir=tmp_path / launcher)
     assert_same_checkpoint(tmp_path / "ray/checkpoints/last", tmp_path / "process/checkpoints/last")
+
+
+@pytest.mark.parametrize(
+    ("host", "here", "elsewhere"),
+    [
+        ("0.0.0.0", "127.0.0.1:7", "10.0.0.5:7"),
+        ("::", "127.0.0.1:7", "10.0.0.5:7"),
+        ("10.0.0.2", "10.0.0.2:7", "10.0.0.2:7"),
+        ("127.0.0.1", "127.0.0.1:7", "127.0.0.1:7"),
+    ],
+)
+def test_where_a_server_is_found(host: str, here: str, elsewhere: str) -> None:
+    assert (reach(Address(host, 7)), reach(Address(host, 7), "10.0.0.5")) == (here, elsewhere)
+
+
+def test_actors_are_given_an_address_that_other_nodes_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a Ray that only writes down what it is asked."""
+    told: list[tuple[str, int]] = []
+    actor = SimpleNamespace(train=SimpleNamespace(remote=lambda spec, address, number: told.append((address, number))))
+    made = SimpleNamespace(remote=lambda: actor)
+    ray = SimpleNamespace(
+        is_initialized=lambda: True,
+        util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.5"),
+        remote=lambda kind: SimpleNamespace(options=lambda **words: made),
+    )
+    monkeypatch.setattr(ray_fleet, "_ray", lambda: ray)
+    spec = Spec(store="s", digest="d", partition="", run_dir="r", config={"strategy": {"launcher": "ray"}})
+    assert len(fleet._start_trainers(spec, tmp_path, Address("0.0.0.0", 29500), 2, 0)) == 2
+    assert told == [("10.0.0.5:29500", 0), ("10.0.0.5:29500", 1)]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -130,7 +161,6 @@ def test_the_seed_of_a_run_deals_its_nodes(tmp_path: Path) -> None:
     from gnnfleet.graph.datasets import make_dataset
     from gnnfleet.graph.store import save_store
     from gnnfleet.run.member import _open
-    from gnnfleet.run.spec import Spec
 
     graph = save_store(make_dataset("communities", nodes=200, seed=1), tmp_path / "store")
     assert graph.store is not None

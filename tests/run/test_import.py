@@ -25,6 +25,7 @@ from gnnfleet.errors import ConfigError, InputError, StoreError
 from gnnfleet.graph.graph import EDGE, EdgeType
 from gnnfleet.graph.store import open_store
 from gnnfleet.run.commands.importing import IMPORT_EXAMPLES, export_graph, import_graph
+from tests.graph.test_export import assert_equal
 from tests.run.shell import start
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -79,6 +80,20 @@ def test_several_types_with_their_own_columns(shop: Path) -> None:
     assert graph.nodes["user"].x is None
 
 
+def test_several_patterns_of_one_table(shop: Path) -> None:
+    """By spaces, as commas separate columns; a column whose name has spaces is meant first."""
+    (shop / "people.csv").write_text("id,age,shoe size,shoe,size,h1,h2\nann,3,4,5,6,7,8\n")
+    for features, row in (("h* age", [7, 8, 3]), ("shoe size", [4]), ("size shoe", [6, 5]), ("h2", [8])):
+        nodes = f"user={shop / 'people.csv'},features={features}"
+        call("import", "-o", shop / "store", "--nodes", nodes, "--overwrite")
+        x = open_store(shop / "store").nodes["user"].x
+        assert x is not None and x.tolist() == [row], features
+    labels = f"user={shop / 'people.csv'},label=h1 h2,features=age"
+    (shop / "people.csv").write_text("id,age,h1,h2\nann,3,0,1\n")
+    call("import", "-o", shop / "store", "--nodes", labels, "--overwrite")
+    assert open_store(shop / "store").nodes["user"].classes == ("h1", "h2")
+
+
 def test_named_columns(shop: Path) -> None:
     words = ("--src", "who", "--dst", "what", "--time", "none")
     report = call("import", shop / "orders.csv", "-o", shop / "store", *words)
@@ -116,6 +131,8 @@ def test_events_without_a_header(shop: Path) -> None:
         (["e.parquet", "--memory", "lots"], ConfigError, "1GiB"),
         (["e.parquet", "--split", "most"], ConfigError, "20-per-class"),
         (["g.npz", "--label", "y"], ConfigError, "--label does not concern"),
+        (["g.npz", "--split-column", "part"], ConfigError, "--split-column does not concern"),
+        (["--nodes", "user=n.parquet,features=f g*"], InputError, "no column matches 'g"),
         (["n.parquet", "--features", "g*"], InputError, "no column matches 'g"),
         (["events.txt"], ConfigError, "found 7, 8, 2\\..*--columns src,dst,time"),
         (["events.txt", "--columns", "src,dst"], InputError, "names 2 columns .src, dst., the first line has 3"),
@@ -147,6 +164,24 @@ def test_export_gives_the_ids_back(shop: Path) -> None:
     report = call("export", shop / "store", "-o", shop / "tables")
     assert report["files"] == {"nodes.parquet": 3, "edges.parquet": 2}
     assert pq.read_table(shop / "tables" / "edges.parquet")["dst"].to_pylist() == ["u2", "u3"]
+
+
+def test_an_export_is_imported_again(shop: Path) -> None:
+    """The commands of docs/import.md, with the names that export gives."""
+    call("import", shop / "n.parquet", shop / "e.parquet", "-o", shop / "first")
+    call("export", shop / "first", "-o", shop / "tables")
+    call("import", shop / "tables" / "*.parquet", "-o", shop / "again")
+    assert_equal(open_store(shop / "first"), open_store(shop / "again"))
+    orders = f"user:buys:product={shop / 'orders.csv'},src=who,dst=what,time=day"
+    typed = ("--nodes", f"user={shop / 'n.parquet'}", "--edges", orders, "--split", "1/0/0")
+    call("import", "-o", shop / "typed", *typed)
+    tables = shop / "typed tables"
+    files = call("export", shop / "typed", "-o", tables)["files"]
+    assert list(files) == ["nodes-user.parquet", "nodes-product.parquet", "edges-user+buys+product.parquet"]
+    words = [f"--nodes={kind}={tables}/nodes-{kind}.parquet" for kind in ("user", "product")]
+    words.append(f"--edges=user:buys:product={tables}/edges-user+buys+product.parquet")
+    call("import", "-o", shop / "typed again", *words)
+    assert_equal(open_store(shop / "typed"), open_store(shop / "typed again"))
 
 
 def write_npz(folder: Path) -> Path:

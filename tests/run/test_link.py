@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -11,12 +13,12 @@ import torch
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
 from gnnfleet.graph.store import save_store
 from gnnfleet.nn.config import SAGE
 from gnnfleet.run.api import train
 from gnnfleet.run.asking import open_run
-from gnnfleet.run.prediction import Columns, write_predictions, write_scores
+from gnnfleet.run.prediction import Columns, _read_pairs, id_columns, write_predictions, write_scores
 from tests.run.graphs import assert_same_checkpoint
 from tests.run.shell import run, run_json
 
@@ -81,3 +83,18 @@ def test_embeddings_and_scores_in_files(graph: Graph, tmp_path: Path) -> None:
     (tmp_path / "pairs.csv").write_text("from,to\nn1,n2\n")
     with pytest.raises(InputError, match="columns src and dst"):
         write_scores(built, tmp_path / "pairs.csv", tmp_path / "scores.parquet")
+
+
+def test_each_end_has_its_own_kind_of_ids(tmp_path: Path) -> None:
+    buys = EdgeType("user", "buys", "item")
+    graph = Graph.of(
+        {"user": make_nodes(2, ids=["007", "8"]), "item": make_nodes(3, ids=[7, 8, 9])},
+        {buys: make_edges([[0, 1], [2, 0]], num_src=2, num_dst=3)},
+    )
+    assert [str(kind) for kind in id_columns(graph, buys).values()] == ["string", "int64"]
+    (tmp_path / "pairs.csv").write_text("src,dst\n007,9\n8,7\n")
+    built: Any = SimpleNamespace(graph=graph)
+    assert _read_pairs(tmp_path / "pairs.csv", built, buys) == {"src": ["007", "8"], "dst": [9, 7]}
+    (tmp_path / "pairs.csv").write_text("src,dst\n007,nine\n")
+    with pytest.raises(InputError, match="expected a CSV or Parquet file with columns src and dst"):
+        _read_pairs(tmp_path / "pairs.csv", built, buys)

@@ -13,9 +13,10 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.store import save_store
 from gnnfleet.report.sizes import parse_rate
+from gnnfleet.run import training
 from gnnfleet.run.plan import _recommend, make_plan
 from gnnfleet.strategies.forecast import Forecast
-from tests.run.shell import call
+from tests.run.shell import call, run_json
 
 
 def forecast(name: str, seconds: float, memory: float, kind: Any = "exact", **more: Any) -> Forecast:
@@ -82,6 +83,32 @@ def test_words(store: Path) -> None:
             make_plan(graph, {"strategy": strategy, "model": MODEL})
     with pytest.raises(ConfigError, match="no forecast of a strategy 'sra'"):
         make_plan(graph, {"model": MODEL}, only=["sra"])
+    with pytest.raises(ConfigError, match="with one worker only local is planned, found sar: pass --workers"):
+        make_plan(graph, {"model": MODEL}, only=["sar"])
+    with pytest.raises(ConfigError, match="workers='two'"):
+        make_plan(graph, {"model": MODEL, "workers": "two"})
+
+
+def test_a_word_that_a_strategy_refuses_is_a_row(store: Path) -> None:
+    """The others are planned; where all that are asked for refuse it, it is an error."""
+    graph, words = gf.open(store), {"model": MODEL, "workers": 2}
+    plan = make_plan(graph, {**words, "strategy": {"quorum": 5}}, bandwidth=1e9, only=["sar", "tma"])
+    assert {each.name for each in plan.fits} == {"sar"}
+    texts = {each.name: each.refused for each in plan.refused}
+    assert "strategy.quorum=5 asks for more trainers" in texts["tma"]
+    plan = make_plan(graph, {**words, "strategy": {"fanouts": "many"}}, bandwidth=1e9, only=["local", "sar"])
+    texts = {each.name: each.refused for each in plan.refused}
+    assert {each.name for each in plan.fits} == {"sar"} and "expected whole numbers" in texts["local"]
+    with pytest.raises(ConfigError, match=r"strategy\.quorum=5 asks for more trainers"):
+        make_plan(graph, {**words, "strategy": {"quorum": 5}}, only=["tma"])
+
+
+def test_workers_of_a_config(store: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('workers = 2\n[strategy]\nname = "tma"\ninterval = 3.0\n[model]\nhidden = 8\nlayers = 2\n')
+    line = ["plan", store, "--config", file, "--strategies", "sar", "--bandwidth", "1Gbit", "-q"]
+    assert {each["workers"] for each in run_json(*line)["fits"]} == {2}
+    assert {each["workers"] for each in run_json(*line, "-w", "3")["fits"]} == {3}
 
 
 def test_machines_with_links(store: Path) -> None:
@@ -108,6 +135,15 @@ def test_auto_trains_what_is_recommended(store: Path, tmp_path: Path) -> None:
     assert f"strategy auto: {record['strategy']}" in done.stderr
     more = call("train", store, *words[:-1], "train.epochs=3", "--strategy", "auto", "--run-dir", run, "--resume")
     assert more.returncode == 0, more.stderr
+
+
+def test_restarts_of_one_process_that_was_chosen(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asked for one process: it is a remark, not an error."""
+    chosen = {"strategy": {"name": "local"}, "workers": 1}
+    monkeypatch.setattr(training, "_planned", lambda graph, words, place, quiet: {**words, **chosen})
+    words = ["--set", "model.hidden=8", "--set", "model.layers=2", "--set", "train.epochs=1", "--max-restarts", "2"]
+    done = call("train", store, *words, "--strategy", "auto", "--run-dir", tmp_path / "run")
+    assert done.returncode == 0 and "one process was chosen, which nobody starts again" in done.stderr, done.stderr
 
 
 def test_auto_that_does_not_fit(store: Path) -> None:

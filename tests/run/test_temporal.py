@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 import gnnfleet as gf
+from gnnfleet.comm.seat import Seat
+from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.events import EventStream
+from gnnfleet.run import asking
 from gnnfleet.run.checkpoint import load_checkpoint, load_private
 from gnnfleet.strategies.base import PRIVATE
 from tests.run.shell import call, torchrun
@@ -69,6 +73,16 @@ def test_ranks_of_torchrun_that_share_batches_train_as_one(place: Path) -> None:
         torch.testing.assert_close(tensor, states[1][name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_ranks_cannot_ask_a_stream(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = SimpleNamespace(store=SimpleNamespace(set=lambda *words: pytest.fail("nothing is prepared")))
+    monkeypatch.setattr(asking, "serve", lambda seat, work, speaks: work(World(), meeting))
+    question = asking.Question(run=str(place / "through"), split="test")
+    with pytest.raises(ConfigError, match="asked by one process: leave torchrun out"):
+        asking.answer_as_rank(
+            Seat(rank=0, size=2), question, lambda: pytest.fail("no store is read"), quiet=True, show=print
+        )
+
+
 def test_new_events_are_scored_from_a_table(place: Path, tmp_path: Path) -> None:
     last = int(EventStream.of(gf.open(place / "store")).t[-1])
     table = {"src": [3, 1, 2], "dst": [5, 50, 9], "time": [last + 9, last + 5, last + 5]}
@@ -106,7 +120,10 @@ def test_times_of_new_events_are_read_as_import_reads_them(tmp_path: Path) -> No
     done = call("predict", tmp_path / "run", "--events", tmp_path / "new.csv", "-o", tmp_path / "out.parquet")
     assert done.returncode == 0, done.stderr
     found = pq.read_table(tmp_path / "out.parquet").to_pydict()
-    assert found["src"] == ["u2", "u1"] and [str(time) for time in found["time"]] == ["2026-01-31 08:00:00", "2026-02-01 08:00:00"]
+    assert found["src"] == ["u2", "u1"] and [str(time) for time in found["time"]] == [
+        "2026-01-31 08:00:00",
+        "2026-02-01 08:00:00",
+    ]
     for text, message in (("yesterday", "time"), ("", "no time")):
         (tmp_path / "wrong.csv").write_text(f"src,dst,time\nu1,v2,{text}\n")
         done = call("predict", tmp_path / "run", "--events", tmp_path / "wrong.csv", "-o", tmp_path / "none.parquet")

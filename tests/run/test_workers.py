@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -147,6 +148,24 @@ def test_apart_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "shop/parts/random-2-nodes-seed0").write_text("a file")
     with pytest.raises(StoreError, match="exists and is not a partition"):
         parts.ensure_apart(graph, config(partition="random"), quiet=True)
+
+
+def test_apart_may_be_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nodes that are dealt one by one need no clusters. The other process is this one."""
+    graph = save_store(communities(120), tmp_path / "shop")
+    monkeypatch.setattr(parts, "die_with_parent", lambda: None)
+
+    def here(line: list[str], *, input: str, **_: Any) -> Any:
+        monkeypatch.setattr("sys.stdin", io.StringIO(input))
+        parts._main()
+        return SimpleNamespace(stdout=capsys.readouterr().out, returncode=0)
+
+    monkeypatch.setattr(parts.subprocess, "run", here)
+    dealt = config(strategy={"name": "tma", "scheme": "random"})
+    assert parts.ensure_apart(graph, dealt, quiet=True) is None
+    assert parts.ensure_apart(graph, config(), quiet=True) == tmp_path / "shop/parts/mincut-2-nodes-seed0"
 
 
 def failed(code: int, failure: Failure | None = None) -> Any:

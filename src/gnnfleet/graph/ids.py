@@ -5,7 +5,7 @@ A node type without ids of its own is known by its row numbers. ``Ids`` is read 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +68,27 @@ class Ids:
         rows = pa.array(np.asarray(rows, dtype=np.int64))
         return rows if self._load is None else self.values().take(rows)
 
-    def rows(self, ids: Sequence[int] | Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The rows of some ids; raises InputError naming the first that is unknown."""
+    def rows(self, ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The rows of some ids, or those a mask of all nodes names; raises InputError naming the first unknown one."""
+        wanted = np.asarray(ids)
+        if wanted.dtype == np.bool_:
+            if wanted.shape != (self.count,):
+                raise InputError(f"a mask has a value for each of the {self.count} nodes, found {list(wanted.shape)}")
+            return np.flatnonzero(wanted).astype(np.int64)
         if self._load is None:
-            wanted = np.asarray(ids)
             unknown = [i for i in wanted.tolist() if not isinstance(i, int) or not 0 <= i < self.count]
             if unknown:
                 raise InputError(f"no node with id {unknown[0]!r}: ids here are row numbers from 0 to {self.count - 1}")
             return wanted.astype(np.int64)
-        values = self.values()
-        found = pc.index_in(pa.array(ids).cast(values.type), value_set=values)
+        values, given = self.values(), ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        try:
+            asked = pa.array(given).cast(values.type)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
+            kind = "integers" if pa.types.is_integer(values.type) else "strings"
+            raise InputError(f"ids here are {kind}, found others ({_first_line(error)})") from error
+        found = pc.index_in(asked, value_set=values)
         if found.null_count:
-            missing = next(i for i, row in zip(ids, found, strict=True) if not row.is_valid)
+            missing = next(i for i, row in zip(given, found, strict=True) if not row.is_valid)
             raise InputError(f"no node with id {missing!r}")
         return np.asarray(found.to_numpy(zero_copy_only=False), dtype=np.int64)
 

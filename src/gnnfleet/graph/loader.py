@@ -43,7 +43,8 @@ class MiniBatch:
 
 
 class NeighborLoader:
-    """Iterating is one epoch; the next iteration is the next epoch, in another order and with other neighbours.
+    """Iterating is one epoch; the next iteration is the next epoch, with other neighbours and, with ``shuffle``, in
+    another order. Batches are made ahead in a thread, not by worker processes, so there is no ``num_workers``.
 
     ``input_nodes``: "train", "val" or "test", a mask or store ids of the labelled (or only) node type; for another one
     a pair of type and any of these; all nodes by default. ``num_neighbors`` names the hop next to the seeds first;
@@ -58,7 +59,7 @@ class NeighborLoader:
         batch_size: int = 1,
         input_nodes: Any = None,
         replace: bool = False,
-        shuffle: bool = True,
+        shuffle: bool = False,
         drop_last: bool = False,
         weight_attr: str | None = None,
         seed: int = 0,

@@ -30,13 +30,13 @@ class MetricsFile:
         self.rows = [row for row in read_metrics(path) if type(row.get("epoch")) is int and row["epoch"] <= epochs]
         partial = path.with_name(f".{path.name}.partial")
         with self._writing():
-            partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            partial.write_text("".join(map(_line, self.rows)))
             partial.replace(path)
             self._file = path.open("a")
 
     def write(self, row: Mapping[str, Any]) -> None:
         with self._writing():
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(_line(row))
             self._file.flush()
 
     def close(self) -> None:
@@ -64,13 +64,28 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return rows
     for line in path.read_text(errors="replace").splitlines():
         try:
-            row = json.loads(line)
+            row = finite(json.loads(line))
         except (ValueError, RecursionError):
             break
         if not isinstance(row, dict):
             break
         rows.append(row)
     return rows
+
+
+def finite(value: Any) -> Any:
+    """With None in place of what is no number: JSON has no word for it."""
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return value
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(finite(row), allow_nan=False) + "\n"
 
 
 def check_tensorboard() -> None:

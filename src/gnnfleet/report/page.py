@@ -11,6 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from gnnfleet.report.metrics import finite
 from gnnfleet.report.runs import Run, mean_split, summary, worker_names
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
@@ -60,14 +61,4 @@ def render_page(data: Mapping[str, Any]) -> str:
 
 def as_json(data: Mapping[str, Any]) -> str:
     """JSON that may stand inside a script element; numbers that are none become null."""
-    return json.dumps(_finite(data), allow_nan=False).replace("<", "\\u003c")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return value
+    return json.dumps(finite(data), allow_nan=False).replace("<", "\\u003c")

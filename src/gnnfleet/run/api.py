@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
+from gnnfleet.comm.seat import Seat
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store
@@ -33,6 +35,9 @@ from gnnfleet.strategies.base import StrategyConfig, TrainConfig
 from gnnfleet.strategies.link_task import LinkTask
 from gnnfleet.strategies.task import NodeTask
 from gnnfleet.strategies.temporal.task import EventTask
+
+Rows = Sequence[int] | Sequence[str] | Tensor | np.ndarray[Any, Any] | None
+"""Original ids, or a mask of all nodes."""
 
 
 class Record:
@@ -65,10 +70,11 @@ class Record:
     def run_dir(self) -> str | None:
         return self.summary.run_dir
 
-    def predict(self, ids: Sequence[int] | Sequence[str] | None = None) -> list[Any]:
+    def predict(self, ids: Rows = None) -> list[Any]:
         """The class of each id (all nodes without ``ids``): its name, or its number where classes have no names.
 
-        With several labels per node, a list of classes for each id. Raises InputError for an unknown id.
+        With several labels per node, a list of classes for each id. A mask of all nodes stands for the ids of those
+        it names. Raises InputError for an unknown id.
         """
         if isinstance(self._built.task, EventTask):
             raise ConfigError("this run predicts events: use record.score(events)")
@@ -90,11 +96,11 @@ class Record:
             raise ConfigError("this run classifies nodes: pairs are scored by a run with task='link'")
         return score_pairs(self._built.strategy, self._built.task, pairs, relation)
 
-    def logits(self, ids: Sequence[int] | Sequence[str] | None = None) -> Tensor:
+    def logits(self, ids: Rows = None) -> Tensor:
         """[n, C]."""
         return self._rows(self._built.strategy.predict().logits, ids)
 
-    def embeddings(self, ids: Sequence[int] | Sequence[str] | None = None) -> Tensor:
+    def embeddings(self, ids: Rows = None) -> Tensor:
         """[n, hidden]: what the last layer reads; of a run on links, what its decoder reads."""
         if isinstance(self._built.task, LinkTask):
             return self._rows(self._built.strategy.predict().logits, ids)
@@ -102,7 +108,7 @@ class Record:
         assert found is not None
         return self._rows(found, ids)
 
-    def _rows(self, values: Tensor, ids: Sequence[int] | Sequence[str] | None) -> Tensor:
+    def _rows(self, values: Tensor, ids: Rows) -> Tensor:
         return values if ids is None else values[self._built.nodes.ids.rows(ids)]
 
 
@@ -125,8 +131,15 @@ def train(
     ``**{"report.memory": True}``. Without ``strategy`` it is the one of ``config``, or local; ``strategy="auto"`` plans
     first and trains what is fastest within ``memory``. Files are written only where ``run_dir`` is given. With
     ``workers`` processes are started on this machine; ``max_restarts`` is how often they may be started again when one
-    is lost.
+    is lost. A word that another group has too (``split``, ``optimizer``, ``momentum``) means that one's; the strategy's
+    goes by its full name, as in ``**{"strategy.momentum": 0.5}``.
     """
+    seat = Seat.from_environment()
+    if seat is not None and seat.size > 1:
+        raise ConfigError(
+            "gf.train starts its own workers (workers=N): run the script without torchrun, or torchrun … -m gnnfleet "
+            "train STORE for ranks of several machines"
+        )
     if resume and run_dir is None:
         raise ConfigError("resume needs run_dir: the directory of the run to go on with")
     found = graph if isinstance(graph, Graph) else open_store(graph)

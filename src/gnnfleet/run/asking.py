@@ -86,7 +86,10 @@ def answer_as_rank(
 
     def work(world: World, meeting: Meeting) -> None:
         def prepare() -> Spec:
-            return _spec(question, _config(question, seat.size), store(), quiet=quiet, apart=True)
+            config = _config(question, seat.size)
+            if isinstance(config.strategy, TemporalConfig):
+                raise ConfigError("a run on events is asked by one process: leave torchrun out")
+            return _spec(question, config, store(), quiet=quiet, apart=True)
 
         spec = shared_spec(world, meeting, prepare)
         found = answer_spec(spec, world)

@@ -16,13 +16,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gnnfleet.errors import ConfigError, GnnfleetError
-from gnnfleet.graph.graph import TRAIN, Graph
+from gnnfleet.graph.graph import Graph
+from gnnfleet.nn.own import naming_line
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.run.build import check
 from gnnfleet.run.config import RunConfig, Tree, flatten, overlay, resolve
 from gnnfleet.run.directory import RunDirectory
 from gnnfleet.run.leash import die_with_parent
@@ -56,7 +59,8 @@ class Contest:
         """Raises ConfigError where a strategy cannot be trained so."""
         workers = 1 if name == "local" else self.workers
         strategy = {"name": name, **self.own.get(name, {})}
-        return resolve(overlay(self.words, {"strategy": strategy, "workers": workers}))
+        words = overlay(self.words, {"strategy": strategy, "workers": workers})
+        return resolve(words if find_config(name).uses_parts else {**words, "partition": None})
 
     def check_some(self) -> None:
         """Raise what the first strategy says where none of them can be trained so."""
@@ -72,9 +76,11 @@ class Contest:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a strategy equals local: the largest difference of weights, None where that is not its aim."""
+    """Whether a strategy equals local: the largest difference of weights, None where that is not its aim, or where
+    it could not be checked: ``why``."""
 
     difference: float | None = None
+    why: str = ""
 
     @property
     def equals(self) -> bool:
@@ -82,8 +88,12 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.difference is None:
-            return "no, by design"
+            return f"not checked: {self.why}" if self.why else "no, by design"
         return f"{'yes' if self.equals else 'no'} ({self.difference:.0e})"
+
+    def as_json(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"equals_local": self.equals, "difference": self.difference}
+        return {**told, "equals_local": None, "not_checked": self.why} if self.why else told
 
 
 def parse_strategies(text: str) -> list[str]:
@@ -112,13 +122,13 @@ def split_words(given: Mapping[str, object]) -> tuple[dict[str, object], dict[st
 
 
 def steps_of_a_pass(graph: Graph, config: RunConfig) -> Tree:
-    """Words that make a round of tma one pass over the training nodes, where the user says nothing about rounds."""
+    """Words that make a round of tma one pass over what is trained on, where the user says nothing about rounds."""
     strategy = config.strategy
-    assert isinstance(strategy, TmaConfig)
-    if strategy.steps or "interval" in strategy.model_fields_set:
+    if not isinstance(strategy, TmaConfig) or strategy.steps or "interval" in strategy.model_fields_set:
         return {}
-    splits = [nodes.split for nodes in graph.nodes.values() if nodes.split is not None]
-    count = max((int((split[0] == TRAIN).sum()) for split in splits), default=0)
+    nobody = {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes}
+    with naming_line(config.model.file):
+        count = len(check(graph, config, nobody).task.items("train"))
     return {"steps": max(1, ceil(count / config.workers / (strategy.batch or count or 1)))}
 
 
@@ -149,14 +159,17 @@ def check_all(contest: Contest, names: Sequence[str], *, progress: Progress = Si
             if config is None or other is None:
                 found[name] = Verdict()
                 continue
-            folder = Path(scratch) / name
-            _train(contest.store, config, folder, progress=progress, what=f"does {name} equal local?")
-            key = other.model_dump_json()
-            if key not in known:
-                plain = config.model_copy(update={"strategy": other, "workers": 1, "partition": None})
-                known[key] = Path(scratch) / f"local-{len(known)}"
-                _train(contest.store, plain, known[key], progress=progress, what=f"local, for {name}")
-            found[name] = Verdict(_difference(folder, known[key]))
+            folder, key = Path(scratch) / name, other.model_dump_json()
+            plain = config.model_copy(update={"strategy": other, "workers": 1, "partition": None})
+            try:
+                _train(contest.store, config, folder, progress=progress, what=f"does {name} equal local?")
+                if key not in known:
+                    alone = Path(scratch) / f"local-{len(known)}"
+                    _train(contest.store, plain, alone, progress=progress, what=f"local, for {name}")
+                    known[key] = alone
+                found[name] = Verdict(_difference(folder, known[key]))
+            except GnnfleetError as error:  # all have been trained: what is known is worth having
+                found[name] = Verdict(why=str(error))
     return found
 
 

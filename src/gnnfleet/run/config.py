@@ -221,6 +221,18 @@ def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return tree
 
 
+def layered(file: Mapping[str, Any], given: Mapping[str, Any], options: Mapping[str, Any]) -> Tree:
+    """The words of a file, of ``--set`` and of options, later ones winning. Where options name another strategy than
+    the file, its words go, those of ``--set`` stay: they are meant for the one that is named."""
+    strategy = named_group("strategy", options.get("strategy") or {})
+    first = overlay(file, {"strategy": {"name": strategy["name"]}}) if "name" in strategy else file
+    words = overlay(first, nest(given))
+    said = words.get("strategy")
+    if "name" in strategy and isinstance(said, Mapping):
+        words["strategy"] = {**said, "name": strategy["name"]}
+    return overlay(words, options)
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Tree:
     """The reverse of ``nest``."""
     flat: Tree = {}

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.report.metrics import finite
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for machines.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no remarks.")]
@@ -25,10 +26,11 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE
 def emit(result: Mapping[str, Any], *, as_json: bool, human: Iterable[Any] = ()) -> None:
     """Print a command's result: the JSON object, or the renderables made for people."""
     if as_json:
-        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.write(json.dumps(finite(result), allow_nan=False) + "\n")
         sys.stdout.flush()
         return
-    console = Console(width=None if sys.stdout.isatty() else 120, emoji=False)
+    # Ids, names of classes and paths are nobody's markup.
+    console = Console(width=None if sys.stdout.isatty() else 120, emoji=False, markup=False)
     for item in human:
         console.print(item)
 

@@ -15,10 +15,8 @@ from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.events import EventStream, timed_type
 from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.run.build import Built
-from gnnfleet.run.prediction import write_table
+from gnnfleet.run.prediction import ENDS, id_columns, write_table
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
-
-ENDS = ("src", "dst")
 
 
 def write_event_scores(built: Built, events: Path, path: Path) -> int:
@@ -64,20 +62,16 @@ def _scored(built: Built, table: pa.Table) -> pa.Table:
 
 def _read(path: Path, graph: Graph, kind: EdgeType) -> pa.Table:
     """The table by time, equal times in the order of the file."""
-    texts = {
-        name: pa.string() if pa.types.is_large_string(graph.nodes[end].ids.take([]).type) else pa.int64()
-        for name, end in zip(ENDS, (kind.src, kind.dst), strict=True)
-    }
     try:
         if path.suffix == ".parquet":
             table = pq.read_table(path)
         else:
-            table = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=texts))
+            table = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=id_columns(graph, kind)))
         missing = [name for name in (*ENDS, "time") if name not in table.column_names]
         if missing:
             raise KeyError(f"there is no column {missing[0]}")
         return table.take(pa.array(torch.argsort(_times(table), stable=True).numpy()))
-    except (OSError, KeyError, TypeError, pa.ArrowInvalid) as error:
+    except (OSError, KeyError, TypeError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise InputError(f"expected a CSV or Parquet file with columns src, dst and time in {path}: {error}") from error
 
 

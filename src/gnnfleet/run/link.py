@@ -88,14 +88,8 @@ def score_pairs(strategy: Strategy, task: LinkTask, pairs: Sequence[tuple[Any, A
 
     Of several ranks all call it, each with a shared task and pairs of its own or none.
     """
-    kinds = list(dict.fromkeys(task.data.splits["train"].relation.tolist()))
-    names = {str(task.data.edge_types[number]): number for number in kinds}
-    if relation and relation not in names:
-        raise ConfigError(f"{relation!r} is no edge type that was trained on: there are {', '.join(names)}")
-    if not relation and len(names) > 1:
-        raise ConfigError(f"several edge types are predicted ({', '.join(names)}): name one")
-    number = names[relation] if relation else kinds[0]
-    kind, nodes = task.data.edge_types[number], task.data.graph.nodes
+    number, kind = target_of(task, relation)
+    nodes = task.data.graph.nodes
     src, dst = (
         torch.from_numpy(nodes[end].ids.rows([pair[place] for pair in pairs]))
         for place, end in enumerate((kind.src, kind.dst))
@@ -103,3 +97,15 @@ def score_pairs(strategy: Strategy, task: LinkTask, pairs: Sequence[tuple[Any, A
     links = Links(torch.full_like(src, number), src, dst, torch.arange(len(src)))
     with torch.no_grad():
         return torch.sigmoid(task.scores(strategy.exact(), links))
+
+
+def target_of(task: LinkTask, relation: str = "") -> tuple[int, EdgeType]:
+    """The edge type of a name, by number and itself; the only one that is predicted where none is given."""
+    kinds = list(dict.fromkeys(task.data.splits["train"].relation.tolist()))
+    names = {str(task.data.edge_types[number]): number for number in kinds}
+    if relation and relation not in names:
+        raise ConfigError(f"{relation!r} is no edge type that was trained on: there are {', '.join(names)}")
+    if not relation and len(names) > 1:
+        raise ConfigError(f"several edge types are predicted ({', '.join(names)}): name one")
+    number = names[relation] if relation else kinds[0]
+    return number, task.data.edge_types[number]

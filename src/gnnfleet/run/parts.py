@@ -145,7 +145,7 @@ def ensure_apart(graph: Graph, config: RunConfig, *, quiet: bool) -> Path | None
         raise PartitionError(f"partitioning ended with exit code {done.returncode}: see above") from error
     if "error" in answer:
         raise error_of(answer["exit_code"])(answer["error"])
-    return Path(answer["path"])
+    return None if answer["path"] is None else Path(answer["path"])
 
 
 def error_of(exit_code: int) -> type[GnnfleetError]:
@@ -207,7 +207,7 @@ def _main() -> None:
         with show(words["quiet"]) as progress:
             trained = trained_graph(graph, config)
             path = ensure_cut(graph, trained, config, progress=progress, quiet=words["quiet"])
-        answer: dict[str, Any] = {"path": str(path)}
+        answer: dict[str, Any] = {"path": None if path is None else str(path)}
     except GnnfleetError as error:
         answer = {"error": str(error), "exit_code": error.exit_code}
     sys.stdout.write(json.dumps(answer))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -100,7 +100,8 @@ def make_plan(
     if goal not in GOALS:
         raise ConfigError(f"strategy.goal={goal}: expected {', '.join(GOALS)}")
     on_events = _is_on_events(graph, words, only)
-    configs = _configs(words, own, only, on_events=on_events)
+    configs, cannot = _configs(words, own, only, on_events=on_events)
+    taken = {word for config in configs for word in type(config.strategy).model_fields}
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gnnfleet-")))
         stored = graph if graph.store is not None else save_store(graph, scratch / "store")
@@ -111,9 +112,9 @@ def make_plan(
         if on_events:
             planner = _EventPlanner(stored, base, bandwidth, scratch, progress)
         else:
-            planner = _Planner(stored, base, own, bandwidth, scratch, progress, quiet)
+            planner = _Planner(stored, base, _among(taken, own), bandwidth, scratch, progress, quiet)
         every = [forecast for config in configs for forecast in planner.forecasts(config)]
-    return _recommend(every, base.memory, goal)
+    return _recommend([*every, *cannot], base.memory, goal)
 
 
 def _is_on_events(graph: Graph, words: Mapping[str, Any], only: Sequence[str]) -> bool:
@@ -135,8 +136,8 @@ def _without_strategy(words: Mapping[str, Any]) -> Tree:
 
 def _configs(
     words: Mapping[str, Any], own: Mapping[str, Any], only: Sequence[str], *, on_events: bool
-) -> list[RunConfig]:
-    """A config of every strategy, each with those of the words that it knows."""
+) -> tuple[list[RunConfig], list[Forecast]]:
+    """A config of every strategy, each with those of the words that it knows; of those that refuse one, why."""
     able = {name: kind for name, kind in CONFIGS.items() if foresees(name) and on_events == (name == EVENTS)}
     known = {key for kind in able.values() for key in kind.model_fields}
     for word in own:
@@ -146,19 +147,29 @@ def _configs(
     for name in only:
         if name not in able:
             raise ConfigError(f"no forecast of a strategy {name!r}; this version has {', '.join(able)}")
-    workers, found = words.get("workers", 1), []
+    workers, found, cannot = words.get("workers", 1), list[RunConfig](), list[Forecast]()
+    if only and workers == 1 and not on_events and "local" not in only:
+        raise ConfigError(f"with one worker only local is planned, found {', '.join(only)}: pass --workers")
+    errors: list[ConfigError] = []
     for name, kind in able.items():
         if (only and name not in only) or (name not in ("local", EVENTS) and workers == 1):
             continue
-        tree = {**_without_strategy(words), "strategy": {"name": name, **_known(kind, own)}}
+        tree = {**_without_strategy(words), "strategy": {"name": name, **_among(kind.model_fields, own)}}
         if name == "local":
             tree = {**tree, "workers": 1, "partition": None}
-        found.append(resolve(tree))
-    return found
+        try:
+            found.append(resolve(tree))
+        except ConfigError as error:
+            errors.append(error)
+            on = tree.get("workers", 1)
+            cannot.append(Forecast(words={"name": name}, kind="exact", workers=on, memory=0.0, refused=str(error)))
+    if not found:
+        raise errors[0]
+    return found, cannot
 
 
-def _known(kind: type[StrategyConfig], words: Mapping[str, Any]) -> Tree:
-    return {key: value for key, value in words.items() if key in kind.model_fields}
+def _among(known: Container[str], words: Mapping[str, Any]) -> Tree:
+    return {key: value for key, value in words.items() if key in known}
 
 
 class _Planner:

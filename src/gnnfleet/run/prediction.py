@@ -17,15 +17,18 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError, RunError
 from gnnfleet.graph.bundle import PARTIAL
-from gnnfleet.graph.graph import Nodes
+from gnnfleet.graph.graph import EdgeType, Graph, Nodes
 from gnnfleet.nn.heads import NodeHead
 from gnnfleet.run.build import Built
-from gnnfleet.run.link import score_pairs
+from gnnfleet.run.link import score_pairs, target_of
 from gnnfleet.strategies.link_task import LinkTask
 from gnnfleet.strategies.task import NodeTask
 
 ROWS = 1 << 16
 """Rows written at a time."""
+
+ENDS = ("src", "dst")
+"""Columns of tables of pairs and of events."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def write_scores(built: Built, pairs: Path, path: Path, *, relation: str = "") -
     if not isinstance(built.task, LinkTask):
         raise ConfigError("pairs are scored by a run with --task link; this one classifies nodes")
     first = built.world.is_first
-    asked = _read_pairs(pairs, built) if first else {"src": [], "dst": []}
+    asked = _read_pairs(pairs, built, target_of(built.task, relation)[1]) if first else {end: [] for end in ENDS}
     task = built.task.share(built.world, {})
     found = score_pairs(built.strategy, task, list(zip(*asked.values(), strict=True)), relation)
     if not first:
@@ -73,15 +76,20 @@ def write_scores(built: Built, pairs: Path, path: Path, *, relation: str = "") -
     return write_table(path, iter([pa.table({**asked, "probability": found.float().numpy()})]))
 
 
-def _read_pairs(path: Path, built: Built) -> dict[str, list[Any]]:
-    texts = not built.nodes.ids.are_rows and pa.types.is_large_string(built.nodes.ids.values().type)
+def id_columns(graph: Graph, kind: EdgeType) -> dict[str, pa.DataType]:
+    """How the ids of both ends are read from text."""
+    ids = {end: graph.nodes[name].ids.take([]).type for end, name in zip(ENDS, (kind.src, kind.dst), strict=True)}
+    return {end: pa.string() if pa.types.is_large_string(each) else pa.int64() for end, each in ids.items()}
+
+
+def _read_pairs(path: Path, built: Built, kind: EdgeType) -> dict[str, list[Any]]:
     try:
         if path.suffix == ".parquet":
             read = pq.read_table(path)
         else:
-            kinds = {end: pa.string() if texts else pa.int64() for end in ("src", "dst")}
-            read = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=kinds))
-        return {end: read[end].to_pylist() for end in ("src", "dst")}
+            options = csv.ConvertOptions(column_types=id_columns(built.graph, kind))
+            read = csv.read_csv(path, convert_options=options)
+        return {end: read[end].to_pylist() for end in ENDS}
     except (OSError, KeyError, pa.ArrowInvalid) as error:
         raise InputError(f"expected a CSV or Parquet file with columns src and dst in {path}: {error}") from error
 

@@ -74,13 +74,18 @@ class Actor:
         return True
 
 
-def start_actors(spec: Spec, address: str, roles: Sequence[str], restarts: int) -> list[Actor]:
-    """Raises ConfigError where Ray is not installed."""
+def open_ray() -> str:
+    """Join the cluster or start one; this machine's address in it. Raises ConfigError where Ray is not installed."""
     ray = _ray()
     if not ray.is_initialized():
         where = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": os.cpu_count(), "include_dashboard": False}
         ray.init(log_to_driver=False, logging_level="error", **where)
         _started.append(True)
+    return str(ray.util.get_node_ip_address())
+
+
+def start_actors(spec: Spec, address: str, roles: Sequence[str], restarts: int) -> list[Actor]:
+    """Trainers that find the post at ``address``, from wherever they are."""
     spec = replace(spec, parent=None)  # actors are children of Ray's
     actors = [Actor(role, spec, address, restarts) for role in roles]
     for actor in actors:

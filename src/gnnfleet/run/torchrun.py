@@ -69,6 +69,12 @@ def _prepare(stack: ExitStack, seat: Seat, store: Path, words: Mapping[str, Any]
     config, directory = settle(graph, {**words, "workers": seat.size}, place)
     if isinstance(config.strategy, LocalConfig):
         raise ConfigError(f"strategy {config.strategy.name} runs in one process, found {seat.size} ranks")
+    if config.strategy.comes_and_goes:
+        raise ConfigError(
+            f"the trainers of {config.strategy.name} come and go, ranks of torchrun do not: on one machine gnnfleet "
+            "train STORE --strategy tma --workers N --set strategy.here=K --set strategy.listen=HOST:PORT, on the "
+            "others gnnfleet join HOST:PORT STORE"
+        )
     spec, _ = stack.enter_context(prepared(graph, config, directory, place=place, quiet=quiet, apart=True))
     return spec
 

@@ -58,11 +58,14 @@ def run_training(
     graph: Graph, words: Mapping[str, Any], *, place: Place, quiet: bool = True, restarts: int = 0
 ) -> Trained:
     """Train as ``words`` say; raises a GnnfleetError with one message for whatever is wrong."""
-    if is_auto(words):
+    planned = is_auto(words)
+    if planned:
         words = _planned(graph, words, place, quiet=quiet)
     config, directory = settle(graph, words, place)
     if restarts and config.workers == 1 and not config.strategy.comes_and_goes:
-        raise ConfigError(f"--max-restarts {restarts} is for several workers, found --workers 1: use --resume")
+        if not planned:
+            raise ConfigError(f"--max-restarts {restarts} is for several workers, found --workers 1: use --resume")
+        remark("one process was chosen, which nobody starts again: go on with --resume if it is lost", quiet=quiet)
     if config.strategy.uses_parts or config.workers > 1:
         return _on_workers(graph, config, directory, place=place, quiet=quiet, restarts=restarts)
     with ExitStack() as stack:

@@ -73,16 +73,26 @@ def find_column(source: Source, part: str, wanted: str | None, *, required: bool
 
 
 def match_columns(source: Source, patterns: str, part: str) -> list[str]:
-    """The columns that comma-separated patterns name, in the order of the patterns, then of the table."""
+    """The columns that patterns name, in the order of the patterns, then of the table."""
     found: list[str] = []
-    for pattern in (word.strip() for word in patterns.split(",")):
-        matches = [pattern] if pattern in source.types else [c for c in source.types if fnmatchcase(c, pattern)]
+    for pattern in _patterns(source, patterns):
+        matches = _matches(source, pattern)
         if not matches:
             raise InputError(
                 f"{source.shown}: no column matches {pattern!r} of --{part}; found {', '.join(source.types)}"
             )
         found += [column for column in matches if column not in found]
     return found
+
+
+def _patterns(source: Source, text: str) -> list[str]:
+    """Patterns by commas, or by spaces where no column is called so: commas separate the columns of ``--nodes``."""
+    words = [word.strip() for word in text.split(",")]
+    return [each for word in words for each in ([word] if _matches(source, word) else word.split() or [word])]
+
+
+def _matches(source: Source, pattern: str) -> list[str]:
+    return [pattern] if pattern in source.types else [c for c in source.types if fnmatchcase(c, pattern)]
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,7 @@ def find_features(
         chosen = _numeric(source, [column for column in source.types if column not in taken])
     else:
         chosen = match_columns(source, patterns, option)
-        chosen = [c for c in chosen if c not in taken or c in patterns.split(",")]
+        chosen = [c for c in chosen if c not in taken or c in _patterns(source, patterns)]
         for column in chosen:
             kind = source.types[column]
             if not source.is_text and not is_number(list_item(kind) or kind):

@@ -37,7 +37,7 @@ FeatureType = Literal["float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTable:
-    """The files of one node type and their columns; ``features`` and ``label`` take comma-separated patterns.
+    """The files of one node type and their columns; ``features`` and ``label`` take patterns, by commas or spaces.
 
     ``columns`` names the columns of CSV files without a header line, by commas or spaces.
     """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.run.commands.report import summary_table
 from gnnfleet.run.commands.train import Config, Model, Seed, Settings, SplitRule, Task
 from gnnfleet.run.console import JsonFlag, QuietFlag, emit, parse_settings, remark
@@ -36,7 +37,9 @@ def compare(
     strategies: Annotated[
         str, typer.Option(metavar="NAMES", help="Which, with commas between.")
     ] = "local,sar,macrobatch,tma,pipe",
-    workers: Annotated[int, typer.Option("--workers", "-w", metavar="N", min=1, help="Of each but local.")] = 2,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-w", metavar="N", min=1, help="Of each but local. Default 2.")
+    ] = None,
     model: Annotated[str | None, Model] = None,
     task: Annotated[str | None, Task] = None,
     split: Annotated[str | None, SplitRule] = None,
@@ -62,7 +65,7 @@ def compare(
     from gnnfleet.graph.store import open_store
     from gnnfleet.report.progress import show
     from gnnfleet.run.comparing import Contest, check_all, parse_strategies, split_words, steps_of_a_pass, train_all
-    from gnnfleet.run.config import nest, overlay, parse_value, read_toml, resolve
+    from gnnfleet.run.config import nest, overlay, parse_value, read_toml
 
     names = parse_strategies(strategies)
     common, own = split_words({key: parse_value(value) for key, value in parse_settings(settings).items()})
@@ -70,12 +73,13 @@ def compare(
     options = {"model": None if model is None else {"name": model}, "task": task, "split": split, "seed": seed}
     words = overlay(words, {key: value for key, value in options.items() if value is not None})
     words.pop("strategy", None)
-    resolve({key: value for key, value in words.items() if key != "partition"})  # what is wrong for all is said once
+    each = words.pop("workers", 2) if workers is None else workers
+    contest = Contest(store, output / RUNS, names, each, words, own)
     graph = open_store(store)
-    contest = Contest(store, output / RUNS, names, workers, words, own)
+    contest.check_some()  # what is wrong for all is said once
     if "tma" in names:
-        own.setdefault("tma", {}).update(steps_of_a_pass(graph, contest.config("tma")))
-    contest.check_some()
+        with suppress(GnnfleetError):  # said when its turn comes
+            own.setdefault("tma", {}).update(steps_of_a_pass(graph, contest.config("tma")))
     make_room(output, overwrite=overwrite)
     with show(quiet) as progress:
         done = train_all(contest, progress=progress, say=partial(remark, quiet=quiet))
@@ -95,7 +99,8 @@ def make_room(folder: Path, *, overwrite: bool, beside: Sequence[str] = ()) -> N
         own = {RUNS, PAGE, MARK, *beside}
         ours = folder.is_dir() and (folder / MARK).is_file() and all(path.name in own for path in folder.iterdir())
         if not overwrite or not ours:
-            raise ConfigError(f"{folder} is not empty: choose another --output, or --overwrite what was compared there")
+            way = "" if overwrite else ", or --overwrite what was compared there"
+            raise ConfigError(f"{folder} is not empty: choose another --output{way}")
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     try:
@@ -133,7 +138,7 @@ def show_runs(runs: Sequence[Run], verdicts: Mapping[str, Verdict], page: Path, 
     results = []
     for run in runs:
         verdict = verdicts.get(run["name"])
-        told = {} if verdict is None else {"equals_local": verdict.equals, "difference": verdict.difference}
+        told = {} if verdict is None else verdict.as_json()
         results.append(
             {"run": run["name"], "strategy": run["strategy"], "workers": run["workers"], **summary(run), **told}
         )

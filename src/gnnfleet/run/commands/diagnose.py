@@ -113,12 +113,11 @@ def diagnose(
 
 
 def _resolve(file: Path | None, settings: Sequence[str] | None, options: dict[str, Any]) -> RunConfig:
-    from gnnfleet.run.config import nest, overlay, parse_value, read_toml, resolve
+    from gnnfleet.run.config import layered, parse_value, read_toml, resolve
     from gnnfleet.strategies.tma.config import TmaConfig
 
     given = {key: parse_value(value) for key, value in parse_settings(settings).items()}
-    words = overlay({} if file is None else read_toml(file), nest(given))
-    words = overlay(words, {**options, "strategy": {"name": "tma"}})
+    words = layered({} if file is None else read_toml(file), given, {**options, "strategy": {"name": "tma"}})
     resolved = resolve({"workers": WORKERS, **words})
     if not isinstance(resolved.strategy, TmaConfig):
         raise ConfigError("strategy.scheme=ggs deals no nodes: leave it out")

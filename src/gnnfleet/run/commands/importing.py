@@ -63,7 +63,8 @@ NodeTables = Annotated[
     typer.Option(
         "--nodes",
         metavar="TYPE=FILES",
-        help="A node type: files and own columns, by commas: user=u.csv,id=key. Repeatable.",
+        help="A node type: files and own columns, by commas, several features by spaces: "
+        "'user=u.csv,id=key,features=age f*'. Repeatable.",
     ),
 ]
 EdgeTables = Annotated[
@@ -249,7 +250,9 @@ def _one_graph(sources: Sequence[str], given: Mapping[str, Any]) -> tuple[str, d
         attributes = {words[option]: named.pop(option) for option in words if option in named}
         attributes |= {lists[option]: named.pop(option).split(",") for option in lists if option in named}
     if named:
-        raise ConfigError(f"--{next(iter(named))} does not concern {sources[0]}: leave it out")
+        word = next(iter(named))
+        option = "split-column" if word == "split" else word
+        raise ConfigError(f"--{option} does not concern {sources[0]}: leave it out")
     return sources[0], attributes
 
 

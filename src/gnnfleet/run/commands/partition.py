@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gnnfleet.errors import ConfigError
 from gnnfleet.run.console import JsonFlag, QuietFlag, emit, remark
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def partition(
         Path | None, typer.Option("--output", "-o", help="Where to write. Default STORE/parts/NAME.")
     ] = None,
     ids: Annotated[
-        Path | None, typer.Option(help="Also write a Parquet table of original id, node type and part.")
+        Path | None, typer.Option(help="Also write a table of original id, node type and part: Parquet, or FILE.csv.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Assign and count only, write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing partition.")] = False,
@@ -72,6 +74,10 @@ def partition(
     from gnnfleet.run.commands.info import partition_table
     from gnnfleet.run.parts import partition_name
 
+    if ids is not None:
+        if dry_run:
+            raise ConfigError("--dry-run writes nothing, found --ids: leave one of them out")
+        check_place(ids)
     graph = open_sound(store)
     options: dict[str, Any] = {"imbalance": imbalance, "clusters": clusters, "tries": tries}
     options = {name: value for name, value in options.items() if value is not None}
@@ -97,22 +103,28 @@ def partition(
     remark("nothing written (--dry-run)" if dry_run else f"written to {target}", quiet=quiet or as_json)
 
 
+def check_place(path: Path) -> None:
+    """Raise ConfigError where no file can be written; nothing is made yet."""
+    parent = next(each for each in path.absolute().parents if each.exists())
+    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(
+            f"--ids {path} cannot be written: expected a file in a directory that is there or can be made"
+        )
+
+
 def write_ids(graph: Graph, assignment: Assignment, path: Path) -> None:
     """One row per node: original id, node type, part; several node types with ids of different kinds become strings."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
+
+    from gnnfleet.run.prediction import write_table
 
     columns = [nodes.ids.values() for nodes in graph.nodes.values()]
     if len({column.type for column in columns}) > 1:
         columns = [column.cast(pa.large_string()) for column in columns]
-    kinds = [kind for kind, nodes in graph.nodes.items() for _ in range(nodes.count)]
-    content = pa.table(
-        {
-            "id": pa.chunked_array(columns),
-            "type": pa.array(kinds, pa.string()).dictionary_encode(),
-            "part": assignment.part,
-        }
-    )
-    partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(content, partial)
-    partial.replace(path)
+    kinds = pa.array([kind for kind, nodes in graph.nodes.items() for _ in range(nodes.count)], pa.string())
+    content = {
+        "id": pa.chunked_array(columns),
+        "type": kinds if path.suffix.lower() == ".csv" else kinds.dictionary_encode(),
+        "part": assignment.part,
+    }
+    write_table(path, iter([pa.table(content)]))

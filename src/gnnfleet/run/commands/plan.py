@@ -38,7 +38,9 @@ class GoalWord(StrEnum):
 def plan(
     store: Annotated[Path, typer.Argument(help="The store.")],
     model: Annotated[str | None, Model] = None,
-    workers: Annotated[int, typer.Option("--workers", "-w", metavar="N", help="Processes that would train.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-w", metavar="N", help="Processes that would train. Default 1.")
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What each worker may hold in all, as 4GiB; more is refused.")
     ] = None,
@@ -72,7 +74,7 @@ def plan(
     prefer_huge_pages()
     from gnnfleet.graph.store import open_store
     from gnnfleet.report.sizes import parse_rate
-    from gnnfleet.run.config import nest, overlay, parse_value, read_toml
+    from gnnfleet.run.config import layered, parse_value, read_toml
     from gnnfleet.run.plan import make_plan
     from gnnfleet.run.registry import AUTO
 
@@ -89,7 +91,7 @@ def plan(
         "partition": partition,
         "memory": memory,
     }
-    words = overlay(overlay(words, nest(given)), {key: value for key, value in options.items() if value is not None})
+    words = layered(words, given, {key: value for key, value in options.items() if value is not None})
     rate = None if bandwidth is None else parse_rate(bandwidth)
     only = [] if strategies is None else [name.strip() for name in strategies.split(",")]
     found = make_plan(open_store(store), words, bandwidth=rate, only=only, quiet=quiet)

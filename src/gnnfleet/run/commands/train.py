@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gnnfleet.comm.seat import Seat
+from gnnfleet.errors import ConfigError
 from gnnfleet.run.allocator import prefer_huge_pages
 from gnnfleet.run.console import JsonFlag, QuietFlag, emit, parse_settings, remark, size_text, table
 
@@ -146,7 +147,7 @@ def train(
     if seat is not None and seat.size > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is reported once, in our words
     from gnnfleet.graph.store import open_store
-    from gnnfleet.run.config import nest, overlay, parse_value, read_toml
+    from gnnfleet.run.config import layered, parse_value, read_toml
     from gnnfleet.run.prepare import Place
     from gnnfleet.run.training import run_training
 
@@ -164,7 +165,7 @@ def train(
         "precision": None if precision is None else str(precision),
         "report": {"trace": True} if trace else None,
     }
-    words = overlay(overlay(words, nest(given)), {key: value for key, value in options.items() if value is not None})
+    words = layered(words, given, {key: value for key, value in options.items() if value is not None})
     place = Place(run_dir, keep=True, resume=resume)
 
     def show(record: RunRecord, resolved: RunConfig) -> None:
@@ -177,6 +178,8 @@ def train(
     if seat is not None and seat.size > 1:
         from gnnfleet.run.torchrun import train_as_rank
 
+        if max_restarts:
+            raise ConfigError("restarts are torchrun's: put --max-restarts before -m gnnfleet")
         train_as_rank(seat, store, words, place=place, quiet=quiet, show=show)
     graph = open_store(store)
     if resume and run_dir is not None and not (run_dir / "config.json").exists():
