@@ -54,7 +54,7 @@ def test_a_run_goes_on_with_resume(place: Path) -> None:
     gf.train(place / "store", epochs=2, resume=True, **words)
     paths = [place / run / "checkpoints" / "last" for run in ("through", "resumed")]
     states = [load_checkpoint(path)[0] | load_private(path, 0) for path in paths]
-    assert set(states[0]) == {"model", "optimizer", PRIVATE} and "memory/mail" in states[0][PRIVATE]
+    assert set(states[0]) == {"model", "optimizer", "trained", PRIVATE} and "memory/mail" in states[0][PRIVATE]
     for part, tensors in states[0].items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, states[1][part][name]), (part, name)

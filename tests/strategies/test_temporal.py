@@ -418,3 +418,23 @@ def test_bf16_stays_near() -> None:
     exact, rounded = made(graph), made(graph, {"precision": "bf16"})
     for a, b in zip(exact.steps(0), rounded.steps(0), strict=True):
         assert b.loss == pytest.approx(a.loss, rel=0.15)
+
+
+def test_evaluations_are_of_an_average_of_weights() -> None:
+    """Training does not know of it; a state has both, and a model that is kept is the average."""
+    plain, averaged = made(events(), {"strategy": {"average": 0}}), made(events(), {"strategy": {"average": 0.5}})
+    wanted: dict[str, Tensor] = {}
+    for number, (one, two) in enumerate(zip(plain.steps(0), averaged.steps(0), strict=True), 1):
+        assert one.loss == two.loss
+        keep = min(0.5, number / (number + 9))
+        now = {name: weight.detach().clone() for name, weight in plain.model.named_parameters()}
+        wanted = {name: keep * wanted.get(name, weight) + (1 - keep) * weight for name, weight in now.items()}
+    state = {part: {name: t.clone() for name, t in each.items()} for part, each in averaged.state_dict().items()}
+    for name, weight in plain.model.named_parameters():
+        torch.testing.assert_close(state["model"][name], wanted[name])
+        assert torch.equal(state["trained"][name], weight) and torch.equal(averaged.model.get_parameter(name), weight)
+    found = averaged.evaluate("test")
+    kept = made(events(), {"strategy": {"average": 0}})
+    kept.load_state_dict({"model": state["model"]})
+    assert kept.evaluate("test") == found != plain.evaluate("test")
+    assert "trained" not in plain.state_dict()

@@ -19,7 +19,7 @@ from gnnfleet.report.epochs import EpochDisplay, NoDisplay
 from gnnfleet.report.metrics import Sink
 from gnnfleet.run.checkpoint import Position
 from gnnfleet.run.meter import Meter, NoMeter
-from gnnfleet.strategies.base import OWN, State, StepRecord, Strategy, TrainConfig
+from gnnfleet.strategies.base import OWN, TRAINED, State, StepRecord, Strategy, TrainConfig
 
 
 class Keeper(Protocol):
@@ -68,11 +68,14 @@ class _Best:
     def __init__(self, state: State | None) -> None:
         self.state = state
         self.unsaved: Position | None = None  # where the run stood when they were found
+        self.averaged = False  # whether they are others than those that were trained
 
     def take(self, strategy: Strategy, position: Position) -> None:
+        state = strategy.state_dict()
+        self.averaged = TRAINED in state
         self.state = {
             part: {name: tensor.detach().clone() for name, tensor in tensors.items()}
-            for part, tensors in strategy.state_dict().items()
+            for part, tensors in state.items()
             if part in ("model", OWN)
         }
         self.unsaved = position
@@ -152,7 +155,7 @@ def fit(strategy: Strategy, plan: Plan, *, start: Position | None = None, best: 
             last_saved = position.epoch
     if last_saved < position.epoch:
         saved.save(strategy, position)
-    if kept.state is not None and position.best_epoch != position.epoch:
+    if kept.state is not None and (position.best_epoch != position.epoch or kept.averaged):
         strategy.load_state_dict(kept.state)
     if not plan.validates:
         position = replace(position, best_epoch=position.epoch)

@@ -39,6 +39,9 @@ IDS = "/ids"
 PRIVATE = "private"
 """What of a state belongs to a rank of exactly this world, {name: tensor}; others do without it."""
 
+TRAINED = "trained"
+"""The part of a state with the weights that are trained, where its model is an average of them."""
+
 PRECISIONS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 """The dtype of weights and features; bf16 is for what dense products give, and read where the CPU multiplies it."""
 

@@ -33,6 +33,7 @@ from gnnfleet.report.traffic import Traffic
 from gnnfleet.strategies.base import (
     PRECISIONS,
     PRIVATE,
+    TRAINED,
     Prediction,
     State,
     StepRecord,
@@ -42,6 +43,7 @@ from gnnfleet.strategies.base import (
     products,
 )
 from gnnfleet.strategies.task import Take
+from gnnfleet.strategies.temporal.average import Average
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.evaluation import Evaluator
 from gnnfleet.strategies.temporal.memory import Memory
@@ -74,6 +76,7 @@ class TemporalStrategy:
         self._config, self._job = config, job
         self._aside = replace(job.world, traffic=Traffic())  # for what is no part of training
         self._optimizer = make_optimizer(self.model, job.train, fused=True)
+        self._average = Average(self.model, config.average)
         stream, dtype = job.task.stream, PRECISIONS[job.precision]
         self._lookout = Lookout(
             stream,
@@ -132,6 +135,7 @@ class TemporalStrategy:
             for group in self._optimizer.param_groups:
                 group["lr"] = self._pace.at(work.iteration)
             self._optimizer.step()
+            self._average.step()
         return total / max(count, 1), int(count)
 
     def _loss(self, work: Work, static: Tensor | None) -> tuple[Tensor, int]:
@@ -215,20 +219,20 @@ class TemporalStrategy:
 
     def validate(self) -> dict[str, float]:
         """On val with few negatives, after the state that the present weights are in."""
-        part = self._job.task.parts["val"]
-        memory = self._after(part.first)
-        found = self._evaluator.measure(memory, self._static(), "val", full=False)
-        self._known = part.first + len(part), memory
-        return found
+        return self._measure("val", full=False)
 
     def evaluate(self, split: str) -> dict[str, float]:
         if not len(self._job.task.items(split)):
             raise ConfigError(f"the {split} split is empty: choose another --split")
         if split == "train":
             raise ConfigError("events are evaluated on val or test, found --split train")
-        part = self._job.task.parts[split]
-        memory = self._after(part.first)
-        found = self._evaluator.measure(memory, self._static(), split, full=True)
+        return self._measure(split, full=True)
+
+    def _measure(self, split: str, *, full: bool) -> dict[str, float]:
+        part, static = self._job.task.parts[split], self._static()
+        with self._average.used():
+            memory = self._after(part.first)
+            found = self._evaluator.measure(memory, static, split, full=full)
         self._known = part.first + len(part), memory
         return found
 
@@ -238,16 +242,17 @@ class TemporalStrategy:
         They follow the stream: none may be earlier than its last one. The state moves on and the stream grows, so the
         next call goes on behind them.
         """
-        first = len(self.task.stream)
+        first, static = len(self.task.stream), self._static()
         task = replace(self.task, stream=self.task.stream.followed_by(events))
-        memory = self._after(first)
-        self._lookout.recent.append(events.src, events.dst, events.t)
-        self._walker = self._evaluating(task, replace(self._lookout, stream=task.stream))
         bounds = events.batches(self._config.eval_batch, keep_ties=False)
-        found = [
-            self._walker.probabilities(memory, self._static(), first + low, first + high)
-            for low, high in itertools.pairwise(bounds)
-        ]
+        with self._average.used():
+            memory = self._after(first)
+            self._lookout.recent.append(events.src, events.dst, events.t)
+            self._walker = self._evaluating(task, replace(self._lookout, stream=task.stream))
+            found = [
+                self._walker.probabilities(memory, static, first + low, first + high)
+                for low, high in itertools.pairwise(bounds)
+            ]
         self._known = first + len(events), memory
         return torch.cat(found) if found else torch.empty(0)
 
@@ -307,10 +312,14 @@ class TemporalStrategy:
     def state_dict(self) -> State:
         self._static()
         table = {} if self._table is None else {STATIC: self._table}
+        with self._average.used():
+            model = {**self.model.state_dict(), **table}
+        trained = self._average.state()
         return {
-            "model": {**self.model.state_dict(), **table},
+            "model": model,
             "optimizer": optimizer_tensors(self.model, self._optimizer),
             PRIVATE: self.turns.state(),
+            **({TRAINED: trained} if trained else {}),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -319,6 +328,7 @@ class TemporalStrategy:
         if STATIC in weights:
             self._table = weights.pop(STATIC).clone()
         self.model.load_state_dict(weights)
+        self._average.load(state.get(TRAINED, {}))
         if "optimizer" in state:
             load_optimizer(self.model, self._optimizer, state["optimizer"])
         if PRIVATE in state:
