@@ -26,7 +26,14 @@ EVENTS, BATCH, NEAR, SCORED = 48, 8, 3, 3
 def made(**words: object) -> TemporalStrategy:
     graph = make_dataset("events", users=12, items=8, events=EVENTS, features=3, topics=2, ties=0.3, seed=3)
     base = {
-        "strategy": {"name": "temporal", "batch": BATCH, "static": False, "lr_decay": 0, "eval_batch": SCORED},
+        "strategy": {
+            "name": "temporal",
+            "batch": BATCH,
+            "static": False,
+            "lr_decay": 0,
+            "eval_batch": SCORED,
+            "average": 0,
+        },
         "model": {"hidden": 8, "neighbours": NEAR, "time_width": 4, "dropout": 0.0, **words},
         "train": {"optimizer": "sgd", "momentum": 0.0, "lr": 0.05},
         "link": {"negatives": 2},
