@@ -123,7 +123,7 @@ def train(world: Any, graph: str, store: Path, cut: Path | None, words: dict[str
             pass
         seconds.append(time.perf_counter() - started)
         sent, rounds = world.traffic.bytes_sent - before[0], world.traffic.rounds - before[1]
-    strategy.evaluate("val")
+    strategy.validate()
     own = torch.tensor([[peak_rss(), sent, rounds]])
     every = torch.cat(gather_rows(world, own)).tolist()
     return {

@@ -37,7 +37,7 @@ SAR: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"name": "gat", "heads": 2, "edge_features": True}, {"keep": True}),
 ]
 PIPE: list[tuple[dict[str, Any], int, int, int]] = [
-    ({"name": "sage"}, 2, 2, 2),
+    ({"name": "sage"}, 3, 3, 3),
     ({"name": "gcn2", "layers": 4}, 4, 2, 8),
 ]
 

@@ -15,6 +15,7 @@ from gnnfleet.graph.store import save_store
 from gnnfleet.report.sizes import parse_rate
 from gnnfleet.run import training
 from gnnfleet.run.plan import _recommend, make_plan
+from gnnfleet.run.trials import corrected, length_of, worth_trying
 from gnnfleet.strategies.forecast import Forecast
 from tests.run.shell import call, run_json
 
@@ -50,6 +51,34 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     nothing = _recommend(EVERY, 1 << 20, "exact")
     assert nothing.best is None
     assert nothing.why[0].startswith("nothing fits into --memory 1 MiB; the least that any needs is 381 MiB (tma)")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "relay", "length"),
+    [
+        (0.1, 1, 1, (0, 3)),  # a full batch: three epochs after the first
+        (2.0, 1, 1, (0, 1)),
+        (4.0, 1, 1, None),  # two of them take too long
+        (100.0, 1000, 1, (4, 15)),  # some steps of a long epoch
+        (100.0, 1000, 20, (20, 20)),  # never a piece of a relay
+        (2.0, 40, 20, (20, 20)),
+        (2.0, 30, 20, (0, 1)),
+        (3e4, 1000, 1, None),
+    ],
+)
+def test_trials_are_short(seconds: float, steps: int, relay: int, length: tuple[int, int] | None) -> None:
+    assert length_of(forecast("macrobatch", seconds, 1.0, steps=steps, relay=relay)) == length
+
+
+def test_what_is_tried_corrects_the_others() -> None:
+    """Two of a strategy are tried, the fastest; what is refused, takes too much or has its own clock is not."""
+    sar = [forecast("sar", seconds, 600e6) for seconds in (2.0, 1.0, 1.5, 1.2)]
+    every = [*EVERY, *sar, forecast("local", 0.1, 2e9), forecast("tma", 1.0, 1.0, is_walk=False)]
+    chosen = worth_trying(every, {2: 1e9})
+    assert {id(each) for each in chosen} == {id(sar[1]), id(sar[3]), id(EVERY[2])}
+    made = corrected(every, {id(sar[1]): 2.0, id(sar[3]): 1.2})
+    assert [each.seconds for each in made] == [4.0, 3.0, 1.0, 10.0, 0.0, 3.0, 2.0, 2.25, 1.2, 0.1, 1.0]
+    assert made[6].reasons[-1] == "an epoch was tried: 2 s; foreseen were 1 s" and not made[5].reasons
 
 
 @pytest.mark.parametrize(("text", "rate"), [("1Gbit", 125e6), ("800 Mbit", 1e8), ("125MB", 125e6), ("2GiB/s", 2**31)])
@@ -133,6 +162,7 @@ def test_auto_trains_what_is_recommended(store: Path, tmp_path: Path) -> None:
     record = json.loads(done.stdout)
     assert config["strategy"]["name"] == record["strategy"] != "auto" and config["workers"] == record["workers"]
     assert f"strategy auto: {record['strategy']}" in done.stderr
+    assert "an epoch was tried: " in done.stderr
     more = call("train", store, *words[:-1], "train.epochs=3", "--strategy", "auto", "--run-dir", run, "--resume")
     assert more.returncode == 0, more.stderr
 

@@ -1,8 +1,8 @@
 """Which strategy for this graph, model and cluster: forecasts of all of them, what fits, and what is recommended.
 
-Nothing is trained. Cuts that strategies need are made and kept in the store, as ``train`` would; layers are timed on a
-piece of the graph, by one process and by all workers at once, or with a bandwidth that is given for workers that have
-a machine like this one each.
+Nothing of what is trained is kept. Cuts that strategies need are made and kept in the store, as ``train`` would; layers
+are timed on a piece of the graph, by one process and by all workers at once, or with a bandwidth that is given for
+workers that have a machine like this one each. Where all workers are here, epochs that are short are tried.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from gnnfleet.report.progress import Progress, show
 from gnnfleet.report.sizes import show_size
 from gnnfleet.run.build import Checked, Here, check, check_events, job_of
 from gnnfleet.run.config import RunConfig, Tree, resolve
-from gnnfleet.run.parts import ensure_clusters, ensure_layouts, ensure_partition
+from gnnfleet.run.parts import ensure_clusters, ensure_cut, ensure_layouts, ensure_partition
 from gnnfleet.run.registry import AUTO, CONFIGS, foresee, foresees
-from gnnfleet.run.rehearsal import LATENCY, apart, rehearse, rehearse_events, try_together
+from gnnfleet.run.rehearsal import LATENCY, apart, rehearse, rehearse_events, try_epochs, try_together
+from gnnfleet.run.trials import Trial, corrected, length_of, run_trial, worth_trying
 from gnnfleet.strategies.base import Outlook, StrategyConfig
 from gnnfleet.strategies.forecast import Forecast, Pace
 from gnnfleet.strategies.foresight import Weights
@@ -114,6 +115,8 @@ def make_plan(
         else:
             planner = _Planner(stored, base, _among(taken, own), bandwidth, scratch, progress, quiet)
         every = [forecast for config in configs for forecast in planner.forecasts(config)]
+        if isinstance(planner, _Planner) and bandwidth is None:
+            every = planner.tried(every, words)
     return _recommend([*every, *cannot], base.memory, goal)
 
 
@@ -198,6 +201,32 @@ class _Planner:
         except ConfigError as error:
             words = {"name": config.strategy.name}
             return [Forecast(words=words, kind="exact", workers=config.workers, memory=0.0, refused=str(error))]
+
+    def tried(self, every: Sequence[Forecast], words: Mapping[str, Any]) -> list[Forecast]:
+        """Forecasts again, with the seconds of epochs that were tried."""
+        room = min(memory_limit(), self.base.memory or memory_limit())
+        chosen = worth_trying(every, {1: room, self.base.workers: min(room, memory_limit() / self.base.workers)})
+        found: dict[int, float] = {}
+        several = [each for each in chosen if each.workers > 1]
+        for each in chosen:
+            if each.workers == 1:
+                self.progress.stage(f"trial of {label(each)}")
+                found[id(each)] = run_trial(self.graph, self._trial(each, words))
+        if several:
+            self.progress.stage(f"trial of {', '.join(dict.fromkeys(each.name for each in several))}")
+            trials = [self._trial(each, words) for each in several]
+            took = try_epochs(self.graph, self.base, trials, scratch=self.scratch)
+            found |= {id(each): seconds for each, seconds in zip(several, took, strict=True)}
+        return corrected(every, found)
+
+    def _trial(self, forecast: Forecast, words: Mapping[str, Any]) -> Trial:
+        tree = {**_without_strategy(words), "strategy": dict(forecast.words), "workers": forecast.workers}
+        config = resolve(tree if forecast.workers > 1 else {**tree, "partition": None})
+        cut = ensure_cut(self.graph, self.checked.graph, config, progress=self.progress, quiet=self.quiet)
+        length = length_of(forecast)
+        assert length is not None and self.graph.store is not None
+        below = None if cut is None else str(cut.relative_to(self.graph.store.path))
+        return Trial(config.model_dump(mode="json"), below, forecast.steps, *length)
 
     @cached_property
     def outlook(self) -> Outlook:

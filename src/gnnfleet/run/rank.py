@@ -30,7 +30,7 @@ from gnnfleet.nn.own import naming_line
 from gnnfleet.report.progress import show
 from gnnfleet.report.record import RunRecord
 from gnnfleet.run.build import Here, build
-from gnnfleet.run.config import resolve
+from gnnfleet.run.config import RunConfig, resolve
 from gnnfleet.run.console import remark
 from gnnfleet.run.course import beside, find_start, run_course
 from gnnfleet.run.directory import RunDirectory
@@ -48,17 +48,21 @@ def run_spec(spec: Spec, world: World, *, store: Path | None = None) -> RunRecor
             graph = open_same(spec, world, store=store)
             assert graph.store is not None
             say = partial(directory.say, quiet=quiet) if world.is_first else (lambda text: None)
-            here = Here(world, progress=progress, say=say)
-            cut = graph.store.path / spec.partition
-            if config.strategy.cut == "chunks":
-                here = replace(here, layouts=open_layouts(cut))
-            elif config.strategy.cut != "none":
-                here = replace(here, shard=open_sound_part(cut, world.rank))
+            here = with_cut(Here(world, progress=progress, say=say), config, graph.store.path / spec.partition)
             built = build(graph, config, here=here)
         start = find_start(directory, beside(world), rows_by_owner(built.strategy.model))
         record = run_course(built, config, directory, start=start, quiet=quiet)
         built.strategy.close()
     return record
+
+
+def with_cut(here: Here, config: RunConfig, cut: Path | None) -> Here:
+    """With what a strategy needs of a cut: its part, or all layouts of chunks."""
+    if cut is None or config.strategy.cut == "none":
+        return here
+    if config.strategy.cut == "chunks":
+        return replace(here, layouts=open_layouts(cut))
+    return replace(here, shard=open_sound_part(cut, here.world.rank))
 
 
 def open_own(spec: Spec, world: World) -> tuple[Graph, Shard]:

@@ -16,6 +16,7 @@ from gnnfleet.run.config import RunConfig, resolve
 from gnnfleet.run.launch import launch
 from gnnfleet.run.rank import open_own, open_same
 from gnnfleet.run.spec import Spec
+from gnnfleet.run.trials import Trial, run_trial
 from gnnfleet.strategies.forecast import LayerPace, Pace
 from gnnfleet.strategies.pace import Draw, measure_pace
 from gnnfleet.strategies.pipe import forecast as pipe
@@ -39,6 +40,12 @@ def try_together(graph: Graph, config: RunConfig, layouts: Path, *, scratch: Pat
     """What all workers say of a strategy that streams chunks."""
     assert graph.store is not None
     return _launch(graph, config, str(layouts.relative_to(graph.store.path)), {}, scratch)
+
+
+def try_epochs(graph: Graph, config: RunConfig, trials: Sequence[Trial], *, scratch: Path) -> list[float]:
+    """Seconds of epochs of all workers of a config, one setting after the other."""
+    found = _launch(graph, config, "", {"trials": [trial.as_json() for trial in trials]}, scratch)
+    return [float(each) for each in found["seconds"]]
 
 
 def rehearse_events(
@@ -67,6 +74,10 @@ def _launch(
 def rehearse_spec(spec: Spec, world: World) -> dict[str, Any]:
     """This rank's share."""
     config, words = resolve(spec.config), dict(spec.rehearsal or {})
+    if "trials" in words:
+        graph = open_same(spec, world)
+        with naming_line(config.model.file):
+            return {"seconds": [run_trial(graph, Trial(**trial), world) for trial in words["trials"]]}
     if isinstance(config.strategy, TemporalConfig):
         on_events = event_job(open_same(spec, world), config, Here(world))
         shapes = [Shape(*sizes) for sizes in words["shapes"]]

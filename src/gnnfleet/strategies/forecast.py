@@ -31,6 +31,8 @@ class Forecast:
     seconds: float = 0.0  # of an epoch
     passes: float = 1.0  # over the training items in an epoch; a round of tma may have any number
     steps: int = 1  # of the optimizer in an epoch
+    relay: int = 1  # steps that share what they fetch
+    is_walk: bool = True  # whether all workers take every step together: such an epoch can be tried
     reasons: tuple[str, ...] = ()  # what decides
     refused: str = ""  # why it cannot be done at all
 

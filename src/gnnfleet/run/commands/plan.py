@@ -66,10 +66,10 @@ def plan(
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Predict memory, bytes, rounds and seconds per epoch of every strategy, without training, and recommend one.
+    """Predict memory, bytes, rounds and seconds per epoch of every strategy, and recommend one.
 
-    The graph is cut as train would cut it; a few seconds go into timing layers on a piece of it and the links between
-    workers. Words of strategies (--set 'strategy.fanouts=[10,5]') go to all that know them.
+    The graph is cut as train would cut it; a minute at most goes into timing layers on a piece of it and the links
+    between workers, and into trying what is foreseen to take a few seconds. Words of strategies (--set 'strategy.fanouts=[10,5]') go to all that know them.
     """
     prefer_huge_pages()
     from gnnfleet.graph.store import open_store

@@ -159,6 +159,7 @@ class _Epoch:
             rounds=rounds,
             seconds=max(layers, shown) if self.ahead else layers + shown,
             steps=self.steps,
+            relay=min(together, self.steps),
             reasons=self._reasons(together, making, work, travel),
         )
 

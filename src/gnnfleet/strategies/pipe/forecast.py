@@ -58,7 +58,7 @@ def _forecast(config: PipeConfig, outlook: Outlook, found: Found, layout: Layout
     rounds = grid.slots * min(2, grid.stages - 1)
     if layout.ways > 1:
         trips = sum(layer.trips for layer in found.work.layers)
-        rounds += grid.slots * trips * (layout.ways - 1) // grid.stages + 1
+        rounds += grid.slots * trips // grid.stages + 1
     return Forecast(
         words={
             **config.model_dump(exclude_defaults=True),

@@ -38,7 +38,7 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     warmup: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     # The rate after e epochs is 1 / (1 + lr_decay · e) of what it would be.
     lr_decay: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    # Evaluations and what is kept are of a mean of weights, of which a step leaves this share; 0: of the last weights.
+    # Evaluations and what is kept are of a mean of weights, of which a batch leaves this share; 0: of the last weights.
     average: float = Field(default=0.99, ge=0, lt=1, allow_inf_nan=False)
     relation: str = ""  # the edge type whose events are predicted, where several have times
     # When nodes are looked at: each at the time of its event, or once per batch, when it begins, which is cheaper and

@@ -76,7 +76,6 @@ class TemporalStrategy:
         self._config, self._job = config, job
         self._aside = replace(job.world, traffic=Traffic())  # for what is no part of training
         self._optimizer = make_optimizer(self.model, job.train, fused=True)
-        self._average = Average(self.model, config.average)
         stream, dtype = job.task.stream, PRECISIONS[job.precision]
         self._lookout = Lookout(
             stream,
@@ -89,7 +88,9 @@ class TemporalStrategy:
             job.seed if config.events == "drawn" else None,
         )
         self.turns = self._arrange()
+        self._together = self.turns.schedule.shape.lanes * self.turns.schedule.shape.copies  # batches of a step
         self._pace = self._paced()
+        self._average = Average(self.model, config.average**self._together)
         self._tally = torch.nn.Parameter(torch.zeros(2, dtype=dtype))  # loss and count, summed as gradients are
         self._shown = 0  # the epoch that was trained last
         self._table: Tensor | None = None  # learnt of nodes; made when it is first needed
@@ -183,10 +184,9 @@ class TemporalStrategy:
 
     def _paced(self) -> Pace:
         """How fast trainers learn together."""
-        config, schedule = self._config, self.turns.schedule
-        together = schedule.shape.lanes * schedule.shape.copies
+        config, together = self._config, self._together
         factor = {"linear": float(together), "sqrt": together**0.5, "none": 1.0}[config.lr_scale]
-        epoch = max(schedule.sweep / together, 1.0)
+        epoch = max(self.turns.schedule.sweep / together, 1.0)
         warmup = round(config.warmup * epoch) if factor > 1 else 0
         return Pace(self._job.train.lr, factor, warmup, config.lr_decay, epoch)
 

@@ -58,6 +58,7 @@ def _scheme(config: TmaConfig, outlook: Outlook) -> Forecast:
         seconds=a_round,
         passes=made / steps,
         steps=int(made * workers),
+        is_walk=False,
         reasons=(
             f"{trainer.kept:.0%} of the edges are inside parts",
             f"a step takes {step:.2g} s, so a round has {made:.0f} of each trainer",
