@@ -68,8 +68,8 @@ def plan(
 ) -> None:
     """Predict memory, bytes, rounds and seconds per epoch of every strategy, and recommend one.
 
-    The graph is cut as train would cut it; layers are timed on a piece of it, so are the links between workers, and what
-    is foreseen to take a few seconds is tried. Words of strategies (--set 'strategy.fanouts=[10,5]') go to all that know
+    The graph is cut as train would cut it; layers are timed on a piece of it, so are links between workers, and what is
+    foreseen to take a few seconds is tried. Words of strategies (--set 'strategy.fanouts=[10,5]') go to all that know
     them.
     """
     prefer_huge_pages()
