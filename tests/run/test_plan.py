@@ -76,7 +76,8 @@ def test_what_is_tried_corrects_the_others() -> None:
     every = [*EVERY, *sar, forecast("local", 0.1, 2e9), forecast("tma", 1.0, 1.0, is_walk=False)]
     chosen = worth_trying(every, {2: 1e9})
     assert {id(each) for each in chosen} == {id(sar[1]), id(sar[3]), id(EVERY[2])}
-    made = corrected(every, {id(sar[1]): 2.0, id(sar[3]): 1.2})
+    made = corrected(every, {id(sar[1]): 2.0, id(sar[3]): 1.2, id(EVERY[2]): "no such layer"})
+    assert made[2].refused == "no such layer" and not made[1].refused
     assert [each.seconds for each in made] == [4.0, 3.0, 1.0, 10.0, 0.0, 3.0, 2.0, 2.25, 1.2, 0.1, 1.0]
     assert made[6].reasons[-1] == "an epoch was tried: 2 s; foreseen were 1 s" and not made[5].reasons
 

@@ -2,7 +2,8 @@
 
 A letter is a few words and perhaps tensors as bytes; it is there as a whole or not at all. The server is torch's
 TCPStore, which drops values above 8 MiB, so bodies go in pieces. Nobody waits inside the server: whoever waits looks
-again. Serves one thread; threads open connections of their own.
+again; and nobody waits for a link that is cut: the connection counts as lost within seconds, so that a new one is there
+soon after the link is. Serves one thread; threads open connections of their own.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import json
 import os
 import secrets
 import socket
+import stat
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +36,13 @@ PATIENCE = 30.0
 
 ANSWER = 2.0
 """Seconds a value may take to be there."""
+
+CUT = 3.0
+"""Seconds for which a link may carry nothing of what was sent before its connection counts as lost. TCP itself waits
+twice as long after every try, so that after a cut of ten seconds it is silent for another ten."""
+
+KNOCK = 1.5
+"""Seconds a server may take to answer whoever had a connection before: one packet may be lost."""
 
 
 MOST_PORT = 65535
@@ -80,9 +91,8 @@ class Post:
             ears.bind((host, port))
             ears.listen(128)
             place = ears.getsockname()[1]
-            near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
             store = TCPStore(
-                near,
+                _near(host),
                 place,
                 is_master=True,
                 wait_for_workers=False,
@@ -101,10 +111,14 @@ class Post:
                 wait_for_workers=False,
                 timeout=timedelta(seconds=PATIENCE),
             )
+        _notice_cuts(address.port)
         return cls(address, store)
 
     def another(self) -> Post:
-        """A connection of its own, for another thread."""
+        """A connection of its own, for another thread or in place of one that was lost; not made where nobody answers
+        at once."""
+        with _lost(self.address):
+            socket.create_connection((_near(self.address.host), self.address.port), KNOCK).close()
         return Post.connect(self.address)
 
     def has(self, key: str) -> bool:
@@ -185,5 +199,26 @@ class Pulse:
 def _lost(address: Address) -> Iterator[None]:
     try:
         yield
-    except (torch.distributed.DistError, RuntimeError) as error:
+    except (torch.distributed.DistError, RuntimeError, OSError) as error:
         raise ExchangeError(f"lost the coordinator's server at {address}: {str(error).splitlines()[0]}") from error
+
+
+def _near(host: str) -> str:
+    """Where a server that listens on all interfaces is reached from its own machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _notice_cuts(port: int) -> None:
+    """Tell the connections of this process to a port to give up soon; torch does not hand out its sockets."""
+    if not sys.platform.startswith("linux"):
+        return
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as twin:
+                if twin.family in (socket.AF_INET, socket.AF_INET6) and twin.getpeername()[1] == port:
+                    twin.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+                    twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+                    twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * CUT))

@@ -34,7 +34,7 @@ from gnnfleet.run.config import RunConfig, Tree, resolve
 from gnnfleet.run.parts import ensure_clusters, ensure_cut, ensure_layouts, ensure_partition
 from gnnfleet.run.registry import AUTO, CONFIGS, foresee, foresees
 from gnnfleet.run.rehearsal import LATENCY, apart, rehearse, rehearse_events, try_epochs, try_together
-from gnnfleet.run.trials import Trial, corrected, length_of, run_trial, worth_trying
+from gnnfleet.run.trials import Took, Trial, corrected, length_of, run_trial, worth_trying
 from gnnfleet.strategies.base import Outlook, StrategyConfig
 from gnnfleet.strategies.forecast import Forecast, Pace
 from gnnfleet.strategies.foresight import Weights
@@ -206,7 +206,7 @@ class _Planner:
         """Forecasts again, with the seconds of epochs that were tried."""
         room = min(memory_limit(), self.base.memory or memory_limit())
         chosen = worth_trying(every, {1: room, self.base.workers: min(room, memory_limit() / self.base.workers)})
-        found: dict[int, float] = {}
+        found: dict[int, Took] = {}
         several = [each for each in chosen if each.workers > 1]
         for each in chosen:
             if each.workers == 1:

@@ -16,7 +16,7 @@ from gnnfleet.run.config import RunConfig, resolve
 from gnnfleet.run.launch import launch
 from gnnfleet.run.rank import open_own, open_same
 from gnnfleet.run.spec import Spec
-from gnnfleet.run.trials import Trial, run_trial
+from gnnfleet.run.trials import Took, Trial, run_trial
 from gnnfleet.strategies.forecast import LayerPace, Pace
 from gnnfleet.strategies.pace import Draw, measure_pace
 from gnnfleet.strategies.pipe import forecast as pipe
@@ -42,10 +42,10 @@ def try_together(graph: Graph, config: RunConfig, layouts: Path, *, scratch: Pat
     return _launch(graph, config, str(layouts.relative_to(graph.store.path)), {}, scratch)
 
 
-def try_epochs(graph: Graph, config: RunConfig, trials: Sequence[Trial], *, scratch: Path) -> list[float]:
-    """Seconds of epochs of all workers of a config, one setting after the other."""
+def try_epochs(graph: Graph, config: RunConfig, trials: Sequence[Trial], *, scratch: Path) -> list[Took]:
+    """Epochs of all workers of a config, one setting after the other."""
     found = _launch(graph, config, "", {"trials": [trial.as_json() for trial in trials]}, scratch)
-    return [float(each) for each in found["seconds"]]
+    return list(found["took"])
 
 
 def rehearse_events(
@@ -77,7 +77,7 @@ def rehearse_spec(spec: Spec, world: World) -> dict[str, Any]:
     if "trials" in words:
         graph = open_same(spec, world)
         with naming_line(config.model.file):
-            return {"seconds": [run_trial(graph, Trial(**trial), world) for trial in words["trials"]]}
+            return {"took": [run_trial(graph, Trial(**trial), world) for trial in words["trials"]]}
     if isinstance(config.strategy, TemporalConfig):
         on_events = event_job(open_same(spec, world), config, Here(world))
         shapes = [Shape(*sizes) for sizes in words["shapes"]]

@@ -17,6 +17,7 @@ import torch
 
 from gnnfleet.comm.reduce import sum_over_ranks
 from gnnfleet.comm.world import World
+from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.report.traffic import Traffic
 from gnnfleet.run.build import Here, build
@@ -71,26 +72,40 @@ def worth_trying(every: Sequence[Forecast], most: Mapping[int, float]) -> list[F
     return [each for some in found.values() for each in some]
 
 
-def corrected(every: Sequence[Forecast], tried: Mapping[int, float]) -> list[Forecast]:
+Took = float | str
+"""Seconds of an epoch, or why it cannot be trained after all."""
+
+
+def corrected(every: Sequence[Forecast], tried: Mapping[int, Took]) -> list[Forecast]:
     """Forecasts with the seconds that were found (by id of a forecast), those of a strategy's others in proportion."""
     ratios: dict[str, list[float]] = {}
     for each in every:
-        if id(each) in tried:
-            ratios.setdefault(each.name, []).append(tried[id(each)] / max(each.seconds, 1e-9))
+        took = tried.get(id(each))
+        if isinstance(took, float):
+            ratios.setdefault(each.name, []).append(took / max(each.seconds, 1e-9))
     made = []
     for each in every:
-        if id(each) in tried:
-            seconds = tried[id(each)]
-            reason = f"an epoch was tried: {seconds:.2g} s; foreseen were {each.seconds:.2g} s"
-            each = replace(each, seconds=seconds, reasons=(*each.reasons, reason))
+        took = tried.get(id(each))
+        if isinstance(took, str):
+            each = replace(each, refused=took)
+        elif took is not None:
+            reason = f"an epoch was tried: {took:.2g} s; foreseen were {each.seconds:.2g} s"
+            each = replace(each, seconds=took, reasons=(*each.reasons, reason))
         elif each.name in ratios and not each.refused and each.is_walk:
             each = replace(each, seconds=each.seconds * mean(ratios[each.name]))
         made.append(each)
     return made
 
 
-def run_trial(graph: Graph, trial: Trial, world: World | None = None) -> float:
-    """Seconds of an epoch. All ranks call it together."""
+def run_trial(graph: Graph, trial: Trial, world: World | None = None) -> Took:
+    """All ranks call it together."""
+    try:
+        return _seconds(graph, trial, world)
+    except ConfigError as error:
+        return str(error)
+
+
+def _seconds(graph: Graph, trial: Trial, world: World | None) -> float:
     aside = replace(world or World(), traffic=Traffic())
     config = resolve(dict(trial.config))
     assert graph.store is not None

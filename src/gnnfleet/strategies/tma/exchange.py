@@ -30,6 +30,7 @@ from gnnfleet.errors import ExchangeError
 COORDINATOR_BEAT = "beat/coordinator"
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.02
+AGAIN_SECONDS = 0.1  # before a lost connection is made again
 
 
 def raw(tensors: Sequence[Tensor]) -> Tensor:
@@ -214,7 +215,7 @@ class Watch:
                     self.called = -1 if call is None else int(call.words["round"])
                     self.now = now
             except ExchangeError:
-                self._stop.wait(1.0)
+                self._stop.wait(AGAIN_SECONDS)
                 try:
                     post = self._post.another()
                 except ExchangeError:

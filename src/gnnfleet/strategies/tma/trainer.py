@@ -29,7 +29,17 @@ from gnnfleet.report.memory import own_rss, peak_rss, rss
 from gnnfleet.strategies.base import StepRecord, Strategy
 from gnnfleet.strategies.tma.average import Layout
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.exchange import LOOK_SECONDS, Give, Now, Take, Watch, read_take, write_give, write_took
+from gnnfleet.strategies.tma.exchange import (
+    AGAIN_SECONDS,
+    LOOK_SECONDS,
+    Give,
+    Now,
+    Take,
+    Watch,
+    read_take,
+    write_give,
+    write_took,
+)
 
 KEPT = 8
 """States of a trainer's own that lie on disk at least: more than rounds may be closed before the loop looks at them."""
@@ -312,7 +322,7 @@ def _held(words: Sequence[Any]) -> Held:
 def _again(post: Post) -> Post:
     """A connection in place of one that was lost, whenever it can be made."""
     while True:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(AGAIN_SECONDS)
         try:
             return post.another()
         except ExchangeError:

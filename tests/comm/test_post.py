@@ -1,0 +1,50 @@
+"""Post: letters are whole, and a connection notices that its link is cut or its server gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from gnnfleet.comm.post import CUT, PIECE, Address, Post
+from gnnfleet.errors import ExchangeError
+
+
+def test_letters_of_several_pieces() -> None:
+    server = Post.serve()
+    mine, other = server.another(), server.another()
+    body = torch.arange(2 * PIECE + 5, dtype=torch.int32).view(torch.uint8)
+    mine.write("large", {"number": 3}, body)
+    letter = other.read("large")
+    assert letter is not None and letter.words == {"number": 3} and torch.equal(letter.body, body)
+    other.remove("large")
+    assert mine.read("large") is None and not mine.has("large")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sockets of this process are found in /proc")
+def test_connections_give_up_links_that_carry_nothing() -> None:
+    server = Post.serve()
+    post = server.another()
+    found = []
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as twin:
+            if twin.getpeername()[1] == server.address.port:
+                found.append(twin.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    assert found and set(found) == {round(1000 * CUT)} and not post.has("anything")
+
+
+def test_nobody_waits_for_a_server_that_is_gone() -> None:
+    with socket.socket() as ears:
+        ears.bind(("127.0.0.1", 0))
+        address = Address("127.0.0.1", ears.getsockname()[1])
+    server = Post.serve()
+    lost = Post(address, server._store)
+    started = time.monotonic()
+    with pytest.raises(ExchangeError, match="lost the coordinator's server at 127"):
+        lost.another()
+    assert time.monotonic() - started < 5
