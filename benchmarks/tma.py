@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import crew
-from tma_sets import MAIN, RATES, SCHEMES, SETS, TRAINERS, look_of, make_store, words_of
+from tma_sets import MAIN, RATES, SCHEMES, SETS, TRAINERS, look_of, make_store, seconds_of, words_of
 from tma_table import best_of, markdown, plot, table_of
 
 HERE = Path(__file__).parent
@@ -174,6 +174,7 @@ def run_diagnosis(store: Path, name: str) -> list[dict[str, Any]]:
 
 
 def run_cell(name: str, scheme: str, seed: int, seconds: float, store: Path, scratch: Path) -> dict[str, Any]:
+    seconds = seconds_of(scheme, seconds)
     if not scheme.startswith("ggs"):
         return run_tma(store, words_of(name, scheme, seed, rounds=100_000), seconds, look_of(name), scratch)
     line = [__file__, "--seconds", str(seconds), "--cell", name, scheme, str(seed), str(store)]
@@ -220,7 +221,7 @@ def run_cells(args: argparse.Namespace, folder: Path) -> None:
 
 def _settings(name: str, scheme: str, seed: int, seconds: float) -> str:
     """What makes a cell another one."""
-    words = json.dumps([words_of(name, scheme, seed), seconds, RATES.get(scheme)], sort_keys=True)
+    words = json.dumps([words_of(name, scheme, seed), seconds_of(scheme, seconds), RATES.get(scheme)], sort_keys=True)
     return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 

@@ -17,15 +17,19 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "ggs": {"scheme": "ggs"},
     "ggs-small": {"scheme": "ggs"},
     "ggs-1gbit": {"scheme": "ggs"},
+    "ggs-long": {"scheme": "ggs"},
     "random-redeal": {"scheme": "random", "redeal": 3},
     "super-redeal": {"scheme": "super", "redeal": 3},
     "super-remote": {"scheme": "super", "remote": 1000},
     "psgd-pa-remote": {"scheme": "psgd-pa", "remote": 1000},
 }
 """What each sets of the strategy. ``-redeal`` deals anew every third round, ``-remote`` has negatives of all parts;
-ggs makes steps of a batch for each worker, ``ggs-small`` of one that they share."""
+ggs makes steps of a batch for each worker, ``ggs-small`` of one that they share; ``ggs-long`` is ggs for longer, to see
+when it gets to what others have."""
 MAIN = ("random", "super", "psgd-pa", "llcg", "ggs", "ggs-small", "ggs-1gbit")
-BASELINES = ("psgd-pa", "llcg", "ggs", "ggs-small")
+BASELINES = ("psgd-pa", "llcg", "ggs", "ggs-small", "ggs-long")
+LONGER = {"ggs-long": 2.5}
+"""How many times as long as the others a scheme runs; it sets no mark."""
 RATES = {"ggs-1gbit": "1gbit"}
 
 SETS: dict[str, dict[str, Any]] = {
@@ -66,6 +70,10 @@ def words_of(name: str, scheme: str, seed: int, rounds: int = 1) -> dict[str, An
         strategy["batch"] //= TRAINERS
     train = {**base["train"], "epochs": rounds}
     return {**base, "task": "link", "strategy": strategy, "train": train, "workers": TRAINERS, "seed": seed}
+
+
+def seconds_of(scheme: str, seconds: float) -> float:
+    return seconds * LONGER.get(scheme, 1.0)
 
 
 def look_of(name: str) -> float:

@@ -71,11 +71,11 @@ def test_trials_are_short(seconds: float, steps: int, relay: int, length: tuple[
 
 
 def test_what_is_tried_corrects_the_others() -> None:
-    """Two of a strategy are tried, the fastest; what is refused, takes too much or has its own clock is not."""
+    """Three of a strategy are tried, the fastest; what is refused, takes too much or has its own clock is not."""
     sar = [forecast("sar", seconds, 600e6) for seconds in (2.0, 1.0, 1.5, 1.2)]
     every = [*EVERY, *sar, forecast("local", 0.1, 2e9), forecast("tma", 1.0, 1.0, is_walk=False)]
     chosen = worth_trying(every, {2: 1e9})
-    assert {id(each) for each in chosen} == {id(sar[1]), id(sar[3]), id(EVERY[2])}
+    assert {id(each) for each in chosen} == {id(sar[1]), id(sar[2]), id(sar[3]), id(EVERY[2])}
     made = corrected(every, {id(sar[1]): 2.0, id(sar[3]): 1.2, id(EVERY[2]): "no such layer"})
     assert made[2].refused == "no such layer" and not made[1].refused
     assert [each.seconds for each in made] == [4.0, 3.0, 1.0, 10.0, 0.0, 3.0, 2.0, 2.25, 1.2, 0.1, 1.0]

@@ -26,7 +26,7 @@ from gnnfleet.run.rank import with_cut
 from gnnfleet.strategies.base import Strategy
 from gnnfleet.strategies.forecast import Forecast
 
-MOST = 2
+MOST = 3
 """Settings of a strategy that are tried."""
 
 TIMED, ALLOWED = 1.5, 6.0
