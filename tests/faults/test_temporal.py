@@ -28,7 +28,7 @@ def words_of(shape: dict[str, int]) -> dict[str, Any]:
         "strategy": {"name": "temporal", "batch": 40, "static": False, "eval_negatives": 4, **shape},
         "workers": SIZE,
         "model": {"hidden": 16, "neighbours": 4},
-        "train": {"epochs": 24, "checkpoint_seconds": 0.2},
+        "train": {"epochs": 14, "checkpoint_seconds": 0.2},
     }
 
 

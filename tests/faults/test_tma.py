@@ -76,7 +76,7 @@ def test_two_of_four_die_and_one_pauses(fleets: list[Fleet], easy: Path, tmp_pat
 
 def test_trainers_and_the_coordinator_are_started_again(fleets: list[Fleet], store: Path, tmp_path: Path) -> None:
     more = ("--max-restarts", "1", "--set", "train.checkpoint_seconds=0")
-    fleet = Fleet(store, tmp_path / "run", 2, *more, train__epochs=64)
+    fleet = Fleet(store, tmp_path / "run", 2, *more, train__epochs=52)
     fleets.append(fleet)
     fleet.runs(1, trainers=2)
     fleet.member("1").kill()
@@ -87,7 +87,7 @@ def test_trainers_and_the_coordinator_are_started_again(fleets: list[Fleet], sto
     assert code == 0, said
     assert "trainer 1 (pid " in said and "it is started again" in said, said
     assert "coordinator (pid " in said and "goes on from the last closed round" in said, said
-    assert [row["epoch"] for row in fleet.rows] == list(range(1, 65)) and fleet.rows[-1]["trainers"] == 2
+    assert [row["epoch"] for row in fleet.rows] == list(range(1, 53)) and fleet.rows[-1]["trainers"] == 2
 
 
 def test_a_coordinator_that_hangs_is_started_again(fleets: list[Fleet], store: Path, tmp_path: Path) -> None:

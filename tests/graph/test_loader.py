@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 import traceback
@@ -206,6 +207,8 @@ def test_an_abandoned_loop_ends_its_thread(graph: Graph) -> None:
 
 
 def test_an_interrupt_is_heard() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs have it ignored
+
     def slow() -> Iterator[int]:
         yield 0
         time.sleep(1.5)
@@ -219,8 +222,11 @@ def test_an_interrupt_is_heard() -> None:
     started = time.monotonic()
     timer = threading.Timer(0.3, interrupt)
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        list(prefetched(slow(), 2))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(prefetched(slow(), 2))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - started < 10
     timer.join(5)
     wait_for_end()
