@@ -86,8 +86,10 @@ def make_temporal(config: TemporalConfig, job: EventJob) -> Strategy:
     return TemporalStrategy(config, job)
 
 
-def counterpart(config: StrategyConfig, layers: int) -> LocalConfig | None:
+def counterpart(config: StrategyConfig, layers: int) -> StrategyConfig | None:
     """How one process takes the same steps as a strategy whose aim is to equal it; None for others."""
+    if isinstance(config, TemporalConfig):  # those who share batches are one trainer; lanes and copies are not
+        return config.model_copy(update={"share": 1}) if (config.lanes, config.copies) == (1, 1) else None
     if isinstance(config, MacrobatchConfig):
         fanouts = config.fanouts or (FANOUT,) * layers
         return LocalConfig(

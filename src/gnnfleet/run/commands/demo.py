@@ -75,7 +75,9 @@ def demo(
         verdicts = check_all(contest, done, progress=progress)
         save_store(make_dataset("events", progress=progress, **EVENTS), output / "events")
         with suppress(GnnfleetError):  # it was said; the others have something to show
-            done += train_all(_on_events(contest, output / "events"), progress=progress, say=say)
+            events = _on_events(contest, output / "events")
+            done += train_all(events, progress=progress, say=say)
+            verdicts |= check_all(events, events.strategies, progress=progress)
     found = read_all({name: contest.run_dir(name) for name in done})
     title = f"gnnfleet demo: {graph.num_nodes:,} nodes, {graph.num_edges:,} edges, {workers} workers"
     write_page(output / PAGE, found, title=title, verdicts=verdicts, partitions=cuts)
