@@ -28,8 +28,8 @@ SETS = ("amazon_photo", "pubmed", "coauthor_cs")
 CHUNKS, EVERY, COLLAPSED = 8, 10, 60
 LAST = 3  # evaluations at the end of a run that count where it is compared with the exact one
 SETTINGS: dict[str, dict[str, Any]] = {
-    "gcn2": {"hidden": 32, "lr": 0.02, "epochs": 100, "norm": "none"},
-    "res+": {"hidden": 16, "lr": 0.005, "epochs": 100, "norm": "layer"},
+    "gcn2": {"hidden": 64, "lr": 0.01, "epochs": 100, "norm": "none"},
+    "res+": {"hidden": 32, "lr": 0.001, "epochs": 100, "norm": "layer"},
 }
 GNNPIPE = {"gradient": "double", "refresh": 23, "warm": False, "guard": 0}
 TRIED: dict[str, dict[str, Any]] = {

@@ -126,7 +126,8 @@ class Post:
             return bool(self._store.check([key]))
 
     def write(self, key: str, words: Mapping[str, Any], body: Tensor | None = None) -> None:
-        """Leave a letter; one that is there already is replaced, and whoever reads it meanwhile finds none."""
+        """Leave a letter, which every connection finds from now on; one that is there already is replaced, and whoever
+        reads it meanwhile finds none."""
         body = torch.empty(0, dtype=torch.uint8) if body is None else body
         pieces = torch.split(body, PIECE) if len(body) else ()
         with _lost(self.address):
@@ -137,6 +138,8 @@ class Post:
             self._store.set(key, json.dumps({"words": dict(words), "pieces": names, "bytes": len(body)}))
             for name in before:
                 self._store.delete_key(name)
+            if not before:
+                self._store.check([key])  # the server does not answer to set, so wait until it has come to this
 
     def read(self, key: str) -> Letter | None:
         """A letter, None where there is none."""
