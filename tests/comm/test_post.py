@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gnnfleet.comm.post import CUT, PIECE, Address, Post
+from gnnfleet.comm.post import Address, CUT, PIECE, Post, Pulse
 from gnnfleet.errors import ExchangeError
 
 
@@ -52,3 +52,22 @@ def test_nobody_waits_for_a_server_that_is_gone() -> None:
     with pytest.raises(ExchangeError, match="lost the coordinator's server at 127"):
         lost.another()
     assert time.monotonic() - started < 5
+
+
+def test_a_pulse_that_has_not_moved_since_its_predecessor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("gnnfleet.comm.post.time.monotonic", lambda: now)
+    post = Post.serve()
+    post.count("beat", 3)  # of somebody who has ended
+    pulse = Pulse("beat", after=3)
+    assert pulse.silent(post) == 0
+    now = 160.0
+    assert pulse.silent(post) == 0, "whoever is started again takes its time"
+    post.count("beat")
+    assert pulse.silent(post) == 0
+    now = 167.0
+    assert pulse.silent(post) == 7
+    other = Pulse("beat")  # no predecessor is known: whoever has beaten is the one
+    assert other.silent(post) == 0
+    now = 170.0
+    assert other.silent(post) == 3

@@ -91,7 +91,7 @@ def test_trainers_and_the_coordinator_are_started_again(fleets: list[Fleet], sto
 
 
 def test_a_coordinator_that_hangs_is_started_again(fleets: list[Fleet], store: Path, tmp_path: Path) -> None:
-    more = ("--max-restarts", "1", "--set", "train.checkpoint_seconds=0", "--set", "strategy.give_up=12")
+    more = ("--max-restarts", "1", "--set", "train.checkpoint_seconds=0", "--set", "strategy.give_up=14")
     fleet = Fleet(store, tmp_path / "run", 2, *more, train__epochs=20)
     fleets.append(fleet)
     fleet.runs(2, trainers=2)

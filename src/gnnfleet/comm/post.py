@@ -185,15 +185,15 @@ class Post:
 
 
 class Pulse:
-    """A number that grows while somebody lives."""
+    """A number that grows while somebody lives; ``after`` is where a predecessor has left it."""
 
-    def __init__(self, key: str) -> None:
-        self._key, self._beats, self._moved = key, 0, time.monotonic()
+    def __init__(self, key: str, *, after: int = 0) -> None:
+        self._key, self._after, self._beats, self._moved = key, after, after, time.monotonic()
 
     def silent(self, post: Post) -> float:
-        """Seconds for which it has stood still; none before it has ever moved."""
+        """Seconds for which it has stood still; none before it has ever moved, so that starting takes its time."""
         beats, now = post.count(self._key, 0), time.monotonic()
-        if beats != self._beats or not beats:
+        if beats != self._beats or beats == self._after:
             self._beats, self._moved = beats, now
         return now - self._moved
 

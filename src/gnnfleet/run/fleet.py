@@ -129,13 +129,14 @@ def launch_fleet(
                 if not coordinator.again():
                     _raise(coordinator, how, trainers)
                 say(f"{how}; it is started again and goes on from the last closed round that was kept")
+                pulse, silent = Pulse(COORDINATOR_BEAT, after=post.count(COORDINATOR_BEAT, 0)), 0.0
             lost |= look_after([trainer for trainer in trainers if trainer.role not in lost], post, say)
             before, silent = silent, pulse.silent(post)
             # Half of the time after which trainers give up: another one has to begin before that.
             if min(before, silent) > words["give_up"] / 2:
                 say(f"the coordinator was silent for {silent:.0f} s and is ended")
                 coordinator.process.kill()
-                pulse = Pulse(COORDINATOR_BEAT)
+                pulse, silent = Pulse(COORDINATOR_BEAT, after=post.count(COORDINATOR_BEAT, 0)), 0.0
             time.sleep(_POLL)
         return {**loads(answer.read_bytes()), "lost": [lost[role] for role in sorted(lost, key=int)]}
     finally:
