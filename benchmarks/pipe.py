@@ -2,8 +2,9 @@
 
 Cells take turns over rounds, the best round counts; finished cells are not run again. 32 layers of width 64.
 
-  GRAPH/MODEL/K/SIDE[/RATE]   an epoch on K workers; SIDE: pipe (one way, K stages, 4 K chunks), sar, or plan (what the
-                              planner chooses); RATE: each worker a host whose link is held to it, as 300mbit.
+  GRAPH/MODEL/K/SIDE[/RATE]   an epoch on K workers; SIDE: pipe (one way, K stages, 4 K chunks), ways (K ways of one
+                              stage, exact), sar, or plan (what the planner chooses, and foresees of the others);
+                              RATE: each worker a host whose link is held to it, as 300mbit.
                               "alone" are the messages of an epoch in their order, without the work between them
 
 With --epochs 0 bytes of the first epoch are counted and seconds mean nothing.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -35,7 +37,9 @@ PAIRS = [(graph, model) for graph in (*DENSE, *SETS) for model in ("gcn2", "res+
 VOLUME = [f"{graph}/{model}/{k}/{side}" for graph, model in PAIRS for k in (2, 4, 8) for side in BOTH]
 SLOW = [("communities", "gcn2"), ("rmat", "gcn2"), ("communities", "res+")]
 LINKS = [f"{graph}/{model}/8/{side}/{rate}" for graph, model in SLOW for rate in RATES for side in BOTH]
-PLANS = [f"{graph}/gcn2/4/plan{rate}" for graph in (*DENSE, *SETS) for rate in ("", "/100mbit")]
+SIDES = ("plan", "pipe", "ways", "sar")
+PLANS = [f"{g}/gcn2/4/{side}{rate}" for g in (*DENSE, *SETS) for rate in ("", "/300mbit", "/100mbit") for side in SIDES]
+GRIDS = {"pipe": lambda k: (1, 4 * k), "ways": lambda k: (k, k)}  # (ways, chunks) of k workers
 
 
 def graph_of(name: str, data: Path) -> Any:
@@ -82,9 +86,8 @@ def train(world: Any, cell: str, epochs: int, work: Path) -> dict[str, Any]:
         knobs: dict[str, Any] = {"name": "sar", "group": world.size, "prefetch": 1}
         here = Here(world, open_part(work / name / f"parts-{world.size}", world.rank))
     else:
-        knobs = {"name": "pipe", "guard": 0, "warm": False} | (
-            {"ways": 1, "chunks": 4 * world.size} if side == "pipe" else {}
-        )
+        ways, chunks = GRIDS[side](world.size) if side in GRIDS else (None, None)
+        knobs = {"name": "pipe", "guard": 0, "warm": False} | ({"ways": ways, "chunks": chunks} if ways else {})
         here = Here(world, layouts=open_layouts(work / name / f"chunks-{world.size}-{side}"), say=said.append)
     tree = {**words_of(model, **knobs), "workers": world.size}
     strategy: Any = build(open_store(work / name / "store"), resolve(tree), here=here).strategy
@@ -202,7 +205,7 @@ def prepare(cell: str, args: argparse.Namespace) -> None:
     if side == "sar" and not parts.exists():
         write_partition(graph, assign(graph, workers, "mincut"), parts)
     if side != "sar" and not chunks.exists():
-        wanted = [(1, 4 * workers)] if side == "pipe" else PipeConfig().candidates(workers)
+        wanted = [GRIDS[side](workers)] if side in GRIDS else PipeConfig().candidates(workers)
         write_layouts(graph, [lay_out(graph, *each) for each in wanted], chunks)
 
 
@@ -235,20 +238,29 @@ def show(cells: list[dict[str, Any]]) -> None:
     for kind, each in ratios.items():
         if each:
             print(f"{kind}: {statistics.geometric_mean(each):.1f}× less on average, {max(each):.1f}× at best")
+    print("what the planner takes of four workers; planned / measured seconds")
     for name, cell in by.items():
         if "/plan" in name:
-            exact = (
-                "as predicted" if cell["bytes"] == cell["predicted_bytes"] else f"predicted {cell['predicted_bytes']}"
-            )
-            seconds = f"{cell['forecast_seconds']:.2f} s planned, {cell['seconds']:.2f} s"
-            print(f"{name:36} {cell['grid']}, {seconds}, {cell['bytes'] / 1e6:.1f} MB ({exact})")
+            others = [by.get(name.replace("/plan", f"/{side}")) for side in ("pipe", "ways")]
+            texts = [f"{cell['grid']} {cell['forecast_seconds']:.2f} / {cell['seconds']:.2f}"]
+            for wanted, other in zip(("pipeline", "graph parallel"), others, strict=True):
+                planned = foreseen(cell["said"]).get(wanted)
+                if planned and other:
+                    texts.append(f"{wanted} {planned:.2f} / {other['seconds']:.2f}")
+            print(f"{name:36} {', '.join(texts)}")
+
+
+def foreseen(said: list[str]) -> dict[str, float]:
+    """Seconds of grids as the planner has told them."""
+    found = (re.search(r"(one worker|pipeline|graph parallel|hybrid).*: ([\d.]+) s,", line) for line in said)
+    return {match[1]: float(match[2]) for match in found if match}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", default=HERE / "results" / "cells" / "pipe")
     parser.add_argument("--data", type=Path, default=Path("no data"))
-    parser.add_argument("--cells", nargs="*", default=[*VOLUME, *LINKS, *PLANS])
+    parser.add_argument("--cells", nargs="*", default=[*dict.fromkeys([*VOLUME, *LINKS, *PLANS])])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no cell after so many")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gnnfleet.comm.post import Address, CUT, PIECE, Post, Pulse
+from gnnfleet.comm.post import CUT, PIECE, Address, Post, Pulse
 from gnnfleet.errors import ExchangeError
 
 

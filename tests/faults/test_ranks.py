@@ -102,15 +102,9 @@ def check_ends(trial: Trial, victim: int, hit: float) -> None:
         assert "Traceback" not in said and said.count("error:") == 1
 
 
-@pytest.mark.parametrize(
-    ("count", "number"),
-    [(4, signal.SIGKILL), (4, signal.SIGSTOP)],
-    ids=["kill", "stop"],
-)
-def test_others_end_and_name_the_one_that_is_gone(
-    forks: Forks, store: Graph, tmp_path: Path, count: int, number: signal.Signals
-) -> None:
-    trials, plan = start(forks, store, tmp_path, count), plan_of(count, number)
+def test_others_end_and_name_the_one_that_is_gone(forks: Forks, store: Graph, tmp_path: Path) -> None:
+    plan = [*plan_of(4, signal.SIGKILL), *plan_of(4, signal.SIGSTOP)]
+    trials = start(forks, store, tmp_path, len(plan))
     hits = side_by_side(trials, plan, forks)
     for trial, (victim, _, _), hit in zip(trials, plan, hits, strict=True):
         check_ends(trial, victim, hit)
@@ -128,12 +122,15 @@ def test_an_exception_anywhere_reaches_all_with_its_traceback_once(forks: Forks,
         assert [text.count("Traceback (most") > 0 for text in said] == [rank == victim for rank in range(SIZE)]
 
 
-def test_what_is_slow_or_pauses_shortly_lives(forks: Forks, store: Graph, tmp_path: Path) -> None:
-    """A tenth of the time on, nine tenths off, for longer than silence may last; and one pause of six seconds."""
-    slow, paused = start(forks, store, tmp_path, 2)
-    for trial in (slow, paused):
+def test_what_is_slow_or_pauses_shortly_lives_and_without_the_store_all_end(
+    forks: Forks, store: Graph, tmp_path: Path
+) -> None:
+    """A tenth of the time on, nine tenths off, for longer than silence may last; one pause of six seconds; no store."""
+    slow, paused, lost = start(forks, store, tmp_path, 3)
+    for trial in (slow, paused, lost):
         forks.ready(trial)
     paused.hit(2, signal.SIGSTOP)
+    os.kill(lost.store, signal.SIGKILL)
     begun = time.monotonic()
     while time.monotonic() - begun < 13:
         slow.hit(1, signal.SIGSTOP)
@@ -147,15 +144,8 @@ def test_what_is_slow_or_pauses_shortly_lives(forks: Forks, store: Graph, tmp_pa
         for rank in range(SIZE):
             trial.hit(rank, signal.SIGTERM)
         assert {code for code, _ in trial.wait(10).values()} == {128 + signal.SIGTERM}
-
-
-def test_without_the_store_all_end_and_say_so(forks: Forks, store: Graph, tmp_path: Path) -> None:
-    (trial,) = start(forks, store, tmp_path, 1)
-    forks.ready(trial)
-    os.kill(trial.store, signal.SIGKILL)
-    hit = time.monotonic()
-    for rank, (code, when) in trial.wait(20).items():
-        assert code == 8 and when - hit < 15 and "has not reached the store" in trial.said(rank)
+    for rank, (code, when) in lost.wait(10).items():
+        assert code == 8 and when - begun < 15 and "has not reached the store" in lost.said(rank)
 
 
 def test_killed_runs_go_on_to_the_uninterrupted_weights(forks: Forks, store: Graph, tmp_path: Path) -> None:

@@ -75,31 +75,27 @@ def test_two_of_four_die_and_one_pauses(fleets: list[Fleet], easy: Path, tmp_pat
 
 
 def test_trainers_and_the_coordinator_are_started_again(fleets: list[Fleet], store: Path, tmp_path: Path) -> None:
+    """Two fleets side by side: in one both are killed, in the other the coordinator hangs."""
     more = ("--max-restarts", "1", "--set", "train.checkpoint_seconds=0")
-    fleet = Fleet(store, tmp_path / "run", 2, *more, train__epochs=52)
-    fleets.append(fleet)
-    fleet.runs(1, trainers=2)
-    fleet.member("1").kill()
-    fleet.runs(1, trainers=1)
-    fleet.runs(1, trainers=2)
-    fleet.member("coordinator").kill()
-    code, said = fleet.ends()
+    killed = Fleet(store, tmp_path / "killed", 2, *more, train__epochs=52)
+    hangs = Fleet(store, tmp_path / "hangs", 2, *more, train__epochs=20, strategy__give_up=16)
+    fleets += [killed, hangs]
+    hangs.runs(2, trainers=2)
+    hangs.member("coordinator").suspend()
+    killed.runs(1, trainers=2)
+    killed.member("1").kill()
+    killed.runs(1, trainers=1)
+    killed.runs(1, trainers=2)
+    killed.member("coordinator").kill()
+    code, said = killed.ends()
     assert code == 0, said
     assert "trainer 1 (pid " in said and "it is started again" in said, said
     assert "coordinator (pid " in said and "goes on from the last closed round" in said, said
-    assert [row["epoch"] for row in fleet.rows] == list(range(1, 53)) and fleet.rows[-1]["trainers"] == 2
-
-
-def test_a_coordinator_that_hangs_is_started_again(fleets: list[Fleet], store: Path, tmp_path: Path) -> None:
-    more = ("--max-restarts", "1", "--set", "train.checkpoint_seconds=0", "--set", "strategy.give_up=14")
-    fleet = Fleet(store, tmp_path / "run", 2, *more, train__epochs=20)
-    fleets.append(fleet)
-    fleet.runs(2, trainers=2)
-    fleet.member("coordinator").suspend()
-    code, said = fleet.ends()
+    assert [row["epoch"] for row in killed.rows] == list(range(1, 53)) and killed.rows[-1]["trainers"] == 2
+    code, said = hangs.ends()
     assert code == 0, said
     assert "the coordinator was silent for" in said and "goes on from the last closed round" in said, said
-    assert [row["epoch"] for row in fleet.rows] == list(range(1, 21))
+    assert [row["epoch"] for row in hangs.rows] == list(range(1, 21))
 
 
 def test_a_trainer_that_is_cut_off_comes_back(hosts: tuple[Machine, Machine], store: Path, tmp_path: Path) -> None:
