@@ -130,3 +130,27 @@ def test_epochs_that_are_not_evaluated_say_nothing_about_patience(sixth: float, 
     plan = Plan(resolve({"train": {"epochs": 9, "patience": 2}}).train, "accuracy", True)
     outcome = fit(strategy, plan)
     assert outcome.position.epoch == end and outcome.stopped_early
+
+
+@pytest.mark.parametrize(("patience", "values", "end"), [
+    (5, {20: 0.4}, 20),
+    (15, {20: 0.4, 30: 0.4}, 30),
+    (5, {20: 0.6, 30: 0.4}, 30),
+    (5, {20: 0.6, 30: 0.7, 35: 0.4}, 35),
+])  # fmt: skip
+def test_only_an_evaluation_ends_a_run(patience: int, values: dict[int, float], end: int) -> None:
+    """With eval_every=10 the first is in epoch 10; wherever the run is interrupted, it goes on to the same end."""
+    train = resolve({"train": {"epochs": 35, "patience": patience, "eval_every": 10, "checkpoint_seconds": 0}}).train
+    metric = [values.get(epoch, 0.5) for epoch in range(1, 36)]
+
+    def ends(keeper: Keeper, start: Position | None = None) -> Position:
+        strategy: Any = Rounds(metric, set())
+        return fit(strategy, Plan(train, "accuracy", True, keeper=keeper), start=start, best={"model": {}}).position
+
+    whole = ends(Keeper())
+    assert whole.epoch == end
+    for saves in range(1, end + 1):
+        keeper = Keeper(saves)
+        with pytest.raises(Stop):
+            ends(keeper)
+        assert ends(Keeper(), keeper.kept["last"][1]) == whole

@@ -39,6 +39,7 @@ class Position:
     loss: float = 0.0  # summed over items
     count: int = 0  # items
     seconds: float = 0.0
+    evaluated: int = 0  # epochs done at the last evaluation
     best_epoch: int = 0  # epochs done at the best evaluation; 0 before there is one
     best_metric: float | None = None
     best_loss: float | None = None

@@ -134,16 +134,16 @@ def fit(strategy: Strategy, plan: Plan, *, start: Position | None = None, best: 
     rows: list[dict[str, Any]] = []
     saved = _Saved(plan, kept)
     last_saved = position.epoch
-    looked = True  # whether the last epoch was evaluated: one that was not says nothing about patience
-    while position.epoch < plan.train.epochs and not (looked and _exhausted(position, plan)):
+    while position.epoch < plan.train.epochs and not _exhausted(position, plan):
         position, row = _epoch(strategy, position, plan, saved)
         row |= strategy.counts()
         found = _validate(strategy, plan, position, row)
         word = plan.agree({"found": found, "save": saved.is_overdue, "tell": plan.meter.is_due})
-        looked = word["found"] is not None or not strategy.is_behind
-        if word["found"] is not None and _is_better(word["found"], plan.metric, position):
-            position = _better(word["found"], plan.metric, position)
-            kept.take(strategy, position)
+        if word["found"] is not None:
+            position = replace(position, evaluated=position.epoch)
+            if _is_better(word["found"], plan.metric, position):
+                position = _better(word["found"], plan.metric, position)
+                kept.take(strategy, position)
         rows.append(row)
         for sink in plan.sinks:
             sink.write(row)
@@ -225,4 +225,6 @@ def _is_better(found: Mapping[str, float], metric: str, position: Position) -> b
 
 
 def _exhausted(position: Position, plan: Plan) -> bool:
-    return bool(plan.train.patience) and position.epoch - position.best_epoch >= plan.train.patience
+    """Patience counts epochs, but one that was not evaluated says nothing about it."""
+    waited = position.epoch - position.best_epoch
+    return position.evaluated == position.epoch and bool(plan.train.patience) and waited >= plan.train.patience

@@ -171,8 +171,8 @@ def train(
     def show(record: RunRecord, resolved: RunConfig) -> None:
         emit(record.as_json(), as_json=as_json, human=_summary(store.resolve().name, record))
         if record.epochs < resolved.train.epochs:
-            patience = resolved.train.patience
-            remark(f"stopped after {record.epochs} epochs: val did not get better for {patience}", quiet=quiet)
+            waited = record.epochs - record.metrics["best_epoch"]
+            remark(f"stopped after {record.epochs} epochs: val did not get better for {waited}", quiet=quiet)
         remark(f"kept in {record.run_dir}", quiet=quiet)
 
     if seat is not None and seat.size > 1:
