@@ -29,6 +29,7 @@ from gnnfleet.strategies.pipe.strategy import PipeStrategy
 from tests.equivalence.spread import plain_graph, related_graph
 from tests.equivalence.test_sar import MODELS, close, link_words, linked, trained, words
 from tests.ranks import Crew
+from tests.run.test_own_model import TWICE
 
 GRAPHS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "plain": (plain_graph, MODELS),
@@ -108,6 +109,23 @@ def test_links_of_one_chunk_equal_local(crew: Crew, folder: Path) -> None:
         wanted = trained(graph, link_words(case, name="local", order="store"))
         for word in ("losses", "metrics", "test", "weights"):
             close(found[0][place][word], wanted[word], f"{case} {word}")
+
+
+def with_a_layer_twice(world: World, store: str, model: dict[str, Any]) -> dict[str, Any]:
+    graph = open_store(store)
+    tree = words(model, name="pipe", ways=1, chunks=1) | {"workers": world.size}
+    return trained(graph, tree, chunked(graph, world, 1, 1))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_layers_that_share_weights_equal_local(crew: Crew, folder: Path, tmp_path: Path, size: int) -> None:
+    """Four stages have a layer each: the second and the third the same one, the first nothing of it."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    model = {"name": f"{tmp_path / 'twice.py'}:make", "layers": 4, "settings": {"norm": "LayerNorm"}}
+    wanted = trained(open_store(folder / "plain"), words(model, name="local", order="store"))
+    for rank, found in enumerate(crew.run(size, with_a_layer_twice, str(folder / "plain"), model)):
+        for word in ("losses", "metrics", "test", "weights"):
+            close(found[word], wanted[word], f"rank {rank} {word}")
 
 
 # -- what is not exact --

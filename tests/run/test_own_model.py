@@ -40,6 +40,23 @@ def make(config, graph, out_channels):
     layers = [Weighted(*pair, config.settings["scale"]) for pair in zip(widths, widths[1:])]
     return gf.nn.Model(layers, dropout=config.dropout)
 """
+TWICE = """
+import torch
+import gnnfleet as gf
+
+class Step(torch.nn.Module):
+    def __init__(self, wide, narrow, norm):
+        super().__init__()
+        self.lin, self.norm = torch.nn.Linear(wide, narrow), getattr(gf.nn, norm)(narrow)
+
+    def forward(self, view, x):
+        return self.norm(view, self.lin(x[:view.num_dst] + view.aggregate(x, reduce="mean")))
+
+def make(config, graph, out_channels):
+    wide, hidden, norm = graph.only_nodes.x.shape[1], config.hidden, config.settings["norm"]
+    again = Step(hidden, hidden, norm)
+    return gf.nn.Model([Step(wide, hidden, norm), again, again, Step(hidden, out_channels, norm)])
+"""
 WORDS: dict[str, Any] = {"hidden": 16, "dropout": 0.3, "settings": {"scale": 2}}
 
 
@@ -82,6 +99,21 @@ def test_resumed_equals_uninterrupted(folder: Path, monkeypatch: pytest.MonkeyPa
     assert_same_checkpoint(folder / "cut/checkpoints/last", folder / "whole/checkpoints/last")
     with pytest.raises(ConfigError, match=r"started with model\.settings\.scale=2, found 3"):
         train("store", **{"model.settings.scale": 3}, epochs=4, run_dir="cut", resume=True)
+
+
+@pytest.mark.parametrize("words", [{}, {"strategy": "sar", "workers": 2, "partition": "random"}])
+def test_a_layer_that_is_there_twice(folder: Path, words: dict[str, Any]) -> None:
+    (folder / "twice.py").write_text(TWICE)
+    about = {"name": f"{folder / 'twice.py'}:make", "hidden": 8, "settings": {"norm": "BatchNorm"}}
+    words = {"model": about, "seed": 1, "checkpoint_seconds": 0, "lr": 0.02, **words}
+    record = train(folder / "store", **words, epochs=4, run_dir=folder / "whole")
+    train(folder / "store", **words, epochs=2, run_dir=folder / "cut")
+    train(folder / "store", epochs=4, run_dir=folder / "cut", resume=True)
+    for name in ("best", "last"):
+        assert_same_checkpoint(folder / f"cut/checkpoints/{name}", folder / f"whole/checkpoints/{name}")
+    built, _, _ = open_run(folder / "cut", open_store(folder / "store"), split="test")
+    assert built.strategy.evaluate("test")["accuracy"] == pytest.approx(record.metrics["test"])
+    torch.testing.assert_close(built.strategy.predict().logits, record.logits())
 
 
 def test_order_and_chunks_change_rounding_only(folder: Path) -> None:

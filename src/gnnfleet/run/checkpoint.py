@@ -89,8 +89,19 @@ def _own_file(state: State) -> dict[str, Tensor]:
 
 
 def _put(file: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+    save_file(_apart(tensors), file)
     _to_disk(file)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each with memory of its own: a model may have a layer twice, and safetensors writes no memory under two names."""
+    found, seen = dict[str, Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if memory in seen else tensor
+        seen.add(memory)
+    return found
 
 
 def _all_wrote(world: World) -> None:

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Generator
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from safetensors.torch import load as tensors_from_bytes
@@ -321,9 +322,9 @@ class PipeStrategy:
 
     def state_dict(self) -> State:
         """All ranks call it: each tells what its stage has learnt, and all have all of it after."""
-        mine = self._first_of_stage()
-        weights = self.model.state_dict()
-        own = {f"model/{name}": weights[name] for name in weights if name in mine or self._keeps(name)}
+        mine, weights, twins = self._first_of_stage(), self.model.state_dict(), self._twins()
+        once = [name for name in weights if name not in twins]
+        own = {f"model/{name}": weights[name] for name in once if name in mine or self._keeps(name)}
         remembered = optimizer_tensors(self.model, self._optimizer)
         own |= {f"optimizer/{key}": value for key, value in remembered.items() if key.rpartition("/")[0] in mine}
         learnt: State = {"model": {}, "optimizer": {}}
@@ -332,13 +333,22 @@ class PipeStrategy:
             for key, tensor in tensors_from_bytes(text).items():
                 part, _, name = key.partition("/")
                 learnt[part][name] = tensor
-        self.model.load_state_dict(learnt["model"])
+        told = learnt["model"]
+        self.model.load_state_dict(told | {name: told[twins[name]] for name in weights if name in twins})
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": learnt["optimizer"],
             _GUARD: {_GUARD: torch.tensor(self._guard.state(), dtype=torch.float64)},
             PRIVATE: self._private(),
         }
+
+    def _twins(self) -> dict[str, str]:
+        """Second names of what layers share, each with its first, which is the one that stages are asked by."""
+        first: dict[int, str] = {}
+        every = chain(
+            self.model.named_parameters(remove_duplicate=False), self.model.named_buffers(remove_duplicate=False)
+        )
+        return {name: known for name, tensor in every if (known := first.setdefault(id(tensor), name)) != name}
 
     def _keeps(self, buffer: str) -> bool:
         """Whether this rank speaks for a buffer: that of a module with parameters of its own goes with them."""
