@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gnnfleet as gf
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, ExchangeError, InputError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.store import save_store
 from gnnfleet.report.sizes import parse_rate
+from gnnfleet.run import plan as planning
 from gnnfleet.run import training
 from gnnfleet.run.plan import _recommend, make_plan
-from gnnfleet.run.trials import corrected, length_of, worth_trying
+from gnnfleet.run.trials import Took, Trial, corrected, length_of, worth_trying
 from gnnfleet.strategies.forecast import Forecast
 from tests.run.shell import call, run_json
 
@@ -152,6 +154,47 @@ def test_machines_with_links(store: Path) -> None:
     fast = make_plan(graph, words, bandwidth=1e12, only=["sar"])
     assert min(each.seconds for each in slow.fits) > max(each.seconds for each in fast.fits)
     assert {each.bytes for each in slow.fits} == {each.bytes for each in fast.fits}
+
+
+def test_a_trial_that_dies_takes_no_other_along(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that were to be tried with it are tried by themselves; what cannot be rehearsed is a row as well."""
+    launched: list[list[Any]] = []
+
+    def dying(graph: Any, config: Any, trials: Sequence[Trial], **_: Any) -> list[Took]:
+        launched.append([trial.config["strategy"] for trial in trials])
+        if launched[0][0] in launched[-1]:
+            raise ExchangeError("rank 1 (pid 7) was killed by SIGKILL, perhaps for want of memory; try again")
+        return [1e-9 for _ in trials]
+
+    def dead(*_: Any, **__: Any) -> Any:
+        raise InputError("no rows")
+
+    monkeypatch.setattr(planning, "try_epochs", dying)
+    monkeypatch.setattr(planning, "try_together", dead)
+    words = {"model": MODEL, "workers": 2}
+    plan = make_plan(gf.open(store), words, only=["local", "sar", "pipe"], quiet=False)
+    assert len(launched[0]) > 1 and launched[1:] == [[each] for each in launched[0]]
+    assert plan.best is not None and plan.best.name == "sar" and "local" in {each.name for each in plan.fits}
+    texts = {each.name: each.refused for each in plan.refused}
+    assert len(plan.refused) == 2 and texts["pipe"] == "a rehearsal of it failed: no rows"
+    assert texts["sar"].startswith("a trial of it failed: rank 1 (pid 7) was killed by SIGKILL")
+    assert texts["sar"] in capsys.readouterr().err
+
+
+def test_one_process_without_memory_for_a_trial(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(graph: Any, trial: Trial) -> Took:
+        if "fanouts" in trial.config["strategy"] and trial.config["strategy"]["fanouts"]:
+            return 1.0
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore of it")
+
+    monkeypatch.setattr(planning, "run_trial", full)
+    plan = make_plan(gf.open(store), {"model": MODEL})
+    assert [each.refused for each in plan.refused] == [
+        "a trial of it failed: DefaultCPUAllocator: can't allocate memory"
+    ]
+    assert plan.best is not None and "of exact full batch nothing fits" in plan.why[0]
 
 
 def test_auto_trains_what_is_recommended(store: Path, tmp_path: Path) -> None:

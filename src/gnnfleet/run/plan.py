@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnfleet.comm.world import World
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.graph.chunks import open_layouts
 from gnnfleet.graph.deal import Clusters, Deal
 from gnnfleet.graph.events import is_stream
@@ -31,6 +31,7 @@ from gnnfleet.report.progress import Progress, show
 from gnnfleet.report.sizes import show_size
 from gnnfleet.run.build import Checked, Here, check, check_events, job_of
 from gnnfleet.run.config import RunConfig, Tree, resolve
+from gnnfleet.run.console import remark
 from gnnfleet.run.parts import ensure_clusters, ensure_cut, ensure_layouts, ensure_partition
 from gnnfleet.run.registry import AUTO, CONFIGS, foresee, foresees
 from gnnfleet.run.rehearsal import LATENCY, apart, rehearse, rehearse_events, try_epochs, try_together
@@ -211,13 +212,33 @@ class _Planner:
         for each in chosen:
             if each.workers == 1:
                 self.progress.stage(f"trial of {label(each)}")
-                found[id(each)] = run_trial(self.graph, self._trial(each, words))
+                found[id(each)] = self._took_alone(each, self._trial(each, words))
         if several:
-            self.progress.stage(f"trial of {', '.join(dict.fromkeys(each.name for each in several))}")
-            trials = [self._trial(each, words) for each in several]
-            took = try_epochs(self.graph, self.base, trials, scratch=self.scratch)
+            took = self._took(several, [self._trial(each, words) for each in several])
             found |= {id(each): seconds for each, seconds in zip(several, took, strict=True)}
         return corrected(every, found)
+
+    def _took(self, several: Sequence[Forecast], trials: Sequence[Trial]) -> list[Took]:
+        """All in one launch, for starting workers takes as long as a trial; each by itself where that one dies."""
+        names = [each.name for each in several] if len(several) > 1 else [label(each) for each in several]
+        self.progress.stage(f"trial of {', '.join(dict.fromkeys(names))}")
+        try:
+            return try_epochs(self.graph, self.base, trials, scratch=self.scratch)
+        except GnnfleetError as error:
+            if len(several) == 1:
+                return [self._failed(several[0], error)]
+            return [self._took([each], [trial])[0] for each, trial in zip(several, trials, strict=True)]
+
+    def _took_alone(self, forecast: Forecast, trial: Trial) -> Took:
+        try:
+            return run_trial(self.graph, trial)
+        except (GnnfleetError, RuntimeError, MemoryError) as error:  # torch says so when there is no memory
+            return self._failed(forecast, error)
+
+    def _failed(self, forecast: Forecast, error: Exception) -> str:
+        why = f"a trial of it failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        remark(f"{label(forecast)}: {why}", quiet=self.quiet)
+        return why
 
     def _trial(self, forecast: Forecast, words: Mapping[str, Any]) -> Trial:
         tree = {**_without_strategy(words), "strategy": dict(forecast.words), "workers": forecast.workers}
@@ -263,8 +284,13 @@ class _Planner:
         return rehearse(self.graph, self.base, partition, self.draw, scratch=self.scratch)
 
     def _tried(self, strategy: StrategyConfig) -> dict[str, Any]:
-        config = self.base.model_copy(update={"strategy": strategy})
-        return try_together(self.graph, config, self._cut(strategy), scratch=self.scratch)
+        config, cut = self.base.model_copy(update={"strategy": strategy}), self._cut(strategy)
+        try:
+            return try_together(self.graph, config, cut, scratch=self.scratch)
+        except ConfigError:
+            raise
+        except GnnfleetError as error:  # the others can be planned without this one
+            raise ConfigError(f"a rehearsal of it failed: {(str(error).splitlines() or [''])[0]}") from error
 
     def _cut(self, strategy: StrategyConfig) -> Path:
         config = self.base.model_copy(update={"strategy": strategy})
