@@ -71,3 +71,20 @@ def test_a_pulse_that_has_not_moved_since_its_predecessor_is_not_silent(monkeypa
     assert other.silent(post) == 0
     now = 170.0
     assert other.silent(post) == 3
+
+
+def test_a_post_with_patience_outlives_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Post.serve()
+    hasty, patient = server.another(), server.another(patience=10)
+    server.write("a", {"n": 1})
+
+    class Cut:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("reset by peer")
+
+    for post in (hasty, patient):
+        monkeypatch.setattr(post, "_store", Cut())
+    with pytest.raises(ExchangeError, match="reset by peer"):
+        hasty.read("a")
+    letter = patient.read("a")
+    assert letter is not None and letter.words == {"n": 1}

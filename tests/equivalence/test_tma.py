@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from gnnfleet.run.build import Here, build
 from gnnfleet.run.config import RunConfig, resolve
 from gnnfleet.run.parts import ensure_clusters, trained_graph
 from gnnfleet.strategies.base import PRECISIONS
+from gnnfleet.strategies.tma.exchange import KEPT
 from gnnfleet.strategies.tma.trainer import Trainer
 from tests.equivalence.spread import plain_graph, typed_graph
 from tests.equivalence.test_forecast import forecast_of
@@ -366,3 +368,27 @@ def test_what_cannot_be_is_refused(stores: dict[str, Path]) -> None:
         words(tma(quorum=3), workers=2)
     with pytest.raises(ConfigError, match="more negatives for links"), fleet(stores["plain"], words(tma(remote=3))):
         pass
+
+
+def test_every_round_by_the_clock_has_steps(stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although making what a trainer works on, anew in every round, takes longer than a round."""
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.15)
+        return alones.make_alone(*args)
+
+    monkeypatch.setattr(f"{__name__}.make_alone", slowly)
+    with fleet(stores["plain"], words(tma(interval=0.02, redeal=1, deadline=20), workers=2)) as strategy:
+        records = rounds(strategy, 0, 3)
+    assert all(record.steps >= 2 and record.count and record.loss > 0 for record in records)
+
+
+def test_trainers_forget_rounds_before_the_newest_checkpoint(stores: dict[str, Path], tmp_path: Path) -> None:
+    config = words(tma(steps=2), workers=2, train={"epochs": 6})
+    with fleet(stores["plain"], config, folder=tmp_path) as strategy:
+        rounds(strategy, 0, 2)
+        strategy.post.write(KEPT, {"round": 2})
+        rounds(strategy, 2, 6)
+    for index in range(2):
+        left = sorted(int(path.stem) for path in (tmp_path / str(index)).glob("*.safetensors"))
+        assert left == [2, 3, 4, 5, 6]

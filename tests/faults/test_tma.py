@@ -94,7 +94,7 @@ def test_trainers_and_the_coordinator_are_started_again(fleets: list[Fleet], sto
     assert [row["epoch"] for row in killed.rows] == list(range(1, 53)) and killed.rows[-1]["trainers"] == 2
     code, said = hangs.ends()
     assert code == 0, said
-    assert "the coordinator was silent for" in said and "goes on from the last closed round" in said, said
+    assert "was ended: nothing was heard of it for" in said and "goes on from the last closed round" in said, said
     assert [row["epoch"] for row in hangs.rows] == list(range(1, 21))
 
 

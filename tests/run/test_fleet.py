@@ -21,6 +21,7 @@ from gnnfleet.run.config import resolve
 from gnnfleet.run.fleet import check_free, has_ended_well, look_after, reach
 from gnnfleet.run.spec import Spec
 from gnnfleet.run.training import Trained
+from gnnfleet.strategies.tma.exchange import COORDINATOR_BEAT
 from tests.run.graphs import assert_same_checkpoint, communities
 from tests.run.shell import call
 
@@ -168,3 +169,30 @@ def test_the_seed_of_a_run_deals_its_nodes(tmp_path: Path) -> None:
     spec = Spec(store=store, digest=graph.store.digest, partition="", run_dir=run, config={})
     first, again, other = (_open(spec, seed)[1].own(0, 3)["node"].tolist() for seed in (4, 4, 5))
     assert first == again != other
+
+
+def test_a_coordinator_that_starts_again_takes_its_time_and_one_that_hangs_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    post = Post.serve()
+    vigil = fleet._Vigil(post, give_up=20.0)
+    post.count(COORDINATOR_BEAT)
+    assert vigil.overdue() is None
+    now = 111.0
+    assert vigil.overdue() is None, "one look may come late"
+    assert vigil.overdue() == 11.0
+    vigil.begin()
+    before = post.count(COORDINATOR_BEAT, 0)
+    for _ in range(15):
+        now += 2.0
+        assert vigil.overdue() is None
+    assert post.count(COORDINATOR_BEAT, 0) == before + 15, "trainers hear of it meanwhile"
+    now += 11.0
+    assert vigil.overdue() == 41.0, "and then it hangs"
+    vigil.begin()
+    post.count(COORDINATOR_BEAT)
+    assert vigil.overdue() is None
+    now += 11.0
+    assert vigil.overdue() is None and vigil.overdue() == 11.0

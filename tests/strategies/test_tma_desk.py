@@ -402,15 +402,82 @@ def test_nothing_is_counted_twice_or_late(seed: int) -> None:
         config=config, trainers=3, post=post.another(), layout=layout, weights=torch.zeros(2, dtype=torch.float64),
         first=2, last=22, deal=deal, outer=Outer(0.0),
     )  # fmt: skip
-    sizes = set()
+    sizes, looked = set(), 0
     for number in range(2, 22):
         closed = desk.next()
         assert closed.round == number
-        wanted = torch.stack([sign(number, index) for index in closed.trainers]).mean(0)
-        torch.testing.assert_close(closed.weights, wanted)
+        if closed.state == number:  # else others are over too
+            wanted = torch.stack([sign(number, index) for index in closed.trainers]).mean(0)
+            torch.testing.assert_close(closed.weights, wanted)
+            looked += 1
         sizes.add(len(closed.trainers))
     stop.set()
     for thread in threads:
         thread.join(5)
     desk.close()
     assert len(sizes) > 1, "some rounds had to do without somebody"
+    assert looked > 10
+
+
+def test_a_round_by_the_clock_begins_when_trainers_do() -> None:
+    """They make what they work on first, which may take longer than a round."""
+    post = Post.serve()
+    desk = desk_of(post, TmaConfig(interval=0.2, deadline=20, give_up=60), 2)
+    for i in range(2):
+        post.count(f"beat/{i}")
+    write_took(post, Now(1, 0), 0)
+    time.sleep(0.6)
+    assert not post.has("call/1")
+    write_took(post, Now(1, 0), 1)
+    began = time.monotonic()
+    until(lambda: post.has("call/1"), 10, "the end of the round")
+    assert time.monotonic() - began > 0.15
+    for i in range(2):
+        write_give(post, Now(1, 0), i, Give(1, 1, 0.0, 1, sign(0, i)))
+    closed = desk.next()
+    assert closed.seconds < 5 and time.monotonic() - began > closed.seconds, "starting is no part of it"
+    desk.close()
+
+
+def test_only_the_newest_round_by_the_clock_has_learnt_rows() -> None:
+    """The loop may look at one round while the clock closes many."""
+    post = Post.serve()
+    tables = {"e": Table("node", torch.zeros(40, 1, dtype=torch.float64))}
+    desk = desk_of(post, TmaConfig(interval=0.01, deadline=5, give_up=60), 4, tables=tables)
+    own = [Deal({"node": 40}, None).own(place, 2)["node"] for place in range(2)]
+    for number in range(4):
+        for i in range(2):
+            rows = {"e": torch.full((len(own[i]), 1), float(number), dtype=torch.float64)}
+            write_give(post, Now(1, number), i, Give(1, 1, 0.0, 1, sign(number, i), None, rows))
+        until(lambda number=number: desk.newest == number, 10, "the end of a round")  # type: ignore[misc]
+    until(lambda: desk._closed.qsize() == 4, 10, "all rounds")
+    assert all(not each.rows for each in desk._closed.queue)  # type: ignore[union-attr]
+    for number in range(4):
+        closed = desk.next()
+        assert (closed.round, closed.state) == (number, 3) and closed.rows["e"].unique().tolist() == [3.0]
+        assert closed.weights.tolist() == [3000.5, 1.0] and closed.steps == 2
+    desk.close()
+
+
+def test_whoever_makes_steps_is_waited_for() -> None:
+    """Rounds of so many steps: the deadline is for those that make none."""
+    post = Post.serve()
+    desk = desk_of(post, TmaConfig(steps=5, deadline=0.4, silence=5, give_up=60), 1)
+    write_give(post, Now(1, 0), 0, Give(5, 1, 0.0, 1, sign(0, 0)))
+    for _ in range(12):
+        post.count("beat/1")
+        post.count("steps/1")
+        time.sleep(0.1)
+    write_give(post, Now(1, 0), 1, Give(5, 1, 0.0, 1, sign(0, 1)))
+    assert desk.next().trainers == (0, 1)
+    desk.close()
+
+
+def test_who_stays_away_is_named_again_after_a_while() -> None:
+    post, said = Post.serve(), []
+    desk = desk_of(post, TmaConfig(steps=1, deadline=0.1, silence=0.1, give_up=60, lost="leave"), 45, say=said.append)
+    for number in range(45):
+        write_give(post, Now(1, number), 0, Give(1, 1, 0.0, 1, sign(number, 0)))
+        desk.next()
+    assert [text.split(" is closed")[0] for text in said] == ["round 1", "round 21", "round 41"]
+    desk.close()

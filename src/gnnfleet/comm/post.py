@@ -15,12 +15,13 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +45,9 @@ twice as long after every try, so that after a cut of ten seconds it is silent f
 KNOCK = 1.5
 """Seconds a server may take to answer whoever had a connection before: one packet may be lost."""
 
+
+AGAIN_SECONDS = 0.1
+"""Before a lost connection is made again."""
 
 MOST_PORT = 65535
 
@@ -75,11 +79,35 @@ class Letter:
     body: Tensor  # [n] uint8
 
 
-class Post:
-    """A connection to the server; raises ExchangeError when it is lost."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
-    def __init__(self, address: Address, store: TCPStore) -> None:
-        self.address, self._store = address, store
+
+def _lasting(method: Callable[Concatenate[Post, P], R]) -> Callable[Concatenate[Post, P], R]:
+    """Done again on another connection where this one was lost, for as long as the post has patience."""
+
+    @wraps(method)
+    def call(self: Post, /, *args: P.args, **words: P.kwargs) -> R:
+        until = time.monotonic() + self._patience
+        while True:
+            try:
+                return method(self, *args, **words)
+            except ExchangeError:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(AGAIN_SECONDS)
+            with suppress(ExchangeError):
+                self._store = self.another()._store
+
+    return call
+
+
+class Post:
+    """A connection to the server; raises ExchangeError when it is lost, ``patience`` seconds after it was where it
+    could not be made again. A number that was counted then may have been counted twice."""
+
+    def __init__(self, address: Address, store: TCPStore, *, patience: float = 0.0) -> None:
+        self.address, self._store, self._patience = address, store, patience
         store.set_timeout(timedelta(seconds=ANSWER))  # of a value that was taken away since it was seen
 
     @classmethod
@@ -114,17 +142,21 @@ class Post:
         _notice_cuts(address.port)
         return cls(address, store)
 
-    def another(self) -> Post:
+    def another(self, *, patience: float = 0.0) -> Post:
         """A connection of its own, for another thread or in place of one that was lost; not made where nobody answers
         at once."""
         with _lost(self.address):
             socket.create_connection((_near(self.address.host), self.address.port), KNOCK).close()
-        return Post.connect(self.address)
+        made = Post.connect(self.address)
+        made._patience = patience
+        return made
 
+    @_lasting
     def has(self, key: str) -> bool:
         with _lost(self.address):
             return bool(self._store.check([key]))
 
+    @_lasting
     def write(self, key: str, words: Mapping[str, Any], body: Tensor | None = None) -> None:
         """Leave a letter, which every connection finds from now on; one that is there already is replaced, and whoever
         reads it meanwhile finds none."""
@@ -141,6 +173,7 @@ class Post:
             if not before:
                 self._store.check([key])  # the server does not answer to set, so wait until it has come to this
 
+    @_lasting
     def read(self, key: str) -> Letter | None:
         """A letter, None where there is none."""
         with _lost(self.address):
@@ -155,6 +188,7 @@ class Post:
                 room.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
         return Letter(head["words"], body)
 
+    @_lasting
     def remove(self, key: str) -> None:
         """Take a letter away."""
         with _lost(self.address):
@@ -178,6 +212,7 @@ class Post:
         except torch.distributed.DistStoreError:
             return b""
 
+    @_lasting
     def count(self, key: str, more: int = 1) -> int:
         """Add to a number and get it; it begins with 0."""
         with _lost(self.address):
@@ -196,6 +231,10 @@ class Pulse:
         if beats != self._beats or beats == self._after:
             self._beats, self._moved = beats, now
         return now - self._moved
+
+    @property
+    def has_moved(self) -> bool:
+        return self._beats != self._after
 
 
 @contextmanager

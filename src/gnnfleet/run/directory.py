@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,11 +43,19 @@ MODEL_COPY = "model.py"
 
 
 class RunDirectory:
-    """An opened run; also what the loop hands checkpoints to."""
+    """An opened run; also what the loop hands checkpoints to. ``kept`` hears the epoch of the newest."""
 
-    def __init__(self, path: Path, *, seed: int = 0, world: World | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        seed: int = 0,
+        world: World | None = None,
+        kept: Callable[[int], None] = lambda epoch: None,
+    ) -> None:
         self.path = path
         self.seed = seed
+        self._kept = kept
         self.world = world or World()  # the ranks that write checkpoints together
         self._lock: TextIO | None = None
 
@@ -142,6 +150,8 @@ class RunDirectory:
 
     def save(self, name: str, state: State, position: Position) -> None:
         save_checkpoint(self.path / "checkpoints" / name, state, position, seed=self.seed, world=self.world)
+        if name == "last":
+            self._kept(position.epoch)
 
     def load(self, name: str) -> tuple[State, Position] | None:
         """A checkpoint, None when there is none; raises RunError when it is damaged."""

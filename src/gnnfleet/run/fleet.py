@@ -25,9 +25,12 @@ from gnnfleet.run.member import COORDINATOR, TRAINERS
 from gnnfleet.run.spec import Spec
 
 if TYPE_CHECKING:
-    from gnnfleet.comm.post import Address, Post
+    from gnnfleet.comm.post import Address, Post, Pulse
 
 _POLL = 0.05
+
+FAILED = "failed"
+"""The letter that a run leaves when it ends without a result."""
 
 
 class Member(Protocol):
@@ -56,8 +59,10 @@ class Process:
     restarts: int
     process: subprocess.Popen[bytes] = field(init=False)
     failure: Failure | None = None
+    why: str = ""  # it was killed here
 
     def start(self) -> None:
+        self.why = ""
         # Ctrl-C is for the launcher, which ends the others in order.
         self.process = subprocess.Popen(self.line, start_new_session=True)
 
@@ -74,6 +79,8 @@ class Process:
         if not code:
             return None
         who = f"{self.name} (pid {self.process.pid})"
+        if self.why:
+            return f"{who} was ended: {self.why}"
         self.failure = Failure.read(self.folder / f"{self.role}.error")
         if self.failure is not None:
             return f"{who} failed: {self.failure.text}"
@@ -100,10 +107,9 @@ def launch_fleet(
     Trainers that are lost are started again up to ``restarts`` times each, and so is the coordinator; without, the run
     goes on without a trainer. Raises the error of whoever ended the run.
     """
-    from gnnfleet.comm.post import Address, Post, Pulse
-    from gnnfleet.strategies.tma.exchange import COORDINATOR_BEAT
+    from gnnfleet.comm.post import Address, Post
 
-    words, pulse, silent = spec.config["strategy"], Pulse(COORDINATOR_BEAT), 0.0
+    words = spec.config["strategy"]
     try:
         listen = Address.parse(words["listen"]) if words.get("listen") else Address("127.0.0.1", 0)
         post = Post.serve(listen.host, listen.port)
@@ -120,6 +126,7 @@ def launch_fleet(
         say(f"waiting for trainers {here} to {workers - 1}: gnnfleet join {post.address} STORE --trainers …")
     (coordinator,) = start_processes(folder, reach(post.address), [COORDINATOR], restarts)
     trainers: Sequence[Member] = []
+    vigil = _Vigil(post, words["give_up"])
     lost: dict[str, str] = {}  # how trainers ended, by number, that nobody starts again
     try:
         trainers = _start_trainers(spec, folder, post.address, here, restarts)
@@ -129,26 +136,67 @@ def launch_fleet(
                 if not coordinator.again():
                     _raise(coordinator, how, trainers)
                 say(f"{how}; it is started again and goes on from the last closed round that was kept")
-                pulse, silent = Pulse(COORDINATOR_BEAT, after=post.count(COORDINATOR_BEAT, 0)), 0.0
+                vigil.begin()
             lost |= look_after([trainer for trainer in trainers if trainer.role not in lost], post, say)
-            before, silent = silent, pulse.silent(post)
-            # Half of the time after which trainers give up: another one has to begin before that.
-            if min(before, silent) > words["give_up"] / 2:
-                say(f"the coordinator was silent for {silent:.0f} s and is ended")
+            if (silent := vigil.overdue()) is not None:
+                coordinator.why = f"nothing was heard of it for {silent:.0f} s"
                 coordinator.process.kill()
-                pulse, silent = Pulse(COORDINATOR_BEAT, after=post.count(COORDINATOR_BEAT, 0)), 0.0
+                coordinator.process.wait()
             time.sleep(_POLL)
         return {**loads(answer.read_bytes()), "lost": [lost[role] for role in sorted(lost, key=int)]}
     finally:
-        with suppress(ExchangeError):
+        with suppress(ExchangeError):  # trainers elsewhere need not find out by themselves
+            if not answer.exists():
+                post.write(FAILED, {})
             if (letter := post.read("now")) is not None:
-                post.write("now", {**letter.words, "done": True})  # trainers elsewhere need not find out by themselves
+                post.write("now", {**letter.words, "done": True})
+            if here < workers:
+                time.sleep(1.0)  # the server ends with this process
         end_processes([coordinator, *(one for one in trainers if isinstance(one, Process))])
         if words.get("launcher") == "ray":
             from gnnfleet.run.ray_fleet import end_actors
 
             end_actors(trainers)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Vigil:
+    """Whether the coordinator lives, by its beats. While another one starts, which may take long, the launcher beats in
+    its place: trainers would give up."""
+
+    def __init__(self, post: Post, give_up: float) -> None:
+        self._post, self._give_up = post, give_up
+        self._pulse, self._silent = _pulse(0), 0.0
+        self._started: float | None = None  # when another one was
+        self._beat = 0.0
+
+    def begin(self) -> None:
+        """It is started again."""
+        self._silent, self._started = 0.0, time.monotonic()
+        self._beat_for_it()
+
+    def overdue(self) -> float | None:
+        """The seconds for which nothing was heard of it, where it has to be ended."""
+        before, self._silent, now = self._silent, self._pulse.silent(self._post), time.monotonic()
+        if self._started is not None and not self._pulse.has_moved:
+            if now - self._started > 2 * self._give_up:
+                return now - self._started
+            if now - self._beat > 1.0:
+                self._beat_for_it()
+        # Half of the time after which trainers give up: another one has to begin before that.
+        return self._silent if min(before, self._silent) > self._give_up / 2 else None
+
+    def _beat_for_it(self) -> None:
+        from gnnfleet.strategies.tma.exchange import COORDINATOR_BEAT
+
+        self._pulse, self._beat = _pulse(self._post.count(COORDINATOR_BEAT)), time.monotonic()
+
+
+def _pulse(after: int) -> Pulse:
+    from gnnfleet.comm.post import Pulse
+    from gnnfleet.strategies.tma.exchange import COORDINATOR_BEAT
+
+    return Pulse(COORDINATOR_BEAT, after=after)
 
 
 def look_after(members: Sequence[Member], post: Post, say: Callable[[str], None]) -> dict[str, str]:
@@ -204,14 +252,19 @@ def join_fleet(
         (folder / "SPEC.json").write_text(spec.as_json())
         members = start_processes(folder, address, [str(number) for number in trainers], restarts)
         lost: dict[str, str] = {}
+        failed = False
         try:
             while left := [each for each in members if each.role not in lost and not has_ended_well(each)]:
                 lost |= look_after(left, post, say)
+                with suppress(ExchangeError):
+                    failed = failed or post.has(FAILED)
                 time.sleep(_POLL)
         finally:
             end_processes(members)
         if lost:
             raise ExchangeError("; ".join(lost.values()))
+        if failed:
+            raise ExchangeError(f"the run at {address} has failed; what went wrong is said there")
 
 
 def has_ended_well(member: Member) -> bool:
@@ -241,8 +294,14 @@ def _start_trainers(spec: Spec, folder: Path, address: Address, here: int, resta
 def start_processes(folder: Path, address: str, roles: Sequence[str], restarts: int) -> list[Process]:
     line = [sys.executable, "-m", "gnnfleet.run.member", str(folder / "SPEC.json"), address]
     members = [Process(role, [*line, role], folder, restarts) for role in roles]
-    for member in members:
-        member.start()
+    started: list[Process] = []
+    try:
+        for member in members:
+            member.start()
+            started.append(member)
+    except BaseException:  # the machine has no room for another process, or Ctrl-C
+        end_processes(started)
+        raise
     return members
 
 

@@ -63,15 +63,21 @@ def main() -> NoReturn:
 def coordinate(spec: Spec, post: Post) -> None:
     """The training loop, whose steps are rounds."""
     from gnnfleet.comm.world import World
+    from gnnfleet.errors import ExchangeError
     from gnnfleet.nn.own import naming_line
     from gnnfleet.report.progress import show
     from gnnfleet.run.build import Here, build
     from gnnfleet.run.config import resolve
     from gnnfleet.run.course import find_start, run_course
     from gnnfleet.run.directory import RunDirectory
+    from gnnfleet.strategies.tma.exchange import KEPT
 
-    config = resolve(spec.config)
-    directory = RunDirectory(Path(spec.run_dir), seed=config.seed)
+    def tell(round: int) -> None:
+        with suppress(ExchangeError):
+            own.write(KEPT, {"round": round})
+
+    config, own = resolve(spec.config), post.another(patience=2.0)
+    directory = RunDirectory(Path(spec.run_dir), seed=config.seed, kept=tell)
     with naming_line(config.model.file):
         with show(spec.quiet) as progress:
             graph, deal = _open(spec, config.seed)
@@ -113,7 +119,6 @@ def train(spec: Spec, post: Post, index: int) -> None:
             lambda own: make_alone(graph, config, index, own),
             dtype=PRECISIONS[config.precision],
             folder=folder,
-            checkpoint_seconds=config.train.checkpoint_seconds,
             say=partial(remark, quiet=spec.quiet),
         )
         trainer.clock.trace = [] if config.report.trace else None

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -26,6 +26,7 @@ from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.exchange import (
     BEAT_SECONDS,
     COORDINATOR_BEAT,
+    LOOK_SECONDS,
     Give,
     Now,
     Take,
@@ -39,15 +40,18 @@ from gnnfleet.strategies.tma.exchange import (
 AHEAD = 4
 """Rounds of so many steps that may be closed before the loop has looked at them."""
 
-_POLL, _HEAR = 0.005, 0.1  # seconds between looks at letters, and at beats
+_POLL, _HEAR = 0.005, 0.1  # seconds between looks at letters that are about to come, and at beats
+_REMIND = 20  # rounds without somebody after which that is said again
 
 
 @dataclass(frozen=True, eq=False)
 class Closed:
-    """A round that is over."""
+    """A round that is over, with the state after it; by the clock, where others are over too, after the last of them,
+    so that what is learnt of nodes is there once however long the loop looks elsewhere."""
 
     round: int
-    weights: Tensor  # after it
+    state: int  # the round whose state this is
+    weights: Tensor
     velocity: Tensor | None
     rows: Mapping[str, Tensor]  # all learnt rows of nodes, by name of the parameter
     trainers: tuple[int, ...]
@@ -88,7 +92,9 @@ class _Trainer:
 
     beats: int = 0
     heard: float | None = None  # when a beat was last new
-    missing: bool = False  # whether that was said
+    steps: int = 0
+    moved: float = 0.0  # when a step was last new
+    missing: int | None = None  # the round that was last said to be closed without it
     late: bool = False  # it beats, but a round waited for it in vain
 
 
@@ -120,6 +126,8 @@ class Desk:
         self._own: dict[int, dict[str, Tensor]] = {}
         self._last = self._begun = time.monotonic()
         self._heard = 0.0
+        self._is_dealt_anew = True  # trainers make what they work on before they begin
+        self._newest: Closed | None = None
         self._thread = threading.Thread(target=self._run, name="tma-desk", daemon=True)
         self.newest = self.first - 1
         threading.Thread(target=self._beat, name="tma-beat", daemon=True).start()
@@ -139,7 +147,11 @@ class Desk:
             if isinstance(found, BaseException):
                 raise found
             self._room.release()
-            return found
+            newest = self._newest
+            if self.config.steps or newest is None:
+                return found
+            state = ("state", "weights", "velocity", "rows", "correction", "optimizer")
+            return replace(found, **{name: getattr(newest, name) for name in state})
 
     def close(self) -> bool:
         """Trainers hear that all is over; False where the desk is still busy with a correction."""
@@ -175,6 +187,9 @@ class Desk:
                 while self.config.steps and not self._room.acquire(timeout=0.5):  # a clock does not wait
                     if self._stop.is_set():
                         break
+                if not self.config.steps:  # the loop may be far behind: only the newest has tables of all nodes
+                    self._newest = closed
+                    closed = replace(closed, rows={}, correction={}, optimizer=None)
                 self._closed.put(closed)
                 if self._stop.is_set():
                     break
@@ -203,6 +218,7 @@ class Desk:
         if self.correct is not None:  # in every round, so that its place follows from their number
             self.weights = self.correct.apply(self.weights, {name: table.rows for name, table in self.tables.items()})
         changed = self._deal_for(now.round + 1, {i for i in range(self.trainers) if i in gives or not self._is_lost(i)})
+        self._is_dealt_anew = changed
         after = Now(now.era, now.round + 1)
         for i in range(self.trainers):
             for number in (now.round - 1, now.round):  # some come after their round is closed
@@ -218,6 +234,7 @@ class Desk:
         count = sum(give.count for give in worked.values())
         closed = Closed(
             round=now.round,
+            state=now.round,
             weights=self.weights,
             velocity=self.outer.velocity,
             rows={name: table.rows.clone() for name, table in self.tables.items()},
@@ -299,21 +316,27 @@ class Desk:
         """What trainers give for a round, by number; None when all is to end."""
         config = self.config
         if not config.steps:
-            if self._stop.wait(max(0.0, self._last + config.interval - time.monotonic())):
+            if self._stop.wait(max(0.0, self._begins(now) + config.interval - time.monotonic())):
                 return None
             self.post.write(f"call/{now.era}", {"round": now.round})
         gives: dict[int, Give] = {}
         called = first = short = time.monotonic()
-        while not self._stop.wait(_POLL):
+
+        def is_late(i: int) -> bool:
+            """After the call, or the first of those that make so many steps, for as long as it makes none."""
+            since = max(first, self._known[i].moved) if config.steps else called
+            return time.monotonic() - since > config.deadline
+
+        while not self._stop.wait(LOOK_SECONDS if config.steps else _POLL):
             self._hear()
             for i in self._among:
                 if i not in gives and (give := read_give(self.post, now, i, self.layout.dtype)) is not None:
                     first = time.monotonic() if not gives else first
                     gives[i] = give
-                    self._known[i].missing = self._known[i].late = False
+                    self._known[i].missing, self._known[i].late = None, False
             waiting = [i for i in self._among if i not in gives and self._lives(i) and self._is_with_us(now, i)]
             enough = len(gives) >= config.quorum
-            if enough and (not waiting or time.monotonic() - (first if config.steps else called) > config.deadline):
+            if enough and all(map(is_late, waiting)):
                 for i in waiting:
                     self._known[i].late = True
                 self._say_missing(now, gives)
@@ -328,8 +351,25 @@ class Desk:
                 self._fail(now, gives, f"for {config.give_up:g} s")
         return None
 
+    def _begins(self, now: Now) -> float:
+        """When a round by the clock begins: after the one before, or, where nodes were dealt anew, when all that are
+        waited for have made what they work on. Those who have train meanwhile."""
+        if self._is_dealt_anew:
+            until = time.monotonic() + self.config.deadline
+            while time.monotonic() < until and not self._stop.wait(LOOK_SECONDS):
+                self._hear()
+                if not any(self._lives(i) and not self._has_begun(now, i) for i in self._among):
+                    break
+            if now.round == self.first:  # processes have started: that is no part of a round
+                self._last = time.monotonic()
+            return time.monotonic()
+        return self._last
+
+    def _has_begun(self, now: Now, i: int) -> bool:
+        return read_took(self.post, i) == now or self.post.has(f"give/{now.era}/{now.round}/{i}")
+
     def _hear(self) -> None:
-        """Beats, not more often than they come."""
+        """Beats and steps, not more often than they come."""
         if time.monotonic() - self._heard < _HEAR:
             return
         self._heard = time.monotonic()
@@ -337,6 +377,9 @@ class Desk:
             beats = self.post.count(f"beat/{i}", 0)
             if beats != trainer.beats:
                 trainer.beats, trainer.heard = beats, time.monotonic()
+                steps = self.post.count(f"steps/{i}", 0)
+                if steps != trainer.steps:
+                    trainer.steps, trainer.moved = steps, time.monotonic()
 
     def _lives(self, i: int) -> bool:
         """Whether a round waits for it; at the beginning also for one that has not said anything yet."""
@@ -362,9 +405,11 @@ class Desk:
         return not self._known[i].late or read_took(self.post, i) == now
 
     def _say_missing(self, now: Now, gives: Mapping[int, Give]) -> None:
-        new = [i for i in self._among if i not in gives and not self._known[i].missing]
+        known = self._known
+        without = [i for i in self._among if i not in gives]
+        new = [i for i in without if (last := known[i].missing) is None or now.round - last >= _REMIND]
         for i in new:
-            self._known[i].missing = True
+            known[i].missing = now.round
         if new:
             why = {i: "has ended" if self.post.has(f"gone/{i}") else "is silent or late" for i in new}
             said = ", ".join(f"trainer {i} {why[i]}" for i in new)

@@ -24,13 +24,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.post import Letter, Post, Pulse
+from gnnfleet.comm.post import AGAIN_SECONDS, Letter, Post, Pulse
 from gnnfleet.errors import ExchangeError
 
 COORDINATOR_BEAT = "beat/coordinator"
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.02
-AGAIN_SECONDS = 0.1  # before a lost connection is made again
 
 
 def raw(tensors: Sequence[Tensor]) -> Tensor:
@@ -110,6 +109,10 @@ def read_take(post: Post, now: Now, dtype: torch.dtype) -> Take | None:
     return Take(now, weights, optimizer, remote, words["deal"], tuple(words["among"]))
 
 
+KEPT = "kept"
+"""The letter that says which round has the newest checkpoint: what trainers remember of rounds before it can go."""
+
+
 def write_took(post: Post, now: Now, trainer: int) -> None:
     post.write(f"took/{trainer}", {"era": now.era, "round": now.round})
 
@@ -178,6 +181,7 @@ class Watch:
         self.replaced = False
         self._token = secrets.token_hex(8)
         self.called = -1  # the round that is asked for, in the present era
+        self.steps = 0  # that the trainer has made; told with the next beat
         self._post, self._trainer = post, trainer
         self._give_up, self._lost = give_up, lost
         self._stop = threading.Event()
@@ -195,7 +199,7 @@ class Watch:
         self._threads[0].join(5)
 
     def _look(self) -> None:
-        post, beat, pulse = self._post, 0.0, Pulse(COORDINATOR_BEAT)
+        post, beat, told, pulse = self._post, 0.0, 0, Pulse(COORDINATOR_BEAT)
         while not self._stop.is_set():
             try:
                 if time.monotonic() - beat >= BEAT_SECONDS:
@@ -204,6 +208,9 @@ class Watch:
                         self.replaced = True
                         return
                     post.count(f"beat/{self._trainer}")
+                    if (more := self.steps - told) > 0:
+                        post.count(f"steps/{self._trainer}", more)
+                        told += more
                     if post.has(gone := f"gone/{self._trainer}"):  # of another process with this number
                         post.remove(gone)
                     beat = time.monotonic()

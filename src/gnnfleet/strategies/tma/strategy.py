@@ -153,7 +153,7 @@ class TmaStrategy:
         return Desk(
             config=config,
             trainers=job.workers,
-            post=job.post,
+            post=job.post.another(patience=config.give_up),
             layout=self._layout,
             weights=self._layout.pack(state),
             first=first,
@@ -199,7 +199,7 @@ class TmaStrategy:
 class _Correction:
     """Some steps of a strategy on the whole graph, from given weights on; in the desk's thread, on a model of its own.
 
-    ``done`` steps were made before: it goes on where they ended.
+    ``start`` is the epoch and the step that come first.
     """
 
     def __init__(self, strategy: Strategy, layout: Layout, steps: int, start: tuple[int, int]) -> None:

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from gnnfleet.comm.post import Post
+from gnnfleet.comm.post import AGAIN_SECONDS, Post
 from gnnfleet.errors import ExchangeError, RunError
 from gnnfleet.graph.bundle import write_atomically
 from gnnfleet.graph.deal import Deal
@@ -30,7 +30,7 @@ from gnnfleet.strategies.base import StepRecord, Strategy
 from gnnfleet.strategies.tma.average import Layout
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.exchange import (
-    AGAIN_SECONDS,
+    KEPT,
     LOOK_SECONDS,
     Give,
     Now,
@@ -40,9 +40,6 @@ from gnnfleet.strategies.tma.exchange import (
     write_give,
     write_took,
 )
-
-KEPT = 8
-"""States of a trainer's own that lie on disk at least: more than rounds may be closed before the loop looks at them."""
 
 _IDLE = 1000  # epochs in a row without anything to train on
 
@@ -84,7 +81,6 @@ class Trainer:
         *,
         dtype: torch.dtype,
         folder: Path | None = None,
-        checkpoint_seconds: float = 0.0,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config, self._index, self._post, self._deal = config, index, post, deal
@@ -97,8 +93,8 @@ class Trainer:
         self._place = (0, 0)  # (epoch, step) that comes next
         self._knows_rows = False
         self._strayed = False  # whether what it gave last was not finite
-        self._written: list[tuple[float, int]] = []  # (when, before which round)
-        self._patience, self._say = 60 + 3 * checkpoint_seconds, say
+        self._dropped = 0  # the round before which nothing of its own lies on disk
+        self._say = say
         self._built = 0  # resident memory after building
         self.clock = Clock()
         self._given = self.clock.read()  # when it last gave
@@ -147,6 +143,7 @@ class Trainer:
             self._keep(now.round)
             with self.clock.during(EXCHANGE, "weights"):
                 self._hand_over(now, give, watch)
+            self._drop()
         return True
 
     def _hand_over(self, now: Now, give: Give, watch: Watch) -> None:
@@ -251,10 +248,11 @@ class Trainer:
         assert self._alone is not None and self._records is not None and self._layout is not None
         steps, count, loss, wanted = 0, 0, 0.0, self._config.steps
         began = time.perf_counter()
-        while watch.now == now and not watch.replaced and (steps < wanted if wanted else watch.called < now.round):
+        # By the clock a round has a step, too, for whoever is so slow to begin that it is over by then.
+        while watch.now == now and not watch.replaced and (steps < (wanted or 1) or self._is_open(now, watch)):
             record = next(self._records, None)
             if record is None:
-                if wanted:
+                if not self._is_open(now, watch):
                     break
                 time.sleep(LOOK_SECONDS)
                 continue
@@ -266,6 +264,7 @@ class Trainer:
             self.clock.note(f"step {record.step + 1}", "step", began)
             began = time.perf_counter()
             steps, count, loss = steps + 1, count + record.count, loss + record.loss * record.count
+            watch.steps += 1
         if watch.now != now or watch.replaced:
             return None
         state = self._alone.strategy.state_dict()
@@ -278,6 +277,10 @@ class Trainer:
         self._strayed = not all(bool(torch.isfinite(tensor).all()) for tensor in (weights, *rows.values()))
         return Give(steps, count, mean, self._alone.edges, weights, optimizer, rows, memory, self._spent())
 
+    def _is_open(self, now: Now, watch: Watch) -> bool:
+        """Whether the clock asks for more steps."""
+        return not self._config.steps and watch.called < now.round
+
     def _spent(self) -> dict[str, float]:
         """Seconds by phase since it last gave."""
         before, self._given = self._given, self.clock.read()
@@ -286,7 +289,8 @@ class Trainer:
     # -- going on where another process ended, with rounds of so many steps --
 
     def _keep(self, number: int) -> None:
-        """Write what only this trainer knows after a round; the coordinator's checkpoints lag behind by a while."""
+        """Write what only this trainer knows after a round: the coordinator may begin again with a checkpoint of
+        before."""
         if self._folder is None or not self._config.steps:
             return
         assert self._alone is not None and self._held is not None
@@ -294,9 +298,19 @@ class Trainer:
         tensors = {name: t.contiguous() for name, t in self._alone.strategy.state_dict()["optimizer"].items()}
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._file(number + 1), tensors_to_bytes(tensors, metadata={"trainer": json.dumps(words)}))
-        self._written.append((time.monotonic(), number + 1))
-        while len(self._written) > KEPT and time.monotonic() - self._written[0][0] > self._patience:
-            self._file(self._written.pop(0)[1]).unlink(missing_ok=True)
+
+    def _drop(self) -> None:
+        """Remove what belongs to rounds before the newest checkpoint."""
+        if self._folder is None or not self._config.steps:
+            return
+        with suppress(ExchangeError):
+            letter = self._post.read(KEPT)
+            if letter is None or letter.words["round"] == self._dropped:
+                return
+            self._dropped = int(letter.words["round"])
+            for path in self._folder.glob("*.safetensors"):
+                if path.stem.isdecimal() and int(path.stem) < self._dropped:
+                    path.unlink(missing_ok=True)
 
     def _saved(self, number: int) -> _Saved | None:
         """What was written before this round, if it was."""
