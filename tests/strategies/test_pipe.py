@@ -438,7 +438,7 @@ def pipe(store: str, world: World, *, chunks: int = 4, ways: int = 1, method: st
         "seed": 3,
     }
     here = Here(world, layouts=[lay_out(graph, ways, chunks, method=method)], say=words.pop("say", lambda text: None))
-    return build(graph, resolve(tree), here=here).strategy
+    return build(graph, resolve(tree | words), here=here).strategy
 
 
 def copied(run: Strategy) -> State:
@@ -450,6 +450,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pipe") / "store"
     save_store(communities(200), path)
     return path
+
+
+@pytest.mark.parametrize(("memory", "lines"), [(None, 0), ("512MiB", 1)])
+def test_a_limit_that_is_not_kept_is_said(store: Path, memory: str | None, lines: int) -> None:
+    said: list[str] = []
+    pipe(str(store), World(), say=said.append, memory=memory).close()
+    assert [text.partition(":")[0] for text in said] == ["pipe does not keep within --memory 512 MiB"] * lines
 
 
 def goes_on(world: World, store: str, ways: int, gradient: str) -> list[Any]:

@@ -83,7 +83,8 @@ Memory = _option(
     "As 500MB. local, tma: what an evaluation may hold of activations; a larger one goes in chunks; default 4GiB. "
     "sar: what each worker may hold in all; it chooses how to train within it, or refuses. macrobatch: decides whether "
     "features and their aggregate stay in memory; default a worker's share of what there is. temporal: what copies of "
-    "the memory may take on a machine; default half of it. auto: what each worker may hold in all.",
+    "the memory may take on a machine; default half of it. auto: what each worker may hold in all. pipe: "
+    "nothing.",
 )
 RunDir = _option(_WHERE, "DIR", "Where the run goes. Default runs/STORE-MODEL-N, which runs/last points to.")
 

@@ -23,6 +23,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.chunks import Layout
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.schedule import draw_schedule
+from gnnfleet.report.sizes import show_size
 from gnnfleet.report.traffic import Traffic
 from gnnfleet.strategies.base import (
     PRECISIONS,
@@ -75,6 +76,9 @@ class PipeStrategy:
         self._count = len(job.task.trained(job.seed, 0))
         self._grids = 0
         self._work_on(self._plan())
+        if job.memory is not None:
+            size = show_size(job.memory)
+            job.say(f"pipe does not keep within --memory {size}: gnnfleet plan says what its workers would need")
 
     # -- what is where --
 
