@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from gnnfleet.comm import shelf as shelves
 from gnnfleet.comm.exchange import Home, Lane, Ring, Routes
+from gnnfleet.comm.reduce import sum_over_ranks
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ExchangeError
 from tests.ranks import Crew, with_shelf
@@ -192,6 +194,32 @@ def test_shared_memory_is_read_before_it_is_filled_again(crew: Crew, size: int, 
         assert 1 <= found["slots"] <= found["most"]
         before, during, after = found["files"]
         assert during > before == after, "nothing stays open"
+
+
+def forbidden(world: World, sandboxed: list[int], switched_off: list[int]) -> Any:
+    """Whom each rank reads and is read by, where some have no memfd and some were told not to use it."""
+
+    def none(*_: Any) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    off = world.rank in switched_off
+    others = [None if off or peer == world.rank else 7 for peer in range(world.size)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shelves, "_sees", lambda pid, fd, peer: True)
+        if world.rank in sandboxed + switched_off:
+            patch.setattr(shelves, "take_memory", none)
+        found = shelves.open_shelf(world.rank, others, lambda t: sum_over_ranks(world, t))
+    return None if found is None else (found.pids, found.readers)
+
+
+@pytest.mark.parametrize(("sandboxed", "switched_off"), [([0, 1, 2], []), ([], [0, 1, 2]), ([1], []), ([], [1])])
+def test_ranks_without_shared_memory_talk_through_sockets(
+    crew: Crew, sandboxed: list[int], switched_off: list[int]
+) -> None:
+    found, out = crew.run(3, forbidden, sandboxed, switched_off), {*sandboxed, *switched_off}
+    for rank, shares in enumerate(found):
+        with_whom = [7 if {rank, peer} & out == set() and peer != rank else None for peer in range(3)]
+        assert shares == (None if rank in out else (with_whom, with_whom))
 
 
 def unread(world: World) -> str:

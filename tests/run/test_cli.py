@@ -9,11 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from gnnfleet.comm import shelf
 from gnnfleet.errors import GnnfleetError
 from gnnfleet.graph.bundle import PARTIAL
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition import Partition
 from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.run import doctor
 from tests.run.shell import call, fails, run, run_json, start
 
 
@@ -154,3 +156,12 @@ def test_doctor_finds_this_machine_fit() -> None:
     checks = {check["check"]: check for check in found["checks"]}
     assert checks["openmp"]["level"] == "ok", checks["openmp"]
     assert {"torch", "kernels", "shared memory", "ports", "interface", "open files"} <= set(checks)
+
+
+def test_doctor_where_shared_memory_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(shelf, "take_memory", none)
+    (found,) = doctor._shared_memory()
+    assert found.level == "warn" and "Operation not permitted" in found.found and "sockets" in found.advice

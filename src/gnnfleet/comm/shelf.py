@@ -169,25 +169,36 @@ def open_shelf(rank: int, pids: Sequence[int | None], agree: Callable[[Tensor], 
     """A shelf for ranks whose processes this one may see; None where it sees none or nobody sees it.
 
     ``pids`` has the process of every rank in this one's namespace, None for others and for itself. ``agree`` sums a
-    tensor over all ranks, which call this together.
+    tensor over all ranks, which call this together. Who may see nobody takes no memory, so nobody sees it either.
     """
-    probe = take_memory(mmap.PAGESIZE)
+    probe = _probe(rank) if any(pid is not None for pid in pids) else -1
     try:
-        os.pwrite(probe, (rank + 1).to_bytes(8, "little"), 0)
         count = len(pids)
         fds = torch.zeros(count, dtype=torch.int64)
         fds[rank] = probe
         fds = agree(fds)
         seen = torch.zeros(count, count, dtype=torch.int64)
         for peer, pid in enumerate(pids):
-            seen[rank, peer] = int(pid is not None and _sees(pid, int(fds[peer]), peer))
+            is_there = min(probe, int(fds[peer])) >= 0
+            seen[rank, peer] = int(pid is not None and is_there and _sees(pid, int(fds[peer]), peer))
         seen = agree(seen)
     finally:
-        os.close(probe)
+        if probe >= 0:
+            os.close(probe)
     if not int(seen[rank].sum() + seen[:, rank].sum()):
         return None
     readable = [pid if seen[rank, peer] else None for peer, pid in enumerate(pids)]
     return Shelf(rank, readable, [pid if seen[peer, rank] else None for peer, pid in enumerate(pids)])
+
+
+def _probe(rank: int) -> int:
+    """Memory for others to look at; -1 where there is none to be had, as in a sandbox that forbids it."""
+    try:
+        probe = take_memory(mmap.PAGESIZE)
+    except OSError:
+        return -1
+    os.pwrite(probe, (rank + 1).to_bytes(8, "little"), 0)
+    return probe
 
 
 def _sees(pid: int, fd: int, peer: int) -> bool:

@@ -113,15 +113,16 @@ def _shared_memory() -> Iterator[Finding]:
     """Ranks of one host read each other's rows in memory without a name; the size of /dev/shm does not matter."""
     from gnnfleet.comm.shelf import open_memory, take_memory
 
-    taken = take_memory(mmap.PAGESIZE)
     try:
-        os.close(open_memory(os.getpid(), taken))
+        taken = take_memory(mmap.PAGESIZE)
+        try:
+            os.close(open_memory(os.getpid(), taken))
+        finally:
+            os.close(taken)
         yield Finding("shared memory", OK, "processes can map each other's (memfd)")
     except OSError as error:
         advice = "ranks on one host will exchange through sockets, which is slower"
-        yield Finding("shared memory", WARN, f"memory of a process cannot be opened: {error}", advice)
-    finally:
-        os.close(taken)
+        yield Finding("shared memory", WARN, f"memory of a process cannot be taken or opened: {error}", advice)
 
 
 def _ports() -> Iterator[Finding]:
