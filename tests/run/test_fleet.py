@@ -89,11 +89,14 @@ def test_actors_are_given_an_address_that_other_nodes_reach(monkeypatch: pytest.
         is_initialized=lambda: True,
         util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.5"),
         remote=lambda kind: SimpleNamespace(options=lambda **words: made),
+        nodes=lambda: [{"NodeManagerAddress": f"10.0.0.{place}", "Alive": place < 7} for place in (5, 6, 7)],
     )
     monkeypatch.setattr(ray_fleet, "_ray", lambda: ray)
     spec = Spec(store="s", digest="d", partition="", run_dir="r", config={"strategy": {"launcher": "ray"}})
     assert len(fleet._start_trainers(spec, tmp_path, Address("0.0.0.0", 29500), 2, 0)) == 2
     assert told == [("10.0.0.5:29500", 0), ("10.0.0.5:29500", 1)]
+    with pytest.raises(ConfigError, match=r"any of the 2 machines .* strategy.listen=0\.0\.0\.0"):
+        fleet._start_trainers(spec, tmp_path, Address("127.0.0.1", 29500), 2, 0)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

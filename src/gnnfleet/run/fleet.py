@@ -285,9 +285,15 @@ def check_free(post: Post, trainers: Sequence[int], workers: int) -> None:
 def _start_trainers(spec: Spec, folder: Path, address: Address, here: int, restarts: int) -> Sequence[Member]:
     roles = [str(number) for number in range(here)]
     if spec.config["strategy"].get("launcher") == "ray":
-        from gnnfleet.run.ray_fleet import open_ray, start_actors
+        from gnnfleet.run.ray_fleet import count_machines, open_ray, start_actors
 
-        return start_actors(spec, reach(address, open_ray()), roles, restarts)  # they may be on any node
+        here = open_ray()
+        if is_loopback(address.host) and (machines := count_machines()) > 1:
+            raise ConfigError(
+                f"trainers may run on any of the {machines} machines of the Ray cluster and would not reach "
+                f"{address.host}: set strategy.listen=0.0.0.0:29500, on a network that you trust"
+            )
+        return start_actors(spec, reach(address, here), roles, restarts)  # they may be on any node
     return start_processes(folder, reach(address), roles, restarts)
 
 
@@ -336,6 +342,10 @@ def reach(address: Address, machine: str = "127.0.0.1") -> str:
     by whoever connects."""
     host = machine if address.host in ("0.0.0.0", "::", "") else address.host
     return f"{host}:{address.port}"
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _raise(coordinator: Member, how: str, trainers: Sequence[Member]) -> None:

@@ -64,6 +64,8 @@ class Actor:
         except ray.exceptions.RayTaskError as error:
             self.failure = Failure.of(error.cause or error, int(self.role))
             return f"trainer {self.role} failed: {self.failure.text}"
+        except ray.exceptions.RayError as error:  # no room for it, or nowhere to start it
+            return f"trainer {self.role} was lost: {type(error).__name__}: {str(error).splitlines()[0]}"
         return None
 
     def again(self) -> bool:
@@ -82,6 +84,11 @@ def open_ray() -> str:
         ray.init(log_to_driver=False, logging_level="error", **where)
         _started.append(True)
     return str(ray.util.get_node_ip_address())
+
+
+def count_machines() -> int:
+    """Of the cluster that was joined."""
+    return len({node["NodeManagerAddress"] for node in _ray().nodes() if node["Alive"]})
 
 
 def start_actors(spec: Spec, address: str, roles: Sequence[str], restarts: int) -> list[Actor]:
