@@ -26,7 +26,7 @@ from gnnfleet.sharded.stream import Gradient, Stream, Turn
 from gnnfleet.sharded.way import Way, slots_of
 from gnnfleet.strategies.pipe.schedule import order_of
 from gnnfleet.strategies.pipe.strategy import PipeStrategy
-from tests.equivalence.spread import plain_graph, related_graph
+from tests.equivalence.spread import NODES, plain_graph, related_graph
 from tests.equivalence.test_sar import MODELS, close, link_words, linked, trained, words
 from tests.ranks import Crew
 from tests.run.test_own_model import TWICE
@@ -124,6 +124,23 @@ def test_layers_that_share_weights_equal_local(crew: Crew, folder: Path, tmp_pat
     model = {"name": f"{tmp_path / 'twice.py'}:make", "layers": 4, "settings": {"norm": "LayerNorm"}}
     wanted = trained(open_store(folder / "plain"), words(model, name="local", order="store"))
     for rank, found in enumerate(crew.run(size, with_a_layer_twice, str(folder / "plain"), model)):
+        for word in ("losses", "metrics", "test", "weights"):
+            close(found[word], wanted[word], f"rank {rank} {word}")
+
+
+def with_small_ways(world: World, store: str, tree: dict[str, Any], starts: list[int]) -> dict[str, Any]:
+    graph = open_store(store)
+    layout = Layout(torch.arange(NODES), torch.tensor(starts), world.size)
+    return trained(graph, tree | {"workers": world.size}, Here(world, layouts=[layout]))
+
+
+@pytest.mark.parametrize("starts", [[0, 1, NODES], [0, NODES - 1, NODES], [0, 0, NODES], [0, NODES, NODES]])
+def test_batch_norm_on_a_way_of_next_to_nothing(crew: Crew, folder: Path, starts: list[int]) -> None:
+    """Statistics are of all ways; only where layers are tried by themselves one row would be too few."""
+    model = {"name": "sage", "norm": "batch"}
+    wanted = trained(open_store(folder / "plain"), words(model, name="local", order="store"))
+    tree = words(model, name="pipe", ways=2, chunks=2)
+    for rank, found in enumerate(crew.run(2, with_small_ways, str(folder / "plain"), tree, starts)):
         for word in ("losses", "metrics", "test", "weights"):
             close(found[word], wanted[word], f"rank {rank} {word}")
 

@@ -83,11 +83,22 @@ def try_layers(
     """The layers of a model on chunks of a layout; all ranks of the job call it. ``single``: one worker for all of the
     graph is tried as well."""
     number, which = divmod(job.world.rank, layout.ways)
-    way = Way(job.graph, layout, which)
+    way = Way(job.graph, _with_rows(layout, which, 2) if job.model.batch_norm else layout, which)
     cached, code = caches_inputs(config, job), Code(config.wire)
     trial = Trial(way, partial(features_of, job, way), job.precision, cached, code, job.train)
     cores = cores or Cores.find(replace(job.world, traffic=Traffic()))
     return probe(job.world, job.model, trial, cores, number=number, single=single)
+
+
+def _with_rows(layout: Layout, way: int, least: int) -> Layout:
+    """The same, but a way that has fewer rows takes some of those beside it: batch norm counts the rows of all ways in
+    a run, in a trial its own alone."""
+    low, high = layout.way(way)
+    low = min(low, max(0, len(layout.order) - least))
+    starts = layout.starts.clone()
+    starts[: way * layout.slots + 1].clamp_(max=low)
+    starts[(way + 1) * layout.slots :].clamp_(min=min(max(high, low + least), len(layout.order)))
+    return replace(layout, starts=starts)
 
 
 def probe(world: World, model: Model, trial: Trial, cores: Cores, *, number: int = 0, single: bool = False) -> Found:
