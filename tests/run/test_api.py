@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from gnnfleet.report.metrics import read_metrics
 from gnnfleet.run import checkpoint
 from gnnfleet.run.api import train
 from gnnfleet.run.asking import open_run
+from gnnfleet.run.checkpoint import Position
+from gnnfleet.run.directory import RunDirectory
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.sar.config import SarConfig
 from tests.run.graphs import CLASSES, assert_same_checkpoint, communities
@@ -62,6 +65,26 @@ def test_the_best_weights_are_kept_and_patience_stops(graph: Graph, tmp_path: Pa
 def test_evaluates_every_k_epochs(graph: Graph, tmp_path: Path) -> None:
     train(graph, model=SMALL, epochs=8, eval_every=3, run_dir=tmp_path / "run")
     assert [row["epoch"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "val" in row] == [3, 6, 8]
+
+
+def test_a_best_of_which_last_knows_nothing(graph: Graph, tmp_path: Path) -> None:
+    """Killed between the two, and what followed does not come again: the record is about weights that are there."""
+    path = tmp_path / "run"
+    settings: dict[str, Any] = {"model": SMALL, "patience": 3, "checkpoint_seconds": 0}
+    train(graph, epochs=4, run_dir=path, **settings)
+    directory = RunDirectory(path)
+    last, position = directory.load("last") or ({}, Position())
+    best = {"model": {name: torch.zeros_like(tensor) for name, tensor in last["model"].items()}}
+    directory.save("best", best, replace(position, epoch=5, evaluated=5, best_epoch=5, best_metric=3.0, best_loss=0.0))
+    directory.save("last", last, replace(position, best_epoch=1, best_metric=2.0, best_loss=0.0))
+    record = train(graph, epochs=7, run_dir=path, resume=True, **settings)
+    rows = [row for row in read_metrics(path / "metrics.jsonl") if row["epoch"] > 4]
+    chosen = max(rows, key=lambda row: (row["val"], -row["val_loss"]))
+    assert len(rows) == 3 and record.metrics["best_epoch"] == chosen["epoch"]
+    assert record.metrics["val"] == pytest.approx(chosen["val"])
+    built, found, name = open_run(path, graph)
+    assert name == "best" and found.best_epoch == chosen["epoch"]
+    assert torch.equal(built.strategy.predict().logits, record.logits())
 
 
 @pytest.mark.parametrize("writes", [1, 2, 3, 8, 15])

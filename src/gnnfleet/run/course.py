@@ -148,9 +148,11 @@ def read_start(directory: RunDirectory) -> Start:
         return Start(Position())
     state, position = last
     best = directory.load("best")
-    # A kill between the two leaves a best from later than last: training finds it again.
-    fits = best is not None and best[1].best_epoch == position.best_epoch
-    return Start(position, state, best[0] if best is not None and fits else None)
+    if best is not None and best[1].best_epoch == position.best_epoch:
+        return Start(position, state, best[0])
+    # A kill between the two leaves a best from later than last. Training finds it again where it repeats itself, and
+    # another where it goes by a clock; what was best before that is gone, so the next evaluation begins anew.
+    return Start(replace(position, evaluated=0, best_epoch=0, best_metric=None, best_loss=None), state)
 
 
 def share_state(world: World, state: State | None) -> State:

@@ -114,7 +114,7 @@ class _Saved:
         return time.monotonic() - started
 
     def save(self, strategy: Strategy, position: Position) -> None:
-        """Best before last: a kill in between leaves a last from which the same best is found again."""
+        """Best before last: a kill in between leaves a last from which a best is found again."""
         kept = self._kept
         if kept.unsaved is not None and kept.state is not None:
             self._plan.keeper.save("best", kept.state, kept.unsaved)
