@@ -254,3 +254,10 @@ def test_words_of_events(events: Path) -> None:
         make_plan(graph, {"strategy": {"fanouts": [3]}})  # a stream without features: nothing else is thought of
     with pytest.raises(ConfigError, match="no edges with times"):
         make_plan(make_dataset("communities", nodes=60, mean_degree=4), {"model": {"name": "tgn"}})
+
+
+def test_steps_of_trainers_are_tried(store: Path) -> None:
+    words = {"model": MODEL, "workers": 2, "strategy": {"steps": 4, "batch": 64, "fanouts": [3, 3], "scheme": "random"}}
+    (found,) = make_plan(gf.open(store), words, only=["tma"]).fits
+    assert any("(tried; foreseen were" in reason for reason in found.reasons), found.reasons
+    assert 0 < found.seconds < 60

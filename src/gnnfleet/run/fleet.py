@@ -287,13 +287,13 @@ def _start_trainers(spec: Spec, folder: Path, address: Address, here: int, resta
     if spec.config["strategy"].get("launcher") == "ray":
         from gnnfleet.run.ray_fleet import count_machines, open_ray, start_actors
 
-        here = open_ray()
+        machine = open_ray()
         if is_loopback(address.host) and (machines := count_machines()) > 1:
             raise ConfigError(
                 f"trainers may run on any of the {machines} machines of the Ray cluster and would not reach "
                 f"{address.host}: set strategy.listen=0.0.0.0:29500, on a network that you trust"
             )
-        return start_actors(spec, reach(address, here), roles, restarts)  # they may be on any node
+        return start_actors(spec, reach(address, machine), roles, restarts)  # they may be on any node
     return start_processes(folder, reach(address), roles, restarts)
 
 

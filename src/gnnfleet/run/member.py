@@ -80,7 +80,7 @@ def coordinate(spec: Spec, post: Post) -> None:
     directory = RunDirectory(Path(spec.run_dir), seed=config.seed, kept=tell)
     with naming_line(config.model.file):
         with show(spec.quiet) as progress:
-            graph, deal = _open(spec, config.seed)
+            graph, deal = open_deal(spec, config.seed)
             here = Here(progress=progress, say=partial(directory.say, quiet=spec.quiet), post=post, deal=deal)
             built = build(graph, config, here=here)
         record = run_course(built, config, directory, start=find_start(directory, World()), quiet=spec.quiet)
@@ -109,7 +109,7 @@ def train(spec: Spec, post: Post, index: int) -> None:
         os._exit(8)
 
     with naming_line(config.model.file):
-        graph, deal = _open(spec, config.seed)
+        graph, deal = open_deal(spec, config.seed)
         folder = Path(spec.run_dir) / TRAINERS / str(index)
         trainer = Trainer(
             config.strategy,
@@ -127,7 +127,8 @@ def train(spec: Spec, post: Post, index: int) -> None:
             leave_spans(trainer.clock, Path(spec.run_dir), f"trainer {index}")
 
 
-def _open(spec: Spec, seed: int) -> tuple[Graph, Deal]:
+def open_deal(spec: Spec, seed: int) -> tuple[Graph, Deal]:
+    """The store of a spec and how its nodes are dealt."""
     from gnnfleet.errors import StoreError
     from gnnfleet.graph.deal import Clusters, Deal
     from gnnfleet.graph.store import open_store

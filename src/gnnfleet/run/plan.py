@@ -283,10 +283,12 @@ class _Planner:
             return apart(alone, workers, self.bandwidth, Weights.of(self.checked.model).nbytes)
         return rehearse(self.graph, self.base, partition, self.draw, scratch=self.scratch)
 
-    def _tried(self, strategy: StrategyConfig) -> dict[str, Any]:
-        config, cut = self.base.model_copy(update={"strategy": strategy}), self._cut(strategy)
+    def _tried(self, strategies: Sequence[StrategyConfig]) -> list[dict[str, Any]]:
+        configs = [self.base.model_copy(update={"strategy": strategy}) for strategy in strategies]
+        cuts = [self._cut(each.strategy) if each.strategy.cut == "chunks" else self._clusters(each) for each in configs]
+        self.progress.stage(f"trial of {strategies[0].name}")
         try:
-            return try_together(self.graph, config, cut, scratch=self.scratch)
+            return try_together(self.graph, configs, cuts, scratch=self.scratch)
         except ConfigError:
             raise
         except GnnfleetError as error:  # the others can be planned without this one
@@ -296,9 +298,12 @@ class _Planner:
         config = self.base.model_copy(update={"strategy": strategy})
         return ensure_layouts(self.graph, self.checked.graph, config, progress=self.progress, quiet=self.quiet)
 
+    def _clusters(self, config: RunConfig) -> Path | None:
+        return ensure_clusters(self.graph, self.checked.graph, config, progress=self.progress, quiet=self.quiet)
+
     def _deal(self, strategy: StrategyConfig) -> Deal:
         config = self.base.model_copy(update={"strategy": strategy})
-        path = ensure_clusters(self.graph, self.checked.graph, config, progress=self.progress, quiet=self.quiet)
+        path = self._clusters(config)
         counts = {kind: table.count for kind, table in self.graph.nodes.items()}
         return Deal(counts, None if path is None else Clusters.open(path), config.seed)
 

@@ -11,9 +11,11 @@ from gnnfleet.comm.world import World
 from gnnfleet.graph.chunks import open_layouts
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.own import naming_line
+from gnnfleet.run.alone import make_alone
 from gnnfleet.run.build import Here, check, event_job, job_of
 from gnnfleet.run.config import RunConfig, resolve
 from gnnfleet.run.launch import launch
+from gnnfleet.run.member import open_deal
 from gnnfleet.run.rank import open_own, open_same
 from gnnfleet.run.spec import Spec
 from gnnfleet.run.trials import Took, Trial, run_trial
@@ -24,6 +26,8 @@ from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.temporal import forecast as events
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.schedule import Shape
+from gnnfleet.strategies.tma import forecast as trainers
+from gnnfleet.strategies.tma.config import TmaConfig
 
 LATENCY = 1e-4
 """Seconds of a round between machines, where only their bandwidth is given."""
@@ -36,10 +40,17 @@ def rehearse(graph: Graph, config: RunConfig, partition: Path, draw: Draw, *, sc
     return Pace(**{**found, "layers": tuple(LayerPace(**each) for each in found["layers"])})
 
 
-def try_together(graph: Graph, config: RunConfig, layouts: Path, *, scratch: Path) -> dict[str, Any]:
-    """What all workers say of a strategy that streams chunks."""
+def try_together(
+    graph: Graph, configs: Sequence[RunConfig], cuts: Sequence[Path | None], *, scratch: Path
+) -> list[dict[str, Any]]:
+    """What all workers say of strategies that stream chunks, or deal clusters, which are the cuts; one by one."""
     assert graph.store is not None
-    return _launch(graph, config, str(layouts.relative_to(graph.store.path)), {}, scratch)
+    below = ["" if cut is None else str(cut.relative_to(graph.store.path)) for cut in cuts]
+    tries = [
+        {"strategy": config.strategy.model_dump(mode="json"), "cut": cut}
+        for config, cut in zip(configs, below, strict=True)
+    ]
+    return list(_launch(graph, configs[0], "", {"tries": tries}, scratch)["said"])
 
 
 def try_epochs(graph: Graph, config: RunConfig, trials: Sequence[Trial], *, scratch: Path) -> list[Took]:
@@ -78,19 +89,30 @@ def rehearse_spec(spec: Spec, world: World) -> dict[str, Any]:
         graph = open_same(spec, world)
         with naming_line(config.model.file):
             return {"took": [run_trial(graph, Trial(**trial), world) for trial in words["trials"]]}
+    if "tries" in words:
+        with naming_line(config.model.file):
+            return {"said": [_try(spec, world, **each) for each in words["tries"]]}
     if isinstance(config.strategy, TemporalConfig):
         on_events = event_job(open_same(spec, world), config, Here(world))
         shapes = [Shape(*sizes) for sizes in words["shapes"]]
         return {"shapes": [asdict(each) for each in events.rehearse(config.strategy, on_events, shapes)]}
     with naming_line(config.model.file):
-        if isinstance(config.strategy, PipeConfig):
-            graph = open_same(spec, world)
-            assert graph.store is not None
-            here = Here(world, layouts=open_layouts(graph.store.path / spec.partition))
-            return pipe.rehearse(config.strategy, job_of(check(graph, config), config, here))
         graph, shard = open_own(spec, world)
         job = job_of(check(graph, config), config, Here(world))
         return asdict(measure_pace(world, job, shard, Draw(**words)))
+
+
+def _try(spec: Spec, world: World, strategy: dict[str, Any], cut: str) -> dict[str, Any]:
+    spec = replace(spec, config={**spec.config, "strategy": strategy}, partition=cut)
+    config = resolve(spec.config)
+    if isinstance(config.strategy, TmaConfig):
+        graph, deal = open_deal(spec, config.seed)
+        return trainers.rehearse(make_alone(graph, config, world.rank, deal.own(world.rank, world.size)), world)
+    assert isinstance(config.strategy, PipeConfig)
+    graph = open_same(spec, world)
+    assert graph.store is not None
+    here = Here(world, layouts=open_layouts(graph.store.path / cut))
+    return pipe.rehearse(config.strategy, job_of(check(graph, config), config, here))
 
 
 def apart(pace: Pace, workers: int, bandwidth: float, weights: int) -> Pace:

@@ -163,8 +163,8 @@ class Outlook:
     parts: Callable[[], Sequence[Shard]]  # of ``partition``, or mincut; a part for every worker
     deal: Callable[[StrategyConfig], Deal]
     layouts: Callable[[StrategyConfig], Sequence[Layout]]
-    # What workers say who try a strategy together on this machine; None where each has a machine of its own.
-    tried: Callable[[StrategyConfig], Mapping[str, Any]] | None = None
+    # What workers say who try strategies together on this machine, one after the other; None where each has a machine.
+    tried: Callable[[Sequence[StrategyConfig]], Sequence[Mapping[str, Any]]] | None = None
     known: dict[str, Any] = field(default_factory=dict)  # what several forecasts need, found once
 
     @property

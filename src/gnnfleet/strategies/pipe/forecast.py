@@ -43,7 +43,8 @@ def rehearse(config: PipeConfig, job: Job) -> dict[str, Any]:
 def _probe(config: PipeConfig, outlook: Outlook, layout: Layout) -> Found:
     """Layers on a chunk, by all workers at once; by one where each has a machine of its own."""
     if outlook.tried is not None and outlook.workers > 1:
-        return Found.from_json(outlook.tried(config))
+        (said,) = outlook.tried([config])
+        return Found.from_json(said)
     found, pace, workers = try_layers(config, outlook.job, layout), outlook.together, outlook.workers
     met = (workers - 1) * pace.latency
     return replace(found, machine=Machine(pace.socket, pace.latency, 1.0, workers, met))

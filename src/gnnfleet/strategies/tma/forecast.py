@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from gnnfleet.comm.reduce import gather_rows, sum_over_ranks
+from gnnfleet.comm.world import World
 from gnnfleet.graph.batches import count_batches
 from gnnfleet.graph.induced import induced_graph
 from gnnfleet.nn.embedding import NodeEmbedding
@@ -24,23 +29,46 @@ from gnnfleet.strategies.foresight import (
 from gnnfleet.strategies.task import NodeTask
 from gnnfleet.strategies.tma.average import Layout
 from gnnfleet.strategies.tma.config import SCHEMES, TmaConfig
+from gnnfleet.strategies.tma.trainer import Alone
 
 
 def foresee(config: TmaConfig, outlook: Outlook) -> list[Forecast]:
     """For every scheme, or the one that is asked for."""
-    schemes = [config.scheme] if "scheme" in config.model_fields_set else list(SCHEMES)
-    return [_scheme(config.model_copy(update={"scheme": scheme}), outlook) for scheme in schemes]
+    names = [config.scheme] if "scheme" in config.model_fields_set else list(SCHEMES)
+    schemes = [config.model_copy(update={"scheme": scheme}) for scheme in names]
+    steps = [_step(scheme, outlook) for scheme in schemes]
+    tried = _tried(schemes, outlook) if outlook.tried is not None and max(steps) <= LONG else {}
+    return [
+        _scheme(scheme, outlook, step, tried.get(scheme.partitioner, 0.0))
+        for scheme, step in zip(schemes, steps, strict=True)
+    ]
 
 
-def _scheme(config: TmaConfig, outlook: Outlook) -> Forecast:
-    job, pace, workers = outlook.job, outlook.together, outlook.workers
-    trainer: _Trainer = outlook.once(f"trainer {config.partitioner}", lambda: _trainer(config, outlook))
-    part, blocks = trainer.job, trainer.blocks
-    if config.full:
-        loads = [(float(part.graph.num_nodes), float(part.graph.num_edges))] * part.model.num_layers
-        step = pace.walk(loads) + pace.step
-    else:
-        step = pace.sampled(blocks.loads) + pace.draw * blocks.amount
+def _step(config: TmaConfig, outlook: Outlook) -> float:
+    """Seconds of a step of a trainer, by the paces of layers."""
+    pace, trainer = outlook.together, _first(config, outlook)
+    if not config.full:
+        return pace.sampled(trainer.blocks.loads) + pace.draw * trainer.blocks.amount
+    graph, model = trainer.job.graph, trainer.job.model
+    return pace.walk([(float(graph.num_nodes), float(graph.num_edges))] * model.num_layers) + pace.step
+
+
+def _tried(schemes: Sequence[TmaConfig], outlook: Outlook) -> dict[str, float]:
+    """{how nodes are cut: seconds of a step, as all trainers found together}."""
+    assert outlook.tried is not None
+    by = {scheme.partitioner: scheme for scheme in schemes}  # those that are cut alike train alike
+    return {name: float(said["step"]) for name, said in zip(by, outlook.tried(list(by.values())), strict=True)}
+
+
+def _first(config: TmaConfig, outlook: Outlook) -> _Trainer:
+    found: _Trainer = outlook.once(f"trainer {config.partitioner}", lambda: _trainer(config, outlook))
+    return found
+
+
+def _scheme(config: TmaConfig, outlook: Outlook, foreseen: float, tried: float) -> Forecast:
+    job, pace, workers, trainer = outlook.job, outlook.together, outlook.workers, _first(config, outlook)
+    step = tried or foreseen
+    how = f" (tried; foreseen were {foreseen:.2g} s)" if tried else ""
     steps = count_batches(trainer.items, config.batch)
     # Weights go down and come up again while nobody trains; corrections are made meanwhile.
     packed = _packed(job)
@@ -61,9 +89,37 @@ def _scheme(config: TmaConfig, outlook: Outlook) -> Forecast:
         is_walk=False,
         reasons=(
             f"{trainer.kept:.0%} of the edges are inside parts",
-            f"a step takes {step:.2g} s, so a round has {made:.0f} of each trainer",
+            f"a step takes {step:.2g} s{how}, so a round has {made:.0f} of each trainer",
         ),
     )
+
+
+LONG, TIMED, WARM, LEAST = 1.0, 1.5, 2, 3
+"""Seconds of a step that is not tried; seconds of steps that are timed, steps before them, steps at least."""
+
+
+def rehearse(alone: Alone, world: World) -> dict[str, Any]:
+    """Seconds of a step of the slowest trainer, while all of them make steps; 0 where nobody has anything to do."""
+    walk = _forever(alone)
+    sum_over_ranks(world, torch.zeros(1))
+    began, made = time.perf_counter(), -WARM
+    for _ in walk:
+        made += 1
+        if made == 0:
+            began = time.perf_counter()
+        if made >= LEAST and time.perf_counter() - began > TIMED:
+            break
+    each = (time.perf_counter() - began) / made if made > 0 else 0.0
+    slowest = torch.cat(gather_rows(world, torch.tensor([each]))).max()
+    alone.strategy.close()
+    return {"step": float(slowest)}
+
+
+def _forever(alone: Alone) -> Iterator[Any]:
+    epoch = 0
+    while alone.items(epoch):
+        yield from alone.strategy.steps(epoch)
+        epoch += 1
 
 
 LETTER = 0.05
