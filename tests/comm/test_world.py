@@ -153,7 +153,7 @@ def test_the_lines_of_an_axis_cut_the_ranks(axes: dict[str, int]) -> None:
         assert all(coordinates_of(member, axes)[axis] == place for line in lines for place, member in enumerate(line))
 
 
-def test_neighbours() -> None:
+def test_places_in_a_grid() -> None:
     from gnnfleet.comm.grid import Grid
 
     def at(rank: int) -> Grid:
@@ -161,6 +161,5 @@ def test_neighbours() -> None:
         return Grid(world, {"way": 2, "stage": 3})
 
     assert at(4).coordinates == {"way": 1, "stage": 1}
-    assert (at(4).neighbour("stage", 1), at(4).neighbour("stage", 2), at(4).neighbour("way", -1)) == (5, None, 1)
-    assert (at(5).around("stage", 1), at(0).around("way", -1), at(0).rank_at(stage=2)) == (3, 3, 2)
+    assert (at(0).rank_at(stage=2), at(4).rank_at(way=0), at(4).rank_at(way=0, stage=2)) == (2, 1, 2)
     assert at(4).along("way").rank == 1 and at(4).along("stage").size == 3

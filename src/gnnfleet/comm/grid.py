@@ -52,12 +52,3 @@ class Grid:
         """The rank at some places; axes that are not named are this rank's own."""
         assert places.keys() <= self.axes.keys(), (places, self.axes)
         return rank_of({**self.coordinates, **places}, self.axes)
-
-    def neighbour(self, axis: str, step: int) -> int | None:
-        """The rank ``step`` places on along an axis; None beyond its end."""
-        place = self.coordinates[axis] + step
-        return self.rank_at(**{axis: place}) if 0 <= place < self.axes[axis] else None
-
-    def around(self, axis: str, step: int) -> int:
-        """The rank ``step`` places on along an axis that is closed to a ring."""
-        return self.rank_at(**{axis: (self.coordinates[axis] + step) % self.axes[axis]})

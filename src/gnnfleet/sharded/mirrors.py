@@ -40,10 +40,6 @@ class Mirrors:
             every = gather_rows(replace(world, traffic=Traffic()), way.mirrors[direction])
             self._give[direction] = [theirs[(theirs >= way.low) & (theirs < way.high)] - way.low for theirs in every]
 
-    def count(self, direction: str) -> int:
-        """Rows that this way sends for each row of a table: its share of all copies."""
-        return sum(len(rows) for rows in self._give[direction])
-
     @property
     def others(self) -> list[tuple[int, int]]:
         """(whom to send to, whom to hear from), in rotating pairs."""

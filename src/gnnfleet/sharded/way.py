@@ -75,11 +75,6 @@ class Way:
         """Rows and mirrors."""
         return self.rows + len(self.mirrors[direction])
 
-    def ids(self, direction: str) -> Tensor:
-        """Store ids of rows and mirrors."""
-        order = self.layout.order
-        return torch.cat([order[self.low : self.high], order[self.mirrors[direction]]])
-
     def _edges(self, edges: Edges, direction: str) -> tuple[Tensor, Tensor, Tensor]:
         """(indptr, [E] the place at the far end, [E] store edge ids) by row of this way."""
         place = self.layout.place

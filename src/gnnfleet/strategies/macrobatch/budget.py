@@ -6,7 +6,7 @@ more batch adds never increase. What is beyond the foretaste is taken to add as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,18 +33,28 @@ class Foretaste:
     def of(cls, plan: Plan, tables: Tables) -> Foretaste:
         """Rows of other parts are fetched; of this part those of paged tables are read."""
         count = len(plan.sampled)
-        rows, each = [0.0] * count, 0.0
-        for kind in tables.rows:
-            far = [far_ids(one, kind) for one in plan.sampled]
-            own = [one.ids[kind][one.reached[kind].rows] for one in plan.sampled]
-            for ids, weight in ((far, tables.row_bytes(kind)), (own, tables.paged_bytes(kind))):
-                first = first_seen(ids) if weight else torch.empty(0)
-                for m in range(count):
-                    rows[m] += weight * int((first <= m).sum())
-                each += weight * sum(map(len, ids)) / count
         blocks, scratch = (sum(block_bytes(s.views) for s in plan.sampled), sum(s.scratch for s in plan.sampled))
         blocks += sum(map(block_bytes, plan.first))
-        return cls(tuple(rows), each, blocks / count, scratch / count)
+
+        def reads() -> Iterator[tuple[list[Tensor], float]]:
+            for kind in tables.rows:
+                yield [far_ids(one, kind) for one in plan.sampled], tables.row_bytes(kind)
+                yield [one.ids[kind][one.reached[kind].rows] for one in plan.sampled], tables.paged_bytes(kind)
+
+        return cls.reading(reads(), count, blocks / count, scratch / count)
+
+    @classmethod
+    def reading(
+        cls, reads: Iterable[tuple[Sequence[Tensor], float]], count: int, blocks: float, scratch: float = 0.0
+    ) -> Foretaste:
+        """Of so many batches, given (ids that each of them reads, bytes of a row) of every table."""
+        rows, each = [0.0] * count, 0.0
+        for ids, weight in reads:
+            first = first_seen(ids) if weight else torch.empty(0)
+            for m in range(count):
+                rows[m] += weight * int((first <= m).sum())
+            each += weight * sum(map(len, ids)) / count
+        return cls(tuple(rows), each, blocks, scratch)
 
     def rows_of(self, together: int) -> float:
         """Bytes of rows of a relay."""

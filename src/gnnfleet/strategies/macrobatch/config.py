@@ -54,5 +54,10 @@ class MacrobatchConfig(StrategyConfig, frozen=True, extra="forbid"):
         return True
 
     @property
+    def foreseen(self) -> int:
+        """Relays sampled ahead of the one that is fetched."""
+        return self.window if self.cache and self.policy == "belady" else 0
+
+    @property
     def batch_size(self) -> int:
         return self.batch

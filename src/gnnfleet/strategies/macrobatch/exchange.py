@@ -24,7 +24,6 @@ class Tally:
     """What relays did."""
 
     relays: int = 0
-    batches: int = 0
     read: int = 0  # rows of other parts that batches read, each batch by itself
     wanted: int = 0  # the same, once per relay
     hits: int = 0  # of these, rows that were kept from before
@@ -43,6 +42,14 @@ class Plan:
     first: Sequence[
         Sequence[LocalView]
     ] = ()  # by batch and rank, the first blocks of all ranks, where columns are split
+
+
+def items_of(task: Task, items: Tensor, rank: int, owner: Callable[[str, Tensor], Tensor]) -> Tensor:
+    """[n] bool: training items that a rank works on; ``owner`` gives the ranks of nodes by type and store id."""
+    found = torch.zeros(len(items), dtype=torch.bool)
+    for kind, which, ids in task.homes(items):
+        found[which] = owner(kind, ids) == rank
+    return found
 
 
 def far_ids(one: Sampled, kind: str) -> Tensor:
@@ -79,7 +86,6 @@ class Relay:
             one.views = [self.task.hide(view, batch) for view in one.views]
             prepare_backward(one.views)
         self.tally.relays += 1
-        self.tally.batches += len(batches)
         if self.columns is not None:
             return Plan(batches, sampled, {}, {}, self.columns.exchange(self.sampler.world, sampled))
         wanted = {kind: torch.unique(torch.cat([far_ids(one, kind) for one in sampled])) for kind in sampled[0].ids}

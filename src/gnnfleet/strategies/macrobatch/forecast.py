@@ -26,8 +26,9 @@ from gnnfleet.strategies.foresight import (
     keeps_aggregate,
     step_tensors,
 )
-from gnnfleet.strategies.macrobatch.budget import Foretaste, choose_together, first_seen
+from gnnfleet.strategies.macrobatch.budget import Foretaste, choose_together
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
+from gnnfleet.strategies.macrobatch.exchange import items_of
 from gnnfleet.strategies.pace import fanouts_of
 
 TASTED = 24
@@ -83,9 +84,7 @@ class _Epoch:
     def _taste(self, rank: int, items: Tensor) -> _Taste:
         job, config = self.job, self.config
         sampler = Sampler(job.graph, fanouts_of(config.fanouts, job.model.num_layers), replace=config.replace)
-        mine = torch.zeros(len(items), dtype=torch.bool)
-        for kind, which, ids in job.task.homes(items):
-            mine[which] = self.owner[kind][ids] == rank
+        mine = items_of(job.task, items, rank, lambda kind, ids: self.owner[kind][ids])
         views: list[Sequence[LocalView]] = []
         far: list[dict[str, Tensor]] = []
         told = 0.0
@@ -126,15 +125,8 @@ class _Epoch:
         return (0 if x is None else wide * x.element_size()) + near + 8.0
 
     def _foretaste(self, taste: _Taste) -> Foretaste:
-        count = len(taste.far)
-        rows, each = [0.0] * count, 0.0
-        for kind in self.owner:
-            ids = [far[kind] for far in taste.far]
-            first = first_seen(ids)
-            for m in range(count):
-                rows[m] += self._row(kind) * int((first <= m).sum())
-            each += self._row(kind) * sum(map(len, ids)) / count
-        return Foretaste(tuple(rows), each, taste.drawn.structure)
+        reads = (([far[kind] for far in taste.far], self._row(kind)) for kind in self.owner)
+        return Foretaste.reading(reads, len(taste.far), taste.drawn.structure)
 
     def forecast(self, together: int) -> Forecast:
         outlook, workers, several = self.outlook, self.outlook.workers, self.outlook.workers > 1

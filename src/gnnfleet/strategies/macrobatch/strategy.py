@@ -41,7 +41,18 @@ from gnnfleet.strategies.macrobatch.budget import FORETASTE, Foretaste, choose_t
 from gnnfleet.strategies.macrobatch.cache import make_cache
 from gnnfleet.strategies.macrobatch.columns import Columns
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
-from gnnfleet.strategies.macrobatch.exchange import DEGREE, WEIGHTED, Fetched, Plan, Reader, Relay, Tally, X, far_ids
+from gnnfleet.strategies.macrobatch.exchange import (
+    DEGREE,
+    WEIGHTED,
+    Fetched,
+    Plan,
+    Reader,
+    Relay,
+    Tally,
+    X,
+    far_ids,
+    items_of,
+)
 from gnnfleet.strategies.macrobatch.host import HostRows
 from gnnfleet.strategies.on_parts import PartsStrategy, part_of
 from gnnfleet.strategies.sampling import FANOUT, Ready, Switch, check_layers, hops_of
@@ -116,8 +127,7 @@ class MacrobatchStrategy(PartsStrategy):
 
     def _readers(self, epoch: int, first: int) -> Generator[Reader]:
         """The batches of an epoch from ``first`` on, as their relays come in."""
-        window = self._config.window if self._config.cache and self._config.policy == "belady" else 0
-        made = prefetched(self.relay.fetch_ahead(self._plans(epoch, first), window), self._depth)
+        made = prefetched(self.relay.fetch_ahead(self._plans(epoch, first), self._config.foreseen), self._depth)
         with closing(made):
             while (fetched := self._next(made)) is not None:
                 for place in range(len(fetched.plan.batches)):
@@ -140,17 +150,10 @@ class MacrobatchStrategy(PartsStrategy):
         """This rank's share of the batches of an epoch; as many on all ranks, some perhaps without items."""
         seed = self._job.seed
         items = self._job.task.trained(seed, epoch)
-        mine = self._mine(items)
+        mine = items_of(self._job.task, items, self._world.rank, self._view.owners.of)
         for step, every in batches(items, self._config.batch, seed=seed, epoch=epoch, first=first):
             own = every[mine[torch.searchsorted(items, every)]]
             yield self._task.batch(own, DrawKey(seed, epoch, step), every)
-
-    def _mine(self, items: Tensor) -> Tensor:
-        """[n] bool: items that this rank works on."""
-        found = torch.zeros(len(items), dtype=torch.bool)
-        for kind, which, ids in self._job.task.homes(items):
-            found[which] = self._view.owners.of(kind, ids) == self._world.rank
-        return found
 
     @cached_property
     def together(self) -> int:
@@ -162,8 +165,7 @@ class MacrobatchStrategy(PartsStrategy):
         total = count_batches(len(self._job.task.trained(self._job.seed, 0)), config.batch)
         plan = relay.sample(list(islice(self.batches(0), FORETASTE)))
         taste = Foretaste.of(plan, relay.tables)
-        window = config.window if config.cache and config.policy == "belady" else 0
-        together = config.together
+        window, together = config.foreseen, config.together
         if together == "auto":
             own = choose_together(taste, config.buffer, total, ahead=self._depth, window=window)
             together = int(torch.cat(gather_rows(self._world, torch.tensor([[own]]))).min())

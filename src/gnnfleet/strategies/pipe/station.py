@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.code import Code
+from gnnfleet.comm.grid import coordinates_of, line_of
 from gnnfleet.comm.reduce import sum_gradients
 from gnnfleet.comm.world import World
 from gnnfleet.graph.chunks import Layout
@@ -61,15 +62,15 @@ class Station:
     ) -> None:
         self._config, self._job, self.grid, self.layout = config, job, plan.candidate, layout
         grid, rank = self.grid, job.world.rank
-        self.stage_number, self.way_number = divmod(rank, grid.ways)
-        line = [self.stage_number * grid.ways + way for way in range(grid.ways)]
-        self.ways = job.world.among(f"pipe/{number}/ways", line)
-        column = [stage * grid.ways + self.way_number for stage in range(grid.stages)]
+        axes = {"stage": grid.stages, "way": grid.ways}
+        self.stage_number, self.way_number = coordinates_of(rank, axes).values()
+        self.ways = job.world.among(f"pipe/{number}/ways", line_of(rank, "way", axes))
+        self._stages = line_of(rank, "stage", axes)
         named = dict(job.model.named_parameters())
         self.own = [named[name] for name, stages in owners.items() if self.stage_number in stages]
         # Parameters that layers of several stages use have gradients from all of these.
         self._tied = [named[name] for name, stages in owners.items() if len(stages) > 1]
-        self._column = job.world.among(f"pipe/{number}/stages", column) if self._tied else World()
+        self._column = job.world.among(f"pipe/{number}/stages", self._stages) if self._tied else World()
         self.way = Way(job.graph, layout, self.way_number)
         self._open(plan.layers[self.stage_number])
 
@@ -94,7 +95,7 @@ class Station:
         stage = self.stage_number + step
         if not 0 <= stage < self.grid.stages:
             return None
-        return Neighbour(self._job.world, stage * self.grid.ways + self.way_number, code)
+        return Neighbour(self._job.world, self._stages[stage], code)
 
     def _inputs(self) -> Inputs | None:
         if self.stage_number:
