@@ -83,10 +83,10 @@ def feature_bytes(graph: Graph, itemsize: int | None = None) -> float:
     return float(sum(x.numel() * (itemsize or x.element_size()) for x in tables))
 
 
-def evaluation_bytes(job: Job, rows: float) -> float:
+def evaluation_bytes(job: Job, rows: float, *, in_pieces: bool = True) -> float:
     """At the peak of an exact pass over so many rows: what a layer reads, what it makes, and one more in between."""
     most = 3.0 * rows * job.model.width * PRECISIONS[job.precision].itemsize
-    return min(most, 3.0 * job.evaluation_memory)
+    return min(most, 3.0 * job.evaluation_memory) if in_pieces else most
 
 
 @dataclass(frozen=True, eq=False)

@@ -97,7 +97,7 @@ def _memory(config: PipeConfig, outlook: Outlook, found: Found, grid: Candidate,
     near = len(graph.edges) if caches_inputs(config, job) else 1  # aggregates, one for every edge type
     features = rows * wide * itemsize * (2 + near if layers.start == 0 else 1)
     structure = graph.num_edges * WHOLE_EDGE + graph.num_edges / grid.ways * WAY_EDGE
-    most = max(SLACK * tensors + history, evaluation_bytes(job, rows))
+    most = max(SLACK * tensors + history, evaluation_bytes(job, rows, in_pieces=False))
     return pace.resident + features + structure + most + Weights.of(job.model).state()
 
 

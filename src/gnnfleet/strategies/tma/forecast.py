@@ -128,7 +128,7 @@ LETTER = 0.05
 
 def _packed(job: Job) -> int:
     """Bytes of the weights as they travel."""
-    names = [name for name, _ in job.model.named_parameters()]
+    names = [name for name, _ in job.model.named_parameters(remove_duplicate=False)]
     rows = tuple(name for name in names if _is_learnt(job, name))
     return Layout.of(job.model.state_dict(), PRECISIONS[job.precision], without=rows, parameters=names).nbytes
 

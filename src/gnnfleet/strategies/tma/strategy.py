@@ -37,7 +37,7 @@ class TmaStrategy:
         self.model = job.model
         self._config, self._job, self._whole, self._correcting = config, job, whole, correcting
         self._tables = _tables(job)
-        names = [name for name, _ in self.model.named_parameters()]
+        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         dtype = PRECISIONS[job.precision]
         self._layout = Layout.of(self.model.state_dict(), dtype, without=tuple(self._tables), parameters=names)
         self._velocity: Tensor | None = None

@@ -219,7 +219,8 @@ class Trainer:
         if not same:
             kept = {name: t for name, t in kept.items() if not name.startswith(tuple(self._alone.rows))}
         strategy.load_state_dict({**strategy.state_dict(), "optimizer": kept})
-        names = [name for name, _ in strategy.model.named_parameters()]
+        # A layer that is there twice has two names in a state; both are learnt.
+        names = [name for name, _ in strategy.model.named_parameters(remove_duplicate=False)]
         model = strategy.state_dict()["model"]
         self._layout = Layout.of(model, self._dtype, without=tuple(self._alone.rows), parameters=names)
         self._place = place if same else (place[0] + 1, 0)
