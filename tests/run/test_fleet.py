@@ -164,13 +164,13 @@ def test_the_record_says_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_seed_of_a_run_deals_its_nodes(tmp_path: Path) -> None:
     from gnnfleet.graph.datasets import make_dataset
     from gnnfleet.graph.store import save_store
-    from gnnfleet.run.member import _open
+    from gnnfleet.run.member import open_deal
 
     graph = save_store(make_dataset("communities", nodes=200, seed=1), tmp_path / "store")
     assert graph.store is not None
     store, run = str(tmp_path / "store"), str(tmp_path / "run")
     spec = Spec(store=store, digest=graph.store.digest, partition="", run_dir=run, config={})
-    first, again, other = (_open(spec, seed)[1].own(0, 3)["node"].tolist() for seed in (4, 4, 5))
+    first, again, other = (open_deal(spec, seed)[1].own(0, 3)["node"].tolist() for seed in (4, 4, 5))
     assert first == again != other
 
 
