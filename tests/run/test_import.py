@@ -127,6 +127,13 @@ def test_events_without_a_header(shop: Path) -> None:
         (["--nodes", "user=n.parquet,key=id"], ConfigError, "'key' is no column"),
         ([], ConfigError, "nothing to import"),
         (["nowhere.parquet"], InputError, "no such file"),
+        (
+            ["n.parquet", "e.parquet", "--id", "uid"],
+            InputError,
+            r"n.parquet: there is no column 'uid' \(--id\), found id",
+        ),
+        (["e.parquet", "--src", "from"], InputError, r"there is no column 'from' \(--src\), found src, dst, note"),
+        (["orders.csv", "--src", "who", "--id", "no"], InputError, r"'no' \(--id\), found who.* columns who and dst,"),
         (["e.parquet", "--duplicates", "some"], ConfigError, "keep, drop, sum, error"),
         (["e.parquet", "--memory", "lots"], ConfigError, "1GiB"),
         (["e.parquet", "--split", "most"], ConfigError, "20-per-class"),

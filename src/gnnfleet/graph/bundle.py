@@ -197,8 +197,11 @@ class BundleWriter:
         self._done = False
 
     def __enter__(self) -> Self:
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        self.path.mkdir()
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir()
+        except OSError as error:  # it names a directory that nobody asked for
+            raise OSError(error.errno, error.strerror, str(self.target)) from error
         return self
 
     def __exit__(

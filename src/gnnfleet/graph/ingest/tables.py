@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.bundle import BundleWriter
 from gnnfleet.graph.graph import EDGE, NODE, EdgeType
 from gnnfleet.graph.ingest.columns import find_usual
@@ -75,15 +75,25 @@ def sort_out(
     id: str | None = None,
     columns: str | None = None,
 ) -> TableSpec:
-    """Tell edge tables (src and dst) from node tables (id) of a graph of one type; raises ConfigError for others."""
+    """Tell edge tables (src and dst) from node tables (id) of a graph of one type; raises ConfigError for others.
+
+    Raises InputError where a column that is named is not there.
+    """
     nodes: list[str] = []
     edges: list[str] = []
+    named = {"src": src, "dst": dst, "id": id}
     for path in find_files(patterns):
         names = column_names(path, columns)
         if find_usual(names, "src", src) and find_usual(names, "dst", dst):
             edges.append(path)
         elif find_usual(names, "id", id):
             nodes.append(path)
+        elif absent := [(part, word) for part, word in named.items() if word not in (None, *names)]:
+            words = " and ".join(f"{word!r} (--{part})" for part, word in absent)
+            raise InputError(
+                f"{path}: there is no column {words}, found {', '.join(names)}. A table of edges has columns "
+                f"{src or 'src'} and {dst or 'dst'}, a table of nodes {id or 'id'}"
+            )
         else:
             raise ConfigError(
                 f"{path}: expected columns src and dst (a table of edges) or id (a table of nodes), "
