@@ -81,7 +81,7 @@ def test_embeddings_and_scores_in_files(graph: Graph, tmp_path: Path) -> None:
     assert rows["id"][7] == "n7"
     assert torch.equal(torch.tensor(rows["embedding"]), record.embeddings())
     (tmp_path / "pairs.csv").write_text("from,to\nn1,n2\n")
-    with pytest.raises(InputError, match="columns src and dst"):
+    with pytest.raises(InputError, match="columns src and dst, found from, to: there is no column src"):
         write_scores(built, tmp_path / "pairs.csv", tmp_path / "scores.parquet")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from gnnfleet.strategies.task import NodeTask
 
 ROWS = 1 << 16
 """Rows written at a time."""
+
+PARQUET = (".parquet", ".pq")
 
 ENDS = ("src", "dst")
 """Columns of tables of pairs and of events."""
@@ -83,15 +85,33 @@ def id_columns(graph: Graph, kind: EdgeType) -> dict[str, pa.DataType]:
 
 
 def _read_pairs(path: Path, built: Built, kind: EdgeType) -> dict[str, list[Any]]:
+    read = read_columns(path, ENDS, id_columns(built.graph, kind))
+    return {end: read[end].to_pylist() for end in ENDS}
+
+
+def read_columns(path: Path, needed: Sequence[str], types: dict[str, pa.DataType]) -> pa.Table:
+    """A CSV or Parquet file, ``types`` for what is text; raises InputError where it lacks columns that are needed."""
+    expected = f"{', '.join(needed[:-1])} and {needed[-1]}"
     try:
-        if path.suffix == ".parquet":
-            read = pq.read_table(path)
+        if path.suffix.lower() in PARQUET:
+            table = pq.read_table(path)
         else:
-            options = csv.ConvertOptions(column_types=id_columns(built.graph, kind))
-            read = csv.read_csv(path, convert_options=options)
-        return {end: read[end].to_pylist() for end in ENDS}
-    except (OSError, KeyError, pa.ArrowInvalid) as error:
-        raise InputError(f"expected a CSV or Parquet file with columns src and dst in {path}: {error}") from error
+            table = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=types))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InputError(f"expected a CSV or Parquet file with columns {expected} in {path}: {error}") from error
+    missing = [name for name in needed if name not in table.column_names]
+    if missing:
+        found = ", ".join(table.column_names)
+        raise InputError(f"{path}: expected columns {expected}, found {found}: there is no column {missing[0]}")
+    return table
+
+
+def check_output(path: Path) -> None:
+    """Raise ConfigError where predictions cannot be written, before they are made."""
+    if path.suffix.lower() not in (*PARQUET, ".csv"):
+        raise ConfigError(f"predictions are written as .parquet or .csv, found {path}: give the output one of these")
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: the directory {path.parent} does not exist; make it first")
 
 
 def write_table(path: Path, pieces: Iterator[pa.Table]) -> int:
