@@ -162,8 +162,33 @@ def test_people_get_tables_and_remarks(shop: Path) -> None:
     result = CliRunner().invoke(app, ["import", str(shop / "e.parquet"), "-o", str(shop / "store")])
     assert result.exit_code == 0 and "self-loops" in result.stdout
     assert "columns not used: note" in result.stderr and "is ready" in result.stderr
+    assert "no edges" not in result.stderr
     helped = CliRunner().invoke(app, ["import", "--help"], env={"COLUMNS": "200"})
     assert "gnnfleet import nodes.parquet edges.parquet -o shop" in helped.stdout
+
+
+def test_the_report_names_feature_columns(shop: Path) -> None:
+    names = [f"f{i}" for i in range(9)]
+    (shop / "wide.csv").write_text(f"id,{','.join(names)}\nu1,{','.join('1' * 9)}\nu2,{','.join('2' * 9)}\n")
+    (shop / "rated.csv").write_text("src,dst,rating\nu1,u2,3\n")
+    words = ["import", str(shop / "wide.csv"), str(shop / "rated.csv"), "-o", str(shop / "store")]
+    result = CliRunner().invoke(app, words)
+    assert "9 (f0, f1, f2, f3, f4, …)" in result.stdout and "1 feature (rating)" in result.stdout
+    report = call(*words, "--overwrite")
+    assert report["nodes"]["node"]["columns"] == [[name, 1] for name in names]
+    assert report["edges"][str(EDGE)]["columns"] == [["rating", 1]]
+
+
+def test_a_store_without_edges_is_remarked_on(shop: Path) -> None:
+    result = CliRunner().invoke(app, ["import", str(shop / "n.parquet"), "-o", str(shop / "store")])
+    assert result.exit_code == 0 and "this store has no edges" in result.stderr
+
+
+def test_a_place_that_cannot_be_written_is_named_as_given(shop: Path) -> None:
+    (shop / "file").write_text("")
+    for place in (Path("/proc/none"), shop / "file" / "store"):
+        with pytest.raises(OSError, match=f"'{place}'$"):
+            call("import", shop / "e.parquet", "-o", place)
 
 
 def test_export_gives_the_ids_back(shop: Path) -> None:

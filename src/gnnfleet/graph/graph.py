@@ -44,6 +44,9 @@ class EdgeType(NamedTuple):
         return cls(*fields)
 
 
+Columns = tuple[tuple[str, int], ...]
+"""Names of the table columns that features were made of, in order, each with how many features it became."""
+
 NODE = "node"
 EDGE = EdgeType(NODE, "to", NODE)
 
@@ -58,6 +61,7 @@ class Nodes:
     classes: tuple[str, ...] = ()
     split: Tensor | None = None  # [K, N] int8: TRAIN, VAL, TEST or NO_SPLIT; most graphs have K = 1
     ids: Ids = field(default_factory=lambda: Ids(0))
+    columns: Columns = ()  # of x, where it came from a table
 
     def __post_init__(self) -> None:
         if not len(self.ids) and self.count:
@@ -102,6 +106,7 @@ class Edges:
     order: Tensor | None = None  # [E] store edge ids by time, ties in input order; there when time is
     y: Tensor | None = None  # [E] int64 with −1 for no label, or [E, C] int8
     links: Mapping[str, Tensor] = field(default_factory=dict)  # val, test, val_neg, test_neg: [2, L] held-out pairs
+    columns: Columns = ()  # of attr, where it came from a table
 
     @property
     def count(self) -> int:
@@ -246,7 +251,10 @@ class Graph:
         return next((kind for kind, table in self.nodes.items() if table.y is not None), None)
 
     def with_nodes(self, kind: str, **changes: Any) -> Graph:
-        """The same graph with some tensors of one node type replaced."""
+        """The same graph with some tensors of one node type replaced; as many features keep their names."""
+        before, after = self.nodes[kind].x, changes.get("x", self.nodes[kind].x)
+        if before is None or after is None or before.shape[1] != after.shape[1]:
+            changes = {"columns": (), **changes}
         nodes = {**self.nodes, kind: replace(self.nodes[kind], **changes)}
         return Graph.of(nodes, self.edges, name=self.name, undirected=self.undirected)
 

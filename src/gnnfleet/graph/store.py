@@ -6,14 +6,16 @@ node or edge type is stored under its own name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from torch import Tensor
+
 from gnnfleet.errors import InputError, StoreError
 from gnnfleet.graph.bundle import Bundle, BundleWriter
-from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes
+from gnnfleet.graph.graph import Columns, Edges, EdgeType, Graph, Nodes
 from gnnfleet.graph.ids import Ids
 
 KIND = "graph"
@@ -64,10 +66,8 @@ def describe(graph: Graph) -> dict[str, Any]:
     return store_meta(
         name=graph.name,
         undirected=graph.undirected,
-        nodes=[
-            {"type": kind, "count": table.count, "classes": list(table.classes)} for kind, table in graph.nodes.items()
-        ],
-        edges=[{"type": list(kind), "count": table.count} for kind, table in graph.edges.items()],
+        nodes=[node_entry(kind, table.count, table.classes, table.columns) for kind, table in graph.nodes.items()],
+        edges=[edge_entry(kind, table.count, table.columns) for kind, table in graph.edges.items()],
     )
 
 
@@ -76,6 +76,19 @@ def store_meta(
 ) -> dict[str, Any]:
     """The ``meta`` of a store's manifest, for writers that never hold a Graph."""
     return {"name": name, "undirected": undirected, "nodes": nodes, "edges": edges}
+
+
+def node_entry(node_type: str, count: int, classes: Sequence[str], columns: Columns) -> dict[str, Any]:
+    """A node type in the ``meta`` of a manifest; features without names are not mentioned."""
+    return {"type": node_type, "count": count, "classes": list(classes), **_names(columns)}
+
+
+def edge_entry(edge_type: EdgeType, count: int, columns: Columns) -> dict[str, Any]:
+    return {"type": list(edge_type), "count": count, **_names(columns)}
+
+
+def _names(columns: Columns) -> dict[str, Any]:
+    return {"columns": [list(column) for column in columns]} if columns else {}
 
 
 def node_folder(node_type: str) -> str:
@@ -99,7 +112,10 @@ def _open_nodes(bundle: Bundle, entry: dict[str, Any]) -> Nodes:
     ids = Ids(entry["count"])
     if f"{folder}/ids.parquet" in bundle:
         ids = Ids.from_parquet(bundle.path / folder / "ids.parquet", entry["count"])
-    return Nodes(count=entry["count"], classes=tuple(map(str, entry["classes"])), ids=ids, **tensors)
+    classes = tuple(map(str, entry["classes"]))
+    return Nodes(
+        count=entry["count"], classes=classes, ids=ids, columns=_open_columns(entry, tensors.get("x")), **tensors
+    )
 
 
 def _open_edges(bundle: Bundle, entry: dict[str, Any]) -> Edges:
@@ -111,4 +127,15 @@ def _open_edges(bundle: Bundle, entry: dict[str, Any]) -> Edges:
         for name in bundle.files
         if name.startswith(prefix)
     }
-    return Edges(links=links, **tensors)
+    return Edges(links=links, columns=_open_columns(entry, tensors.get("attr")), **tensors)
+
+
+def _open_columns(entry: dict[str, Any], values: Tensor | None) -> Columns:
+    """Stores of before, and features that came without names, have none."""
+    columns = tuple((name, width) for name, width in entry.get("columns", ()))
+    if not all(isinstance(name, str) and isinstance(width, int) and width >= 0 for name, width in columns):
+        raise ValueError(f"columns of {entry['type']} are no names with widths")
+    named, found = sum(width for _, width in columns), 0 if values is None else values.shape[1]
+    if columns and named != found:
+        raise ValueError(f"columns of {entry['type']} name {named} features, found {found}")
+    return columns

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from gnnfleet.comm.meeting import Meeting
 from gnnfleet.comm.seat import Seat
 from gnnfleet.comm.world import World
-from gnnfleet.errors import ConfigError, RunError
+from gnnfleet.errors import ConfigError, RunError, StoreError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.store import save_store
+from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.nn.embedding import rows_by_owner
 from gnnfleet.nn.own import naming_line
 from gnnfleet.report.progress import show
@@ -29,9 +29,9 @@ from gnnfleet.run.directory import RunDirectory
 from gnnfleet.run.event_scores import write_event_scores
 from gnnfleet.run.launch import launch
 from gnnfleet.run.leash import die_with_parent
-from gnnfleet.run.output import Output
+from gnnfleet.run.output import Output, column_order
 from gnnfleet.run.parts import ensure_apart, ensure_partition, trained_graph
-from gnnfleet.run.prediction import Columns, write_predictions, write_scores
+from gnnfleet.run.prediction import Columns, check_output, write_predictions, write_scores
 from gnnfleet.run.rank import open_own, serve
 from gnnfleet.run.spec import Spec
 from gnnfleet.run.torchrun import shared_spec
@@ -64,12 +64,18 @@ class Question:
 def ask(question: Question, graph: Graph, *, workers: int | None = None, quiet: bool = True) -> dict[str, Any]:
     """The answer as plain words; by default on as many workers as the run was trained on."""
     config = _config(question, workers)
+    _check_output(question)
+    if config.task != "node":
+        _check_columns(RunDirectory(Path(question.run)), config, graph)
     if config.workers == 1:
         built, position, name = open_run(
             Path(question.run), graph, checkpoint=question.checkpoint, split=question.split, memory=question.memory,
             quiet=quiet,
         )  # fmt: skip
         return {**_about(question, name, position), **_answer(built, question)}
+    if config.task == "node":
+        # Workers read features from parts, so what is in another order is stored anew, in theirs.
+        graph = _output(RunDirectory(Path(question.run)), config).adapt(graph)
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
         stored = graph if graph.store is not None else save_store(graph, Path(scratch) / "store")
         spec = _spec(question, config, stored, quiet=quiet)
@@ -87,9 +93,13 @@ def answer_as_rank(
     def work(world: World, meeting: Meeting) -> None:
         def prepare() -> Spec:
             config = _config(question, seat.size)
+            _check_output(question)
             if isinstance(config.strategy, TemporalConfig):
                 raise ConfigError("a run on events is asked by one process: leave torchrun out")
-            return _spec(question, config, store(), quiet=quiet, apart=True)
+            graph = store()
+            if config.task != "node":
+                _check_columns(RunDirectory(Path(question.run)), config, graph)
+            return _spec(question, config, graph, quiet=quiet, apart=True)
 
         spec = shared_spec(world, meeting, prepare)
         found = answer_spec(spec, world)
@@ -138,7 +148,7 @@ def open_run(
     config = _config(Question(run=str(path), memory=memory), workers=1)
     directory = RunDirectory(path, seed=config.seed)
     state, position, name = _weights(directory, checkpoint, whole=True)
-    output = directory.output() if config.task == "node" else None
+    output = _output(directory, config) if config.task == "node" else None
     with show(quiet) as progress:
         built = _build(graph, config, output, split=split, here=Here(progress=progress))
     _take_over(built, state, str(path), name)
@@ -167,6 +177,50 @@ def _config(question: Question, workers: int | None) -> RunConfig:
     return _on(config, config.workers if workers is None else workers)
 
 
+def _check_output(question: Question) -> None:
+    if question.output is not None:
+        check_output(Path(question.output))
+
+
+def _output(directory: RunDirectory, config: RunConfig) -> Output:
+    """What a run predicts and read: how edge features are called is nothing to a model that does not read them."""
+    output = directory.output()
+    return output if _reads_edges(config) else replace(output, edge_columns={})
+
+
+def _reads_edges(config: RunConfig) -> bool:
+    """What a model of the user's own reads is not known."""
+    model = config.model
+    could = model.name in ("gat", "gatv2") or isinstance(config.strategy, TemporalConfig)
+    return model.file is not None or (could and model.edge_features)
+
+
+def _check_columns(run: RunDirectory, config: RunConfig, graph: Graph) -> None:
+    """Refuse features of other names, or in another order, than a run on links or events read.
+
+    Such a run keeps no output: its own store tells, while it is there.
+    """
+    known = run.about()["store"]
+    if known is None or (graph.store is not None and graph.store.digest == known["digest"]):
+        return
+    try:
+        own = open_store(known["path"])
+    except StoreError:
+        return
+    assert own.store is not None
+    if own.store.digest != known["digest"]:
+        return
+    nodes = [(own.nodes[kind].columns, each.columns, kind) for kind, each in graph.nodes.items() if kind in own.nodes]
+    read = own.edges if _reads_edges(config) else {}
+    edges = [(read[kind].columns, each.columns, str(kind)) for kind, each in graph.edges.items() if kind in read]
+    for mine, found, kind in (*nodes, *edges):
+        if column_order(mine, found, f" of {kind}") is not None:
+            raise RunError(
+                f"feature columns of {kind} are in another order than those of the run: import them again, with "
+                f"--{'edge-' * (':' in kind)}features naming them in the order of {known['path']}"
+            )
+
+
 def _on(config: RunConfig, workers: int) -> RunConfig:
     if workers < 1:
         raise ConfigError(f"--workers is a number from 1, found {workers}")
@@ -185,6 +239,12 @@ def _spec(question: Question, config: RunConfig, graph: Graph, *, quiet: bool, a
     """What ranks need to answer; the graph is cut where it is not yet, ``apart`` in another process."""
     directory = RunDirectory(Path(question.run), seed=config.seed)
     assert graph.store is not None
+    output = _output(directory, config) if config.task == "node" else None
+    if output is not None and output.adapt(graph) is not graph:
+        raise RunError(
+            f"{graph.store.path} has features or edge types in another order than the run, or no edges yet: leave "
+            "torchrun out, or import it with all of them in the order of the run"
+        )
     path: Path | None
     if apart:
         path = ensure_apart(graph, config, quiet=quiet)
@@ -199,7 +259,7 @@ def _spec(question: Question, config: RunConfig, graph: Graph, *, quiet: bool, a
         config=config.model_dump(mode="json"),
         quiet=quiet,
         question=asdict(question),
-        output=directory.output().as_json() if config.task == "node" else None,
+        output=None if output is None else output.as_json(),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from gnnfleet.errors import InputError
+from gnnfleet.graph.graph import Columns
 from gnnfleet.graph.ingest import duck as sql
 from gnnfleet.graph.ingest.badrows import Check, feature_check
 from gnnfleet.graph.ingest.source import Source
@@ -110,6 +111,11 @@ class Features:
     @property
     def names(self) -> list[str]:
         return [column for column, _ in self.columns]
+
+    @property
+    def sizes(self) -> Columns:
+        """As a store keeps them: a column of numbers is one feature."""
+        return tuple((column, 1 if width is None else width) for column, width in self.columns)
 
     def select(self) -> list[str]:
         """SQL of each column as FLOAT or FLOAT[]; NULL where that cannot be."""

@@ -150,6 +150,7 @@ class EdgeImport:
             self_loops_dropped=dropped,
             reversed=self.plan.source.rows - loops if self.doubled else 0,
             features=self.plan.features.width,
+            columns=self.plan.features.sizes,
             weighted="w" in self.payload or self.spec.duplicate_rule == "sum",
             time=self.plan.time.dtype if self.plan.time else None,
             unused=unused(self.plan.source, self.plan.used),

@@ -174,6 +174,7 @@ class NodeImport:
             count=found.count,
             ids="rows" if found.are_rows else found.kind,
             features=plan.features.width if plan else 0,
+            columns=plan.features.sizes if plan else (),
             classes=_count_classes(y, classes),
             labelled=count_labelled(y),
             train=count_split(self.split, TRAIN),

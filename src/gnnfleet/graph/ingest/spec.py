@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.bundle import dtype_name
-from gnnfleet.graph.graph import TEST, TRAIN, VAL, Edges, EdgeType, Nodes
+from gnnfleet.graph.graph import TEST, TRAIN, VAL, Columns, Edges, EdgeType, Nodes
 from gnnfleet.graph.split import parse_rule
 
 NONE = "none"
@@ -121,11 +121,15 @@ class TableSpec(Rules):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCounts:
-    """What became of one node type; ``added`` nodes were named by edges only, ``unused`` columns left behind."""
+    """What became of one node type; ``added`` nodes were named by edges only, ``unused`` columns left behind.
+
+    ``columns`` are those that features were made of, each with its width.
+    """
 
     count: int
     ids: str
     features: int = 0
+    columns: Columns = ()
     classes: int = 0
     labelled: int = 0
     train: int = 0
@@ -147,6 +151,7 @@ class EdgeCounts:
     parallel: int = 0
     duplicates_dropped: int = 0
     features: int = 0
+    columns: Columns = ()
     weighted: bool = False
     time: str | None = None
     labelled: int = 0
@@ -185,6 +190,7 @@ def count_nodes(nodes: Nodes) -> NodeCounts:
         count=nodes.count,
         ids=ids,
         features=0 if nodes.x is None else int(nodes.x.shape[1]),
+        columns=nodes.columns,
         classes=nodes.num_classes,
         labelled=count_labelled(nodes.y),
         train=count_split(nodes.split, TRAIN),
@@ -211,6 +217,7 @@ def count_edges(kind: EdgeType, edges: Edges) -> EdgeCounts:
         self_loops=int((edges.src == dst).sum()) if kind.src == kind.dst else 0,
         parallel=int(((edges.src[1:] == edges.src[:-1]) & (dst[1:] == dst[:-1])).sum()),
         features=0 if edges.attr is None else int(edges.attr.shape[1]),
+        columns=edges.columns,
         weighted=edges.weight is not None,
         time=None if edges.time is None else dtype_name(edges.time.dtype),
         labelled=count_labelled(edges.y),

@@ -21,7 +21,7 @@ from gnnfleet.graph.ingest.keys import KeyColumn
 from gnnfleet.graph.ingest.nodes import NodeImport, NodePlan, NodeResult, plan_nodes
 from gnnfleet.graph.ingest.source import column_names, find_files, open_source
 from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, ImportReport, NodeTable, TableSpec
-from gnnfleet.graph.store import KIND, store_meta
+from gnnfleet.graph.store import KIND, edge_entry, node_entry, store_meta
 from gnnfleet.report.progress import Progress, Silent
 
 __all__ = ["EdgeTable", "ImportReport", "NodeTable", "TableSpec", "import_tables", "sort_out"]
@@ -51,10 +51,9 @@ def import_tables(
                 name=name,
                 undirected=spec.undirected,
                 nodes=[
-                    {"type": kind, "count": made.keys.count, "classes": list(made.classes)}
-                    for kind, made in nodes.items()
+                    node_entry(kind, made.keys.count, made.classes, made.counts.columns) for kind, made in nodes.items()
                 ],
-                edges=[{"type": list(kind), "count": counts.count} for kind, counts in edges.items()],
+                edges=[edge_entry(kind, counts.count, counts.columns) for kind, counts in edges.items()],
             )
         )
     return ImportReport(

@@ -36,6 +36,8 @@ IMPORT_EXAMPLES = """Examples
 
 _TABLES, _GRAPH = "Columns of tables", "The graph"
 _WHOLE = (".npz", ".pt", ".graphml", ".gml")
+SHOWN = 5
+"""Names of feature columns in the report; --json has all."""
 
 
 def _column(name: str, text: str) -> Any:
@@ -316,7 +318,7 @@ def _parse(words: Sequence[str], option: str, table: type[Any]) -> list[tuple[st
 
 def _show(report: ImportReport, *, as_json: bool, quiet: bool) -> None:
     nodes = [
-        (kind, c.count, c.ids, c.features or None, c.classes or None, c.labelled or None, _splits(c))
+        (kind, c.count, c.ids, _features(c), c.classes or None, c.labelled or None, _splits(c))
         for kind, c in report.nodes.items()
     ]
     edges = [
@@ -335,6 +337,8 @@ def _show(report: ImportReport, *, as_json: bool, quiet: bool) -> None:
     for kind, columns in unused.items():
         if columns:
             console.remark(f"{kind}: columns not used: {', '.join(columns)}", quiet=quiet)
+    if not any(counts.count for counts in report.edges.values()):
+        console.remark("this store has no edges: name a table of them too, unless there are none yet", quiet=quiet)
     changed = [f"{what.replace('_', ' ')} {count:,}" for what, count in report.cleaned.items() if count]
     if changed:
         console.remark(f"found and done: {', '.join(changed)}", quiet=quiet)
@@ -346,11 +350,22 @@ def _splits(counts: Any) -> str | None:
     return "/".join(f"{count:,}" for count in found) if any(found) else None
 
 
+def _features(counts: Any) -> str | None:
+    return f"{counts.features:,}{_named(counts)}" if counts.features else None
+
+
+def _named(counts: Any) -> str:
+    """The first columns that features were made of, where they have names."""
+    names = [name for name, _ in counts.columns]
+    more = ["…"] if len(names) > SHOWN else []
+    return f" ({', '.join(names[:SHOWN] + more)})" if names else ""
+
+
 def _data(counts: Any) -> str:
     words = [
         "weight" if counts.weighted else "",
         f"time ({counts.time})" if counts.time else "",
-        f"{counts.features} features" if counts.features else "",
+        f"{counts.features} feature{'s' * (counts.features > 1)}{_named(counts)}" if counts.features else "",
         f"{counts.labelled:,} labelled" if counts.labelled else "",
     ]
     return ", ".join(word for word in words if word)
