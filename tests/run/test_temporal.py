@@ -107,6 +107,35 @@ def test_new_events_are_scored_from_a_table(place: Path, tmp_path: Path) -> None
         assert done.returncode == 3 and message in done.stderr and not (tmp_path / "none.parquet").exists(), done.stderr
 
 
+def test_features_of_new_events_go_by_name(tmp_path: Path) -> None:
+    """In any order, beside text that import does not read either; errors name file and columns."""
+    rows = [f"u{i % 7},v{i % 5},{i},{i % 3},{i % 4},note" for i in range(60)]
+    (tmp_path / "events.csv").write_text("\n".join(["src,dst,time,amount,mood,note", *rows]) + "\n")
+    done = call("import", tmp_path / "events.csv", "-o", tmp_path / "store")
+    assert done.returncode == 0 and "2 features (amount, mood)" in done.stdout, (done.stdout, done.stderr)
+    short = {"model": WORDS["model"], "strategy": {**WORDS["strategy"], "static": False}}
+    gf.train(tmp_path / "store", config=short, strategy=short["strategy"], epochs=1, run_dir=tmp_path / "run")
+    file, out = tmp_path / "new.csv", tmp_path / "out.parquet"
+    found = []
+    for text in (
+        "src,dst,time,amount,mood\nu1,v2,100,1,3\nu2,v1,101,0,2\n",
+        "src,note,mood,dst,time,other,amount\nu1,a,3,v2,100,7,1\nu2,b,2,v1,101,8,0\n",
+    ):
+        file.write_text(text)
+        done = call("predict", tmp_path / "run", "--events", file, "-o", out)
+        assert done.returncode == 0, done.stderr
+        found.append(pq.read_table(out)["probability"].to_pylist())
+    assert found[0] == found[1]
+    for text, message in (
+        ("src,dst,time,amount\nu1,v2,100,1\n", "features amount, mood, found columns src, dst, time, amount: add mood"),
+        ("src,dst,time,amount,mood\nu1,v2,100,1,fine\n", "column 'mood': features of events are numbers or lists"),
+        ("src,dst,time,amount,mood\nu1,v2,100,1,\nu1,v2,100,1,2\n", "column 'mood': expected numbers"),
+    ):
+        file.write_text(text)
+        done = call("predict", tmp_path / "run", "--events", file, "-o", tmp_path / "none.parquet")
+        assert done.returncode == 3 and f"error: {file}" in done.stderr and message in done.stderr, done.stderr
+
+
 def test_times_of_new_events_are_read_as_import_reads_them(tmp_path: Path) -> None:
     """Dates become microseconds since 1970, and come back as they were."""
     days = [f"2026-01-{day:02} 10:00:{second:02}" for day in range(1, 31) for second in (0, 30)]

@@ -24,7 +24,11 @@ def predict(
     ] = None,
     events: Annotated[
         Path | None,
-        typer.Option("--events", metavar="FILE", help="Score these events: CSV or Parquet with src, dst and time."),
+        typer.Option(
+            "--events",
+            metavar="FILE",
+            help="Score these events: CSV or Parquet with src, dst, time and the features of the run's events.",
+        ),
     ] = None,
     relation: Annotated[str, typer.Option(help="With --pairs: the edge type, as user:buys:product.")] = "",
     checkpoint: Annotated[Checkpoint, typer.Option(help="Which weights.")] = Checkpoint.best,
@@ -39,7 +43,7 @@ def predict(
     With several labels per node, prediction is a list and probabilities has one number per class. A run on links
     writes id and embedding of every node, or the probability of every pair of --pairs. A run on events writes
     the probability of every event of --events, each with all events before it known.
-    With --store for nodes the run has never seen: no labels are needed, the same features are.
+    With --store for nodes the run has never seen: no labels are needed, the same features are, by name in any order.
     """
     put(
         {
