@@ -80,6 +80,7 @@ def test_evaluate_repeats_the_record(finished: tuple[Path, dict[str, Any]]) -> N
 def test_predict_gives_the_users_ids(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     path, record = finished
     output = tmp_path / "out" / "predictions.parquet"
+    output.parent.mkdir()
     assert run_json("predict", path, "-o", output, "--embeddings", "--logits")["rows"] == 1500
     rows = pq.read_table(output)
     assert rows.column_names == ["id", "prediction", "probability", "logits", "embedding"]
