@@ -6,6 +6,9 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from itertools import pairwise
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -80,7 +83,7 @@ def main() -> NoReturn:
         # A command called without words has shown its help by now and has nothing to add.
         code = ConfigError.exit_code
         if error.format_message():
-            _fail(f"{error.format_message()} (gnnfleet --help)", code, debug)
+            _fail(_usage(error, arguments), code, debug)
     except (KeyboardInterrupt, typer.Abort):
         code = _fail(INTERRUPTED, 130, debug)
     except BrokenPipeError:
@@ -92,6 +95,32 @@ def main() -> NoReturn:
         remark("".join(traceback.format_exception(error)))
         code = _fail(f"unexpected {type(error).__name__}: {error}. This is a defect of gnnfleet.", 1, False)
     sys.exit(code)
+
+
+def _usage(error: Any, arguments: Sequence[str]) -> str:
+    """What the parser says, and whose help to read; an option that is the name of a setting is set another way."""
+    context = getattr(error, "ctx", None)
+    said = str(error.format_message()).rstrip(".")
+    if hasattr(error, "possibilities") and context is not None:
+        takes = {each.name for each in context.command.params}
+        if {"settings", "config"} <= takes:  # its --set is about runs
+            said = _as_setting(error.option_name, arguments) or said
+    return f"{said} ({'gnnfleet' if context is None else context.command_path} --help)"
+
+
+def _as_setting(option: str, arguments: Sequence[str]) -> str | None:
+    from gnnfleet.run.config import settings_named
+
+    names = settings_named(option.lstrip("-").replace("-", "_"))
+    if not names:
+        return None
+    given = (
+        after if word == option else word.partition("=")[2]
+        for word, after in pairwise([*arguments, ""])
+        if word.partition("=")[0] == option
+    )
+    value = next((text for text in given if text and not text.startswith("-")), "VALUE")
+    return f"no option {option}: use " + " or ".join(f"--set {name}={value}" for name in names)
 
 
 def _fail(message: str, code: int, debug: bool) -> int:

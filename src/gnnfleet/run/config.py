@@ -19,7 +19,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.nn.config import TEMPORAL_DEFAULTS, TEMPORAL_MODELS, ModelConfig
 from gnnfleet.nn.link import LinkConfig
 from gnnfleet.report.sizes import parse_size
-from gnnfleet.run.registry import find_config
+from gnnfleet.run.registry import CONFIGS, find_config
 from gnnfleet.strategies.base import StrategyConfig, TrainConfig
 from gnnfleet.strategies.sampling import SAMPLED_BATCH
 from gnnfleet.strategies.temporal.config import EVENT_TRAINING, TemporalConfig
@@ -111,11 +111,15 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
     try:
         config = RunConfig(strategy=_named(kind, strategy), **tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, RunConfig)) from None
+        raise ConfigError(_explain(error, kind)) from None
     _check_fits(config)
     config.strategy.check_workers(config.workers)
     if config.strategy.name == "local" and config.workers != 1:
-        raise ConfigError(f"strategy local runs in one process, found workers={config.workers}: use --workers 1")
+        several = "|".join(name for name in CONFIGS if name not in ("local", "temporal"))
+        raise ConfigError(
+            f"strategy local runs in one process, found workers={config.workers}: use --workers 1, "
+            f"or --strategy {several}"
+        )
     if config.partition is not None and not config.strategy.uses_parts:
         raise ConfigError(f"strategy {config.strategy.name} uses no parts: leave out --partition {config.partition}")
     return config
@@ -256,15 +260,18 @@ def check_continues(old: RunConfig, new: RunConfig) -> None:
         )
 
 
-def _explain(error: ValidationError, root: type[BaseModel], prefix: str = "") -> str:
+def settings_named(word: str) -> list[str]:
+    """The settings, of any strategy, whose last part is ``word``."""
+    found = [name for kind in CONFIGS.values() for name in _settings(kind) if name.rpartition(".")[2] == word]
+    return list(dict.fromkeys(found))
+
+
+def _explain(error: ValidationError, kind: type[StrategyConfig], prefix: str = "") -> str:
     first = error.errors()[0]
     words = _place(first)
     key = prefix + ".".join(words)
     if first["type"] == "extra_forbidden":
-        known = _fields(root, words[:-1])
-        close = difflib.get_close_matches(words[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {prefix}{'.'.join([*words[:-1], close[0]])}?" if close else f"known: {', '.join(known)}"
-        return f"no setting {key!r}: {hint}"
+        return f"no setting {key!r}: {_meant(key, kind)}"
     if first["type"] == "value_error":
         return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
     said = dict.fromkeys(each["msg"].lower() for each in error.errors() if _place(each) == words)
@@ -286,7 +293,29 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-def _fields(root: type[BaseModel], groups: list[str]) -> list[str]:
-    for group in groups:
-        root = root.model_fields[group].annotation  # type: ignore[assignment]
-    return list(root.model_fields)
+def _meant(key: str, kind: type[StrategyConfig]) -> str:
+    """What to say of an unknown setting: the same word elsewhere comes before one that only looks like it."""
+    group, _, word = key.rpartition(".")
+    known = _settings(kind)
+    same = [name for name in known if name.rpartition(".")[2] == word]
+    if same:
+        return f"did you mean {' or '.join(same)}?"
+    others = [name for name, config in CONFIGS.items() if word in config.model_fields]
+    if others and group in ("", "strategy"):
+        mine = kind.model_fields["name"].default
+        return f"strategy {mine} has none such, strategy.{word} is a setting of {', '.join(others)}"
+    inside = [name for name in known if not group or name.startswith(f"{group}.")]
+    near = {name.rpartition(".")[2]: name for name in reversed(inside)}
+    close = difflib.get_close_matches(word, near, n=1, cutoff=0.5)
+    here = [name.rpartition(".")[2] for name in inside if name.rpartition(".")[0] == group]
+    return f"did you mean {near[close[0]]}?" if close else f"known: {', '.join(here)}"
+
+
+def _settings(kind: type[StrategyConfig]) -> list[str]:
+    """The full names of all settings of a run with a strategy, groups included."""
+    found = list(RunConfig.model_fields)
+    for name, field in RunConfig.model_fields.items():
+        group = kind if name == "strategy" else field.annotation
+        if isinstance(group, type) and issubclass(group, BaseModel):
+            found += [f"{name}.{word}" for word in group.model_fields]
+    return found
