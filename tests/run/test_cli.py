@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import signal
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -41,6 +42,11 @@ def test_help_names_every_command() -> None:
     for command in ("info", "import", "export", "datasets", "partition", "doctor", "demo"):
         assert command in shown.stdout
         assert run(command, "--help").returncode == 0
+
+
+def test_version_is_that_of_the_package() -> None:
+    shown = call("--version")
+    assert shown.returncode == 0 and shown.stdout == f"gnnfleet {version('gnnfleet')}\n", shown
 
 
 def test_info_says_what_is_there(store: Path) -> None:

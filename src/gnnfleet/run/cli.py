@@ -135,8 +135,17 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"gnnfleet {version('gnnfleet')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
+    version_asked: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and end.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Train graph neural networks on graphs too big for one machine."""
