@@ -16,6 +16,7 @@ from gnnfleet.graph.graph import Graph, make_nodes
 from gnnfleet.graph.partitioners import PARTITIONERS
 from gnnfleet.graph.store import save_store
 from gnnfleet.nn.config import MODELS
+from gnnfleet.run import training
 from gnnfleet.run.api import train
 from tests.report.runs import write_run
 from tests.run.graphs import assert_same_checkpoint, communities
@@ -47,7 +48,6 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Words after "train"; exit code; part of the message. {} is the folder of stores.
 CASES = [
     ("{}/good --set train.epoch=3", 2, "no setting 'train.epoch': did you mean train.epochs?"),
-    ("{}/good --set train.epochs=many", 2, "train.epochs='many'"),
     ("{}/good --set epochs=5", 2, "no setting 'epochs': did you mean train.epochs?"),
     ("{}/good --set epoch=5", 2, "no setting 'epoch': did you mean train.epochs?"),
     ("{}/good --set train.hidden=5", 2, "no setting 'train.hidden': did you mean model.hidden?"),
@@ -61,6 +61,7 @@ CASES = [
     ("{}/good --fanouts=[5]", 2, "no option --fanouts: use --set strategy.fanouts=[5] (gnnfleet train --help)"),
     ("{}/good --epochs", 2, "no option --epochs: use --set train.epochs=VALUE (gnnfleet train --help)"),
     ("{}/good --magic", 2, "No such option: --magic (gnnfleet train --help)"),
+    ("{}/good --set train.epochs=many", 2, "train.epochs='many'"),
     ("{}/good --set train.lr=-1", 2, "train.lr=-1: input should be greater than 0"),
     ("{}/good --set train.label_smoothing=1.5", 2, "train.label_smoothing=1.5"),
     ("{}/good --set train.lr", 2, "--set takes KEY=VALUE"),
@@ -95,6 +96,8 @@ CASES = [
     ("{}/good --run-dir /dev/null/run", 7, "cannot write to /dev/null/run"),
     ("{}/good --seed x", 2, "Invalid value for '--seed'"),
     ("{}/bare", 2, "no features: set model.embedding=64"),
+    ("{}/events", 2, "edges have times: train on events with --strategy temporal"),
+    ("{}/wrong.toml", 4, "wrong.toml is a file, not a store: import it first"),
     ("{}/wrong", 3, "label 12 is out of range: expected 0 to 9"),
     ("{}/untrained", 2, "training split has no labelled nodes"),
     ("{}/unvalidated --set train.patience=3", 2, "train.patience needs val nodes"),
@@ -129,6 +132,13 @@ OTHERS = [
     ("compare {}/good --strategies local -o /proc/none", 2, "cannot write to /proc/none"),
     ("demo --set nodes=0 -o {out}/d", 2, "nodes: input should be greater than"),
     ("report {}/good", 7, "is not a run"),
+    ("report", 2, "Missing argument 'RUN…' (gnnfleet report --help)"),
+    ("train", 2, "Missing argument 'STORE' (gnnfleet train --help)"),
+    ("plan {}/wrong.toml", 4, "is a file, not a store"),
+    ("compare {}/wrong.toml -o {out}/c", 4, "is a file, not a store"),
+    ("diagnose {}/wrong.toml", 4, "is a file, not a store"),
+    ("partition {}/wrong.toml --parts 2", 4, "is a file, not a store"),
+    ("info {}/wrong.toml", 4, "is a file, not a store"),
     ("watch {}/none", 7, "is not a run"),
     ("predict {}/none -o {out}/a.csv", 7, "is not a run"),
     ("evaluate {}/good", 7, "is not a run"),
@@ -164,6 +174,20 @@ def test_a_loss_that_is_no_number(stores: Path, tmp_path: Path) -> None:
     done = call("train", stores / "good", *words, "--run-dir", tmp_path / "run")
     assert done.returncode == 7 and "try a smaller train.lr" in done.stderr
     assert not (tmp_path / "run/record.json").exists()
+
+
+@pytest.mark.parametrize(("stopped", "words"), [("run_course", ""), ("launch", "-s sar -w 2")])
+def test_an_interrupted_run_says_how_to_go_on(
+    stopped: str, words: str, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, stopped, stop)
+    done = call("train", stores / "good", *words.split(), "--run-dir", tmp_path / "run")
+    *_, said, last = done.stderr.splitlines()
+    assert done.returncode == 130 and last.startswith("error: interrupted") and not done.stdout
+    assert said.endswith(f"--run-dir {tmp_path / 'run'} --resume"), done.stderr
 
 
 def test_resuming_nothing_begins_and_says_so(stores: Path, tmp_path: Path) -> None:

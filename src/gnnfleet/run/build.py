@@ -17,6 +17,7 @@ from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.chunks import Layout
 from gnnfleet.graph.deal import Deal
+from gnnfleet.graph.events import is_stream
 from gnnfleet.graph.graph import NO_SPLIT, TEST, Graph, Nodes
 from gnnfleet.graph.shard import Shard
 from gnnfleet.graph.split import parse_rule, split_nodes
@@ -282,4 +283,9 @@ def _check_features(graph: Graph, config: RunConfig) -> None:
     if config.model.file is not None:
         return
     if not config.model.embedding and all(nodes.x is None or not nodes.x.shape[1] for nodes in graph.nodes.values()):
+        if is_stream(graph):
+            raise ConfigError(
+                "the nodes have no features, but edges have times: train on events with --strategy temporal, or set "
+                "model.embedding=64 to learn features"
+            )
         raise ConfigError("the nodes have no features: set model.embedding=64 to learn some, or import features")

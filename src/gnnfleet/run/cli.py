@@ -45,20 +45,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("import", no_args_is_help=True, epilog=IMPORT_EXAMPLES)(import_graph)
-app.command("export", no_args_is_help=True)(export_graph)
+app.command("import", epilog=IMPORT_EXAMPLES)(import_graph)
+app.command("export")(export_graph)
 app.add_typer(datasets.app)
-app.command(no_args_is_help=True)(info)
-app.command(no_args_is_help=True)(partition)
-app.command(no_args_is_help=True, epilog=DIAGNOSE_EXAMPLES)(diagnose)
-app.command(no_args_is_help=True, epilog=PLAN_EXAMPLES)(plan)
-app.command(no_args_is_help=True, epilog=TRAIN_EXAMPLES)(train)
-app.command(no_args_is_help=True, epilog=JOIN_EXAMPLES)(join)
-app.command(no_args_is_help=True)(evaluate)
-app.command(no_args_is_help=True)(predict)
-app.command(no_args_is_help=True, epilog=COMPARE_EXAMPLES)(compare)
-app.command(no_args_is_help=True)(watch)
-app.command(no_args_is_help=True, epilog=REPORT_EXAMPLES)(report)
+app.command()(info)
+app.command()(partition)
+app.command(epilog=DIAGNOSE_EXAMPLES)(diagnose)
+app.command(epilog=PLAN_EXAMPLES)(plan)
+app.command(epilog=TRAIN_EXAMPLES)(train)
+app.command(epilog=JOIN_EXAMPLES)(join)
+app.command()(evaluate)
+app.command()(predict)
+app.command(epilog=COMPARE_EXAMPLES)(compare)
+app.command()(watch)
+app.command(epilog=REPORT_EXAMPLES)(report)
 app.command()(doctor)
 app.command()(demo)
 
@@ -80,7 +80,7 @@ def main() -> NoReturn:
     except typer.Exit as error:
         code = error.exit_code
     except _UsageProblem as error:
-        # A command called without words has shown its help by now and has nothing to add.
+        # A group of commands called without words has shown its help by now and has nothing to add.
         code = ConfigError.exit_code
         if error.format_message():
             _fail(_usage(error, arguments), code, debug)

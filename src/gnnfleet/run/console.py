@@ -9,15 +9,25 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, StoreError
 from gnnfleet.report.metrics import finite
 
+
+def no_file(path: Path) -> Path:
+    """Of a word that names a store: a file is data that was not imported yet."""
+    if path.is_file():
+        raise StoreError(f"{path} is a file, not a store: import it first (gnnfleet import --help)")
+    return path
+
+
+StoreArgument = Annotated[Path, typer.Argument(metavar="STORE", help="The store to train on.", callback=no_file)]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for machines.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no remarks.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter; repeatable.")]

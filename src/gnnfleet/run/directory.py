@@ -10,8 +10,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -87,6 +87,15 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    @contextmanager
+    def resumable(self, *, quiet: bool) -> Iterator[None]:
+        """While a run goes on that is kept: whoever interrupts it is told how to go on."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            remark(f"the run is kept: go on with the same command and --run-dir {self.path} --resume", quiet=quiet)
+            raise
 
     def begin(self, config: RunConfig, graph: Graph, output: Output | None) -> None:
         """Save what the run is about."""

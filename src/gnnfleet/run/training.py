@@ -84,6 +84,7 @@ def run_training(
             stack.callback(directory.close)
             start = find_start(directory, World())
             directory.begin(config, graph, built.output)
+            stack.enter_context(directory.resumable(quiet=quiet))
         record = run_course(built, config, directory, start=start, quiet=quiet)
     return Trained(record, config, lambda: built)
 
@@ -111,6 +112,8 @@ def _on_workers(
         stored = graph if graph.store is not None else save_store(graph, Path(scratch) / "store")
         config = settle_clusters(stored, config, quiet=quiet)
         spec, found = stack.enter_context(prepared(stored, config, directory, place=place, quiet=quiet, known_as=graph))
+        if kept:
+            stack.enter_context(found.resumable(quiet=quiet))
         if config.strategy.comes_and_goes:
             say = partial(found.say, quiet=quiet)
             told = launch_fleet(spec, folder=found.path / LAUNCH, workers=config.workers, restarts=restarts, say=say)

@@ -13,7 +13,7 @@ import typer
 from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.run.commands.report import summary_table
 from gnnfleet.run.commands.train import Config, Model, Seed, Settings, SplitRule, Task
-from gnnfleet.run.console import JsonFlag, QuietFlag, emit, parse_settings, remark
+from gnnfleet.run.console import JsonFlag, QuietFlag, StoreArgument, emit, parse_settings, remark
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ PAGE, RUNS, MARK = "page.html", "strategies", ".compared"
 
 
 def compare(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store to train on.")],
+    store: StoreArgument,
     strategies: Annotated[
         str, typer.Option(metavar="NAMES", help="Which, with commas between.")
     ] = "local,sar,macrobatch,tma,pipe",

@@ -11,7 +11,7 @@ import typer
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.run.commands.train import Config, Model, Seed, Settings, SplitRule, Task
-from gnnfleet.run.console import JsonFlag, QuietFlag, emit, parse_settings, table
+from gnnfleet.run.console import JsonFlag, QuietFlag, StoreArgument, emit, parse_settings, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Scheme(StrEnum):
 
 
 def diagnose(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store to train on.")],
+    store: StoreArgument,
     workers: Annotated[
         int | None, typer.Option("--workers", "-w", metavar="N", help="Trainers that share the nodes. Default 3.")
     ] = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.run.console import JsonFlag, QuietFlag, emit, remark, size_text, table
+from gnnfleet.run.console import JsonFlag, QuietFlag, emit, no_file, remark, size_text, table
 
 if TYPE_CHECKING:
     from gnnfleet.graph.bundle import Bundle
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def info(
-    path: Annotated[Path, typer.Argument(help="A store, or a partition of one.")],
+    path: Annotated[Path, typer.Argument(help="A store, or a partition of one.", callback=no_file)],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
     head: Annotated[int, typer.Option(help="Show the first rows of every node type, with original ids.")] = 0,
     as_json: JsonFlag = False,

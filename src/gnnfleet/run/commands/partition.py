@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.run.console import JsonFlag, QuietFlag, emit, remark
+from gnnfleet.run.console import JsonFlag, QuietFlag, emit, no_file, remark
 
 if TYPE_CHECKING:
     from gnnfleet.graph.graph import Graph
@@ -32,7 +32,7 @@ class Balance(StrEnum):
 
 
 def partition(
-    store: Annotated[Path, typer.Argument(help="The store to cut.")],
+    store: Annotated[Path, typer.Argument(help="The store to cut.", callback=no_file)],
     parts: Annotated[int, typer.Option("--parts", "-p", help="How many parts; usually one per worker.")],
     method: Annotated[
         Method, typer.Option("--method", "-m", help="How nodes are assigned, see below.")

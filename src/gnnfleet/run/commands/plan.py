@@ -10,7 +10,7 @@ import typer
 
 from gnnfleet.run.allocator import prefer_huge_pages
 from gnnfleet.run.commands.train import Config, Model, Partition, Seed, Settings, SplitRule, Task
-from gnnfleet.run.console import JsonFlag, QuietFlag, emit, parse_settings, size_text, table
+from gnnfleet.run.console import JsonFlag, QuietFlag, StoreArgument, emit, parse_settings, size_text, table
 
 if TYPE_CHECKING:
     from gnnfleet.run.plan import Plan
@@ -36,7 +36,7 @@ class GoalWord(StrEnum):
 
 
 def plan(
-    store: Annotated[Path, typer.Argument(help="The store.")],
+    store: StoreArgument,
     model: Annotated[str | None, Model] = None,
     workers: Annotated[
         int | None, typer.Option("--workers", "-w", metavar="N", help="Processes that would train. Default 1.")

@@ -12,7 +12,7 @@ import typer
 from gnnfleet.comm.seat import Seat
 from gnnfleet.errors import ConfigError
 from gnnfleet.run.allocator import prefer_huge_pages
-from gnnfleet.run.console import JsonFlag, QuietFlag, emit, parse_settings, remark, size_text, table
+from gnnfleet.run.console import JsonFlag, QuietFlag, StoreArgument, emit, parse_settings, remark, size_text, table
 
 if TYPE_CHECKING:
     from gnnfleet.report.record import RunRecord
@@ -101,7 +101,7 @@ class Precision(StrEnum):
 
 
 def train(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store to train on.")],
+    store: StoreArgument,
     model: Annotated[str | None, Model] = None,
     task: Annotated[str | None, Task] = None,
     split: Annotated[str | None, SplitRule] = None,
