@@ -82,6 +82,16 @@ def test_partition_reports_and_writes(store: Path, tmp_path: Path) -> None:
     assert again["need"] == found["need"], "the same seed gives the same parts"
 
 
+def test_more_parts_than_nodes_are_remarked_and_shown_in_part(store: Path) -> None:
+    line = ["partition", store, "--parts", "400", "--method", "random", "--dry-run"]
+    done = call(*line)
+    assert done.returncode == 0 and "400 parts of 300 nodes: at least 100 are empty" in done.stderr
+    parts = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("│")]
+    assert parts == [*map(str, range(32)), "…", *map(str, range(368, 400))]
+    assert len(run_json(*line)["per_part"]["nodes"]) == 400
+    assert "empty" not in call(*line[:3], "300", *line[4:]).stderr
+
+
 def test_a_dry_run_writes_nothing(store: Path) -> None:
     before = sorted(store.rglob("*"))
     line = ["partition", store, "--parts", "2", "--method", "random", "--balance", "edges", "--dry-run"]

@@ -24,10 +24,21 @@ from gnnfleet.run.api import train
 from gnnfleet.run.asking import open_run
 from gnnfleet.run.config import RunConfig, resolve
 from gnnfleet.run.launch import threads_each, verdict
+from gnnfleet.run.prepare import Place, prepared
 from tests.run.graphs import communities
 from tests.run.shell import fails, run_json
 
 MODEL: dict[str, Any] = {"model": {"name": "sage", "hidden": 16, "layers": 2}}
+
+
+def test_more_workers_than_nodes_are_remarked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place, codes = torch.arange(12), torch.arange(12) % 3
+    ring = Graph(torch.stack([place, place.roll(1)]), x=torch.ones(12, 2), y=codes, split=codes)
+    graph = save_store(ring, tmp_path / "store")
+    for workers, said in ((16, True), (12, False)):
+        config = resolve({**MODEL, "strategy": {"name": "sar"}, "workers": workers, "partition": "random"})
+        with prepared(graph, config, None, place=Place(tmp_path / f"run{workers}"), quiet=False):
+            assert ("16 parts of 12 nodes: at least 4 are empty" in capsys.readouterr().err) is said
 
 
 def assert_close(one: torch.nn.Module, two: torch.nn.Module) -> None:

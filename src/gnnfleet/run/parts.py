@@ -40,6 +40,12 @@ def partition_name(method: str, parts: int, balance: str, seed: int, options: di
     return "-".join([*words, *(f"{key}{value}" for key, value in sorted(options.items()))])
 
 
+def empty_parts(graph: Graph, parts: int) -> str | None:
+    """What the user should know where some parts can have no nodes: that is legal, and seldom meant."""
+    nodes = sum(table.count for table in graph.nodes.values())
+    return f"{parts} parts of {nodes} nodes: at least {parts - nodes} are empty" if parts > nodes else None
+
+
 def ensure_cut(
     graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Silent(), quiet: bool = True
 ) -> Path | None:

@@ -27,7 +27,7 @@ from gnnfleet.run.course import read_start
 from gnnfleet.run.dealing import without_auto
 from gnnfleet.run.directory import RunDirectory, choose_directory
 from gnnfleet.run.output import Output
-from gnnfleet.run.parts import ensure_apart, ensure_cut
+from gnnfleet.run.parts import empty_parts, ensure_apart, ensure_cut
 from gnnfleet.run.spec import Spec
 from gnnfleet.strategies.temporal.config import TemporalConfig
 
@@ -86,7 +86,8 @@ def prepared(
     assert graph.store is not None
     with naming_line(config.model.file):
         trained, output, remarks = _checked(graph, config)
-    for text in remarks:
+    empty = empty_parts(graph, config.workers) if config.strategy.cut in ("parts", "clusters") else None
+    for text in (*remarks, *([] if empty is None else [empty])):
         remark(text, quiet=quiet)
     path: Path | None
     if apart:

@@ -10,9 +10,14 @@ import typer
 from gnnfleet.run.console import JsonFlag, QuietFlag, emit, no_file, remark, size_text, table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gnnfleet.graph.bundle import Bundle
     from gnnfleet.graph.graph import Edges, Graph, Nodes
     from gnnfleet.graph.partition import Partition
+
+MOST_PARTS = 64
+"""Rows of a table for people; of more parts the first and the last are shown."""
 
 
 def info(
@@ -231,13 +236,13 @@ def partition_table(name: str, result: dict[str, Any]) -> Any:
         f"{result['volume']:,} rows sent per layer, replication {result['replication']:.3f}"
     )
     per_part = result["per_part"]
-    return table(
-        title,
-        ("part", "nodes", "train", "in-edges", "rows needed", "KiB at width 128"),
-        [
-            (str(p), nodes, train, edges, halo, halo * 128 * 4 // 1024)
-            for p, (nodes, train, edges, halo) in enumerate(
-                zip(per_part["nodes"], per_part["train"], per_part["edges"], per_part["halo"], strict=True)
-            )
-        ],
-    )
+    rows: list[Sequence[Any]] = [
+        (str(p), nodes, train, edges, halo, halo * 128 * 4 // 1024)
+        for p, (nodes, train, edges, halo) in enumerate(
+            zip(per_part["nodes"], per_part["train"], per_part["edges"], per_part["halo"], strict=True)
+        )
+    ]
+    if len(rows) > MOST_PARTS:  # --json has all of them
+        half = MOST_PARTS // 2
+        rows[half:-half] = [("…", None, None, None, None, None)]
+    return table(title, ("part", "nodes", "train", "in-edges", "rows needed", "KiB at width 128"), rows)

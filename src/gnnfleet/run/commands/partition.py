@@ -72,7 +72,7 @@ def partition(
     from gnnfleet.graph.soundness import open_sound
     from gnnfleet.report.progress import show
     from gnnfleet.run.commands.info import partition_table
-    from gnnfleet.run.parts import partition_name
+    from gnnfleet.run.parts import empty_parts, partition_name
 
     if ids is not None:
         if dry_run:
@@ -99,6 +99,8 @@ def partition(
         "seed": seed,
         **quality.summary(),
     }
+    if (empty := empty_parts(graph, parts)) is not None:
+        remark(empty, quiet=quiet)
     emit(result, as_json=as_json, human=[partition_table(target.name, result)])
     remark("nothing written (--dry-run)" if dry_run else f"written to {target}", quiet=quiet or as_json)
 
