@@ -220,6 +220,16 @@ def test_restarts_of_one_process_that_was_chosen(store: Path, tmp_path: Path, mo
     assert done.returncode == 0 and "one process was chosen, which nobody starts again" in done.stderr, done.stderr
 
 
+def test_a_plan_in_which_nothing_fits_is_an_error(store: Path) -> None:
+    words = ["plan", store, "--set", "model.hidden=8", "--set", "model.layers=2", "--memory", "1MB", "-q"]
+    done = call(*words, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 2 and found["recommended"] is None and found["refused"] and not found["fits"]
+    assert done.stderr.startswith(f"error: {found['why'][0]}") and "nothing fits" in done.stderr
+    shown = call(*words)
+    assert shown.returncode == 2 and "does not fit" in shown.stdout and "error: nothing fits" in shown.stderr
+
+
 def test_auto_that_does_not_fit(store: Path) -> None:
     with pytest.raises(ConfigError, match="nothing fits into --memory 1 MiB"):
         gf.train(store, strategy="auto", model=MODEL, epochs=1, memory="1MiB")
@@ -242,6 +252,7 @@ def test_events_on_machines_with_links(events: Path) -> None:
     assert set(shapes) == {(1, 1), (2, 2)} and {each.kind for each in plan.fits} == {"exact", "approximate"}
     assert all("of one machine" in each.refused for each in plan.refused) and len(plan.refused) == 2
     alone, copies = shapes[1, 1], shapes[2, 2]
+    assert "the fastest of exact arrangements that fit" in plan.why[0], plan.why
     assert alone.bytes == 0 and alone.memory > 0 and copies.steps == alone.steps // 2
     assert copies.bytes > 0 and copies.seconds / copies.steps > alone.seconds / alone.steps
 

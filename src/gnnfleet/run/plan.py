@@ -48,6 +48,8 @@ EVENTS = "temporal"
 """The strategy for streams of events: planned where they are trained on, and no other there."""
 
 GOALS = {"exact": "exact full batch", "sampled": "sampled batches", "any": "all"}
+ON_EVENTS = {"exact": "exact arrangements", "sampled": "sampled arrangements", "any": "all arrangements"}
+"""The same where there is one strategy, and no full batch."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def make_plan(
         every = [forecast for config in configs for forecast in planner.forecasts(config)]
         if isinstance(planner, _Planner) and bandwidth is None:
             every = planner.tried(every, words)
-    return _recommend([*every, *cannot], base.memory, goal)
+    return _recommend([*every, *cannot], base.memory, goal, on_events=on_events)
 
 
 def _is_on_events(graph: Graph, words: Mapping[str, Any], only: Sequence[str]) -> bool:
@@ -327,7 +329,7 @@ class _EventPlanner:
         return rehearse_events(self.graph, config, shapes, scratch=self.scratch)
 
 
-def _recommend(every: Sequence[Forecast], memory: int | None, goal: str) -> Plan:
+def _recommend(every: Sequence[Forecast], memory: int | None, goal: str, *, on_events: bool = False) -> Plan:
     fits: list[Forecast] = []
     refused: list[Forecast] = []
     for each in every:
@@ -336,7 +338,7 @@ def _recommend(every: Sequence[Forecast], memory: int | None, goal: str) -> Plan
             each = replace(each, refused=text)
         (refused if each.refused else fits).append(each)
     fits.sort(key=lambda each: (each.per_pass, each.memory))
-    best, why = _choose(fits, goal)
+    best, why = _choose(fits, goal, ON_EVENTS[goal] if on_events else GOALS[goal])
     if best is None and memory is not None and refused:
         least = min((each for each in refused if each.memory), key=lambda each: each.memory, default=None)
         more = "" if least is None else f"; the least that any needs is {show_size(least.memory)} ({least.name})"
@@ -344,13 +346,12 @@ def _recommend(every: Sequence[Forecast], memory: int | None, goal: str) -> Plan
     return Plan(tuple(fits), tuple(refused), goal, best, why)
 
 
-def _choose(fits: Sequence[Forecast], goal: str) -> tuple[Forecast | None, tuple[str, ...]]:
-    """The fastest of the kind that is asked for, else the fastest of all that fit."""
+def _choose(fits: Sequence[Forecast], goal: str, what: str) -> tuple[Forecast | None, tuple[str, ...]]:
+    """The fastest of the kind that is asked for, in words ``what``, else the fastest of all that fit."""
     asked = [each for each in fits if goal == "any" or each.kind == goal]
     best = next(iter(asked or fits), None)
     if best is None:
         return None, ("no strategy can train this",)
-    what = GOALS[goal]
     why = [f"{label(best)}: the fastest of {what} that fit, {seconds_text(best)}"]
     if not asked:
         why = [f"{label(best)}: of {what} nothing fits; the fastest of the others, {seconds_text(best)}"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gnnfleet.errors import ConfigError
 from gnnfleet.run.allocator import prefer_huge_pages
 from gnnfleet.run.commands.train import Config, Model, Partition, Seed, Settings, SplitRule, Task
 from gnnfleet.run.console import JsonFlag, QuietFlag, StoreArgument, emit, parse_settings, size_text, table
@@ -97,6 +98,8 @@ def plan(
     only = [] if strategies is None else [name.strip() for name in strategies.split(",")]
     found = make_plan(open_store(store), words, bandwidth=rate, only=only, quiet=quiet)
     emit(found.as_json(), as_json=as_json, human=_shown(found))
+    if found.best is None:
+        raise ConfigError("; ".join(found.why))
 
 
 def _shown(found: Plan) -> list[Any]:
@@ -107,8 +110,9 @@ def _shown(found: Plan) -> list[Any]:
         shown.append(
             table("does not fit", ["strategy", "why"], [(_label(each), each.refused) for each in found.refused])
         )
-    head = "recommended: " if found.best is not None else ""
-    return [*shown, head + found.why[0], *(f"  {text}" for text in found.why[1:])]
+    if found.best is None:  # why is the error
+        return shown
+    return [*shown, f"recommended: {found.why[0]}", *(f"  {text}" for text in found.why[1:])]
 
 
 def _row(each: Forecast, *, recommended: bool) -> tuple[Any, ...]:
