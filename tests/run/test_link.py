@@ -48,6 +48,19 @@ def test_learns_and_scores_by_id(graph: Graph) -> None:
         record.predict()
 
 
+@pytest.mark.parametrize(("scale", "said"), [(100.0, True), (0.1, False)])
+def test_a_model_that_died_is_remarked(
+    graph: Graph, tmp_path: Path, scale: float, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Features that are all large and positive: the first steps are so large that all rows become alike."""
+    x = scale * torch.rand(300, 3, generator=torch.Generator().manual_seed(0))
+    words = {"task": "link", "split": "0.8/0.1/0.1", "model": SAGE(hidden=64, layers=3)}
+    train(Graph(graph.only_edges.edge_index(), x=x), epochs=30, run_dir=tmp_path / "run", quiet=False, **words)
+    text = "all candidates score alike, or nearly so, in the last evaluation (val mrr 0.0196): try a smaller train.lr"
+    assert (text in capsys.readouterr().err) is said
+    assert ((tmp_path / "run/remarks.jsonl").exists() and text in (tmp_path / "run/remarks.jsonl").read_text()) is said
+
+
 def test_resumes_to_the_same_weights(graph: Graph, tmp_path: Path) -> None:
     store = save_store(graph, tmp_path / "store")
     words = {**WORDS, "link.exclude": "disjoint:0.3", "link.decoder": "mlp", "link.dropout": 0.2, "strategy": "local"}

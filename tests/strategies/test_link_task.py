@@ -74,6 +74,16 @@ def test_decoders(name: str) -> None:
     torch.testing.assert_close(every[2], one)
 
 
+@pytest.mark.parametrize("link", [{}, {"eval_negatives": 7}])
+def test_what_val_comes_to_when_all_score_alike(graph: Graph, link: dict[str, Any]) -> None:
+    built, task = made(graph, link=link)
+    rows = torch.ones(graph.num_nodes, 16, dtype=torch.float64)
+    assert task.tied == pytest.approx(task.measure(lambda kind, ids: rows[ids], "val")["mrr"], rel=1e-12)
+    assert task.tied < task.measure(built.strategy.exact(), "val")["mrr"]
+    assert made(graph, link={"ranking": "filtered"})[1].tied is None
+    assert made(graph, train={"metric": "hits@10"})[1].tied is None
+
+
 @pytest.mark.parametrize("loss", ["bce", "softmax"])
 @pytest.mark.parametrize("mode", ["either", "shared"])
 def test_a_step_equals_a_plain_loop(graph: Graph, mode: str, loss: str) -> None:

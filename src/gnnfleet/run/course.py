@@ -28,11 +28,13 @@ from gnnfleet.report.traffic import Traffic
 from gnnfleet.run.build import Built
 from gnnfleet.run.checkpoint import Position
 from gnnfleet.run.config import RunConfig
+from gnnfleet.run.console import remark
 from gnnfleet.run.directory import RunDirectory
 from gnnfleet.run.loop import KeepNothing, Outcome, Plan, fit
 from gnnfleet.run.meter import Meter, NoMeter, RankMeter
 from gnnfleet.run.tracing import leave_spans, write_trace
 from gnnfleet.strategies.base import State, Strategy
+from gnnfleet.strategies.link_task import LinkTask
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def run_course(
         run_dir=None if directory is None else str(directory.path),
         versions=versions(),
     )
+    if aside.is_first and (text := _died(built, config, rows)) is not None:
+        directory.say(text, quiet=quiet) if directory is not None else remark(text, quiet=quiet)
     if directory is not None and traces:
         if config.strategy.comes_and_goes:
             leave_spans(built.world.clock, directory.path, "coordinator")
@@ -199,6 +203,19 @@ def _fit(
         )
         outcome = fit(built.strategy, plan, start=start.position, best=start.best)
     return outcome, [*earlier, *outcome.rows]
+
+
+def _died(built: Built, config: RunConfig, rows: list[dict[str, Any]]) -> str | None:
+    """A model that tells links from nothing any more ends like any other; its numbers alone do not say so."""
+    tied = built.task.tied if isinstance(built.task, LinkTask) else None
+    last = next((row["val"] for row in reversed(rows) if row.get("val") is not None), None)
+    # Candidates in a random order would come to more than ties do, so what is as low is no model that learns slowly.
+    if tied is None or last is None or not math.isclose(last, tied, rel_tol=0.01):
+        return None
+    return (
+        f"all candidates score alike, or nearly so, in the last evaluation (val {built.task.metric} {last:.3g}): try a "
+        f"smaller train.lr (now {config.train.lr:g}), or scale the features"
+    )
 
 
 def _measure_ranks(

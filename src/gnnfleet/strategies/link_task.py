@@ -92,6 +92,16 @@ class LinkTask:
             return "given"
         return "filtered" if len(self._kinds) > 1 else "sampled"
 
+    @property
+    def tied(self) -> float | None:
+        """What val comes to where every link scores as its negatives do; None where the metric does not tell."""
+        if self.metric != "mrr" or self.ranking == "filtered":
+            return None
+        count = self.config.eval_negatives
+        if self.ranking == "given" and "val" in self.data.negatives:
+            count = self._per_link("val") or len(self.data.negatives["val"])
+        return 1 / (1 + count / 2)
+
     def items(self, split: str) -> Tensor:
         return torch.arange(len(self.data.splits[split]))[self._mine(len(self.data.splits[split]))]
 
