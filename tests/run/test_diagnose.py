@@ -18,7 +18,9 @@ from gnnfleet.graph.quality import measure
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.run import dealing
 from gnnfleet.run.build import build
+from gnnfleet.run.commands.diagnose import _shown
 from gnnfleet.run.config import RunConfig, resolve
+from gnnfleet.run.console import emit
 from gnnfleet.run.dealing import candidates, settle_clusters
 from gnnfleet.run.diagnosis import Moment, Row, diagnose, recommend
 from gnnfleet.run.directory import RunDirectory
@@ -172,6 +174,14 @@ def test_the_recommended_row_agrees_most_of_those_that_aim_well() -> None:
     assert recommend(rows) is rows[1]
     assert recommend([row_of(3, 0.9, -0.5), row_of(9, 0.5, -0.1)]) == row_of(9, 0.5, -0.1)
     assert recommend(rows[3:]) is None
+
+
+def test_headings_are_whole_on_120_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    emit({}, as_json=False, human=[_shown("sage on shop", [row_of(15_000, 0.123, 0.456)], steps=20)])
+    shown = capsys.readouterr().out
+    headings = "scheme clusters kept balance labels features loss ± after 20 cosine after 20 aim after 20"
+    assert " ".join(word for word in shown.splitlines()[2].split() if word not in "┃│") == headings
+    assert max(map(len, shown.splitlines())) <= 120
 
 
 def test_a_run_deals_as_many_super_nodes_as_are_recommended(

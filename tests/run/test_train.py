@@ -17,10 +17,15 @@ from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.report.metrics import read_metrics
+from gnnfleet.report.record import RunRecord
+from gnnfleet.report.runs import read_run, summary
 from gnnfleet.run.api import train
 from gnnfleet.run.commands.evaluate import graph_of_run
+from gnnfleet.run.commands.train import _summary
+from gnnfleet.run.console import emit
 from gnnfleet.run.prepare import Place
 from gnnfleet.run.training import run_training
+from tests.report.runs import write_run
 from tests.run.graphs import CLASSES, assert_same_checkpoint, communities
 from tests.run.shell import fails, run_json, start
 
@@ -40,6 +45,17 @@ def finished(store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     path = tmp_path_factory.mktemp("runs") / "one"
     settings = ["--set", "train.epochs=30", "--set", "report.memory=true", "--seed", "4", "--run-dir", path]
     return path, run_json("train", store, "--strategy", "local", "--workers", "1", *MODEL, *settings)
+
+
+def test_the_median_is_that_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = [1.0, 9.0, 2.0, 3.0]
+    metrics = {"train_loss": 0.5, "val": 0.5, "test": 0.5, "name": "accuracy", "best_epoch": 1}
+    words: dict[str, Any] = {"strategy": "local", "workers": 1, "model": "sage", "seed": 0, "epochs": 4, "steps": 4}
+    record = RunRecord(**words, seconds_per_epoch=seconds, metrics=metrics, memory={"peak_rss": [1]})
+    emit({}, as_json=False, human=_summary("shop", record))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "median" in line)
+    rows = [{"epoch": i + 1, "train_loss": 0.5, "seconds": value} for i, value in enumerate(seconds)]
+    assert summary(read_run(write_run(tmp_path / "run", metrics=rows)))["epoch_seconds"] == 2.5 and "2.500" in line
 
 
 def test_the_record_has_every_word(finished: tuple[Path, dict[str, Any]]) -> None:

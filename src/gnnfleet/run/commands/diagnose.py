@@ -78,7 +78,7 @@ def diagnose(
     cosine    between their gradients at equal weights, mean over pairs
     aim       cosine of the average of their gradients with the gradient on the whole graph
 
-    The last two are given at the first weights and after --steps on the whole graph.
+    The last three are given at the first weights and after --steps on the whole graph.
     """
     from gnnfleet.graph.soundness import open_sound
     from gnnfleet.nn.own import naming_line
@@ -126,8 +126,9 @@ def _resolve(file: Path | None, settings: Sequence[str] | None, options: dict[st
 
 def _shown(name: str, rows: Sequence[Row], steps: int) -> Any:
     later = f"after {steps}"
-    columns = ["scheme", "super-nodes", "kept", "balance", "labels", "features"]
-    columns += ["loss ±, first", later, "cosine, first", later, "aim, first", later]
+    # Short enough for 120 characters: a table that is too wide breaks headings within words.
+    columns = ["scheme", "clusters", "kept", "balance", "labels", "features"]
+    columns += ["loss ±", later, "cosine", later, "aim", later]
     cells = [
         (
             row.scheme,

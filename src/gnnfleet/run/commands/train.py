@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -190,7 +191,6 @@ def train(
 
 
 def _summary(name: str, record: RunRecord) -> list[Any]:
-    seconds = sorted(record.seconds_per_epoch)
     several = " (of the largest worker)" if record.workers > 1 else ""
     rows = [
         ("epochs", record.epochs),
@@ -202,7 +202,7 @@ def _summary(name: str, record: RunRecord) -> list[Any]:
             for split, found in record.metrics.get("beside", {}).items()
             for name, value in found.items()
         ),
-        ("seconds per epoch (median)", seconds[len(seconds) // 2] if seconds else None),
+        ("seconds per epoch (median)", median(record.seconds_per_epoch) if record.seconds_per_epoch else None),
         ("peak memory" + several, size_text(max(record.memory["peak_rss"]))),
     ]
     if record.workers > 1:
