@@ -187,7 +187,7 @@ def test_a_store_without_edges_is_remarked_on(shop: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named_as_given(shop: Path) -> None:
     (shop / "file").write_text("")
     for place in (Path("/proc/none"), shop / "file" / "store"):
-        with pytest.raises(OSError, match=f"'{place}'$"):
+        with pytest.raises(OSError, match=f", the directory cannot be made: '{place}'$"):
             call("import", shop / "e.parquet", "-o", place)
 
 

@@ -201,7 +201,8 @@ class BundleWriter:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
         except OSError as error:  # it names a directory that nobody asked for
-            raise OSError(error.errno, error.strerror, str(self.target)) from error
+            reason = f"{error.strerror}, the directory cannot be made"
+            raise OSError(error.errno, reason, str(self.target)) from error
         return self
 
     def __exit__(
