@@ -144,6 +144,42 @@ def test_nothing_overlaps_and_nothing_is_cut_off(browser: Browser, runs: list[di
     assert browser.run("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_curves_that_coincide_are_told_apart(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(render_page(page_data(runs, title="all")))
+    browser.open(page.as_uri())
+    dashes = "[...document.querySelectorAll('%s')].map(node => node.getAttribute('stroke-dasharray'))"
+    drawn = browser.run(dashes % '[data-plot="Training loss over steps"] path')
+    assert drawn[0] is None and len(set(drawn)) == len(drawn) == len(runs)
+    assert browser.run(dashes % ".legend .sample line") == drawn, "the legend shows the same"
+
+
+def test_pictures_lie_apart(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(render_page(page_data(runs, title="all")))
+    browser.open(page.as_uri())
+    first, second = browser.run(
+        "[...document.querySelectorAll('img.picture')].map(node => node.closest('.card').getBoundingClientRect())"
+        ".map(box => [box.top, box.bottom])"
+    )
+    assert second[0] - first[1] >= 10
+
+
+def test_val_of_events_says_what_it_is_over(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+    events = next(run for run in runs if run["name"] == "temporal")
+    events["config"] |= {"strategy.eval_negatives": 49, "task": "link"}
+    page = tmp_path / "page.html"
+    notes = (
+        "[...document.querySelectorAll('.card')].filter(node => node.querySelector('[data-plot^=Val]'))"
+        ".map(node => node.querySelector('p')?.textContent ?? '')"
+    )
+    for shown, said in ((runs, True), ([run for run in runs if run is not events], False)):
+        page.write_text(render_page(page_data(shown, title="all")))
+        browser.open(page.as_uri())
+        found = browser.run(notes)
+        assert len(found) == 2 and all(("temporal: here among 49 drawn destinations" in text) is said for text in found)
+
+
 def test_a_served_page_draws_what_is_new(browser: Browser, tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", epochs=2)
     live = [True]

@@ -2,6 +2,8 @@
 // Draws the data of the page. Words are put in as text, never as markup.
 
 const COLOURS = ["#2463c4", "#d2690e", "#0d8577", "#8447c4", "#c22f3d", "#6f7d12", "#b8428c", "#4f5b66"];
+// Curves that coincide are told apart: the first is whole, those drawn upon it leave more and more of it to be seen.
+const DASHES = [null, "9 5", "5 9", "2 6", "9 4 2 4", "5 4 2 8", "2 10", "12 8"];
 const PHASES = { compute: "#3f7fd0", exchange: "#e2a32e", wait: "#c5ccd5" };
 const SVG = "http://www.w3.org/2000/svg";
 const hidden = new Set(); // names of runs that are not drawn
@@ -23,7 +25,8 @@ function make(tag, attributes = {}, ...children) {
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const colourOf = (index) => COLOURS[index % COLOURS.length];
-const shown = () => data.runs.map((run, index) => ({ ...run, colour: colourOf(index) })).filter((run) => !hidden.has(run.name));
+const dashOf = (index) => DASHES[index % DASHES.length];
+const shown = () => data.runs.map((run, index) => ({ ...run, colour: colourOf(index), dash: dashOf(index) })).filter((run) => !hidden.has(run.name));
 
 function short(value, digits = 4) {
   if (!isNumber(value)) return "–";
@@ -75,9 +78,9 @@ function ticks(low, high, count = 5) {
 
 // -- lines over steps or seconds --
 
-function curves(title, runs, across, value) {
+function curves(title, runs, across, value, note = null) {
   const width = 560, height = 270, left = 54, right = 14, top = 10, bottom = 40;
-  const series = runs.map((run) => ({ name: run.name, colour: run.colour, points: pointsOf(run, across, value) }));
+  const series = runs.map((run) => ({ name: run.name, colour: run.colour, dash: run.dash, points: pointsOf(run, across, value) }));
   const every = series.flatMap((each) => each.points);
   if (!every.length) return card(title, make("p", { class: "note" }, "nothing measured yet"));
   const most = Math.max(...every.map((p) => p[0])) || 1;
@@ -92,10 +95,11 @@ function curves(title, runs, across, value) {
   ]);
   parts.push(...ticks(0, most, 6).map((at) => make("text", { x: x(at), y: height - bottom + 17, "text-anchor": "middle", class: "soft" }, short(at, 3))));
   parts.push(make("text", { x: (left + width) / 2, y: height - 6, "text-anchor": "middle", class: "soft" }, across === "step" ? "optimizer steps" : "seconds of training"));
-  for (const { colour, points } of series) {
+  for (const [place, { colour, dash, points }] of series.entries()) {
     const path = points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
-    parts.push(make("path", { d: path, fill: "none", stroke: colour, "stroke-width": 1.8, "stroke-linejoin": "round" }));
-    if (points.length < 40) parts.push(...points.map((p) => make("circle", { cx: x(p[0]), cy: y(p[1]), r: 2.4, fill: colour })));
+    parts.push(make("path", { d: path, fill: "none", stroke: colour, "stroke-width": 1.8, "stroke-dasharray": dash, "stroke-linejoin": "round" }));
+    const radius = Math.min(2 + 0.7 * (series.length - 1 - place), 5);  // rings where points coincide
+    if (points.length < 40) parts.push(...points.map((p) => make("circle", { cx: x(p[0]), cy: y(p[1]), r: radius.toFixed(1), fill: colour })));
   }
   const cursor = make("line", { y1: top, y2: height - bottom, stroke: "#9aa5b1", "stroke-dasharray": "3 3", visibility: "hidden" });
   const drawing = plot(title, width, height, ...parts, cursor);
@@ -111,7 +115,7 @@ function curves(title, runs, across, value) {
   });
   drawing.addEventListener("mousemove", over.onmousemove);
   drawing.addEventListener("mouseleave", () => { over.onmouseleave(); cursor.setAttribute("visibility", "hidden"); });
-  return card(title, drawing);
+  return card(title, note ? make("p", { class: "note" }, note) : null, drawing);
 }
 
 function pointsOf(run, across, value) {
@@ -306,7 +310,16 @@ function rounds(run) {
 function legend() {
   return make("div", { class: "legend" }, ...data.runs.map((run, index) =>
     make("button", { class: hidden.has(run.name) ? "off" : "", onclick: () => { if (!hidden.delete(run.name)) hidden.add(run.name); draw(); } },
-      make("span", { class: "swatch", style: `background:${colourOf(index)}` }), run.name)));
+      make("svg", { class: "sample", viewBox: "0 0 30 10" }, make("line", { x1: 0, x2: 30, y1: 5, y2: 5, stroke: colourOf(index), "stroke-width": 2.5, "stroke-dasharray": dashOf(index) })), run.name)));
+}
+
+// What the curve of some runs on val is over, where it is not what the table has.
+function onVal(runs) {
+  const drawn = runs.filter((run) => run.strategy === "temporal" && run.config.task !== "edge");
+  if (!drawn.length) return null;
+  const counts = [...new Set(drawn.map((run) => run.config["strategy.eval_negatives"]).filter(isNumber))];
+  const few = counts.length === 1 ? counts[0] + " " : "";
+  return `${drawn.map((run) => run.name).join(", ")}: here among ${few}drawn destinations, in the table among all.`;
 }
 
 function section(title, note, ...children) {
@@ -328,13 +341,13 @@ function draw() {
     ...section("Runs", "Click a heading to sort. Time of an epoch is the median, bytes are those of all workers, memory is that of the largest.", card(null, runsTable())),
     ...section("Loss and metric", null, data.runs.length > 1 ? legend() : null, make("div", { class: "grid" },
       curves("Training loss over steps", runs, "step", "train_loss"), curves("Training loss over seconds", runs, "seconds", "train_loss"),
-      curves(metric + " over steps", runs, "step", "val"), curves(metric + " over seconds", runs, "seconds", "val"))),
+      curves(metric + " over steps", runs, "step", "val", onVal(runs)), curves(metric + " over seconds", runs, "seconds", "val", onVal(runs)))),
     ...section("Time and memory", "Mean over epochs, without the first. Exchange is packing, posting and unpacking; wait is blocked until something has arrived or gone; compute is the rest.",
       make("div", { class: "grid" }, ...[timeSplit(runs), memory(runs)].filter(Boolean))),
     ...section("Bytes from worker to worker", "Counted where they are handed over, evaluations included; sums over all ranks (gradients, losses) have a column of their own.",
       sent.length ? make("div", { class: "grid three" }, ...sent.map(heat)) : null),
     ...section("Partitions", "Counted, not estimated; max/mean of 1 is even.", partitions()),
-    ...section("Schedules", null, ...pictures),
+    ...section("Schedules", null, pictures.length ? make("div", { class: "grid one" }, ...pictures) : null),
     ...section("Rounds", null, trained.length ? make("div", { class: "grid" }, ...trained.map(rounds)) : null),
     ...section("What was said", null, said.length ? make("div", { class: "grid" }, ...said) : null),
     ...section("Settings", null, settings()),
