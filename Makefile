@@ -31,7 +31,7 @@ lint: build
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m tests
+	$(BIN)/python -m pytest
 
 SECONDS ?= 600
 FIRST   ?= 0
