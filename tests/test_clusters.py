@@ -23,6 +23,7 @@ from gnnfleet.run.cli import app
 from gnnfleet.run.config import nest, parse_value, resolve
 from tests.faults.driving import environment
 from tests.run.graphs import communities
+from tests.run.shell import free_port
 
 FOLDER = Path(__file__).parents[1] / "examples" / "clusters"
 
@@ -40,7 +41,7 @@ def check_gnnfleet(words: list[str]) -> None:
 def check_torchrun(words: list[str]) -> None:
     """``python -m torch.distributed.run WORDS``, which ends in a command of gnnfleet's."""
     parsed = get_args_parser().parse_args(words)
-    assert parsed.module and parsed.training_script == "gnnfleet" and parsed.rdzv_backend == "c10d"
+    assert parsed.module and parsed.training_script == "gnnfleet" and parsed.rdzv_backend == "static"
     check_gnnfleet(parsed.training_script_args)
 
 
@@ -64,7 +65,7 @@ def told(script: str, env: dict[str, str], *words: str) -> list[str]:
 
 def test_scripts_say_what_their_commands_know(tmp_path: Path) -> None:
     env = stubbed(tmp_path / "bin", python=TELL, gnnfleet=TELL, srun=TELL, scontrol="echo node1; echo node2")
-    env |= {"STORE": "/data/shop", "RUN": str(tmp_path / "run"), "FIRST": "node1", "HOST": "1", "ADDRESS": "10.0.0.1"}
+    env |= {"STORE": "/data/shop", "RUN": str(tmp_path / "run"), "FIRST": "node1", "NODE": "1"}
     more = ("--strategy", "sar", "--set", "train.epochs=3")
     words = told("torchrun.sh", env, *more)
     assert words[:2] == ["-m", "torch.distributed.run"]
@@ -77,8 +78,8 @@ def test_scripts_say_what_their_commands_know(tmp_path: Path) -> None:
     assert "strategy.listen=10.0.0.1:7" in told("ray.sh", {**env, "RAY_ADDRESS": "head:6379", "LISTEN": "10.0.0.1:7"})
     job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
     words = told("slurm.sbatch", {**env, **job, "SLURM_CPUS_PER_TASK": "8"}, *more)
-    assert words[:4] == ["--kill-on-bad-exit=1", "python", "-m", "torch.distributed.run"] and "node1:29400" in words
-    check_torchrun(words[4:])
+    assert words[:3] == ["--kill-on-bad-exit=1", "bash", "-c"] and words[4] == "torchrun" and "node1" in words
+    check_torchrun(words[5:])
     for path in (FOLDER / "torchrun.sh", FOLDER / "ray.sh"):
         missing = {key: value for key, value in env.items() if key != "STORE"}
         done = subprocess.run([path], env=missing, capture_output=True, text=True, check=False)
@@ -90,7 +91,14 @@ def test_a_slurm_job_trains_and_goes_on_when_it_is_submitted_again(tmp_path: Pat
     store = save_store(communities(120), tmp_path / "shop").store
     assert store is not None
     env = stubbed(tmp_path / "bin", srun='shift; exec "$@"', scontrol="echo 127.0.0.1")
-    env |= {"SLURM_JOB_NODELIST": "here", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7", "EACH": "2", "PORT": "0"}
+    env |= {
+        "SLURM_JOB_NODELIST": "here",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_ID": "7",
+        "EACH": "2",
+        "PORT": str(free_port()),
+        "SLURM_NODEID": "0",
+    }
     env |= {"STORE": str(store.path), "RUN": str(tmp_path / "run")}
     for epochs in (2, 3):
         words = ["--strategy", "sar", "--set", "model.hidden=4", "--set", f"train.epochs={epochs}", "--quiet"]
@@ -134,7 +142,7 @@ def test_pods_of_a_jobset_start_torchrun(tmp_path: Path, index: str) -> None:
     line = [*container["command"], *container["args"]]
     done = subprocess.run(line, env=env, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()
-    assert words[:2] == ["-m", "torch.distributed.run"] and f"is_host={int(index == '0')}" in words
+    assert words[:2] == ["-m", "torch.distributed.run"] and words[words.index("--node-rank") + 1] == index
     check_torchrun(words[2:])
 
 

@@ -115,7 +115,7 @@ class Machine:
     ) -> None:
         """One worker, by the recipe for torchrun."""
         words = ("--strategy", strategy, *MODEL, *words)
-        seat = {"FIRST": first.address, "ADDRESS": self.address, "HOST": str(int(self is first)), "RESTARTS": restarts}
+        seat = {"FIRST": first.address, "NODE": int(self is not first), "RESTARTS": restarts}
         env = {**environment(), **{key: str(value) for key, value in seat.items()}, "STORE": str(store)}
         self.said = run_dir.with_name(f"{run_dir.name}-{self.host.number}.err")
         with self.said.open("w") as file:

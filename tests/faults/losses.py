@@ -145,7 +145,7 @@ def _across_hosts(store: Path, folder: Path, case: Loss) -> Iterator[Parts]:
         first = within(one, line, folder / "first")
         second: subprocess.Popen[str] | None = None
         try:
-            until(lambda: "waiting for trainers" in (folder / "first").read_text(), PATIENCE, "the server")
+            until(lambda: "Waiting for trainers" in (folder / "first").read_text(), PATIENCE, "the server")
             numbers = f"{TRAINERS - case.count}-{TRAINERS - 1}"
             line = ["join", f"{one.address}:{PORT}", str(store), "--trainers", numbers]
             second = within(two, line, folder / "second")

@@ -250,7 +250,7 @@ def by_joining(shop: Workshop, case: Case) -> Outcome:
         second = None
         rows = lambda: read_metrics(place / "run" / "metrics.jsonl")  # noqa: E731
         try:
-            until(lambda: "waiting for trainers" in (place / "first").read_text(), PATIENCE, "the server")
+            until(lambda: "Waiting for trainers" in (place / "first").read_text(), PATIENCE, "the server")
             line = ["join", f"{one.address}:29411", str(path_of(shop.store)), "--trainers", "1"]
             second = within(two, line, place / "second")
             until(lambda: any(row["trainers"] == 2 for row in rows()), PATIENCE, "both trainers")

@@ -109,7 +109,7 @@ def test_a_trainer_that_is_cut_off_comes_back(hosts: tuple[Machine, Machine], st
     first = within(one.host, line, said)
     second: subprocess.Popen[str] | None = None
     try:
-        until(lambda: "waiting for trainers" in said.read_text() or first.poll() is not None, PATIENCE, "the server")
+        until(lambda: "Waiting for trainers" in said.read_text() or first.poll() is not None, PATIENCE, "the server")
         second = within(two.host, ["join", f"{one.address}:29411", str(store), "--trainers", "1"], tmp_path / "second")
         rows = lambda: read_metrics(run_dir / "metrics.jsonl")  # noqa: E731
         until(lambda: any(row["trainers"] == 2 for row in rows()), PATIENCE, "both trainers")

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,12 @@ def start(*words: str | Path, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def run(*words: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     process = start(*words)
     out, err = process.communicate(timeout=timeout)
@@ -36,8 +43,8 @@ def run(*words: str | Path, timeout: float = 120) -> subprocess.CompletedProcess
 
 def torchrun(*words: str | Path, size: int = 2) -> subprocess.CompletedProcess[str]:
     """A command of gnnfleet's in ``size`` processes that torchrun starts."""
-    line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--rdzv-backend=c10d"]
-    line += ["--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1", "-m", "gnnfleet", *map(str, words)]
+    line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--rdzv-backend=static"]
+    line += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "gnnfleet", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120, check=False)
 

@@ -123,6 +123,11 @@ class Liveness:
                     self._contact = time.monotonic()
             except (RuntimeError, ConnectionError, ExchangeError):
                 line = None  # once broken it stays so: the next round tries another
+            except (ValueError, KeyError, TypeError):  # of Failure.from_json
+                seat = self._meeting.seat
+                where = f"{seat.host}:{seat.port}"
+                text = f"the store at {where} holds a message that gnnfleet did not write: rank {self.rank} ends"
+                self._end(self._failure(Kind.cut_off, (self.rank,), text))
             self._stop.wait(self.pace.beat)
 
     def _hear(self, beats: list[bytes]) -> None:

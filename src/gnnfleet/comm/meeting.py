@@ -21,6 +21,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gnnfleet.comm.seat import Seat
+from gnnfleet.comm.store_server import serve_store
 from gnnfleet.errors import ExchangeError
 
 MEET_SECONDS = 300.0
@@ -108,14 +109,20 @@ def _answering(seat: Seat) -> Iterator[None]:
         yield
     except (RuntimeError, ConnectionError) as error:
         raise ExchangeError(f"the store at {seat.host}:{seat.port} does not answer: {_first_line(error)}") from error
+    except (ValueError, TypeError) as error:
+        raise ExchangeError(
+            f"the store at {seat.host}:{seat.port} holds a message that gnnfleet did not write"
+        ) from error
 
 
 def _server(seat: Seat) -> TCPStore:
     try:
+        if seat.host.startswith("127."):  # "localhost" may be what a first machine is told to call itself
+            return serve_store(seat.host, seat.port, seconds=MEET_SECONDS)[0]
         return TCPStore(
             seat.host, seat.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS)
         )
-    except (RuntimeError, ConnectionError) as error:
+    except (RuntimeError, OSError) as error:
         raise ExchangeError(
             f"cannot keep a store at {seat.host}:{seat.port}: {_first_line(error)}. Choose another MASTER_PORT"
         ) from error

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from gnnfleet.comm.store_server import local_address, serve_store
 from gnnfleet.errors import ExchangeError
 
 PIECE = 4 << 20
@@ -113,21 +114,8 @@ class Post:
     @classmethod
     def serve(cls, host: str = "127.0.0.1", port: int = 0) -> Post:
         """Start a server, which lives as long as this object, and connect to it. Raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as ears:  # torch's own would listen on every interface
-            ears.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            ears.bind((host, port))
-            ears.listen(128)
-            place = ears.getsockname()[1]
-            store = TCPStore(
-                _near(host),
-                place,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=PATIENCE),
-                master_listen_fd=os.dup(ears.fileno()),
-            )
-        return cls(Address(host, place), store)
+        store, bound = serve_store(host, port, seconds=PATIENCE)
+        return cls(Address(host, bound), store)
 
     @classmethod
     def connect(cls, address: Address) -> Post:
@@ -146,7 +134,7 @@ class Post:
         """A connection of its own, for another thread or in place of one that was lost; not made where nobody answers
         at once."""
         with _lost(self.address):
-            socket.create_connection((_near(self.address.host), self.address.port), KNOCK).close()
+            socket.create_connection((local_address(self.address.host), self.address.port), KNOCK).close()
         made = Post.connect(self.address)
         made._patience = patience
         return made
@@ -243,11 +231,6 @@ def _lost(address: Address) -> Iterator[None]:
         yield
     except (torch.distributed.DistError, RuntimeError, OSError) as error:
         raise ExchangeError(f"lost the coordinator's server at {address}: {str(error).splitlines()[0]}") from error
-
-
-def _near(host: str) -> str:
-    """Where a server that listens on all interfaces is reached from its own machine."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _notice_cuts(port: int) -> None:

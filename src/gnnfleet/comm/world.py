@@ -146,14 +146,15 @@ def _make_group(
 
 
 def _addresses(meeting: Meeting) -> list[ProcessGroupGloo.Device]:
-    """Where this rank listens: on the named interfaces, on loopback, or on the address that leads to the store."""
+    """The addresses this rank listens on: loopback when all ranks are on one machine, whatever interface is named;
+    else the named interfaces, or the address that leads to the store."""
+    if meeting.on_one_machine:
+        return [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     if meeting.seat.interface is not None:
         try:
             return [ProcessGroupGloo.create_device(interface=name) for name in meeting.seat.interface.split(",")]
         except RuntimeError as error:
             raise ConfigError(f"GLOO_SOCKET_IFNAME={meeting.seat.interface}: this machine has no such one") from error
-    if meeting.on_one_machine:
-        return [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return [ProcessGroupGloo.create_device(hostname=_own_address(meeting))]
 
 
@@ -166,7 +167,7 @@ def _own_address(meeting: Meeting) -> str:
         found = str(probe.getsockname()[0])
     if found.startswith("127.") or found == "::1":
         raise ConfigError(
-            f"{seat.host} is loopback on this machine, but ranks run on several: start torchrun with --local-addr, "
-            "or set GLOO_SOCKET_IFNAME"
+            f"{seat.host} is loopback on this machine, but ranks run on several: give torchrun its address as "
+            "--master-addr, or set GLOO_SOCKET_IFNAME"
         )
     return found

@@ -101,7 +101,7 @@ def answer_as_rank(
                 _check_columns(RunDirectory(Path(question.run)), config, graph)
             return _spec(question, config, graph, quiet=quiet, apart=True)
 
-        spec = shared_spec(world, meeting, prepare)
+        spec = shared_spec(world, meeting, prepare, lambda: _model_files(question))
         found = answer_spec(spec, world)
         if world.is_first:
             show(found)
@@ -175,6 +175,11 @@ def _config(question: Question, workers: int | None) -> RunConfig:
         config = resolve({**config.model_dump(mode="json"), "memory": question.memory})
     directory.check_model_file()
     return _on(config, config.workers if workers is None else workers)
+
+
+def _model_files(question: Question) -> frozenset[Path]:
+    file = RunDirectory(Path(question.run)).config().model.file
+    return frozenset() if file is None else frozenset({file})
 
 
 def _check_output(question: Question) -> None:

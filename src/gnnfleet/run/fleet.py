@@ -5,6 +5,7 @@ The server of their post is here, so that it outlives each of them. Nothing outl
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -107,7 +108,10 @@ def launch_fleet(
     Trainers that are lost are started again up to ``restarts`` times each, and so is the coordinator; without, the run
     goes on without a trainer. Raises the error of whoever ended the run.
     """
+    import torch
+
     from gnnfleet.comm.post import Address, Post
+    from gnnfleet.run.confirmed_model import read_model_file
 
     words = spec.config["strategy"]
     try:
@@ -121,9 +125,14 @@ def launch_fleet(
     answer = folder / "answer.json"
     spec = replace(spec, parent=os.getpid(), threads=threads_each(max(1, here)), answer=str(answer))
     (folder / "SPEC.json").write_text(spec.as_json())
-    post.write("spec", {"spec": spec.as_json()})
+    source = read_model_file(spec.config)
+    post.write(
+        "spec", {"spec": spec.as_json()}, torch.frombuffer(bytearray(source), dtype=torch.uint8) if source else None
+    )
     if here < workers:
-        say(f"waiting for trainers {here} to {workers - 1}: gnnfleet join {post.address} STORE --trainers …")
+        confirm = "" if not source else f" --model-sha256 {hashlib.sha256(source).hexdigest()}"
+        numbers = f"{here}-{workers - 1}"
+        say(f"Waiting for trainers {numbers}: gnnfleet join {post.address} STORE --trainers {numbers}{confirm}")
     (coordinator,) = start_processes(folder, reach(post.address), [COORDINATOR], restarts)
     trainers: Sequence[Member] = []
     vigil = _Vigil(post, words["give_up"])
@@ -219,13 +228,24 @@ def look_after(members: Sequence[Member], post: Post, say: Callable[[str], None]
 
 @worker_environment()
 def join_fleet(
-    address: str, store: Path, trainers: Sequence[int], *, restarts: int, say: Callable[[str], None]
+    address: str,
+    store: Path,
+    trainers: Sequence[int],
+    *,
+    restarts: int,
+    say: Callable[[str], None],
+    model: str | None = None,
+    model_sha256: str | None = None,
 ) -> None:
-    """Trainers on this machine for a fleet whose coordinator is elsewhere; until all is over."""
+    """Trainers on this machine for a fleet whose coordinator is elsewhere; until all is over.
+
+    A model file runs here only as ``model``, this machine's own, or as the coordinator's copy with ``model_sha256``.
+    """
     import tempfile
 
     from gnnfleet.comm.post import Address, Post
     from gnnfleet.graph.soundness import open_sound
+    from gnnfleet.run.confirmed_model import confirm_model_file
 
     try:
         place = Address.parse(address)
@@ -238,17 +258,26 @@ def join_fleet(
     letter = post.read("spec")
     if letter is None:
         raise ExchangeError(f"there is no run at {address}: start gnnfleet train --strategy tma there first")
-    spec = Spec.from_json(letter.words["spec"])
-    check_free(post, trainers, spec.config["workers"])
+    try:
+        spec = Spec.from_json(letter.words["spec"])
+        workers = int(spec.config["workers"])
+        outside = not (store / spec.partition).resolve().is_relative_to(store.resolve())
+    except (TypeError, ValueError, KeyError) as error:
+        raise ExchangeError(f"the server at {address} describes no run of this version of gnnfleet") from error
+    if outside:
+        raise ExchangeError(f"the server at {address} names a partition outside of {store}: {spec.partition}")
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
         folder = Path(scratch)
+        source = letter.body.numpy().tobytes()
         spec = replace(
             spec,
+            config=confirm_model_file(spec.config, source, model=model, sha256=model_sha256, folder=folder),
             store=str(store.resolve()),
             run_dir=str(folder / "run"),
             parent=os.getpid(),
             threads=threads_each(len(trainers)),
         )
+        check_free(post, trainers, workers)
         (folder / "SPEC.json").write_text(spec.as_json())
         members = start_processes(folder, address, [str(number) for number in trainers], restarts)
         lost: dict[str, str] = {}

@@ -44,6 +44,8 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from gnnfleet.run import loopback_rendezvous
+
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     answer = folder / "answer.json"
@@ -54,9 +56,7 @@ def launch(
         max_nodes=1,
         nproc_per_node=workers,
         run_id=secrets.token_hex(6),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
+        rdzv_backend=loopback_rendezvous.register(),
         max_restarts=restarts,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),

@@ -19,6 +19,8 @@ from gnnfleet.errors import ConfigError, ExchangeError
 from gnnfleet.graph.store import open_store
 from gnnfleet.report.record import RunRecord
 from gnnfleet.run.config import RunConfig, resolve
+from gnnfleet.run.confirmed_model import check_model_path
+from gnnfleet.run.directory import RunDirectory
 from gnnfleet.run.leash import die_with_parent
 from gnnfleet.run.prepare import Place, prepared, settle
 from gnnfleet.run.rank import run_spec, serve
@@ -46,7 +48,7 @@ def train_as_rank(
                 meeting.ground.set("run_dir", spec.run_dir)
                 return spec
 
-            spec = shared_spec(world, meeting, prepare)
+            spec = shared_spec(world, meeting, prepare, lambda: _local_model_files(words, place))
             record = run_spec(spec, world, store=store)
             if world.is_first:
                 show(record, resolve(spec.config))
@@ -54,11 +56,25 @@ def train_as_rank(
     serve(seat, work, speaks=True)
 
 
-def shared_spec(world: World, meeting: Meeting, prepare: Callable[[], Spec]) -> Spec:
-    """What the first rank prepares, while the others wait."""
+def shared_spec(
+    world: World, meeting: Meeting, prepare: Callable[[], Spec], local_model_files: Callable[[], frozenset[Path]]
+) -> Spec:
+    """What the first rank prepares, while the others wait; they execute no model file but their own."""
     if world.is_first:
-        meeting.store.set("spec", prepare().as_json())
-    return Spec.from_json(_await(meeting, "spec"))
+        spec = prepare()
+        meeting.store.set("spec", spec.as_json())
+        return spec
+    spec = Spec.from_json(_await(meeting, "spec"))
+    check_model_path(spec.config, local_model_files())
+    return spec
+
+
+def _local_model_files(words: Mapping[str, Any], place: Place) -> frozenset[Path]:
+    """The model files that this rank's command line names, and the run directory it resumes."""
+    configs = [resolve(words)]
+    if place.resume and place.run_dir is not None and (directory := RunDirectory(place.run_dir)).is_begun:
+        configs.append(directory.config())
+    return frozenset(config.model.file for config in configs if config.model.file is not None)
 
 
 def _prepare(stack: ExitStack, seat: Seat, store: Path, words: Mapping[str, Any], place: Place, quiet: bool) -> Spec:

@@ -24,6 +24,16 @@ def join(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the coordinator listens.")],
     store: Annotated[Path, typer.Argument(metavar="STORE", help="The same store, as it lies on this machine.")],
     trainers: Annotated[str, typer.Option(metavar="NUMBERS", help="Which trainers run here, as 4-7 or 4,6.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py:FACTORY", help="Your copy of the run's model file. Needed if it uses one."),
+    ] = None,
+    model_sha256: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HEX", help="Instead of --model: run the coordinator's copy, if its SHA-256 is the one given."
+        ),
+    ] = None,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", metavar="N", help="How often each may be started again. Default 0.")
     ] = 0,
@@ -32,6 +42,7 @@ def join(
     """Run some of the trainers of a tma run here, until it is over.
 
     A trainer that comes late, or comes back, takes the newest weights and goes on with them.
+    A model file runs here only if you pass it (--model) or confirm its SHA-256: the address is not trusted with code.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # that nobody answers is said once, in our words
     from gnnfleet.run.fleet import join_fleet
@@ -39,7 +50,9 @@ def join(
     def say(text: str) -> None:
         remark(text, quiet=quiet)
 
-    join_fleet(address, store, parse_numbers(trainers), restarts=max_restarts, say=say)
+    join_fleet(
+        address, store, parse_numbers(trainers), restarts=max_restarts, say=say, model=model, model_sha256=model_sha256
+    )
 
 
 def parse_numbers(text: str) -> list[int]:

@@ -34,9 +34,8 @@ gnnfleet train shop/ --strategy tma --workers 3 --set strategy.interval=10     t
 
 gnnfleet train events/ --strategy temporal --model tgn                         a stream of events
 
-torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m gnnfleet train shop/ --strategy sar
-
-                                                                               four machines, docs/two-machines.md
+torchrun --nnodes 4 --node-rank I --rdzv-backend static --master-addr HOST --master-port 29400 \\
+  -m gnnfleet train shop/ --strategy sar                                       four machines, docs/two-machines.md
 """
 _WHAT, _HOW, _WHERE = "What is trained", "How it runs", "What is kept"
 
