@@ -1,0 +1,175 @@
+"""What version 0.1.0 has written is read, and names and numbers that live on disk stay.
+
+The fixtures are never made again; ``make_fixtures.py`` says how they came to be. A name in a list here changes together
+with a version number of what it is part of, never alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gnnfleet import errors
+from gnnfleet.graph import chunks, deal, manifest, partition, shard, store
+from gnnfleet.graph.bundle import Bundle
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.partition import Partition
+from gnnfleet.graph.soundness import open_sound, open_sound_part
+from gnnfleet.nn.link import LinkConfig, make_decoder
+from gnnfleet.nn.model import build_model
+from gnnfleet.ops.draws import Draws, Purpose
+from gnnfleet.ops.native import _native
+from gnnfleet.run import checkpoint
+from gnnfleet.run.api import train
+from gnnfleet.run.build import build
+from gnnfleet.run.checkpoint import Position
+from gnnfleet.run.config import nest, resolve
+from gnnfleet.run.directory import RunDirectory
+from gnnfleet.run.parts import ensure_cut
+from gnnfleet.run.temporal import build_events
+from gnnfleet.strategies import base
+from gnnfleet.strategies.tma import strategy as tma
+from tests.golden.compare import renamed
+from tests.golden.make_fixtures import DECODERS, MODELS, OTHERS, WORDS
+
+HERE = Path(__file__).parent
+STORE, RUN = HERE / "store", HERE / "run"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Graph:
+    shutil.copytree(STORE, tmp_path / "store")
+    return open_sound(tmp_path / "store")
+
+
+def in_present_words(words: dict[str, Any], group: str = "", scope: str = "") -> dict[str, Any]:
+    """Options of 0.1.0 as those of today."""
+    return dict(renamed(f"{group}{key}", value, scope) for key, value in words.items())
+
+
+def test_store_opens_with_all_its_data() -> None:
+    graph = open_sound(STORE)  # compares every file with its checksum
+    nodes, edges = graph.only_nodes, graph.only_edges
+    assert nodes.ids.take([0, 59]).to_pylist() == ["n00", "n59"] and nodes.classes == ("a", "b", "c")
+    assert nodes.x is not None and nodes.x.shape == (60, 8) and nodes.split is not None
+    source, target = edges.edge_index()
+    assert edges.weight is not None and torch.equal(edges.weight, (1 + (3 * source + 5 * target) % 7) / 4)
+
+
+def test_partition_opens() -> None:
+    path = STORE / "parts" / "mincut-2-nodes-seed0"
+    opened = Partition.open(path, open_sound(STORE))
+    parts = [open_sound_part(path, number) for number in range(2)]
+    ids = torch.cat([part.nodes("node").store_ids for part in parts])
+    assert opened.parts == 2 and torch.equal(ids.sort().values, torch.arange(60))
+
+
+@pytest.mark.parametrize("strategy", [{"name": "sar"}, *OTHERS], ids=lambda words: words["name"])
+def test_run_uses_what_the_store_keeps(copy: Graph, strategy: dict[str, Any]) -> None:
+    assert copy.store is not None
+    kept = {path.name: path.stat().st_ino for path in (copy.store.path / "parts").iterdir()}
+    words = in_present_words(strategy, "strategy.", strategy["name"])
+    path = ensure_cut(copy, copy, resolve({**nest(words), "workers": 2}))
+    assert path is not None and kept[path.name] == path.stat().st_ino
+
+
+@pytest.fixture(params=_native.isas().split())
+def isa(request: pytest.FixtureRequest) -> Any:
+    """Every instruction set of this machine in turn."""
+    before = _native.isa()
+    assert _native.select_isa(request.param)
+    yield request.param
+    _native.select_isa(before)
+
+
+@pytest.mark.usefixtures("isa")
+def test_weights_give_the_same_logits() -> None:
+    kept = RunDirectory(RUN, seed=WORDS["seed"]).load_weights("best")
+    assert kept is not None and kept[1].best_epoch == 4
+    model = in_present_words({key: value for key, value in WORDS.items() if key.startswith("model.")})
+    words = nest({**model, "model.residual": True, "seed": WORDS["seed"]})
+    built = build(open_sound(STORE), resolve(words))  # strategy local
+    built.strategy.load_state_dict(kept[0])
+    logits = built.strategy.predict().logits
+    # Of other instruction sets the last bits differ.
+    torch.testing.assert_close(logits, torch.from_numpy(np.load(HERE / "logits.npy")), rtol=1e-6, atol=1e-6)
+
+
+def test_tensors_of_models_keep_their_names() -> None:
+    one = make_dataset("communities", nodes=20, features=4, classes=3, mean_degree=4)
+    several = make_dataset("shop", users=10, products=10, brands=3, buys=20, views=20, features=4)
+    stream = make_dataset("events", users=10, items=8, events=60, features=4)
+    found: dict[str, Any] = {}
+    for label, words in MODELS.items():
+        model = nest(in_present_words(words, "model."))
+        if words["name"].startswith("tg"):
+            found[label] = build_events(stream, resolve({**model, "strategy": {"name": "temporal"}}))[1]
+        else:
+            graph = several if words["name"] == "rgcn" else one
+            found[label] = build_model(resolve(model).model, graph, out_channels=3)
+    for name, words in DECODERS.items():
+        config = LinkConfig(**nest(in_present_words({"decoder": name, **words}, "link."))["link"])
+        found[f"decoder-{name}"] = make_decoder(config, width=8, relations=2, several=True)
+    for label, expected in json.loads((HERE / "state_keys.json").read_text()).items():
+        assert {key: list(tensor.shape) for key, tensor in found[label].state_dict().items()} == expected, label
+
+
+def test_names_on_disk_stay() -> None:
+    assert manifest.VERSION == 1
+    assert (store.KIND, partition.KIND, shard.KIND, checkpoint.KIND) == ("graph", "partition", "part", "checkpoint")
+    assert (deal.KIND, chunks.KIND) == ("gnnfleet clusters", "gnnfleet chunks")
+    assert (base.OWN, base.IDS, base.PRIVATE, base.TRAINED) == ("own", "/ids", "private", "trained")
+    assert (tma.VELOCITY, tma.MOMENTS, tma.CORRECTION) == ("outer/velocity", "average/moments", "correction/")
+    assert [field.name for field in fields(Position)] == [
+        "epoch", "step", "within", "loss", "count", "seconds", "evaluated", "best_epoch", "best_metric", "best_loss",
+    ]  # fmt: skip
+
+
+def test_run_writes_the_same_names(copy: Graph, tmp_path: Path) -> None:
+    """What the run of 0.1.0 has, a run of today has too, and nothing else."""
+    words = in_present_words({"model.name": "gcn", "model.hidden": 4, "train.epochs": 1})
+    train(copy, run_dir=tmp_path / "run", config=nest(words))
+    for name in ("last", "best"):
+        kept, written = (Bundle.open(run / "checkpoints" / name, checkpoint.KIND) for run in (RUN, tmp_path / "run"))
+        assert set(written.meta) == set(kept.meta) and written.meta["parts"] == kept.meta["parts"]
+        assert set(written.files) == {file for file in kept.files if not file.startswith("rank-")}
+        assert set(written.meta["position"]) == set(kept.meta["position"])
+    # Keys may be added to these, none may go.
+    for name in ("metrics.jsonl", "record.json", "config.json"):
+        kept_keys, written_keys = (_keys(run / name) for run in (RUN, tmp_path / "run"))
+        assert kept_keys <= written_keys, (name, kept_keys - written_keys)
+    assert checkpoint.rank_file(1) in Bundle.open(RUN / "checkpoints" / "last", checkpoint.KIND).files
+
+
+def _keys(path: Path) -> set[str]:
+    """Keys of a JSON file, or of the first line of JSON lines."""
+    text = path.read_text()
+    return set(json.loads(text.splitlines()[0] if path.suffix == ".jsonl" else text))
+
+
+def test_exit_codes_stay() -> None:
+    assert {kind.__name__: kind.exit_code for kind in errors.GnnfleetError.__subclasses__()} == {
+        "ConfigError": 2,
+        "InputError": 3,
+        "StoreError": 4,
+        "PartitionError": 5,
+        "NativeError": 6,
+        "RunError": 7,
+        "ExchangeError": 8,
+    }
+
+
+def test_random_draws_stay() -> None:
+    assert [int(purpose) for purpose in Purpose] == list(range(1, 11))  # names may change, numbers may not
+    drawn = [Draws(7, purpose, layer=1, relation=2, epoch=3, step=4).uniforms(3, first=5) for purpose in Purpose]
+    digest = hashlib.sha256(torch.cat(drawn).numpy().tobytes()).hexdigest()
+    assert digest == "3026d15e86c7845746df95d2f59db3d4417563b14aa083baa041d4d529a90dec"
