@@ -71,7 +71,7 @@ def _temporal(name: str, model: str, workers: int = 1, grid: str = "", **more: o
 
 def _dotted(model: str, more: Mapping[str, object]) -> dict[str, object]:
     """Full option names: ``model__layers`` is model.layers, ``top__task`` is task, a bare name one of the strategy."""
-    full = {"model.name": model}
+    full: dict[str, object] = {"model.name": model}
     for key, value in more.items():
         group, _, name = key.rpartition("__")
         full[name if group == "top" else f"{group or 'strategy'}.{name}"] = value
@@ -123,7 +123,7 @@ CASES: tuple[Case, ...] = (
     _macrobatch("belady", "gcn", cache=4000, window=2, together=1),
     _macrobatch("score", cache=4000, policy="score", resident="false"),
     _macrobatch("static", "gat", cache=4000, policy="static", prefetch=1),
-    _macrobatch("columns", "sage", split="columns", cache_inputs="true"),
+    _macrobatch("columns", "sage", split="columns"),
     _macrobatch("link", "sage", **LINKS, batch=400),
     Case(
         "macrobatch-rgcn",

@@ -4,12 +4,14 @@
 
 The old version is built once, in an environment of its own under build/golden. Both versions make their own stores and
 train the cases of ``cases.py``; tensors of both checkpoints, losses and predictions must be equal bit for bit. What the
-old version gave is kept, so that a second comparison runs the new version only. The exit code is 1 on any difference.
+old version gave is kept, so that a second comparison runs the new version only. The exit code is 1 on any difference,
+2 where nothing could be compared. Both run on one thread and on the best instruction set of the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import io
 import json
@@ -46,6 +48,9 @@ OPTIONS: dict[str, str] = {}
 "tma:strategy.lost=leave", "tma:strategy.lost", "strategy.lost=leave", "strategy.lost"; of generators "shop:users".
 The value is the new key, or with "=" the new key and value."""
 
+ARGUMENTS: dict[str, str] = {}
+"""Commands and flags of the command line, as {"--run-dir": "--output"}."""
+
 FILES: dict[str, str] = {}
 """Files of a checkpoint without suffix, as {"own": "rows"}."""
 
@@ -76,12 +81,15 @@ class Side:
 
     def call(self, *arguments: str | Path) -> None:
         """Run a command of gnnfleet; raises RuntimeError with its output when it fails."""
-        line = [str(self.python), "-m", "gnnfleet", *map(str, arguments)]
+        words = [ARGUMENTS.get(word, word) if self.translates else word for word in map(str, arguments)]
+        line = [str(self.python), "-m", "gnnfleet", *words]
         done = subprocess.run(
             line, cwd=self.folder, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
         )
         if done.returncode:
-            raise RuntimeError(f"{self.name}: {' '.join(line)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"{done.stderr[-2000:].strip()}\n{self.name}: ended with {done.returncode}: {' '.join(line)}"
+            )
 
     def set(self, settings: Options, scope: str) -> Iterator[str]:
         """Arguments for ``settings``, in the names of this version."""
@@ -115,7 +123,7 @@ def old_side(commit: str) -> Side:
         _build(full, folder)
         (folder / "built").touch()
     side = Side("old", folder / "env" / "bin" / "python", folder, translates=False)
-    _check_origin(side, folder / "env")
+    _check_origin(side, folder / "env", kernels=True)
     return side
 
 
@@ -138,17 +146,18 @@ def _git(*arguments: str) -> bytes:
     return subprocess.run(["git", *arguments], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
 
 
-def _check_origin(side: Side, home: Path) -> None:
-    """Raise RuntimeError unless a side runs the code below ``home``, Python and kernels."""
-    probe = "import gnnfleet, gnnfleet.ops.native as n; print(gnnfleet.__file__, n._native.__file__, n._native.isa())"
-    line = [side.python, "-c", probe]
+def _check_origin(side: Side, home: Path, *, kernels: bool) -> None:
+    """Raise RuntimeError unless a side runs the code below ``home``, of the old one the ``kernels`` too."""
+    probe = "import torch, gnnfleet, gnnfleet._native as n; print(gnnfleet.__file__, n.__file__, n.isa(), sep='\\n')"
+    line = [str(side.python), "-c", probe]
     done = subprocess.run(line, cwd=side.folder, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{side.name}: gnnfleet cannot be imported:\n{done.stderr[-2000:]}")
-    *files, isa = done.stdout.split()
-    if not all(Path(file).is_relative_to(home) for file in files):
-        raise RuntimeError(f"{side.name}: expected gnnfleet below {home}, it is {' and '.join(files)}")
-    print(f"{side.name}: {files[0]}, kernels {isa}", flush=True)
+    package, native, isa = done.stdout.splitlines()
+    for file in (package, native) if kernels else (package,):
+        if not Path(file).is_relative_to(home):
+            raise RuntimeError(f"{side.name}: expected gnnfleet below {home}, it is {file}: remove {side.folder}")
+    print(f"{side.name}: {package}, kernels {native} ({isa})", flush=True)
 
 
 def new_side() -> Side:
@@ -157,7 +166,7 @@ def new_side() -> Side:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     side = Side("new", Path(sys.executable), folder, translates=True)
-    _check_origin(side, ROOT / "src")
+    _check_origin(side, ROOT / "src", kernels=False)
     return side
 
 
@@ -280,20 +289,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         parser.error(f"no case begins with {words.only}: there are {', '.join(case.name for case in CASES)}")
     CACHE.mkdir(parents=True, exist_ok=True)
-    old, new = old_side(words.old), new_side()
-    if words.again:
-        shutil.rmtree(old.folder / "cases", ignore_errors=True)
+    with (CACHE / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            parser.error(f"another comparison runs in {CACHE}: wait for it")
+        try:
+            old, new = old_side(words.old), new_side()
+            if words.again:
+                shutil.rmtree(old.folder / "cases", ignore_errors=True)
+                shutil.rmtree(old.folder / "stores", ignore_errors=True)
+            return _compare_all(chosen, old, new, jobs=words.jobs)
+        except (RuntimeError, subprocess.CalledProcessError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+
+def _compare_all(chosen: Sequence[Case], old: Side, new: Side, *, jobs: int) -> int:
+    """Print a line for every case; returns the exit code."""
     started, failed = time.monotonic(), 0
     for side in (old, new):
         for name in dict.fromkeys(case.store for case in chosen):
             make_store(side, name)
-    with ThreadPoolExecutor(words.jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         waiting = [(case, pool.submit(compare, case, old, new)) for case in chosen]
         for case, future in waiting:
             try:
                 count, wrong = future.result()
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-                count, wrong = 0, [str(error)]
+                count, wrong = 0, [f"nothing, it failed: {error}"]
             failed += bool(wrong)
             verdict = "equal" if not wrong else f"DIFFERENT: {len(wrong)}, first {wrong[0]}"
             print(f"{case.name:24} {count:5} values  {verdict}", flush=True)
