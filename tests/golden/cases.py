@@ -6,7 +6,7 @@ Nothing in a case may depend on a clock or on free memory: grids, batches per fe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Options = Mapping[str, object]
 
@@ -31,6 +31,13 @@ class Case:
     options: Options = field(default_factory=dict)
     predict: tuple[str, ...] | None = None  # further arguments of ``gnnfleet predict``; None leaves predictions out
     pairs: tuple[str, ...] = ()  # lines of a CSV file that is scored with --pairs
+    environment: tuple[str, ...] = ()  # further variables, NAME=VALUE
+
+    @property
+    def content(self) -> list[object]:
+        """What decides the result, for the name of its directory."""
+        words = [self.environment] if self.environment else []
+        return [self.store, STORES[self.store], self.settings, self.predict, self.pairs, *words]
 
     @property
     def settings(self) -> dict[str, object]:
@@ -54,6 +61,11 @@ def _pipe(name: str, workers: int, **more: object) -> Case:
 def _macrobatch(name: str, model: str = "sage", **more: object) -> Case:
     fixed = {"fanouts": "[5,3]", "batch": 10, "together": 2, "prefetch": 0, "resident": "true", "cache_inputs": "false"}
     return Case(f"macrobatch-{name}", "nodes", "macrobatch", 2, _dotted(model, {**fixed, **more}))
+
+
+def _apart(name: str, model: str = "sage", **more: object) -> Case:
+    """Workers that share no memory, as if each had a machine: rows of others travel, and may be cached."""
+    return replace(_macrobatch(name, model, **more), environment=("GNNFLEET_SHARED_MEMORY=0",))
 
 
 def _tma(name: str, **more: object) -> Case:
@@ -120,9 +132,10 @@ CASES: tuple[Case, ...] = (
     _pipe("control", 1, ways=1, chunks=4, gradient="control_variate", guard=0, train__epochs=4),
     # macrobatch
     _macrobatch("plain"),
-    _macrobatch("belady", "gcn", cache=4000, window=2, together=1),
-    _macrobatch("score", cache=4000, policy="score", resident="false"),
-    _macrobatch("static", "gat", cache=4000, policy="static", prefetch=1),
+    _apart("apart"),
+    _apart("belady", "gcn", cache=4000, window=2, together=1),
+    _apart("score", cache=4000, policy="score", resident="false"),
+    _apart("static", "gat", cache=4000, policy="static", prefetch=1),
     _macrobatch("columns", "sage", split="columns"),
     _macrobatch("link", "sage", **LINKS, batch=400),
     Case(

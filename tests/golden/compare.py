@@ -24,7 +24,7 @@ import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -49,7 +49,7 @@ OPTIONS: dict[str, str] = {}
 The value is the new key, or with "=" the new key and value."""
 
 ARGUMENTS: dict[str, str] = {}
-"""Commands and flags of the command line, as {"--run-dir": "--output"}."""
+"""Commands and flags of the command line, and settings of environment variables, as {"--run-dir": "--output"}."""
 
 FILES: dict[str, str] = {}
 """Files of a checkpoint without suffix, as {"own": "rows"}."""
@@ -65,7 +65,11 @@ COLUMNS: dict[str, str] = {}
 
 # -----------------------------------------------------------------------------------------------------------------
 
-LOSSES = ("train_loss", "val", "val_loss")
+MEASURED = ("step", "train_loss", "val", "val_loss", "cosine", "trainers", "steps", "kept_edges")
+COUNTED = ("relays", "duplication", "hit_rate", "megabytes_fetched", "megabytes_up", "megabytes_down")
+"""Keys of metrics.jsonl that are compared. What is counted tells whether an option still has an effect where results do
+not depend on it: caches, groups, batches per relay. Bytes and rounds of record.json do as well."""
+
 Values = dict[str, object]
 """Everything of a run that is compared, by name in the words of the old version."""
 
@@ -79,12 +83,16 @@ class Side:
     folder: Path
     translates: bool
 
-    def call(self, *arguments: str | Path) -> None:
+    def call(self, *arguments: str | Path, variables: Sequence[str] = ()) -> None:
         """Run a command of gnnfleet; raises RuntimeError with its output when it fails."""
-        words = [ARGUMENTS.get(word, word) if self.translates else word for word in map(str, arguments)]
+        words, further = (
+            [ARGUMENTS.get(word, word) if self.translates else word for word in map(str, given)]
+            for given in (arguments, variables)
+        )
         line = [str(self.python), "-m", "gnnfleet", *words]
+        env = environment() | dict(setting.split("=", 1) for setting in further)
         done = subprocess.run(
-            line, cwd=self.folder, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
+            line, cwd=self.folder, env=env, capture_output=True, text=True, timeout=SECONDS, check=False
         )
         if done.returncode:
             raise RuntimeError(
@@ -179,7 +187,7 @@ def make_store(side: Side, name: str) -> None:
 
 def run_case(side: Side, case: Case) -> Path:
     """Train a case, unless it is there; returns its directory."""
-    path = side.folder / "cases" / f"{case.name}-{_key([asdict(case), STORES[case.store]])}"
+    path = side.folder / "cases" / f"{case.name}-{_key(case.content)}"
     if (path / "done").exists():
         return path
     shutil.rmtree(path, ignore_errors=True)
@@ -188,7 +196,9 @@ def run_case(side: Side, case: Case) -> Path:
     store = path / "store"
     shutil.copytree(side.folder / "stores" / f"{case.store}-{_key(STORES[case.store])}", store)
     run = path / "run"
-    side.call("train", store, "--run-dir", run, "--quiet", *side.set(case.settings, case.strategy))
+    side.call(
+        "train", store, "--run-dir", run, "--quiet", *side.set(case.settings, case.strategy), variables=case.environment
+    )
     if case.predict is not None:
         more: list[str | Path] = list(case.predict)
         if case.pairs:
@@ -212,8 +222,10 @@ def read_values(path: Path) -> Values:
             values |= {f"{name}/{file.stem}/{key}": tensor for key, tensor in load_file(file).items()}
     for number, line in enumerate((path / "run" / "metrics.jsonl").read_text().splitlines(), 1):
         row = json.loads(line)
-        known = [*LOSSES, *(METRICS[key] for key in LOSSES if key in METRICS)]
+        known = [*MEASURED, *COUNTED, *(METRICS[key] for key in (*MEASURED, *COUNTED) if key in METRICS)]
         values |= {f"metrics/{number}/{key}": row[key] for key in known if key in row}
+    traffic = json.loads((path / "run" / "record.json").read_text())["traffic"]
+    values |= {f"traffic/{key}": traffic[key] for key in ("bytes_sent", "rounds")}
     if (path / "predictions.parquet").exists():
         table = pq.read_table(path / "predictions.parquet")
         values |= {f"predictions/{name}": table[name].to_pylist() for name in table.column_names}
