@@ -61,7 +61,7 @@ METRICS: dict[str, str] = {}
 """Keys of metrics.jsonl."""
 
 COLUMNS: dict[str, str] = {}
-"""Columns of prediction files."""
+"""Columns of prediction files, and keys of traffic in record.json."""
 
 # -----------------------------------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ def in_new_words(values: Mapping[str, object]) -> Values:
         group, middle, name = key.split("/", 2) if key.count("/") > 1 else (*key.split("/", 1), "")
         if group == "metrics":
             name = METRICS.get(name, name)
-        elif group == "predictions":
+        elif group in ("predictions", "traffic"):
             middle = COLUMNS.get(middle, middle)
         else:
             both = f"{middle}/{name}"
