@@ -90,8 +90,8 @@ def run_cell(cell: str, data: Path, seeds: int, until: float) -> None:
     import torch
 
     import gnnfleet as gf
+    from gnnfleet.config.resolve import read_toml, resolve
     from gnnfleet.graph.ingest.clean import clean_edges
-    from gnnfleet.run.config import read_toml, resolve
 
     torch.set_num_threads(1)
     dataset, model, side = cell.split("/")
@@ -131,8 +131,8 @@ def plain(graph: Any, words: dict[str, Any], network_of: Callable[..., Any]) -> 
     import torch
     from torch.nn.functional import cross_entropy
 
+    from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.split import parse_rule, split_nodes
-    from gnnfleet.run.config import resolve
 
     config = resolve(words)
     assert config.train.optimizer == "adam" and not config.train.clip

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.exchange import Lane, Ring
+from gnnfleet.comm.halo_exchange import Lane, Ring
 from gnnfleet.ops.aggregate import aggregate
 from gnnfleet.ops.csr import Compressed, counting_sort
-from gnnfleet.sharded.homecoming import Homecoming
-from gnnfleet.sharded.part import row_of_edges
-from gnnfleet.sharded.ring import RingView
+from gnnfleet.sharded.full_batch.grad_accumulator import Homecoming
+from gnnfleet.sharded.full_batch.partition_blocks import row_of_edges
+from gnnfleet.sharded.full_batch.ring_view import RingView
 
 
 class _Fetch(torch.autograd.Function):

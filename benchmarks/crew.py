@@ -53,8 +53,8 @@ def run(
 
 def as_rank(work: Callable[[Any], Any]) -> None:
     """Do ``work(world)`` as one of the ranks and print what it returns."""
-    from gnnfleet.comm.meeting import meet
-    from gnnfleet.comm.seat import Seat
+    from gnnfleet.comm.launch_env import Seat
+    from gnnfleet.comm.rendezvous import meet
     from gnnfleet.comm.world import join
 
     seat = Seat.from_environment()

@@ -30,8 +30,8 @@ def load(data: Path) -> Any:
 
 def make_local(graph: Any, model: str, precision: str, **settings: Any) -> Any:
     """The local strategy on a graph; three layers, no dropout."""
-    from gnnfleet.run.build import build
-    from gnnfleet.run.config import resolve
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.training.build import build
 
     words = {
         "model": {"name": model, "hidden": HIDDEN[model], "layers": 3, "heads": 4, "dropout": 0.0, **settings},

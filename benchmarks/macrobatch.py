@@ -84,10 +84,10 @@ def tree_of(words: dict[str, Any]) -> dict[str, Any]:
 
 
 def make(world: Any, words: dict[str, Any], store: Path, parts: Path) -> Any:
-    from gnnfleet.graph.partition import open_part
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
-    from gnnfleet.run.build import Here, build
-    from gnnfleet.run.config import resolve
+    from gnnfleet.training.build import Here, build
 
     here = Here(world, open_part(parts, world.rank))
     return build(open_store(store), resolve(tree_of(words)), here=here).strategy
@@ -96,7 +96,7 @@ def make(world: Any, words: dict[str, Any], store: Path, parts: Path) -> Any:
 def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[str, Any]:
     import torch
 
-    from gnnfleet.comm.reduce import gather_rows
+    from gnnfleet.comm.collectives import gather_rows
     from gnnfleet.report.memory import peak_rss
 
     strategy = make(world, words, store, parts)
@@ -126,7 +126,7 @@ def record_trace(world: Any, graph: str, store: Path, parts: Path) -> dict[str, 
     """What the policies make of the rows that batches of a few epochs want; nothing is fetched."""
     import torch
 
-    from gnnfleet.strategies.macrobatch.cache import make_cache
+    from gnnfleet.strategies.macrobatch.cache_policies import make_cache
 
     strategy = make(world, {"together": 1, "batch": 128 if graph == "skewed" else 1024}, store, parts)
     relay = strategy.relay
@@ -157,9 +157,9 @@ def record_trace(world: Any, graph: str, store: Path, parts: Path) -> dict[str, 
 
 
 def run_local(word: str, store: Path) -> dict[str, Any]:
+    from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.store import open_store
-    from gnnfleet.run.build import build
-    from gnnfleet.run.config import resolve
+    from gnnfleet.training.build import build
 
     tree = tree_of({"cache_inputs": word == "cached"})
     strategy = build(open_store(store), resolve({**tree, "strategy": {**tree["strategy"], "name": "local"}})).strategy
@@ -200,8 +200,8 @@ def prepare(args: argparse.Namespace, name: str, size: int) -> tuple[Path, Path]
     import torch
 
     from gnnfleet.graph.datasets import make_dataset
-    from gnnfleet.graph.partition import write_partition
-    from gnnfleet.graph.partitioners import assign
+    from gnnfleet.graph.partition.assign import assign
+    from gnnfleet.graph.partition.partitioned_graph import write_partition
     from gnnfleet.graph.store import open_store, save_store
 
     store, parts = args.work / name, args.work / f"{name}-{size}"

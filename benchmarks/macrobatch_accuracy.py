@@ -24,7 +24,7 @@ EPOCHS = {"pubmed/sage": 60, "amazon_photo/sage": 40, "debian_bookworm/rgcn": 20
 
 def train(store: Path, name: str, side: str, seed: int) -> dict[str, Any]:
     import gnnfleet as gf
-    from gnnfleet.run.config import overlay, read_toml
+    from gnnfleet.config.resolve import overlay, read_toml
 
     words = read_toml(CONFIGS / f"{name.replace('/', '_')}.toml")
     fanouts = [10] * words["model"]["layers"]

@@ -26,12 +26,12 @@ from baselines import Parts
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.ingest.npz import read_npz
-from gnnfleet.graph.partitioners import node_weights
-from gnnfleet.graph.partitioners.metis import mincut
-from gnnfleet.graph.partitioners.request import Request
-from gnnfleet.graph.partitioners.stream import stream
-from gnnfleet.graph.quality import measure
-from gnnfleet.graph.scan import Chunk, EdgeScan
+from gnnfleet.graph.partition.assign import node_weights
+from gnnfleet.graph.partition.edge_scan import Chunk, EdgeScan
+from gnnfleet.graph.partition.metis import mincut
+from gnnfleet.graph.partition.partition_metrics import measure
+from gnnfleet.graph.partition.request import Request
+from gnnfleet.graph.partition.streaming import stream
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.report.progress import Silent
 from record import write_results

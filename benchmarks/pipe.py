@@ -71,14 +71,14 @@ def train(world: Any, cell: str, epochs: int, work: Path) -> dict[str, Any]:
 
     import torch
 
-    from gnnfleet.comm.reduce import gather_rows
-    from gnnfleet.graph.chunks import open_layouts
-    from gnnfleet.graph.partition import open_part
+    from gnnfleet.comm.collectives import gather_rows
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.graph.partition.chunk_layout import open_layouts
+    from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
     from gnnfleet.report.memory import own_rss
     from gnnfleet.report.traffic import Traffic
-    from gnnfleet.run.build import Here, build
-    from gnnfleet.run.config import resolve
+    from gnnfleet.training.build import Here, build
 
     name, model, _, side, *_ = cell.split("/")
     said: list[str] = []
@@ -122,7 +122,7 @@ def messages_alone(strategy: Any, side: str, epoch: int, aside: Any) -> float:
     """Seconds that the messages of an epoch take in their order, without the work between them; the best of three."""
     import torch
 
-    from gnnfleet.comm.reduce import sum_over_ranks
+    from gnnfleet.comm.collectives import sum_over_ranks
 
     replay = _pipe_messages(strategy) if side == "pipe" else _sar_messages(strategy, epoch) if side == "sar" else None
     if replay is None:
@@ -163,7 +163,7 @@ def _pipe_messages(strategy: Any) -> Callable[[], None]:
 def _sar_messages(strategy: Any, epoch: int) -> Callable[[], None]:
     import torch
 
-    from gnnfleet.comm.exchange import Ring
+    from gnnfleet.comm.halo_exchange import Ring
 
     seen: list[tuple[Any, Any, Any]] = []
     original = Ring.visit
@@ -189,9 +189,9 @@ def _sar_messages(strategy: Any, epoch: int) -> Callable[[], None]:
 
 def prepare(cell: str, args: argparse.Namespace) -> None:
     """The store and what a cell needs of its cuts; made once."""
-    from gnnfleet.graph.chunks import lay_out, write_layouts
-    from gnnfleet.graph.partition import write_partition
-    from gnnfleet.graph.partitioners import assign
+    from gnnfleet.graph.partition.assign import assign
+    from gnnfleet.graph.partition.chunk_layout import lay_out, write_layouts
+    from gnnfleet.graph.partition.partitioned_graph import write_partition
     from gnnfleet.graph.store import open_store, save_store
     from gnnfleet.strategies.pipe.config import PipeConfig
 
@@ -311,7 +311,7 @@ def run_round(number: int, args: argparse.Namespace) -> None:
 
 def train_each(world: Any, args: argparse.Namespace) -> int:
     """Cells one after the other, as long as there is time; the first rank writes them down."""
-    from gnnfleet.comm.reduce import share
+    from gnnfleet.comm.collectives import share
 
     until = time.monotonic() + 60 * args.minutes
     for cell in args.ranks:

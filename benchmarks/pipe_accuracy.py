@@ -66,8 +66,8 @@ def words_of(model: str, layers: int, seed: int, strategy: dict[str, Any]) -> di
 
 
 def strategy_of(graph: Any, tree: dict[str, Any], said: list[str], *, method: str = "mincut") -> Any:
-    from gnnfleet.run.build import Here, build
-    from gnnfleet.run.config import resolve
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.training.build import Here, build
 
     knobs, here = tree["strategy"], None
     if knobs["name"] == "pipe":
@@ -80,7 +80,7 @@ known_graph = cache(graph_of)
 
 @cache
 def layout_of(graph: Any, chunks: int, method: str) -> Any:
-    from gnnfleet.graph.chunks import lay_out
+    from gnnfleet.graph.partition.chunk_layout import lay_out
 
     return lay_out(graph, 1, chunks, method=method)
 

@@ -104,13 +104,13 @@ def label(words: dict[str, Any]) -> str:
 def train(world: Any, graph: str, store: Path, cut: Path | None, words: dict[str, Any], epochs: int) -> dict[str, Any]:
     import torch
 
-    from gnnfleet.comm.reduce import gather_rows
-    from gnnfleet.graph.chunks import open_layouts
-    from gnnfleet.graph.partition import open_part
+    from gnnfleet.comm.collectives import gather_rows
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.graph.partition.chunk_layout import open_layouts
+    from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
     from gnnfleet.report.memory import peak_rss
-    from gnnfleet.run.build import Here, build
-    from gnnfleet.run.config import resolve
+    from gnnfleet.training.build import Here, build
 
     config = resolve(tree_of(graph, world.size, words))
     here = Here(world)
@@ -153,9 +153,9 @@ def train_fleet(graph: str, store: Path, words: dict[str, Any], workers: int, ep
 
 
 def cut_for(graph: str, store: Path, workers: int, words: dict[str, Any]) -> Path | None:
+    from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.store import open_store
-    from gnnfleet.run.config import resolve
-    from gnnfleet.run.parts import ensure_cut
+    from gnnfleet.training.partition_cache import ensure_cut
 
     config, opened = resolve(tree_of(graph, workers, words)), open_store(store)
     return ensure_cut(opened, opened, config) if config.strategy.uses_parts else None

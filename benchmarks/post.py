@@ -21,7 +21,7 @@ SIZES = [1 << 16, 1 << 20, 1 << 24, 1 << 26]
 
 def serve() -> None:
     """A server until standard input ends."""
-    from gnnfleet.comm.post import Post
+    from gnnfleet.comm.message_store import Post
 
     post = Post.serve()
     print(post.address, flush=True)
@@ -29,7 +29,7 @@ def serve() -> None:
 
 
 def by_post(address: str, size: int) -> float:
-    from gnnfleet.comm.post import Address, Post
+    from gnnfleet.comm.message_store import Address, Post
 
     one, two = (Post.connect(Address.parse(address)) for _ in range(2))
     body = torch.zeros(size, dtype=torch.uint8)

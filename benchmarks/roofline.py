@@ -24,8 +24,8 @@ def roofline(graph: Any) -> dict[str, Any]:
     """Copy, aggregation in the given and in cluster order, attention forward and backward: one process, interleaved."""
     import torch
 
-    from gnnfleet.graph.local import LocalView
-    from gnnfleet.graph.order import cluster_order, ordered_view
+    from gnnfleet.graph.reorder import cluster_order, ordered_view
+    from gnnfleet.graph.views.local import LocalView
 
     table = torch.randn(64_000_000)
     into = torch.empty_like(table)

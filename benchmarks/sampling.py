@@ -39,9 +39,9 @@ WARM = 3
 def time_blocks(graph: Any, threads: int, *, steps: int, read: bool) -> dict[str, float]:
     import torch
 
-    from gnnfleet.graph.batches import batches
-    from gnnfleet.graph.loader import FeatureReader, prepare_backward
-    from gnnfleet.graph.sample import Sampler
+    from gnnfleet.graph.sampling.batches import batches
+    from gnnfleet.graph.sampling.loader import FeatureReader, prepare_backward
+    from gnnfleet.graph.sampling.sampler import Sampler
     from gnnfleet.ops.draws import DrawKey
 
     torch.set_num_threads(threads)
@@ -62,8 +62,8 @@ def time_blocks(graph: Any, threads: int, *, steps: int, read: bool) -> dict[str
 
 
 def time_steps(graph: Any, cell: str, *, steps: int, few: bool = False) -> dict[str, float]:
-    from gnnfleet.run.build import build
-    from gnnfleet.run.config import resolve
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.training.build import build
 
     batch, fanouts = (FEW_BATCH, FEW) if few else (BATCH, FANOUTS)
     strategy = {

@@ -51,12 +51,12 @@ def words_of(cell: str) -> tuple[str, int, dict[str, Any]]:
 def train(world: Any, model: str, settings: dict[str, Any], epochs: int, store: Path, parts: Path) -> dict[str, Any]:
     import torch
 
-    from gnnfleet.comm.reduce import gather_rows
-    from gnnfleet.graph.partition import open_part
+    from gnnfleet.comm.collectives import gather_rows
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
     from gnnfleet.report.memory import peak_rss
-    from gnnfleet.run.build import Here, build
-    from gnnfleet.run.config import resolve
+    from gnnfleet.training.build import Here, build
 
     tree = {
         "model": {"name": model, "hidden": HIDDEN[model], "layers": 3, "heads": 4, "dropout": 0.0},
@@ -132,8 +132,8 @@ def start_cell(cell: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def prepare(args: argparse.Namespace, size: int) -> tuple[Path, Path]:
     """The store, and its partition by METIS into as many parts; made once."""
-    from gnnfleet.graph.partition import write_partition
-    from gnnfleet.graph.partitioners import assign
+    from gnnfleet.graph.partition.assign import assign
+    from gnnfleet.graph.partition.partitioned_graph import write_partition
     from gnnfleet.graph.store import open_store, save_store
 
     store, parts = args.work / "store", args.work / f"parts-{size}"

@@ -35,8 +35,8 @@ def make_store(folder: Path, nodes: int, degree: int, size: int) -> tuple[Path, 
     import numpy as np
 
     from gnnfleet.graph.datasets import make_dataset
-    from gnnfleet.graph.partition import write_partition
-    from gnnfleet.graph.partitioners import Assignment
+    from gnnfleet.graph.partition.assign import Assignment
+    from gnnfleet.graph.partition.partitioned_graph import write_partition
     from gnnfleet.graph.store import open_store, save_store
 
     store, parts = folder / "store", folder / "parts"
@@ -51,13 +51,13 @@ def measure(world: Any, model: str, mode: str, store: Path, parts: Path) -> dict
     import torch
 
     from classical import ClassicalView
-    from gnnfleet.comm.reduce import gather_rows
-    from gnnfleet.graph.partition import open_part
+    from gnnfleet.comm.collectives import gather_rows
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
     from gnnfleet.ops.buffers import unpooled
     from gnnfleet.report.memory import peak_tensors
-    from gnnfleet.run.build import Here, build
-    from gnnfleet.run.config import resolve
+    from gnnfleet.training.build import Here, build
 
     group = 1 if mode == "sar" else world.size
     words = {
@@ -84,9 +84,9 @@ def _watch_arrivals() -> dict[str, int]:
     """From now on, the most bytes of received rows that were in memory at once."""
     import weakref
 
-    from gnnfleet.comm import exchange
+    from gnnfleet.comm import halo_exchange
 
-    tour: Any = exchange._Tour
+    tour: Any = halo_exchange._Tour
     plain, seen = tour._room, {"live": 0, "most": 0}
 
     def gone(count: int) -> None:
@@ -107,10 +107,10 @@ def train_within(world: Any, mode: str, store: Path, parts: Path, mebibytes: int
     """Two steps of SAGE in a process that may have so much memory of its own."""
     import resource
 
-    from gnnfleet.graph.partition import open_part
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
-    from gnnfleet.run.build import Here, build
-    from gnnfleet.run.config import resolve
+    from gnnfleet.training.build import Here, build
 
     resource.setrlimit(resource.RLIMIT_DATA, (mebibytes << 20, mebibytes << 20))
     strategy: dict[str, Any] = (

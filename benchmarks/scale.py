@@ -15,8 +15,8 @@ HIDDEN = 128  # the activations of 2 M nodes fit 24 GiB at this width
 def scale(million_edges: int) -> dict[str, Any]:
     """Seconds of each stage on a communities graph of mean degree 25 and 100 features."""
     from gnnfleet.graph.datasets import make_dataset
-    from gnnfleet.graph.partition import write_partition
-    from gnnfleet.graph.partitioners import assign
+    from gnnfleet.graph.partition.assign import assign
+    from gnnfleet.graph.partition.partitioned_graph import write_partition
     from gnnfleet.graph.store import open_store, save_store
 
     found: dict[str, Any] = {"million_edges": million_edges}

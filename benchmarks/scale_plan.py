@@ -98,7 +98,7 @@ def count(world: Any, store: Path, parts: Path) -> dict[str, Any]:
     """The sizes of steps on this cut, the largest over ranks, from one relay of an epoch's batches."""
     import torch
 
-    from gnnfleet.comm.reduce import gather_rows
+    from gnnfleet.comm.collectives import gather_rows
 
     strategy = make(world, {"together": 1}, store, parts)
     batches = list(strategy.batches(0))

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.graph import Graph
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.run.build import build
-from gnnfleet.run.config import resolve
-from gnnfleet.strategies.base import products
-from gnnfleet.strategies.temporal.step import embed, remember
+from gnnfleet.strategies.protocol import products
+from gnnfleet.strategies.temporal.batch_step import embed, remember
+from gnnfleet.training.build import build
 from record import write_results
 
 BATCH, WIDTH, NEAR = 600, 100, 10

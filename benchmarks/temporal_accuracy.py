@@ -59,8 +59,8 @@ def words(side: str, seed: int) -> dict[str, Any]:
 
 
 def train(graph: Any, side: str, seed: int, epochs: int) -> dict[str, Any]:
-    from gnnfleet.run.build import build
-    from gnnfleet.run.config import resolve
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.training.build import build
 
     started, best = time.perf_counter(), (-1.0, -1, None)
     strategy = build(graph, resolve(words(side, seed))).strategy

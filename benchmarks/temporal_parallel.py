@@ -61,8 +61,8 @@ def graph_of(cell: str, data: Path, events: int) -> Any:
 
 def train(world: Any, cell: str, given: argparse.Namespace) -> dict[str, Any]:
     """A row of every epoch: [events, steps, seconds of training, MRR on val, loss]."""
-    from gnnfleet.run.build import Here, build
-    from gnnfleet.run.config import resolve
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.training.build import Here, build
 
     config = resolve(words_of(cell, given.epochs))
     built = build(graph_of(cell, given.data, given.events), config, here=Here(world))

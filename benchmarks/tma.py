@@ -83,14 +83,14 @@ def run_tma(store: Path, words: dict[str, Any], seconds: float, look: float, scr
 @contextmanager
 def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[Any]:
     """A coordinator, with trainers until the end; raises RuntimeError where one had ended before."""
-    from gnnfleet.comm.post import Post
-    from gnnfleet.graph.deal import Clusters, Deal
+    from gnnfleet.comm.message_store import Post
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.graph.partition.node_assignment import Clusters, Deal
     from gnnfleet.graph.store import open_store
-    from gnnfleet.run.build import Here, build
-    from gnnfleet.run.config import resolve
-    from gnnfleet.run.fleet import end_processes, start_processes
-    from gnnfleet.run.launch import threads_each, worker_environment
-    from gnnfleet.run.prepare import Place, prepared
+    from gnnfleet.launch.local_launcher import threads_each, worker_environment
+    from gnnfleet.launch.tma_supervisor import end_processes, start_processes
+    from gnnfleet.session.prepare import Place, prepared
+    from gnnfleet.training.build import Here, build
 
     graph, config = open_store(store), resolve(words)
     with worker_environment(), prepared(graph, config, None, place=Place(scratch / "run"), quiet=True) as (spec, _):
@@ -115,12 +115,12 @@ def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[Any]:
 
 def run_ggs(world: Any, name: str, scheme: str, seed: int, seconds: float, store: Path) -> dict[str, Any]:
     """As many steps as the time allows; evaluated now and then, off the clock."""
-    from gnnfleet.comm.reduce import share
-    from gnnfleet.graph.partition import open_part
+    from gnnfleet.comm.collectives import share
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
-    from gnnfleet.run.build import Here, build
-    from gnnfleet.run.config import resolve
-    from gnnfleet.strategies.base import OWN
+    from gnnfleet.strategies.protocol import OWN
+    from gnnfleet.training.build import Here, build
 
     graph, config = open_store(store), resolve(words_of(name, scheme, seed))
     part = open_part(_cut(graph, config), world.rank)
@@ -158,16 +158,16 @@ def run_ggs(world: Any, name: str, scheme: str, seed: int, seconds: float, store
 
 def _cut(graph: Any, config: Any) -> Path:
     """Parts of the edges that are trained on; kept in the store, as those of any run."""
-    from gnnfleet.run.parts import ensure_partition, trained_graph
+    from gnnfleet.training.partition_cache import ensure_partition, trained_graph
 
     return ensure_partition(graph, trained_graph(graph, config), config)
 
 
 def run_diagnosis(store: Path, name: str) -> list[dict[str, Any]]:
     """How alike trainers would be, by scheme."""
+    from gnnfleet.analysis.partition_diagnosis import diagnose
+    from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.store import open_store
-    from gnnfleet.run.config import resolve
-    from gnnfleet.run.diagnosis import diagnose
 
     rows = diagnose(open_store(store), resolve(words_of(name, "super", 0)), batches=BATCHES)
     return [{"set": name, **asdict(row)} for row in rows]
@@ -178,8 +178,8 @@ def run_cell(name: str, scheme: str, seed: int, seconds: float, store: Path, scr
     if not scheme.startswith("ggs"):
         return run_tma(store, words_of(name, scheme, seed, rounds=100_000), seconds, look_of(name), scratch)
     line = [__file__, "--seconds", str(seconds), "--cell", name, scheme, str(seed), str(store)]
+    from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.store import open_store
-    from gnnfleet.run.config import resolve
 
     _cut(open_store(store), resolve(words_of(name, scheme, seed)))  # before ranks want it together
     found: dict[str, Any] = crew.run(line, TRAINERS, rate=RATES.get(scheme), seconds=600 + 20 * seconds)

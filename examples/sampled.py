@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import gnnfleet as gf
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.local import LocalView
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.model import build_model
 
 

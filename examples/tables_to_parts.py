@@ -12,9 +12,9 @@ from pathlib import Path
 
 import gnnfleet as gf
 from gnnfleet.graph.ingest.tables import import_tables, sort_out
-from gnnfleet.graph.partition import write_partition
-from gnnfleet.graph.partitioners import assign
-from gnnfleet.graph.quality import measure
+from gnnfleet.graph.partition.assign import assign
+from gnnfleet.graph.partition.partition_metrics import measure
+from gnnfleet.graph.partition.partitioned_graph import write_partition
 
 
 def write_tables(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gnnfleet as gf
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.events import EventStream
+from gnnfleet.graph.events.event_stream import EventStream
 
 
 def main(folder: str | None = None) -> float:

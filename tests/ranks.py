@@ -160,8 +160,8 @@ def with_shelf(world: Any) -> Any:
 
     import torch
 
-    from gnnfleet.comm.reduce import sum_over_ranks
-    from gnnfleet.comm.shelf import open_shelf
+    from gnnfleet.comm.collectives import sum_over_ranks
+    from gnnfleet.comm.shm_transport import open_shelf
     from gnnfleet.report.traffic import Traffic
 
     if world.size == 1:

@@ -1,6 +1,6 @@
 """The recipes of examples/clusters: every word of them is one that gnnfleet and torchrun know, and they run here.
 
-torchrun.sh is run on two hosts by tests/faults/test_two_hosts.py; a Ray cluster by tests/run/test_fleet.py.
+torchrun.sh is run on two hosts by tests/faults/test_two_hosts.py; a Ray cluster by tests/launch/test_tma_supervisor.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import typer
 import yaml
 from torch.distributed.run import get_args_parser
 
+from gnnfleet.cli.main import app
+from gnnfleet.config.resolve import nest, parse_value, resolve
 from gnnfleet.graph.store import save_store
 from gnnfleet.report.metrics import read_metrics
-from gnnfleet.run.cli import app
-from gnnfleet.run.config import nest, parse_value, resolve
 from tests.faults.driving import environment
-from tests.run.graphs import communities
-from tests.run.shell import free_port
+from tests.graphs import communities
+from tests.shell import free_port
 
 FOLDER = Path(__file__).parents[1] / "examples" / "clusters"
 

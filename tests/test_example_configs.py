@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gnnfleet.run.config import read_toml, resolve
+from gnnfleet.config.resolve import read_toml, resolve
 
 CONFIGS = sorted((Path(__file__).parents[1] / "examples").rglob("*.toml"))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gnnfleet.run.config import read_toml, resolve
+from gnnfleet.config.resolve import read_toml, resolve
 
 CONFIGS = sorted((Path(__file__).parents[1] / "examples" / "accuracy").glob("*.toml"))
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))

@@ -23,5 +23,5 @@ def test_every_public_name_resolves_to_what_type_checkers_see() -> None:
 
 
 def test_help_does_not_load_torch() -> None:
-    script = "import sys, gnnfleet.run.cli; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
+    script = "import sys, gnnfleet.cli.main; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.shell import call
+from tests.shell import call
 
 PAGE = Path(__file__).parents[1] / "docs" / "tour.md"
 

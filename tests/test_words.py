@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from gnnfleet.config.resolve import ReportConfig, RunConfig, parse_value
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.link import LinkConfig
-from gnnfleet.run.config import ReportConfig, RunConfig, parse_value
-from gnnfleet.run.registry import CONFIGS
-from gnnfleet.strategies.base import TrainConfig
+from gnnfleet.strategies.protocol import TrainConfig
+from gnnfleet.strategies.registry import CONFIGS
 
 DOCS = Path(__file__).parents[1] / "docs"
 GROUPS = {"strategy", "model", "train", "report", "link"}

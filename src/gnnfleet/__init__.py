@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gnnfleet import nn as nn
+    from gnnfleet.api import train as train
     from gnnfleet.errors import ConfigError as ConfigError
     from gnnfleet.errors import ExchangeError as ExchangeError
     from gnnfleet.errors import GnnfleetError as GnnfleetError
@@ -30,26 +31,25 @@ if TYPE_CHECKING:
     from gnnfleet.graph.ingest.ogb import read_ogb as read_ogb
     from gnnfleet.graph.ingest.pyg import from_pyg as from_pyg
     from gnnfleet.graph.ingest.pyg import to_pyg as to_pyg
-    from gnnfleet.graph.loader import NeighborLoader as NeighborLoader
-    from gnnfleet.graph.soundness import open_sound as open
+    from gnnfleet.graph.sampling.loader import NeighborLoader as NeighborLoader
     from gnnfleet.graph.store import save_store as save
-    from gnnfleet.graph.view import GraphView as GraphView
-    from gnnfleet.run.api import train as train
+    from gnnfleet.graph.validate import open_sound as open
+    from gnnfleet.graph.views.view import GraphView as GraphView
 
 # Public name → where it lives, for all that is not an error.
 _HOMES = {
     "EdgeType": "gnnfleet.graph.graph.EdgeType",
     "Graph": "gnnfleet.graph.graph.Graph",
-    "GraphView": "gnnfleet.graph.view.GraphView",
-    "NeighborLoader": "gnnfleet.graph.loader.NeighborLoader",
+    "GraphView": "gnnfleet.graph.views.view.GraphView",
+    "NeighborLoader": "gnnfleet.graph.sampling.loader.NeighborLoader",
     "from_networkx": "gnnfleet.graph.ingest.networkx.from_networkx",
     "from_pyg": "gnnfleet.graph.ingest.pyg.from_pyg",
-    "open": "gnnfleet.graph.soundness.open_sound",
+    "open": "gnnfleet.graph.validate.open_sound",
     "read_npz": "gnnfleet.graph.ingest.npz.read_npz",
     "read_ogb": "gnnfleet.graph.ingest.ogb.read_ogb",
     "save": "gnnfleet.graph.store.save_store",
     "to_pyg": "gnnfleet.graph.ingest.pyg.to_pyg",
-    "train": "gnnfleet.run.api.train",
+    "train": "gnnfleet.api.train",
 }
 
 __all__ = [

@@ -1,5 +1,5 @@
 """``python -m gnnfleet`` and ``torchrun -m gnnfleet``."""
 
-from gnnfleet.run.cli import main
+from gnnfleet.cli.main import main
 
 main()

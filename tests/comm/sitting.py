@@ -7,9 +7,9 @@ import sys
 
 import torch
 
-from gnnfleet.comm.grid import Grid
-from gnnfleet.comm.meeting import meet
-from gnnfleet.comm.seat import Seat
+from gnnfleet.comm.launch_env import Seat
+from gnnfleet.comm.mesh import Grid
+from gnnfleet.comm.rendezvous import meet
 from gnnfleet.comm.world import World, join
 
 

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from gnnfleet.comm.grid import coordinates_of, line_of, rank_of
-from gnnfleet.comm.meeting import Member, meet
-from gnnfleet.comm.seat import Seat
+from gnnfleet.comm.launch_env import Seat
+from gnnfleet.comm.mesh import coordinates_of, line_of, rank_of
+from gnnfleet.comm.rendezvous import Member, meet
 from gnnfleet.comm.world import World, join
 from gnnfleet.errors import ConfigError, ExchangeError
 
@@ -154,7 +154,7 @@ def test_the_lines_of_an_axis_cut_the_ranks(axes: dict[str, int]) -> None:
 
 
 def test_places_in_a_grid() -> None:
-    from gnnfleet.comm.grid import Grid
+    from gnnfleet.comm.mesh import Grid
 
     def at(rank: int) -> Grid:
         world = World(rank, 6, make_group=lambda name, rank, size: None)  # type: ignore[arg-type, return-value]

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.exchange import Ring
+from gnnfleet.comm.halo_exchange import Ring
 from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
-from gnnfleet.graph.local import LocalView
-from gnnfleet.graph.partition import Partition, write_partition
-from gnnfleet.graph.partitioners import Assignment, assign
+from gnnfleet.graph.partition.assign import Assignment, assign
+from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.sharded.ring import RingView
+from gnnfleet.sharded.full_batch.ring_view import RingView
 
 NODES, ISOLATED = 60, 8
 CUTS = ("random", "mincut", "range", "empty", "edgeless")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from gnnfleet.comm.world import World
+from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.ingest.npz import read_npz
-from gnnfleet.graph.partition import Partition
+from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.run.build import Here, build
-from gnnfleet.run.config import resolve
+from gnnfleet.training.build import Here, build
 from tests.equivalence.spread import cut_graph
 from tests.ranks import Crew
 

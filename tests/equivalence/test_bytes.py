@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition import Partition
+from gnnfleet.graph.partition.partitioned_graph import Partition
 from tests.equivalence.spread import CUTS, cut_graph, open_view, plain_graph
 from tests.equivalence.verbs import CHANNELS, HEADS, WIDTH, copied, draw
 from tests.ranks import Crew

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from gnnfleet.comm.exchange import Ring
+from gnnfleet.comm.halo_exchange import Ring
 from gnnfleet.comm.world import World
+from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition import Partition
-from gnnfleet.graph.sample import Sampler
+from gnnfleet.graph.partition.partitioned_graph import Partition
+from gnnfleet.graph.sampling.sampler import Sampler
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.run.build import Here, build
-from gnnfleet.run.config import resolve
-from gnnfleet.sharded.ring import RingView
-from gnnfleet.sharded.sampler import PartSampler
+from gnnfleet.sharded.full_batch.ring_view import RingView
+from gnnfleet.sharded.sampling.dist_sampler import PartSampler
+from gnnfleet.training.build import Here, build
 from tests.equivalence.spread import cut_graph, plain_graph, related_graph, typed_graph
 from tests.equivalence.test_sar import close, linked
 from tests.ranks import Crew, with_shelf

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.world import World
-from gnnfleet.graph.chunks import Layout, lay_out
+from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.local import LocalView
+from gnnfleet.graph.partition.chunk_layout import Layout, lay_out
 from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.config import make_config
 from gnnfleet.nn.model import GNN, build_model
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.run.build import Here, build
-from gnnfleet.run.config import resolve
-from gnnfleet.sharded.chunk import ChunkView
-from gnnfleet.sharded.mirrors import Mirrors
-from gnnfleet.sharded.stream import Gradient, Stream, Turn
-from gnnfleet.sharded.way import Way, slots_of
+from gnnfleet.sharded.pipeline.chunk_view import ChunkView
+from gnnfleet.sharded.pipeline.chunked_partition import Way, slots_of
+from gnnfleet.sharded.pipeline.history import Gradient, Stream, Turn
+from gnnfleet.sharded.pipeline.stage_halo import Mirrors
 from gnnfleet.strategies.pipe.schedule import order_of
 from gnnfleet.strategies.pipe.strategy import PipeStrategy
+from gnnfleet.training.build import Here, build
 from tests.equivalence.spread import NODES, plain_graph, related_graph
 from tests.equivalence.test_sar import MODELS, close, link_words, linked, trained, words
 from tests.ranks import Crew
-from tests.run.test_own_model import TWICE
+from tests.session.test_custom_model import TWICE
 
 GRAPHS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "plain": (plain_graph, MODELS),

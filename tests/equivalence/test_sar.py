@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.world import World
+from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import PartitionError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition import Partition
+from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.run import prediction
-from gnnfleet.run.build import Here, build
-from gnnfleet.run.config import resolve
-from gnnfleet.strategies.base import IDS, OWN
+from gnnfleet.inference import predict as prediction
+from gnnfleet.strategies.protocol import IDS, OWN
+from gnnfleet.training.build import Here, build
 from tests.equivalence.spread import cut_graph, plain_graph, related_graph, typed_graph
 from tests.ranks import Crew, with_shelf
 

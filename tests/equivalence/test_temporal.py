@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.nn.temporal import EventBlock, Hop, TemporalModel
 from gnnfleet.nn.temporal.decoders import EventDecoder
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.run.build import build
-from gnnfleet.run.config import resolve
 from gnnfleet.strategies.temporal import evaluation
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
+from gnnfleet.training.build import build
 
 EVENTS, BATCH, NEAR, SCORED = 48, 8, 3, 3
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.reduce import sum_over_ranks
+from gnnfleet.comm.collectives import sum_over_ranks
 from gnnfleet.comm.world import World
+from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.run.build import Here, build
-from gnnfleet.run.config import resolve
-from gnnfleet.strategies.base import State, StepRecord
+from gnnfleet.strategies.protocol import State, StepRecord
+from gnnfleet.strategies.temporal.batch_step import Batch, embed, remember
 from gnnfleet.strategies.temporal.memory import Memory
 from gnnfleet.strategies.temporal.schedule import Schedule, Shape
-from gnnfleet.strategies.temporal.step import Batch, embed, remember
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
+from gnnfleet.training.build import Here, build
 from tests.ranks import Crew, with_shelf
 
 Sizes = tuple[int, int, int]

@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from gnnfleet.comm.post import Post
+from gnnfleet.comm.message_store import Post
+from gnnfleet.config.resolve import RunConfig, resolve
 from gnnfleet.errors import ConfigError, ExchangeError
-from gnnfleet.graph.deal import Clusters, Deal
 from gnnfleet.graph.graph import Graph, make_edges
+from gnnfleet.graph.partition.node_assignment import Clusters, Deal
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.run import alone as alones
-from gnnfleet.run.alone import make_alone
-from gnnfleet.run.build import Here, build
-from gnnfleet.run.config import RunConfig, resolve
-from gnnfleet.run.parts import ensure_clusters, trained_graph
-from gnnfleet.strategies.base import PRECISIONS
-from gnnfleet.strategies.tma.exchange import KEPT
+from gnnfleet.launch import tma_subgraph as alones
+from gnnfleet.launch.tma_subgraph import make_alone
+from gnnfleet.strategies.protocol import PRECISIONS
+from gnnfleet.strategies.tma.protocol import KEPT
 from gnnfleet.strategies.tma.trainer import Trainer
+from gnnfleet.training.build import Here, build
+from gnnfleet.training.partition_cache import ensure_clusters, trained_graph
 from tests.equivalence.spread import plain_graph, typed_graph
-from tests.equivalence.test_forecast import forecast_of
+from tests.equivalence.test_estimates import forecast_of
 from tests.equivalence.test_sar import linked
 
 BATCH = 7

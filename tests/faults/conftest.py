@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from gnnfleet.api import train
 from gnnfleet.graph.store import save_store
-from gnnfleet.run.api import train
-from tests.run.graphs import communities
+from tests.graphs import communities
 
 SAME: dict[str, Any] = {"strategy": "sar", "workers": 2, "model": {"name": "sage", "hidden": 8, "layers": 2}}
 

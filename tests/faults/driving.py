@@ -16,7 +16,7 @@ from benchmarks.netns import Host
 
 from gnnfleet.report.metrics import read_metrics
 from tests.faults.trials import PATIENCE, until
-from tests.run.shell import start
+from tests.shell import start
 
 RECIPE = Path(__file__).parents[2] / "examples" / "clusters" / "torchrun.sh"
 MODEL = ("--set", "model.hidden=8", "--set", "model.layers=2")

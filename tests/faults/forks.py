@@ -19,12 +19,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import gnnfleet
-from gnnfleet.comm.seat import Seat
+from gnnfleet.comm.launch_env import Seat
+from gnnfleet.comm.process_lifetime import die_with_parent
 from gnnfleet.comm.world import World
-from gnnfleet.run import loop
-from gnnfleet.run.leash import die_with_parent
-from gnnfleet.run.rank import run_spec, serve
-from gnnfleet.run.spec import Spec
+from gnnfleet.launch.rank_main import run_spec, serve
+from gnnfleet.launch.spec import Spec
+from gnnfleet.training import loop
 
 EPOCH_SECONDS = 0.04
 """Added to every epoch: many trials run side by side, and phases other than computing get their share."""

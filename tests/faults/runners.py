@@ -28,8 +28,8 @@ from tests.faults.suite import (
     words_of,
 )
 from tests.faults.trials import PATIENCE, Forks, spec_of, until
-from tests.run.graphs import assert_same_checkpoint
-from tests.run.shell import start
+from tests.graphs import assert_same_checkpoint
+from tests.shell import start
 
 SIZE = 3
 EPOCHS = {"local": 300, "sar": 300, "macrobatch": 60, "pipe": 80, "temporal": 30}

@@ -15,7 +15,7 @@ from typing import Any
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
-from tests.run.graphs import communities
+from tests.graphs import communities
 
 LIMIT = 15.0
 """Seconds from the event to the end of the last one that was left."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from gnnfleet.api import train
 from gnnfleet.report.metrics import read_metrics
-from gnnfleet.run.api import train
 from tests.faults.conftest import SAME
 from tests.faults.driving import MODEL, Driver
 from tests.faults.trials import PATIENCE, until
-from tests.run.graphs import assert_same_checkpoint
+from tests.graphs import assert_same_checkpoint
 
 
 @pytest.fixture

@@ -23,18 +23,18 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from gnnfleet.comm.post import Post
+from gnnfleet.comm.message_store import Post
+from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import ConfigError, ExchangeError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.store import save_store
+from gnnfleet.launch.confirmed_model import check_model_path, confirm_model_file
+from gnnfleet.launch.spec import Spec
+from gnnfleet.launch.tma_supervisor import join_fleet
 from gnnfleet.report.metrics import read_metrics
-from gnnfleet.run.config import resolve
-from gnnfleet.run.confirmed_model import check_model_path, confirm_model_file
-from gnnfleet.run.fleet import join_fleet
-from gnnfleet.run.spec import Spec
 from tests.faults.driving import MODEL, Driver
 from tests.faults.trials import PATIENCE, until
-from tests.run.shell import start
+from tests.shell import start
 
 SHORT = ("--set", "train.epochs=3", "--set", "train.checkpoint_seconds=0")
 EXTRA: dict[str, tuple[str, ...]] = {

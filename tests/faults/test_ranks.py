@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from gnnfleet.comm.shelf import LEAST_BYTES
+from gnnfleet.comm.shm_transport import LEAST_BYTES
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
 from tests.faults.trials import PATIENCE, Forks, Trial, spec_of
-from tests.run.graphs import assert_same_checkpoint, communities
+from tests.graphs import assert_same_checkpoint, communities
 
 SIZE = 3
 DRAW = random.Random("faults")

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
-from gnnfleet.run.checkpoint import rank_file
+from gnnfleet.training.checkpoint import rank_file
 from tests.faults.test_ranks import SIZE, check_ends, plan_of, side_by_side, spec_of
 from tests.faults.trials import PATIENCE, Forks
-from tests.run.graphs import assert_same_checkpoint
+from tests.graphs import assert_same_checkpoint
 
 LANES = {"share": 1, "lanes": SIZE, "copies": 1}
 COPIES = {"share": 1, "lanes": 1, "copies": SIZE}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.store import save_store
 from gnnfleet.report.metrics import read_metrics
-from gnnfleet.run.config import resolve
 from tests.equivalence.test_tma import fleet as in_threads
 from tests.equivalence.test_tma import rounds
 from tests.faults.driving import MODEL, QUICK, Fleet, Machine, within

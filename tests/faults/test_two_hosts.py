@@ -17,7 +17,7 @@ from benchmarks import netns
 from gnnfleet.report.metrics import read_metrics
 from tests.faults.driving import Machine, gone
 from tests.faults.trials import PATIENCE, until
-from tests.run.graphs import assert_same_checkpoint
+from tests.graphs import assert_same_checkpoint
 
 
 @pytest.fixture

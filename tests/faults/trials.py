@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gnnfleet.graph.graph import Graph
-from gnnfleet.run.prepare import Place, prepared, settle
-from gnnfleet.run.spec import Spec
+from gnnfleet.launch.spec import Spec
+from gnnfleet.session.prepare import Place, prepared, settle
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 400.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
-from gnnfleet.graph.soundness import open_sound
+from gnnfleet.graph.validate import open_sound
 
 COUNT = 24
 

@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.chunks import lay_out, open_layouts, write_layouts
+from gnnfleet.api import train
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.deal import Clusters, write_clusters
-from gnnfleet.graph.partition import Partition, write_partition
-from gnnfleet.graph.partitioners import assign
-from gnnfleet.graph.soundness import check_shard
+from gnnfleet.graph.partition.assign import assign
+from gnnfleet.graph.partition.chunk_layout import lay_out, open_layouts, write_layouts
+from gnnfleet.graph.partition.node_assignment import Clusters, write_clusters
+from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
 from gnnfleet.graph.store import save_store
+from gnnfleet.graph.validate import check_shard
 from gnnfleet.report.metrics import MetricsFile
-from gnnfleet.run.api import train
-from gnnfleet.run.checkpoint import Position, all_ids, load_checkpoint, load_own, load_private, save_checkpoint
-from gnnfleet.run.directory import RunDirectory
-from gnnfleet.strategies.base import IDS, OWN, PRIVATE
+from gnnfleet.strategies.protocol import IDS, OWN, PRIVATE
+from gnnfleet.training.checkpoint import Position, all_ids, load_checkpoint, load_own, load_private, save_checkpoint
+from gnnfleet.training.run_dir import RunDirectory
 from tests.fuzz import damage
 from tests.fuzz.damage import Hurt
 from tests.fuzz.graphs import bytes_of, everything, read_graph

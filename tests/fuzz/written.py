@@ -18,11 +18,11 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import torch
 
+from gnnfleet.config.resolve import nest, overlay, parse_value, read_toml, resolve
+from gnnfleet.graph.ingest.in_memory import import_whole
 from gnnfleet.graph.ingest.spec import Rules
 from gnnfleet.graph.ingest.tables import import_tables, sort_out
-from gnnfleet.graph.ingest.whole import import_whole
-from gnnfleet.graph.soundness import open_sound
-from gnnfleet.run.config import nest, overlay, parse_value, read_toml, resolve
+from gnnfleet.graph.validate import open_sound
 from tests.fuzz import damage
 from tests.fuzz.damage import HUGE
 from tests.fuzz.graphs import COUNT, read_graph

@@ -83,9 +83,9 @@ def make_store(path: Path) -> None:
 
 
 def make_cuts(path: Path) -> None:
+    from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.store import open_store
-    from gnnfleet.run.config import resolve
-    from gnnfleet.run.parts import ensure_cut
+    from gnnfleet.training.partition_cache import ensure_cut
 
     graph = open_store(path)
     for strategy in OTHERS:
@@ -99,13 +99,13 @@ def make_run(store: Path, run: Path) -> None:
 
 def logits(store: Path, run: Path) -> torch.Tensor:
     from gnnfleet.graph.store import open_store
-    from gnnfleet.run.asking import open_run
+    from gnnfleet.inference.query import open_run
 
     return open_run(run, open_store(store))[0].strategy.predict().logits
 
 
 def without_paths(run: Path) -> None:
-    from gnnfleet.graph.manifest import digest_of
+    from gnnfleet.io.manifest import digest_of
 
     config, record = (json.loads((run / name).read_text()) for name in ("config.json", "record.json"))
     config["store"]["path"], record["run_dir"] = "store", "run"
@@ -116,11 +116,11 @@ def without_paths(run: Path) -> None:
 
 def state_keys() -> dict[str, dict[str, list[int]]]:
     """{model: {tensor: shape}}, of link decoders as "decoder-mlp"."""
+    from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.datasets import make_dataset
     from gnnfleet.nn.link import LinkConfig, make_decoder
     from gnnfleet.nn.model import build_model
-    from gnnfleet.run.config import resolve
-    from gnnfleet.run.temporal import build_events
+    from gnnfleet.training.build_temporal import build_events
 
     one = make_dataset("communities", nodes=20, features=4, classes=3, mean_degree=4)
     several = make_dataset("shop", users=10, products=10, brands=3, buys=20, views=20, features=4)

@@ -18,26 +18,28 @@ import pytest
 import torch
 
 from gnnfleet import errors
-from gnnfleet.graph import chunks, deal, manifest, partition, shard, store
-from gnnfleet.graph.bundle import Bundle
+from gnnfleet.api import train
+from gnnfleet.config.resolve import nest, resolve
+from gnnfleet.graph import store
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition import Partition
-from gnnfleet.graph.soundness import open_sound, open_sound_part
+from gnnfleet.graph.partition import chunk_layout, node_assignment, partitioned_graph, shard
+from gnnfleet.graph.partition.partitioned_graph import Partition
+from gnnfleet.graph.validate import open_sound, open_sound_part
+from gnnfleet.io import manifest
+from gnnfleet.io.bundle import Bundle
 from gnnfleet.nn.link import LinkConfig, make_decoder
 from gnnfleet.nn.model import build_model
 from gnnfleet.ops.draws import Draws, Purpose
 from gnnfleet.ops.native import _native
-from gnnfleet.run import checkpoint
-from gnnfleet.run.api import train
-from gnnfleet.run.build import build
-from gnnfleet.run.checkpoint import Position
-from gnnfleet.run.config import nest, resolve
-from gnnfleet.run.directory import RunDirectory
-from gnnfleet.run.parts import ensure_cut
-from gnnfleet.run.temporal import build_events
-from gnnfleet.strategies import base
+from gnnfleet.strategies import protocol
 from gnnfleet.strategies.tma import strategy as tma
+from gnnfleet.training import checkpoint
+from gnnfleet.training.build import build
+from gnnfleet.training.build_temporal import build_events
+from gnnfleet.training.checkpoint import Position
+from gnnfleet.training.partition_cache import ensure_cut
+from gnnfleet.training.run_dir import RunDirectory
 from tests.golden.compare import renamed
 from tests.golden.make_fixtures import DECODERS, MODELS, OTHERS, WORDS
 
@@ -125,9 +127,14 @@ def test_tensors_of_models_keep_their_names() -> None:
 
 def test_names_on_disk_stay() -> None:
     assert manifest.VERSION == 1
-    assert (store.KIND, partition.KIND, shard.KIND, checkpoint.KIND) == ("graph", "partition", "part", "checkpoint")
-    assert (deal.KIND, chunks.KIND) == ("gnnfleet clusters", "gnnfleet chunks")
-    assert (base.OWN, base.IDS, base.PRIVATE, base.TRAINED) == ("own", "/ids", "private", "trained")
+    assert (store.KIND, partitioned_graph.KIND, shard.KIND, checkpoint.KIND) == (
+        "graph",
+        "partition",
+        "part",
+        "checkpoint",
+    )
+    assert (node_assignment.KIND, chunk_layout.KIND) == ("gnnfleet clusters", "gnnfleet chunks")
+    assert (protocol.OWN, protocol.IDS, protocol.PRIVATE, protocol.TRAINED) == ("own", "/ids", "private", "trained")
     assert (tma.VELOCITY, tma.MOMENTS, tma.CORRECTION) == ("outer/velocity", "average/moments", "correction/")
     assert [field.name for field in fields(Position)] == [
         "epoch", "step", "within", "loss", "count", "seconds", "evaluated", "best_epoch", "best_metric", "best_loss",

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition import Partition
+from gnnfleet.graph.partition.partitioned_graph import Partition
 
 
 def pairs_of(graph: Graph) -> list[tuple[int, int]]:

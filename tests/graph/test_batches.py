@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gnnfleet.graph.batches import batches, count_batches
+from gnnfleet.graph.sampling.batches import batches, count_batches
 
 
 def test_every_item_once() -> None:

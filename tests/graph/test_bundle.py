@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnfleet.errors import StoreError
-from gnnfleet.graph.bundle import DTYPES, PARTIAL, Bundle, BundleWriter
+from gnnfleet.io.bundle import DTYPES, PARTIAL, Bundle, BundleWriter
 
 
 def write(path: Path, **arrays: torch.Tensor) -> Bundle:
@@ -113,7 +113,7 @@ def test_existing_output_is_not_replaced_unasked(tmp_path: Path) -> None:
 
 WRITER = """
 import sys, torch
-from gnnfleet.graph.bundle import BundleWriter
+from gnnfleet.io.bundle import BundleWriter
 print("ready", flush=True)
 while True:
     with BundleWriter(sys.argv[1], kind="graph", overwrite=True) as out:

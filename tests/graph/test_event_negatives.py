@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.event_negatives import AllDestinations, EventNegatives
-from gnnfleet.graph.events import EventStream
+from gnnfleet.graph.events.event_stream import EventStream
+from gnnfleet.graph.events.negatives import AllDestinations, EventNegatives
 
 DESTINATIONS = torch.arange(40, 100, 3)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.events import EventStream
+from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.graph.graph import EdgeType, Graph, Nodes, make_edges
 from gnnfleet.graph.ingest.tables import EdgeTable, TableSpec, import_tables, sort_out
 from gnnfleet.graph.store import open_store

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.events import EventStream
+from gnnfleet.graph.events.event_stream import EventStream
+from gnnfleet.graph.ingest.in_memory import import_whole
 from gnnfleet.graph.ingest.spec import Rules
-from gnnfleet.graph.ingest.whole import import_whole
 from gnnfleet.graph.store import open_store
 
 EVENTS = {

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.block import full_block
 from gnnfleet.graph.edge_keys import EdgeKeys, HiddenEdges, contains
 from gnnfleet.graph.graph import EDGE, EdgeType, Graph, make_edges, make_nodes
 from gnnfleet.graph.ingest.clean import clean_edges, with_inverse
 from gnnfleet.graph.ingest.npz import read_npz
 from gnnfleet.graph.links import Links, has_held_out, link_data, split_links
-from gnnfleet.graph.local import LocalView
-from gnnfleet.graph.negatives import NegativeDraws
+from gnnfleet.graph.sampling.negatives import NegativeDraws
 from gnnfleet.graph.split import Shares
 from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.graph.views.block import full_block
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.ops import draws
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 

@@ -17,8 +17,8 @@ import torch
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.loader import MiniBatch, NeighborLoader
-from gnnfleet.graph.prefetch import prefetched
+from gnnfleet.graph.sampling.loader import MiniBatch, NeighborLoader
+from gnnfleet.graph.sampling.prefetch import prefetched
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.ops.native import threads
 from gnnfleet.ops.paging import is_paged

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError, PartitionError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition import Partition, write_partition
-from gnnfleet.graph.partitioners import PARTITIONERS, Assignment, assign
-from gnnfleet.graph.quality import measure
+from gnnfleet.graph.partition.assign import PARTITIONERS, Assignment, assign
+from gnnfleet.graph.partition.partition_metrics import measure
+from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
 from gnnfleet.graph.store import open_store, save_store
 from tests.graph.partition_laws import brute_force, check_shards
 from tests.graph.strategies import graphs

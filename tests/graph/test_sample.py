@@ -13,8 +13,8 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import EDGE, EdgeType, Graph
-from gnnfleet.graph.local import LocalView
-from gnnfleet.graph.sample import Sampler, sample_blocks
+from gnnfleet.graph.sampling.sampler import Sampler, sample_blocks
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.model import GNN, build_model
 from gnnfleet.ops.draws import DrawKey

@@ -10,8 +10,8 @@ import pytest
 
 from gnnfleet import _native
 from gnnfleet.errors import PartitionError
-from gnnfleet.graph.partitioners.stream import cluster, stream
-from gnnfleet.graph.scan import Chunk
+from gnnfleet.graph.partition.edge_scan import Chunk
+from gnnfleet.graph.partition.streaming import cluster, stream
 
 IntArray = npt.NDArray[np.int64]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.local import LOOP_IDS, LocalView
+from gnnfleet.graph.views.local import LOOP_IDS, LocalView
 from gnnfleet.ops.draws import DrawKey
 from tests.graph.strategies import graphs
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.common import Rows
 from gnnfleet.graph.graph import EDGE, NODE, Graph
-from gnnfleet.graph.local import LocalView, Relation
+from gnnfleet.graph.views.local import LocalView, Relation
+from gnnfleet.graph.views.view_base import Rows
 from gnnfleet.ops.csr import Compressed
 
 DTYPES = (torch.float32, torch.float64)

@@ -13,8 +13,8 @@ from torch import Tensor
 from gnnfleet import nn
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
-from gnnfleet.graph.local import LocalView
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.views.local import LocalView
+from gnnfleet.graph.views.view import GraphView
 from tests.nn.peers import DTYPES, block, compare, random_graph, tolerance
 
 Peers = Callable[[int], tuple[torch.nn.Module, torch.nn.Module]]

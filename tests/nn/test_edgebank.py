@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gnnfleet.graph.event_negatives import AllDestinations, EventNegatives
-from gnnfleet.graph.events import EventStream
+from gnnfleet.graph.events.event_stream import EventStream
+from gnnfleet.graph.events.negatives import AllDestinations, EventNegatives
 from gnnfleet.nn.edgebank import EdgeBank, edgebank_ranks, window_of
 from gnnfleet.nn.ranking import mrr, ranks_among
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.local import LocalView
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.embedding import NodeEmbedding, rows_by_owner
 from gnnfleet.ops.draws import Draws, Purpose
 

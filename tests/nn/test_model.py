@@ -12,7 +12,7 @@ from torch import Tensor
 from gnnfleet import nn
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
-from gnnfleet.graph.local import LocalView
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.config import MODELS
 from gnnfleet.nn.interop import load_pyg_state, to_pyg_state
 from gnnfleet.ops.draws import DrawKey

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gnnfleet import nn
 from gnnfleet.errors import InputError
-from gnnfleet.graph.local import LocalView
+from gnnfleet.graph.views.local import LocalView
 from tests.nn.peers import random_graph, randomise
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gnnfleet.graph.events import EventStream
+from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.nn.temporal.pairs import FEATURES, PairFeatures
 
 

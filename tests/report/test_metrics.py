@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from gnnfleet.api import train
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.report import metrics
 from gnnfleet.report.metrics import MetricsFile, TensorBoard, check_tensorboard, read_metrics
-from gnnfleet.run.api import train
-from tests.run.graphs import communities
+from tests.graphs import communities
 
 needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="TensorBoard is not installed")
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.local import LocalView
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.model import build_model
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.run.build import build
-from gnnfleet.run.config import resolve
-from gnnfleet.strategies.base import Strategy
+from gnnfleet.strategies.protocol import Strategy
+from gnnfleet.training.build import build
 
 
 @pytest.fixture(scope="module")

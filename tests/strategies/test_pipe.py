@@ -17,31 +17,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gnnfleet.comm.code import Code
+from gnnfleet.comm.compression import Code
 from gnnfleet.comm.world import World
+from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import ConfigError, PartitionError
-from gnnfleet.graph.chunks import Layout, lay_out, open_layouts, write_layouts
+from gnnfleet.graph.partition.chunk_layout import Layout, lay_out, open_layouts, write_layouts
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.nn.base import Model
-from gnnfleet.run.build import Here, build, check
-from gnnfleet.run.checkpoint import Position, load_checkpoint, save_checkpoint
-from gnnfleet.run.config import resolve
-from gnnfleet.sharded.way import Way
-from gnnfleet.strategies.base import PRIVATE, State, Strategy, TrainConfig
-from gnnfleet.strategies.pipe import alone, crowd, probe, trial
-from gnnfleet.strategies.pipe.alone import fit_layers
+from gnnfleet.sharded.pipeline.chunked_partition import Way
+from gnnfleet.strategies.pipe import contention_profile, layer_bench, layer_profile, profile
 from gnnfleet.strategies.pipe.config import PipeConfig
-from gnnfleet.strategies.pipe.cores import Cores, using
-from gnnfleet.strategies.pipe.crowd import together
-from gnnfleet.strategies.pipe.guard import Compared, Guard
-from gnnfleet.strategies.pipe.plan import Candidate, Forecast, LayerCost, Machine, Weights, Work, choose, forecast
-from gnnfleet.strategies.pipe.probe import Found, loads_of
+from gnnfleet.strategies.pipe.contention_profile import together
+from gnnfleet.strategies.pipe.cpu_affinity import Cores, using
+from gnnfleet.strategies.pipe.gradient_check import Compared, Guard
+from gnnfleet.strategies.pipe.grid_planner import (
+    Candidate,
+    Forecast,
+    LayerCost,
+    Machine,
+    Weights,
+    Work,
+    choose,
+    forecast,
+)
+from gnnfleet.strategies.pipe.layer_profile import fit_layers
+from gnnfleet.strategies.pipe.pipeline_rank import caches_inputs
+from gnnfleet.strategies.pipe.profile import Found, loads_of
 from gnnfleet.strategies.pipe.schedule import Span, bubble, order_of, split_layers
-from gnnfleet.strategies.pipe.station import caches_inputs
 from gnnfleet.strategies.pipe.strategy import PipeStrategy
+from gnnfleet.strategies.protocol import PRIVATE, State, Strategy, TrainConfig
+from gnnfleet.training.build import Here, build, check
+from gnnfleet.training.checkpoint import Position, load_checkpoint, save_checkpoint
 from tests.equivalence.spread import typed_graph
+from tests.graphs import communities
 from tests.ranks import Crew
-from tests.run.graphs import communities
 
 LAYER = LayerCost(1e-4, 1e-4, 1e-5, 256, 256, 256, 0)
 NONE = Weights((frozenset(),) * 32, {})
@@ -227,19 +236,19 @@ def test_what_is_made_once_is_not_on_the_clock(monkeypatch: pytest.MonkeyPatch) 
         return float(made[0])
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
-    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=clock, thread_time=clock))
+    monkeypatch.setattr(layer_bench, "time", SimpleNamespace(perf_counter=clock, thread_time=clock))
     model, tried_on = trial_of(240)
     with using(1):
         for chunk in (tried_on.way.chunks[1], tried_on.way.cut(3, 4, -2)):
-            tried = trial.Tried(model, tried_on, chunk)
-            assert alone.seconds_of(tried) == [0.0] * 4 and alone.once_of(tried, [0.0] * 4) == 4 * 8.0
-        found = probe.probe(World(), model, tried_on, Cores(2, 1, 1), single=True)
+            tried = layer_bench.Tried(model, tried_on, chunk)
+            assert layer_profile.seconds_of(tried) == [0.0] * 4 and layer_profile.once_of(tried, [0.0] * 4) == 4 * 8.0
+        found = profile.probe(World(), model, tried_on, Cores(2, 1, 1), single=True)
     assert all(layer.seconds(240, 4000) == 0.0 for work in (found.work, found.single) for layer in work.layers)
     assert found.work.once == 4 * 8.0 and found.single.once == 0.0  # a single worker keeps none
     assert Found.from_json(json.loads(json.dumps(found.as_json()))) == found
 
 
-def trial_of(nodes: int, chunks: int = 6) -> tuple[Model, trial.Trial]:
+def trial_of(nodes: int, chunks: int = 6) -> tuple[Model, layer_bench.Trial]:
     """Four layers on a way."""
     graph = communities(nodes)
     model = check(graph, resolve({"model": {"name": "gcn2", "hidden": 8, "layers": 4}})).model
@@ -247,22 +256,22 @@ def trial_of(nodes: int, chunks: int = 6) -> tuple[Model, trial.Trial]:
     (table,) = graph.nodes.values()
     assert table.x is not None
     features = table.x[way.layout.order]
-    return model, trial.Trial(way, lambda rows: features[rows], "float32", True, Code(), TrainConfig())
+    return model, layer_bench.Trial(way, lambda rows: features[rows], "float32", True, Code(), TrainConfig())
 
 
 def test_a_single_worker_is_tried_as_it_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without tables, with the threads of those that wait; what the others lose by crowding is no matter."""
 
-    def seconds(tried: trial.Tried) -> list[float]:
+    def seconds(tried: layer_bench.Tried) -> list[float]:
         """As if each layer took 1, and 0.1 for a row, half of it for tables, 0.01 for an edge."""
         chunk = tried.chunk
-        took = 1 + (0.1 if tried.remembers else 0.05) * chunk.rows + 0.01 * trial.edges_of(chunk)
+        took = 1 + (0.1 if tried.remembers else 0.05) * chunk.rows + 0.01 * layer_bench.edges_of(chunk)
         return [took / torch.get_num_threads()] * 4
 
-    monkeypatch.setattr(alone, "seconds_of", seconds)
+    monkeypatch.setattr(layer_profile, "seconds_of", seconds)
     model, tried_on = trial_of(120)
     with using(1):
-        found = probe.probe(World(), model, tried_on, Cores(2, 1, 4), single=True)
+        found = profile.probe(World(), model, tried_on, Cores(2, 1, 4), single=True)
         assert torch.get_num_threads() == 1
     assert [layer.seconds(0, 0) for layer in found.work.layers] == pytest.approx([1] * 4)
     assert [layer.seconds(100, 1000) for layer in found.work.layers] == pytest.approx([21] * 4)
@@ -273,13 +282,13 @@ def test_a_single_worker_is_tried_as_it_would_run(monkeypatch: pytest.MonkeyPatc
 def waits_and_runs(world: World, store: str, ways: int) -> list[str]:
     """What a rank does while all of them try layers: w(ait), r(un)."""
     seen: list[str] = []
-    wait, run, every = crowd.wait_for_all, trial.Layer.run, crowd.all_at_once
+    wait, run, every = contention_profile.wait_for_all, layer_bench.Layer.run, contention_profile.all_at_once
 
     def waiting(aside: World) -> None:
         seen.append("w")
         wait(aside)
 
-    def running(self: trial.Layer, *args: Any) -> None:
+    def running(self: layer_bench.Layer, *args: Any) -> None:
         seen.append("r")
         run(self, *args)
 
@@ -287,11 +296,11 @@ def waits_and_runs(world: World, store: str, ways: int) -> list[str]:
         seen.clear()
         return every(*args)
 
-    crowd.wait_for_all, trial.Layer.run, probe.all_at_once = waiting, running, all_at_once  # type: ignore[assignment,attr-defined,method-assign]
+    contention_profile.wait_for_all, layer_bench.Layer.run, profile.all_at_once = waiting, running, all_at_once  # type: ignore[assignment,attr-defined,method-assign]
     try:
         pipe(store, world, ways=ways).close()
     finally:
-        crowd.wait_for_all, trial.Layer.run, probe.all_at_once = wait, run, every  # type: ignore[attr-defined,method-assign]
+        contention_profile.wait_for_all, layer_bench.Layer.run, profile.all_at_once = wait, run, every  # type: ignore[attr-defined,method-assign]
     return seen
 
 
@@ -309,7 +318,7 @@ def test_every_chunk_is_counted() -> None:
     layout = lay_out(graph, 2, 6)
     way = [Way(graph, layout, each) for each in range(2)]
     chunks = [chunk for each in way for chunk in each.chunks]
-    assert loads_of(graph, layout) == [(chunk.rows, trial.edges_of(chunk)) for chunk in chunks]
+    assert loads_of(graph, layout) == [(chunk.rows, layer_bench.edges_of(chunk)) for chunk in chunks]
     assert sum(count for _, count in loads_of(graph, layout)) == edges.count
 
 

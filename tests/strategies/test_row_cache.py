@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gnnfleet.strategies.macrobatch.cache import Policy, RowCache, Turn, make_cache
+from gnnfleet.strategies.macrobatch.cache_policies import Policy, RowCache, Turn, make_cache
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 WHOLE = 10**6

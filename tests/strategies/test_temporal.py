@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from gnnfleet.config.resolve import overlay, resolve
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.event_negatives import AllDestinations, EventNegatives
-from gnnfleet.graph.events import EventStream
+from gnnfleet.graph.events.event_stream import EventStream
+from gnnfleet.graph.events.negatives import AllDestinations, EventNegatives
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.ranking import average_precision
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.run.build import build
-from gnnfleet.run.config import overlay, resolve
+from gnnfleet.strategies.temporal.batch_step import embed, last_events, remember
 from gnnfleet.strategies.temporal.memory import Memory, Writes
-from gnnfleet.strategies.temporal.step import embed, last_events, remember
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
-from gnnfleet.strategies.temporal.task import EventTask, link_scores
+from gnnfleet.tasks.event import EventTask, link_scores
+from gnnfleet.training.build import build
 
 WORDS: dict[str, Any] = {
     "strategy": {"name": "temporal", "batch": 20, "static": False},

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnnfleet.comm.grid import coordinates_of
+from gnnfleet.comm.mesh import coordinates_of
 from gnnfleet.strategies.temporal.schedule import Schedule, Shape, Turn
 
 SHAPES = st.builds(Shape, share=st.integers(1, 3), lanes=st.integers(1, 4), copies=st.integers(1, 4))

@@ -14,10 +14,10 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
-from gnnfleet.comm.meeting import Meeting
-from gnnfleet.comm.shelf import Shelf, open_shelf
+from gnnfleet.comm.rendezvous import Meeting
+from gnnfleet.comm.shm_transport import Shelf, open_shelf
 from gnnfleet.errors import ConfigError, ExchangeError
-from gnnfleet.report.clock import Clock
+from gnnfleet.report.phase_timer import Clock
 from gnnfleet.report.traffic import Traffic
 
 EXCHANGE_SECONDS = 1800.0

@@ -16,7 +16,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.ingest.clean import inverse_of
 from gnnfleet.graph.links import Links
-from gnnfleet.graph.local import LocalView, Relation
+from gnnfleet.graph.views.local import LocalView, Relation
 from gnnfleet.ops.csr import Compressed
 
 # Bits of the table that most edges of a view are dismissed by, before any is searched for.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.bundle import Bundle
 from gnnfleet.graph.ids import Ids
+from gnnfleet.io.bundle import Bundle
 from gnnfleet.ops import csr
 
 TRAIN, VAL, TEST, NO_SPLIT = 0, 1, 2, -1

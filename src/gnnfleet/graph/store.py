@@ -14,9 +14,9 @@ from urllib.parse import quote
 from torch import Tensor
 
 from gnnfleet.errors import InputError, StoreError
-from gnnfleet.graph.bundle import Bundle, BundleWriter
 from gnnfleet.graph.graph import Columns, Edges, EdgeType, Graph, Nodes
 from gnnfleet.graph.ids import Ids
+from gnnfleet.io.bundle import Bundle, BundleWriter
 
 KIND = "graph"
 NODE_ARRAYS = ("x", "y", "split")

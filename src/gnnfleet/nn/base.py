@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.link import Decoder
 
 Features = Tensor | Mapping[str, Tensor] | None

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.event_negatives import FEW, AllDestinations, EventNegatives
-from gnnfleet.graph.events import EventStream
+from gnnfleet.graph.events.event_stream import EventStream
+from gnnfleet.graph.events.negatives import FEW, AllDestinations, EventNegatives
 from gnnfleet.nn.ranking import ranks_among
 
 # The window's share of the duration of training, and events after which the bank is updated, as TGB has them.

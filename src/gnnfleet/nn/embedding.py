@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gnnfleet.graph.places import Places
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.views.row_index import Places
+from gnnfleet.graph.views.view import GraphView
 from gnnfleet.ops.draws import Draws, Purpose
 
 

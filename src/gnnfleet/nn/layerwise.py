@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.block import Block, Spans, full_block, spans_of
-from gnnfleet.graph.local import LocalView
+from gnnfleet.graph.views.block import Block, Spans, full_block, spans_of
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.base import Features, Model, Rows
 
 Table = dict[str, Tensor]

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.view import GraphView
-from gnnfleet.ops.dense import mix
+from gnnfleet.graph.views.view import GraphView
+from gnnfleet.ops.linear import mix
 
 
 def glorot_(tensor: Tensor) -> Tensor:

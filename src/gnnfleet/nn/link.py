@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.nn.linear import glorot_
-from gnnfleet.ops.dense import mix
+from gnnfleet.ops.linear import mix
 
 Drop = Callable[[Tensor, int], Tensor]
 """(rows, place) → rows with dropout."""

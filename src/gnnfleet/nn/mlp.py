@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.linear import apply_linear
 from gnnfleet.nn.norm import make_norm
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EdgeType, Graph
-from gnnfleet.graph.view import GraphView, first_rows
+from gnnfleet.graph.views.view import GraphView, first_rows
 from gnnfleet.nn.base import Aggregate, Features, Model, Rows
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock, RGCNConv

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.errors import InputError
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.views.view import GraphView
 
 
 class LayerNorm(torch.nn.LayerNorm):

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.ops import attend_pieces as pieces
+from gnnfleet.ops import attend_blocks as pieces
 from gnnfleet.ops import reference
-from gnnfleet.ops.attend_pieces import SCORES, Form, Inputs, Piece
+from gnnfleet.ops.attend_blocks import SCORES, Form, Inputs, Piece
 from gnnfleet.ops.csr import Compressed
 from gnnfleet.ops.draws import Draws
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.native import _native, threads
-from gnnfleet.ops.product import multiply, rounds
+from gnnfleet.ops.rounded_matmul import multiply, rounds
 
 _GATE = 16
 """Multiply-adds that a number costs in the gates."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.csr import counting_sort
+from gnnfleet.ops.gather import gather
 from gnnfleet.ops.native import _native
-from gnnfleet.ops.rows import gather
 
 WINDOW = 64 << 20  # bytes of a mapped table that may be in memory at a time
 

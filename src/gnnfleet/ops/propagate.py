@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.ops import propagate_pieces as pieces
+from gnnfleet.ops import propagate_blocks as pieces
 from gnnfleet.ops.csr import Compressed
 from gnnfleet.ops.message import REDUCES, Block, Call, Message, precision_now, refuse_captured
 

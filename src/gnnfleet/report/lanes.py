@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Protocol
 
-from gnnfleet.report.schedule import colour
+from gnnfleet.report.timeline_svg import colour
 
 _LEFT, _RIGHT, _ROW, _GAP, _TOP, _WIDEST, _WIDTH = 190, 20, 24, 4, 60, 30, 1000
 

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from gnnfleet.report.metrics import finite
-from gnnfleet.report.runs import Run, mean_split, summary, worker_names
+from gnnfleet.report.run_reader import Run, mean_split, summary, worker_names
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gnnfleet.report.clock import MOST_SPANS, Span
+from gnnfleet.report.phase_timer import MOST_SPANS, Span
 
 
 def pack_spans(spans: Sequence[Span], offset: float = 0.0) -> bytes:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import Columns
 from gnnfleet.graph.ingest import duck as sql
-from gnnfleet.graph.ingest.badrows import Check, feature_check
+from gnnfleet.graph.ingest.row_errors import Check, feature_check
 from gnnfleet.graph.ingest.source import Source
 from gnnfleet.graph.ingest.spec import NONE, USUAL_NAMES
 

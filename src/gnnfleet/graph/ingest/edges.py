@@ -13,11 +13,9 @@ import numpy as np
 import torch
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.bundle import DTYPES, BundleWriter
 from gnnfleet.graph.graph import EdgeType, index_dtype
-from gnnfleet.graph.ingest import badrows
 from gnnfleet.graph.ingest import duck as sql
-from gnnfleet.graph.ingest.badrows import Check
+from gnnfleet.graph.ingest import row_errors
 from gnnfleet.graph.ingest.columns import (
     Features,
     find_column,
@@ -32,9 +30,11 @@ from gnnfleet.graph.ingest.duck import BATCH, Duck
 from gnnfleet.graph.ingest.keys import KeyColumn, NodeKeys
 from gnnfleet.graph.ingest.labels import Labels, find_labels
 from gnnfleet.graph.ingest.nodes import CELLS, Advance, read_features
+from gnnfleet.graph.ingest.row_errors import Check
 from gnnfleet.graph.ingest.source import Source, has_zone
 from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, TableSpec, count_labelled
 from gnnfleet.graph.store import edge_folder
+from gnnfleet.io.bundle import DTYPES, BundleWriter
 
 
 @dataclass(frozen=True)
@@ -195,14 +195,14 @@ class EdgeImport:
         if any(wrong[:2]):
             self._fail_unknown(src, dst)
         if any(wrong[2:]):
-            badrows.refuse(source, [badrows.number_check(plan.weight, "weight")] if plan.weight else [])
-            badrows.refuse(source, [plan.time.check()] if plan.time else [])
-        badrows.refuse(source, plan.labels.checks() if plan.labels else [])
+            row_errors.refuse(source, [row_errors.number_check(plan.weight, "weight")] if plan.weight else [])
+            row_errors.refuse(source, [plan.time.check()] if plan.time else [])
+        row_errors.refuse(source, plan.labels.checks() if plan.labels else [])
         loops = loops if same else 0
         if loops and self.spec.self_loops == "error":
             first = self.duck.one("SELECT min(p) FROM matched WHERE s = d")[0]
             check = Check(plan.dst.column, "", "another node than the source", "Pass --self-loops keep or drop")
-            badrows.fail(source, first, check, count=loops)
+            row_errors.fail(source, first, check, count=loops)
         return int(loops)
 
     def _fail_unknown(self, src: NodeKeys, dst: NodeKeys) -> None:
@@ -214,7 +214,7 @@ class EdgeImport:
         advice = "Every edge needs both ends"
         if not missing:
             advice = "Add the node to its table, remove the edge, or pass --missing add"
-        badrows.fail(key.source, first, Check(key.column, "", expected, advice), count=count)
+        row_errors.fail(key.source, first, Check(key.column, "", expected, advice), count=count)
 
     def _write(
         self, kind: EdgeType, rows: str, ends: tuple[NodeKeys, NodeKeys], counts: EdgeCounts, advance: Advance
@@ -259,11 +259,11 @@ class EdgeImport:
             check = Check(
                 self.plan.dst.column, "", "a pair that no row before has", "Pass --duplicates keep, drop or sum"
             )
-            badrows.fail(self.plan.source, first // 2 if self.doubled else first, check, count=count)
+            row_errors.fail(self.plan.source, first // 2 if self.doubled else first, check, count=count)
 
     def _summed(self, rows: str) -> str:
         """Duplicates as one edge: weights (1 where there are none) and features added up, the rest the first's."""
-        badrows.refuse(self.plan.source, self.plan.features.checks())  # sum() would pass over what is missing
+        row_errors.refuse(self.plan.source, self.plan.features.checks())  # sum() would pass over what is missing
         if "w" not in self.payload:
             self.payload = ["w", *self.payload]
         columns = [_sum("w") + " AS w" if self.plan.weight else "count(*)::FLOAT AS w"]
@@ -351,7 +351,7 @@ class _SortedEdges:
             if column in arrays:
                 values = batch.column(column)
                 if values.null_count:
-                    badrows.fail_sum(self.edges.plan.source, "weights", "float32")
+                    row_errors.fail_sum(self.edges.plan.source, "weights", "float32")
                 arrays[column].append(torch.from_numpy(np.array(values)[kept]))
         if "a" in arrays:
             plan = self.edges.plan

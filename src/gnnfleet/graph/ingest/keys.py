@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from gnnfleet.errors import InputError
 from gnnfleet.graph.ids import COLUMN
-from gnnfleet.graph.ingest import badrows
 from gnnfleet.graph.ingest import duck as sql
+from gnnfleet.graph.ingest import row_errors
 from gnnfleet.graph.ingest.columns import canonical, is_integer
 from gnnfleet.graph.ingest.duck import Duck
 from gnnfleet.graph.ingest.source import Source
@@ -170,10 +170,10 @@ def check_unique(source: Source, column: str, keys: NodeKeys) -> None:
     # Row numbers of the ids file are positions of the table.
     again = f"SELECT file_row_number r, min(file_row_number) OVER (PARTITION BY {COLUMN}) AS first FROM {ids}"
     second, first = source.duck.one(f"SELECT min(r), arg_min(first, r) FROM ({again}) WHERE r > first")
-    check = badrows.Check(
+    check = row_errors.Check(
         column, "", f"an id of its own, not the one of {source.place(first)}", "Keep one row per node"
     )
-    badrows.fail(source, second, check, count=keys.count - distinct)
+    row_errors.fail(source, second, check, count=keys.count - distinct)
 
 
 def _named(ends: Sequence[KeyColumn], kind: Kind) -> str:

@@ -18,8 +18,8 @@ from torch import Tensor
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
 from gnnfleet.graph.ingest import duck as sql
-from gnnfleet.graph.ingest.badrows import Check
 from gnnfleet.graph.ingest.columns import canonical, find_column, is_number, list_item, match_columns
+from gnnfleet.graph.ingest.row_errors import Check
 from gnnfleet.graph.ingest.source import Source
 from gnnfleet.graph.ingest.spec import NONE
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.bundle import DTYPES, ArrayWriter, BundleWriter
 from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
 from gnnfleet.graph.ids import COLUMN
-from gnnfleet.graph.ingest import badrows, keys, labels
+from gnnfleet.graph.ingest import keys, labels, row_errors
 from gnnfleet.graph.ingest.columns import Features, find_column, find_features, unused
 from gnnfleet.graph.ingest.duck import BATCH, Duck
 from gnnfleet.graph.ingest.keys import KeyColumn, KeyWriter, Kind, NodeKeys
@@ -28,6 +27,7 @@ from gnnfleet.graph.ingest.source import Source
 from gnnfleet.graph.ingest.spec import NodeCounts, NodeTable, TableSpec, count_labelled, count_split
 from gnnfleet.graph.split import Keys, make_split, parse_rule, value_keys
 from gnnfleet.graph.store import node_folder
+from gnnfleet.io.bundle import DTYPES, ArrayWriter, BundleWriter
 
 CELLS = 1 << 23  # numbers in one batch of features: 32 MiB
 Advance = Callable[[float], None]
@@ -92,7 +92,7 @@ class NodeImport:
     def from_table(self, plan: NodePlan, ends: Sequence[KeyColumn], advance: Advance) -> NodeResult:
         """Rows of the table in its order, then, when asked, what only edges name."""
         kind = keys.decide_kind(plan.key, ends)
-        badrows.refuse(plan.source, plan.labels.checks() if plan.labels else [])
+        row_errors.refuse(plan.source, plan.labels.checks() if plan.labels else [])
         found = self._stream(plan, kind, advance)
         keys.check_unique(plan.source, plan.id, found)
         added = 0
@@ -122,7 +122,7 @@ class NodeImport:
             position, ids, *rest = batch.columns
             assert position[0].as_py() == writer.count and position[-1].as_py() == writer.count + len(batch) - 1
             if ids.null_count:
-                badrows.refuse(source, [_id_check(plan, kind)])
+                row_errors.refuse(source, [_id_check(plan, kind)])
             writer.append(ids)
             if features.columns:
                 arrays["x"].append(read_features(source, features, rest[: len(features.columns)]))
@@ -131,7 +131,7 @@ class NodeImport:
             if plan.split:
                 words = labels.read_split(rest[-1])
                 if words is None:
-                    badrows.refuse(source, [labels.split_check(plan.split)])
+                    row_errors.refuse(source, [labels.split_check(plan.split)])
                 codes.append(words)
             advance(len(batch))
         if plan.split:
@@ -211,8 +211,8 @@ def read_features(source: Source, features: Features, arrays: Sequence[Any]) -> 
         start += 1 if width is None else width
     made = torch.from_numpy(rows).to(DTYPES[features.dtype][0])
     if bad or not bool(torch.isfinite(made).all()):
-        badrows.refuse(source, features.checks())
-        badrows.fail_sum(source, "features", features.dtype)  # no row is bad by itself
+        row_errors.refuse(source, features.checks())
+        row_errors.fail_sum(source, "features", features.dtype)  # no row is bad by itself
     return made
 
 
@@ -221,9 +221,9 @@ def _all_wide(array: Any, width: int) -> bool:
     return bool((lengths == width).all())
 
 
-def _id_check(plan: NodePlan, kind: Kind) -> badrows.Check:
+def _id_check(plan: NodePlan, kind: Kind) -> row_errors.Check:
     expected = "an integer of 64 bits" if kind == "integer" else "an id"
-    return badrows.Check(plan.id, f"({plan.key.select(kind)} IS NULL)", expected, "Every node needs an id")
+    return row_errors.Check(plan.id, f"({plan.key.select(kind)} IS NULL)", expected, "Every node needs an id")
 
 
 def _count_classes(y: Tensor | None, classes: Sequence[str]) -> int:

@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.bundle import dtype_name
 from gnnfleet.graph.graph import TEST, TRAIN, VAL, Columns, Edges, EdgeType, Nodes
 from gnnfleet.graph.split import parse_rule
+from gnnfleet.io.bundle import dtype_name
 
 NONE = "none"
 USUAL_NAMES = {

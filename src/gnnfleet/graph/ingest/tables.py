@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.bundle import BundleWriter
 from gnnfleet.graph.graph import EDGE, NODE, EdgeType
 from gnnfleet.graph.ingest.columns import find_usual
 from gnnfleet.graph.ingest.duck import Duck
@@ -22,6 +21,7 @@ from gnnfleet.graph.ingest.nodes import NodeImport, NodePlan, NodeResult, plan_n
 from gnnfleet.graph.ingest.source import column_names, find_files, open_source
 from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, ImportReport, NodeTable, TableSpec
 from gnnfleet.graph.store import KIND, edge_entry, node_entry, store_meta
+from gnnfleet.io.bundle import BundleWriter
 from gnnfleet.report.progress import Progress, Silent
 
 __all__ = ["EdgeTable", "ImportReport", "NodeTable", "TableSpec", "import_tables", "sort_out"]

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.linear import GlorotLinear
-from gnnfleet.ops.dense import mix, shift
+from gnnfleet.ops.linear import mix, shift
 
 
 class Attention(torch.nn.Module):

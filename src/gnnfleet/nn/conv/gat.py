@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gnnfleet.graph.view import GraphView, first_rows
+from gnnfleet.graph.views.view import GraphView, first_rows
 from gnnfleet.nn.conv.attention import Attention
 from gnnfleet.nn.linear import GlorotLinear, glorot_, widen
-from gnnfleet.ops.dense import fork
+from gnnfleet.ops.linear import fork
 
 
 class GATConv(Attention):

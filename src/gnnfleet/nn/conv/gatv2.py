@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.view import GraphView, first_rows
+from gnnfleet.graph.views.view import GraphView, first_rows
 from gnnfleet.nn.conv.attention import Attention
 from gnnfleet.nn.linear import GlorotLinear, apply_linear, glorot_, widen
 

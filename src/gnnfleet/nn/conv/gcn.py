@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.view import GraphView, first_rows
+from gnnfleet.graph.views.view import GraphView, first_rows
 from gnnfleet.nn.linear import GlorotLinear, transform_first
 from gnnfleet.ops.aggregate import wide
-from gnnfleet.ops.dense import fork, mix, shift
+from gnnfleet.ops.linear import fork, mix, shift
 
 
 def inverse_root_degree(view: GraphView, weight: Tensor | None, *, loop: float, dtype: torch.dtype) -> Tensor:

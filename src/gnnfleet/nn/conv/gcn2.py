@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.view import GraphView, first_rows
+from gnnfleet.graph.views.view import GraphView, first_rows
 from gnnfleet.nn.conv.gcn import inverse_root_degree, normalised_sum
 from gnnfleet.nn.linear import glorot_
 from gnnfleet.ops.aggregate import wide

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.view import GraphView, first_rows
+from gnnfleet.graph.views.view import GraphView, first_rows
 from gnnfleet.nn.linear import widen
 from gnnfleet.nn.norm import LayerNorm, batch_norm
 

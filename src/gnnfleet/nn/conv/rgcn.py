@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.merged import CombinesRelations
-from gnnfleet.graph.view import GraphView, first_rows
+from gnnfleet.graph.views.merged_relations import CombinesRelations
+from gnnfleet.graph.views.view import GraphView, first_rows
 from gnnfleet.nn.linear import glorot_
 
 Near = Mapping[EdgeType, Tensor]

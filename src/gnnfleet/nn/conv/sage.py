@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.view import GraphView
+from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.linear import apply_linear, transform_first
-from gnnfleet.ops.dense import fork, mix, shift
+from gnnfleet.ops.linear import fork, mix, shift
 
 AGGRS = ("mean", "max", "sum", "add")
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.nn.temporal.block import Hop
-from gnnfleet.nn.temporal.clock import TimeEncoding
+from gnnfleet.nn.temporal.time_encoding import TimeEncoding
 from gnnfleet.ops.attend_recent import Drop, Recent, attend_recent
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import dropout
-from gnnfleet.ops.product import mix_wide
+from gnnfleet.ops.rounded_matmul import mix_wide
 
 SLOPE = 0.2
 

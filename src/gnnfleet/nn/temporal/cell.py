@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from gnnfleet.nn.temporal.clock import TimeEncoding
+from gnnfleet.nn.temporal.time_encoding import TimeEncoding
 from gnnfleet.ops.gru import gru
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.product import linear_wide
+from gnnfleet.ops.rounded_matmul import linear_wide
 
 
 class EventDecoder(torch.nn.Module):

@@ -15,11 +15,11 @@ from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.temporal.attention import TemporalAttention
 from gnnfleet.nn.temporal.block import EventBlock
 from gnnfleet.nn.temporal.cell import MemoryCell
-from gnnfleet.nn.temporal.clock import TimeEncoding
 from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
 from gnnfleet.nn.temporal.pairs import FEATURES
+from gnnfleet.nn.temporal.time_encoding import TimeEncoding
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.ops.product import linear_wide
+from gnnfleet.ops.rounded_matmul import linear_wide
 
 
 @dataclass(frozen=True)

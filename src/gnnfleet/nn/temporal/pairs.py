@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.recent import RecentNeighbours
+from gnnfleet.ops.temporal_neighbors import RecentNeighbours
 
 DEPTH = 1024
 """Events of a source that are searched for meetings."""

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gnnfleet.strategies.base import StrategyConfig
-from gnnfleet.strategies.sampling import SAMPLED_BATCH, FanoutWords, Switch
+from gnnfleet.strategies.protocol import StrategyConfig
+from gnnfleet.strategies.sampling_options import SAMPLED_BATCH, FanoutWords, Switch
 
 
 class LocalConfig(StrategyConfig, frozen=True, extra="forbid"):

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.batches import batches
-from gnnfleet.graph.local import LocalView
-from gnnfleet.graph.order import cluster_order, ordered_view, with_destinations
+from gnnfleet.graph.reorder import cluster_order, ordered_view, with_destinations
+from gnnfleet.graph.sampling.batches import batches
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.layerwise import infer, layer_bytes
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.strategies.base import (
+from gnnfleet.strategies.input_cache import CACHED_RELATIONS, aggregate_once, side_by_side, wants_aggregate
+from gnnfleet.strategies.local.config import LocalConfig
+from gnnfleet.strategies.local.minibatches import SampledBatches
+from gnnfleet.strategies.protocol import (
     PRECISIONS,
     Job,
     Prediction,
@@ -33,11 +36,8 @@ from gnnfleet.strategies.base import (
     optimizer_tensors,
     products,
 )
-from gnnfleet.strategies.inputs import CACHED_RELATIONS, aggregate_once, side_by_side, wants_aggregate
-from gnnfleet.strategies.local.config import LocalConfig
-from gnnfleet.strategies.local.sampled import SampledBatches
-from gnnfleet.strategies.sampling import Ready
-from gnnfleet.strategies.task import Take
+from gnnfleet.strategies.sampling_options import Ready
+from gnnfleet.tasks.base import Take
 
 # Below this many nodes the features fit the caches and clustering costs more than it gains.
 ORDER_NODES = 50_000

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from gnnfleet.report.sizes import parse_size
-from gnnfleet.strategies.base import StrategyConfig
-from gnnfleet.strategies.macrobatch.cache import Policy
-from gnnfleet.strategies.sampling import SAMPLED_BATCH, FanoutWords, Switch
+from gnnfleet.strategies.macrobatch.cache_policies import Policy
+from gnnfleet.strategies.protocol import StrategyConfig
+from gnnfleet.strategies.sampling_options import SAMPLED_BATCH, FanoutWords, Switch
+from gnnfleet.units import parse_size
 
 Size = Annotated[int, BeforeValidator(lambda given: 0 if given in (0, "0") else parse_size(given))]
 

@@ -16,32 +16,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.exchange import Ring
-from gnnfleet.comm.reduce import gather_rows, sum_over_ranks
-from gnnfleet.comm.shared import workers_here
+from gnnfleet.comm.collectives import gather_rows, sum_over_ranks
+from gnnfleet.comm.halo_exchange import Ring
+from gnnfleet.comm.shared_memory import workers_here
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.batches import batches, count_batches
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.local import LocalView
-from gnnfleet.graph.prefetch import prefetched
+from gnnfleet.graph.sampling.batches import batches, count_batches
+from gnnfleet.graph.sampling.prefetch import prefetched
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.paging import is_mapped, spill
-from gnnfleet.report.clock import COMPUTE, WAIT
 from gnnfleet.report.memory import memory_limit
-from gnnfleet.report.sizes import show_size
-from gnnfleet.sharded.ring import RingView
-from gnnfleet.sharded.sampler import PartSampler
-from gnnfleet.sharded.tables import Tables
-from gnnfleet.strategies.base import PRECISIONS, Job, StepRecord, products
-from gnnfleet.strategies.macrobatch.budget import FORETASTE, Foretaste, choose_together
-from gnnfleet.strategies.macrobatch.cache import make_cache
-from gnnfleet.strategies.macrobatch.columns import Columns
+from gnnfleet.report.phase_timer import COMPUTE, WAIT
+from gnnfleet.sharded.full_batch.ring_view import RingView
+from gnnfleet.sharded.sampling.dist_sampler import PartSampler
+from gnnfleet.sharded.sampling.feature_store import Tables
+from gnnfleet.strategies.macrobatch.batch_count import FORETASTE, Foretaste, choose_together
+from gnnfleet.strategies.macrobatch.cache_policies import make_cache
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
-from gnnfleet.strategies.macrobatch.exchange import (
+from gnnfleet.strategies.macrobatch.feature_parallel import Columns
+from gnnfleet.strategies.macrobatch.fetch import (
     DEGREE,
     WEIGHTED,
     Fetched,
@@ -53,10 +51,12 @@ from gnnfleet.strategies.macrobatch.exchange import (
     far_ids,
     items_of,
 )
-from gnnfleet.strategies.macrobatch.host import HostRows
-from gnnfleet.strategies.on_parts import PartsStrategy, part_of
-from gnnfleet.strategies.sampling import FANOUT, Ready, Switch, check_layers, hops_of
-from gnnfleet.strategies.task import Batch, Take
+from gnnfleet.strategies.macrobatch.host_cache import HostRows
+from gnnfleet.strategies.partitioned_strategy import PartsStrategy, part_of
+from gnnfleet.strategies.protocol import PRECISIONS, Job, StepRecord, products
+from gnnfleet.strategies.sampling_options import FANOUT, Ready, Switch, check_layers, hops_of
+from gnnfleet.tasks.base import Batch, Take
+from gnnfleet.units import show_size
 
 
 class MacrobatchStrategy(PartsStrategy):

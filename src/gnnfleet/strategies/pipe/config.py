@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.strategies.base import StrategyConfig
-from gnnfleet.strategies.sampling import Switch
-from gnnfleet.strategies.task import Task
+from gnnfleet.strategies.protocol import StrategyConfig
+from gnnfleet.strategies.sampling_options import Switch
+from gnnfleet.tasks.base import Task
 
 SLOTS_PER_STAGE = 4
 """Chunks of a way for every stage, unless the user says: a bubble of less than a fifth."""

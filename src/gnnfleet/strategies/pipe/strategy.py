@@ -18,14 +18,21 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from gnnfleet.comm.reduce import gather_rows, sum_over_ranks
+from gnnfleet.comm.collectives import gather_rows, sum_over_ranks
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.chunks import Layout
+from gnnfleet.graph.partition.chunk_layout import Layout
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.report.schedule import draw_schedule
-from gnnfleet.report.sizes import show_size
+from gnnfleet.report.timeline_svg import draw_schedule
 from gnnfleet.report.traffic import Traffic
-from gnnfleet.strategies.base import (
+from gnnfleet.strategies.pipe.config import PipeConfig
+from gnnfleet.strategies.pipe.cpu_affinity import Cores
+from gnnfleet.strategies.pipe.gradient_check import Compared, Guard
+from gnnfleet.strategies.pipe.grid_planner import Candidate, Forecast, choose, forecast
+from gnnfleet.strategies.pipe.pipeline_rank import Station
+from gnnfleet.strategies.pipe.profile import loads_of, try_layers
+from gnnfleet.strategies.pipe.schedule import Span, bubble
+from gnnfleet.strategies.pipe.stage import Loss
+from gnnfleet.strategies.protocol import (
     PRECISIONS,
     PRIVATE,
     Job,
@@ -36,15 +43,8 @@ from gnnfleet.strategies.base import (
     make_optimizer,
     optimizer_tensors,
 )
-from gnnfleet.strategies.pipe.config import PipeConfig
-from gnnfleet.strategies.pipe.cores import Cores
-from gnnfleet.strategies.pipe.guard import Compared, Guard
-from gnnfleet.strategies.pipe.plan import Candidate, Forecast, choose, forecast
-from gnnfleet.strategies.pipe.probe import loads_of, try_layers
-from gnnfleet.strategies.pipe.schedule import Span, bubble
-from gnnfleet.strategies.pipe.stage import Loss
-from gnnfleet.strategies.pipe.station import Station
-from gnnfleet.strategies.task import Batch, Take
+from gnnfleet.tasks.base import Batch, Take
+from gnnfleet.units import show_size
 
 _CUT, _LAYOUT = "cut", "layout"  # what the history of a rank goes with
 _GUARD = "guard"

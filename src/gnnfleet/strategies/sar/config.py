@@ -6,11 +6,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from gnnfleet.comm.code import Wire
+from gnnfleet.comm.compression import Wire
 from gnnfleet.errors import ConfigError
-from gnnfleet.strategies.base import StrategyConfig
-from gnnfleet.strategies.sampling import Switch
-from gnnfleet.strategies.task import Task
+from gnnfleet.strategies.protocol import StrategyConfig
+from gnnfleet.strategies.sampling_options import Switch
+from gnnfleet.tasks.base import Task
 
 
 class SarConfig(StrategyConfig, frozen=True, extra="forbid"):

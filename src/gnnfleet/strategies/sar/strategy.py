@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.code import Code
-from gnnfleet.comm.exchange import Ring
-from gnnfleet.comm.reduce import gather_rows
+from gnnfleet.comm.collectives import gather_rows
+from gnnfleet.comm.compression import Code
+from gnnfleet.comm.halo_exchange import Ring
 from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import rss
 from gnnfleet.report.traffic import Traffic
-from gnnfleet.sharded.flow import Flow
-from gnnfleet.sharded.ring import RingView
-from gnnfleet.sharded.scout import scout
-from gnnfleet.strategies.base import PRECISIONS, Job, StepRecord, products
-from gnnfleet.strategies.inputs import aggregate_once, side_by_side
-from gnnfleet.strategies.on_parts import PartsStrategy, part_of
-from gnnfleet.strategies.sar.budget import Choice, Given, Needs, choose
+from gnnfleet.sharded.full_batch.active_rows import Flow
+from gnnfleet.sharded.full_batch.ring_view import RingView
+from gnnfleet.sharded.step_tracer import scout
+from gnnfleet.strategies.input_cache import aggregate_once, side_by_side
+from gnnfleet.strategies.partitioned_strategy import PartsStrategy, part_of
+from gnnfleet.strategies.protocol import PRECISIONS, Job, StepRecord, products
 from gnnfleet.strategies.sar.config import SarConfig
+from gnnfleet.strategies.sar.memory_plan import Choice, Given, Needs, choose
 
 
 class SarStrategy(PartsStrategy):

@@ -15,10 +15,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.reduce import gather_rows
+from gnnfleet.comm.collectives import gather_rows
 from gnnfleet.comm.world import World
-from gnnfleet.graph.event_negatives import AllDestinations
-from gnnfleet.graph.events import EventStream
+from gnnfleet.graph.events.event_stream import EventStream
+from gnnfleet.graph.events.negatives import AllDestinations
 from gnnfleet.nn.edgebank import edgebank_ranks, window_of
 from gnnfleet.nn.heads import Tally
 from gnnfleet.nn.link import link_loss
@@ -26,10 +26,10 @@ from gnnfleet.nn.ranking import average_precision, mrr, ranks_among
 from gnnfleet.nn.temporal.decoders import ClassDecoder
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.strategies.base import products
+from gnnfleet.strategies.protocol import products
+from gnnfleet.strategies.temporal.batch_step import Batch, Lookout, advance, embed, remember
 from gnnfleet.strategies.temporal.memory import Memory
-from gnnfleet.strategies.temporal.step import Batch, Lookout, advance, embed, remember
-from gnnfleet.strategies.temporal.task import EventTask, link_scores
+from gnnfleet.tasks.event import EventTask, link_scores
 
 QUERIES, PAIRS = 1 << 15, 1 << 17
 """Nodes at times that are looked at together, pairs that are scored together where each node is looked at once; they

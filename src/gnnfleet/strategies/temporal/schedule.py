@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnnfleet.comm.grid import coordinates_of
+from gnnfleet.comm.mesh import coordinates_of
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,18 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from gnnfleet.comm.grid import coordinates_of
-from gnnfleet.comm.reduce import gather_rows, share, sum_gradients
-from gnnfleet.comm.shared import machines
+from gnnfleet.comm.collectives import gather_rows, share, sum_gradients
+from gnnfleet.comm.mesh import coordinates_of
+from gnnfleet.comm.shared_memory import machines
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.events import EventStream
-from gnnfleet.graph.prefetch import prefetched, wise_depth
+from gnnfleet.graph.events.event_stream import EventStream
+from gnnfleet.graph.sampling.prefetch import prefetched, wise_depth
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.lanes import draw_lanes
 from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.traffic import Traffic
-from gnnfleet.strategies.base import (
+from gnnfleet.strategies.protocol import (
     PRECISIONS,
     PRIVATE,
     TRAINED,
@@ -42,17 +42,17 @@ from gnnfleet.strategies.base import (
     optimizer_tensors,
     products,
 )
-from gnnfleet.strategies.task import Take
-from gnnfleet.strategies.temporal.average import Average
+from gnnfleet.strategies.temporal.batch_step import Batch, Lookout, embed, remember
 from gnnfleet.strategies.temporal.config import TemporalConfig
+from gnnfleet.strategies.temporal.ema import Average
 from gnnfleet.strategies.temporal.evaluation import Evaluator
+from gnnfleet.strategies.temporal.layout_planner import Curve, Pace, Trainers, arrange
 from gnnfleet.strategies.temporal.memory import Memory
-from gnnfleet.strategies.temporal.plan import Curve, Pace, Trainers, arrange
+from gnnfleet.strategies.temporal.memory_access import Turns, Work
 from gnnfleet.strategies.temporal.schedule import Schedule
-from gnnfleet.strategies.temporal.static import learn_static
-from gnnfleet.strategies.temporal.step import Batch, Lookout, embed, remember
-from gnnfleet.strategies.temporal.task import EventJob, EventTask
-from gnnfleet.strategies.temporal.turns import Turns, Work
+from gnnfleet.strategies.temporal.static_embedding import learn_static
+from gnnfleet.tasks.base import Take
+from gnnfleet.tasks.event import EventJob, EventTask
 
 STATIC = "static.table"
 """The name of what was learnt of nodes, beside the weights in a state."""

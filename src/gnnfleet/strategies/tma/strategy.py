@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError, RunError
-from gnnfleet.graph.batches import count_batches
+from gnnfleet.graph.sampling.batches import count_batches
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.draws import Draws, Purpose
-from gnnfleet.report.clock import PHASES, WAIT
-from gnnfleet.strategies.base import PRECISIONS, Job, Prediction, State, StepRecord, Strategy
-from gnnfleet.strategies.link_task import LinkTask
-from gnnfleet.strategies.task import Take
-from gnnfleet.strategies.tma.average import Layout, Outer
+from gnnfleet.report.phase_timer import PHASES, WAIT
+from gnnfleet.strategies.protocol import PRECISIONS, Job, Prediction, State, StepRecord, Strategy
+from gnnfleet.strategies.tma.averaging import Layout, Outer
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.desk import Closed, Desk, Table
+from gnnfleet.strategies.tma.coordinator import Closed, Desk, Table
+from gnnfleet.tasks.base import Take
+from gnnfleet.tasks.link import LinkTask
 
 VELOCITY, MOMENTS, CORRECTION = "outer/velocity", "average/moments", "correction/"
 """Names, or their beginnings, of what a checkpoint has beside weights."""

@@ -20,16 +20,16 @@ from safetensors import safe_open
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from gnnfleet.comm.post import AGAIN_SECONDS, Post
+from gnnfleet.comm.message_store import AGAIN_SECONDS, Post
 from gnnfleet.errors import ExchangeError, RunError
-from gnnfleet.graph.bundle import write_atomically
-from gnnfleet.graph.deal import Deal
-from gnnfleet.report.clock import EXCHANGE, WAIT, Clock
+from gnnfleet.graph.partition.node_assignment import Deal
+from gnnfleet.io.bundle import write_atomically
 from gnnfleet.report.memory import own_rss, peak_rss, rss
-from gnnfleet.strategies.base import StepRecord, Strategy
-from gnnfleet.strategies.tma.average import Layout
+from gnnfleet.report.phase_timer import EXCHANGE, WAIT, Clock
+from gnnfleet.strategies.protocol import StepRecord, Strategy
+from gnnfleet.strategies.tma.averaging import Layout
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.exchange import (
+from gnnfleet.strategies.tma.protocol import (
     KEPT,
     LOOK_SECONDS,
     Give,

@@ -1,0 +1,1 @@
+"""Analyses beside training: comparison of runs, partition diagnosis, checks of the machine."""

@@ -1,0 +1,132 @@
+"""``gnnfleet datasets``: what can be generated, with which parameters, and a store made of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gnnfleet.cli.output import JsonFlag, QuietFlag, SetOption, emit, parse_settings, size_text, table
+
+if TYPE_CHECKING:
+    from gnnfleet.graph.datasets import Dataset
+    from gnnfleet.graph.graph import Edges, Graph
+
+app = typer.Typer(name="datasets", help="Generated graphs, from a seed.", no_args_is_help=True)
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A generator: gnnfleet datasets list names all.")]
+
+
+@app.command("list")
+def list_datasets(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show the parameters of this one.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print the names of all generators, or the parameters of one."""
+    from gnnfleet.graph.datasets import DATASETS
+
+    if name is not None:
+        show_dataset(name, as_json=as_json)
+        return
+    result = {"datasets": [{"name": entry.name, "summary": entry.summary} for entry in DATASETS.values()]}
+    emit(result, as_json=as_json, human=[f"{entry.name:<12} {entry.summary}" for entry in DATASETS.values()])
+
+
+@app.command("show")
+def show_dataset(name: NameArgument, as_json: JsonFlag = False) -> None:
+    """Print the parameters of a generator, with defaults and meaning."""
+    from gnnfleet.graph.datasets import find_dataset
+
+    dataset = find_dataset(name)
+    shown = [(p.name, p.kind, "" if p.default is None else str(p.default), p.meaning) for p in dataset.parameters]
+    listed = table(f"{dataset.name}: {dataset.summary}", ["parameter", "type", "default", "meaning"], shown)
+    emit(_describe(dataset), as_json=as_json, human=[listed])
+
+
+@app.command("make")
+def make_dataset(
+    name: NameArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where the store goes.")],
+    settings: SetOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a store that is there.")] = False,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Generate a graph and write it as a store."""
+    from gnnfleet.graph.datasets import find_dataset
+    from gnnfleet.graph.store import KIND, save_store
+    from gnnfleet.io.bundle import check_target
+    from gnnfleet.report.progress import show
+
+    dataset = find_dataset(name)
+    config = dataset.configure(dict(parse_settings(settings)))
+    check_target(output, KIND, overwrite)
+    start = time.perf_counter()
+    with show(quiet) as progress:
+        graph = dataset.make(config, progress)
+        generated = time.perf_counter()
+        graph = save_store(graph, output, overwrite=overwrite, advance=progress.stage("write", _tensor_bytes(graph)))
+    seconds = {"generate": generated - start, "write": time.perf_counter() - generated}
+    assert graph.store is not None
+    result = {
+        "dataset": name,
+        "store": str(output),
+        "nodes": _count_nodes(graph),
+        "edges": {str(kind): edges.count for kind, edges in graph.edges.items()},
+        "bytes": graph.store.nbytes,
+        "seconds": {stage: round(taken, 3) for stage, taken in seconds.items()},
+        "parameters": config.model_dump(mode="json"),
+    }
+    emit(result, as_json=as_json, human=_tables(graph, result))
+
+
+def _describe(dataset: Dataset) -> dict[str, Any]:
+    fields = [
+        {
+            "name": p.name,
+            "type": p.kind,
+            "default": p.default if isinstance(p.default, int | float | None) else str(p.default),
+            "meaning": p.meaning,
+        }
+        for p in dataset.parameters
+    ]
+    return {"name": dataset.name, "summary": dataset.summary, "parameters": fields}
+
+
+def _count_nodes(graph: Graph) -> dict[str, dict[str, int]]:
+    return {
+        kind: {
+            "count": nodes.count,
+            "features": 0 if nodes.x is None else nodes.x.shape[1],
+            "classes": nodes.num_classes,
+        }
+        for kind, nodes in graph.nodes.items()
+    }
+
+
+def _tensor_bytes(graph: Graph) -> int:
+    from gnnfleet.graph.store import EDGE_ARRAYS, NODE_ARRAYS
+
+    tensors = [getattr(nodes, name) for nodes in graph.nodes.values() for name in NODE_ARRAYS]
+    tensors += [getattr(edges, name) for edges in graph.edges.values() for name in EDGE_ARRAYS]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _tables(graph: Graph, result: dict[str, Any]) -> list[Any]:
+    nodes = [(kind, row["count"], row["features"], row["classes"]) for kind, row in result["nodes"].items()]
+    edges = [
+        (str(kind), entry.count, 0 if entry.attr is None else entry.attr.shape[1], _data(entry))
+        for kind, entry in graph.edges.items()
+    ]
+    taken = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in result["seconds"].items())
+    return [
+        table(None, ["nodes", "count", "features", "classes"], nodes),
+        table(None, ["edges", "count", "features", "data"], edges),
+        f"{result['store']}: {size_text(result['bytes'])}, {taken}",
+    ]
+
+
+def _data(edges: Edges) -> str:
+    return ", ".join(name for name in ("weight", "time") if getattr(edges, name) is not None)

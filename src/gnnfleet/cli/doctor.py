@@ -1,0 +1,22 @@
+"""``gnnfleet doctor``: is this machine fit to train on?"""
+
+from __future__ import annotations
+
+import typer
+
+from gnnfleet.cli.output import JsonFlag, emit, table
+
+
+def doctor(as_json: JsonFlag = False) -> None:
+    """Check this machine: torch, kernels, OpenMP, shared memory, ports, network interface, limits.
+
+    Exits with 1 when something would keep a run from working.
+    """
+    from gnnfleet.analysis.doctor import as_record, examine
+
+    findings = examine()
+    record = as_record(findings)
+    rows = [(f.check, f.level, f.found, f.advice) for f in findings]
+    emit(record, as_json=as_json, human=[table(None, ("check", "", "found", "advice"), rows)])
+    if not record["fit"]:
+        raise typer.Exit(1)

@@ -1,0 +1,71 @@
+"""``gnnfleet join``: trainers on this machine for a run whose coordinator is on another."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gnnfleet.cli.output import QuietFlag, remark
+from gnnfleet.errors import ConfigError
+
+MOST_TRAINERS = 1024
+JOIN_EXAMPLES = """\
+gnnfleet train /data/shop --strategy tma --workers 8 --set strategy.listen=0.0.0.0:29500 --set strategy.here=4
+
+gnnfleet join first-machine:29500 /data/shop --trainers 4-7                    on the second machine
+"""
+
+
+def join(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the coordinator listens.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="The same store, as it lies on this machine.")],
+    trainers: Annotated[str, typer.Option(metavar="NUMBERS", help="Which trainers run here, as 4-7 or 4,6.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py:FACTORY", help="Your copy of the run's model file. Needed if it uses one."),
+    ] = None,
+    model_sha256: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HEX", help="Instead of --model: run the coordinator's copy, if its SHA-256 is the one given."
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", metavar="N", help="How often each may be started again. Default 0.")
+    ] = 0,
+    quiet: QuietFlag = False,
+) -> None:
+    """Run some of the trainers of a tma run here, until it is over.
+
+    A trainer that comes late, or comes back, takes the newest weights and goes on with them.
+    A model file runs here only if you pass it (--model) or confirm its SHA-256: the address is not trusted with code.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # that nobody answers is said once, in our words
+    from gnnfleet.launch.tma_supervisor import join_fleet
+
+    def say(text: str) -> None:
+        remark(text, quiet=quiet)
+
+    join_fleet(
+        address, store, parse_numbers(trainers), restarts=max_restarts, say=say, model=model, model_sha256=model_sha256
+    )
+
+
+def parse_numbers(text: str) -> list[int]:
+    """``4-7`` or ``4,6``; raises ConfigError."""
+    found: list[int] = []
+    for word in text.split(","):
+        span = re.fullmatch(r"(\d+)(?:-(\d+))?", word.strip())
+        if span is None:
+            raise ConfigError(f"--trainers takes numbers as 4-7 or 4,6; found {text!r}")
+        low, high = int(span[1]), int(span[2] or span[1])
+        if high - low >= MOST_TRAINERS:
+            raise ConfigError(f"--trainers takes at most {MOST_TRAINERS} numbers, found {text!r}")
+        found += range(low, high + 1)
+    if not found or len(set(found)) < len(found):
+        raise ConfigError(f"--trainers takes different numbers as 4-7 or 4,6; found {text!r}")
+    return found

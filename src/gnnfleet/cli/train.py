@@ -1,0 +1,210 @@
+"""``gnnfleet train``: a store, a strategy, a model; a run directory and one record."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gnnfleet.cli.output import JsonFlag, QuietFlag, StoreArgument, emit, parse_settings, remark, size_text, table
+from gnnfleet.comm.allocator import prefer_huge_pages
+from gnnfleet.comm.launch_env import Seat
+from gnnfleet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gnnfleet.config.resolve import RunConfig
+    from gnnfleet.report.run_record import RunRecord
+
+TRAIN_EXAMPLES = """\
+gnnfleet train shop/ --model gcn --set model.hidden=64 --set train.lr=0.01 --split 20-per-class
+
+gnnfleet train shop/ --model mine.py:make --set model.settings.depth=4        a model of your own, docs/models.md
+
+gnnfleet train shop/ --config run.toml --seed 1 --run-dir runs/first --resume
+
+gnnfleet train shop/ --strategy sar --workers 4 --max-restarts 3               four processes on this machine
+
+gnnfleet train shop/ --strategy macrobatch --workers 4 --set 'strategy.fanouts=[15,10,5]'
+
+gnnfleet train shop/ --strategy tma --workers 3 --set strategy.interval=10     three trainers and a coordinator
+
+gnnfleet train events/ --strategy temporal --model tgn                         a stream of events
+
+torchrun --nnodes 4 --node-rank I --rdzv-backend static --master-addr HOST --master-port 29400 \\
+  -m gnnfleet train shop/ --strategy sar                                       four machines, docs/two-machines.md
+"""
+_WHAT, _HOW, _WHERE = "What is trained", "How it runs", "What is kept"
+
+
+def _option(panel: str, metavar: str, text: str, *names: str) -> Any:
+    return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=text)
+
+
+Model = _option(
+    _WHAT,
+    "NAME",
+    "sage, gcn, gat, gatv2, gin, rgcn, gcn2, res+, or file.py:factory for your own. Default sage. "
+    "Of events: tgn, tgn-id, tgat. Default tgn.",
+    "--model",
+    "-m",
+)
+Task = _option(_WHAT, "TASK", "node: classify nodes, the default; link: predict edges; edge: classify events.")
+SplitRule = _option(
+    _WHAT,
+    "RULE",
+    "0.6/0.2/0.2 (train/val/test) of nodes or edges, 20-per-class, or the number of a split of the store. Default 0.",
+)
+Settings = _option(_WHAT, "KEY=VALUE", "One word of the config, as train.lr=0.01; repeatable.", "--set")
+Config = _option(_WHAT, "FILE", "A TOML file with the words of a run.", "--config", "-c")
+Seed = _option(_WHAT, "N", "The same seed gives the same weights, bit for bit. Default 0.")
+Strategy = _option(
+    _HOW,
+    "NAME",
+    "local: one process, the default; sar: exact full batch on several workers; macrobatch: sampled mini-batches; "
+    "tma: independent trainers whose weights are averaged on a clock; pipe: layers in stages, chunks streamed through; "
+    "temporal: events in the order of time; "
+    "auto: what gnnfleet plan recommends.",
+    "--strategy",
+    "-s",
+)
+Workers = _option(_HOW, "N", "Processes on this machine. Default 1; of several machines see below.", "--workers", "-w")
+Restarts = _option(_HOW, "N", "How often workers may be started again when one is lost. Default 0.", "--max-restarts")
+Launcher = _option(_HOW, "NAME", "tma: how trainers are started: process, the default, or ray.", "--launcher")
+Partition = _option(
+    _HOW, "METHOD", "How nodes are dealt to workers: mincut, super, random, stream, range. local has no parts."
+)
+Memory = _option(
+    _HOW,
+    "SIZE",
+    "As 500MB. local, tma: what an evaluation may hold of activations; a larger one goes in chunks; default 4GiB. "
+    "sar: what each worker may hold in all; it chooses how to train within it, or refuses. macrobatch: decides whether "
+    "features and their aggregate stay in memory; default a worker's share of what there is. temporal: what copies of "
+    "the memory may take on a machine; default half of it. auto: what each worker may hold in all. pipe: "
+    "nothing.",
+)
+RunDir = _option(_WHERE, "DIR", "Where the run goes. Default runs/STORE-MODEL-N, which runs/last points to.")
+
+
+def _strategy(name: str | None, launcher: str | None) -> dict[str, str] | None:
+    words = {"name": name, "launcher": launcher}
+    return {key: value for key, value in words.items() if value is not None} or None
+
+
+class Precision(StrEnum):
+    float32 = "float32"
+    bf16 = "bf16"
+    float64 = "float64"
+
+
+def train(
+    store: StoreArgument,
+    model: Annotated[str | None, Model] = None,
+    task: Annotated[str | None, Task] = None,
+    split: Annotated[str | None, SplitRule] = None,
+    settings: Annotated[list[str] | None, Settings] = None,
+    config: Annotated[Path | None, Config] = None,
+    seed: Annotated[int | None, Seed] = None,
+    strategy: Annotated[str | None, Strategy] = None,
+    workers: Annotated[int | None, Workers] = None,
+    max_restarts: Annotated[int, Restarts] = 0,
+    launcher: Annotated[str | None, Launcher] = None,
+    partition: Annotated[str | None, Partition] = None,
+    precision: Annotated[
+        Precision | None,
+        typer.Option(
+            rich_help_panel=_HOW,
+            help="bf16 stores what dense products give in bfloat16, and multiplies in it where the CPU can; weights "
+            "stay float32, sums are taken in it. Default float32.",
+        ),
+    ] = None,
+    memory: Annotated[str | None, Memory] = None,
+    run_dir: Annotated[Path | None, RunDir] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", rich_help_panel=_WHERE, help="Go on where --run-dir (or runs/last) stopped.")
+    ] = False,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", rich_help_panel=_WHERE, help="Keep trace.json: what workers did when, for Perfetto."),
+    ] = False,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Train a model, keep the weights that are best on val, measure them on test.
+
+    Interrupt it at any time: --resume ends in the same weights.
+    Options win over --set, --set wins over --config. Some words and their defaults:
+
+    model.hidden=256  model.layers=3  model.dropout=0.5  model.norm=none
+    train.epochs=100  train.lr=0.01  train.weight_decay=0.0005  train.patience=0
+
+    All of them are in docs/defaults.md, models in docs/models.md.
+    """
+    prefer_huge_pages()
+    seat = Seat.from_environment()
+    if seat is not None and seat.size > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is reported once, in our words
+    from gnnfleet.config.resolve import layered, parse_value, read_toml
+    from gnnfleet.graph.store import open_store
+    from gnnfleet.session.prepare import Place
+    from gnnfleet.session.training import run_training
+
+    words = {} if config is None else read_toml(config)
+    given = {key: parse_value(value) for key, value in parse_settings(settings).items()}
+    options = {
+        "strategy": _strategy(strategy, launcher),
+        "workers": workers,
+        "model": None if model is None else {"name": model},
+        "task": task,
+        "seed": seed,
+        "split": split,
+        "partition": partition,
+        "memory": memory,
+        "precision": None if precision is None else str(precision),
+        "report": {"trace": True} if trace else None,
+    }
+    words = layered(words, given, {key: value for key, value in options.items() if value is not None})
+    place = Place(run_dir, keep=True, resume=resume)
+
+    def show(record: RunRecord, resolved: RunConfig) -> None:
+        emit(record.as_json(), as_json=as_json, human=_summary(store.resolve().name, record))
+        if record.epochs < resolved.train.epochs:
+            waited = record.epochs - record.metrics["best_epoch"]
+            remark(f"stopped after {record.epochs} epochs: val did not get better for {waited}", quiet=quiet)
+        remark(f"kept in {record.run_dir}", quiet=quiet)
+
+    if seat is not None and seat.size > 1:
+        from gnnfleet.session.torchrun import train_as_rank
+
+        if max_restarts:
+            raise ConfigError("restarts are torchrun's: put --max-restarts before -m gnnfleet")
+        train_as_rank(seat, store, words, place=place, quiet=quiet, show=show)
+    graph = open_store(store)
+    if resume and run_dir is not None and not (run_dir / "config.json").exists():
+        remark(f"there is no run in {run_dir} to go on with: it begins", quiet=quiet)
+    trained = run_training(graph, words, place=place, quiet=quiet, restarts=max_restarts)
+    show(trained.record, trained.config)
+
+
+def _summary(name: str, record: RunRecord) -> list[Any]:
+    several = " (of the largest worker)" if record.workers > 1 else ""
+    rows = [
+        ("epochs", record.epochs),
+        ("best epoch", record.metrics["best_epoch"]),
+        ("train loss", record.metrics["train_loss"]),
+        *((f"{split} {record.metrics['name']}", record.metrics[split]) for split in ("val", "test")),
+        *(
+            (f"{split} {name}", value)
+            for split, found in record.metrics.get("beside", {}).items()
+            for name, value in found.items()
+        ),
+        ("seconds per epoch (median)", median(record.seconds_per_epoch) if record.seconds_per_epoch else None),
+        ("peak memory" + several, size_text(max(record.memory["peak_rss"]))),
+    ]
+    if record.workers > 1:
+        rows.append(("sent in all", size_text(sum(record.traffic["bytes_sent"]))))
+    on = f", {record.workers} workers" if record.workers > 1 else ""
+    return [f"{record.model} on {name}, strategy {record.strategy}{on}", table(None, ["", "value"], rows)]

@@ -1,0 +1,1 @@
+"""Configuration of a run: its schema, its resolution, and hints for misspelt settings."""

@@ -1,0 +1,321 @@
+"""The words of a run: TOML file, ``--set a.b=c`` and keyword arguments, resolved into one frozen value.
+
+Unknown words are refused with the nearest known one. The resolved config is saved with the run, so a run can be
+repeated from its directory alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError, field_validator
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.nn.config import TEMPORAL_DEFAULTS, TEMPORAL_MODELS, ModelConfig
+from gnnfleet.nn.link import LinkConfig
+from gnnfleet.strategies.protocol import StrategyConfig, TrainConfig
+from gnnfleet.strategies.registry import CONFIGS, find_config
+from gnnfleet.strategies.sampling_options import SAMPLED_BATCH
+from gnnfleet.strategies.temporal.config import EVENT_TRAINING, TemporalConfig
+from gnnfleet.units import parse_size
+
+Tree = dict[str, Any]
+
+
+class ReportConfig(BaseModel, frozen=True, extra="forbid"):
+    """What is measured and shown beside the metrics."""
+
+    memory: bool = False  # one more, untimed epoch under torch's profiler for peak_tensors
+    tensorboard: bool = False
+    trace: bool = False  # steps, exchanges and waits of all workers in trace.json, for Perfetto
+
+
+class RunConfig(BaseModel, frozen=True, extra="forbid"):
+    """Everything that decides the result of a run, given the graph."""
+
+    strategy: SerializeAsAny[StrategyConfig]
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    report: ReportConfig = Field(default_factory=ReportConfig)
+    link: LinkConfig = Field(default_factory=LinkConfig)
+    task: Literal["node", "link", "edge"] = "node"
+    workers: int = Field(default=1, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    precision: Literal["float32", "bf16", "float64"] = "float32"
+    # local, tma: bytes of activations an evaluation may hold, 4GiB by default. sar, auto: all that a worker may hold.
+    # macrobatch: decides whether features and their aggregate stay in memory. temporal: what copies of the memory may
+    # take on a machine.
+    memory: Annotated[int | None, BeforeValidator(lambda given: None if given is None else parse_size(given))] = None
+    partition: str | None = None  # how nodes are dealt to workers; None leaves it to the strategy
+    # The number of a split of the store, or a rule that makes one of nodes (0.6/0.2/0.2, 20-per-class) or of links.
+    split: int | str = 0
+
+    @field_validator("partition")
+    @classmethod
+    def _known(cls, method: str | None) -> str | None:
+        from gnnfleet.graph.partition.assign import PARTITIONERS
+
+        if method is not None and method not in PARTITIONERS:
+            near = difflib.get_close_matches(method, PARTITIONERS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PARTITIONERS)}"
+            raise ConfigError(f"no partitioner {method!r}: {hint}")
+        return method
+
+
+# What may differ between a run and its continuation without making it another run. Memory decides the chunks of an
+# evaluation, which differ by rounding: a run that was killed for its memory must be able to go on with less. So do
+# the parts of a graph: a run may go on with more or fewer machines.
+_CHANGEABLE = (
+    "train.epochs",
+    "train.patience",
+    "train.checkpoint_seconds",
+    "report.memory",
+    "report.tensorboard",
+    "report.trace",
+    "memory",
+    "workers",
+    "partition",
+    "strategy.share",
+    "strategy.lanes",
+    "strategy.copies",
+    "strategy.quorum",
+    "strategy.deadline",
+    "strategy.silence",
+    "strategy.lost",
+    "strategy.launcher",
+    "strategy.listen",
+    "strategy.here",
+    "strategy.give_up",
+)
+
+
+def resolve(tree: Mapping[str, Any]) -> RunConfig:
+    """Nested words as a RunConfig; raises ConfigError naming the first wrong word and what was expected."""
+    tree = dict(tree)
+    strategy = named_group("strategy", tree.pop("strategy", {}))
+    if "model" in tree:
+        tree["model"] = named_group("model", tree["model"])
+    if strategy.get("name") == "tma" and strategy.get("scheme") == "ggs":
+        _named(find_config("tma"), {**strategy, "scheme": "random"})  # words that are none are refused
+        strategy = _synchronous(strategy, tree.get("workers", 1))
+    kind = find_config(str(strategy.get("name", "local")))
+    if kind is TemporalConfig:
+        tree = _on_events(tree)
+    if tree.get("task") == "link" and isinstance(tree.get("train", {}), Mapping):
+        tree["train"] = {"weight_decay": 0.0, **tree.get("train", {})}  # it would shrink rarely used rows to nothing
+    try:
+        config = RunConfig(strategy=_named(kind, strategy), **tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, kind)) from None
+    _check_fits(config)
+    config.strategy.check_workers(config.workers)
+    if config.strategy.name == "local" and config.workers != 1:
+        several = "|".join(name for name in CONFIGS if name not in ("local", "temporal"))
+        raise ConfigError(
+            f"strategy local runs in one process, found workers={config.workers}: use --workers 1, "
+            f"or --strategy {several}"
+        )
+    if config.partition is not None and not config.strategy.uses_parts:
+        raise ConfigError(f"strategy {config.strategy.name} uses no parts: leave out --partition {config.partition}")
+    return config
+
+
+def _on_events(tree: Tree) -> Tree:
+    """What words mean on a stream of events, where they are left out."""
+    model = {"name": "tgn", **named_group("model", tree.get("model", {}))}
+    train = tree.get("train", {})
+    return {
+        "task": "link",
+        **tree,
+        "model": {**TEMPORAL_DEFAULTS, **model},
+        "train": {**EVENT_TRAINING, **train} if isinstance(train, Mapping) else train,
+    }
+
+
+def _check_fits(config: RunConfig) -> None:
+    """Models and tasks of events go with the strategy for events, and only those."""
+    name, model = config.strategy.name, config.model
+    if isinstance(config.strategy, TemporalConfig):
+        if not model.is_temporal:
+            raise ConfigError(f"strategy temporal trains {', '.join(TEMPORAL_MODELS)}, found --model {model.label}")
+        if model.layers > 2:
+            raise ConfigError(f"{model.name} has one or two layers, found model.layers={model.layers}")
+        if config.task == "node":
+            raise ConfigError("strategy temporal predicts events: use --task link or edge, found node")
+        return
+    if model.is_temporal:
+        raise ConfigError(f"model {model.name} is for streams of events: use --strategy temporal, found {name}")
+    if config.task == "edge":
+        raise ConfigError(f"task edge is for streams of events: use --strategy temporal, found {name}")
+
+
+def _synchronous(words: Tree, workers: Any) -> Tree:
+    """The baseline of tma that sees the whole graph: sampled batches as many times as large, each fetched by itself."""
+    kept: Tree = {key: words[key] for key in ("fanouts", "replace") if key in words}
+    each, count = words.get("batch", SAMPLED_BATCH), workers if isinstance(workers, int) else 1
+    batch = each * count if isinstance(each, int) else each
+    return {"name": "macrobatch", **kept, "batch": batch, "together": 1, "cache_inputs": False}
+
+
+def named_group(key: str, value: Any) -> Tree:
+    """``model = "gcn"`` is short for a table with that name."""
+    if isinstance(value, str):
+        return {"name": value}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}={value!r}: expected a name or a table of settings")
+    return dict(value)
+
+
+def _named(kind: type[StrategyConfig], words: Tree) -> StrategyConfig:
+    try:
+        return kind(**words)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, kind, prefix="strategy.")) from None
+
+
+def read_toml(path: Path) -> Tree:
+    """The words of a config file."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, numbers of thousands of digits, nested too deep
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def parse_value(text: str) -> Any:
+    """``256``, ``0.01``, ``true``, ``[10, 5]`` as TOML reads them; anything else is text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+
+
+def nest(settings: Mapping[str, Any]) -> Tree:
+    """``{"train.lr": 0.1}`` as ``{"train": {"lr": 0.1}}``; raises ConfigError for a word that is also a group."""
+    tree: Tree = {}
+    for key, value in settings.items():
+        *groups, last = key.split(".")
+        at = tree
+        for group in groups:
+            at = at.setdefault(group, {})
+            if not isinstance(at, dict):
+                raise ConfigError(f"{key} cannot be set: {group} has a value already")
+        at[last] = value
+    return tree
+
+
+def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """``base`` with what ``over`` says in its place. Another strategy keeps nothing of the former's words; words
+    that belong to none yet are kept."""
+    tree = dict(base)
+    for key, value in over.items():
+        below = tree.get(key)
+        if key in ("strategy", "model") and below is not None:
+            value, below = named_group(key, value), named_group(key, below)
+            former = below.get("name")
+            if key == "strategy" and former is not None and value.get("name", former) != former:
+                below = None
+        tree[key] = overlay(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return tree
+
+
+def layered(file: Mapping[str, Any], given: Mapping[str, Any], options: Mapping[str, Any]) -> Tree:
+    """The words of a file, of ``--set`` and of options, later ones winning. Where options name another strategy than
+    the file, its words go, those of ``--set`` stay: they are meant for the one that is named."""
+    strategy = named_group("strategy", options.get("strategy") or {})
+    first = overlay(file, {"strategy": {"name": strategy["name"]}}) if "name" in strategy else file
+    words = overlay(first, nest(given))
+    said = words.get("strategy")
+    if "name" in strategy and isinstance(said, Mapping):
+        words["strategy"] = {**said, "name": strategy["name"]}
+    return overlay(words, options)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Tree:
+    """The reverse of ``nest``."""
+    flat: Tree = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def check_continues(old: RunConfig, new: RunConfig) -> None:
+    """Raise ConfigError when ``new`` would make a continued run differ from an uninterrupted one."""
+    before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
+    changed = [key for key in {**after, **before} if key not in _CHANGEABLE and before.get(key) != after.get(key)]
+    if changed:
+        key = changed[0]
+        raise ConfigError(
+            f"the run was started with {key}={before.get(key)}, found {after.get(key)}: a run continues as it began; "
+            "leave it out, or start another run"
+        )
+
+
+def settings_named(word: str) -> list[str]:
+    """The settings, of any strategy, whose last part is ``word``."""
+    found = [name for kind in CONFIGS.values() for name in _settings(kind) if name.rpartition(".")[2] == word]
+    return list(dict.fromkeys(found))
+
+
+def _explain(error: ValidationError, kind: type[StrategyConfig], prefix: str = "") -> str:
+    first = error.errors()[0]
+    words = _place(first)
+    key = prefix + ".".join(words)
+    if first["type"] == "extra_forbidden":
+        return f"no setting {key!r}: {_meant(key, kind)}"
+    if first["type"] == "value_error":
+        return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
+    said = dict.fromkeys(each["msg"].lower() for each in error.errors() if _place(each) == words)
+    return f"{key}={_short(first['input'])}: {' or '.join(said).replace(' or input should be ', ' or ')}"
+
+
+def _place(error: Mapping[str, Any]) -> list[str]:
+    """The words that lead to a value; of one that may be of several kinds these are no part."""
+    if error["type"] == "extra_forbidden":
+        return [str(word) for word in error["loc"]]
+    return [str(word) for word in error["loc"] if not re.search(r"[\[\-]", str(word)) and word not in _KINDS]
+
+
+_KINDS = ("int", "float", "bool", "str")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def _meant(key: str, kind: type[StrategyConfig]) -> str:
+    """What to say of an unknown setting: the same word elsewhere comes before one that only looks like it."""
+    group, _, word = key.rpartition(".")
+    known = _settings(kind)
+    same = [name for name in known if name.rpartition(".")[2] == word]
+    if same:
+        return f"did you mean {' or '.join(same)}?"
+    others = [name for name, config in CONFIGS.items() if word in config.model_fields]
+    if others and group in ("", "strategy"):
+        mine = kind.model_fields["name"].default
+        return f"strategy {mine} has none such, strategy.{word} is a setting of {', '.join(others)}"
+    inside = [name for name in known if not group or name.startswith(f"{group}.")]
+    near = {name.rpartition(".")[2]: name for name in reversed(inside)}
+    close = difflib.get_close_matches(word, near, n=1, cutoff=0.5)
+    here = [name.rpartition(".")[2] for name in inside if name.rpartition(".")[0] == group]
+    return f"did you mean {near[close[0]]}?" if close else f"known: {', '.join(here)}"
+
+
+def _settings(kind: type[StrategyConfig]) -> list[str]:
+    """The full names of all settings of a run with a strategy, groups included."""
+    found = list(RunConfig.model_fields)
+    for name, field in RunConfig.model_fields.items():
+        group = kind if name == "strategy" else field.annotation
+        if isinstance(group, type) and issubclass(group, BaseModel):
+            found += [f"{name}.{word}" for word in group.model_fields]
+    return found

@@ -1,0 +1,1 @@
+"""Streams of timed events and their negative samples."""

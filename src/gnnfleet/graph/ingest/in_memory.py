@@ -1,0 +1,107 @@
+"""Graphs that come whole, in a file of another tool: read into memory, cleaned by the same rules as tables, saved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gnnfleet.errors import InputError
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.ingest.clean import clean_edges
+from gnnfleet.graph.ingest.spec import ImportReport, Rules, count_edges, count_nodes
+from gnnfleet.graph.ingest.tgb import PREFIX, read_tgb
+from gnnfleet.graph.split import parse_rule, split_nodes
+from gnnfleet.graph.store import KIND, save_store
+from gnnfleet.io.bundle import DTYPES, check_target
+from gnnfleet.report.progress import Progress, Silent
+
+ENDINGS = (".npz", ".pt", ".graphml", ".gml")
+
+
+def import_whole(
+    source: str | Path,
+    output: str | Path,
+    rules: Rules,
+    *,
+    attributes: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ImportReport:
+    """Write a store from a ``.npz``, ``.pt``, ``.graphml`` or ``.gml`` file, an OGB directory or ``tgb:NAME``.
+
+    ``attributes`` name what nodes and edges of a ``.graphml`` or ``.gml`` file carry, see ``from_networkx``.
+    """
+    progress = progress or Silent()
+    started = time.monotonic()
+    output = Path(output)
+    check_target(output, KIND, overwrite)
+    progress.stage(f"reading {source}")
+    graph, cleaned = clean_edges(
+        read_whole(source, attributes or {}),
+        undirected=rules.undirected,
+        duplicates=rules.duplicate_rule,
+        self_loops=rules.self_loops,
+    )
+    graph = _change_nodes(graph, rules)
+    name = rules.name or output.resolve().name
+    graph = Graph.of(graph.nodes, graph.edges, name=name, undirected=graph.undirected)
+    progress.stage("writing the store")
+    save_store(graph, output, overwrite=overwrite)
+    return ImportReport(
+        path=output,
+        name=name,
+        undirected=graph.undirected,
+        nodes={kind: count_nodes(table) for kind, table in graph.nodes.items()},
+        edges={kind: count_edges(kind, table) for kind, table in graph.edges.items()},
+        seconds=time.monotonic() - started,
+        cleaned=cleaned,
+    )
+
+
+def read_whole(source: str | Path, attributes: Mapping[str, Any]) -> Graph:
+    """The graph of a file or directory by its ending; raises InputError when there is none, or no room for it."""
+    try:
+        return _read(source, attributes)
+    except MemoryError as error:
+        raise InputError(
+            f"{source} says of a graph that does not fit into memory ({error}): check its numbers of nodes, or import "
+            "it as tables, which are read in pieces"
+        ) from error
+
+
+def _read(source: str | Path, attributes: Mapping[str, Any]) -> Graph:
+    """Readers are imported when needed: some want libraries that not everybody has."""
+    path = Path(source)
+    if str(source).startswith(PREFIX):
+        return read_tgb(str(source).removeprefix(PREFIX))
+    if path.is_dir():
+        from gnnfleet.graph.ingest.ogb import read_ogb
+
+        return read_ogb(path)
+    if not path.is_file():
+        raise InputError(f"no such file: {source}")
+    if path.suffix.lower() == ".npz":
+        from gnnfleet.graph.ingest.npz import read_npz
+
+        return read_npz(path)
+    if path.suffix.lower() == ".pt":
+        from gnnfleet.graph.ingest.pyg import read_pt
+
+        return read_pt(path)
+    from gnnfleet.graph.ingest.networkx import read_graphml
+
+    return read_graphml(path, **attributes)
+
+
+def _change_nodes(graph: Graph, rules: Rules) -> Graph:
+    """The dtype and the split that were asked for; where some type has labels, the split concerns such types only."""
+    labelled = graph.labelled_type is not None
+    for kind, table in graph.nodes.items():
+        if rules.dtype and table.x is not None:
+            graph = graph.with_nodes(kind, x=table.x.to(DTYPES[rules.dtype][0]))
+        if rules.split_rule and (table.y is not None or not labelled):
+            split = split_nodes(table, parse_rule(rules.split_rule), seed=rules.seed)
+            graph = graph.with_nodes(kind, split=split)
+    return graph

@@ -1,0 +1,1 @@
+"""Partitioning: the part of every node, parts on disk, and layouts derived from them."""

@@ -1,0 +1,33 @@
+"""Partitioners that do not look at edges: nodes dealt in random order, or in store order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gnnfleet.graph.partition.edge_scan import Array, EdgeScan
+from gnnfleet.graph.partition.request import Request
+from gnnfleet.report.progress import Progress
+
+
+def deal_random(scan: EdgeScan, request: Request, progress: Progress) -> tuple[Array, None]:
+    """Nodes in random order, cut into stretches of equal weight."""
+    order = np.random.default_rng([request.seed, request.parts]).permutation(scan.num_nodes)
+    part = np.empty(scan.num_nodes, dtype=np.int32)
+    part[order] = cut_evenly(request.weights[order], request.parts)
+    return part, None
+
+
+def deal_range(scan: EdgeScan, request: Request, progress: Progress) -> tuple[Array, None]:
+    """Store order, cut into stretches of equal weight."""
+    return cut_evenly(request.weights, request.parts), None
+
+
+def cut_evenly(weights: Array, parts: int) -> Array:
+    """[n] int32, ascending: where each item lies when the line is cut into ``parts`` stretches of equal weight."""
+    total = int(weights.sum())
+    if total == 0:
+        return (np.arange(len(weights), dtype=np.int64) * parts // max(len(weights), 1)).astype(np.int32)
+    # The middle of an item decides, so that a heavy one does not drag the border to one side.
+    twice_middle: Array = 2 * np.cumsum(weights) - weights
+    part: Array = np.minimum(twice_middle * parts // (2 * total), parts - 1).astype(np.int32)
+    return part

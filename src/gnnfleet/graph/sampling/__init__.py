@@ -1,0 +1,1 @@
+"""Neighbour sampling and mini-batches in one process."""

@@ -1,0 +1,78 @@
+"""Blocks with full neighbourhoods: some destination rows of a view and every source they read.
+
+Destinations come first among a block's rows, then the other sources, each once: a layer computes the same rows in a
+block as in the whole view. No array of the size of the graph is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gnnfleet.graph.reorder import PickedDegrees
+from gnnfleet.graph.views.local import LocalView, Relation
+from gnnfleet.graph.views.view_base import Rows
+from gnnfleet.ops.csr import Compressed
+
+Spans = Mapping[str, tuple[int, int]]
+"""{node type: (first row, row after the last)}."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A view of the block, and per node type the rows of the parent view it reads ([n] int64, destinations first)."""
+
+    view: LocalView
+    rows: Mapping[str, Tensor]
+
+
+def full_block(view: LocalView, spans: Spans) -> Block:
+    """The destinations in ``spans`` with all their in-edges."""
+    rows: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    for kind in view.nodes:
+        low, high = spans[kind]
+        found = [
+            _columns(relation, spans[edge_type.dst])
+            for edge_type, relation in view.relations.items()
+            if edge_type.src == kind
+        ]
+        columns = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+        others[kind] = torch.unique(columns[(columns < low) | (columns >= high)]).long()
+        rows[kind] = torch.cat([torch.arange(low, high), others[kind]])
+    nodes = {
+        kind: Rows(table.node_ids[rows[kind]], spans[kind][1] - spans[kind][0], PickedDegrees(table.degree, rows[kind]))
+        for kind, table in view.nodes.items()
+    }
+    relations = {
+        edge_type: _cut(relation, spans[edge_type.dst], spans[edge_type.src], others[edge_type.src])
+        for edge_type, relation in view.relations.items()
+    }
+    return Block(replace(view, nodes=nodes, relations=relations), rows)
+
+
+def spans_of(view: LocalView, chunks: int) -> list[dict[str, tuple[int, int]]]:
+    """All destinations of a view in ``chunks`` stretches, each a stretch of every node type."""
+    return [
+        {kind: (c * rows.num_dst // chunks, (c + 1) * rows.num_dst // chunks) for kind, rows in view.nodes.items()}
+        for c in range(chunks)
+    ]
+
+
+def _columns(relation: Relation, span: tuple[int, int]) -> Tensor:
+    indptr = relation.structure.indptr
+    return relation.structure.col[int(indptr[span[0]]) : int(indptr[span[1]])]
+
+
+def _cut(relation: Relation, dst: tuple[int, int], src: tuple[int, int], others: Tensor) -> Relation:
+    indptr = relation.structure.indptr[dst[0] : dst[1] + 1]
+    first, last = int(indptr[0]), int(indptr[-1])
+    columns = relation.structure.col[first:last].long()
+    own = (columns >= src[0]) & (columns < src[1])
+    count = src[1] - src[0]
+    columns = torch.where(own, columns - src[0], count + torch.searchsorted(others, columns))
+    structure = Compressed(indptr - first, columns.to(relation.structure.col.dtype), count + len(others))
+    return relation.cut(structure, slice(first, last))

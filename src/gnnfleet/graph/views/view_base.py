@@ -1,0 +1,103 @@
+"""What views of every kind do alike: rows and edges by type, the step and layer they are for, dropout by store id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Generic, Self, TypeVar, cast
+
+from torch import Tensor
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.views.row_index import Places
+from gnnfleet.ops.draws import DrawKey, Purpose
+from gnnfleet.ops.dropout import dropout
+
+Edges = TypeVar("Edges")
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The nodes of one type in a view."""
+
+    node_ids: Tensor  # [N_src] int64
+    num_dst: int
+    degree: Callable[[bool], Tensor]  # weighted? → [N_src] float32
+
+    @cached_property
+    def places(self) -> Places:
+        """Where each store id lies; made when first asked for."""
+        return Places(self.node_ids)
+
+
+class CommonView(Generic[Edges]):
+    """The base of views, which are frozen dataclasses with these fields. ``Edges`` is how one keeps an edge type."""
+
+    nodes: Mapping[str, Rows]
+    relations: Mapping[EdgeType, Edges]
+    key: DrawKey
+    layer: int
+    training: bool
+
+    def at(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> Self:
+        """The same edges for another step, layer or mode; costs nothing."""
+        given = {"key": key, "layer": layer, "training": training}
+        return self._with(**{word: value for word, value in given.items() if value is not None})
+
+    def of(self, kind: str) -> Self:
+        """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
+        return self._with(nodes={kind: self.nodes[kind]}, relations={})
+
+    def _with(self, **changes: Any) -> Self:
+        return cast("Self", replace(cast("Any", self), **changes))
+
+    @property
+    def node_types(self) -> tuple[str, ...]:
+        return tuple(self.nodes)
+
+    @property
+    def edge_types(self) -> tuple[EdgeType, ...]:
+        return tuple(self.relations)
+
+    @property
+    def _kind(self) -> str:
+        if len(self.nodes) != 1:
+            raise ConfigError(f"this layer works on one node type; the graph has {', '.join(self.nodes)}")
+        return next(iter(self.nodes))
+
+    @property
+    def _rows(self) -> Rows:
+        return self.nodes[self._kind]
+
+    @property
+    def _edges(self) -> Edges:
+        if len(self.relations) != 1:
+            raise ConfigError(f"this layer works on one edge type; the graph has {len(self.relations)}: use rgcn")
+        return next(iter(self.relations.values()))
+
+    @property
+    def num_src(self) -> int:
+        return len(self._rows.node_ids)
+
+    @property
+    def num_dst(self) -> int:
+        return self._rows.num_dst
+
+    @property
+    def node_ids(self) -> Tensor:
+        return self._rows.node_ids
+
+    def num_dst_of(self, kind: str) -> int:
+        return self.nodes[kind].num_dst
+
+    def graph_degree(self, *, weighted: bool = False) -> Tensor:
+        return self._rows.degree(weighted)
+
+    def dropout(self, x: Tensor, p: float, *, place: int = 0, kind: str | None = None) -> Tensor:
+        if not self.training or not p:
+            return x
+        rows = self._rows if kind is None else self.nodes[kind]
+        draws = self.key.draws(Purpose.DROPOUT, self.layer, relation=place)
+        return dropout(x, p, ids=rows.node_ids[: x.shape[0]], draws=draws)

@@ -1,0 +1,1 @@
+"""Queries to trained runs: metrics, predictions and scores."""

@@ -1,0 +1,1 @@
+"""Files on disk: directories of arrays under a checksummed manifest, and files replaced in one step."""

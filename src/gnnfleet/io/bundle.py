@@ -1,0 +1,376 @@
+"""A directory of plain arrays under one checksummed manifest: the shape of stores and partitions on disk.
+
+Nothing is pickled. A bundle is written in a sibling directory whose name marks it as partial, the manifest last, and
+then renamed: at no moment does an incomplete directory open. Opening checks that every file is there with its exact
+size and header; ``verify`` reads every byte.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import json
+import math
+import os
+import secrets
+import shutil
+import socket
+import types
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnfleet.errors import StoreError
+from gnnfleet.io.manifest import VERSION, digest_of, read_manifest
+
+PARTIAL = ".partial-"
+
+# Name in the manifest → (torch dtype, numpy dtype in the .npy file). numpy has no bfloat16: its bits travel as uint16.
+DTYPES: dict[str, tuple[torch.dtype, str]] = {
+    "float64": (torch.float64, "<f8"),
+    "float32": (torch.float32, "<f4"),
+    "float16": (torch.float16, "<f2"),
+    "bfloat16": (torch.bfloat16, "<u2"),
+    "int64": (torch.int64, "<i8"),
+    "int32": (torch.int32, "<i4"),
+    "int8": (torch.int8, "|i1"),
+    "uint8": (torch.uint8, "|u1"),
+}
+_NAME_OF = {torch_dtype: name for name, (torch_dtype, _) in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The manifest's word for a dtype; raises StoreError for one that cannot be stored."""
+    if dtype not in _NAME_OF:
+        raise StoreError(f"arrays of {dtype} cannot be stored; expected one of {', '.join(DTYPES)}")
+    return _NAME_OF[dtype]
+
+
+class Bundle:
+    """A complete directory, opened for reading. Arrays are memory-mapped and copied on write, so the files stay."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self.meta: dict[str, Any] = manifest["meta"]
+        self.files: dict[str, dict[str, Any]] = manifest["files"]
+        self.digest: str = manifest["digest"]
+        self._mapped: dict[str, Tensor] = {}
+
+    @classmethod
+    def open(cls, path: str | Path, kind: str) -> Self:
+        """Read ``<kind>.json`` and check every file's size and extent; raises StoreError unless all is whole."""
+        path = Path(path)
+        if PARTIAL in path.name:
+            raise StoreError(
+                f"{path} is what an interrupted command left behind, not a {kind}: remove it and run it again"
+            )
+        manifest = read_manifest(path, kind)
+        for name, entry in manifest["files"].items():
+            _check_extent(path / name, entry)
+        return cls(path, manifest)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def tensor(self, name: str) -> Tensor:
+        """The array as a memory-mapped tensor; writing to it changes memory, never the file."""
+        if name not in self._mapped:
+            self._mapped[name] = self._map(name)
+        return self._mapped[name]
+
+    def _map(self, name: str) -> Tensor:
+        entry = self.files[name]
+        torch_dtype, numpy_dtype = DTYPES[entry["dtype"]]
+        shape = tuple(entry["shape"])
+        if 0 in shape:
+            return torch.empty(shape, dtype=torch_dtype)
+        try:
+            array = np.load(self.path / name, mmap_mode="c", allow_pickle=False)
+        except Exception as error:  # numpy's reader of headers fails in many ways
+            raise StoreError(
+                f"{self.path / name} cannot be read as an array ({error}): make it again from the source"
+            ) from error
+        if array.shape != shape or array.dtype.str != numpy_dtype:
+            raise StoreError(
+                f"{self.path / name} was altered: expected {entry['dtype']} {list(shape)}, "
+                f"found {array.dtype} {list(array.shape)}. Make it again from the source."
+            )
+        tensor = torch.from_numpy(np.asarray(array))
+        return tensor.view(torch_dtype) if torch_dtype is torch.bfloat16 else tensor
+
+    def array_file(self, name: str) -> tuple[Path, int, np.dtype[Any], int]:
+        """Where an array's bytes lie, for readers in bounded buffers: path, offset, dtype, count."""
+        entry = self.files[name]
+        _, numpy_dtype = DTYPES[entry["dtype"]]
+        dtype = np.dtype(numpy_dtype)
+        count = int(np.prod(entry["shape"], dtype=np.int64))
+        return self.path / name, entry["bytes"] - count * dtype.itemsize, dtype, count
+
+    def verify(self, advance: Callable[[int], None] = lambda _: None, *, names: Collection[str] | None = None) -> None:
+        """Compare files with their checksums, all or those named; raises StoreError naming all that differ."""
+        wrong, chosen = [], list(self.files if names is None else names)
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            sums = pool.map(lambda name: checksum(self.path / name, advance), chosen)
+            for name, found in zip(chosen, sums, strict=True):
+                if found != self.files[name]["sha256"]:
+                    wrong.append(name)
+        if wrong:
+            raise StoreError(
+                f"{self.path}: altered since it was written: {', '.join(wrong)}. Make it again from the source."
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+
+class ArrayWriter:
+    """One ``.npy`` file that grows by rows; its header is written last, when the number of rows is known."""
+
+    # Room for the header of any array; numpy pads headers to a multiple of 64 anyway.
+    HEADER = 128
+
+    def __init__(self, path: Path, dtype: torch.dtype, columns: tuple[int, ...] = ()) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.columns = columns
+        self.rows = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = path.open("wb")
+        self._file.seek(self.HEADER)
+
+    def append(self, rows: Tensor) -> None:
+        """Write ``rows`` ([n, *columns]) behind what is there, cast to the array's dtype."""
+        assert tuple(rows.shape[1:]) == self.columns, (rows.shape, self.columns)
+        rows = rows.detach().to(device="cpu", dtype=self.dtype).contiguous()
+        raw = rows.view(torch.uint16) if self.dtype is torch.bfloat16 else rows
+        self._file.write(raw.numpy().reshape(-1).view(np.uint8).data if raw.numel() else b"")
+        self.rows += rows.shape[0]
+
+    def close(self) -> None:
+        """Write the header and bring the bytes to the disk."""
+        head = io.BytesIO()
+        fields = {"descr": DTYPES[dtype_name(self.dtype)][1], "fortran_order": False, "shape": self.shape}
+        np.lib.format.write_array_header_1_0(head, fields)
+        text = head.getvalue()
+        assert len(text) <= self.HEADER, "header outgrew its room"
+        if len(text) < self.HEADER:  # version 1.0: magic, two bytes of length, text padded with spaces, newline
+            text = text[:8] + (self.HEADER - 10).to_bytes(2, "little") + text[10:-1].ljust(self.HEADER - 11) + b"\n"
+        self._file.seek(0)
+        self._file.write(text)
+        _flush(self._file)
+        self._file.close()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.columns)
+
+    def abort(self) -> None:
+        self._file.close()
+
+
+class BundleWriter:
+    """Collects arrays and files in a partial directory; ``commit`` makes it whole, leaving without it removes it.
+
+    >>> with BundleWriter("shop", kind="graph") as out:
+    ...     out.put("nodes/user/x.npy", x)
+    ...     out.commit({"nodes": ...})
+    """
+
+    def __init__(self, path: str | Path, *, kind: str, overwrite: bool = False) -> None:
+        self.target = Path(path)
+        self.kind = kind
+        self.overwrite = overwrite
+        check_target(self.target, kind, overwrite)
+        remove_stale(self.target)
+        marker = f"{PARTIAL}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.path = self.target.parent / f".{self.target.name}{marker}"
+        self._arrays: dict[str, ArrayWriter] = {}
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._read: dict[str, Tensor] = {}
+        self._done = False
+
+    def __enter__(self) -> Self:
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir()
+        except OSError as error:  # it names a directory that nobody asked for
+            reason = f"{error.strerror}, the directory cannot be made"
+            raise OSError(error.errno, reason, str(self.target)) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        if not self._done:
+            for writer in self._arrays.values():
+                writer.abort()
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def array(self, name: str, dtype: torch.dtype, columns: tuple[int, ...] = ()) -> ArrayWriter:
+        """A growing array; closed by ``commit``."""
+        writer = ArrayWriter(self.path / name, dtype, columns)
+        self._arrays[name] = writer
+        return writer
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """A whole array at once."""
+        writer = self.array(name, tensor.dtype, tuple(tensor.shape[1:]))
+        writer.append(tensor)
+        self._close(name)
+
+    def file(self, name: str) -> Path:
+        """A path for a file that somebody else writes (Parquet) before ``commit``."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._entries[name] = {}
+        return path
+
+    def scratch(self) -> Path:
+        """A directory for temporary files, gone with ``commit`` or failure."""
+        path = self.path / "scratch"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def written(self, name: str) -> Tensor:
+        """An array already written, memory-mapped: what a later stage of the same import reads back."""
+        if name in self._arrays:
+            self._close(name)
+        if name not in self._read:
+            entry = {**self._entries[name], "bytes": 0}
+            self._read[name] = Bundle(self.path, {"meta": {}, "files": {name: entry}, "digest": ""}).tensor(name)
+        return self._read[name]
+
+    def commit(self, meta: Mapping[str, Any]) -> None:
+        """Checksum everything, write the manifest, rename into place."""
+        for name in list(self._arrays):
+            self._close(name)
+        shutil.rmtree(self.path / "scratch", ignore_errors=True)
+        names = sorted(self._entries)
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            sums = list(pool.map(lambda name: checksum(self.path / name), names))
+        files = {
+            name: {**self._entries[name], "bytes": (self.path / name).stat().st_size, "sha256": sha}
+            for name, sha in zip(names, sums, strict=True)
+        }
+        body: dict[str, Any] = {"kind": self.kind, "version": VERSION, "meta": dict(meta), "files": files}
+        body["digest"] = digest_of(body)
+        write_atomically(self.path / f"{self.kind}.json", json.dumps(body, indent=1).encode())
+        self._move_into_place()
+        self._done = True
+
+    def _close(self, name: str) -> None:
+        writer = self._arrays.pop(name)
+        writer.close()
+        self._entries[name] = {"dtype": dtype_name(writer.dtype), "shape": list(writer.shape)}
+
+    def _move_into_place(self) -> None:
+        check_target(self.target, self.kind, self.overwrite)
+        if self.target.exists():
+            _exchange(self.path, self.target)  # now self.path is the old bundle
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            self.path.rename(self.target)
+        _sync_directory(self.target.parent)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two directories in one step, so that a kill in between loses neither."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2 is None or renameat2(here, os.fsencode(new), here, os.fsencode(old), exchange) != 0:
+        # A file system or kernel without it: two renames, with a moment in which the target does not exist.
+        aside = new.with_name(new.name + "-old")
+        old.rename(aside)
+        new.rename(old)
+        aside.rename(new)
+
+
+def check_target(target: Path, kind: str, overwrite: bool) -> None:
+    """Refuse to write over anything but a bundle of the same kind, and over that only when asked."""
+    if not target.exists():
+        return
+    if target.is_dir() and not any(target.iterdir()):
+        target.rmdir()
+        return
+    if not (target / f"{kind}.json").exists():
+        raise StoreError(f"{target} exists and is not a {kind}: choose another output or remove it")
+    if not overwrite:
+        raise StoreError(f"{target} exists already: choose another output or pass --overwrite")
+
+
+def remove_stale(target: Path) -> None:
+    """Remove what killed writers of the same target on this host left behind."""
+    for path in target.parent.glob(f".{target.name}{PARTIAL}*"):
+        host, _, pid = path.name.split(PARTIAL, 1)[1].rpartition("-")[0].rpartition("-")
+        if host == socket.gethostname() and pid.isdigit() and not _runs(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def checksum(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
+    """SHA-256 of a file, read in bounded pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+            advance(len(piece))
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file so that a reader sees the old or the new one, never a part."""
+    partial = path.with_name(f".{path.name}{PARTIAL}{secrets.token_hex(3)}")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            _flush(file)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def _check_extent(path: Path, entry: Mapping[str, Any]) -> None:
+    """Raise StoreError unless an array as described is as long as its file; a .npy file starts with its header."""
+    if path.suffix != ".npy":
+        return
+    if entry["dtype"] not in DTYPES:
+        raise StoreError(
+            f"{path} has dtype {entry['dtype'][:40]!r}, expected one of {', '.join(DTYPES)}: make it again"
+        )
+    size = math.prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]][1]).itemsize
+    if size + ArrayWriter.HEADER != entry["bytes"] or max(entry["shape"], default=0) >= 1 << 48:
+        raise StoreError(
+            f"{path} has {entry['bytes']} bytes, which do not hold {entry['dtype']} {entry['shape']}: "
+            "the manifest is damaged, make it again from the source"
+        )
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

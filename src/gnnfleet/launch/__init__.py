@@ -1,0 +1,1 @@
+"""Processes of a run: started, supervised and restarted, on this machine or several."""

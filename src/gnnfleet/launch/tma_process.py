@@ -1,0 +1,146 @@
+"""``python -m gnnfleet.launch.tma_process SPEC.json ADDRESS ROLE``: the coordinator of a fleet, or one of its trainers.
+
+Each is a World of its own, joined to the others by the post alone; it ends in a way that says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from gnnfleet.comm.allocator import prefer_huge_pages
+from gnnfleet.comm.process_lifetime import die_with_parent, end_soon_after_signals
+from gnnfleet.launch.spec import Spec
+
+if TYPE_CHECKING:
+    from gnnfleet.comm.message_store import Post
+    from gnnfleet.graph.graph import Graph
+    from gnnfleet.graph.partition.node_assignment import Deal
+
+COORDINATOR = "coordinator"
+TRAINERS = ".trainers"
+"""Where trainers keep what only they know, below the run."""
+
+
+def main() -> NoReturn:
+    path, address, role = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    spec = Spec.read(path)
+    die_with_parent(spec.parent)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is the launcher's, for the result
+    prefer_huge_pages()
+    if spec.threads is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from gnnfleet.comm.failure import Failure
+    from gnnfleet.comm.message_store import Address, Post
+
+    code = 0
+    end_soon_after_signals(lambda: None)
+    try:
+        try:
+            post = Post.connect(Address.parse(address))
+            if role == COORDINATOR:
+                coordinate(spec, post)
+            else:
+                train(spec, post, int(role))
+        except Exception as error:
+            failure = Failure.of(error, -1 if role == COORDINATOR else int(role))
+            failure.write(path.with_name(f"{role}.error"))
+            code = failure.exit_code
+    except KeyboardInterrupt as stop:
+        code = 128 + int(stop.args[0]) if stop.args else 130
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)  # threads may be waiting for a server that is gone
+
+
+def coordinate(spec: Spec, post: Post) -> None:
+    """The training loop, whose steps are rounds."""
+    from gnnfleet.comm.world import World
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.errors import ExchangeError
+    from gnnfleet.nn.custom_model import naming_line
+    from gnnfleet.report.progress import show
+    from gnnfleet.strategies.tma.protocol import KEPT
+    from gnnfleet.training.build import Here, build
+    from gnnfleet.training.run_dir import RunDirectory
+    from gnnfleet.training.run_session import find_start, run_course
+
+    def tell(round: int) -> None:
+        with suppress(ExchangeError):
+            own.write(KEPT, {"round": round})
+
+    config, own = resolve(spec.config), post.another(patience=2.0)
+    directory = RunDirectory(Path(spec.run_dir), seed=config.seed, kept=tell)
+    with naming_line(config.model.file):
+        with show(spec.quiet) as progress:
+            graph, deal = open_deal(spec, config.seed)
+            here = Here(progress=progress, say=partial(directory.say, quiet=spec.quiet), post=post, deal=deal)
+            built = build(graph, config, here=here)
+        record = run_course(built, config, directory, start=find_start(directory, World()), quiet=spec.quiet)
+        built.strategy.close()
+    assert spec.answer is not None
+    Path(spec.answer).write_text(json.dumps(record.as_json()))
+
+
+def train(spec: Spec, post: Post, index: int) -> None:
+    """Trainer number ``index``."""
+    from gnnfleet.cli.output import remark
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.launch.tma_subgraph import make_alone
+    from gnnfleet.nn.custom_model import naming_line
+    from gnnfleet.strategies.protocol import PRECISIONS
+    from gnnfleet.strategies.tma.config import TmaConfig
+    from gnnfleet.strategies.tma.trainer import Trainer
+    from gnnfleet.training.trace_files import leave_spans
+
+    config = resolve(spec.config)
+    assert isinstance(config.strategy, TmaConfig)
+
+    def lost(text: str) -> None:
+        sys.stderr.write(f"error: {text}\n")
+        sys.stderr.flush()
+        os._exit(8)
+
+    with naming_line(config.model.file):
+        graph, deal = open_deal(spec, config.seed)
+        folder = Path(spec.run_dir) / TRAINERS / str(index)
+        trainer = Trainer(
+            config.strategy,
+            index,
+            post,
+            deal,
+            lambda own: make_alone(graph, config, index, own),
+            dtype=PRECISIONS[config.precision],
+            folder=folder,
+            say=partial(remark, quiet=spec.quiet),
+        )
+        trainer.clock.trace = [] if config.report.trace else None
+        trainer.run(lost)
+        if config.report.trace:
+            leave_spans(trainer.clock, Path(spec.run_dir), f"trainer {index}")
+
+
+def open_deal(spec: Spec, seed: int) -> tuple[Graph, Deal]:
+    """The store of a spec and how its nodes are dealt."""
+    from gnnfleet.errors import StoreError
+    from gnnfleet.graph.partition.node_assignment import Clusters, Deal
+    from gnnfleet.graph.store import open_store
+
+    graph = open_store(spec.store)
+    assert graph.store is not None
+    if graph.store.digest != spec.digest:
+        raise StoreError(f"{graph.store.path} is another store than the coordinator's: all machines need the same one")
+    clusters = Clusters.open(graph.store.path / spec.partition) if spec.partition else None
+    counts = {kind: table.count for kind, table in graph.nodes.items()}
+    return graph, Deal(counts, clusters, seed, spec.partition)
+
+
+if __name__ == "__main__":
+    main()

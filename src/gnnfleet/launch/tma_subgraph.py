@@ -1,0 +1,118 @@
+"""What a trainer of ``tma`` works on by itself: the subgraph of its nodes, with the task and the model on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gnnfleet.config.resolve import RunConfig
+from gnnfleet.graph.graph import Edges, Graph, Nodes
+from gnnfleet.graph.links import link_data
+from gnnfleet.graph.subgraph import induced_graph
+from gnnfleet.nn.base import Model
+from gnnfleet.nn.embedding import NodeEmbedding, rows_by_owner
+from gnnfleet.strategies.protocol import Job
+from gnnfleet.strategies.registry import local_config, make_strategy
+from gnnfleet.strategies.tma.config import TmaConfig
+from gnnfleet.strategies.tma.trainer import Alone
+from gnnfleet.tasks.base import NodeTask
+from gnnfleet.tasks.link import LinkTask
+from gnnfleet.training.build import Checked, check
+
+APART = 1_000_003
+"""Between the seeds of two trainers: the first has the run's own."""
+
+
+def make_alone(graph: Graph, config: RunConfig, index: int, own: Mapping[str, Tensor]) -> Alone:
+    """For trainer ``index`` with these nodes, by type and store id."""
+    strategy = config.strategy
+    assert isinstance(strategy, TmaConfig)
+    checked = check(graph, config, own)
+    part = induced_graph(checked.graph, own)
+    target = checked.task.target
+    rows = _own_rows(checked.model, own, target)
+    if strategy.remote:
+        part = _with_isolated(part, target, strategy.remote)
+    _number_locally(checked.model, target, strategy.remote)
+    task = _task(checked, part)
+    local = local_config(strategy, checked.model.num_layers)
+    if isinstance(task, LinkTask) and task.config.exclude == "batch" and local.batch_size >= len(task.items("train")):
+        # A batch of all edges would leave none for messages.
+        local = local.model_copy(update={"batch": max(1, (len(task.items("train")) + 1) // 2)})
+    job = Job(
+        graph=part,
+        model=checked.model,
+        task=task,
+        train=config.train,
+        seed=config.seed + index * APART,
+        precision=config.precision,
+        memory=config.memory,
+        processes=max(1, config.workers if strategy.here is None else strategy.here),
+    )
+    made = make_strategy(local, job)
+
+    def show(far: Tensor) -> None:
+        _show(part, checked.model, target, far)
+
+    return Alone(made, part.num_edges, rows, show, lambda epoch: len(task.trained(job.seed, epoch)))
+
+
+def _task(checked: Checked, part: Graph) -> NodeTask | LinkTask:
+    task = checked.task
+    if isinstance(task, NodeTask):
+        return replace(task, nodes=part.nodes[task.target])
+    numbers = torch.unique(task.data.splits["train"].relation).tolist()
+    kinds = [task.data.edge_types[number] for number in numbers]
+    config = task.config.model_copy(update={"ranking": "sampled"})  # trainers rank nothing
+    return replace(task, data=link_data(part, kinds), config=config, held={}, kinds=tuple(kinds))
+
+
+def _own_rows(model: Model, own: Mapping[str, Tensor], target: str) -> dict[str, Tensor]:
+    """{name of a parameter of learnt rows: store ids}; a model of the user's own has those of all nodes until now."""
+    for module in model.modules():
+        if isinstance(module, NodeEmbedding) and module.ids is None:
+            module.ids = own[module.kind or target]
+            module.weight = torch.nn.Parameter(module.weight.detach()[module.ids])
+    return rows_by_owner(model)
+
+
+def _number_locally(model: Model, target: str, remote: int) -> None:
+    """Learnable rows are those of the subgraph's nodes, in their order; of the target rows for other parts' follow."""
+    for module in model.modules():
+        if isinstance(module, NodeEmbedding):
+            assert module.ids is not None
+            more = remote if module.kind in ("", target) else 0
+            if more:
+                room = module.weight.new_zeros(more, module.weight.shape[1])
+                module.weight = torch.nn.Parameter(torch.cat([module.weight.detach(), room]))
+            module.ids, module.num_nodes = None, len(module.weight)
+
+
+def _with_isolated(graph: Graph, kind: str, count: int) -> Graph:
+    """With more nodes of a type, that have features of their own and no edges."""
+    table = graph.nodes[kind]
+    x = None if table.x is None else torch.cat([table.x, table.x.new_zeros(count, table.x.shape[1])])
+    nodes = {**graph.nodes, kind: Nodes(count=table.count + count, x=x)}
+
+    def longer(edges: Edges) -> Edges:
+        return replace(edges, indptr=torch.cat([edges.indptr, edges.indptr[-1:].expand(count)]))
+
+    edges = {name: longer(each) if name.dst == kind else each for name, each in graph.edges.items()}
+    return Graph.of(nodes, edges, name=graph.name, undirected=graph.undirected)
+
+
+def _show(part: Graph, model: Model, kind: str, far: Tensor) -> None:
+    """Put rows of other parts' nodes into the last places: features, then learnt rows."""
+    x, at = part.nodes[kind].x, 0
+    if x is not None:
+        x[-len(far) :] = far[:, : x.shape[1]].to(x.dtype)
+        at = x.shape[1]
+    for module in model.modules():
+        if isinstance(module, NodeEmbedding) and module.kind in ("", kind):
+            width = module.weight.shape[1]
+            with torch.no_grad():
+                module.weight[-len(far) :] = far[:, at : at + width]
+            at += width

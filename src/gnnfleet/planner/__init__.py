@@ -1,0 +1,1 @@
+"""Planning: estimates, profiles and trial runs from which a strategy is recommended."""

@@ -1,0 +1,84 @@
+"""A run in the terminal: plain lines, or a view that is drawn again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from gnnfleet.report.phase_timer import COMPUTE, EXCHANGE, PHASES, WAIT
+from gnnfleet.report.run_reader import Run, mean_split, summary, worker_names
+from gnnfleet.units import show_size
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_COLOURS = {COMPUTE: "blue", EXCHANGE: "yellow", WAIT: "bright_black"}
+_WIDE = 40
+
+
+def lines_since(run: Run, epoch: int) -> list[str]:
+    """A line for each epoch after one."""
+    return [f"epoch {row['epoch']}/{run['epochs']}  {_words(row)}" for row in run["rows"] if row["epoch"] > epoch]
+
+
+def live_view(run: Run) -> Group:
+    """Everything that is known now."""
+    rows, found = run["rows"], summary(run)
+    head = Text(f"{run['name']}  {run['strategy']}, {run['model']}, {run['workers']} workers: {run['state']}", "bold")
+    if not rows:
+        return Group(head, Text("no epoch has ended yet", "dim"))
+    done = rows[-1]["epoch"] / max(run["epochs"], 1)
+    bar = "━" * round(_WIDE * done)
+    left = (run["epochs"] - rows[-1]["epoch"]) * (found["epoch_seconds"] or 0.0)
+    lines = [
+        head,
+        Text.assemble((bar, "blue"), (" " * (_WIDE - len(bar))), f"  epoch {rows[-1]['epoch']} of {run['epochs']}"),
+        Text(_words(rows[-1]) + (f"  about {left:.0f} s to go" if run["state"] == "running" else "")),
+    ]
+    for key, name in (("train_loss", "loss"), ("val", "val ")):
+        values = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
+        if values:
+            lines.append(Text(f"{name}  {sparkline(values)}  {values[0]:.4f} → {values[-1]:.4f}"))
+    return Group(*lines, _workers(run), *(Text(text, "dim") for text in run["remarks"][-3:]))
+
+
+def sparkline(values: Sequence[float], width: int = _WIDE) -> str:
+    """Values as blocks, the last of each stretch where there are many."""
+    count = min(width, len(values))
+    shown = [values[(i + 1) * len(values) // count - 1] for i in range(count)]
+    low, high = min(shown), max(shown)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in shown)
+
+
+def _workers(run: Run) -> Table:
+    """What each worker does with an epoch, sent and holds."""
+    made = Table(box=None, pad_edge=False)
+    for title in ("", "compute / exchange / wait", "", "sent", "memory"):
+        made.add_column(title, justify="left" if title in ("", "compute / exchange / wait") else "right")
+    split, totals = mean_split(run), run["totals"]
+    for worker, name in enumerate(worker_names(run)):
+        seconds = split[worker] if worker < len(split) else None
+        sent = "" if totals is None else show_size(sum(totals["bytes"][worker]))
+        peak = "" if totals is None else show_size(totals["peak_rss"][worker])
+        made.add_row(escape(name), *_split(seconds), sent, peak)
+    return made
+
+
+def _split(seconds: dict[str, float] | None) -> tuple[Text, str]:
+    if not seconds or not sum(seconds.values()):
+        return Text(""), ""
+    total, bar = sum(seconds.values()), Text()
+    for phase in PHASES:
+        bar.append("█" * round(24 * seconds[phase] / total), _COLOURS[phase])
+    return bar, " / ".join(f"{1e3 * seconds[phase]:.1f}" for phase in PHASES) + " ms"
+
+
+def _words(row: dict[str, Any]) -> str:
+    shown = {"loss": row.get("train_loss"), "val": row.get("val")}
+    words = [f"{key} {value:.4f}" for key, value in shown.items() if isinstance(value, (int, float))]
+    seconds = row.get("seconds")
+    return "  ".join([*words, *([f"{seconds:.2f} s"] if isinstance(seconds, (int, float)) else [])])

@@ -1,1 +1,0 @@
-"""From a command or a call to a finished run."""

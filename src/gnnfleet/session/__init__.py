@@ -1,0 +1,1 @@
+"""Sessions: from options to a finished run."""

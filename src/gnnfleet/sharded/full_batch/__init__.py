@@ -1,0 +1,1 @@
+"""Full-batch operations on a graph whose partitions lie on different ranks."""

@@ -1,0 +1,1 @@
+"""Views and exchanges of pipeline stages that work through chunks of nodes."""

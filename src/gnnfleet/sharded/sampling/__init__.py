@@ -1,0 +1,1 @@
+"""Distributed neighbour sampling and the features it reads."""

@@ -1,0 +1,90 @@
+"""A run on events: the stream of a graph, its parts by time, the model, the task; new events from a table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gnnfleet.config.resolve import RunConfig
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.events.event_stream import EventStream, timed_type
+from gnnfleet.graph.events.negatives import EventNegatives
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.split import Shares, parse_rule
+from gnnfleet.nn.heads import NodeHead
+from gnnfleet.nn.temporal.model import Sizes, TemporalModel
+from gnnfleet.strategies.protocol import PRECISIONS
+from gnnfleet.strategies.temporal.config import TemporalConfig
+from gnnfleet.tasks.event import EventTask
+
+LINK_METRICS = ("mrr", "ap")
+
+
+def build_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalModel, Tensor | None]:
+    """(the task, the model with its first weights, what is known of nodes); raises ConfigError or InputError."""
+    strategy = config.strategy
+    assert isinstance(strategy, TemporalConfig)
+    kind = timed_type(graph, strategy.relation or None)
+    stream, dtype = EventStream.of(graph, kind), PRECISIONS[config.precision]
+    wanted = stream.msg is not None and config.model.edge_features
+    stream = replace(stream, msg=stream.msg.to(dtype) if wanted and stream.msg is not None else None)
+    task = _task(stream, _parts(stream, config), config, target=kind.dst)
+    features = known_of_nodes(graph, dtype)
+    width = 0 if features is None else features.shape[1]
+    sizes = Sizes(
+        edge=0 if stream.msg is None else stream.msg.shape[1],
+        static=width + (config.model.hidden if strategy.learns_static(bool(width)) else 0),
+        given=width > 0,
+        classes=0 if task.head is None else task.head.num_classes,
+        gap=task.mean_gap,
+        span=task.span,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = TemporalModel(config.model, sizes)
+    return task, model.to(dtype), features
+
+
+def _parts(stream: EventStream, config: RunConfig) -> dict[str, EventStream]:
+    """By time: TGB's shares, or those of the split that is asked for."""
+    if config.split in (0, "0"):
+        train, val, test = stream.split()
+    else:
+        rule = None if str(config.split).isdigit() else parse_rule(str(config.split))
+        if not isinstance(rule, Shares):
+            raise ConfigError(f"events are split by shares of time, as 0.7/0.15/0.15; found {config.split}")
+        train, val, test = stream.split(rule.train, rule.train + rule.val)
+    return {"train": train, "val": val, "test": test}
+
+
+def _task(stream: EventStream, parts: dict[str, EventStream], config: RunConfig, *, target: str) -> EventTask:
+    if not len(parts["train"]):
+        raise ConfigError("there is no event to train on: choose another --split, as 0.7/0.15/0.15")
+    head, metric = None, config.train.metric
+    if config.task == "edge":
+        if stream.y is None:
+            raise ConfigError("the events have no labels to predict: --task link predicts events, or import labels")
+        several = stream.y.dim() == 2
+        classes = stream.y.shape[1] if several else int(stream.y.max()) + 1 if len(stream) else 0
+        name = ("micro_f1" if several else "accuracy") if metric == "auto" else metric
+        head = NodeHead(classes, several, name, config.train.label_smoothing)
+    elif metric not in ("auto", *LINK_METRICS):
+        raise ConfigError(f"events are measured by {' or '.join(LINK_METRICS)}, found train.metric={metric}")
+    negatives = EventNegatives(stream.destinations, config.seed)
+    return EventTask(stream, parts, target, negatives, config.link.negatives, config.link.loss, metric, head)
+
+
+def known_of_nodes(graph: Graph, dtype: torch.dtype) -> Tensor | None:
+    """[V, S] features of all nodes, those of each type in columns of their own; None where there are none."""
+    widths = {kind: 0 if nodes.x is None else int(nodes.x.shape[1]) for kind, nodes in graph.nodes.items()}
+    if not sum(widths.values()):
+        return None
+    known, column = torch.zeros(graph.num_nodes, sum(widths.values()), dtype=dtype), 0
+    for kind, nodes in graph.nodes.items():
+        if nodes.x is not None:
+            first = graph.node_offsets[kind]
+            known[first : first + nodes.count, column : column + widths[kind]] = nodes.x.to(dtype)
+        column += widths[kind]
+    return known

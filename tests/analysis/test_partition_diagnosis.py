@@ -1,0 +1,235 @@
+"""``gnnfleet diagnose``: shares and divergences are what they are defined as, gradients are those of autograd."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from gnnfleet.analysis import cluster_count
+from gnnfleet.analysis.cluster_count import candidates, settle_clusters
+from gnnfleet.analysis.partition_diagnosis import Moment, Row, diagnose, recommend
+from gnnfleet.cli.diagnose import _shown
+from gnnfleet.cli.output import emit
+from gnnfleet.config.resolve import RunConfig, resolve
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.partition.node_assignment import Clusters
+from gnnfleet.graph.partition.partition_metrics import measure
+from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.graph.views.local import LocalView
+from gnnfleet.session.prepare import Place, settle
+from gnnfleet.training.build import build
+from gnnfleet.training.partition_cache import ensure_clusters, trained_graph
+from gnnfleet.training.run_dir import RunDirectory
+from tests.graphs import communities
+from tests.shell import call, fails, run_json
+
+SMALL = {"name": "sage", "hidden": 8, "layers": 2, "dropout": 0.0}
+OPTIONS = ("--set", "model.hidden=8", "--set", "model.layers=2", "--steps", "2")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("diagnose") / "store"
+    save_store(communities(1500), path)
+    return path
+
+
+def words(workers: int = 3, *, strategy: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+    model = {**SMALL, **more.pop("model", {})}
+    return resolve({"strategy": {"name": "tma", **(strategy or {})}, "workers": workers, "model": model, **more})
+
+
+def test_rows_have_the_facts_of_their_deals(store: Path) -> None:
+    graph, config = open_store(store), words()
+    rows = diagnose(graph, config, clusters=[12, 100], steps=3)
+    assert [(row.scheme, row.clusters) for row in rows] == [
+        ("random", None),
+        ("super", 12),
+        ("super", 100),
+        ("mincut", 3),
+    ]
+    random, few, many, mincut = rows
+    assert random.kept == pytest.approx(1 / 3, abs=0.03)
+    path = ensure_clusters(graph, trained_graph(graph, config), config.model_copy(update={"partition": "mincut"}))
+    assert path is not None
+    quality = measure(graph, Clusters.open(path).of.numpy(), 3)
+    assert mincut.kept == quality.kept_edges / graph.num_edges
+    assert mincut.balance == quality.summary()["balance"]["nodes"]
+    assert random.kept < many.kept < few.kept < mincut.kept
+    assert random.labels is not None and mincut.labels is not None and random.labels < mincut.labels
+    assert random.features is not None and mincut.features is not None and random.features < mincut.features
+    for row in rows:
+        for moment in (row.first, row.trained):
+            assert moment.discrepancy is not None and moment.discrepancy > 0
+            assert moment.cosine is not None and -1 <= moment.cosine < 1
+        assert row.trained.loss is not None and row.first.loss is not None and row.trained.loss < row.first.loss
+    assert diagnose(graph, config, ["super"], [12], steps=3) == [few], "the same seed gives the same figures"
+
+
+@pytest.mark.parametrize("scheme", ["random", "super", "mincut"])
+def test_one_trainer_agrees_with_itself(store: Path, scheme: str) -> None:
+    (row,) = diagnose(open_store(store), words(1), [scheme], steps=1)
+    assert (row.kept, row.balance, row.labels) == (1, 1, 0)
+    assert row.features == pytest.approx(0, abs=1e-12)
+    for moment in (row.first, row.trained):
+        assert (moment.discrepancy, moment.cosine) == (0, 1) and moment.aim == pytest.approx(1, abs=1e-9)
+
+
+def test_divergences_by_hand(tmp_path: Path) -> None:
+    """Two islands: each min-cut part has one class and one mean."""
+    near = torch.arange(20)
+    ring = torch.stack([near, (near + 1) % 20])
+    both = torch.cat([ring, ring.flip(0), ring + 20, ring.flip(0) + 20], 1)
+    y = torch.cat([torch.zeros(20), torch.ones(20)]).long()
+    x = torch.stack([y * 4.0, torch.ones(40)], 1)
+    split = torch.zeros(40)
+    one = {"split": split, "x": x}
+    several = torch.stack([y, 1 - y, torch.zeros(40, dtype=torch.int64)], 1)
+    for name, labels, apart in (("class", y, 1 / 2), ("labels", several, 1 / 3)):
+        save_store(Graph(both, y=labels, **one), tmp_path / name)
+        (row,) = diagnose(open_store(tmp_path / name), words(2), ["mincut"], steps=0)
+        assert row.kept == 1 and row.balance == 1
+        assert row.labels == pytest.approx(apart)
+        assert row.features == pytest.approx(1), "means 0 and 4 around 2, standard deviation 2"
+        assert row.first == row.trained, "no steps"
+
+
+def test_trainers_with_nothing_to_train_on_are_left_out(tmp_path: Path) -> None:
+    """Of two islands one has labels."""
+    ring = torch.stack([torch.arange(20), torch.arange(1, 21) % 20])
+    both = torch.cat([ring, ring.flip(0), ring + 20, ring.flip(0) + 20], 1)
+    y = torch.cat([torch.arange(20) % 2, torch.full((20,), -1)])
+    save_store(Graph(both, x=torch.ones(40, 2), y=y, split=torch.zeros(40)), tmp_path / "half")
+    (row,) = diagnose(open_store(tmp_path / "half"), words(2), ["mincut"], steps=1)
+    assert (row.kept, row.labels, row.features) == (1, 0, 0)
+    assert row.first.loss is not None and (row.first.discrepancy, row.first.cosine) == (None, None)
+    assert recommend([row]) is None
+
+
+def test_links_and_learnt_rows_need_neither_labels_nor_features(tmp_path: Path) -> None:
+    graph = communities(200)
+    bare = Graph.of({"node": replace(graph.only_nodes, x=None, y=None, split=None)}, graph.edges)
+    save_store(bare, tmp_path / "bare")
+    config = words(2, task="link", split="0.8/0.1/0.1", model={"embedding": 4}, strategy={"batch": 100, "remote": 3})
+    rows = diagnose(open_store(tmp_path / "bare"), config, ["random", "mincut"], steps=2)
+    for row in rows:
+        assert row.labels is None and row.features is None
+        assert row.trained.cosine is not None and row.trained.discrepancy is not None
+    assert rows[0].kept == pytest.approx(1 / 2, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "strategy", [{}, {"batch": 100}, {"fanouts": [-1, -1], "batch": 100}, {"fanouts": [-1, -1], "cache_inputs": True}]
+)
+@pytest.mark.parametrize("name", ["sage", "gcn"])
+def test_gradients_are_those_of_the_mean_loss(name: str, strategy: dict[str, Any]) -> None:
+    graph = communities(300)
+    tree = {"strategy": {"name": "local", **strategy}, "model": {**SMALL, "name": name}, "precision": "float64"}
+    made: Any = build(graph, resolve(tree)).strategy
+    list(made.steps(0))  # not only at first weights, and with an optimizer that remembers something
+    before = {part: {k: v.clone() for k, v in tensors.items()} for part, tensors in made.state_dict().items()}
+    loss, count, found = made.gradients(1)
+    after = made.state_dict()
+    for part, tensors in before.items():
+        assert tensors.keys() == after[part].keys()
+        assert all(torch.equal(tensor, after[part][key]) for key, tensor in tensors.items())
+    table = graph.only_nodes
+    train, x, y = table.mask("train"), table.x, table.y
+    assert x is not None and y is not None
+    made.model.zero_grad(set_to_none=True)
+    view = LocalView.whole(graph)
+    expected = functional.cross_entropy(made.model([view] * 2, x.double())[train], y[train])
+    expected.backward()
+    assert count == int(train.sum()) and loss == pytest.approx(float(expected.detach()), abs=1e-10)
+    wanted = dict(made.model.named_parameters())
+    assert found.keys() == wanted.keys()
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[key].grad, rtol=0, atol=1e-10)
+
+
+def test_gradients_leave_running_statistics_alone() -> None:
+    tree = {"strategy": {"name": "local"}, "model": {**SMALL, "norm": "batch", "dropout": 0.5}}
+    made: Any = build(communities(300), resolve(tree)).strategy
+    before = {name: tensor.clone() for name, tensor in made.state_dict()["model"].items()}
+    one, two = made.gradients(0), made.gradients(0)
+    assert one[0] == two[0] and all(torch.equal(one[2][name], two[2][name]) for name in one[2])
+    assert any("running" in name for name in before)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict()["model"].items())
+    assert made.gradients(1)[0] != one[0], "other draws in another epoch"
+
+
+def row_of(clusters: int, cosine: float, aim: float | None) -> Row:
+    moment, kept = Moment(1.0, 0.1, cosine, aim), 0.5
+    return Row("super", clusters, kept, 1.0, 0.0, 0.0, moment, moment)
+
+
+def test_the_recommended_row_agrees_most_of_those_that_aim_well() -> None:
+    rows = [row_of(3, 0.9, 0.5), row_of(50, 0.7, 0.96), row_of(500, 0.4, 1.0), row_of(5, 0.95, None)]
+    assert recommend(rows) is rows[1]
+    assert recommend([row_of(3, 0.9, -0.5), row_of(9, 0.5, -0.1)]) == row_of(9, 0.5, -0.1)
+    assert recommend(rows[3:]) is None
+
+
+def test_headings_are_whole_on_120_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    emit({}, as_json=False, human=[_shown("sage on shop", [row_of(15_000, 0.123, 0.456)], steps=20)])
+    shown = capsys.readouterr().out
+    headings = "scheme clusters kept balance labels features loss ± after 20 cosine after 20 aim after 20"
+    assert " ".join(word for word in shown.splitlines()[2].split() if word not in "┃│") == headings
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+def test_a_run_deals_as_many_super_nodes_as_are_recommended(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``strategy.clusters=auto`` becomes a number before the run, and stays that when it goes on."""
+    graph = open_store(store)
+    numbers = candidates(graph.num_nodes, 3)
+    assert numbers == [30, 90, 150] and candidates(10**6, 4)[-1] == 15_000 and candidates(20, 4) == [4]
+    config, asked = words(strategy={"clusters": "auto"}), list[Any]()
+
+    def measure(*given: Any, **more: Any) -> list[Row]:
+        asked.append(given[2:4])
+        return [row_of(30, 0.9, 0.5), row_of(88, 0.7, 0.96), row_of(150, 0.4, 1.0)]  # METIS may leave some empty
+
+    monkeypatch.setattr(cluster_count, "diagnose", measure)
+    found = settle_clusters(graph, config, quiet=True)
+    assert found.strategy.dealt_clusters == 90 and asked == [(["super"], numbers)]
+    mincut = words(strategy={"clusters": "auto", "scheme": "psgd-pa"})
+    assert settle_clusters(graph, mincut, quiet=True).strategy.dealt_clusters == 0
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    directory.begin(found, graph, None)
+    continued, _ = settle(graph, config.model_dump(mode="json"), Place(directory.path, resume=True))
+    assert continued.strategy == found.strategy
+
+
+def test_the_command(store: Path) -> None:
+    found = run_json("diagnose", store, *OPTIONS, "--clusters", "20", "--seed", "1", "-q")
+    assert (found["workers"], found["seed"], found["steps"]) == (3, 1, 2)
+    assert [row["scheme"] for row in found["rows"]] == ["random", "super", "mincut"]
+    assert found["rows"][1]["clusters"] == 20 and 0 < found["rows"][1]["kept"] < 1
+    assert found["recommended"]["scheme"] in ("random", "super", "mincut")
+    json.dumps(found, allow_nan=False)
+    done = call("diagnose", store, *OPTIONS, "--scheme", "random", "--workers", "2", "-q")
+    assert done.returncode == 0, done.stderr
+    assert "cosine" in done.stdout and "recommended: strategy.scheme=random" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--scheme", "magic"), "magic"),
+        (("--scheme", "random", "--clusters", "5"), "--scheme super"),
+        (("--clusters", "2"), "too few for 3 workers"),
+        (("--set", "strategy.scheme=ggs"), "deals no nodes"),
+        (("--split", "9-per-magic"), "9-per-magic"),
+    ],
+)
+def test_mistakes_get_one_short_message(store: Path, options: tuple[str, ...], message: str) -> None:
+    assert message in fails("diagnose", store, *options, "-q", code=2)

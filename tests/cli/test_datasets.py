@@ -1,0 +1,74 @@
+"""``gnnfleet datasets``: list, show, make."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from gnnfleet.cli import datasets
+from gnnfleet.errors import ConfigError, StoreError
+from gnnfleet.graph.datasets import DATASETS, make_dataset
+from gnnfleet.graph.store import open_store
+
+
+def run(*words: str) -> str:
+    """Standard output; errors come as they are."""
+    result = CliRunner().invoke(datasets.app, list(words))
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def test_list_prints_a_line_each_and_the_parameters_of_one():
+    lines = run("list").strip().splitlines()
+    assert [line.split()[0] for line in lines] == list(DATASETS)
+    assert [entry["name"] for entry in json.loads(run("list", "--json"))["datasets"]] == list(DATASETS)
+    for words in (("list", "rmat"), ("show", "rmat")):
+        assert re.search(r"edge_factor .* float .* 16\.0 .* stored edges per node", run(*words))
+    shown = json.loads(run("show", "shop", "--json"))["parameters"]
+    assert {entry["name"] for entry in shown} == set(DATASETS["shop"].config.model_fields)
+
+
+def test_make_writes_the_store_and_reports_it(tmp_path):
+    words = [
+        "make",
+        "communities",
+        "-o",
+        str(tmp_path / "g"),
+        "--set",
+        "nodes=300",
+        "--set",
+        "edges=3000",
+        "--set",
+        "seed=4",
+    ]
+    result = json.loads(run(*words, "--json", "--quiet"))
+    assert result["nodes"] == {"node": {"count": 300, "features": 64, "classes": 10}}
+    assert result["edges"] == {"node:to:node": 3000} and result["parameters"]["seed"] == 4
+    assert result["bytes"] > 300 * 64 * 4 and set(result["seconds"]) == {"generate", "write"}
+    written, expected = open_store(tmp_path / "g"), make_dataset("communities", nodes=300, edges=3000, seed=4)
+    assert written.only_edges.src.equal(expected.only_edges.src) and written.only_nodes.x.equal(expected.only_nodes.x)
+    with pytest.raises(StoreError, match="--overwrite"):
+        run(*words)
+    assert "3,000" in run(*words, "--overwrite", "--quiet")
+
+
+def test_progress_names_the_stages(tmp_path):
+    result = CliRunner().invoke(datasets.app, ["make", "events", "-o", str(tmp_path / "g"), "--set", "events=100"])
+    assert result.exit_code == 0 and [line for line in result.stderr.splitlines() if ":" not in line] == [
+        "generate",
+        "write",
+    ]
+
+
+def test_nothing_is_written_when_something_is_wrong(tmp_path):
+    target = str(tmp_path / "g")
+    for settings in (["nodez=3"], ["nodes"], ["nodes=0"]):
+        with pytest.raises(ConfigError):
+            run("make", "communities", "-o", target, "--set", *settings)
+    with pytest.raises(ConfigError, match="did you mean 'shop'"):
+        run("make", "shp", "-o", target)
+    assert list(tmp_path.iterdir()) == []

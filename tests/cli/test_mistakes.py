@@ -1,0 +1,239 @@
+"""Every mistake on the command line: one line, the right exit code, nothing left behind that was not there before."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gnnfleet.api import train
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.graph import Graph, make_nodes
+from gnnfleet.graph.partition.assign import PARTITIONERS
+from gnnfleet.graph.store import save_store
+from gnnfleet.nn.config import MODELS
+from gnnfleet.session import training
+from tests.graphs import assert_same_checkpoint, communities
+from tests.report.runs import write_run
+from tests.shell import call
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stores")
+    good = communities(120)
+    edges, nodes = good.edges, good.only_nodes
+    save_store(good, folder / "good")
+    some: dict[str, Any] = {"y": nodes.y, "split": nodes.split}
+    save_store(Graph.of({"node": make_nodes(120, **some)}, edges), folder / "bare")
+    assert nodes.y is not None and nodes.split is not None
+    wrong = good.with_nodes("node", y=nodes.y + 3)
+    save_store(wrong, folder / "wrong")
+    save_store(good.with_nodes("node", split=torch.ones_like(nodes.split)), folder / "untrained")
+    save_store(good.with_nodes("node", split=torch.zeros_like(nodes.split)), folder / "unvalidated")
+    save_store(good.with_nodes("node", split=None), folder / "unsplit")
+    save_store(good.with_nodes("node", y=None, classes=()), folder / "unlabelled")
+    save_store(make_dataset("shop", seed=1, users=20, products=20, brands=3, buys=40, views=40), folder / "shop")
+    save_store(make_dataset("events", users=20, items=10, events=60, seed=1), folder / "events")
+    (folder / "wrong.toml").write_text("seed = = 3")
+    (folder / "unknown.toml").write_text("[train]\nepohcs = 3\n")
+    return folder
+
+
+# Words after "train"; exit code; part of the message. {} is the folder of stores.
+CASES = [
+    ("{}/good --set train.epoch=3", 2, "no setting 'train.epoch': did you mean train.epochs?"),
+    ("{}/good --set epochs=5", 2, "no setting 'epochs': did you mean train.epochs?"),
+    ("{}/good --set epoch=5", 2, "no setting 'epoch': did you mean train.epochs?"),
+    ("{}/good --set train.hidden=5", 2, "no setting 'train.hidden': did you mean model.hidden?"),
+    ("{}/good --set fanouts=[5]", 2, "no setting 'fanouts': did you mean strategy.fanouts?"),
+    (
+        "{}/good -s sar --set strategy.fanouts=[5]",
+        2,
+        "strategy sar has none such, strategy.fanouts is a setting of local, macrobatch, tma",
+    ),
+    ("{}/good --epochs 5", 2, "no option --epochs: use --set train.epochs=5 (gnnfleet train --help)"),
+    ("{}/good --fanouts=[5]", 2, "no option --fanouts: use --set strategy.fanouts=[5] (gnnfleet train --help)"),
+    ("{}/good --epochs", 2, "no option --epochs: use --set train.epochs=VALUE (gnnfleet train --help)"),
+    ("{}/good --magic", 2, "No such option: --magic (gnnfleet train --help)"),
+    ("{}/good --set train.epochs=many", 2, "train.epochs='many'"),
+    ("{}/good --set train.lr=-1", 2, "train.lr=-1: input should be greater than 0"),
+    ("{}/good --set train.label_smoothing=1.5", 2, "train.label_smoothing=1.5"),
+    ("{}/good --set train.lr", 2, "--set takes KEY=VALUE"),
+    ("{}/good --set model=3 --set model.hidden=4", 2, "model has a value already"),
+    ("{}/good --set model=3", 2, "model=3: expected a name or a table"),
+    ("{}/good --set model=3 --model gcn", 2, "model=3: expected a name or a table"),
+    ("{}/good --set strategy=3 --strategy local", 2, "strategy=3: expected a name or a table"),
+    ("{}/good --set train=3", 2, "train=3"),
+    ("{}/good --set seed.x=3", 2, "seed={'x': 3}"),
+    ("{}/good --set strategy=3", 2, "strategy=3: expected a name or a table"),
+    ("{}/good --config {}/wrong.toml", 2, "wrong.toml is not valid TOML"),
+    ("{}/good --config {}/unknown.toml", 2, "did you mean train.epochs?"),
+    ("{}/good --config {}/none.toml", 2, "cannot read config"),
+    ("{}/good --model sagee", 2, "did you mean 'sage'?"),
+    ("{}/good --model none.py:make", 2, "cannot read the model file"),
+    ("{}/good --model none.py", 2, "reads file.py:factory"),
+    ("{}/good --memory lots", 2, "memory reads as 4GiB"),
+    ("{}/good --partition mincut", 2, "strategy local uses no parts"),
+    ("{}/good --partition mincat", 2, "did you mean mincut?"),
+    ("{}/good --strategy temporal", 2, "no edges with times"),
+    ("{}/good --strategy temporal --model sage", 2, "strategy temporal trains tgn, tgn-id, tgat"),
+    ("{}/good --model tgn", 2, "use --strategy temporal"),
+    ("{}/good --strategy temporal --partition mincut", 2, "uses no parts"),
+    ("{}/good --workers 2", 2, "use --workers 1, or --strategy sar|macrobatch|tma|pipe"),
+    ("{}/good --precision half", 2, "half"),
+    ("{}/good --split 3", 2, "numbered 0 to 0, found --split 3"),
+    ("{}/good --split half", 2, "a split reads TRAIN/VAL/TEST"),
+    ("{}/good --resume", 2, "there is no runs/last to resume"),
+    ("{}/good --run-dir {}", 2, "is not empty"),
+    ("{}/good --run-dir {}/wrong.toml", 2, "is a file"),
+    ("{}/good --run-dir {} --resume", 2, "is not a run"),
+    ("{}/good --run-dir /dev/null/run", 7, "cannot write to /dev/null/run"),
+    ("{}/good --seed x", 2, "Invalid value for '--seed'"),
+    ("{}/bare", 2, "no features: set model.embedding=64"),
+    ("{}/events", 2, "edges have times: train on events with --strategy temporal"),
+    ("{}/wrong.toml", 4, "wrong.toml is a file, not a store: import it first"),
+    ("{}/wrong", 3, "label 12 is out of range: expected 0 to 9"),
+    ("{}/untrained", 2, "training split has no labelled nodes"),
+    ("{}/unvalidated --set train.patience=3", 2, "train.patience needs val nodes"),
+    ("{}/unsplit", 2, "the graph has no split"),
+    ("{}/unlabelled", 3, "the graph has no labels"),
+    ("{}/shop --split 0.6/0.2/0.2 --model gcn", 2, "use the model rgcn"),
+    ("{}/none", 4, "no graph at"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "message"), CASES)
+def test_one_line_and_an_exit_code(
+    words: str, code: int, message: str, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(stores.rglob("*"))
+    done = call("train", *words.replace("{}", str(stores)).split())
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert message in lines[-1] and lines[-1].startswith("error: ") and not done.stdout
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir()) and sorted(stores.rglob("*")) == before
+
+
+# The same for other commands. {out} is an empty directory that stays so.
+OTHERS = [
+    ("train {}/good -s macrobatch -w 2 --set strategy.together=0", 2, "strategy.together=0: input should be 'auto' or"),
+    ("train {}/events -s temporal --set strategy.relation=a:b:c", 2, "edges a:b:c have no times"),
+    ("plan {}/good --strategies temporal", 2, "no edges with times"),
+    ("plan {}/good --bandwidth fast", 2, "a bandwidth reads as 1Gbit"),
+    ("compare {}/good --strategies sar --set sar.grup=1 -o {out}/c", 2, "did you mean strategy.group?"),
+    ("compare {}/good --strategies local -o /proc/none", 2, "cannot write to /proc/none"),
+    ("demo --set nodes=0 -o {out}/d", 2, "nodes: input should be greater than"),
+    ("report {}/good", 7, "is not a run"),
+    ("report", 2, "Missing argument 'RUN…' (gnnfleet report --help)"),
+    ("train", 2, "Missing argument 'STORE' (gnnfleet train --help)"),
+    ("plan {}/wrong.toml", 4, "is a file, not a store"),
+    ("compare {}/wrong.toml -o {out}/c", 4, "is a file, not a store"),
+    ("diagnose {}/wrong.toml", 4, "is a file, not a store"),
+    ("partition {}/wrong.toml --parts 2", 4, "is a file, not a store"),
+    ("info {}/wrong.toml", 4, "is a file, not a store"),
+    ("watch {}/none", 7, "is not a run"),
+    ("predict {}/none -o {out}/a.csv", 7, "is not a run"),
+    ("evaluate {}/good", 7, "is not a run"),
+    ("join nowhere {}/good --trainers 1", 2, "expected HOST:PORT"),
+    ("join localhost:0 {}/good --trainers 1", 2, "nobody listens at port 0"),
+    ("join localhost:65536 {}/good --trainers 1", 2, "a port up to 65535"),
+    ("join localhost:1 {}/none --trainers 1", 4, "no graph at"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "message"), OTHERS)
+def test_other_commands(words: str, code: int, message: str, stores: Path, tmp_path: Path) -> None:
+    before = sorted(stores.rglob("*"))
+    done = call(*words.replace("{out}", str(tmp_path)).replace("{}", str(stores)).split())
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert (
+        message in lines[-1] and lines[-1].startswith("error: ") and not done.stdout and "Traceback" not in done.stderr
+    )
+    assert not list(tmp_path.iterdir()) and sorted(stores.rglob("*")) == before
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (tmp_path / "taken").mkdir()
+    done = call("report", run, "-o", tmp_path / "taken")
+    assert done.returncode == 2 and "Is a directory: choose another --output" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
+
+
+def test_a_loss_that_is_no_number(stores: Path, tmp_path: Path) -> None:
+    words = ["--set", "train.lr=1e30", "--set", "train.optimizer=sgd", "--set", "model.hidden=8", "-q"]
+    done = call("train", stores / "good", *words, "--run-dir", tmp_path / "run")
+    assert done.returncode == 7 and "try a smaller train.lr" in done.stderr
+    assert not (tmp_path / "run/record.json").exists()
+
+
+@pytest.mark.parametrize(("stopped", "words"), [("run_course", ""), ("launch", "-s sar -w 2")])
+def test_an_interrupted_run_says_how_to_go_on(
+    stopped: str, words: str, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, stopped, stop)
+    done = call("train", stores / "good", *words.split(), "--run-dir", tmp_path / "run")
+    *_, said, last = done.stderr.splitlines()
+    assert done.returncode == 130 and last.startswith("error: interrupted") and not done.stdout
+    assert said.endswith(f"--run-dir {tmp_path / 'run'} --resume"), done.stderr
+
+
+def test_resuming_nothing_begins_and_says_so(stores: Path, tmp_path: Path) -> None:
+    words = ["--set", "train.epochs=1", "--set", "model.hidden=8", "--resume", "--run-dir", tmp_path / "run"]
+    done = call("train", stores / "good", *words)
+    assert done.returncode == 0 and f"there is no run in {tmp_path / 'run'} to go on with" in done.stderr
+    assert "to go on with" not in call("train", stores / "good", *words).stderr
+
+
+def test_help_explains_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    done = call("train", "--help")
+    words = (*MODELS, "file.py:factory", *PARTITIONERS, "--memory", "4GiB", "--partition")
+    assert done.returncode == 0 and all(word in done.stdout for word in words)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from gnnfleet.training import checkpoint
+from gnnfleet.api import train
+
+write, left = checkpoint.save_file, 5
+
+def killed(tensors, path):
+    global left
+    left -= 1
+    write(tensors, path)
+    if not left:
+        os.truncate(path, os.path.getsize(path) // 2)  # as if the write had got that far
+        os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoint.save_file = killed
+store, run_dir = sys.argv[1:]
+train(store, model={"hidden": 8, "layers": 2}, epochs=8, lr=0.03, checkpoint_seconds=0, run_dir=run_dir)
+"""
+
+
+def test_killed_in_the_middle_of_a_checkpoint(stores: Path, tmp_path: Path) -> None:
+    words: dict[str, Any] = {"model": {"hidden": 8, "layers": 2}, "epochs": 8, "lr": 0.03, "checkpoint_seconds": 0}
+    train(stores / "good", **words, run_dir=tmp_path / "whole")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, stores / "good", tmp_path / "run"], env={"PYTHONPATH": ":".join(sys.path)}
+    )
+    assert done.returncode == -signal.SIGKILL
+    train(stores / "good", **words, run_dir=tmp_path / "run", resume=True)
+    for name in ("last", "best"):
+        assert_same_checkpoint(tmp_path / "run/checkpoints" / name, tmp_path / "whole/checkpoints" / name)
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["best", "last"]

@@ -1,0 +1,152 @@
+"""Words become one frozen config; wrong ones are named with the nearest right one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from gnnfleet.config.resolve import check_continues, flatten, layered, nest, overlay, parse_value, read_toml, resolve
+from gnnfleet.errors import ConfigError
+
+
+def test_defaults_survive_a_round_trip() -> None:
+    config = resolve({})
+    assert config.strategy.name == "local" and config.train.epochs == 100 and config.model.name == "sage"
+    assert resolve(config.model_dump(mode="json")) == config
+    with pytest.raises(ValidationError):
+        config.seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("256", 256), ("0.01", 0.01), ("1e-3", 1e-3), ("true", True), ("[10, 5]", [10, 5]), ("gcn", "gcn"),
+     ("0.6/0.2/0.2", "0.6/0.2/0.2"), ("20-per-class", "20-per-class"), (".5", ".5"), ("", "")],
+)  # fmt: skip
+def test_values_are_read_as_toml(text: str, value: Any) -> None:
+    assert parse_value(text) == value
+
+
+def test_words_are_converted() -> None:
+    given = {key: parse_value(value) for key, value in {"train.lr": ".5", "train.epochs": "7", "split": "3"}.items()}
+    config = resolve(nest(given))
+    assert config.train.lr == 0.5 and config.train.epochs == 7 and config.split == 3
+
+
+def test_words_of_a_strategy_that_is_named_later_are_kept() -> None:
+    """``--strategy sar --set strategy.group=2``, whichever is read first."""
+    assert overlay({"strategy": {"group": 2}}, {"strategy": {"name": "sar"}})["strategy"] == {"group": 2, "name": "sar"}
+    assert overlay({"strategy": {"name": "sar"}}, {"strategy": {"group": 2}})["strategy"] == {"group": 2, "name": "sar"}
+
+
+def test_later_words_win_and_another_strategy_forgets() -> None:
+    base = {"train": {"lr": 0.1, "epochs": 5}, "strategy": {"name": "other", "knob": 1}}
+    tree = overlay(base, {"train": {"lr": 0.2}, "strategy": "local"})
+    assert tree == {"train": {"lr": 0.2, "epochs": 5}, "strategy": {"name": "local"}}
+    assert flatten(tree)["train.epochs"] == 5
+
+
+def test_set_is_about_the_strategy_that_options_name() -> None:
+    """``--config FILE --strategy tma --set strategy.interval=5``, where the file is about another one."""
+    own = {"name": "sar", "group": 2}
+    file = {"seed": 1, "strategy": own}
+    found = layered(file, {"strategy.interval": 5, "seed": 2}, {"strategy": {"name": "tma"}, "seed": 3})
+    assert found == {"seed": 3, "strategy": {"name": "tma", "interval": 5}}
+    for given, options, strategy in (
+        ({"strategy.group": 1}, {"strategy": {"name": "sar"}}, {"name": "sar", "group": 1}),
+        ({"strategy.prefetch": 0}, {"strategy": {"launcher": "ray"}}, {**own, "prefetch": 0, "launcher": "ray"}),
+        ({"strategy.name": "tma"}, {}, {"name": "tma"}),
+        ({"strategy": "tma"}, {"strategy": {"name": "local"}}, {"name": "local"}),
+        ({}, {}, own),
+    ):
+        assert layered(file, given, options)["strategy"] == strategy
+    assert layered({"strategy": "sar"}, {"strategy.group": 2}, {"strategy": {"name": "sar"}})["strategy"]["group"] == 2
+    assert layered({}, {}, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"trian": {}}, "no setting 'trian': did you mean train?"),
+        ({"train": {"epoch": 3}}, "no setting 'train.epoch': did you mean train.epochs?"),
+        ({"model": {"hiden": 3}}, "no setting 'model.hiden': did you mean model.hidden?"),
+        ({"strategy": {"name": "local", "ordr": "store"}}, "no setting 'strategy.ordr': did you mean strategy.order?"),
+        ({"train": {"zzz": 3}}, "known: epochs, lr"),
+        ({"train": {"lr": -1}}, "train.lr=-1: input should be greater than 0"),
+        ({"train": {"epochs": "many"}}, "train.epochs='many': input should be a valid integer"),
+        ({"train": {"optimizer": "lion"}}, "'adam', 'adamw' or 'sgd'"),
+        ({"model": {"name": "sagee"}}, "did you mean 'sage'?"),
+        ({"strategy": "fast"}, "no strategy 'fast'; this version has local"),
+        ({"task": "edge"}, "task edge is for streams of events"),
+        ({"task": "link", "link": {"exclude": "disjoint:2"}}, "a share P between 0 and 1"),
+        ({"workers": 4}, "local runs in one process, found workers=4"),
+        ({"precision": "half"}, "precision='half'"),
+        ({"seed": -1}, "seed=-1"),
+        ({"train": 3}, "train=3"),
+        ({"train": {"label_smoothing": 1.0}}, "train.label_smoothing=1.0: input should be less than 1"),
+        ({"memory": "4 gigs"}, "memory reads as 4GiB, 500MB or a number of bytes, found '4 gigs'"),
+        ({"memory": 0}, "found 0"),
+        ({"memory": True}, "found True"),
+        ({"memory": [4]}, "found [4]"),
+        ({"partition": "minkut"}, "no partitioner 'minkut': did you mean mincut?"),
+        ({"partition": "zzz"}, "choose one of random, range, mincut, super, stream"),
+        ({"partition": "mincut"}, "strategy local uses no parts: leave out --partition mincut"),
+        ({"model": {"name": "mine.py"}}, "a model of your own reads file.py:factory, found 'mine.py'"),
+        ({"model": {"name": "mine.py:"}}, "a model of your own reads file.py:factory"),
+        ({"model": {"name": "gcn", "settings": {"a": 1}}}, "model.settings are for models of your own"),
+    ],
+)
+def test_wrong_words_are_named(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(words)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_name_is_short_for_a_table() -> None:
+    assert resolve({"model": "gcn"}).model.name == "gcn"
+    assert overlay({"model": {"name": "gcn", "hidden": 8}}, {"model": "gat"})["model"] == {"name": "gat", "hidden": 8}
+    assert overlay({"model": "gcn"}, {"model": {"hidden": 8}})["model"] == {"name": "gcn", "hidden": 8}
+
+
+def test_a_word_cannot_be_a_group() -> None:
+    with pytest.raises(ConfigError, match="has a value already"):
+        nest({"train": 1, "train.lr": 2})
+
+
+def test_toml(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('seed = 3\n[strategy]\nname = "local"\norder = "store"\n[train]\nlr = 0.5\n')
+    assert resolve(read_toml(path)).train.lr == 0.5
+    path.write_text("seed = = 3")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        read_toml(path)
+    with pytest.raises(ConfigError, match="cannot read config"):
+        read_toml(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("4GiB", 4 << 30), ("4gib", 4 << 30), ("1.5 MiB", 3 << 19), ("2KB", 2000), ("3 MB", 3 * 10**6), ("1GB", 10**9),
+     ("1KiB", 1024), ("1TiB", 1 << 40), ("77", 77), (77, 77), ("9B", 9), (" 8 GiB ", 8 << 30)],
+)  # fmt: skip
+def test_memory_has_units(text: str | int, count: int) -> None:
+    config = resolve({"memory": text})
+    assert config.memory == count and resolve(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "-1GiB", "4XB", "4G", "1e9", "nan", "inf", "0.1B", "0GiB", "4GiB2"])
+def test_what_is_no_memory_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="memory reads as 4GiB"):
+        resolve({"memory": text})
+
+
+def test_a_run_continues_as_it_began() -> None:
+    old = resolve({})
+    check_continues(old, resolve({"train": {"epochs": 500, "patience": 3}, "memory": "1GiB"}))
+    own = {"name": "mine.py:make", "settings": {"a": 1}}
+    with pytest.raises(ConfigError, match=r"started with model.settings.a=1, found None"):
+        check_continues(resolve({"model": own}), resolve({"model": {**own, "settings": {}}}))
+    with pytest.raises(ConfigError, match=r"started with train.lr=0.01, found 0.5"):
+        check_continues(old, resolve({"train": {"lr": 0.5}}))

@@ -1,0 +1,176 @@
+"""What strategies foresee of an epoch is what ranks then count: bytes and rounds, to the last one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gnnfleet.comm.halo_exchange import Ring
+from gnnfleet.comm.world import World
+from gnnfleet.config.resolve import resolve
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.partition.chunk_layout import lay_out
+from gnnfleet.graph.partition.node_assignment import Deal
+from gnnfleet.graph.partition.partitioned_graph import Partition
+from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.sharded.full_batch.active_row_counts import Load, find_levels
+from gnnfleet.sharded.full_batch.active_rows import Flow
+from gnnfleet.sharded.full_batch.ring_view import RingView
+from gnnfleet.strategies.estimates import Forecast, LayerPace, Pace
+from gnnfleet.strategies.protocol import Outlook
+from gnnfleet.strategies.registry import foresee, make_temporal
+from gnnfleet.strategies.temporal.config import TemporalConfig
+from gnnfleet.strategies.temporal.estimate import Rehearsed, rehearse
+from gnnfleet.strategies.temporal.layout_planner import shapes_of
+from gnnfleet.training.build import Here, build, check, event_job, job_of
+from tests.equivalence.spread import cut_graph, plain_graph, typed_graph
+from tests.equivalence.test_sar import words
+from tests.ranks import Crew, with_shelf
+
+SAR: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"name": "sage"}, {"group": 1}),
+    ({"name": "sage", "embedding": 4, "aggr": "max"}, {"group": 3, "prefetch": 0}),
+    ({"name": "gcn", "norm": "batch"}, {"group": 2}),
+    ({"name": "gat", "heads": 2, "edge_features": True}, {"keep": True}),
+]
+PIPE: list[tuple[dict[str, Any], int, int, int]] = [
+    ({"name": "sage"}, 3, 3, 3),
+    ({"name": "gcn2", "layers": 4}, 4, 2, 8),
+]
+
+
+def outlook(store: Path, tree: dict[str, Any], parts: Path | None = None, *, pace: Pace | None = None) -> Any:
+    """(what a strategy is told, its config), with a pace that is made up."""
+    graph, config = open_store(store), resolve(tree)
+    checked = check(graph, config)
+    each = (LayerPace(1e-3, 1e-6, 1e-7),) * checked.model.num_layers
+    pace = pace or Pace(config.workers, each, 1e-3, 1e-3, 1.0, 1e-7, 1e9, 1e9, 1e-4, 3e8)
+
+    def shards() -> Any:
+        assert parts is not None
+        return [Partition.open(parts).shard(part) for part in range(config.workers)]
+
+    found = Outlook(
+        job=job_of(checked, config, Here()),
+        alone=pace,
+        together=pace,
+        overlaps=False,
+        parts=shards,
+        deal=lambda _: Deal({kind: table.count for kind, table in graph.nodes.items()}, None),
+        layouts=lambda strategy: [lay_out(graph, *each) for each in strategy.candidates(config.workers)],
+    )
+    return found, config
+
+
+def forecast_of(store: Path, tree: dict[str, Any], parts: Path | None = None) -> list[Forecast]:
+    found, config = outlook(store, tree, parts)
+    return foresee(config.strategy, found)
+
+
+def counted(world: World, store: str, trees: list[dict[str, Any]], parts: str | None) -> list[tuple[int, int]]:
+    """(bytes, rounds) of this rank in an epoch that is not the first."""
+    found = []
+    for tree in trees:
+        graph, config = open_store(store), resolve(tree)
+        if parts is None:
+            here = Here(world, layouts=[lay_out(graph, *each) for each in config.strategy.candidates(world.size)])
+        else:
+            here = Here(world, Partition.open(parts).shard(world.rank))
+        strategy = build(graph, config, here=here).strategy
+        list(strategy.steps(0))
+        before = world.traffic.bytes_sent, world.traffic.rounds
+        list(strategy.steps(1))
+        found.append((world.traffic.bytes_sent - before[0], world.traffic.rounds - before[1]))
+    return found
+
+
+def sar_tree(model: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return words(model, name="sar", **more) | {"workers": 3}
+
+
+@pytest.mark.parametrize(("make", "cases"), [(plain_graph, SAR), (typed_graph, [({"name": "rgcn"}, {"group": 1})])])
+def test_sar(crew: Crew, tmp_path: Path, make: Any, cases: list[Any]) -> None:
+    store = save_store(make(), tmp_path / "store")
+    parts = cut_graph(store, 3, "random", tmp_path / "parts")
+    trees = [sar_tree(model, **{"prefetch": 1, "group": 1, "keep": False, **more}) for model, more in cases]
+    ranks = crew.run(3, counted, str(tmp_path / "store"), trees, str(parts))
+    for place, tree in enumerate(trees):
+        (foreseen,) = forecast_of(tmp_path / "store", tree, parts)
+        assert foreseen.bytes == sum(rank[place][0] for rank in ranks), tree
+        assert {rank[place][1] for rank in ranks} == {foreseen.rounds}, tree
+
+
+def test_pipe(crew: Crew, tmp_path: Path) -> None:
+    store = save_store(plain_graph(), tmp_path / "store")
+    for model, workers, ways, chunks in PIPE:
+        tree = words(model, name="pipe", ways=ways, chunks=chunks, guard=0) | {"workers": workers}
+        parts = cut_graph(store, workers, "range", tmp_path / f"parts-{workers}")
+        (foreseen,) = forecast_of(tmp_path / "store", tree, parts)
+        ranks = crew.run(workers, counted, str(tmp_path / "store"), [tree], None)
+        assert foreseen.bytes == sum(rank[0][0] for rank in ranks), model
+        if ways == workers:  # how layers are dealt to several stages goes by the clock
+            assert foreseen.rounds == max(rank[0][1] for rank in ranks), model
+        assert foreseen.kind == ("exact" if ways == chunks else "approximate")
+
+
+def events_counted(world: World, store: str, tree: dict[str, Any]) -> list[tuple[Rehearsed, int, int, int]]:
+    """Of every arrangement what was rehearsed, and (steps, bytes, rounds) of this rank in its second epoch."""
+    config, graph = resolve(tree), open_store(store)
+    assert isinstance(config.strategy, TemporalConfig)
+    shapes, here = shapes_of(world.size), Here(with_shelf(world))
+    found = []
+    for shape, took in zip(shapes, rehearse(config.strategy, event_job(graph, config, here), shapes), strict=True):
+        strategy = make_temporal(config.strategy.model_copy(update=vars(shape)), event_job(graph, config, here))
+        list(strategy.steps(0))
+        before = world.traffic.bytes_sent, world.traffic.rounds
+        steps = len(list(strategy.steps(1)))
+        found.append((took, steps, world.traffic.bytes_sent - before[0], world.traffic.rounds - before[1]))
+    return found
+
+
+def test_temporal(crew: Crew, tmp_path: Path) -> None:
+    """A few iterations tell what an epoch takes, but for the words with which a sweep over the stream begins."""
+    events = make_dataset("events", users=40, items=20, events=900, features=2, seed=3)
+    save_store(events, tmp_path / "store")
+    strategy = {"name": "temporal", "batch": 20, "static": False, "eval_negatives": 3}
+    tree = {"strategy": strategy, "model": {"hidden": 8, "neighbours": 3}, "workers": 2}
+    ranks = crew.run(2, events_counted, str(tmp_path / "store"), tree)
+    for place, shape in enumerate(shapes_of(2)):
+        took, steps, _, _ = ranks[0][place]
+        assert not took.refused and took.memory > 0 and took.seconds > 0 and abs(took.iterations - steps) <= 1
+        sent, rounds = sum(rank[place][2] for rank in ranks), max(rank[place][3] for rank in ranks)
+        assert took.begin[0] + steps * took.bytes == pytest.approx(sent, rel=0.01), shape
+        assert took.begin[1] + steps * took.rounds == pytest.approx(rounds, abs=2), shape
+
+
+def layer_loads(world: World, parts: str, wanted: list[int], layers: int) -> list[Load]:
+    """What a rank finds out by talking to the others."""
+    shard = Partition.open(parts).shard(world.rank)
+    ring = Ring(world)
+    reach = torch.zeros(60, dtype=torch.bool)
+    reach[wanted] = True
+    flow = Flow.find(shard, ring, {"node": reach[shard.nodes("node").store_ids]}, layers)
+    view = RingView.open(shard, ring, flow)
+    found = []
+    for index in range(layers):
+        part = (view if flow is None else view.of_layer(flow, index)).part
+        routes = {("node", way): part.routes("node", way) for way in ("in", "out")}
+        edges = sum(each.num_edges for each in part.edges.values())
+        rows = part.nodes["node"].num_dst
+        give = {way: tuple(map(len, each.give)) for way, each in routes.items()}
+        found.append(Load(rows, edges, give, {way: tuple(each.need) for way, each in routes.items()}))
+    return found
+
+
+@pytest.mark.parametrize("wanted", [[3], [1, 5, 40], list(range(50))])
+def test_loads_are_those_that_ranks_agree_on(crew: Crew, tmp_path: Path, wanted: list[int]) -> None:
+    parts = cut_graph(plain_graph(), 3, "random", tmp_path / "parts")
+    shards = [Partition.open(parts).shard(part) for part in range(3)]
+    reach = torch.zeros(60, dtype=torch.bool)
+    reach[wanted] = True
+    masks = [{"node": reach[shard.nodes("node").store_ids]} for shard in shards]
+    found = crew.run(3, layer_loads, str(parts), wanted, 3)
+    assert find_levels(shards, masks, 3).loads == [[rank[layer] for rank in found] for layer in range(3)]

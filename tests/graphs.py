@@ -1,0 +1,34 @@
+"""Graphs and comparisons that the tests of runs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.graph import Graph, make_nodes
+from gnnfleet.training.checkpoint import Position, load_checkpoint
+
+CLASSES = tuple(f"kind {letter}" for letter in "abcdefghij")
+
+
+def communities(nodes: int = 300) -> Graph:
+    """Ten communities with string ids and named classes."""
+    graph = make_dataset("communities", nodes=nodes, mean_degree=8, seed=1)
+    table = graph.only_nodes
+    named = make_nodes(
+        nodes, x=table.x, y=table.y, split=table.split, ids=[f"n{i}" for i in range(nodes)], classes=CLASSES
+    )
+    return Graph.of({"node": named}, graph.edges, name="communities")
+
+
+def assert_same_checkpoint(one: Path, two: Path) -> None:
+    """Whole states, bit for bit."""
+    (states, position, seed), (others, other_position, other_seed) = load_checkpoint(one), load_checkpoint(two)
+    assert seed == other_seed and isinstance(position, Position) and position == other_position
+    assert states.keys() == others.keys()
+    for part, tensors in states.items():
+        assert tensors.keys() == others[part].keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, others[part][name]), (part, name)

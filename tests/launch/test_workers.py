@@ -1,0 +1,226 @@
+"""Training on several workers: the numbers of one process, a record with one entry per rank, going on with others."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gnnfleet.api import train
+from gnnfleet.comm.failure import Failure, Kind
+from gnnfleet.config.resolve import RunConfig, resolve
+from gnnfleet.errors import ConfigError, ExchangeError, GnnfleetError, PartitionError, RunError, StoreError
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.inference.query import open_run
+from gnnfleet.launch.local_launcher import threads_each, verdict
+from gnnfleet.report.metrics import read_metrics
+from gnnfleet.session.prepare import Place, prepared
+from gnnfleet.training import partition_cache
+from tests.graphs import communities
+from tests.shell import fails, run_json
+
+MODEL: dict[str, Any] = {"model": {"name": "sage", "hidden": 16, "layers": 2}}
+
+
+def test_more_workers_than_nodes_are_remarked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place, codes = torch.arange(12), torch.arange(12) % 3
+    ring = Graph(torch.stack([place, place.roll(1)]), x=torch.ones(12, 2), y=codes, split=codes)
+    graph = save_store(ring, tmp_path / "store")
+    for workers, said in ((16, True), (12, False)):
+        config = resolve({**MODEL, "strategy": {"name": "sar"}, "workers": workers, "partition": "random"})
+        with prepared(graph, config, None, place=Place(tmp_path / f"run{workers}"), quiet=False):
+            assert ("16 parts of 12 nodes: at least 4 are empty" in capsys.readouterr().err) is said
+
+
+def assert_close(one: torch.nn.Module, two: torch.nn.Module) -> None:
+    for (name, a), (other, b) in zip(one.state_dict().items(), two.state_dict().items(), strict=True):
+        assert name == other
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+def test_a_graph_in_memory_on_two_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", None)
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = dict(os.environ)
+    graph, words = communities(), {**MODEL, "epochs": 12, "precision": "float64", "seed": 2}
+    here, there = train(graph, **words), train(graph, strategy="sar", workers=2, **words)
+    for word in ("val", "test", "best_epoch", "name"):
+        assert there.metrics[word] == here.metrics[word]
+    assert_close(here.model, there.model)
+    assert there.predict(["n7", "n0"]) == here.predict(["n7", "n0"])
+    torch.testing.assert_close(there.embeddings(), here.embeddings())
+    assert there.summary.workers == 2 and there.run_dir is None
+    assert all(len(numbers) == 2 for numbers in (*there.summary.traffic.values(), *there.summary.memory.values()))
+    assert min(there.summary.traffic["bytes_sent"]) > 0
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    names = ("PYTHONPATH", "OMP_NUM_THREADS", "RES_OPTIONS", "TORCHELASTIC_SIGNALS_TO_HANDLE")
+    assert [os.environ.get(name) for name in names] == [before.get(name) for name in names]
+    left = [path.name for path in (tmp_path / "scratch").iterdir() if not path.name.startswith("torchinductor_")]
+    assert not left and sorted(path.name for path in tmp_path.iterdir()) == ["scratch"]
+
+
+def test_a_run_goes_on_with_other_workers(tmp_path: Path) -> None:
+    store = tmp_path / "shop"
+    save_store(communities(), store)
+    model = {"name": "sage", "hidden": 16, "layers": 2, "embedding": 4}  # learnable rows change their owners
+    words: dict[str, Any] = {"model": model, "precision": "float64", "seed": 1, "checkpoint_seconds": 0}
+    whole = train(store, **words, epochs=9, run_dir=tmp_path / "whole")
+    settings = [f"--set=model.{word}={model[word]}" for word in ("hidden", "layers", "embedding")]
+    line = ["train", store, "-s", "sar", *settings, "--precision", "float64", "--seed", "1"]
+    line += ["--run-dir", tmp_path / "cut"]
+    run_json(*line, "-w", "2", "--set", "train.epochs=4")
+    record = run_json(*line, "-w", "3", "--set", "train.epochs=9", "--resume")
+    assert record["workers"] == 3 and record["epochs"] == 9 and record["metrics"]["test"] == whole.metrics["test"]
+    assert [row["epoch"] for row in read_metrics(tmp_path / "cut/metrics.jsonl")] == list(range(1, 10))
+    built, _, name = open_run(tmp_path / "cut", open_store(store))
+    assert name == "best"
+    assert_close(built.strategy.model, whole.model)
+    assert sorted(p.name for p in (store / "parts").iterdir() if p.name[0] != ".") == [
+        "mincut-2-nodes-seed0",
+        "mincut-3-nodes-seed0",
+    ]
+
+
+def test_wrong_words_start_no_worker(tmp_path: Path) -> None:
+    store = tmp_path / "shop"
+    save_store(communities(), store)
+    assert "strategy local runs in one process" in fails("train", store, "--workers", "2", code=2)
+    with pytest.raises(ConfigError, match=r"train\.patience needs val nodes"):
+        train(store, strategy="sar", workers=2, patience=3, split="0.8/0/0.2", run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match="--max-restarts 1 is for several workers"):
+        train(store, max_restarts=1)
+    assert not (store / "parts").exists() and not (tmp_path / "run").exists()
+
+
+def config(**words: Any) -> RunConfig:
+    return resolve({"strategy": "sar", "workers": 2, **words})
+
+
+def ensure(graph: Graph, found: RunConfig) -> Path:
+    return partition_cache.ensure_partition(graph, partition_cache.trained_graph(graph, found), found)
+
+
+def test_a_partition_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = save_store(communities(), tmp_path / "shop")
+    made: list[str] = []
+    plain = partition_cache.assign
+
+    def counted(*words: Any, **more: Any) -> Any:
+        made.append(words[2])
+        return plain(*words, **more)
+
+    monkeypatch.setattr(partition_cache, "assign", counted)
+    threads = [threading.Thread(target=ensure, args=(graph, config())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    path = ensure(graph, config(seed=5))
+    assert made == ["mincut"] and path.name == "mincut-2-nodes-seed0"
+    assert ensure(graph, config(partition="random")).name == "random-2-nodes-seed0" and made == ["mincut", "random"]
+    (path / "assignment.npy").write_bytes(b"damaged")
+    assert ensure(graph, config()) == path and made == ["mincut", "random", "mincut"]
+    other = save_store(communities(200), tmp_path / "shop", overwrite=True)
+    ensure(other, config())
+    assert len(made) == 4
+
+
+def test_links_have_parts_of_their_own(tmp_path: Path) -> None:
+    graph = save_store(communities(), tmp_path / "shop")
+    one, two = (ensure(graph, config(task="link", split="0.8/0.1/0.1", seed=seed)) for seed in (0, 1))
+    assert (
+        one != two
+        and one.parent.name.startswith("links-")
+        and one == ensure(graph, config(task="link", split="0.8/0.1/0.1", seed=0))
+    )
+
+
+def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
+    graph = save_store(communities(), tmp_path / "shop")
+    (tmp_path / "shop" / "parts").write_text("a file")
+    with pytest.raises(StoreError, match="cannot keep a partition"):
+        ensure(graph, config())
+
+
+def test_apart_is_the_same(tmp_path: Path) -> None:
+    graph = save_store(communities(), tmp_path / "shop")
+    assert partition_cache.ensure_apart(graph, config(), quiet=True) == tmp_path / "shop/parts/mincut-2-nodes-seed0"
+    (tmp_path / "shop/parts/random-2-nodes-seed0").write_text("a file")
+    with pytest.raises(StoreError, match="exists and is not a partition"):
+        partition_cache.ensure_apart(graph, config(partition="random"), quiet=True)
+
+
+def test_apart_may_be_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nodes that are dealt one by one need no clusters. The other process is this one."""
+    graph = save_store(communities(120), tmp_path / "shop")
+    monkeypatch.setattr(partition_cache, "die_with_parent", lambda: None)
+
+    def here(line: list[str], *, input: str, **_: Any) -> Any:
+        monkeypatch.setattr("sys.stdin", io.StringIO(input))
+        partition_cache._main()
+        return SimpleNamespace(stdout=capsys.readouterr().out, returncode=0)
+
+    monkeypatch.setattr(partition_cache.subprocess, "run", here)
+    dealt = config(strategy={"name": "tma", "scheme": "random"})
+    assert partition_cache.ensure_apart(graph, dealt, quiet=True) is None
+    assert partition_cache.ensure_apart(graph, config(), quiet=True) == tmp_path / "shop/parts/mincut-2-nodes-seed0"
+
+
+def failed(code: int, failure: Failure | None = None) -> Any:
+    """As torchrun tells it."""
+    data = {} if failure is None else {"gnnfleet": {**vars(failure)}}
+    name = signal.Signals(-code).name if code < 0 else ""
+    return SimpleNamespace(exitcode=code, pid=77, error_file_data=data, signal_name=lambda: name)
+
+
+def told(kind: Kind, rank: int, by: int, text: str, code: int = 8) -> Failure:
+    return Failure(kind=kind, ranks=(rank,), found_by=by, text=text, exit_code=code, trace="T" if code == 1 else "")
+
+
+VERDICTS: list[tuple[dict[int, Any], type[GnnfleetError], str]] = [
+    # The killed one, not those that lost it.
+    ({0: failed(8, told(Kind.lost, 0, 0, "lost rank 1")), 1: failed(-9)}, ExchangeError, "rank 1 .* SIGKILL"),
+    # A paused one is killed by those that find it.
+    ({1: failed(-9), 0: failed(8, told(Kind.silent, 1, 0, "rank 1 is silent"))}, ExchangeError, "rank 1 is silent"),
+    # The one that raised, not those that were told, nor those that torchrun stopped.
+    (
+        {
+            2: failed(7, told(Kind.raised, 1, 2, "told: nan", 7)),
+            1: failed(7, told(Kind.raised, 1, 1, "nan", 7)),
+            0: failed(143),
+        },
+        RunError,
+        "^nan$",
+    ),
+    ({0: failed(143), 1: failed(5, told(Kind.raised, 1, 1, "cut", 5))}, PartitionError, "^cut$"),
+    ({1: failed(8, told(Kind.lost, 1, 1, "rows")), 0: failed(143)}, ExchangeError, "rows; go on"),
+    ({1: failed(143), 0: failed(143)}, ExchangeError, "rank 1 .* code 143"),
+    ({0: failed(1, told(Kind.raised, 0, 0, "oops", 1))}, GnnfleetError, "^oops$"),
+]
+
+
+@pytest.mark.parametrize(("failures", "kind", "text"), VERDICTS)
+def test_one_error_for_several_workers(failures: dict[int, Any], kind: type[GnnfleetError], text: str) -> None:
+    error = verdict(failures, "go on with --resume")
+    assert type(error) is kind
+    assert re.search(text, str(error))
+    assert getattr(error, "__notes__", []) == (["T"] if kind is GnnfleetError else [])
+
+
+def test_workers_share_the_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert threads_each(1) == cores and threads_each(10 * cores) == 1

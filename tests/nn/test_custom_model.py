@@ -1,0 +1,182 @@
+"""A model of one's own runs as ours do; what is wrong in its file is one message with file and line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gnnfleet import nn
+from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.views.block import full_block
+from gnnfleet.graph.views.local import LocalView
+from gnnfleet.nn.custom_model import build_own, naming_line
+from gnnfleet.ops.draws import DrawKey
+
+Write = Callable[[str], str]
+
+PLAIN = """
+import gnnfleet as gf
+
+def make(config, graph, out_channels):
+    wide = graph.only_nodes.x.shape[1]
+    first, last = gf.nn.SAGEConv(wide, config.hidden), gf.nn.SAGEConv(config.hidden, out_channels)
+    return gf.nn.Model([first, last], dropout=config.dropout)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def text_to_name(text: str, factory: str = "make") -> str:
+        (tmp_path / "mine.py").write_text(text)
+        return f"{tmp_path / 'mine.py'}:{factory}"
+
+    return text_to_name
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return make_dataset("communities", nodes=200, mean_degree=6, seed=2)
+
+
+def build(name: str, graph: Graph) -> nn.Model:
+    torch.manual_seed(0)
+    config = nn.ModelConfig(name=name, hidden=16, layers=2, dropout=0.4)
+    return build_own(config, graph, out_channels=10)
+
+
+def test_a_list_of_layers_is_our_model_of_those_layers(write: Write, graph: Graph) -> None:
+    own = build(write(PLAIN), graph)
+    torch.manual_seed(0)
+    ours = nn.build_model(nn.SAGE(hidden=16, layers=2, dropout=0.4), graph)
+    x, view = graph.only_nodes.x, LocalView.whole(graph).at(key=DrawKey(3, 1, 4))
+    assert torch.equal(own(view, x), ours(view, x))  # dropout too
+    assert torch.equal(own.embed(view, x), ours.embed(view, x))
+    own.eval()
+    assert torch.equal(own(view, x), ours.eval()(view, x))
+    assert own.num_layers == 2 and own.width == 64 and own.out_channels == 10 and not own.batch_norm
+
+
+def test_compute_may_carry_what_it_likes(write: Write, graph: Graph) -> None:
+    name = write("""
+import torch, gnnfleet as gf
+
+class Carrying(gf.nn.Model):
+    def __init__(self, wide, hidden, out):
+        super().__init__([gf.nn.SAGEConv(wide, hidden), gf.nn.SAGEConv(hidden, hidden), gf.nn.SAGEConv(hidden, out)])
+        self.norm = gf.nn.BatchNorm(hidden)
+        self.skip = torch.nn.Linear(hidden, out)
+
+    def compute(self, index, view, x, carry):
+        x = self.layers[index](view, x)
+        if index == 0:
+            return torch.relu(self.norm(view, x)), x
+        carry = carry[:view.num_dst]
+        return (x + carry, carry) if index == 1 else (x + self.skip(carry), None)
+
+def make(config, graph, out_channels):
+    return Carrying(graph.only_nodes.x.shape[1], config.hidden, out_channels)
+""")
+    model = build(name, graph)
+    assert model.batch_norm and model.num_layers == 3
+    model.eval()
+    view = LocalView.whole(graph).at(training=False)
+    x = graph.only_nodes.x
+    assert x is not None
+    whole = model(view, x)
+    rows, carry = model.layer(0, view, x)
+    block = full_block(view, {"node": (20, 60)})
+    assert isinstance(rows, torch.Tensor) and carry is not None
+    at = block.rows["node"]
+    near, kept = model.layer(1, block.view, rows[at], carry[at])
+    assert kept is not None and isinstance(near, torch.Tensor)
+    torch.testing.assert_close(near, model.layer(1, view, rows, carry)[0][20:60])
+    assert whole.shape == (200, 10)
+
+
+def test_nothing_is_left_in_the_folder_and_neighbours_can_be_imported(
+    write: Write, graph: Graph, tmp_path: Path
+) -> None:
+    (tmp_path / "beside_mine.py").write_text("HIDDEN = 8\n")
+    before, flag = list(sys.path), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    model = build(write("from beside_mine import HIDDEN\n" + PLAIN.replace("config.hidden", "HIDDEN")), graph)
+    sys.dont_write_bytecode = flag
+    assert model.layers[0].out_channels == 8
+    assert sys.path == before and sorted(p.name for p in tmp_path.iterdir()) == ["beside_mine.py", "mine.py"]
+
+
+MISTAKES = [
+    ("def make(config graph):\n    pass", "mine.py, line 1: SyntaxError"),
+    ("import torch\nimport no_such_module", "mine.py, line 2: ModuleNotFoundError: No module named 'no_such_module'"),
+    ("x = 1\n\ny = x / 0", "mine.py, line 3: ZeroDivisionError: division by zero"),
+    ("def make(config, graph, out_channels):\n    return config.hiden", "mine.py, line 2: AttributeError"),
+    (
+        "def make(config):\n    return 1",
+        r"mine.py:make must take \(config, graph, out_channels\): too many positional arguments",
+    ),
+    ("def mak(config):\n    return 1", "has no function 'make': did you mean 'mak'?"),
+    ("import math", "has no function 'make': it defines none"),
+    ("def make(*_):\n    return 3", "mine.py:make must return a gf.nn.Model, found int"),
+    (
+        "import torch\ndef make(*_):\n    return torch.nn.Linear(1, 1)",
+        "found Linear: derive the class from gf.nn.Model",
+    ),
+    ("import gnnfleet as gf\ndef make(*_):\n    return gf.nn.Model()", "a model without layers"),
+    (
+        "import gnnfleet as gf, torch\ndef make(*_):\n    return gf.nn.Model([torch.nn.Dropout(0.5)])",
+        r"torch.nn.Dropout \(layers.0\), whose draws no run can repeat: use view.dropout",
+    ),
+    (
+        "import gnnfleet as gf, torch\ndef make(*_):\n    return gf.nn.Model([torch.nn.BatchNorm1d(3)])",
+        "use gf.nn.BatchNorm",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), MISTAKES)
+def test_mistakes_name_file_and_line(write: Write, graph: Graph, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        build(write(text), graph)
+    assert "\n" not in str(caught.value)
+    assert "line" not in message or caught.value.__cause__ is not None
+
+
+def test_a_missing_file(graph: Graph, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the model file .*none\.py: No such file"):
+        build(f"{tmp_path}/none.py:make", graph)
+
+
+LAYERS = [
+    ("return x", r"compute of a model returns \(rows, carry\), found Tensor in layer 0"),
+    ("return x.tolist(), None", "layer 0 of the model must give"),
+    ("return x[:7], None", "must give a row for each of 200 destinations, found 7: cut sources with"),
+    ("return x, None", "the last layer of the model must give 10 numbers per node, found rows of shape"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), LAYERS)
+def test_rows_are_checked(write: Write, graph: Graph, body: str, message: str) -> None:
+    text = f"""
+import gnnfleet as gf, torch
+class Mine(gf.nn.Model):
+    def compute(self, index, view, x, carry):
+        {body}
+def make(*_):
+    return Mine([torch.nn.Linear(2, 2)])
+"""
+    with pytest.raises(ConfigError, match=message):
+        build(write(text), graph)(LocalView.whole(graph), graph.only_nodes.x)
+
+
+def test_errors_from_elsewhere_stay_as_they_are(tmp_path: Path) -> None:
+    for path in (None, tmp_path / "mine.py"):
+        with pytest.raises(ValueError, match="elsewhere"), naming_line(path):
+            raise ValueError("elsewhere")
+    with pytest.raises(InputError, match=rf"{Path(__file__).name}, line \d+: bad row"), naming_line(Path(__file__)):
+        raise InputError("bad row")

@@ -1,0 +1,90 @@
+"""Phases add up to the time that passed, the innermost counts, threads beside the training do not."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from gnnfleet.report import phase_timer as clock_module
+from gnnfleet.report.phase_timer import COMPUTE, EXCHANGE, WAIT, Clock, Span
+from gnnfleet.report.trace import pack_spans, trace_json, unpack_spans
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which tests set."""
+    at = [100.0]
+    monkeypatch.setattr(clock_module, "perf_counter", lambda: at[0])
+    return at
+
+
+def test_the_innermost_phase_counts(now: list[float]) -> None:
+    clock = Clock()
+    now[0] += 1
+    with clock.during(EXCHANGE):
+        now[0] += 2
+        with clock.during(WAIT):
+            now[0] += 4
+            with clock.during(COMPUTE):
+                now[0] += 8
+        now[0] += 16
+    now[0] += 32
+    assert clock.read() == {COMPUTE: 1 + 8 + 32, EXCHANGE: 2 + 16, WAIT: 4}
+
+
+def test_a_phase_that_fails_ends(now: list[float]) -> None:
+    clock = Clock()
+    with pytest.raises(ValueError), clock.during(WAIT):
+        now[0] += 1
+        raise ValueError
+    now[0] += 2
+    assert clock.read() == {COMPUTE: 2, EXCHANGE: 0, WAIT: 1}
+
+
+def test_other_threads_are_traced_but_not_counted(now: list[float]) -> None:
+    clock = Clock()
+    clock.trace = []
+
+    def beside() -> None:
+        with clock.during(WAIT, "relay"):
+            now[0] += 5
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    assert clock.read() == {COMPUTE: 5, EXCHANGE: 0, WAIT: 0}
+    (span,) = clock.trace
+    assert (span.what, span.kind, span.end - span.begin) == ("relay", WAIT, 5)
+
+
+def test_nothing_is_traced_unasked(now: list[float]) -> None:
+    clock = Clock()
+    with clock.during(WAIT, "rows"):
+        now[0] += 1
+    clock.note("step 1", "step", 100.0)
+    assert clock.trace is None
+
+
+def test_a_trace_has_a_process_for_every_worker() -> None:
+    spans = [
+        Span("step 1", "step", 10.0, 10.5, 7),
+        Span("rows", WAIT, 10.1, 10.2, 7),
+        Span("relay", WAIT, 10.0, 10.3, 9),
+    ]
+    moved = unpack_spans(pack_spans(spans, offset=1.0))
+    assert [(s.begin, s.end) for s in moved] == [(s.begin + 1, s.end + 1) for s in spans]
+    events: list[dict[str, Any]] = json.loads(trace_json({"rank 0": spans, "rank 1": moved}))["traceEvents"]
+    drawn = [event for event in events if event["ph"] == "X"]
+    assert [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in drawn] == [
+        (0, 0, "step 1", 0.0, 5e5),
+        (0, 0, "rows", 1e5, 1e5),
+        (0, 1, "relay", 0.0, 3e5),
+        (1, 0, "step 1", 1e6, 5e5),
+        (1, 0, "rows", 1.1e6, 1e5),
+        (1, 1, "relay", 1e6, 3e5),
+    ]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1"}

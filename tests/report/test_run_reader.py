@@ -1,0 +1,131 @@
+"""What is read of a run: everything that is there, nothing that is not, whatever lies in the files."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gnnfleet.cli.report import summary_table
+from gnnfleet.errors import RunError
+from gnnfleet.report.live_view import lines_since, live_view, sparkline
+from gnnfleet.report.page import page_data, render_page
+from gnnfleet.report.run_reader import mean_split, read_run, summary, worker_names
+from tests.report.runs import write_run
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "one"))
+    found = summary(run)
+    assert (run["state"], run["strategy"], run["store"]) == ("finished", "sar", "shop")
+    assert (found["epochs"], found["test"], found["epoch_seconds"], found["seconds"]) == (4, 0.86, 0.5, 2.0)
+    assert found["bytes"] == 1000 * (1 + 2) + (1 + 0) + 2 * 64 and found["rounds"] == 7
+    assert (
+        mean_split(run)
+        == [{"compute": pytest.approx(0.3), "exchange": pytest.approx(0.1), "wait": pytest.approx(0.1)}] * 2
+    )
+
+
+def test_events_are_shown_beside_edgebank(tmp_path: Path) -> None:
+    assert summary(read_run(write_run(tmp_path / "one")))["baseline"] is None
+    metrics = {"test": 0.4, "name": "mrr", "beside": {"test": {"ap": 0.9, "edgebank": 0.2, "edgebank_window": 0.3}}}
+    run = read_run(write_run(tmp_path / "two", strategy="temporal", record={"metrics": metrics}))
+    assert summary(run)["baseline"] == 0.3
+    columns = [column.header for column in summary_table([run]).columns]
+    assert columns.index("EdgeBank") == columns.index("test mrr") + 1
+
+
+def test_trainers_are_called_so(tmp_path: Path) -> None:
+    assert worker_names(read_run(write_run(tmp_path / "one", strategy="tma"))) == [
+        "coordinator",
+        "trainer 0",
+        "trainer 1",
+    ]
+
+
+def test_a_run_runs_while_its_lock_is_held(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "one", record=None)
+    assert read_run(path)["state"] == "stopped"
+    with (path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(path)["state"] == "running"
+        with pytest.raises(BlockingIOError), (path / ".lock").open() as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert read_run(path)["state"] == "stopped"
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "one", record=None, metrics=None, ranks=None, totals=None, parts=None)
+    run = read_run(path)
+    assert summary(run)["epochs"] == 0 and mean_split(run) == []
+    assert "<main>" in render_page(page_data([run], title="x"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"config": 3}', "\x00\xff"])
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(RunError, match="not a run"):
+        read_run(tmp_path)
+
+
+def test_damaged_files_are_left_out(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "one")
+    for name in ("ranks.json", "record.json", "parts.json"):
+        (path / name).write_text('["nonsense"]')
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"epoch": "two"}\n{"torn')
+    run = read_run(path)
+    assert run["totals"] is None and run["record"] is None and run["parts"] is None
+    assert [row["epoch"] for row in run["rows"]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config": {"config": {"strategy": [], "model": 3, "train": [], "workers": 2}, "store": "shop"}},
+        {"record": {"metrics": [], "traffic": [1], "memory": 3}},
+        {"record": {"metrics": {"test": "good", "name": 3, "beside": [1]}, "traffic": {"bytes_sent": "x"}}},
+        {"totals": {"bytes": [["a"]], "rounds": ["b"], "peak_rss": ["c"]}},
+        {"totals": {"bytes": [1], "rounds": [], "peak_rss": []}, "parts": {"quality": 3}},
+        {"metrics": [{"epoch": 1, "seconds": "x", "train_loss": "y", "val": None}], "remarks": [{"text": 3}]},
+        {"ranks": [{"epoch": 1, "compute": [1], "exchange": [], "wait": [1, 2]}]},
+    ],
+)
+def test_other_types_than_expected_are_left_out(tmp_path: Path, files: dict[str, Any]) -> None:
+    run = read_run(write_run(tmp_path / "one", **files))
+    assert "<main>" in render_page(page_data([run], title="x"))
+    assert summary_table([run]).row_count == 1 and live_view(run) is not None
+
+
+@pytest.mark.parametrize("words", [{"workers": "two"}, {"workers": None}, {"train": {"epochs": []}}])
+def test_a_config_without_numbers_is_no_run(tmp_path: Path, words: dict[str, Any]) -> None:
+    path = write_run(tmp_path / "one", config={"config": {"strategy": {"name": "sar"}, **words}})
+    with pytest.raises(RunError, match="not a run"):
+        read_run(path)
+
+
+def test_text_of_users_cannot_leave_the_data(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><!--"
+    run = read_run(write_run(tmp_path / "one", remarks=[{"text": evil}]), name=evil)
+    page = render_page(page_data([run], title=evil))
+    assert "<script>alert" not in page and page.count("</script>") == 2 and page.count("<!--") == 0
+    data = page.split('id="data">')[1].split("</script>")[0]
+    assert json.loads(data)["runs"][0]["name"] == evil
+
+
+def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "one")
+    (path / "metrics.jsonl").write_text('{"epoch": 1, "train_loss": NaN, "val": Infinity, "seconds": 1.0}\n')
+    page = render_page(page_data([read_run(path)], title="x"))
+    assert "NaN" not in page.split('id="data">')[1].split("</script>")[0]
+
+
+def test_lines_and_sparks(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "one"))
+    assert lines_since(run, 3) == ["epoch 4/4  loss 0.5000  val 0.8750  0.50 s"]
+    assert (
+        sparkline([0.0, 1.0, 7.0]) == "▁▂█" and sparkline([2.0, 2.0]) == "▁▁" and len(sparkline(list(range(99)))) == 40
+    )

@@ -1,0 +1,187 @@
+"""Layers that compute only what the loss needs: the same losses and weights as local, fewer rows, fewer bytes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gnnfleet.comm.halo_exchange import Ring
+from gnnfleet.comm.world import World
+from gnnfleet.config.resolve import resolve
+from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.partition.partitioned_graph import Partition
+from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.sharded.full_batch.active_rows import Flow
+from gnnfleet.training.build import Here, build
+from tests.equivalence.spread import cut_graph
+from tests.equivalence.test_sar import close, gathered, trained, words
+from tests.ranks import Crew
+
+NODES, LAYERS = 150, 3
+MODELS: list[dict[str, Any]] = [
+    {"name": "sage"},
+    {"name": "sage", "aggr": "max", "input_dropout": 0.3},
+    {"name": "sage", "embedding": 3},
+    {"name": "gcn", "norm": "layer"},
+    {"name": "gcn", "norm": "batch"},  # looks at all rows
+    {"name": "gat", "heads": 2, "edge_features": False},
+    {"name": "gat", "heads": 2, "edge_features": True},
+    {"name": "gatv2", "heads": 2},
+    {"name": "gin"},
+    {"name": "gcn2", "layers": 16},
+    {"name": "res+", "layers": 4},
+]
+
+
+def split_of(count: int, trained_on: list[int]) -> torch.Tensor:
+    split = torch.full((count,), 1)
+    split[::2] = 2
+    split[trained_on] = 0
+    return split
+
+
+def chain() -> Graph:
+    """Nodes in a row with edges over short distances, self-loops and parallel edges; few of them are trained on."""
+    random = torch.Generator().manual_seed(4)
+    src = torch.arange(NODES).repeat(3)
+    dst = (src + torch.randint(-2, 3, (len(src),), generator=random)).clamp(0, NODES - 1)
+    count = len(src)
+    return Graph(
+        torch.stack([src, dst]),
+        x=torch.randn(NODES, 5, generator=random),
+        y=torch.randint(0, 3, (NODES,), generator=random),
+        split=split_of(NODES, [7, 60, 61]),
+        edge_weight=torch.rand(count, generator=random) + 0.1,
+        edge_attr=torch.randn(count, 3, generator=random),
+        num_nodes=NODES,
+    )
+
+
+def typed_chain() -> Graph:
+    """Two node types; the second is read, never trained on."""
+    random = torch.Generator().manual_seed(5)
+    counts = {"a": 90, "b": 60}
+    nodes = {
+        kind: make_nodes(
+            count,
+            x=torch.randn(count, 4, generator=random),
+            y=torch.randint(0, 3, (count,), generator=random) if kind == "a" else None,
+            split=split_of(count, [10, 50]) if kind == "a" else None,
+        )
+        for kind, count in counts.items()
+    }
+    edges = {}
+    for src, name, dst in (("a", "to", "b"), ("b", "of", "a"), ("a", "next", "a")):
+        start = torch.arange(counts[src]).repeat(2)
+        shift = torch.randint(-2, 3, (len(start),), generator=random)
+        end = (start * counts[dst] // counts[src] + shift).clamp(0, counts[dst] - 1)
+        edges[EdgeType(src, name, dst)] = make_edges(
+            torch.stack([start, end]), num_src=counts[src], num_dst=counts[dst]
+        )
+    return Graph.of(nodes, edges)
+
+
+GRAPHS = {"chain": (chain, MODELS), "typed": (typed_chain, [{"name": "rgcn"}, {"name": "rgcn", "bases": 2}])}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("flow")
+    for name, (make, _) in GRAPHS.items():
+        save_store(make(), path / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    return {
+        name: [trained(open_store(folder / name), words(model, name="local", order="store")) for model in models]
+        for name, (_, models) in GRAPHS.items()
+    }
+
+
+def every_model(world: World, store: str, parts: str, name: str, flow: bool) -> list[dict[str, Any]]:
+    found = []
+    for model in GRAPHS[name][1]:
+        before = world.traffic.bytes_sent
+        here = Here(world, Partition.open(parts).shard(world.rank))
+        tree = words(model, name="sar", flow=flow)
+        found.append(trained(open_store(store), tree, here) | {"bytes": world.traffic.bytes_sent - before})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "how"),
+    [("chain", 1, "random"), ("chain", 2, "range"), ("chain", 3, "random"), ("typed", 3, "random")],
+)
+def test_equals_local(crew: Crew, folder: Path, expected: Any, name: str, size: int, how: str) -> None:
+    parts = folder / f"{name}-{size}-{how}"
+    cut_graph(open_store(folder / name), size, how, parts)
+    found = crew.run(size, every_model, str(folder / name), str(parts), name, True)
+    for place, model in enumerate(GRAPHS[name][1]):
+        one = gathered([rank[place] for rank in found])
+        one.pop("bytes")
+        close(one, gathered([expected[name][place]]), f"{model}")
+
+
+def test_less_travels(crew: Crew, folder: Path) -> None:
+    parts = folder / "chain-2-travel"
+    cut_graph(open_store(folder / "chain"), 2, "random", parts)
+    with_flow, without = (
+        crew.run(2, every_model, str(folder / "chain"), str(parts), "chain", flow) for flow in (True, False)
+    )
+    for place, model in enumerate(MODELS):
+        some, whole = (sum(rank[place]["bytes"] for rank in found) for found in (with_flow, without))
+        if model.get("norm") == "batch":
+            assert some == whole
+        else:  # evaluation walks the whole graph either way, so only steps save
+            assert some < 0.8 * whole, model
+
+
+def levels(world: World, parts: str, layers: int) -> list[list[int]]:
+    """The store ids that each level has on this rank."""
+    shard = Partition.open(parts).shard(world.rank)
+    ids = shard.nodes("node").store_ids
+    wanted = {"node": torch.isin(ids, torch.tensor([7, 60, 61]))}
+    flow = Flow.find(shard, Ring(world), wanted, layers)
+    assert flow is not None
+    return [ids[mask["node"]].tolist() for mask in flow.levels]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_levels_are_the_neighbourhoods(crew: Crew, folder: Path, size: int) -> None:
+    graph = chain()
+    edges = graph.only_edges
+    parts = folder / f"levels-{size}"
+    cut_graph(graph, size, "random", parts)
+    found = crew.run(size, levels, str(parts), LAYERS)
+    wanted = {7, 60, 61}
+    for level in range(LAYERS, -1, -1):
+        assert sorted(node for rank in found for node in rank[level]) == sorted(wanted)
+        wanted |= {int(s) for s, d in zip(edges.src.tolist(), edges.dst().tolist(), strict=True) if d in wanted}
+
+
+def sizes(world: World, store: str, parts: str) -> list[tuple[int, int]]:
+    here = Here(world, Partition.open(parts).shard(world.rank))
+    strategy: Any = build(open_store(store), resolve(words({"name": "sage"}, name="sar")), here=here).strategy
+    return [(view.num_src, view.num_dst) for view in strategy._views]
+
+
+def test_layers_have_as_many_rows_as_they_need(crew: Crew, folder: Path) -> None:
+    parts = folder / "sizes"
+    cut_graph(open_store(folder / "chain"), 2, "random", parts)
+    each = crew.run(2, sizes, str(folder / "chain"), str(parts))
+    totals = [tuple(sum(rank[layer][end] for rank in each) for end in (0, 1)) for layer in range(LAYERS)]
+    assert totals[-1][1] == 3 and all(after[0] == before[1] for before, after in pairwise(totals))
+    assert totals[0][0] < NODES / 2
+
+
+def test_where_most_rows_are_needed_all_are(crew: Crew, folder: Path) -> None:
+    everything = {"node": torch.ones(NODES, dtype=torch.bool)}
+    parts = folder / "everything"
+    cut_graph(open_store(folder / "chain"), 1, "random", parts)
+    assert Flow.find(Partition.open(parts).shard(0), Ring(World()), everything, 2) is None

@@ -1,0 +1,181 @@
+"""RingView equals LocalView: outputs and the gradient of every input, for every verb, however the graph is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gnnfleet.comm.world import World
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.views.local import LocalView
+from tests.equivalence.spread import (
+    CUTS,
+    KEY,
+    cut_graph,
+    joined,
+    open_view,
+    plain_graph,
+    related_graph,
+    run_case,
+    typed_graph,
+    whole,
+)
+from tests.equivalence.verbs import VERBS
+from tests.ranks import Crew, with_shelf
+
+SIZES = (1, 2, 3, 4)
+# Every cut as SAR, some in one shot, groups in between, other depths.
+WAYS = [(size, how, 1, 1) for size in SIZES for how in (CUTS if size > 1 else CUTS[:1])]
+WAYS += [(size, how, size, 1) for size, how in ((2, "random"), (3, "edgeless"), (4, "mincut"), (4, "empty"))]
+WAYS += [(2, "random", 1, 0), (2, "random", 2, 2), (3, "random", 2, 0), (3, "random", 1, 2)]
+WAYS += [(4, "random", 1, 0), (4, "random", 2, 1), (4, "random", 4, 2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parts")
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return plain_graph()
+
+
+@pytest.fixture(scope="module")
+def expected(graph: Graph) -> dict[str, dict[str, Tensor]]:
+    return {name: whole(graph, *case) for name, case in VERBS.items()}
+
+
+def parts_of(graph: Graph, folder: Path, name: str, size: int, how: str) -> str:
+    path = folder / f"{name}-{size}-{how}"
+    if not path.exists():
+        cut_graph(graph, size, how, path)
+    return str(path)
+
+
+def every_verb(world: World, path: str, group: int, depth: int, keep: bool = False) -> dict[str, Any]:
+    view = replace(open_view(with_shelf(world) if keep else world, path, group, depth), keep=keep)
+    found = {name: run_case(view, *case) for name, case in VERBS.items()}
+    ids = {"node_ids": view.node_ids.clone(), "edge_ids": view.edge_ids.clone()}
+    return {name: {"values": values, **ids} for name, values in found.items()}
+
+
+@pytest.mark.parametrize(("size", "how", "group", "depth"), WAYS)
+def test_every_verb(
+    crew: Crew, graph: Graph, expected: dict[str, Any], folder: Path, size: int, how: str, group: int, depth: int
+) -> None:
+    path = parts_of(graph, folder, "plain", size, how)
+    check_verbs(graph, expected, crew.run(size, every_verb, path, group, depth))
+
+
+@pytest.mark.parametrize(("size", "how", "group"), [(2, "mincut", 1), (4, "random", 2), (3, "empty", 3)])
+def test_every_verb_with_rows_kept(
+    crew: Crew, graph: Graph, expected: dict[str, Any], folder: Path, size: int, how: str, group: int
+) -> None:
+    path = parts_of(graph, folder, "plain", size, how)
+    check_verbs(graph, expected, crew.run(size, every_verb, path, group, 1, True))
+
+
+def check_verbs(graph: Graph, expected: dict[str, Any], found: list[Any]) -> None:
+    for name, (_, inputs) in VERBS.items():
+        together = joined(graph, inputs, [one[name] for one in found])
+        assert together.keys() == expected[name].keys()
+        for what, values in together.items():
+            torch.testing.assert_close(
+                values, expected[name][what], rtol=1e-10, atol=1e-12, msg=lambda m, w=(name, what): f"{w}: {m}"
+            )
+
+
+def related(view: Any, x: dict[str, Tensor], coefficient: Tensor, combine: bool) -> dict[str, Tensor]:
+    """Outputs and gradients of all relations, for every reduce."""
+    found = {}
+    for reduce in ("sum", "mean", "max"):
+        leaves = {kind: view.of(kind) and x[kind][view.nodes[kind].node_ids].requires_grad_() for kind in view.nodes}
+        outs = view.aggregate_relations(leaves, reduce=reduce)
+        assert list(outs) == list(view.edge_types)
+        sum((out * out.detach().sin()).sum() for out in outs.values()).backward()
+        found |= {f"{reduce} {kind}": out.detach() for kind, out in outs.items()}
+        found |= {f"{reduce} d{kind}": leaf.grad for kind, leaf in leaves.items() if leaf.grad is not None}
+        if combine and reduce != "max":
+            rows = x["node"][view.node_ids].requires_grad_()
+            scale = coefficient.clone().requires_grad_()
+            out = view.combine_relations(rows, scale, reduce=reduce)
+            (out * out.detach().sin()).sum().backward()
+            found |= {f"{reduce} combined": out.detach(), f"{reduce} dnode2": rows.grad, f"{reduce} params": scale.grad}
+    return found
+
+
+def relations_apart(world: World, path: str, group: int, x: dict[str, Tensor], coefficient: Tensor) -> Any:
+    view = open_view(world, path, group, 1)
+    before = world.traffic.rounds
+    view.aggregate_relations({kind: x[kind][view.nodes[kind].node_ids] for kind in x})
+    rounds = world.traffic.rounds - before
+    found = related(view, x, coefficient, combine=len(x) == 1)
+    return found, {kind: rows.node_ids.clone() for kind, rows in view.nodes.items()}, rounds
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("how", CUTS)
+@pytest.mark.parametrize("make", [typed_graph, related_graph])
+def test_relations(crew: Crew, folder: Path, make: Any, how: str, size: int) -> None:
+    graph = make()
+    random = torch.Generator().manual_seed(4)
+    x = {
+        kind: torch.randn(nodes.count, 3, generator=random, dtype=torch.float64).round()
+        for kind, nodes in graph.nodes.items()
+    }
+    coefficient = torch.randn(len(graph.edges), generator=random, dtype=torch.float64)
+    expected = related(LocalView.whole(graph).at(key=KEY), x, coefficient, combine=len(x) == 1)
+    path = parts_of(graph, folder, make.__name__, size, how)
+    for group in [1 + CUTS.index(how) % size]:
+        found = crew.run(size, relations_apart, path, group, x, coefficient)
+        assert all(rounds == (0 if size == 1 else -(-size // group)) for _, _, rounds in found), "one exchange for all"
+        for name, values in expected.items():
+            if name.endswith("params"):
+                together = torch.stack([one[name] for one, _, _ in found]).sum(0)
+            else:
+                together = torch.full_like(values, torch.nan)
+                for one, ids, _ in found:
+                    together[ids[_rows_of(name, graph)]] = one[name]
+            torch.testing.assert_close(together, values, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _rows_of(name: str, graph: Graph) -> str:
+    """The node type whose rows a result has."""
+    word = name.split(" ", 1)[1]
+    return next(
+        (str(kind.dst) for kind in graph.edges if str(kind) == word), word[1:] if len(graph.nodes) > 1 else "node"
+    )
+
+
+def taking(world: World, path: str, x: Tensor, asked: list[Tensor], group: int) -> Any:
+    view = open_view(world, path, group, 1)
+    own = x[view.node_ids].requires_grad_()
+    rows = view.take(own, asked[world.rank])
+    (rows * rows.detach().cos()).sum().backward()
+    plain = view.take(x.round().int()[view.node_ids], asked[world.rank][:3])
+    return rows.detach(), own.grad, view.node_ids.clone(), plain
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("how", CUTS)
+def test_rows_by_store_id(crew: Crew, graph: Graph, folder: Path, how: str, size: int) -> None:
+    random = torch.Generator().manual_seed(size)
+    x = torch.randn(60, 2, 3, generator=random, dtype=torch.float64)
+    asked = [torch.randint(0, 60, (12 * (rank != 1),), generator=random) for rank in range(size)]
+    leaf = x.clone().requires_grad_()
+    rows = LocalView.whole(graph).take(leaf, torch.cat(asked))
+    (rows * rows.detach().cos()).sum().backward()
+    found = crew.run(size, taking, parts_of(graph, folder, "plain", size, how), x, asked, 1 + size // 2)
+    assert torch.equal(torch.cat([one[0] for one in found]), rows.detach())
+    grad = torch.full_like(x, torch.nan)
+    for _, own, ids, _ in found:
+        grad[ids] = own
+    assert leaf.grad is not None
+    torch.testing.assert_close(grad, leaf.grad, rtol=1e-12, atol=1e-14)
+    assert torch.equal(torch.cat([one[3] for one in found]), torch.cat([x.round().int()[ids[:3]] for ids in asked]))

@@ -1,0 +1,298 @@
+"""Link prediction equals a plain loop, hides what it says, and measures the same every time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gnnfleet.config.resolve import resolve
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.graph import EDGE, EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.ingest.clean import with_inverse
+from gnnfleet.graph.views.local import LocalView
+from gnnfleet.nn.conv import RGCNConv
+from gnnfleet.nn.link import DistMult, LinkConfig, ProductMLP, make_decoder
+from gnnfleet.ops.draws import DrawKey
+from gnnfleet.tasks.link import LinkBatch, LinkTask
+from gnnfleet.training.build import Built, build
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    made = make_dataset("communities", nodes=200, mean_degree=8, seed=3)
+    return Graph(made.only_edges.edge_index(), x=made.only_nodes.x)
+
+
+def relational(nodes: int = 40, relations: int = 6, edges: int = 60, *, links: bool = True) -> Graph:
+    made = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> Tensor:
+        return torch.randint(0, nodes, (2, count), generator=made)
+
+    tables = {
+        EdgeType("node", f"r{i}", "node"): make_edges(
+            draw(edges), num_src=nodes, num_dst=nodes, links={"val": draw(5), "test": draw(5)} if links else None
+        )
+        for i in range(relations)
+    }
+    return Graph.of({"node": make_nodes(nodes)}, tables)
+
+
+def made(graph: Graph, **more: Any) -> tuple[Built, LinkTask]:
+    base = {"task": "link", "precision": "float64", "split": "0.8/0.1/0.1", "seed": 5}
+    model = {"hidden": 16, "layers": 2, "dropout": 0.0, **more.pop("model", {})}
+    built = build(graph, resolve({**base, "model": model, **more}))
+    assert isinstance(built.task, LinkTask)
+    return built, built.task
+
+
+@pytest.mark.parametrize("name", ["dot", "mlp", "distmult"])
+def test_decoders(name: str) -> None:
+    config = LinkConfig.model_validate({"decoder": name, "layers": 3})
+    decoder = make_decoder(config, width=8, relations=5, several=True).double()
+    made = torch.Generator().manual_seed(0)
+    src, dst = torch.randn(2, 9, 8, generator=made, dtype=torch.float64)
+    relation = torch.randint(0, 5, (9,), generator=made)
+    found = decoder(src, dst, relation)
+    if isinstance(decoder, DistMult):
+        wanted = torch.stack([(s * decoder.weight[r] * d).sum() for s, d, r in zip(src, dst, relation, strict=True)])
+    elif isinstance(decoder, ProductMLP):
+        assert len(decoder.lins) == 3
+        hidden = functional.relu(decoder.lins[1](functional.relu(decoder.lins[0](src * dst))))
+        wanted = decoder.lins[2](hidden)[:, 0]
+    else:
+        wanted = torch.einsum("ij,ij->i", src, dst)
+    torch.testing.assert_close(found, wanted)
+    every = decoder.against(src, relation, dst)
+    torch.testing.assert_close(every.diagonal(), found)
+    one = decoder(src[2:3].expand(9, -1), dst, relation[2:3].expand(9))
+    torch.testing.assert_close(every[2], one)
+
+
+@pytest.mark.parametrize("link", [{}, {"eval_negatives": 7}])
+def test_what_val_comes_to_when_all_score_alike(graph: Graph, link: dict[str, Any]) -> None:
+    built, task = made(graph, link=link)
+    rows = torch.ones(graph.num_nodes, 16, dtype=torch.float64)
+    assert task.tied == pytest.approx(task.measure(lambda kind, ids: rows[ids], "val")["mrr"], rel=1e-12)
+    assert task.tied < task.measure(built.strategy.exact(), "val")["mrr"]
+    assert made(graph, link={"ranking": "filtered"})[1].tied is None
+    assert made(graph, train={"metric": "hits@10"})[1].tied is None
+
+
+@pytest.mark.parametrize("loss", ["bce", "softmax"])
+@pytest.mark.parametrize("mode", ["either", "shared"])
+def test_a_step_equals_a_plain_loop(graph: Graph, mode: str, loss: str) -> None:
+    words = {"negatives": 3, "negative_mode": mode, "loss": loss, "l2": 0.1}
+    built, _ = made(graph, link=words, train={"lr": 0.1, "optimizer": "sgd", "momentum": 0.0})
+    other, plain = made(graph, link=words)
+    record = next(iter(built.strategy.steps(0)))
+    batch = plain.batch(plain.items("train"), DrawKey(5, 0, 0))
+    assert isinstance(batch, LinkBatch)
+    model = other.strategy.model
+    h = model(LocalView.whole(other.graph), other.graph.only_nodes.x.double())  # type: ignore[union-attr]
+    links = batch.links
+    positive = (h[links.src] * h[links.dst]).sum(1)
+    if mode == "shared":
+        assert batch.shared is not None
+        sides = [h[links.src] @ h[batch.shared].t(), h[links.dst] @ h[batch.shared].t()]
+    else:
+        assert batch.negatives is not None
+        sides = [(h[batch.negatives.src] * h[batch.negatives.dst]).sum(1).view(-1, 3)]
+    total = 0.1 * len(links) * torch.cat([h[links.src], h[links.dst]]).square().mean()
+    for negative in sides:
+        if loss == "bce":
+            logits = torch.cat([positive, negative.flatten()])
+            labels = torch.cat([torch.ones_like(positive), torch.zeros(negative.numel(), dtype=torch.float64)])
+            total = total + functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        else:
+            every = torch.cat([positive[:, None], negative], 1)
+            wanted = torch.zeros(len(every), dtype=torch.int64)
+            total = total + functional.cross_entropy(every, wanted, reduction="sum")
+    mean = total / len(links)
+    assert record.loss == pytest.approx(mean.item(), rel=1e-12) and record.count == len(links)
+    mean.backward()  # type: ignore[no-untyped-call]
+    for (name, mine), theirs in zip(model.named_parameters(), built.strategy.model.parameters(), strict=True):
+        assert mine.grad is not None, name
+        torch.testing.assert_close(theirs, mine - 0.1 * mine.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gcn", "sage", "gat"])
+@pytest.mark.parametrize("exclude", ["batch", "disjoint:0.4"])
+def test_a_hidden_edge_is_as_if_it_were_not_there(graph: Graph, name: str, exclude: str) -> None:
+    built, task = made(graph, model={"name": name}, link={"exclude": exclude}, strategy={"batch": 50})
+    items = task.trained(5, 1)[:50]
+    batch, view = task.batch(items, DrawKey(5, 1, 0)), LocalView.whole(built.graph)
+    seen = task.hide(view, batch)
+    gone = task.data.splits["train"].take(items if exclude == "batch" else task.trained(5, 1))
+    ends = {
+        *zip(gone.src.tolist(), gone.dst.tolist(), strict=True),
+        *zip(gone.dst.tolist(), gone.src.tolist(), strict=True),
+    }
+    index = built.graph.only_edges.edge_index()
+    keep = torch.tensor([pair not in ends for pair in zip(*index.tolist(), strict=True)])
+    x = built.graph.only_nodes.x
+    assert x is not None and 0 < int(keep.sum()) < len(keep)
+    without = LocalView.whole(Graph(index[:, keep], x=x))
+    model = built.strategy.model
+    rows = [model(some.at(training=False), x.double()) for some in (seen, without, view)]
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(rows[0], rows[2])
+
+
+def test_a_target_that_is_all_there_is_cannot_be_seen() -> None:
+    """Pairs of nodes with an edge each and nothing else: seen, the edge gives itself away; hidden, nothing does."""
+    a = torch.arange(0, 200, 2)
+    x = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
+    index = torch.cat([torch.stack([a, a + 1]), torch.stack([a + 1, a])], 1)
+    losses = {}
+    for exclude in ("none", "batch"):
+        link = {"exclude": exclude, "avoid_edges": False}
+        built, task = made(Graph(index, x=x), link=link, strategy={"batch": 20}, model={"layers": 1})
+        batch = task.batch(task.items("train")[:20], DrawKey(5, 0, 0))
+        assert isinstance(batch, LinkBatch)
+        view = task.hide(LocalView.whole(built.graph), batch)
+        rows = built.strategy.model(view, x.double())
+        other = x.double().clone()
+        other[batch.links.dst] += 1  # whoever still hears of its partner changes with it
+        moved = built.strategy.model(view, other)
+        losses[exclude] = (moved - rows)[batch.links.src].abs().max().item()
+    assert losses["none"] > 0.01 and losses["batch"] == 0
+
+
+def test_disjoint_targets_change_with_the_epoch(graph: Graph) -> None:
+    _, task = made(graph, link={"exclude": "disjoint:0.3"})
+    one, two = task.trained(5, 0), task.trained(5, 1)
+    total = len(task.items("train"))
+    assert 0.2 * total < len(one) < 0.4 * total and one.tolist() != two.tolist()
+    assert task.trained(5, 0).tolist() == one.tolist()
+
+
+@pytest.mark.parametrize("words", [{}, {"model": {"name": "rgcn", "bases": 2}, "split": 0, "ranking": "filtered"}])
+def test_measures_the_same_every_time(graph: Graph, words: dict[str, Any]) -> None:
+    used = relational() if words else graph
+    words = {"model": {"embedding": 8}, **words}
+    words["model"] = {**words["model"], "embedding": 8}
+    ranking = words.pop("ranking", "sampled")
+    one, task = made(used, **words)
+    two, _ = made(used, **words)
+    assert task.ranking == ranking and task.metric == "mrr"
+    found = one.strategy.evaluate("test")
+    assert found == two.strategy.evaluate("test") == one.strategy.evaluate("test")
+    assert 0 < found["mrr"] <= 1 and found["count"] == len(task.items("test"))
+
+
+def test_filtered_ranks_of_a_run() -> None:
+    built, task = made(relational(), model={"name": "rgcn", "bases": 2, "embedding": 8}, split=0)
+    with torch.no_grad():
+        take = built.strategy.exact()
+        h = take("node", torch.arange(40))
+        weight = task.decoder.weight  # type: ignore[union-attr]
+        triples = {
+            (int(r), int(s), int(d))
+            for links in task.data.splits.values()
+            for r, s, d in zip(links.relation, links.src, links.dst, strict=True)
+        }
+        ranks: list[float] = []
+        test = task.data.splits["test"]
+        for r, s, d in zip(test.relation.tolist(), test.src.tolist(), test.dst.tolist(), strict=True):
+            for given, truth, side in ((s, d, 2), (d, s, 1)):
+                score = (h[given] * weight[r]) @ h.t()
+                asked = [(r, s, c) if side == 2 else (r, c, d) for c in range(40)]
+                rivals = [c for c in range(40) if c != truth and asked[c] not in triples]
+                above = sum(bool(score[c] > score[truth]) for c in rivals)
+                ranks.append(1 + above + sum(bool(score[c] == score[truth]) for c in rivals) / 2)
+    wanted = sum(1 / rank for rank in ranks) / len(ranks)
+    assert built.strategy.evaluate("test")["mrr"] == pytest.approx(wanted)
+
+
+def test_given_negatives_are_used() -> None:
+    made_by = torch.Generator().manual_seed(0)
+    draw = {n: torch.randint(0, 50, (2, k), generator=made_by) for n, k in (("val", 9), ("test", 7), ("test_neg", 30))}
+    edges = make_edges(torch.randint(0, 50, (2, 200), generator=made_by), num_src=50, num_dst=50, links=draw)
+    graph = Graph.of({"node": make_nodes(50, x=torch.randn(50, 4, generator=made_by))}, {EDGE: edges})
+    built, task = made(graph, split=0)
+    assert task.metric == "hits@20"
+    with torch.no_grad():
+        h = built.strategy.exact()("node", torch.arange(50))
+    positive, negative = ((h[draw[n][0]] * h[draw[n][1]]).sum(1) for n in ("test", "test_neg"))
+    wanted = float((positive > negative.sort(descending=True).values[19]).double().mean())
+    assert built.strategy.evaluate("test")["hits@20"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("aggr", ["mean", "sum"])
+def test_many_relations_in_one_sum(aggr: str) -> None:
+    graph = with_inverse(relational(links=False))
+    view = LocalView.whole(graph)
+    conv = RGCNConv(5, 4, 12, num_bases=3, aggr=aggr, relations=tuple(graph.edges)).double()
+    x = torch.randn(40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    out = conv(view, x)
+    wanted = conv._relate(view, {"node": x}, only=None, near=None)["node"]
+    torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-12)
+    push = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    leaves = [x, *conv.parameters()]
+    for mine, theirs in zip(
+        torch.autograd.grad(out, leaves, push), torch.autograd.grad(wanted, leaves, push), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_several_node_types() -> None:
+    graph = make_dataset("shop", seed=1, users=100, products=60, brands=5, buys=500, views=600)
+    kind = next(kind for kind in graph.edges if kind.relation == "buys")
+    built, task = made(graph, model={"name": "rgcn", "embedding": 4}, link={"relation": str(kind)})
+    before = built.strategy.evaluate("test")["mrr"]
+    for epoch in range(3):
+        record = next(iter(built.strategy.steps(epoch)))
+        assert record.count == len(task.items("train"))
+    assert built.strategy.evaluate("test")["mrr"] != before
+    built, task = made(graph, model={"name": "rgcn", "embedding": 4})  # all relations, ends of several types
+    next(iter(built.strategy.steps(0)))
+    assert task.ranking == "filtered" and 0 < built.strategy.evaluate("val")["mrr"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"link": {"exclude": "batch"}}, "in a full batch would leave no edges"),
+        ({"split": 0}, "no held-out links"),
+        ({"split": "20-per-class"}, "split by shares"),
+        ({"train": {"metric": "accuracy"}}, "mrr or hits@K"),
+        ({"link": {"ranking": "given"}}, "needs negatives with the data"),
+        ({"link": {"relation": "a:b:c"}}, "no edge type a:b:c"),
+    ],
+)
+def test_wrong_words(graph: Graph, words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(graph, **words)
+
+
+@pytest.mark.parametrize("exclude", ["none", "batch", "disjoint:0.4"])
+@pytest.mark.parametrize("mode", ["either", "shared"])
+def test_sampling_all_neighbours_equals_the_whole_graph(graph: Graph, exclude: str, mode: str) -> None:
+    link = {"exclude": exclude, "negatives": 3, "negative_mode": mode}
+    whole, _ = made(graph, link=link, strategy={"batch": 50}, model={"name": "sage", "dropout": 0.3})
+    blocks, _ = made(
+        graph, link=link, strategy={"batch": 50, "fanouts": [-1, -1]}, model={"name": "sage", "dropout": 0.3}
+    )
+    for one, two in zip(whole.strategy.steps(1), blocks.strategy.steps(1), strict=True):
+        assert one.loss == pytest.approx(two.loss, rel=1e-9) and one.count == two.count
+    for mine, theirs in zip(whole.strategy.model.parameters(), blocks.strategy.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
+
+
+def test_kept_aggregates_would_show_hidden_edges(graph: Graph) -> None:
+    with pytest.raises(ConfigError, match="would show hidden edges"):
+        made(graph, link={"exclude": "disjoint:0.4"}, strategy={"cache_inputs": True})
+
+
+def test_sampled_targets_are_hidden_unless_told_otherwise(graph: Graph) -> None:
+    built, task = made(graph, strategy={"batch": 50, "fanouts": [5, 5]})
+    assert task.hides and not built.remarks
+    for strategy in ({}, {"batch": 50}):
+        built, task = made(graph, strategy=strategy)
+        assert not task.hides and "link.exclude=none" in built.remarks[0]

@@ -1,0 +1,156 @@
+"""A run that ends in the middle of an epoch goes on from there, to the same weights and the same losses."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gnnfleet.comm.world import World
+from gnnfleet.config.resolve import resolve
+from gnnfleet.graph.partition.partitioned_graph import Partition
+from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.strategies.protocol import State, StepRecord
+from gnnfleet.training.build import Here, build
+from gnnfleet.training.checkpoint import Position
+from gnnfleet.training.loop import Plan, fit
+from gnnfleet.training.run_session import agree, beside
+from tests.equivalence.spread import cut_graph, plain_graph
+from tests.ranks import Crew
+
+WORDS: dict[str, Any] = {
+    "model": {"name": "sage", "hidden": 8, "layers": 2, "dropout": 0.4, "embedding": 3},
+    "train": {"lr": 0.02, "epochs": 3, "checkpoint_seconds": 1e-9},
+    "seed": 5,
+}
+
+
+class Stop(Exception):
+    pass
+
+
+class Keeper:
+    """Keeps copies, and stops the run after some of them."""
+
+    def __init__(self, saves: int | None = None) -> None:
+        self.left = saves
+        self.kept: dict[str, tuple[State, Position]] = {}
+        self.within: list[int] = []
+
+    def save(self, name: str, state: State, position: Position) -> None:
+        copied = {part: {key: t.detach().clone() for key, t in tensors.items()} for part, tensors in state.items()}
+        self.kept[name] = copied, position
+        if name == "last":
+            self.within.append(position.within)
+            if self.left is not None:
+                self.left -= 1
+                if not self.left:
+                    raise Stop
+
+
+def run(store: str, strategy: dict[str, Any], keeper: Keeper, here: Here, before: Keeper | None = None) -> Any:
+    config = resolve({**WORDS, "strategy": strategy})
+    built = build(open_store(store), config, here=here)
+    start, best = None, None
+    if before is not None:
+        state, start = before.kept["last"]
+        best = before.kept["best"][0] if "best" in before.kept else None
+        built.strategy.load_state_dict(state)
+    world = beside(here.world)
+    plan = Plan(config.train, built.task.metric, True, keeper=keeper, agree=lambda word: agree(world, word))
+    outcome = fit(built.strategy, plan, start=start, best=best)
+    state = {key: t.clone() for tensors in built.strategy.state_dict().values() for key, t in tensors.items()}
+    return state, [row["train_loss"] for row in outcome.rows], outcome.position
+
+
+def interrupted(world: World, store: str, parts: str | None, strategy: dict[str, Any]) -> list[int]:
+    here = Here(world, None if parts is None else Partition.open(parts).shard(world.rank))
+    whole = Keeper()
+    state, losses, position = run(store, strategy, whole, here)
+    for saves in (1, 3, 5):
+        first = Keeper(saves)
+        with pytest.raises(Stop):
+            run(store, strategy, first, here)
+        found, rest, end = run(store, strategy, Keeper(), here, first)
+        assert found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)
+        assert rest == losses[-len(rest) :] and end.step == position.step and end.within == 0
+    return whole.within
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_epoch_goes_on_where_it_was(crew: Crew, tmp_path: Path, size: int) -> None:
+    save_store(plain_graph(), tmp_path / "store")
+    sampled = {"fanouts": [3, 2], "batch": 5}
+    if size == 1:
+        within = interrupted(World(), str(tmp_path / "store"), None, {"name": "local", **sampled})
+        assert len(set(within)) > 2, "checkpoints in the middle of epochs"
+        one_step = Keeper()
+        run(str(tmp_path / "store"), {"name": "local"}, one_step, Here())
+        assert one_step.within == [0, 0, 0], "an epoch of one step has no middle"
+    parts = str(cut_graph(open_store(tmp_path / "store"), size, "random", tmp_path / "parts"))
+    strategy = {"name": "macrobatch", "together": 2, "prefetch": 1, **sampled}
+    found = crew.run(size, interrupted, str(tmp_path / "store"), parts, strategy)
+    assert all(within == found[0] and len(set(within)) > 2 for within in found)
+
+
+class Rounds:
+    """A strategy whose evaluations lag behind in some epochs, and whose metric is given."""
+
+    def __init__(self, values: list[float], behind: set[int]) -> None:
+        self._values, self._behind, self._epoch = values, behind, 0
+
+    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
+        self._epoch = epoch + 1
+        yield StepRecord(epoch, 0, 1.0, 1, 0.0)
+
+    @property
+    def is_behind(self) -> bool:
+        return self._epoch in self._behind
+
+    def validate(self) -> dict[str, float]:
+        return {"accuracy": self._values[self._epoch - 1], "loss": 1.0}
+
+    def counts(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> State:
+        return {"model": {}}
+
+    def load_state_dict(self, state: State) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("sixth", "end"), [(0.4, 6), (0.9, 8)])
+def test_epochs_that_are_not_evaluated_say_nothing_about_patience(sixth: float, end: int) -> None:
+    """Patience of 2 after the first: 2 to 5 are not looked at, so the sixth decides."""
+    strategy: Any = Rounds([0.5, 0.4, 0.4, 0.4, 0.4, sixth, 0.4, 0.4, 0.4], {2, 3, 4, 5})
+    plan = Plan(resolve({"train": {"epochs": 9, "patience": 2}}).train, "accuracy", True)
+    outcome = fit(strategy, plan)
+    assert outcome.position.epoch == end and outcome.stopped_early
+
+
+@pytest.mark.parametrize(("patience", "values", "end"), [
+    (5, {20: 0.4}, 20),
+    (15, {20: 0.4, 30: 0.4}, 30),
+    (5, {20: 0.6, 30: 0.4}, 30),
+    (5, {20: 0.6, 30: 0.7, 35: 0.4}, 35),
+])  # fmt: skip
+def test_only_an_evaluation_ends_a_run(patience: int, values: dict[int, float], end: int) -> None:
+    """With eval_every=10 the first is in epoch 10; wherever the run is interrupted, it goes on to the same end."""
+    train = resolve({"train": {"epochs": 35, "patience": patience, "eval_every": 10, "checkpoint_seconds": 0}}).train
+    metric = [values.get(epoch, 0.5) for epoch in range(1, 36)]
+
+    def ends(keeper: Keeper, start: Position | None = None) -> Position:
+        strategy: Any = Rounds(metric, set())
+        return fit(strategy, Plan(train, "accuracy", True, keeper=keeper), start=start, best={"model": {}}).position
+
+    whole = ends(Keeper())
+    assert whole.epoch == end
+    for saves in range(1, end + 1):
+        keeper = Keeper(saves)
+        with pytest.raises(Stop):
+            ends(keeper)
+        assert ends(Keeper(), keeper.kept["last"][1]) == whole

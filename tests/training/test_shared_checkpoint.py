@@ -1,0 +1,138 @@
+"""Checkpoints of several ranks: what all have once, what each owns by rank, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gnnfleet.comm.world import World
+from gnnfleet.errors import RunError
+from gnnfleet.strategies.protocol import OWN, State
+from gnnfleet.training import checkpoint
+from gnnfleet.training.checkpoint import Position, all_ids, load_checkpoint, load_own, save_checkpoint
+from gnnfleet.training.run_dir import RunDirectory
+from gnnfleet.training.run_session import agree, find_start
+from tests.ranks import Crew
+
+
+def ids_of(rank: int, size: int) -> torch.Tensor:
+    """Twelve nodes dealt in turn, the last first."""
+    return torch.arange(12)[rank::size].flip(0)
+
+
+def state(world: World, value: float, *, own: bool = True) -> State:
+    found: State = {"model": {"w": torch.full((3,), value)}, "optimizer": {"w/step": torch.tensor(value)}}
+    ids = ids_of(world.rank, world.size)
+    rows = {"rows": ids + 100 * value, "rows/ids": ids, "rows/mean": -ids * value, "rows/step": torch.tensor(value)}
+    return {**found, OWN: rows} if own else found
+
+
+def save(world: World, path: Path, value: float, own: bool = True) -> None:
+    save_checkpoint(path, state(world, value, own=own), Position(epoch=int(value)), seed=0, world=world)
+
+
+def save_and_start(world: World, path: Path, own: bool) -> dict[str, Any]:
+    """Save as ranks do, then find the start of a continued run; what this rank gets."""
+    directory = RunDirectory(path, world=world)
+    directory.save("best", {key: part for key, part in state(world, 1.0, own=own).items() if key != "optimizer"},
+                   Position(epoch=1, best_epoch=1, best_metric=0.5, best_loss=1.0))  # fmt: skip
+    directory.save("last", state(world, 2.0, own=own), Position(epoch=2, best_epoch=1, best_metric=0.5, best_loss=1.0))
+    start = find_start(directory, world, {"rows": ids_of(world.rank, world.size)} if own else None)
+    assert start.state is not None and start.best is not None
+    return {
+        "epoch": start.position.epoch,
+        "state": {part: {name: t.tolist() for name, t in tensors.items()} for part, tensors in start.state.items()},
+        "best": {part: {name: t.tolist() for name, t in tensors.items()} for part, tensors in start.best.items()},
+        "word": agree(world, {"rank": world.rank}),
+    }
+
+
+def expected(value: float, ids: torch.Tensor) -> dict[str, Any]:
+    rows = {"rows": (ids + 100 * value).tolist(), "rows/ids": ids.tolist()}
+    return {**rows, "rows/mean": (-ids * value).tolist(), "rows/step": value}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("own", [True, False])
+def test_every_rank_gets_its_own_back(crew: Crew, tmp_path: Path, size: int, own: bool) -> None:
+    for rank, found in enumerate(crew.run(size, save_and_start, tmp_path, own)):
+        mine, best = ({OWN: expected(value, ids_of(rank, size))} if own else {} for value in (2.0, 1.0))
+        assert found["epoch"] == 2 and found["word"] == {"rank": 0}
+        assert found["state"] == {"model": {"w": [2.0] * 3}, "optimizer": {"w/step": 2.0}, **mine}
+        assert found["best"] == {"model": {"w": [1.0] * 3}, **best}
+    names = sorted(p.name for p in (tmp_path / "checkpoints/last").iterdir())
+    parts = [f"rank-{rank:05d}.safetensors" for rank in range(size)] if own else []
+    assert names == ["checkpoint.json", "model.safetensors", "optimizer.safetensors", *parts]
+
+
+def save_while_one_fails(world: World, path: Path) -> None:
+    """The disk is full for the last rank only; the others wait for it."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if world.rank == world.size - 1:
+        checkpoint.save_file = full
+    save(world, path, 2.0)
+
+
+def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(crew: Crew, tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    crew.run(2, save, path, 1.0)
+    with pytest.raises(AssertionError, match="No space left on device"):
+        crew.run(2, save_while_one_fails, path, seconds=20)
+    loaded, position, _ = load_checkpoint(path)
+    assert position.epoch == 1 and torch.equal(loaded["model"]["w"], torch.ones(3))
+    crew.run(2, save, path, 3.0)
+    assert load_checkpoint(path)[1].epoch == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["last"]  # what the failed one left was removed
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_another_number_of_ranks_finds_its_rows(crew: Crew, tmp_path: Path, size: int) -> None:
+    crew.run(3, save, tmp_path / "last", 1.0)
+    for rank in range(size):
+        ids = ids_of(rank, size)
+        found = load_own(tmp_path / "last", rank=rank, ids={"rows": ids})[OWN]
+        assert {name: tensor.tolist() for name, tensor in found.items()} == expected(1.0, ids)
+    assert all_ids(tmp_path / "last")["rows"].tolist() == list(range(12))
+    none = load_own(tmp_path / "last", rank=0, ids={"rows": torch.empty(0, dtype=torch.int64)})[OWN]
+    assert none["rows"].shape == none["rows/mean"].shape == (0,)
+    with pytest.raises(RunError, match="last is damaged: rows has no rows for some nodes"):
+        load_own(tmp_path / "last", rank=0, ids={"rows": torch.arange(13)})
+
+
+def test_where_nobody_owns_anything(crew: Crew, tmp_path: Path) -> None:
+    crew.run(2, save, tmp_path / "shared", 1.0, False)
+    assert load_own(tmp_path / "shared", rank=2, ids={"rows": torch.arange(2)}) == {}
+    assert all_ids(tmp_path / "shared") == {}
+
+
+def test_whole_in_one_process(crew: Crew, tmp_path: Path) -> None:
+    crew.run(3, save, tmp_path / "checkpoints/best", 1.0)
+    found = RunDirectory(tmp_path).load_weights("best")
+    assert found is not None
+    assert {name: tensor.tolist() for name, tensor in found[0]["model"].items()} == {
+        "w": [1.0] * 3,
+        "rows": [100.0 + node for node in range(12)],
+    }
+
+
+def test_a_damaged_part_is_found(crew: Crew, tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    crew.run(2, save, path, 1.0)
+    part = path / "rank-00001.safetensors"
+    broken = bytearray(part.read_bytes())
+    broken[-1] ^= 1
+    part.write_bytes(broken)
+    mine, other = ({"rows": ids_of(rank, 2)} for rank in (0, 1))
+    for load in (lambda: load_checkpoint(path), lambda: load_own(path, rank=1, ids=other)):
+        with pytest.raises(RunError, match=r"last is damaged"):
+            load()
+    assert load_own(path, rank=0, ids=mine)[OWN]["rows"].tolist() == (mine["rows"] + 100).tolist()
+    assert json.loads((path / "checkpoint.json").read_text())["meta"]["owners"] == 2
