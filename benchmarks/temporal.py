@@ -24,7 +24,7 @@ from torch import Tensor
 from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.graph import Graph
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.strategies.protocol import products
+from gnnfleet.strategies.job import products
 from gnnfleet.strategies.temporal.batch_step import embed, remember
 from gnnfleet.training.build import build
 from record import write_results

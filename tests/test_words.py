@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from gnnfleet.config.resolve import ReportConfig, RunConfig, parse_value
+from gnnfleet.config.resolve import parse_value
+from gnnfleet.config.schema import ReportConfig, RunConfig
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.link import LinkConfig
-from gnnfleet.strategies.protocol import TrainConfig
 from gnnfleet.strategies.registry import CONFIGS
+from gnnfleet.tasks.train_options import TrainConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
 GROUPS = {"strategy", "model", "train", "report", "link"}

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.launch_env import Seat
-from gnnfleet.config.resolve import RunConfig, Tree, named_group, nest, overlay, read_toml
+from gnnfleet.config.resolve import named_group, nest, overlay, read_toml
+from gnnfleet.config.schema import RunConfig, Tree
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store
@@ -28,11 +29,12 @@ from gnnfleet.nn.config import ModelConfig
 from gnnfleet.report.run_record import RunRecord
 from gnnfleet.session.prepare import Place
 from gnnfleet.session.training import Trained, run_training
-from gnnfleet.strategies.protocol import StrategyConfig, TrainConfig
 from gnnfleet.strategies.registry import strategy_words
-from gnnfleet.tasks.base import NodeTask
+from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.tasks.event import EventTask
 from gnnfleet.tasks.link import LinkTask
+from gnnfleet.tasks.node import NodeTask
+from gnnfleet.tasks.train_options import TrainConfig
 from gnnfleet.training.build import Built
 from gnnfleet.training.build_link import score_pairs
 

@@ -11,7 +11,8 @@ import pytest
 
 from gnnfleet.analysis import compare
 from gnnfleet.analysis.compare import Contest, Verdict, _said, parse_strategies, split_words, steps_of_a_pass
-from gnnfleet.config.resolve import RunConfig, flatten, nest, parse_value, resolve
+from gnnfleet.config.resolve import flatten, nest, parse_value, resolve
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.store import open_store, save_store

@@ -16,7 +16,8 @@ from gnnfleet.analysis.cluster_count import candidates, settle_clusters
 from gnnfleet.analysis.partition_diagnosis import Moment, Row, diagnose, recommend
 from gnnfleet.cli.diagnose import _shown
 from gnnfleet.cli.output import emit
-from gnnfleet.config.resolve import RunConfig, resolve
+from gnnfleet.config.resolve import resolve
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.node_assignment import Clusters
 from gnnfleet.graph.partition.partition_metrics import measure

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gnnfleet.analysis import compare
-from gnnfleet.config.resolve import RunConfig
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.graph.partition.assign import PARTITIONERS
 from tests.report.runs import write_run
 from tests.shell import fails, run_json

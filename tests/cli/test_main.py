@@ -16,7 +16,7 @@ from gnnfleet.errors import GnnfleetError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.io.bundle import PARTIAL
+from gnnfleet.io.atomic import PARTIAL
 from tests.shell import call, fails, run, run_json, start
 
 

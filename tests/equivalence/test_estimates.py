@@ -19,8 +19,7 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.sharded.full_batch.active_row_counts import Load, find_levels
 from gnnfleet.sharded.full_batch.active_rows import Flow
 from gnnfleet.sharded.full_batch.ring_view import RingView
-from gnnfleet.strategies.estimates import Forecast, LayerPace, Pace
-from gnnfleet.strategies.protocol import Outlook
+from gnnfleet.strategies.estimates import Forecast, LayerPace, Outlook, Pace
 from gnnfleet.strategies.registry import foresee, make_temporal
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.estimate import Rehearsed, rehearse

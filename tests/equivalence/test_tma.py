@@ -15,14 +15,15 @@ import pytest
 import torch
 
 from gnnfleet.comm.message_store import Post
-from gnnfleet.config.resolve import RunConfig, resolve
+from gnnfleet.config.resolve import resolve
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, ExchangeError
 from gnnfleet.graph.graph import Graph, make_edges
 from gnnfleet.graph.partition.node_assignment import Clusters, Deal
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.launch import tma_subgraph as alones
 from gnnfleet.launch.tma_subgraph import make_alone
-from gnnfleet.strategies.protocol import PRECISIONS
+from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.tma.protocol import KEPT
 from gnnfleet.strategies.tma.trainer import Trainer
 from gnnfleet.training.build import Here, build

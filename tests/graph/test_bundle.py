@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnfleet.errors import StoreError
-from gnnfleet.io.bundle import DTYPES, PARTIAL, Bundle, BundleWriter
+from gnnfleet.io.atomic import PARTIAL
+from gnnfleet.io.bundle import DTYPES, Bundle, BundleWriter
 
 
 def write(path: Path, **arrays: torch.Tensor) -> Bundle:

@@ -16,7 +16,8 @@ import torch
 
 from gnnfleet.api import train
 from gnnfleet.comm.failure import Failure, Kind
-from gnnfleet.config.resolve import RunConfig, resolve
+from gnnfleet.config.resolve import resolve
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, ExchangeError, GnnfleetError, PartitionError, RunError, StoreError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store

@@ -45,7 +45,8 @@ from gnnfleet.strategies.pipe.pipeline_rank import caches_inputs
 from gnnfleet.strategies.pipe.profile import Found, loads_of
 from gnnfleet.strategies.pipe.schedule import Span, bubble, order_of, split_layers
 from gnnfleet.strategies.pipe.strategy import PipeStrategy
-from gnnfleet.strategies.protocol import PRIVATE, State, Strategy, TrainConfig
+from gnnfleet.strategies.protocol import PRIVATE, State, Strategy
+from gnnfleet.tasks.train_options import TrainConfig
 from gnnfleet.training.build import Here, build, check
 from gnnfleet.training.checkpoint import Position, load_checkpoint, save_checkpoint
 from tests.equivalence.spread import typed_graph

@@ -12,7 +12,9 @@ import torch
 
 from gnnfleet.errors import RunError
 from gnnfleet.report.metrics import MetricsFile, read_metrics
-from gnnfleet.strategies.protocol import State, TrainConfig, load_optimizer, make_optimizer, optimizer_tensors
+from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
+from gnnfleet.strategies.protocol import State
+from gnnfleet.tasks.train_options import TrainConfig
 from gnnfleet.training import checkpoint
 from gnnfleet.training.checkpoint import Position, load_checkpoint, save_checkpoint
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gnnfleet.comm.world import World
+from gnnfleet.comm.collectives import agree
+from gnnfleet.comm.world import World, beside
 from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import open_store, save_store
@@ -17,7 +18,6 @@ from gnnfleet.strategies.protocol import State, StepRecord
 from gnnfleet.training.build import Here, build
 from gnnfleet.training.checkpoint import Position
 from gnnfleet.training.loop import Plan, fit
-from gnnfleet.training.run_session import agree, beside
 from tests.equivalence.spread import cut_graph, plain_graph
 from tests.ranks import Crew
 

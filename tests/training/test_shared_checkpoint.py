@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from gnnfleet.comm.collectives import agree
 from gnnfleet.comm.world import World
 from gnnfleet.errors import RunError
 from gnnfleet.strategies.protocol import OWN, State
 from gnnfleet.training import checkpoint
 from gnnfleet.training.checkpoint import Position, all_ids, load_checkpoint, load_own, save_checkpoint
+from gnnfleet.training.resume import find_start
 from gnnfleet.training.run_dir import RunDirectory
-from gnnfleet.training.run_session import agree, find_start
 from tests.ranks import Crew
 
 

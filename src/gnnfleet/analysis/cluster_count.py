@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from gnnfleet.analysis.partition_diagnosis import diagnose, recommend
-from gnnfleet.cli.output import remark
-from gnnfleet.config.resolve import RunConfig
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.metis import SUPER_NODES
 from gnnfleet.report.progress import show
+from gnnfleet.report.remarks import remark
 from gnnfleet.strategies.tma.config import TmaConfig
 
 STEPS, BATCHES = 20, 20

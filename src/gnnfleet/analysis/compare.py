@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from gnnfleet.comm.process_lifetime import die_with_parent
-from gnnfleet.config.resolve import RunConfig, Tree, flatten, overlay, resolve
+from gnnfleet.config.resolve import flatten, overlay, resolve
+from gnnfleet.config.schema import RunConfig, Tree
 from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.custom_model import naming_line

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnfleet.config.resolve import RunConfig
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.node_assignment import Clusters, Deal
@@ -25,8 +25,8 @@ from gnnfleet.launch.tma_subgraph import make_alone
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.gather import gather
 from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.local.strategy import LocalStrategy
-from gnnfleet.strategies.protocol import Job
 from gnnfleet.strategies.registry import local_config, make_strategy
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.training.build import check

@@ -10,10 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.output import JsonFlag, QuietFlag, StoreArgument, emit, parse_settings, remark
+from gnnfleet.cli.options import (
+    Config,
+    JsonFlag,
+    Model,
+    QuietFlag,
+    Seed,
+    Settings,
+    SplitRule,
+    StoreArgument,
+    Task,
+    parse_settings,
+)
+from gnnfleet.cli.output import emit
 from gnnfleet.cli.report import summary_table
-from gnnfleet.cli.train import Config, Model, Seed, Settings, SplitRule, Task
 from gnnfleet.errors import ConfigError, GnnfleetError
+from gnnfleet.report.remarks import remark
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,7 +136,7 @@ def write_page(
     verdicts: Mapping[str, Verdict],
     partitions: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    from gnnfleet.io.bundle import write_atomically
+    from gnnfleet.io.atomic import write_atomically
     from gnnfleet.report.page import page_data, render_page
 
     equals = {name: str(verdict) for name, verdict in verdicts.items() if name != "local"}

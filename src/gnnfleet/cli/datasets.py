@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.output import JsonFlag, QuietFlag, SetOption, emit, parse_settings, size_text, table
+from gnnfleet.cli.options import JsonFlag, QuietFlag, SetOption, parse_settings
+from gnnfleet.cli.output import emit, size_text, table
 
 if TYPE_CHECKING:
     from gnnfleet.graph.datasets import Dataset

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gnnfleet.cli.compare import PAGE, RUNS, make_room, read_all, show_runs, write_page
-from gnnfleet.cli.output import JsonFlag, QuietFlag, parse_settings, remark
+from gnnfleet.cli.options import JsonFlag, QuietFlag, parse_settings
 from gnnfleet.errors import ConfigError, GnnfleetError
+from gnnfleet.report.remarks import remark
 
 if TYPE_CHECKING:
     from gnnfleet.analysis.compare import Contest

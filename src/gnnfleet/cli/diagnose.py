@@ -9,15 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.output import JsonFlag, QuietFlag, StoreArgument, emit, parse_settings, table
-from gnnfleet.cli.train import Config, Model, Seed, Settings, SplitRule, Task
+from gnnfleet.cli.options import (
+    Config,
+    JsonFlag,
+    Model,
+    QuietFlag,
+    Seed,
+    Settings,
+    SplitRule,
+    StoreArgument,
+    Task,
+    parse_settings,
+)
+from gnnfleet.cli.output import emit, table
 from gnnfleet.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gnnfleet.analysis.partition_diagnosis import Row
-    from gnnfleet.config.resolve import RunConfig
+    from gnnfleet.config.schema import RunConfig
 
 DIAGNOSE_EXAMPLES = """\
 gnnfleet diagnose shop/ --workers 4 --split 0.6/0.2/0.2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from gnnfleet.cli.output import JsonFlag, emit, table
+from gnnfleet.cli.options import JsonFlag
+from gnnfleet.cli.output import emit, table
 
 
 def doctor(as_json: JsonFlag = False) -> None:

@@ -10,27 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.output import JsonFlag, QuietFlag, emit, table
-from gnnfleet.comm.allocator import prefer_huge_pages
+from gnnfleet.cli.options import Checkpoint, JsonFlag, MemoryOption, QuietFlag, RunArgument, StoreOption, WorkersOption
+from gnnfleet.cli.output import emit, table
 from gnnfleet.comm.launch_env import Seat
+from gnnfleet.comm.process_lifetime import prefer_huge_pages
 
 if TYPE_CHECKING:
     from gnnfleet.graph.graph import Graph
-
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, as runs/last.")]
-MemoryOption = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Bytes of activations to hold at a time, as 4GiB or 500MB. Default the run's."),
-]
-StoreOption = Annotated[Path | None, typer.Option(help="Another store than the one the run was trained on.")]
-
-
-WorkersOption = Annotated[
-    int | None,
-    typer.Option(
-        "--workers", "-w", metavar="N", help="Processes on this machine, each with a part. Default the run's."
-    ),
-]
 
 
 class Split(StrEnum):
@@ -38,11 +24,6 @@ class Split(StrEnum):
     val = "val"
     test = "test"
     all = "all"
-
-
-class Checkpoint(StrEnum):
-    best = "best"
-    last = "last"
 
 
 def evaluate(

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gnnfleet.cli import output as output_module
-from gnnfleet.cli.output import JsonFlag, QuietFlag
+from gnnfleet.cli.options import JsonFlag, QuietFlag
 from gnnfleet.errors import ConfigError
+from gnnfleet.report import remarks
 
 if TYPE_CHECKING:
     from gnnfleet.graph.ingest.spec import ImportReport, TableSpec
@@ -338,15 +339,13 @@ def _show(report: ImportReport, *, as_json: bool, quiet: bool) -> None:
     }
     for kind, columns in unused.items():
         if columns:
-            output_module.remark(f"{kind}: columns not used: {', '.join(columns)}", quiet=quiet)
+            remarks.remark(f"{kind}: columns not used: {', '.join(columns)}", quiet=quiet)
     if not any(counts.count for counts in report.edges.values()):
-        output_module.remark(
-            "this store has no edges: name a table of them too, unless there are none yet", quiet=quiet
-        )
+        remarks.remark("this store has no edges: name a table of them too, unless there are none yet", quiet=quiet)
     changed = [f"{what.replace('_', ' ')} {count:,}" for what, count in report.cleaned.items() if count]
     if changed:
-        output_module.remark(f"found and done: {', '.join(changed)}", quiet=quiet)
-    output_module.remark(f"{report.path} is ready ({report.seconds:.1f} s)", quiet=quiet)
+        remarks.remark(f"found and done: {', '.join(changed)}", quiet=quiet)
+    remarks.remark(f"{report.path} is ready ({report.seconds:.1f} s)", quiet=quiet)
 
 
 def _splits(counts: Any) -> str | None:

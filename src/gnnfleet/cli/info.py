@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.output import JsonFlag, QuietFlag, emit, no_file, remark, size_text, table
+from gnnfleet.cli.options import JsonFlag, QuietFlag, no_file
+from gnnfleet.cli.output import emit, size_text, table
+from gnnfleet.report.remarks import remark
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from gnnfleet.cli.output import QuietFlag, remark
+from gnnfleet.cli.options import QuietFlag
 from gnnfleet.errors import ConfigError
+from gnnfleet.report.remarks import remark
 
 MOST_TRAINERS = 1024
 JOIN_EXAMPLES = """\

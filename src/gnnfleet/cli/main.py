@@ -23,7 +23,6 @@ from gnnfleet.cli.evaluate import evaluate
 from gnnfleet.cli.importing import IMPORT_EXAMPLES, export_graph, import_graph
 from gnnfleet.cli.info import info
 from gnnfleet.cli.join import JOIN_EXAMPLES, join
-from gnnfleet.cli.output import remark
 from gnnfleet.cli.partition import partition
 from gnnfleet.cli.plan import PLAN_EXAMPLES, plan
 from gnnfleet.cli.predict import predict
@@ -31,6 +30,7 @@ from gnnfleet.cli.report import REPORT_EXAMPLES, report
 from gnnfleet.cli.train import TRAIN_EXAMPLES, train
 from gnnfleet.cli.watch import watch
 from gnnfleet.errors import ConfigError, GnnfleetError
+from gnnfleet.report.remarks import remark
 
 INTERRUPTED = "interrupted; nothing half-written was left behind"
 
@@ -109,7 +109,7 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _as_setting(option: str, arguments: Sequence[str]) -> str | None:
-    from gnnfleet.config.resolve import settings_named
+    from gnnfleet.config.suggest import settings_named
 
     names = settings_named(option.lstrip("-").replace("-", "_"))
     if not names:

@@ -9,28 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from gnnfleet.errors import ConfigError, StoreError
 from gnnfleet.report.metrics import finite
-
-
-def no_file(path: Path) -> Path:
-    """Of a word that names a store: a file is data that was not imported yet."""
-    if path.is_file():
-        raise StoreError(f"{path} is a file, not a store: import it first (gnnfleet import --help)")
-    return path
-
-
-StoreArgument = Annotated[Path, typer.Argument(metavar="STORE", help="The store to train on.", callback=no_file)]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for machines.")]
-QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no remarks.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter; repeatable.")]
 
 
 def emit(result: Mapping[str, Any], *, as_json: bool, human: Iterable[Any] = ()) -> None:
@@ -45,12 +29,6 @@ def emit(result: Mapping[str, Any], *, as_json: bool, human: Iterable[Any] = ())
         console.print(item)
 
 
-def remark(text: str, *, quiet: bool = False) -> None:
-    """A sentence for the user beside the result."""
-    if not quiet:
-        Console(stderr=True, highlight=False, emoji=False).print(text, markup=False, soft_wrap=True)
-
-
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     """A table whose numbers are right-aligned and grouped by thousands."""
     made = Table(title=title, title_justify="left")
@@ -61,17 +39,6 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any
     for row in shown:
         made.add_row(*row)
     return made
-
-
-def parse_settings(settings: Sequence[str] | None) -> dict[str, str]:
-    """``["nodes=100", "seed=1"]`` as a dictionary; raises ConfigError for a word without '='."""
-    parsed = {}
-    for setting in settings or ():
-        key, equals, value = setting.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set takes KEY=VALUE, found {setting!r}")
-        parsed[key] = value
-    return parsed
 
 
 def size_text(count: float) -> str:

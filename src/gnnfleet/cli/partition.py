@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.output import JsonFlag, QuietFlag, emit, no_file, remark
+from gnnfleet.cli.options import JsonFlag, QuietFlag, no_file
+from gnnfleet.cli.output import emit
 from gnnfleet.errors import ConfigError
+from gnnfleet.report.remarks import remark
 
 if TYPE_CHECKING:
     from gnnfleet.graph.graph import Graph

@@ -8,9 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.output import JsonFlag, QuietFlag, StoreArgument, emit, parse_settings, size_text, table
-from gnnfleet.cli.train import Config, Model, Partition, Seed, Settings, SplitRule, Task
-from gnnfleet.comm.allocator import prefer_huge_pages
+from gnnfleet.cli.options import (
+    Config,
+    JsonFlag,
+    Model,
+    Partition,
+    QuietFlag,
+    Seed,
+    Settings,
+    SplitRule,
+    StoreArgument,
+    Task,
+    parse_settings,
+)
+from gnnfleet.cli.output import emit, size_text, table
+from gnnfleet.comm.process_lifetime import prefer_huge_pages
 from gnnfleet.errors import ConfigError
 
 if TYPE_CHECKING:

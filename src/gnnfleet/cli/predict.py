@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from gnnfleet.cli.evaluate import Checkpoint, MemoryOption, RunArgument, StoreOption, WorkersOption, put
-from gnnfleet.cli.output import JsonFlag, QuietFlag, emit
+from gnnfleet.cli.evaluate import put
+from gnnfleet.cli.options import Checkpoint, JsonFlag, MemoryOption, QuietFlag, RunArgument, StoreOption, WorkersOption
+from gnnfleet.cli.output import emit
 
 
 def predict(

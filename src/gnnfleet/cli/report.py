@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from gnnfleet.cli.output import JsonFlag, QuietFlag, emit, remark, size_text, table
+from gnnfleet.cli.options import JsonFlag, QuietFlag
+from gnnfleet.cli.output import emit, size_text, table
 from gnnfleet.errors import ConfigError
+from gnnfleet.report.remarks import remark
 
 REPORT_EXAMPLES = """\
 gnnfleet report runs/last -o page.html
@@ -35,7 +37,7 @@ def report(
 
     The page is one file that works offline. It can be made while a run goes on.
     """
-    from gnnfleet.io.bundle import write_atomically
+    from gnnfleet.io.atomic import write_atomically
     from gnnfleet.report.page import page_data, render_page
     from gnnfleet.report.run_reader import RUNNING, Run, read_run, summary
 

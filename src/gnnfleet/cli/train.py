@@ -10,13 +10,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.output import JsonFlag, QuietFlag, StoreArgument, emit, parse_settings, remark, size_text, table
-from gnnfleet.comm.allocator import prefer_huge_pages
+from gnnfleet.cli.options import (
+    _HOW,
+    _WHERE,
+    Config,
+    JsonFlag,
+    Launcher,
+    Memory,
+    Model,
+    Partition,
+    QuietFlag,
+    Restarts,
+    RunDir,
+    Seed,
+    Settings,
+    SplitRule,
+    StoreArgument,
+    Strategy,
+    Task,
+    Workers,
+    parse_settings,
+)
+from gnnfleet.cli.output import emit, size_text, table
 from gnnfleet.comm.launch_env import Seat
+from gnnfleet.comm.process_lifetime import prefer_huge_pages
 from gnnfleet.errors import ConfigError
+from gnnfleet.report.remarks import remark
 
 if TYPE_CHECKING:
-    from gnnfleet.config.resolve import RunConfig
+    from gnnfleet.config.schema import RunConfig
     from gnnfleet.report.run_record import RunRecord
 
 TRAIN_EXAMPLES = """\
@@ -37,56 +59,6 @@ gnnfleet train events/ --strategy temporal --model tgn                         a
 torchrun --nnodes 4 --node-rank I --rdzv-backend static --master-addr HOST --master-port 29400 \\
   -m gnnfleet train shop/ --strategy sar                                       four machines, docs/two-machines.md
 """
-_WHAT, _HOW, _WHERE = "What is trained", "How it runs", "What is kept"
-
-
-def _option(panel: str, metavar: str, text: str, *names: str) -> Any:
-    return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=text)
-
-
-Model = _option(
-    _WHAT,
-    "NAME",
-    "sage, gcn, gat, gatv2, gin, rgcn, gcn2, res+, or file.py:factory for your own. Default sage. "
-    "Of events: tgn, tgn-id, tgat. Default tgn.",
-    "--model",
-    "-m",
-)
-Task = _option(_WHAT, "TASK", "node: classify nodes, the default; link: predict edges; edge: classify events.")
-SplitRule = _option(
-    _WHAT,
-    "RULE",
-    "0.6/0.2/0.2 (train/val/test) of nodes or edges, 20-per-class, or the number of a split of the store. Default 0.",
-)
-Settings = _option(_WHAT, "KEY=VALUE", "One word of the config, as train.lr=0.01; repeatable.", "--set")
-Config = _option(_WHAT, "FILE", "A TOML file with the words of a run.", "--config", "-c")
-Seed = _option(_WHAT, "N", "The same seed gives the same weights, bit for bit. Default 0.")
-Strategy = _option(
-    _HOW,
-    "NAME",
-    "local: one process, the default; sar: exact full batch on several workers; macrobatch: sampled mini-batches; "
-    "tma: independent trainers whose weights are averaged on a clock; pipe: layers in stages, chunks streamed through; "
-    "temporal: events in the order of time; "
-    "auto: what gnnfleet plan recommends.",
-    "--strategy",
-    "-s",
-)
-Workers = _option(_HOW, "N", "Processes on this machine. Default 1; of several machines see below.", "--workers", "-w")
-Restarts = _option(_HOW, "N", "How often workers may be started again when one is lost. Default 0.", "--max-restarts")
-Launcher = _option(_HOW, "NAME", "tma: how trainers are started: process, the default, or ray.", "--launcher")
-Partition = _option(
-    _HOW, "METHOD", "How nodes are dealt to workers: mincut, super, random, stream, range. local has no parts."
-)
-Memory = _option(
-    _HOW,
-    "SIZE",
-    "As 500MB. local, tma: what an evaluation may hold of activations; a larger one goes in chunks; default 4GiB. "
-    "sar: what each worker may hold in all; it chooses how to train within it, or refuses. macrobatch: decides whether "
-    "features and their aggregate stay in memory; default a worker's share of what there is. temporal: what copies of "
-    "the memory may take on a machine; default half of it. auto: what each worker may hold in all. pipe: "
-    "nothing.",
-)
-RunDir = _option(_WHERE, "DIR", "Where the run goes. Default runs/STORE-MODEL-N, which runs/last points to.")
 
 
 def _strategy(name: str | None, launcher: str | None) -> dict[str, str] | None:

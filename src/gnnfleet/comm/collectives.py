@@ -6,6 +6,7 @@ counted as handed over; what the network makes of a sum over N ranks is up to tw
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -150,3 +151,11 @@ def _broadcast(world: World, t: Tensor) -> None:
     if world.is_first:
         world.traffic.sent(t.nbytes)
     world.traffic.met()
+
+
+def agree(world: World, word: dict[str, Any]) -> dict[str, Any]:
+    """The word of the first rank."""
+    if world.size == 1:
+        return word
+    heard: dict[str, Any] = json.loads(share(world, json.dumps(word).encode() if world.is_first else None))
+    return heard

@@ -60,3 +60,8 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     for stop in _STOPS:
         signal.signal(stop, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
+
+
+def prefer_huge_pages() -> None:
+    """Let torch ask for huge pages, unless the user decided: fresh tensors then cost far fewer page faults."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

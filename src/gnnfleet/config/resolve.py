@@ -6,66 +6,21 @@ repeated from its directory alone.
 
 from __future__ import annotations
 
-import difflib
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError, field_validator
+from pydantic import ValidationError
 
+from gnnfleet.config.schema import RunConfig, Tree
+from gnnfleet.config.suggest import explain
 from gnnfleet.errors import ConfigError
-from gnnfleet.nn.config import TEMPORAL_DEFAULTS, TEMPORAL_MODELS, ModelConfig
-from gnnfleet.nn.link import LinkConfig
-from gnnfleet.strategies.protocol import StrategyConfig, TrainConfig
+from gnnfleet.nn.config import TEMPORAL_DEFAULTS, TEMPORAL_MODELS
 from gnnfleet.strategies.registry import CONFIGS, find_config
 from gnnfleet.strategies.sampling_options import SAMPLED_BATCH
+from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.strategies.temporal.config import EVENT_TRAINING, TemporalConfig
-from gnnfleet.units import parse_size
-
-Tree = dict[str, Any]
-
-
-class ReportConfig(BaseModel, frozen=True, extra="forbid"):
-    """What is measured and shown beside the metrics."""
-
-    memory: bool = False  # one more, untimed epoch under torch's profiler for peak_tensors
-    tensorboard: bool = False
-    trace: bool = False  # steps, exchanges and waits of all workers in trace.json, for Perfetto
-
-
-class RunConfig(BaseModel, frozen=True, extra="forbid"):
-    """Everything that decides the result of a run, given the graph."""
-
-    strategy: SerializeAsAny[StrategyConfig]
-    model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
-    train: TrainConfig = Field(default_factory=TrainConfig)
-    report: ReportConfig = Field(default_factory=ReportConfig)
-    link: LinkConfig = Field(default_factory=LinkConfig)
-    task: Literal["node", "link", "edge"] = "node"
-    workers: int = Field(default=1, ge=1)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    precision: Literal["float32", "bf16", "float64"] = "float32"
-    # local, tma: bytes of activations an evaluation may hold, 4GiB by default. sar, auto: all that a worker may hold.
-    # macrobatch: decides whether features and their aggregate stay in memory. temporal: what copies of the memory may
-    # take on a machine.
-    memory: Annotated[int | None, BeforeValidator(lambda given: None if given is None else parse_size(given))] = None
-    partition: str | None = None  # how nodes are dealt to workers; None leaves it to the strategy
-    # The number of a split of the store, or a rule that makes one of nodes (0.6/0.2/0.2, 20-per-class) or of links.
-    split: int | str = 0
-
-    @field_validator("partition")
-    @classmethod
-    def _known(cls, method: str | None) -> str | None:
-        from gnnfleet.graph.partition.assign import PARTITIONERS
-
-        if method is not None and method not in PARTITIONERS:
-            near = difflib.get_close_matches(method, PARTITIONERS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PARTITIONERS)}"
-            raise ConfigError(f"no partitioner {method!r}: {hint}")
-        return method
-
 
 # What may differ between a run and its continuation without making it another run. Memory decides the chunks of an
 # evaluation, which differ by rounding: a run that was killed for its memory must be able to go on with less. So do
@@ -111,7 +66,7 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
     try:
         config = RunConfig(strategy=_named(kind, strategy), **tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, kind)) from None
+        raise ConfigError(explain(error, kind)) from None
     _check_fits(config)
     config.strategy.check_workers(config.workers)
     if config.strategy.name == "local" and config.workers != 1:
@@ -175,7 +130,7 @@ def _named(kind: type[StrategyConfig], words: Tree) -> StrategyConfig:
     try:
         return kind(**words)
     except ValidationError as error:
-        raise ConfigError(_explain(error, kind, prefix="strategy.")) from None
+        raise ConfigError(explain(error, kind, prefix="strategy.")) from None
 
 
 def read_toml(path: Path) -> Tree:
@@ -258,64 +213,3 @@ def check_continues(old: RunConfig, new: RunConfig) -> None:
             f"the run was started with {key}={before.get(key)}, found {after.get(key)}: a run continues as it began; "
             "leave it out, or start another run"
         )
-
-
-def settings_named(word: str) -> list[str]:
-    """The settings, of any strategy, whose last part is ``word``."""
-    found = [name for kind in CONFIGS.values() for name in _settings(kind) if name.rpartition(".")[2] == word]
-    return list(dict.fromkeys(found))
-
-
-def _explain(error: ValidationError, kind: type[StrategyConfig], prefix: str = "") -> str:
-    first = error.errors()[0]
-    words = _place(first)
-    key = prefix + ".".join(words)
-    if first["type"] == "extra_forbidden":
-        return f"no setting {key!r}: {_meant(key, kind)}"
-    if first["type"] == "value_error":
-        return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
-    said = dict.fromkeys(each["msg"].lower() for each in error.errors() if _place(each) == words)
-    return f"{key}={_short(first['input'])}: {' or '.join(said).replace(' or input should be ', ' or ')}"
-
-
-def _place(error: Mapping[str, Any]) -> list[str]:
-    """The words that lead to a value; of one that may be of several kinds these are no part."""
-    if error["type"] == "extra_forbidden":
-        return [str(word) for word in error["loc"]]
-    return [str(word) for word in error["loc"] if not re.search(r"[\[\-]", str(word)) and word not in _KINDS]
-
-
-_KINDS = ("int", "float", "bool", "str")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"
-
-
-def _meant(key: str, kind: type[StrategyConfig]) -> str:
-    """What to say of an unknown setting: the same word elsewhere comes before one that only looks like it."""
-    group, _, word = key.rpartition(".")
-    known = _settings(kind)
-    same = [name for name in known if name.rpartition(".")[2] == word]
-    if same:
-        return f"did you mean {' or '.join(same)}?"
-    others = [name for name, config in CONFIGS.items() if word in config.model_fields]
-    if others and group in ("", "strategy"):
-        mine = kind.model_fields["name"].default
-        return f"strategy {mine} has none such, strategy.{word} is a setting of {', '.join(others)}"
-    inside = [name for name in known if not group or name.startswith(f"{group}.")]
-    near = {name.rpartition(".")[2]: name for name in reversed(inside)}
-    close = difflib.get_close_matches(word, near, n=1, cutoff=0.5)
-    here = [name.rpartition(".")[2] for name in inside if name.rpartition(".")[0] == group]
-    return f"did you mean {near[close[0]]}?" if close else f"known: {', '.join(here)}"
-
-
-def _settings(kind: type[StrategyConfig]) -> list[str]:
-    """The full names of all settings of a run with a strategy, groups included."""
-    found = list(RunConfig.model_fields)
-    for name, field in RunConfig.model_fields.items():
-        group = kind if name == "strategy" else field.annotation
-        if isinstance(group, type) and issubclass(group, BaseModel):
-            found += [f"{name}.{word}" for word in group.model_fields]
-    return found

@@ -26,7 +26,7 @@ from torch import Tensor
 from gnnfleet.errors import StoreError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes
 from gnnfleet.graph.store import edge_folder, node_folder
-from gnnfleet.io.bundle import PARTIAL, remove_stale
+from gnnfleet.io.atomic import PARTIAL, remove_stale
 from gnnfleet.report.progress import Progress, Silent
 
 _ROWS = 1 << 17

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError, RunError
 from gnnfleet.graph.graph import EdgeType, Graph, Nodes
-from gnnfleet.io.bundle import PARTIAL
+from gnnfleet.io.atomic import PARTIAL
 from gnnfleet.nn.heads import NodeHead
-from gnnfleet.tasks.base import NodeTask
 from gnnfleet.tasks.link import LinkTask
+from gnnfleet.tasks.node import NodeTask
 from gnnfleet.training.build import Built
 from gnnfleet.training.build_link import score_pairs, target_of
 

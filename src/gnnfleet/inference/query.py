@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gnnfleet.comm.collectives import agree
 from gnnfleet.comm.launch_env import Seat
 from gnnfleet.comm.process_lifetime import die_with_parent
 from gnnfleet.comm.rendezvous import Meeting
-from gnnfleet.comm.world import World
-from gnnfleet.config.resolve import RunConfig, resolve
+from gnnfleet.comm.world import World, beside
+from gnnfleet.config.resolve import resolve
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, RunError, StoreError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store
@@ -25,10 +27,10 @@ from gnnfleet.inference.predict_events import write_event_scores
 from gnnfleet.launch.local_launcher import launch
 from gnnfleet.launch.rank_main import open_own, serve
 from gnnfleet.launch.spec import Spec
+from gnnfleet.launch.torchrun import shared_spec
 from gnnfleet.nn.custom_model import naming_line
 from gnnfleet.nn.embedding import rows_by_owner
 from gnnfleet.report.progress import show
-from gnnfleet.session.torchrun import shared_spec
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.protocol import State
 from gnnfleet.strategies.sar.config import SarConfig
@@ -38,8 +40,8 @@ from gnnfleet.training.build import Built, Here, build, rebuild, rebuild_links
 from gnnfleet.training.checkpoint import Position
 from gnnfleet.training.output_schema import Output, column_order
 from gnnfleet.training.partition_cache import ensure_apart, ensure_partition, trained_graph
+from gnnfleet.training.resume import share_state
 from gnnfleet.training.run_dir import RunDirectory
-from gnnfleet.training.run_session import agree, beside, share_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,13 @@ def ask(question: Question, graph: Graph, *, workers: int | None = None, quiet: 
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
         stored = graph if graph.store is not None else save_store(graph, Path(scratch) / "store")
         spec = _spec(question, config, stored, quiet=quiet)
-        return launch(spec, folder=Path(scratch) / "launch", workers=config.workers, advice="try again")
+        return launch(
+            spec,
+            folder=Path(scratch) / "launch",
+            workers=config.workers,
+            advice="try again",
+            module="gnnfleet.inference.query_worker",
+        )
 
 
 def answer_as_rank(

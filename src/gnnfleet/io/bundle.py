@@ -7,7 +7,6 @@ size and header; ``verify`` reads every byte.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import io
 import json
@@ -27,9 +26,8 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import StoreError
+from gnnfleet.io.atomic import PARTIAL, exchange_directories, flush, remove_stale, sync_directory, write_atomically
 from gnnfleet.io.manifest import VERSION, digest_of, read_manifest
-
-PARTIAL = ".partial-"
 
 # Name in the manifest → (torch dtype, numpy dtype in the .npy file). numpy has no bfloat16: its bits travel as uint16.
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
@@ -164,7 +162,7 @@ class ArrayWriter:
             text = text[:8] + (self.HEADER - 10).to_bytes(2, "little") + text[10:-1].ljust(self.HEADER - 11) + b"\n"
         self._file.seek(0)
         self._file.write(text)
-        _flush(self._file)
+        flush(self._file)
         self._file.close()
 
     @property
@@ -273,23 +271,11 @@ class BundleWriter:
     def _move_into_place(self) -> None:
         check_target(self.target, self.kind, self.overwrite)
         if self.target.exists():
-            _exchange(self.path, self.target)  # now self.path is the old bundle
+            exchange_directories(self.path, self.target)  # now self.path is the old bundle
             shutil.rmtree(self.path, ignore_errors=True)
         else:
             self.path.rename(self.target)
-        _sync_directory(self.target.parent)
-
-
-def _exchange(new: Path, old: Path) -> None:
-    """Swap two directories in one step, so that a kill in between loses neither."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2 is None or renameat2(here, os.fsencode(new), here, os.fsencode(old), exchange) != 0:
-        # A file system or kernel without it: two renames, with a moment in which the target does not exist.
-        aside = new.with_name(new.name + "-old")
-        old.rename(aside)
-        new.rename(old)
-        aside.rename(new)
+        sync_directory(self.target.parent)
 
 
 def check_target(target: Path, kind: str, overwrite: bool) -> None:
@@ -305,24 +291,6 @@ def check_target(target: Path, kind: str, overwrite: bool) -> None:
         raise StoreError(f"{target} exists already: choose another output or pass --overwrite")
 
 
-def remove_stale(target: Path) -> None:
-    """Remove what killed writers of the same target on this host left behind."""
-    for path in target.parent.glob(f".{target.name}{PARTIAL}*"):
-        host, _, pid = path.name.split(PARTIAL, 1)[1].rpartition("-")[0].rpartition("-")
-        if host == socket.gethostname() and pid.isdigit() and not _runs(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def checksum(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
     """SHA-256 of a file, read in bounded pieces."""
     digest = hashlib.sha256()
@@ -331,20 +299,6 @@ def checksum(path: Path, advance: Callable[[int], None] = lambda _: None) -> str
             digest.update(piece)
             advance(len(piece))
     return digest.hexdigest()
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file so that a reader sees the old or the new one, never a part."""
-    partial = path.with_name(f".{path.name}{PARTIAL}{secrets.token_hex(3)}")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            _flush(file)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
 
 
 def _check_extent(path: Path, entry: Mapping[str, Any]) -> None:
@@ -361,16 +315,3 @@ def _check_extent(path: Path, entry: Mapping[str, Any]) -> None:
             f"{path} has {entry['bytes']} bytes, which do not hold {entry['dtype']} {entry['shape']}: "
             "the manifest is damaged, make it again from the source"
         )
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -34,9 +34,17 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(
-    spec: Spec, *, folder: Path, workers: int, restarts: int = 0, advice: str = "go on with --resume"
+    spec: Spec,
+    *,
+    folder: Path,
+    workers: int,
+    restarts: int = 0,
+    advice: str = "go on with --resume",
+    module: str = "gnnfleet.launch.worker",
 ) -> dict[str, Any]:
     """Run a spec on ``workers`` processes; what they answer. ``folder`` is there for as long as they are.
+
+    Workers run ``python -m module``.
 
     Raises the error of the worker at fault, with ``advice`` where it died, and KeyboardInterrupt for a signal.
     """
@@ -65,7 +73,7 @@ def launch(
     failed: Mapping[int, Any] = {}
     try:
         with _signals_restored(), worker_environment(), _quiet_torchrun():
-            elastic_launch(config, sys.executable)("-m", "gnnfleet.launch.worker", str(folder / "SPEC.json"))
+            elastic_launch(config, sys.executable)("-m", module, str(folder / "SPEC.json"))
         return dict(json.loads(answer.read_bytes()))
     except ChildFailedError as error:
         failed = error.failures

@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from gnnfleet.cli.output import remark
 from gnnfleet.comm.failure import Failure
 from gnnfleet.comm.heartbeat import Liveness
 from gnnfleet.comm.launch_env import Seat
 from gnnfleet.comm.process_lifetime import end_soon_after_signals
 from gnnfleet.comm.rendezvous import Meeting, meet
-from gnnfleet.comm.world import World, join
-from gnnfleet.config.resolve import RunConfig, resolve
+from gnnfleet.comm.world import World, beside, join
+from gnnfleet.config.resolve import resolve
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import StoreError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.chunk_layout import open_layouts
@@ -32,10 +32,12 @@ from gnnfleet.launch.spec import Spec
 from gnnfleet.nn.custom_model import naming_line
 from gnnfleet.nn.embedding import rows_by_owner
 from gnnfleet.report.progress import show
+from gnnfleet.report.remarks import remark
 from gnnfleet.report.run_record import RunRecord
 from gnnfleet.training.build import Here, build
+from gnnfleet.training.resume import find_start
 from gnnfleet.training.run_dir import RunDirectory
-from gnnfleet.training.run_session import beside, find_start, run_course
+from gnnfleet.training.run_session import run_course
 
 
 def run_spec(spec: Spec, world: World, *, store: Path | None = None) -> RunRecord:

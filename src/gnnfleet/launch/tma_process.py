@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from gnnfleet.comm.allocator import prefer_huge_pages
-from gnnfleet.comm.process_lifetime import die_with_parent, end_soon_after_signals
+from gnnfleet.comm.process_lifetime import die_with_parent, end_soon_after_signals, prefer_huge_pages
 from gnnfleet.launch.spec import Spec
 
 if TYPE_CHECKING:
@@ -69,8 +68,9 @@ def coordinate(spec: Spec, post: Post) -> None:
     from gnnfleet.report.progress import show
     from gnnfleet.strategies.tma.protocol import KEPT
     from gnnfleet.training.build import Here, build
+    from gnnfleet.training.resume import find_start
     from gnnfleet.training.run_dir import RunDirectory
-    from gnnfleet.training.run_session import find_start, run_course
+    from gnnfleet.training.run_session import run_course
 
     def tell(round: int) -> None:
         with suppress(ExchangeError):
@@ -91,11 +91,11 @@ def coordinate(spec: Spec, post: Post) -> None:
 
 def train(spec: Spec, post: Post, index: int) -> None:
     """Trainer number ``index``."""
-    from gnnfleet.cli.output import remark
     from gnnfleet.config.resolve import resolve
     from gnnfleet.launch.tma_subgraph import make_alone
     from gnnfleet.nn.custom_model import naming_line
-    from gnnfleet.strategies.protocol import PRECISIONS
+    from gnnfleet.report.remarks import remark
+    from gnnfleet.strategies.job import PRECISIONS
     from gnnfleet.strategies.tma.config import TmaConfig
     from gnnfleet.strategies.tma.trainer import Trainer
     from gnnfleet.training.trace_files import leave_spans

@@ -8,18 +8,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gnnfleet.config.resolve import RunConfig
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.graph.graph import Edges, Graph, Nodes
 from gnnfleet.graph.links import link_data
 from gnnfleet.graph.subgraph import induced_graph
 from gnnfleet.nn.base import Model
 from gnnfleet.nn.embedding import NodeEmbedding, rows_by_owner
-from gnnfleet.strategies.protocol import Job
+from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.registry import local_config, make_strategy
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.trainer import Alone
-from gnnfleet.tasks.base import NodeTask
 from gnnfleet.tasks.link import LinkTask
+from gnnfleet.tasks.node import NodeTask
 from gnnfleet.training.build import Checked, check
 
 APART = 1_000_003

@@ -1,6 +1,6 @@
 """``python -m gnnfleet.launch.worker SPEC.json``: a worker as ``gnnfleet train --workers N`` starts it.
 
-Threads and the allocator are set before torch is loaded; nothing heavy is imported above ``main``.
+Threads and the allocator are set before torch is loaded; nothing heavy is imported at the top.
 """
 
 from __future__ import annotations
@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from gnnfleet.comm.allocator import prefer_huge_pages
-from gnnfleet.comm.process_lifetime import die_with_parent
+from gnnfleet.comm.process_lifetime import die_with_parent, prefer_huge_pages
 from gnnfleet.launch.spec import Spec
 
+if TYPE_CHECKING:
+    from gnnfleet.comm.world import World
 
-def main() -> NoReturn:
+
+def run_worker(load: Callable[[], Callable[[Spec, World], Any]]) -> NoReturn:
+    """Serve as a worker. ``load`` imports what answers its spec, once threads and the allocator are set."""
     spec = Spec.read(Path(sys.argv[1]))
     die_with_parent(spec.parent)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is the launcher's, for the result
@@ -25,24 +29,28 @@ def main() -> NoReturn:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what the network says of a dead peer is said better here
     from gnnfleet.comm.launch_env import Seat
-    from gnnfleet.comm.world import World
-    from gnnfleet.inference.query import answer_spec
-    from gnnfleet.launch.rank_main import run_spec, serve
-    from gnnfleet.planner.remote_profile import rehearse_spec
+    from gnnfleet.launch.rank_main import serve
+
+    answer = load()
 
     def work(world: World, _: object) -> None:
-        if spec.rehearsal is not None:
-            found = rehearse_spec(spec, world)
-        elif spec.question is not None:
-            found = answer_spec(spec, world)
-        else:
-            found = run_spec(spec, world).as_json()
+        found = answer(spec, world)
         if world.is_first and spec.answer is not None:
             Path(spec.answer).write_text(json.dumps(found))
 
     seat = Seat.from_environment()
     assert seat is not None, "started by gnnfleet"
     serve(seat, work, speaks=False)
+
+
+def _load_training() -> Callable[[Spec, World], Any]:
+    from gnnfleet.launch.rank_main import run_spec
+
+    return lambda spec, world: run_spec(spec, world).as_json()
+
+
+def main() -> NoReturn:
+    run_worker(_load_training)
 
 
 if __name__ == "__main__":

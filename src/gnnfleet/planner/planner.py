@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gnnfleet.cli.output import remark
 from gnnfleet.comm.world import World
-from gnnfleet.config.resolve import RunConfig, Tree, resolve
+from gnnfleet.config.resolve import resolve
+from gnnfleet.config.schema import RunConfig, Tree
 from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.graph.events.event_stream import is_stream
 from gnnfleet.graph.graph import Graph
@@ -33,10 +33,11 @@ from gnnfleet.planner.remote_profile import LATENCY, apart, rehearse, rehearse_e
 from gnnfleet.planner.trial_runs import Took, Trial, corrected, length_of, run_trial, worth_trying
 from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.progress import Progress, show
-from gnnfleet.strategies.estimates import Forecast, Pace
-from gnnfleet.strategies.protocol import Outlook, StrategyConfig
+from gnnfleet.report.remarks import remark
+from gnnfleet.strategies.estimates import Forecast, Outlook, Pace
 from gnnfleet.strategies.registry import AUTO, CONFIGS, foresee, foresees
 from gnnfleet.strategies.sampling_options import SAMPLED_BATCH
+from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.strategies.step_costs import Weights
 from gnnfleet.strategies.temporal.estimate import EventOutlook, Rehearsed
 from gnnfleet.strategies.temporal.schedule import Shape

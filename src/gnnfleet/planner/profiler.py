@@ -21,7 +21,7 @@ from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
 from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.graph.sampling.batches import batches
-from gnnfleet.graph.sampling.loader import FeatureReader, prepare_backward
+from gnnfleet.graph.sampling.loader import prepare_backward
 from gnnfleet.graph.sampling.sampler import Sampler
 from gnnfleet.graph.views.block import full_block
 from gnnfleet.graph.views.local import LocalView
@@ -34,11 +34,19 @@ from gnnfleet.sharded.full_batch.active_row_counts import Piece, cut_piece
 from gnnfleet.sharded.step_tracer import twin_of
 from gnnfleet.strategies.estimates import LayerPace, Pace
 from gnnfleet.strategies.input_cache import wants_aggregate
-from gnnfleet.strategies.protocol import PRECISIONS, Job, make_optimizer, products
-from gnnfleet.strategies.sampling_options import FANOUT, FanoutWords, hops_of
-
-PIECE_EDGES, PIECE_ROWS = 1_000_000, 40_000
-"""The largest piece that layers are timed on."""
+from gnnfleet.strategies.job import PRECISIONS, Job, products
+from gnnfleet.strategies.optim import make_optimizer
+from gnnfleet.strategies.sampling_options import FanoutWords
+from gnnfleet.strategies.step_costs import (
+    PIECE_EDGES,
+    PIECE_ROWS,
+    can_precompute,
+    drawn,
+    fanouts_of,
+    loads_of,
+    read_inputs,
+    run_blocks,
+)
 
 _REPEATS = 3
 _MESSAGE = 4 << 20  # bytes to each peer that bandwidth is measured with
@@ -210,27 +218,6 @@ def _optimizer(world: World, model: Model, job: Job) -> tuple[float, float]:
 # -- sampled blocks --
 
 
-def loads_of(views: Sequence[LocalView]) -> list[tuple[float, float]]:
-    """(rows made, edges) of every layer on its block."""
-    return [
-        (
-            float(sum(rows.num_dst for rows in view.nodes.values())),
-            float(sum(relation.structure.num_edges for relation in view.relations.values())),
-        )
-        for view in views
-    ]
-
-
-def drawn(views: Sequence[LocalView]) -> float:
-    """Edges drawn and rows read: what making blocks takes time for."""
-    read = sum(len(rows.node_ids) for rows in views[0].nodes.values())
-    return read + sum(edges for _, edges in loads_of(views))
-
-
-def fanouts_of(words: FanoutWords, layers: int) -> Any:
-    return hops_of(words or (FANOUT,) * layers)
-
-
 def _sampled(world: World, job: Job, draw: Draw, layers: Sequence[LayerPace], cached: bool) -> tuple[float, float]:
     """(how much dearer layers are on blocks, seconds for each edge and row of making them)."""
     graph, task, model = job.graph, job.task, job.model
@@ -260,53 +247,6 @@ def _sampled(world: World, job: Job, draw: Draw, layers: Sequence[LayerPace], ca
     model.zero_grad(set_to_none=True)
     times = sorted(took / max(known, 1e-9) for took, known in zip(work[1:], foreseen[1:], strict=True))
     return times[len(times) // 2], sum(making[1:]) / max(1.0, sum(amount[1:]))
-
-
-def can_precompute(model: Model, graph: Graph) -> bool:
-    """Whether the first layer's aggregate can be kept; asked on a graph of the same types without edges."""
-    nodes = {kind: make_nodes(2) for kind in graph.nodes}
-    edges = {}
-    for kind, each in graph.edges.items():
-        none = torch.empty(2, 0, dtype=torch.int64)
-        weight, attr = (None if values is None else values[:0] for values in (each.weight, each.attr))
-        edges[kind] = make_edges(none, num_src=2, num_dst=2, weight=weight, attr=attr)
-    x = {
-        kind: torch.zeros(2, 0 if table.x is None else int(table.x.shape[1]), dtype=next(model.parameters()).dtype)
-        for kind, table in graph.nodes.items()
-    }
-    view = LocalView.whole(Graph.of(nodes, edges))
-    return model.precompute(view, x if len(x) > 1 else next(iter(x.values()))) is not None
-
-
-def read_inputs(
-    graph: Graph, model: Model, view: LocalView, precision: str, given: bool
-) -> tuple[Any, Aggregate | None]:
-    """What a block reads; of an aggregate rows as wide as it has, features in its place."""
-    dtype, x = PRECISIONS[precision], {}
-    for kind, rows in view.nodes.items():
-        table = graph.nodes[kind].x
-        count = len(rows.node_ids)
-        x[kind] = torch.empty(count, 0, dtype=dtype) if table is None else FeatureReader(table)(rows.node_ids).to(dtype)
-    near: Aggregate | None = None
-    if given and len(x) == 1:
-        (own,) = x.values()
-        width = int(own.shape[1])
-        both = buffers.empty((len(own), 2 * width), dtype)
-        both[:, :width], both[:, width:] = own, own
-        return both[:, width:], both[:, :width]
-    if given:
-        near = {kind: x[kind.src][:1].expand(len(x[kind.dst]), -1).contiguous() for kind in view.relations}
-    return x if len(x) > 1 else next(iter(x.values())), near
-
-
-def run_blocks(model: Model, views: Sequence[LocalView], x: Any, near: Aggregate | None, precision: str) -> None:
-    """A step without its loss: forward, and backward from ones."""
-    model.train()
-    model.zero_grad(set_to_none=True)
-    with products(precision):
-        out = model(views, x, aggregated=near)
-    rows = [each for each in (out.values() if isinstance(out, Mapping) else [out]) if each.requires_grad]
-    torch.autograd.backward(rows, [torch.ones_like(each) for each in rows])
 
 
 # -- the network --

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gnnfleet.comm.world import World
-from gnnfleet.config.resolve import RunConfig, resolve
+from gnnfleet.config.resolve import resolve
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.chunk_layout import open_layouts
 from gnnfleet.launch.local_launcher import launch
@@ -79,7 +80,13 @@ def _launch(
         config=config.model_dump(mode="json"),
         rehearsal=rehearsal,
     )
-    return launch(spec, folder=scratch / "launch", workers=config.workers, advice="try again")
+    return launch(
+        spec,
+        folder=scratch / "launch",
+        workers=config.workers,
+        advice="try again",
+        module="gnnfleet.planner.profile_worker",
+    )
 
 
 def rehearse_spec(spec: Spec, world: World) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from gnnfleet.analysis.cluster_count import without_auto
-from gnnfleet.cli.output import remark
-from gnnfleet.config.resolve import RunConfig, check_continues, overlay, resolve
+from gnnfleet.config.resolve import check_continues, overlay, resolve
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.partitioned_graph import KIND
 from gnnfleet.graph.validate import check_graph
@@ -24,12 +24,13 @@ from gnnfleet.launch.spec import Spec
 from gnnfleet.nn.custom_model import naming_line
 from gnnfleet.report.metrics import check_tensorboard
 from gnnfleet.report.progress import show
+from gnnfleet.report.remarks import remark
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.training.build import check, check_events
 from gnnfleet.training.output_schema import Output
 from gnnfleet.training.partition_cache import empty_parts, ensure_apart, ensure_cut
+from gnnfleet.training.resume import read_start
 from gnnfleet.training.run_dir import RunDirectory, choose_directory
-from gnnfleet.training.run_session import read_start
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ The first rank prepares what the launcher of ``gnnfleet train --workers N`` woul
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,19 +15,17 @@ from gnnfleet.comm.launch_env import Seat
 from gnnfleet.comm.process_lifetime import die_with_parent
 from gnnfleet.comm.rendezvous import Meeting
 from gnnfleet.comm.world import World
-from gnnfleet.config.resolve import RunConfig, resolve
-from gnnfleet.errors import ConfigError, ExchangeError
+from gnnfleet.config.resolve import resolve
+from gnnfleet.config.schema import RunConfig
+from gnnfleet.errors import ConfigError
 from gnnfleet.graph.store import open_store
-from gnnfleet.launch.confirmed_model import check_model_path
 from gnnfleet.launch.rank_main import run_spec, serve
 from gnnfleet.launch.spec import Spec
+from gnnfleet.launch.torchrun import shared_spec
 from gnnfleet.report.run_record import RunRecord
 from gnnfleet.session.prepare import Place, prepared, settle
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.training.run_dir import RunDirectory
-
-PREPARE_SECONDS = 24 * 3600.0
-"""How long the others wait for the first rank to cut the graph. Whether it lives is known all the while."""
 
 Show = Callable[[RunRecord, RunConfig], None]
 
@@ -54,19 +51,6 @@ def train_as_rank(
                 show(record, resolve(spec.config))
 
     serve(seat, work, speaks=True)
-
-
-def shared_spec(
-    world: World, meeting: Meeting, prepare: Callable[[], Spec], local_model_files: Callable[[], frozenset[Path]]
-) -> Spec:
-    """What the first rank prepares, while the others wait; they execute no model file but their own."""
-    if world.is_first:
-        spec = prepare()
-        meeting.store.set("spec", spec.as_json())
-        return spec
-    spec = Spec.from_json(_await(meeting, "spec"))
-    check_model_path(spec.config, local_model_files())
-    return spec
 
 
 def _local_model_files(words: Mapping[str, Any], place: Place) -> frozenset[Path]:
@@ -100,13 +84,3 @@ def _again(meeting: Meeting, place: Place) -> Place:
     if not meeting.ground.check(["run_dir"]):
         return place
     return replace(place, run_dir=Path(meeting.ground.get("run_dir").decode()), resume=True)
-
-
-def _await(meeting: Meeting, key: str) -> bytes:
-    """A word in the store. Asked for again and again: a call that waits would hang with the network."""
-    deadline = time.monotonic() + PREPARE_SECONDS
-    while not meeting.store.check([key]):
-        if time.monotonic() > deadline:
-            raise ExchangeError(f"rank 0 has not prepared the run within {PREPARE_SECONDS / 3600:.0f} hours")
-        time.sleep(0.1)
-    return meeting.store.get(key)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gnnfleet.analysis.cluster_count import settle_clusters
-from gnnfleet.cli.output import remark
 from gnnfleet.comm.world import World
-from gnnfleet.config.resolve import RunConfig
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
@@ -24,12 +23,14 @@ from gnnfleet.launch.tma_supervisor import forget_rounds, launch_fleet
 from gnnfleet.nn.custom_model import naming_line
 from gnnfleet.planner.planner import is_auto, settle_auto
 from gnnfleet.report.progress import show
+from gnnfleet.report.remarks import remark
 from gnnfleet.report.run_record import RunRecord
 from gnnfleet.session.prepare import Place, choose, prepared, settle
 from gnnfleet.training.build import Built, build
 from gnnfleet.training.checkpoint import Position
+from gnnfleet.training.resume import Start, find_start
 from gnnfleet.training.run_dir import RunDirectory
-from gnnfleet.training.run_session import Start, find_start, run_course
+from gnnfleet.training.run_session import run_course
 from gnnfleet.training.trace_files import collect_spans
 
 LAUNCH = ".launch"

@@ -7,9 +7,15 @@ the config leaves open. It raises ConfigError where it cannot train at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from gnnfleet.graph.partition.chunk_layout import Layout
+from gnnfleet.graph.partition.node_assignment import Deal
+from gnnfleet.graph.partition.shard import Shard
+from gnnfleet.strategies.job import Job
+from gnnfleet.strategies.spec import StrategyConfig
 
 Kind = Literal["exact", "sampled", "approximate"]
 """What an epoch learns: what the full batch of one process would, what its sampled batches would, or neither."""
@@ -84,3 +90,28 @@ class Pace:
     def travel(self, nbytes: float, rounds: float) -> float:
         """Seconds that rows take, nothing else going on."""
         return nbytes / self.bandwidth + rounds * self.latency if self.workers > 1 else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Outlook:
+    """What a strategy is told to foresee an epoch. ``job`` has the graph, the model and the task of all workers."""
+
+    job: Job
+    alone: Pace  # one process by itself
+    together: Pace  # all workers at once
+    overlaps: bool  # whether rows travel while workers compute: not where these share processors
+    parts: Callable[[], Sequence[Shard]]  # of ``partition``, or mincut; a part for every worker
+    deal: Callable[[StrategyConfig], Deal]
+    layouts: Callable[[StrategyConfig], Sequence[Layout]]
+    # What workers say who try strategies together on this machine, one after the other; None where each has a machine.
+    tried: Callable[[Sequence[StrategyConfig]], Sequence[Mapping[str, Any]]] | None = None
+    known: dict[str, Any] = field(default_factory=dict)  # what several forecasts need, found once
+
+    @property
+    def workers(self) -> int:
+        return self.job.workers
+
+    def once(self, name: str, find: Callable[[], Any]) -> Any:
+        if name not in self.known:
+            self.known[name] = find()
+        return self.known[name]

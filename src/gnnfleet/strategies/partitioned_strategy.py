@@ -20,18 +20,9 @@ from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.embedding import rows_by_owner
 from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.strategies.input_cache import CACHED_RELATIONS, Cached, aggregate_once, wants_aggregate
-from gnnfleet.strategies.protocol import (
-    IDS,
-    OWN,
-    PRECISIONS,
-    Job,
-    Prediction,
-    State,
-    load_optimizer,
-    make_optimizer,
-    optimizer_tensors,
-    products,
-)
+from gnnfleet.strategies.job import PRECISIONS, Job, products
+from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
+from gnnfleet.strategies.protocol import IDS, OWN, Prediction, State
 from gnnfleet.tasks.base import Take
 
 

@@ -9,16 +9,17 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.strategies.estimates import Forecast
+from gnnfleet.strategies.estimates import Forecast, Outlook
+from gnnfleet.strategies.job import EventJob, Job
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
 from gnnfleet.strategies.pipe.config import PipeConfig
-from gnnfleet.strategies.protocol import Job, Outlook, Strategy, StrategyConfig
+from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.strategies.sampling_options import FANOUT
 from gnnfleet.strategies.sar.config import SarConfig
+from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.tasks.event import EventJob
 from gnnfleet.tasks.link import LinkTask
 
 if TYPE_CHECKING:

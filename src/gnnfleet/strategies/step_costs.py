@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -10,22 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.graph import Graph, make_edges, make_nodes
 from gnnfleet.graph.sampling.batches import batches
+from gnnfleet.graph.sampling.loader import FeatureReader
 from gnnfleet.graph.sampling.sampler import Sampler
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.nn.embedding import NodeEmbedding
+from gnnfleet.ops import buffers
 from gnnfleet.ops.buffers import unpooled
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.planner.profiler import can_precompute, drawn, fanouts_of, loads_of, read_inputs, run_blocks
 from gnnfleet.report.memory import peak_tensors
 from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.sharded.step_tracer import Sketch, scout
-from gnnfleet.strategies.estimates import SLACK
+from gnnfleet.strategies.estimates import SLACK, Outlook
 from gnnfleet.strategies.input_cache import CACHED_RELATIONS, Cached, aggregate_once, wants_aggregate
-from gnnfleet.strategies.protocol import PRECISIONS, Job, Outlook, products
-from gnnfleet.strategies.sampling_options import FanoutWords
+from gnnfleet.strategies.job import PRECISIONS, Job, products
+from gnnfleet.strategies.sampling_options import FANOUT, FanoutWords, hops_of
 
 EDGE = 16.0
 """Bytes that an edge takes in memory: its ends by destination, and by source for backward."""
@@ -139,3 +140,75 @@ def step_tensors(job: Job, views: Sequence[LocalView], *, given: bool) -> float:
     job.model.zero_grad(set_to_none=True)
     inputs = float(sum(each.nbytes for each in (x.values() if isinstance(x, dict) else [x])))
     return SLACK * (peak + inputs * (2 if given else 1))
+
+
+PIECE_EDGES, PIECE_ROWS = 1_000_000, 40_000
+"""The largest piece that layers are timed on."""
+
+
+def loads_of(views: Sequence[LocalView]) -> list[tuple[float, float]]:
+    """(rows made, edges) of every layer on its block."""
+    return [
+        (
+            float(sum(rows.num_dst for rows in view.nodes.values())),
+            float(sum(relation.structure.num_edges for relation in view.relations.values())),
+        )
+        for view in views
+    ]
+
+
+def drawn(views: Sequence[LocalView]) -> float:
+    """Edges drawn and rows read: what making blocks takes time for."""
+    read = sum(len(rows.node_ids) for rows in views[0].nodes.values())
+    return read + sum(edges for _, edges in loads_of(views))
+
+
+def fanouts_of(words: FanoutWords, layers: int) -> Any:
+    return hops_of(words or (FANOUT,) * layers)
+
+
+def can_precompute(model: Model, graph: Graph) -> bool:
+    """Whether the first layer's aggregate can be kept; asked on a graph of the same types without edges."""
+    nodes = {kind: make_nodes(2) for kind in graph.nodes}
+    edges = {}
+    for kind, each in graph.edges.items():
+        none = torch.empty(2, 0, dtype=torch.int64)
+        weight, attr = (None if values is None else values[:0] for values in (each.weight, each.attr))
+        edges[kind] = make_edges(none, num_src=2, num_dst=2, weight=weight, attr=attr)
+    x = {
+        kind: torch.zeros(2, 0 if table.x is None else int(table.x.shape[1]), dtype=next(model.parameters()).dtype)
+        for kind, table in graph.nodes.items()
+    }
+    view = LocalView.whole(Graph.of(nodes, edges))
+    return model.precompute(view, x if len(x) > 1 else next(iter(x.values()))) is not None
+
+
+def read_inputs(
+    graph: Graph, model: Model, view: LocalView, precision: str, given: bool
+) -> tuple[Any, Aggregate | None]:
+    """What a block reads; of an aggregate rows as wide as it has, features in its place."""
+    dtype, x = PRECISIONS[precision], {}
+    for kind, rows in view.nodes.items():
+        table = graph.nodes[kind].x
+        count = len(rows.node_ids)
+        x[kind] = torch.empty(count, 0, dtype=dtype) if table is None else FeatureReader(table)(rows.node_ids).to(dtype)
+    near: Aggregate | None = None
+    if given and len(x) == 1:
+        (own,) = x.values()
+        width = int(own.shape[1])
+        both = buffers.empty((len(own), 2 * width), dtype)
+        both[:, :width], both[:, width:] = own, own
+        return both[:, width:], both[:, :width]
+    if given:
+        near = {kind: x[kind.src][:1].expand(len(x[kind.dst]), -1).contiguous() for kind in view.relations}
+    return x if len(x) > 1 else next(iter(x.values())), near
+
+
+def run_blocks(model: Model, views: Sequence[LocalView], x: Any, near: Aggregate | None, precision: str) -> None:
+    """A step without its loss: forward, and backward from ones."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    with products(precision):
+        out = model(views, x, aggregated=near)
+    rows = [each for each in (out.values() if isinstance(out, Mapping) else [out]) if each.requires_grad]
+    torch.autograd.backward(rows, [torch.ones_like(each) for each in rows])

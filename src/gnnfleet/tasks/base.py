@@ -7,20 +7,13 @@ batch asks for and hands over a way to take them; losses are sums, whoever knows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import gather_rows, sum_over_ranks
 from gnnfleet.comm.world import World
-from gnnfleet.graph.graph import Nodes
-from gnnfleet.graph.ids import Ids
 from gnnfleet.graph.views.local import LocalView
-from gnnfleet.graph.views.row_index import Places
-from gnnfleet.nn.heads import NodeHead, Tally
 from gnnfleet.ops.draws import DrawKey
 
 Take = Callable[[str, Tensor], Tensor]
@@ -85,89 +78,3 @@ class Task(Protocol):
     def share(self, world: World, own: Mapping[str, Tensor]) -> Task:
         """This rank's share of the items; ``own`` are the store ids of its nodes by type. ``measure`` is then called
         by all ranks together, and so is ``loss`` unless it ``stays``."""
-
-
-@dataclass(frozen=True, eq=False)
-class NodeTask:
-    """Classes of labelled nodes; an item is the store id of one. ``nodes`` has exactly the split that is trained on.
-
-    Of several ranks each has its own nodes here, and ``ids`` says which.
-    """
-
-    target: str
-    nodes: Nodes
-    head: NodeHead
-    ids: Tensor | None = None  # [n] store ids of the rows of ``nodes``; None: 0 … n − 1
-    world: World = field(default_factory=World)
-
-    @property
-    def metric(self) -> str:
-        return self.head.name
-
-    @cached_property
-    def _items(self) -> dict[str, Tensor]:
-        labelled = self.head.labelled(self._y)
-        found = {name: (self.nodes.mask(name) & labelled).nonzero()[:, 0] for name in SPLITS}
-        return found if self.ids is None else {name: self.ids[rows].sort().values for name, rows in found.items()}
-
-    @cached_property
-    def _y(self) -> Tensor:
-        assert self.nodes.y is not None, "checked when the run was built"
-        return self.nodes.y.long() if self.nodes.y.dim() == 1 else self.nodes.y
-
-    @cached_property
-    def _places(self) -> Places:
-        assert self.ids is not None
-        return Places(self.ids)
-
-    def _labels(self, items: Tensor) -> Tensor:
-        return self._y[items if self.ids is None else self._places.rows(items)]
-
-    def items(self, split: str) -> Tensor:
-        return self._items[split]
-
-    def reach(self) -> Tensor | None:
-        return self.nodes.mask("train") & self.head.labelled(self._y)
-
-    def trained(self, seed: int, epoch: int) -> Tensor:
-        return self._items["train"]
-
-    def batch(self, items: Tensor, key: DrawKey, every: Tensor | None = None) -> Batch:
-        return Batch(items, {self.target: items}, key, items if every is None else every)
-
-    def homes(self, items: Tensor) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
-        yield self.target, slice(None), items
-
-    @property
-    def hides(self) -> bool:
-        return False
-
-    def hide(self, view: LocalView, batch: Batch) -> LocalView:
-        return view
-
-    def loss(self, take: Take, batch: Batch) -> Tensor:
-        return self.head.loss(take(self.target, batch.items), self._labels(batch.items))
-
-    def measure(self, take: Take, split: str) -> dict[str, float]:
-        items = self._items[split]
-        logits, y = take(self.target, items), self._labels(items)
-        tally = self.head.metric(logits, y)
-        own = torch.tensor([float(self.head.loss(logits, y)), len(items)], dtype=torch.float64)
-        loss, count, *counts = sum_over_ranks(self.world, torch.cat([own, tally.counts])).tolist()
-        every = Tally(torch.tensor(counts, dtype=torch.float64), self._every(tally.score), self._every(tally.truth))
-        return {"loss": loss / max(count, 1), "count": count, self.metric: self.head.value(every)}
-
-    def _every(self, rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else torch.cat(gather_rows(self.world, rows))
-
-    @property
-    def stays(self) -> bool:
-        return True
-
-    def share(self, world: World, own: Mapping[str, Tensor]) -> NodeTask:
-        assert self.ids is None, "shared already"
-        ids, nodes = own[self.target], self.nodes
-        y = None if nodes.y is None else nodes.y[ids]
-        split = None if nodes.split is None else nodes.split[:, ids]
-        part = replace(nodes, count=len(ids), x=None, y=y, split=split, ids=Ids(len(ids)))
-        return replace(self, nodes=part, ids=ids, world=world)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.world import World
 from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.graph.events.negatives import EventNegatives
 from gnnfleet.nn.heads import NodeHead
 from gnnfleet.nn.link import link_loss, softmax_loss
 from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
 from gnnfleet.nn.temporal.model import TemporalModel
-from gnnfleet.report.progress import Progress, Silent
-from gnnfleet.strategies.protocol import TrainConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,19 +103,3 @@ def link_scores(model: TemporalModel, z: Tensor, n: int, pairs: Tensor | None = 
     each = torch.cat([others[:n, None], others[n:].view(n, -1, others.shape[1])], 1)
     logits = decoder.scores(sources[:, None], each, pairs)
     return logits[:, 0], logits[:, 1:]
-
-
-@dataclass(frozen=True, eq=False)
-class EventJob:
-    """What the strategy is built from: a stream in place of a graph."""
-
-    model: TemporalModel
-    task: EventTask
-    train: TrainConfig
-    features: Tensor | None = None  # [V, S] what is known of nodes, before any is learnt
-    seed: int = 0
-    precision: str = "float32"
-    memory: int | None = None
-    world: World = field(default_factory=World)
-    progress: Progress = Silent()
-    say: Callable[[str], None] = lambda text: None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gnnfleet.comm.message_store import Post
 from gnnfleet.comm.world import World
-from gnnfleet.config.resolve import RunConfig
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.events.event_stream import is_stream
 from gnnfleet.graph.graph import NO_SPLIT, TEST, Graph, Nodes
@@ -27,12 +27,13 @@ from gnnfleet.nn.custom_model import build_own
 from gnnfleet.nn.model import build_model
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.report.progress import Progress, Silent
-from gnnfleet.strategies.protocol import PRECISIONS, Job, Strategy
+from gnnfleet.strategies.job import PRECISIONS, EventJob, Job
+from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.strategies.registry import make_strategy, make_temporal
 from gnnfleet.strategies.temporal.config import TemporalConfig
-from gnnfleet.tasks.base import NodeTask
-from gnnfleet.tasks.event import EventJob, EventTask
+from gnnfleet.tasks.event import EventTask
 from gnnfleet.tasks.link import LinkTask
+from gnnfleet.tasks.node import NodeTask
 from gnnfleet.training.build_link import SEES_TARGETS, build_links
 from gnnfleet.training.build_temporal import build_events
 from gnnfleet.training.output_schema import Output

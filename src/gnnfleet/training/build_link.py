@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.config.resolve import RunConfig
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.ingest.clean import with_inverse
@@ -18,7 +18,8 @@ from gnnfleet.nn.base import Model
 from gnnfleet.nn.custom_model import build_own
 from gnnfleet.nn.link import make_decoder
 from gnnfleet.nn.model import build_model
-from gnnfleet.strategies.protocol import PRECISIONS, Strategy
+from gnnfleet.strategies.job import PRECISIONS
+from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.tasks.link import LinkTask
 
 SEES_TARGETS = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gnnfleet.config.resolve import RunConfig
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.events.event_stream import EventStream, timed_type
 from gnnfleet.graph.events.negatives import EventNegatives
@@ -15,7 +15,7 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.split import Shares, parse_rule
 from gnnfleet.nn.heads import NodeHead
 from gnnfleet.nn.temporal.model import Sizes, TemporalModel
-from gnnfleet.strategies.protocol import PRECISIONS
+from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.tasks.event import EventTask
 

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 from gnnfleet.errors import RunError
 from gnnfleet.report.epochs import EpochDisplay, NoDisplay
 from gnnfleet.report.metrics import Sink
-from gnnfleet.strategies.protocol import OWN, TRAINED, State, StepRecord, Strategy, TrainConfig
+from gnnfleet.strategies.protocol import OWN, TRAINED, State, StepRecord, Strategy
+from gnnfleet.tasks.train_options import TrainConfig
 from gnnfleet.training.checkpoint import Position
 from gnnfleet.training.phase_profiler import Meter, NoMeter
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from gnnfleet.cli.output import remark
 from gnnfleet.comm.process_lifetime import die_with_parent
-from gnnfleet.config.resolve import RunConfig, resolve
+from gnnfleet.config.resolve import resolve
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, GnnfleetError, PartitionError, StoreError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.assign import assign
@@ -29,6 +29,7 @@ from gnnfleet.graph.partition.node_assignment import Clusters, write_clusters
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
 from gnnfleet.io.bundle import Bundle
 from gnnfleet.report.progress import Progress, Silent, show
+from gnnfleet.report.remarks import remark
 
 SEED = 0
 """Of partitions that are made unasked: runs that differ in their own seed share one."""

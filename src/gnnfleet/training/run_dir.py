@@ -17,14 +17,15 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
-from gnnfleet.cli.output import remark
 from gnnfleet.comm.world import World
-from gnnfleet.config.resolve import RunConfig, Tree, resolve
+from gnnfleet.config.resolve import resolve
+from gnnfleet.config.schema import RunConfig, Tree
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.io.bundle import write_atomically
+from gnnfleet.io.atomic import write_atomically
 from gnnfleet.io.manifest import digest_of
 from gnnfleet.nn.custom_model import file_digest
+from gnnfleet.report.remarks import remark
 from gnnfleet.report.run_record import versions
 from gnnfleet.strategies.protocol import OWN, State
 from gnnfleet.training.checkpoint import (

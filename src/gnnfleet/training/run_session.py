@@ -5,45 +5,30 @@ The first rank reads and writes files and talks to the user; the others hear fro
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from safetensors.torch import load as tensors_from_bytes
-from safetensors.torch import save as tensors_to_bytes
-from torch import Tensor
 
-from gnnfleet.cli.output import remark
-from gnnfleet.comm.collectives import gather_rows, share
-from gnnfleet.comm.world import World
-from gnnfleet.config.resolve import RunConfig
+from gnnfleet.comm.collectives import agree, gather_rows
+from gnnfleet.comm.world import beside
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.epochs import show_epochs
 from gnnfleet.report.memory import own_rss, peak_rss, peak_tensors, rss
 from gnnfleet.report.metrics import MetricsFile, Sink, TensorBoard
+from gnnfleet.report.remarks import remark
 from gnnfleet.report.run_record import RunRecord, versions
-from gnnfleet.report.traffic import Traffic
-from gnnfleet.strategies.protocol import State, Strategy
+from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.training.build import Built
-from gnnfleet.training.checkpoint import Position
 from gnnfleet.training.loop import KeepNothing, Outcome, Plan, fit
 from gnnfleet.training.phase_profiler import Meter, NoMeter, RankMeter
+from gnnfleet.training.resume import Start
 from gnnfleet.training.run_dir import RunDirectory
 from gnnfleet.training.trace_files import leave_spans, write_trace
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins: at the beginning, or at a checkpoint."""
-
-    position: Position
-    state: State | None = None
-    best: State | None = None
 
 
 def run_course(
@@ -107,72 +92,6 @@ def _measuring(built: Built, directory: RunDirectory | None, start: Start) -> It
         return
     with closing(MetricsFile(directory.path / "ranks.jsonl", epochs=start.position.epoch)) as file:
         yield RankMeter(built.world, aside, built.strategy, rows=file, totals=directory.note_ranks)
-
-
-def beside(world: World) -> World:
-    """The same ranks for words that are no part of training: they are not counted."""
-    return replace(world, traffic=Traffic())
-
-
-def agree(world: World, word: dict[str, Any]) -> dict[str, Any]:
-    """The word of the first rank."""
-    if world.size == 1:
-        return word
-    heard: dict[str, Any] = json.loads(share(world, json.dumps(word).encode() if world.is_first else None))
-    return heard
-
-
-def find_start(directory: RunDirectory | None, world: World, ids: Mapping[str, Tensor] | None = None) -> Start:
-    """Where a run begins; the first rank reads, others need to see its disk only where they own rows (``ids``)."""
-    if directory is None:
-        return Start(Position())
-    start = read_start(directory) if world.is_first else Start(Position())
-    ids = ids or {}
-    if world.size == 1 and start.state is None:
-        return start
-    there = start.state is not None
-    private = there and directory.has_private("last", world.size)
-    word = agree(
-        world,
-        {"position": asdict(start.position), "last": there, "best": bool(start.best), "private": private},
-    )
-    if not word["last"]:
-        return start
-    state = {**share_state(world, start.state), **directory.load_own("last", world.rank, ids)}
-    if word["private"]:
-        state |= directory.load_private("last", world.rank)
-    best = {**share_state(world, start.best), **directory.load_own("best", world.rank, ids)} if word["best"] else None
-    return Start(Position(**word["position"]), state, best)
-
-
-def read_start(directory: RunDirectory) -> Start:
-    """What all ranks have of where a run stands; raises RunError for a damaged checkpoint."""
-    last = directory.load("last")
-    if last is None:
-        return Start(Position())
-    state, position = last
-    best = directory.load("best")
-    if best is not None and best[1].best_epoch == position.best_epoch:
-        return Start(position, state, best[0])
-    # A kill between the two leaves a best from later than last. Training finds it again where it repeats itself, and
-    # another where it goes by a clock; what was best before that is gone, so the next evaluation begins anew.
-    return Start(replace(position, evaluated=0, best_epoch=0, best_metric=None, best_loss=None), state)
-
-
-def share_state(world: World, state: State | None) -> State:
-    """What the first rank has; the others give None."""
-    if world.size == 1:
-        assert state is not None
-        return state
-    flat = None
-    if world.is_first:
-        assert state is not None
-        flat = tensors_to_bytes({f"{part}/{name}": t for part, tensors in state.items() for name, t in tensors.items()})
-    found: State = {}
-    for key, tensor in tensors_from_bytes(share(world, flat)).items():
-        part, _, name = key.partition("/")
-        found.setdefault(part, {})[name] = tensor
-    return found
 
 
 def _fit(

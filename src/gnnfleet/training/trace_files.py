@@ -14,7 +14,7 @@ import torch
 from gnnfleet.comm.all_to_all import relay
 from gnnfleet.comm.clock_sync import clock_offset
 from gnnfleet.comm.world import World
-from gnnfleet.io.bundle import write_atomically
+from gnnfleet.io.atomic import write_atomically
 from gnnfleet.report.phase_timer import Clock
 from gnnfleet.report.trace import pack_spans, trace_json, unpack_spans
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gnnfleet.strategies.protocol import StrategyConfig
 from gnnfleet.strategies.sampling_options import SAMPLED_BATCH, FanoutWords, Switch
+from gnnfleet.strategies.spec import StrategyConfig
 
 
 class LocalConfig(StrategyConfig, frozen=True, extra="forbid"):

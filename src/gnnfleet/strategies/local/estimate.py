@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from gnnfleet.graph.sampling.batches import count_batches
 from gnnfleet.graph.sampling.prefetch import wise_depth
-from gnnfleet.strategies.estimates import SLACK, Forecast
+from gnnfleet.strategies.estimates import SLACK, Forecast, Outlook
+from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.local.strategy import ORDER_NODES
-from gnnfleet.strategies.protocol import PRECISIONS, Outlook
 from gnnfleet.strategies.sampling_options import FANOUT, SAMPLED_BATCH
 from gnnfleet.strategies.step_costs import (
     EDGE,

@@ -19,8 +19,8 @@ from gnnfleet.nn.base import Aggregate
 from gnnfleet.ops.buffers import empty
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.gather import gather
+from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.local.config import LocalConfig
-from gnnfleet.strategies.protocol import PRECISIONS, Job
 from gnnfleet.strategies.sampling_options import Ready, check_layers, hops_of
 from gnnfleet.tasks.base import Batch
 

@@ -23,19 +23,11 @@ from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.layerwise import infer, layer_bytes
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.strategies.input_cache import CACHED_RELATIONS, aggregate_once, side_by_side, wants_aggregate
+from gnnfleet.strategies.job import PRECISIONS, Job, products
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.local.minibatches import SampledBatches
-from gnnfleet.strategies.protocol import (
-    PRECISIONS,
-    Job,
-    Prediction,
-    State,
-    StepRecord,
-    load_optimizer,
-    make_optimizer,
-    optimizer_tensors,
-    products,
-)
+from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
+from gnnfleet.strategies.protocol import Prediction, State, StepRecord
 from gnnfleet.strategies.sampling_options import Ready
 from gnnfleet.tasks.base import Take
 

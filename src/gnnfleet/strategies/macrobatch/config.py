@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from gnnfleet.strategies.macrobatch.cache_policies import Policy
-from gnnfleet.strategies.protocol import StrategyConfig
 from gnnfleet.strategies.sampling_options import SAMPLED_BATCH, FanoutWords, Switch
+from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.units import parse_size
 
 Size = Annotated[int, BeforeValidator(lambda given: 0 if given in (0, "0") else parse_size(given))]

@@ -16,16 +16,16 @@ from gnnfleet.graph.sampling.batches import batches, count_batches
 from gnnfleet.graph.sampling.sampler import Sampler
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.planner.profiler import fanouts_of
-from gnnfleet.strategies.estimates import Forecast
+from gnnfleet.strategies.estimates import Forecast, Outlook
+from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.macrobatch.batch_count import Foretaste, choose_together
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
 from gnnfleet.strategies.macrobatch.fetch import items_of
-from gnnfleet.strategies.protocol import PRECISIONS, Outlook
 from gnnfleet.strategies.step_costs import (
     Drawn,
     Weights,
     evaluation_bytes,
+    fanouts_of,
     feature_bytes,
     keeps_aggregate,
     step_tensors,

@@ -35,6 +35,7 @@ from gnnfleet.report.phase_timer import COMPUTE, WAIT
 from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.sharded.sampling.dist_sampler import PartSampler
 from gnnfleet.sharded.sampling.feature_store import Tables
+from gnnfleet.strategies.job import PRECISIONS, Job, products
 from gnnfleet.strategies.macrobatch.batch_count import FORETASTE, Foretaste, choose_together
 from gnnfleet.strategies.macrobatch.cache_policies import make_cache
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
@@ -53,7 +54,7 @@ from gnnfleet.strategies.macrobatch.fetch import (
 )
 from gnnfleet.strategies.macrobatch.host_cache import HostRows
 from gnnfleet.strategies.partitioned_strategy import PartsStrategy, part_of
-from gnnfleet.strategies.protocol import PRECISIONS, Job, StepRecord, products
+from gnnfleet.strategies.protocol import StepRecord
 from gnnfleet.strategies.sampling_options import FANOUT, Ready, Switch, check_layers, hops_of
 from gnnfleet.tasks.base import Batch, Take
 from gnnfleet.units import show_size

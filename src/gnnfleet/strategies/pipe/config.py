@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.strategies.protocol import StrategyConfig
 from gnnfleet.strategies.sampling_options import Switch
+from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.tasks.base import Task
 
 SLOTS_PER_STAGE = 4

@@ -7,13 +7,13 @@ from typing import Any
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.partition.chunk_layout import Layout
-from gnnfleet.strategies.estimates import SLACK, Forecast
+from gnnfleet.strategies.estimates import SLACK, Forecast, Outlook
+from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.pipe import grid_planner
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.grid_planner import Candidate, Machine
 from gnnfleet.strategies.pipe.pipeline_rank import caches_inputs
 from gnnfleet.strategies.pipe.profile import Found, loads_of, try_layers
-from gnnfleet.strategies.protocol import PRECISIONS, Job, Outlook
 from gnnfleet.strategies.step_costs import Weights, evaluation_bytes, sketch_of
 
 

@@ -17,12 +17,13 @@ from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import Edges, Graph
 from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.planner.profiler import PIECE_EDGES, PIECE_ROWS
 from gnnfleet.sharded.pipeline.chunk_view import ChunkView
 from gnnfleet.sharded.pipeline.chunked_partition import Chunk, Way
 from gnnfleet.sharded.pipeline.history import Stream, Turn
 from gnnfleet.sharded.pipeline.stage_halo import Mirrors
-from gnnfleet.strategies.protocol import TrainConfig, products
+from gnnfleet.strategies.job import products
+from gnnfleet.strategies.step_costs import PIECE_EDGES, PIECE_ROWS
+from gnnfleet.tasks.train_options import TrainConfig
 
 REPEATS = 3
 """Of everything that is timed; the median counts."""

@@ -11,10 +11,11 @@ import torch
 
 from gnnfleet.nn.base import Model
 from gnnfleet.sharded.pipeline.chunked_partition import Way
+from gnnfleet.strategies.optim import make_optimizer
 from gnnfleet.strategies.pipe.cpu_affinity import Cores, using
 from gnnfleet.strategies.pipe.grid_planner import LayerCost, Work
 from gnnfleet.strategies.pipe.layer_bench import REPEATS, Layer, Tried, edges_of, timed, without_edges
-from gnnfleet.strategies.protocol import TrainConfig, make_optimizer
+from gnnfleet.tasks.train_options import TrainConfig
 
 Fit = tuple[float, float, float]
 """Seconds of a layer for (any chunk, a row of it, an edge to it)."""

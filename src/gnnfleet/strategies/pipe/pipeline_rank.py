@@ -21,12 +21,12 @@ from gnnfleet.sharded.pipeline.chunked_partition import Way, slots_of
 from gnnfleet.sharded.pipeline.history import Stream, Turn
 from gnnfleet.sharded.pipeline.stage_halo import Mirrors
 from gnnfleet.strategies.input_cache import CACHED_RELATIONS, aggregate_once, wants_aggregate
+from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.grid_planner import Forecast
 from gnnfleet.strategies.pipe.schedule import order_of
 from gnnfleet.strategies.pipe.stage import Inputs, Stage
 from gnnfleet.strategies.pipe.stage_p2p import Neighbour
-from gnnfleet.strategies.protocol import PRECISIONS, Job
 from gnnfleet.tasks.base import Take, Task
 
 

@@ -21,6 +21,7 @@ from gnnfleet.graph.partition.chunk_layout import Layout
 from gnnfleet.nn.base import Model
 from gnnfleet.report.traffic import Traffic
 from gnnfleet.sharded.pipeline.chunked_partition import Way
+from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.contention_profile import all_at_once, wait_for_all
 from gnnfleet.strategies.pipe.cpu_affinity import Cores
@@ -28,7 +29,6 @@ from gnnfleet.strategies.pipe.grid_planner import Candidate, LayerCost, Machine,
 from gnnfleet.strategies.pipe.layer_bench import Trial, Tried, edges_of, piece_of, some_chunk
 from gnnfleet.strategies.pipe.layer_profile import try_alone
 from gnnfleet.strategies.pipe.pipeline_rank import caches_inputs, features_of
-from gnnfleet.strategies.protocol import Job
 
 
 @dataclass(frozen=True)

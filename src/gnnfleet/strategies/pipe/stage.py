@@ -16,9 +16,9 @@ from torch import Tensor
 from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.pipeline.chunk_view import ChunkView
+from gnnfleet.strategies.job import products
 from gnnfleet.strategies.pipe.schedule import Span
 from gnnfleet.strategies.pipe.stage_p2p import Neighbour
-from gnnfleet.strategies.protocol import products
 
 Loss = Callable[[Tensor], Tensor]
 """[n, C] output of all rows of the way → what it costs."""

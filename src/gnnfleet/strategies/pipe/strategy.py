@@ -24,6 +24,8 @@ from gnnfleet.graph.partition.chunk_layout import Layout
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.timeline_svg import draw_schedule
 from gnnfleet.report.traffic import Traffic
+from gnnfleet.strategies.job import PRECISIONS, Job
+from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.cpu_affinity import Cores
 from gnnfleet.strategies.pipe.gradient_check import Compared, Guard
@@ -32,17 +34,7 @@ from gnnfleet.strategies.pipe.pipeline_rank import Station
 from gnnfleet.strategies.pipe.profile import loads_of, try_layers
 from gnnfleet.strategies.pipe.schedule import Span, bubble
 from gnnfleet.strategies.pipe.stage import Loss
-from gnnfleet.strategies.protocol import (
-    PRECISIONS,
-    PRIVATE,
-    Job,
-    Prediction,
-    State,
-    StepRecord,
-    load_optimizer,
-    make_optimizer,
-    optimizer_tensors,
-)
+from gnnfleet.strategies.protocol import PRIVATE, Prediction, State, StepRecord
 from gnnfleet.tasks.base import Batch, Take
 from gnnfleet.units import show_size
 

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from gnnfleet.comm.compression import Wire
 from gnnfleet.errors import ConfigError
-from gnnfleet.strategies.protocol import StrategyConfig
 from gnnfleet.strategies.sampling_options import Switch
+from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.tasks.base import Task
 
 

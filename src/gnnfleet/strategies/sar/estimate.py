@@ -12,8 +12,8 @@ from gnnfleet.comm.halo_exchange import Routes
 from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.sharded.full_batch.active_row_counts import Levels, Load, find_levels
 from gnnfleet.sharded.step_tracer import Sketch, Trip, Way
-from gnnfleet.strategies.estimates import Forecast
-from gnnfleet.strategies.protocol import PRECISIONS, Outlook
+from gnnfleet.strategies.estimates import Forecast, Outlook
+from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.sar.config import SarConfig
 from gnnfleet.strategies.sar.memory_plan import Choice, Needs
 from gnnfleet.strategies.step_costs import Weights, sketch_of

@@ -27,8 +27,9 @@ from gnnfleet.sharded.full_batch.active_rows import Flow
 from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.sharded.step_tracer import scout
 from gnnfleet.strategies.input_cache import aggregate_once, side_by_side
+from gnnfleet.strategies.job import PRECISIONS, Job, products
 from gnnfleet.strategies.partitioned_strategy import PartsStrategy, part_of
-from gnnfleet.strategies.protocol import PRECISIONS, Job, StepRecord, products
+from gnnfleet.strategies.protocol import StepRecord
 from gnnfleet.strategies.sar.config import SarConfig
 from gnnfleet.strategies.sar.memory_plan import Choice, Given, Needs, choose
 

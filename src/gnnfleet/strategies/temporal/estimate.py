@@ -19,14 +19,13 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.report.memory import peak_rss
 from gnnfleet.report.traffic import Traffic
 from gnnfleet.strategies.estimates import Forecast
-from gnnfleet.strategies.protocol import PRECISIONS
+from gnnfleet.strategies.job import PRECISIONS, EventJob
 from gnnfleet.strategies.temporal.batch_step import last_events
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.layout_planner import shapes_of
 from gnnfleet.strategies.temporal.memory import Writes
 from gnnfleet.strategies.temporal.schedule import Shape
 from gnnfleet.strategies.temporal.strategy import STATIC, TemporalStrategy
-from gnnfleet.tasks.event import EventJob
 
 _WARM, _TIMED = 3, 12
 """Iterations before those that are timed, and these."""

@@ -26,7 +26,7 @@ from gnnfleet.nn.ranking import average_precision, mrr, ranks_among
 from gnnfleet.nn.temporal.decoders import ClassDecoder
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.strategies.protocol import products
+from gnnfleet.strategies.job import products
 from gnnfleet.strategies.temporal.batch_step import Batch, Lookout, advance, embed, remember
 from gnnfleet.strategies.temporal.memory import Memory
 from gnnfleet.tasks.event import EventTask, link_scores

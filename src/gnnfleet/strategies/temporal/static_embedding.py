@@ -14,10 +14,10 @@ from torch import Tensor
 from gnnfleet.graph.sampling.batches import batches
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
-from gnnfleet.strategies.protocol import PRECISIONS, products
+from gnnfleet.strategies.job import PRECISIONS, EventJob, products
 from gnnfleet.strategies.temporal.batch_step import Lookout, draw_ids, times_of
 from gnnfleet.strategies.temporal.config import TemporalConfig
-from gnnfleet.tasks.event import EventJob, EventTask
+from gnnfleet.tasks.event import EventTask
 
 
 def learn_static(config: TemporalConfig, job: EventJob, lookout: Lookout) -> Tensor:

@@ -27,21 +27,12 @@ from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.graph.sampling.prefetch import prefetched, wise_depth
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.report.lanes import draw_lanes
 from gnnfleet.report.memory import memory_limit
+from gnnfleet.report.timeline_svg import draw_lanes
 from gnnfleet.report.traffic import Traffic
-from gnnfleet.strategies.protocol import (
-    PRECISIONS,
-    PRIVATE,
-    TRAINED,
-    Prediction,
-    State,
-    StepRecord,
-    load_optimizer,
-    make_optimizer,
-    optimizer_tensors,
-    products,
-)
+from gnnfleet.strategies.job import PRECISIONS, EventJob, products
+from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
+from gnnfleet.strategies.protocol import PRIVATE, TRAINED, Prediction, State, StepRecord
 from gnnfleet.strategies.temporal.batch_step import Batch, Lookout, embed, remember
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.ema import Average
@@ -52,7 +43,7 @@ from gnnfleet.strategies.temporal.memory_access import Turns, Work
 from gnnfleet.strategies.temporal.schedule import Schedule
 from gnnfleet.strategies.temporal.static_embedding import learn_static
 from gnnfleet.tasks.base import Take
-from gnnfleet.tasks.event import EventJob, EventTask
+from gnnfleet.tasks.event import EventTask
 
 STATIC = "static.table"
 """The name of what was learnt of nodes, beside the weights in a state."""

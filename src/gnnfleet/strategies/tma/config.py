@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.strategies.protocol import StrategyConfig
 from gnnfleet.strategies.sampling_options import SAMPLED_BATCH, FanoutWords, Switch
+from gnnfleet.strategies.spec import StrategyConfig
 
 SCHEMES = {"random": "random", "super": "super", "psgd-pa": "mincut", "llcg": "mincut"}
 """How nodes are dealt in each scheme, unless the user says."""

@@ -14,8 +14,8 @@ from gnnfleet.comm.world import World
 from gnnfleet.graph.sampling.batches import count_batches
 from gnnfleet.graph.subgraph import induced_graph
 from gnnfleet.nn.embedding import NodeEmbedding
-from gnnfleet.strategies.estimates import Forecast
-from gnnfleet.strategies.protocol import PRECISIONS, Job, Outlook
+from gnnfleet.strategies.estimates import Forecast, Outlook
+from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.step_costs import (
     EDGE,
     Drawn,
@@ -29,7 +29,7 @@ from gnnfleet.strategies.step_costs import (
 from gnnfleet.strategies.tma.averaging import Layout
 from gnnfleet.strategies.tma.config import SCHEMES, TmaConfig
 from gnnfleet.strategies.tma.trainer import Alone
-from gnnfleet.tasks.base import NodeTask
+from gnnfleet.tasks.node import NodeTask
 
 
 def foresee(config: TmaConfig, outlook: Outlook) -> list[Forecast]:

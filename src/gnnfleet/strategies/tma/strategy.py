@@ -19,7 +19,8 @@ from gnnfleet.graph.sampling.batches import count_batches
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.draws import Draws, Purpose
 from gnnfleet.report.phase_timer import PHASES, WAIT
-from gnnfleet.strategies.protocol import PRECISIONS, Job, Prediction, State, StepRecord, Strategy
+from gnnfleet.strategies.job import PRECISIONS, Job
+from gnnfleet.strategies.protocol import Prediction, State, StepRecord, Strategy
 from gnnfleet.strategies.tma.averaging import Layout, Outer
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.coordinator import Closed, Desk, Table

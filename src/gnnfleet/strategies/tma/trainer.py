@@ -23,7 +23,7 @@ from torch import Tensor
 from gnnfleet.comm.message_store import AGAIN_SECONDS, Post
 from gnnfleet.errors import ExchangeError, RunError
 from gnnfleet.graph.partition.node_assignment import Deal
-from gnnfleet.io.bundle import write_atomically
+from gnnfleet.io.atomic import write_atomically
 from gnnfleet.report.memory import own_rss, peak_rss, rss
 from gnnfleet.report.phase_timer import EXCHANGE, WAIT, Clock
 from gnnfleet.strategies.protocol import StepRecord, Strategy

@@ -1,0 +1,57 @@
+"""Schema of the configuration of a run."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, field_validator
+
+from gnnfleet.errors import ConfigError
+from gnnfleet.nn.config import ModelConfig
+from gnnfleet.nn.link import LinkConfig
+from gnnfleet.strategies.spec import StrategyConfig
+from gnnfleet.tasks.train_options import TrainConfig
+from gnnfleet.units import parse_size
+
+Tree = dict[str, Any]
+
+
+class ReportConfig(BaseModel, frozen=True, extra="forbid"):
+    """What is measured and shown beside the metrics."""
+
+    memory: bool = False  # one more, untimed epoch under torch's profiler for peak_tensors
+    tensorboard: bool = False
+    trace: bool = False  # steps, exchanges and waits of all workers in trace.json, for Perfetto
+
+
+class RunConfig(BaseModel, frozen=True, extra="forbid"):
+    """Everything that decides the result of a run, given the graph."""
+
+    strategy: SerializeAsAny[StrategyConfig]
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    report: ReportConfig = Field(default_factory=ReportConfig)
+    link: LinkConfig = Field(default_factory=LinkConfig)
+    task: Literal["node", "link", "edge"] = "node"
+    workers: int = Field(default=1, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    precision: Literal["float32", "bf16", "float64"] = "float32"
+    # local, tma: bytes of activations an evaluation may hold, 4GiB by default. sar, auto: all that a worker may hold.
+    # macrobatch: decides whether features and their aggregate stay in memory. temporal: what copies of the memory may
+    # take on a machine.
+    memory: Annotated[int | None, BeforeValidator(lambda given: None if given is None else parse_size(given))] = None
+    partition: str | None = None  # how nodes are dealt to workers; None leaves it to the strategy
+    # The number of a split of the store, or a rule that makes one of nodes (0.6/0.2/0.2, 20-per-class) or of links.
+    split: int | str = 0
+
+    @field_validator("partition")
+    @classmethod
+    def _known(cls, method: str | None) -> str | None:
+        from gnnfleet.graph.partition.assign import PARTITIONERS
+
+        if method is not None and method not in PARTITIONERS:
+            near = difflib.get_close_matches(method, PARTITIONERS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PARTITIONERS)}"
+            raise ConfigError(f"no partitioner {method!r}: {hint}")
+        return method

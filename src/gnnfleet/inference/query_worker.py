@@ -1,0 +1,22 @@
+"""``python -m gnnfleet.inference.query_worker SPEC.json``: a worker that answers a query to a trained run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gnnfleet.launch.spec import Spec
+from gnnfleet.launch.worker import run_worker
+
+if TYPE_CHECKING:
+    from gnnfleet.comm.world import World
+
+
+def _load() -> Callable[[Spec, World], Any]:
+    from gnnfleet.inference.query import answer_spec
+
+    return answer_spec
+
+
+if __name__ == "__main__":
+    run_worker(_load)

@@ -1,0 +1,78 @@
+"""Resuming: where a run begins, read by the first rank and shared with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from safetensors.torch import load as tensors_from_bytes
+from safetensors.torch import save as tensors_to_bytes
+from torch import Tensor
+
+from gnnfleet.comm.collectives import agree, share
+from gnnfleet.comm.world import World
+from gnnfleet.strategies.protocol import State
+from gnnfleet.training.checkpoint import Position
+from gnnfleet.training.run_dir import RunDirectory
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: at the beginning, or at a checkpoint."""
+
+    position: Position
+    state: State | None = None
+    best: State | None = None
+
+
+def find_start(directory: RunDirectory | None, world: World, ids: Mapping[str, Tensor] | None = None) -> Start:
+    """Where a run begins; the first rank reads, others need to see its disk only where they own rows (``ids``)."""
+    if directory is None:
+        return Start(Position())
+    start = read_start(directory) if world.is_first else Start(Position())
+    ids = ids or {}
+    if world.size == 1 and start.state is None:
+        return start
+    there = start.state is not None
+    private = there and directory.has_private("last", world.size)
+    word = agree(
+        world,
+        {"position": asdict(start.position), "last": there, "best": bool(start.best), "private": private},
+    )
+    if not word["last"]:
+        return start
+    state = {**share_state(world, start.state), **directory.load_own("last", world.rank, ids)}
+    if word["private"]:
+        state |= directory.load_private("last", world.rank)
+    best = {**share_state(world, start.best), **directory.load_own("best", world.rank, ids)} if word["best"] else None
+    return Start(Position(**word["position"]), state, best)
+
+
+def read_start(directory: RunDirectory) -> Start:
+    """What all ranks have of where a run stands; raises RunError for a damaged checkpoint."""
+    last = directory.load("last")
+    if last is None:
+        return Start(Position())
+    state, position = last
+    best = directory.load("best")
+    if best is not None and best[1].best_epoch == position.best_epoch:
+        return Start(position, state, best[0])
+    # A kill between the two leaves a best from later than last. Training finds it again where it repeats itself, and
+    # another where it goes by a clock; what was best before that is gone, so the next evaluation begins anew.
+    return Start(replace(position, evaluated=0, best_epoch=0, best_metric=None, best_loss=None), state)
+
+
+def share_state(world: World, state: State | None) -> State:
+    """What the first rank has; the others give None."""
+    if world.size == 1:
+        assert state is not None
+        return state
+    flat = None
+    if world.is_first:
+        assert state is not None
+        flat = tensors_to_bytes({f"{part}/{name}": t for part, tensors in state.items() for name, t in tensors.items()})
+    found: State = {}
+    for key, tensor in tensors_from_bytes(share(world, flat)).items():
+        part, _, name = key.partition("/")
+        found.setdefault(part, {})[name] = tensor
+    return found
