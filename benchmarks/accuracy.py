@@ -137,11 +137,11 @@ def plain(graph: Any, words: dict[str, Any], network_of: Callable[..., Any]) -> 
     config = resolve(words)
     assert config.train.optimizer == "adam" and not config.train.clip
     torch.manual_seed(config.seed)
-    nodes = graph.only_nodes
+    nodes = graph.single_nodes
     if config.split != 0:
         drawn = split_nodes(nodes, parse_rule(str(config.split)), seed=config.seed)
         nodes = replace(nodes, split=drawn)
-    x, y, edge_index = nodes.x.float(), nodes.y.long(), graph.only_edges.edge_index()
+    x, y, edge_index = nodes.x.float(), nodes.y.long(), graph.single_edges.edge_index()
     if config.model.input_norm == "sum":
         x = x / x.sum(1, keepdim=True).clamp(min=1e-12)
     rows = {split: nodes.mask(split) for split in ("train", "val", "test")}

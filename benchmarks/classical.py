@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.halo_exchange import Lane, Ring
+from gnnfleet.comm.halo_exchange import RingExchange, RowTable
 from gnnfleet.ops.aggregate import aggregate
-from gnnfleet.ops.csr import Compressed, counting_sort
-from gnnfleet.sharded.full_batch.grad_accumulator import Homecoming
-from gnnfleet.sharded.full_batch.partition_blocks import row_of_edges
+from gnnfleet.ops.csr import CSR, counting_sort
+from gnnfleet.sharded.full_batch.grad_accumulator import GradAccumulator
+from gnnfleet.sharded.full_batch.partition_blocks import edge_rows
 from gnnfleet.sharded.full_batch.ring_view import RingView
 
 
@@ -23,10 +23,10 @@ class _Fetch(torch.autograd.Function):
     """Own rows and those of all others in one table, which is kept."""
 
     @staticmethod
-    def forward(ctx: Any, ring: Ring, routes: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, ring: RingExchange, routes: Any, x: Tensor) -> Tensor:
         ctx.ring, ctx.routes = ring, routes
         ctx.starts, at = {}, len(x)
-        for q, count in enumerate(routes.need):
+        for q, count in enumerate(routes.recv_counts):
             ctx.starts[q] = slice(at, at + count)
             at += count
         table = x.new_empty(at, x.shape[1])
@@ -36,19 +36,19 @@ class _Fetch(torch.autograd.Function):
             if q != ring.world.rank:
                 table[ctx.starts[q]] = rows[0]
 
-        ring.visit([Lane(routes, x.detach().contiguous())], visit)
+        ring.run([RowTable(routes, x.detach().contiguous())], visit)
         ctx.rows = len(x)
         return table
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
         rank = ctx.ring.world.rank
-        home = Homecoming(rank, [(ctx.routes, grad)])
+        home = GradAccumulator(rank, [(ctx.routes, grad)])
 
         def visit(q: int, rows: list[Tensor]) -> list[Tensor]:
             return [(grad[: ctx.rows] if q == rank else grad[ctx.starts[q]]).contiguous()]
 
-        ctx.ring.visit([], visit, home=home.ways, collect=home.take)
+        ctx.ring.run([], visit, home=home.returns, collect=home.add)
         return None, None, home.totals[0]
 
 
@@ -61,35 +61,35 @@ class ClassicalView(RingView):
         return cls(**{**view.__dict__, "ring": ring})
 
     def _table(self, x: Tensor) -> Tensor:
-        return _Fetch.apply(self.ring, self.part.routes(self._kind, "in"), x.flatten(1))
+        return _Fetch.apply(self.ring, self.blocks.exchange_plan(self._kind, "in"), x.flatten(1))
 
-    def _structure(self, loops: bool) -> tuple[Compressed, Tensor]:
-        known = self.part.__dict__.setdefault("_classical", {})
+    def _structure(self, loops: bool) -> tuple[CSR, Tensor]:
+        known = self.blocks.__dict__.setdefault("_classical", {})
         if loops not in known:
             rows, cols, start = [], [], self.num_src
-            for q, cut in enumerate(self._edges.cuts(loops=loops)):
+            for q, cut in enumerate(self._edges.blocks(self_loops=loops)):
                 own = q == self.ring.world.rank
-                rows.append(row_of_edges(cut))
+                rows.append(edge_rows(cut))
                 cols.append(cut.structure.col.long() + (0 if own else start))
                 start += 0 if own else cut.structure.num_cols
             row = torch.cat(rows)
             indptr, order = counting_sort(row, self.num_dst)
-            known[loops] = Compressed(indptr, torch.cat(cols)[order].to(torch.int32), start), row[order]
+            known[loops] = CSR(indptr, torch.cat(cols)[order].to(torch.int32), start), row[order]
         return known[loops]
 
-    def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Any = None, loops: bool = False) -> Tensor:
+    def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Any = None, self_loops: bool = False) -> Tensor:
         assert weight is None
         table = self._table(x)
-        out = aggregate(self._structure(loops)[0], table, reduce=reduce)
+        out = aggregate(self._structure(self_loops)[0], table, reduce=reduce)
         if out.requires_grad:
             out.register_hook(lambda grad, kept=table: None)  # the table lives as long as the graph of backward
         return out
 
-    def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
+    def aggregate_with_self(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
         return self.aggregate(x, reduce=reduce), x
 
-    def attend(self, value: Tensor, *, src: Tensor, dst: Tensor, heads: int, loops: bool, **_: Any) -> Tensor:
-        structure, row = self._structure(loops)
+    def attend(self, value: Tensor, *, src: Tensor, dst: Tensor, heads: int, self_loops: bool, **_: Any) -> Tensor:
+        structure, row = self._structure(self_loops)
         table, scores = self._table(value), self._table(src)
         col = structure.col.long()
         logits = torch.nn.functional.leaky_relu(scores[col] + dst[row], 0.2)

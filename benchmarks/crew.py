@@ -53,13 +53,13 @@ def run(
 
 def as_rank(work: Callable[[Any], Any]) -> None:
     """Do ``work(world)`` as one of the ranks and print what it returns."""
-    from gnnfleet.comm.launch_env import Seat
-    from gnnfleet.comm.rendezvous import meet
-    from gnnfleet.comm.world import join
+    from gnnfleet.comm.launch_env import LaunchEnv
+    from gnnfleet.comm.rendezvous import rendezvous
+    from gnnfleet.comm.world import init_world
 
-    seat = Seat.from_environment()
+    seat = LaunchEnv.from_environment()
     assert seat is not None
-    with meet(seat, seconds=120) as meeting, join(meeting) as world:
+    with rendezvous(seat, seconds=120) as meeting, init_world(meeting) as world:
         print(json.dumps(work(world)), flush=True)
 
 

@@ -44,7 +44,7 @@ def make_local(graph: Any, model: str, precision: str, **settings: Any) -> Any:
 
 def ours(graph: Any, model: str, precision: str) -> Epoch:
     strategy = make_local(graph, model, precision)
-    return lambda epoch: float(next(iter(list(strategy.steps(epoch)))).loss)
+    return lambda epoch: float(next(iter(list(strategy.train_epoch(epoch)))).loss)
 
 
 def peer(graph: Any, model: str, *, csr: bool) -> Epoch:
@@ -53,7 +53,7 @@ def peer(graph: Any, model: str, *, csr: bool) -> Epoch:
     import torch_geometric.nn.models as pyg
 
     torch.manual_seed(0)
-    nodes, edges = graph.only_nodes, graph.only_edges
+    nodes, edges = graph.single_nodes, graph.single_edges
     x, y, rows = nodes.x, nodes.y, nodes.mask("train")
     if model == "sage":
         network: Any = pyg.GraphSAGE(x.shape[1], HIDDEN[model], 3, nodes.num_classes)

@@ -37,7 +37,7 @@ RECIPE = Path(__file__).parents[1] / "examples" / "clusters" / "torchrun.sh"
 WORDS = {
     "sar": [],
     "macrobatch": ["--set", "strategy.fanouts=[10,5,5]", "--set", "strategy.batch=2048"],
-    "pipe": ["--set", "strategy.ways=1"],  # in stages; a plan would take one host for so little
+    "pipe": ["--set", "strategy.graph_parallel=1"],  # in stages; a plan would take one host for so little
     "tma": ["--set", "strategy.fanouts=[10,5,5]", "--set", "strategy.interval=2", "--set", "strategy.silence=3"],
     "temporal": ["--set", "strategy.batch=200"],
 }
@@ -64,7 +64,7 @@ def start(found: list[Host], strategy: str, store: Path, run: Path, epochs: int)
             started.append(host.popen([str(RECIPE), *words], env={**environment(), **seat, **own}, **quiet))
         return started
     gnnfleet, address = [sys.executable, "-m", "gnnfleet"], f"{found[0].address}:29411"
-    where = ["--set", f"strategy.listen={address}", "--set", "strategy.here=1", "--workers", str(len(found))]
+    where = ["--set", f"strategy.listen={address}", "--set", "strategy.local_trainers=1", "--workers", str(len(found))]
     line = [*gnnfleet, "train", str(store), *words, *where, "--run-dir", str(run)]
     started = [found[0].popen(line, env=environment(), **quiet)]
     until(lambda: (run / "config.json").exists(), "the coordinator")

@@ -49,10 +49,10 @@ def measure_here(sources: list[str], output: str, rules: dict[str, Any]) -> dict
     """One import in this process."""
     from dataclasses import replace
 
-    from gnnfleet.graph.ingest.tables import import_tables, sort_out
+    from gnnfleet.graph.ingest.tables import classify_tables, import_tables
 
     before = time.monotonic()
-    report = import_tables(replace(sort_out(sources), **rules), output)
+    report = import_tables(replace(classify_tables(sources), **rules), output)
     seconds = time.monotonic() - before
     status = Path("/proc/self/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024

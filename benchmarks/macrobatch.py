@@ -8,11 +8,11 @@ Cells take turns over rounds, the best round counts; finished cells are not run 
   G/N/word=value/…       macrobatch on N workers. G: small (200,000 nodes, 5 M edges, 100 features; --data), large
                          (2 M nodes, 50 M edges). Words: those of the strategy; hidden=16; precision=bf16;
                          rate=1gbit (each worker a host, links held to it); small and large fetch plainly,
-                         together=1 is per-batch fetch. wide: 200,000 nodes, 2 M edges, 768 features
+                         batches_per_fetch=1 is per-batch fetch. wide: 200,000 nodes, 2 M edges, 768 features
   hits/G                 hit rates of the policies on one recorded trace of two workers, and how many times less is
                          fetched than by batches by themselves; skewed: R-MAT, 2 M nodes, 50 M edges, batches of 128
 
-usage: python benchmarks/macrobatch.py [OUT] [--data DIR] [--cells small/2/together=1 …] [--rounds 1] [--dgl PYTHON]
+usage: python benchmarks/macrobatch.py [OUT] [--data DIR] [--cells small/2/batches_per_fetch=1 …] [--rounds 1] [--dgl PYTHON]
 About 20 minutes; cells of the large, wide and skewed graphs are run only when they are named (--cells large wide kept).
 """
 
@@ -42,11 +42,11 @@ METHODS = {
 }  # METIS takes many minutes on 50 M edges
 LOCAL = ["local/plain", "local/cached"]
 SMALL = [
-    "small/2/together=1",
+    "small/2/batches_per_fetch=1",
     "small/2",
     "small/2/cache_inputs=true",
     "small/2/cache_inputs=true/precision=bf16",
-    "small/4/together=1",
+    "small/4/batches_per_fetch=1",
     "small/4",
     "small/4/cache_inputs=true",
 ]
@@ -54,12 +54,18 @@ SLOW = [
     f"small/{size}/rate=1gbit/{words}{more}"
     for more in ("", "/hidden=16")
     for size in (2, 4)
-    for words in ("together=1/prefetch=0", "together=auto", "together=auto/cache_inputs=true")
+    for words in (
+        "batches_per_fetch=1/prefetch=0",
+        "batches_per_fetch=auto",
+        "batches_per_fetch=auto/cache_inputs=true",
+    )
 ]
-LARGE = [f"large/{size}/{words}" for size in (2, 4) for words in ("together=1", "together=auto")]
+LARGE = [f"large/{size}/{words}" for size in (2, 4) for words in ("batches_per_fetch=1", "batches_per_fetch=auto")]
 LARGE += ["large/2/cache_inputs=true"]
-WIDE = [f"wide/2/rate=1gbit/hidden=16/{words}" for words in ("together=1", "split=nodes", "split=columns")]
-KEPT = [f"skewed/2/rate=1gbit/batch=128/hidden=16/together=1/prefetch=0{words}" for words in ("", "/cache=32MiB")]
+WIDE = [f"wide/2/rate=1gbit/hidden=16/{words}" for words in ("batches_per_fetch=1", "split=nodes", "split=columns")]
+KEPT = [
+    f"skewed/2/rate=1gbit/batch=128/hidden=16/batches_per_fetch=1/prefetch=0{words}" for words in ("", "/cache=32MiB")
+]
 HITS = ["hits/small", "hits/large", "hits/skewed"]
 
 
@@ -87,16 +93,16 @@ def make(world: Any, words: dict[str, Any], store: Path, parts: Path) -> Any:
     from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
-    from gnnfleet.training.build import Here, build
+    from gnnfleet.training.build import RankContext, build
 
-    here = Here(world, open_part(parts, world.rank))
+    here = RankContext(world, open_part(parts, world.rank))
     return build(open_store(store), resolve(tree_of(words)), here=here).strategy
 
 
 def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[str, Any]:
     import torch
 
-    from gnnfleet.comm.collectives import gather_rows
+    from gnnfleet.comm.collectives import all_gather_rows
     from gnnfleet.report.memory import peak_rss
 
     strategy = make(world, words, store, parts)
@@ -105,11 +111,11 @@ def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[s
         if epoch == WARM:
             sent, rounds = world.traffic.bytes_sent, world.traffic.rounds
         started = time.perf_counter()
-        seeds = sum(record.count for record in strategy.steps(epoch))
+        seeds = sum(record.count for record in strategy.train_epoch(epoch))
         rates.append(seeds / (time.perf_counter() - started))
-    tally = strategy.relay.tally
+    tally = strategy.fetcher.stats
     own = torch.tensor([[peak_rss(), (world.traffic.bytes_sent - sent) // EPOCHS, tally.fetched_bytes]])
-    every = torch.cat(gather_rows(world, own)).tolist()
+    every = torch.cat(all_gather_rows(world, own)).tolist()
     return {
         "seeds_per_second": max(rates[WARM:]),
         "median": statistics.median(rates[WARM:]),
@@ -117,7 +123,7 @@ def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[s
         "megabytes_sent": [round(row[1] / 1e6, 1) for row in every],
         "megabytes_fetched": [round(row[2] / 1e6, 1) for row in every],
         "rounds": (world.traffic.rounds - rounds) // EPOCHS,
-        "together": strategy.together,
+        "batches_per_fetch": strategy.batches_per_fetch,
         "duplication": tally.read / max(1, tally.wanted),
     }
 
@@ -128,13 +134,13 @@ def record_trace(world: Any, graph: str, store: Path, parts: Path) -> dict[str, 
 
     from gnnfleet.strategies.macrobatch.cache_policies import make_cache
 
-    strategy = make(world, {"together": 1, "batch": 128 if graph == "skewed" else 1024}, store, parts)
-    relay = strategy.relay
+    strategy = make(world, {"batches_per_fetch": 1, "batch": 128 if graph == "skewed" else 1024}, store, parts)
+    relay = strategy.fetcher
     batches = [relay.sample([batch]) for epoch in range(3) for batch in strategy.batches(epoch)]
-    kind = next(iter(relay.tables.rows))
-    width = relay.tables.row_bytes(kind)
+    kind = next(iter(relay.features.rows))
+    width = relay.features.row_bytes(kind)
     single = [plan.wanted[kind] for plan in batches]
-    remote = relay.tables.owners.counts[kind] - len(relay.sampler.own[kind].ids)
+    remote = relay.features.owners.counts[kind] - len(relay.sampler.own[kind].ids)
     plain = sum(map(len, single))
     found: list[dict[str, Any]] = []
     for together in (1, 2, 4, 8):
@@ -147,7 +153,7 @@ def record_trace(world: Any, graph: str, store: Path, parts: Path) -> dict[str, 
                 cache = make_cache(policy, capacity, foretaste=single[:8])
                 wanted = hits = 0
                 for place, ids in enumerate(groups):
-                    turn = cache.turn(ids, groups[place + 1 : place + 3])
+                    turn = cache.step(ids, groups[place + 1 : place + 3])
                     wanted, hits = wanted + len(ids), hits + int((turn.slots >= 0).sum())
                 line[policy] = round(hits / wanted, 4)
                 line[f"{policy}_fall"] = round(plain / (wanted - hits), 2)
@@ -166,7 +172,7 @@ def run_local(word: str, store: Path) -> dict[str, Any]:
     rates = []
     for epoch in range(WARM + EPOCHS):
         started = time.perf_counter()
-        seeds = sum(record.count for record in strategy.steps(epoch))
+        seeds = sum(record.count for record in strategy.train_epoch(epoch))
         rates.append(seeds / (time.perf_counter() - started))
     return {"seeds_per_second": max(rates[WARM:]), "median": statistics.median(rates[WARM:])}
 
@@ -200,7 +206,7 @@ def prepare(args: argparse.Namespace, name: str, size: int) -> tuple[Path, Path]
     import torch
 
     from gnnfleet.graph.datasets import make_dataset
-    from gnnfleet.graph.partition.assign import assign
+    from gnnfleet.graph.partition.assign import assign_nodes
     from gnnfleet.graph.partition.partitioned_graph import write_partition
     from gnnfleet.graph.store import open_store, save_store
 
@@ -219,7 +225,7 @@ def prepare(args: argparse.Namespace, name: str, size: int) -> tuple[Path, Path]
         save_store(graph, store)
     if size and not parts.exists():
         graph = open_store(store)
-        write_partition(graph, assign(graph, size, METHODS[name]), parts)
+        write_partition(graph, assign_nodes(graph, size, METHODS[name]), parts)
     return store, parts
 
 
@@ -234,7 +240,7 @@ def show(cells: list[dict[str, Any]]) -> None:
             continue
         ratio = f"{cell['seeds_per_second'] / dgl['seeds_per_second'] * 3.35 / 2.8:5.1f}× DistDGL" if dgl else ""
         more = "" if "rounds" not in cell else (
-            f"  {sum(cell['megabytes_sent']):7.0f} MB  {cell['rounds']:4d} rounds  M {cell['together']:3d}  "
+            f"  {sum(cell['megabytes_sent']):7.0f} MB  {cell['rounds']:4d} rounds  M {cell['batches_per_fetch']:3d}  "
             f"dup {cell['duplication']:.2f}  {max(cell['peak_gib']):.2f} GiB"
         )  # fmt: skip
         print(f"{cell['cell']:62} {cell['seeds_per_second']:6.0f} seeds/s {ratio}{more}")

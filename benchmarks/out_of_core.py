@@ -30,7 +30,11 @@ WORDS = {
     "train.epochs": 2,
     "train.eval_every": 100,
 }
-CELLS = {"memory": {"strategy.resident": "true"}, "disk": {"strategy.resident": "false"}, "limited": {}}
+CELLS = {
+    "memory": {"strategy.features_in_memory": "true"},
+    "disk": {"strategy.features_in_memory": "false"},
+    "limited": {},
+}
 
 
 @contextmanager

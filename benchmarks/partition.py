@@ -27,13 +27,13 @@ from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.ingest.npz import read_npz
 from gnnfleet.graph.partition.assign import node_weights
-from gnnfleet.graph.partition.edge_scan import Chunk, EdgeScan
-from gnnfleet.graph.partition.metis import mincut
-from gnnfleet.graph.partition.partition_metrics import measure
-from gnnfleet.graph.partition.request import Request
+from gnnfleet.graph.partition.edge_scan import EdgeScan, EdgeSlice
+from gnnfleet.graph.partition.metis import mincut_parts
+from gnnfleet.graph.partition.partition_metrics import measure_partition
+from gnnfleet.graph.partition.request import PartitionRequest
 from gnnfleet.graph.partition.streaming import stream
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.report.progress import Silent
+from gnnfleet.report.progress import NoProgress
 from record import write_results
 
 HERE = Path(__file__).parent
@@ -65,7 +65,7 @@ class CountedScan(EdgeScan):
 
     edges_read = 0
 
-    def chunks(self, limit: int = 1 << 20) -> Iterator[Chunk]:
+    def chunks(self, limit: int = 1 << 20) -> Iterator[EdgeSlice]:
         for chunk in super().chunks(limit):
             self.edges_read += len(chunk.src)
             yield chunk
@@ -77,13 +77,13 @@ def run_cell(store: Path, name: str, parts: int, method: str) -> Cell:
     if method == "stream":
         found, cost = timed(lambda: stream(scan, parts, imbalance=0.03))
     elif method == "mincut":
-        request = Request(parts=parts, weights=node_weights(graph, "nodes"))
-        found, cost = timed(lambda: mincut(EdgeScan(graph), request, Silent())[0])
+        request = PartitionRequest(parts=parts, weights=node_weights(graph, "nodes"))
+        found, cost = timed(lambda: mincut_parts(EdgeScan(graph), request, NoProgress())[0])
     else:
         partition: Callable[[baselines.Whole, int], Parts] = getattr(baselines, method)
         whole = in_memory(graph)
         found, cost = timed(lambda: partition(whole, parts))
-    quality = measure(graph, found, parts)
+    quality = measure_partition(graph, found, parts)
     return Cell(
         graph=name,
         parts=parts,
@@ -91,7 +91,7 @@ def run_cell(store: Path, name: str, parts: int, method: str) -> Cell:
         nodes=graph.num_nodes,
         edges=graph.num_edges,
         volume=quality.volume,
-        max_rows=int(quality.need.sum(axis=1).max()),
+        max_rows=int(quality.halo_rows.sum(axis=1).max()),
         cut=quality.cut_edges,
         balance=quality.summary()["balance"]["nodes"],
         edges_read=scan.edges_read,

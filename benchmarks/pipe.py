@@ -71,36 +71,40 @@ def train(world: Any, cell: str, epochs: int, work: Path) -> dict[str, Any]:
 
     import torch
 
-    from gnnfleet.comm.collectives import gather_rows
+    from gnnfleet.comm.collectives import all_gather_rows
     from gnnfleet.config.resolve import resolve
-    from gnnfleet.graph.partition.chunk_layout import open_layouts
+    from gnnfleet.graph.partition.chunk_layout import open_chunk_layouts
     from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
     from gnnfleet.report.memory import own_rss
-    from gnnfleet.report.traffic import Traffic
-    from gnnfleet.training.build import Here, build
+    from gnnfleet.report.traffic import TrafficCounter
+    from gnnfleet.training.build import RankContext, build
 
     name, model, _, side, *_ = cell.split("/")
     said: list[str] = []
     if side == "sar":
         knobs: dict[str, Any] = {"name": "sar", "group": world.size, "prefetch": 1}
-        here = Here(world, open_part(work / name / f"parts-{world.size}", world.rank))
+        here = RankContext(world, open_part(work / name / f"parts-{world.size}", world.rank))
     else:
         ways, chunks = GRIDS[side](world.size) if side in GRIDS else (None, None)
-        knobs = {"name": "pipe", "guard": 0, "warm": False} | ({"ways": ways, "chunks": chunks} if ways else {})
-        here = Here(world, layouts=open_layouts(work / name / f"chunks-{world.size}-{side}"), say=said.append)
+        knobs = {"name": "pipe", "exactness_check_every": 0, "warmup_history": False} | (
+            {"graph_parallel": ways, "chunks": chunks} if ways else {}
+        )
+        here = RankContext(
+            world, layouts=open_chunk_layouts(work / name / f"chunks-{world.size}-{side}"), log_user=said.append
+        )
     tree = {**words_of(model, **knobs), "workers": world.size}
     strategy: Any = build(open_store(work / name / "store"), resolve(tree), here=here).strategy
     seconds, bubbles, sent = [], [], 0
     for epoch in range(1 + epochs):
         before, started = world.traffic.bytes_sent, time.perf_counter()
-        list(strategy.steps(epoch))
+        list(strategy.train_epoch(epoch))
         seconds.append(time.perf_counter() - started)
         sent = world.traffic.bytes_sent - before
-        bubbles.append(strategy.counts().get("bubble", 0.0))
+        bubbles.append(strategy.epoch_metrics().get("bubble", 0.0))
     seconds = seconds[1:] or seconds  # the first makes what all others use
-    aside = replace(world, traffic=Traffic())
-    every = torch.cat(gather_rows(aside, torch.tensor([[sent, own_rss()]]))).tolist()
+    aside = replace(world, traffic=TrafficCounter())
+    every = torch.cat(all_gather_rows(aside, torch.tensor([[sent, own_rss()]]))).tolist()
     alone = messages_alone(strategy, side, 1 + epochs, aside) if epochs else 0.0
     strategy.close()  # other cells have threads of their own
     found = {
@@ -113,8 +117,8 @@ def train(world: Any, cell: str, epochs: int, work: Path) -> dict[str, Any]:
         "bubble": statistics.median(bubbles[1:] or bubbles),
     }
     if side != "sar":
-        found |= {"predicted_bytes": strategy.forecast.bytes, "grid": str(strategy.grid), "said": said}
-        found["forecast_seconds"] = strategy.forecast.seconds
+        found |= {"predicted_bytes": strategy.grid_estimate.bytes, "grid": str(strategy.grid), "said": said}
+        found["forecast_seconds"] = strategy.grid_estimate.seconds
     return found
 
 
@@ -139,7 +143,7 @@ def messages_alone(strategy: Any, side: str, epoch: int, aside: Any) -> float:
 def _pipe_messages(strategy: Any) -> Callable[[], None]:
     import torch
 
-    station = strategy._station
+    station = strategy._pipeline_rank
     stage, counts = station.stage, [chunk.rows for chunk in station.way.chunks]
 
     def stream(source: Any, target: Any, sizes: list[int], *, back: bool) -> None:
@@ -163,34 +167,34 @@ def _pipe_messages(strategy: Any) -> Callable[[], None]:
 def _sar_messages(strategy: Any, epoch: int) -> Callable[[], None]:
     import torch
 
-    from gnnfleet.comm.halo_exchange import Ring
+    from gnnfleet.comm.halo_exchange import RingExchange
 
     seen: list[tuple[Any, Any, Any]] = []
-    original = Ring.visit
+    original = RingExchange.run
 
     def noting(self: Any, lanes: Any, visit: Any, *, home: Any = (), **words: Any) -> None:
         seen.append((self, lanes, home))
-        original(self, lanes, visit, home=home, **words)
+        original(self, lanes, visit, returns=home, **words)
 
-    Ring.visit = noting  # type: ignore[method-assign]
-    list(strategy.steps(epoch))
-    Ring.visit = original  # type: ignore[method-assign]
+    RingExchange.run = noting  # type: ignore[method-assign]
+    list(strategy.train_epoch(epoch))
+    RingExchange.run = original  # type: ignore[method-assign]
 
     def replay() -> None:
         for ring, lanes, home in seen:
 
             def nothing(q: int, rows: Any, home: Any = home) -> Any:
-                return [torch.zeros(each.routes.need[q], each.width, dtype=each.dtype) for each in home]
+                return [torch.zeros(each.routes.recv_counts[q], each.width, dtype=each.dtype) for each in home]
 
-            original(ring, lanes, nothing, home=home, collect=(lambda q, rows: None) if home else None)
+            original(ring, lanes, nothing, returns=home, on_returns=(lambda q, rows: None) if home else None)
 
     return replay
 
 
 def prepare(cell: str, args: argparse.Namespace) -> None:
     """The store and what a cell needs of its cuts; made once."""
-    from gnnfleet.graph.partition.assign import assign
-    from gnnfleet.graph.partition.chunk_layout import lay_out, write_layouts
+    from gnnfleet.graph.partition.assign import assign_nodes
+    from gnnfleet.graph.partition.chunk_layout import build_chunk_layout, write_chunk_layouts
     from gnnfleet.graph.partition.partitioned_graph import write_partition
     from gnnfleet.graph.store import open_store, save_store
     from gnnfleet.strategies.pipe.config import PipeConfig
@@ -203,10 +207,10 @@ def prepare(cell: str, args: argparse.Namespace) -> None:
     graph = open_store(folder / "store")
     parts, chunks = folder / f"parts-{size}", folder / f"chunks-{size}-{side}"
     if side == "sar" and not parts.exists():
-        write_partition(graph, assign(graph, workers, "mincut"), parts)
+        write_partition(graph, assign_nodes(graph, workers, "mincut"), parts)
     if side != "sar" and not chunks.exists():
-        wanted = [GRIDS[side](workers)] if side in GRIDS else PipeConfig().candidates(workers)
-        write_layouts(graph, [lay_out(graph, *each) for each in wanted], chunks)
+        wanted = [GRIDS[side](workers)] if side in GRIDS else PipeConfig().layout_candidates(workers)
+        write_chunk_layouts(graph, [build_chunk_layout(graph, *each) for each in wanted], chunks)
 
 
 # -- tables --
@@ -311,11 +315,11 @@ def run_round(number: int, args: argparse.Namespace) -> None:
 
 def train_each(world: Any, args: argparse.Namespace) -> int:
     """Cells one after the other, as long as there is time; the first rank writes them down."""
-    from gnnfleet.comm.collectives import share
+    from gnnfleet.comm.collectives import broadcast_bytes
 
     until = time.monotonic() + 60 * args.minutes
     for cell in args.ranks:
-        goes_on = share(world, (b"1" if time.monotonic() < until else b"0") if world.is_first else None)
+        goes_on = broadcast_bytes(world, (b"1" if time.monotonic() < until else b"0") if world.is_first else None)
         if goes_on == b"1":
             found = train(world, cell, args.epochs, args.work)
             if world.is_first:

@@ -31,20 +31,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gcn2": {"hidden": 64, "lr": 0.01, "epochs": 100, "norm": "none"},
     "res+": {"hidden": 32, "lr": 0.001, "epochs": 100, "norm": "layer"},
 }
-GNNPIPE = {"gradient": "double", "refresh": 23, "warm": False, "guard": 0}
+GNNPIPE = {"gradient": "double", "refresh": 23, "warmup_history": False, "exactness_check_every": 0}
 TRIED: dict[str, dict[str, Any]] = {
     "gnnpipe": GNNPIPE,
     "gnnpipe-shuffle": {**GNNPIPE, "shuffle": False},
     "gnnpipe-history": {**GNNPIPE, "refresh": 1},
     "gnnpipe-gradient": {**GNNPIPE, "gradient": "stale"},
-    "none": {"gradient": "stale", "refresh": 1, "shuffle": False, "warm": False, "guard": 0},
-    "gnnpipe+warm": {**GNNPIPE, "warm": True},
-    "double": {"guard": 0},
-    "stale": {"gradient": "stale", "guard": 0},
-    "control-variate": {"gradient": "control_variate", "guard": 0},
-    "double-history": {"refresh": 1, "guard": 0},
-    "stale-history": {"gradient": "stale", "refresh": 1, "guard": 0},
-    "control-variate-history": {"gradient": "control_variate", "refresh": 1, "guard": 0},
+    "none": {"gradient": "stale", "refresh": 1, "shuffle": False, "warmup_history": False, "exactness_check_every": 0},
+    "gnnpipe+warm": {**GNNPIPE, "warmup_history": True},
+    "double": {"exactness_check_every": 0},
+    "stale": {"gradient": "stale", "exactness_check_every": 0},
+    "control-variate": {"gradient": "control_variate", "exactness_check_every": 0},
+    "double-history": {"refresh": 1, "exactness_check_every": 0},
+    "stale-history": {"gradient": "stale", "refresh": 1, "exactness_check_every": 0},
+    "control-variate-history": {"gradient": "control_variate", "refresh": 1, "exactness_check_every": 0},
     "pipe-16-chunks": {"chunks": 16},
     "pipe-32-chunks": {"chunks": 32},
 }
@@ -67,11 +67,11 @@ def words_of(model: str, layers: int, seed: int, strategy: dict[str, Any]) -> di
 
 def strategy_of(graph: Any, tree: dict[str, Any], said: list[str], *, method: str = "mincut") -> Any:
     from gnnfleet.config.resolve import resolve
-    from gnnfleet.training.build import Here, build
+    from gnnfleet.training.build import RankContext, build
 
     knobs, here = tree["strategy"], None
     if knobs["name"] == "pipe":
-        here = Here(layouts=[layout_of(graph, knobs["chunks"], method)], say=said.append)
+        here = RankContext(layouts=[layout_of(graph, knobs["chunks"], method)], log_user=said.append)
     return build(graph, resolve(tree), here=here).strategy
 
 
@@ -80,9 +80,9 @@ known_graph = cache(graph_of)
 
 @cache
 def layout_of(graph: Any, chunks: int, method: str) -> Any:
-    from gnnfleet.graph.partition.chunk_layout import lay_out
+    from gnnfleet.graph.partition.chunk_layout import build_chunk_layout
 
-    return lay_out(graph, 1, chunks, method=method)
+    return build_chunk_layout(graph, 1, chunks, method=method)
 
 
 def measure(cell: str, data: Path) -> dict[str, Any]:
@@ -90,12 +90,12 @@ def measure(cell: str, data: Path) -> dict[str, Any]:
     graph, said = known_graph(name, data), list[str]()
     knobs: dict[str, Any] = {"name": "local", "order": "store"}
     if way != "exact":
-        knobs = {"name": "pipe", "ways": 1, "chunks": CHUNKS, **TRIED.get(way, {})}
+        knobs = {"name": "pipe", "graph_parallel": 1, "chunks": CHUNKS, **TRIED.get(way, {})}
     strategy = strategy_of(graph, words_of(model, int(layers), int(seed), knobs), said)
     curve, cosines, started = [], [], time.perf_counter()
     for epoch in range(SETTINGS[model]["epochs"]):
-        (record,) = strategy.steps(epoch)
-        if way != "exact" and "cosine" in (counts := strategy.counts()):
+        (record,) = strategy.train_epoch(epoch)
+        if way != "exact" and "cosine" in (counts := strategy.epoch_metrics()):
             cosines.append([epoch + 1, round(counts["cosine"], 3)])
         if epoch % EVERY == EVERY - 1:
             val, test = (strategy.evaluate(split)["accuracy"] for split in ("val", "test"))
@@ -124,11 +124,11 @@ def collapse(way: str) -> dict[str, Any]:
     graph, said = make_dataset("communities", **words, signal=0.5), list[str]()
     knobs: dict[str, Any] = {"name": "local", "order": "store"}
     if way != "exact":
-        knobs = {"name": "pipe", "ways": 1, "chunks": 16, **(GNNPIPE if way == "plain" else {})}
+        knobs = {"name": "pipe", "graph_parallel": 1, "chunks": 16, **(GNNPIPE if way == "plain" else {})}
     strategy = strategy_of(graph, words_of("gcn2", 16, 0, knobs), said, method="random")
     losses, tests, started = [], [], time.perf_counter()
     for epoch in range(COLLAPSED):
-        losses += [record.loss for record in strategy.steps(epoch)]
+        losses += [record.loss for record in strategy.train_epoch(epoch)]
         if epoch % 10 == 9:
             tests.append(strategy.evaluate("test")["accuracy"])
     took = time.perf_counter() - started

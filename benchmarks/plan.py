@@ -48,7 +48,7 @@ GRAPHS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 # tma's rounds by steps, so that they can be compared; an epoch of pipe without its guard, of temporal without what is
 # learnt beforehand.
-WORDS = {"steps": ROUND_STEPS, "guard": 0}
+WORDS = {"steps": ROUND_STEPS, "exactness_check_every": 0}
 EVENT_WORDS = {"static": "false"}
 EVENT_SPLIT = "0.96/0.02/0.02"  # an evaluation scores every destination: a batch of it shows its memory
 CASES = [f"{graph}/{workers}" for graph in GRAPHS for workers in (2, 4)]
@@ -88,7 +88,7 @@ def wanted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         words = row["words"]
-        if words["name"] == "sar" and (words["prefetch"] != 1 or words["keep"]):
+        if words["name"] == "sar" and (words["prefetch"] != 1 or words["cache_for_backward"]):
             continue
         if words["name"] == "tma" and words["scheme"] in ("psgd-pa", "llcg"):
             continue
@@ -97,37 +97,41 @@ def wanted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def label(words: dict[str, Any]) -> str:
-    hidden = ("name", "keep", "prefetch", "guard", "steps", "batch", "static")
+    hidden = ("name", "cache_for_backward", "prefetch", "exactness_check_every", "steps", "batch", "static")
     return " ".join([words["name"], *(f"{key}={value}" for key, value in words.items() if key not in hidden)])
 
 
 def train(world: Any, graph: str, store: Path, cut: Path | None, words: dict[str, Any], epochs: int) -> dict[str, Any]:
     import torch
 
-    from gnnfleet.comm.collectives import gather_rows
+    from gnnfleet.comm.collectives import all_gather_rows
     from gnnfleet.config.resolve import resolve
-    from gnnfleet.graph.partition.chunk_layout import open_layouts
+    from gnnfleet.graph.partition.chunk_layout import open_chunk_layouts
     from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
     from gnnfleet.report.memory import peak_rss
-    from gnnfleet.training.build import Here, build
+    from gnnfleet.training.build import RankContext, build
 
     config = resolve(tree_of(graph, world.size, words))
-    here = Here(world)
+    here = RankContext(world)
     if cut is not None:
-        is_chunks = config.strategy.cut == "chunks"
-        here = Here(world, layouts=open_layouts(cut)) if is_chunks else Here(world, open_part(cut, world.rank))
+        is_chunks = config.strategy.placement == "chunks"
+        here = (
+            RankContext(world, layouts=open_chunk_layouts(cut))
+            if is_chunks
+            else RankContext(world, open_part(cut, world.rank))
+        )
     strategy = build(open_store(store), config, here=here).strategy
     seconds, sent, rounds = [], 0, 0
     for epoch in range(WARM + epochs):
         before, started = (world.traffic.bytes_sent, world.traffic.rounds), time.perf_counter()
-        for _ in strategy.steps(epoch):
+        for _ in strategy.train_epoch(epoch):
             pass
         seconds.append(time.perf_counter() - started)
         sent, rounds = world.traffic.bytes_sent - before[0], world.traffic.rounds - before[1]
     strategy.evaluate("val")
     own = torch.tensor([[peak_rss(), sent, rounds]])
-    every = torch.cat(gather_rows(world, own)).tolist()
+    every = torch.cat(all_gather_rows(world, own)).tolist()
     return {
         "seconds": sorted(seconds[WARM:])[epochs // 2],
         "memory": max(row[0] for row in every),
@@ -155,10 +159,10 @@ def train_fleet(graph: str, store: Path, words: dict[str, Any], workers: int, ep
 def cut_for(graph: str, store: Path, workers: int, words: dict[str, Any]) -> Path | None:
     from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.store import open_store
-    from gnnfleet.training.partition_cache import ensure_cut
+    from gnnfleet.training.partition_cache import ensure_placement
 
     config, opened = resolve(tree_of(graph, workers, words)), open_store(store)
-    return ensure_cut(opened, opened, config) if config.strategy.uses_parts else None
+    return ensure_placement(opened, opened, config) if config.strategy.uses_parts else None
 
 
 def measure(graph: str, store: Path, row: dict[str, Any], epochs: int) -> dict[str, Any]:

@@ -21,17 +21,17 @@ SIZES = [1 << 16, 1 << 20, 1 << 24, 1 << 26]
 
 def serve() -> None:
     """A server until standard input ends."""
-    from gnnfleet.comm.message_store import Post
+    from gnnfleet.comm.message_store import MessageStore
 
-    post = Post.serve()
+    post = MessageStore.serve()
     print(post.address, flush=True)
     sys.stdin.read()
 
 
 def by_post(address: str, size: int) -> float:
-    from gnnfleet.comm.message_store import Address, Post
+    from gnnfleet.comm.message_store import Address, MessageStore
 
-    one, two = (Post.connect(Address.parse(address)) for _ in range(2))
+    one, two = (MessageStore.connect(Address.parse(address)) for _ in range(2))
     body = torch.zeros(size, dtype=torch.uint8)
     started = time.perf_counter()
     one.write("give", {"steps": 1}, body)

@@ -24,12 +24,12 @@ def roofline(graph: Any) -> dict[str, Any]:
     """Copy, aggregation in the given and in cluster order, attention forward and backward: one process, interleaved."""
     import torch
 
-    from gnnfleet.graph.reorder import cluster_order, ordered_view
+    from gnnfleet.graph.reorder import cluster_order, reordered_view
     from gnnfleet.graph.views.local import LocalView
 
     table = torch.randn(64_000_000)
     into = torch.empty_like(table)
-    views = {"given": LocalView.whole(graph), "clustered": ordered_view(graph, cluster_order(graph))}
+    views = {"given": LocalView.of_graph(graph), "clustered": reordered_view(graph, cluster_order(graph))}
     found: dict[str, Any] = {"copy_gb_s": 0.0, "aggregate": {}, "attend": {}}
     for _ in range(2):
         found["copy_gb_s"] = max(found["copy_gb_s"], 2 * table.nbytes / best(lambda: into.copy_(table)) / 1e9)
@@ -52,7 +52,7 @@ def _aggregate(graph: Any, view: Any, width: int) -> dict[str, float]:
     x = torch.randn(graph.num_nodes, width)
     with torch.no_grad():
         seconds = best(lambda: view.aggregate(x))
-    return {"ms": seconds * 1e3, "gathered_gb_s": graph.only_edges.count * width * 4 / seconds / 1e9}
+    return {"ms": seconds * 1e3, "gathered_gb_s": graph.single_edges.count * width * 4 / seconds / 1e9}
 
 
 def _attend(graph: Any, view: Any, *, backward: bool) -> dict[str, float]:
@@ -74,13 +74,13 @@ def where(graph: Any, model: str) -> dict[str, Any]:
 
     strategy = make_local(graph, model, "float32")
     for epoch in range(3):
-        list(strategy.steps(epoch))
+        list(strategy.train_epoch(epoch))
     start = time.perf_counter()
-    list(strategy.steps(3))
+    list(strategy.train_epoch(3))
     plain = time.perf_counter() - start
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         start = time.perf_counter()
-        list(strategy.steps(4))
+        list(strategy.train_epoch(4))
         total = time.perf_counter() - start
     parts = {"dense": 0.0, "edges": 0.0, "optimizer": 0.0, "elementwise": 0.0}
     for event in profiler.key_averages():
@@ -118,12 +118,12 @@ def _dense_rate() -> float:
 
 def _dense_gflop(graph: Any, model: str) -> float:
     """Products of an epoch: forward, gradients of weights and, but for the first layer, of inputs."""
-    rows, trained = graph.num_nodes, int(graph.only_nodes.mask("train").sum())
-    width, hidden = graph.only_nodes.x.shape[1], HIDDEN[model]
+    rows, trained = graph.num_nodes, int(graph.single_nodes.mask("train").sum())
+    width, hidden = graph.single_nodes.x.shape[1], HIDDEN[model]
     if model == "sage":  # two products a layer; the last one of the rows the loss reads
         first, middle = 2 * rows * width * hidden, 2 * rows * hidden * hidden
-        last = 2 * trained * hidden * graph.only_nodes.num_classes
+        last = 2 * trained * hidden * graph.single_nodes.num_classes
     else:
         first, middle = rows * width * hidden, rows * hidden * hidden
-        last = rows * hidden * 4 * graph.only_nodes.num_classes
+        last = rows * hidden * 4 * graph.single_nodes.num_classes
     return float(2 * (2 * first + 3 * middle + 3 * last) / 1e9)

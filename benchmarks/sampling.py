@@ -39,16 +39,16 @@ WARM = 3
 def time_blocks(graph: Any, threads: int, *, steps: int, read: bool) -> dict[str, float]:
     import torch
 
-    from gnnfleet.graph.sampling.batches import batches
-    from gnnfleet.graph.sampling.loader import FeatureReader, prepare_backward
-    from gnnfleet.graph.sampling.sampler import Sampler
+    from gnnfleet.graph.sampling.batches import epoch_batches
+    from gnnfleet.graph.sampling.loader import FeatureGather, prepare_backward
+    from gnnfleet.graph.sampling.sampler import NeighborSampler
     from gnnfleet.ops.draws import DrawKey
 
     torch.set_num_threads(threads)
-    sampler, nodes = Sampler(graph, FANOUTS), graph.only_nodes
-    features = FeatureReader(nodes.x)
+    sampler, nodes = NeighborSampler(graph, FANOUTS), graph.single_nodes
+    features = FeatureGather(nodes.x)
     seconds, edges = [], []
-    for step, seeds in islice(batches(nodes.mask("train").nonzero()[:, 0], BATCH, seed=0, epoch=0), steps):
+    for step, seeds in islice(epoch_batches(nodes.mask("train").nonzero()[:, 0], BATCH, seed=0, epoch=0), steps):
         start = time.perf_counter()
         views = sampler.blocks({"node": seeds}, DrawKey(0, 0, step))
         if read:
@@ -79,7 +79,7 @@ def time_steps(graph: Any, cell: str, *, steps: int, few: bool = False) -> dict[
         "precision": "bf16" if cell == "train/bf16" else "float32",
     }
     made = build(graph, resolve(words)).strategy
-    records = list(islice(chain.from_iterable(map(made.steps, count())), WARM + steps))[WARM:]
+    records = list(islice(chain.from_iterable(map(made.train_epoch, count())), WARM + steps))[WARM:]
     rate = sum(record.count for record in records) / sum(record.seconds for record in records)
     return {"milliseconds": 1e3 * batch / rate, "seeds_per_second": rate, "loss": records[-1].loss}
 

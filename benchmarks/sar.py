@@ -33,7 +33,7 @@ SLOW = ["sage/sar/8", "sage/sar/2/prefetch=0", "sage/sar/4/prefetch=0", "sage/sa
 LINKS = [
     f"sage/sar/{size}/rate=1gbit{more}"
     for size in (2, 4, 8)
-    for more in ("", "/prefetch=0", "/wire=bf16", "/wire=int8")
+    for more in ("", "/prefetch=0", "/wire_dtype=bf16", "/wire_dtype=int8")
 ]
 WIRES = ["wire/exact", "wire/bf16", "wire/int8"]
 
@@ -51,26 +51,26 @@ def words_of(cell: str) -> tuple[str, int, dict[str, Any]]:
 def train(world: Any, model: str, settings: dict[str, Any], epochs: int, store: Path, parts: Path) -> dict[str, Any]:
     import torch
 
-    from gnnfleet.comm.collectives import gather_rows
+    from gnnfleet.comm.collectives import all_gather_rows
     from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
     from gnnfleet.report.memory import peak_rss
-    from gnnfleet.training.build import Here, build
+    from gnnfleet.training.build import RankContext, build
 
     tree = {
         "model": {"name": model, "hidden": HIDDEN[model], "layers": 3, "heads": 4, "dropout": 0.0},
         "train": {"weight_decay": 0.0},
         "strategy": {"name": "sar", **settings},
     }
-    strategy = build(open_store(store), resolve(tree), here=Here(world, open_part(parts, world.rank))).strategy
+    strategy = build(open_store(store), resolve(tree), here=RankContext(world, open_part(parts, world.rank))).strategy
     seconds, losses = [], []
     for epoch in range(WARM + epochs):
         sent, rounds, started = world.traffic.bytes_sent, world.traffic.rounds, time.perf_counter()
-        losses += [record.loss for record in strategy.steps(epoch)]
+        losses += [record.loss for record in strategy.train_epoch(epoch)]
         seconds.append(time.perf_counter() - started)
     own = torch.tensor([[peak_rss(), world.traffic.bytes_sent - sent]])
-    every = torch.cat(gather_rows(world, own)).tolist()
+    every = torch.cat(all_gather_rows(world, own)).tolist()
     return {
         "seconds": min(seconds[WARM:]),
         "median": statistics.median(seconds[WARM:]),
@@ -106,7 +106,7 @@ def run_wire(wire: str) -> dict[str, Any]:
     runs = [
         gf.train(
             graph,
-            strategy={"name": "sar", "wire": wire},
+            strategy={"name": "sar", "wire_dtype": wire},
             workers=2,
             partition="random",
             model=gf.nn.SAGE(hidden=64, layers=3, dropout=0.2),
@@ -132,7 +132,7 @@ def start_cell(cell: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def prepare(args: argparse.Namespace, size: int) -> tuple[Path, Path]:
     """The store, and its partition by METIS into as many parts; made once."""
-    from gnnfleet.graph.partition.assign import assign
+    from gnnfleet.graph.partition.assign import assign_nodes
     from gnnfleet.graph.partition.partitioned_graph import write_partition
     from gnnfleet.graph.store import open_store, save_store
 
@@ -141,7 +141,7 @@ def prepare(args: argparse.Namespace, size: int) -> tuple[Path, Path]:
         save_store(load(args.data), store)
     if not parts.exists():
         graph = open_store(store)
-        write_partition(graph, assign(graph, size, "mincut"), parts)
+        write_partition(graph, assign_nodes(graph, size, "mincut"), parts)
     return store, parts
 
 
@@ -167,8 +167,8 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
         "": "one machine",
         "rate=1gbit/prefetch=0": "1 Gbit/s, prefetch 0",
         "rate=1gbit": "1 Gbit/s, prefetch 1",
-        "rate=1gbit/wire=int8": "1 Gbit/s, int8",
-        "rate=1gbit/wire=bf16": "1 Gbit/s, bf16",
+        "rate=1gbit/wire_dtype=int8": "1 Gbit/s, int8",
+        "rate=1gbit/wire_dtype=bf16": "1 Gbit/s, bf16",
     }
     by = {cell["cell"]: cell["seconds"] for cell in cells}
     series = {

@@ -51,31 +51,33 @@ def measure(world: Any, model: str, mode: str, store: Path, parts: Path) -> dict
     import torch
 
     from classical import ClassicalView
-    from gnnfleet.comm.collectives import gather_rows
+    from gnnfleet.comm.collectives import all_gather_rows
     from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
     from gnnfleet.ops.buffers import unpooled
     from gnnfleet.report.memory import peak_tensors
-    from gnnfleet.training.build import Here, build
+    from gnnfleet.training.build import RankContext, build
 
     group = 1 if mode == "sar" else world.size
     words = {
         "model": {"name": model, "hidden": WIDTH, "layers": 3, "heads": 4, "dropout": 0.0},
-        "strategy": {"name": "sar", "group": group, "prefetch": 1, "flow": False, "cache_inputs": False},
+        "strategy": {"name": "sar", "group": group, "prefetch": 1, "restrict_rows": False, "cache_inputs": False},
     }
     shard = open_part(parts, world.rank)
-    strategy: Any = build(open_store(store), resolve(words), here=Here(world, shard)).strategy
+    strategy: Any = build(open_store(store), resolve(words), here=RankContext(world, shard)).strategy
     if mode == "classical":
         strategy.__dict__["_views"] = [ClassicalView.made_from(view) for view in strategy._views]
-    losses = [record.loss for record in strategy.steps(0)]
+    losses = [record.loss for record in strategy.train_epoch(0)]
     with unpooled():
-        peak = peak_tensors(lambda: losses.extend(record.loss for record in strategy.steps(1)))
+        peak = peak_tensors(lambda: losses.extend(record.loss for record in strategy.train_epoch(1)))
     arrived = _watch_arrivals()
-    losses += [record.loss for record in strategy.steps(2)]
+    losses += [record.loss for record in strategy.train_epoch(2)]
     routes = strategy._view.part.routes("node", "in")
-    own = torch.tensor([[peak, max(routes.need), sum(routes.need), max(map(len, routes.give)), arrived["most"]]])
-    rows = torch.cat(gather_rows(world, own)).amax(0).tolist()
+    own = torch.tensor(
+        [[peak, max(routes.recv_counts), sum(routes.recv_counts), max(map(len, routes.send_rows)), arrived["most"]]]
+    )
+    rows = torch.cat(all_gather_rows(world, own)).amax(0).tolist()
     names = ("peak_tensors", "largest_block", "remote_rows", "largest_given", "resident_bytes")
     return {"losses": losses, **dict(zip(names, rows, strict=True))}
 
@@ -86,7 +88,7 @@ def _watch_arrivals() -> dict[str, int]:
 
     from gnnfleet.comm import halo_exchange
 
-    tour: Any = halo_exchange._Tour
+    tour: Any = halo_exchange._RingPass
     plain, seen = tour._room, {"live": 0, "most": 0}
 
     def gone(count: int) -> None:
@@ -110,18 +112,18 @@ def train_within(world: Any, mode: str, store: Path, parts: Path, mebibytes: int
     from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
-    from gnnfleet.training.build import Here, build
+    from gnnfleet.training.build import RankContext, build
 
     resource.setrlimit(resource.RLIMIT_DATA, (mebibytes << 20, mebibytes << 20))
     strategy: dict[str, Any] = (
-        {"name": "local", "order": "store"} if mode == "local" else {"name": "sar", "flow": False}
+        {"name": "local", "order": "store"} if mode == "local" else {"name": "sar", "restrict_rows": False}
     )
     if mode == "oneshot":
         strategy |= {"group": world.size}
     words = {"model": {"name": "sage", "hidden": WIDTH, "layers": 3, "dropout": 0.0}, "strategy": strategy}
-    here = None if mode == "local" else Here(world, open_part(parts, world.rank))
+    here = None if mode == "local" else RankContext(world, open_part(parts, world.rank))
     made = build(open_store(store), resolve(words), here=here).strategy
-    return {"losses": [record.loss for epoch in range(2) for record in made.steps(epoch)]}
+    return {"losses": [record.loss for epoch in range(2) for record in made.train_epoch(epoch)]}
 
 
 def run_limit(cell: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ HIDDEN = 128  # the activations of 2 M nodes fit 24 GiB at this width
 def scale(million_edges: int) -> dict[str, Any]:
     """Seconds of each stage on a communities graph of mean degree 25 and 100 features."""
     from gnnfleet.graph.datasets import make_dataset
-    from gnnfleet.graph.partition.assign import assign
+    from gnnfleet.graph.partition.assign import assign_nodes
     from gnnfleet.graph.partition.partitioned_graph import write_partition
     from gnnfleet.graph.store import open_store, save_store
 
@@ -27,11 +27,11 @@ def scale(million_edges: int) -> dict[str, Any]:
             "communities", nodes=40_000 * million_edges, edges=1_000_000 * million_edges, features=100, classes=47
         )
         found["generate"] = time.perf_counter() - start
-        found["edges"] = graph.only_edges.count
+        found["edges"] = graph.single_edges.count
         save_store(graph, store)
         graph = open_store(store)
         start = time.perf_counter()
-        write_partition(graph, assign(graph, 4, "stream"), Path(folder) / "parts")
+        write_partition(graph, assign_nodes(graph, 4, "stream"), Path(folder) / "parts")
         found["partition"] = time.perf_counter() - start
         start = time.perf_counter()
         strategy = make_local(graph, "sage", "float32", hidden=HIDDEN)
@@ -39,7 +39,7 @@ def scale(million_edges: int) -> dict[str, Any]:
         seconds = []
         for epoch in range(4):
             start = time.perf_counter()
-            list(strategy.steps(epoch))
+            list(strategy.train_epoch(epoch))
             seconds.append(time.perf_counter() - start)
         found["seconds"] = min(seconds[1:])
     return found

@@ -71,12 +71,12 @@ def measure_core() -> dict[str, float]:
     import torch
 
     from gnnfleet.ops.aggregate import aggregate
-    from gnnfleet.ops.csr import Compressed
+    from gnnfleet.ops.csr import CSR
 
     torch.set_num_threads(1)
     a, b = torch.randn(8192, 200), torch.randn(200, 256)
     nodes, degree = 200_000, 10
-    edges = Compressed(torch.arange(0, 20_000 * degree + 1, degree), torch.randint(nodes, (20_000 * degree,)), nodes)
+    edges = CSR(torch.arange(0, 20_000 * degree + 1, degree), torch.randint(nodes, (20_000 * degree,)), nodes)
     x = torch.randn(nodes, 128)
     return {
         "G": 2 * 8192 * 200 * 256 / _best(lambda: a @ b),
@@ -98,11 +98,11 @@ def count(world: Any, store: Path, parts: Path) -> dict[str, Any]:
     """The sizes of steps on this cut, the largest over ranks, from one relay of an epoch's batches."""
     import torch
 
-    from gnnfleet.comm.collectives import gather_rows
+    from gnnfleet.comm.collectives import all_gather_rows
 
-    strategy = make(world, {"together": 1}, store, parts)
+    strategy = make(world, {"batches_per_fetch": 1}, store, parts)
     batches = list(strategy.batches(0))
-    plan = strategy.relay.sample(batches)
+    plan = strategy.fetcher.sample(batches)
     kind, steps = next(iter(plan.wanted)), len(batches)
     rows = [sum(len(one.ids[kind]) for one in plan.sampled)]
     for layer in range(len(FANOUTS)):
@@ -110,7 +110,7 @@ def count(world: Any, store: Path, parts: Path) -> dict[str, Any]:
         rows += [sum(view.num_dst for view in views), sum(len(view.edge_ids) for view in views)]
     alone = sum(len(torch.cat(one.reached[kind].far)) for one in plan.sampled)
     own = torch.tensor([[*rows, len(plan.wanted[kind]), alone]], dtype=torch.float64) / steps
-    most = torch.cat(gather_rows(world, own)).mean(0).tolist()
+    most = torch.cat(all_gather_rows(world, own)).mean(0).tolist()
     return {"steps": steps, "read": most[0], "layers": most[1:-2], "wanted": most[-2], "alone": most[-1]}
 
 
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--parts", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cell:
-        words = {"together": 20}
+        words = {"batches_per_fetch": 20}
         work = count if args.cell == "count" else lambda world, *where: train(world, words, *where)
         crew.as_rank(lambda world: work(world, args.store, args.parts))
         return

@@ -24,8 +24,8 @@ from torch import Tensor
 from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.graph import Graph
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.strategies.job import products
-from gnnfleet.strategies.temporal.batch_step import embed, remember
+from gnnfleet.strategies.job import autocast
+from gnnfleet.strategies.temporal.batch_step import embed, update_memory
 from gnnfleet.training.build import build
 from record import write_results
 
@@ -71,7 +71,7 @@ def make_ours(events: dict[str, Tensor], count: int, queries: str, precision: st
 
 def ours(events: dict[str, Tensor], count: int, queries: str, precision: str) -> Segment:
     strategy, _ = make_ours(events, count, queries, precision)
-    steps = strategy.steps(0)
+    steps = strategy.train_epoch(0)
 
     def segment(low: int, high: int) -> None:
         for _ in range(low, high, BATCH):
@@ -88,21 +88,21 @@ def parts_of_a_step(
     clock, edges, key = Clock(), 0, DrawKey()
     model, memory, lookout, optimizer = (
         strategy.model,
-        strategy.turns.shared.memory,
+        strategy.scheduler.shared.memory,
         strategy._lookout,
         strategy._optimizer,
     )
-    bounds = [bound for bound in strategy.turns.bounds if bound <= upto]
+    bounds = [bound for bound in strategy.scheduler.bounds if bound <= upto]
     model.train()
     for low, high in itertools.pairwise(bounds):
         with clock.part("sampling"):
             batch = lookout.batch(low, high, task.drawn(low, high, sweep=0))
         edges += int((batch.block.hops[-1].near >= 0).sum())
-        with products(precision):
+        with autocast(precision):
             with clock.part("memory"):
                 rows = memory.read(batch.block.nodes)
             with clock.part("GRU"):
-                fresh, writes = remember(model, task.stream, batch, rows)
+                fresh, writes = update_memory(model, task.stream, batch, rows)
             with clock.part("memory"):
                 memory.write(writes)
             with clock.part("attention"):

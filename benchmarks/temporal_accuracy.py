@@ -66,7 +66,7 @@ def train(graph: Any, side: str, seed: int, epochs: int) -> dict[str, Any]:
     strategy = build(graph, resolve(words(side, seed))).strategy
     course = []
     for epoch in range(epochs):
-        for _ in strategy.steps(epoch):
+        for _ in strategy.train_epoch(epoch):
             pass
         course.append(strategy.validate()["mrr"])
         if course[-1] > best[0]:

@@ -38,7 +38,7 @@ def words_of(cell: str, epochs: int) -> dict[str, Any]:
         "strategy": {
             "name": "temporal", "batch": 200, "static": True,
             "queries": "batch", "lr_decay": 0, "warmup": 0,
-            "share": share, "lanes": lanes, "copies": copies, "lr_scale": scale[0] if scale else "linear",
+            "batch_parallel": share, "epoch_parallel": lanes, "memory_parallel": copies, "lr_scale": scale[0] if scale else "linear",
         },
         "model": {"name": "tgn", "pairs": False},  # with them one trainer has learnt all within an epoch
         "train": {"epochs": epochs, "lr": 2.5e-4},
@@ -62,22 +62,27 @@ def graph_of(cell: str, data: Path, events: int) -> Any:
 def train(world: Any, cell: str, given: argparse.Namespace) -> dict[str, Any]:
     """A row of every epoch: [events, steps, seconds of training, MRR on val, loss]."""
     from gnnfleet.config.resolve import resolve
-    from gnnfleet.training.build import Here, build
+    from gnnfleet.training.build import RankContext, build
 
     config = resolve(words_of(cell, given.epochs))
-    built = build(graph_of(cell, given.data, given.events), config, here=Here(world))
+    built = build(graph_of(cell, given.data, given.events), config, here=RankContext(world))
     strategy: Any = built.strategy
     rows, events, steps, seconds = [], 0, 0, 0.0
     for epoch in range(given.epochs):
         started, loss, count = time.perf_counter(), 0.0, 0
-        for record in strategy.steps(epoch):
+        for record in strategy.train_epoch(epoch):
             steps, count, loss = steps + 1, count + record.count, loss + record.loss * record.count
         events, seconds = events + count, seconds + time.perf_counter() - started
         mrr = strategy.validate()["mrr"]
         rows.append([events, steps, seconds, mrr, loss / max(count, 1)])
         if world.is_first:
             print(cell, epoch, rows[-1], file=sys.stderr, flush=True)
-    found = {"cell": cell, "rows": rows, "test": strategy.evaluate("test"), "batches": strategy.turns.schedule.batches}
+    found = {
+        "cell": cell,
+        "rows": rows,
+        "test": strategy.evaluate("test"),
+        "batches": strategy.scheduler.schedule.batches,
+    }
     strategy.close()
     return found
 

@@ -54,15 +54,15 @@ def run_tma(store: Path, words: dict[str, Any], seconds: float, look: float, scr
     with _fleet(store, words, scratch) as built:
         strategy: Any = built.strategy
         while at < seconds:
-            (record,) = strategy.steps(number)
+            (record,) = strategy.train_epoch(number)
             number, steps = number + 1, steps + record.steps
             if not steps:  # nothing is trained in the first round: it waits for processes to start
                 continue
-            at += strategy.counts()["round_seconds"]
+            at += strategy.epoch_metrics()["round_seconds"]
             if not kept or (at <= seconds and at - kept[-1][0] >= look - 1e-3):
                 state = {name: tensor.clone() for name, tensor in strategy.state_dict()["model"].items()}
                 kept.append((round(at, 2), round(steps / TRAINERS), state))
-    counts, began, line = strategy.counts(), time.monotonic(), []
+    counts, began, line = strategy.epoch_metrics(), time.monotonic(), []
     torch.set_num_threads(os.cpu_count() or 1)
     for when, made, state in kept:
         strategy.load_state_dict({"model": state})
@@ -83,27 +83,30 @@ def run_tma(store: Path, words: dict[str, Any], seconds: float, look: float, scr
 @contextmanager
 def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[Any]:
     """A coordinator, with trainers until the end; raises RuntimeError where one had ended before."""
-    from gnnfleet.comm.message_store import Post
+    from gnnfleet.comm.message_store import MessageStore
     from gnnfleet.config.resolve import resolve
-    from gnnfleet.graph.partition.node_assignment import Clusters, Deal
+    from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment
     from gnnfleet.graph.store import open_store
-    from gnnfleet.launch.local_launcher import threads_each, worker_environment
+    from gnnfleet.launch.local_launcher import threads_per_worker, worker_environment
     from gnnfleet.launch.tma_supervisor import end_processes, start_processes
-    from gnnfleet.session.prepare import Place, prepared
-    from gnnfleet.training.build import Here, build
+    from gnnfleet.session.prepare import RunLocation, prepare_run
+    from gnnfleet.training.build import RankContext, build
 
     graph, config = open_store(store), resolve(words)
-    with worker_environment(), prepared(graph, config, None, place=Place(scratch / "run"), quiet=True) as (spec, _):
-        post = Post.serve()
-        spec = replace(spec, parent=os.getpid(), threads=threads_each(TRAINERS))
+    with (
+        worker_environment(),
+        prepare_run(graph, config, None, place=RunLocation(scratch / "run"), quiet=True) as (spec, _),
+    ):
+        post = MessageStore.serve()
+        spec = replace(spec, parent=os.getpid(), threads=threads_per_worker(TRAINERS))
         (scratch / "SPEC.json").write_text(spec.as_json())
-        clusters = Clusters.open(store / spec.partition) if spec.partition else None
-        deal = Deal({kind: table.count for kind, table in graph.nodes.items()}, clusters, config.seed)
-        built = build(graph, config, here=Here(post=post, deal=deal))
+        clusters = ClusterMap.open(store / spec.partition) if spec.partition else None
+        deal = NodeAssignment({kind: table.count for kind, table in graph.nodes.items()}, clusters, config.seed)
+        built = build(graph, config, here=RankContext(message_store=post, assignment=deal))
         members = start_processes(scratch, str(post.address), [str(i) for i in range(TRAINERS)], 0)
         try:
             yield built
-            lost = [how for member in members if (how := member.ended()) is not None]
+            lost = [how for member in members if (how := member.exit_status()) is not None]
             if lost:
                 raise RuntimeError(lost[0])
         finally:
@@ -115,33 +118,35 @@ def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[Any]:
 
 def run_ggs(world: Any, name: str, scheme: str, seed: int, seconds: float, store: Path) -> dict[str, Any]:
     """As many steps as the time allows; evaluated now and then, off the clock."""
-    from gnnfleet.comm.collectives import share
+    from gnnfleet.comm.collectives import broadcast_bytes
     from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
-    from gnnfleet.strategies.protocol import OWN
-    from gnnfleet.training.build import Here, build
+    from gnnfleet.strategies.protocol import SHARDED
+    from gnnfleet.training.build import RankContext, build
 
     graph, config = open_store(store), resolve(words_of(name, scheme, seed))
     part = open_part(_cut(graph, config), world.rank)
-    built = build(graph, config, here=Here(world, part))
+    built = build(graph, config, here=RankContext(world, part))
     strategy, metric = built.strategy, built.task.metric
     line: list[tuple[float, float, int]] = []
     at, steps, last, epoch, spent, over = 0.0, 0, 0.0, 0, 0.0, False
     found: dict[str, dict[str, Any]] = {}
     while not over:
         begun = time.perf_counter()
-        for _ in strategy.steps(epoch):
+        for _ in strategy.train_epoch(epoch):
             at, steps = at + time.perf_counter() - begun, steps + 1
             word = {"look": at - last >= look_of(name), "over": at >= seconds}
-            word = json.loads(share(world, json.dumps(word).encode() if world.is_first else None))
+            word = json.loads(broadcast_bytes(world, json.dumps(word).encode() if world.is_first else None))
             if word["look"] or word["over"]:
                 begun = time.perf_counter()
                 value = strategy.evaluate("val")[metric]
                 if value > max((before for _, before, _ in line), default=-1.0):
                     state = strategy.state_dict()
                     found = {
-                        part: {k: t.clone() for k, t in state[part].items()} for part in state if part in ("model", OWN)
+                        part: {k: t.clone() for k, t in state[part].items()}
+                        for part in state
+                        if part in ("model", SHARDED)
                     }
                 line.append((round(at, 2), value, steps))
                 last, spent = at, spent + time.perf_counter() - begun

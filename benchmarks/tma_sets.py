@@ -18,10 +18,10 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "ggs-small": {"scheme": "ggs"},
     "ggs-1gbit": {"scheme": "ggs"},
     "ggs-long": {"scheme": "ggs"},
-    "random-redeal": {"scheme": "random", "redeal": 3},
-    "super-redeal": {"scheme": "super", "redeal": 3},
-    "super-remote": {"scheme": "super", "remote": 1000},
-    "psgd-pa-remote": {"scheme": "psgd-pa", "remote": 1000},
+    "random-redeal": {"scheme": "random", "repartition_every": 3},
+    "super-redeal": {"scheme": "super", "repartition_every": 3},
+    "super-remote": {"scheme": "super", "remote_negatives": 1000},
+    "psgd-pa-remote": {"scheme": "psgd-pa", "remote_negatives": 1000},
 }
 """What each sets of the strategy. ``-redeal`` deals anew every third round, ``-remote`` has negatives of all parts;
 ggs makes steps of a batch for each worker, ``ggs-small`` of one that they share; ``ggs-long`` is ggs for longer, to see

@@ -16,7 +16,7 @@ const void* factor_of(const Maybe& array, Element element, int64_t length, const
   return array->data();
 }
 
-// The rows of the structure are those of `own`, or the ones that `rows` lists.
+// The rows of the structure are those of `own`, or the ones that `normal_rows` lists.
 gnnfleet::Rows rows_of(const In<int64_t>& indptr, const Any& col, const std::optional<In<int32_t>>& rows, const Any& own) {
   const bool wide = col.dtype() == nb::dtype<int64_t>();
   require(wide || col.dtype() == nb::dtype<int32_t>(), "columns must be int32 or int64");

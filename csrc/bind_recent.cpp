@@ -6,9 +6,9 @@ namespace {
 
 using namespace gnnfleet::bind;
 using gnnfleet::RecentArgs;
-using gnnfleet::RecentNeighbours;
+using gnnfleet::TemporalNeighbors;
 
-void append(RecentNeighbours& table, In<int64_t> src, In<int64_t> dst) {
+void append(TemporalNeighbors& table, In<int64_t> src, In<int64_t> dst) {
   require(size(src) == size(dst), "recent: one source and one destination per event");
   bool known;
   {
@@ -18,13 +18,13 @@ void append(RecentNeighbours& table, In<int64_t> src, In<int64_t> dst) {
   if (!known) throw std::out_of_range("recent: an end of an event is no node");
 }
 
-void check_nodes(const RecentNeighbours& table, const int64_t* nodes, int64_t n) {
+void check_nodes(const TemporalNeighbors& table, const int64_t* nodes, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     if (nodes[i] >= table.num_nodes()) throw std::out_of_range("recent: a node is out of range");
   }
 }
 
-RecentArgs args_of(const RecentNeighbours& table, const In<int64_t>& nodes, const In<int64_t>& before, const OutRows<int64_t>& neighbours,
+RecentArgs args_of(const TemporalNeighbors& table, const In<int64_t>& nodes, const In<int64_t>& before, const OutRows<int64_t>& neighbours,
                    const OutRows<int64_t>& events, int threads) {
   require(size(before) == size(nodes) && size(neighbours) == size(nodes) && size(events) == size(nodes) &&
               neighbours.shape(1) == events.shape(1),
@@ -33,21 +33,21 @@ RecentArgs args_of(const RecentNeighbours& table, const In<int64_t>& nodes, cons
   return {nodes.data(), before.data(), size(nodes), static_cast<int64_t>(neighbours.shape(1)), threads};
 }
 
-void recent(const RecentNeighbours& table, In<int64_t> nodes, In<int64_t> before, OutRows<int64_t> neighbours, OutRows<int64_t> events,
+void recent(const TemporalNeighbors& table, In<int64_t> nodes, In<int64_t> before, OutRows<int64_t> neighbours, OutRows<int64_t> events,
             int threads) {
   const auto args = args_of(table, nodes, before, neighbours, events, threads);
   nb::gil_scoped_release free;
   table.recent(args, neighbours.data(), events.data());
 }
 
-void counts(const RecentNeighbours& table, In<int64_t> nodes, In<int64_t> before, Out<int64_t> out, int threads) {
+void counts(const TemporalNeighbors& table, In<int64_t> nodes, In<int64_t> before, Out<int64_t> out, int threads) {
   require(size(before) == size(nodes) && size(out) == size(nodes), "recent: nodes, before and counts are [n]");
   check_nodes(table, nodes.data(), size(nodes));
   nb::gil_scoped_release free;
   table.counts({nodes.data(), before.data(), size(nodes), 0, threads}, out.data());
 }
 
-void meetings(const RecentNeighbours& table, In<int64_t> src, In<int64_t> before, InRows<int64_t> dst, int64_t depth, OutRows<int64_t> count,
+void meetings(const TemporalNeighbors& table, In<int64_t> src, In<int64_t> before, InRows<int64_t> dst, int64_t depth, OutRows<int64_t> count,
               OutRows<int64_t> gap, OutRows<int64_t> last, int threads) {
   const int64_t n = size(src), k = static_cast<int64_t>(dst.shape(1));
   require(size(before) == n && size(dst) == n, "meetings: src and before are [n], dst [n, k]");
@@ -63,7 +63,7 @@ void meetings(const RecentNeighbours& table, In<int64_t> src, In<int64_t> before
   table.meetings({src.data(), before.data(), dst.data(), n, k, depth, threads}, count.data(), gap.data(), last.data());
 }
 
-void uniform(const RecentNeighbours& table, In<int64_t> nodes, In<int64_t> before, uint64_t key, uint32_t place,
+void uniform(const TemporalNeighbors& table, In<int64_t> nodes, In<int64_t> before, uint64_t key, uint32_t place,
              OutRows<int64_t> neighbours, OutRows<int64_t> events, int threads) {
   const auto args = args_of(table, nodes, before, neighbours, events, threads);
   nb::gil_scoped_release free;
@@ -73,7 +73,7 @@ void uniform(const RecentNeighbours& table, In<int64_t> nodes, In<int64_t> befor
 }  // namespace
 
 void bind_recent(nb::module_& m) {
-  nb::class_<RecentNeighbours>(m, "RecentNeighbours")
+  nb::class_<TemporalNeighbors>(m, "TemporalNeighbors")
       .def(nb::init<int64_t>(), "num_nodes"_a)
       .def("append", append, "src"_a.noconvert(), "dst"_a.noconvert())
       .def("recent", recent, "nodes"_a.noconvert(), "before"_a.noconvert(), "neighbours"_a.noconvert(), "events"_a.noconvert(), "threads"_a)
@@ -82,6 +82,6 @@ void bind_recent(nb::module_& m) {
       .def("counts", counts, "nodes"_a.noconvert(), "before"_a.noconvert(), "out"_a.noconvert(), "threads"_a)
       .def("meetings", meetings, "src"_a.noconvert(), "before"_a.noconvert(), "dst"_a.noconvert(), "depth"_a, "count"_a.noconvert(),
            "gap"_a.noconvert(), "last"_a.noconvert(), "threads"_a)
-      .def_prop_ro("num_events", &RecentNeighbours::num_events)
-      .def_prop_ro("bytes", &RecentNeighbours::bytes);
+      .def_prop_ro("num_events", &TemporalNeighbors::num_events)
+      .def_prop_ro("bytes", &TemporalNeighbors::bytes);
 }

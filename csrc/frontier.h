@@ -24,7 +24,7 @@ class Frontier {
   template <typename Index>
   void meet(const Index* sources, int64_t n, int32_t* places, int threads);
 
-  // How many of those that were met will get a row in `place`, which must follow before more is met. Throws
+  // How many of those that were met will get a row in `place_nodes`, which must follow before more is met. Throws
   // std::length_error where int32 does not suffice.
   int64_t grow();
 

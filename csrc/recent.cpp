@@ -56,11 +56,11 @@ class Company {
 
 }  // namespace
 
-RecentNeighbours::RecentNeighbours(int64_t num_nodes) : lists_(static_cast<size_t>(num_nodes)) {}
+TemporalNeighbors::TemporalNeighbors(int64_t num_nodes) : lists_(static_cast<size_t>(num_nodes)) {}
 
 // Lists that are too short move to the end, into twice the room they had or what they need: the first events given
 // lie without gaps, later ones cost a constant number of moves each.
-void RecentNeighbours::make_room(const int64_t* src, const int64_t* dst, int64_t n) {
+void TemporalNeighbors::make_room(const int64_t* src, const int64_t* dst, int64_t n) {
   std::vector<int64_t> touched;
   const auto count = [&](int64_t node) {
     if (lists_[node].coming++ == 0) touched.push_back(node);
@@ -87,7 +87,7 @@ void RecentNeighbours::make_room(const int64_t* src, const int64_t* dst, int64_t
   }
 }
 
-bool RecentNeighbours::append(const int64_t* src, const int64_t* dst, int64_t n) {
+bool TemporalNeighbors::append(const int64_t* src, const int64_t* dst, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     if (src[i] < 0 || src[i] >= num_nodes() || dst[i] < 0 || dst[i] >= num_nodes()) return false;
   }
@@ -102,14 +102,14 @@ bool RecentNeighbours::append(const int64_t* src, const int64_t* dst, int64_t n)
   return true;
 }
 
-int64_t RecentNeighbours::count_before(const List& list, int64_t before) const {
+int64_t TemporalNeighbors::count_before(const List& list, int64_t before) const {
   const Entry* first = entries_.data() + list.first;
   if (list.size == 0 || first[list.size - 1].event < before) return list.size;
   return std::partition_point(first, first + list.size, [before](const Entry& entry) { return entry.event < before; }) - first;
 }
 
 // The k entries that end before `from`, backwards; the caller has put -1 wherever there are fewer.
-void RecentNeighbours::write(const Entry* from, int64_t k, int64_t* neighbours, int64_t* events) const {
+void TemporalNeighbors::write(const Entry* from, int64_t k, int64_t* neighbours, int64_t* events) const {
   for (int64_t j = 0; j < k; ++j) {
     --from;
     neighbours[j] = from->neighbour;
@@ -117,7 +117,7 @@ void RecentNeighbours::write(const Entry* from, int64_t k, int64_t* neighbours, 
   }
 }
 
-void RecentNeighbours::recent(const RecentArgs& args, int64_t* neighbours, int64_t* events) const {
+void TemporalNeighbors::recent(const RecentArgs& args, int64_t* neighbours, int64_t* events) const {
 #pragma omp parallel for num_threads(args.threads) schedule(static) if (args.threads > 1 && args.n >= kGrain)
   for (int64_t i = 0; i < args.n; ++i) {
     if (i + kAhead < args.n && args.nodes[i + kAhead] >= 0) __builtin_prefetch(&lists_[args.nodes[i + kAhead]]);
@@ -133,7 +133,7 @@ void RecentNeighbours::recent(const RecentArgs& args, int64_t* neighbours, int64
   }
 }
 
-void RecentNeighbours::uniform(const RecentArgs& args, Draws draws, int64_t* neighbours, int64_t* events) const {
+void TemporalNeighbors::uniform(const RecentArgs& args, Draws draws, int64_t* neighbours, int64_t* events) const {
 #pragma omp parallel num_threads(args.threads) if (args.threads > 1 && args.n >= kGrain)
   {
     std::vector<uint64_t> taken;
@@ -162,12 +162,12 @@ void RecentNeighbours::uniform(const RecentArgs& args, Draws draws, int64_t* nei
   }
 }
 
-void RecentNeighbours::counts(const RecentArgs& args, int64_t* counts) const {
+void TemporalNeighbors::counts(const RecentArgs& args, int64_t* counts) const {
 #pragma omp parallel for num_threads(args.threads) schedule(static) if (args.threads > 1 && args.n >= kGrain)
   for (int64_t i = 0; i < args.n; ++i) counts[i] = args.nodes[i] < 0 ? 0 : count_before(lists_[args.nodes[i]], args.before[i]);
 }
 
-void RecentNeighbours::meetings(const MeetingArgs& args, int64_t* count, int64_t* gap, int64_t* last) const {
+void TemporalNeighbors::meetings(const MeetingArgs& args, int64_t* count, int64_t* gap, int64_t* last) const {
 #pragma omp parallel num_threads(args.threads) if (args.threads > 1)
   {
     Company company;
@@ -191,7 +191,7 @@ void RecentNeighbours::meetings(const MeetingArgs& args, int64_t* count, int64_t
   }
 }
 
-int64_t RecentNeighbours::bytes() const {
+int64_t TemporalNeighbors::bytes() const {
   return static_cast<int64_t>(lists_.capacity() * sizeof(List) + entries_.capacity() * sizeof(Entry));
 }
 

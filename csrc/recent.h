@@ -30,9 +30,9 @@ struct MeetingArgs {
   int threads;
 };
 
-class RecentNeighbours {
+class TemporalNeighbors {
  public:
-  explicit RecentNeighbours(int64_t num_nodes);
+  explicit TemporalNeighbors(int64_t num_nodes);
 
   // Adds n events; false, with nothing added, if an end is no node. An event of a node with itself is listed once.
   bool append(const int64_t* src, const int64_t* dst, int64_t n);

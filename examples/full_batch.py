@@ -19,19 +19,19 @@ from gnnfleet.ops.draws import DrawKey
 
 def main(epochs: int = 30) -> float:
     graph = make_dataset("communities", nodes=2000, mean_degree=10, seed=1)
-    nodes = graph.only_nodes
+    nodes = graph.single_nodes
     assert nodes.x is not None and nodes.y is not None
     train, test = nodes.mask("train"), nodes.mask("test")
 
     torch.manual_seed(0)
     model = build_model(gf.nn.SAGE(hidden=64, layers=2), graph)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
-    view = LocalView.whole(graph)
+    view = LocalView.of_graph(graph)
 
     for epoch in range(epochs):
         model.train()
         # The key decides what dropout drops: the same key, the same masks, on any machine.
-        logits = model(view.at(key=DrawKey(seed=0, epoch=epoch)), nodes.x)
+        logits = model(view.with_step(key=DrawKey(seed=0, epoch=epoch)), nodes.x)
         loss = functional.cross_entropy(logits[train], nodes.y[train])
         optimizer.zero_grad()
         loss.backward()
@@ -39,7 +39,7 @@ def main(epochs: int = 30) -> float:
 
     model.eval()
     with torch.no_grad():
-        guess = model(view.at(training=False), nodes.x).argmax(1)
+        guess = model(view.with_step(training=False), nodes.x).argmax(1)
     accuracy = float((guess == nodes.y)[test].double().mean())
     print(f"{epochs} epochs, test accuracy {accuracy:.3f}")
     return accuracy

@@ -21,7 +21,7 @@ def main(folder: str | None = None) -> float:
     sampled = {"fanouts": [10, 5], "batch": 256, "cache_inputs": False}
     ways = {
         "one process": ("local", 1, {}),
-        "four batches a relay": ("macrobatch", 2, {"together": 4}),
+        "four batches a relay": ("macrobatch", 2, {"batches_per_fetch": 4}),
     }
     for name, (strategy, workers, knobs) in ways.items():
         words = {"name": strategy, **sampled, **knobs}

@@ -37,7 +37,7 @@ def _message(src: dict[str, Tensor], dst: dict[str, Tensor], edge: dict[str, Ten
 
 def distance_model(config: gf.nn.ModelConfig, graph: gf.Graph, out_channels: int) -> gf.nn.Model:
     """What ``--model file.py:distance_model`` calls."""
-    x = graph.only_nodes.x
+    x = graph.single_nodes.x
     assert x is not None, "the layer works on features"
     widths = [x.shape[1], *[config.hidden] * (config.layers - 1), out_channels]
     sharp = float(config.settings.get("sharp", 1.0))

@@ -21,7 +21,7 @@ def main(folder: str | None = None) -> float:
     # One way of two stages, eight chunks; without ways the grid is planned from measured layers and links.
     record = gf.train(
         place / "store",
-        strategy={"name": "pipe", "ways": 1, "chunks": 8},
+        strategy={"name": "pipe", "graph_parallel": 1, "chunks": 8},
         workers=2,
         model=gf.nn.GCN2(hidden=32, layers=8, dropout=0.1),
         epochs=20,

@@ -18,7 +18,7 @@ from gnnfleet.nn.model import build_model
 
 def main(epochs: int = 5) -> float:
     graph = make_dataset("communities", nodes=4000, mean_degree=15, seed=1)
-    nodes = graph.only_nodes
+    nodes = graph.single_nodes
     assert nodes.x is not None and nodes.y is not None
 
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def main(epochs: int = 5) -> float:
 
     model.eval()
     with torch.no_grad():
-        guess = model(LocalView.whole(graph).at(training=False), nodes.x).argmax(1)
+        guess = model(LocalView.of_graph(graph).with_step(training=False), nodes.x).argmax(1)
     accuracy = float((guess == nodes.y)[nodes.mask("test")].double().mean())
     print(f"test accuracy {accuracy:.3f}, with all neighbours")
     return accuracy

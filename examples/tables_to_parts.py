@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import gnnfleet as gf
-from gnnfleet.graph.ingest.tables import import_tables, sort_out
-from gnnfleet.graph.partition.assign import assign
-from gnnfleet.graph.partition.partition_metrics import measure
+from gnnfleet.graph.ingest.tables import classify_tables, import_tables
+from gnnfleet.graph.partition.assign import assign_nodes
+from gnnfleet.graph.partition.partition_metrics import measure_partition
 from gnnfleet.graph.partition.partitioned_graph import write_partition
 
 
@@ -34,21 +34,21 @@ def write_tables(folder: Path) -> list[str]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        spec = replace(sort_out(write_tables(folder)), undirected=True, split_rule="0.6/0.2/0.2")
+        spec = replace(classify_tables(write_tables(folder)), undirected=True, split_rule="0.6/0.2/0.2")
         import_tables(spec, folder / "social")
         graph = gf.open(folder / "social")
-        print(graph, "classes", graph.only_nodes.classes)
+        print(graph, "classes", graph.single_nodes.classes)
 
-        assignment = assign(graph, 2, "mincut")
-        quality = measure(graph, assignment.part, 2)
+        assignment = assign_nodes(graph, 2, "mincut")
+        quality = measure_partition(graph, assignment.part, 2)
         print(f"{quality.kept_edges} of {graph.num_edges} edges kept, {quality.volume} rows travel in each layer")
 
         partition = write_partition(graph, assignment, folder / "social" / "parts" / "mine")
         shard = partition.shard(0)
         mine = shard.nodes("node")
-        ids = graph.only_nodes.ids.take(mine.store_ids).to_pylist()
+        ids = graph.single_nodes.ids.select(mine.store_ids).to_pylist()
         plan = shard.plan("node", "in")
-        print(f"part 0 owns {mine.count} people ({', '.join(ids[:3])}, …) and needs {len(plan.need[1])} rows of part 1")
+        print(f"part 0 owns {mine.count} people ({', '.join(ids[:3])}, …) and needs {len(plan.recv[1])} rows of part 1")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.graph import Graph, make_nodes
-from gnnfleet.training.checkpoint import Position, load_checkpoint
+from gnnfleet.graph.graph import Graph, validated_nodes
+from gnnfleet.training.checkpoint import TrainState, load_checkpoint
 
 CLASSES = tuple(f"kind {letter}" for letter in "abcdefghij")
 
@@ -16,8 +16,8 @@ CLASSES = tuple(f"kind {letter}" for letter in "abcdefghij")
 def communities(nodes: int = 300) -> Graph:
     """Ten communities with string ids and named classes."""
     graph = make_dataset("communities", nodes=nodes, mean_degree=8, seed=1)
-    table = graph.only_nodes
-    named = make_nodes(
+    table = graph.single_nodes
+    named = validated_nodes(
         nodes, x=table.x, y=table.y, split=table.split, ids=[f"n{i}" for i in range(nodes)], classes=CLASSES
     )
     return Graph.of({"node": named}, graph.edges, name="communities")
@@ -26,7 +26,7 @@ def communities(nodes: int = 300) -> Graph:
 def assert_same_checkpoint(one: Path, two: Path) -> None:
     """Whole states, bit for bit."""
     (states, position, seed), (others, other_position, other_seed) = load_checkpoint(one), load_checkpoint(two)
-    assert seed == other_seed and isinstance(position, Position) and position == other_position
+    assert seed == other_seed and isinstance(position, TrainState) and position == other_position
     assert states.keys() == others.keys()
     for part, tensors in states.items():
         assert tensors.keys() == others[part].keys()

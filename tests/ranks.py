@@ -151,7 +151,7 @@ def _world(rank: int, size: int, groups: dict[str, Any], folder: str) -> Any:
         return _join(f"{size}-{name}", place, count, groups, folder)
 
     group = _join(str(size), rank, size, groups, folder)
-    return World(rank=rank, size=size, group=group, timeout=WAIT_SECONDS, make_group=make)
+    return World(rank=rank, size=size, group=group, timeout=WAIT_SECONDS, new_group=make)
 
 
 def with_shelf(world: Any) -> Any:
@@ -161,19 +161,19 @@ def with_shelf(world: Any) -> Any:
     import torch
 
     from gnnfleet.comm.collectives import sum_over_ranks
-    from gnnfleet.comm.shm_transport import open_shelf
-    from gnnfleet.report.traffic import Traffic
+    from gnnfleet.comm.shm_transport import open_shm_transport
+    from gnnfleet.report.traffic import TrafficCounter
 
     if world.size == 1:
         return world
-    aside = replace(world, traffic=Traffic())
+    aside = replace(world, traffic=TrafficCounter())
     pids = torch.zeros(world.size, dtype=torch.int64)
     pids[world.rank] = os.getpid()
     every = sum_over_ranks(aside, pids).tolist()
     others = [None if rank == world.rank else pid for rank, pid in enumerate(every)]
-    shelf = open_shelf(world.rank, others, lambda t: sum_over_ranks(aside, t))
+    shelf = open_shm_transport(world.rank, others, lambda t: sum_over_ranks(aside, t))
     assert shelf is not None and shelf.pids == others
-    shelf.least = 1
+    shelf.min_bytes = 1
     return replace(world, shelf=shelf)
 
 

@@ -18,7 +18,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from gnnfleet.cli.main import app
-from gnnfleet.config.resolve import nest, parse_value, resolve
+from gnnfleet.config.resolve import parse_value, resolve, unflatten
 from gnnfleet.graph.store import save_store
 from gnnfleet.report.metrics import read_metrics
 from tests.faults.driving import environment
@@ -35,7 +35,7 @@ def check_gnnfleet(words: list[str]) -> None:
     context = command.commands[name].make_context(name, list(rest))
     settings = dict(word.split("=", 1) for word in context.params["settings"] or ())
     strategy = {"strategy.name": context.params["strategy"]}
-    resolve(nest({**strategy, **{key: parse_value(value) for key, value in settings.items()}}))
+    resolve(unflatten({**strategy, **{key: parse_value(value) for key, value in settings.items()}}))
 
 
 def check_torchrun(words: list[str]) -> None:

@@ -15,9 +15,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 
 def test_blocks_run_in_order() -> None:
     graph = make_dataset("communities", nodes=300, mean_degree=8, features=8, seed=1)
-    nodes = graph.only_nodes
+    nodes = graph.single_nodes
     masks = {f"{name}_mask": nodes.mask(name) for name in ("train", "val", "test")}
-    data = Data(x=nodes.x, y=nodes.y, edge_index=graph.only_edges.edge_index(), **masks)
+    data = Data(x=nodes.x, y=nodes.y, edge_index=graph.single_edges.edge_index(), **masks)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 5
     names: dict[str, object] = {"data": data}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gnnfleet.graph.ingest.pyg import to_pyg as to_pyg
     from gnnfleet.graph.sampling.loader import NeighborLoader as NeighborLoader
     from gnnfleet.graph.store import save_store as save
-    from gnnfleet.graph.validate import open_sound as open
+    from gnnfleet.graph.validate import open_validated_store as open
     from gnnfleet.graph.views.view import GraphView as GraphView
 
 # Public name → where it lives, for all that is not an error.
@@ -44,7 +44,7 @@ _HOMES = {
     "NeighborLoader": "gnnfleet.graph.sampling.loader.NeighborLoader",
     "from_networkx": "gnnfleet.graph.ingest.networkx.from_networkx",
     "from_pyg": "gnnfleet.graph.ingest.pyg.from_pyg",
-    "open": "gnnfleet.graph.validate.open_sound",
+    "open": "gnnfleet.graph.validate.open_validated_store",
     "read_npz": "gnnfleet.graph.ingest.npz.read_npz",
     "read_ogb": "gnnfleet.graph.ingest.ogb.read_ogb",
     "save": "gnnfleet.graph.store.save_store",

@@ -17,9 +17,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.launch_env import Seat
-from gnnfleet.config.resolve import named_group, nest, overlay, read_toml
-from gnnfleet.config.schema import RunConfig, Tree
+from gnnfleet.comm.launch_env import LaunchEnv
+from gnnfleet.config.resolve import named_group, overlay, read_toml, unflatten
+from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store
@@ -27,25 +27,25 @@ from gnnfleet.inference.predict import class_names
 from gnnfleet.inference.predict_events import score_events
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.report.run_record import RunRecord
-from gnnfleet.session.prepare import Place
-from gnnfleet.session.training import Trained, run_training
-from gnnfleet.strategies.registry import strategy_words
+from gnnfleet.session.prepare import RunLocation
+from gnnfleet.session.training import TrainingResult, run_training
+from gnnfleet.strategies.registry import strategy_options
 from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.tasks.event import EventTask
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.tasks.node import NodeTask
 from gnnfleet.tasks.train_options import TrainConfig
-from gnnfleet.training.build import Built
+from gnnfleet.training.build import BuiltRun
 from gnnfleet.training.build_link import score_pairs
 
-Rows = Sequence[int] | Sequence[str] | Tensor | np.ndarray[Any, Any] | None
+NodeSelection = Sequence[int] | Sequence[str] | Tensor | np.ndarray[Any, Any] | None
 """Original ids, or a mask of all nodes."""
 
 
 class Record:
     """A finished run: its numbers, its model with the best weights, predictions by original id."""
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: TrainingResult) -> None:
         self.summary: RunRecord = trained.record
         self.config: RunConfig = trained.config
         self.stopped_early: bool = trained.stopped_early
@@ -56,7 +56,7 @@ class Record:
         return f"Record({s.strategy}, {s.model}, epochs={s.epochs}, {s.metrics['name']} test={s.metrics['test']})"
 
     @property
-    def _built(self) -> Built:
+    def _built(self) -> BuiltRun:
         return self._trained.built
 
     @property
@@ -72,7 +72,7 @@ class Record:
     def run_dir(self) -> str | None:
         return self.summary.run_dir
 
-    def predict(self, ids: Rows = None) -> list[Any]:
+    def predict(self, ids: NodeSelection = None) -> list[Any]:
         """The class of each id (all nodes without ``ids``): its name, or its number where classes have no names.
 
         With several labels per node, a list of classes for each id. A mask of all nodes stands for the ids of those
@@ -98,11 +98,11 @@ class Record:
             raise ConfigError("this run classifies nodes: pairs are scored by a run with task='link'")
         return score_pairs(self._built.strategy, self._built.task, pairs, relation)
 
-    def logits(self, ids: Rows = None) -> Tensor:
+    def logits(self, ids: NodeSelection = None) -> Tensor:
         """[n, C]."""
         return self._rows(self._built.strategy.predict().logits, ids)
 
-    def embeddings(self, ids: Rows = None) -> Tensor:
+    def embeddings(self, ids: NodeSelection = None) -> Tensor:
         """[n, hidden]: what the last layer reads; of a run on links, what its decoder reads."""
         if isinstance(self._built.task, LinkTask):
             return self._rows(self._built.strategy.predict().logits, ids)
@@ -110,7 +110,7 @@ class Record:
         assert found is not None
         return self._rows(found, ids)
 
-    def _rows(self, values: Tensor, ids: Rows) -> Tensor:
+    def _rows(self, values: Tensor, ids: NodeSelection) -> Tensor:
         return values if ids is None else values[self._built.nodes.ids.rows(ids)]
 
 
@@ -136,7 +136,7 @@ def train(
     is lost. A word that another group has too (``split``, ``optimizer``, ``momentum``) means that one's; the strategy's
     goes by its full name, as in ``**{"strategy.momentum": 0.5}``.
     """
-    seat = Seat.from_environment()
+    seat = LaunchEnv.from_environment()
     if seat is not None and seat.size > 1:
         raise ConfigError(
             "gf.train starts its own workers (workers=N): run the script without torchrun, or torchrun … -m gnnfleet "
@@ -146,21 +146,21 @@ def train(
         raise ConfigError("resume needs run_dir: the directory of the run to go on with")
     found = graph if isinstance(graph, Graph) else open_store(graph)
     base = {} if config is None else config if isinstance(config, Mapping) else read_toml(Path(config))
-    given: Tree = {} if strategy is None else {"strategy": _plain(strategy)}
+    given: SettingsTree = {} if strategy is None else {"strategy": _plain(strategy)}
     if model is not None:
         given["model"] = {"name": model} if isinstance(model, str) else _plain(model)
     words = overlay(base, given)
-    words = overlay(words, place_words(settings, words.get("strategy", {})))
-    place = Place(run_dir=None if run_dir is None else Path(run_dir), resume=resume)
+    words = overlay(words, group_settings(settings, words.get("strategy", {})))
+    place = RunLocation(run_dir=None if run_dir is None else Path(run_dir), resume=resume)
     trained = run_training(found, words, place=place, quiet=quiet, restarts=max_restarts)
     for how in trained.record.lost:
         warnings.warn(f"the run went on without a trainer: {how}", RuntimeWarning, stacklevel=2)
     return Record(trained)
 
 
-def place_words(settings: Mapping[str, Any], strategy: Any) -> Tree:
+def group_settings(settings: Mapping[str, Any], strategy: Any) -> SettingsTree:
     """Keyword arguments in the groups they belong to; raises ConfigError with the nearest word for an unknown one."""
-    own = strategy_words(str(named_group("strategy", strategy).get("name", "local")))
+    own = strategy_options(str(named_group("strategy", strategy).get("name", "local")))
     full = {}
     for key, value in settings.items():
         if "." in key or key in RunConfig.model_fields:
@@ -173,7 +173,7 @@ def place_words(settings: Mapping[str, Any], strategy: Any) -> Tree:
             known = [*RunConfig.model_fields, *TrainConfig.model_fields, *own]
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             raise ConfigError(f"no setting {key!r}" + (f": did you mean {close[0]}?" if close else ""))
-    return nest(full)
+    return unflatten(full)
 
 
 def _plain(value: Any) -> Any:

@@ -47,6 +47,6 @@ def _is_size(value: object) -> bool:
     return isinstance(value, (str, int)) and not isinstance(value, bool)
 
 
-def show_size(count: float) -> str:
+def format_size(count: float) -> str:
     """Bytes as people read them."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

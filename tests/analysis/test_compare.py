@@ -10,14 +10,21 @@ from typing import Any
 import pytest
 
 from gnnfleet.analysis import compare
-from gnnfleet.analysis.compare import Contest, Verdict, _said, parse_strategies, split_words, steps_of_a_pass
-from gnnfleet.config.resolve import flatten, nest, parse_value, resolve
+from gnnfleet.analysis.compare import (
+    Comparison,
+    EqualityCheck,
+    _non_default_settings,
+    one_epoch_steps,
+    parse_strategies,
+    split_settings,
+)
+from gnnfleet.config.resolve import flatten, parse_value, resolve, unflatten
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.report.metrics import read_metrics
-from gnnfleet.session.prepare import Place
+from gnnfleet.session.prepare import RunLocation
 from gnnfleet.session.training import run_training
 from gnnfleet.strategies.local.config import LocalConfig
 from tests.graphs import communities
@@ -35,7 +42,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_here(store: Path, config: RunConfig, run_dir: Path, **_: Any) -> None:
     """In this process: a new one takes seconds to load torch."""
-    run_training(open_store(store), config.model_dump(mode="json"), place=Place(run_dir))
+    run_training(open_store(store), config.model_dump(mode="json"), place=RunLocation(run_dir))
 
 
 def test_exact_ones_equal_local(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +68,8 @@ def test_exact_ones_equal_local(store: Path, tmp_path: Path, monkeypatch: pytest
 def test_other_weights_are_seen(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said to equal local is compared with it: a counterpart that samples is another training."""
     monkeypatch.setattr(compare, "_train", train_here)
-    monkeypatch.setattr(compare, "counterpart", lambda config, layers: LocalConfig(fanouts=(2,) * layers))
-    contest = Contest(store, tmp_path, ["sar"], 1, {"model": {"hidden": 8, "layers": 2}})
+    monkeypatch.setattr(compare, "reference_config", lambda config, layers: LocalConfig(fanouts=(2,) * layers))
+    contest = Comparison(store, tmp_path, ["sar"], 1, {"model": {"hidden": 8, "layers": 2}})
     verdict = compare.check_all(contest, ["sar"])["sar"]
     assert verdict.difference is not None and verdict.difference > 1e-6 and not verdict.equals
 
@@ -108,7 +115,7 @@ def test_streams_are_compared_with_none(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_run_in_a_process_of_its_own(store: Path, tmp_path: Path) -> None:
-    contest = Contest(store, tmp_path, ["local"], 1, {"model": {"hidden": 8, "layers": 2}, "train": {"epochs": 2}})
+    contest = Comparison(store, tmp_path, ["local"], 1, {"model": {"hidden": 8, "layers": 2}, "train": {"epochs": 2}})
     assert compare.train_all(contest, say=print) == ["local"]
     assert len(read_metrics(tmp_path / "local" / "metrics.jsonl")) == 2
 
@@ -120,7 +127,7 @@ def test_its_error_is_raised_here(store: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys, "executable", str(broken))
     said: list[str] = []
     with pytest.raises(RunError, match=r"^the loss is nan$"):
-        compare.train_all(Contest(store, tmp_path, ["local", "sar"], 2), say=said.append)
+        compare.train_all(Comparison(store, tmp_path, ["local", "sar"], 2), say=said.append)
     assert said == ["local is left out: the loss is nan", "sar is left out: the loss is nan"]
 
 
@@ -134,7 +141,7 @@ def test_mistakes_of_compare(store: Path, tmp_path: Path) -> None:
 
 
 def test_words_of_one_strategy() -> None:
-    assert split_words({"train.lr": 0.1, "sar.group": 2, "seed": 3}) == (
+    assert split_settings({"train.lr": 0.1, "sar.group": 2, "seed": 3}) == (
         {"train.lr": 0.1, "seed": 3},
         {"sar": {"group": 2}},
     )
@@ -145,14 +152,16 @@ def test_words_of_one_strategy() -> None:
 
 def test_a_round_of_tma_is_a_pass(store: Path) -> None:
     graph = open_store(store)
-    train = int((graph.only_nodes.split == 0).sum())
-    contest = Contest(store, store, ["tma"], 2, {}, {"tma": {"batch": 4}})
-    assert steps_of_a_pass(graph, contest.config("tma")) == {"steps": -(-train // 8)}
+    train = int((graph.single_nodes.split == 0).sum())
+    contest = Comparison(store, store, ["tma"], 2, {}, {"tma": {"batch": 4}})
+    assert one_epoch_steps(graph, contest.config("tma")) == {"steps": -(-train // 8)}
     for own in ({"steps": 7}, {"interval": 2.0}):
-        assert steps_of_a_pass(graph, Contest(store, store, ["tma"], 2, {}, {"tma": own}).config("tma")) == {}
-    drawn = Contest(store, store, ["tma"], 2, {"split": "0.5/0.25/0.25"}, {"tma": {"batch": 4}})
-    assert steps_of_a_pass(graph, drawn.config("tma")) == {"steps": -(-(graph.num_nodes // 2) // 8)}
-    assert steps_of_a_pass(graph, Contest(store, store, ["tma"], 2, {}, {"tma": {"scheme": "ggs"}}).config("tma")) == {}
+        assert one_epoch_steps(graph, Comparison(store, store, ["tma"], 2, {}, {"tma": own}).config("tma")) == {}
+    drawn = Comparison(store, store, ["tma"], 2, {"split": "0.5/0.25/0.25"}, {"tma": {"batch": 4}})
+    assert one_epoch_steps(graph, drawn.config("tma")) == {"steps": -(-(graph.num_nodes // 2) // 8)}
+    assert (
+        one_epoch_steps(graph, Comparison(store, store, ["tma"], 2, {}, {"tma": {"scheme": "ggs"}}).config("tma")) == {}
+    )
 
 
 def test_a_config_survives_the_command_line() -> None:
@@ -169,12 +178,18 @@ def test_a_config_survives_the_command_line() -> None:
         },
     ):
         config = resolve(words)
-        typed = {key: json.dumps(value) for key, value in flatten(_said(config)).items() if value is not None}
-        assert resolve(nest({key: parse_value(text) for key, text in typed.items()})) == config
+        typed = {
+            key: json.dumps(value) for key, value in flatten(_non_default_settings(config)).items() if value is not None
+        }
+        assert resolve(unflatten({key: parse_value(text) for key, text in typed.items()})) == config
 
 
 def test_a_verdict_in_words() -> None:
-    assert [str(Verdict(d)) for d in (1e-13, 0.3, None)] == ["yes (1e-13)", "no (3e-01)", "no, by design"]
-    assert str(Verdict(why="no room")) == "not checked: no room"
-    assert Verdict(1e-13).as_json() == {"equals_local": True, "difference": 1e-13}
-    assert Verdict(why="no room").as_json() == {"equals_local": None, "difference": None, "not_checked": "no room"}
+    assert [str(EqualityCheck(d)) for d in (1e-13, 0.3, None)] == ["yes (1e-13)", "no (3e-01)", "no, by design"]
+    assert str(EqualityCheck(reason="no room")) == "not checked: no room"
+    assert EqualityCheck(1e-13).as_json() == {"equals_local": True, "difference": 1e-13}
+    assert EqualityCheck(reason="no room").as_json() == {
+        "equals_local": None,
+        "difference": None,
+        "not_checked": "no room",
+    }

@@ -12,18 +12,18 @@ import torch
 from torch.nn import functional
 
 from gnnfleet.analysis import cluster_count
-from gnnfleet.analysis.cluster_count import candidates, settle_clusters
-from gnnfleet.analysis.partition_diagnosis import Moment, Row, diagnose, recommend
+from gnnfleet.analysis.cluster_count import choose_clusters, cluster_candidates
+from gnnfleet.analysis.partition_diagnosis import DiagnosisRow, Snapshot, diagnose, recommend
 from gnnfleet.cli.diagnose import _shown
-from gnnfleet.cli.output import emit
+from gnnfleet.cli.output import print_result
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition.node_assignment import Clusters
-from gnnfleet.graph.partition.partition_metrics import measure
+from gnnfleet.graph.partition.node_assignment import ClusterMap
+from gnnfleet.graph.partition.partition_metrics import measure_partition
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.graph.views.local import LocalView
-from gnnfleet.session.prepare import Place, settle
+from gnnfleet.session.prepare import RunLocation, resolve_run
 from gnnfleet.training.build import build
 from gnnfleet.training.partition_cache import ensure_clusters, trained_graph
 from gnnfleet.training.run_dir import RunDirectory
@@ -59,7 +59,7 @@ def test_rows_have_the_facts_of_their_deals(store: Path) -> None:
     assert random.kept == pytest.approx(1 / 3, abs=0.03)
     path = ensure_clusters(graph, trained_graph(graph, config), config.model_copy(update={"partition": "mincut"}))
     assert path is not None
-    quality = measure(graph, Clusters.open(path).of.numpy(), 3)
+    quality = measure_partition(graph, ClusterMap.open(path).cluster_of_node.numpy(), 3)
     assert mincut.kept == quality.kept_edges / graph.num_edges
     assert mincut.balance == quality.summary()["balance"]["nodes"]
     assert random.kept < many.kept < few.kept < mincut.kept
@@ -115,9 +115,11 @@ def test_trainers_with_nothing_to_train_on_are_left_out(tmp_path: Path) -> None:
 
 def test_links_and_learnt_rows_need_neither_labels_nor_features(tmp_path: Path) -> None:
     graph = communities(200)
-    bare = Graph.of({"node": replace(graph.only_nodes, x=None, y=None, split=None)}, graph.edges)
+    bare = Graph.of({"node": replace(graph.single_nodes, x=None, y=None, split=None)}, graph.edges)
     save_store(bare, tmp_path / "bare")
-    config = words(2, task="link", split="0.8/0.1/0.1", model={"embedding": 4}, strategy={"batch": 100, "remote": 3})
+    config = words(
+        2, task="link", split="0.8/0.1/0.1", model={"embedding": 4}, strategy={"batch": 100, "remote_negatives": 3}
+    )
     rows = diagnose(open_store(tmp_path / "bare"), config, ["random", "mincut"], steps=2)
     for row in rows:
         assert row.labels is None and row.features is None
@@ -140,11 +142,11 @@ def test_gradients_are_those_of_the_mean_loss(name: str, strategy: dict[str, Any
     for part, tensors in before.items():
         assert tensors.keys() == after[part].keys()
         assert all(torch.equal(tensor, after[part][key]) for key, tensor in tensors.items())
-    table = graph.only_nodes
+    table = graph.single_nodes
     train, x, y = table.mask("train"), table.x, table.y
     assert x is not None and y is not None
     made.model.zero_grad(set_to_none=True)
-    view = LocalView.whole(graph)
+    view = LocalView.of_graph(graph)
     expected = functional.cross_entropy(made.model([view] * 2, x.double())[train], y[train])
     expected.backward()
     assert count == int(train.sum()) and loss == pytest.approx(float(expected.detach()), abs=1e-10)
@@ -165,9 +167,9 @@ def test_gradients_leave_running_statistics_alone() -> None:
     assert made.gradients(1)[0] != one[0], "other draws in another epoch"
 
 
-def row_of(clusters: int, cosine: float, aim: float | None) -> Row:
-    moment, kept = Moment(1.0, 0.1, cosine, aim), 0.5
-    return Row("super", clusters, kept, 1.0, 0.0, 0.0, moment, moment)
+def row_of(clusters: int, cosine: float, aim: float | None) -> DiagnosisRow:
+    moment, kept = Snapshot(1.0, 0.1, cosine, aim), 0.5
+    return DiagnosisRow("super", clusters, kept, 1.0, 0.0, 0.0, moment, moment)
 
 
 def test_the_recommended_row_agrees_most_of_those_that_aim_well() -> None:
@@ -178,7 +180,7 @@ def test_the_recommended_row_agrees_most_of_those_that_aim_well() -> None:
 
 
 def test_headings_are_whole_on_120_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    emit({}, as_json=False, human=[_shown("sage on shop", [row_of(15_000, 0.123, 0.456)], steps=20)])
+    print_result({}, as_json=False, human=[_shown("sage on shop", [row_of(15_000, 0.123, 0.456)], steps=20)])
     shown = capsys.readouterr().out
     headings = "scheme clusters kept balance labels features loss ± after 20 cosine after 20 aim after 20"
     assert " ".join(word for word in shown.splitlines()[2].split() if word not in "┃│") == headings
@@ -190,23 +192,23 @@ def test_a_run_deals_as_many_super_nodes_as_are_recommended(
 ) -> None:
     """``strategy.clusters=auto`` becomes a number before the run, and stays that when it goes on."""
     graph = open_store(store)
-    numbers = candidates(graph.num_nodes, 3)
-    assert numbers == [30, 90, 150] and candidates(10**6, 4)[-1] == 15_000 and candidates(20, 4) == [4]
+    numbers = cluster_candidates(graph.num_nodes, 3)
+    assert numbers == [30, 90, 150] and cluster_candidates(10**6, 4)[-1] == 15_000 and cluster_candidates(20, 4) == [4]
     config, asked = words(strategy={"clusters": "auto"}), list[Any]()
 
-    def measure(*given: Any, **more: Any) -> list[Row]:
+    def measure(*given: Any, **more: Any) -> list[DiagnosisRow]:
         asked.append(given[2:4])
         return [row_of(30, 0.9, 0.5), row_of(88, 0.7, 0.96), row_of(150, 0.4, 1.0)]  # METIS may leave some empty
 
     monkeypatch.setattr(cluster_count, "diagnose", measure)
-    found = settle_clusters(graph, config, quiet=True)
-    assert found.strategy.dealt_clusters == 90 and asked == [(["super"], numbers)]
+    found = choose_clusters(graph, config, quiet=True)
+    assert found.strategy.num_clusters == 90 and asked == [(["super"], numbers)]
     mincut = words(strategy={"clusters": "auto", "scheme": "psgd-pa"})
-    assert settle_clusters(graph, mincut, quiet=True).strategy.dealt_clusters == 0
+    assert choose_clusters(graph, mincut, quiet=True).strategy.num_clusters == 0
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
-    directory.begin(found, graph, None)
-    continued, _ = settle(graph, config.model_dump(mode="json"), Place(directory.path, resume=True))
+    directory.initialize(found, graph, None)
+    continued, _ = resolve_run(graph, config.model_dump(mode="json"), RunLocation(directory.path, resume=True))
     assert continued.strategy == found.strategy
 
 

@@ -50,7 +50,9 @@ def test_make_writes_the_store_and_reports_it(tmp_path):
     assert result["edges"] == {"node:to:node": 3000} and result["parameters"]["seed"] == 4
     assert result["bytes"] > 300 * 64 * 4 and set(result["seconds"]) == {"generate", "write"}
     written, expected = open_store(tmp_path / "g"), make_dataset("communities", nodes=300, edges=3000, seed=4)
-    assert written.only_edges.src.equal(expected.only_edges.src) and written.only_nodes.x.equal(expected.only_nodes.x)
+    assert written.single_edges.src.equal(expected.single_edges.src) and written.single_nodes.x.equal(
+        expected.single_nodes.x
+    )
     with pytest.raises(StoreError, match="--overwrite"):
         run(*words)
     assert "3,000" in run(*words, "--overwrite", "--quiet")

@@ -59,7 +59,7 @@ def test_two_tables_just_work(shop: Path) -> None:
     assert report["nodes"]["node"]["count"] == 3 and report["edges"][str(EDGE)]["count"] == 2
     assert report["edges"][str(EDGE)]["unused"] == ["note"]
     graph = open_store(shop / "store")
-    assert graph.name == "store" and graph.only_edges.edge_index().tolist() == [[0, 1], [1, 2]]
+    assert graph.name == "store" and graph.single_edges.edge_index().tolist() == [[0, 1], [1, 2]]
     with pytest.raises(StoreError, match="--overwrite"):
         call("import", shop / "e.parquet", "-o", shop / "store")
     call("import", shop / "e.parquet", "-o", shop / "store", "--overwrite", "--undirected", "--name", "again")
@@ -98,14 +98,14 @@ def test_named_columns(shop: Path) -> None:
     words = ("--src", "who", "--dst", "what", "--time", "none")
     report = call("import", shop / "orders.csv", "-o", shop / "store", *words)
     assert report["nodes"]["node"]["ids"] == "text"
-    assert open_store(shop / "store").only_nodes.ids.values().to_pylist() == ["7", "8", "u1", "u2"]
+    assert open_store(shop / "store").single_nodes.ids.values().to_pylist() == ["7", "8", "u1", "u2"]
 
 
 def test_events_without_a_header(shop: Path) -> None:
     call("import", shop / "events.txt", "-o", shop / "store", "--columns", "src,dst,time")
     graph = open_store(shop / "store")
-    edges = graph.only_edges
-    assert graph.only_nodes.ids.values().to_pylist() == [7, 8, 9]
+    edges = graph.single_edges
+    assert graph.single_nodes.ids.values().to_pylist() == [7, 8, 9]
     assert edges.edge_index().tolist() == [[0, 0, 2], [0, 1, 1]] and edges.time.tolist() == [2, 2, 1]
     assert edges.order.tolist() == [2, 1, 0], "by time, then as given"
     typed = f"user:edits:page={shop / 'events.txt'},columns=src dst time"
@@ -257,9 +257,9 @@ def test_graphs_of_other_tools(tmp_path: Path, write: Callable[[Path], Path]) ->
     report = call("import", write(tmp_path), "-o", tmp_path / "store", "--undirected", *labels)
     graph = open_store(tmp_path / "store")
     assert graph.undirected and graph.name == "store"
-    assert graph.only_edges.edge_index().tolist() == [[1, 0, 2, 1], [0, 1, 1, 2]]
+    assert graph.single_edges.edge_index().tolist() == [[1, 0, 2, 1], [0, 1, 1, 2]]
     assert report["cleaned"]["parallel_dropped"] == 2
-    assert graph.only_nodes.y is not None and graph.only_nodes.y.tolist() == [0, 1, 0]
+    assert graph.single_nodes.y is not None and graph.single_nodes.y.tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -178,6 +178,6 @@ def test_doctor_where_shared_memory_is_forbidden(monkeypatch: pytest.MonkeyPatch
     def none(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(shm_transport, "take_memory", none)
+    monkeypatch.setattr(shm_transport, "create_memory", none)
     (found,) = doctor._shared_memory()
     assert found.level == "warn" and "Operation not permitted" in found.found and "sockets" in found.advice

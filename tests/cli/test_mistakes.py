@@ -13,7 +13,7 @@ import torch
 
 from gnnfleet.api import train
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.graph import Graph, make_nodes
+from gnnfleet.graph.graph import Graph, validated_nodes
 from gnnfleet.graph.partition.assign import PARTITIONERS
 from gnnfleet.graph.store import save_store
 from gnnfleet.nn.config import MODELS
@@ -27,10 +27,10 @@ from tests.shell import call
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stores")
     good = communities(120)
-    edges, nodes = good.edges, good.only_nodes
+    edges, nodes = good.edges, good.single_nodes
     save_store(good, folder / "good")
     some: dict[str, Any] = {"y": nodes.y, "split": nodes.split}
-    save_store(Graph.of({"node": make_nodes(120, **some)}, edges), folder / "bare")
+    save_store(Graph.of({"node": validated_nodes(120, **some)}, edges), folder / "bare")
     assert nodes.y is not None and nodes.split is not None
     wrong = good.with_nodes("node", y=nodes.y + 3)
     save_store(wrong, folder / "wrong")
@@ -124,7 +124,11 @@ def test_one_line_and_an_exit_code(
 
 # The same for other commands. {out} is an empty directory that stays so.
 OTHERS = [
-    ("train {}/good -s macrobatch -w 2 --set strategy.together=0", 2, "strategy.together=0: input should be 'auto' or"),
+    (
+        "train {}/good -s macrobatch -w 2 --set strategy.batches_per_fetch=0",
+        2,
+        "strategy.batches_per_fetch=0: input should be 'auto' or",
+    ),
     ("train {}/events -s temporal --set strategy.relation=a:b:c", 2, "edges a:b:c have no times"),
     ("plan {}/good --strategies temporal", 2, "no edges with times"),
     ("plan {}/good --bandwidth fast", 2, "a bandwidth reads as 1Gbit"),

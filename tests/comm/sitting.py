@@ -7,10 +7,10 @@ import sys
 
 import torch
 
-from gnnfleet.comm.launch_env import Seat
-from gnnfleet.comm.mesh import Grid
-from gnnfleet.comm.rendezvous import meet
-from gnnfleet.comm.world import World, join
+from gnnfleet.comm.launch_env import LaunchEnv
+from gnnfleet.comm.mesh import Mesh
+from gnnfleet.comm.rendezvous import rendezvous
+from gnnfleet.comm.world import World, init_world
 
 
 def total(world: World, value: float) -> float:
@@ -21,20 +21,20 @@ def total(world: World, value: float) -> float:
 
 
 def main() -> None:
-    seat = Seat.from_environment()
+    seat = LaunchEnv.from_environment()
     assert seat is not None
-    with meet(seat, seconds=60) as meeting, join(meeting) as world:
-        grid = Grid(world, {"way": 2, "stage": world.size // 2})
+    with rendezvous(seat, seconds=60) as meeting, init_world(meeting) as world:
+        grid = Mesh(world, {"way": 2, "stage": world.size // 2})
         found = {
             "rank": world.rank,
             "token": meeting.token,
             "one machine": meeting.on_one_machine,
             "pids": [member.pid for member in meeting.members],
             "all": total(world, world.rank),
-            "way": total(grid.along("way"), world.rank),
-            "stage": total(grid.along("stage"), world.rank),
-            "again": total(world.among("all of them", range(world.size)), world.rank),
-            "once more": total(world.among("all of them", range(world.size)), world.rank),
+            "way": total(grid.subgroup("way"), world.rank),
+            "stage": total(grid.subgroup("stage"), world.rank),
+            "again": total(world.subgroup("all of them", range(world.size)), world.rank),
+            "once more": total(world.subgroup("all of them", range(world.size)), world.rank),
             "default group": torch.distributed.is_initialized(),
         }
     json.dump(found, sys.stdout)

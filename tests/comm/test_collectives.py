@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import gather_rows, share, sum_gradients, sum_over_ranks
+from gnnfleet.comm.collectives import all_gather_rows, broadcast_bytes, sum_gradients, sum_over_ranks
 from gnnfleet.comm.world import World
 from tests.ranks import Crew
 
@@ -60,9 +60,9 @@ def test_a_sum_and_its_gradient(crew: Crew, size: int) -> None:
 
 def gathering(world: World) -> list[Any]:
     rows = torch.arange(2 * world.rank * 3).view(-1, 3) + 100 * world.rank
-    said = share(world, b"word " * 3 if world.is_first else None)
-    assert share(world, b"" if world.is_first else None) == b""
-    return [gather_rows(world, rows), gather_rows(world, torch.empty(0, 2)), said]
+    said = broadcast_bytes(world, b"word " * 3 if world.is_first else None)
+    assert broadcast_bytes(world, b"" if world.is_first else None) == b""
+    return [all_gather_rows(world, rows), all_gather_rows(world, torch.empty(0, 2)), said]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gnnfleet.comm import shm_transport as shelves
 from gnnfleet.comm.collectives import sum_over_ranks
-from gnnfleet.comm.halo_exchange import Home, Lane, Ring, Routes
+from gnnfleet.comm.halo_exchange import ExchangePlan, ReturnPath, RingExchange, RowTable
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ExchangeError
 from tests.ranks import Crew, with_shelf
@@ -33,9 +33,9 @@ def wanted(size: int, lane: int) -> list[list[Tensor]]:
     return lists
 
 
-def routes_of(size: int, rank: int, lane: int) -> Routes:
+def routes_of(size: int, rank: int, lane: int) -> ExchangePlan:
     lists = wanted(size, lane)
-    return Routes(tuple(lists[q][rank] for q in range(size)), tuple(len(rows) for rows in lists[rank]))
+    return ExchangePlan(tuple(lists[q][rank] for q in range(size)), tuple(len(rows) for rows in lists[rank]))
 
 
 def table(rank: int, lane: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -87,12 +87,12 @@ def fetch_and_return(world: World, group: int, depth: int, shelf: bool = False) 
             if q == world.rank:
                 totals[lane] += rows
             else:
-                totals[lane].index_add_(0, routes[lane].give[q], rows)
+                totals[lane].index_add_(0, routes[lane].send_rows[q], rows)
 
     seen = Seen()
-    lanes = [Lane(*both) for both in zip(routes, tables, strict=True)]
-    home = [Home(routes[lane], FORMS[lane][0] + 1, torch.float64) for lane in range(2)]
-    Ring(world, group, depth, seen).visit(lanes, visit, home=home, collect=collect)
+    lanes = [RowTable(*both) for both in zip(routes, tables, strict=True)]
+    home = [ReturnPath(routes[lane], FORMS[lane][0] + 1, torch.float64) for lane in range(2)]
+    RingExchange(world, group, depth, seen).run(lanes, visit, returns=home, on_returns=collect)
     return {
         "order": order,
         "collected": collected,
@@ -134,12 +134,12 @@ def resident(world: World, group: int, depth: int) -> int:
     rows = torch.zeros(64, 4)
     every = torch.arange(64)
     others = [q for q in range(world.size) if q != world.rank]
-    routes = Routes(
+    routes = ExchangePlan(
         tuple(every if q in others else every[:0] for q in range(world.size)),
         tuple(64 if q in others else 0 for q in range(world.size)),
     )
     seen = Seen()
-    Ring(world, group, depth, seen).visit([Lane(routes, rows)], lambda q, found: None)
+    RingExchange(world, group, depth, seen).run([RowTable(routes, rows)], lambda q, found: None)
     return seen.most
 
 
@@ -163,13 +163,13 @@ def many_tours(world: World, group: int, depth: int) -> dict[str, Any]:
     """Messages of all sizes in turn, read late by one rank; what comes back is a view of what arrived."""
     before = memory_files()
     world = with_shelf(world)
-    shelf, right = world.shelf, []
-    ring = Ring(world, group, depth)
+    shelf, right = world.shm, []
+    ring = RingExchange(world, group, depth)
     for tour in range(12):
         count = [5, 900, 40, 3000][tour % 4]
         every = torch.arange(count)
         lists = tuple(every[:0] if q == world.rank else every for q in range(world.size))
-        routes = Routes(lists, tuple(map(len, lists)))
+        routes = ExchangePlan(lists, tuple(map(len, lists)))
 
         def visit(q: int, rows: list[Tensor], tour: int = tour) -> list[Tensor]:
             if world.rank == tour % world.size:
@@ -181,7 +181,7 @@ def many_tours(world: World, group: int, depth: int) -> dict[str, Any]:
             right.append(bool((rows[0] == 100 * world.rank + tour).all()))
 
         table = torch.full((count, 3), 100.0 * world.rank + tour)
-        ring.visit([Lane(routes, table)], visit, home=[Home(routes, 3, torch.float32)], collect=collect)
+        ring.run([RowTable(routes, table)], visit, returns=[ReturnPath(routes, 3, torch.float32)], on_returns=collect)
     slots, files = len(shelf._slots), memory_files()
     shelf.close(5.0)
     return {"right": right, "slots": slots, "most": ring.slots, "files": (before, files, memory_files())}
@@ -205,10 +205,10 @@ def forbidden(world: World, sandboxed: list[int], switched_off: list[int]) -> An
     off = world.rank in switched_off
     others = [None if off or peer == world.rank else 7 for peer in range(world.size)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shelves, "_sees", lambda pid, fd, peer: True)
+        patch.setattr(shelves, "_can_map", lambda pid, fd, peer: True)
         if world.rank in sandboxed + switched_off:
-            patch.setattr(shelves, "take_memory", none)
-        found = shelves.open_shelf(world.rank, others, lambda t: sum_over_ranks(world, t))
+            patch.setattr(shelves, "create_memory", none)
+        found = shelves.open_shm_transport(world.rank, others, lambda t: sum_over_ranks(world, t))
     return None if found is None else (found.pids, found.readers)
 
 
@@ -229,7 +229,7 @@ def unread(world: World) -> str:
         return ""
     try:
         for _ in range(3):
-            world.shelf.lay(100, 1, most=2, seconds=0.3)
+            world.shm.acquire(100, 1, max_slots=2, seconds=0.3)
     except ExchangeError as error:
         return str(error)
     return "no error"
@@ -250,7 +250,7 @@ def large(world: World, shelf: bool) -> bool:
     def visit(q: int, found: list[Tensor]) -> None:
         right.append(bool((found[0] == q).all()))
 
-    Ring(world).visit([Lane(Routes(lists, tuple(map(len, lists))), rows)], visit)
+    RingExchange(world).run([RowTable(ExchangePlan(lists, tuple(map(len, lists))), rows)], visit)
     return all(right) and len(right) == world.size
 
 
@@ -265,10 +265,10 @@ def lonely(world: World) -> str:
 
     if world.rank == 1:
         return ""
-    routes = Routes((torch.arange(0), torch.arange(0)), (0, 4))
+    routes = ExchangePlan((torch.arange(0), torch.arange(0)), (0, 4))
     try:
-        Ring(replace(world, timeout=0.5)).visit(
-            [Lane(routes, torch.zeros(4, 2))], lambda q, rows: None, what="rows of aggregate"
+        RingExchange(replace(world, timeout=0.5)).run(
+            [RowTable(routes, torch.zeros(4, 2))], lambda q, rows: None, op="rows of aggregate"
         )
     except ExchangeError as error:
         return str(error)

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from gnnfleet.comm.message_store import CUT, PIECE, Address, Post, Pulse
+from gnnfleet.comm.message_store import PIECE_BYTES, TCP_USER_TIMEOUT, Address, HeartbeatReader, MessageStore
 from gnnfleet.errors import ExchangeError
 
 
 def test_letters_of_several_pieces() -> None:
-    server = Post.serve()
-    mine, other = server.another(), server.another()
-    body = torch.arange(2 * PIECE + 5, dtype=torch.int32).view(torch.uint8)
+    server = MessageStore.serve()
+    mine, other = server.reconnect(), server.reconnect()
+    body = torch.arange(2 * PIECE_BYTES + 5, dtype=torch.int32).view(torch.uint8)
     mine.write("large", {"number": 3}, body)
     letter = other.read("large")
-    assert letter is not None and letter.words == {"number": 3} and torch.equal(letter.body, body)
+    assert letter is not None and letter.fields == {"number": 3} and torch.equal(letter.body, body)
     other.remove("large")
     assert mine.read("large") is None and not mine.has("large")
     for number in range(8):  # no answer comes to a set, so a letter might still be under way when it is written
@@ -32,50 +32,50 @@ def test_letters_of_several_pieces() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sockets of this process are found in /proc")
 def test_connections_give_up_links_that_carry_nothing() -> None:
-    server = Post.serve()
-    post = server.another()
+    server = MessageStore.serve()
+    post = server.reconnect()
     found = []
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as twin:
             if twin.getpeername()[1] == server.address.port:
                 found.append(twin.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
-    assert found and set(found) == {round(1000 * CUT)} and not post.has("anything")
+    assert found and set(found) == {round(1000 * TCP_USER_TIMEOUT)} and not post.has("anything")
 
 
 def test_nobody_waits_for_a_server_that_is_gone() -> None:
     with socket.socket() as ears:
         ears.bind(("127.0.0.1", 0))
         address = Address("127.0.0.1", ears.getsockname()[1])
-    server = Post.serve()
-    lost = Post(address, server._store)
+    server = MessageStore.serve()
+    lost = MessageStore(address, server._store)
     started = time.monotonic()
     with pytest.raises(ExchangeError, match="lost the coordinator's server at 127"):
-        lost.another()
+        lost.reconnect()
     assert time.monotonic() - started < 5
 
 
 def test_a_pulse_that_has_not_moved_since_its_predecessor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("gnnfleet.comm.message_store.time.monotonic", lambda: now)
-    post = Post.serve()
+    post = MessageStore.serve()
     post.count("beat", 3)  # of somebody who has ended
-    pulse = Pulse("beat", after=3)
-    assert pulse.silent(post) == 0
+    pulse = HeartbeatReader("beat", after=3)
+    assert pulse.silent_seconds(post) == 0
     now = 160.0
-    assert pulse.silent(post) == 0, "whoever is started again takes its time"
+    assert pulse.silent_seconds(post) == 0, "whoever is started again takes its time"
     post.count("beat")
-    assert pulse.silent(post) == 0
+    assert pulse.silent_seconds(post) == 0
     now = 167.0
-    assert pulse.silent(post) == 7
-    other = Pulse("beat")  # no predecessor is known: whoever has beaten is the one
-    assert other.silent(post) == 0
+    assert pulse.silent_seconds(post) == 7
+    other = HeartbeatReader("beat")  # no predecessor is known: whoever has beaten is the one
+    assert other.silent_seconds(post) == 0
     now = 170.0
-    assert other.silent(post) == 3
+    assert other.silent_seconds(post) == 3
 
 
 def test_a_post_with_patience_outlives_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Post.serve()
-    hasty, patient = server.another(), server.another(patience=10)
+    server = MessageStore.serve()
+    hasty, patient = server.reconnect(), server.reconnect(connect_timeout=10)
     server.write("a", {"n": 1})
 
     class Cut:
@@ -87,4 +87,4 @@ def test_a_post_with_patience_outlives_its_connection(monkeypatch: pytest.Monkey
     with pytest.raises(ExchangeError, match="reset by peer"):
         hasty.read("a")
     letter = patient.read("a")
-    assert letter is not None and letter.words == {"n": 1}
+    assert letter is not None and letter.fields == {"n": 1}

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from gnnfleet.comm.launch_env import Seat
-from gnnfleet.comm.mesh import coordinates_of, line_of, rank_of
-from gnnfleet.comm.rendezvous import Member, meet
-from gnnfleet.comm.world import World, join
+from gnnfleet.comm.launch_env import LaunchEnv
+from gnnfleet.comm.mesh import coordinates_of_rank, rank_of_coordinates, ranks_along
+from gnnfleet.comm.rendezvous import ProcessInfo, rendezvous
+from gnnfleet.comm.world import World, init_world
 from gnnfleet.errors import ConfigError, ExchangeError
 
 TORCHRUN = {
@@ -36,10 +36,10 @@ TORCHRUN = {
 
 
 def test_a_seat_is_what_torchrun_says() -> None:
-    seat = Seat(rank=3, size=4, local_rank=1, host="a", port=29500, hosted=True, attempt=2, agent=True)
-    assert Seat.from_environment(TORCHRUN) == seat
-    assert Seat.from_environment({}) is None
-    assert Seat.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) == Seat(rank=0, size=1, host="")
+    seat = LaunchEnv(rank=3, size=4, local_rank=1, host="a", port=29500, external_store=True, attempt=2, agent=True)
+    assert LaunchEnv.from_environment(TORCHRUN) == seat
+    assert LaunchEnv.from_environment({}) is None
+    assert LaunchEnv.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) == LaunchEnv(rank=0, size=1, host="")
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_a_seat_is_what_torchrun_says() -> None:
 )
 def test_half_a_seat_is_refused(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Seat.from_environment({**TORCHRUN, **changes})
+        LaunchEnv.from_environment({**TORCHRUN, **changes})
 
 
 def test_one_rank_meets_itself() -> None:
-    with meet(Seat(rank=0, size=1)) as meeting, join(meeting) as world:
+    with rendezvous(LaunchEnv(rank=0, size=1)) as meeting, init_world(meeting) as world:
         assert world.size == 1 and world.group is None and world.is_first and meeting.on_one_machine
-        assert world.among("alone", [0]).size == 1
+        assert world.subgroup("alone", [0]).size == 1
 
 
 def sit(port: int, *, attempts: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -99,12 +99,12 @@ def test_ranks_meet_again_in_a_used_store() -> None:
 
 def test_who_is_missing_is_named() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    seats = [Seat(rank=rank, size=4, port=store.port, hosted=True) for rank in range(3)]
+    seats = [LaunchEnv(rank=rank, size=4, port=store.port, external_store=True) for rank in range(3)]
     found: dict[int, str] = {}
 
-    def wait(seat: Seat) -> None:
+    def wait(seat: LaunchEnv) -> None:
         try:
-            with meet(seat, seconds=0.5):
+            with rendezvous(seat, seconds=0.5):
                 pass
         except ExchangeError as error:
             found[seat.rank] = str(error)
@@ -121,13 +121,13 @@ def test_who_is_missing_is_named() -> None:
 def test_no_store_is_an_error_that_says_where() -> None:
     with (
         pytest.raises(ExchangeError, match=r"cannot reach the store at 127\.0\.0\.1:1:"),
-        meet(Seat(rank=1, size=2, port=1, hosted=True), seconds=0.2),
+        rendezvous(LaunchEnv(rank=1, size=2, port=1, external_store=True), seconds=0.2),
     ):
         pass
 
 
 def test_a_process_is_known_from_a_later_one() -> None:
-    one, two = Member.myself(), Member.myself()
+    one, two = ProcessInfo.current(), ProcessInfo.current()
     assert one == two and one.pid == os.getpid() and one.born
 
 
@@ -137,8 +137,8 @@ AXES = st.dictionaries(st.sampled_from(["offset", "lane", "copy", "way"]), st.in
 @given(AXES)
 def test_coordinates_number_the_ranks(axes: dict[str, int]) -> None:
     size = prod(axes.values())
-    found = [coordinates_of(rank, axes) for rank in range(size)]
-    assert [rank_of(places, axes) for places in found] == list(range(size))
+    found = [coordinates_of_rank(rank, axes) for rank in range(size)]
+    assert [rank_of_coordinates(places, axes) for places in found] == list(range(size))
     assert len({tuple(places.values()) for places in found}) == size
     assert size < 2 or found[1][[axis for axis, length in axes.items() if length > 1][-1]] == 1  # the last runs fastest
 
@@ -147,19 +147,21 @@ def test_coordinates_number_the_ranks(axes: dict[str, int]) -> None:
 def test_the_lines_of_an_axis_cut_the_ranks(axes: dict[str, int]) -> None:
     size = prod(axes.values())
     for axis, length in axes.items():
-        lines = [line_of(rank, axis, axes) for rank in range(size)]
+        lines = [ranks_along(rank, axis, axes) for rank in range(size)]
         assert all(rank in line and len(line) == length for rank, line in enumerate(lines))
         assert all(lines[member] == line for line in lines for member in line)
-        assert all(coordinates_of(member, axes)[axis] == place for line in lines for place, member in enumerate(line))
+        assert all(
+            coordinates_of_rank(member, axes)[axis] == place for line in lines for place, member in enumerate(line)
+        )
 
 
 def test_places_in_a_grid() -> None:
-    from gnnfleet.comm.mesh import Grid
+    from gnnfleet.comm.mesh import Mesh
 
-    def at(rank: int) -> Grid:
-        world = World(rank, 6, make_group=lambda name, rank, size: None)  # type: ignore[arg-type, return-value]
-        return Grid(world, {"way": 2, "stage": 3})
+    def at(rank: int) -> Mesh:
+        world = World(rank, 6, new_group=lambda name, rank, size: None)  # type: ignore[arg-type, return-value]
+        return Mesh(world, {"way": 2, "stage": 3})
 
     assert at(4).coordinates == {"way": 1, "stage": 1}
     assert (at(0).rank_at(stage=2), at(4).rank_at(way=0), at(4).rank_at(way=0, stage=2)) == (2, 1, 2)
-    assert at(4).along("way").rank == 1 and at(4).along("stage").size == 3
+    assert at(4).subgroup("way").rank == 1 and at(4).subgroup("stage").size == 3

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gnnfleet.config.resolve import check_continues, flatten, layered, nest, overlay, parse_value, read_toml, resolve
+from gnnfleet.config.resolve import (
+    check_resumable,
+    flatten,
+    merge_settings,
+    overlay,
+    parse_value,
+    read_toml,
+    resolve,
+    unflatten,
+)
 from gnnfleet.errors import ConfigError
 
 
@@ -31,7 +40,7 @@ def test_values_are_read_as_toml(text: str, value: Any) -> None:
 
 def test_words_are_converted() -> None:
     given = {key: parse_value(value) for key, value in {"train.lr": ".5", "train.epochs": "7", "split": "3"}.items()}
-    config = resolve(nest(given))
+    config = resolve(unflatten(given))
     assert config.train.lr == 0.5 and config.train.epochs == 7 and config.split == 3
 
 
@@ -52,7 +61,7 @@ def test_set_is_about_the_strategy_that_options_name() -> None:
     """``--config FILE --strategy tma --set strategy.interval=5``, where the file is about another one."""
     own = {"name": "sar", "group": 2}
     file = {"seed": 1, "strategy": own}
-    found = layered(file, {"strategy.interval": 5, "seed": 2}, {"strategy": {"name": "tma"}, "seed": 3})
+    found = merge_settings(file, {"strategy.interval": 5, "seed": 2}, {"strategy": {"name": "tma"}, "seed": 3})
     assert found == {"seed": 3, "strategy": {"name": "tma", "interval": 5}}
     for given, options, strategy in (
         ({"strategy.group": 1}, {"strategy": {"name": "sar"}}, {"name": "sar", "group": 1}),
@@ -61,9 +70,12 @@ def test_set_is_about_the_strategy_that_options_name() -> None:
         ({"strategy": "tma"}, {"strategy": {"name": "local"}}, {"name": "local"}),
         ({}, {}, own),
     ):
-        assert layered(file, given, options)["strategy"] == strategy
-    assert layered({"strategy": "sar"}, {"strategy.group": 2}, {"strategy": {"name": "sar"}})["strategy"]["group"] == 2
-    assert layered({}, {}, {}) == {}
+        assert merge_settings(file, given, options)["strategy"] == strategy
+    assert (
+        merge_settings({"strategy": "sar"}, {"strategy.group": 2}, {"strategy": {"name": "sar"}})["strategy"]["group"]
+        == 2
+    )
+    assert merge_settings({}, {}, {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +124,7 @@ def test_a_name_is_short_for_a_table() -> None:
 
 def test_a_word_cannot_be_a_group() -> None:
     with pytest.raises(ConfigError, match="has a value already"):
-        nest({"train": 1, "train.lr": 2})
+        unflatten({"train": 1, "train.lr": 2})
 
 
 def test_toml(tmp_path: Path) -> None:
@@ -144,9 +156,9 @@ def test_what_is_no_memory_is_refused(text: str) -> None:
 
 def test_a_run_continues_as_it_began() -> None:
     old = resolve({})
-    check_continues(old, resolve({"train": {"epochs": 500, "patience": 3}, "memory": "1GiB"}))
+    check_resumable(old, resolve({"train": {"epochs": 500, "patience": 3}, "memory": "1GiB"}))
     own = {"name": "mine.py:make", "settings": {"a": 1}}
     with pytest.raises(ConfigError, match=r"started with model.settings.a=1, found None"):
-        check_continues(resolve({"model": own}), resolve({"model": {**own, "settings": {}}}))
+        check_resumable(resolve({"model": own}), resolve({"model": {**own, "settings": {}}}))
     with pytest.raises(ConfigError, match=r"started with train.lr=0.01, found 0.5"):
-        check_continues(old, resolve({"train": {"lr": 0.5}}))
+        check_resumable(old, resolve({"train": {"lr": 0.5}}))

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.halo_exchange import Ring
+from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.comm.world import World
-from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
-from gnnfleet.graph.partition.assign import Assignment, assign
+from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
+from gnnfleet.graph.partition.assign import Assignment, assign_nodes
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.ops.draws import DrawKey
@@ -42,7 +42,7 @@ def typed_graph() -> Graph:
     random = torch.Generator().manual_seed(1)
     counts = {"a": 30, "b": 20, "c": 6}
     nodes = {
-        kind: make_nodes(
+        kind: validated_nodes(
             count,
             x=torch.randn(count, 4, generator=random),
             y=torch.randint(0, 3, (count,), generator=random) if kind == "a" else None,
@@ -55,7 +55,7 @@ def typed_graph() -> Graph:
     edges = {}
     for src, name, dst, count in kinds:
         ends = [torch.randint(0, counts[kind], (count,), generator=random) for kind in (src, dst)]
-        edges[EdgeType(src, name, dst)] = make_edges(torch.stack(ends), num_src=counts[src], num_dst=counts[dst])
+        edges[EdgeType(src, name, dst)] = validated_edges(torch.stack(ends), num_src=counts[src], num_dst=counts[dst])
     return Graph.of(nodes, edges)
 
 
@@ -65,16 +65,16 @@ def related_graph() -> Graph:
     edges = {}
     for number in range(4):
         index = torch.randint(0, 40, (2, 60 * (number != 2)), generator=random)
-        edges[EdgeType("node", f"r{number}", "node")] = make_edges(index, num_src=40, num_dst=40)
+        edges[EdgeType("node", f"r{number}", "node")] = validated_edges(index, num_src=40, num_dst=40)
     x, y = torch.randn(40, 4, generator=random), torch.randint(0, 3, (40,), generator=random)
     split = torch.randint(0, 3, (40,), generator=random)
-    return Graph.of({"node": make_nodes(40, x=x, y=y, split=split)}, edges)
+    return Graph.of({"node": validated_nodes(40, x=x, y=y, split=split)}, edges)
 
 
 def cut_graph(graph: Graph, parts: int, how: str, path: Path) -> Path:
     """Write a partition: by a partitioner, with an empty part, or with a part whose nodes have no edges."""
     if how in ("random", "mincut", "range"):
-        assignment = assign(graph, parts, how)
+        assignment = assign_nodes(graph, parts, how)
     else:
         total = graph.num_nodes
         last = parts - 1
@@ -119,12 +119,12 @@ def pattern(out: Tensor) -> Tensor:
 
 
 def whole(graph: Graph, case: Case, inputs: Inputs) -> dict[str, Tensor]:
-    return run_case(LocalView.whole(graph).at(key=KEY, layer=1), case, inputs)
+    return run_case(LocalView.of_graph(graph).with_step(key=KEY, layer=1), case, inputs)
 
 
 def open_view(world: World, path: str, group: int, depth: int) -> RingView:
     shard = Partition.open(path).shard(world.rank)
-    return RingView.open(shard, Ring(world, group, depth)).at(key=KEY, layer=1)
+    return RingView.open(shard, RingExchange(world, group, depth)).with_step(key=KEY, layer=1)
 
 
 def joined(graph: Graph, inputs: Inputs, found: list[dict[str, Any]]) -> dict[str, Tensor]:

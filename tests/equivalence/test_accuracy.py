@@ -12,7 +12,7 @@ from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.ingest.npz import read_npz
 from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.training.build import Here, build
+from gnnfleet.training.build import RankContext, build
 from tests.equivalence.spread import cut_graph
 from tests.ranks import Crew
 
@@ -20,13 +20,13 @@ EPOCHS = 8
 
 
 def metrics(world: World, store: str, parts: str | None, precision: str) -> list[dict[str, float]]:
-    here = None if parts is None else Here(world, Partition.open(parts).shard(world.rank))
+    here = None if parts is None else RankContext(world, Partition.open(parts).shard(world.rank))
     model = {"name": "gcn", "hidden": 16, "layers": 2, "dropout": 0.5, "input_norm": "sum"}
     strategy = "local" if parts is None else "sar"
     tree: dict[str, Any] = {"model": model, "precision": precision, "strategy": strategy, "seed": 1}
     made = build(open_store(store), resolve(tree), here=here).strategy
     for epoch in range(EPOCHS):
-        list(made.steps(epoch))
+        list(made.train_epoch(epoch))
     return [made.evaluate(split) for split in ("train", "val", "test")]
 
 

@@ -24,7 +24,7 @@ assert D == HEADS * CHANNELS
 
 def boundary(graph: Graph, part: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     """[p, q] distinct sources in p that q needs, and distinct destinations in p that q feeds; from the definition."""
-    src, dst = graph.only_edges.edge_index().tolist()
+    src, dst = graph.single_edges.edge_index().tolist()
     sources = {(int(part[s]), int(part[d]), s) for s, d in zip(src, dst, strict=True)}
     targets = {(int(part[d]), int(part[s]), d) for s, d in zip(src, dst, strict=True)}
     found = []
@@ -79,7 +79,7 @@ FORMULAS: dict[str, tuple[Callable[[Any], Tensor], int, int, int]] = {
 
 
 def sent(world: World, path: str, group: int, keep: bool = False) -> list[tuple[int, int]]:
-    view = replace(open_view(world, path, group, 1), keep=keep)
+    view = replace(open_view(world, path, group, 1), keep_fetched=keep)
     found = []
     for case, *_ in FORMULAS.values():
         before = world.traffic.bytes_sent, world.traffic.rounds

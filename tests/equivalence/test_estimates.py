@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from gnnfleet.comm.halo_exchange import Ring
+from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.partition.chunk_layout import lay_out
-from gnnfleet.graph.partition.node_assignment import Deal
+from gnnfleet.graph.partition.chunk_layout import build_chunk_layout
+from gnnfleet.graph.partition.node_assignment import NodeAssignment
 from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.sharded.full_batch.active_row_counts import Load, find_levels
-from gnnfleet.sharded.full_batch.active_rows import Flow
+from gnnfleet.sharded.full_batch.active_row_counts import LayerLoad, count_active_rows
+from gnnfleet.sharded.full_batch.active_rows import ActiveRows
 from gnnfleet.sharded.full_batch.ring_view import RingView
-from gnnfleet.strategies.estimates import Forecast, LayerPace, Outlook, Pace
-from gnnfleet.strategies.registry import foresee, make_temporal
+from gnnfleet.strategies.estimates import CostEstimate, LayerCostModel, MachineProfile, PlanningContext
+from gnnfleet.strategies.registry import estimate_costs, make_temporal
 from gnnfleet.strategies.temporal.config import TemporalConfig
-from gnnfleet.strategies.temporal.estimate import Rehearsed, rehearse
-from gnnfleet.strategies.temporal.layout_planner import shapes_of
-from gnnfleet.training.build import Here, build, check, event_job, job_of
+from gnnfleet.strategies.temporal.estimate import EventTrialResult, run_event_trials
+from gnnfleet.strategies.temporal.layout_planner import all_layouts
+from gnnfleet.training.build import RankContext, build, make_event_job, make_job, validate
 from tests.equivalence.spread import cut_graph, plain_graph, typed_graph
 from tests.equivalence.test_sar import words
 from tests.ranks import Crew, with_shelf
@@ -33,7 +33,7 @@ SAR: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"name": "sage"}, {"group": 1}),
     ({"name": "sage", "embedding": 4, "aggr": "max"}, {"group": 3, "prefetch": 0}),
     ({"name": "gcn", "norm": "batch"}, {"group": 2}),
-    ({"name": "gat", "heads": 2, "edge_features": True}, {"keep": True}),
+    ({"name": "gat", "heads": 2, "edge_features": True}, {"cache_for_backward": True}),
 ]
 PIPE: list[tuple[dict[str, Any], int, int, int]] = [
     ({"name": "sage"}, 3, 3, 3),
@@ -41,32 +41,34 @@ PIPE: list[tuple[dict[str, Any], int, int, int]] = [
 ]
 
 
-def outlook(store: Path, tree: dict[str, Any], parts: Path | None = None, *, pace: Pace | None = None) -> Any:
+def outlook(store: Path, tree: dict[str, Any], parts: Path | None = None, *, pace: MachineProfile | None = None) -> Any:
     """(what a strategy is told, its config), with a pace that is made up."""
     graph, config = open_store(store), resolve(tree)
-    checked = check(graph, config)
-    each = (LayerPace(1e-3, 1e-6, 1e-7),) * checked.model.num_layers
-    pace = pace or Pace(config.workers, each, 1e-3, 1e-3, 1.0, 1e-7, 1e9, 1e9, 1e-4, 3e8)
+    checked = validate(graph, config)
+    each = (LayerCostModel(1e-3, 1e-6, 1e-7),) * checked.model.num_layers
+    pace = pace or MachineProfile(config.workers, each, 1e-3, 1e-3, 1.0, 1e-7, 1e9, 1e9, 1e-4, 3e8)
 
     def shards() -> Any:
         assert parts is not None
         return [Partition.open(parts).shard(part) for part in range(config.workers)]
 
-    found = Outlook(
-        job=job_of(checked, config, Here()),
-        alone=pace,
-        together=pace,
+    found = PlanningContext(
+        job=make_job(checked, config, RankContext()),
+        single_profile=pace,
+        shared_profile=pace,
         overlaps=False,
         parts=shards,
-        deal=lambda _: Deal({kind: table.count for kind, table in graph.nodes.items()}, None),
-        layouts=lambda strategy: [lay_out(graph, *each) for each in strategy.candidates(config.workers)],
+        assignment=lambda _: NodeAssignment({kind: table.count for kind, table in graph.nodes.items()}, None),
+        layouts=lambda strategy: [
+            build_chunk_layout(graph, *each) for each in strategy.layout_candidates(config.workers)
+        ],
     )
     return found, config
 
 
-def forecast_of(store: Path, tree: dict[str, Any], parts: Path | None = None) -> list[Forecast]:
+def forecast_of(store: Path, tree: dict[str, Any], parts: Path | None = None) -> list[CostEstimate]:
     found, config = outlook(store, tree, parts)
-    return foresee(config.strategy, found)
+    return estimate_costs(config.strategy, found)
 
 
 def counted(world: World, store: str, trees: list[dict[str, Any]], parts: str | None) -> list[tuple[int, int]]:
@@ -75,13 +77,16 @@ def counted(world: World, store: str, trees: list[dict[str, Any]], parts: str | 
     for tree in trees:
         graph, config = open_store(store), resolve(tree)
         if parts is None:
-            here = Here(world, layouts=[lay_out(graph, *each) for each in config.strategy.candidates(world.size)])
+            here = RankContext(
+                world,
+                layouts=[build_chunk_layout(graph, *each) for each in config.strategy.layout_candidates(world.size)],
+            )
         else:
-            here = Here(world, Partition.open(parts).shard(world.rank))
+            here = RankContext(world, Partition.open(parts).shard(world.rank))
         strategy = build(graph, config, here=here).strategy
-        list(strategy.steps(0))
+        list(strategy.train_epoch(0))
         before = world.traffic.bytes_sent, world.traffic.rounds
-        list(strategy.steps(1))
+        list(strategy.train_epoch(1))
         found.append((world.traffic.bytes_sent - before[0], world.traffic.rounds - before[1]))
     return found
 
@@ -94,7 +99,9 @@ def sar_tree(model: dict[str, Any], **more: Any) -> dict[str, Any]:
 def test_sar(crew: Crew, tmp_path: Path, make: Any, cases: list[Any]) -> None:
     store = save_store(make(), tmp_path / "store")
     parts = cut_graph(store, 3, "random", tmp_path / "parts")
-    trees = [sar_tree(model, **{"prefetch": 1, "group": 1, "keep": False, **more}) for model, more in cases]
+    trees = [
+        sar_tree(model, **{"prefetch": 1, "group": 1, "cache_for_backward": False, **more}) for model, more in cases
+    ]
     ranks = crew.run(3, counted, str(tmp_path / "store"), trees, str(parts))
     for place, tree in enumerate(trees):
         (foreseen,) = forecast_of(tmp_path / "store", tree, parts)
@@ -105,7 +112,9 @@ def test_sar(crew: Crew, tmp_path: Path, make: Any, cases: list[Any]) -> None:
 def test_pipe(crew: Crew, tmp_path: Path) -> None:
     store = save_store(plain_graph(), tmp_path / "store")
     for model, workers, ways, chunks in PIPE:
-        tree = words(model, name="pipe", ways=ways, chunks=chunks, guard=0) | {"workers": workers}
+        tree = words(model, name="pipe", graph_parallel=ways, chunks=chunks, exactness_check_every=0) | {
+            "workers": workers
+        }
         parts = cut_graph(store, workers, "range", tmp_path / f"parts-{workers}")
         (foreseen,) = forecast_of(tmp_path / "store", tree, parts)
         ranks = crew.run(workers, counted, str(tmp_path / "store"), [tree], None)
@@ -115,17 +124,19 @@ def test_pipe(crew: Crew, tmp_path: Path) -> None:
         assert foreseen.kind == ("exact" if ways == chunks else "approximate")
 
 
-def events_counted(world: World, store: str, tree: dict[str, Any]) -> list[tuple[Rehearsed, int, int, int]]:
+def events_counted(world: World, store: str, tree: dict[str, Any]) -> list[tuple[EventTrialResult, int, int, int]]:
     """Of every arrangement what was rehearsed, and (steps, bytes, rounds) of this rank in its second epoch."""
     config, graph = resolve(tree), open_store(store)
     assert isinstance(config.strategy, TemporalConfig)
-    shapes, here = shapes_of(world.size), Here(with_shelf(world))
+    shapes, here = all_layouts(world.size), RankContext(with_shelf(world))
     found = []
-    for shape, took in zip(shapes, rehearse(config.strategy, event_job(graph, config, here), shapes), strict=True):
-        strategy = make_temporal(config.strategy.model_copy(update=vars(shape)), event_job(graph, config, here))
-        list(strategy.steps(0))
+    for shape, took in zip(
+        shapes, run_event_trials(config.strategy, make_event_job(graph, config, here), shapes), strict=True
+    ):
+        strategy = make_temporal(config.strategy.model_copy(update=vars(shape)), make_event_job(graph, config, here))
+        list(strategy.train_epoch(0))
         before = world.traffic.bytes_sent, world.traffic.rounds
-        steps = len(list(strategy.steps(1)))
+        steps = len(list(strategy.train_epoch(1)))
         found.append((took, steps, world.traffic.bytes_sent - before[0], world.traffic.rounds - before[1]))
     return found
 
@@ -137,7 +148,7 @@ def test_temporal(crew: Crew, tmp_path: Path) -> None:
     strategy = {"name": "temporal", "batch": 20, "static": False, "eval_negatives": 3}
     tree = {"strategy": strategy, "model": {"hidden": 8, "neighbours": 3}, "workers": 2}
     ranks = crew.run(2, events_counted, str(tmp_path / "store"), tree)
-    for place, shape in enumerate(shapes_of(2)):
+    for place, shape in enumerate(all_layouts(2)):
         took, steps, _, _ = ranks[0][place]
         assert not took.refused and took.memory > 0 and took.seconds > 0 and abs(took.iterations - steps) <= 1
         sent, rounds = sum(rank[place][2] for rank in ranks), max(rank[place][3] for rank in ranks)
@@ -145,22 +156,22 @@ def test_temporal(crew: Crew, tmp_path: Path) -> None:
         assert took.begin[1] + steps * took.rounds == pytest.approx(rounds, abs=2), shape
 
 
-def layer_loads(world: World, parts: str, wanted: list[int], layers: int) -> list[Load]:
+def layer_loads(world: World, parts: str, wanted: list[int], layers: int) -> list[LayerLoad]:
     """What a rank finds out by talking to the others."""
     shard = Partition.open(parts).shard(world.rank)
-    ring = Ring(world)
+    ring = RingExchange(world)
     reach = torch.zeros(60, dtype=torch.bool)
     reach[wanted] = True
-    flow = Flow.find(shard, ring, {"node": reach[shard.nodes("node").store_ids]}, layers)
+    flow = ActiveRows.compute(shard, ring, {"node": reach[shard.nodes("node").store_ids]}, layers)
     view = RingView.open(shard, ring, flow)
     found = []
     for index in range(layers):
-        part = (view if flow is None else view.of_layer(flow, index)).part
-        routes = {("node", way): part.routes("node", way) for way in ("in", "out")}
+        part = (view if flow is None else view.for_layer(flow, index)).blocks
+        routes = {("node", way): part.exchange_plan("node", way) for way in ("in", "out")}
         edges = sum(each.num_edges for each in part.edges.values())
         rows = part.nodes["node"].num_dst
-        give = {way: tuple(map(len, each.give)) for way, each in routes.items()}
-        found.append(Load(rows, edges, give, {way: tuple(each.need) for way, each in routes.items()}))
+        give = {way: tuple(map(len, each.send_rows)) for way, each in routes.items()}
+        found.append(LayerLoad(rows, edges, give, {way: tuple(each.recv_counts) for way, each in routes.items()}))
     return found
 
 
@@ -172,4 +183,4 @@ def test_loads_are_those_that_ranks_agree_on(crew: Crew, tmp_path: Path, wanted:
     reach[wanted] = True
     masks = [{"node": reach[shard.nodes("node").store_ids]} for shard in shards]
     found = crew.run(3, layer_loads, str(parts), wanted, 3)
-    assert find_levels(shards, masks, 3).loads == [[rank[layer] for rank in found] for layer in range(3)]
+    assert count_active_rows(shards, masks, 3).loads == [[rank[layer] for rank in found] for layer in range(3)]

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from gnnfleet.comm.halo_exchange import Ring
+from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.partitioned_graph import Partition
-from gnnfleet.graph.sampling.sampler import Sampler
+from gnnfleet.graph.sampling.sampler import NeighborSampler
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.full_batch.ring_view import RingView
-from gnnfleet.sharded.sampling.dist_sampler import PartSampler
-from gnnfleet.training.build import Here, build
+from gnnfleet.sharded.sampling.dist_sampler import DistNeighborSampler
+from gnnfleet.training.build import RankContext, build
 from tests.equivalence.spread import cut_graph, plain_graph, related_graph, typed_graph
 from tests.equivalence.test_sar import close, linked
 from tests.ranks import Crew, with_shelf
@@ -51,9 +51,11 @@ def words(model: dict[str, Any], **strategy: Any) -> dict[str, Any]:
     return {"model": {**base, **model}, "train": train, "precision": "float64", "seed": 5, "strategy": knobs}
 
 
-def trained(graph: Graph, tree: dict[str, Any], here: Here | None = None) -> dict[str, Any]:
+def trained(graph: Graph, tree: dict[str, Any], here: RankContext | None = None) -> dict[str, Any]:
     strategy = build(graph, resolve(tree), here=here).strategy
-    losses = [(record.loss, record.count, record.step) for epoch in range(EPOCHS) for record in strategy.steps(epoch)]
+    losses = [
+        (record.loss, record.count, record.step) for epoch in range(EPOCHS) for record in strategy.train_epoch(epoch)
+    ]
     found = {
         "losses": torch.tensor(losses, dtype=torch.float64),
         "test": strategy.evaluate("test"),
@@ -64,8 +66,8 @@ def trained(graph: Graph, tree: dict[str, Any], here: Here | None = None) -> dic
     return found
 
 
-def here_of(world: World, parts: str) -> Here:
-    return Here(world, Partition.open(parts).shard(world.rank))
+def here_of(world: World, parts: str) -> RankContext:
+    return RankContext(world, Partition.open(parts).shard(world.rank))
 
 
 def every_model(world: World, store: str, parts: str, name: str, knobs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -112,7 +114,7 @@ def test_equals_local(
     name: str,
 ) -> None:
     parts = cut_graph(open_store(folder / name), size, how, tmp_path / "parts")
-    found = crew.run(size, every_model, str(folder / name), str(parts), name, {"together": together})
+    found = crew.run(size, every_model, str(folder / name), str(parts), name, {"batches_per_fetch": together})
     for place, wanted in enumerate(expected[name]):
         one = [of_rank[place] for of_rank in found]
         only_first_predicts(one)
@@ -120,16 +122,16 @@ def test_equals_local(
 
 
 KNOBS: list[dict[str, Any]] = [
-    {"together": 1},
-    {"together": 3},
-    {"together": "auto"},
-    {"together": "auto", "buffer": 20_000},
-    {"together": 2, "prefetch": 1},
-    {"together": 2, "resident": False},
-    {"together": 1, "cache": 300, "policy": "static"},
-    {"together": 2, "cache": 500, "policy": "score"},
-    {"together": 2, "cache": 500, "policy": "belady"},
-    {"together": 1, "cache": 100_000, "policy": "belady", "window": 3, "prefetch": 2},
+    {"batches_per_fetch": 1},
+    {"batches_per_fetch": 3},
+    {"batches_per_fetch": "auto"},
+    {"batches_per_fetch": "auto", "buffer": 20_000},
+    {"batches_per_fetch": 2, "prefetch": 1},
+    {"batches_per_fetch": 2, "features_in_memory": False},
+    {"batches_per_fetch": 1, "cache": 300, "policy": "static"},
+    {"batches_per_fetch": 2, "cache": 500, "policy": "score"},
+    {"batches_per_fetch": 2, "cache": 500, "policy": "belady"},
+    {"batches_per_fetch": 1, "cache": 100_000, "policy": "belady", "cache_lookahead": 3, "prefetch": 2},
 ]
 
 
@@ -157,14 +159,14 @@ def test_the_same_bits_however_rows_come(
 
 
 def from_disk(world: World, store: str, parts: str) -> dict[str, Any]:
-    tree = words({"name": "sage"}, name="macrobatch", together=2, resident=False)
+    tree = words({"name": "sage"}, name="macrobatch", batches_per_fetch=2, features_in_memory=False)
     return trained(open_store(store), tree, here_of(world, parts))
 
 
 def test_half_precision_that_does_not_stay_in_memory(crew: Crew, folder: Path, tmp_path: Path) -> None:
     graph = plain_graph()
-    assert graph.only_nodes.x is not None
-    save_store(graph.with_nodes("node", x=graph.only_nodes.x.to(torch.bfloat16)), tmp_path / "half")
+    assert graph.single_nodes.x is not None
+    save_store(graph.with_nodes("node", x=graph.single_nodes.x.to(torch.bfloat16)), tmp_path / "half")
     parts = cut_graph(open_store(tmp_path / "half"), 2, "random", tmp_path / "parts")
     found = crew.run(2, from_disk, str(tmp_path / "half"), str(parts))
     close(found[0], trained(open_store(tmp_path / "half"), words({"name": "sage"}, name="local")), "half")
@@ -173,9 +175,9 @@ def test_half_precision_that_does_not_stay_in_memory(crew: Crew, folder: Path, t
 def test_no_batch_outlives_its_steps(folder: Path, tmp_path: Path) -> None:
     """Without the collector of circles: on a large graph it would come too late."""
     parts = str(cut_graph(open_store(folder / "plain"), 1, "random", tmp_path / "parts"))
-    tree = words({"name": "gcn"}, name="macrobatch", together=2)
+    tree = words({"name": "gcn"}, name="macrobatch", batches_per_fetch=2)
     strategy: Any = build(open_store(folder / "plain"), resolve(tree), here=here_of(World(), parts)).strategy
-    relay, seen = strategy.relay, list[Any]()
+    relay, seen = strategy.fetcher, list[Any]()
     drawn = relay.sample
 
     def sample(batches: Any) -> Any:
@@ -187,7 +189,7 @@ def test_no_batch_outlives_its_steps(folder: Path, tmp_path: Path) -> None:
     gc.collect()
     gc.disable()
     try:
-        steps = len(list(strategy.steps(0)))
+        steps = len(list(strategy.train_epoch(0)))
         assert len(seen) == steps > 2
         assert [one for one in seen if one() is not None] == []
     finally:
@@ -229,7 +231,7 @@ def by_columns(world: World, store: str, parts: str | None, strategy: str) -> li
     here, found = None if parts is None else here_of(world, parts), []
     for place, model in enumerate(SPLIT):
         fanouts = FANOUTS[: model.get("layers", 3)]
-        knobs = {"split": "columns", "together": 1 + place, "prefetch": place % 2} if parts else {}
+        knobs = {"split": "columns", "batches_per_fetch": 1 + place, "prefetch": place % 2} if parts else {}
         found.append(trained(open_store(store), words(model, name=strategy, fanouts=fanouts, **knobs), here))
     return found
 
@@ -252,8 +254,8 @@ BY_RELATION = {"a:to:b": [2, 1], "b:back:a": [0, 3], "a:like:a": [2, 2], "a:hate
 def drawn_blocks(world: World, store: str, parts: str, name: str, count: int, fanouts: Any) -> dict[str, Any]:
     """The blocks of some batches, some of them empty on some ranks, and what was sent for them."""
     graph = open_store(store)
-    view = RingView.open(here_of(world, parts).shard, Ring(world))  # type: ignore[arg-type]
-    sampler = PartSampler(view, Ring(world, world.size, 0), fanouts)
+    view = RingView.open(here_of(world, parts).shard, RingExchange(world))  # type: ignore[arg-type]
+    sampler = DistNeighborSampler(view, RingExchange(world, world.size, 0), fanouts)
     before = world.traffic.rounds
     random = torch.Generator().manual_seed(world.rank)
     kind = "node" if name != "typed" else "a"
@@ -261,15 +263,15 @@ def drawn_blocks(world: World, store: str, parts: str, name: str, count: int, fa
     keys = [DrawKey(3, 1, step) for step in range(count)]
     found = sampler.blocks([({kind: ids}, key) for ids, key in zip(seeds, keys, strict=True)])
     rounds = world.traffic.rounds - before
-    whole = Sampler(graph, fanouts)
+    whole = NeighborSampler(graph, fanouts)
     for ids, key, one in zip(seeds, keys, found, strict=True):
         for got, want in zip(one.views, whole.blocks({kind: ids}, key), strict=True):
             assert got.layer == want.layer and got.key == want.key
             for node_type, rows in want.nodes.items():
                 assert torch.equal(got.nodes[node_type].node_ids, rows.node_ids)
                 assert got.nodes[node_type].num_dst == rows.num_dst
-                reached = one.reached[node_type]
-                everywhere = torch.cat([reached.rows, *reached.far])
+                reached = one.nodes[node_type]
+                everywhere = torch.cat([reached.rows, *reached.remote_ids])
                 assert torch.equal(everywhere.sort().values, torch.arange(reached.count))
             for edge_type, relation in want.relations.items():
                 mine = got.relations[edge_type]
@@ -279,8 +281,10 @@ def drawn_blocks(world: World, store: str, parts: str, name: str, count: int, fa
                 for one_side, other in ((mine.weight, relation.weight), (mine.attr, relation.attr)):
                     assert (one_side is None) == (other is None)
                     assert one_side is None or torch.equal(one_side, other)  # type: ignore[arg-type]
-                if relation.share is not None:
-                    assert mine.share is not None and torch.equal(mine.share(), relation.share())
+                if relation.sampling_scale is not None:
+                    assert mine.sampling_scale is not None and torch.equal(
+                        mine.sampling_scale(), relation.sampling_scale()
+                    )
     return {"rounds": rounds}
 
 
@@ -324,10 +328,10 @@ def every_link(world: World, folder: str, parts: dict[str, str], strategy: str) 
     for name in LINKS:
         store = "linked-typed" if name == "typed" else "linked"
         here = here_of(world, parts[store]) if parts else None
-        strategy_words = {"together": 2} if parts else {}
+        strategy_words = {"batches_per_fetch": 2} if parts else {}
         tree = link_words(name, name=strategy, **strategy_words)
         strategy_made = build(open_store(f"{folder}/{store}"), resolve(tree), here=here).strategy
-        losses = [(record.loss, record.count) for epoch in range(EPOCHS) for record in strategy_made.steps(epoch)]
+        losses = [(record.loss, record.count) for epoch in range(EPOCHS) for record in strategy_made.train_epoch(epoch)]
         found.append({"losses": torch.tensor(losses), "test": strategy_made.evaluate("test")})
     return found
 
@@ -373,10 +377,10 @@ def test_what_cannot_be_is_refused(crew: Crew, folder: Path, tmp_path: Path) -> 
 def on_hosts(world: World, hosts: list[list[int]]) -> World:
     """Ranks that share memory with those of their own host only."""
     world = with_shelf(world)
-    assert world.shelf is not None
+    assert world.shm is not None
     mine = next(ranks for ranks in hosts if world.rank in ranks)
-    world.shelf.pids = [pid if q in mine else None for q, pid in enumerate(world.shelf.pids)]
-    world.shelf.readers = [pid if q in mine else None for q, pid in enumerate(world.shelf.readers)]
+    world.shm.pids = [pid if q in mine else None for q, pid in enumerate(world.shm.pids)]
+    world.shm.readers = [pid if q in mine else None for q, pid in enumerate(world.shm.readers)]
     return world
 
 
@@ -384,13 +388,13 @@ def kept_by_host(world: World, store: str, parts: str, hosts: list[list[int]], n
     world = on_hosts(world, hosts)
     here, found = here_of(world, parts), []
     for cache, policy in ((0, "belady"), (1500, "belady"), (1500, "score"), (10**6, "static")):
-        knobs = {"together": 2, "cache": cache, "policy": policy, "window": 1}
+        knobs = {"batches_per_fetch": 2, "cache": cache, "policy": policy, "cache_lookahead": 1}
         strategy: Any = build(
             open_store(store), resolve(words(GRAPHS[name][1][0], name="macrobatch", **knobs)), here=here
         )
         strategy = strategy.strategy
-        losses = [record.loss for epoch in range(2) for record in strategy.steps(epoch)]
-        tally, kept = strategy.relay.tally, strategy.relay.kept
+        losses = [record.loss for epoch in range(2) for record in strategy.train_epoch(epoch)]
+        tally, kept = strategy.fetcher.stats, strategy.fetcher.host_cache
         slots = 0 if kept is None else sum(s.cache.capacity for s in kept.slots.values())
         found.append((losses, tally.wanted, tally.hits, tally.fetched_bytes, slots))
     return found

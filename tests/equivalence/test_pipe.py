@@ -13,19 +13,19 @@ from torch import Tensor
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition.chunk_layout import Layout, lay_out
+from gnnfleet.graph.partition.chunk_layout import ChunkLayout, build_chunk_layout
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.config import make_config
 from gnnfleet.nn.model import GNN, build_model
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.pipeline.chunk_view import ChunkView
-from gnnfleet.sharded.pipeline.chunked_partition import Way, slots_of
-from gnnfleet.sharded.pipeline.history import Gradient, Stream, Turn
-from gnnfleet.sharded.pipeline.stage_halo import Mirrors
-from gnnfleet.strategies.pipe.schedule import order_of
+from gnnfleet.sharded.pipeline.chunked_partition import ChunkedPartition, slot_of_position
+from gnnfleet.sharded.pipeline.history import GradientRule, HistoryStore, PipelineSlot
+from gnnfleet.sharded.pipeline.stage_halo import StageHalo
+from gnnfleet.strategies.pipe.schedule import chunk_order
 from gnnfleet.strategies.pipe.strategy import PipeStrategy
-from gnnfleet.training.build import Here, build
+from gnnfleet.training.build import RankContext, build
 from tests.equivalence.spread import NODES, plain_graph, related_graph
 from tests.equivalence.test_sar import MODELS, close, link_words, linked, trained, words
 from tests.ranks import Crew
@@ -54,8 +54,8 @@ def expected(folder: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def chunked(graph: Graph, world: World, ways: int, chunks: int, method: str = "mincut") -> Here:
-    return Here(world, layouts=[lay_out(graph, ways, chunks, method=method)])
+def chunked(graph: Graph, world: World, ways: int, chunks: int, method: str = "mincut") -> RankContext:
+    return RankContext(world, layouts=[build_chunk_layout(graph, ways, chunks, method=method)])
 
 
 def models_of(name: str, size: int) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def every_model(world: World, store: str, name: str, ways: int, method: str) -> 
     graph = open_store(store)
     found = []
     for model in models_of(name, world.size):
-        tree = words(model, name="pipe", ways=ways, chunks=ways) | {"workers": world.size}
+        tree = words(model, name="pipe", graph_parallel=ways, chunks=ways) | {"workers": world.size}
         found.append(trained(graph, tree, chunked(graph, world, ways, ways, method)))
     return found
 
@@ -95,7 +95,7 @@ def every_link(world: World, store: str) -> list[dict[str, Any]]:
     return [
         trained(
             graph,
-            link_words(case, name="pipe", ways=1, chunks=1) | {"workers": world.size},
+            link_words(case, name="pipe", graph_parallel=1, chunks=1) | {"workers": world.size},
             chunked(graph, world, 1, 1),
         )
         for case in ("dot", "mlp")
@@ -113,7 +113,7 @@ def test_links_of_one_chunk_equal_local(crew: Crew, folder: Path) -> None:
 
 def with_a_layer_twice(world: World, store: str, model: dict[str, Any]) -> dict[str, Any]:
     graph = open_store(store)
-    tree = words(model, name="pipe", ways=1, chunks=1) | {"workers": world.size}
+    tree = words(model, name="pipe", graph_parallel=1, chunks=1) | {"workers": world.size}
     return trained(graph, tree, chunked(graph, world, 1, 1))
 
 
@@ -130,8 +130,8 @@ def test_layers_that_share_weights_equal_local(crew: Crew, folder: Path, tmp_pat
 
 def with_small_ways(world: World, store: str, tree: dict[str, Any], starts: list[int]) -> dict[str, Any]:
     graph = open_store(store)
-    layout = Layout(torch.arange(NODES), torch.tensor(starts), world.size)
-    return trained(graph, tree | {"workers": world.size}, Here(world, layouts=[layout]))
+    layout = ChunkLayout(torch.arange(NODES), torch.tensor(starts), world.size)
+    return trained(graph, tree | {"workers": world.size}, RankContext(world, layouts=[layout]))
 
 
 @pytest.mark.parametrize("starts", [[0, 1, NODES], [0, NODES - 1, NODES], [0, 0, NODES], [0, NODES, NODES]])
@@ -139,7 +139,7 @@ def test_batch_norm_on_a_way_of_next_to_nothing(crew: Crew, folder: Path, starts
     """Statistics are of all ways; only where layers are tried by themselves one row would be too few."""
     model = {"name": "sage", "norm": "batch"}
     wanted = trained(open_store(folder / "plain"), words(model, name="local", order="store"))
-    tree = words(model, name="pipe", ways=2, chunks=2)
+    tree = words(model, name="pipe", graph_parallel=2, chunks=2)
     for rank, found in enumerate(crew.run(2, with_small_ways, str(folder / "plain"), tree, starts)):
         for word in ("losses", "metrics", "test", "weights"):
             close(found[word], wanted[word], f"rank {rank} {word}")
@@ -153,20 +153,20 @@ class Walk:
     weights."""
 
     def __init__(
-        self, graph: Graph, model: GNN, layout: Layout, gradient: Gradient, world: World | None = None
+        self, graph: Graph, model: GNN, layout: ChunkLayout, gradient: GradientRule, world: World | None = None
     ) -> None:
         self.graph, self.model, self.layout = graph, model, layout
         self.world = world or World()
-        way = Way(graph, layout, self.world.rank)
-        self.stream = Stream(way, Mirrors(self.world, way), gradient)
-        self.views = [ChunkView.open(chunk, self.stream).at(key=KEY) for chunk in way.chunks]
+        way = ChunkedPartition(graph, layout, self.world.rank)
+        self.stream = HistoryStore(way, StageHalo(self.world, way), gradient)
+        self.views = [ChunkView.open(chunk, self.stream).with_step(key=KEY) for chunk in way.chunks]
         (nodes,) = graph.nodes.values()
         assert nodes.x is not None
         self.x = nodes.x.double()
         self.stream.begin(torch.zeros(graph.num_nodes, dtype=torch.int64), adopts=True)
-        whole = Turn(0, ((-1 if layout.slots > 1 else 0),) * self.world.size)
+        whole = PipelineSlot(0, ((-1 if layout.chunks_per_partition > 1 else 0),) * self.world.size)
         with torch.no_grad():
-            self.forward(ChunkView.open(way.whole, self.stream).at(key=KEY).during(whole))
+            self.forward(ChunkView.open(way.as_one_chunk, self.stream).with_step(key=KEY).in_slot(whole))
         self.stream.finish()
 
     def forward(self, view: ChunkView) -> Tensor:
@@ -180,14 +180,14 @@ class Walk:
     def gradients(self, pattern: Tensor, *orders: tuple[int, ...]) -> dict[str, Tensor]:
         """Of the sum of output × pattern of this way's rows, with the chunks of every way in an order."""
         self.model.zero_grad()
-        self.stream.begin(slots_of(orders, self.layout))
-        turns = [Turn(slot, chunks) for slot, chunks in enumerate(zip(*orders, strict=True))]
+        self.stream.begin(slot_of_position(orders, self.layout))
+        turns = [PipelineSlot(slot, chunks) for slot, chunks in enumerate(zip(*orders, strict=True))]
         own = orders[self.world.rank]
-        views = [self.views[chunk].during(turn) for chunk, turn in zip(own, turns, strict=True)]
+        views = [self.views[chunk].in_slot(turn) for chunk, turn in zip(own, turns, strict=True)]
         outs = [self.forward(view) for view in views]
         for view, out in zip(views[::-1], outs[::-1], strict=True):
             torch.autograd.backward(out, pattern[view.node_ids])
-            self.stream.leave(view.turn.slot)
+            self.stream.restore(view.slot.slot)
         self.stream.finish()
         return grads(self.model)
 
@@ -206,7 +206,7 @@ def exact(graph: Graph, model: GNN, pattern: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     (nodes,) = graph.nodes.values()
     assert nodes.x is not None
-    (model(LocalView.whole(graph).at(key=KEY), nodes.x.double()) * pattern).sum().backward()
+    (model(LocalView.of_graph(graph).with_step(key=KEY), nodes.x.double()) * pattern).sum().backward()
     return grads(model)
 
 
@@ -219,12 +219,12 @@ NAMES = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", "gcn2", "res+")
 
 @pytest.mark.parametrize("gradient", ["stale", "control_variate"])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_settle_on_the_exact_ones(name: str, gradient: Gradient) -> None:
+def test_gradients_settle_on_the_exact_ones(name: str, gradient: GradientRule) -> None:
     """With weights that stay, each pass mends one more hop; dropout is on, and the same in every pass."""
     graph = plain_graph()
     model, pattern = made(graph, name, 3), some(graph)
     wanted = exact(graph, model, pattern)
-    walk = Walk(graph, model, lay_out(graph, 1, 4), gradient)
+    walk = Walk(graph, model, build_chunk_layout(graph, 1, 4), gradient)
     first = walk.gradients(pattern, (2, 0, 3, 1))
     assert any(not torch.allclose(first[key], wanted[key]) for key in wanted), "nothing was at stake"
     for order in ((0, 1, 2, 3), (3, 1, 0, 2), (1, 3, 2, 0)):
@@ -239,7 +239,7 @@ def test_edges_inside_chunks_are_exact(name: str) -> None:
     block = torch.randint(0, 10, (2, 60), generator=random)
     index = torch.cat([block + 10 * i for i in range(4)], 1)
     graph = Graph(index, x=torch.randn(40, 5, generator=random), y=torch.arange(40) % 3, num_nodes=40)
-    layout = Layout(torch.arange(40), torch.arange(0, 41, 10), 1)
+    layout = ChunkLayout(torch.arange(40), torch.arange(0, 41, 10), 1)
     model, pattern = made(graph, name, 3), some(graph)
     walk = Walk(graph, model, layout, "double")
     walk.stream.history.clear()
@@ -248,12 +248,12 @@ def test_edges_inside_chunks_are_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("gradient", ["double", "control_variate"])
-def test_the_mean_over_orders_of_one_hop_is_exact(name: str, gradient: Gradient) -> None:
+def test_the_mean_over_orders_of_one_hop_is_exact(name: str, gradient: GradientRule) -> None:
     """Features have no gradient; layers that map rows before they gather them cross chunks once in the last layer."""
     graph = plain_graph()
     model, pattern = made(graph, name, 1 if name in ("gat", "gatv2", "gcn2", "res+") else 2), some(graph)
     wanted = exact(graph, model, pattern)
-    walk = Walk(graph, model, lay_out(graph, 1, 3), gradient)
+    walk = Walk(graph, model, build_chunk_layout(graph, 1, 3), gradient)
     walk.gradients(some(graph, 9), (0, 1, 2))  # what a control variate remembers: anything will do
     kept = walk.stream.state_dict()
     kept = {key: tensor.clone() for key, tensor in kept.items()}
@@ -268,21 +268,24 @@ def test_the_mean_over_orders_of_one_hop_is_exact(name: str, gradient: Gradient)
 def test_two_crossings_count_two_thirds() -> None:
     """The rule of GNNPipe is not right along paths: of three chunks in a row one order of six carries, weighed by 4."""
     graph = Graph(torch.tensor([[0, 1], [1, 2]]), num_nodes=3)  # 0 → 1 → 2, each in a chunk of its own
-    layout = Layout(torch.arange(3), torch.arange(4), 1)
-    way = Way(graph, layout, 0)
-    stream = Stream(way, Mirrors(World(), way), "double")
+    layout = ChunkLayout(torch.arange(3), torch.arange(4), 1)
+    way = ChunkedPartition(graph, layout, 0)
+    stream = HistoryStore(way, StageHalo(World(), way), "double")
     total = 0.0
     for order in permutations(range(3)):
-        stream.begin(slots_of([order], layout))
+        stream.begin(slot_of_position([order], layout))
         rows = [torch.ones(1, 1, dtype=torch.float64, requires_grad=True) for _ in order]
-        views = [ChunkView.open(way.chunks[chunk], stream).during(Turn(t, (chunk,))) for t, chunk in enumerate(order)]
+        views = [
+            ChunkView.open(way.chunks[chunk], stream).in_slot(PipelineSlot(t, (chunk,)))
+            for t, chunk in enumerate(order)
+        ]
         outs = [
-            view.at(layer=1).aggregate(view.at(layer=0).aggregate(rows[chunk]))
+            view.with_step(layer=1).aggregate(view.with_step(layer=0).aggregate(rows[chunk]))
             for chunk, view in zip(order, views, strict=True)
         ]
         for chunk, view, out in list(zip(order, views, outs, strict=True))[::-1]:
             torch.autograd.backward(out, torch.full((1, 1), float(chunk == 2), dtype=torch.float64))
-            stream.leave(view.turn.slot)
+            stream.restore(view.slot.slot)
         stream.finish()
         assert rows[0].grad is not None
         total += float(rows[0].grad) / 6
@@ -293,12 +296,12 @@ CROSSING = (("gcn", 2), ("gat", 1), ("gatv2", 1))
 """Models whose gradients cross chunks at most once."""
 
 
-def mean_of_ways(world: World, store: str, gradient: Gradient) -> list[dict[str, Tensor]]:
+def mean_of_ways(world: World, store: str, gradient: GradientRule) -> list[dict[str, Tensor]]:
     """Over all orders of both ways: this way's share of gradients."""
     graph = open_store(store)
     found = []
     for name, layers in CROSSING:
-        walk = Walk(graph, made(graph, name, layers), lay_out(graph, 2, 4), gradient, world)
+        walk = Walk(graph, made(graph, name, layers), build_chunk_layout(graph, 2, 4), gradient, world)
         orders = list(product(permutations(range(2)), repeat=2))
         walk.gradients(some(graph, 9), *orders[0])
         kept = {key: tensor.clone() for key, tensor in walk.stream.state_dict().items()}
@@ -312,7 +315,7 @@ def mean_of_ways(world: World, store: str, gradient: Gradient) -> list[dict[str,
 
 
 @pytest.mark.parametrize("gradient", ["double", "control_variate"])
-def test_the_mean_over_orders_of_two_ways_is_exact(crew: Crew, folder: Path, gradient: Gradient) -> None:
+def test_the_mean_over_orders_of_two_ways_is_exact(crew: Crew, folder: Path, gradient: GradientRule) -> None:
     graph = open_store(folder / "plain")
     found = crew.run(2, mean_of_ways, str(folder / "plain"), gradient)
     for place, (name, layers) in enumerate(CROSSING):
@@ -322,7 +325,7 @@ def test_the_mean_over_orders_of_two_ways_is_exact(crew: Crew, folder: Path, gra
 
 # -- chunks of every awkward kind --
 
-AWKWARD: dict[str, tuple[list[int], int, Gradient]] = {
+AWKWARD: dict[str, tuple[list[int], int, GradientRule]] = {
     "a node each": ([1] * 60, 1, "control_variate"),
     "empty ones": ([0, 17, 0, 1, 42, 0], 1, "stale"),
     "unequal ways": ([1, 3, 0, 20, 5, 2, 0, 0, 29], 3, "control_variate"),
@@ -331,12 +334,12 @@ AWKWARD: dict[str, tuple[list[int], int, Gradient]] = {
 """Sizes of chunks, the ways that share them, a rule that keeps gradients."""
 
 
-def awkward(how: str, nodes: int) -> Layout:
+def awkward(how: str, nodes: int) -> ChunkLayout:
     sizes, ways, _ = AWKWARD[how]
     order = torch.randperm(nodes, generator=torch.Generator().manual_seed(5))
     starts = torch.tensor([0, *sizes]).cumsum(0).clamp(max=nodes)
     starts[-1] = nodes
-    return Layout(order, starts, ways)
+    return ChunkLayout(order, starts, ways)
 
 
 def settled(world: World, how: str) -> list[dict[str, Tensor]]:
@@ -346,7 +349,10 @@ def settled(world: World, how: str) -> list[dict[str, Tensor]]:
         layout = awkward(how, graph.num_nodes)
         walk = Walk(graph, made(graph, name, 2, **settings), layout, AWKWARD[how][2], world)
         for number in range(3):
-            orders = [order_of(number, 0, way, layout.slots, shuffle=True) for way in range(layout.ways)]
+            orders = [
+                chunk_order(number, 0, way, layout.chunks_per_partition, shuffle=True)
+                for way in range(layout.partitions)
+            ]
             last = walk.gradients(some(graph), *map(tuple, orders))
         found.append(last)
     return found
@@ -376,13 +382,15 @@ def bytes_of_a_step(world: World, folder: str, ways: int, chunks: int, wire: str
         graph = open_store(f"{folder}/{kind}")
         here = chunked(graph, world, ways, chunks, "random")
         model = {"name": name, "layers": layers, "heads": 2}
-        tree = words(model, name="pipe", ways=ways, chunks=chunks, wire=wire, guard=0) | {"workers": world.size}
+        tree = words(
+            model, name="pipe", graph_parallel=ways, chunks=chunks, wire_dtype=wire, exactness_check_every=0
+        ) | {"workers": world.size}
         strategy = build(graph, resolve(tree), here=here).strategy
         assert isinstance(strategy, PipeStrategy)
-        list(strategy.steps(0))
+        list(strategy.train_epoch(0))
         before = world.traffic.bytes_sent
-        list(strategy.steps(1))
-        found.append((world.traffic.bytes_sent - before, strategy.forecast.bytes))
+        list(strategy.train_epoch(1))
+        found.append((world.traffic.bytes_sent - before, strategy.grid_estimate.bytes))
     return found
 
 

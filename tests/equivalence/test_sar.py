@@ -18,8 +18,8 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.inference import predict as prediction
-from gnnfleet.strategies.protocol import IDS, OWN
-from gnnfleet.training.build import Here, build
+from gnnfleet.strategies.protocol import IDS_SUFFIX, SHARDED
+from gnnfleet.training.build import RankContext, build
 from tests.equivalence.spread import cut_graph, plain_graph, related_graph, typed_graph
 from tests.ranks import Crew, with_shelf
 
@@ -62,12 +62,12 @@ def words(model: dict[str, Any], **strategy: Any) -> dict[str, Any]:
     return {"model": {**base, **model}, "train": train, "precision": "float64", "seed": 5, "strategy": strategy}
 
 
-def trained(graph: Graph, tree: dict[str, Any], here: Here | None = None) -> dict[str, Any]:
+def trained(graph: Graph, tree: dict[str, Any], here: RankContext | None = None) -> dict[str, Any]:
     """A few epochs with evaluations in between, and everything that can be asked after."""
     strategy = build(graph, resolve(tree), here=here).strategy
     losses, metrics = [], []
     for epoch in range(EPOCHS):
-        losses += [(record.loss, record.count) for record in strategy.steps(epoch)]
+        losses += [(record.loss, record.count) for record in strategy.train_epoch(epoch)]
         if epoch != 1:
             metrics.append(strategy.evaluate("val"))
     prediction = strategy.predict(embeddings=True)
@@ -76,7 +76,7 @@ def trained(graph: Graph, tree: dict[str, Any], here: Here | None = None) -> dic
         "metrics": metrics,
         "test": strategy.evaluate("test"),
         "weights": {name: tensor.clone() for name, tensor in strategy.state_dict()["model"].items()},
-        "own": {name: tensor.clone() for name, tensor in strategy.state_dict().get(OWN, {}).items()},
+        "own": {name: tensor.clone() for name, tensor in strategy.state_dict().get(SHARDED, {}).items()},
         "logits": prediction.logits,
         "embeddings": prediction.embeddings,
     }
@@ -86,7 +86,7 @@ def trained(graph: Graph, tree: dict[str, Any], here: Here | None = None) -> dic
 
 def every_model(world: World, store: str, parts: str, name: str, knobs: dict[str, Any]) -> list[dict[str, Any]]:
     world = with_shelf(world) if world.size == 3 else world  # the others through sockets
-    here = Here(world, Partition.open(parts).shard(world.rank))
+    here = RankContext(world, Partition.open(parts).shard(world.rank))
     return [trained(open_store(store), words(model, name="sar", **knobs), here) for model in GRAPHS[name][1]]
 
 
@@ -110,8 +110,8 @@ def gathered(found: list[dict[str, Any]]) -> dict[str, Any]:
     """What the first rank found, with learnable rows put together in store order from all ranks."""
     first = dict(found[0])
     own = first.pop("own")
-    for name in [key.removesuffix(IDS) for key in own if key.endswith(IDS)]:
-        ids = torch.cat([one["own"][name + IDS] for one in found])
+    for name in [key.removesuffix(IDS_SUFFIX) for key in own if key.endswith(IDS_SUFFIX)]:
+        ids = torch.cat([one["own"][name + IDS_SUFFIX] for one in found])
         assert sorted(ids.tolist()) == list(range(len(ids))), "every node has one owner"
         rows = torch.cat([one["own"][name] for one in found])
         first["weights"] = {**first["weights"], name: torch.empty_like(rows).index_copy_(0, ids, rows)}
@@ -182,7 +182,7 @@ def every_link(world: World, folder: str, parts: dict[str, str], names: list[str
     found = []
     for name in names:
         store = "linked-typed" if name == "typed" else "linked"
-        here = Here(world, Partition.open(parts[store]).shard(world.rank))
+        here = RankContext(world, Partition.open(parts[store]).shard(world.rank))
         found.append(trained(open_store(f"{folder}/{store}"), link_words(name, name="sar"), here))
     return found
 
@@ -206,7 +206,7 @@ def test_links_equal_local(crew: Crew, folder: Path, size: int) -> None:
 
 
 def wrong_parts(world: World, store: str, parts: str) -> str:
-    here = Here(world, Partition.open(parts).shard(world.rank))
+    here = RankContext(world, Partition.open(parts).shard(world.rank))
     try:
         build(open_store(store), resolve(words({"name": "sage"}, name="sar")), here=here)
     except PartitionError as error:
@@ -223,16 +223,16 @@ def test_parts_of_another_graph_are_refused(crew: Crew, folder: Path) -> None:
 
 def predicted(world: World, store: str, parts: str | None, path: str) -> int:
     """Write predictions in pieces of a few rows."""
-    prediction.ROWS = 16
-    here = None if parts is None else Here(world, Partition.open(parts).shard(world.rank))
+    prediction.ROWS_AT_ONCE = 16
+    here = None if parts is None else RankContext(world, Partition.open(parts).shard(world.rank))
     tree = words({"name": "gat", "heads": 2}, name="local" if parts is None else "sar")
     built = build(open_store(store), resolve(tree), here=here)
-    list(built.strategy.steps(0))
-    return prediction.write_predictions(built, Path(path), prediction.Columns(logits=True, embeddings=True))
+    list(built.strategy.train_epoch(0))
+    return prediction.write_predictions(built, Path(path), prediction.OutputColumns(logits=True, embeddings=True))
 
 
 def test_the_first_rank_writes_what_local_writes(crew: Crew, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction, "ROWS", 16)
+    monkeypatch.setattr(prediction, "ROWS_AT_ONCE", 16)
     parts = str(cut_graph(open_store(folder / "plain"), 3, "random", folder / "predicted"))
     rows = crew.run(3, predicted, str(folder / "plain"), parts, str(folder / "sar.parquet"))
     assert rows == [60, 0, 0]
@@ -246,12 +246,12 @@ def test_the_first_rank_writes_what_local_writes(crew: Crew, folder: Path, monke
 
 
 def rounded(world: World, store: str, parts: str | None, precision: str) -> list[float]:
-    here = None if parts is None else Here(world, Partition.open(parts).shard(world.rank))
+    here = None if parts is None else RankContext(world, Partition.open(parts).shard(world.rank))
     losses = []
     for model in MODELS:
         tree = words(model, name="local" if parts is None else "sar") | {"precision": precision}
         strategy = build(open_store(store), resolve(tree), here=here).strategy
-        losses += [record.loss for epoch in range(2) for record in strategy.steps(epoch)]
+        losses += [record.loss for epoch in range(2) for record in strategy.train_epoch(epoch)]
     return losses
 
 
@@ -265,7 +265,7 @@ def test_other_precisions_are_close(crew: Crew, folder: Path, precision: str, sh
 
 def test_rows_kept_for_backward(crew: Crew, folder: Path, expected: Any) -> None:
     parts = str(cut_graph(open_store(folder / "plain"), 3, "random", folder / "kept"))
-    found = crew.run(3, every_model, str(folder / "plain"), parts, "plain", {"keep": True, "group": 2})
+    found = crew.run(3, every_model, str(folder / "plain"), parts, "plain", {"cache_for_backward": True, "group": 2})
     for place, model in enumerate(MODELS):
         close(gathered([one[place] for one in found]), gathered([expected["plain"][place]]), f"{model}")
 
@@ -274,11 +274,11 @@ def on_wire(world: World, store: str, parts: str, wire: str) -> list[tuple[list[
     """Losses, what evaluation finds of the first weights, and bytes of the steps."""
     found = []
     for model in MODELS:
-        here = Here(world, Partition.open(parts).shard(world.rank))
-        strategy = build(open_store(store), resolve(words(model, name="sar", wire=wire)), here=here).strategy
+        here = RankContext(world, Partition.open(parts).shard(world.rank))
+        strategy = build(open_store(store), resolve(words(model, name="sar", wire_dtype=wire)), here=here).strategy
         first = strategy.evaluate("val")["loss"]
         before = world.traffic.bytes_sent
-        losses = [record.loss for epoch in range(4) for record in strategy.steps(epoch)]
+        losses = [record.loss for epoch in range(4) for record in strategy.train_epoch(epoch)]
         found.append((losses, first, world.traffic.bytes_sent - before))
     return found
 

@@ -79,8 +79,8 @@ class Plain:
         return found[::-1][:NEAR]
 
     def embed(self, node: int, time: int, layers: int) -> Tensor:
-        if layers == 0 or not self.model.attends:
-            return self.now(node) if self.model.remembers else torch.zeros(self.model.width, dtype=torch.float64)
+        if layers == 0 or not self.model.has_attention:
+            return self.now(node) if self.model.has_memory else torch.zeros(self.model.width, dtype=torch.float64)
         rows, near, edge, since = [self.embed(node, time, layers - 1)], [], [], []
         for event in self.past(node, time):
             u, v, t = (int(each[event]) for each in (self.stream.src, self.stream.dst, self.stream.t))
@@ -111,7 +111,7 @@ class Plain:
 
     def loss(self, low: int, high: int, epoch: int) -> Tensor:
         self.begin, total = low, torch.zeros((), dtype=torch.float64)
-        negatives = self.task.drawn(low, high, sweep=epoch)
+        negatives = self.task.sample_negatives(low, high, sweep=epoch)
         for number in range(low, high):
             u, v, t = (int(each[number]) for each in (self.stream.src, self.stream.dst, self.stream.t))
             for node, truth in [(v, 1.0), *((int(other), 0.0) for other in negatives[number - low])]:
@@ -191,12 +191,12 @@ def test_training_equals_a_plain_loop(name: str, layers: int, pairs: bool) -> No
     near = 1e-6 if pairs else 1e-10  # features of pairs are float32
     optimizer = torch.optim.SGD(theirs.model.parameters(), lr=0.05)
     plain = Plain(theirs)
-    records = list(ours.steps(0))
+    records = list(ours.train_epoch(0))
     bounds = theirs.task.parts["train"].batches(BATCH)
     assert len(records) == len(bounds) - 1 > 3
     for record, (low, high) in zip(records, pairwise(bounds), strict=True):
         loss = plain.loss(low, high, 0)
-        if theirs.model.remembers:
+        if theirs.model.has_memory:
             plain.move(low, high)
         optimizer.zero_grad()
         loss.backward()
@@ -209,7 +209,7 @@ def test_training_equals_a_plain_loop(name: str, layers: int, pairs: bool) -> No
         )
     if name == "tgat":
         return
-    state = ours.turns.shared.memory.tables
+    state = ours.scheduler.shared.memory.tables
     for node in range(theirs.task.stream.num_nodes):
         assert int(state["mail_event"][node]) == plain.mail_event.get(node, -1)
         assert int(state["memory_event"][node]) == plain.memory_event.get(node, -1)
@@ -223,14 +223,14 @@ def test_training_equals_a_plain_loop(name: str, layers: int, pairs: bool) -> No
 @pytest.mark.parametrize(("name", "layers", "at_once"), [("tgn", 1, 1 << 15), ("tgn", 2, 20), ("tgn-id", 1, 20)])
 def test_evaluation_equals_a_plain_loop(name: str, layers: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many nodes are looked at together."""
-    monkeypatch.setattr(evaluation, "QUERIES", at_once)
+    monkeypatch.setattr(evaluation, "QUERIES_AT_ONCE", at_once)
     strategy = made(name=name, layers=layers, pairs=False)
-    list(strategy.steps(0))
+    list(strategy.train_epoch(0))
     few, val, test = strategy.validate(), strategy.evaluate("val"), strategy.evaluate("test")
     plain = Plain(strategy)
     assert min(len(plain.task.parts[split]) for split in ("val", "test")) > SCORED
     with torch.no_grad():
-        for low, high in pairwise(strategy.turns.bounds):
+        for low, high in pairwise(strategy.scheduler.bounds):
             plain.move(low, high)
         expected, last = plain.mrr("val"), plain.mrr("test")
     # Fewer destinations than are drawn: all others are.

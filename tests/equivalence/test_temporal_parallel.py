@@ -16,11 +16,11 @@ from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.strategies.protocol import State, StepRecord
-from gnnfleet.strategies.temporal.batch_step import Batch, embed, remember
-from gnnfleet.strategies.temporal.memory import Memory
-from gnnfleet.strategies.temporal.schedule import Schedule, Shape
+from gnnfleet.strategies.temporal.batch_step import EventBatch, embed, update_memory
+from gnnfleet.strategies.temporal.memory import NodeMemory
+from gnnfleet.strategies.temporal.schedule import ParallelLayout, Schedule
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
-from gnnfleet.training.build import Here, build
+from gnnfleet.training.build import RankContext, build
 from tests.ranks import Crew, with_shelf
 
 Sizes = tuple[int, int, int]
@@ -33,7 +33,7 @@ ONE = (1, 1, 1)
 def made(world: World, sizes: Sizes = ONE, *, lr: float = LR, queries: str = "event", **model: Any) -> TemporalStrategy:
     """Times have ties and the last batch is short."""
     graph = make_dataset("events", users=12, items=8, events=150, features=3, topics=2, ties=0.3, seed=3)
-    strategy = dict(zip(("share", "lanes", "copies"), sizes, strict=True))
+    strategy = dict(zip(("batch_parallel", "epoch_parallel", "memory_parallel"), sizes, strict=True))
     words: dict[str, Any] = {
         "strategy": {
             "name": "temporal",
@@ -53,22 +53,22 @@ def made(world: World, sizes: Sizes = ONE, *, lr: float = LR, queries: str = "ev
     }
     config = resolve(words)
     train = config.train.model_copy(update={"lr": lr})  # 0 is no rate that a user may have
-    found = build(graph, config.model_copy(update={"train": train}), here=Here(with_shelf(world))).strategy
+    found = build(graph, config.model_copy(update={"train": train}), here=RankContext(with_shelf(world))).strategy
     assert isinstance(found, TemporalStrategy)
     return found
 
 
 def iterations(strategy: TemporalStrategy, sweeps: int = 1) -> Iterator[tuple[int, StepRecord]]:
     """Train for so many sweeps; the number of every iteration and its record."""
-    shape, at = strategy.turns.schedule.shape, 0
-    for epoch in range(sweeps * shape.lanes * shape.copies):
-        for record in strategy.steps(epoch):
+    shape, at = strategy.scheduler.schedule.layout, 0
+    for epoch in range(sweeps * shape.epoch_parallel * shape.memory_parallel):
+        for record in strategy.train_epoch(epoch):
             yield at, record
             at += 1
 
 
 def tables(strategy: TemporalStrategy) -> dict[str, Tensor]:
-    return {name: table.clone() for name, table in strategy.turns.shared.memory.tables.items()}
+    return {name: table.clone() for name, table in strategy.scheduler.shared.memory.tables.items()}
 
 
 def weights(strategy: TemporalStrategy) -> dict[str, Tensor]:
@@ -98,12 +98,12 @@ def assert_same_losses(found: list[tuple[float, int]], expected: list[tuple[floa
 def ends_of_sweeps(world: World, sizes: Sizes, sweeps: int) -> dict[int, dict[str, Tensor]]:
     """What a copy remembers after each of its whole sweeps, by the pass whose negatives its batches met first."""
     strategy, found = made(world, sizes, lr=0.0), {}
-    schedule = strategy.turns.schedule
-    begins_late = schedule.begin_of(schedule.turn(world.rank, 0).copy) > 0
+    schedule = strategy.scheduler.schedule
+    begins_late = schedule.begin_of(schedule.iteration_plan(world.rank, 0).memory_copy) > 0
     for at, _ in iterations(strategy, sweeps):
-        turn = schedule.turn(world.rank, at)
+        turn = schedule.iteration_plan(world.rank, at)
         if turn.phase == schedule.sweep - 1 and not (begins_late and turn.sweep == 0):
-            found[(turn.sweep * sizes[2] + turn.copy) * sizes[1]] = tables(strategy)
+            found[(turn.sweep * sizes[2] + turn.memory_copy) * sizes[1]] = tables(strategy)
     return found
 
 
@@ -147,33 +147,35 @@ def test_trainers_that_share_a_batch_are_one(crew: Crew, size: int, name: str, q
 def walked(sizes: Sizes, sweeps: int) -> dict[str, Any]:
     """Every trainer's turn one after the other, gradients summed by autograd; memories in plain tables."""
     strategy = made(World())
-    task, model, shape = strategy.task, strategy.model, Shape(1, *sizes[1:])
+    task, model, shape = strategy.task, strategy.model, ParallelLayout(1, *sizes[1:])
     bounds = task.parts["train"].batches(BATCH)
     schedule = Schedule(shape, len(bounds) - 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    memories = [Memory.empty(task.stream.num_nodes, model.width, torch.float64) for _ in range(shape.copies)]
+    memories = [
+        NodeMemory.empty(task.stream.num_nodes, model.width, torch.float64) for _ in range(shape.memory_parallel)
+    ]
     for copy, memory in enumerate(memories):  # one that begins within the stream knows when nodes were last heard of
         begin = schedule.begin_of(copy)
         for event in range(bounds[begin] if begin < schedule.batches else 0):
             memory.tables["memory_event"][[int(task.stream.src[event]), int(task.stream.dst[event])]] = event
-    read: dict[int, Memory] = {}
+    read: dict[int, NodeMemory] = {}
     losses = []
     model.train()
     for iteration in range(sweeps * schedule.sweep):
         total, count = torch.zeros((), dtype=torch.float64), 0
         for rank in range(shape.workers):
-            turn = schedule.turn(rank, iteration)
-            if turn.begins and rank % shape.lanes == 0:  # the first lane comes first
-                memories[turn.copy].reset()
+            turn = schedule.iteration_plan(rank, iteration)
+            if turn.starts_sweep and rank % shape.epoch_parallel == 0:  # the first lane comes first
+                memories[turn.memory_copy].reset()
             if turn.batch is None:
                 continue
             if turn.is_first:
-                read[rank] = memories[turn.copy].copy()
+                read[rank] = memories[turn.memory_copy].copy()
             low, high = bounds[turn.batch], bounds[turn.batch + 1]
-            batch: Batch = strategy._lookout.batch(low, high, task.drawn(low, high, sweep=turn.number))
-            fresh, writes = remember(model, task.stream, batch, read[rank].read(batch.block.nodes))
+            batch: EventBatch = strategy._lookout.batch(low, high, task.sample_negatives(low, high, sweep=turn.number))
+            fresh, writes = update_memory(model, task.stream, batch, read[rank].read(batch.block.nodes))
             if turn.is_first and writes is not None:
-                memories[turn.copy].write(writes)
+                memories[turn.memory_copy].write(writes)
             z = embed(model, batch, fresh, None, DrawKey(0, turn.number, 0))
             loss, events = task.loss(model, z, low, high, batch.pairs)
             total, count = total + loss, count + events
@@ -187,7 +189,7 @@ def walked(sizes: Sizes, sweeps: int) -> dict[str, Any]:
 def trained(world: World, sizes: Sizes, sweeps: int) -> dict[str, Any]:
     strategy = made(world, sizes)
     losses = [(record.loss, record.count) for _, record in iterations(strategy, sweeps)]
-    copy = strategy.turns.schedule.turn(world.rank, 0).copy
+    copy = strategy.scheduler.schedule.iteration_plan(world.rank, 0).memory_copy
     found = {"losses": losses, "weights": weights(strategy), "tables": tables(strategy), "copy": copy}
     found["kept"] = {name: tensor.clone() for name, tensor in strategy.state_dict()["model"].items()}
     return {**found, "val": strategy.validate(), "test": strategy.evaluate("test")}
@@ -219,26 +221,26 @@ def test_training_follows_the_schedule(crew: Crew, sizes: Sizes) -> None:
 def noted(world: World, sizes: Sizes) -> list[dict[str, Any]]:
     """Of every iteration: the batch's events and negatives here, and the nodes written."""
     strategy, notes = made(world, sizes), []
-    turns, memory = strategy.turns, strategy.turns.shared.memory
+    turns, memory = strategy.scheduler, strategy.scheduler.shared.memory
     write, written = memory.write, [torch.empty(0, dtype=torch.int64)]
     memory.write = lambda writes: (written.append(writes.ids), write(writes))[1]  # type: ignore[method-assign]
-    shape = turns.schedule.shape
-    for at, work in enumerate(turns.work(0, turns.schedule.sweep * 2)):
+    shape = turns.schedule.layout
+    for at, work in enumerate(turns.items(0, turns.schedule.sweep * 2)):
         if at == 0:
             turns.begin(0)
-        turn, batch, rows = work.turn, work.batch, turns.read(work)
+        turn, batch, rows = work.plan, work.batch, turns.read(work)
         before = len(written)
         if batch is not None and rows is not None:
-            _, writes = remember(strategy.model, strategy.task.stream, batch, rows)
+            _, writes = update_memory(strategy.model, strategy.task.stream, batch, rows)
             turns.write(work, writes)
-            events, drawn = list(range(batch.low, batch.high)), batch.negatives.tolist()
+            events, drawn = list(range(batch.first, batch.end)), batch.negatives.tolist()
         else:
             turns.write(work, None)
             events, drawn = [], []
         sum_over_ranks(strategy._aside, torch.ones(1))
         ids = written[-1].tolist() if len(written) > before else []
-        here = turn.copy, turn.sweep, turn.batch, turn.number
-        notes.append({"turn": here, "events": events, "negatives": drawn, "ids": ids, "lanes": shape.lanes})
+        here = turn.memory_copy, turn.sweep, turn.batch, turn.number
+        notes.append({"turn": here, "events": events, "negatives": drawn, "ids": ids, "lanes": shape.epoch_parallel})
     return notes
 
 
@@ -292,7 +294,7 @@ def interrupted(world: World, sizes: Sizes, stop: int) -> dict[str, Any]:
     second.load_state_dict(state)
     passes = sizes[1] * sizes[2]
     for epoch in range(place[0], 2 * passes):
-        done += [record.loss for record in second.steps(epoch, place[1] if epoch == place[0] else 0)]
+        done += [record.loss for record in second.train_epoch(epoch, place[1] if epoch == place[0] else 0)]
     ends = [weights(whole), tables(whole)], [weights(second), tables(second)]
     return {"losses": (expected, done), "ends": ends}
 

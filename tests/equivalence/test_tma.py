@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from gnnfleet.comm.message_store import Post
+from gnnfleet.comm.message_store import MessageStore
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, ExchangeError
-from gnnfleet.graph.graph import Graph, make_edges
-from gnnfleet.graph.partition.node_assignment import Clusters, Deal
+from gnnfleet.graph.graph import Graph, validated_edges
+from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.launch import tma_subgraph as alones
-from gnnfleet.launch.tma_subgraph import make_alone
+from gnnfleet.launch.tma_subgraph import make_local_training
 from gnnfleet.strategies.job import PRECISIONS
-from gnnfleet.strategies.tma.protocol import KEPT
+from gnnfleet.strategies.tma.protocol import CHECKPOINTED
 from gnnfleet.strategies.tma.trainer import Trainer
-from gnnfleet.training.build import Here, build
+from gnnfleet.training.build import RankContext, build
 from gnnfleet.training.partition_cache import ensure_clusters, trained_graph
 from tests.equivalence.spread import plain_graph, typed_graph
 from tests.equivalence.test_estimates import forecast_of
@@ -54,11 +54,11 @@ def tma(**knobs: Any) -> dict[str, Any]:
     return {"name": "tma", "fanouts": [3, 2], "batch": BATCH, "cache_inputs": False, "give_up": 30, **knobs}
 
 
-def deal_of(graph: Graph, config: RunConfig) -> Deal:
+def deal_of(graph: Graph, config: RunConfig) -> NodeAssignment:
     path = ensure_clusters(graph, trained_graph(graph, config), config)
-    clusters = None if path is None else Clusters.open(path)
+    clusters = None if path is None else ClusterMap.open(path)
     name = "" if path is None else path.name
-    return Deal({kind: table.count for kind, table in graph.nodes.items()}, clusters, config.seed, name)
+    return NodeAssignment({kind: table.count for kind, table in graph.nodes.items()}, clusters, config.seed, name)
 
 
 @contextmanager
@@ -67,8 +67,8 @@ def fleet(
 ) -> Iterator[Any]:
     """A coordinator's strategy with trainers in threads of this process."""
     graph = open_store(store)
-    post, deal = Post.serve(), deal_of(graph, config)
-    strategy: Any = build(graph, config, here=Here(post=post, deal=deal)).strategy
+    post, deal = MessageStore.serve(), deal_of(graph, config)
+    strategy: Any = build(graph, config, here=RankContext(message_store=post, assignment=deal)).strategy
     failed: list[BaseException] = []
 
     def work(index: int) -> None:
@@ -77,15 +77,15 @@ def fleet(
             trainer = Trainer(
                 config.strategy,  # type: ignore[arg-type]
                 index,
-                post.another(),
+                post.reconnect(),
                 deal,
-                lambda own: make_alone(graph, config, index, own),
+                lambda own: make_local_training(graph, config, index, own),
                 dtype=PRECISIONS[config.precision],
                 folder=None if folder is None else folder / str(index),
             )
             trainer.run(lambda text: failed.append(RuntimeError(text)))
         except BaseException as error:
-            post.another().write(f"gone/{index}", {})
+            post.reconnect().write(f"gone/{index}", {})
             failed.append(error)
 
     strategy.post = post
@@ -110,7 +110,7 @@ def weights_of(strategy: Any) -> dict[str, torch.Tensor]:
 
 
 def rounds(strategy: Any, first: int, last: int) -> list[Any]:
-    return [record for number in range(first, last) for record in strategy.steps(number)]
+    return [record for number in range(first, last) for record in strategy.train_epoch(number)]
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -133,7 +133,7 @@ def test_one_trainer_is_the_plain_loop(
     local = {"name": "local", "cache_inputs": False, "batch": knobs.get("batch", BATCH)}
     local |= {} if knobs.get("full") else {"fanouts": [3, 2]}
     plain: Any = build(open_store(stores[name]), words(local, **more)).strategy
-    wanted = [list(plain.steps(epoch)) for epoch in range(3)]
+    wanted = [list(plain.train_epoch(epoch)) for epoch in range(3)]
     config = words(tma(scheme=scheme, steps=len(wanted[0]), **knobs), **more)
     with fleet(stores[name], config) as strategy:
         found = rounds(strategy, 0, 3)
@@ -152,14 +152,14 @@ def test_averaging_every_step_averages_gradients(stores: dict[str, Path], scheme
     config = words(tma(**knobs), workers=3, train=train)
     graph = open_store(stores["plain"])
     deal = deal_of(graph, config)
-    alone: list[Any] = [make_alone(graph, config, i, deal.own(i, 3)).strategy for i in range(3)]
+    alone: list[Any] = [make_local_training(graph, config, i, deal.nodes_of(i, 3)).strategy for i in range(3)]
     theta = {name: t.clone() for name, t in alone[0].state_dict()["model"].items()}
     for epoch in range(3):
         before = theta
         grads = []
         for strategy in alone:
             strategy.load_state_dict({"model": before, "optimizer": {}})
-            list(strategy.steps(epoch))
+            list(strategy.train_epoch(epoch))
             grads.append({name: (before[name] - t) / 0.1 for name, t in strategy.state_dict()["model"].items()})
         theta = {name: before[name] - 0.1 * sum(grad[name] for grad in grads) / 3 for name in before}
     with fleet(stores["plain"], config) as strategy:
@@ -172,7 +172,7 @@ WAYS: list[dict[str, Any]] = [
     {"scheme": "random"},
     {"scheme": "super", "weighting": "edges", "optimizer": "average", "momentum": 0.5},
     {"scheme": "llcg", "weighting": "steps", "optimizer": "reset"},
-    {"scheme": "super", "combine": "soft_medoid", "redeal": 2},
+    {"scheme": "super", "combine": "soft_medoid", "repartition_every": 2},
 ]
 
 
@@ -192,7 +192,7 @@ def test_the_same_bits_every_time(stores: dict[str, Path], knobs: dict[str, Any]
     [
         ({"momentum": 0.3}, {"embedding": 3}),
         ({"scheme": "llcg", "correction": 3, "optimizer": "average"}, {}),
-        ({"redeal": 2, "weighting": "edges"}, {"embedding": 3}),
+        ({"repartition_every": 2, "weighting": "edges"}, {"embedding": 3}),
     ],
 )
 def test_going_on_gives_the_same_bits(
@@ -232,9 +232,9 @@ def test_going_on_with_another_partition(stores: dict[str, Path], tmp_path: Path
 def test_a_lost_connection_changes_nothing(stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that loses its server while it hands a round over does so again; no step is made twice."""
     config, found, failures = words(tma(steps=2), workers=2), [], []
-    write = Post.write
+    write = MessageStore.write
 
-    def lossy(self: Post, key: str, *rest: Any) -> None:
+    def lossy(self: MessageStore, key: str, *rest: Any) -> None:
         write(self, key, *rest)  # it arrived, but nobody knows
         if key.startswith("give/1/1/") and key not in failures:
             failures.append(key)
@@ -242,7 +242,7 @@ def test_a_lost_connection_changes_nothing(stores: dict[str, Path], monkeypatch:
 
     for broken in (False, True):
         if broken:
-            monkeypatch.setattr(Post, "write", lossy)
+            monkeypatch.setattr(MessageStore, "write", lossy)
         with fleet(stores["plain"], config) as strategy:
             rounds(strategy, 0, 3)
             found.append(weights_of(strategy))
@@ -280,15 +280,17 @@ def test_traffic_is_the_weights(stores: dict[str, Path]) -> None:
         config = words(tma(steps=2, remote=remote, scheme="super"), workers=3, model=model, **more)
         with fleet(stores["linked" if links else "plain"], config) as strategy:
             rounds(strategy, 0, 2)
-            told, model_now = strategy.counts(), strategy.state_dict()["model"]
-            sent = strategy._job.world.traffic.bytes_sent + sum(each["bytes_sent"] for each in strategy.elsewhere)
+            told, model_now = strategy.epoch_metrics(), strategy.state_dict()["model"]
+            sent = strategy._job.world.traffic.bytes_sent + sum(
+                each["bytes_sent"] for each in strategy.external_workers
+            )
         if not links:
             (foreseen,) = forecast_of(stores["plain"], config.model_dump(mode="json"))
             assert 2 * foreseen.bytes == sent
         size = sum(t.numel() for name, t in model_now.items() if "embeddings" not in name) * 8
         assert told["megabytes_up"] == told["megabytes_down"] == 3 * size / 1e6 and told["trainers"] == 3
         rows = sum(t.numel() for name, t in model_now.items() if "embeddings" in name) * 8
-        width = open_store(stores["plain"]).only_nodes.x.shape[1]  # type: ignore[union-attr]
+        width = open_store(stores["plain"]).single_nodes.x.shape[1]  # type: ignore[union-attr]
         width += model.get("embedding", 0)
         assert told["megabytes_beside"] == pytest.approx((rows + 3 * remote * width * 8) / 1e6)
 
@@ -308,10 +310,10 @@ def test_the_nodes_of_a_lost_trainer_are_dealt_to_the_others(stores: dict[str, P
     config = words(tma(steps=2, deadline=1), workers=3, train={"epochs": 4})
     with fleet(stores["plain"], config, only=[0, 2]) as strategy:
         rounds(strategy, 0, 1)
-        first = strategy.counts()["kept_edges"]
+        first = strategy.epoch_metrics()["kept_edges"]
         strategy.post.write("gone/1", {})
         rounds(strategy, 1, 4)
-        assert strategy.counts()["kept_edges"] > first and strategy.counts()["trainers"] == 2
+        assert strategy.epoch_metrics()["kept_edges"] > first and strategy.epoch_metrics()["trainers"] == 2
 
 
 def split_of(graph: Graph, count: int) -> Graph:
@@ -327,7 +329,7 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("few", {"scheme": "random", "momentum": 0.9}, {"model": {"norm": "batch"}}),
     ("typed", {"scheme": "random"}, {"model": {"name": "rgcn", "embedding": 3}}),
     ("linked", {"scheme": "llcg", "batch": 20}, {"task": "link", "model": {"embedding": 3}}),
-    ("linked", {"remote": 3, "batch": 20}, {"task": "link", "link": {"exclude": "disjoint:0.01"}}),
+    ("linked", {"remote_negatives": 3, "batch": 20}, {"task": "link", "link": {"exclude": "disjoint:0.01"}}),
     ("sparse", {"batch": 1}, {"task": "link"}),
 ]
 
@@ -342,14 +344,14 @@ def test_parts_that_lack_something(
     if name == "sparse":
         whole = linked(plain_graph)
         count = whole.num_nodes
-        few = make_edges(torch.tensor([[0, 1, 2], [1, 0, 3]]), num_src=count, num_dst=count, links=held_out(whole))
+        few = validated_edges(torch.tensor([[0, 1, 2], [1, 0, 3]]), num_src=count, num_dst=count, links=held_out(whole))
         save_store(Graph.of(whole.nodes, dict.fromkeys(whole.edges, few)), tmp_path / name)
     if more.get("task") == "link":
         more = {**more, "link": {"eval_negatives": 6, "ranking": "sampled", **more.get("link", {})}}
     config = words(tma(steps=2, **knobs), workers=4, **more)
     with fleet(tmp_path / name if name in ("few", "sparse") else stores[name], config) as strategy:
         records = rounds(strategy, 0, 3)
-        assert strategy.counts()["trainers"] == 4 and all(math.isfinite(record.loss) for record in records)
+        assert strategy.epoch_metrics()["trainers"] == 4 and all(math.isfinite(record.loss) for record in records)
         assert all(bool(torch.isfinite(t).all()) for t in weights_of(strategy).values() if t.is_floating_point())
         assert math.isfinite(strategy.evaluate("val")["loss"])
 
@@ -361,7 +363,12 @@ def held_out(graph: Graph) -> dict[str, torch.Tensor]:
 def test_the_baseline_that_sees_everything_is_macrobatch() -> None:
     config = words(tma(scheme="ggs"), workers=3)
     found = config.strategy.model_dump()
-    assert (found["name"], found["batch"], found["together"], found["fanouts"]) == ("macrobatch", 21, 1, (3, 2))
+    assert (found["name"], found["batch"], found["batches_per_fetch"], found["fanouts"]) == (
+        "macrobatch",
+        21,
+        1,
+        (3, 2),
+    )
 
 
 def test_what_cannot_be_is_refused(stores: dict[str, Path]) -> None:
@@ -376,7 +383,7 @@ def test_every_round_by_the_clock_has_steps(stores: dict[str, Path], monkeypatch
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.15)
-        return alones.make_alone(*args)
+        return alones.make_local_training(*args)
 
     monkeypatch.setattr(f"{__name__}.make_alone", slowly)
     with fleet(stores["plain"], words(tma(interval=0.02, redeal=1, deadline=20), workers=2)) as strategy:
@@ -388,7 +395,7 @@ def test_trainers_forget_rounds_before_the_newest_checkpoint(stores: dict[str, P
     config = words(tma(steps=2), workers=2, train={"epochs": 6})
     with fleet(stores["plain"], config, folder=tmp_path) as strategy:
         rounds(strategy, 0, 2)
-        strategy.post.write(KEPT, {"round": 2})
+        strategy.post.write(CHECKPOINTED, {"round": 2})
         rounds(strategy, 2, 6)
     for index in range(2):
         left = sorted(int(path.stem) for path in (tmp_path / str(index)).glob("*.safetensors"))

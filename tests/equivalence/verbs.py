@@ -31,7 +31,7 @@ def aggregate_by_store(view: Any, x: Tensor, **words: Any) -> Tensor:
 
 
 def with_own(view: Any, x: Tensor, reduce: str) -> Tensor:
-    return torch.cat(view.near_and_own(x, reduce=reduce), 1)
+    return torch.cat(view.aggregate_with_self(x, reduce=reduce), 1)
 
 
 def attend(view: Any, value: Tensor, src: Tensor, dst: Tensor, **words: Any) -> Tensor:
@@ -107,10 +107,10 @@ def degrees(view: Any, x: Tensor) -> Tensor:
 
 def edge_data(view: Any, x: Tensor) -> Tensor:
     """Whether the edges' own data is in the order of their ids."""
-    graph = plain_graph().only_edges
+    graph = plain_graph().single_edges
     assert graph.weight is not None and graph.attr is not None
     assert torch.equal(view.weight, graph.weight[view.edge_ids]) and torch.equal(view.attr, graph.attr[view.edge_ids])
-    assert view.weight is view.at(layer=2).weight, "layers know the store's weights by being the same"
+    assert view.weight is view.with_step(layer=2).weight, "layers know the store's weights by being the same"
     return x
 
 

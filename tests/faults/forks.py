@@ -19,11 +19,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import gnnfleet
-from gnnfleet.comm.launch_env import Seat
+from gnnfleet.comm.launch_env import LaunchEnv
 from gnnfleet.comm.process_lifetime import die_with_parent
 from gnnfleet.comm.world import World
-from gnnfleet.launch.rank_main import run_spec, serve
-from gnnfleet.launch.spec import Spec
+from gnnfleet.launch.rank_main import run_rank, run_spec
+from gnnfleet.launch.spec import RunSpec
 from gnnfleet.training import loop
 
 EPOCH_SECONDS = 0.04
@@ -45,7 +45,7 @@ def rank(number: int, order: dict[str, Any]) -> NoReturn:
     die_with_parent()
     while not (folder / "port").exists():
         time.sleep(0.01)
-    seat = Seat(rank=number, size=order["size"], port=int((folder / "port").read_text()), hosted=True)
+    seat = LaunchEnv(rank=number, size=order["size"], port=int((folder / "port").read_text()), external_store=True)
     plain = loop._epoch
 
     def slower(*words: Any) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def rank(number: int, order: dict[str, Any]) -> NoReturn:
 
     def work(world: World, _: object) -> None:
         (folder / f"rank-{number}.ready").touch()
-        run_spec(Spec.from_json(order["spec"]), world)
+        run_spec(RunSpec.from_json(order["spec"]), world)
 
-    serve(seat, work, speaks=True)
+    run_rank(seat, work, speaks=True)
 
 
 def _sabotage(_: int, frame: FrameType | None) -> None:

@@ -109,7 +109,7 @@ Parts = tuple[Run, Callable[[], None], Callable[[], None], Callable[[], None]]
 def _here(store: Path, folder: Path, case: Loss) -> Iterator[Parts]:
     knobs = {key.replace(".", "__"): value for key, value in KNOBS.items()}
     if case.event == LEFT:
-        knobs["strategy__lost"] = "leave"
+        knobs["strategy__on_trainer_loss"] = "drop"
     fleet = Fleet(store, folder / "run", TRAINERS, "--seed", str(case.seed), **knobs)
     run = Run(folder / "run", fleet)
     try:
@@ -138,7 +138,7 @@ def _here(store: Path, folder: Path, case: Loss) -> Iterator[Parts]:
 def _across_hosts(store: Path, folder: Path, case: Loss) -> Iterator[Parts]:
     """The trainers that will be cut off are on a host of their own."""
     with netns.hosts(2) as (one, two):
-        knobs = {**KNOBS, "strategy.listen": f"{one.address}:{PORT}", "strategy.here": TRAINERS - case.count}
+        knobs = {**KNOBS, "strategy.listen": f"{one.address}:{PORT}", "strategy.local_trainers": TRAINERS - case.count}
         words = [word for key, value in knobs.items() for word in ("--set", f"{key}={value}")]
         words += ["--seed", str(case.seed), "--run-dir", str(folder / "run")]
         line = ["train", str(store), "-s", "tma", "-w", str(TRAINERS), *MODEL, *words]

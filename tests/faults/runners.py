@@ -241,7 +241,7 @@ def by_joining(shop: Workshop, case: Case) -> Outcome:
     place, draw = shop.place(case), case.draw
     knobs = [word for key, value in QUICK.items() for word in ("--set", f"{key}={value}")]
     with netns.hosts(2) as (one, two):
-        knobs += ["--set", f"strategy.listen={one.address}:29411", "--set", "strategy.here=1"]
+        knobs += ["--set", f"strategy.listen={one.address}:29411", "--set", "strategy.local_trainers=1"]
         shape = ["--set", "train.epochs=60", "--set", "model.hidden=8", "--set", "model.layers=2"]
         words = ["-s", "tma", "-w", "2", *knobs, *shape]
         first = within(

@@ -92,14 +92,14 @@ def words_of(strategy: str, workers: int) -> dict[str, Any]:
         "seed": 3,
     }
     if strategy == "macrobatch":
-        words["strategy"] |= {"fanouts": [5, 5], "batch": 128, "together": 3, "prefetch": 1}
+        words["strategy"] |= {"fanouts": [5, 5], "batch": 128, "batches_per_fetch": 3, "prefetch": 1}
     if strategy == "pipe":
-        words["strategy"] |= {"ways": 1, "chunks": 2 * workers, "refresh": 3, "gradient": "control_variate"}
+        words["strategy"] |= {"graph_parallel": 1, "chunks": 2 * workers, "refresh": 3, "gradient": "control_variate"}
         words["model"] |= {"layers": max(3, workers)}
     if strategy == "temporal":
         words["strategy"] |= {"batch": 50, "prefetch": 1, "eval_negatives": 5}
         # Trainers of one machine on one memory; two of them may have a machine each, and a copy.
-        words["strategy"] |= {"copies": workers} if workers == 2 else {"lanes": workers}
+        words["strategy"] |= {"memory_parallel": workers} if workers == 2 else {"epoch_parallel": workers}
         words["model"] = {"name": "tgn", "hidden": 16, "layers": 1}
     if workers == 1:
         del words["workers"]

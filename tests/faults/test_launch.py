@@ -70,7 +70,7 @@ def test_lost_workers_are_started_again_and_nobody_can_tell(
 
 def test_macrobatch_names_the_dead_and_goes_on(drive: Callable[..., Driver], store: Path, tmp_path: Path) -> None:
     """Killed while a thread fetches ahead and checkpoints fall into the middle of epochs."""
-    knobs = {"fanouts": [3, 2], "batch": 4, "prefetch": 1, "together": 3}
+    knobs = {"fanouts": [3, 2], "batch": 4, "prefetch": 1, "batches_per_fetch": 3}
     settings = {f"strategy.{key}": value for key, value in knobs.items()}
     settings |= {"train.epochs": 12, "train.checkpoint_seconds": 0.05}
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]

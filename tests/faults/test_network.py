@@ -23,14 +23,14 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from gnnfleet.comm.message_store import Post
+from gnnfleet.comm.message_store import MessageStore
 from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import ConfigError, ExchangeError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.store import save_store
 from gnnfleet.launch.confirmed_model import check_model_path, confirm_model_file
-from gnnfleet.launch.spec import Spec
-from gnnfleet.launch.tma_supervisor import join_fleet
+from gnnfleet.launch.spec import RunSpec
+from gnnfleet.launch.tma_supervisor import join_supervised
 from gnnfleet.report.metrics import read_metrics
 from tests.faults.driving import MODEL, Driver
 from tests.faults.trials import PATIENCE, until
@@ -40,10 +40,10 @@ SHORT = ("--set", "train.epochs=3", "--set", "train.checkpoint_seconds=0")
 EXTRA: dict[str, tuple[str, ...]] = {
     "local": (),
     "sar": (),
-    "pipe": ("--set", "strategy.ways=1", "--set", "strategy.chunks=2"),
+    "pipe": ("--set", "strategy.graph_parallel=1", "--set", "strategy.chunks=2"),
     "macrobatch": ("--set", "strategy.fanouts=[3,2]"),
     "tma": ("--set", "strategy.steps=3", "--set", "strategy.fanouts=[3,2]"),
-    "temporal": ("--set", "model.hidden=8", "--set", "strategy.lanes=2"),
+    "temporal": ("--set", "model.hidden=8", "--set", "strategy.epoch_parallel=2"),
 }
 
 
@@ -185,8 +185,8 @@ def model_file(tmp_path: Path) -> Path:
 def test_join_executes_no_model_file_that_the_network_names(store: Path, model_file: Path, tmp_path: Path) -> None:
     """A stranger describes a run whose model is a file of the machine that joins."""
     config = resolve({"strategy": "tma", "workers": 2, "model": {"name": f"{model_file}:make"}}).model_dump(mode="json")
-    spec = Spec(store="", digest="", partition="", run_dir="", config=config)
-    server = Post.serve()
+    spec = RunSpec(store="", digest="", partition="", run_dir="", config=config)
+    server = MessageStore.serve()
     source = model_file.read_bytes()
     digest = hashlib.sha256(source).hexdigest()
     server.write("spec", {"spec": spec.as_json()}, torch.frombuffer(bytearray(source), dtype=torch.uint8))
@@ -202,19 +202,19 @@ def test_join_executes_no_model_file_that_the_network_names(store: Path, model_f
     }
     for message, options in refused.items():
         with pytest.raises(ConfigError, match=message):
-            join_fleet(str(server.address), store, [1], restarts=0, say=str, **options)
+            join_supervised(str(server.address), store, [1], restarts=0, say=str, **options)
     server.write("spec", {"spec": json.dumps({**asdict(spec), "partition": "../elsewhere"})})
     with pytest.raises(ExchangeError, match="a partition outside of"):
-        join_fleet(str(server.address), store, [1], restarts=0, say=str)
+        join_supervised(str(server.address), store, [1], restarts=0, say=str)
     server.write("spec", {"spec": "[]"})
     with pytest.raises(ExchangeError, match="describes no run"):
-        join_fleet(str(server.address), store, [1], restarts=0, say=str)
+        join_supervised(str(server.address), store, [1], restarts=0, say=str)
     assert not (tmp_path / "executed").exists()
 
 
 def test_join_runs_a_model_file_that_was_confirmed(store: Path, model_file: Path, tmp_path: Path) -> None:
     """The digest that ``gnnfleet train`` prints is what ``join`` takes; the copy runs, not the path."""
-    settings = {"strategy.here": 1, "strategy.steps": 2, "strategy.fanouts": "[3,2]", "train.epochs": 6}
+    settings = {"strategy.local_trainers": 1, "strategy.steps": 2, "strategy.fanouts": "[3,2]", "train.epochs": 6}
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     model = f"{model_file}:make"
     first = start("train", store, "-s", "tma", "-w", "2", "--model", model, "--run-dir", tmp_path / "run", *words)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gnnfleet.comm.shm_transport import LEAST_BYTES
+from gnnfleet.comm.shm_transport import MIN_BYTES
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
 from tests.faults.trials import PATIENCE, Forks, Trial, spec_of
@@ -34,7 +34,7 @@ WORDS: dict[str, Any] = {
 }
 PIPE: dict[str, Any] = {
     **WORDS,
-    "strategy": {"name": "pipe", "ways": 1, "chunks": 6, "refresh": 3, "gradient": "control_variate"},
+    "strategy": {"name": "pipe", "graph_parallel": 1, "chunks": 6, "refresh": 3, "gradient": "control_variate"},
     "model": {"hidden": 32, "layers": 3},
     "train": {**WORDS["train"], "epochs": 15},
 }
@@ -45,7 +45,7 @@ BOTH = (WORDS, PIPE)
 def store(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     """Messages are of about half of its rows a part."""
     nodes = 900
-    assert nodes // SIZE // 2 * 128 * 4 > LEAST_BYTES
+    assert nodes // SIZE // 2 * 128 * 4 > MIN_BYTES
     return save_store(communities(nodes), tmp_path_factory.mktemp("data") / "shop")
 
 

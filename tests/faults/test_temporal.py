@@ -19,8 +19,8 @@ from tests.faults.test_ranks import SIZE, check_ends, plan_of, side_by_side, spe
 from tests.faults.trials import PATIENCE, Forks
 from tests.graphs import assert_same_checkpoint
 
-LANES = {"share": 1, "lanes": SIZE, "copies": 1}
-COPIES = {"share": 1, "lanes": 1, "copies": SIZE}
+LANES = {"batch_parallel": 1, "epoch_parallel": SIZE, "memory_parallel": 1}
+COPIES = {"batch_parallel": 1, "epoch_parallel": 1, "memory_parallel": SIZE}
 
 
 def words_of(shape: dict[str, int]) -> dict[str, Any]:

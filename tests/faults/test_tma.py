@@ -103,7 +103,14 @@ def test_a_trainer_that_is_cut_off_comes_back(hosts: tuple[Machine, Machine], st
     one, two = hosts
     run_dir = tmp_path / "run"
     words = [word for key, value in QUICK.items() for word in ("--set", f"{key}={value}")]
-    words += ["--set", f"strategy.listen={one.address}:29411", "--set", "strategy.here=1", "--set", "train.epochs=50"]
+    words += [
+        "--set",
+        f"strategy.listen={one.address}:29411",
+        "--set",
+        "strategy.local_trainers=1",
+        "--set",
+        "train.epochs=50",
+    ]
     line = ["train", str(store), "-s", "tma", "-w", "2", "--run-dir", str(run_dir), *MODEL, *words]
     said = tmp_path / "said"
     first = within(one.host, line, said)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gnnfleet.graph.graph import Graph
-from gnnfleet.launch.spec import Spec
-from gnnfleet.session.prepare import Place, prepared, settle
+from gnnfleet.launch.spec import RunSpec
+from gnnfleet.session.prepare import RunLocation, prepare_run, resolve_run
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 400.0
@@ -99,12 +99,12 @@ class Forks:
                 stream.close()
 
 
-def spec_of(store: Graph, run_dir: Path, base: dict[str, Any], **train: Any) -> Spec:
+def spec_of(store: Graph, run_dir: Path, base: dict[str, Any], **train: Any) -> RunSpec:
     """A run ready for its ranks: begun, or gone on with where its directory is there."""
     words = {**base, "train": {**base["train"], **train}}
-    place = Place(run_dir, resume=run_dir.exists())
-    config, directory = settle(store, words, place)
-    with prepared(store, config, directory, place=place, quiet=True) as (spec, _):
+    place = RunLocation(run_dir, resume=run_dir.exists())
+    config, directory = resolve_run(store, words, place)
+    with prepare_run(store, config, directory, place=place, quiet=True) as (spec, _):
         return spec
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
-from gnnfleet.graph.validate import open_sound
+from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
+from gnnfleet.graph.validate import open_validated_store
 
 COUNT = 24
 
@@ -31,7 +31,7 @@ def everything() -> Graph:
     draw = torch.Generator().manual_seed(1)
     ends = torch.stack([torch.randint(COUNT, (90,), generator=draw), torch.randint(9, (90,), generator=draw)])
     nodes = {
-        "user": make_nodes(
+        "user": validated_nodes(
             COUNT,
             x=torch.randn(COUNT, 3, generator=draw),
             y=torch.arange(COUNT) % 3,
@@ -39,10 +39,10 @@ def everything() -> Graph:
             ids=[f"u{i}" for i in range(COUNT)],
             classes=("a", "b", "c"),
         ),
-        "item": make_nodes(9, x=torch.randn(9, 2, generator=draw).bfloat16()),
+        "item": validated_nodes(9, x=torch.randn(9, 2, generator=draw).bfloat16()),
     }
     held = torch.stack([torch.arange(4), torch.arange(4)])
-    buys = make_edges(
+    buys = validated_edges(
         ends,
         num_src=COUNT,
         num_dst=9,
@@ -51,12 +51,12 @@ def everything() -> Graph:
         time=torch.arange(90),
         links={"val": held, "test": held},
     )
-    near = make_edges(torch.randint(COUNT, (2, 60), generator=draw), num_src=COUNT, num_dst=COUNT)
+    near = validated_edges(torch.randint(COUNT, (2, 60), generator=draw), num_src=COUNT, num_dst=COUNT)
     return Graph.of(nodes, {EdgeType("user", "buys", "item"): buys, EdgeType("user", "near", "user"): near})
 
 
 def read_graph(path: Path) -> object:
-    graph = open_sound(path)
+    graph = open_validated_store(path)
     tensors: list[Tensor | None] = []
     about: list[object] = [graph.name, graph.undirected]
     for kind, nodes in graph.nodes.items():

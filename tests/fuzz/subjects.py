@@ -18,15 +18,22 @@ from torch import Tensor
 
 from gnnfleet.api import train
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.partition.assign import assign
-from gnnfleet.graph.partition.chunk_layout import lay_out, open_layouts, write_layouts
-from gnnfleet.graph.partition.node_assignment import Clusters, write_clusters
+from gnnfleet.graph.partition.assign import assign_nodes
+from gnnfleet.graph.partition.chunk_layout import build_chunk_layout, open_chunk_layouts, write_chunk_layouts
+from gnnfleet.graph.partition.node_assignment import ClusterMap, write_clusters
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
 from gnnfleet.graph.store import save_store
-from gnnfleet.graph.validate import check_shard
+from gnnfleet.graph.validate import validate_shard
 from gnnfleet.report.metrics import MetricsFile
-from gnnfleet.strategies.protocol import IDS, OWN, PRIVATE
-from gnnfleet.training.checkpoint import Position, all_ids, load_checkpoint, load_own, load_private, save_checkpoint
+from gnnfleet.strategies.protocol import IDS_SUFFIX, RANK_LOCAL, SHARDED
+from gnnfleet.training.checkpoint import (
+    TrainState,
+    load_checkpoint,
+    load_rank_local,
+    load_sharded,
+    save_checkpoint,
+    sharded_ids,
+)
 from gnnfleet.training.run_dir import RunDirectory
 from tests.fuzz import damage
 from tests.fuzz.damage import Hurt
@@ -78,7 +85,7 @@ def hurt_bundle(folder: Path, draw: random.Random) -> str:
 
 def make_partition(folder: Path) -> None:
     graph = everything()
-    write_partition(graph, assign(graph, 2, "random", seed=0), folder / "parts")
+    write_partition(graph, assign_nodes(graph, 2, "random", seed=0), folder / "parts")
 
 
 def read_partition(folder: Path) -> object:
@@ -86,7 +93,7 @@ def read_partition(folder: Path) -> object:
     tensors: list[Tensor | None] = [partition.assignment()]
     for part in range(partition.parts):
         shard = partition.shard(part)
-        check_shard(shard)
+        validate_shard(shard)
         for kind in shard.node_types:
             nodes = shard.nodes(kind)
             tensors += [nodes.store_ids, nodes.x, nodes.y, nodes.split]
@@ -101,15 +108,19 @@ def read_partition(folder: Path) -> object:
 def make_kept(folder: Path) -> None:
     """What tma and pipe keep in a store: clusters and layouts."""
     graph = make_dataset("communities", nodes=60, mean_degree=4, seed=1)
-    write_clusters(graph, assign(graph, 2, "super", seed=0, clusters=6), folder / "clusters")
-    write_layouts(graph, [lay_out(graph, 2, 4), lay_out(graph, 1, 3)], folder / "layouts")
+    write_clusters(graph, assign_nodes(graph, 2, "super", seed=0, clusters=6), folder / "clusters")
+    write_chunk_layouts(graph, [build_chunk_layout(graph, 2, 4), build_chunk_layout(graph, 1, 3)], folder / "layouts")
 
 
 def read_kept(folder: Path) -> object:
-    clusters = Clusters.open(folder / "clusters")
-    layouts = open_layouts(folder / "layouts")
-    tensors = [clusters.of, clusters.sizes, *(t for layout in layouts for t in (layout.order, layout.starts))]
-    return bytes_of(tensors), clusters.method, [(layout.ways, layout.copies) for layout in layouts]
+    clusters = ClusterMap.open(folder / "clusters")
+    layouts = open_chunk_layouts(folder / "layouts")
+    tensors = [
+        clusters.cluster_of_node,
+        clusters.sizes,
+        *(t for layout in layouts for t in (layout.order, layout.starts)),
+    ]
+    return bytes_of(tensors), clusters.method, [(layout.partitions, layout.halo_rows) for layout in layouts]
 
 
 # Runs.
@@ -120,17 +131,17 @@ def make_checkpoint(folder: Path) -> None:
     state = {
         "model": {"lin.weight": torch.randn(4, 3, generator=draw), "lin.bias": torch.zeros(4)},
         "optimizer": {"step": torch.tensor(3.0)},
-        OWN: {"rows": torch.randn(5, 2, generator=draw), f"rows{IDS}": torch.arange(5)},
-        PRIVATE: {"cache": torch.arange(7)},
+        SHARDED: {"rows": torch.randn(5, 2, generator=draw), f"rows{IDS_SUFFIX}": torch.arange(5)},
+        RANK_LOCAL: {"cache": torch.arange(7)},
     }
-    save_checkpoint(folder / "last", state, Position(epoch=3, step=9, best_metric=0.5), seed=7)
+    save_checkpoint(folder / "last", state, TrainState(epoch=3, step=9, best_metric=0.5), seed=7)
 
 
 def read_checkpoint(folder: Path) -> object:
     state, position, seed = load_checkpoint(folder / "last")
-    own = load_own(folder / "last", rank=0, ids={"rows": torch.tensor([3, 1])})
-    private = load_private(folder / "last", 0)
-    trees = [state, own, private, {"ids": all_ids(folder / "last")}]
+    own = load_sharded(folder / "last", rank=0, ids={"rows": torch.tensor([3, 1])})
+    private = load_rank_local(folder / "last", 0)
+    trees = [state, own, private, {"ids": sharded_ids(folder / "last")}]
     found = sorted(
         (f"{part}/{key}", t) for tree in trees for part, tensors in tree.items() for key, t in tensors.items()
     )
@@ -146,7 +157,7 @@ def make_run(folder: Path) -> None:
 
 def read_run(folder: Path) -> object:
     directory = RunDirectory(folder / "run")
-    about, config, output = directory.about(), directory.config(), directory.output()
+    about, config, output = directory.info(), directory.config(), directory.output()
     found = [directory.load(name) for name in ("last", "best")]
     file = MetricsFile(directory.metrics, epochs=2)
     file.close()

@@ -18,11 +18,11 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import torch
 
-from gnnfleet.config.resolve import nest, overlay, parse_value, read_toml, resolve
-from gnnfleet.graph.ingest.in_memory import import_whole
-from gnnfleet.graph.ingest.spec import Rules
-from gnnfleet.graph.ingest.tables import import_tables, sort_out
-from gnnfleet.graph.validate import open_sound
+from gnnfleet.config.resolve import overlay, parse_value, read_toml, resolve, unflatten
+from gnnfleet.graph.ingest.in_memory import import_in_memory
+from gnnfleet.graph.ingest.spec import ImportRules
+from gnnfleet.graph.ingest.tables import classify_tables, import_tables
+from gnnfleet.graph.validate import open_validated_store
 from tests.fuzz import damage
 from tests.fuzz.damage import HUGE
 from tests.fuzz.graphs import COUNT, read_graph
@@ -52,11 +52,11 @@ negatives = 3
 WORDS = [
     "seed", "workers", "memory", "split", "partition", "precision", "task", "strategy", "strategy.name",
     "strategy.batch",
-    "strategy.fanouts", "strategy.interval", "strategy.group", "strategy.ways", "strategy.chunks", "strategy.listen",
+    "strategy.fanouts", "strategy.interval", "strategy.group", "strategy.graph_parallel", "strategy.chunks", "strategy.listen",
     "strategy.quorum", "model", "model.name", "model.hidden", "model.layers", "model.heads", "model.dropout",
     "model.embedding", "train", "train.epochs", "train.lr", "train.patience", "train.weight_decay", "train.schedule",
     "train.checkpoint_seconds", "train.optimizer", "link.negatives", "link", "report.memory", "x", "", ".", "model.",
-    "a.b.c.d", "strategy.together", "strategy.scheme", "strategy.deadline", "strategy.wire", "strategy.gradient",
+    "a.b.c.d", "strategy.batches_per_fetch", "strategy.scheme", "strategy.deadline", "strategy.wire_dtype", "strategy.gradient",
 ]  # fmt: skip
 VALUES = [
     "0", "-1", "1", "3", "1e400", "nan", "inf", "-inf", "1e-320", str(2**63), str(2**64), "9" * 5000, "true", "''",
@@ -89,7 +89,7 @@ def read_words(folder: Path) -> object:
     for word in words:
         key, _, value = word.partition("=")
         settings[key] = parse_value(value)
-    config = resolve(overlay(read_toml(folder / "run.toml"), nest(settings)))
+    config = resolve(overlay(read_toml(folder / "run.toml"), unflatten(settings)))
     assert resolve(config.model_dump(mode="json")) == config, "a config that is saved is not the one that is read again"
     return None
 
@@ -197,9 +197,9 @@ def read_tables(folder: Path) -> object:
     out = folder.with_name(f"{folder.name}-out")
     files = [str(path) for path in sorted(folder.iterdir())]
     rules = {"undirected": False, "memory": "200MB", "missing": "add"}
-    spec = replace(sort_out(files), **rules)
+    spec = replace(classify_tables(files), **rules)
     import_tables(spec, out, overwrite=True)
-    found, graph = read_graph(out), open_sound(out)
+    found, graph = read_graph(out), open_validated_store(out)
     assert all(nodes.x is None or bool(torch.isfinite(nodes.x).all()) for nodes in graph.nodes.values())
     assert all(edges.weight is None or bool(torch.isfinite(edges.weight).all()) for edges in graph.edges.values())
     return found
@@ -297,7 +297,7 @@ def strange_array(array: Any, draw: random.Random) -> Any:
 def read_whole_into(name: str) -> Callable[[Path], object]:
     def read(folder: Path) -> object:
         out = folder.with_name(f"{folder.name}-out")
-        import_whole(folder / name, out, Rules(), overwrite=True)
+        import_in_memory(folder / name, out, ImportRules(), overwrite=True)
         return read_graph(out)
 
     return read

@@ -67,17 +67,17 @@ DECODERS: dict[str, dict[str, Any]] = {"dot": {}, "mlp": {"layers": 2}, "distmul
 
 def make_store(path: Path) -> None:
     from gnnfleet.graph.datasets import make_dataset
-    from gnnfleet.graph.graph import Graph, make_edges, make_nodes
+    from gnnfleet.graph.graph import Graph, validated_edges, validated_nodes
     from gnnfleet.graph.store import save_store
 
     graph = make_dataset("communities", nodes=60, features=8, classes=3, mean_degree=5, signal=1, train=0.4, val=0.3)
-    nodes, edges = graph.only_nodes, graph.only_edges
-    named = make_nodes(
+    nodes, edges = graph.single_nodes, graph.single_edges
+    named = validated_nodes(
         60, x=nodes.x, y=nodes.y, split=nodes.split, ids=[f"n{row:02d}" for row in range(60)], classes=["a", "b", "c"]
     )
     index = edges.edge_index()
     weight = (1 + (3 * index[0] + 5 * index[1]) % 7) / 4
-    weighted = make_edges(index, num_src=60, num_dst=60, weight=weight.float())
+    weighted = validated_edges(index, num_src=60, num_dst=60, weight=weight.float())
     kind = next(iter(graph.edges))
     save_store(Graph.of({kind.src: named}, {kind: weighted}, name="golden", undirected=graph.undirected), path)
 
@@ -85,11 +85,11 @@ def make_store(path: Path) -> None:
 def make_cuts(path: Path) -> None:
     from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.store import open_store
-    from gnnfleet.training.partition_cache import ensure_cut
+    from gnnfleet.training.partition_cache import ensure_placement
 
     graph = open_store(path)
     for strategy in OTHERS:
-        ensure_cut(graph, graph, resolve({"strategy": strategy, "workers": 2}))
+        ensure_placement(graph, graph, resolve({"strategy": strategy, "workers": 2}))
 
 
 def make_run(store: Path, run: Path) -> None:
@@ -99,17 +99,17 @@ def make_run(store: Path, run: Path) -> None:
 
 def logits(store: Path, run: Path) -> torch.Tensor:
     from gnnfleet.graph.store import open_store
-    from gnnfleet.inference.query import open_run
+    from gnnfleet.inference.query import open_trained_run
 
-    return open_run(run, open_store(store))[0].strategy.predict().logits
+    return open_trained_run(run, open_store(store))[0].strategy.predict().logits
 
 
 def without_paths(run: Path) -> None:
-    from gnnfleet.io.manifest import digest_of
+    from gnnfleet.io.manifest import manifest_digest
 
     config, record = (json.loads((run / name).read_text()) for name in ("config.json", "record.json"))
     config["store"]["path"], record["run_dir"] = "store", "run"
-    config["digest"] = digest_of(config)
+    config["digest"] = manifest_digest(config)
     (run / "config.json").write_text(json.dumps(config, indent=1))
     (run / "record.json").write_text(json.dumps(record, indent=1))
 

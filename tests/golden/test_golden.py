@@ -19,13 +19,13 @@ import torch
 
 from gnnfleet import errors
 from gnnfleet.api import train
-from gnnfleet.config.resolve import nest, resolve
+from gnnfleet.config.resolve import resolve, unflatten
 from gnnfleet.graph import store
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition import chunk_layout, node_assignment, partitioned_graph, shard
 from gnnfleet.graph.partition.partitioned_graph import Partition
-from gnnfleet.graph.validate import open_sound, open_sound_part
+from gnnfleet.graph.validate import open_validated_part, open_validated_store
 from gnnfleet.io import manifest
 from gnnfleet.io.bundle import Bundle
 from gnnfleet.nn.link import LinkConfig, make_decoder
@@ -37,8 +37,8 @@ from gnnfleet.strategies.tma import strategy as tma
 from gnnfleet.training import checkpoint
 from gnnfleet.training.build import build
 from gnnfleet.training.build_temporal import build_events
-from gnnfleet.training.checkpoint import Position
-from gnnfleet.training.partition_cache import ensure_cut
+from gnnfleet.training.checkpoint import TrainState
+from gnnfleet.training.partition_cache import ensure_placement
 from gnnfleet.training.run_dir import RunDirectory
 from tests.golden.compare import renamed
 from tests.golden.make_fixtures import DECODERS, MODELS, OTHERS, WORDS
@@ -50,7 +50,7 @@ STORE, RUN = HERE / "store", HERE / "run"
 @pytest.fixture
 def copy(tmp_path: Path) -> Graph:
     shutil.copytree(STORE, tmp_path / "store")
-    return open_sound(tmp_path / "store")
+    return open_validated_store(tmp_path / "store")
 
 
 def in_present_words(words: dict[str, Any], group: str = "", scope: str = "") -> dict[str, Any]:
@@ -59,9 +59,9 @@ def in_present_words(words: dict[str, Any], group: str = "", scope: str = "") ->
 
 
 def test_store_opens_with_all_its_data() -> None:
-    graph = open_sound(STORE)  # compares every file with its checksum
-    nodes, edges = graph.only_nodes, graph.only_edges
-    assert nodes.ids.take([0, 59]).to_pylist() == ["n00", "n59"] and nodes.classes == ("a", "b", "c")
+    graph = open_validated_store(STORE)  # compares every file with its checksum
+    nodes, edges = graph.single_nodes, graph.single_edges
+    assert nodes.ids.select([0, 59]).to_pylist() == ["n00", "n59"] and nodes.classes == ("a", "b", "c")
     assert nodes.x is not None and nodes.x.shape == (60, 8) and nodes.split is not None
     source, target = edges.edge_index()
     assert edges.weight is not None and torch.equal(edges.weight, (1 + (3 * source + 5 * target) % 7) / 4)
@@ -69,8 +69,8 @@ def test_store_opens_with_all_its_data() -> None:
 
 def test_partition_opens() -> None:
     path = STORE / "parts" / "mincut-2-nodes-seed0"
-    opened = Partition.open(path, open_sound(STORE))
-    parts = [open_sound_part(path, number) for number in range(2)]
+    opened = Partition.open(path, open_validated_store(STORE))
+    parts = [open_validated_part(path, number) for number in range(2)]
     ids = torch.cat([part.nodes("node").store_ids for part in parts])
     assert opened.parts == 2 and torch.equal(ids.sort().values, torch.arange(60))
 
@@ -80,7 +80,7 @@ def test_run_uses_what_the_store_keeps(copy: Graph, strategy: dict[str, Any]) ->
     assert copy.store is not None
     kept = {path.name: path.stat().st_ino for path in (copy.store.path / "parts").iterdir()}
     words = in_present_words(strategy, "strategy.", strategy["name"])
-    path = ensure_cut(copy, copy, resolve({**nest(words), "workers": 2}))
+    path = ensure_placement(copy, copy, resolve({**unflatten(words), "workers": 2}))
     assert path is not None and kept[path.name] == path.stat().st_ino
 
 
@@ -98,8 +98,8 @@ def test_weights_give_the_same_logits() -> None:
     kept = RunDirectory(RUN, seed=WORDS["seed"]).load_weights("best")
     assert kept is not None and kept[1].best_epoch == 4
     model = in_present_words({key: value for key, value in WORDS.items() if key.startswith("model.")})
-    words = nest({**model, "model.residual": True, "seed": WORDS["seed"]})
-    built = build(open_sound(STORE), resolve(words))  # strategy local
+    words = unflatten({**model, "model.residual": True, "seed": WORDS["seed"]})
+    built = build(open_validated_store(STORE), resolve(words))  # strategy local
     built.strategy.load_state_dict(kept[0])
     logits = built.strategy.predict().logits
     # Of other instruction sets the last bits differ.
@@ -112,14 +112,14 @@ def test_tensors_of_models_keep_their_names() -> None:
     stream = make_dataset("events", users=10, items=8, events=60, features=4)
     found: dict[str, Any] = {}
     for label, words in MODELS.items():
-        model = nest(in_present_words(words, "model."))
+        model = unflatten(in_present_words(words, "model."))
         if words["name"].startswith("tg"):
             found[label] = build_events(stream, resolve({**model, "strategy": {"name": "temporal"}}))[1]
         else:
             graph = several if words["name"] == "rgcn" else one
             found[label] = build_model(resolve(model).model, graph, out_channels=3)
     for name, words in DECODERS.items():
-        config = LinkConfig(**nest(in_present_words({"decoder": name, **words}, "link."))["link"])
+        config = LinkConfig(**unflatten(in_present_words({"decoder": name, **words}, "link."))["link"])
         found[f"decoder-{name}"] = make_decoder(config, width=8, relations=2, several=True)
     for label, expected in json.loads((HERE / "state_keys.json").read_text()).items():
         assert {key: list(tensor.shape) for key, tensor in found[label].state_dict().items()} == expected, label
@@ -134,9 +134,14 @@ def test_names_on_disk_stay() -> None:
         "checkpoint",
     )
     assert (node_assignment.KIND, chunk_layout.KIND) == ("gnnfleet clusters", "gnnfleet chunks")
-    assert (protocol.OWN, protocol.IDS, protocol.PRIVATE, protocol.TRAINED) == ("own", "/ids", "private", "trained")
+    assert (protocol.SHARDED, protocol.IDS_SUFFIX, protocol.RANK_LOCAL, protocol.RAW_WEIGHTS) == (
+        "own",
+        "/ids",
+        "private",
+        "trained",
+    )
     assert (tma.VELOCITY, tma.MOMENTS, tma.CORRECTION) == ("outer/velocity", "average/moments", "correction/")
-    assert [field.name for field in fields(Position)] == [
+    assert [field.name for field in fields(TrainState)] == [
         "epoch", "step", "within", "loss", "count", "seconds", "evaluated", "best_epoch", "best_metric", "best_loss",
     ]  # fmt: skip
 
@@ -144,7 +149,7 @@ def test_names_on_disk_stay() -> None:
 def test_run_writes_the_same_names(copy: Graph, tmp_path: Path) -> None:
     """What the run of 0.1.0 has, a run of today has too, and nothing else."""
     words = in_present_words({"model.name": "gcn", "model.hidden": 4, "train.epochs": 1})
-    train(copy, run_dir=tmp_path / "run", config=nest(words))
+    train(copy, run_dir=tmp_path / "run", config=unflatten(words))
     for name in ("last", "best"):
         kept, written = (Bundle.open(run / "checkpoints" / name, checkpoint.KIND) for run in (RUN, tmp_path / "run"))
         assert set(written.meta) == set(kept.meta) and written.meta["parts"] == kept.meta["parts"]

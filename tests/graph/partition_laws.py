@@ -81,7 +81,7 @@ def check_shards(graph: Graph, partition: Partition) -> None:
                         near = int(shard.nodes(near_type).store_ids[row])
                         for e in range(starts[i], starts[i + 1]):
                             col = int(block.cols[e])
-                            far_row = col if q == shard.part else int(plan.need[q][col])
+                            far_row = col if q == shard.part else int(plan.recv[q][col])
                             far = int(shards[q].nodes(far_type).store_ids[far_row])
                             edge = int(block.edge_ids[e])
                             source, target = (far, near) if direction == "in" else (near, far)
@@ -97,8 +97,8 @@ def check_shards(graph: Graph, partition: Partition) -> None:
             plans = [shard.plan(kind, direction) for shard in shards]
             for p in range(partition.parts):
                 for q in range(partition.parts):
-                    assert torch.equal(plans[p].need[q], plans[q].give[p])
-                    listed = plans[p].need[q].tolist()
+                    assert torch.equal(plans[p].recv[q], plans[q].send[p])
+                    listed = plans[p].recv[q].tolist()
                     assert listed == sorted(set(listed))
             used = {(p, q): set() for p in range(partition.parts) for q in range(partition.parts)}
             for shard in shards:
@@ -108,4 +108,4 @@ def check_shards(graph: Graph, partition: Partition) -> None:
                             used[shard.part, q] |= set(shard.block(edge_type, direction, q).cols.tolist())
             for (p, q), cols in used.items():
                 if p != q:
-                    assert cols == set(range(len(plans[p].need[q]))), "a row is sent that nobody reads"
+                    assert cols == set(range(len(plans[p].recv[q]))), "a row is sent that nobody reads"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
 
 
 @st.composite
@@ -17,7 +17,7 @@ def graphs(draw: st.DrawFn, max_nodes: int = 12, max_edges: int = 40, hetero: bo
     nodes = {}
     for kind in kinds:
         count = draw(st.integers(0, max_nodes))
-        nodes[kind] = make_nodes(
+        nodes[kind] = validated_nodes(
             count,
             x=torch.randn(count, 3, generator=random),
             y=torch.randint(-1, 3, (count,), generator=random),
@@ -34,7 +34,7 @@ def graphs(draw: st.DrawFn, max_nodes: int = 12, max_edges: int = 40, hetero: bo
         count = draw(st.integers(0, max_edges)) if num_src and num_dst else 0
         index = torch.stack([torch.randint(0, max(num, 1), (count,), generator=random) for num in (num_src, num_dst)])
         data = draw(st.booleans())
-        edges[kind] = make_edges(
+        edges[kind] = validated_edges(
             index,
             num_src=num_src,
             num_dst=num_dst,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from gnnfleet.graph.sampling.batches import batches, count_batches
+from gnnfleet.graph.sampling.batches import count_batches, epoch_batches
 
 
 def test_every_item_once() -> None:
     items = torch.arange(0, 1000, 7)
     for size in (0, 1, 10, 142, 143, 5000):
-        numbers, dealt = zip(*batches(items, size, seed=3, epoch=1), strict=True)
+        numbers, dealt = zip(*epoch_batches(items, size, seed=3, epoch=1), strict=True)
         assert numbers == tuple(range(len(numbers)))
-        rest = list(batches(items, size, seed=3, epoch=1, first=2))
+        rest = list(epoch_batches(items, size, seed=3, epoch=1, first=2))
         assert [number for number, _ in rest] == list(numbers[2:])
         assert all(torch.equal(batch, dealt[number]) for number, batch in rest)
         assert len(dealt) == count_batches(len(items), size)
@@ -24,7 +24,7 @@ def test_every_item_once() -> None:
 def test_another_epoch_is_another_order() -> None:
     items = torch.arange(100)
     first, again, other, seed = (
-        [batch for _, batch in batches(items, 30, seed=seed, epoch=epoch)]
+        [batch for _, batch in epoch_batches(items, 30, seed=seed, epoch=epoch)]
         for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))
     )
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

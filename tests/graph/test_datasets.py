@@ -7,10 +7,10 @@ import torch
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.datasets import DATASETS, make_dataset
-from gnnfleet.graph.datasets.base import numbered_ids
+from gnnfleet.graph.datasets.base import prefixed_ids
 from gnnfleet.graph.datasets.events import INTERACTS
 from gnnfleet.graph.datasets.shop import BUYS, MADE_BY, REVERSE, VIEWS
-from gnnfleet.graph.graph import Graph, make_edges
+from gnnfleet.graph.graph import Graph, validated_edges
 from gnnfleet.graph.store import EDGE_ARRAYS, NODE_ARRAYS, open_store, save_store
 
 SMALL = {
@@ -64,7 +64,7 @@ def test_threads_do_not_matter(name):
 
 
 def assert_simple(graph: Graph, *, symmetric: bool) -> None:
-    src, dst = graph.only_edges.edge_index()
+    src, dst = graph.single_edges.edge_index()
     assert not bool((src == dst).any())
     keys = dst * graph.num_nodes + src
     assert bool((keys.diff() > 0).all())  # in store order and without repeats
@@ -82,9 +82,9 @@ def tail_exponent(degrees: torch.Tensor, lowest: int) -> float:
 def test_communities_have_exactly_the_homophily_and_edges_asked(homophily):
     graph = make_dataset("communities", nodes=5000, edges=60_000, classes=7, homophily=homophily, features=0)
     assert_simple(graph, symmetric=True)
-    assert graph.num_edges == 60_000 and graph.undirected and graph.only_nodes.x is None
-    src, dst = graph.only_edges.edge_index()
-    y = graph.only_nodes.y
+    assert graph.num_edges == 60_000 and graph.undirected and graph.single_nodes.x is None
+    src, dst = graph.single_edges.edge_index()
+    y = graph.single_nodes.y
     assert y is not None and sorted(set(y.tolist())) == list(range(7))
     assert float((y[src] == y[dst]).double().mean()) == pytest.approx(homophily, abs=1e-4)
 
@@ -92,14 +92,14 @@ def test_communities_have_exactly_the_homophily_and_edges_asked(homophily):
 @pytest.mark.parametrize("exponent", [2.2, 3.0])
 def test_communities_degrees_have_a_power_law_tail(exponent):
     graph = make_dataset("communities", nodes=50_000, mean_degree=20, exponent=exponent, homophily=0.5, features=0)
-    degrees = graph.only_edges.in_degree()
+    degrees = graph.single_edges.in_degree()
     assert float(degrees.double().mean()) == pytest.approx(20, abs=0.01)
     assert tail_exponent(degrees, 40) == pytest.approx(exponent, abs=0.35)
     assert int(degrees.max()) > 20 * 20
 
 
 def nearest_mean_accuracy(x: torch.Tensor, graph: Graph) -> float:
-    nodes = graph.only_nodes
+    nodes = graph.single_nodes
     assert nodes.y is not None
     train, test = nodes.mask("train"), nodes.mask("test")
     means = torch.stack([x[train & (nodes.y == label)].mean(0) for label in range(nodes.num_classes)])
@@ -107,29 +107,29 @@ def nearest_mean_accuracy(x: torch.Tensor, graph: Graph) -> float:
 
 
 def neighbour_means(graph: Graph) -> torch.Tensor:
-    src, dst = graph.only_edges.edge_index()
-    x = graph.only_nodes.x
+    src, dst = graph.single_edges.edge_index()
+    x = graph.single_nodes.x
     assert x is not None
-    return torch.zeros_like(x).index_add_(0, dst, x[src]) / graph.only_edges.in_degree().clamp(min=1)[:, None]
+    return torch.zeros_like(x).index_add_(0, dst, x[src]) / graph.single_edges.in_degree().clamp(min=1)[:, None]
 
 
 def test_communities_features_tell_and_neighbours_tell_more():
     graph = make_dataset("communities", nodes=10_000)
-    x = graph.only_nodes.x
+    x = graph.single_nodes.x
     assert x is not None
     alone, together = nearest_mean_accuracy(x, graph), nearest_mean_accuracy(x + 3 * neighbour_means(graph), graph)
     assert 0.25 < alone < 0.8  # chance is 0.1, or the share of the largest class
     assert together > alone + 0.15
     silent = make_dataset("communities", nodes=10_000, signal=0.0)
-    assert silent.only_nodes.x is not None
-    assert nearest_mean_accuracy(silent.only_nodes.x, silent) < 0.2
+    assert silent.single_nodes.x is not None
+    assert nearest_mean_accuracy(silent.single_nodes.x, silent) < 0.2
 
 
 def test_communities_have_heavy_tailed_sizes_ids_without_order_and_exact_splits():
     graph = make_dataset(
         "communities", nodes=20_000, classes=50, communities=50, train=0.25, val=0.05, dtype="bfloat16"
     )
-    nodes = graph.only_nodes
+    nodes = graph.single_nodes
     assert nodes.x is not None and nodes.y is not None and nodes.x.dtype == torch.bfloat16
     sizes = torch.bincount(nodes.y)
     assert int(sizes.max()) > 4 * int(sizes.double().median())
@@ -141,23 +141,23 @@ def test_rmat_is_skewed_simple_or_raw():
     directed = make_dataset("rmat", nodes=3000, edges=30_000)
     assert_simple(directed, symmetric=False)
     assert directed.num_nodes == 3000 and directed.num_edges == 30_000 and not directed.undirected
-    degrees = directed.only_edges.in_degree()
+    degrees = directed.single_edges.in_degree()
     assert int(degrees.max()) > 15 * 10 and int((degrees == 0).sum()) > 300
     assert float(degrees.sort(descending=True).values[:30].double().sum()) > 0.1 * 30_000
     # Scrambled: the heavy nodes are not the low ids.
     assert float(degrees[:300].double().mean()) < 3 * 10
     symmetric = make_dataset("rmat", scale=11, edge_factor=8, symmetric=True, classes=3, features=2)
     assert_simple(symmetric, symmetric=True)
-    assert symmetric.num_edges == 8 * 2048 and symmetric.undirected and symmetric.only_nodes.num_classes == 3
+    assert symmetric.num_edges == 8 * 2048 and symmetric.undirected and symmetric.single_nodes.num_classes == 3
     raw = make_dataset("rmat", scale=8, edge_factor=16, repeats=True)
-    src, dst = raw.only_edges.edge_index()
+    src, dst = raw.single_edges.edge_index()
     assert raw.num_edges == 16 * 256 and bool((src == dst).any()) and len(torch.unique(src * 256 + dst)) < 16 * 256
 
 
 def test_shop_has_types_ids_times_and_weights():
     graph = make_dataset("shop", users=3000, products=600, brands=40, buys=20_000, views=30_000, user_features=4)
     assert set(graph.edges) == {BUYS, VIEWS, MADE_BY, *REVERSE.values()}
-    assert graph.nodes["user"].ids.take([0, 123]).to_pylist() == ["user-000000", "user-000123"]
+    assert graph.nodes["user"].ids.select([0, 123]).to_pylist() == ["user-000000", "user-000123"]
     assert graph.nodes["brand"].x is None and graph.nodes["user"].y is None and graph.nodes["product"].split is not None
     buys, views, made = graph.edges[BUYS], graph.edges[VIEWS], graph.edges[MADE_BY]
     assert buys.count == 20_000 and buys.time is not None and int(buys.time.min()) >= 0 and buys.order is not None
@@ -293,9 +293,9 @@ def test_extremes():
 
 
 def test_numbered_ids():
-    assert numbered_ids("a", 0).values().to_pylist() == []
-    ids = numbered_ids("item", 1_000_001)
-    assert ids.take([0, 999_999, 1_000_000]).to_pylist() == ["item-0000000", "item-0999999", "item-1000000"]
+    assert prefixed_ids("a", 0).values().to_pylist() == []
+    ids = prefixed_ids("item", 1_000_001)
+    assert ids.select([0, 999_999, 1_000_000]).to_pylist() == ["item-0000000", "item-0999999", "item-1000000"]
     assert ids.rows(["item-0000042"]).tolist() == [42]
 
 
@@ -308,7 +308,7 @@ def test_parameters_are_documented():
 @pytest.mark.parametrize("times", [[0, 1, 1, 2, 5], [3, 1, 1, 0, 3], [7, 7, 7, 7, 7]])
 def test_order_is_by_time_then_input(times):
     pairs = torch.tensor([[4, 3, 2, 1, 0], [1, 0, 1, 0, 1]])
-    edges = make_edges(pairs, num_src=5, num_dst=2, time=times)
+    edges = validated_edges(pairs, num_src=5, num_dst=2, time=times)
     assert edges.order is not None
     stream = edges.edge_index()[:, edges.order]
     expected = sorted(range(5), key=lambda i: (times[i], i))

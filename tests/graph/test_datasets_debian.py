@@ -62,27 +62,27 @@ def lists(tmp_path):
 
 
 def edges_of(graph, relation):
-    names = graph.only_nodes.ids.values().to_pylist()
+    names = graph.single_nodes.ids.values().to_pylist()
     src, dst = graph.edges[EdgeType("package", relation, "package")].edge_index().tolist()
     return {(names[s], names[d]) for s, d in zip(src, dst, strict=True)}
 
 
 def test_packages_and_relations(lists, tmp_path):
     graph = make_dataset("debian", **lists)
-    assert graph.only_nodes.ids.values().to_pylist() == ["alpha", "beta", "delta", "epsilon", "gamma"]
+    assert graph.single_nodes.ids.values().to_pylist() == ["alpha", "beta", "delta", "epsilon", "gamma"]
     depends = {("alpha", "beta"), ("alpha", "gamma"), ("alpha", "delta"), ("alpha", "epsilon"), ("beta", "alpha")}
     assert edges_of(graph, "depends") == depends
     assert edges_of(graph, "recommends") == {("alpha", "beta")}
     assert edges_of(graph, "suggests") == {("beta", "gamma"), ("beta", "delta")}
-    nodes = graph.only_nodes
+    nodes = graph.single_nodes
     assert nodes.classes == ("doc", "libs", "unknown") and nodes.y.tolist() == [1, 0, 2, 1, 0]
     both = make_dataset("debian", **lists, reverse=True)
     assert edges_of(both, "depends_back") == {(b, a) for a, b in depends}
-    assert save_store(graph, tmp_path / "store").only_nodes.ids.take([0]).to_pylist() == ["alpha"]
+    assert save_store(graph, tmp_path / "store").single_nodes.ids.select([0]).to_pylist() == ["alpha"]
 
 
 def test_features_are_the_words(lists):
-    x = make_dataset("debian", **lists, dtype="float32").only_nodes.x
+    x = make_dataset("debian", **lists, dtype="float32").single_nodes.x
     assert torch.allclose(x.norm(dim=1), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]))
     # alpha: letters of the old alphabet with second line (single letters are no words); beta: letters again
     assert [int((row > 0).sum()) for row in x] == [8, 2, 0, 2, 1]
@@ -92,7 +92,7 @@ def test_features_are_the_words(lists):
 def test_packages_of_one_source_share_a_split(lists):
     seen = set()
     for seed in range(12):
-        split = make_dataset("debian", **lists, seed=seed, train=0.5, val=0.25).only_nodes.split[0].tolist()
+        split = make_dataset("debian", **lists, seed=seed, train=0.5, val=0.25).single_nodes.split[0].tolist()
         assert split[0] == split[1]
         seen.add(tuple(split))
     assert len(seen) > 3
@@ -108,7 +108,7 @@ def test_packed_lists(lists, suffix, pack):
     packed = pack(MAIN.encode()) if pack else sink.getvalue().to_pybytes()
     (lists["lists"] / f"a_main_Packages{suffix}").write_bytes(packed)
     again = make_dataset("debian", **lists)
-    assert torch.equal(plain.only_nodes.x, again.only_nodes.x) and plain.num_edges == again.num_edges
+    assert torch.equal(plain.single_nodes.x, again.single_nodes.x) and plain.num_edges == again.num_edges
 
 
 def test_no_lists_or_damaged_ones(tmp_path, lists):

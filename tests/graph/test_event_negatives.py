@@ -8,16 +8,16 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.events.negatives import AllDestinations, EventNegatives
+from gnnfleet.graph.events.negatives import AllDestinations, NegativeSampler
 
 DESTINATIONS = torch.arange(40, 100, 3)
 
 
 def test_never_the_positive_each_once_and_all_others_as_likely() -> None:
-    draws = EventNegatives(DESTINATIONS, seed=3)
+    draws = NegativeSampler(DESTINATIONS, seed=3)
     events = torch.arange(20_000)
     positive = DESTINATIONS[events % 20]
-    found = draws.training(events, positive, sweep=1, count=3)
+    found = draws.for_training(events, positive, sweep=1, count=3)
     assert bool(torch.isin(found, DESTINATIONS).all())
     assert not bool((found == positive[:, None]).any())
     assert not bool((found.sort(1).values.diff(dim=1) == 0).any())
@@ -25,13 +25,13 @@ def test_never_the_positive_each_once_and_all_others_as_likely() -> None:
     seen = torch.bincount((places % 20).view(-1), minlength=20)
     mean = 60_000 / 19
     assert int(seen[0]) == 0 and float(((seen[1:] - mean) ** 2 / mean).sum()) < 50
-    every = draws.evaluation(events[:500], positive[:500], count=19)
+    every = draws.for_evaluation(events[:500], positive[:500], count=19)
     expected = torch.stack([DESTINATIONS[own != DESTINATIONS] for own in positive[:500]])
     assert torch.equal(every.sort(1).values, expected)
 
 
 def test_the_one_negative_of_an_event_is_as_likely_to_be_any_other() -> None:
-    draws, events, own = EventNegatives(DESTINATIONS, seed=3), torch.arange(20_000), 7
+    draws, events, own = NegativeSampler(DESTINATIONS, seed=3), torch.arange(20_000), 7
     positive = torch.full((20_000,), int(DESTINATIONS[own]))
 
     def unevenness(found: Tensor) -> float:
@@ -41,37 +41,37 @@ def test_the_one_negative_of_an_event_is_as_likely_to_be_any_other() -> None:
         return float(((seen - mean) ** 2 / mean).sum()) - mean  # without the place of its own
 
     for count in (1, 3, 19):
-        every, column = draws.evaluation(events, positive, count=count), draws.one_of(events, count)
+        every, column = draws.for_evaluation(events, positive, count=count), draws.one_of(events, count)
         assert unevenness(every.gather(1, column[:, None])[:, 0]) < 50
         part = torch.arange(500, 600)
         assert torch.equal(draws.one_of(part, count), column[part]), "it goes by the event"
-    assert unevenness(draws.evaluation(events, positive, count=3)[:, 0].contiguous()) > 1000, "a column is not even"
+    assert unevenness(draws.for_evaluation(events, positive, count=3)[:, 0].contiguous()) > 1000, "a column is not even"
 
 
 def test_a_new_destination_has_all_as_negatives() -> None:
-    found = EventNegatives(DESTINATIONS).training(torch.arange(2_000), torch.full((2_000,), 41), sweep=0)
+    found = NegativeSampler(DESTINATIONS).for_training(torch.arange(2_000), torch.full((2_000,), 41), sweep=0)
     assert set(found.view(-1).tolist()) == set(DESTINATIONS.tolist())
 
 
 def test_draws_go_by_event_sweep_and_set_not_by_batch() -> None:
-    draws = EventNegatives(DESTINATIONS, seed=3)
+    draws = NegativeSampler(DESTINATIONS, seed=3)
     events, positive = torch.arange(300), DESTINATIONS[torch.arange(300) % 20]
-    whole = draws.training(events, positive, sweep=2, number=1, count=2)
+    whole = draws.for_training(events, positive, sweep=2, number=1, count=2)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
-    pieces = [draws.training(events[rows], positive[rows], sweep=2, number=1, count=2) for rows in order.split(7)]
+    pieces = [draws.for_training(events[rows], positive[rows], sweep=2, number=1, count=2) for rows in order.split(7)]
     assert torch.equal(torch.cat(pieces), whole[order])
     others = [
-        draws.training(events, positive, sweep=2, number=0, count=2),
-        draws.training(events, positive, sweep=1, number=1, count=2),
-        EventNegatives(DESTINATIONS, seed=4).training(events, positive, sweep=2, number=1, count=2),
-        draws.evaluation(events, positive, count=2),
+        draws.for_training(events, positive, sweep=2, number=0, count=2),
+        draws.for_training(events, positive, sweep=1, number=1, count=2),
+        NegativeSampler(DESTINATIONS, seed=4).for_training(events, positive, sweep=2, number=1, count=2),
+        draws.for_evaluation(events, positive, count=2),
     ]
     assert not any(torch.equal(other, whole) for other in others)
 
 
 def test_too_many_are_refused() -> None:
     with pytest.raises(ConfigError, match="20 negatives need 21"):
-        EventNegatives(DESTINATIONS).evaluation(torch.arange(2), DESTINATIONS[:2], count=20)
+        NegativeSampler(DESTINATIONS).for_evaluation(torch.arange(2), DESTINATIONS[:2], count=20)
 
 
 def test_the_full_rule_leaves_out_positives_of_the_same_source_and_time() -> None:

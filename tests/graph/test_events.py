@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.graph import EdgeType, Graph, Nodes, make_edges
-from gnnfleet.graph.ingest.tables import EdgeTable, TableSpec, import_tables, sort_out
+from gnnfleet.graph.graph import EdgeType, Graph, Nodes, validated_edges
+from gnnfleet.graph.ingest.tables import EdgeTable, TableSpec, classify_tables, import_tables
 from gnnfleet.graph.store import open_store
 
 
@@ -38,7 +38,7 @@ def test_unsorted_events_are_sorted_stably(dtype: torch.dtype) -> None:
         assert torch.equal(stream.t, t[order]) and stream.t.dtype == dtype
         assert stream.msg is not None and torch.equal(stream.msg, msg[order])
         assert stream.num_nodes == 9 and torch.equal(stream.destinations, torch.unique(dst))
-    edges = Graph(torch.stack([src, dst]), num_nodes=9).only_edges
+    edges = Graph(torch.stack([src, dst]), num_nodes=9).single_edges
     assert torch.equal(edges.src[from_graph.edge_ids].long(), src[order]), "ids of the store come back"
 
 
@@ -46,7 +46,7 @@ def shop(times: tuple[bool, bool]) -> Graph:
     buys, likes = EdgeType("user", "buys", "item"), EdgeType("user", "likes", "item")
     pairs = torch.tensor([[0, 1, 1], [3, 0, 3]])
     kinds = {
-        kind: make_edges(pairs, num_src=2, num_dst=4, time=[5, 3, 4] if timed else None)
+        kind: validated_edges(pairs, num_src=2, num_dst=4, time=[5, 3, 4] if timed else None)
         for kind, timed in zip((buys, likes), times, strict=True)
     }
     return Graph.of({"user": Nodes(count=2), "item": Nodes(count=4)}, kinds)
@@ -123,7 +123,7 @@ def test_captured_counts_distinct_ends(seed: int, count: int, size: int) -> None
     src, dst, t = random_events(count, seed=seed)
     stream = EventStream.from_arrays(src, dst, t)
     expected = brute_captured(stream.src, stream.dst, stream.batches(size, keep_ties=False)) / (2 * count)
-    assert stream.captured([size, 1])[0] == expected
+    assert stream.capture_ratio([size, 1])[0] == expected
 
 
 @given(seed=st.integers(0, 50), count=st.integers(1, 80), loss=st.sampled_from([0.0, 0.2, 0.5, 0.9]))
@@ -131,7 +131,7 @@ def test_captured_counts_distinct_ends(seed: int, count: int, size: int) -> None
 def test_batches_within_a_loss_are_as_long_as_they_may_be(seed: int, count: int, loss: float) -> None:
     src, dst, t = random_events(count, seed=seed, nodes=15)
     stream = EventStream.from_arrays(src, dst, t)
-    bounds = stream.batches_within(loss, most=20)
+    bounds = stream.bounded_loss_batches(loss, most=20)
     assert bounds[0] == 0 and bounds[-1] == count
 
     def fits(lo: int, hi: int) -> bool:
@@ -149,7 +149,7 @@ def test_batches_within_a_loss_are_as_long_as_they_may_be(seed: int, count: int,
 def test_an_empty_stream() -> None:
     none = torch.empty(0, dtype=torch.int64)
     stream = EventStream.from_arrays(none, none, none)
-    assert stream.batches(5) == [0] and stream.batches_within(0.5, most=5) == [0]
+    assert stream.batches(5) == [0] and stream.bounded_loss_batches(0.5, most=5) == [0]
     assert [len(part) for part in stream.split()] == [0, 0, 0]
 
 
@@ -160,7 +160,7 @@ def test_wikipedia_by_one_import(shared_data: Path, tmp_path: Path, typed: bool)
         table = EdgeTable(files=(path,), columns="src,dst,time")
         spec = TableSpec(edges={EdgeType("user", "edits", "page"): table})
     else:
-        spec = sort_out([path], columns="src,dst,time")
+        spec = classify_tables([path], columns="src,dst,time")
     import_tables(spec, tmp_path / "wiki")
     stream = EventStream.of(open_store(tmp_path / "wiki"))
     given = np.loadtxt(path, dtype=np.int64)
@@ -168,17 +168,17 @@ def test_wikipedia_by_one_import(shared_data: Path, tmp_path: Path, typed: bool)
     assert np.array_equal(stream.t.numpy(), given[:, 2])
     assert stream.destinations.tolist() == list(range(8227, 9227))
     assert [len(part) for part in stream.split()] == [110_232, 23_621, 23_621]
-    assert [round(share, 3) for share in stream.captured([100, 200, 600, 4800])] == [0.443, 0.366, 0.273, 0.147]
+    assert [round(share, 3) for share in stream.capture_ratio([100, 200, 600, 4800])] == [0.443, 0.366, 0.273, 0.147]
 
 
 def test_bitcoin_comes_unsorted_with_a_header(shared_data: Path, tmp_path: Path) -> None:
     path = shared_data / "temporal" / "soc-sign-bitcoinalpha.csv"
-    import_tables(sort_out([str(path)]), tmp_path / "bitcoin")
+    import_tables(classify_tables([str(path)]), tmp_path / "bitcoin")
     graph = open_store(tmp_path / "bitcoin")
     stream = EventStream.of(graph)
     given = np.loadtxt(path, dtype=np.int64, delimiter=",", skiprows=1)
     given = given[np.argsort(given[:, 3], kind="stable")]
-    ids = graph.only_nodes.ids.take(torch.cat([stream.src, stream.dst])).to_pylist()
+    ids = graph.single_nodes.ids.select(torch.cat([stream.src, stream.dst])).to_pylist()
     assert ids == given[:, 0].tolist() + given[:, 1].tolist()
     assert stream.msg is not None and stream.msg[:, 0].tolist() == given[:, 2].tolist()
     assert np.array_equal(stream.t.numpy(), given[:, 3])

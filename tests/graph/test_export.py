@@ -13,8 +13,8 @@ import torch
 
 from gnnfleet.errors import StoreError
 from gnnfleet.graph.export import export_tables
-from gnnfleet.graph.graph import EdgeType, Graph, make_nodes
-from gnnfleet.graph.ingest.tables import EdgeTable, NodeTable, TableSpec, import_tables, sort_out
+from gnnfleet.graph.graph import EdgeType, Graph, validated_nodes
+from gnnfleet.graph.ingest.tables import EdgeTable, NodeTable, TableSpec, classify_tables, import_tables
 from gnnfleet.graph.store import EDGE_ARRAYS, NODE_ARRAYS, open_store
 
 BUYS, KNOWS = EdgeType("user", "buys", "a/b. product"), EdgeType("user", "knows", "user")
@@ -56,11 +56,11 @@ def tables(folder: Path, *, timed: bool) -> tuple[str, str]:
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_round_trip(tmp_path: Path, timed: bool) -> None:
-    import_tables(sort_out(tables(tmp_path, timed=timed)), tmp_path / "first")
+    import_tables(classify_tables(tables(tmp_path, timed=timed)), tmp_path / "first")
     first = open_store(tmp_path / "first")
     report = export_tables(first, tmp_path / "tables")
     assert report.files == {"nodes.parquet": 40, "edges.parquet": 500}
-    import_tables(sort_out([str(tmp_path / "tables" / "*.parquet")]), tmp_path / "second")
+    import_tables(classify_tables([str(tmp_path / "tables" / "*.parquet")]), tmp_path / "second")
     assert_equal(first, open_store(tmp_path / "second"))
 
 
@@ -98,7 +98,7 @@ def test_graphs_in_memory_go_out_too(tmp_path: Path, dtype: torch.dtype) -> None
     nodes = pq.read_table(tmp_path / "out" / "nodes.parquet")
     assert nodes["id"].to_pylist() == [0, 1, 2] and nodes["label"].to_pylist() == [0, None, 2]
     assert nodes["split_1"].to_pylist() == ["test", None, "train"]
-    assert torch.equal(torch.tensor(nodes["x"].to_pylist()), graph.only_nodes.x.float())
+    assert torch.equal(torch.tensor(nodes["x"].to_pylist()), graph.single_nodes.x.float())
     with pytest.raises(StoreError, match="exists already"):
         export_tables(graph, tmp_path / "out")
     export_tables(Graph(num_nodes=0), tmp_path / "empty")
@@ -111,5 +111,5 @@ def test_nothing_is_left_of_a_failed_export(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_tables(Graph.of({"node": make_nodes(2)}, {}), tmp_path / "out", progress=Broken())
+        export_tables(Graph.of({"node": validated_nodes(2)}, {}), tmp_path / "out", progress=Broken())
     assert not list(tmp_path.iterdir())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.graph import EDGE, Edges, EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import EDGE, Edges, EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.ingest.clean import Duplicates, SelfLoops, clean_edges, is_undirected
 
 NODES = 5
@@ -69,7 +69,7 @@ def brute_force(
 def test_equals_brute_force(rows: list[Row], undirected: bool, duplicates: Duplicates, self_loops: SelfLoops) -> None:
     cleaned, counts = clean_edges(graph_of(rows), undirected=undirected, duplicates=duplicates, self_loops=self_loops)
     expected, expected_counts = brute_force(rows, undirected=undirected, duplicates=duplicates, self_loops=self_loops)
-    assert rows_of(cleaned.only_edges) == expected
+    assert rows_of(cleaned.single_edges) == expected
     assert counts == expected_counts
     assert cleaned.undirected == undirected
 
@@ -77,7 +77,7 @@ def test_equals_brute_force(rows: list[Row], undirected: bool, duplicates: Dupli
 @settings(deadline=None, max_examples=40)
 @given(lists, st.booleans(), st.sampled_from(["keep", "drop"]))
 def test_order_by_time_stays_a_stable_one(rows: list[Row], undirected: bool, duplicates: Duplicates) -> None:
-    edges = clean_edges(graph_of(rows), undirected=undirected, duplicates=duplicates)[0].only_edges
+    edges = clean_edges(graph_of(rows), undirected=undirected, duplicates=duplicates)[0].single_edges
     assert edges.order is not None and edges.time is not None and edges.attr is not None
     assert sorted(edges.order.tolist()) == list(range(edges.count))
     given_order = edges.attr[:, 0]  # the input position of each edge or of its original
@@ -95,7 +95,7 @@ def test_undirected_without_duplicates_is_symmetric_and_final(rows: list[Row]) -
     once, _ = clean_edges(bare, undirected=True, duplicates="drop")
     twice, counts = clean_edges(once, undirected=True, duplicates="drop")
     assert is_undirected(once.edges) == bool(rows)
-    assert torch.equal(once.only_edges.edge_index(), twice.only_edges.edge_index())
+    assert torch.equal(once.single_edges.edge_index(), twice.single_edges.edge_index())
     assert counts["reverse_added"] == counts["parallel_dropped"]
 
 
@@ -111,15 +111,17 @@ def test_sum_counts_edges_without_weight() -> None:
     cleaned, _ = clean_edges(
         graph_of([(0, 1, 5.0, 0), (0, 1, 7.0, 0), (2, 1, 1.0, 0)], weighted=False), duplicates="sum"
     )
-    assert cleaned.only_edges.weight is not None and cleaned.only_edges.weight.tolist() == [2.0, 1.0]
+    assert cleaned.single_edges.weight is not None and cleaned.single_edges.weight.tolist() == [2.0, 1.0]
 
 
 def test_reverse_of_two_node_types_is_a_new_edge_type() -> None:
     writes, cites = EdgeType("author", "writes", "paper"), EdgeType("paper", "cites", "paper")
-    nodes = {"author": make_nodes(2), "paper": make_nodes(3)}
+    nodes = {"author": validated_nodes(2), "paper": validated_nodes(3)}
     edges = {
-        writes: make_edges([[0, 1, 1], [2, 0, 2]], num_src=2, num_dst=3, weight=[1, 2, 3], links={"val": [[0], [0]]}),
-        cites: make_edges([[0, 1], [1, 1]], num_src=3, num_dst=3),
+        writes: validated_edges(
+            [[0, 1, 1], [2, 0, 2]], num_src=2, num_dst=3, weight=[1, 2, 3], links={"val": [[0], [0]]}
+        ),
+        cites: validated_edges([[0, 1], [1, 1]], num_src=3, num_dst=3),
     }
     graph, counts = clean_edges(Graph.of(nodes, edges), undirected=True)
     back = graph.edges[EdgeType("paper", "rev_writes", "author")]

@@ -19,8 +19,8 @@ KINDS = (nx.Graph, nx.DiGraph, nx.MultiGraph, nx.MultiDiGraph)
 
 
 def named_edges(graph: Graph) -> list[tuple[Any, Any]]:
-    ids, edges = graph.only_nodes.ids, graph.only_edges
-    return sorted(zip(ids.take(edges.src).to_pylist(), ids.take(edges.dst()).to_pylist(), strict=True))
+    ids, edges = graph.single_nodes.ids, graph.single_edges
+    return sorted(zip(ids.select(edges.src).to_pylist(), ids.select(edges.dst()).to_pylist(), strict=True))
 
 
 @settings(deadline=None, max_examples=60)
@@ -39,12 +39,12 @@ def test_edge_data_goes_both_ways() -> None:
     g = nx.Graph()
     g.add_edge("a", "b", weight=2.5, at=7, f=[1.0, 2.0], k=1)
     g.add_edge("b", "b", at=3, f=[3.0, 4.0], k=2)
-    edges = from_networkx(g, time="at", edge_attr=["f", "k"]).only_edges
+    edges = from_networkx(g, time="at", edge_attr=["f", "k"]).single_edges
     assert edges.edge_index().tolist() == [[1, 0, 1], [0, 1, 1]]
     assert edges.weight is not None and edges.weight.tolist() == [2.5, 2.5, 1.0]
     assert edges.time is not None and edges.time.tolist() == [7, 7, 3]
     assert edges.attr is not None and edges.attr.tolist() == [[1, 2, 1], [1, 2, 1], [3, 4, 2]]
-    assert from_networkx(g, weight=None).only_edges.weight is None
+    assert from_networkx(g, weight=None).single_edges.weight is None
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_edge_data_goes_both_ways() -> None:
 def test_ids(nodes: list[Any], ids: list[Any]) -> None:
     g = nx.Graph()
     g.add_nodes_from(nodes)
-    found = from_networkx(g).only_nodes.ids
+    found = from_networkx(g).single_nodes.ids
     assert found.values().to_pylist() == ids
     assert found.are_rows == (nodes == list(range(len(nodes))))
 
@@ -77,15 +77,15 @@ def test_node_attributes() -> None:
     g.add_node("a", f=[1, 2], k=5, group="red", part="train", many=[1, 0])
     g.add_node("b", f=[3, 4], k=6, group="blue", part="valid", many=[0, 1])
     g.add_node("c", f=[5, 6], k=7)
-    nodes = from_networkx(g, x=["f", "k"], y="group", split="part").only_nodes
+    nodes = from_networkx(g, x=["f", "k"], y="group", split="part").single_nodes
     assert (
         nodes.x is not None and nodes.x.tolist() == [[1, 2, 5], [3, 4, 6], [5, 6, 7]] and nodes.x.dtype == torch.float32
     )
     assert nodes.y is not None and nodes.y.tolist() == [1, 0, -1] and nodes.classes == ("blue", "red")
     assert nodes.split is not None and nodes.split.tolist() == [[0, 1, -1]]
-    several = from_networkx(g, y="many").only_nodes
+    several = from_networkx(g, y="many").single_nodes
     assert several.multilabel and several.y is not None and several.y.tolist() == [[1, 0], [0, 1], [-1, -1]]
-    numbers = from_networkx(g, y="k").only_nodes.y
+    numbers = from_networkx(g, y="k").single_nodes.y
     assert numbers is not None and numbers.tolist() == [5, 6, 7] and numbers.dtype == torch.int64
 
 
@@ -116,8 +116,8 @@ def test_files(tmp_path: Path, ending: str, kind: Any) -> None:
     graph = read_graphml(path, x="f", y="group")
     direct = from_networkx(g, x="f", y="group")
     assert graph.name == "tiny" and named_edges(graph) == named_edges(direct)
-    assert torch.equal(graph.only_nodes.x, direct.only_nodes.x)  # type: ignore[arg-type]
-    assert torch.equal(graph.only_edges.weight, direct.only_edges.weight)  # type: ignore[arg-type]
+    assert torch.equal(graph.single_nodes.x, direct.single_nodes.x)  # type: ignore[arg-type]
+    assert torch.equal(graph.single_edges.weight, direct.single_edges.weight)  # type: ignore[arg-type]
 
 
 def test_gml_without_labels(tmp_path: Path) -> None:

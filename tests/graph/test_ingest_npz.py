@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.graph import EDGE, EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import EDGE, EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.ingest.npz import read_npz
 from gnnfleet.graph.ingest.npz_writer import write_npz
 from gnnfleet.graph.store import save_store
@@ -71,7 +71,7 @@ def test_compressed_features_equal_dense_ones(tmp_path: Path) -> None:
         "x_indptr": np.array([0, 1, 1, 3, 4]),
         "x_shape": np.array([4, 3]),
     }
-    x = read_npz(save(tmp_path, edge_index=PAIRS, **parts)).only_nodes.x
+    x = read_npz(save(tmp_path, edge_index=PAIRS, **parts)).single_nodes.x
     assert x is not None and x.dtype == torch.float32 and torch.equal(x, torch.from_numpy(dense))
     with pytest.raises(InputError, match="x_indices"):
         read_npz(save(tmp_path, edge_index=PAIRS, **{**parts, "x_indices": columns + 1}))
@@ -83,14 +83,14 @@ def test_labels_of_both_kinds(tmp_path: Path) -> None:
     single = read_npz(
         save(tmp_path, edge_index=PAIRS, y=np.array([0, -1, 2, 1]), class_names=np.array(["a", "b", "c"]))
     )
-    assert single.only_nodes.classes == ("a", "b", "c") and not single.only_nodes.multilabel
+    assert single.single_nodes.classes == ("a", "b", "c") and not single.single_nodes.multilabel
     several = read_npz(save(tmp_path, edge_index=PAIRS, y_multi=np.eye(4, 5, dtype=np.uint8)))
-    assert several.only_nodes.multilabel and several.only_nodes.num_classes == 5
+    assert several.single_nodes.multilabel and several.single_nodes.num_classes == 5
 
 
 def test_splits(tmp_path: Path) -> None:
     eye = np.eye(4, dtype=bool)
-    one = read_npz(save(tmp_path, edge_index=PAIRS, train_mask=eye[0], val_mask=eye[1], test_mask=eye[3])).only_nodes
+    one = read_npz(save(tmp_path, edge_index=PAIRS, train_mask=eye[0], val_mask=eye[1], test_mask=eye[3])).single_nodes
     assert one.split is not None and one.split.tolist() == [[0, 1, -1, 2]]
     ten = {
         f"{split}_masks": np.roll(np.tile(eye[0], (10, 1)), i, axis=1)
@@ -98,10 +98,10 @@ def test_splits(tmp_path: Path) -> None:
     }
     many = read_npz(
         save(tmp_path, edge_index=PAIRS, train_mask=eye[0], val_mask=eye[1], test_mask=eye[2], **ten)
-    ).only_nodes
+    ).single_nodes
     assert many.split is not None and many.split.tolist() == [[0, 1, 2, -1]] * 10
     more = {"train_mask_20": eye[0], "val_mask_20": eye[1], "train_mask_5": eye[3], "val_mask_5": eye[2]}
-    further = read_npz(save(tmp_path, edge_index=PAIRS, train_mask=eye[0], val_mask=eye[1], **more)).only_nodes
+    further = read_npz(save(tmp_path, edge_index=PAIRS, train_mask=eye[0], val_mask=eye[1], **more)).single_nodes
     assert further.split is not None and further.split.tolist() == [[0, 1, -1, -1], [-1, -1, 1, 0]]
 
 
@@ -137,7 +137,7 @@ def test_links_without_relation(tmp_path: Path) -> None:
         "test_edge": np.array([[3], [0]]),
         "valid_edge_neg": PAIRS[:, :1],
     }
-    found = read_npz(save(tmp_path, edge_index=PAIRS, **links)).only_edges.links
+    found = read_npz(save(tmp_path, edge_index=PAIRS, **links)).single_edges.links
     assert {name: pairs.tolist() for name, pairs in found.items()} == {
         "val": [[0, 1], [2, 3]],
         "val_neg": [[0], [1]],
@@ -154,15 +154,15 @@ def test_links_with_relation_and_local_rows(tmp_path: Path) -> None:
 
 def test_names_are_ids_when_they_differ(tmp_path: Path) -> None:
     named = read_npz(save(tmp_path, edge_index=PAIRS, node_name=np.array([b"a", b"b", b"c", b"d"])))
-    assert named.only_nodes.ids.values().to_pylist() == ["a", "b", "c", "d"]
-    assert read_npz(save(tmp_path, edge_index=PAIRS, node_name=np.array([b"a"] * 4))).only_nodes.ids.are_rows
+    assert named.single_nodes.ids.values().to_pylist() == ["a", "b", "c", "d"]
+    assert read_npz(save(tmp_path, edge_index=PAIRS, node_name=np.array([b"a"] * 4))).single_nodes.ids.are_rows
 
 
 def test_edge_data_follows_its_edge(tmp_path: Path) -> None:
     weight = PAIRS[0] * 10.0 + PAIRS[1]
     edges = read_npz(
         save(tmp_path, edge_index=PAIRS, edge_weight=weight, edge_attr=weight[:, None], edge_time=np.arange(4))
-    ).only_edges
+    ).single_edges
     expected = edges.src * 10.0 + edges.dst()
     assert edges.weight is not None and torch.equal(edges.weight, expected.float())
     assert edges.attr is not None and torch.equal(edges.attr[:, 0].float(), expected.float())
@@ -306,7 +306,7 @@ def test_written_files_read_the_same(tmp_path: Path) -> None:
         read_npz(save(tmp_path, edge_index=PAIRS, edge_type=np.array([0, 2, 0, 3]), y_multi=np.eye(4, dtype=np.uint8)))
     )
     likes = EdgeType("user", "likes", "user")
-    graphs.append(Graph.of({"user": make_nodes(4)}, {likes: make_edges(PAIRS, num_src=4, num_dst=4)}))
+    graphs.append(Graph.of({"user": validated_nodes(4)}, {likes: validated_edges(PAIRS, num_src=4, num_dst=4)}))
     for graph in graphs:
         write_npz(graph, tmp_path / "again.npz")
         equal(graph, read_npz(tmp_path / "again.npz"))
@@ -314,8 +314,8 @@ def test_written_files_read_the_same(tmp_path: Path) -> None:
 
 def test_what_the_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
     edges = {
-        EdgeType("node", "a", "node"): make_edges(PAIRS, num_src=4, num_dst=4, weight=np.ones(4)),
-        EdgeType("node", "b", "node"): make_edges(PAIRS, num_src=4, num_dst=4),
+        EdgeType("node", "a", "node"): validated_edges(PAIRS, num_src=4, num_dst=4, weight=np.ones(4)),
+        EdgeType("node", "b", "node"): validated_edges(PAIRS, num_src=4, num_dst=4),
     }
     with pytest.raises(ConfigError, match="edge weight"):
-        write_npz(Graph.of({"node": make_nodes(4)}, edges), tmp_path / "a.npz")
+        write_npz(Graph.of({"node": validated_nodes(4)}, edges), tmp_path / "a.npz")

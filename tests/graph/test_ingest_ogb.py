@@ -89,7 +89,7 @@ def pairs_of(graph: Graph, kind: EdgeType = EDGE) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("make", [text_set, binary_set])
 def test_one_node_type(tmp_path: Path, make: Any) -> None:
     graph = read_ogb(make(tmp_path / "ogbn_arxiv"))
-    nodes = graph.only_nodes
+    nodes = graph.single_nodes
     assert graph.name == "ogbn_arxiv" and pairs_of(graph) == sorted(map(tuple, PAIRS.T.tolist()))
     assert nodes.x is not None and nodes.x.dtype == torch.float32 and torch.equal(nodes.x, torch.from_numpy(X))
     assert nodes.y is not None and nodes.y.tolist() == [1, 0, -1, 2]
@@ -130,7 +130,7 @@ def test_original_ids_where_they_are_unique(tmp_path: Path, names: Any, ids: lis
         header="node idx,paper id",
     )
     put(folder / "mapping/labelidx2word.csv.gz", ["0,zero"], header="label idx,word")
-    assert read_ogb(folder).only_nodes.ids.values().to_pylist() == ids
+    assert read_ogb(folder).single_nodes.ids.values().to_pylist() == ids
 
 
 def test_edge_data(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_edge_data(tmp_path: Path) -> None:
     put(folder / "raw/edge_weight.csv.gz", [1, 2, 0.5, 4])
     put(folder / "raw/edge_year.csv.gz", [1999, 1998, 2001, 2000])
     put(folder / "raw/edge-feat.csv.gz", PAIRS.T)
-    edges = read_ogb(folder).only_edges
+    edges = read_ogb(folder).single_edges
     assert edges.weight is not None and edges.weight.tolist() == [0.5, 1.0, 2.0, 4.0]
     assert (
         edges.time is not None
@@ -169,7 +169,7 @@ def links_set(folder: Path, values: dict[str, Any], **options: Any) -> Path:
 def test_links_with_negatives(tmp_path: Path, convert: Any, zipped: bool) -> None:
     held = {"edge": convert(np.array([[0, 3], [1, 3]])), "edge_neg": convert(np.array([[3, 0]]))}
     folder = links_set(tmp_path / "ogbl_z", held, _use_new_zipfile_serialization=zipped)
-    links = read_ogb(folder).only_edges.links
+    links = read_ogb(folder).single_edges.links
     assert {name: pairs.tolist() for name, pairs in links.items()} == {
         "val": [[0, 1], [3, 3]],
         "val_neg": [[3], [0]],
@@ -186,7 +186,7 @@ def test_links_saved_under_an_older_numpy(tmp_path: Path) -> None:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:
             for name, content in parts.items():
                 new.writestr(name, content.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
-    assert read_ogb(folder).only_edges.links["val"].tolist() == [[0, 1], [3, 3]]
+    assert read_ogb(folder).single_edges.links["val"].tolist() == [[0, 1], [3, 3]]
 
 
 def test_several_negatives_per_link(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_several_negatives_per_link(tmp_path: Path) -> None:
         "target_node": np.array([3, 2]),
         "target_node_neg": np.array([[1, 2], [0, 3]]),
     }
-    links = read_ogb(links_set(tmp_path / "ogbl_citation2", held)).only_edges.links
+    links = read_ogb(links_set(tmp_path / "ogbl_citation2", held)).single_edges.links
     assert links["val"].tolist() == [[0, 1], [3, 2]]
     assert links["test_neg"].tolist() == [[0, 0, 1, 1], [1, 2, 0, 3]]
 

@@ -11,7 +11,7 @@ from torch_geometric.data import Data, HeteroData, TemporalData
 from torch_geometric.data.collate import collate
 
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.graph import EDGE, EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import EDGE, EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.ingest.pyg import from_pyg, read_pt, to_pyg
 
 PAIRS = torch.tensor([[0, 3, 1, 2, 2], [1, 2, 2, 0, 3]])
@@ -58,14 +58,14 @@ def full_data(**changes: object) -> Data:
 
 def hetero_graph() -> Graph:
     nodes = {
-        "user": make_nodes(3, x=torch.randn(3, 2), ids=["a", "b", "c"]),
-        "item": make_nodes(4, y=[0, 1, 0, -1], classes=["p", "q"]),
+        "user": validated_nodes(3, x=torch.randn(3, 2), ids=["a", "b", "c"]),
+        "item": validated_nodes(4, y=[0, 1, 0, -1], classes=["p", "q"]),
     }
     edges = {
-        EdgeType("user", "buys", "item"): make_edges(
+        EdgeType("user", "buys", "item"): validated_edges(
             [[2, 0, 1], [0, 3, 0]], num_src=3, num_dst=4, time=[3.0, 1.0, 2.0]
         ),
-        EdgeType("item", "like", "item"): make_edges(torch.empty(2, 0, dtype=torch.int64), num_src=4, num_dst=4),
+        EdgeType("item", "like", "item"): validated_edges(torch.empty(2, 0, dtype=torch.int64), num_src=4, num_dst=4),
     }
     return Graph.of(nodes, edges)
 
@@ -73,7 +73,7 @@ def hetero_graph() -> Graph:
 def test_data_becomes_the_same_graph() -> None:
     data = full_data()
     graph = from_pyg(data, name="tiny")
-    edges, nodes = graph.only_edges, graph.only_nodes
+    edges, nodes = graph.single_edges, graph.single_nodes
     assert graph.name == "tiny" and nodes.ids.values().to_pylist() == [10, 7, 8, 3]
     assert nodes.split is not None and nodes.split.tolist() == [[0, 1, -1, 2]]
     given = {(s, d): i for i, (s, d) in enumerate(PAIRS.T.tolist())}
@@ -88,12 +88,12 @@ def test_round_trip_of_data() -> None:
     graph = from_pyg(full_data())
     out = to_pyg(graph)
     assert isinstance(out, Data) and out.validate() and out.num_nodes == 4
-    assert torch.equal(out.edge_index, graph.only_edges.edge_index())
+    assert torch.equal(out.edge_index, graph.single_edges.edge_index())
     again = from_pyg(out)
     # The input order of edges is not kept, so ties in time may come out otherwise.
-    assert graph.only_edges.order is not None and again.only_edges.order is not None
+    assert graph.single_edges.order is not None and again.single_edges.order is not None
     same(from_pyg(full_data(x=out.x, edge_time=None)), from_pyg(to_pyg(from_pyg(full_data(x=out.x, edge_time=None)))))
-    check(again.only_edges.time, graph.only_edges.time)
+    check(again.single_edges.time, graph.single_edges.time)
 
 
 def test_several_splits_are_columns_in_pyg() -> None:
@@ -101,7 +101,7 @@ def test_several_splits_are_columns_in_pyg() -> None:
     masks["train_mask"][0] = masks["val_mask"][1] = True
     masks["test_mask"][2, 1] = True
     graph = from_pyg(Data(edge_index=PAIRS, num_nodes=4, **masks))
-    split = graph.only_nodes.split
+    split = graph.single_nodes.split
     assert split is not None and split.tolist() == [[0, 1, -1, -1], [0, 1, 2, -1], [0, 1, -1, -1]]
     out = to_pyg(graph)
     assert all(torch.equal(out[word], mask) for word, mask in masks.items())
@@ -138,7 +138,7 @@ def test_events() -> None:
     events = TemporalData(
         src=torch.tensor([0, 1, 0]), dst=torch.tensor([2, 2, 2]), t=torch.tensor([5, 2, 1]), msg=torch.ones(3, 4)
     )
-    edges = from_pyg(events).only_edges
+    edges = from_pyg(events).single_edges
     assert edges.order is not None and edges.time is not None and edges.time[edges.order].tolist() == [1, 2, 5]
     assert edges.attr is not None and edges.attr.shape == (3, 4)
 

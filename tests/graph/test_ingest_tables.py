@@ -18,7 +18,7 @@ import torch
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.export import export_tables
 from gnnfleet.graph.graph import EDGE, NODE, EdgeType, Graph
-from gnnfleet.graph.ingest.tables import EdgeTable, NodeTable, TableSpec, import_tables, sort_out
+from gnnfleet.graph.ingest.tables import EdgeTable, NodeTable, TableSpec, classify_tables, import_tables
 from gnnfleet.graph.store import open_store
 
 BUYS = EdgeType("user", "buys", "product")
@@ -48,9 +48,9 @@ def made(spec: TableSpec, path: Path) -> Graph:
 
 def edges_of(graph: Graph) -> list[tuple[Any, Any]]:
     """(src id, dst id) in store order."""
-    src, dst = graph.only_edges.edge_index()
-    ids = graph.only_nodes.ids
-    return list(zip(ids.take(src).to_pylist(), ids.take(dst).to_pylist(), strict=True))
+    src, dst = graph.single_edges.edge_index()
+    ids = graph.single_nodes.ids
+    return list(zip(ids.select(src).to_pylist(), ids.select(dst).to_pylist(), strict=True))
 
 
 def brute(
@@ -89,12 +89,12 @@ def test_equals_brute_force(tmp_path: Path, ending: str, ids: str, undirected: b
     rules: dict[str, Any] = {"duplicates": "drop" if drop else "keep", "self_loops": "keep" if loops else "drop"}
     graph = made(spec_of(nodes, edges, undirected=undirected, **rules), tmp_path / "store")
 
-    assert graph.only_nodes.ids.values().to_pylist() == names
-    assert graph.only_nodes.ids.are_rows == (ids == "rows")
-    torch.testing.assert_close(graph.only_nodes.x, torch.from_numpy(x), rtol=0, atol=0)
+    assert graph.single_nodes.ids.values().to_pylist() == names
+    assert graph.single_nodes.ids.are_rows == (ids == "rows")
+    torch.testing.assert_close(graph.single_nodes.x, torch.from_numpy(x), rtol=0, atol=0)
     assert edges_of(graph) == brute(names, pairs, undirected=undirected, drop=drop, loops=loops)
     # The weight is the input position, so it shows that payload stays with its edge and ties keep input order.
-    found = zip(edges_of(graph), graph.only_edges.weight.tolist(), strict=True)
+    found = zip(edges_of(graph), graph.single_edges.weight.tolist(), strict=True)
     for (s, d), w in found:
         assert pairs[int(w)] == (s, d) or (undirected and pairs[int(w)] == (d, s))
     graph.store.verify()
@@ -112,12 +112,12 @@ def test_many_files_are_one_table(tmp_path: Path, ending: str) -> None:
         write(
             tmp_path / f"n{k}.{ending}", {"id": np.arange(k * 10, k * 10 + 10), "f": np.arange(k * 10.0, k * 10 + 10)}
         )
-    spec = sort_out([str(tmp_path / f"*.{ending}")])
+    spec = classify_tables([str(tmp_path / f"*.{ending}")])
     graph = made(spec, tmp_path / "store")
     expected = Graph(edge_index=torch.from_numpy(ends), edge_weight=torch.arange(300.0), num_nodes=60)
-    assert torch.equal(graph.only_nodes.x[:, 0], torch.arange(60.0))
+    assert torch.equal(graph.single_nodes.x[:, 0], torch.arange(60.0))
     for name in ("indptr", "src", "weight"):
-        assert torch.equal(getattr(graph.only_edges, name), getattr(expected.only_edges, name)), name
+        assert torch.equal(getattr(graph.single_edges, name), getattr(expected.single_edges, name)), name
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv"])
@@ -129,11 +129,11 @@ def test_times_keep_their_order(tmp_path: Path, ending: str, kind: Any) -> None:
         time += 0.5
     edges = write(tmp_path / f"e.{ending}", {"from": ends[0], "to": ends[1], "t": time, "f": np.arange(200.0)})
     graph = made(spec_of(None, edges), tmp_path / "store")
-    expected = Graph(edge_index=ends, time=time, edge_attr=torch.arange(200.0)[:, None]).only_edges
+    expected = Graph(edge_index=ends, time=time, edge_attr=torch.arange(200.0)[:, None]).single_edges
     for name in ("indptr", "src", "time", "order", "attr"):
-        found = getattr(graph.only_edges, name)
+        found = getattr(graph.single_edges, name)
         assert torch.equal(found, getattr(expected, name).to(found.dtype)), name
-    assert graph.only_edges.time.dtype == (torch.int64 if kind is np.int64 else torch.float64)
+    assert graph.single_edges.time.dtype == (torch.int64 if kind is np.int64 else torch.float64)
 
 
 @pytest.mark.parametrize(("undirected", "drop"), list(itertools.product([False, True], repeat=2)))
@@ -150,7 +150,7 @@ def test_timed_edges_equal_brute_force(tmp_path: Path, undirected: bool, drop: b
     if drop:
         rows = list({row[:3]: row for row in reversed(rows)}.values())
     rows.sort(key=lambda row: (row[1], row[0], row[3]))
-    edges = graph.only_edges
+    edges = graph.single_edges
     assert edges.src.tolist() == [row[0] for row in rows] and edges.dst().tolist() == [row[1] for row in rows]
     assert edges.time.tolist() == [row[2] for row in rows]
     assert edges.attr[:, 0].tolist() == [row[3] // 2 for row in rows]
@@ -160,7 +160,7 @@ def test_timed_edges_equal_brute_force(tmp_path: Path, undirected: bool, drop: b
 def test_duplicates_of_timed_edges_share_the_time(tmp_path: Path) -> None:
     edges = write(tmp_path / "e.parquet", {"src": [0, 0, 0, 1], "dst": [1, 1, 1, 0], "time": [5, 5, 6, 5]})
     report = import_tables(spec_of(None, edges, duplicates="drop"), tmp_path / "store")
-    assert open_store(tmp_path / "store").only_edges.time.tolist() == [5, 5, 6]
+    assert open_store(tmp_path / "store").single_edges.time.tolist() == [5, 5, 6]
     assert (report.edges[EDGE].duplicates_dropped, report.edges[EDGE].rows) == (1, 4)
 
 
@@ -173,7 +173,7 @@ def test_timestamps_become_microseconds(tmp_path: Path) -> None:
         zoned = stamps.cast(pa.timestamp(unit, "Asia/Tokyo"))
         zones.append(write(tmp_path / f"{unit}.parquet", {"src": ["a", "b"], "dst": ["b", "a"], "time": zoned}))
     for path in (parquet, csv, *zones):
-        edges = made(spec_of(None, path), tmp_path / Path(path).name.replace(".", "-")).only_edges
+        edges = made(spec_of(None, path), tmp_path / Path(path).name.replace(".", "-")).single_edges
         assert edges.time[edges.order].tolist() == [1_600_000_000_500_000, 1_700_000_000_000_000]
 
 
@@ -181,10 +181,10 @@ def test_sum_adds_weights_and_features(tmp_path: Path) -> None:
     columns = {"src": [0, 0, 1, 0], "dst": [1, 1, 0, 1], "f": [1.0, 2.0, 4.0, 8.0], "v": [[1.0, 2.0]] * 4}
     counted = write(tmp_path / "c.parquet", columns)
     weighted = write(tmp_path / "w.parquet", {**columns, "weight": [0.5, 1.0, 2.0, 4.0]})
-    plain = made(spec_of(None, counted, duplicates="sum"), tmp_path / "c").only_edges
+    plain = made(spec_of(None, counted, duplicates="sum"), tmp_path / "c").single_edges
     assert plain.weight.tolist() == [1, 3]
     assert plain.attr.tolist() == [[4, 1, 2], [11, 3, 6]]
-    assert made(spec_of(None, weighted, duplicates="sum"), tmp_path / "w").only_edges.weight.tolist() == [2, 5.5]
+    assert made(spec_of(None, weighted, duplicates="sum"), tmp_path / "w").single_edges.weight.tolist() == [2, 5.5]
 
 
 def test_sums_that_cannot_be(tmp_path: Path) -> None:
@@ -199,12 +199,12 @@ def test_sums_that_cannot_be(tmp_path: Path) -> None:
 def test_nodes_come_from_edges_or_are_added(tmp_path: Path) -> None:
     edges = write(tmp_path / "e.csv", {"source": ["z", "b", "10"], "target": ["a", "z", "9"]})
     graph = made(spec_of(None, edges), tmp_path / "s1")
-    assert graph.only_nodes.ids.values().to_pylist() == ["10", "9", "a", "b", "z"]
+    assert graph.single_nodes.ids.values().to_pylist() == ["10", "9", "a", "b", "z"]
     nodes = write(
         tmp_path / "n.parquet", {"id": ["z", "q"], "f": [1.0, 2.0], "label": ["u", None], "split": ["train", ""]}
     )
     report = import_tables(spec_of(nodes, edges, missing="add"), tmp_path / "s2")
-    table = open_store(tmp_path / "s2").only_nodes
+    table = open_store(tmp_path / "s2").single_nodes
     assert table.ids.values().to_pylist() == ["z", "q", "10", "9", "a", "b"]
     assert table.x[:, 0].tolist() == [1, 2, 0, 0, 0, 0]
     assert table.y.tolist() == [0] + [-1] * 5 and table.split.tolist() == [[0] + [-1] * 5]
@@ -242,14 +242,14 @@ def test_features_of_all_kinds(tmp_path: Path, dtype: Any) -> None:
     }
     nodes = write(tmp_path / "n.parquet", columns)
     report = import_tables(spec_of(nodes, None, dtype=dtype), tmp_path / "store")
-    x = open_store(tmp_path / "store").only_nodes.x
+    x = open_store(tmp_path / "store").single_nodes.x
     assert x.dtype == getattr(torch, dtype)
     assert x.tolist() == [[1, 1, 1.5, 2.5, 1, 2, 3, 1.25], [2, 0, 3.5, 4.5, 4, 5, 6, 2.5]]
     assert report.nodes[NODE].unused == ("text",)
     some = TableSpec(nodes={NODE: NodeTable(files=(nodes,), features="p*,f")})
-    assert made(some, tmp_path / "some").only_nodes.x.tolist() == [[1.25, 1], [2.5, 2]]
+    assert made(some, tmp_path / "some").single_nodes.x.tolist() == [[1.25, 1], [2.5, 2]]
     none = TableSpec(nodes={NODE: NodeTable(files=(nodes,), features="none")})
-    assert made(none, tmp_path / "none").only_nodes.x is None
+    assert made(none, tmp_path / "none").single_nodes.x is None
 
 
 @pytest.mark.parametrize(
@@ -266,14 +266,14 @@ def test_features_of_all_kinds(tmp_path: Path, dtype: Any) -> None:
 )
 def test_labels(tmp_path: Path, column: Any, y: Any, classes: Any) -> None:
     nodes = write(tmp_path / "n.parquet", {"id": list("abcd"), "y": pa.array(column)})
-    table = made(spec_of(nodes, None), tmp_path / "store").only_nodes
+    table = made(spec_of(nodes, None), tmp_path / "store").single_nodes
     assert table.y.tolist() == y and table.classes == classes and table.x is None
 
 
 def test_labels_of_several_columns(tmp_path: Path) -> None:
     nodes = write(tmp_path / "n.csv", {"id": list("abc"), "tag_x": [1, 0, None], "f": [1, 2, 3], "tag_y": [0, 1, 1]})
     spec = TableSpec(nodes={NODE: NodeTable(files=(nodes,), label="tag_*")})
-    table = made(spec, tmp_path / "store").only_nodes
+    table = made(spec, tmp_path / "store").single_nodes
     assert table.y.tolist() == [[1, 0], [0, 1], [-1, 1]] and table.classes == ("tag_x", "tag_y")
     assert table.x.tolist() == [[1], [2], [3]]
 
@@ -281,8 +281,8 @@ def test_labels_of_several_columns(tmp_path: Path) -> None:
 def test_split_words_and_rules(tmp_path: Path) -> None:
     words = ["train", "Valid", " test ", "val", None, "none"]
     nodes = write(tmp_path / "n.parquet", {"id": list("abcdef"), "split": words})
-    assert made(spec_of(nodes, None), tmp_path / "s").only_nodes.split.tolist() == [[0, 1, 2, 1, -1, -1]]
-    assert made(spec_of(nodes, None, split_rule="1/0/0"), tmp_path / "t").only_nodes.split.tolist() == [[0] * 6]
+    assert made(spec_of(nodes, None), tmp_path / "s").single_nodes.split.tolist() == [[0, 1, 2, 1, -1, -1]]
+    assert made(spec_of(nodes, None, split_rule="1/0/0"), tmp_path / "t").single_nodes.split.tolist() == [[0] * 6]
     both = TableSpec(nodes={NODE: NodeTable(files=(nodes,), split="split")}, split_rule="1/0/0")
     with pytest.raises(ConfigError, match="either from a column or from a rule"):
         import_tables(both, tmp_path / "u")
@@ -290,7 +290,7 @@ def test_split_words_and_rules(tmp_path: Path) -> None:
     codes = []
     for order in (names, names[::-1]):
         nodes = write(tmp_path / "r.parquet", {"id": order})
-        table = made(spec_of(nodes, None, split_rule="0.5/0.25/0.25", seed=4), tmp_path / f"r{order[0]}").only_nodes
+        table = made(spec_of(nodes, None, split_rule="0.5/0.25/0.25", seed=4), tmp_path / f"r{order[0]}").single_nodes
         codes.append(dict(zip(table.ids.values().to_pylist(), table.split[0].tolist(), strict=True)))
     assert codes[0] == codes[1]
     assert [list(codes[0].values()).count(code) for code in (0, 1, 2)] == [20, 10, 10]
@@ -391,7 +391,7 @@ def test_lines_of_csv_count_breaks_inside_quotes(tmp_path: Path) -> None:
 
 def test_ids_of_csv_stay_text_unless_all_are_plain_integers(tmp_path: Path) -> None:
     (tmp_path / "e.csv").write_text("src;dst\n007;7\n7;8\n")
-    ids = made(spec_of(None, str(tmp_path / "e.csv")), tmp_path / "s").only_nodes.ids
+    ids = made(spec_of(None, str(tmp_path / "e.csv")), tmp_path / "s").single_nodes.ids
     assert ids.values().to_pylist() == ["007", "7", "8"]
     (tmp_path / "n.csv").write_text("id\n7\n8\n")
     refused(
@@ -409,8 +409,8 @@ def test_spills_under_a_small_memory_limit(tmp_path: Path) -> None:
     )
     graph = made(spec_of(None, str(edges), memory="128MiB"), tmp_path / "store")
     assert graph.num_edges == count
-    order = graph.only_edges.order
-    assert torch.equal(graph.only_edges.time[order], torch.arange(count, dtype=torch.float64))
+    order = graph.single_edges.order
+    assert torch.equal(graph.single_edges.time[order], torch.arange(count, dtype=torch.float64))
 
 
 def test_empty_tables(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_stray_word_in_a_short_column_of_numbers_is_a_bad_row(tmp_path: Path) 
     """Not a reason to take the whole column for text and lose it."""
     (tmp_path / "n.csv").write_text("id,age,remark\na,1,x\nb,oops,7\nc,3,z\n")
     (tmp_path / "e.csv").write_text("src,dst\na,b\n")
-    spec = sort_out([str(tmp_path / "n.csv"), str(tmp_path / "e.csv")])
+    spec = classify_tables([str(tmp_path / "n.csv"), str(tmp_path / "e.csv")])
     with pytest.raises(InputError, match=r"n\.csv, row 2 \(line 3\), column 'age'.*'oops'"):
         import_tables(spec, tmp_path / "store")
     assert not (tmp_path / "store").exists()
@@ -438,24 +438,24 @@ def test_labels_of_edges_follow_their_edges(tmp_path: Path, ending: str) -> None
     path = write(
         tmp_path / f"e.{ending}", {**columns, "label": [0, 1, 2, None, 4], "kind": list("babab"), "f": [1.5] * 5}
     )
-    kept = made(spec_of(None, path), tmp_path / "kept").only_edges
+    kept = made(spec_of(None, path), tmp_path / "kept").single_edges
     assert kept.y is not None and kept.attr is not None and kept.order is not None
     assert kept.y[kept.order].tolist() == [2, -1, 1, 0, 4] and kept.attr.shape == (5, 1)
     for rule in ("drop", "sum"):
-        first = made(spec_of(None, path, duplicates=rule), tmp_path / rule).only_edges
+        first = made(spec_of(None, path, duplicates=rule), tmp_path / rule).single_edges
         assert first.y is not None and first.order is not None
         assert first.y[first.order].tolist() == [2, -1, 1, 0]
-    doubled = made(spec_of(None, path, undirected=True, duplicates="keep"), tmp_path / "doubled").only_edges
+    doubled = made(spec_of(None, path, undirected=True, duplicates="keep"), tmp_path / "doubled").single_edges
     assert doubled.y is not None and doubled.order is not None
     assert doubled.y[doubled.order].tolist() == [2, 2, -1, -1, 1, 1, 0, 0, 4, 4]
     named = TableSpec(edges={EDGE: EdgeTable(files=(path,), label="kind")})
-    edges = made(named, tmp_path / "named").only_edges
+    edges = made(named, tmp_path / "named").single_edges
     assert edges.y is not None and edges.order is not None and edges.y[edges.order].tolist() == [1, 0, 0, 1, 1]
     none = TableSpec(edges={EDGE: EdgeTable(files=(path,), label="none")})
     report = import_tables(none, tmp_path / "none")
-    assert open_store(tmp_path / "none").only_edges.y is None and report.edges[EDGE].labelled == 0
+    assert open_store(tmp_path / "none").single_edges.y is None and report.edges[EDGE].labelled == 0
     export_tables(open_store(tmp_path / "kept"), tmp_path / "out")
-    again = made(spec_of(None, str(tmp_path / "out" / "edges.parquet")), tmp_path / "again").only_edges
+    again = made(spec_of(None, str(tmp_path / "out" / "edges.parquet")), tmp_path / "again").single_edges
     assert again.y is not None and torch.equal(again.y, kept.y)
 
 

@@ -13,8 +13,8 @@ import torch
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.ingest.in_memory import import_whole
-from gnnfleet.graph.ingest.spec import Rules
+from gnnfleet.graph.ingest.in_memory import import_in_memory
+from gnnfleet.graph.ingest.spec import ImportRules
 from gnnfleet.graph.store import open_store
 
 EVENTS = {
@@ -47,7 +47,7 @@ def test_events_come_as_tgb_gives_them(
         return SimpleNamespace(full_data=data, node_feat=None, name="tgbl-wiki")
 
     stand_in(monkeypatch, make)
-    import_whole("tgb:tgbl-wiki", tmp_path / "store", Rules())
+    import_in_memory("tgb:tgbl-wiki", tmp_path / "store", ImportRules())
     assert asked["name"] == "tgbl-wiki" and capsys.readouterr().out == "", "its words are no result"
     stream = EventStream.of(open_store(tmp_path / "store"))
     assert stream.src.tolist() == [0, 1, 0, 2] and stream.dst.tolist() == [3, 4, 4, 3]
@@ -59,12 +59,12 @@ def test_events_come_as_tgb_gives_them(
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tgb", None)
     with pytest.raises(ConfigError, match=r"gnnfleet\[tgb\]"):
-        import_whole("tgb:tgbl-wiki", tmp_path / "store", Rules())
+        import_in_memory("tgb:tgbl-wiki", tmp_path / "store", ImportRules())
 
     def make(**words: Any) -> Any:
         raise EOFError
 
     stand_in(monkeypatch, make)
     with pytest.raises(InputError, match="TGB cannot give tgbl-wiki: EOFError"):
-        import_whole("tgb:tgbl-wiki", tmp_path / "store", Rules())
+        import_in_memory("tgb:tgbl-wiki", tmp_path / "store", ImportRules())
     assert not (tmp_path / "store").exists()

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.edge_keys import EdgeKeys, HiddenEdges, contains
-from gnnfleet.graph.graph import EDGE, EdgeType, Graph, make_edges, make_nodes
-from gnnfleet.graph.ingest.clean import clean_edges, with_inverse
+from gnnfleet.graph.edge_keys import EdgeKeys, EdgeMask, contains
+from gnnfleet.graph.graph import EDGE, EdgeType, Graph, validated_edges, validated_nodes
+from gnnfleet.graph.ingest.clean import add_inverse_edges, clean_edges
 from gnnfleet.graph.ingest.npz import read_npz
-from gnnfleet.graph.links import Links, has_held_out, link_data, split_links
-from gnnfleet.graph.sampling.negatives import NegativeDraws
-from gnnfleet.graph.split import Shares
+from gnnfleet.graph.links import Links, has_held_out_links, link_data, split_links
+from gnnfleet.graph.sampling.negatives import LinkNegativeSampler
+from gnnfleet.graph.split import SplitShares
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.graph.views.block import full_block
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.ops import draws
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 
-RULE = Shares(0.8, 0.1, 0.1)
+RULE = SplitShares(0.8, 0.1, 0.1)
 
 
 def random_graph(nodes: int = 60, edges: int = 300, *, undirected: bool, seed: int = 0) -> Graph:
@@ -41,8 +41,8 @@ def pairs(links: Tensor) -> set[tuple[int, int]]:
 def test_a_split_loses_no_edge_and_parts_no_pair(undirected: bool) -> None:
     graph = random_graph(undirected=undirected)
     parted = split_links(graph, RULE, seed=3)
-    before, after = pairs(graph.only_edges.edge_index()), pairs(parted.only_edges.edge_index())
-    held = {name: pairs(parted.only_edges.links[name]) for name in ("val", "test")}
+    before, after = pairs(graph.single_edges.edge_index()), pairs(parted.single_edges.edge_index())
+    held = {name: pairs(parted.single_edges.links[name]) for name in ("val", "test")}
     turned = {name: {(b, a) for a, b in found} for name, found in held.items()}
     both = set().union(*held.values(), *turned.values())
     assert after <= before and (after | both) & before == before
@@ -58,16 +58,16 @@ def test_a_split_goes_by_id_not_by_row() -> None:
     graph = random_graph(undirected=False)
     names = [f"n{i}" for i in range(60)]
     place = torch.randperm(60, generator=torch.Generator().manual_seed(1))
-    shuffled = Graph(place[graph.only_edges.edge_index()], ids=[names[int(i)] for i in torch.argsort(place)])
-    one = split_links(Graph(graph.only_edges.edge_index(), ids=names), RULE, seed=1)
+    shuffled = Graph(place[graph.single_edges.edge_index()], ids=[names[int(i)] for i in torch.argsort(place)])
+    one = split_links(Graph(graph.single_edges.edge_index(), ids=names), RULE, seed=1)
     two = split_links(shuffled, RULE, seed=1)
-    assert pairs(place[one.only_edges.links["test"]]) == pairs(two.only_edges.links["test"])
-    other = split_links(Graph(graph.only_edges.edge_index(), ids=names), RULE, seed=2)
-    assert pairs(one.only_edges.links["test"]) != pairs(other.only_edges.links["test"])
+    assert pairs(place[one.single_edges.links["test"]]) == pairs(two.single_edges.links["test"])
+    other = split_links(Graph(graph.single_edges.edge_index(), ids=names), RULE, seed=2)
+    assert pairs(one.single_edges.links["test"]) != pairs(other.single_edges.links["test"])
 
 
 def test_inverse_types_go_with_their_edges() -> None:
-    graph = with_inverse(random_graph(undirected=False))
+    graph = add_inverse_edges(random_graph(undirected=False))
     forward, backward = graph.edges
     parted = split_links(graph, RULE, seed=0)
     assert pairs(parted.edges[forward].edge_index()) == {(b, a) for a, b in pairs(parted.edges[backward].edge_index())}
@@ -80,21 +80,21 @@ def test_inverse_types_go_with_their_edges() -> None:
 def test_shares_that_cannot_be(tmp_path: Path) -> None:
     graph = random_graph(undirected=False)
     with pytest.raises(ConfigError, match="must sum to 1"):
-        split_links(graph, Shares(0.5, 0.1, 0.1), seed=0)
+        split_links(graph, SplitShares(0.5, 0.1, 0.1), seed=0)
     parted = split_links(graph, RULE, seed=0)
     with pytest.raises(ConfigError, match="held-out links already"):
         split_links(parted, RULE, seed=0)
     with pytest.raises(ConfigError, match="no edge type a:b:c"):
         link_data(parted, [EdgeType("a", "b", "c")])
     opened = open_store(save_store(parted, tmp_path / "store").store.path)  # type: ignore[union-attr]
-    assert has_held_out(opened)
+    assert has_held_out_links(opened)
     for name, links in link_data(parted).splits.items():
         again = link_data(opened).splits[name]
         assert torch.equal(links.src, again.src) and torch.equal(links.dst, again.dst)
 
 
 def test_data_sets_with_links(shared_data: Path) -> None:
-    kg = link_data(with_inverse(read_npz(shared_data / "static" / "kg_fb15k237.npz")))
+    kg = link_data(add_inverse_edges(read_npz(shared_data / "static" / "kg_fb15k237.npz")))
     assert len(kg.edge_types) == 474
     assert [len(kg.splits[s]) for s in ("train", "val", "test")] == [272115, 17535, 20466]
     debian = link_data(read_npz(shared_data / "static" / "debian_temporal_lp.npz"))
@@ -119,10 +119,10 @@ def test_draws_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ends", ["dst", "src", "either", "pair"])
 def test_negatives_go_by_the_positive(ends: str) -> None:
     data = link_data(split_links(random_graph(undirected=True), RULE, seed=0))
-    source, links, key = NegativeDraws.of(data.graph), data.splits["train"], DrawKey(1, 2, 3)
+    source, links, key = LinkNegativeSampler.of(data.graph), data.splits["train"], DrawKey(1, 2, 3)
     made = source.corrupt(links, key, count=3, ends=ends)  # type: ignore[arg-type]
     some = torch.tensor([17, 3, 40])
-    again = source.corrupt(links.take(some), key, count=3, ends=ends)  # type: ignore[arg-type]
+    again = source.corrupt(links.select(some), key, count=3, ends=ends)  # type: ignore[arg-type]
     rows = (some[:, None] * 3 + torch.arange(3)).flatten()
     assert torch.equal(made.src[rows], again.src) and torch.equal(made.dst[rows], again.dst)
     kept_src = made.src == links.src.repeat_interleave(3)
@@ -133,19 +133,19 @@ def test_negatives_go_by_the_positive(ends: str) -> None:
         assert kept_dst.all()
     if ends == "either":
         assert (kept_src | kept_dst).all() and not kept_src.all() and not kept_dst.all()
-    edges = pairs(data.graph.only_edges.edge_index())
+    edges = pairs(data.graph.single_edges.edge_index())
     # A tenth of all pairs are edges; four tries leave one in ten thousand.
     assert sum((int(a), int(b)) in edges for a, b in zip(made.src, made.dst, strict=True)) <= 1
 
 
 def test_negatives_are_of_the_right_type() -> None:
-    nodes = {"a": make_nodes(5), "b": make_nodes(1000)}
+    nodes = {"a": validated_nodes(5), "b": validated_nodes(1000)}
     kind = EdgeType("a", "likes", "b")
     made = torch.Generator().manual_seed(0)
     index = torch.stack([torch.randint(0, 5, (200,), generator=made), torch.randint(0, 1000, (200,), generator=made)])
-    graph = Graph.of(nodes, {kind: make_edges(index, num_src=5, num_dst=1000)})
+    graph = Graph.of(nodes, {kind: validated_edges(index, num_src=5, num_dst=1000)})
     links = link_data(split_links(graph, RULE, seed=0)).splits["train"]
-    made_links = NegativeDraws.of(graph, avoid=False).corrupt(links, DrawKey(), count=8, ends="pair")
+    made_links = LinkNegativeSampler.of(graph, avoid=False).corrupt(links, DrawKey(), count=8, ends="pair")
     assert int(made_links.src.max()) == 4 and 900 < int(made_links.dst.max()) < 1000
     assert abs(float(made_links.dst.double().mean()) - 499.5) < 40
 
@@ -153,10 +153,10 @@ def test_negatives_are_of_the_right_type() -> None:
 @pytest.mark.parametrize("inverse", [True, False])
 def test_hidden_edges_are_gone_with_their_reverse(inverse: bool) -> None:
     graph = random_graph(undirected=not inverse)
-    graph = with_inverse(graph) if inverse else graph
-    links = link_data(graph).splits["train"].take(torch.tensor([5, 9, 30]))
-    keys, view = EdgeKeys.of(graph), LocalView.whole(graph)
-    cut = HiddenEdges.of(keys, links).drop(view)
+    graph = add_inverse_edges(graph) if inverse else graph
+    links = link_data(graph).splits["train"].select(torch.tensor([5, 9, 30]))
+    keys, view = EdgeKeys.of(graph), LocalView.of_graph(graph)
+    cut = EdgeMask.of(keys, links).apply(view)
     gone = {(int(a), int(b)) for a, b in zip(links.src, links.dst, strict=True)}
     lost = torch.zeros(60)
     for number, (kind, edges) in enumerate(graph.edges.items()):
@@ -175,16 +175,16 @@ def test_hidden_edges_are_gone_with_their_reverse(inverse: bool) -> None:
 def test_contains() -> None:
     assert contains(torch.tensor([1, 4]), torch.tensor([0, 1, 4, 9])).tolist() == [False, True, True, False]
     assert not contains(torch.empty(0, dtype=torch.int64), torch.tensor([3])).any()
-    empty = Links.join([])
+    empty = Links.concat([])
     assert len(empty) == 0
 
 
 def test_negatives_of_an_evaluation_are_not_held_out_links() -> None:
     data = link_data(split_links(random_graph(nodes=12, edges=60, undirected=True), RULE, seed=0))
-    held = Links.join([data.splits["val"], data.splits["test"]])
-    source = NegativeDraws.of(data.graph, avoid=False)
+    held = Links.concat([data.splits["val"], data.splits["test"]])
+    source = LinkNegativeSampler.of(data.graph, avoid=False)
     plain = source.corrupt(held, DrawKey(), count=50, ends="dst")
-    aware = source.knowing(held).corrupt(held, DrawKey(), count=50, ends="dst")
+    aware = source.avoiding(held).corrupt(held, DrawKey(), count=50, ends="dst")
     true = {frozenset(pair) for pair in zip(held.src.tolist(), held.dst.tolist(), strict=True)}
 
     def wrong(links: Links) -> int:
@@ -195,13 +195,13 @@ def test_negatives_of_an_evaluation_are_not_held_out_links() -> None:
 
 def test_hidden_edges_are_gone_from_blocks_too() -> None:
     graph = random_graph(undirected=True)
-    links = link_data(graph).splits["train"].take(torch.arange(0, 100, 7))
-    hidden = HiddenEdges.of(EdgeKeys.of(graph), links)
-    whole = hidden.drop(LocalView.whole(graph)).relations[EDGE].edge_ids
-    block = full_block(LocalView.whole(graph), {"node": (10, 25)}).view
-    before, after = (view.relations[EDGE] for view in (block, hidden.drop(block)))
+    links = link_data(graph).splits["train"].select(torch.arange(0, 100, 7))
+    hidden = EdgeMask.of(EdgeKeys.of(graph), links)
+    whole = hidden.apply(LocalView.of_graph(graph)).relations[EDGE].edge_ids
+    block = full_block(LocalView.of_graph(graph), {"node": (10, 25)}).view
+    before, after = (view.relations[EDGE] for view in (block, hidden.apply(block)))
     kept = before.edge_ids[torch.isin(before.edge_ids, whole)]
     assert torch.equal(after.edge_ids, kept) and 0 < len(kept) < len(before.edge_ids)
     ids = block.nodes["node"].node_ids
     ends = torch.stack([ids[after.structure.col.long()], ids[after.structure.row.long()]])
-    assert torch.equal(ends, graph.only_edges.edge_index()[:, after.edge_ids])
+    assert torch.equal(ends, graph.single_edges.edge_index()[:, after.edge_ids])

@@ -18,9 +18,9 @@ from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.sampling.loader import MiniBatch, NeighborLoader
-from gnnfleet.graph.sampling.prefetch import prefetched
+from gnnfleet.graph.sampling.prefetch import prefetch_items
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.ops.native import threads
+from gnnfleet.ops.native import num_threads
 from gnnfleet.ops.paging import is_paged
 
 
@@ -41,7 +41,7 @@ def same(one: MiniBatch, two: MiniBatch) -> bool:
 
 
 def test_an_epoch_has_every_node_once(graph: Graph) -> None:
-    nodes = graph.only_nodes
+    nodes = graph.single_nodes
     assert nodes.x is not None and nodes.y is not None
     train = nodes.mask("train").nonzero()[:, 0]
     loader = NeighborLoader(graph, [4, 3], batch_size=32, input_nodes="train")
@@ -59,10 +59,10 @@ def test_an_epoch_has_every_node_once(graph: Graph) -> None:
 def test_a_store_read_by_windows_gives_the_same_batches(
     graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gnnfleet.ops.paging.WINDOW", 4096)
+    monkeypatch.setattr("gnnfleet.ops.paging.WINDOW_BYTES", 4096)
     save_store(graph, tmp_path / "store")
     mapped = open_store(tmp_path / "store")
-    x, edges = mapped.only_nodes.x, mapped.only_edges
+    x, edges = mapped.single_nodes.x, mapped.single_edges
     assert x is not None and is_paged(x) and is_paged(edges.src) and not is_paged(edges.indptr)
     for one, two in zip(*(NeighborLoader(g, [4, 3], batch_size=32) for g in (graph, mapped)), strict=True):
         assert same(one, two)
@@ -103,7 +103,7 @@ def test_the_order_given_is_kept_without_shuffling(graph: Graph) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_half_precision_becomes_float32(graph: Graph, dtype: torch.dtype) -> None:
-    x = graph.only_nodes.x
+    x = graph.single_nodes.x
     assert x is not None
     batch = next(iter(NeighborLoader(graph.with_nodes("node", x=x.to(dtype)), [2], batch_size=9)))
     assert isinstance(batch.x, torch.Tensor) and isinstance(batch.n_id, torch.Tensor)
@@ -149,7 +149,7 @@ def prefetch_threads() -> list[threading.Thread]:
 
 def numbers(stop: int, seen: list[int]) -> Iterator[int]:
     for i in range(stop):
-        assert threads() == 1 or threading.current_thread() is threading.main_thread()
+        assert num_threads() == 1 or threading.current_thread() is threading.main_thread()
         seen.append(i)
         yield i
 
@@ -164,13 +164,13 @@ def wait_for_end() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 def test_things_come_whole_and_in_order(depth: int) -> None:
     seen: list[int] = []
-    assert list(prefetched(numbers(20, seen), depth)) == list(range(20))
+    assert list(prefetch_items(numbers(20, seen), depth)) == list(range(20))
     wait_for_end()
 
 
 def test_no_more_is_made_ahead_than_asked_for() -> None:
     seen: list[int] = []
-    ahead = prefetched(numbers(100, seen), 2)
+    ahead = prefetch_items(numbers(100, seen), 2)
     assert next(ahead) == 0
     time.sleep(0.3)
     assert len(seen) <= 4  # one given, two waiting, one in the maker's hand
@@ -185,7 +185,7 @@ def broken() -> Iterator[int]:
 
 
 def test_an_error_is_raised_where_it_is_waited_for() -> None:
-    ahead = prefetched(broken(), 2)
+    ahead = prefetch_items(broken(), 2)
     assert next(ahead) == 1
     with pytest.raises(ValueError, match="no such batch") as caught:
         next(ahead)
@@ -224,7 +224,7 @@ def test_an_interrupt_is_heard() -> None:
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            list(prefetched(slow(), 2))
+            list(prefetch_items(slow(), 2))
     finally:
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - started < 10

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError, PartitionError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition.assign import PARTITIONERS, Assignment, assign
-from gnnfleet.graph.partition.partition_metrics import measure
+from gnnfleet.graph.partition.assign import PARTITIONERS, Assignment, assign_nodes
+from gnnfleet.graph.partition.partition_metrics import measure_partition
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
 from gnnfleet.graph.store import open_store, save_store
 from tests.graph.partition_laws import brute_force, check_shards
@@ -23,7 +23,7 @@ from tests.graph.strategies import graphs
 @settings(max_examples=60, deadline=None)
 def test_report_equals_brute_force(graph: Graph, parts: int, seed: int) -> None:
     part = np.random.default_rng(seed).integers(0, parts, graph.num_nodes).astype(np.int32)
-    quality = measure(graph, part, parts)
+    quality = measure_partition(graph, part, parts)
     expected = brute_force(graph, part, parts)
     summary = quality.summary()
     for name in ("volume", "need", "kept_edges", "cut_edges"):
@@ -53,8 +53,8 @@ def test_shards_hold_every_node_and_edge_once(graph: Graph, parts: int, seed: in
 @given(graph=graphs(), parts=st.integers(1, 30), seed=st.integers(0, 9))
 @settings(max_examples=15, deadline=None)
 def test_every_partitioner_takes_every_graph(method: str, graph: Graph, parts: int, seed: int) -> None:
-    first = assign(graph, parts, method, seed=seed)
-    again = assign(graph, parts, method, seed=seed)
+    first = assign_nodes(graph, parts, method, seed=seed)
+    again = assign_nodes(graph, parts, method, seed=seed)
     assert np.array_equal(first.part, again.part)
     assert len(first.part) == graph.num_nodes
 
@@ -63,15 +63,17 @@ def test_every_partitioner_takes_every_graph(method: str, graph: Graph, parts: i
 @pytest.mark.parametrize("balance", ["nodes", "edges", "train"])
 def test_dealt_parts_are_even(method: str, balance: str) -> None:
     graph = ring(2000)
-    cut = assign(graph, 7, method, balance=balance)
-    summary = measure(graph, cut.part, 7).summary()
+    cut = assign_nodes(graph, 7, method, balance=balance)
+    summary = measure_partition(graph, cut.part, 7).summary()
     assert summary["balance"][balance] < 1.02
 
 
 def test_mincut_finds_the_cut_of_a_ring() -> None:
     graph = ring(400)
-    cut = assign(graph, 4, "mincut")
-    assert measure(graph, cut.part, 4).cut_edges <= 2 * 4 * 3  # a few more than the perfect 2 × 4 is METIS's right
+    cut = assign_nodes(graph, 4, "mincut")
+    assert (
+        measure_partition(graph, cut.part, 4).cut_edges <= 2 * 4 * 3
+    )  # a few more than the perfect 2 × 4 is METIS's right
 
 
 @pytest.mark.parametrize(
@@ -90,45 +92,47 @@ def test_mincut_is_as_good_as_metis_by_itself(shared_data: Path, name: str, cuts
     pairs = {(min(s, d), max(s, d)) for s, d in index.T.tolist() if s != d}
     graph = Graph(torch.from_numpy(index), num_nodes=count)
     for parts, reference in cuts.items():
-        part = assign(graph, parts, "mincut").part
+        part = assign_nodes(graph, parts, "mincut").part
         assert sum(part[s] != part[d] for s, d in pairs) <= 1.05 * reference
         assert np.bincount(part).max() <= 1.035 * count / parts
 
 
 def test_super_deals_whole_clusters() -> None:
     graph = ring(1000)
-    cut = assign(graph, 4, "super", clusters=50)
+    cut = assign_nodes(graph, 4, "super", clusters=50)
     assert cut.cluster is not None
     for cluster in range(50):
         assert len(set(cut.part[cut.cluster == cluster])) <= 1
-    summary = measure(graph, cut.part, 4).summary()
+    summary = measure_partition(graph, cut.part, 4).summary()
     assert summary["balance"]["nodes"] < 1.15
-    random = measure(graph, assign(graph, 4, "random").part, 4)
+    random = measure_partition(graph, assign_nodes(graph, 4, "random").part, 4)
     assert summary["cut_edges"] < random.cut_edges
 
 
 def test_seed_changes_the_parts() -> None:
     graph = ring(500)
     for method in ("random", "super"):
-        assert not np.array_equal(assign(graph, 4, method, seed=0).part, assign(graph, 4, method, seed=1).part)
+        assert not np.array_equal(
+            assign_nodes(graph, 4, method, seed=0).part, assign_nodes(graph, 4, method, seed=1).part
+        )
 
 
 def test_unknown_words_are_refused() -> None:
     graph = ring(10)
     with pytest.raises(ConfigError, match="choose one of"):
-        assign(graph, 2, "magic")
+        assign_nodes(graph, 2, "magic")
     with pytest.raises(ConfigError, match="balance"):
-        assign(graph, 2, "random", balance="mood")
+        assign_nodes(graph, 2, "random", balance="mood")
     with pytest.raises(ConfigError, match="at least one part"):
-        assign(graph, 0, "random")
+        assign_nodes(graph, 0, "random")
     with pytest.raises(ConfigError, match="has none"):
-        assign(Graph(torch.tensor([[0], [1]]), num_nodes=2), 2, "random", balance="train")
+        assign_nodes(Graph(torch.tensor([[0], [1]]), num_nodes=2), 2, "random", balance="train")
 
 
 def test_partition_of_another_store_is_refused(tmp_path: Path) -> None:
     one = save_store(ring(20), tmp_path / "one")
     other = save_store(ring(30), tmp_path / "other")
-    write_partition(one, assign(one, 2, "random"), tmp_path / "cut")
+    write_partition(one, assign_nodes(one, 2, "random"), tmp_path / "cut")
     assert Partition.open(tmp_path / "cut", one).parts == 2
     with pytest.raises(PartitionError, match="another version"):
         Partition.open(tmp_path / "cut", other)
@@ -136,7 +140,7 @@ def test_partition_of_another_store_is_refused(tmp_path: Path) -> None:
 
 def test_any_damaged_file_of_a_partition_is_noticed(tmp_path: Path) -> None:
     graph = save_store(ring(50), tmp_path / "store")
-    write_partition(graph, assign(graph, 2, "random"), tmp_path / "cut")
+    write_partition(graph, assign_nodes(graph, 2, "random"), tmp_path / "cut")
     files = [path for path in sorted((tmp_path / "cut").rglob("*")) if path.is_file()]
     assert len(files) > 20
     for path in files:

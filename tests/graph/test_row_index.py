@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.reorder import cluster_order, ordered_view, with_destinations
+from gnnfleet.graph.reorder import cluster_order, limit_destinations, reordered_view
 from gnnfleet.graph.views.block import full_block
 from gnnfleet.graph.views.local import LocalView
-from gnnfleet.graph.views.row_index import Places, take_rows
+from gnnfleet.graph.views.row_index import RowIndex, take_rows
 from tests.graph.strategies import graphs
 
 
@@ -23,7 +23,7 @@ def assert_takes(view: LocalView, rows: int, seed: int) -> None:
     ids = view.node_ids[:rows]
     asked = ids[torch.randint(0, rows, (2 * rows,), generator=draw)] if rows else ids
     by_hand = torch.tensor([ids.tolist().index(i) for i in asked.tolist()], dtype=torch.int64)
-    found = view.take(x, asked)
+    found = view.gather_rows(x, asked)
     assert torch.equal(found, x[by_hand])
     pull = torch.randn(found.shape, dtype=torch.float64, generator=draw)
     (grad,) = torch.autograd.grad(found, x, pull)
@@ -31,18 +31,18 @@ def assert_takes(view: LocalView, rows: int, seed: int) -> None:
     absent = [i for i in (-1, *range(int(ids.max()) + 2 if rows else 1)) if i not in ids.tolist()]
     for stranger in absent:
         with pytest.raises(InputError, match=f"node {stranger} is not in this view"):
-            view.take(x, torch.tensor([*asked.tolist(), stranger]))
+            view.gather_rows(x, torch.tensor([*asked.tolist(), stranger]))
 
 
 @given(graph=graphs(hetero=False), seed=st.integers(0, 999))
 @settings(max_examples=40, deadline=None)
 def test_whole_graphs_in_any_order(graph: Graph, seed: int) -> None:
     order = torch.randperm(graph.num_nodes, generator=torch.Generator().manual_seed(seed))
-    view = ordered_view(graph, {"node": order})
-    assert_takes(LocalView.whole(graph), graph.num_nodes, seed)
+    view = reordered_view(graph, {"node": order})
+    assert_takes(LocalView.of_graph(graph), graph.num_nodes, seed)
     assert_takes(view, graph.num_nodes, seed)
     some = graph.num_nodes // 2
-    assert_takes(with_destinations(view, "node", some), some, seed)  # x of the destinations alone
+    assert_takes(limit_destinations(view, "node", some), some, seed)  # x of the destinations alone
 
 
 @given(graph=graphs(hetero=False), seed=st.integers(0, 999))
@@ -52,7 +52,7 @@ def test_subgraphs_and_blocks(graph: Graph, seed: int) -> None:
     picked = (torch.rand(graph.num_nodes, generator=draw) < 0.6).nonzero()[:, 0]
     induced = LocalView.induced(graph, {"node": picked})
     assert_takes(induced, len(picked), seed)
-    whole = ordered_view(graph, {"node": torch.randperm(graph.num_nodes, generator=draw)})
+    whole = reordered_view(graph, {"node": torch.randperm(graph.num_nodes, generator=draw)})
     low, high = sorted(torch.randint(0, graph.num_nodes + 1, (2,), generator=draw).tolist())
     block = full_block(whole, {"node": (low, high)})
     assert_takes(block.view, block.view.num_src, seed)
@@ -63,7 +63,7 @@ def test_cluster_order_takes_the_same_rows_as_store_order() -> None:
     order = cluster_order(graph)["node"]
     assert not torch.equal(order, torch.arange(900))
     x, ids = torch.randn(900, 4), torch.randint(0, 900, (50,))
-    assert torch.equal(ordered_view(graph, {"node": order}).take(x[order], ids), x[ids])
+    assert torch.equal(reordered_view(graph, {"node": order}).gather_rows(x[order], ids), x[ids])
 
 
 @given(
@@ -72,7 +72,7 @@ def test_cluster_order_takes_the_same_rows_as_store_order() -> None:
 )
 @settings(max_examples=80, deadline=None)
 def test_sparse_ids_are_searched_for(ids: list[int], asked: list[int]) -> None:
-    places = Places(torch.tensor(ids, dtype=torch.int64))
+    places = RowIndex(torch.tensor(ids, dtype=torch.int64))
     wanted = [ids[i % len(ids)] for i in asked] if ids else []
     assert places.rows(torch.tensor(wanted, dtype=torch.int64)).tolist() == [ids.index(i) for i in wanted]
     stranger = next(i for i in range(10**12) if i not in ids)
@@ -102,4 +102,4 @@ def test_gradients_have_the_same_bits_every_time() -> None:
 @pytest.mark.parametrize("ids", [torch.tensor([0.5]), torch.tensor([[1]]), torch.tensor([True])])
 def test_ids_are_whole_numbers(ids: torch.Tensor) -> None:
     with pytest.raises(InputError, match="whole numbers"):
-        Places(torch.arange(4)).rows(ids)
+        RowIndex(torch.arange(4)).rows(ids)

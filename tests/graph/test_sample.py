@@ -13,7 +13,7 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import EDGE, EdgeType, Graph
-from gnnfleet.graph.sampling.sampler import Sampler, sample_blocks
+from gnnfleet.graph.sampling.sampler import NeighborSampler, sample_blocks
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.model import GNN, build_model
@@ -60,14 +60,14 @@ def test_blocks_hold_what_was_drawn(graph: Graph, seed: int, count: int, replace
                 mine, every = getattr(relation, name), getattr(edges, name)
                 assert (mine is None) == (every is None)
                 assert mine is None or torch.equal(mine, every[relation.edge_ids])
-        whole = LocalView.whole(graph)
+        whole = LocalView.of_graph(graph)
         for kind, rows in view.nodes.items():
             assert torch.equal(rows.degree(False), whole.nodes[kind].degree(False)[rows.node_ids])
 
 
 def test_a_node_draws_the_same_in_any_batch() -> None:
     graph = make_dataset("communities", nodes=500, mean_degree=20, seed=2)
-    sampler = Sampler(graph, [3, 4])
+    sampler = NeighborSampler(graph, [3, 4])
     every = sampler.blocks({"node": torch.arange(500)}, KEY)[-1]
     drawn = every.edge_ids.split(every.in_degree.tolist())
     for seed in range(3):
@@ -88,28 +88,30 @@ def test_weights_decide_what_is_drawn() -> None:
     assert sample_blocks(graph, seeds, [-1], KEY, weighted=True)[0].edge_ids.tolist() == [0, 1, 2, 3]
     broken = Graph(torch.tensor([[1], [0]]), edge_weight=torch.tensor([-1.0]))
     with pytest.raises(ConfigError, match="weights of 0 or more"):
-        Sampler(broken, [3], weighted=True)
+        NeighborSampler(broken, [3], weighted=True)
 
 
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("loops", [False, True])
 def test_sums_estimate_all_neighbours_without_bias(plain: Graph, replace: bool, loops: bool) -> None:
-    sampler, seeds, times = Sampler(plain, [3], replace=replace), torch.arange(0, 300, 10), 500
+    sampler, seeds, times = NeighborSampler(plain, [3], replace=replace), torch.arange(0, 300, 10), 500
     x = torch.randn(300, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    weight = plain.only_edges.weight
+    weight = plain.single_edges.weight
     assert weight is not None
     weight = weight.double()
-    expected = LocalView.whole(plain).aggregate(x, weight=weight, loops=loops)[seeds]
+    expected = LocalView.of_graph(plain).aggregate(x, weight=weight, self_loops=loops)[seeds]
     found = []
     for step in range(times):
         (view,) = sampler.blocks({"node": seeds}, DrawKey(0, 0, step))
-        found.append(view.aggregate(x[view.node_ids], weight=weight[view.edge_ids], loops=loops))
+        found.append(view.aggregate(x[view.node_ids], weight=weight[view.edge_ids], self_loops=loops))
     every = torch.stack(found)
     error = every.std(0) / times**0.5
     assert bool(((every.mean(0) - expected).abs() <= 5 * error + 1e-12).all())
     (view,) = sampler.blocks({"node": seeds}, DrawKey(0, 0, 0))
     ones = view.aggregate(torch.ones(view.num_src, 1))
-    assert torch.allclose(ones[:, 0], plain.only_edges.in_degree()[seeds].float()), "the number of neighbours is exact"
+    assert torch.allclose(ones[:, 0], plain.single_edges.in_degree()[seeds].float()), (
+        "the number of neighbours is exact"
+    )
 
 
 def test_fanouts_by_edge_type() -> None:
@@ -123,14 +125,14 @@ def test_fanouts_by_edge_type() -> None:
     wrong: list[Any] = [[], [-2], [1.5], {EdgeType("a", "b", "c"): [1]}, {**fanouts, next(iter(fanouts)): [1]}]
     for bad in wrong:
         with pytest.raises(ConfigError, match="fanout"):
-            Sampler(graph, bad)
+            NeighborSampler(graph, bad)
     with pytest.raises(ConfigError, match="no nodes of type"):
         sample_blocks(graph, {"shop": torch.arange(2)}, [1], KEY)
 
 
 def test_wrong_seeds_leave_a_sampler_usable() -> None:
     graph = make_dataset("communities", nodes=50, mean_degree=5, seed=2)
-    sampler = Sampler(graph, [2, 2])
+    sampler = NeighborSampler(graph, [2, 2])
     for seeds in ([1, 1], [50]):
         with pytest.raises(InputError, match="different store ids"):
             sampler.blocks({"node": torch.tensor(seeds)}, KEY)
@@ -156,7 +158,7 @@ MODELS = [
 @pytest.fixture(scope="module")
 def plain() -> Graph:
     made = make_dataset("communities", nodes=300, mean_degree=6, seed=3)
-    nodes, index = made.only_nodes, made.only_edges.edge_index()
+    nodes, index = made.single_nodes, made.single_edges.edge_index()
     index = torch.cat([index, index[:, :40], torch.tensor([[7, 9], [7, 9]])], 1)  # parallel edges and self-loops
     weight = torch.rand(index.shape[1], generator=torch.Generator().manual_seed(1))
     assert nodes.x is not None
@@ -182,10 +184,10 @@ def assert_same(one: tuple[Tensor, dict[str, Tensor | None]], two: tuple[Tensor,
 def test_every_neighbour_equals_the_whole_graph(plain: Graph, words: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = build_model(ModelConfig.model_validate({"hidden": 8, "layers": 3, "dropout": 0.3, **words}), plain).double()
-    x = plain.only_nodes.x
+    x = plain.single_nodes.x
     assert x is not None
     x = x.double()
-    whole = LocalView.whole(plain).at(key=KEY)
+    whole = LocalView.of_graph(plain).with_step(key=KEY)
     for seeds in (torch.arange(300), torch.randperm(300, generator=torch.Generator().manual_seed(1))[:20]):
         views = sample_blocks(plain, {"node": seeds}, [-1, -1, -1], KEY)
         expected = results(model, whole, x, seeds)
@@ -204,7 +206,7 @@ def test_every_neighbour_of_several_types_equals_the_whole_graph() -> None:
     seeds = torch.randperm(graph.nodes[target].count, generator=torch.Generator().manual_seed(1))[:15]
     views = sample_blocks(graph, {target: seeds}, [-1, -1], KEY)
     read = {kind: rows[views[0].nodes[kind].node_ids] for kind, rows in x.items()}
-    expected = results(model, LocalView.whole(graph).at(key=KEY), x, seeds)
+    expected = results(model, LocalView.of_graph(graph).with_step(key=KEY), x, seeds)
     assert_same(results(model, views, read, torch.arange(15)), expected)
 
 
@@ -212,10 +214,10 @@ def test_take_finds_rows_by_store_id(plain: Graph) -> None:
     view = sample_blocks(plain, {"node": torch.tensor([40, 7, 200])}, [3, 3], KEY)[0]
     x = torch.randn(view.num_src, 2)
     ids = view.node_ids[torch.tensor([2, 0, 2, view.num_src - 1])]
-    assert torch.equal(view.take(x, ids), x[[2, 0, 2, view.num_src - 1]])
+    assert torch.equal(view.gather_rows(x, ids), x[[2, 0, 2, view.num_src - 1]])
     strange = next(node for node in range(300) if node not in view.node_ids)
     with pytest.raises(InputError, match="is not in this view"):
-        view.take(x, torch.tensor([7, strange]))
+        view.gather_rows(x, torch.tensor([7, strange]))
 
 
 def test_isolated_seeds_and_graphs_without_edges() -> None:
@@ -235,7 +237,7 @@ def test_an_edge_drawn_twice_gets_the_gradient_of_a_maximum_once() -> None:
     assert len(view.edge_ids) == 5
     for verb in (
         lambda x: view.aggregate(x, reduce="max"),
-        lambda x: view.aggregate(x, reduce="max", loops=True),
+        lambda x: view.aggregate(x, reduce="max", self_loops=True),
         lambda x: view.propagate(lambda src, dst, edge: src["x"], src={"x": x}, reduce="max"),
     ):
         x = torch.zeros(view.num_src, 2, requires_grad=True)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from gnnfleet.errors import ConfigError, InputError, StoreError
-from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.store import EDGE_ARRAYS, NODE_ARRAYS, open_store, save_store
 from tests.graph.strategies import graphs
 
@@ -46,21 +46,21 @@ def test_a_store_gives_back_what_it_got(graph: Graph) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_features_keep_their_precision(tmp_path: Path, dtype: torch.dtype) -> None:
     x = torch.randn(7, 3).to(dtype)
-    stored = save_store(Graph(num_nodes=7, x=x), tmp_path / "s").only_nodes.x
+    stored = save_store(Graph(num_nodes=7, x=x), tmp_path / "s").single_nodes.x
     assert stored is not None and stored.dtype == dtype and torch.equal(stored, x)
 
 
 def test_strange_names_and_ids_survive(tmp_path: Path) -> None:
     ids = ["", "007", "7", " a b ", "naïve/../x", "数", "a'b\"c", "\n"]
     nodes = {
-        "..": make_nodes(len(ids), ids=ids),
-        "a__b": make_nodes(3, ids=[-5, 0, 2**62]),
-        "a": make_nodes(2),
+        "..": validated_nodes(len(ids), ids=ids),
+        "a__b": validated_nodes(3, ids=[-5, 0, 2**62]),
+        "a": validated_nodes(2),
     }
     edges = {
-        EdgeType("a__b", "c", ".."): make_edges([[0], [7]], num_src=3, num_dst=8),
-        EdgeType("a", "b__c", ".."): make_edges([[1], [0]], num_src=2, num_dst=8),
-        EdgeType("a", "in/to", "a__b"): make_edges([[1], [0]], num_src=2, num_dst=3),
+        EdgeType("a__b", "c", ".."): validated_edges([[0], [7]], num_src=3, num_dst=8),
+        EdgeType("a", "b__c", ".."): validated_edges([[1], [0]], num_src=2, num_dst=8),
+        EdgeType("a", "in/to", "a__b"): validated_edges([[1], [0]], num_src=2, num_dst=3),
     }
     graph = Graph.of(nodes, edges, name="strange")
     stored = save_store(graph, tmp_path / "s")
@@ -76,7 +76,7 @@ def test_strange_names_and_ids_survive(tmp_path: Path) -> None:
 def test_edges_are_sorted_by_destination_source_and_input() -> None:
     index = torch.tensor([[2, 0, 1, 0, 0], [1, 1, 0, 1, 2]])
     graph = Graph(index, num_nodes=3, edge_weight=torch.arange(5.0), time=torch.tensor([5, 4, 3, 4, 1]))
-    edges = graph.only_edges
+    edges = graph.single_edges
     assert edges.edge_index().tolist() == [[1, 0, 0, 2, 0], [0, 1, 1, 1, 2]]
     assert edges.weight is not None and edges.weight.tolist() == [2, 1, 3, 0, 4]
     assert edges.order is not None and edges.order.tolist() == [4, 0, 1, 2, 3], "by time, ties in input order"
@@ -108,11 +108,11 @@ def test_wrong_input_is_named(make: object, message: str) -> None:
 
 
 def test_types_must_be_named_when_there_are_several() -> None:
-    graph = Graph.of({"a": make_nodes(1), "b": make_nodes(1)}, {})
+    graph = Graph.of({"a": validated_nodes(1), "b": validated_nodes(1)}, {})
     with pytest.raises(ConfigError, match="several node types"):
-        _ = graph.only_nodes
+        _ = graph.single_nodes
     with pytest.raises(InputError, match="need nodes of type 'c'"):
-        Graph.of({"a": make_nodes(1)}, {EdgeType("a", "to", "c"): make_edges([[], []], num_src=1, num_dst=1)})
+        Graph.of({"a": validated_nodes(1)}, {EdgeType("a", "to", "c"): validated_edges([[], []], num_src=1, num_dst=1)})
 
 
 def test_a_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:

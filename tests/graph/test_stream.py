@@ -10,7 +10,7 @@ import pytest
 
 from gnnfleet import _native
 from gnnfleet.errors import PartitionError
-from gnnfleet.graph.partition.edge_scan import Chunk
+from gnnfleet.graph.partition.edge_scan import EdgeSlice
 from gnnfleet.graph.partition.streaming import cluster, stream
 
 IntArray = npt.NDArray[np.int64]
@@ -27,13 +27,13 @@ class ArrayScan:
             indptr = np.concatenate([[0], np.cumsum(np.bincount(dst, minlength=nodes))]).astype(np.int64)
             self._types.append((indptr, src[order].astype(dtype)))
 
-    def chunks(self, limit_edges: int) -> Iterator[Chunk]:
+    def chunks(self, limit_edges: int) -> Iterator[EdgeSlice]:
         for indptr, src in self._types:
             begin = 0
             while begin < self.num_nodes:
                 end = int(np.searchsorted(indptr, indptr[begin] + limit_edges, side="right")) - 1
                 end = min(self.num_nodes, max(end, begin + 1))
-                yield Chunk(begin, indptr[begin : end + 1] - indptr[begin], src[indptr[begin] : indptr[end]])
+                yield EdgeSlice(begin, indptr[begin : end + 1] - indptr[begin], src[indptr[begin] : indptr[end]])
                 begin = end
 
 

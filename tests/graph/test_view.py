@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.views.local import LOOP_IDS, LocalView
+from gnnfleet.graph.views.local import SELF_LOOP_IDS, LocalView
 from gnnfleet.ops.draws import DrawKey
 from tests.graph.strategies import graphs
 
 
 def dense(graph: Graph) -> torch.Tensor:
     """[N, N] how many edges j → i: row i, column j."""
-    index = graph.only_edges.edge_index()
+    index = graph.single_edges.edge_index()
     out = torch.zeros(graph.num_nodes, graph.num_nodes, dtype=torch.float64)
     return out.index_put_((index[1], index[0]), torch.ones(index.shape[1], dtype=torch.float64), accumulate=True)
 
@@ -26,12 +26,14 @@ def with_loops(matrix: torch.Tensor) -> torch.Tensor:
 @given(graph=graphs(hetero=False))
 @settings(max_examples=40, deadline=None)
 def test_aggregate_is_the_adjacency(graph: Graph) -> None:
-    view = LocalView.whole(graph)
+    view = LocalView.of_graph(graph)
     x = torch.randn(graph.num_nodes, 3, dtype=torch.float64)
     torch.testing.assert_close(view.aggregate(x), dense(graph) @ x)
-    torch.testing.assert_close(view.aggregate(x, loops=True), with_loops(dense(graph)) @ x)
+    torch.testing.assert_close(view.aggregate(x, self_loops=True), with_loops(dense(graph)) @ x)
     loops = with_loops(dense(graph))
-    torch.testing.assert_close(view.aggregate(x, reduce="mean", loops=True), loops @ x / loops.sum(1, keepdim=True))
+    torch.testing.assert_close(
+        view.aggregate(x, reduce="mean", self_loops=True), loops @ x / loops.sum(1, keepdim=True)
+    )
     torch.testing.assert_close(view.graph_degree(), (loops.sum(1) - 1).float())
     assert torch.equal(view.in_degree, dense(graph).sum(1).long())
 
@@ -40,10 +42,10 @@ def test_aggregate_is_the_adjacency(graph: Graph) -> None:
 @settings(max_examples=30, deadline=None)
 def test_attention_with_loops_equals_dense_softmax(graph: Graph) -> None:
     n, heads, width = graph.num_nodes, 2, 3
-    view = LocalView.whole(graph)
+    view = LocalView.of_graph(graph)
     z = torch.randn(n, heads, width, dtype=torch.float64)
     left, right = torch.randn(2, n, heads, dtype=torch.float64)
-    out = view.attend(z.flatten(1), src=left, dst=right, loops=True)
+    out = view.attend(z.flatten(1), src=left, dst=right, self_loops=True)
     score = torch.nn.functional.leaky_relu(left[None] + right[:, None], 0.2)  # [dst, src, H]
     weight = score.exp() * with_loops(dense(graph))[..., None]
     expected = torch.einsum("ijh,jhc->ihc", weight / weight.sum(1, keepdim=True), z)
@@ -56,7 +58,7 @@ def test_an_induced_subgraph_has_exactly_the_edges_inside(graph: Graph, seed: in
     random = torch.Generator().manual_seed(seed)
     picked = {k: (torch.rand(t.count, generator=random) < 0.6).nonzero()[:, 0] for k, t in graph.nodes.items()}
     view = LocalView.induced(graph, picked)
-    whole = LocalView.whole(graph)
+    whole = LocalView.of_graph(graph)
     for kind, edges in graph.edges.items():
         index = edges.edge_index()
         inside = torch.isin(index[0], picked[kind.src]) & torch.isin(index[1], picked[kind.dst])
@@ -77,36 +79,36 @@ def test_an_induced_subgraph_has_exactly_the_edges_inside(graph: Graph, seed: in
 def test_dropout_of_a_subgraph_is_that_of_the_whole() -> None:
     graph = Graph(torch.randint(0, 40, (2, 200)), num_nodes=40)
     key = DrawKey(seed=1, epoch=2, step=3)
-    whole = LocalView.whole(graph).at(key=key, layer=1)
+    whole = LocalView.of_graph(graph).with_step(key=key, layer=1)
     some = torch.arange(0, 40, 3)
-    part = LocalView.induced(graph, {"node": some}).at(key=key, layer=1)
+    part = LocalView.induced(graph, {"node": some}).with_step(key=key, layer=1)
     x = torch.randn(40, 5)
     assert torch.equal(part.dropout(x[some], 0.5), whole.dropout(x, 0.5)[some])
-    assert not torch.equal(whole.dropout(x, 0.5), whole.at(layer=2).dropout(x, 0.5))
+    assert not torch.equal(whole.dropout(x, 0.5), whole.with_step(layer=2).dropout(x, 0.5))
     assert not torch.equal(whole.dropout(x, 0.5), whole.dropout(x, 0.5, place=1))
-    assert whole.at(training=False).dropout(x, 0.5) is x
+    assert whole.with_step(training=False).dropout(x, 0.5) is x
 
 
 def test_weights_of_loops_are_one_and_ids_of_loops_are_no_edge() -> None:
     graph = Graph(torch.tensor([[0, 1, 1], [1, 1, 0]]), edge_weight=[2.0, 5.0, 3.0], num_nodes=3)
-    view = LocalView.whole(graph)
+    view = LocalView.of_graph(graph)
     x = torch.eye(3)
     expected = torch.tensor([[1.0, 3, 0], [2, 1, 0], [0, 0, 1]])
-    assert torch.equal(view.aggregate(x, weight=view.weight, loops=True), expected)
+    assert torch.equal(view.aggregate(x, weight=view.weight, self_loops=True), expected)
     assert torch.equal(view.graph_degree(weighted=True), torch.tensor([3.0, 2.0, 0.0]))
-    assert graph.num_edges < LOOP_IDS
+    assert graph.num_edges < SELF_LOOP_IDS
 
 
 def test_take_and_what_cannot_be() -> None:
     graph = Graph(torch.randint(0, 10, (2, 20)), num_nodes=10)
     view = LocalView.induced(graph, {"node": torch.tensor([1, 4, 7])})
     x = torch.randn(3, 2, requires_grad=True)
-    rows = view.take(x, torch.tensor([7, 1, 7]))
+    rows = view.gather_rows(x, torch.tensor([7, 1, 7]))
     assert torch.equal(rows, x[[2, 0, 2]])
     rows.sum().backward()
     assert x.grad is not None and x.grad[:, 0].tolist() == [1, 0, 2]
     with pytest.raises(InputError, match="not in this view"):
-        view.take(x, torch.tensor([2]))
+        view.gather_rows(x, torch.tensor([2]))
     with pytest.raises(InputError, match="ascending"):
         LocalView.induced(graph, {"node": torch.tensor([4, 1])})
 
@@ -114,7 +116,7 @@ def test_take_and_what_cannot_be() -> None:
 @given(graph=graphs(hetero=True))
 @settings(max_examples=20, deadline=None)
 def test_relations_are_aggregated_one_by_one(graph: Graph) -> None:
-    view = LocalView.whole(graph)
+    view = LocalView.of_graph(graph)
     x = {kind: torch.randn(table.count, 2, dtype=torch.float64) for kind, table in graph.nodes.items()}
     for kind, out in view.aggregate_relations(x).items():
         index = graph.edges[kind].edge_index()

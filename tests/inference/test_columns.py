@@ -13,14 +13,14 @@ import torch
 
 import gnnfleet as gf
 from gnnfleet.errors import RunError, StoreError
-from gnnfleet.graph.graph import Columns, EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import ColumnGroups, EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.inference.query import Question, ask, open_run
+from gnnfleet.inference.query import Query, open_trained_run, run_query
 from gnnfleet.io.bundle import Bundle
-from gnnfleet.io.manifest import digest_of
+from gnnfleet.io.manifest import manifest_digest
 from gnnfleet.nn.config import GAT, RGCN, SAGE
 from gnnfleet.training import output_schema as output_module
-from gnnfleet.training.output_schema import Output, column_order
+from gnnfleet.training.output_schema import OutputSchema, column_order
 from tests.shell import call, fails, run_json, torchrun
 
 COUNT = 40
@@ -60,16 +60,16 @@ def imported(place: Path, folder: Path, names: str, **words: Any) -> Path:
 
 def test_a_store_keeps_the_names_of_feature_columns(place: Path, tmp_path: Path) -> None:
     graph = open_store(place / "store")
-    assert graph.only_nodes.columns == (("age", 1), ("spent", 1), ("noise", 1))
-    assert graph.only_edges.columns == (("rating", 1),)
+    assert graph.single_nodes.columns == (("age", 1), ("spent", 1), ("noise", 1))
+    assert graph.single_edges.columns == (("rating", 1),)
     again = save_store(graph, tmp_path / "again")
-    assert again.only_nodes.columns == graph.only_nodes.columns and again.only_edges.columns == (("rating", 1),)
-    x = graph.only_nodes.x
-    assert x is not None and graph.with_nodes("node", x=2 * x).only_nodes.columns == graph.only_nodes.columns
-    assert graph.with_nodes("node", x=x[:, :2]).only_nodes.columns == ()
+    assert again.single_nodes.columns == graph.single_nodes.columns and again.single_edges.columns == (("rating", 1),)
+    x = graph.single_nodes.x
+    assert x is not None and graph.with_nodes("node", x=2 * x).single_nodes.columns == graph.single_nodes.columns
+    assert graph.with_nodes("node", x=x[:, :2]).single_nodes.columns == ()
     pq.write_table(pa.table({"id": [1, 2], "v": [[1.0, 2.0], [3.0, 4.0]], "a": [5, 6]}), tmp_path / "n.parquet")
     report = run_json("import", tmp_path / "n.parquet", "-o", tmp_path / "lists")
-    assert open_store(tmp_path / "lists").only_nodes.columns == (("v", 2), ("a", 1))
+    assert open_store(tmp_path / "lists").single_nodes.columns == (("v", 2), ("a", 1))
     assert report["nodes"]["node"]["columns"] == [["v", 2], ["a", 1]]
     assert "columns" not in Bundle.open(save_unnamed(tmp_path), "graph").meta["nodes"][0]
 
@@ -84,7 +84,7 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path, columns: Any) -> None
     file = save_unnamed(tmp_path) / "graph.json"
     manifest = json.loads(file.read_text())
     manifest["meta"]["nodes"][0]["columns"] = columns
-    file.write_text(json.dumps({**manifest, "digest": digest_of(manifest)}))
+    file.write_text(json.dumps({**manifest, "digest": manifest_digest(manifest)}))
     with pytest.raises(StoreError, match="does not fit"):
         open_store(file.parent)
 
@@ -130,17 +130,17 @@ def test_columns_of_other_names_are_refused(place: Path, tmp_path: Path, workers
 def test_without_names_features_go_by_place(place: Path) -> None:
     graph = open_store(place / "store")
     bare = graph.with_nodes("node", columns=())
-    wanted = open_run(place / "run", graph)[0].strategy.predict().logits
-    assert torch.equal(open_run(place / "run", bare)[0].strategy.predict().logits, wanted)
-    kept = Output.from_json(json.loads((place / "run" / "config.json").read_text())["output"])
-    assert kept.columns == {"node": (("age", 1), ("spent", 1), ("noise", 1))} and kept == Output.of(graph)
+    wanted = open_trained_run(place / "run", graph)[0].strategy.predict().logits
+    assert torch.equal(open_trained_run(place / "run", bare)[0].strategy.predict().logits, wanted)
+    kept = OutputSchema.from_json(json.loads((place / "run" / "config.json").read_text())["output"])
+    assert kept.columns == {"node": (("age", 1), ("spent", 1), ("noise", 1))} and kept == OutputSchema.of(graph)
     before = {word: value for word, value in kept.as_json().items() if word not in ("columns", "edge_columns")}
-    old = Output.from_json(json.loads(json.dumps(before)))  # a run of before
+    old = OutputSchema.from_json(json.loads(json.dumps(before)))  # a run of before
     assert old.columns == {} and old.adapt(graph) is graph and kept.adapt(bare) is bare
 
 
 def test_orders_of_columns() -> None:
-    def order(known: Columns, found: Columns) -> list[int] | None:
+    def order(known: ColumnGroups, found: ColumnGroups) -> list[int] | None:
         made = column_order(known, found)
         return None if made is None else made.tolist()
 
@@ -158,7 +158,7 @@ def test_orders_of_columns() -> None:
 
 def test_what_is_too_large_to_turn_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = imported(place, tmp_path, "id,spent,age,noise")
-    monkeypatch.setattr(output_module, "SMALL", 100)
+    monkeypatch.setattr(output_module, "FULL_CHECK_BYTES", 100)
     said = fails("predict", place / "run", "--store", store, "-o", tmp_path / "out.parquet", code=7)
     assert "in another order" in said and "--features" in said
 
@@ -172,28 +172,32 @@ def test_features_of_edges_go_by_name(tmp_path: Path) -> None:
         tables = (tmp_path / "nodes.csv", tmp_path / f"{name}.csv")
         run_json("import", *tables, "-o", tmp_path / name, "--split", "0.6/0.2/0.2")
     record = gf.train(tmp_path / "one", model=GAT(hidden=8, layers=2, heads=2), epochs=2, run_dir=tmp_path / "run")
-    built = open_run(tmp_path / "run", open_store(tmp_path / "two"))[0]
+    built = open_trained_run(tmp_path / "run", open_store(tmp_path / "two"))[0]
     torch.testing.assert_close(built.strategy.predict().logits, record.logits())
 
 
 def test_edge_types_go_by_name(tmp_path: Path) -> None:
     """Relations of rgcn are numbered in the order of the store; one without edges yet may be left out."""
     random = torch.Generator().manual_seed(2)
-    nodes = {"node": make_nodes(30, x=torch.randn(30, 4, generator=random), y=torch.arange(30) % 2)}
+    nodes = {"node": validated_nodes(30, x=torch.randn(30, 4, generator=random), y=torch.arange(30) % 2)}
     kinds = [EdgeType("node", word, "node") for word in ("likes", "knows")]
     pairs = [torch.randint(0, 30, (2, 60), generator=random) for _ in kinds]
-    edges = {kind: make_edges(each, num_src=30, num_dst=30) for kind, each in zip(kinds, pairs, strict=True)}
+    edges = {kind: validated_edges(each, num_src=30, num_dst=30) for kind, each in zip(kinds, pairs, strict=True)}
     model = RGCN(hidden=8, layers=2)
     record = gf.train(Graph.of(nodes, edges), model=model, epochs=3, split="0.6/0.2/0.2", run_dir=tmp_path / "run")
     turned = Graph.of(nodes, dict(reversed(edges.items())))
-    assert torch.equal(open_run(tmp_path / "run", turned)[0].strategy.predict().logits, record.logits())
-    empty = make_edges(torch.empty((2, 0), dtype=torch.int64), num_src=30, num_dst=30)
-    wanted = open_run(tmp_path / "run", Graph.of(nodes, {**edges, kinds[0]: empty}))[0].strategy.predict().logits
-    found = open_run(tmp_path / "run", Graph.of(nodes, {kinds[1]: edges[kinds[1]]}))[0].strategy.predict().logits
+    assert torch.equal(open_trained_run(tmp_path / "run", turned)[0].strategy.predict().logits, record.logits())
+    empty = validated_edges(torch.empty((2, 0), dtype=torch.int64), num_src=30, num_dst=30)
+    wanted = (
+        open_trained_run(tmp_path / "run", Graph.of(nodes, {**edges, kinds[0]: empty}))[0].strategy.predict().logits
+    )
+    found = (
+        open_trained_run(tmp_path / "run", Graph.of(nodes, {kinds[1]: edges[kinds[1]]}))[0].strategy.predict().logits
+    )
     assert torch.equal(found, wanted)
     misspelt = Graph.of(nodes, {EdgeType("node", "likse", "node"): edges[kinds[0]], kinds[1]: edges[kinds[1]]})
     with pytest.raises(RunError, match=r"edges node:likes:node, this store has node:likse:node, node:knows:node"):
-        open_run(tmp_path / "run", misspelt)
+        open_trained_run(tmp_path / "run", misspelt)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -202,11 +206,11 @@ def test_new_nodes_without_edges(place: Path, tmp_path: Path, workers: int) -> N
     write_nodes(tmp_path / "new.csv", "id,spent,age,noise")
     done = call("import", tmp_path / "new.csv", "-o", tmp_path / "new")
     assert done.returncode == 0 and "this store has no edges" in done.stderr
-    asked = Question(run=str(place / "run"), output=str(tmp_path / "out.csv"))
-    assert ask(asked, open_store(tmp_path / "new"), workers=workers)["rows"] == COUNT
+    asked = Query(run=str(place / "run"), output=str(tmp_path / "out.csv"))
+    assert run_query(asked, open_store(tmp_path / "new"), workers=workers)["rows"] == COUNT
     graph = open_store(place / "store")
-    edges = make_edges(torch.empty((2, 0), dtype=torch.int64), num_src=COUNT, num_dst=COUNT)
-    alone = open_run(place / "run", Graph.of(graph.nodes, {next(iter(graph.edges)): edges}))[0]
+    edges = validated_edges(torch.empty((2, 0), dtype=torch.int64), num_src=COUNT, num_dst=COUNT)
+    alone = open_trained_run(place / "run", Graph.of(graph.nodes, {next(iter(graph.edges)): edges}))[0]
     names = [alone.nodes.classes[i] for i in alone.strategy.predict().logits.argmax(1).tolist()]
     lines = (tmp_path / "out.csv").read_text().splitlines()[1:]
     assert [line.split(",")[1].strip('"') for line in lines] == names

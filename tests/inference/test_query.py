@@ -12,7 +12,7 @@ import torch
 
 from gnnfleet.api import train
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.inference.query import Question, ask
+from gnnfleet.inference.query import Query, run_query
 from tests.graphs import communities
 from tests.shell import call, run_json, torchrun
 
@@ -46,7 +46,7 @@ def same(one: Path, two: Path) -> None:
 
 
 def measured(run: Path, workers: int | None) -> dict[str, Any]:
-    return ask(Question(run=str(run), split="test"), open_store(run.parent / "shop"), workers=workers)
+    return run_query(Query(run=str(run), split="test"), open_store(run.parent / "shop"), workers=workers)
 
 
 def test_a_metric_on_any_number_of_workers(runs: Path) -> None:
@@ -60,8 +60,8 @@ def test_a_metric_on_any_number_of_workers(runs: Path) -> None:
 def test_predictions_on_other_workers(runs: Path, tmp_path: Path) -> None:
     for count in (1, 3):  # trained on two
         out = str(tmp_path / f"{count}.parquet")
-        asked = Question(run=str(runs / "two"), output=out, embeddings=True, logits=True)
-        assert ask(asked, open_store(runs / "shop"), workers=count)["rows"] == 300
+        asked = Query(run=str(runs / "two"), output=out, embeddings=True, logits=True)
+        assert run_query(asked, open_store(runs / "shop"), workers=count)["rows"] == 300
     same(tmp_path / "3.parquet", tmp_path / "1.parquet")
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -70,8 +70,8 @@ def test_links_on_two_workers(runs: Path, tmp_path: Path) -> None:
     graph, run = open_store(runs / "shop"), str(runs / "links")
     (tmp_path / "pairs.csv").write_text("src,dst\nn1,n2\nn7,n3\nn1,n299\n")
     for count in (1, 2):
-        asked = Question(run=run, pairs=str(tmp_path / "pairs.csv"), output=str(tmp_path / f"{count}.parquet"))
-        assert ask(asked, graph, workers=count)["rows"] == 3
+        asked = Query(run=run, pairs=str(tmp_path / "pairs.csv"), output=str(tmp_path / f"{count}.parquet"))
+        assert run_query(asked, graph, workers=count)["rows"] == 3
     same(tmp_path / "2.parquet", tmp_path / "1.parquet")
 
 

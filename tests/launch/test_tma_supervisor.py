@@ -13,16 +13,16 @@ from gnnfleet import api
 from gnnfleet.api import train
 from gnnfleet.cli.join import parse_numbers
 from gnnfleet.comm.failure import Failure
-from gnnfleet.comm.message_store import Address, Post
+from gnnfleet.comm.message_store import Address, MessageStore
 from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import ConfigError
 from gnnfleet.launch import tma_ray, tma_supervisor
-from gnnfleet.launch.spec import Spec
-from gnnfleet.launch.tma_supervisor import check_free, has_ended_well, look_after, reach
+from gnnfleet.launch.spec import RunSpec
+from gnnfleet.launch.tma_supervisor import check_trainers_free, exited_cleanly, reachable_address, restart_failed
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.report.run_record import RunRecord
-from gnnfleet.session.training import Trained
-from gnnfleet.strategies.tma.protocol import COORDINATOR_BEAT
+from gnnfleet.session.training import TrainingResult
+from gnnfleet.strategies.tma.protocol import COORDINATOR_HEARTBEAT
 from tests.graphs import assert_same_checkpoint, communities
 from tests.shell import call
 
@@ -78,7 +78,7 @@ def test_ray_gives_the_same_bits(tmp_path: Path) -> None:
     ],
 )
 def test_where_a_server_is_found(host: str, here: str, elsewhere: str) -> None:
-    assert (reach(Address(host, 7)), reach(Address(host, 7), "10.0.0.5")) == (here, elsewhere)
+    assert (reachable_address(Address(host, 7)), reachable_address(Address(host, 7), "10.0.0.5")) == (here, elsewhere)
 
 
 def test_actors_are_given_an_address_that_other_nodes_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_actors_are_given_an_address_that_other_nodes_reach(monkeypatch: pytest.
         nodes=lambda: [{"NodeManagerAddress": f"10.0.0.{place}", "Alive": place < 7} for place in (5, 6, 7)],
     )
     monkeypatch.setattr(tma_ray, "_ray", lambda: ray)
-    spec = Spec(store="s", digest="d", partition="", run_dir="r", config={"strategy": {"launcher": "ray"}})
+    spec = RunSpec(store="s", digest="d", partition="", run_dir="r", config={"strategy": {"launcher": "ray"}})
     assert len(tma_supervisor._start_trainers(spec, tmp_path, Address("0.0.0.0", 29500), 2, 0)) == 2
     assert told == [("10.0.0.5:29500", 0), ("10.0.0.5:29500", 1)]
     with pytest.raises(ConfigError, match=r"any of the 2 machines .* strategy.listen=0\.0\.0\.0"):
@@ -112,26 +112,26 @@ class Member:
         self.role, self.restarts, self.failure = "1", restarts, failure
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return False
 
-    def ended(self) -> str | None:
+    def exit_status(self) -> str | None:
         return "trainer 1 was lost"
 
-    def again(self) -> bool:
+    def restart(self) -> bool:
         self.restarts -= 1
         return self.restarts >= 0
 
 
 def test_whoever_is_lost_again_is_started_again(tmp_path: Path) -> None:
     """In the same words each time; when it may not be, everybody is told, and what it raised is shown."""
-    post, said = Post.serve(), list[str]()
+    post, said = MessageStore.serve(), list[str]()
     try:
         raise KeyError("rows")
     except KeyError as error:
-        member = Member(2, Failure.of(error, 1))
-    assert not has_ended_well(member)
-    found = [look_after([member], post, said.append) for _ in range(3)]
+        member = Member(2, Failure.from_error(error, 1))
+    assert not exited_cleanly(member)
+    found = [restart_failed([member], post, said.append) for _ in range(3)]
     assert found == [{}, {}, {"1": "trainer 1 was lost"}] and post.has("gone/1")
     assert said[::2] == ["trainer 1 was lost; it is started again"] * 2 + [
         "trainer 1 was lost; the run goes on without it"
@@ -140,13 +140,13 @@ def test_whoever_is_lost_again_is_started_again(tmp_path: Path) -> None:
 
 
 def test_a_number_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    post = Post.serve()
+    post = MessageStore.serve()
     monkeypatch.setattr(tma_supervisor.time, "sleep", lambda seconds: post.count("beat/1"))
-    check_free(post, [0, 2], 3)
+    check_trainers_free(post, [0, 2], 3)
     with pytest.raises(ConfigError, match="trainer 1 runs already: choose another number"):
-        check_free(post, [0, 1], 3)
+        check_trainers_free(post, [0, 1], 3)
     with pytest.raises(ConfigError, match="the run has trainers 0 to 2, found --trainers 3"):
-        check_free(post, [2, 3], 3)
+        check_trainers_free(post, [2, 3], 3)
 
 
 def test_the_record_says_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_the_record_says_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "lost" not in summary.as_json()
     lost = replace(summary, lost=["trainer 1 (pid 7) was killed by SIGKILL"])
     assert lost.as_json()["lost"] == ["trainer 1 (pid 7) was killed by SIGKILL"]
-    trained = Trained(lost, resolve({}), lambda: pytest.fail("nothing is asked"))
+    trained = TrainingResult(lost, resolve({}), lambda: pytest.fail("nothing is asked"))
     monkeypatch.setattr(api, "run_training", lambda *words, **more: trained)
     with pytest.warns(RuntimeWarning, match="went on without a trainer: trainer 1 .* killed by SIGKILL"):
         assert train(communities(), strategy=WORDS).summary.lost == lost.lost
@@ -165,13 +165,13 @@ def test_the_record_says_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_seed_of_a_run_deals_its_nodes(tmp_path: Path) -> None:
     from gnnfleet.graph.datasets import make_dataset
     from gnnfleet.graph.store import save_store
-    from gnnfleet.launch.tma_process import open_deal
+    from gnnfleet.launch.tma_process import open_assignment
 
     graph = save_store(make_dataset("communities", nodes=200, seed=1), tmp_path / "store")
     assert graph.store is not None
     store, run = str(tmp_path / "store"), str(tmp_path / "run")
-    spec = Spec(store=store, digest=graph.store.digest, partition="", run_dir=run, config={})
-    first, again, other = (open_deal(spec, seed)[1].own(0, 3)["node"].tolist() for seed in (4, 4, 5))
+    spec = RunSpec(store=store, digest=graph.store.digest, partition="", run_dir=run, config={})
+    first, again, other = (open_assignment(spec, seed)[1].nodes_of(0, 3)["node"].tolist() for seed in (4, 4, 5))
     assert first == again != other
 
 
@@ -180,23 +180,23 @@ def test_a_coordinator_that_starts_again_takes_its_time_and_one_that_hangs_is_en
 ) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    post = Post.serve()
-    vigil = tma_supervisor._Vigil(post, give_up=20.0)
-    post.count(COORDINATOR_BEAT)
-    assert vigil.overdue() is None
+    post = MessageStore.serve()
+    vigil = tma_supervisor._CoordinatorWatchdog(post, give_up=20.0)
+    post.count(COORDINATOR_HEARTBEAT)
+    assert vigil.is_overdue() is None
     now = 111.0
-    assert vigil.overdue() is None, "one look may come late"
-    assert vigil.overdue() == 11.0
+    assert vigil.is_overdue() is None, "one look may come late"
+    assert vigil.is_overdue() == 11.0
     vigil.begin()
-    before = post.count(COORDINATOR_BEAT, 0)
+    before = post.count(COORDINATOR_HEARTBEAT, 0)
     for _ in range(15):
         now += 2.0
-        assert vigil.overdue() is None
-    assert post.count(COORDINATOR_BEAT, 0) == before + 15, "trainers hear of it meanwhile"
+        assert vigil.is_overdue() is None
+    assert post.count(COORDINATOR_HEARTBEAT, 0) == before + 15, "trainers hear of it meanwhile"
     now += 11.0
-    assert vigil.overdue() == 41.0, "and then it hangs"
+    assert vigil.is_overdue() == 41.0, "and then it hangs"
     vigil.begin()
-    post.count(COORDINATOR_BEAT)
-    assert vigil.overdue() is None
+    post.count(COORDINATOR_HEARTBEAT)
+    assert vigil.is_overdue() is None
     now += 11.0
-    assert vigil.overdue() is None and vigil.overdue() == 11.0
+    assert vigil.is_overdue() is None and vigil.is_overdue() == 11.0

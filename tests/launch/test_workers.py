@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from gnnfleet.api import train
-from gnnfleet.comm.failure import Failure, Kind
+from gnnfleet.comm.failure import Failure, FailureKind
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, ExchangeError, GnnfleetError, PartitionError, RunError, StoreError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.inference.query import open_run
-from gnnfleet.launch.local_launcher import threads_each, verdict
+from gnnfleet.inference.query import open_trained_run
+from gnnfleet.launch.local_launcher import combine_failures, threads_per_worker
 from gnnfleet.report.metrics import read_metrics
-from gnnfleet.session.prepare import Place, prepared
+from gnnfleet.session.prepare import RunLocation, prepare_run
 from gnnfleet.training import partition_cache
 from tests.graphs import communities
 from tests.shell import fails, run_json
@@ -38,7 +38,7 @@ def test_more_workers_than_nodes_are_remarked(tmp_path: Path, capsys: pytest.Cap
     graph = save_store(ring, tmp_path / "store")
     for workers, said in ((16, True), (12, False)):
         config = resolve({**MODEL, "strategy": {"name": "sar"}, "workers": workers, "partition": "random"})
-        with prepared(graph, config, None, place=Place(tmp_path / f"run{workers}"), quiet=False):
+        with prepare_run(graph, config, None, place=RunLocation(tmp_path / f"run{workers}"), quiet=False):
             assert ("16 parts of 12 nodes: at least 4 are empty" in capsys.readouterr().err) is said
 
 
@@ -85,7 +85,7 @@ def test_a_run_goes_on_with_other_workers(tmp_path: Path) -> None:
     record = run_json(*line, "-w", "3", "--set", "train.epochs=9", "--resume")
     assert record["workers"] == 3 and record["epochs"] == 9 and record["metrics"]["test"] == whole.metrics["test"]
     assert [row["epoch"] for row in read_metrics(tmp_path / "cut/metrics.jsonl")] == list(range(1, 10))
-    built, _, name = open_run(tmp_path / "cut", open_store(store))
+    built, _, name = open_trained_run(tmp_path / "cut", open_store(store))
     assert name == "best"
     assert_close(built.strategy.model, whole.model)
     assert sorted(p.name for p in (store / "parts").iterdir() if p.name[0] != ".") == [
@@ -116,13 +116,13 @@ def ensure(graph: Graph, found: RunConfig) -> Path:
 def test_a_partition_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = save_store(communities(), tmp_path / "shop")
     made: list[str] = []
-    plain = partition_cache.assign
+    plain = partition_cache.assign_nodes
 
     def counted(*words: Any, **more: Any) -> Any:
         made.append(words[2])
         return plain(*words, **more)
 
-    monkeypatch.setattr(partition_cache, "assign", counted)
+    monkeypatch.setattr(partition_cache, "assign_nodes", counted)
     threads = [threading.Thread(target=ensure, args=(graph, config())) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -157,10 +157,13 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_apart_is_the_same(tmp_path: Path) -> None:
     graph = save_store(communities(), tmp_path / "shop")
-    assert partition_cache.ensure_apart(graph, config(), quiet=True) == tmp_path / "shop/parts/mincut-2-nodes-seed0"
+    assert (
+        partition_cache.ensure_placement_in_subprocess(graph, config(), quiet=True)
+        == tmp_path / "shop/parts/mincut-2-nodes-seed0"
+    )
     (tmp_path / "shop/parts/random-2-nodes-seed0").write_text("a file")
     with pytest.raises(StoreError, match="exists and is not a partition"):
-        partition_cache.ensure_apart(graph, config(partition="random"), quiet=True)
+        partition_cache.ensure_placement_in_subprocess(graph, config(partition="random"), quiet=True)
 
 
 def test_apart_may_be_nothing(
@@ -177,8 +180,11 @@ def test_apart_may_be_nothing(
 
     monkeypatch.setattr(partition_cache.subprocess, "run", here)
     dealt = config(strategy={"name": "tma", "scheme": "random"})
-    assert partition_cache.ensure_apart(graph, dealt, quiet=True) is None
-    assert partition_cache.ensure_apart(graph, config(), quiet=True) == tmp_path / "shop/parts/mincut-2-nodes-seed0"
+    assert partition_cache.ensure_placement_in_subprocess(graph, dealt, quiet=True) is None
+    assert (
+        partition_cache.ensure_placement_in_subprocess(graph, config(), quiet=True)
+        == tmp_path / "shop/parts/mincut-2-nodes-seed0"
+    )
 
 
 def failed(code: int, failure: Failure | None = None) -> Any:
@@ -188,35 +194,39 @@ def failed(code: int, failure: Failure | None = None) -> Any:
     return SimpleNamespace(exitcode=code, pid=77, error_file_data=data, signal_name=lambda: name)
 
 
-def told(kind: Kind, rank: int, by: int, text: str, code: int = 8) -> Failure:
+def told(kind: FailureKind, rank: int, by: int, text: str, code: int = 8) -> Failure:
     return Failure(kind=kind, ranks=(rank,), found_by=by, text=text, exit_code=code, trace="T" if code == 1 else "")
 
 
 VERDICTS: list[tuple[dict[int, Any], type[GnnfleetError], str]] = [
     # The killed one, not those that lost it.
-    ({0: failed(8, told(Kind.lost, 0, 0, "lost rank 1")), 1: failed(-9)}, ExchangeError, "rank 1 .* SIGKILL"),
+    ({0: failed(8, told(FailureKind.lost, 0, 0, "lost rank 1")), 1: failed(-9)}, ExchangeError, "rank 1 .* SIGKILL"),
     # A paused one is killed by those that find it.
-    ({1: failed(-9), 0: failed(8, told(Kind.silent, 1, 0, "rank 1 is silent"))}, ExchangeError, "rank 1 is silent"),
+    (
+        {1: failed(-9), 0: failed(8, told(FailureKind.silent, 1, 0, "rank 1 is silent"))},
+        ExchangeError,
+        "rank 1 is silent",
+    ),
     # The one that raised, not those that were told, nor those that torchrun stopped.
     (
         {
-            2: failed(7, told(Kind.raised, 1, 2, "told: nan", 7)),
-            1: failed(7, told(Kind.raised, 1, 1, "nan", 7)),
+            2: failed(7, told(FailureKind.raised, 1, 2, "told: nan", 7)),
+            1: failed(7, told(FailureKind.raised, 1, 1, "nan", 7)),
             0: failed(143),
         },
         RunError,
         "^nan$",
     ),
-    ({0: failed(143), 1: failed(5, told(Kind.raised, 1, 1, "cut", 5))}, PartitionError, "^cut$"),
-    ({1: failed(8, told(Kind.lost, 1, 1, "rows")), 0: failed(143)}, ExchangeError, "rows; go on"),
+    ({0: failed(143), 1: failed(5, told(FailureKind.raised, 1, 1, "cut", 5))}, PartitionError, "^cut$"),
+    ({1: failed(8, told(FailureKind.lost, 1, 1, "rows")), 0: failed(143)}, ExchangeError, "rows; go on"),
     ({1: failed(143), 0: failed(143)}, ExchangeError, "rank 1 .* code 143"),
-    ({0: failed(1, told(Kind.raised, 0, 0, "oops", 1))}, GnnfleetError, "^oops$"),
+    ({0: failed(1, told(FailureKind.raised, 0, 0, "oops", 1))}, GnnfleetError, "^oops$"),
 ]
 
 
 @pytest.mark.parametrize(("failures", "kind", "text"), VERDICTS)
 def test_one_error_for_several_workers(failures: dict[int, Any], kind: type[GnnfleetError], text: str) -> None:
-    error = verdict(failures, "go on with --resume")
+    error = combine_failures(failures, "go on with --resume")
     assert type(error) is kind
     assert re.search(text, str(error))
     assert getattr(error, "__notes__", []) == (["T"] if kind is GnnfleetError else [])
@@ -224,4 +234,4 @@ def test_one_error_for_several_workers(failures: dict[int, Any], kind: type[Gnnf
 
 def test_workers_share_the_cores() -> None:
     cores = len(os.sched_getaffinity(0))
-    assert threads_each(1) == cores and threads_each(10 * cores) == 1
+    assert threads_per_worker(1) == cores and threads_per_worker(10 * cores) == 1

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.graph import EDGE, NODE, Graph
-from gnnfleet.graph.views.local import LocalView, Relation
-from gnnfleet.graph.views.view_base import Rows
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.graph.views.local import LocalEdges, LocalView
+from gnnfleet.graph.views.view_base import NodeRows
+from gnnfleet.ops.csr import CSR
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -34,17 +34,17 @@ def random_graph(seed: int = 0, *, nodes: int = 30, edges: int = 140, loops: boo
 
 def block(graph: Graph, num_dst: int) -> tuple[LocalView, Tensor]:
     """(the in-edges of the first nodes as a block whose rows are all nodes, their edge_index)."""
-    edges = graph.only_edges
+    edges = graph.single_edges
     last = int(edges.indptr[num_dst])
-    whole = LocalView.whole(graph)
+    whole = LocalView.of_graph(graph)
     attr, weight = edges.attr, edges.weight
-    relation = Relation(
-        Compressed(edges.indptr[: num_dst + 1], edges.src[:last], graph.num_nodes),
+    relation = LocalEdges(
+        CSR(edges.indptr[: num_dst + 1], edges.src[:last], graph.num_nodes),
         torch.arange(last),
         None if weight is None else weight[:last],
         None if attr is None else attr[:last],
     )
-    rows = Rows(torch.arange(graph.num_nodes), num_dst, whole.nodes[NODE].degree)
+    rows = NodeRows(torch.arange(graph.num_nodes), num_dst, whole.nodes[NODE].degree)
     return LocalView({NODE: rows}, {EDGE: relation}), edges.edge_index()[:, :last]
 
 

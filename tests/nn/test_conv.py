@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gnnfleet import nn
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.view import GraphView
 from tests.nn.peers import DTYPES, block, compare, random_graph, tolerance
@@ -86,9 +86,9 @@ PLAIN = {
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_layer_equals_its_peer(name: str, loops: bool, dtype: torch.dtype) -> None:
     graph = random_graph(loops=loops)
-    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours, theirs = PLAIN[name](5)
-    x = graph.only_nodes.x.to(dtype)
+    x = graph.single_nodes.x.to(dtype)
     ours.to(dtype)
     compare(ours, theirs, x, call_ours=lambda x: ours(view, x), call_theirs=lambda x: theirs(x, index))
 
@@ -102,7 +102,7 @@ def test_a_block_equals_the_peer_on_a_pair(name: str, dtype: torch.dtype) -> Non
     for num_dst in (4, 20):  # far and not so far fewer destinations than sources: the two orders of product and sum
         view, index = block(graph, num_dst)
         ours, theirs = PLAIN[name](5)
-        x = graph.only_nodes.x.to(dtype)
+        x = graph.single_nodes.x.to(dtype)
         ours.to(dtype)
         compare(
             ours,
@@ -119,8 +119,8 @@ def test_a_block_equals_the_peer_on_a_pair(name: str, dtype: torch.dtype) -> Non
 def test_a_block_gives_the_first_rows_of_the_whole(name: str) -> None:
     graph = random_graph(loops=True)
     layer = PLAIN[name](5)[0].double()
-    x = graph.only_nodes.x.double()
-    whole = layer(LocalView.whole(graph), x)
+    x = graph.single_nodes.x.double()
+    whole = layer(LocalView.of_graph(graph), x)
     for num_dst in (0, 4, 20):
         torch.testing.assert_close(layer(block(graph, num_dst)[0], x), whole[:num_dst])
 
@@ -129,11 +129,11 @@ def test_a_block_gives_the_first_rows_of_the_whole(name: str) -> None:
 @pytest.mark.parametrize("width", [3, 8])
 def test_gcn_with_edge_weights(width: int, dtype: torch.dtype) -> None:
     graph = random_graph()
-    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours, theirs = both("GCNConv", width)(5)
-    x = graph.only_nodes.x.to(dtype)
+    x = graph.single_nodes.x.to(dtype)
     ours.to(dtype)
-    weight = graph.only_edges.weight
+    weight = graph.single_edges.weight
     assert weight is not None
     compare(
         ours,
@@ -147,14 +147,14 @@ def test_gcn_with_edge_weights(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [3, 8])
 def test_improved_gcn(width: int) -> None:
     graph = random_graph()
-    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours, theirs = both("GCNConv", width, improved=True)(5)
     ours.double()
     ones = torch.ones(index.shape[1], dtype=torch.float64)  # without weights PyG 2.8 forgets that loops weigh 2
     compare(
         ours,
         theirs,
-        graph.only_nodes.x.double(),
+        graph.single_nodes.x.double(),
         call_ours=lambda x: ours(view, x),
         call_theirs=lambda x: theirs(x, index, ones),
     )
@@ -162,12 +162,12 @@ def test_improved_gcn(width: int) -> None:
 
 def test_gcn_learns_edge_weights() -> None:
     graph = random_graph()
-    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     for width in (3, 8):
         ours, theirs = both("GCNConv", width)(5)
         ours.double()
         theirs.double().load_state_dict(ours.state_dict())
-        x = graph.only_nodes.x.double()
+        x = graph.single_nodes.x.double()
         a, b = (torch.rand(index.shape[1], dtype=torch.float64).requires_grad_() for _ in range(2))
         b.data.copy_(a.data)
         out, expected = ours(view, x, weight=a), theirs(x, index, b)
@@ -176,7 +176,7 @@ def test_gcn_learns_edge_weights() -> None:
         expected.square().sum().backward()
         torch.testing.assert_close(a.grad, b.grad)
     with pytest.raises(ConfigError, match="found a block"):
-        ours(block(graph, 4)[0], x, weight=torch.rand(int(graph.only_edges.indptr[4])))
+        ours(block(graph, 4)[0], x, weight=torch.rand(int(graph.single_edges.indptr[4])))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -184,20 +184,20 @@ def test_gcn_learns_edge_weights() -> None:
 @pytest.mark.parametrize("kind", ["GATConv", "GATv2Conv"])
 def test_attention_with_edge_features(kind: str, loops: bool, dtype: torch.dtype) -> None:
     graph = random_graph(loops=loops)
-    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours, theirs = both(kind, 3, heads=2, edge_dim=4)(5)
     ours.to(dtype)
-    attr = graph.only_edges.attr
+    attr = graph.single_edges.attr
     assert attr is not None
     compare(
         ours,
         theirs,
-        graph.only_nodes.x.to(dtype),
+        graph.single_nodes.x.to(dtype),
         call_ours=lambda x: ours(view, x, edge_attr=view.attr),
         call_theirs=lambda x: theirs(x, index, attr.to(dtype)),
     )
     with pytest.raises(ConfigError, match="4 columns, found 1"):
-        ours(view, graph.only_nodes.x.to(dtype), edge_attr=attr[:, 0])
+        ours(view, graph.single_nodes.x.to(dtype), edge_attr=attr[:, 0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -206,9 +206,9 @@ def test_attention_with_edge_features(kind: str, loops: bool, dtype: torch.dtype
 )
 def test_gcn2(settings: Mapping[str, Any], dtype: torch.dtype) -> None:
     graph = random_graph(loops=True)
-    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours, theirs = nn.GCN2Conv(5, 0.2, **settings).to(dtype), pyg.GCN2Conv(5, 0.2, **settings)
-    x = graph.only_nodes.x.to(dtype)
+    x = graph.single_nodes.x.to(dtype)
     compare(
         ours, theirs, x, call_ours=lambda x: ours(view, x, x.sin()), call_theirs=lambda x: theirs(x, x.sin(), index)
     )
@@ -223,8 +223,10 @@ def several_relations() -> tuple[Graph, Tensor, Tensor]:
     """(a graph of one node type and three edge types, its edge_index and edge_type as PyG takes them)."""
     random = torch.Generator().manual_seed(3)
     indices = [torch.randint(0, 25, (2, 60), generator=random) for _ in RELATIONS]
-    edges = {kind: make_edges(index, num_src=30, num_dst=30) for kind, index in zip(RELATIONS, indices, strict=True)}
-    graph = Graph.of({"node": make_nodes(30, x=torch.randn(30, 5, generator=random))}, edges)
+    edges = {
+        kind: validated_edges(index, num_src=30, num_dst=30) for kind, index in zip(RELATIONS, indices, strict=True)
+    }
+    graph = Graph.of({"node": validated_nodes(30, x=torch.randn(30, 5, generator=random))}, edges)
     kinds = torch.arange(len(RELATIONS)).repeat_interleave(60)
     return graph, torch.cat([table.edge_index() for table in edges.values()], 1), kinds
 
@@ -233,9 +235,9 @@ def several_relations() -> tuple[Graph, Tensor, Tensor]:
 @pytest.mark.parametrize("settings", [{}, {"num_bases": 2}, {"aggr": "add"}, {"root_weight": False, "bias": False}])
 def test_rgcn(settings: Mapping[str, Any], dtype: torch.dtype) -> None:
     graph, index, kinds = several_relations()
-    view = LocalView.whole(graph)
+    view = LocalView.of_graph(graph)
     ours, theirs = nn.RGCNConv(5, 4, 3, **settings).to(dtype), pyg.RGCNConv(5, 4, 3, **settings)
-    x = graph.only_nodes.x.to(dtype)
+    x = graph.single_nodes.x.to(dtype)
     # PyG's layer starts from zeros of the default type.
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -252,11 +254,11 @@ def test_rgcn_on_several_node_types_equals_one_of_all_nodes() -> None:
     buys = torch.stack([torch.randint(0, 10, (40,), generator=random), torch.randint(0, 7, (40,), generator=random)])
     knows = torch.randint(0, 10, (2, 30), generator=random)
     tables = {
-        EdgeType("user", "buys", "item"): make_edges(buys, num_src=10, num_dst=7),
-        EdgeType("user", "knows", "user"): make_edges(knows, num_src=10, num_dst=10),
+        EdgeType("user", "buys", "item"): validated_edges(buys, num_src=10, num_dst=7),
+        EdgeType("user", "knows", "user"): validated_edges(knows, num_src=10, num_dst=10),
     }
-    graph = Graph.of({"user": make_nodes(10), "item": make_nodes(7)}, tables)
-    view = LocalView.whole(graph)
+    graph = Graph.of({"user": validated_nodes(10), "item": validated_nodes(7)}, tables)
+    view = LocalView.of_graph(graph)
     x = torch.randn(17, 5, dtype=torch.float64, generator=random)
     layer = nn.RGCNConv(5, 3, 2).double()
     peer = pyg.RGCNConv(5, 3, 2).double()
@@ -272,10 +274,10 @@ def test_rgcn_on_several_node_types_equals_one_of_all_nodes() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_res_plus_block(dtype: torch.dtype) -> None:
     graph = random_graph()
-    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours = nn.ResPlusBlock(nn.GENConv(5, 5, norm="layer"), nn.BatchNorm(5)).to(dtype)
     theirs = pyg.DeepGCNLayer(pyg.GENConv(5, 5, norm="layer"), pyg.BatchNorm(5), torch.nn.ReLU(), block="res+")
-    x = graph.only_nodes.x.to(dtype)
+    x = graph.single_nodes.x.to(dtype)
     compare(ours, theirs, x, call_ours=lambda x: ours(view, x), call_theirs=lambda x: theirs(x, index))
 
 
@@ -300,9 +302,9 @@ class EdgeConv(torch.nn.Module):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_of_the_user(dtype: torch.dtype) -> None:
     graph = random_graph(edges=120)
-    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours, theirs = EdgeConv(5, 3).to(dtype), pyg.EdgeConv(torch.nn.Linear(10, 3), aggr="max")
-    x = graph.only_nodes.x.to(dtype)
+    x = graph.single_nodes.x.to(dtype)
     compare(ours, theirs, x, call_ours=lambda x: ours(view, x), call_theirs=lambda x: theirs(x, index))
 
 
@@ -315,7 +317,7 @@ def test_layers_say_what_they_cannot_do() -> None:
         nn.GCN2Conv(3, 0.1, theta=0.5)
     graph, _, _ = several_relations()
     with pytest.raises(ConfigError, match="use rgcn"):
-        nn.SAGEConv(5, 3)(LocalView.whole(graph), graph.only_nodes.x)
+        nn.SAGEConv(5, 3)(LocalView.of_graph(graph), graph.single_nodes.x)
 
 
 @pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GATConv", "GATv2Conv"])

@@ -15,7 +15,7 @@ from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.views.block import full_block
 from gnnfleet.graph.views.local import LocalView
-from gnnfleet.nn.custom_model import build_own, naming_line
+from gnnfleet.nn.custom_model import annotate_model_errors, build_custom_model
 from gnnfleet.ops.draws import DrawKey
 
 Write = Callable[[str], str]
@@ -47,14 +47,14 @@ def graph() -> Graph:
 def build(name: str, graph: Graph) -> nn.Model:
     torch.manual_seed(0)
     config = nn.ModelConfig(name=name, hidden=16, layers=2, dropout=0.4)
-    return build_own(config, graph, out_channels=10)
+    return build_custom_model(config, graph, out_channels=10)
 
 
 def test_a_list_of_layers_is_our_model_of_those_layers(write: Write, graph: Graph) -> None:
     own = build(write(PLAIN), graph)
     torch.manual_seed(0)
     ours = nn.build_model(nn.SAGE(hidden=16, layers=2, dropout=0.4), graph)
-    x, view = graph.only_nodes.x, LocalView.whole(graph).at(key=DrawKey(3, 1, 4))
+    x, view = graph.single_nodes.x, LocalView.of_graph(graph).with_step(key=DrawKey(3, 1, 4))
     assert torch.equal(own(view, x), ours(view, x))  # dropout too
     assert torch.equal(own.embed(view, x), ours.embed(view, x))
     own.eval()
@@ -85,8 +85,8 @@ def make(config, graph, out_channels):
     model = build(name, graph)
     assert model.batch_norm and model.num_layers == 3
     model.eval()
-    view = LocalView.whole(graph).at(training=False)
-    x = graph.only_nodes.x
+    view = LocalView.of_graph(graph).with_step(training=False)
+    x = graph.single_nodes.x
     assert x is not None
     whole = model(view, x)
     rows, carry = model.layer(0, view, x)
@@ -171,12 +171,15 @@ def make(*_):
     return Mine([torch.nn.Linear(2, 2)])
 """
     with pytest.raises(ConfigError, match=message):
-        build(write(text), graph)(LocalView.whole(graph), graph.only_nodes.x)
+        build(write(text), graph)(LocalView.of_graph(graph), graph.single_nodes.x)
 
 
 def test_errors_from_elsewhere_stay_as_they_are(tmp_path: Path) -> None:
     for path in (None, tmp_path / "mine.py"):
-        with pytest.raises(ValueError, match="elsewhere"), naming_line(path):
+        with pytest.raises(ValueError, match="elsewhere"), annotate_model_errors(path):
             raise ValueError("elsewhere")
-    with pytest.raises(InputError, match=rf"{Path(__file__).name}, line \d+: bad row"), naming_line(Path(__file__)):
+    with (
+        pytest.raises(InputError, match=rf"{Path(__file__).name}, line \d+: bad row"),
+        annotate_model_errors(Path(__file__)),
+    ):
         raise InputError("bad row")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.events.negatives import AllDestinations, EventNegatives
-from gnnfleet.nn.edgebank import EdgeBank, edgebank_ranks, window_of
-from gnnfleet.nn.ranking import mrr, ranks_among
+from gnnfleet.graph.events.negatives import AllDestinations, NegativeSampler
+from gnnfleet.nn.edgebank import EdgeBank, edgebank_ranks, time_window
+from gnnfleet.nn.ranking import mrr, ranks_in_own_list
 
 
 @pytest.mark.parametrize("window", [None, 7.5, 0])
@@ -24,7 +24,7 @@ def test_the_bank_equals_a_dictionary(window: float | None, dtype: torch.dtype) 
     bank = EdgeBank(stream, window=window)
     last: dict[tuple[int, int], float] = {}
     for seen in range(0, 201, 20):
-        bank.show(seen)
+        bank.update(seen)
         last |= {(int(src[e]), int(dst[e])): float(t[e]) for e in range(seen)}
         now = float(t[seen - 1]) if seen else 0.0
         known = {pair for pair, when in last.items() if window is None or now - when <= window}
@@ -45,7 +45,7 @@ def test_wikipedia_has_the_published_figures(shared_data: Path) -> None:
     rule = AllDestinations(stream)
     found = [
         round(mrr(edgebank_ranks(stream, part, window=window, negatives=rule)), 4)
-        for window in (None, window_of(train))
+        for window in (None, time_window(train))
         for part in (val, test)
     ]
     assert found == [0.5267, 0.4947, 0.5997, 0.5710]
@@ -54,12 +54,12 @@ def test_wikipedia_has_the_published_figures(shared_data: Path) -> None:
 def test_drawn_negatives_are_easier_and_the_same_every_time(shared_data: Path) -> None:
     stream = wikipedia(shared_data)
     test = stream.split()[2].slice(0, 2_000)
-    few = [edgebank_ranks(stream, test, negatives=EventNegatives(stream.destinations, seed=5)) for _ in range(2)]
+    few = [edgebank_ranks(stream, test, negatives=NegativeSampler(stream.destinations, seed=5)) for _ in range(2)]
     assert torch.equal(*few)
     assert mrr(few[0]) > mrr(edgebank_ranks(stream, test, negatives=AllDestinations(stream)))
 
 
 @pytest.mark.parametrize("count", [1, 49, 999])
 def test_a_constant_scorer_is_in_the_middle(count: int) -> None:
-    ranks = ranks_among(torch.zeros(5), torch.zeros(5, count))
+    ranks = ranks_in_own_list(torch.zeros(5), torch.zeros(5, count))
     assert mrr(ranks) == pytest.approx(2 / (count + 2), rel=1e-12)

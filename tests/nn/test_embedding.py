@@ -7,7 +7,7 @@ import torch
 
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.views.local import LocalView
-from gnnfleet.nn.embedding import NodeEmbedding, rows_by_owner
+from gnnfleet.nn.embedding import NodeEmbedding, embedding_ids
 from gnnfleet.ops.draws import Draws, Purpose
 
 
@@ -21,14 +21,14 @@ def test_a_rank_begins_with_the_rows_of_its_nodes(width: int) -> None:
     ids = torch.tensor([7, 59, 0, 31])
     whole, some = made(None, width), made(ids, width)
     assert torch.equal(some.weight, whole.weight[ids])
-    assert rows_by_owner(torch.nn.ModuleDict({"rows": some, "all": whole})) == {"rows.weight": ids}
+    assert embedding_ids(torch.nn.ModuleDict({"rows": some, "all": whole})) == {"rows.weight": ids}
 
 
 def test_views_find_their_rows() -> None:
     graph = make_dataset("communities", nodes=60, mean_degree=4)
     ids = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     whole, turned = made(None), made(ids)
-    for view in (LocalView.whole(graph), LocalView.induced(graph, {"node": torch.tensor([3, 20, 21, 58])})):
+    for view in (LocalView.of_graph(graph), LocalView.induced(graph, {"node": torch.tensor([3, 20, 21, 58])})):
         out = turned(view)
         assert torch.equal(out, whole.weight[view.node_ids]) and torch.equal(out, whole(view))
         (out * view.node_ids[:, None]).sum().backward()

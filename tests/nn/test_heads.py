@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.graph import make_nodes
+from gnnfleet.graph.graph import validated_nodes
 from gnnfleet.nn.heads import NodeHead, mean_roc_auc, roc_auc
 
 
@@ -34,7 +34,7 @@ def test_cross_entropy_is_a_sum_over_labelled_rows() -> None:
     torch.testing.assert_close(head.loss(logits, y), expected)
     assert head.loss(logits, torch.full((20,), -1)).item() == 0
     assert head.loss(logits[:0], y[:0]).item() == 0
-    assert torch.equal(head.labelled(y), known)
+    assert torch.equal(head.is_labelled(y), known)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
@@ -63,9 +63,9 @@ def test_several_labels() -> None:
     guess = logits > 0
     hits = float((guess & (y == 1)).sum())
     precision, recall = hits / float(guess.sum()), hits / float((y == 1).sum())
-    assert math.isclose(head.value(head.metric(logits, y)), 2 * precision * recall / (precision + recall))
+    assert math.isclose(head.compute(head.metric(logits, y)), 2 * precision * recall / (precision + recall))
     y[3], y[4, 2] = -1, -1
-    rows = head.labelled(y)
+    rows = head.is_labelled(y)
     assert int(rows.sum()) == 29
     each = [
         torch.nn.functional.binary_cross_entropy_with_logits(a[b >= 0], b[b >= 0].float())
@@ -88,28 +88,30 @@ def test_several_labels() -> None:
 def test_tallies_add_up(head: NodeHead) -> None:
     logits = torch.randn(50, head.num_classes)
     y = torch.randint(-1, 2, (50, 3)).to(torch.int8) if head.multilabel else torch.randint(-1, 2, (50,))
-    whole = head.value(head.metric(logits, y))
+    whole = head.compute(head.metric(logits, y))
     parts = [head.metric(logits[low:high], y[low:high]) for low, high in ((0, 10), (10, 10), (10, 37), (37, 50))]
     total = parts[0] + parts[1] + parts[2] + parts[3]
-    assert math.isclose(head.value(total), whole) and 0 <= whole <= 1
+    assert math.isclose(head.compute(total), whole) and 0 <= whole <= 1
 
 
 def test_accuracy_and_binary_auc() -> None:
     logits, y = torch.randn(40, 3), torch.randint(0, 3, (40,))
     head = NodeHead(3)
-    assert math.isclose(head.value(head.metric(logits, y)), float((logits.argmax(1) == y).float().mean()), abs_tol=1e-6)
-    assert math.isnan(head.value(head.metric(logits[:0], y[:0])))
+    assert math.isclose(
+        head.compute(head.metric(logits, y)), float((logits.argmax(1) == y).float().mean()), abs_tol=1e-6
+    )
+    assert math.isnan(head.compute(head.metric(logits[:0], y[:0])))
     two, labels = torch.randn(40, 2), torch.randint(0, 2, (40,))
     auc = NodeHead(2, name="roc_auc")
-    assert math.isclose(auc.value(auc.metric(two, labels)), roc_auc(two.double().softmax(1)[:, 1], labels == 1))
+    assert math.isclose(auc.compute(auc.metric(two, labels)), roc_auc(two.double().softmax(1)[:, 1], labels == 1))
 
 
 def test_heads_for_what_a_graph_has() -> None:
-    assert NodeHead.of(make_nodes(4, y=[0, 1, 2, -1])) == NodeHead(3)
-    assert NodeHead.of(make_nodes(2, y=[[0, 1], [1, 1]])) == NodeHead(2, True, "micro_f1")
+    assert NodeHead.of(validated_nodes(4, y=[0, 1, 2, -1])) == NodeHead(3)
+    assert NodeHead.of(validated_nodes(2, y=[[0, 1], [1, 1]])) == NodeHead(2, True, "micro_f1")
     with pytest.raises(InputError, match="no labels"):
-        NodeHead.of(make_nodes(4))
+        NodeHead.of(validated_nodes(4))
     with pytest.raises(ConfigError, match="two classes or several labels"):
-        NodeHead.of(make_nodes(4, y=[0, 1, 2, 2]), "roc_auc")
+        NodeHead.of(validated_nodes(4, y=[0, 1, 2, 2]), "roc_auc")
     with pytest.raises(ConfigError, match="no metric 'f1'"):
         NodeHead(2, name="f1")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gnnfleet import nn
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.config import MODELS
 from gnnfleet.nn.interop import load_pyg_state, to_pyg_state
@@ -45,10 +45,10 @@ def peers(name: str, norm: str, layers: int = 3) -> tuple[nn.GNN, torch.nn.Modul
 @pytest.mark.parametrize("name", PEERS)
 def test_a_model_equals_its_peer(name: str, norm: str, dtype: torch.dtype) -> None:
     graph = random_graph(loops=True)
-    view, index = LocalView.whole(graph), graph.only_edges.edge_index()
+    view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours, theirs = peers(name, norm)
     ours.to(dtype)
-    x = graph.only_nodes.x.to(dtype)
+    x = graph.single_nodes.x.to(dtype)
     compare(ours, theirs, x, call_ours=lambda x: ours(view, x), call_theirs=lambda x: theirs(x, index))
     ours.eval(), theirs.eval()
     torch.testing.assert_close(ours(view, x), theirs(x, index))
@@ -91,17 +91,17 @@ def build(name: str, graph: Graph, **settings: Any) -> nn.GNN:
 def test_layer_by_layer_with_dropout_equals_forward(name: str) -> None:
     graph = random_graph()
     model = build(name, graph, input_dropout=0.2)
-    view = LocalView.whole(graph).at(key=DrawKey(seed=1, epoch=2, step=3))
-    x = graph.only_nodes.x.double()
+    view = LocalView.of_graph(graph).with_step(key=DrawKey(seed=1, epoch=2, step=3))
+    x = graph.single_nodes.x.double()
     expected = model(view, x)
     assert torch.equal(model([view] * 3, x), expected), "the same draws give the same result"
-    assert not torch.equal(model(view.at(key=DrawKey(seed=2)), x), expected)
+    assert not torch.equal(model(view.with_step(key=DrawKey(seed=2)), x), expected)
     rows: Any = x
     carry = None
     for index in range(model.num_layers):
         rows, carry = model.layer(index, view, rows, carry)
     assert torch.equal(rows, expected)
-    off = model(view.at(training=False), x)
+    off = model(view.with_step(training=False), x)
     model.eval()
     assert torch.equal(model(view, x), off), "view and model must both train for anything to be dropped"
 
@@ -111,16 +111,16 @@ def test_layer_by_layer_with_dropout_equals_forward(name: str) -> None:
 def test_a_chain_of_blocks_gives_the_first_rows(name: str, norm: str) -> None:
     graph = random_graph(loops=True)
     model = build(name, graph, norm=norm)
-    whole = LocalView.whole(graph).at(key=DrawKey(seed=4))
-    x = graph.only_nodes.x.double()
-    views = [whole, whole, block(graph, 4)[0].at(key=DrawKey(seed=4))]
+    whole = LocalView.of_graph(graph).with_step(key=DrawKey(seed=4))
+    x = graph.single_nodes.x.double()
+    views = [whole, whole, block(graph, 4)[0].with_step(key=DrawKey(seed=4))]
     torch.testing.assert_close(model(views, x), model(whole, x)[:4])
 
 
 @pytest.mark.parametrize(("name", "settings"), [("gcn", {}), ("sage", {}), ("sage", {"aggr": "max"}), ("gin", {})])
 def test_the_first_aggregate_is_kept(name: str, settings: dict[str, Any]) -> None:
     graph = random_graph()
-    view, x = LocalView.whole(graph), graph.only_nodes.x.double()
+    view, x = LocalView.of_graph(graph), graph.single_nodes.x.double()
     for hidden in (4, 16):
         model = build(name, graph, hidden=hidden, **settings)
         kept = model.precompute(view, x)
@@ -137,7 +137,7 @@ def test_the_first_aggregate_is_kept(name: str, settings: dict[str, Any]) -> Non
 
 def test_what_changes_from_step_to_step_is_not_kept() -> None:
     graph = random_graph()
-    view, x = LocalView.whole(graph), graph.only_nodes.x.double()
+    view, x = LocalView.of_graph(graph), graph.single_nodes.x.double()
     unkept = [("gat", {}), ("gcn", {"input_dropout": 0.1}), ("sage", {"embedding": 2}), ("sage", {"aggr": "pool"})]
     for name, settings in [*unkept, ("gcn2", {}), ("rgcn", {"input_dropout": 0.1}), ("res+", {})]:
         assert build(name, graph, **settings).precompute(view, x) is None
@@ -147,14 +147,14 @@ def test_what_changes_from_step_to_step_is_not_kept() -> None:
 def test_gradients_are_those_of_finite_differences(name: str) -> None:
     graph = random_graph(nodes=8, edges=14, width=3)
     model = build(name, graph, hidden=4, layers=2, act="elu", norm="batch", dropout=0.3)
-    view = LocalView.whole(graph).at(key=DrawKey(seed=7))
+    view = LocalView.of_graph(graph).with_step(key=DrawKey(seed=7))
     names = [key for key, _ in model.named_parameters()]
 
     def run(x: Tensor, *parameters: Tensor) -> Tensor:
         state = dict(zip(names, parameters, strict=True))
         return torch.func.functional_call(model, state, (view, x))
 
-    x = graph.only_nodes.x.double().requires_grad_()
+    x = graph.single_nodes.x.double().requires_grad_()
     assert torch.autograd.gradcheck(run, (x, *model.parameters()), eps=1e-6, atol=1e-5, fast_mode=True)
 
 
@@ -163,7 +163,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
 def test_products_in_bfloat16_change_little(name: str, norm: Any) -> None:
     graph = random_graph(nodes=60, edges=400)
     model = build(name, graph, norm=norm, hidden=16, dropout=0.0).float()
-    view, x = LocalView.whole(graph), graph.only_nodes.x
+    view, x = LocalView.of_graph(graph), graph.single_nodes.x
     expected = model(view, x)
     with torch.autocast("cpu", torch.bfloat16):
         out = model(view, x)
@@ -180,10 +180,12 @@ def hetero_graph() -> Graph:
         return torch.stack(rows)
 
     shapes = {EdgeType("user", "buys", "item"): (10, 7), EdgeType("item", "by", "user"): (7, 10)}
-    edges = {kind: make_edges(ends(n, m), num_src=n, num_dst=m) for kind, (n, m) in shapes.items()}
+    edges = {kind: validated_edges(ends(n, m), num_src=n, num_dst=m) for kind, (n, m) in shapes.items()}
     nodes = {
-        "user": make_nodes(10),
-        "item": make_nodes(7, x=torch.randn(7, 5, generator=random), y=torch.randint(0, 3, (7,), generator=random)),
+        "user": validated_nodes(10),
+        "item": validated_nodes(
+            7, x=torch.randn(7, 5, generator=random), y=torch.randint(0, 3, (7,), generator=random)
+        ),
     }
     return Graph.of(nodes, edges)
 
@@ -192,7 +194,7 @@ def hetero_graph() -> Graph:
 def test_rgcn_on_several_node_types(norm: Any) -> None:
     graph = hetero_graph()
     model = build("rgcn", graph, norm=norm, bases=2)
-    view = LocalView.whole(graph).at(key=DrawKey(seed=3))
+    view = LocalView.of_graph(graph).with_step(key=DrawKey(seed=3))
     x = {"item": graph.nodes["item"].x.double()}
     out = model(view, x)
     assert out.shape == (7, 3) and torch.equal(out, model(view, x))
@@ -211,9 +213,9 @@ def test_learnable_rows_beside_and_instead_of_features() -> None:
     graph = random_graph()
     beside = build("sage", graph, embedding=6)
     assert beside.convs[0].in_channels == 5 + 6
-    bare = Graph(graph.only_edges.edge_index(), num_nodes=30, y=graph.only_nodes.y)
+    bare = Graph(graph.single_edges.edge_index(), num_nodes=30, y=graph.single_nodes.y)
     instead = build("gcn", bare)
-    out = instead(LocalView.whole(bare), None)
+    out = instead(LocalView.of_graph(bare), None)
     out.sum().backward()
     (rows,) = instead.embeddings.values()
     assert rows.weight.shape == (30, 8) and rows.weight.grad is not None
@@ -239,9 +241,9 @@ def test_building_says_what_is_missing() -> None:
     assert nn.build_model(nn.SAGE(hidden=4), unlabelled, out_channels=2).out_channels == 2
     graph = random_graph()
     with pytest.raises(ConfigError, match="needs a view for each, found 2"):
-        build("sage", graph)([LocalView.whole(graph)] * 2, graph.only_nodes.x.double())
+        build("sage", graph)([LocalView.of_graph(graph)] * 2, graph.single_nodes.x.double())
     with pytest.raises(InputError, match=r"found none: set model.embedding"):
-        build("sage", graph)(LocalView.whole(graph), None)
+        build("sage", graph)(LocalView.of_graph(graph), None)
     for make, name in zip(
         (nn.SAGE, nn.GCN, nn.GAT, nn.GATv2, nn.GIN, nn.RGCN, nn.GCN2, nn.ResPlus), MODELS, strict=True
     ):
@@ -251,8 +253,8 @@ def test_building_says_what_is_missing() -> None:
 @pytest.mark.parametrize("name", ["gcn", "sage", "gat"])
 def test_normalised_input_equals_normalised_features(name: str) -> None:
     graph = random_graph()
-    view = LocalView.whole(graph)
-    x = graph.only_nodes.x.double()
+    view = LocalView.of_graph(graph)
+    x = graph.single_nodes.x.double()
     x[2] = 0
     unit = x / x.abs().sum(1, keepdim=True).clamp(min=1e-12)
     model = nn.GNN(config(name, input_norm="sum"), 5, 3).double()
@@ -269,8 +271,8 @@ def test_normalised_input_equals_normalised_features(name: str) -> None:
 def test_gradients_of_a_normalised_input_flow_in_every_step() -> None:
     graph = random_graph()
     model = nn.GNN(config("sage", input_norm="sum"), 5, 3)
-    x = graph.only_nodes.x.clone().requires_grad_()
+    x = graph.single_nodes.x.clone().requires_grad_()
     for _ in range(2):
         x.grad = None
-        model(LocalView.whole(graph), x).sum().backward()
+        model(LocalView.of_graph(graph), x).sum().backward()
         assert x.grad is not None and bool(x.grad.any())

@@ -19,7 +19,7 @@ from tests.nn.peers import random_graph, randomise
 
 def test_batch_norm_equals_torch_over_steps() -> None:
     graph = random_graph()
-    view = LocalView.whole(graph)
+    view = LocalView.of_graph(graph)
     for dtype, near in ((torch.float32, 2e-5), (torch.float64, 1e-12)):
         ours, theirs = nn.BatchNorm(5).to(dtype), torch.nn.BatchNorm1d(5).to(dtype)
         randomise(ours)
@@ -35,7 +35,7 @@ def test_batch_norm_equals_torch_over_steps() -> None:
             for key, tensor in theirs.state_dict().items():
                 torch.testing.assert_close(ours.module.state_dict()[key], tensor, rtol=near, atol=near)
             assert int(ours.module.num_batches_tracked) == step + 1
-        still = ours(view.at(training=False), x)
+        still = ours(view.with_step(training=False), x)
         ours.eval(), theirs.eval()
         torch.testing.assert_close(ours(view, x), theirs(x))
         assert torch.equal(still, ours(view, x))
@@ -69,13 +69,13 @@ class Meeting:
 
 @pytest.mark.parametrize("sizes", [[30], [11, 19], [1, 29], [0, 30], [7, 0, 23]])
 def test_rows_in_several_places_have_the_statistics_of_all(sizes: list[int]) -> None:
-    nodes = LocalView.whole(random_graph()).nodes
+    nodes = LocalView.of_graph(random_graph()).nodes
     x, pull = torch.randn(2, 30, 5, dtype=torch.float64)
     meeting, norms = Meeting(len(sizes)), [nn.BatchNorm(5).double() for _ in sizes]
     rows = [piece.clone().requires_grad_() for piece in (x + 10).split(sizes)]
 
     def run(me: int) -> Tensor:
-        out: Tensor = norms[me](LocalView(nodes, {}, sum_all=meeting.member(me)), rows[me])
+        out: Tensor = norms[me](LocalView(nodes, {}, sum_over_processes=meeting.member(me)), rows[me])
         out.backward(pull.split(sizes)[me])
         return out.detach()
 
@@ -92,7 +92,7 @@ def test_rows_in_several_places_have_the_statistics_of_all(sizes: list[int]) -> 
 
 
 def test_one_row_has_no_variance() -> None:
-    view = LocalView.whole(random_graph())
+    view = LocalView.of_graph(random_graph())
     with pytest.raises(InputError, match="at least 2 nodes to train on, found 1"):
         nn.BatchNorm(5)(view, torch.randn(1, 5))
 
@@ -102,4 +102,4 @@ def test_layer_norm_is_torch_s() -> None:
     randomise(ours)
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(30, 5)
-    assert torch.equal(ours(LocalView.whole(random_graph()), x), theirs(x))
+    assert torch.equal(ours(LocalView.of_graph(random_graph()), x), theirs(x))

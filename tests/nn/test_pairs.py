@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.nn.temporal.pairs import FEATURES, PairFeatures
+from gnnfleet.nn.temporal.pairs import NUM_FEATURES, PairFeatures
 
 
 def stream(shift: int = 0, unit: int = 1) -> EventStream:
@@ -23,7 +23,7 @@ def features(events: EventStream, numbers: torch.Tensor, *, visible: int, unit: 
 def test_later_events_and_those_of_the_same_time_do_not_matter() -> None:
     whole, numbers = stream(), torch.arange(300, 306)
     found = features(whole, numbers, visible=400)
-    assert found.shape == (6, 12, FEATURES) and bool(torch.isfinite(found).all())
+    assert found.shape == (6, 12, NUM_FEATURES) and bool(torch.isfinite(found).all())
     for row, number in enumerate(numbers.tolist()):
         past = int((whole.t < whole.t[number]).sum())
         assert torch.equal(features(whole, numbers[row : row + 1], visible=past)[0], found[row])

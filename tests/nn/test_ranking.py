@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from gnnfleet.nn.ranking import (
-    Answers,
+    KnownTriples,
     average_precision,
     filtered_ranks,
-    hits,
-    hits_against,
+    hits_at_k,
     mrr,
-    ranks_against,
-    ranks_among,
+    ogb_hits_at_k,
+    ranks_in_own_list,
+    ranks_in_shared_list,
 )
 
 
@@ -31,9 +31,9 @@ def rank(own: float, others: list[float]) -> float:
 def test_ranks_among_own_negatives() -> None:
     positive, negative = scores(40), scores(40, 9, seed=1)
     wanted = [rank(p, row) for p, row in zip(positive.tolist(), negative.tolist(), strict=True)]
-    assert ranks_among(positive, negative).tolist() == wanted
+    assert ranks_in_own_list(positive, negative).tolist() == wanted
     assert mrr(torch.tensor(wanted)) == pytest.approx(sum(1 / r for r in wanted) / 40)
-    assert hits(torch.tensor(wanted), 3) == sum(r <= 3 for r in wanted) / 40
+    assert hits_at_k(torch.tensor(wanted), 3) == sum(r <= 3 for r in wanted) / 40
 
 
 def test_ogb_mrr() -> None:
@@ -42,29 +42,29 @@ def test_ogb_mrr() -> None:
     optimistic = (negative > positive[:, None]).sum(1)
     pessimistic = (negative >= positive[:, None]).sum(1)
     theirs = 0.5 * (optimistic + pessimistic) + 1
-    assert mrr(ranks_among(positive, negative)) == pytest.approx(float((1 / theirs).mean()))
+    assert mrr(ranks_in_own_list(positive, negative)) == pytest.approx(float((1 / theirs).mean()))
 
 
 @pytest.mark.parametrize("k", [1, 5, 20, 200])
 def test_ogb_hits(k: int) -> None:
     positive, negative = scores(50), scores(100, seed=1)
     if k > 100:
-        assert hits_against(positive, negative, k) == 1.0
+        assert ogb_hits_at_k(positive, negative, k) == 1.0
         return
     bar = sorted(negative.tolist(), reverse=True)[k - 1]
-    assert hits_against(positive, negative, k) == pytest.approx(sum(p > bar for p in positive.tolist()) / 50)
+    assert ogb_hits_at_k(positive, negative, k) == pytest.approx(sum(p > bar for p in positive.tolist()) / 50)
 
 
 def test_one_list_for_all() -> None:
     positive, negative = scores(50), scores(100, seed=1)
-    assert ranks_against(positive, negative).tolist() == [rank(p, negative.tolist()) for p in positive.tolist()]
+    assert ranks_in_shared_list(positive, negative).tolist() == [rank(p, negative.tolist()) for p in positive.tolist()]
 
 
 def test_scores_that_are_no_numbers_come_last() -> None:
     nan = torch.tensor([math.nan])
-    assert ranks_among(nan, torch.zeros(1, 4)).item() == 5
-    assert ranks_against(nan, torch.zeros(4)).item() == 5
-    none = Answers.of(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    assert ranks_in_own_list(nan, torch.zeros(1, 4)).item() == 5
+    assert ranks_in_shared_list(nan, torch.zeros(4)).item() == 5
+    none = KnownTriples.of(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
     zero = torch.zeros(1, dtype=torch.int64)
     assert filtered_ranks(lambda i: nan.expand(1, 4).clone(), zero, zero, none, chunk=1).item() == 5
 
@@ -81,7 +81,7 @@ def test_filtered_ranks(chunk: int) -> None:
         true = {b for a, b in zip(asked.tolist(), answer.tolist(), strict=True) if a == q}
         row = table[i].tolist()
         wanted.append(rank(row[t], [s for c, s in enumerate(row) if c != t and c not in true]))
-    found = filtered_ranks(lambda i: table[i].clone(), queries, truth, Answers.of(asked, answer), chunk=chunk)
+    found = filtered_ranks(lambda i: table[i].clone(), queries, truth, KnownTriples.of(asked, answer), chunk=chunk)
     assert found.tolist() == wanted
 
 
@@ -89,8 +89,8 @@ def test_masked_negatives_do_not_count() -> None:
     random = torch.Generator().manual_seed(0)
     positive, negative = torch.randint(5, (30,), generator=random), torch.randint(5, (30, 9), generator=random)
     mask = torch.rand(30, 9, generator=random) < 0.6
-    expected = [ranks_among(p[None], n[m][None]) for p, n, m in zip(positive, negative, mask, strict=True)]
-    assert torch.equal(ranks_among(positive, negative, mask), torch.cat(expected))
+    expected = [ranks_in_own_list(p[None], n[m][None]) for p, n, m in zip(positive, negative, mask, strict=True)]
+    assert torch.equal(ranks_in_own_list(positive, negative, mask), torch.cat(expected))
 
 
 def test_average_precision_over_thresholds() -> None:

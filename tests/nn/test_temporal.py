@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from gnnfleet.nn.config import make_config
-from gnnfleet.nn.temporal import EventBlock, Hop, Sizes, TemporalModel
+from gnnfleet.nn.temporal import EventBlock, EventDims, Hop, TemporalModel
 from gnnfleet.nn.temporal.attention import TemporalAttention
 from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
-from gnnfleet.nn.temporal.pairs import FEATURES
+from gnnfleet.nn.temporal.pairs import NUM_FEATURES
 from gnnfleet.ops.draws import DrawKey, Purpose
-from gnnfleet.ops.dropout import mask
+from gnnfleet.ops.dropout import dropout_mask
 
 WIDTH, EDGE, TIME, HEADS = 8, 3, 6, 2
 KEY = DrawKey(5, 1, 2)
 
 
-def make(name: str = "tgn", *, sizes: Sizes | None = None, **words: object) -> TemporalModel:
+def make(name: str = "tgn", *, sizes: EventDims | None = None, **words: object) -> TemporalModel:
     torch.manual_seed(0)
     words = {
         "hidden": WIDTH,
@@ -28,7 +28,7 @@ def make(name: str = "tgn", *, sizes: Sizes | None = None, **words: object) -> T
         "dropout": 0.0,
         "clock": "learnt",
     } | words
-    model = TemporalModel(make_config(name, **words), sizes or Sizes(edge=EDGE)).double()
+    model = TemporalModel(make_config(name, **words), sizes or EventDims(edge=EDGE)).double()
     with torch.no_grad():  # frequencies of 1 to 1e-9 would hide mistakes in their gradients
         for layer in [*model.layers, *([model.cell] if model.cell is not None else [])]:
             layer.clock.weight.uniform_(0.1, 2.0)
@@ -50,9 +50,9 @@ def hop(queries: int, rows: int, events: int, *, k: int = 4, seed: int = 1) -> H
 def plain_attention(layer: TemporalAttention, hop: Hop, h: Tensor, features: Tensor | None, drop: float) -> Tensor:
     """One query after the other, keys and values of every event written out."""
     masks = {
-        purpose: mask(torch.Size(shape), drop, ids=hop.ids, draws=KEY.draws(purpose, layer.layer))
+        purpose: dropout_mask(torch.Size(shape), drop, ids=hop.ids, draws=KEY.draws(purpose, layer.layer))
         for purpose, shape in (
-            (Purpose.ATTENTION, (len(hop.query), layer.heads, hop.near.shape[1])),
+            (Purpose.ATTENTION, (len(hop.query), layer.heads, hop.neighbors.shape[1])),
             (Purpose.DROPOUT, (len(hop.query), layer.width)),
         )
     }
@@ -61,13 +61,13 @@ def plain_attention(layer: TemporalAttention, hop: Hop, h: Tensor, features: Ten
         own = h[node]
         query = layer.query(torch.cat([own, torch.cos(torch.zeros(()) * layer.clock.weight + layer.clock.bias)]))
         gathered = torch.zeros(layer.width, dtype=h.dtype)
-        places = [place for place, other in enumerate(hop.near[row].tolist()) if other >= 0]
+        places = [place for place, other in enumerate(hop.neighbors[row].tolist()) if other >= 0]
         if places:
             seen = []
             for place in places:
-                time = torch.cos(hop.since[row, place] * layer.clock.weight + layer.clock.bias)
+                time = torch.cos(hop.time_delta[row, place] * layer.clock.weight + layer.clock.bias)
                 known = [] if features is None else [features[hop.edge[row, place]]]
-                seen.append(torch.cat([h[hop.near[row, place]], *known, time]))
+                seen.append(torch.cat([h[hop.neighbors[row, place]], *known, time]))
             keys = layer.key(torch.stack(seen)).view(len(places), layer.heads, -1)
             values = layer.value(torch.stack(seen)).view(len(places), layer.heads, -1)
             score = torch.nn.functional.leaky_relu((keys * query.view(layer.heads, -1)).sum(2), 0.2)
@@ -95,7 +95,7 @@ def assert_alike(ours: Tensor, plain: Tensor, inputs: list[Tensor]) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_attention_equals_a_loop_over_events(edge: int, dropout: float, layers: int) -> None:
-    model = make(sizes=Sizes(edge=edge), layers=layers, dropout=dropout)
+    model = make(sizes=EventDims(edge=edge), layers=layers, dropout=dropout)
     features = torch.randn(9, edge, dtype=torch.float64) if edge else None
     h = torch.randn(11, WIDTH, dtype=torch.float64, requires_grad=True)
     hops = [hop(7, 11, 9)] if layers == 1 else [hop(12, 11, 9), hop(5, 12, 9, seed=2)]
@@ -121,7 +121,7 @@ def test_a_query_without_events_reads_its_own_row_alone() -> None:
 
 @pytest.mark.parametrize("edge", [0, EDGE])
 def test_the_cell_equals_torchs_gru(edge: int) -> None:
-    model = make(sizes=Sizes(edge=edge))
+    model = make(sizes=EventDims(edge=edge))
     cell = model.cell
     assert cell is not None
     gru = torch.nn.GRUCell(2 * WIDTH + edge + TIME, WIDTH, dtype=torch.float64)
@@ -141,15 +141,19 @@ def test_the_cell_equals_torchs_gru(edge: int) -> None:
 
 def test_what_is_known_of_nodes_is_added_to_memory() -> None:
     memory, known = torch.randn(4, WIDTH, dtype=torch.float64), torch.randn(4, WIDTH, dtype=torch.float64)
-    same = make(sizes=Sizes(static=WIDTH))
+    same = make(sizes=EventDims(static=WIDTH))
     assert same.static is None, "no map of rows that were learnt for the place"
-    assert torch.equal(same.join(memory, known, rows=4), memory + known)
-    for sizes in (Sizes(static=5, given=True), Sizes(static=WIDTH, given=True), Sizes(static=WIDTH + 5, given=True)):
+    assert torch.equal(same.combine_static(memory, known, rows=4), memory + known)
+    for sizes in (
+        EventDims(static=5, given=True),
+        EventDims(static=WIDTH, given=True),
+        EventDims(static=WIDTH + 5, given=True),
+    ):
         mapped = make(sizes=sizes)
         assert mapped.static is not None, "features have one, however wide"
         other = torch.randn(4, sizes.static, dtype=torch.float64)
-        torch.testing.assert_close(mapped.join(memory, other, rows=4), memory + mapped.static(other))
-    assert torch.equal(make("tgat").join(None, None, rows=4), torch.zeros(4, WIDTH, dtype=torch.float64))
+        torch.testing.assert_close(mapped.combine_static(memory, other, rows=4), memory + mapped.static(other))
+    assert torch.equal(make("tgat").combine_static(None, None, rows=4), torch.zeros(4, WIDTH, dtype=torch.float64))
 
 
 def test_variants() -> None:
@@ -157,12 +161,12 @@ def test_variants() -> None:
     h = torch.randn(5, WIDTH, dtype=torch.float64)
     assert torch.equal(make("tgn-id").embed(block, h, KEY), h[block.hops[0].query])
     without = make("tgat")
-    assert not without.remembers and without.cell is None
+    assert not without.has_memory and without.cell is None
     torch.testing.assert_close(without.embed(block, h, KEY).shape, torch.Size([3, WIDTH]))
 
 
 def test_decoders() -> None:
-    model, classes = make(), make(sizes=Sizes(edge=EDGE, classes=3))
+    model, classes = make(), make(sizes=EventDims(edge=EDGE, classes=3))
     z = torch.randn(4, WIDTH, dtype=torch.float64)
     link, head = model.decoder, classes.decoder
     assert isinstance(link, EventDecoder) and isinstance(head, ClassDecoder)
@@ -188,7 +192,7 @@ def test_scores_stay_float32_under_autocast() -> None:
     """bfloat16 has so few numbers that ranks would be full of ties."""
     decoder = make(pairs=True).float().decoder
     assert isinstance(decoder, EventDecoder)
-    sources, others, pairs = torch.randn(40, WIDTH), torch.randn(120, WIDTH), torch.rand(40, 3, FEATURES)
+    sources, others, pairs = torch.randn(40, WIDTH), torch.randn(120, WIDTH), torch.rand(40, 3, NUM_FEATURES)
 
     def scores() -> Tensor:
         rows = decoder.destinations(others).view(40, 3, -1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.draws import Draws, Purpose
 
 DRAWS = Draws(5, Purpose.ATTENTION, layer=1)
@@ -20,7 +20,7 @@ WIDTHS = [(1, 1, 1), (4, 32, 8), (3, 5, 7), (8, 8, 16), (1, 47, 19), (6, 40, 3),
 class Case:
     """A structure with a long row, isolated ends, self-loops and parallel edges, and inputs for it."""
 
-    structure: Compressed
+    structure: CSR
     value: torch.Tensor
     words: dict
 
@@ -37,11 +37,11 @@ class Case:
         return dict(zip(("out", *self.inputs), (out.detach(), *gradients), strict=True))
 
 
-def compress(src: torch.Tensor, dst: torch.Tensor, num_src: int, num_dst: int) -> Compressed:
+def compress(src: torch.Tensor, dst: torch.Tensor, num_src: int, num_dst: int) -> CSR:
     """Edges sorted by destination already."""
     indptr = torch.zeros(num_dst + 1, dtype=torch.int64)
     indptr[1:] = torch.bincount(dst.long(), minlength=num_dst).cumsum(0)
-    return Compressed(indptr, src, num_src)
+    return CSR(indptr, src, num_src)
 
 
 def make_case(score, with_edge, widths=(4, 32, 8), *, dtype=torch.float64, dropout=0.0, edges=500, index=torch.int32):

@@ -10,34 +10,34 @@ from gnnfleet.ops import reference
 from gnnfleet.ops.aggregate import (
     REDUCES,
     aggregate,
-    aggregate_with_own,
-    begin_max,
-    extend_max,
-    max_back,
+    aggregate_with_self,
+    init_max,
+    max_backward,
     max_rows,
     sum_rows,
+    update_max,
 )
-from gnnfleet.ops.csr import Compressed, sort_into_rows
+from gnnfleet.ops.csr import CSR, sort_into_rows
 from gnnfleet.ops.native import _native
 from tests.ops.blocks import deal
 
 
-def structure(rows: int, cols: int, edges: int, *, seed: int = 0, index: torch.dtype = torch.int32) -> Compressed:
+def structure(rows: int, cols: int, edges: int, *, seed: int = 0, index: torch.dtype = torch.int32) -> CSR:
     random = torch.Generator().manual_seed(seed)
     edges = edges if rows and cols else 0
     src, dst = (torch.randint(0, max(n, 1), (edges,), generator=random, dtype=index) for n in (cols, rows))
     indptr, _, col = sort_into_rows(src, dst, num_src=cols, num_dst=rows)
-    return Compressed(indptr, col, cols)
+    return CSR(indptr, col, cols)
 
 
-def shuffled(edges: Compressed, seed: int) -> torch.Tensor:
+def shuffled(edges: CSR, seed: int) -> torch.Tensor:
     """Numbers of edges in no order, larger than 32 bits; for odd seeds also further apart than those can tell."""
     order = torch.randperm(edges.num_edges, generator=torch.Generator().manual_seed(seed))
     return order * (2**31 - 1 if seed % 2 else 3) + 2**40
 
 
 def check_all(
-    edges: Compressed,
+    edges: CSR,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     reduce: str,
@@ -170,7 +170,7 @@ def test_blocks_add_up() -> None:
         place = torch.searchsorted(busy, rows[mine])
         indptr = torch.zeros(len(busy) + 1, dtype=torch.int64)
         indptr[1:] = torch.bincount(place, minlength=len(busy)).cumsum(0)
-        sum_rows(Compressed(indptr, cols[mine], 9), x, rows=busy.int(), out=out)
+        sum_rows(CSR(indptr, cols[mine], 9), x, rows=busy.int(), out=out)
     torch.testing.assert_close(out, aggregate(cut, x))
 
 
@@ -191,27 +191,27 @@ def test_maxima_of_blocks_merge_in_any_order(
     ties = shuffled(cut, seed)
     x = torch.randint(-2, 3, (cut.num_cols, width), generator=torch.Generator().manual_seed(seed)).to(kind)
     dealt = deal(cut, parts, seed=seed)
-    state = begin_max(cut.num_rows, width, kind)
+    state = init_max(cut.num_rows, width, kind)
     for part in dealt:
-        extend_max(state, part.structure, x[part.cols], ties=ties[part.edges], rows=part.rows)
+        update_max(state, part.structure, x[part.cols], ties=ties[part.edges], rows=part.rows)
     whole = max_rows(cut, x, ties=ties)
     assert torch.equal(state.out, whole.out) and torch.equal(state.winner, whole.winner)
     # Whole numbers, so that sums are exact in any order.
     grad = torch.randint(-9, 9, whole.out.shape, generator=torch.Generator().manual_seed(seed)).to(whole.out.dtype)
     turned, positions = cut.transposed
-    expected = max_back(turned, grad, whole.winner, ties=ties, positions=positions)
+    expected = max_backward(turned, grad, whole.winner, ties=ties, positions=positions)
     found, added = torch.zeros_like(expected), torch.zeros_like(expected)
     for part in dealt:
         turned, positions = part.turned(cut.num_rows)
         numbers = ties[part.edges]
-        home = max_back(turned, grad, state.winner, ties=numbers, positions=positions)
+        home = max_backward(turned, grad, state.winner, ties=numbers, positions=positions)
         found.index_add_(0, part.cols, home)
-        max_back(turned, grad, state.winner, ties=numbers, positions=positions, rows=part.cols.int(), out=added)
+        max_backward(turned, grad, state.winner, ties=numbers, positions=positions, rows=part.cols.int(), out=added)
     assert torch.equal(found, expected) and torch.equal(added, expected)
 
 
 def test_one_edge_gets_the_gradient_of_a_maximum() -> None:
-    cut = Compressed(torch.tensor([0, 3, 3, 5]), torch.tensor([0, 0, 1, 1, 0], dtype=torch.int32), 2)
+    cut = CSR(torch.tensor([0, 3, 3, 5]), torch.tensor([0, 0, 1, 1, 0], dtype=torch.int32), 2)
     for ties, expected in ((None, [[1], [1]]), (torch.tensor([4, 3, 2, 7, 9]), [[0], [2]])):
         x = torch.ones(2, 1, requires_grad=True)
         out = aggregate(cut, x, reduce="max", ties=ties)
@@ -220,7 +220,7 @@ def test_one_edge_gets_the_gradient_of_a_maximum() -> None:
 
 
 def test_not_a_number_is_the_maximum_wherever_it_stands() -> None:
-    cut = Compressed(torch.tensor([0, 3]), torch.tensor([0, 1, 2], dtype=torch.int32), 3)
+    cut = CSR(torch.tensor([0, 3]), torch.tensor([0, 1, 2], dtype=torch.int32), 3)
     for place in range(3):
         x = torch.tensor([[1.0], [5.0], [2.0]])
         x[place] = torch.nan
@@ -256,7 +256,7 @@ def test_own_rows_beside_the_aggregate(mean: bool, used: str) -> None:
     def run(together: bool) -> tuple[torch.Tensor, torch.Tensor]:
         leaf = x.clone().requires_grad_()
         if together:
-            near, own = aggregate_with_own(edges, leaf, mean=mean)
+            near, own = aggregate_with_self(edges, leaf, mean=mean)
         else:
             near, own = aggregate(edges, leaf, reduce="mean" if mean else "sum"), leaf[:13]
         terms = {"near": near * weights[0], "own": own * weights[1]}

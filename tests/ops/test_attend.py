@@ -14,7 +14,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.ops import draws as draws_module
 from gnnfleet.ops import reference
 from gnnfleet.ops.attend import attend
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.native import _native
 from tests.ops.attend_cases import DRAWS, SCORES, WIDTHS, Case, assert_close, compress, make_case
 
@@ -155,7 +155,7 @@ def test_scores_of_minus_infinity_mask_edges():
 def test_no_edges(score, with_edge, num_src, num_dst):
     case = make_case(score, with_edge, (2, 3, 2))
     inner = case.words["src"].shape[1]
-    empty = Compressed(torch.zeros(num_dst + 1, dtype=torch.int64), torch.empty(0, dtype=torch.int32), num_src)
+    empty = CSR(torch.zeros(num_dst + 1, dtype=torch.int64), torch.empty(0, dtype=torch.int32), num_src)
     words = case.words | {"src": torch.randn(num_src, inner), "dst": torch.randn(num_dst, inner), "dropout": 0.5}
     words |= {"edge": torch.empty(0, inner) if with_edge else None, "edge_ids": torch.empty(0, dtype=torch.int64)}
     words["vector"] = torch.randn(inner) if score == "v2" else None
@@ -176,8 +176,8 @@ def test_isolated_ends_get_zero():
 # ---- dropout --------------------------------------------------------------------------------------------------------
 
 
-def star(count: int) -> Compressed:
-    return Compressed(torch.tensor([0, count]), torch.arange(count), count)
+def star(count: int) -> CSR:
+    return CSR(torch.tensor([0, count]), torch.arange(count), count)
 
 
 def mask_of(ids: torch.Tensor, heads: int, dropout: float) -> torch.Tensor:
@@ -285,7 +285,7 @@ def test_wrong_arguments(change, message):
 )
 def test_wrong_structures(indptr, col, num_cols, message):
     with pytest.raises(ConfigError, match=message):
-        Compressed(indptr, col, num_cols).check()
+        CSR(indptr, col, num_cols).check()
 
 
 @settings(max_examples=50, deadline=None)

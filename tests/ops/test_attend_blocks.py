@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gnnfleet.ops import attend_blocks as pieces
 from gnnfleet.ops import reference
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.csr import CSR
 from tests.ops.attend_cases import DRAWS, SCORES, WIDTHS, assert_close, compress, make_case
 
 
@@ -19,21 +19,21 @@ def form_of(case, widths):
     words = case.words
     rule = {"score": words["score"], "slope": words["slope"], "dropout": words["dropout"], "words": DRAWS.words}
     depth = words["src"].shape[1] // words["heads"]
-    return pieces.Form(heads=widths[0], channels=widths[1], depth=depth, scale=depth**-0.5, **rule)
+    return pieces.AttentionSpec(heads=widths[0], channels=widths[1], depth=depth, scale=depth**-0.5, **rule)
 
 
 def inputs_of(case):
-    return pieces.Inputs(**case.inputs, edge_ids=case.words["edge_ids"])
+    return pieces.AttentionInputs(**case.inputs, edge_ids=case.words["edge_ids"])
 
 
-def cut(structure: Compressed, chosen: torch.Tensor, *, compact: bool) -> pieces.Piece:
+def cut(structure: CSR, chosen: torch.Tensor, *, compact: bool) -> pieces.AttentionBlock:
     """The chosen edges of a structure, with all its rows or only those that have edges."""
     at = chosen.nonzero().flatten()
     row, col = structure.row[at].long(), structure.col[at]
     if not compact:
-        return pieces.Piece(compress(col, row, structure.num_cols, structure.num_rows), positions=at)
+        return pieces.AttentionBlock(compress(col, row, structure.num_cols, structure.num_rows), positions=at)
     rows, row = row.unique(return_inverse=True)
-    return pieces.Piece(compress(col, row, structure.num_cols, rows.shape[0]), rows.int(), at)
+    return pieces.AttentionBlock(compress(col, row, structure.num_cols, rows.shape[0]), rows.int(), at)
 
 
 @settings(max_examples=30, deadline=None)
@@ -42,12 +42,12 @@ def test_any_split_of_the_edges_merges(score, widths, parts, compact, seed):
     case = make_case(*score, widths, dropout=0.3)
     form, inputs = form_of(case, widths), inputs_of(case)
     positive = score == ("add", False)
-    whole = pieces.run(form, inputs, pieces.Piece(case.structure), positive=positive)
+    whole = pieces.attention_pass(form, inputs, pieces.AttentionBlock(case.structure), positive=positive)
     part = torch.randint(0, parts, (case.structure.num_edges,), generator=torch.Generator().manual_seed(seed))
-    state = pieces.begin(form, case.structure.num_rows, dtype=torch.float64, positive=positive)
+    state = pieces.init_attention(form, case.structure.num_rows, dtype=torch.float64, positive=positive)
     for number in range(parts):
-        pieces.extend(state, form, inputs, cut(case.structure, part == number, compact=compact))
-    pieces.finish(state, form)
+        pieces.update_attention(state, form, inputs, cut(case.structure, part == number, compact=compact))
+    pieces.finish_attention(state, form)
     for name in ("num", "max", "pos", "mass"):
         expected, found = getattr(whole, name), getattr(state, name)
         if expected is not None:
@@ -62,7 +62,7 @@ def test_owners_of_the_ends_compute_gradients_apart(score, with_edge, compact):
     case = make_case(score, with_edge, widths, dropout=0.3)
     form, inputs, structure = form_of(case, widths), inputs_of(case), case.structure
     local = score == "add" and not with_edge
-    state = pieces.run(form, inputs, pieces.Piece(structure), positive=local)
+    state = pieces.attention_pass(form, inputs, pieces.AttentionBlock(structure), positive=local)
     grad = torch.randn(state.num.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     side, d_dst = pieces.destination_gradient(form, state, grad, inputs.dst)
     message = torch.cat([grad, inputs.dst.detach(), side.lse_dee], 1)
@@ -76,10 +76,10 @@ def test_owners_of_the_ends_compute_gradients_apart(score, with_edge, compact):
     for number in range(3):
         piece = cut(transposed, positions % 3 == number, compact=compact)
         piece = replace(piece, positions=positions[piece.positions])
-        pieces.by_source(form, there, piece, grad=message[:, :width], side=message[:, width + inner :], into=into)
+        pieces.source_gradient(form, there, piece, grad=message[:, :width], side=message[:, width + inner :], into=into)
         chosen = torch.arange(structure.num_edges) % 3 == number
         piece = cut(structure, chosen, compact=compact)
-        pieces.by_target(form, inputs, piece, grad=grad, side=side.lse_dee, into=target)
+        pieces.target_gradient(form, inputs, piece, grad=grad, side=side.lse_dee, into=target)
     expected = case.results(reference.attend)
     found = {"value": into[0], "src": into[1], "dst": target.dst, "edge": target.edge, "vector": target.vector}
     assert_close({k: v for k, v in found.items() if v is not None}, {k: expected[k] for k in case.inputs}, 1e-12)

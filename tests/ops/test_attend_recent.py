@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.attend_recent import Drop, Recent, attend_recent, plain
+from gnnfleet.ops.attend_recent import AttentionDropout, RecentEvents, attend_recent, attend_recent_reference
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.native import _native
 
 QUERIES, PLACES, HEADS, ROWS, EVENTS = 37, 5, 3, 11, 6
 
 
-def inputs(dtype: torch.dtype, widths: tuple[int, int, int]) -> tuple[Tensor, Tensor, Recent]:
+def inputs(dtype: torch.dtype, widths: tuple[int, int, int]) -> tuple[Tensor, Tensor, RecentEvents]:
     draw = torch.Generator().manual_seed(0)
     row, feature, time = widths
     near = torch.randint(-2, ROWS, (QUERIES, PLACES), generator=draw).clamp(min=-1)
@@ -27,7 +27,7 @@ def inputs(dtype: torch.dtype, widths: tuple[int, int, int]) -> tuple[Tensor, Te
     for tensor in (query, offset, rows, weight, bias):
         tensor.requires_grad_()
     edge = torch.randint(EVENTS, (QUERIES, PLACES), generator=draw)
-    return query, offset, Recent(rows, near, features if feature else None, edge, since, weight, bias)
+    return query, offset, RecentEvents(rows, near, features if feature else None, edge, since, weight, bias)
 
 
 @pytest.mark.parametrize("isa", _native.isas().split())
@@ -36,12 +36,12 @@ def inputs(dtype: torch.dtype, widths: tuple[int, int, int]) -> tuple[Tensor, Te
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_equals_its_twin(isa: str, dtype: torch.dtype, widths: tuple[int, int, int], p: float) -> None:
     query, offset, recent = inputs(dtype, widths)
-    drop = Drop(p, torch.arange(QUERIES) * 5, DrawKey(1, 2, 3).draws(Purpose.ATTENTION, 1)) if p else None
+    drop = AttentionDropout(p, torch.arange(QUERIES) * 5, DrawKey(1, 2, 3).draws(Purpose.ATTENTION, 1)) if p else None
     leaves = [query, offset, recent.rows, recent.weight, recent.bias]
     before = _native.isa()
     _native.select_isa(isa)
     try:
-        found = [each(query, offset, recent, slope=0.2, drop=drop) for each in (attend_recent, plain)]
+        found = [each(query, offset, recent, slope=0.2, drop=drop) for each in (attend_recent, attend_recent_reference)]
         grads = []
         for out, weight in found:
             draw = torch.Generator().manual_seed(1)
@@ -60,7 +60,7 @@ def test_equals_its_twin(isa: str, dtype: torch.dtype, widths: tuple[int, int, i
 def test_long_times_keep_their_phase() -> None:
     """A week in seconds at frequency 1: the argument is made in double, as float32 could not tell 0.03 from 0."""
     week = 604_800.0
-    recent = Recent(
+    recent = RecentEvents(
         torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64), None, torch.zeros(1, 1, dtype=torch.int64),
         torch.tensor([[week]]), torch.tensor([1.0, 0.01, 1e-6]), torch.tensor([0.03, 0.0, 0.0]),
     )  # fmt: skip

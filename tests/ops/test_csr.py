@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnfleet.ops import csr, reference
-from gnnfleet.ops.native import alone
+from gnnfleet.ops.native import single_threaded
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -101,14 +101,14 @@ def test_transposed_and_looped_equal_plain_sorting(edges: int, dtype: torch.dtyp
     col = torch.randint(cols, (edges,), generator=random).to(dtype)
     indptr = torch.zeros(rows + 1, dtype=torch.int64)
     indptr[1:] = torch.bincount(dst, minlength=rows).cumsum(0)
-    structure = csr.Compressed(indptr, col, cols)
-    with nullcontext() if edges < 100 else alone():
-        turned, order = csr.Compressed(indptr, col, cols).transposed
+    structure = csr.CSR(indptr, col, cols)
+    with nullcontext() if edges < 100 else single_threaded():
+        turned, order = csr.CSR(indptr, col, cols).transposed
     for found, place in (structure.transposed, (turned, order)):
         assert torch.equal(place, torch.argsort(col, stable=True))
         assert torch.equal(found.col, dst[place].to(dtype)) and found.num_cols == rows
         assert torch.equal(found.indptr.diff(), torch.bincount(col, minlength=cols))
-    looped, edge = structure.looped
+    looped, edge = structure.with_self_loops
     looped.check()
     kept = (dst != col).nonzero()[:, 0]
     assert torch.equal(edge[edge >= 0], kept)
@@ -118,7 +118,7 @@ def test_transposed_and_looped_equal_plain_sorting(edges: int, dtype: torch.dtyp
     assert torch.equal(looped.indptr.diff(), torch.bincount(dst[kept], minlength=rows) + 1)
     if edges:
         with pytest.raises(IndexError):
-            _ = csr.Compressed(indptr, col + cols, cols).transposed
+            _ = csr.CSR(indptr, col + cols, cols).transposed
 
 
 @pytest.mark.parametrize("width", [None, 3])

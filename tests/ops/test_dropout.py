@@ -5,7 +5,7 @@ import torch
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops.draws import DrawKey, Purpose
-from gnnfleet.ops.dropout import dropout, mask
+from gnnfleet.ops.dropout import dropout, dropout_mask
 from gnnfleet.ops.native import _native
 
 DRAWS = DrawKey(seed=3, epoch=1, step=2).draws(Purpose.DROPOUT, layer=1)
@@ -24,7 +24,7 @@ def test_equals_the_twin(shape: tuple[int, ...], isa: str) -> None:
             ids = torch.randperm(10**6)[: shape[0]] * 2**20
             torch.testing.assert_close(
                 dropout(x, 0.3, ids=ids, draws=DRAWS),
-                (x.to(wide) * mask(x.shape, 0.3, ids=ids, draws=DRAWS).to(wide)).to(kind),
+                (x.to(wide) * dropout_mask(x.shape, 0.3, ids=ids, draws=DRAWS).to(wide)).to(kind),
             )
     finally:
         _native.select_isa(_native.isas().split()[0])

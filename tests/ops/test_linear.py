@@ -41,7 +41,7 @@ def assert_same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], inputs: l
 @pytest.mark.parametrize("rows", [0, 1, 150, 200])
 def test_mix(dtype: torch.dtype, relu: bool, rows: int) -> None:
     a, b, v, w, bias = inputs = leaves((rows, 4), (200, 3), (9, 4), (9, 3), (9,), dtype=dtype)
-    found = linear.mix([(a, v), (b, w)], bias, relu=relu, rows=rows)
+    found = linear.sum_linear([(a, v), (b, w)], bias, relu=relu, rows=rows)
     wanted = functional.linear(a, v, bias) + functional.linear(b[:rows], w)
     assert_same((found,), (torch.relu(wanted) if relu else wanted,), inputs)
 
@@ -50,7 +50,7 @@ def test_mix(dtype: torch.dtype, relu: bool, rows: int) -> None:
 @pytest.mark.parametrize("rows", [(200, 200), (200, 70), (70, 200), (3, 0), (130, 128)])
 def test_fork(dtype: torch.dtype, rows: tuple[int, int]) -> None:
     x, v, w = inputs = leaves((200, 9), (5, 9), (2, 9), dtype=dtype)
-    found = linear.fork(x, [v, w], rows=rows)
+    found = linear.multi_linear(x, [v, w], rows=rows)
     assert_same(found, (x[: rows[0]] @ v.t(), x[: rows[1]] @ w.t()), inputs)
 
 
@@ -58,10 +58,10 @@ def test_fork(dtype: torch.dtype, rows: tuple[int, int]) -> None:
 @pytest.mark.parametrize("relu", [False, True])
 def test_shift(relu: bool, fresh: bool) -> None:
     x, bias = inputs = leaves((200, 9), (9,), dtype=torch.float64)
-    found = linear.shift(x * 2, bias, relu=relu, fresh=fresh)
+    found = linear.bias_relu(x * 2, bias, relu=relu, fresh=fresh)
     wanted = x * 2 + bias
     assert_same((found,), (torch.relu(wanted) if relu else wanted,), inputs)
-    assert linear.shift(x, None) is x
+    assert linear.bias_relu(x, None) is x
 
 
 @pytest.mark.parametrize("hardware", [False, True])
@@ -69,8 +69,8 @@ def test_bfloat16_rounds_results(hardware: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(linear, "has_bf16", lambda: hardware)
     a, v, w, bias = leaves((200, 9), (5, 9), (2, 9), (5,), dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = linear.mix([(a, v)], bias)
-        forked = linear.fork(a, [v, w])
+        mixed = linear.sum_linear([(a, v)], bias)
+        forked = linear.multi_linear(a, [v, w])
     assert mixed.dtype == forked[0].dtype == forked[1].dtype == torch.bfloat16
     torch.testing.assert_close(mixed.float(), functional.linear(a, v, bias), rtol=3e-2, atol=0.1)
     torch.testing.assert_close(forked[1].float(), a @ w.t(), rtol=3e-2, atol=0.1)
@@ -103,47 +103,47 @@ def test_bfloat16_ends_as_torch_does(isa: str, width: int) -> None:
 
 def test_gradients_by_finite_differences() -> None:
     x, v, w = leaves((20, 3), (4, 3), (2, 3), dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x, v: linear.mix([(x, v)]), (x, v))
-    assert torch.autograd.gradcheck(lambda x, v, w: linear.fork(x, [v, w], rows=[20, 7]), (x, v, w))
+    assert torch.autograd.gradcheck(lambda x, v: linear.sum_linear([(x, v)]), (x, v))
+    assert torch.autograd.gradcheck(lambda x, v, w: linear.multi_linear(x, [v, w], rows=[20, 7]), (x, v, w))
 
 
 @pytest.fixture
 def clean_pool() -> Iterator[None]:
     gc.collect()
-    buffers.release()
+    buffers.release_buffers()
     yield
-    buffers.release()
+    buffers.release_buffers()
 
 
 def test_buffers_come_back(clean_pool: None) -> None:
     used = _native.pool_state()[0]
-    a = buffers.empty((1000, 1000), torch.float32)
+    a = buffers.empty_buffer((1000, 1000), torch.float32)
     place = a.data_ptr()
     row = a[5]
     del a
     assert _native.pool_state()[0] > used, "a view keeps the buffer"
     del row
     assert _native.pool_state()[0] == used
-    b = buffers.empty((990, 1000), torch.float32)
+    b = buffers.empty_buffer((990, 1000), torch.float32)
     assert b.data_ptr() == place, "a slightly smaller request takes the kept buffer"
     assert b.shape == (990, 1000) and b.is_contiguous()
 
 
 def test_what_is_kept_is_bounded(clean_pool: None) -> None:
     for size in (8, 16, 32, 64, 128):
-        buffers.empty((size << 18,), torch.float32)
+        buffers.empty_buffer((size << 18,), torch.float32)
         used, highest, kept = _native.pool_state()
         assert used + kept <= highest * 5 // 4 + (1 << 21)
-    buffers.release()
+    buffers.release_buffers()
     assert _native.pool_state()[2] == 0
 
 
 def test_without_the_pool(clean_pool: None) -> None:
     before = _native.pool_state()
     with buffers.unpooled():
-        assert buffers.empty((1000, 1000), torch.float32).shape == (1000, 1000)
+        assert buffers.empty_buffer((1000, 1000), torch.float32).shape == (1000, 1000)
     assert _native.pool_state() == before
-    assert buffers.empty((0, 5), torch.float64).shape == (0, 5)
+    assert buffers.empty_buffer((0, 5), torch.float64).shape == (0, 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -151,7 +151,7 @@ def test_without_the_pool(clean_pool: None) -> None:
 def test_not_a_number_is_not_hidden(dtype: torch.dtype, width: int) -> None:
     x = torch.full((3, width), torch.nan, dtype=dtype)
     x[0] = -1
-    out = linear.shift(x, torch.zeros(width, dtype=dtype), relu=True)
+    out = linear.bias_relu(x, torch.zeros(width, dtype=dtype), relu=True)
     assert not out[0].any() and out[1:].isnan().all()
 
 
@@ -164,8 +164,8 @@ def test_neighbouring_columns_are_one_product(gap: int, monkeypatch: pytest.Monk
     made: list[int] = []
     join = linear._join
     monkeypatch.setattr(linear, "_join", lambda terms: made.append(len(found := join(terms))) or found)
-    found = linear.mix(list(zip((left, right), weights, strict=True)), relu=True, rows=33)
-    apart = linear.mix(list(zip((left.clone(), right.clone()), weights, strict=True)), relu=True, rows=33)
+    found = linear.sum_linear(list(zip((left, right), weights, strict=True)), relu=True, rows=33)
+    apart = linear.sum_linear(list(zip((left.clone(), right.clone()), weights, strict=True)), relu=True, rows=33)
     assert made == [1 if not gap else 2, 2]
     assert_same((found,), (apart,), weights)
 
@@ -175,4 +175,4 @@ def test_columns_that_need_gradients_stay_apart() -> None:
     weights = leaves((6, 4), (6, 4), dtype=torch.float64)
     terms = list(zip((both[:, :4], both[:, 4:]), weights, strict=True))
     wanted = sum(functional.linear(x, w) for x, w in terms)
-    assert_same((linear.mix(terms),), (wanted,), [both, *weights])
+    assert_same((linear.sum_linear(terms),), (wanted,), [both, *weights])

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.paging import gather_by_window, is_mapped, is_paged, let_go, read_ahead, read_rows, spill
+from gnnfleet.ops.paging import (
+    drop_pages,
+    gather_by_window,
+    is_mapped,
+    is_paged,
+    prefetch_pages,
+    read_rows,
+    spill_to_disk,
+)
 
 
 @pytest.fixture
@@ -23,25 +31,25 @@ def test_rows_survive_being_let_go(table: Tensor) -> None:
     whole, rows = table.clone(), torch.tensor([0, 1, 2, 700, 701, 4999])
     for _ in range(2):
         assert torch.equal(read_rows(table, rows), whole[rows])
-        let_go(table)
+        drop_pages(table)
     assert torch.equal(table, whole)
 
 
 def test_neighbouring_pages_are_one_request(table: Tensor) -> None:
-    assert read_ahead(table, torch.arange(5000)) == 1
-    assert read_ahead(table, torch.tensor([0, 10, 4000])) == 2, "four pages apart, and far away"
-    assert read_ahead(table, torch.empty(0, dtype=torch.int64)) == 0
+    assert prefetch_pages(table, torch.arange(5000)) == 1
+    assert prefetch_pages(table, torch.tensor([0, 10, 4000])) == 2, "four pages apart, and far away"
+    assert prefetch_pages(table, torch.empty(0, dtype=torch.int64)) == 0
     with pytest.raises(IndexError):
-        read_ahead(table, torch.tensor([5000]))
+        prefetch_pages(table, torch.tensor([5000]))
 
 
 def test_spilled_rows_lie_in_a_file(table: Tensor, tmp_path: Path) -> None:
     half = table.to(torch.bfloat16)
-    found = spill(half, torch.float32, tmp_path)
+    found = spill_to_disk(half, torch.float32, tmp_path)
     assert torch.equal(found, half.float()) and is_mapped(found)
-    let_go(found)
+    drop_pages(found)
     assert torch.equal(found, half.float()) and [path.name for path in tmp_path.iterdir()] == ["x.npy"]
-    assert spill(half[:0], torch.float32, tmp_path).shape == (0, 37)
+    assert spill_to_disk(half[:0], torch.float32, tmp_path).shape == (0, 37)
 
 
 def test_memory_is_no_file(table: Tensor) -> None:
@@ -51,9 +59,9 @@ def test_memory_is_no_file(table: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_windows_change_no_row(table: Tensor, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gnnfleet.ops.paging.WINDOW", 100_000)  # 8 windows of float32, the last one not full
+    monkeypatch.setattr("gnnfleet.ops.paging.WINDOW_BYTES", 100_000)  # 8 windows of float32, the last one not full
     whole = table.to(dtype)
-    mapped = spill(table, dtype, Path(tempfile.gettempdir()))
+    mapped = spill_to_disk(table, dtype, Path(tempfile.gettempdir()))
     rows = torch.randint(5000, (3000,), generator=torch.Generator().manual_seed(0))
     wide = torch.zeros(3000, 50)
     for picked in (rows, rows.int(), rows[:0], torch.tensor([4999, 0, 4999])):
@@ -67,7 +75,7 @@ def test_windows_change_no_row(table: Tensor, dtype: torch.dtype, monkeypatch: p
 
 
 def test_a_table_that_was_written_to_is_kept(table: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gnnfleet.ops.paging.WINDOW", 100_000)
+    monkeypatch.setattr("gnnfleet.ops.paging.WINDOW_BYTES", 100_000)
     assert is_paged(table) and not is_paged(table[:10])
     table[17] *= 2.0
     assert not is_mapped(table) and not is_paged(table), "letting it go would undo the change"

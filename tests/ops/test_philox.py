@@ -67,11 +67,13 @@ def test_threads_do_not_matter(threads):
     """Against the draws taken one by one."""
     alone = torch.cat([DRAWS.uniforms(1, first=i) for i in range(101)])
     assert torch.equal(DRAWS.uniforms(101), alone)
-    slots = generate.Slots.of(torch.tensor([1, 3, 2, 5]), torch.tensor([1, 0, 1, 0], dtype=torch.int32), 2)
+    slots = generate.WeightedChoice.of(torch.tensor([1, 3, 2, 5]), torch.tensor([1, 0, 1, 0], dtype=torch.int32), 2)
     groups = (torch.arange(333) % 2).int()
     one = torch.cat([slots.draw(DRAWS, groups[i : i + 1], first=i) for i in range(333)])
     assert torch.equal(slots.draw(DRAWS, groups), one)
-    assert torch.equal(generate.rows(DRAWS, 70000, 3, dtype=torch.float64).float(), generate.rows(DRAWS, 70000, 3))
+    assert torch.equal(
+        generate.normal_rows(DRAWS, 70000, 3, dtype=torch.float64).float(), generate.normal_rows(DRAWS, 70000, 3)
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 64, 1000, 4097])
@@ -91,7 +93,7 @@ def test_distributions():
     uniform, exponential = DRAWS.uniforms(200_000), DRAWS.at(1).exponentials(200_000)
     assert abs(float(uniform.mean()) - 0.5) < 0.003 and float(uniform.min()) >= 0 and float(uniform.max()) < 1
     assert abs(float(exponential.mean()) - 1) < 0.01 and abs(float(exponential.std()) - 1) < 0.02
-    normal = generate.rows(DRAWS.at(2), 50_000, 5).double()
+    normal = generate.normal_rows(DRAWS.at(2), 50_000, 5).double()
     assert abs(float(normal.mean())) < 0.01 and abs(float(normal.std()) - 1) < 0.01
     for bound, share in ((1, 0.3173), (2, 0.0455), (3, 0.0027)):
         assert abs(float((normal.abs() > bound).double().mean()) - share) < 0.1 * share + 0.0005
@@ -104,16 +106,16 @@ def test_own_logarithm_and_exponential_agree_with_libm():
     uniform = DRAWS.uniforms(50_000).numpy()
     np.testing.assert_allclose(DRAWS.exponentials(50_000).numpy(), -np.log1p(-uniform), rtol=1e-13, atol=1e-15)
     cut = 1 - 100.0**-1.3
-    tail = generate.paretos(DRAWS, 50_000, shape=1.3, limit=100.0).numpy()
+    tail = generate.pareto(DRAWS, 50_000, shape=1.3, limit=100.0).numpy()
     np.testing.assert_allclose(tail, (1 - uniform * cut) ** (-1 / 1.3), rtol=1e-12)
 
 
 def test_slots_follow_the_weights():
     weights = torch.tensor([1, 3, 0, 6])
-    drawn = generate.Slots.of(weights).draw_any(DRAWS, 100_000).long()
+    drawn = generate.WeightedChoice.of(weights).draw_any(DRAWS, 100_000).long()
     shares = torch.bincount(drawn, minlength=4) / 100_000
     assert torch.allclose(shares, weights / 10, atol=0.01)
-    empty = generate.Slots.of(torch.tensor([2, 0]), torch.tensor([0, 1], dtype=torch.int32), 3)
+    empty = generate.WeightedChoice.of(torch.tensor([2, 0]), torch.tensor([0, 1], dtype=torch.int32), 3)
     assert empty.draw(DRAWS, torch.tensor([0, 1, 2], dtype=torch.int32)).tolist() == [0, -1, -1]
     with pytest.raises(IndexError, match="position 1"):
         empty.draw(DRAWS, torch.tensor([0, 3], dtype=torch.int32))
@@ -133,6 +135,6 @@ def test_rmat_quadrants_and_range():
 
 def test_pair_numbers_are_symmetric_and_different():
     a, b = torch.meshgrid(torch.arange(60).int(), torch.arange(60).int(), indexing="ij")
-    numbers = generate.pair_numbers(DRAWS, a.reshape(-1), b.reshape(-1)).reshape(60, 60)
+    numbers = generate.pair_hash(DRAWS, a.reshape(-1), b.reshape(-1)).reshape(60, 60)
     assert torch.equal(numbers, numbers.T)
     assert len(set(numbers[torch.triu(torch.ones(60, 60)) > 0].tolist())) == 60 * 61 // 2

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops import message as module
 from gnnfleet.ops.aggregate import aggregate
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.message import REDUCES
 from gnnfleet.ops.propagate import propagate
 from tests.ops.test_aggregate import structure
@@ -24,19 +24,19 @@ def scored(
     return hidden.sum(-1) * edge["e"], hidden
 
 
-def inputs(cut: Compressed, seed: int = 0) -> list[Tensor]:
+def inputs(cut: CSR, seed: int = 0) -> list[Tensor]:
     random = torch.Generator().manual_seed(seed)
     shapes = [(cut.num_cols, 4), (cut.num_rows, 4), (cut.num_edges, 1), (4, 6)]
     return [torch.randn(shape, generator=random, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def ours(cut: Compressed, tensors: list[Tensor], reduce: str) -> Tensor:
+def ours(cut: CSR, tensors: list[Tensor], reduce: str) -> Tensor:
     x, y, e, w = tensors
     message = scored if reduce == "softmax" else edge_network
     return propagate(cut, message, src={"x": x}, dst={"y": y}, edge={"e": e}, params=(w,), reduce=reduce)
 
 
-def plain(cut: Compressed, tensors: list[Tensor], reduce: str) -> Tensor:
+def plain(cut: CSR, tensors: list[Tensor], reduce: str) -> Tensor:
     """Row by row, from the definition."""
     x, y, e, w = tensors
     out = []

@@ -11,9 +11,9 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops import message as messages
 from gnnfleet.ops import propagate_blocks as pieces
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.draws import Draws, Purpose
-from gnnfleet.ops.message import REDUCES, Block, Call
+from gnnfleet.ops.message import REDUCES, MessageBlock, MessageCall
 from gnnfleet.ops.propagate import propagate
 from tests.ops.blocks import deal
 from tests.ops.test_aggregate import structure
@@ -36,7 +36,7 @@ def value_of(reduce: str):
     return scored if reduce == "softmax" else lambda src, dst, edge, weight, unused: hidden(src, dst, edge, weight)
 
 
-def inputs(cut: Compressed, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tensor]:
+def inputs(cut: CSR, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(seed)
     shapes = {"x": (cut.num_cols, 4), "z": (cut.num_cols,), "y": (cut.num_rows, 4), "e": (cut.num_edges, 1)}
     shapes |= {"weight": (4, 6), "unused": (2,)}
@@ -48,7 +48,7 @@ def upstream_of(out: Tensor) -> Tensor:
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(out.dtype)
 
 
-def whole(cut: Compressed, t: dict[str, Tensor], reduce: str, ids: Tensor) -> dict[str, Tensor]:
+def whole(cut: CSR, t: dict[str, Tensor], reduce: str, ids: Tensor) -> dict[str, Tensor]:
     out = propagate(
         cut,
         value_of(reduce),
@@ -64,13 +64,13 @@ def whole(cut: Compressed, t: dict[str, Tensor], reduce: str, ids: Tensor) -> di
     return {"out": out.detach(), **dict(zip(t, found, strict=True))}
 
 
-def in_blocks(cut: Compressed, t: dict[str, Tensor], reduce: str, ids: Tensor, *, parts: int, seed: int):
+def in_blocks(cut: CSR, t: dict[str, Tensor], reduce: str, ids: Tensor, *, parts: int, seed: int):
     dealt = deal(cut, parts, seed=seed)
     params = (t["weight"], t["unused"])
-    call = Call(message=value_of(reduce), reduce=reduce, num_dst=cut.num_rows, dst={"y": t["y"]}, params=params)
+    call = MessageCall(message=value_of(reduce), reduce=reduce, num_dst=cut.num_rows, dst={"y": t["y"]}, params=params)
 
     def block_of(part):
-        return Block(
+        return MessageBlock(
             structure=part.structure,
             edge_ids=ids[part.edges],
             src={name: t[name][part.cols] for name in ("x", "z")},
@@ -79,16 +79,16 @@ def in_blocks(cut: Compressed, t: dict[str, Tensor], reduce: str, ids: Tensor, *
             ties=ids[part.edges],
         )
 
-    state = pieces.State()
+    state = pieces.PropagateState()
     for part in dealt:
-        pieces.extend(state, call, block_of(part))
-    out, side = pieces.finish(state, call)
-    upstream = pieces.begin_back(call, upstream_of(out), out=out, side=side)
+        pieces.update_propagate(state, call, block_of(part))
+    out, side = pieces.finish_propagate(state, call)
+    upstream = pieces.begin_backward(call, upstream_of(out), out=out, side=side)
     into = pieces.open_gradients(call, dst=["y"], params=[0, 1])
     found = {"out": out, **{name: torch.zeros_like(t[name]) for name in ("x", "z", "e")}}
     for part in reversed(dealt):
         edge = torch.zeros(len(part.edges), 1, dtype=t["e"].dtype)
-        of_sources = pieces.back(call, upstream, block_of(part), into=into, src=["x", "z"], edge={"e": edge})
+        of_sources = pieces.block_backward(call, upstream, block_of(part), into=into, src=["x", "z"], edge={"e": edge})
         found["e"] = found["e"].index_copy(0, part.edges, edge)
         for name, grad in of_sources.items():
             found[name] = found[name].index_add(0, part.cols, grad)
@@ -143,7 +143,7 @@ def test_without_kernels(reduce, monkeypatch):
 
 
 def test_of_equal_maxima_the_lowest_number_wins_in_any_order():
-    cut = Compressed(torch.tensor([0, 4, 4]), torch.tensor([0, 1, 2, 3], dtype=torch.int32), 4)
+    cut = CSR(torch.tensor([0, 4, 4]), torch.tensor([0, 1, 2, 3], dtype=torch.int32), 4)
     ties = torch.tensor([7, 3, 5, 4])
     x = torch.tensor([[1.0, 2.0], [1.0, 0.0], [0.0, 2.0], [1.0, 2.0]], requires_grad=True)
     out = propagate(cut, lambda src, dst, edge: src["x"], src={"x": x}, reduce="max", ties=ties)
@@ -154,20 +154,20 @@ def test_of_equal_maxima_the_lowest_number_wins_in_any_order():
 
 def test_no_edges_anywhere_but_a_shape():
     cut = structure(5, 3, 0)
-    call = Call(
+    call = MessageCall(
         message=lambda src, dst, edge: (src["x"][:, :2], src["x"].view(-1, 2, 4) * dst["y"].sum()),
         reduce="softmax",
         num_dst=5,
         dst={"y": torch.ones(5, 4)},
     )
-    state = pieces.State()
-    block = Block(structure=cut, edge_ids=torch.empty(0, dtype=torch.int64), src={"x": torch.ones(3, 8)})
-    pieces.extend(state, call, block)
-    out, side = pieces.finish(state, call)
+    state = pieces.PropagateState()
+    block = MessageBlock(structure=cut, edge_ids=torch.empty(0, dtype=torch.int64), src={"x": torch.ones(3, 8)})
+    pieces.update_propagate(state, call, block)
+    out, side = pieces.finish_propagate(state, call)
     assert out.shape == (5, 2, 4) and not out.any() and side is not None and side.isfinite().all()
-    upstream = pieces.begin_back(call, torch.ones_like(out), out=out, side=side)
+    upstream = pieces.begin_backward(call, torch.ones_like(out), out=out, side=side)
     into = pieces.open_gradients(call, dst=["y"], params=[])
-    assert not pieces.back(call, upstream, block, into=into, src=["x"])["x"].any() and not into.dst["y"].any()
+    assert not pieces.block_backward(call, upstream, block, into=into, src=["x"])["x"].any() and not into.dst["y"].any()
 
 
 def test_a_message_that_cannot_do_without_edges_is_told_so():
@@ -183,7 +183,7 @@ def test_a_message_that_cannot_do_without_edges_is_told_so():
 
 
 def test_scores_of_minus_infinity_weigh_nothing():
-    cut = Compressed(torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1], dtype=torch.int32), 2)
+    cut = CSR(torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1], dtype=torch.int32), 2)
     x = torch.tensor([[1.0], [2.0]], requires_grad=True)
 
     def message(src, dst, edge):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnnfleet.ops import rounded_matmul
+from gnnfleet.ops import rounded_matmul as rounded_matmul_module
 from gnnfleet.ops.gru import gru
 from gnnfleet.ops.native import _native
-from gnnfleet.ops.rounded_matmul import mix_wide, multiply
-from gnnfleet.ops.time_features import cosines
+from gnnfleet.ops.rounded_matmul import rounded_matmul, sum_linear_float32
+from gnnfleet.ops.time_features import time_features
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -25,7 +25,7 @@ def rounded(x: Tensor) -> Tensor:
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a CPU that multiplies bfloat16."""
     if not request.param:
-        monkeypatch.setattr(rounded_matmul._native, "has_product", lambda: False)
+        monkeypatch.setattr(rounded_matmul_module._native, "has_product", lambda: False)
     elif not _native.has_product():
         pytest.skip("this CPU does not multiply bfloat16")
 
@@ -42,13 +42,13 @@ def test_a_product_rounds_its_operands_and_nothing_else(sizes: tuple[int, int, i
     bias, before = random(n, seed=2), random(m, n + 3, seed=3)
     expected = rounded(a) @ rounded(b)
     near = {"rtol": 1e-5, "atol": 1e-5 * max(k, 1) ** 0.5}
-    found = multiply(torch.empty(m, n), a, b, rounded=True, bias=bias)
+    found = rounded_matmul(torch.empty(m, n), a, b, rounded=True, bias=bias)
     torch.testing.assert_close(found.double(), expected + bias.double(), **near)
     wide = before.clone()
-    multiply(wide[:, :n], a, b, rounded=True, add=True)  # rows that lie apart
+    rounded_matmul(wide[:, :n], a, b, rounded=True, add=True)  # rows that lie apart
     torch.testing.assert_close(wide[:, :n].double(), before[:, :n].double() + expected, **near)
     assert torch.equal(wide[:, n:], before[:, n:])
-    if rounded_matmul._native.has_product():
+    if rounded_matmul_module._native.has_product():
         again = torch.empty(m, n)
         _native.product(a, b, again, bias, False, 3)
         assert torch.equal(again, found), "threads change no bit"
@@ -70,7 +70,7 @@ def test_gradients_of_a_mix_are_those_of_rounded_products() -> None:
         for seed, shape in enumerate([(37, 20), (37, 6), (11, 20), (11, 6), (11,)])
     ]
     with torch.autocast("cpu", torch.bfloat16):
-        out = mix_wide([(x, v), (y, w)], bias)
+        out = sum_linear_float32([(x, v), (y, w)], bias)
     assert out.dtype == torch.float32
     expected_out = rounded(x) @ rounded(v).t() + rounded(y) @ rounded(w).t() + bias.double()
     torch.testing.assert_close(out.double(), expected_out, rtol=1e-5, atol=1e-5)
@@ -118,7 +118,7 @@ def test_times_turn_as_torchs_do(isa: str, dtype: torch.dtype) -> None:
     before = _native.isa()
     _native.select_isa(isa)
     try:
-        out = cosines(since, weight, bias)
+        out = time_features(since, weight, bias)
     finally:
         _native.select_isa(before)
     grad = random(23, 11, seed=4, dtype=dtype)

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from gnnfleet.errors import InputError
 from gnnfleet.ops import reference
-from gnnfleet.ops.csr import Compressed, sort_into_rows
+from gnnfleet.ops.csr import CSR, sort_into_rows
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
-from gnnfleet.ops.native import alone, threads
-from gnnfleet.ops.sample import Fanout, Frontier, pick, sample
+from gnnfleet.ops.native import num_threads, single_threaded
+from gnnfleet.ops.sample import Fanout, Frontier, edge_sources, sample
 
 
 def draws(step: int = 0, hop: int = 0, relation: int = 0) -> Draws:
     return DrawKey(7, 1, step).draws(Purpose.SAMPLE, hop, relation)
 
 
-def rows_of(degrees: list[int], *, num_cols: int = 50, wide: bool = False) -> Compressed:
+def rows_of(degrees: list[int], *, num_cols: int = 50, wide: bool = False) -> CSR:
     indptr = torch.tensor([0, *degrees]).cumsum(0)
     col = torch.randint(num_cols, (int(indptr[-1]),), generator=torch.Generator().manual_seed(1))
-    return Compressed(indptr, col if wide else col.int(), num_cols)
+    return CSR(indptr, col if wide else col.int(), num_cols)
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -92,7 +92,7 @@ def outcomes(
     weight: list[float] | None, degree: int, count: int, *, replace: bool, times: int
 ) -> Counter[tuple[int, ...]]:
     """What one node with ``degree`` edges draws, over many nodes of one graph."""
-    edges = Compressed(torch.arange(times + 1) * degree, torch.zeros(times * degree, dtype=torch.int32), 1)
+    edges = CSR(torch.arange(times + 1) * degree, torch.zeros(times * degree, dtype=torch.int32), 1)
     all_weights = None if weight is None else torch.tensor(weight).repeat(times)
     _, found = sample(edges, torch.arange(times), Fanout(count, replace), draws=draws(), weight=all_weights)
     return Counter(map(tuple, (found.view(times, count) % degree).tolist()))
@@ -146,12 +146,12 @@ def test_draws_with_replacement_are_independent(weight: list[float] | None) -> N
     assert chi_square(outcomes(weight, 5, 2, replace=True, times=times), expected) < limit(len(expected) - 1)
 
 
-def big() -> Compressed:
+def big() -> CSR:
     random = torch.Generator().manual_seed(4)
     src, dst = torch.randint(20_000, (2, 300_000), generator=random).int()
     dst[:20_000] = 5  # a hub
     indptr, _, col = sort_into_rows(src, dst, num_src=20_000, num_dst=20_000)
-    return Compressed(indptr, col, 20_000)
+    return CSR(indptr, col, 20_000)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -159,10 +159,10 @@ def test_neither_threads_nor_other_seeds_matter(team: int, weighted: bool) -> No
     edges = big()
     weight = torch.rand(edges.num_edges, generator=torch.Generator().manual_seed(5)) if weighted else None
     seeds = torch.randperm(20_000, generator=torch.Generator().manual_seed(6))[:15_000]
-    assert threads(len(seeds) * 32) == team
+    assert num_threads(len(seeds) * 32) == team
     offsets, found = sample(edges, seeds, Fanout(7), draws=draws(), weight=weight)
-    with alone():
-        assert threads() == 1
+    with single_threaded():
+        assert num_threads() == 1
         plain, expected = sample(edges, torch.arange(20_000), Fanout(7), draws=draws(), weight=weight)
     rows = expected.split(plain.diff().tolist())
     assert torch.equal(found, torch.cat([rows[seed] for seed in seeds.tolist()]))
@@ -180,7 +180,7 @@ def test_hops_relations_and_steps_draw_apart() -> None:
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_frontier_gives_seeds_the_first_rows_and_new_nodes_ascending_ones(team: int, wide: bool) -> None:
     edges = big()
-    edges = Compressed(edges.indptr, edges.col.long() if wide else edges.col, edges.num_cols)
+    edges = CSR(edges.indptr, edges.col.long() if wide else edges.col, edges.num_cols)
     frontier = Frontier(20_000)
     for step in range(2):  # a frontier is used again
         seeds = torch.randperm(20_000, generator=torch.Generator().manual_seed(step))[:3_000]
@@ -188,10 +188,10 @@ def test_a_frontier_gives_seeds_the_first_rows_and_new_nodes_ascending_ones(team
         for hop in range(2):
             before = frontier.ids
             _, found = sample(edges, before, Fanout(4), draws=draws(step, hop))
-            sources = pick(edges, found)
+            sources = edge_sources(edges, found)
             assert torch.equal(sources, edges.col[found])
-            frontier.meet(sources)
-            frontier.grow()
+            frontier.add(sources)
+            frontier.assign_rows()
             new = torch.unique(sources.long())
             new = new[~torch.isin(new, before)]
             assert torch.equal(frontier.ids, torch.cat([before, new]))
@@ -205,8 +205,8 @@ def check_hops(frontier: Frontier, seeds: Tensor, hops: list[list[Tensor]]) -> N
     expected = seeds.numpy()
     for met in hops:
         for sources in met:
-            frontier.meet(sources)
-        frontier.grow()
+            frontier.add(sources)
+        frontier.assign_rows()
         every = np.concatenate([sources.numpy().astype(np.int64) for sources in met])
         expected = np.concatenate([expected, np.setdiff1d(every, expected)])
         assert np.array_equal(frontier.ids.numpy(), expected)
@@ -270,7 +270,7 @@ def test_memory_goes_by_what_was_met() -> None:
     for count in (10**7, 10**9, 2**39):
         frontier = Frontier(count)
         seeds, hops = streams(10**7, [2_000, 50_000], within=20_000)
-        with alone():  # how much room each thread keeps depends on who came first
+        with single_threaded():  # how much room each thread keeps depends on who came first
             check_hops(frontier, seeds, hops)
         held.append(frontier._table.bytes)
     assert held[0] == held[1] == held[2]
@@ -292,11 +292,11 @@ def test_a_frontier_is_clean_after_errors(count: int) -> None:
     for wrong in (-1, count, -(2**40), 2**62):
         frontier.start(torch.tensor([5]))
         with pytest.raises(IndexError, match="out of range"):
-            frontier.meet(torch.tensor([17, 300, wrong, 301]))
+            frontier.add(torch.tensor([17, 300, wrong, 301]))
         frontier.clear()
         check_hops(frontier, *batch)
     frontier.start(torch.tensor([5]))  # a batch that is broken off between the two
-    frontier.meet(torch.tensor([17, 300]))
+    frontier.add(torch.tensor([17, 300]))
     with pytest.raises(ValueError, match="before it is grown"):
         frontier.rows(torch.tensor([17]))
     check_hops(frontier, *batch)
@@ -312,7 +312,7 @@ def test_rows_numbered_otherwise_draw_by_their_ids(team: int, weighted: bool, re
     degree = edges.indptr.diff()[ids]
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
     at = torch.repeat_interleave(edges.indptr[ids] - indptr[:-1], degree) + torch.arange(int(indptr[-1]))
-    part = Compressed(indptr, edges.col[at], edges.num_cols)
+    part = CSR(indptr, edges.col[at], edges.num_cols)
     rows = torch.randperm(12_000, generator=torch.Generator().manual_seed(7))[:10_000]
     here = None if weight is None else weight[at]
     offsets, found = sample(part, rows, Fanout(7, replace), draws=draws(), weight=here, ids=ids[rows])

@@ -14,8 +14,8 @@ from torch import Tensor
 from gnnfleet.errors import InputError
 from gnnfleet.ops import reference
 from gnnfleet.ops.draws import DrawKey, Purpose
-from gnnfleet.ops.native import alone, threads
-from gnnfleet.ops.temporal_neighbors import RecentNeighbours
+from gnnfleet.ops.native import num_threads, single_threaded
+from gnnfleet.ops.temporal_neighbors import TemporalNeighbors
 
 NODES = 7
 
@@ -46,27 +46,27 @@ def test_equals_the_plain_twin(
     seed: int,
 ) -> None:
     stream = stream_of([pair for pair, _ in events], [gap for _, gap in events], start=start[0], dtype=start[1])
-    table = RecentNeighbours(*stream, NODES)
+    table = TemporalNeighbors(*stream, NODES)
     random = torch.Generator().manual_seed(seed)
     times = torch.cat([stream[2], stream[2] + 1, stream[2][:1] - 1])  # ties, after everything, before everything
     nodes = torch.randint(-1, NODES, (len(times),), generator=random)
-    found = table.recent(nodes, times, k, visible=visible)
-    expected = reference.temporal_neighbours(stream, (nodes, times), k, visible=visible)
+    found = table.latest(nodes, times, k, visible=visible)
+    expected = reference.temporal_neighbors(stream, (nodes, times), k, visible=visible)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     key = DrawKey(seed, 1, 2)
-    found = table.uniform(nodes, times, k, key, hop=1, visible=visible)
+    found = table.sample_uniform(nodes, times, k, key, hop=1, visible=visible)
     draws = (key.draws(Purpose.SAMPLE, 1), NODES)
-    expected = reference.temporal_neighbours(stream, (nodes, times), k, visible=visible, draws=draws)
+    expected = reference.temporal_neighbors(stream, (nodes, times), k, visible=visible, draws=draws)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
 def test_the_answer_written_out() -> None:
     src, dst = torch.tensor([0, 2, 1, 0, 3]), torch.tensor([1, 1, 1, 2, 0])
-    table = RecentNeighbours(src, dst, torch.tensor([5, 6, 6, 6, 9]), 4)
-    near, when = table.recent(torch.tensor([1, 1, 0, 0, 3, -1]), torch.tensor([6, 7, 9, 10, 9, 9]), 3)
+    table = TemporalNeighbors(src, dst, torch.tensor([5, 6, 6, 6, 9]), 4)
+    near, when = table.latest(torch.tensor([1, 1, 0, 0, 3, -1]), torch.tensor([6, 7, 9, 10, 9, 9]), 3)
     assert near.tolist() == [[0, -1, -1], [1, 2, 0], [2, 1, -1], [3, 2, 1], [-1, -1, -1], [-1, -1, -1]]
     assert when.tolist() == [[0, -1, -1], [2, 1, 0], [3, 0, -1], [4, 3, 0], [-1, -1, -1], [-1, -1, -1]]
-    near, when = table.recent(torch.tensor([0]), torch.tensor([10]), 3, visible=3)
+    near, when = table.latest(torch.tensor([0]), torch.tensor([10]), 3, visible=3)
     assert when.tolist() == [[0, -1, -1]], "later events are hidden whatever the time"
 
 
@@ -91,13 +91,16 @@ def questions(t: Tensor, nodes: int, count: int = 5_000) -> tuple[Tensor, Tensor
 
 def test_neither_threads_nor_other_questions_matter(team: int) -> None:
     stream = random_stream()
-    table, key = RecentNeighbours(*stream, 500), DrawKey(3)
+    table, key = TemporalNeighbors(*stream, 500), DrawKey(3)
     nodes, times = questions(stream[2], 500)
-    assert threads(len(nodes) * 128) == team
-    many = [*table.recent(nodes, times, 10), *table.uniform(nodes, times, 10, key)]
+    assert num_threads(len(nodes) * 128) == team
+    many = [*table.latest(nodes, times, 10), *table.sample_uniform(nodes, times, 10, key)]
     order = torch.randperm(len(nodes), generator=torch.Generator().manual_seed(3))
-    with alone():
-        one = [*table.recent(nodes[order], times[order], 10), *table.uniform(nodes[order], times[order], 10, key)]
+    with single_threaded():
+        one = [
+            *table.latest(nodes[order], times[order], 10),
+            *table.sample_uniform(nodes[order], times[order], 10, key),
+        ]
     for found, expected in zip(many, one, strict=True):
         assert torch.equal(found[order], expected)
 
@@ -105,12 +108,12 @@ def test_neither_threads_nor_other_questions_matter(team: int) -> None:
 @pytest.mark.parametrize("piece", [1, 7, 200])
 def test_appended_events_are_as_if_there_from_the_start(piece: int) -> None:
     src, dst, t = random_stream(3_000, 40)
-    whole = RecentNeighbours(src, dst, t, 40)
-    grown = RecentNeighbours(src[:100], dst[:100], t[:100], 40)
+    whole = TemporalNeighbors(src, dst, t, 40)
+    grown = TemporalNeighbors(src[:100], dst[:100], t[:100], 40)
     for low in range(100, len(t), piece):
         grown.append(src[low : low + piece], dst[low : low + piece], t[low : low + piece])
     asked = questions(t, 40)
-    for found, expected in zip(grown.recent(*asked, 20), whole.recent(*asked, 20), strict=True):
+    for found, expected in zip(grown.latest(*asked, 20), whole.latest(*asked, 20), strict=True):
         assert torch.equal(found, expected)
     assert torch.equal(grown.t, t) and grown.num_events == len(t)
 
@@ -118,23 +121,23 @@ def test_appended_events_are_as_if_there_from_the_start(piece: int) -> None:
 def test_a_shift_of_all_times_changes_nothing() -> None:
     src, dst, t = random_stream(3_000, 40)
     nodes, times = questions(t, 40)
-    near, when = RecentNeighbours(src, dst, t, 40).recent(nodes, times, 5)
+    near, when = TemporalNeighbors(src, dst, t, 40).latest(nodes, times, 5)
     for shift in (1_700_000_000, 2**62):
-        moved = RecentNeighbours(src, dst, t + shift, 40)
-        assert torch.equal(moved.recent(nodes, times + shift, 5)[1], when)
-        drawn = moved.uniform(nodes, times + shift, 5, DrawKey(1))
-        assert torch.equal(drawn[1], RecentNeighbours(src, dst, t, 40).uniform(nodes, times, 5, DrawKey(1))[1])
-    as_floats = RecentNeighbours(src, dst, t.double() + 1e9, 40)
-    assert torch.equal(as_floats.recent(nodes, times.double() + 1e9, 5)[0], near)
+        moved = TemporalNeighbors(src, dst, t + shift, 40)
+        assert torch.equal(moved.latest(nodes, times + shift, 5)[1], when)
+        drawn = moved.sample_uniform(nodes, times + shift, 5, DrawKey(1))
+        assert torch.equal(drawn[1], TemporalNeighbors(src, dst, t, 40).sample_uniform(nodes, times, 5, DrawKey(1))[1])
+    as_floats = TemporalNeighbors(src, dst, t.double() + 1e9, 40)
+    assert torch.equal(as_floats.latest(nodes, times.double() + 1e9, 5)[0], near)
 
 
 def test_two_hops_go_back_from_the_events_of_the_first() -> None:
     stream = random_stream(400, 12)
-    table = RecentNeighbours(*stream, 12)
+    table = TemporalNeighbors(*stream, 12)
     nodes, times = questions(stream[2], 12, 50)
-    near, when = table.recent(nodes, times, 3)
-    second = table.recent(near.view(-1), table.times_of(when).view(-1), 2)
-    expected = reference.temporal_neighbours(stream, (near.view(-1), stream[2][when.view(-1).clamp(min=0)]), 2)
+    near, when = table.latest(nodes, times, 3)
+    second = table.latest(near.view(-1), table.times_of(when).view(-1), 2)
+    expected = reference.temporal_neighbors(stream, (near.view(-1), stream[2][when.view(-1).clamp(min=0)]), 2)
     assert torch.equal(second[0], expected[0]) and torch.equal(second[1], expected[1])
     assert bool((second[1][near.view(-1) < 0] == -1).all()), "who is not there has no neighbours"
 
@@ -142,10 +145,10 @@ def test_two_hops_go_back_from_the_events_of_the_first() -> None:
 def test_uniform_is_even() -> None:
     count, times = 70, 20_000
     src, dst = torch.zeros(count, dtype=torch.int64), torch.arange(1, count + 1)
-    table = RecentNeighbours(src, dst, torch.arange(count), count + 1)
+    table = TemporalNeighbors(src, dst, torch.arange(count), count + 1)
     seen: Counter[int] = Counter()
     for step in range(times // 100):
-        _, when = table.uniform(torch.zeros(1, dtype=torch.int64), torch.tensor([count]), 5, DrawKey(0, 0, step))
+        _, when = table.sample_uniform(torch.zeros(1, dtype=torch.int64), torch.tensor([count]), 5, DrawKey(0, 0, step))
         assert len(set(when[0].tolist())) == 5 and bool((when[0].diff() < 0).all())
         seen.update(when[0].tolist())
     mean = 5 * times / 100 / count
@@ -163,21 +166,21 @@ def test_uniform_is_even() -> None:
 )
 def test_what_cannot_be_events(src: list[int], t: list[int], word: str) -> None:
     with pytest.raises(InputError, match=word):
-        RecentNeighbours(torch.tensor(src), torch.tensor([1, 2]), torch.tensor(t), 4)
+        TemporalNeighbors(torch.tensor(src), torch.tensor([1, 2]), torch.tensor(t), 4)
 
 
 def test_nothing_is_added_by_a_refused_append() -> None:
-    table = RecentNeighbours(torch.tensor([0]), torch.tensor([1]), torch.tensor([5]), 2)
+    table = TemporalNeighbors(torch.tensor([0]), torch.tensor([1]), torch.tensor([5]), 2)
     for src, t in (([0], [4]), ([7], [6])):
         with pytest.raises(InputError):
             table.append(torch.tensor(src), torch.tensor([1]), torch.tensor(t))
-    assert table.num_events == 1 and table.recent(torch.tensor([0]), torch.tensor([9]), 2)[1].tolist() == [[0, -1]]
+    assert table.num_events == 1 and table.latest(torch.tensor([0]), torch.tensor([9]), 2)[1].tolist() == [[0, -1]]
     with pytest.raises(InputError, match="float32"):
-        RecentNeighbours(torch.tensor([0]), torch.tensor([1]), torch.tensor([5.0]), 2)
+        TemporalNeighbors(torch.tensor([0]), torch.tensor([1]), torch.tensor([5.0]), 2)
     with pytest.raises(InputError, match="float64"):
-        table.recent(torch.tensor([0]), torch.tensor([9.0], dtype=torch.float64), 2)
+        table.latest(torch.tensor([0]), torch.tensor([9.0], dtype=torch.float64), 2)
     with pytest.raises(InputError, match="found 2"):
-        table.recent(torch.tensor([2]), torch.tensor([9]), 2)
+        table.latest(torch.tensor([2]), torch.tensor([9]), 2)
 
 
 @given(events=events, depth=st.sampled_from([1, 3, 100]), visible=st.none() | st.integers(0, 45))
@@ -186,11 +189,11 @@ def test_meetings_are_counted_back_from_the_question(
     events: list[tuple[tuple[int, int], int]], depth: int, visible: int | None
 ) -> None:
     src, dst, t = stream_of([pair for pair, _ in events], [gap for _, gap in events], start=0, dtype=torch.int64)
-    table = RecentNeighbours(src, dst, t, NODES)
+    table = TemporalNeighbors(src, dst, t, NODES)
     asked = torch.arange(NODES).repeat(2)
-    before = table.before(torch.tensor([3, 20]).repeat_interleave(NODES), visible=visible)
+    before = table.count_before(torch.tensor([3, 20]).repeat_interleave(NODES), visible=visible)
     others = torch.arange(-1, NODES).expand(len(asked), -1)
-    found = table.meetings(asked, others, before, depth=depth)
+    found = table.pair_history(asked, others, before, depth=depth)
     for row, (node, known) in enumerate(zip(asked.tolist(), before.tolist(), strict=True)):
         mine = [e for e in range(known) if node in (int(src[e]), int(dst[e]))]
         assert int(table.counts(asked, before)[row]) == len(mine)
@@ -203,11 +206,11 @@ def test_meetings_are_counted_back_from_the_question(
 
 def test_meetings_know_nothing_of_threads(team: int) -> None:
     stream = random_stream()
-    table = RecentNeighbours(*stream, 500)
+    table = TemporalNeighbors(*stream, 500)
     src, times = questions(stream[2], 500, 600)
     dst = torch.randint(500, (600, 30), generator=torch.Generator().manual_seed(4))
-    many = table.meetings(src, dst, table.before(times), depth=200)
-    with alone():
-        one = table.meetings(src, dst, table.before(times), depth=200)
+    many = table.pair_history(src, dst, table.count_before(times), depth=200)
+    with single_threaded():
+        one = table.pair_history(src, dst, table.count_before(times), depth=200)
     assert all(torch.equal(a, b) for a, b in zip(many, one, strict=True))
     assert int((many.number > 0).sum()) > 1000

@@ -15,15 +15,15 @@ from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.store import save_store
 from gnnfleet.planner import planner as planning
 from gnnfleet.planner.planner import _recommend, make_plan
-from gnnfleet.planner.trial_runs import Took, Trial, corrected, length_of, worth_trying
+from gnnfleet.planner.trial_runs import TrialOutcome, TrialRun, apply_trials, trial_candidates, trial_length
 from gnnfleet.session import training
-from gnnfleet.strategies.estimates import Forecast
+from gnnfleet.strategies.estimates import CostEstimate
 from gnnfleet.units import parse_rate
 from tests.shell import call, run_json
 
 
-def forecast(name: str, seconds: float, memory: float, kind: Any = "exact", **more: Any) -> Forecast:
-    return Forecast(words={"name": name}, kind=kind, workers=2, memory=memory, seconds=seconds, **more)
+def forecast(name: str, seconds: float, memory: float, kind: Any = "exact", **more: Any) -> CostEstimate:
+    return CostEstimate(words={"name": name}, kind=kind, workers=2, memory=memory, seconds=seconds, **more)
 
 
 EVERY = [
@@ -42,7 +42,7 @@ EVERY = [
 def test_the_fastest_of_what_is_asked_for(memory: int | None, goal: str, best: str) -> None:
     plan = _recommend(EVERY, memory, goal)
     assert plan.best is not None and plan.best.name == best
-    assert [each.per_pass for each in plan.fits] == sorted(each.per_pass for each in plan.fits)
+    assert [each.seconds_per_pass for each in plan.fits] == sorted(each.seconds_per_pass for each in plan.fits)
     assert len(plan.fits) + len(plan.refused) == len(EVERY)
 
 
@@ -69,16 +69,16 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     ],
 )
 def test_trials_are_short(seconds: float, steps: int, relay: int, length: tuple[int, int] | None) -> None:
-    assert length_of(forecast("macrobatch", seconds, 1.0, steps=steps, relay=relay)) == length
+    assert trial_length(forecast("macrobatch", seconds, 1.0, steps=steps, relay=relay)) == length
 
 
 def test_what_is_tried_corrects_the_others() -> None:
     """Three of a strategy are tried, the fastest; what is refused, takes too much or has its own clock is not."""
     sar = [forecast("sar", seconds, 600e6) for seconds in (2.0, 1.0, 1.5, 1.2)]
     every = [*EVERY, *sar, forecast("local", 0.1, 2e9), forecast("tma", 1.0, 1.0, is_walk=False)]
-    chosen = worth_trying(every, {2: 1e9})
+    chosen = trial_candidates(every, {2: 1e9})
     assert {id(each) for each in chosen} == {id(sar[1]), id(sar[2]), id(sar[3]), id(EVERY[2])}
-    made = corrected(every, {id(sar[1]): 2.0, id(sar[3]): 1.2, id(EVERY[2]): "no such layer"})
+    made = apply_trials(every, {id(sar[1]): 2.0, id(sar[3]): 1.2, id(EVERY[2]): "no such layer"})
     assert made[2].refused == "no such layer" and not made[1].refused
     assert [each.seconds for each in made] == [4.0, 3.0, 1.0, 10.0, 0.0, 3.0, 2.0, 2.25, 1.2, 0.1, 1.0]
     assert made[6].reasons[-1] == "an epoch was tried: 2 s; foreseen were 1 s" and not made[5].reasons
@@ -162,7 +162,7 @@ def test_a_trial_that_dies_takes_no_other_along(
     """Those that were to be tried with it are tried by themselves; what cannot be rehearsed is a row as well."""
     launched: list[list[Any]] = []
 
-    def dying(graph: Any, config: Any, trials: Sequence[Trial], **_: Any) -> list[Took]:
+    def dying(graph: Any, config: Any, trials: Sequence[TrialRun], **_: Any) -> list[TrialOutcome]:
         launched.append([trial.config["strategy"] for trial in trials])
         if launched[0][0] in launched[-1]:
             raise ExchangeError("rank 1 (pid 7) was killed by SIGKILL, perhaps for want of memory; try again")
@@ -171,8 +171,8 @@ def test_a_trial_that_dies_takes_no_other_along(
     def dead(*_: Any, **__: Any) -> Any:
         raise InputError("no rows")
 
-    monkeypatch.setattr(planning, "try_epochs", dying)
-    monkeypatch.setattr(planning, "try_together", dead)
+    monkeypatch.setattr(planning, "run_epoch_trials", dying)
+    monkeypatch.setattr(planning, "run_strategy_trials", dead)
     words = {"model": MODEL, "workers": 2}
     plan = make_plan(gf.open(store), words, only=["local", "sar", "pipe"], quiet=False)
     assert len(launched[0]) > 1 and launched[1:] == [[each] for each in launched[0]]
@@ -184,7 +184,7 @@ def test_a_trial_that_dies_takes_no_other_along(
 
 
 def test_one_process_without_memory_for_a_trial(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(graph: Any, trial: Trial) -> Took:
+    def full(graph: Any, trial: TrialRun) -> TrialOutcome:
         if "fanouts" in trial.config["strategy"] and trial.config["strategy"]["fanouts"]:
             return 1.0
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore of it")
@@ -214,7 +214,7 @@ def test_auto_trains_what_is_recommended(store: Path, tmp_path: Path) -> None:
 def test_restarts_of_one_process_that_was_chosen(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asked for one process: it is a remark, not an error."""
     chosen = {"strategy": {"name": "local"}, "workers": 1}
-    monkeypatch.setattr(training, "_planned", lambda graph, words, place, quiet: {**words, **chosen})
+    monkeypatch.setattr(training, "_with_strategy", lambda graph, words, place, quiet: {**words, **chosen})
     words = ["--set", "model.hidden=8", "--set", "model.layers=2", "--set", "train.epochs=1", "--max-restarts", "2"]
     done = call("train", store, *words, "--strategy", "auto", "--run-dir", tmp_path / "run")
     assert done.returncode == 0 and "one process was chosen, which nobody starts again" in done.stderr, done.stderr
@@ -248,7 +248,7 @@ EVENT_WORDS = {"model": {"name": "tgn", "hidden": 8}, "strategy": {"batch": 50, 
 def test_events_on_machines_with_links(events: Path) -> None:
     """Only copies of the memory may be on several machines; gradients travel."""
     plan = make_plan(gf.open(events), {**EVENT_WORDS, "workers": 2}, bandwidth=1e6)
-    shapes = {(each.workers, each.words["copies"]): each for each in plan.fits}
+    shapes = {(each.workers, each.words["memory_parallel"]): each for each in plan.fits}
     assert set(shapes) == {(1, 1), (2, 2)} and {each.kind for each in plan.fits} == {"exact", "approximate"}
     assert all("of one machine" in each.refused for each in plan.refused) and len(plan.refused) == 2
     alone, copies = shapes[1, 1], shapes[2, 2]

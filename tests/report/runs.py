@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gnnfleet.io.manifest import digest_of
+from gnnfleet.io.manifest import manifest_digest
 
 
 def write_run(path: Path, *, strategy: str = "sar", workers: int = 2, epochs: int = 4, **more: Any) -> Path:
@@ -58,7 +58,7 @@ def write_run(path: Path, *, strategy: str = "sar", workers: int = 2, epochs: in
     names = {"config": "config.json", "metrics": "metrics.jsonl", "ranks": "ranks.jsonl", "totals": "ranks.json"}
     names |= {"parts": "parts.json", "record": "record.json", "remarks": "remarks.jsonl"}
     if files["config"] is not None:
-        files["config"]["digest"] = digest_of(files["config"])
+        files["config"]["digest"] = manifest_digest(files["config"])
     path.mkdir(parents=True)
     for key, content in files.items():
         if content is not None:

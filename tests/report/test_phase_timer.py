@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gnnfleet.report import phase_timer as clock_module
-from gnnfleet.report.phase_timer import COMPUTE, EXCHANGE, WAIT, Clock, Span
+from gnnfleet.report.phase_timer import COMPUTE, EXCHANGE, WAIT, PhaseTimer, TraceSpan
 from gnnfleet.report.trace import pack_spans, trace_json, unpack_spans
 
 
@@ -22,13 +22,13 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_the_innermost_phase_counts(now: list[float]) -> None:
-    clock = Clock()
+    clock = PhaseTimer()
     now[0] += 1
-    with clock.during(EXCHANGE):
+    with clock.phase(EXCHANGE):
         now[0] += 2
-        with clock.during(WAIT):
+        with clock.phase(WAIT):
             now[0] += 4
-            with clock.during(COMPUTE):
+            with clock.phase(COMPUTE):
                 now[0] += 8
         now[0] += 16
     now[0] += 32
@@ -36,8 +36,8 @@ def test_the_innermost_phase_counts(now: list[float]) -> None:
 
 
 def test_a_phase_that_fails_ends(now: list[float]) -> None:
-    clock = Clock()
-    with pytest.raises(ValueError), clock.during(WAIT):
+    clock = PhaseTimer()
+    with pytest.raises(ValueError), clock.phase(WAIT):
         now[0] += 1
         raise ValueError
     now[0] += 2
@@ -45,34 +45,34 @@ def test_a_phase_that_fails_ends(now: list[float]) -> None:
 
 
 def test_other_threads_are_traced_but_not_counted(now: list[float]) -> None:
-    clock = Clock()
-    clock.trace = []
+    clock = PhaseTimer()
+    clock.spans = []
 
     def beside() -> None:
-        with clock.during(WAIT, "relay"):
+        with clock.phase(WAIT, "relay"):
             now[0] += 5
 
     thread = threading.Thread(target=beside)
     thread.start()
     thread.join()
     assert clock.read() == {COMPUTE: 5, EXCHANGE: 0, WAIT: 0}
-    (span,) = clock.trace
+    (span,) = clock.spans
     assert (span.what, span.kind, span.end - span.begin) == ("relay", WAIT, 5)
 
 
 def test_nothing_is_traced_unasked(now: list[float]) -> None:
-    clock = Clock()
-    with clock.during(WAIT, "rows"):
+    clock = PhaseTimer()
+    with clock.phase(WAIT, "rows"):
         now[0] += 1
-    clock.note("step 1", "step", 100.0)
-    assert clock.trace is None
+    clock.record("step 1", "step", 100.0)
+    assert clock.spans is None
 
 
 def test_a_trace_has_a_process_for_every_worker() -> None:
     spans = [
-        Span("step 1", "step", 10.0, 10.5, 7),
-        Span("rows", WAIT, 10.1, 10.2, 7),
-        Span("relay", WAIT, 10.0, 10.3, 9),
+        TraceSpan("step 1", "step", 10.0, 10.5, 7),
+        TraceSpan("rows", WAIT, 10.1, 10.2, 7),
+        TraceSpan("relay", WAIT, 10.0, 10.3, 9),
     ]
     moved = unpack_spans(pack_spans(spans, offset=1.0))
     assert [(s.begin, s.end) for s in moved] == [(s.begin + 1, s.end + 1) for s in spans]

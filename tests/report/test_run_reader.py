@@ -11,29 +11,29 @@ import pytest
 
 from gnnfleet.cli.report import summary_table
 from gnnfleet.errors import RunError
-from gnnfleet.report.live_view import lines_since, live_view, sparkline
+from gnnfleet.report.live_view import epoch_lines_since, live_view, sparkline
 from gnnfleet.report.page import page_data, render_page
-from gnnfleet.report.run_reader import mean_split, read_run, summary, worker_names
+from gnnfleet.report.run_reader import mean_phase_seconds, read_run, summarize, worker_names
 from tests.report.runs import write_run
 
 
 def test_a_finished_run(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "one"))
-    found = summary(run)
+    found = summarize(run)
     assert (run["state"], run["strategy"], run["store"]) == ("finished", "sar", "shop")
     assert (found["epochs"], found["test"], found["epoch_seconds"], found["seconds"]) == (4, 0.86, 0.5, 2.0)
     assert found["bytes"] == 1000 * (1 + 2) + (1 + 0) + 2 * 64 and found["rounds"] == 7
     assert (
-        mean_split(run)
+        mean_phase_seconds(run)
         == [{"compute": pytest.approx(0.3), "exchange": pytest.approx(0.1), "wait": pytest.approx(0.1)}] * 2
     )
 
 
 def test_events_are_shown_beside_edgebank(tmp_path: Path) -> None:
-    assert summary(read_run(write_run(tmp_path / "one")))["baseline"] is None
+    assert summarize(read_run(write_run(tmp_path / "one")))["baseline"] is None
     metrics = {"test": 0.4, "name": "mrr", "beside": {"test": {"ap": 0.9, "edgebank": 0.2, "edgebank_window": 0.3}}}
     run = read_run(write_run(tmp_path / "two", strategy="temporal", record={"metrics": metrics}))
-    assert summary(run)["baseline"] == 0.3
+    assert summarize(run)["baseline"] == 0.3
     columns = [column.header for column in summary_table([run]).columns]
     assert columns.index("EdgeBank") == columns.index("test mrr") + 1
 
@@ -60,7 +60,7 @@ def test_a_run_runs_while_its_lock_is_held(tmp_path: Path) -> None:
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     path = write_run(tmp_path / "one", record=None, metrics=None, ranks=None, totals=None, parts=None)
     run = read_run(path)
-    assert summary(run)["epochs"] == 0 and mean_split(run) == []
+    assert summarize(run)["epochs"] == 0 and mean_phase_seconds(run) == []
     assert "<main>" in render_page(page_data([run], title="x"))
 
 
@@ -125,7 +125,7 @@ def test_what_is_no_number_is_null(tmp_path: Path) -> None:
 
 def test_lines_and_sparks(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "one"))
-    assert lines_since(run, 3) == ["epoch 4/4  loss 0.5000  val 0.8750  0.50 s"]
+    assert epoch_lines_since(run, 3) == ["epoch 4/4  loss 0.5000  val 0.8750  0.50 s"]
     assert (
         sparkline([0.0, 1.0, 7.0]) == "▁▂█" and sparkline([2.0, 2.0]) == "▁▁" and len(sparkline(list(range(99)))) == 40
     )

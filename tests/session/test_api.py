@@ -14,15 +14,15 @@ import torch
 from gnnfleet.api import train
 from gnnfleet.errors import ConfigError, GnnfleetError, InputError, RunError
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.graph import EDGE, Graph, make_nodes
+from gnnfleet.graph.graph import EDGE, Graph, validated_nodes
 from gnnfleet.graph.store import save_store
-from gnnfleet.inference.query import open_run
+from gnnfleet.inference.query import open_trained_run
 from gnnfleet.nn.config import SAGE
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.sar.config import SarConfig
 from gnnfleet.training import checkpoint
-from gnnfleet.training.checkpoint import Position
+from gnnfleet.training.checkpoint import TrainState
 from gnnfleet.training.run_dir import RunDirectory
 from tests.graphs import CLASSES, assert_same_checkpoint, communities
 
@@ -43,7 +43,7 @@ def test_learns_and_answers_by_id() -> None:
     assert torch.equal(record.logits(["n7"])[0], record.logits()[7])
     assert record.embeddings().shape == (1500, 32)
     assert record.model.num_layers == 2 and record.run_dir is None
-    mask = graph.only_nodes.mask("val")
+    mask = graph.single_nodes.mask("val")
     assert torch.equal(record.logits(mask), record.logits()[mask]) and len(record.predict(mask)) == int(mask.sum())
     with pytest.raises(InputError, match="no node with id 'nobody'"):
         record.predict(["nobody"])
@@ -57,7 +57,7 @@ def test_the_best_weights_are_kept_and_patience_stops(graph: Graph, tmp_path: Pa
     best = max(rows, key=lambda row: (row["val"], -row["val_loss"]))
     assert record.metrics["val"] == best["val"] and record.metrics["best_epoch"] == best["epoch"]
     assert record.stopped_early and record.summary.epochs == best["epoch"] + 5
-    built, position, name = open_run(tmp_path / "run", graph)
+    built, position, name = open_trained_run(tmp_path / "run", graph)
     assert name == "best" and position.epoch == position.best_epoch == best["epoch"]
     assert torch.equal(built.strategy.predict().logits, record.logits())
 
@@ -73,7 +73,7 @@ def test_a_best_of_which_last_knows_nothing(graph: Graph, tmp_path: Path) -> Non
     settings: dict[str, Any] = {"model": SMALL, "patience": 3, "checkpoint_seconds": 0}
     train(graph, epochs=4, run_dir=path, **settings)
     directory = RunDirectory(path)
-    last, position = directory.load("last") or ({}, Position())
+    last, position = directory.load("last") or ({}, TrainState())
     best = {"model": {name: torch.zeros_like(tensor) for name, tensor in last["model"].items()}}
     directory.save("best", best, replace(position, epoch=5, evaluated=5, best_epoch=5, best_metric=3.0, best_loss=0.0))
     directory.save("last", last, replace(position, best_epoch=1, best_metric=2.0, best_loss=0.0))
@@ -82,7 +82,7 @@ def test_a_best_of_which_last_knows_nothing(graph: Graph, tmp_path: Path) -> Non
     chosen = max(rows, key=lambda row: (row["val"], -row["val_loss"]))
     assert len(rows) == 3 and record.metrics["best_epoch"] == chosen["epoch"]
     assert record.metrics["val"] == pytest.approx(chosen["val"])
-    built, found, name = open_run(path, graph)
+    built, found, name = open_trained_run(path, graph)
     assert name == "best" and found.best_epoch == chosen["epoch"]
     assert torch.equal(built.strategy.predict().logits, record.logits())
 
@@ -151,8 +151,8 @@ def test_several_labels_per_node(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(200, 8, generator=draw)
     y = (x[:, :3] > 0).to(torch.int8)
-    nodes = make_nodes(200, x=x, y=y, classes=["red", "green", "blue"])
-    edges = Graph(torch.arange(200).repeat(2, 1), num_nodes=200).only_edges
+    nodes = validated_nodes(200, x=x, y=y, classes=["red", "green", "blue"])
+    edges = Graph(torch.arange(200).repeat(2, 1), num_nodes=200).single_edges
     graph = Graph.of({"node": nodes}, {EDGE: edges})
     record = train(graph, model=SAGE(hidden=32, layers=2, dropout=0.0), epochs=60, lr=0.05, split="0.6/0.2/0.2")
     assert record.metrics["name"] == "micro_f1" and record.metrics["test"] > 0.85
@@ -164,12 +164,12 @@ def test_several_labels_per_node(tmp_path: Path) -> None:
 def test_without_val_the_last_weights_stay(graph: Graph, tmp_path: Path) -> None:
     record = train(graph, model=SMALL, epochs=3, split="0.8/0/0.2", run_dir=tmp_path / "run")
     assert record.metrics["val"] is None and record.metrics["best_epoch"] == 3
-    assert open_run(tmp_path / "run", graph)[2] == "last"
+    assert open_trained_run(tmp_path / "run", graph)[2] == "last"
 
 
 def test_learnable_rows_stand_in_for_features() -> None:
     made = make_dataset("communities", nodes=300, mean_degree=8, seed=1)
-    bare = Graph.of({"node": make_nodes(300, y=made.only_nodes.y, split=made.only_nodes.split)}, made.edges)
+    bare = Graph.of({"node": validated_nodes(300, y=made.single_nodes.y, split=made.single_nodes.split)}, made.edges)
     record = train(bare, model=SAGE(hidden=16, layers=2, embedding=8), epochs=5)
     assert record.logits().shape == (300, 10)
 

@@ -14,7 +14,7 @@ from gnnfleet.api import train
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.inference.query import open_run
+from gnnfleet.inference.query import open_trained_run
 from tests.graphs import assert_same_checkpoint, communities
 from tests.shell import call, run_json
 
@@ -81,7 +81,7 @@ def test_a_run_from_python_and_shell(folder: Path, tmp_path_factory: pytest.Temp
     assert shown["model"] == record.summary.model == "mine.py:make" and shown["metrics"] == record.metrics
     assert_same_checkpoint(folder / "one/checkpoints/last", folder / "two/checkpoints/last")
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    built, _, _ = open_run(folder / "two", open_store(folder / "store"), split="test")
+    built, _, _ = open_trained_run(folder / "two", open_store(folder / "store"), split="test")
     assert built.strategy.evaluate("test")["accuracy"] == record.metrics["test"]
     assert run_json("predict", folder / "two", "-o", elsewhere / "out.parquet", "--memory", "150KB")["rows"] == 300
     assert pq.read_table(elsewhere / "out.parquet")["prediction"].to_pylist() == record.predict()
@@ -111,7 +111,7 @@ def test_a_layer_that_is_there_twice(folder: Path, words: dict[str, Any]) -> Non
     train(folder / "store", epochs=4, run_dir=folder / "cut", resume=True)
     for name in ("best", "last"):
         assert_same_checkpoint(folder / f"cut/checkpoints/{name}", folder / f"whole/checkpoints/{name}")
-    built, _, _ = open_run(folder / "cut", open_store(folder / "store"), split="test")
+    built, _, _ = open_trained_run(folder / "cut", open_store(folder / "store"), split="test")
     assert built.strategy.evaluate("test")["accuracy"] == pytest.approx(record.metrics["test"])
     torch.testing.assert_close(built.strategy.predict().logits, record.logits())
 
@@ -130,12 +130,12 @@ def test_a_changed_or_missing_file_says_what_to_do(folder: Path) -> None:
     file.write_text(MINE + "# another word\n")
     wanted = rf"model file {file} changed since the run began: put its copy {copy} back there, or start another run"
     with pytest.raises(RunError, match=wanted):
-        open_run(folder / "run", graph)
+        open_trained_run(folder / "run", graph)
     with pytest.raises(RunError, match="changed since the run began"):
         train(folder / "store", epochs=4, run_dir=folder / "run", resume=True)
     file.unlink()
     with pytest.raises(RunError, match=rf"model file {file} of this run is gone: put its copy {copy} back there"):
-        open_run(folder / "run", graph)
+        open_trained_run(folder / "run", graph)
     file.write_bytes(copy.read_bytes())  # what the message says
     train(folder / "store", epochs=4, run_dir=folder / "run", resume=True)
 

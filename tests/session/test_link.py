@@ -14,10 +14,10 @@ import torch
 from gnnfleet.api import train
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.store import save_store
-from gnnfleet.inference.predict import Columns, _read_pairs, id_columns, write_predictions, write_scores
-from gnnfleet.inference.query import open_run
+from gnnfleet.inference.predict import OutputColumns, _read_pairs, id_columns, write_predictions, write_scores
+from gnnfleet.inference.query import open_trained_run
 from gnnfleet.nn.config import SAGE
 from tests.graphs import assert_same_checkpoint
 from tests.shell import run, run_json
@@ -29,7 +29,7 @@ WORDS = {"task": "link", "split": "0.8/0.1/0.1", "model": MODEL, "lr": 0.02}
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     made = make_dataset("communities", nodes=300, mean_degree=10, seed=1)
-    return Graph(made.only_edges.edge_index(), x=made.only_nodes.x, ids=[f"n{i}" for i in range(300)])
+    return Graph(made.single_edges.edge_index(), x=made.single_nodes.x, ids=[f"n{i}" for i in range(300)])
 
 
 def test_learns_and_scores_by_id(graph: Graph) -> None:
@@ -37,7 +37,7 @@ def test_learns_and_scores_by_id(graph: Graph) -> None:
     record = train(graph, epochs=40, **{"link.negatives": 5}, **WORDS)
     assert record.metrics["name"] == "mrr"
     assert record.metrics["test"] > max(2 * 0.05, before.metrics["test"])  # by chance about 5.2 / 101
-    src, dst = (int(end) for end in graph.only_edges.edge_index()[:, 0])
+    src, dst = (int(end) for end in graph.single_edges.edge_index()[:, 0])
     found = record.score([(f"n{src}", f"n{dst}"), (f"n{dst}", f"n{src}")])
     assert found[0] == found[1] and 0 < found[0] < 1
     rows = record.embeddings([f"n{src}", f"n{dst}"])
@@ -55,7 +55,7 @@ def test_a_model_that_died_is_remarked(
     """Features that are all large and positive: the first steps are so large that all rows become alike."""
     x = scale * torch.rand(300, 3, generator=torch.Generator().manual_seed(0))
     words = {"task": "link", "split": "0.8/0.1/0.1", "model": SAGE(hidden=64, layers=3)}
-    train(Graph(graph.only_edges.edge_index(), x=x), epochs=30, run_dir=tmp_path / "run", quiet=False, **words)
+    train(Graph(graph.single_edges.edge_index(), x=x), epochs=30, run_dir=tmp_path / "run", quiet=False, **words)
     text = "all candidates score alike, or nearly so, in the last evaluation (val mrr 0.0196): try a smaller train.lr"
     assert (text in capsys.readouterr().err) is said
     assert ((tmp_path / "run/remarks.jsonl").exists() and text in (tmp_path / "run/remarks.jsonl").read_text()) is said
@@ -88,8 +88,8 @@ def test_the_command_line(graph: Graph, tmp_path: Path) -> None:
 
 def test_embeddings_and_scores_in_files(graph: Graph, tmp_path: Path) -> None:
     record = train(graph, epochs=1, run_dir=tmp_path / "run", **WORDS)
-    built = open_run(tmp_path / "run", graph)[0]
-    assert write_predictions(built, tmp_path / "rows.parquet", Columns()) == 300
+    built = open_trained_run(tmp_path / "run", graph)[0]
+    assert write_predictions(built, tmp_path / "rows.parquet", OutputColumns()) == 300
     rows = pq.read_table(tmp_path / "rows.parquet").to_pydict()
     assert rows["id"][7] == "n7"
     assert torch.equal(torch.tensor(rows["embedding"]), record.embeddings())
@@ -101,8 +101,8 @@ def test_embeddings_and_scores_in_files(graph: Graph, tmp_path: Path) -> None:
 def test_each_end_has_its_own_kind_of_ids(tmp_path: Path) -> None:
     buys = EdgeType("user", "buys", "item")
     graph = Graph.of(
-        {"user": make_nodes(2, ids=["007", "8"]), "item": make_nodes(3, ids=[7, 8, 9])},
-        {buys: make_edges([[0, 1], [2, 0]], num_src=2, num_dst=3)},
+        {"user": validated_nodes(2, ids=["007", "8"]), "item": validated_nodes(3, ids=[7, 8, 9])},
+        {buys: validated_edges([[0, 1], [2, 0]], num_src=2, num_dst=3)},
     )
     assert [str(kind) for kind in id_columns(graph, buys).values()] == ["string", "int64"]
     (tmp_path / "pairs.csv").write_text("src,dst\n007,9\n8,7\n")

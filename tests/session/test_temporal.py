@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import gnnfleet as gf
-from gnnfleet.comm.launch_env import Seat
+from gnnfleet.comm.launch_env import LaunchEnv
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.inference import query
-from gnnfleet.strategies.protocol import PRIVATE
-from gnnfleet.training.checkpoint import load_checkpoint, load_private
+from gnnfleet.strategies.protocol import RANK_LOCAL
+from gnnfleet.training.checkpoint import load_checkpoint, load_rank_local
 from tests.shell import call, torchrun
 
 WORDS: dict[str, Any] = {
@@ -53,15 +53,23 @@ def test_a_run_goes_on_with_resume(place: Path) -> None:
     gf.train(place / "store", epochs=1, **words)
     gf.train(place / "store", epochs=2, resume=True, **words)
     paths = [place / run / "checkpoints" / "last" for run in ("through", "resumed")]
-    states = [load_checkpoint(path)[0] | load_private(path, 0) for path in paths]
-    assert set(states[0]) == {"model", "optimizer", "trained", PRIVATE} and "memory/mail" in states[0][PRIVATE]
+    states = [load_checkpoint(path)[0] | load_rank_local(path, 0) for path in paths]
+    assert set(states[0]) == {"model", "optimizer", "trained", RANK_LOCAL} and "memory/mail" in states[0][RANK_LOCAL]
     for part, tensors in states[0].items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, states[1][part][name]), (part, name)
 
 
 def test_ranks_of_torchrun_that_share_batches_train_as_one(place: Path) -> None:
-    words = ["--strategy", "temporal", "--run-dir", str(place / "ranks"), "--json", "--set", "strategy.share=2"]
+    words = [
+        "--strategy",
+        "temporal",
+        "--run-dir",
+        str(place / "ranks"),
+        "--json",
+        "--set",
+        "strategy.batch_parallel=2",
+    ]
     for part, values in WORDS.items():
         words += [f"--set={part}.{key}={value}" for key, value in values.items() if key != "name"]
     done = torchrun("train", place / "store", *words, "--set=train.epochs=2")
@@ -75,11 +83,11 @@ def test_ranks_of_torchrun_that_share_batches_train_as_one(place: Path) -> None:
 
 def test_ranks_cannot_ask_a_stream(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = SimpleNamespace(store=SimpleNamespace(set=lambda *words: pytest.fail("nothing is prepared")))
-    monkeypatch.setattr(query, "serve", lambda seat, work, speaks: work(World(), meeting))
-    question = query.Question(run=str(place / "through"), split="test")
+    monkeypatch.setattr(query, "run_rank", lambda seat, work, speaks: work(World(), meeting))
+    question = query.Query(run=str(place / "through"), split="test")
     with pytest.raises(ConfigError, match="asked by one process: leave torchrun out"):
-        query.answer_as_rank(
-            Seat(rank=0, size=2), question, lambda: pytest.fail("no store is read"), quiet=True, show=print
+        query.run_query_as_rank(
+            LaunchEnv(rank=0, size=2), question, lambda: pytest.fail("no store is read"), quiet=True, show=print
         )
 
 

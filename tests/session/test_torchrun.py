@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from gnnfleet.api import train
-from gnnfleet.comm.launch_env import Seat
+from gnnfleet.comm.launch_env import LaunchEnv
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.store import save_store
-from gnnfleet.session.prepare import Place
+from gnnfleet.session.prepare import RunLocation
 from gnnfleet.session.torchrun import _prepare
 from tests.graphs import communities
 from tests.shell import fails
@@ -43,7 +43,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_ranks_cannot_train(store: Path, words: dict[str, object], message: str) -> None:
     before = sorted(store.rglob("*"))
     with ExitStack() as stack, pytest.raises(ConfigError, match=message):
-        _prepare(stack, Seat(rank=0, size=2), store, words, Place(), True)
+        _prepare(stack, LaunchEnv(rank=0, size=2), store, words, RunLocation(), True)
     assert sorted(store.rglob("*")) == before
 
 

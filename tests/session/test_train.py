@@ -15,15 +15,15 @@ import torch
 
 from gnnfleet.api import train
 from gnnfleet.cli.evaluate import graph_of_run
-from gnnfleet.cli.output import emit
+from gnnfleet.cli.output import print_result
 from gnnfleet.cli.train import _summary
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.report.metrics import read_metrics
-from gnnfleet.report.run_reader import read_run, summary
+from gnnfleet.report.run_reader import read_run, summarize
 from gnnfleet.report.run_record import RunRecord
-from gnnfleet.session.prepare import Place
+from gnnfleet.session.prepare import RunLocation
 from gnnfleet.session.training import run_training
 from tests.graphs import CLASSES, assert_same_checkpoint, communities
 from tests.report.runs import write_run
@@ -52,10 +52,10 @@ def test_the_median_is_that_of_the_report(tmp_path: Path, capsys: pytest.Capture
     metrics = {"train_loss": 0.5, "val": 0.5, "test": 0.5, "name": "accuracy", "best_epoch": 1}
     words: dict[str, Any] = {"strategy": "local", "workers": 1, "model": "sage", "seed": 0, "epochs": 4, "steps": 4}
     record = RunRecord(**words, seconds_per_epoch=seconds, metrics=metrics, memory={"peak_rss": [1]})
-    emit({}, as_json=False, human=_summary("shop", record))
+    print_result({}, as_json=False, human=_summary("shop", record))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "median" in line)
     rows = [{"epoch": i + 1, "train_loss": 0.5, "seconds": value} for i, value in enumerate(seconds)]
-    assert summary(read_run(write_run(tmp_path / "run", metrics=rows)))["epoch_seconds"] == 2.5 and "2.500" in line
+    assert summarize(read_run(write_run(tmp_path / "run", metrics=rows)))["epoch_seconds"] == 2.5 and "2.500" in line
 
 
 def test_the_record_has_every_word(finished: tuple[Path, dict[str, Any]]) -> None:
@@ -101,7 +101,7 @@ def test_predict_gives_the_users_ids(finished: tuple[Path, dict[str, Any]], tmp_
     rows = pq.read_table(output)
     assert rows.column_names == ["id", "prediction", "probability", "logits", "embedding"]
     assert rows["id"].to_pylist() == [f"n{i}" for i in range(1500)]
-    nodes = communities(1500).only_nodes
+    nodes = communities(1500).single_nodes
     assert nodes.y is not None
     right = torch.tensor(
         [name == CLASSES[y] for name, y in zip(rows["prediction"].to_pylist(), nodes.y.tolist(), strict=True)]
@@ -144,10 +144,10 @@ def test_kills_change_no_bit(store: Path, tmp_path: Path) -> None:
 def test_default_directories(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     graph, words = open_store(store), {**SAME, "train": {"epochs": 1}}
-    made = [run_training(graph, words, place=Place(keep=True)).record.run_dir for _ in range(2)]
+    made = [run_training(graph, words, place=RunLocation(keep=True)).record.run_dir for _ in range(2)]
     assert made == ["runs/shop-sage-1", "runs/shop-sage-2"]
     assert (tmp_path / "runs" / "last").resolve().name == "shop-sage-2"
-    more = run_training(graph, {"train": {"epochs": 3}}, place=Place(keep=True, resume=True)).record
+    more = run_training(graph, {"train": {"epochs": 3}}, place=RunLocation(keep=True, resume=True)).record
     assert more.epochs == 3 and str(more.run_dir).endswith("shop-sage-2")
 
 
@@ -155,7 +155,7 @@ def test_wrong_words_leave_nothing_behind(store: Path, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert "did you mean train.epochs" in fails("train", store, "--set", "train.epoch=3", code=2)
     with pytest.raises(ConfigError, match="numbered 0 to 0, found --split 3"):
-        run_training(open_store(store), {"split": 3}, place=Place(keep=True))
+        run_training(open_store(store), {"split": 3}, place=RunLocation(keep=True))
     assert not list(tmp_path.iterdir())
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from gnnfleet.comm.halo_exchange import Ring
+from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
-from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.sharded.full_batch.active_rows import Flow
-from gnnfleet.training.build import Here, build
+from gnnfleet.sharded.full_batch.active_rows import ActiveRows
+from gnnfleet.training.build import RankContext, build
 from tests.equivalence.spread import cut_graph
 from tests.equivalence.test_sar import close, gathered, trained, words
 from tests.ranks import Crew
@@ -66,7 +66,7 @@ def typed_chain() -> Graph:
     random = torch.Generator().manual_seed(5)
     counts = {"a": 90, "b": 60}
     nodes = {
-        kind: make_nodes(
+        kind: validated_nodes(
             count,
             x=torch.randn(count, 4, generator=random),
             y=torch.randint(0, 3, (count,), generator=random) if kind == "a" else None,
@@ -79,7 +79,7 @@ def typed_chain() -> Graph:
         start = torch.arange(counts[src]).repeat(2)
         shift = torch.randint(-2, 3, (len(start),), generator=random)
         end = (start * counts[dst] // counts[src] + shift).clamp(0, counts[dst] - 1)
-        edges[EdgeType(src, name, dst)] = make_edges(
+        edges[EdgeType(src, name, dst)] = validated_edges(
             torch.stack([start, end]), num_src=counts[src], num_dst=counts[dst]
         )
     return Graph.of(nodes, edges)
@@ -108,8 +108,8 @@ def every_model(world: World, store: str, parts: str, name: str, flow: bool) -> 
     found = []
     for model in GRAPHS[name][1]:
         before = world.traffic.bytes_sent
-        here = Here(world, Partition.open(parts).shard(world.rank))
-        tree = words(model, name="sar", flow=flow)
+        here = RankContext(world, Partition.open(parts).shard(world.rank))
+        tree = words(model, name="sar", restrict_rows=flow)
         found.append(trained(open_store(store), tree, here) | {"bytes": world.traffic.bytes_sent - before})
     return found
 
@@ -147,7 +147,7 @@ def levels(world: World, parts: str, layers: int) -> list[list[int]]:
     shard = Partition.open(parts).shard(world.rank)
     ids = shard.nodes("node").store_ids
     wanted = {"node": torch.isin(ids, torch.tensor([7, 60, 61]))}
-    flow = Flow.find(shard, Ring(world), wanted, layers)
+    flow = ActiveRows.compute(shard, RingExchange(world), wanted, layers)
     assert flow is not None
     return [ids[mask["node"]].tolist() for mask in flow.levels]
 
@@ -155,7 +155,7 @@ def levels(world: World, parts: str, layers: int) -> list[list[int]]:
 @pytest.mark.parametrize("size", [1, 3])
 def test_levels_are_the_neighbourhoods(crew: Crew, folder: Path, size: int) -> None:
     graph = chain()
-    edges = graph.only_edges
+    edges = graph.single_edges
     parts = folder / f"levels-{size}"
     cut_graph(graph, size, "random", parts)
     found = crew.run(size, levels, str(parts), LAYERS)
@@ -166,7 +166,7 @@ def test_levels_are_the_neighbourhoods(crew: Crew, folder: Path, size: int) -> N
 
 
 def sizes(world: World, store: str, parts: str) -> list[tuple[int, int]]:
-    here = Here(world, Partition.open(parts).shard(world.rank))
+    here = RankContext(world, Partition.open(parts).shard(world.rank))
     strategy: Any = build(open_store(store), resolve(words({"name": "sage"}, name="sar")), here=here).strategy
     return [(view.num_src, view.num_dst) for view in strategy._views]
 
@@ -184,4 +184,4 @@ def test_where_most_rows_are_needed_all_are(crew: Crew, folder: Path) -> None:
     everything = {"node": torch.ones(NODES, dtype=torch.bool)}
     parts = folder / "everything"
     cut_graph(open_store(folder / "chain"), 1, "random", parts)
-    assert Flow.find(Partition.open(parts).shard(0), Ring(World()), everything, 2) is None
+    assert ActiveRows.compute(Partition.open(parts).shard(0), RingExchange(World()), everything, 2) is None

@@ -59,7 +59,7 @@ def parts_of(graph: Graph, folder: Path, name: str, size: int, how: str) -> str:
 
 
 def every_verb(world: World, path: str, group: int, depth: int, keep: bool = False) -> dict[str, Any]:
-    view = replace(open_view(with_shelf(world) if keep else world, path, group, depth), keep=keep)
+    view = replace(open_view(with_shelf(world) if keep else world, path, group, depth), keep_fetched=keep)
     found = {name: run_case(view, *case) for name, case in VERBS.items()}
     ids = {"node_ids": view.node_ids.clone(), "edge_ids": view.edge_ids.clone()}
     return {name: {"values": values, **ids} for name, values in found.items()}
@@ -95,7 +95,9 @@ def related(view: Any, x: dict[str, Tensor], coefficient: Tensor, combine: bool)
     """Outputs and gradients of all relations, for every reduce."""
     found = {}
     for reduce in ("sum", "mean", "max"):
-        leaves = {kind: view.of(kind) and x[kind][view.nodes[kind].node_ids].requires_grad_() for kind in view.nodes}
+        leaves = {
+            kind: view.for_type(kind) and x[kind][view.nodes[kind].node_ids].requires_grad_() for kind in view.nodes
+        }
         outs = view.aggregate_relations(leaves, reduce=reduce)
         assert list(outs) == list(view.edge_types)
         sum((out * out.detach().sin()).sum() for out in outs.values()).backward()
@@ -130,7 +132,7 @@ def test_relations(crew: Crew, folder: Path, make: Any, how: str, size: int) -> 
         for kind, nodes in graph.nodes.items()
     }
     coefficient = torch.randn(len(graph.edges), generator=random, dtype=torch.float64)
-    expected = related(LocalView.whole(graph).at(key=KEY), x, coefficient, combine=len(x) == 1)
+    expected = related(LocalView.of_graph(graph).with_step(key=KEY), x, coefficient, combine=len(x) == 1)
     path = parts_of(graph, folder, make.__name__, size, how)
     for group in [1 + CUTS.index(how) % size]:
         found = crew.run(size, relations_apart, path, group, x, coefficient)
@@ -156,9 +158,9 @@ def _rows_of(name: str, graph: Graph) -> str:
 def taking(world: World, path: str, x: Tensor, asked: list[Tensor], group: int) -> Any:
     view = open_view(world, path, group, 1)
     own = x[view.node_ids].requires_grad_()
-    rows = view.take(own, asked[world.rank])
+    rows = view.gather_rows(own, asked[world.rank])
     (rows * rows.detach().cos()).sum().backward()
-    plain = view.take(x.round().int()[view.node_ids], asked[world.rank][:3])
+    plain = view.gather_rows(x.round().int()[view.node_ids], asked[world.rank][:3])
     return rows.detach(), own.grad, view.node_ids.clone(), plain
 
 
@@ -169,7 +171,7 @@ def test_rows_by_store_id(crew: Crew, graph: Graph, folder: Path, how: str, size
     x = torch.randn(60, 2, 3, generator=random, dtype=torch.float64)
     asked = [torch.randint(0, 60, (12 * (rank != 1),), generator=random) for rank in range(size)]
     leaf = x.clone().requires_grad_()
-    rows = LocalView.whole(graph).take(leaf, torch.cat(asked))
+    rows = LocalView.of_graph(graph).gather_rows(leaf, torch.cat(asked))
     (rows * rows.detach().cos()).sum().backward()
     found = crew.run(size, taking, parts_of(graph, folder, "plain", size, how), x, asked, 1 + size // 2)
     assert torch.equal(torch.cat([one[0] for one in found]), rows.detach())

@@ -16,7 +16,7 @@ from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.memory import peak_tensors
-from gnnfleet.training.build import Here, build
+from gnnfleet.training.build import RankContext, build
 from tests.equivalence.spread import cut_graph, plain_graph, typed_graph
 from tests.equivalence.test_sar import words
 from tests.ranks import Crew
@@ -37,18 +37,18 @@ def predicted_and_sent(
     """(bytes foreseen, bytes sent) of a step by this rank, without the sums of gradients."""
     found = []
     for model in models:
-        here = Here(world, Partition.open(parts).shard(world.rank))
-        tree = words(model, name="sar", flow=False, keep=keep) | {"train": {"optimizer": "sgd"}}
+        here = RankContext(world, Partition.open(parts).shard(world.rank))
+        tree = words(model, name="sar", restrict_rows=False, cache_for_backward=keep) | {"train": {"optimizer": "sgd"}}
         strategy: Any = build(open_store(store), resolve(tree), here=here).strategy
         part = strategy._view.part
         foreseen = 0
-        for trip in strategy._needs().sketch.trips:
-            for way, each in () if keep and trip.again else trip.there:
+        for trip in strategy._needs().sketch.exchanges:
+            for way, each in () if keep and trip.is_refetch else trip.sent_bytes:
                 foreseen += each * sum(len(rows) for rows in part.routes(*way).give)
-            for way, each in trip.home:
+            for way, each in trip.returned_bytes:
                 foreseen += each * sum(part.routes(*way).need)
         before = world.traffic.bytes_sent
-        list(strategy.steps(0))
+        list(strategy.train_epoch(0))
         sent = world.traffic.bytes_sent - before
         common = list(strategy._common)
         sums = 8 * (sum(parameter.numel() for parameter in common) + len(common)) + 8 + 8  # with the count and the loss
@@ -74,11 +74,14 @@ def test_bytes_are_foreseen(crew: Crew, tmp_path: Path, make: Any, models: list[
 def test_memory_is_foreseen(tmp_path: Path, model: dict[str, Any]) -> None:
     save_store(make_dataset("communities", nodes=30_000, mean_degree=10, features=32), tmp_path / "store")
     parts = cut_graph(open_store(tmp_path / "store"), 1, "range", tmp_path / "parts")
-    tree = {"model": {"hidden": 64, "layers": 3, "dropout": 0.2, **model}, "strategy": {"name": "sar", "flow": False}}
-    here = Here(World(), Partition.open(parts).shard(0))
+    tree = {
+        "model": {"hidden": 64, "layers": 3, "dropout": 0.2, **model},
+        "strategy": {"name": "sar", "restrict_rows": False},
+    }
+    here = RankContext(World(), Partition.open(parts).shard(0))
     strategy: Any = build(open_store(tmp_path / "store"), resolve(tree), here=here).strategy
     with unpooled():
-        measured = peak_tensors(lambda: list(strategy.steps(0)))
+        measured = peak_tensors(lambda: list(strategy.train_epoch(0)))
     assert strategy._needs().tensors == pytest.approx(measured, rel=0.25)
 
 
@@ -86,7 +89,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
     save_store(plain_graph(), tmp_path / "store")
     parts = cut_graph(open_store(tmp_path / "store"), 1, "range", tmp_path / "parts")
     tree = {"strategy": {"name": "sar"}, "memory": "1MB"}
-    here = Here(World(), Partition.open(parts).shard(0))
+    here = RankContext(World(), Partition.open(parts).shard(0))
     strategy = build(open_store(tmp_path / "store"), resolve(tree), here=here).strategy
     with pytest.raises(ConfigError, match=r"a worker needs .* at least \(group 1, prefetch 0\), found --memory 1 MiB"):
-        list(strategy.steps(0))
+        list(strategy.train_epoch(0))

@@ -13,7 +13,7 @@ from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
-from gnnfleet.session.prepare import Place
+from gnnfleet.session.prepare import RunLocation
 from gnnfleet.session.training import run_training
 from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.training.build import build
@@ -24,8 +24,8 @@ from tests.graphs import assert_same_checkpoint
 def graph() -> Graph:
     made = make_dataset("communities", nodes=400, mean_degree=8, seed=3)
     weight = torch.rand(made.num_edges, generator=torch.Generator().manual_seed(1))
-    nodes = made.only_nodes
-    return Graph(made.only_edges.edge_index(), x=nodes.x, y=nodes.y, split=nodes.split, edge_weight=weight)
+    nodes = made.single_nodes
+    return Graph(made.single_edges.edge_index(), x=nodes.x, y=nodes.y, split=nodes.split, edge_weight=weight)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def tree(model: dict[str, Any], strategy: dict[str, Any], **more: Any) -> dict[s
 
 def trained(graph: Graph, words: dict[str, Any], epochs: int = 2) -> tuple[Strategy, list[tuple[float, int]]]:
     strategy = build(graph, resolve(words)).strategy
-    return strategy, [(record.loss, record.count) for epoch in range(epochs) for record in strategy.steps(epoch)]
+    return strategy, [(record.loss, record.count) for epoch in range(epochs) for record in strategy.train_epoch(epoch)]
 
 
 def weights(strategy: Strategy) -> dict[str, Tensor]:
@@ -133,9 +133,11 @@ def test_it_learns(graph: Graph) -> None:
 def test_a_resumed_run_ends_the_same(graph: Graph, tmp_path: Path, split_at: int) -> None:
     words = tree({"name": "sage"}, {"batch": 64, "fanouts": [4, 3, 2]}, precision="float32")
     settings = {"checkpoint_seconds": 0}
-    run_training(graph, {**words, "train": {**settings, "epochs": 5}}, place=Place(run_dir=tmp_path / "one"))
-    run_training(graph, {**words, "train": {**settings, "epochs": split_at}}, place=Place(run_dir=tmp_path / "two"))
-    more = run_training(graph, {"train": {"epochs": 5}}, place=Place(run_dir=tmp_path / "two", resume=True))
+    run_training(graph, {**words, "train": {**settings, "epochs": 5}}, place=RunLocation(run_dir=tmp_path / "one"))
+    run_training(
+        graph, {**words, "train": {**settings, "epochs": split_at}}, place=RunLocation(run_dir=tmp_path / "two")
+    )
+    more = run_training(graph, {"train": {"epochs": 5}}, place=RunLocation(run_dir=tmp_path / "two", resume=True))
     assert_same_checkpoint(tmp_path / "one" / "checkpoints" / "last", tmp_path / "two" / "checkpoints" / "last")
     assert more.record.steps == 5 * 4
 

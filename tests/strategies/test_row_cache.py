@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gnnfleet.strategies.macrobatch.cache_policies import Policy, RowCache, Turn, make_cache
+from gnnfleet.strategies.macrobatch.cache_policies import CacheDecision, CachePolicy, RowCache, make_cache
 
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+POLICIES: tuple[CachePolicy, ...] = get_args(CachePolicy)
 WHOLE = 10**6
 
 sets = st.lists(st.sets(st.integers(0, 9), max_size=7), min_size=1, max_size=14)
@@ -55,10 +55,10 @@ class Replay:
     def held(self) -> set[int]:
         return set(self.lying.values())
 
-    def __iter__(self) -> Iterator[Turn]:
+    def __iter__(self) -> Iterator[CacheDecision]:
         for number, wanted in enumerate(self.trace):
             before = wanted.clone()
-            turn = self.cache.turn(wanted, self.trace[number + 1 : number + 1 + self.window])
+            turn = self.cache.step(wanted, self.trace[number + 1 : number + 1 + self.window])
             assert torch.equal(wanted, before)
             self.check(turn, wanted.tolist())
             yield turn
@@ -68,9 +68,9 @@ class Replay:
             pass
         return self
 
-    def check(self, turn: Turn, wanted: list[int]) -> None:
-        slots, admitted, into = turn.slots.tolist(), turn.admitted.tolist(), turn.into.tolist()
-        assert {t.dtype for t in (turn.slots, turn.admitted, turn.into)} == {torch.int64}
+    def check(self, turn: CacheDecision, wanted: list[int]) -> None:
+        slots, admitted, into = turn.slots.tolist(), turn.admitted.tolist(), turn.target_slots.tolist()
+        assert {t.dtype for t in (turn.slots, turn.admitted, turn.target_slots)} == {torch.int64}
         where = {row: slot for slot, row in self.lying.items()}
         assert slots == [where.get(row, -1) for row in wanted]
         self.hits += sum(slot >= 0 for slot in slots)
@@ -88,7 +88,7 @@ class Replay:
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(trace=sets, capacity=st.integers(0, 8), foretaste=sets, window=st.integers(0, 4))
 def test_every_word_is_true(
-    policy: Policy, trace: list[set[int]], capacity: int, foretaste: list[set[int]], window: int
+    policy: CachePolicy, trace: list[set[int]], capacity: int, foretaste: list[set[int]], window: int
 ) -> None:
     knobs = {"delta": 2} if policy == "score" else {}
     cache = make_cache(policy, capacity, foretaste=tensors(foretaste), **knobs)
@@ -96,7 +96,7 @@ def test_every_word_is_true(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_larger_traces(policy: Policy) -> None:
+def test_larger_traces(policy: CachePolicy) -> None:
     foretaste = skewed(9, turns=4, count=2000, each=300)
     cache = make_cache(policy, 250, foretaste=foretaste, **({"delta": 3} if policy == "score" else {}))
     played = Replay(cache, skewed(1, turns=25, count=2000, each=300), window=3).run()
@@ -104,18 +104,18 @@ def test_larger_traces(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_to_keep_and_nothing_wanted(policy: Policy) -> None:
+def test_nothing_to_keep_and_nothing_wanted(policy: CachePolicy) -> None:
     trace = tensors([{1, 2}, {1, 2}, set(), {2}])
     none = make_cache(policy, 0, foretaste=trace)
     for turn in Replay(none, trace, window=2):
-        assert bool((turn.slots == -1).all()) and not len(turn.admitted) and not len(turn.into)
+        assert bool((turn.slots == -1).all()) and not len(turn.admitted) and not len(turn.target_slots)
     assert Replay(make_cache(policy, 5), tensors([set(), set()]), window=1).run().held == set()
     some = Replay(make_cache(policy, 5, foretaste=[ids(), ids(1, 2), ids()]), trace, window=2).run()
     assert some.held == {1, 2} and some.hits == 3
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_any_number_of_threads_decides_the_same(policy: Policy) -> None:
+def test_any_number_of_threads_decides_the_same(policy: CachePolicy) -> None:
     # Large enough that torch divides the work; on a busy machine two threads are far slower than one.
     before, played = torch.get_num_threads(), []
     try:
@@ -124,7 +124,7 @@ def test_any_number_of_threads_decides_the_same(policy: Policy) -> None:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             cache = make_cache(policy, 34_000, foretaste=trace[1:], **({"delta": 1} if policy == "score" else {}))
-            played.append([cache.turn(wanted, trace[k + 1 :]) for k, wanted in enumerate(trace)])
+            played.append([cache.step(wanted, trace[k + 1 :]) for k, wanted in enumerate(trace)])
     finally:
         torch.set_num_threads(before)
     for one, two in zip(*played, strict=True):
@@ -142,13 +142,13 @@ def elements(thing: Any) -> int:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_memory_is_bounded(policy: Policy) -> None:
+def test_memory_is_bounded(policy: CachePolicy) -> None:
     capacity, foretaste = 10, [torch.arange(5000), torch.arange(5000)]
     cache = make_cache(policy, capacity, foretaste=foretaste)
     missed: set[int] = set()
     for number in range(60):
         wanted = torch.arange(6000 + 20 * (number % 30), 6050 + 20 * (number % 30))
-        turn = cache.turn(wanted, [wanted + 20, wanted + 40])
+        turn = cache.step(wanted, [wanted + 20, wanted + 40])
         missed |= set(wanted[turn.slots < 0].tolist())
         ever = 2 * len(missed) if policy == "score" else 0
         assert elements(cache) <= 8 * capacity + ever + 10
@@ -197,7 +197,7 @@ class SlowScore:
         self.here: set[int] = set()
         self.outside: dict[int, float] = {}
 
-    def turn(self, wanted: set[int]) -> None:
+    def step(self, wanted: set[int]) -> None:
         self.turns += 1
         for row in self.slot.keys() - wanted:
             self.idle[row] += 1
@@ -238,7 +238,7 @@ def test_score_follows_the_rule(
     cache = make_cache("score", capacity, foretaste=tensors(foretaste), delta=delta, alpha=alpha)
     played = Replay(cache, tensors(trace))
     for wanted, _ in zip(trace, played, strict=True):
-        slow.turn(wanted)
+        slow.step(wanted)
         assert played.lying == {slow.slot[row]: row for row in slow.here}
 
 
@@ -313,7 +313,7 @@ def test_belady_beats_the_others(seed: int, capacity: int) -> None:
     trace = skewed(seed, turns=25, count=300, each=60)
     foretaste = trace[::4]  # an advantage for the others
 
-    def hits(policy: Policy, window: int = 0, **knobs: Any) -> int:
+    def hits(policy: CachePolicy, window: int = 0, **knobs: Any) -> int:
         return Replay(make_cache(policy, capacity, foretaste=foretaste, **knobs), trace, window=window).run().hits
 
     best = hits("belady", WHOLE)

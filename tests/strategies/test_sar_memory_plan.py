@@ -8,41 +8,43 @@ from typing import Any
 import pytest
 import torch
 
-from gnnfleet.comm.halo_exchange import Routes
+from gnnfleet.comm.halo_exchange import ExchangePlan
 from gnnfleet.errors import ConfigError
-from gnnfleet.sharded.step_tracer import Sketch, Trip, Way
-from gnnfleet.strategies.sar.memory_plan import SLACK, Choice, Given, Needs, choose
+from gnnfleet.sharded.step_tracer import RouteKey, StepTrace, TracedExchange
+from gnnfleet.strategies.sar.memory_plan import MEMORY_SLACK, MemoryChoice, MemoryNeeds, UserChoice, choose_memory_plan
 
 MIB = 2**20
 IN, OUT = ("node", "in"), ("node", "out")
 
 
-def needs(rows: list[int], trips: list[Trip], resident: float = 0.0, tensors: float = 0.0) -> Needs:
+def needs(rows: list[int], trips: list[TracedExchange], resident: float = 0.0, tensors: float = 0.0) -> MemoryNeeds:
     """A rank that gives as many rows to each of the others as it needs from it."""
 
-    def routes(_: Way) -> Routes:
-        return Routes(tuple(torch.zeros(count, dtype=torch.int32) for count in rows), tuple(rows))
+    def routes(_: RouteKey) -> ExchangePlan:
+        return ExchangePlan(tuple(torch.zeros(count, dtype=torch.int32) for count in rows), tuple(rows))
 
-    return Needs(resident * MIB, tensors * MIB, Sketch(tuple(trips), 0.0, 0.0), routes)
+    return MemoryNeeds(resident * MIB, tensors * MIB, StepTrace(tuple(trips), 0.0, 0.0), routes)
 
 
-def trip(layer: int, each: int, *, kept: bool = False, again: bool = False, home: int = 0) -> Trip:
+def trip(layer: int, each: int, *, kept: bool = False, again: bool = False, home: int = 0) -> TracedExchange:
     back = ((IN, home),) if home else ()
-    return Trip(layer, ((IN, each),), back, again=again, kept=kept)
+    return TracedExchange(layer, ((IN, each),), back, is_refetch=again, cached_bytes=kept)
 
 
-def mib(wanted: Needs, choice: Choice) -> float:
+def mib(wanted: MemoryNeeds, choice: MemoryChoice) -> float:
     return wanted.bytes(choice) / MIB
 
 
 def test_rows_on_their_way() -> None:
     # The first rank is this one; it needs 1, 2 and 4 MiB from the others, and gives as much.
     one = needs([0, 1, 2, 4], [trip(0, MIB), trip(1, MIB // 2)], resident=10, tensors=5)
-    assert mib(one, Choice(1, 0)) == pytest.approx(10 + SLACK * (5 + 2 * 4))
-    assert mib(one, Choice(1, 1)) == pytest.approx(10 + SLACK * (5 + 2 * (4 + 2)))
-    assert mib(one, Choice(2, 1)) == mib(one, Choice(4, 9)) == pytest.approx(10 + SLACK * (5 + 2 * 7))
+    assert mib(one, MemoryChoice(1, 0)) == pytest.approx(10 + MEMORY_SLACK * (5 + 2 * 4))
+    assert mib(one, MemoryChoice(1, 1)) == pytest.approx(10 + MEMORY_SLACK * (5 + 2 * (4 + 2)))
+    assert (
+        mib(one, MemoryChoice(2, 1)) == mib(one, MemoryChoice(4, 9)) == pytest.approx(10 + MEMORY_SLACK * (5 + 2 * 7))
+    )
     alone = needs([0], [trip(0, MIB)], resident=1, tensors=1)
-    assert mib(alone, Choice(1, 1)) == pytest.approx(1 + SLACK)
+    assert mib(alone, MemoryChoice(1, 1)) == pytest.approx(1 + MEMORY_SLACK)
 
 
 def test_rows_that_are_kept() -> None:
@@ -53,25 +55,25 @@ def test_rows_that_are_kept() -> None:
         trip(0, MIB, again=True),
     ]
     one = needs([0, 3], trips)
-    assert mib(one, Choice(1, 0)) == pytest.approx(SLACK * 2 * 6)  # there again and home, in and out
-    assert mib(one, Choice(1, 0, keep=(1,))) == pytest.approx(SLACK * (6 + 3))
-    assert mib(one, Choice(1, 0, keep=(0, 1))) == pytest.approx(SLACK * (6 + 6))
+    assert mib(one, MemoryChoice(1, 0)) == pytest.approx(MEMORY_SLACK * 2 * 6)  # there again and home, in and out
+    assert mib(one, MemoryChoice(1, 0, cached_layers=(1,))) == pytest.approx(MEMORY_SLACK * (6 + 3))
+    assert mib(one, MemoryChoice(1, 0, cached_layers=(0, 1))) == pytest.approx(MEMORY_SLACK * (6 + 6))
 
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (40, Choice(4, 1, (0,))),
-        (24, Choice(1, 1, (0,))),
-        (19, Choice(4, 1)),
-        (14, Choice(1, 1)),
-        (9, Choice(1, 0)),
+        (40, MemoryChoice(4, 1, (0,))),
+        (24, MemoryChoice(1, 1, (0,))),
+        (19, MemoryChoice(4, 1)),
+        (14, MemoryChoice(1, 1)),
+        (9, MemoryChoice(1, 0)),
     ],
 )
-def test_more_memory_buys_more(limit: float, expected: Choice) -> None:
+def test_more_memory_buys_more(limit: float, expected: MemoryChoice) -> None:
     one = needs([0, 2, 2, 2], [trip(0, MIB, kept=True), trip(0, MIB // 4, again=True)], tensors=1)
     sizes = {choice: mib(one, choice) for choice in (expected,)}
-    found, why = choose(one, int(limit * MIB), 4, Given(), lambda own: own)
+    found, why = choose_memory_plan(one, int(limit * MIB), 4, UserChoice(), lambda own: own)
     assert found == expected, (sizes, why)
     assert f"of {limit} MiB per worker" in why and f"{sizes[found]:.0f} MiB" in why
 
@@ -79,19 +81,19 @@ def test_more_memory_buys_more(limit: float, expected: Choice) -> None:
 def test_the_worst_rank_decides_and_says_what_it_needs() -> None:
     one = needs([0, 1], [trip(0, MIB)], resident=3)
     with pytest.raises(ConfigError, match=re.escape("a worker needs 50 MiB at least (group 1, prefetch 0)")) as error:
-        choose(one, 10 * MIB, 2, Given(), lambda own: 50.0 * MIB)
+        choose_memory_plan(one, 10 * MIB, 2, UserChoice(), lambda own: 50.0 * MIB)
     assert "found --memory 10 MiB: take more workers or more memory" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"group": 2}, Choice(2, 1, (0,))),
-        ({"prefetch": 3}, Choice(4, 3, (0,))),
-        ({"keep": False}, Choice(4, 1)),
-        ({"keep": True, "group": 1, "prefetch": 0}, Choice(1, 0, (0,))),
+        ({"group": 2}, MemoryChoice(2, 1, (0,))),
+        ({"prefetch": 3}, MemoryChoice(4, 3, (0,))),
+        ({"cache_for_backward": False}, MemoryChoice(4, 1)),
+        ({"cache_for_backward": True, "group": 1, "prefetch": 0}, MemoryChoice(1, 0, (0,))),
     ],
 )
-def test_what_the_user_says_stays(given: dict[str, Any], expected: Choice) -> None:
+def test_what_the_user_says_stays(given: dict[str, Any], expected: MemoryChoice) -> None:
     one = needs([0, 1, 1, 1], [trip(0, MIB, kept=True)])
-    assert choose(one, 2**40, 4, Given(**given), lambda own: own)[0] == expected
+    assert choose_memory_plan(one, 2**40, 4, UserChoice(**given), lambda own: own)[0] == expected

@@ -15,12 +15,12 @@ from gnnfleet.config.resolve import overlay, resolve
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.events.negatives import AllDestinations, EventNegatives
+from gnnfleet.graph.events.negatives import AllDestinations, NegativeSampler
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.ranking import average_precision
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.strategies.temporal.batch_step import embed, last_events, remember
-from gnnfleet.strategies.temporal.memory import Memory, Writes
+from gnnfleet.strategies.temporal.batch_step import embed, last_events, update_memory
+from gnnfleet.strategies.temporal.memory import MemoryUpdate, NodeMemory
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
 from gnnfleet.tasks.event import EventTask, link_scores
 from gnnfleet.training.build import build
@@ -52,14 +52,14 @@ def of_stream(stream: EventStream, keep: Tensor, *, shift: int = 0) -> Graph:
 def scores(strategy: TemporalStrategy, upto: int) -> tuple[Tensor, Tensor]:
     """Embeddings of both ends of events before ``upto`` and their logits, batches as in training, weights at rest."""
     strategy.model.eval()
-    lookout, memory, task = strategy._lookout, strategy.turns.shared.memory, strategy.task
+    lookout, memory, task = strategy._lookout, strategy.scheduler.shared.memory, strategy.task
     memory.reset()
     found, logits = [], []
     bounds = task.stream.batches(20)
     for low, high in pairwise(bounds):
         batch = lookout.batch(low, high, torch.empty(high - low, 0, dtype=torch.int64))
         with torch.no_grad():
-            fresh, writes = remember(strategy.model, task.stream, batch, memory.read(batch.block.nodes))
+            fresh, writes = update_memory(strategy.model, task.stream, batch, memory.read(batch.block.nodes))
             assert writes is not None
             memory.write(writes)
             z = embed(strategy.model, batch, fresh, None, DrawKey())
@@ -93,7 +93,7 @@ def test_a_batch_does_not_see_itself(queries: str) -> None:
     strategy = made(events(), {"strategy": {"queries": queries}, "model": {"layers": 2}})
     for low, high in ((100, 120), (110, 120)):
         hops = strategy._look_up(low, high, 0, whole=(100, 120)).block.hops
-        assert len(hops) == 2 and all(int(hop.edge[hop.near >= 0].max()) < 100 for hop in hops)
+        assert len(hops) == 2 and all(int(hop.edge[hop.neighbors >= 0].max()) < 100 for hop in hops)
 
 
 def test_training_knows_no_destination_that_comes_later() -> None:
@@ -108,12 +108,14 @@ def test_training_knows_no_destination_that_comes_later() -> None:
         return made(Graph(pairs, time=stream.t, edge_attr=stream.msg, num_nodes=stream.num_nodes))
 
     one, other = with_destinations(stream.dst).task, with_destinations(torch.cat([known, later])).task
-    drawn, again = (torch.cat([task.drawn(0, train, sweep=sweep) for sweep in range(9)]) for task in (one, other))
+    drawn, again = (
+        torch.cat([task.sample_negatives(0, train, sweep=sweep) for sweep in range(9)]) for task in (one, other)
+    )
     assert torch.equal(drawn, again) and torch.equal(torch.unique(drawn), torch.unique(known))
-    assert bool((other.negatives.evaluation(torch.arange(train), known, count=3) == new).any())
+    assert bool((other.negatives.for_evaluation(torch.arange(train), known, count=3) == new).any())
     alone = with_destinations(torch.cat([known[:1].expand(train), stream.dst[train:]]))
     with pytest.raises(ConfigError, match="1 negatives need 2 destinations, found 1"):
-        list(alone.steps(0))
+        list(alone.train_epoch(0))
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
@@ -123,7 +125,7 @@ def test_a_shift_of_all_times_changes_nothing(precision: str) -> None:
     runs = []
     for shift in (0, 1_700_000_000):
         strategy = made(of_stream(stream, torch.arange(len(stream)), shift=shift), {"precision": precision})
-        losses = [record.loss for record in strategy.steps(0)]
+        losses = [record.loss for record in strategy.train_epoch(0)]
         runs.append((losses, strategy.evaluate("test"), dict(strategy.model.state_dict())))
     (losses, test, weights), (others, shifted, moved) = runs
     assert losses == others and test == shifted
@@ -134,14 +136,14 @@ def test_attention_may_look_at_drawn_events() -> None:
     """Of all that a node has had before, others in every pass, the same in every run and evaluation."""
     words = {"strategy": {"events": "drawn", "static": True, "static_epochs": 1}}
     one, two, latest = made(events(), words), made(events(), words), made(events())
-    negatives = one.task.drawn(150, 170, sweep=0)
+    negatives = one.task.sample_negatives(150, 170, sweep=0)
     seen = [one._lookout.batch(150, 170, negatives, sweep=sweep).block.hops[0] for sweep in (0, 0, 1)]
     assert torch.equal(seen[0].edge, seen[1].edge) and not torch.equal(seen[0].edge, seen[2].edge)
     newest = latest._lookout.batch(150, 170, negatives).block.hops[0]
-    there = seen[0].near >= 0
-    assert torch.equal(there, newest.near >= 0)  # as many
+    there = seen[0].neighbors >= 0
+    assert torch.equal(there, newest.neighbors >= 0)  # as many
     assert bool((seen[0].edge[there] < newest.edge[there]).any()) and int(seen[0].edge[there].max()) < 150
-    runs = [([record.loss for record in each.steps(0)], each.evaluate("test")) for each in (one, two)]
+    runs = [([record.loss for record in each.train_epoch(0)], each.evaluate("test")) for each in (one, two)]
     assert runs[0] == runs[1]
 
 
@@ -151,7 +153,7 @@ def test_the_unit_of_times_changes_nothing() -> None:
     for unit in (1, 1024):
         graph = of_stream(replace(stream, t=stream.t * unit), torch.arange(len(stream)))
         strategy = made(graph, {"strategy": {"static": True, "static_epochs": 1}})
-        runs.append(([record.loss for record in strategy.steps(0)], strategy.evaluate("test")))
+        runs.append(([record.loss for record in strategy.train_epoch(0)], strategy.evaluate("test")))
     assert runs[0] == runs[1]
 
 
@@ -160,7 +162,7 @@ def test_a_stray_time_decides_no_unit() -> None:
 
     def of(t: Tensor) -> EventTask:
         stream = EventStream.from_arrays(torch.zeros(len(t)), torch.ones(len(t)), t)
-        return EventTask(stream, {"train": stream}, "node", EventNegatives(stream.destinations))
+        return EventTask(stream, {"train": stream}, "node", NegativeSampler(stream.destinations))
 
     t = 1_700_000_000 + torch.randint(1, 20, (400,), generator=torch.Generator().manual_seed(0)).cumsum(0)
     task = of(t)
@@ -182,7 +184,7 @@ def test_training_leaves_the_clock_alone() -> None:
         strategy = made(events(), {"model": {"clock": clock}})
         first = {name: value.clone() for name, value in strategy.state_dict()["model"].items() if "clock" in name}
         assert set(first) == {f"{part}.clock.{name}" for part in ("cell", "layers.0") for name in ("weight", "bias")}
-        list(islice(strategy.steps(0), 2))  # the first batch has nothing to look back on
+        list(islice(strategy.train_epoch(0), 2))  # the first batch has nothing to look back on
         after = strategy.state_dict()["model"]
         assert any(not torch.equal(after[name], value) for name, value in first.items()) == moves
 
@@ -192,14 +194,14 @@ def test_a_run_goes_on_bit_for_bit(words: dict[str, Any]) -> None:
     graph = events()
     through = made(graph, words)
     for epoch in range(2):
-        list(through.steps(epoch))
+        list(through.train_epoch(epoch))
     stopped = made(graph, words)
-    list(stopped.steps(0))
-    list(islice(stopped.steps(1), 3))
+    list(stopped.train_epoch(0))
+    list(islice(stopped.train_epoch(1), 3))
     state = {part: {name: t.clone() for name, t in each.items()} for part, each in stopped.state_dict().items()}
     resumed = made(graph, words)
     resumed.load_state_dict(state)
-    list(resumed.steps(1, first=3))
+    list(resumed.train_epoch(1, first=3))
     for part, tensors in through.state_dict().items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, resumed.state_dict()[part][name]), (part, name)
@@ -210,12 +212,12 @@ def test_evaluation_leaves_training_alone_and_repeats_itself() -> None:
     graph = events()
     watched, alone = made(graph), made(graph)
     for epoch in range(2):
-        a = list(watched.steps(epoch))
+        a = list(watched.train_epoch(epoch))
         first, again = watched.validate(), watched.validate()
         assert first == again
         test = watched.evaluate("test")
         assert watched.evaluate("test") == test
-        assert [r.loss for r in a] == [r.loss for r in alone.steps(epoch)]
+        assert [r.loss for r in a] == [r.loss for r in alone.train_epoch(epoch)]
     for name, tensor in watched.model.state_dict().items():
         assert torch.equal(tensor, alone.model.state_dict()[name])
 
@@ -237,7 +239,7 @@ def test_metrics_are_over_all_scores_of_a_split() -> None:
     for low in range(part.first, part.first + len(part), 10):
         piece = low, min(low + 10, part.first + len(part))
         rows.append(strategy._evaluator._ranked(memory, None, piece, piece, full=True))
-        strategy._evaluator._advance(memory, *piece)
+        strategy._evaluator._replay_batch(memory, *piece)
     _, positive, negative, ranks = torch.cat(rows).t()
     found = strategy.evaluate("test")
     assert found["ap"] == pytest.approx(average_precision(positive, negative))
@@ -254,7 +256,7 @@ def test_the_one_negative_is_the_same_by_both_rules() -> None:
     torch.testing.assert_close(few[:, :3], every[:, :3])
     column = rule.one_of(part.numbers, 4)[:, None]
     assert len(torch.unique(column)) == 4
-    one = rule.evaluation(part.numbers, part.dst, count=4).gather(1, column)
+    one = rule.for_evaluation(part.numbers, part.dst, count=4).gather(1, column)
     torch.testing.assert_close(evaluator._scores(memory, None, piece, piece, one)[1][:, 0], few[:, 2])
 
 
@@ -300,13 +302,13 @@ def test_the_state_before_all_events_is_empty() -> None:
 
 def test_batches_end_before_too_many_updates_are_lost() -> None:
     """Trained on, walked through for evaluations and gone on with as any others."""
-    graph, words = events(), {"strategy": {"batch": 40, "lost": 0.5, "eval_batch": 40}}
+    graph, words = events(), {"strategy": {"batch": 40, "max_lost_updates": 0.5, "eval_batch": 40}}
     strategy, plain = made(graph, words), made(graph, {"strategy": {"batch": 40, "eval_batch": 40}})
     train = strategy.task.parts["train"]
-    bounds = list(strategy.turns.bounds)
-    assert bounds == train.batches_within(0.5, most=40) and len(bounds) > len(plain.turns.bounds)
-    assert [record.count for record in strategy.steps(0)] == [high - low for low, high in pairwise(bounds)]
-    trained = strategy.turns.shared.memory.copy()
+    bounds = list(strategy.scheduler.bounds)
+    assert bounds == train.bounded_loss_batches(0.5, most=40) and len(bounds) > len(plain.scheduler.bounds)
+    assert [record.count for record in strategy.train_epoch(0)] == [high - low for low, high in pairwise(bounds)]
+    trained = strategy.scheduler.shared.memory.copy()
     at_rest = made(graph, words)
     at_rest.model.load_state_dict(strategy.model.state_dict())
     walked = at_rest._after(len(train))
@@ -341,13 +343,13 @@ def test_static_rows_come_from_training_alone() -> None:
 
 def test_queries_per_batch_look_once_at_every_node() -> None:
     strategy = made(events(), {"strategy": {"queries": "batch"}})
-    batch = strategy._lookout.batch(100, 120, strategy.task.drawn(100, 120, sweep=0))
+    batch = strategy._lookout.batch(100, 120, strategy.task.sample_negatives(100, 120, sweep=0))
     hop = batch.block.hops[0]
     assert batch.places is not None and len(torch.unique(hop.query)) == len(hop.query) == batch.block.num_queries
-    assert int(hop.edge[hop.near >= 0].max()) < 100
-    after = strategy._lookout.batch(120, 140, strategy.task.drawn(120, 140, sweep=0)).block.hops[0]
+    assert int(hop.edge[hop.neighbors >= 0].max()) < 100
+    after = strategy._lookout.batch(120, 140, strategy.task.sample_negatives(120, 140, sweep=0)).block.hops[0]
     assert not torch.isin(hop.ids, after.ids).any(), "dropout is drawn anew in every batch"
-    assert all(record.loss > 0 for record in strategy.steps(0))
+    assert all(record.loss > 0 for record in strategy.train_epoch(0))
 
 
 def test_the_last_event_of_a_node_counts_and_shares_agree() -> None:
@@ -357,16 +359,16 @@ def test_the_last_event_of_a_node_counts_and_shares_agree() -> None:
         found = [n for n in range(40, 90) if node in (int(stream.src[n]), int(stream.dst[n]))]
         assert number == found[-1] and {node, end} == {int(stream.src[number]), int(stream.dst[number])}
     strategy, nobody = made(events()), torch.empty(25, 0, dtype=torch.int64)
-    shares = [strategy._lookout.batch(low, low + 25, nobody, whole=(40, 90)).left for low in (40, 65)]
+    shares = [strategy._lookout.batch(low, low + 25, nobody, whole=(40, 90)).targets for low in (40, 65)]
     every = torch.cat([left.ids for left in shares])
     assert torch.equal(every.sort().values, nodes), "each node is written by exactly one share"
 
 
 def test_memory_keeps_which_events_it_comes_from() -> None:
-    memory = Memory.empty(4, 2)
+    memory = NodeMemory.empty(4, 2)
     ids = torch.tensor([2, 0])
-    memory.write(Writes(ids, torch.ones(2, 2), torch.ones(2, 4), torch.tensor([5, 6])))
-    memory.write(Writes(ids[:1], torch.full((1, 2), 3.0), torch.zeros(1, 4), torch.tensor([9])))
+    memory.write(MemoryUpdate(ids, torch.ones(2, 2), torch.ones(2, 4), torch.tensor([5, 6])))
+    memory.write(MemoryUpdate(ids[:1], torch.full((1, 2), 3.0), torch.zeros(1, 4), torch.tensor([9])))
     rows = memory.read(torch.tensor([0, 1, 2]))
     assert rows.mail_event.tolist() == [6, -1, 9] and rows.memory_event.tolist() == [-1, -1, 5]
     copy = memory.copy()
@@ -376,7 +378,7 @@ def test_memory_keeps_which_events_it_comes_from() -> None:
     memory.load_state_dict(copy.state_dict())
     assert torch.equal(memory.read(ids).memory, copy.read(ids).memory)
     memory.tables["memory_event"][3] = 4  # begun within the stream: no mail, but an event before
-    memory.write(Writes(torch.tensor([3]), torch.ones(1, 2), torch.ones(1, 4), torch.tensor([10])))
+    memory.write(MemoryUpdate(torch.tensor([3]), torch.ones(1, 2), torch.ones(1, 4), torch.tensor([10])))
     assert memory.read(torch.tensor([3])).memory_event.tolist() == [4]
 
 
@@ -402,7 +404,7 @@ def test_classes_of_events_are_learnt() -> None:
     y[::7] = -1
     graph = Graph(torch.stack([stream.src, stream.dst]), time=stream.t, edge_attr=stream.msg, edge_y=y)
     strategy = made(graph, {"task": "edge", "train": {"lr": 0.01}})
-    losses = [sum(r.loss * r.count for r in strategy.steps(epoch)) for epoch in range(2)]
+    losses = [sum(r.loss * r.count for r in strategy.train_epoch(epoch)) for epoch in range(2)]
     assert losses[1] < losses[0]
     found = strategy.evaluate("test")
     new = EventStream.of(graph).slice(590, 600)
@@ -416,7 +418,7 @@ def test_classes_of_events_are_learnt() -> None:
 def test_bf16_stays_near() -> None:
     graph = events()
     exact, rounded = made(graph), made(graph, {"precision": "bf16"})
-    for a, b in zip(exact.steps(0), rounded.steps(0), strict=True):
+    for a, b in zip(exact.train_epoch(0), rounded.train_epoch(0), strict=True):
         assert b.loss == pytest.approx(a.loss, rel=0.15)
 
 
@@ -424,7 +426,7 @@ def test_evaluations_are_of_an_average_of_weights() -> None:
     """Training does not know of it; a state has both, and a model that is kept is the average."""
     plain, averaged = made(events(), {"strategy": {"average": 0}}), made(events(), {"strategy": {"average": 0.5}})
     wanted: dict[str, Tensor] = {}
-    for number, (one, two) in enumerate(zip(plain.steps(0), averaged.steps(0), strict=True), 1):
+    for number, (one, two) in enumerate(zip(plain.train_epoch(0), averaged.train_epoch(0), strict=True), 1):
         assert one.loss == two.loss
         keep = min(0.5, number / (number + 9))
         now = {name: weight.detach().clone() for name, weight in plain.model.named_parameters()}

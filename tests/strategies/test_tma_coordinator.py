@@ -15,32 +15,32 @@ import pytest
 import torch
 
 from gnnfleet.comm import message_store as posts
-from gnnfleet.comm.message_store import Address, Post
+from gnnfleet.comm.message_store import Address, MessageStore
 from gnnfleet.errors import ExchangeError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition.assign import Assignment, assign
-from gnnfleet.graph.partition.node_assignment import Clusters, Deal, write_clusters
-from gnnfleet.graph.partition.partition_metrics import measure
+from gnnfleet.graph.partition.assign import Assignment, assign_nodes
+from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment, write_clusters
+from gnnfleet.graph.partition.partition_metrics import measure_partition
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.strategies.tma.averaging import Layout, Outer, combine, medoid_weights
+from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer, medoid_weights, weighted_mean
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.coordinator import Desk, Table
-from gnnfleet.strategies.tma.protocol import Give, Now, Watch, write_give, write_took
+from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable
+from gnnfleet.strategies.tma.protocol import CoordinatorClient, RunState, TrainerUpdate, write_round_ack, write_update
 from tests.faults.trials import until
 from tests.graphs import communities
 
 
 def test_letters_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posts, "PIECE", 10)
-    post = Post.serve()
-    other = Post.connect(post.address)
+    monkeypatch.setattr(posts, "PIECE_BYTES", 10)
+    post = MessageStore.serve()
+    other = MessageStore.connect(post.address)
     body = torch.arange(35, dtype=torch.uint8)
     other.write("a", {"n": 1}, body)
     found = post.read("a")
-    assert found is not None and found.words == {"n": 1} and torch.equal(found.body, body)
+    assert found is not None and found.fields == {"n": 1} and torch.equal(found.body, body)
     other.write("a", {"n": 2}, body[:3])
     found = post.read("a")
-    assert found is not None and found.words == {"n": 2} and len(found.body) == 3
+    assert found is not None and found.fields == {"n": 2} and len(found.body) == 3
     post.remove("a")
     assert other.read("a") is None and not other.has("a")
     assert [post.count("k"), other.count("k", 2), post.count("k", 0)] == [1, 3, 3]
@@ -48,39 +48,39 @@ def test_letters_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
         Address.parse("29500")
     listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == post.address.port}
     assert listening == {"127.0.0.1"}, "nobody else can knock"
-    monkeypatch.setattr(posts, "PATIENCE", 1.0)
+    monkeypatch.setattr(posts, "CONNECT_TIMEOUT", 1.0)
     with pytest.raises(ExchangeError, match=r"lost the coordinator's server at 127\.0\.0\.1:1"):
-        Post.connect(Address("127.0.0.1", 1))
+        MessageStore.connect(Address("127.0.0.1", 1))
 
 
 def test_means() -> None:
     rows = [torch.randn(7, dtype=torch.float64) for _ in range(3)]
-    assert torch.equal(combine(rows[:1], [0.3]), rows[0]), "one is itself, to the bit"
-    torch.testing.assert_close(combine(rows, [2.0, 2.0, 2.0]), torch.stack(rows).mean(0))
+    assert torch.equal(weighted_mean(rows[:1], [0.3]), rows[0]), "one is itself, to the bit"
+    torch.testing.assert_close(weighted_mean(rows, [2.0, 2.0, 2.0]), torch.stack(rows).mean(0))
     far = [rows[0], rows[0] + 0.01, rows[0] + 100]
     weights = medoid_weights(far, [1.0, 1.0, 1.0], 0.1)
     assert weights[2] < 1e-2 * weights[0] and weights[0] == pytest.approx(weights[1], rel=0.01)
     assert medoid_weights([rows[0], rows[0]], [1.0, 2.0], 1.0) == [1.0, 2.0]
-    outer = Outer(0.5)
+    outer = OuterOptimizer(0.5)
     one = outer.step(rows[0], rows[1], 5)
     torch.testing.assert_close(one, rows[1])
     again = outer.step(one, one, 5)
     torch.testing.assert_close(again[:5], one[:5] + 0.5 * (rows[1] - rows[0])[:5])
     assert torch.equal(again[5:], one[5:]), "statistics have no momentum"
     tensors = {"b": torch.randn(2, 3), "a": torch.ones(4), "n": torch.tensor(3)}
-    layout = Layout.of(tensors, torch.float32, without=["a"])
+    layout = FlatLayout.of(tensors, torch.float32, without=["a"])
     assert list(layout.shapes) == ["b"] and torch.equal(layout.unpack(layout.pack(tensors))["b"], tensors["b"])
     assert layout.nbytes == 24
 
 
 def _share(graph: Graph, part: np.ndarray[tuple[int], np.dtype[np.int32]], parts: int) -> float:
-    return measure(graph, part, parts).kept_edges / graph.num_edges
+    return measure_partition(graph, part, parts).kept_edges / graph.num_edges
 
 
-def kept_share(graph: Graph, deal: Deal, among: int, number: int = 0) -> float:
+def kept_share(graph: Graph, deal: NodeAssignment, among: int, number: int = 0) -> float:
     part = torch.empty(graph.num_nodes, dtype=torch.int32)
     for place in range(among):
-        part[deal.own(place, among, number)["node"]] = place
+        part[deal.nodes_of(place, among, number)["node"]] = place
     return _share(graph, part.numpy(), among)
 
 
@@ -88,32 +88,32 @@ def test_deals(tmp_path: Path) -> None:
     """Every node once; random keeps 1/M of the edges; fewer clusters keep more; one each keeps all but the cut."""
     graph = communities(3000)
     counts = {"node": graph.num_nodes}
-    loops = float((graph.only_edges.src == graph.only_edges.dst()).float().mean())
+    loops = float((graph.single_edges.src == graph.single_edges.dst()).float().mean())
     assert loops == 0
     shares = []
     for clusters in (0, 1500, 60, 3):
-        deal = Deal(counts, None, seed=4)
+        deal = NodeAssignment(counts, None, seed=4)
         if clusters:
             method, parts = ("mincut", 3) if clusters == 3 else ("super", 1)
             options = {} if clusters == 3 else {"clusters": clusters}
-            found = assign(graph, parts, method, **options)
+            found = assign_nodes(graph, parts, method, **options)
             write_clusters(graph, found, tmp_path / str(clusters))
-            deal = Deal(counts, Clusters.open(tmp_path / str(clusters)), seed=4)
+            deal = NodeAssignment(counts, ClusterMap.open(tmp_path / str(clusters)), seed=4)
         for among, number in ((3, 0), (2, 0), (3, 5)):
-            ids = [deal.own(place, among, number)["node"] for place in range(among)]
+            ids = [deal.nodes_of(place, among, number)["node"] for place in range(among)]
             assert torch.equal(torch.cat(ids).sort().values, torch.arange(graph.num_nodes))
             assert all(torch.equal(rows, rows.sort().values) for rows in ids)
         shares.append(kept_share(graph, deal, 3))
     assert shares[0] == pytest.approx(1 / 3, abs=0.03) and shares == sorted(shares)
-    cut = assign(graph, 3, "mincut")
+    cut = assign_nodes(graph, 3, "mincut")
     assert shares[3] == pytest.approx(_share(graph, cut.part, 3))
     seen = torch.zeros(graph.num_edges, dtype=torch.bool)  # of edges, over many deals
-    src, dst = graph.only_edges.edge_index()
-    deal = Deal(counts, Clusters.open(tmp_path / "60"), seed=4)
+    src, dst = graph.single_edges.edge_index()
+    deal = NodeAssignment(counts, ClusterMap.open(tmp_path / "60"), seed=4)
     for number in range(40):
         part = torch.empty(graph.num_nodes, dtype=torch.int64)
         for place in range(3):
-            part[deal.own(place, 3, number)["node"]] = place
+            part[deal.nodes_of(place, 3, number)["node"]] = place
         seen |= part[src] == part[dst]
     assert bool(seen.all())
 
@@ -124,21 +124,21 @@ def test_clusters_of_another_graph_are_refused(tmp_path: Path) -> None:
     one, two = open_store(tmp_path / "a"), open_store(tmp_path / "b")
     part = np.zeros(one.num_nodes, dtype=np.int32)
     write_clusters(one, Assignment(part=part, parts=1, method="mincut"), tmp_path / "deal")
-    assert len(Clusters.open(tmp_path / "deal", one).sizes) == 1
+    assert len(ClusterMap.open(tmp_path / "deal", one).sizes) == 1
     with pytest.raises(Exception, match="another version"):
-        Clusters.open(tmp_path / "deal", two)
+        ClusterMap.open(tmp_path / "deal", two)
 
 
 def test_rows_of_a_trainer_that_was_started_anew_are_kept() -> None:
     """It does not know them yet: it gives none, and finds them with the next round."""
-    post = Post.serve()
-    layout = Layout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
-    deal = Deal({"node": 40}, None)
-    own = [deal.own(place, 2)["node"] for place in range(2)]
-    desk = Desk(
-        config=TmaConfig(steps=1, give_up=20), trainers=2, post=post.another(), layout=layout, first=0, last=3,
-        deal=deal, weights=torch.zeros(2, dtype=torch.float64), outer=Outer(0.0),
-        tables={"e": Table("node", torch.zeros(40, 1, dtype=torch.float64))},
+    post = MessageStore.serve()
+    layout = FlatLayout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
+    deal = NodeAssignment({"node": 40}, None)
+    own = [deal.nodes_of(place, 2)["node"] for place in range(2)]
+    desk = Coordinator(
+        config=TmaConfig(steps=1, give_up=20), trainers=2, store=post.reconnect(), layout=layout, first=0, last=3,
+        assignment=deal, weights=torch.zeros(2, dtype=torch.float64), outer=OuterOptimizer(0.0),
+        tables={"e": EmbeddingTable("node", torch.zeros(40, 1, dtype=torch.float64))},
     )  # fmt: skip
     until(lambda: post.has("now"), 10, "first weights")
     for number in range(2):
@@ -146,8 +146,10 @@ def test_rows_of_a_trainer_that_was_started_anew_are_kept() -> None:
             fresh = number == 1 and i == 1
             rows = {} if fresh else {"e": torch.full((len(own[i]), 1), 10.0 + i, dtype=torch.float64)}
             assert post.has(f"rows/1/{number}/{i}") == (number == 0)
-            write_give(post, Now(1, number), i, Give(0 if fresh else 1, 1, 0.0, 1, sign(number, i), None, rows))
-        closed = desk.next()
+            write_update(
+                post, RunState(1, number), i, TrainerUpdate(0 if fresh else 1, 1, 0.0, 1, sign(number, i), None, rows)
+            )
+        closed = desk.wait_round()
         assert closed.rows["e"][own[1]].unique().tolist() == [11.0] and closed.rows["e"][own[0]].unique() == 10.0
     assert post.has("rows/1/2/1") and not post.has("rows/1/2/0")
     desk.close()
@@ -155,27 +157,29 @@ def test_rows_of_a_trainer_that_was_started_anew_are_kept() -> None:
 
 def test_statistics_go_by_what_was_seen() -> None:
     """The first number is learnt and averaged evenly, the second is a statistic."""
-    post = Post.serve()
-    layout = Layout({"w": (1,), "mean": (1,)}, {"w": torch.float64, "mean": torch.float64}, torch.float64, 1)
-    desk = Desk(
-        config=TmaConfig(steps=1, give_up=20), trainers=2, post=post.another(), layout=layout, first=0, last=1,
-        deal=Deal({"node": 4}, None), weights=torch.zeros(2, dtype=torch.float64), outer=Outer(0.0),
+    post = MessageStore.serve()
+    layout = FlatLayout({"w": (1,), "mean": (1,)}, {"w": torch.float64, "mean": torch.float64}, torch.float64, 1)
+    desk = Coordinator(
+        config=TmaConfig(steps=1, give_up=20), trainers=2, store=post.reconnect(), layout=layout, first=0, last=1,
+        assignment=NodeAssignment({"node": 4}, None), weights=torch.zeros(2, dtype=torch.float64), outer=OuterOptimizer(0.0),
     )  # fmt: skip
     until(lambda: post.has("now"), 10, "first weights")
     for i, seen in enumerate((1, 3)):
-        write_give(post, Now(1, 0), i, Give(1, seen, 0.0, 1, torch.full((2,), float(i), dtype=torch.float64)))
-    assert desk.next().weights.tolist() == [0.5, 0.75]
+        write_update(
+            post, RunState(1, 0), i, TrainerUpdate(1, seen, 0.0, 1, torch.full((2,), float(i), dtype=torch.float64))
+        )
+    assert desk.wait_round().weights.tolist() == [0.5, 0.75]
     desk.close()
 
 
-LAYOUT = Layout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
+LAYOUT = FlatLayout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
 
 
-def desk_of(post: Post, config: TmaConfig, last: int, **more: Any) -> Desk:
+def desk_of(post: MessageStore, config: TmaConfig, last: int, **more: Any) -> Coordinator:
     """With two trainers, whose letters the test writes."""
-    desk = Desk(
-        config=config, trainers=2, post=post.another(), layout=LAYOUT, first=0, last=last, outer=Outer(0.0),
-        deal=Deal({"node": 40}, None), weights=torch.zeros(2, dtype=torch.float64), **more,
+    desk = Coordinator(
+        config=config, trainers=2, store=post.reconnect(), layout=LAYOUT, first=0, last=last, outer=OuterOptimizer(0.0),
+        assignment=NodeAssignment({"node": 40}, None), weights=torch.zeros(2, dtype=torch.float64), **more,
     )  # fmt: skip
     until(lambda: post.has("now"), 10, "first weights")
     return desk
@@ -183,19 +187,24 @@ def desk_of(post: Post, config: TmaConfig, last: int, **more: Any) -> Desk:
 
 @pytest.mark.parametrize(("weighting", "mean"), [("uniform", 0.5), ("edges", 0.8), ("steps", 0.9)])
 def test_trainers_count_by_their_edges_or_steps(weighting: Any, mean: float) -> None:
-    post = Post.serve()
+    post = MessageStore.serve()
     desk = desk_of(post, TmaConfig(steps=1, give_up=20, weighting=weighting), 1)
     for i, (steps, edges) in enumerate(((1, 10), (9, 40))):
-        write_give(post, Now(1, 0), i, Give(steps, 1, 0.0, edges, torch.full((2,), float(i), dtype=torch.float64)))
-    torch.testing.assert_close(desk.next().weights, torch.full((2,), mean, dtype=torch.float64))
+        write_update(
+            post,
+            RunState(1, 0),
+            i,
+            TrainerUpdate(steps, 1, 0.0, edges, torch.full((2,), float(i), dtype=torch.float64)),
+        )
+    torch.testing.assert_close(desk.wait_round().weights, torch.full((2,), mean, dtype=torch.float64))
     desk.close()
 
 
 GONE: list[tuple[Any, dict[str, Any] | None, tuple[int, ...]]] = [
-    ("redeal", {}, (0,)),
-    ("leave", {}, (0, 1)),
-    ("redeal", None, (0, 1)),  # only silent: it may be back in the next round
-    ("redeal", {"raised": True}, (0, 1)),  # its nodes might bring it upon others
+    ("reassign", {}, (0,)),
+    ("drop", {}, (0, 1)),
+    ("reassign", None, (0, 1)),  # only silent: it may be back in the next round
+    ("reassign", {"raised": True}, (0, 1)),  # its nodes might bring it upon others
 ]
 
 
@@ -203,29 +212,31 @@ GONE: list[tuple[Any, dict[str, Any] | None, tuple[int, ...]]] = [
 def test_nodes_are_dealt_anew_when_a_trainer_is_gone_for_good(
     lost: Any, gone: dict[str, Any] | None, left: tuple[int, ...]
 ) -> None:
-    post = Post.serve()
-    desk = desk_of(post, TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=60, lost=lost), 2)
+    post = MessageStore.serve()
+    desk = desk_of(post, TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=60, on_trainer_loss=lost), 2)
     if gone is not None:
         post.write("gone/1", gone)
-    write_give(post, Now(1, 0), 0, Give(1, 1, 0.0, 1, sign(0, 0)))
-    assert desk.next().trainers == (0,)
+    write_update(post, RunState(1, 0), 0, TrainerUpdate(1, 1, 0.0, 1, sign(0, 0)))
+    assert desk.wait_round().trainers == (0,)
     assert among(post, 1, 1) == left
     desk.close()
-    again = desk_of(post, TmaConfig(steps=1, give_up=60, lost=lost), 2)  # a coordinator that was started again
+    again = desk_of(
+        post, TmaConfig(steps=1, give_up=60, on_trainer_loss=lost), 2
+    )  # a coordinator that was started again
     until(lambda: post.has("take/2/0"), 10, "weights of another era")
     assert among(post, 2, 0) == left
     again.close()
 
 
-def among(post: Post, era: int, number: int) -> tuple[int, ...]:
+def among(post: MessageStore, era: int, number: int) -> tuple[int, ...]:
     """Who shares the nodes in a round."""
     letter = post.read(f"take/{era}/{number}")
     assert letter is not None
-    return tuple(letter.words["among"])
+    return tuple(letter.fields["among"])
 
 
 def test_nodes_are_dealt_anew_after_a_long_silence_and_when_it_is_over() -> None:
-    post = Post.serve()
+    post = MessageStore.serve()
     desk = desk_of(post, TmaConfig(steps=1, deadline=0.1, silence=0.5, give_up=1), 4)
     for _ in range(12):
         post.count("beat/0")
@@ -234,25 +245,25 @@ def test_nodes_are_dealt_anew_after_a_long_silence_and_when_it_is_over() -> None
         for i in range(number + 1):
             post.count(f"beat/{i}")
         time.sleep(0.2)
-        write_give(post, Now(1, number), 0, Give(1, 1, 0.0, 1, sign(number, 0)))
-        assert desk.next().trainers == (0,)
+        write_update(post, RunState(1, number), 0, TrainerUpdate(1, 1, 0.0, 1, sign(number, 0)))
+        assert desk.wait_round().trainers == (0,)
         assert among(post, 1, number + 1) == left
     desk.close()
 
 
 def test_who_comes_back_when_all_others_are_gone_has_nodes_again() -> None:
     """Nothing is counted in the round in which nobody was left."""
-    post = Post.serve()
+    post = MessageStore.serve()
     desk = desk_of(post, TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=20), 4)
     post.write("gone/1", {})
-    write_give(post, Now(1, 0), 0, Give(1, 1, 0.0, 1, sign(0, 0)))
-    assert desk.next().trainers == (0,) and among(post, 1, 1) == (0,)
+    write_update(post, RunState(1, 0), 0, TrainerUpdate(1, 1, 0.0, 1, sign(0, 0)))
+    assert desk.wait_round().trainers == (0,) and among(post, 1, 1) == (0,)
     post.remove("gone/1")
     post.write("gone/0", {})
     for _ in range(3):
         post.count("beat/1")
         time.sleep(0.1)
-    closed = desk.next()
+    closed = desk.wait_round()
     assert closed.trainers == () and closed.steps == 0 and torch.equal(closed.weights, sign(0, 0))
     assert among(post, 1, 2) == (1,)
     desk.close()
@@ -260,25 +271,25 @@ def test_who_comes_back_when_all_others_are_gone_has_nodes_again() -> None:
 
 def test_trainers_hear_that_all_is_over_when_all_is_kept() -> None:
     """Until then a coordinator that was lost may be started again, and needs them."""
-    post = Post.serve()
+    post = MessageStore.serve()
     desk = desk_of(post, TmaConfig(steps=1, give_up=20), 1)
     for i in range(2):
-        write_give(post, Now(1, 0), i, Give(1, 1, 0.0, 1, sign(0, i)))
-    desk.next()
+        write_update(post, RunState(1, 0), i, TrainerUpdate(1, 1, 0.0, 1, sign(0, i)))
+    desk.wait_round()
     until(lambda: post.has("take/1/1"), 10, "the end of the last round")
     now = post.read("now")
-    assert among(post, 1, 1) == () and now is not None and now.words == {"era": 1, "round": 1, "done": False}
+    assert among(post, 1, 1) == () and now is not None and now.fields == {"era": 1, "round": 1, "done": False}
     assert desk.close()
     now = post.read("now")
-    assert now is not None and now.words["done"]
+    assert now is not None and now.fields["done"]
 
 
 def test_weights_that_are_not_finite_do_not_count() -> None:
-    post, said = Post.serve(), []
+    post, said = MessageStore.serve(), []
     desk = desk_of(post, TmaConfig(steps=1, give_up=20), 1, say=said.append)
     for i, value in enumerate((3.0, math.inf)):
-        write_give(post, Now(1, 0), i, Give(1, 1, 0.0, 1, torch.full((2,), value, dtype=torch.float64)))
-    closed = desk.next()
+        write_update(post, RunState(1, 0), i, TrainerUpdate(1, 1, 0.0, 1, torch.full((2,), value, dtype=torch.float64)))
+    closed = desk.wait_round()
     assert closed.weights.tolist() == [3.0, 3.0] and closed.trainers == (0,)
     assert said == ["round 1: the weights of trainer 1 are not finite, so they are not counted"]
     desk.close()
@@ -286,19 +297,19 @@ def test_weights_that_are_not_finite_do_not_count() -> None:
 
 def test_who_was_late_is_waited_for_when_it_is_back() -> None:
     """Trainer 1 beats but hangs: rounds do not wait for it, whatever the deadline, until it has begun one."""
-    post = Post.serve()
+    post = MessageStore.serve()
     desk = desk_of(post, TmaConfig(steps=1, deadline=600, give_up=20), 3)
     desk._known[1].late = True  # a round has waited for it for as long as the deadline
     for number in range(2):
         post.count("beat/1")
-        write_give(post, Now(1, number), 0, Give(1, 1, 0.0, 1, sign(number, 0)))
-        assert desk.next().trainers == (0,)
-    write_took(post, Now(1, 2), 1)
+        write_update(post, RunState(1, number), 0, TrainerUpdate(1, 1, 0.0, 1, sign(number, 0)))
+        assert desk.wait_round().trainers == (0,)
+    write_round_ack(post, RunState(1, 2), 1)
     post.count("beat/1")
-    write_give(post, Now(1, 2), 0, Give(1, 1, 0.0, 1, sign(2, 0)))
+    write_update(post, RunState(1, 2), 0, TrainerUpdate(1, 1, 0.0, 1, sign(2, 0)))
     time.sleep(0.2)
-    write_give(post, Now(1, 2), 1, Give(1, 1, 0.0, 1, sign(2, 1)))
-    assert desk.next().trainers == (0, 1)
+    write_update(post, RunState(1, 2), 1, TrainerUpdate(1, 1, 0.0, 1, sign(2, 1)))
+    assert desk.wait_round().trainers == (0, 1)
     desk.close()
 
 
@@ -317,20 +328,20 @@ class Counting:
 
 def test_rounds_in_which_nobody_worked_are_corrected_too() -> None:
     """So that a run that goes on knows from the number of rounds which batches come next."""
-    post, correction = Post.serve(), Counting()
+    post, correction = MessageStore.serve(), Counting()
     desk = desk_of(post, TmaConfig(steps=1, give_up=20), 2, correct=correction)
     for number in range(2):
         for i in range(2):
-            write_give(post, Now(1, number), i, Give(number, number, 0.0, 1, sign(number, i)))
-        desk.next()
+            write_update(post, RunState(1, number), i, TrainerUpdate(number, number, 0.0, 1, sign(number, i)))
+        desk.wait_round()
         assert correction.made == number + 1
     desk.close()
 
 
 def test_a_coordinator_that_stands_still_is_lost() -> None:
     """Though the server of the post, which is the launcher's, answers."""
-    post, lost = Post.serve(), list[str]()
-    with Watch(post.another(), 1, give_up=1, lost=lost.append):
+    post, lost = MessageStore.serve(), list[str]()
+    with CoordinatorClient(post.reconnect(), 1, give_up=1, lost=lost.append):
         for _ in range(3):
             post.count("beat/coordinator")
             time.sleep(0.3)
@@ -342,10 +353,10 @@ def test_a_coordinator_that_stands_still_is_lost() -> None:
 
 def test_the_last_to_sit_down_is_the_trainer() -> None:
     """A process that was silent for so long that it was replaced finds that out and beats no more."""
-    post, lost = Post.serve(), []
-    with Watch(post.another(), 1, give_up=20, lost=lost.append) as first:
+    post, lost = MessageStore.serve(), []
+    with CoordinatorClient(post.reconnect(), 1, give_up=20, lost=lost.append) as first:
         until(lambda: post.count("beat/1", 0) > 0, 10, "a beat")
-        with Watch(post.another(), 1, give_up=20, lost=lost.append) as second:
+        with CoordinatorClient(post.reconnect(), 1, give_up=20, lost=lost.append) as second:
             until(lambda: first.replaced, 10, "the end of the first")
             assert not second.replaced
     assert not lost
@@ -353,8 +364,8 @@ def test_the_last_to_sit_down_is_the_trainer() -> None:
 
 def test_a_letter_that_is_replaced_is_never_torn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has read the head of the old one finds its pieces or none, never those of the new one."""
-    monkeypatch.setattr(posts, "PIECE", 4)
-    post = Post.serve()
+    monkeypatch.setattr(posts, "PIECE_BYTES", 4)
+    post = MessageStore.serve()
     heads = []
     for value in (1, 2):
         post.write("a", {"n": value}, torch.full((16,), value, dtype=torch.uint8))
@@ -373,38 +384,38 @@ def sign(number: int, trainer: int) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_counted_twice_or_late(seed: int) -> None:
     """Trainers answer after random delays, twice, for rounds that are over, or not at all for a while."""
-    post = Post.serve()
+    post = MessageStore.serve()
     config = TmaConfig(interval=0.03, deadline=0.06, silence=0.4, give_up=20)
-    layout = Layout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
-    deal = Deal({"node": 9}, None)
+    layout = FlatLayout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
+    deal = NodeAssignment({"node": 9}, None)
     stop = threading.Event()
 
     def trainer(index: int) -> None:
-        own, dice = post.another(), random.Random(f"{seed}/{index}")
+        own, dice = post.reconnect(), random.Random(f"{seed}/{index}")
         while not stop.is_set():
             own.count(f"beat/{index}")
             letter = own.read("now")
             if letter is None:
                 continue
-            now = Now(**letter.words)
+            now = RunState(**letter.fields)
             time.sleep(dice.uniform(0, 0.09))
-            give = Give(1, 1, 0.0, 1, sign(now.round, index))
+            give = TrainerUpdate(1, 1, 0.0, 1, sign(now.round, index))
             for _ in range(dice.choice([0, 1, 1, 1, 2])):
-                write_give(own, now, index, give)
+                write_update(own, now, index, give)
             if dice.random() < 0.3 and now.round:  # of a round that is closed
-                old = Give(1, 1, 0.0, 1, sign(now.round - 1, index))
-                write_give(own, Now(now.era, now.round - 1), index, old)
+                old = TrainerUpdate(1, 1, 0.0, 1, sign(now.round - 1, index))
+                write_update(own, RunState(now.incarnation, now.round - 1), index, old)
 
     threads = [threading.Thread(target=trainer, args=(index,), daemon=True) for index in range(3)]
     for thread in threads:
         thread.start()
-    desk = Desk(
-        config=config, trainers=3, post=post.another(), layout=layout, weights=torch.zeros(2, dtype=torch.float64),
-        first=2, last=22, deal=deal, outer=Outer(0.0),
+    desk = Coordinator(
+        config=config, trainers=3, store=post.reconnect(), layout=layout, weights=torch.zeros(2, dtype=torch.float64),
+        first=2, last=22, assignment=deal, outer=OuterOptimizer(0.0),
     )  # fmt: skip
     sizes, looked = set(), 0
     for number in range(2, 22):
-        closed = desk.next()
+        closed = desk.wait_round()
         assert closed.round == number
         if closed.state == number:  # else others are over too
             wanted = torch.stack([sign(number, index) for index in closed.trainers]).mean(0)
@@ -421,39 +432,39 @@ def test_nothing_is_counted_twice_or_late(seed: int) -> None:
 
 def test_a_round_by_the_clock_begins_when_trainers_do() -> None:
     """They make what they work on first, which may take longer than a round."""
-    post = Post.serve()
+    post = MessageStore.serve()
     desk = desk_of(post, TmaConfig(interval=0.2, deadline=20, give_up=60), 2)
     for i in range(2):
         post.count(f"beat/{i}")
-    write_took(post, Now(1, 0), 0)
+    write_round_ack(post, RunState(1, 0), 0)
     time.sleep(0.6)
     assert not post.has("call/1")
-    write_took(post, Now(1, 0), 1)
+    write_round_ack(post, RunState(1, 0), 1)
     began = time.monotonic()
     until(lambda: post.has("call/1"), 10, "the end of the round")
     assert time.monotonic() - began > 0.15
     for i in range(2):
-        write_give(post, Now(1, 0), i, Give(1, 1, 0.0, 1, sign(0, i)))
-    closed = desk.next()
+        write_update(post, RunState(1, 0), i, TrainerUpdate(1, 1, 0.0, 1, sign(0, i)))
+    closed = desk.wait_round()
     assert closed.seconds < 5 and time.monotonic() - began > closed.seconds, "starting is no part of it"
     desk.close()
 
 
 def test_only_the_newest_round_by_the_clock_has_learnt_rows() -> None:
     """The loop may look at one round while the clock closes many."""
-    post = Post.serve()
-    tables = {"e": Table("node", torch.zeros(40, 1, dtype=torch.float64))}
+    post = MessageStore.serve()
+    tables = {"e": EmbeddingTable("node", torch.zeros(40, 1, dtype=torch.float64))}
     desk = desk_of(post, TmaConfig(interval=0.01, deadline=5, give_up=60), 4, tables=tables)
-    own = [Deal({"node": 40}, None).own(place, 2)["node"] for place in range(2)]
+    own = [NodeAssignment({"node": 40}, None).nodes_of(place, 2)["node"] for place in range(2)]
     for number in range(4):
         for i in range(2):
             rows = {"e": torch.full((len(own[i]), 1), float(number), dtype=torch.float64)}
-            write_give(post, Now(1, number), i, Give(1, 1, 0.0, 1, sign(number, i), None, rows))
+            write_update(post, RunState(1, number), i, TrainerUpdate(1, 1, 0.0, 1, sign(number, i), None, rows))
         until(lambda number=number: desk.newest == number, 10, "the end of a round")  # type: ignore[misc]
     until(lambda: desk._closed.qsize() == 4, 10, "all rounds")
     assert all(not each.rows for each in desk._closed.queue)  # type: ignore[union-attr]
     for number in range(4):
-        closed = desk.next()
+        closed = desk.wait_round()
         assert (closed.round, closed.state) == (number, 3) and closed.rows["e"].unique().tolist() == [3.0]
         assert closed.weights.tolist() == [3000.5, 1.0] and closed.steps == 2
     desk.close()
@@ -461,23 +472,25 @@ def test_only_the_newest_round_by_the_clock_has_learnt_rows() -> None:
 
 def test_whoever_makes_steps_is_waited_for() -> None:
     """Rounds of so many steps: the deadline is for those that make none."""
-    post = Post.serve()
+    post = MessageStore.serve()
     desk = desk_of(post, TmaConfig(steps=5, deadline=0.4, silence=5, give_up=60), 1)
-    write_give(post, Now(1, 0), 0, Give(5, 1, 0.0, 1, sign(0, 0)))
+    write_update(post, RunState(1, 0), 0, TrainerUpdate(5, 1, 0.0, 1, sign(0, 0)))
     for _ in range(12):
         post.count("beat/1")
         post.count("steps/1")
         time.sleep(0.1)
-    write_give(post, Now(1, 0), 1, Give(5, 1, 0.0, 1, sign(0, 1)))
-    assert desk.next().trainers == (0, 1)
+    write_update(post, RunState(1, 0), 1, TrainerUpdate(5, 1, 0.0, 1, sign(0, 1)))
+    assert desk.wait_round().trainers == (0, 1)
     desk.close()
 
 
 def test_who_stays_away_is_named_again_after_a_while() -> None:
-    post, said = Post.serve(), []
-    desk = desk_of(post, TmaConfig(steps=1, deadline=0.1, silence=0.1, give_up=60, lost="leave"), 45, say=said.append)
+    post, said = MessageStore.serve(), []
+    desk = desk_of(
+        post, TmaConfig(steps=1, deadline=0.1, silence=0.1, give_up=60, on_trainer_loss="drop"), 45, say=said.append
+    )
     for number in range(45):
-        write_give(post, Now(1, number), 0, Give(1, 1, 0.0, 1, sign(number, 0)))
-        desk.next()
+        write_update(post, RunState(1, number), 0, TrainerUpdate(1, 1, 0.0, 1, sign(number, 0)))
+        desk.wait_round()
     assert [text.split(" is closed")[0] for text in said] == ["round 1", "round 21", "round 41"]
     desk.close()

@@ -12,20 +12,20 @@ from torch.nn import functional
 from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.graph import EDGE, EdgeType, Graph, make_edges, make_nodes
-from gnnfleet.graph.ingest.clean import with_inverse
+from gnnfleet.graph.graph import EDGE, EdgeType, Graph, validated_edges, validated_nodes
+from gnnfleet.graph.ingest.clean import add_inverse_edges
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.conv import RGCNConv
 from gnnfleet.nn.link import DistMult, LinkConfig, ProductMLP, make_decoder
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.tasks.link import LinkBatch, LinkTask
-from gnnfleet.training.build import Built, build
+from gnnfleet.training.build import BuiltRun, build
 
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     made = make_dataset("communities", nodes=200, mean_degree=8, seed=3)
-    return Graph(made.only_edges.edge_index(), x=made.only_nodes.x)
+    return Graph(made.single_edges.edge_index(), x=made.single_nodes.x)
 
 
 def relational(nodes: int = 40, relations: int = 6, edges: int = 60, *, links: bool = True) -> Graph:
@@ -35,15 +35,15 @@ def relational(nodes: int = 40, relations: int = 6, edges: int = 60, *, links: b
         return torch.randint(0, nodes, (2, count), generator=made)
 
     tables = {
-        EdgeType("node", f"r{i}", "node"): make_edges(
+        EdgeType("node", f"r{i}", "node"): validated_edges(
             draw(edges), num_src=nodes, num_dst=nodes, links={"val": draw(5), "test": draw(5)} if links else None
         )
         for i in range(relations)
     }
-    return Graph.of({"node": make_nodes(nodes)}, tables)
+    return Graph.of({"node": validated_nodes(nodes)}, tables)
 
 
-def made(graph: Graph, **more: Any) -> tuple[Built, LinkTask]:
+def made(graph: Graph, **more: Any) -> tuple[BuiltRun, LinkTask]:
     base = {"task": "link", "precision": "float64", "split": "0.8/0.1/0.1", "seed": 5}
     model = {"hidden": 16, "layers": 2, "dropout": 0.0, **more.pop("model", {})}
     built = build(graph, resolve({**base, "model": model, **more}))
@@ -68,7 +68,7 @@ def test_decoders(name: str) -> None:
     else:
         wanted = torch.einsum("ij,ij->i", src, dst)
     torch.testing.assert_close(found, wanted)
-    every = decoder.against(src, relation, dst)
+    every = decoder.score_all(src, relation, dst)
     torch.testing.assert_close(every.diagonal(), found)
     one = decoder(src[2:3].expand(9, -1), dst, relation[2:3].expand(9))
     torch.testing.assert_close(every[2], one)
@@ -78,10 +78,12 @@ def test_decoders(name: str) -> None:
 def test_what_val_comes_to_when_all_score_alike(graph: Graph, link: dict[str, Any]) -> None:
     built, task = made(graph, link=link)
     rows = torch.ones(graph.num_nodes, 16, dtype=torch.float64)
-    assert task.tied == pytest.approx(task.measure(lambda kind, ids: rows[ids], "val")["mrr"], rel=1e-12)
-    assert task.tied < task.measure(built.strategy.exact(), "val")["mrr"]
-    assert made(graph, link={"ranking": "filtered"})[1].tied is None
-    assert made(graph, train={"metric": "hits@10"})[1].tied is None
+    assert task.has_shared_embeddings == pytest.approx(
+        task.measure(lambda kind, ids: rows[ids], "val")["mrr"], rel=1e-12
+    )
+    assert task.has_shared_embeddings < task.measure(built.strategy.exact_lookup(), "val")["mrr"]
+    assert made(graph, link={"ranking": "filtered"})[1].has_shared_embeddings is None
+    assert made(graph, train={"metric": "hits@10"})[1].has_shared_embeddings is None
 
 
 @pytest.mark.parametrize("loss", ["bce", "softmax"])
@@ -90,11 +92,11 @@ def test_a_step_equals_a_plain_loop(graph: Graph, mode: str, loss: str) -> None:
     words = {"negatives": 3, "negative_mode": mode, "loss": loss, "l2": 0.1}
     built, _ = made(graph, link=words, train={"lr": 0.1, "optimizer": "sgd", "momentum": 0.0})
     other, plain = made(graph, link=words)
-    record = next(iter(built.strategy.steps(0)))
+    record = next(iter(built.strategy.train_epoch(0)))
     batch = plain.batch(plain.items("train"), DrawKey(5, 0, 0))
     assert isinstance(batch, LinkBatch)
     model = other.strategy.model
-    h = model(LocalView.whole(other.graph), other.graph.only_nodes.x.double())  # type: ignore[union-attr]
+    h = model(LocalView.of_graph(other.graph), other.graph.single_nodes.x.double())  # type: ignore[union-attr]
     links = batch.links
     positive = (h[links.src] * h[links.dst]).sum(1)
     if mode == "shared":
@@ -125,21 +127,21 @@ def test_a_step_equals_a_plain_loop(graph: Graph, mode: str, loss: str) -> None:
 @pytest.mark.parametrize("exclude", ["batch", "disjoint:0.4"])
 def test_a_hidden_edge_is_as_if_it_were_not_there(graph: Graph, name: str, exclude: str) -> None:
     built, task = made(graph, model={"name": name}, link={"exclude": exclude}, strategy={"batch": 50})
-    items = task.trained(5, 1)[:50]
-    batch, view = task.batch(items, DrawKey(5, 1, 0)), LocalView.whole(built.graph)
-    seen = task.hide(view, batch)
-    gone = task.data.splits["train"].take(items if exclude == "batch" else task.trained(5, 1))
+    items = task.train_items(5, 1)[:50]
+    batch, view = task.batch(items, DrawKey(5, 1, 0)), LocalView.of_graph(built.graph)
+    seen = task.mask_edges(view, batch)
+    gone = task.data.splits["train"].select(items if exclude == "batch" else task.train_items(5, 1))
     ends = {
         *zip(gone.src.tolist(), gone.dst.tolist(), strict=True),
         *zip(gone.dst.tolist(), gone.src.tolist(), strict=True),
     }
-    index = built.graph.only_edges.edge_index()
+    index = built.graph.single_edges.edge_index()
     keep = torch.tensor([pair not in ends for pair in zip(*index.tolist(), strict=True)])
-    x = built.graph.only_nodes.x
+    x = built.graph.single_nodes.x
     assert x is not None and 0 < int(keep.sum()) < len(keep)
-    without = LocalView.whole(Graph(index[:, keep], x=x))
+    without = LocalView.of_graph(Graph(index[:, keep], x=x))
     model = built.strategy.model
-    rows = [model(some.at(training=False), x.double()) for some in (seen, without, view)]
+    rows = [model(some.with_step(training=False), x.double()) for some in (seen, without, view)]
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(rows[0], rows[2])
 
@@ -155,7 +157,7 @@ def test_a_target_that_is_all_there_is_cannot_be_seen() -> None:
         built, task = made(Graph(index, x=x), link=link, strategy={"batch": 20}, model={"layers": 1})
         batch = task.batch(task.items("train")[:20], DrawKey(5, 0, 0))
         assert isinstance(batch, LinkBatch)
-        view = task.hide(LocalView.whole(built.graph), batch)
+        view = task.mask_edges(LocalView.of_graph(built.graph), batch)
         rows = built.strategy.model(view, x.double())
         other = x.double().clone()
         other[batch.links.dst] += 1  # whoever still hears of its partner changes with it
@@ -166,10 +168,10 @@ def test_a_target_that_is_all_there_is_cannot_be_seen() -> None:
 
 def test_disjoint_targets_change_with_the_epoch(graph: Graph) -> None:
     _, task = made(graph, link={"exclude": "disjoint:0.3"})
-    one, two = task.trained(5, 0), task.trained(5, 1)
+    one, two = task.train_items(5, 0), task.train_items(5, 1)
     total = len(task.items("train"))
     assert 0.2 * total < len(one) < 0.4 * total and one.tolist() != two.tolist()
-    assert task.trained(5, 0).tolist() == one.tolist()
+    assert task.train_items(5, 0).tolist() == one.tolist()
 
 
 @pytest.mark.parametrize("words", [{}, {"model": {"name": "rgcn", "bases": 2}, "split": 0, "ranking": "filtered"}])
@@ -189,7 +191,7 @@ def test_measures_the_same_every_time(graph: Graph, words: dict[str, Any]) -> No
 def test_filtered_ranks_of_a_run() -> None:
     built, task = made(relational(), model={"name": "rgcn", "bases": 2, "embedding": 8}, split=0)
     with torch.no_grad():
-        take = built.strategy.exact()
+        take = built.strategy.exact_lookup()
         h = take("node", torch.arange(40))
         weight = task.decoder.weight  # type: ignore[union-attr]
         triples = {
@@ -213,12 +215,12 @@ def test_filtered_ranks_of_a_run() -> None:
 def test_given_negatives_are_used() -> None:
     made_by = torch.Generator().manual_seed(0)
     draw = {n: torch.randint(0, 50, (2, k), generator=made_by) for n, k in (("val", 9), ("test", 7), ("test_neg", 30))}
-    edges = make_edges(torch.randint(0, 50, (2, 200), generator=made_by), num_src=50, num_dst=50, links=draw)
-    graph = Graph.of({"node": make_nodes(50, x=torch.randn(50, 4, generator=made_by))}, {EDGE: edges})
+    edges = validated_edges(torch.randint(0, 50, (2, 200), generator=made_by), num_src=50, num_dst=50, links=draw)
+    graph = Graph.of({"node": validated_nodes(50, x=torch.randn(50, 4, generator=made_by))}, {EDGE: edges})
     built, task = made(graph, split=0)
     assert task.metric == "hits@20"
     with torch.no_grad():
-        h = built.strategy.exact()("node", torch.arange(50))
+        h = built.strategy.exact_lookup()("node", torch.arange(50))
     positive, negative = ((h[draw[n][0]] * h[draw[n][1]]).sum(1) for n in ("test", "test_neg"))
     wanted = float((positive > negative.sort(descending=True).values[19]).double().mean())
     assert built.strategy.evaluate("test")["hits@20"] == pytest.approx(wanted)
@@ -226,8 +228,8 @@ def test_given_negatives_are_used() -> None:
 
 @pytest.mark.parametrize("aggr", ["mean", "sum"])
 def test_many_relations_in_one_sum(aggr: str) -> None:
-    graph = with_inverse(relational(links=False))
-    view = LocalView.whole(graph)
+    graph = add_inverse_edges(relational(links=False))
+    view = LocalView.of_graph(graph)
     conv = RGCNConv(5, 4, 12, num_bases=3, aggr=aggr, relations=tuple(graph.edges)).double()
     x = torch.randn(40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     out = conv(view, x)
@@ -247,11 +249,11 @@ def test_several_node_types() -> None:
     built, task = made(graph, model={"name": "rgcn", "embedding": 4}, link={"relation": str(kind)})
     before = built.strategy.evaluate("test")["mrr"]
     for epoch in range(3):
-        record = next(iter(built.strategy.steps(epoch)))
+        record = next(iter(built.strategy.train_epoch(epoch)))
         assert record.count == len(task.items("train"))
     assert built.strategy.evaluate("test")["mrr"] != before
     built, task = made(graph, model={"name": "rgcn", "embedding": 4})  # all relations, ends of several types
-    next(iter(built.strategy.steps(0)))
+    next(iter(built.strategy.train_epoch(0)))
     assert task.ranking == "filtered" and 0 < built.strategy.evaluate("val")["mrr"] <= 1
 
 
@@ -279,7 +281,7 @@ def test_sampling_all_neighbours_equals_the_whole_graph(graph: Graph, exclude: s
     blocks, _ = made(
         graph, link=link, strategy={"batch": 50, "fanouts": [-1, -1]}, model={"name": "sage", "dropout": 0.3}
     )
-    for one, two in zip(whole.strategy.steps(1), blocks.strategy.steps(1), strict=True):
+    for one, two in zip(whole.strategy.train_epoch(1), blocks.strategy.train_epoch(1), strict=True):
         assert one.loss == pytest.approx(two.loss, rel=1e-9) and one.count == two.count
     for mine, theirs in zip(whole.strategy.model.parameters(), blocks.strategy.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
@@ -292,7 +294,7 @@ def test_kept_aggregates_would_show_hidden_edges(graph: Graph) -> None:
 
 def test_sampled_targets_are_hidden_unless_told_otherwise(graph: Graph) -> None:
     built, task = made(graph, strategy={"batch": 50, "fanouts": [5, 5]})
-    assert task.hides and not built.remarks
+    assert task.masks_edges and not built.remarks
     for strategy in ({}, {"batch": 50}):
         built, task = made(graph, strategy=strategy)
-        assert not task.hides and "link.exclude=none" in built.remarks[0]
+        assert not task.masks_edges and "link.exclude=none" in built.remarks[0]

@@ -16,7 +16,7 @@ from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_
 from gnnfleet.strategies.protocol import State
 from gnnfleet.tasks.train_options import TrainConfig
 from gnnfleet.training import checkpoint
-from gnnfleet.training.checkpoint import Position, load_checkpoint, save_checkpoint
+from gnnfleet.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
 
 
 def state(seed: int = 0) -> State:
@@ -29,7 +29,7 @@ def state(seed: int = 0) -> State:
     }
 
 
-POSITION = Position(epoch=3, step=9, best_epoch=2, best_metric=0.1 + 0.2, best_loss=1 / 3)
+POSITION = TrainState(epoch=3, step=9, best_epoch=2, best_metric=0.1 + 0.2, best_loss=1 / 3)
 
 
 def test_round_trip(tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from gnnfleet.comm.collectives import agree
-from gnnfleet.comm.world import World, beside
+from gnnfleet.comm.collectives import broadcast_from_first
+from gnnfleet.comm.world import World, uncounted_world
 from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.strategies.protocol import State, StepRecord
-from gnnfleet.training.build import Here, build
-from gnnfleet.training.checkpoint import Position
-from gnnfleet.training.loop import Plan, fit
+from gnnfleet.training.build import RankContext, build
+from gnnfleet.training.checkpoint import TrainState
+from gnnfleet.training.loop import LoopConfig, fit
 from tests.equivalence.spread import cut_graph, plain_graph
 from tests.ranks import Crew
 
@@ -37,10 +37,10 @@ class Keeper:
 
     def __init__(self, saves: int | None = None) -> None:
         self.left = saves
-        self.kept: dict[str, tuple[State, Position]] = {}
+        self.kept: dict[str, tuple[State, TrainState]] = {}
         self.within: list[int] = []
 
-    def save(self, name: str, state: State, position: Position) -> None:
+    def save(self, name: str, state: State, position: TrainState) -> None:
         copied = {part: {key: t.detach().clone() for key, t in tensors.items()} for part, tensors in state.items()}
         self.kept[name] = copied, position
         if name == "last":
@@ -51,7 +51,7 @@ class Keeper:
                     raise Stop
 
 
-def run(store: str, strategy: dict[str, Any], keeper: Keeper, here: Here, before: Keeper | None = None) -> Any:
+def run(store: str, strategy: dict[str, Any], keeper: Keeper, here: RankContext, before: Keeper | None = None) -> Any:
     config = resolve({**WORDS, "strategy": strategy})
     built = build(open_store(store), config, here=here)
     start, best = None, None
@@ -59,15 +59,21 @@ def run(store: str, strategy: dict[str, Any], keeper: Keeper, here: Here, before
         state, start = before.kept["last"]
         best = before.kept["best"][0] if "best" in before.kept else None
         built.strategy.load_state_dict(state)
-    world = beside(here.world)
-    plan = Plan(config.train, built.task.metric, True, keeper=keeper, agree=lambda word: agree(world, word))
+    world = uncounted_world(here.world)
+    plan = LoopConfig(
+        config.train,
+        built.task.metric,
+        True,
+        checkpoints=keeper,
+        broadcast=lambda word: broadcast_from_first(world, word),
+    )
     outcome = fit(built.strategy, plan, start=start, best=best)
     state = {key: t.clone() for tensors in built.strategy.state_dict().values() for key, t in tensors.items()}
     return state, [row["train_loss"] for row in outcome.rows], outcome.position
 
 
 def interrupted(world: World, store: str, parts: str | None, strategy: dict[str, Any]) -> list[int]:
-    here = Here(world, None if parts is None else Partition.open(parts).shard(world.rank))
+    here = RankContext(world, None if parts is None else Partition.open(parts).shard(world.rank))
     whole = Keeper()
     state, losses, position = run(store, strategy, whole, here)
     for saves in (1, 3, 5):
@@ -88,10 +94,10 @@ def test_an_epoch_goes_on_where_it_was(crew: Crew, tmp_path: Path, size: int) ->
         within = interrupted(World(), str(tmp_path / "store"), None, {"name": "local", **sampled})
         assert len(set(within)) > 2, "checkpoints in the middle of epochs"
         one_step = Keeper()
-        run(str(tmp_path / "store"), {"name": "local"}, one_step, Here())
+        run(str(tmp_path / "store"), {"name": "local"}, one_step, RankContext())
         assert one_step.within == [0, 0, 0], "an epoch of one step has no middle"
     parts = str(cut_graph(open_store(tmp_path / "store"), size, "random", tmp_path / "parts"))
-    strategy = {"name": "macrobatch", "together": 2, "prefetch": 1, **sampled}
+    strategy = {"name": "macrobatch", "batches_per_fetch": 2, "prefetch": 1, **sampled}
     found = crew.run(size, interrupted, str(tmp_path / "store"), parts, strategy)
     assert all(within == found[0] and len(set(within)) > 2 for within in found)
 
@@ -102,18 +108,18 @@ class Rounds:
     def __init__(self, values: list[float], behind: set[int]) -> None:
         self._values, self._behind, self._epoch = values, behind, 0
 
-    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
+    def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         self._epoch = epoch + 1
         yield StepRecord(epoch, 0, 1.0, 1, 0.0)
 
     @property
-    def is_behind(self) -> bool:
+    def has_newer_weights(self) -> bool:
         return self._epoch in self._behind
 
     def validate(self) -> dict[str, float]:
         return {"accuracy": self._values[self._epoch - 1], "loss": 1.0}
 
-    def counts(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, float]:
         return {}
 
     def state_dict(self) -> State:
@@ -127,7 +133,7 @@ class Rounds:
 def test_epochs_that_are_not_evaluated_say_nothing_about_patience(sixth: float, end: int) -> None:
     """Patience of 2 after the first: 2 to 5 are not looked at, so the sixth decides."""
     strategy: Any = Rounds([0.5, 0.4, 0.4, 0.4, 0.4, sixth, 0.4, 0.4, 0.4], {2, 3, 4, 5})
-    plan = Plan(resolve({"train": {"epochs": 9, "patience": 2}}).train, "accuracy", True)
+    plan = LoopConfig(resolve({"train": {"epochs": 9, "patience": 2}}).train, "accuracy", True)
     outcome = fit(strategy, plan)
     assert outcome.position.epoch == end and outcome.stopped_early
 
@@ -143,9 +149,11 @@ def test_only_an_evaluation_ends_a_run(patience: int, values: dict[int, float], 
     train = resolve({"train": {"epochs": 35, "patience": patience, "eval_every": 10, "checkpoint_seconds": 0}}).train
     metric = [values.get(epoch, 0.5) for epoch in range(1, 36)]
 
-    def ends(keeper: Keeper, start: Position | None = None) -> Position:
+    def ends(keeper: Keeper, start: TrainState | None = None) -> TrainState:
         strategy: Any = Rounds(metric, set())
-        return fit(strategy, Plan(train, "accuracy", True, keeper=keeper), start=start, best={"model": {}}).position
+        return fit(
+            strategy, LoopConfig(train, "accuracy", True, checkpoints=keeper), start=start, best={"model": {}}
+        ).position
 
     whole = ends(Keeper())
     assert whole.epoch == end

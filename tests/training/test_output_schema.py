@@ -13,12 +13,12 @@ import torch
 from gnnfleet.api import Record, train
 from gnnfleet.errors import ConfigError, InputError, RunError
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.graph import EDGE, Graph, make_nodes
+from gnnfleet.graph.graph import EDGE, Graph, validated_nodes
 from gnnfleet.graph.store import save_store
-from gnnfleet.inference.predict import Columns, write_predictions
-from gnnfleet.inference.query import open_run
+from gnnfleet.inference.predict import OutputColumns, write_predictions
+from gnnfleet.inference.query import open_trained_run
 from gnnfleet.nn.config import RGCN, SAGE
-from gnnfleet.training.output_schema import Output
+from gnnfleet.training.output_schema import OutputSchema
 from tests.graphs import CLASSES, communities
 from tests.shell import call, run_json
 
@@ -35,9 +35,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
 def other(**changes: Any) -> Graph:
     """The same graph with nodes of its own kind."""
     graph = communities()
-    nodes = graph.only_nodes
+    nodes = graph.single_nodes
     words: dict[str, Any] = {"x": nodes.x, "y": nodes.y, "split": nodes.split, "classes": nodes.classes, **changes}
-    return Graph.of({"node": make_nodes(300, **words)}, graph.edges)
+    return Graph.of({"node": validated_nodes(300, **words)}, graph.edges)
 
 
 def test_the_shell_predicts_and_evaluates_another_store(trained: tuple[Path, Record], tmp_path: Path) -> None:
@@ -53,92 +53,96 @@ def test_the_shell_predicts_and_evaluates_another_store(trained: tuple[Path, Rec
     save_store(other(split=None), tmp_path / "unsplit")
     found = run_json("evaluate", path, "--store", tmp_path / "unsplit", "--split", "all", "--memory", "1MiB")
     assert found["nodes"] == 300 and found["split"] == "all"
-    nodes = communities().only_nodes
+    nodes = communities().single_nodes
     assert nodes.y is not None
     right = [name == CLASSES[y] for name, y in zip(record.predict(), nodes.y.tolist(), strict=True)]
     assert found["value"] == pytest.approx(sum(right) / 300)
 
 
 def test_what_a_run_predicts_is_kept(trained: tuple[Path, Record]) -> None:
-    kept = Output.from_json(json.loads((trained[0] / "config.json").read_text())["output"])
-    assert kept == Output.of(communities())
+    kept = OutputSchema.from_json(json.loads((trained[0] / "config.json").read_text())["output"])
+    assert kept == OutputSchema.of(communities())
     assert (kept.target, kept.num_classes, kept.multilabel, kept.classes) == ("node", 10, False, CLASSES)
 
 
 def test_classes_go_by_name(trained: tuple[Path, Record]) -> None:
     path, record = trained
-    nodes = communities().only_nodes
+    nodes = communities().single_nodes
     assert nodes.y is not None
     turned = other(y=9 - nodes.y, classes=CLASSES[::-1])  # the same names under other numbers
-    built, _, _ = open_run(path, turned, split="test")
+    built, _, _ = open_trained_run(path, turned, split="test")
     assert built.strategy.evaluate("test")["accuracy"] == record.metrics["test"]
     some = torch.where(nodes.y < 3, nodes.y, -1)
     few = other(y=some, classes=CLASSES[:3])  # a store with some of the classes only
-    assert open_run(path, few, split="all")[0].strategy.evaluate("test")["count"] == int((some >= 0).sum())
+    assert open_trained_run(path, few, split="all")[0].strategy.evaluate("test")["count"] == int((some >= 0).sum())
     strange = other(y=nodes.y, classes=(*CLASSES[:9], "new"))
     with pytest.raises(RunError, match="class 'new' of this store is not among"):
-        open_run(path, strange, split="test")
+        open_trained_run(path, strange, split="test")
     unnamed = other(classes=())
-    assert open_run(path, unnamed, split="test")[0].strategy.evaluate("test")["accuracy"] == record.metrics["test"]
+    assert (
+        open_trained_run(path, unnamed, split="test")[0].strategy.evaluate("test")["accuracy"] == record.metrics["test"]
+    )
     with pytest.raises(RunError, match="the run knows classes 0 to 9, this store has class 12"):
-        open_run(path, other(y=nodes.y + 3, classes=()), split="test")
+        open_trained_run(path, other(y=nodes.y + 3, classes=()), split="test")
 
 
 def test_what_does_not_fit_is_named(trained: tuple[Path, Record]) -> None:
     path = trained[0]
-    nodes = communities().only_nodes
+    nodes = communities().single_nodes
     assert nodes.x is not None and nodes.y is not None
     with pytest.raises(RunError, match="trained on 64 features per node, this store has 5: import it with the same"):
-        open_run(path, other(x=nodes.x[:, :5]))
+        open_trained_run(path, other(x=nodes.x[:, :5]))
     with pytest.raises(RunError, match="this store has 0"):
-        open_run(path, other(x=None))
+        open_trained_run(path, other(x=None))
     with pytest.raises(InputError, match="evaluate needs them, predict does not"):
-        open_run(path, other(y=None, classes=()), split="test")
+        open_trained_run(path, other(y=None, classes=()), split="test")
     with pytest.raises(ConfigError, match="no split: evaluate all of it with --split all"):
-        open_run(path, other(split=None), split="test")
+        open_trained_run(path, other(split=None), split="test")
     with pytest.raises(RunError, match="one label per node, this store has several"):
-        open_run(path, other(y=torch.zeros(300, 10, dtype=torch.int8)), split="test")
+        open_trained_run(path, other(y=torch.zeros(300, 10, dtype=torch.int8)), split="test")
     with pytest.raises(RunError, match=r"predicts nodes of type .node., this store has user, product, brand"):
-        open_run(path, make_dataset("shop", seed=1, users=20, products=20, brands=3, buys=40, views=40))
+        open_trained_run(path, make_dataset("shop", seed=1, users=20, products=20, brands=3, buys=40, views=40))
     with pytest.raises(ConfigError, match="memory reads as"):
-        open_run(path, other(), memory="much")
-    torch.testing.assert_close(open_run(path, other())[0].strategy.predict().logits, trained[1].logits())
+        open_trained_run(path, other(), memory="much")
+    torch.testing.assert_close(open_trained_run(path, other())[0].strategy.predict().logits, trained[1].logits())
 
 
 def test_a_type_may_have_another_name(trained: tuple[Path, Record]) -> None:
     graph = communities()
     edges = next(iter(graph.edges.values()))
-    renamed = Graph.of({"paper": graph.only_nodes}, {EDGE._replace(src="paper", dst="paper"): edges})
-    assert torch.equal(open_run(trained[0], renamed)[0].strategy.predict().logits, trained[1].logits())
+    renamed = Graph.of({"paper": graph.single_nodes}, {EDGE._replace(src="paper", dst="paper"): edges})
+    assert torch.equal(open_trained_run(trained[0], renamed)[0].strategy.predict().logits, trained[1].logits())
 
 
 def test_more_nodes_than_before(trained: tuple[Path, Record], tmp_path: Path) -> None:
-    built, _, _ = open_run(trained[0], communities(700))
-    assert write_predictions(built, tmp_path / "out.parquet", Columns()) == 700
+    built, _, _ = open_trained_run(trained[0], communities(700))
+    assert write_predictions(built, tmp_path / "out.parquet", OutputColumns()) == 700
 
 
 def test_learnt_rows_serve_no_other_nodes(tmp_path: Path) -> None:
     train(communities(), model=SAGE(hidden=8, layers=2, embedding=4), epochs=1, run_dir=tmp_path / "run")
-    assert open_run(tmp_path / "run", other(y=None, classes=()))[0].strategy.predict().logits.shape == (300, 10)
+    assert open_trained_run(tmp_path / "run", other(y=None, classes=()))[0].strategy.predict().logits.shape == (300, 10)
     with pytest.raises(RunError, match="learnt a row for each of its 300 nodes and cannot serve the 700 nodes"):
-        open_run(tmp_path / "run", communities(700))
+        open_trained_run(tmp_path / "run", communities(700))
 
 
 def test_several_labels_and_several_types(tmp_path: Path) -> None:
     x = torch.randn(60, 4)
     y = (x[:, :3] > 0).to(torch.int8)
     edges = Graph(torch.randint(0, 60, (2, 200)), num_nodes=60).edges
-    named = Graph.of({"node": make_nodes(60, x=x, y=y, classes=["red", "green", "blue"])}, edges)
+    named = Graph.of({"node": validated_nodes(60, x=x, y=y, classes=["red", "green", "blue"])}, edges)
     record = train(named, model=MODEL, epochs=2, split="0.6/0.2/0.2", run_dir=tmp_path / "many")
-    bare = Graph.of({"node": make_nodes(60, x=x)}, edges)
-    built, _, _ = open_run(tmp_path / "many", bare)
-    write_predictions(built, tmp_path / "many.parquet", Columns())
+    bare = Graph.of({"node": validated_nodes(60, x=x)}, edges)
+    built, _, _ = open_trained_run(tmp_path / "many", bare)
+    write_predictions(built, tmp_path / "many.parquet", OutputColumns())
     assert pq.read_table(tmp_path / "many.parquet")["prediction"].to_pylist() == record.predict()
     with pytest.raises(RunError, match="trained on 3 labels per node"):
-        open_run(tmp_path / "many", Graph.of({"node": make_nodes(60, x=x, y=y[:, :2])}, edges), split="all")
-    other_names = make_nodes(60, x=x, y=y, classes=["red", "blue", "green"])
+        open_trained_run(
+            tmp_path / "many", Graph.of({"node": validated_nodes(60, x=x, y=y[:, :2])}, edges), split="all"
+        )
+    other_names = validated_nodes(60, x=x, y=y, classes=["red", "blue", "green"])
     with pytest.raises(RunError, match="label 1 of the run is 'green', of this store 'blue'"):
-        open_run(tmp_path / "many", Graph.of({"node": other_names}, edges), split="all")
+        open_trained_run(tmp_path / "many", Graph.of({"node": other_names}, edges), split="all")
 
     shop = make_dataset("shop", seed=1, users=60, products=40, brands=5, buys=300, views=400)
     target = shop.labelled_type
@@ -147,7 +151,7 @@ def test_several_labels_and_several_types(tmp_path: Path) -> None:
     unlabelled = shop.with_nodes(target, y=None, split=None)
     foreign = next(kind for kind in shop.nodes if kind != target)
     unlabelled = unlabelled.with_nodes(foreign, y=torch.zeros(shop.nodes[foreign].count, dtype=torch.int64))
-    found = open_run(tmp_path / "shop", unlabelled)[0]
+    found = open_trained_run(tmp_path / "shop", unlabelled)[0]
     assert found.task.target == target and torch.equal(found.strategy.predict().logits, one.logits())
     with pytest.raises(RunError, match="predicts nodes of type"):
-        open_run(tmp_path / "shop", communities())
+        open_trained_run(tmp_path / "shop", communities())

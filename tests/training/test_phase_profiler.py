@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from gnnfleet.comm.all_to_all import relay
+from gnnfleet.comm.all_to_all import all_to_all_bytes
 from gnnfleet.comm.clock_sync import clock_offset
 from gnnfleet.comm.collectives import sum_over_ranks
-from gnnfleet.comm.mesh import Grid
+from gnnfleet.comm.mesh import Mesh
 from gnnfleet.comm.world import World
 from gnnfleet.report.phase_timer import PHASES
-from gnnfleet.report.traffic import Traffic
-from gnnfleet.training.phase_profiler import RankMeter
+from gnnfleet.report.traffic import TrafficCounter
+from gnnfleet.training.phase_profiler import RankProfiler
 from tests.ranks import Crew
 
 
@@ -35,27 +35,31 @@ class Kept:
 def letters(world: World, length: int) -> None:
     """Every rank sends to q ``length`` bytes times its own number + 1 and q + 1, with a head of 8."""
     size = [length * (world.rank + 1) * (peer + 1) for peer in range(world.size)]
-    relay(world, [torch.zeros(count, dtype=torch.uint8) for count in size], what="letters")
+    all_to_all_bytes(world, [torch.zeros(count, dtype=torch.uint8) for count in size], what="letters")
 
 
 def telling(world: World) -> tuple[Any, ...]:
     strategy: Any = SimpleNamespace(elsewhere=())
     rows, totals = Kept(), []
     first = world.is_first
-    meter = RankMeter(
-        world, replace(world, traffic=Traffic()), strategy, rows if first else None, totals.append if first else None
+    meter = RankProfiler(
+        world,
+        replace(world, traffic=TrafficCounter()),
+        strategy,
+        rows if first else None,
+        totals.append if first else None,
     )
     for epoch in (1, 2):
         meter.begin()
         letters(world, 10 * epoch)
-        with meter.aside("evaluation"):
+        with meter.pause("evaluation"):
             letters(world, 1)
         meter.end(epoch)
     sum_over_ranks(world, torch.zeros(3, dtype=torch.float64))
-    meter.tell()
+    meter.report()
     meter.begin()
     meter.end(3)
-    meter.tell()
+    meter.report()
     return rows.rows, totals, world.traffic.bytes_sent, world.traffic.rounds
 
 
@@ -77,10 +81,10 @@ def test_the_first_rank_hears_of_all(crew: Crew) -> None:
 
 
 def columns(world: World) -> dict[int, int]:
-    grid = Grid(world, {"way": 2, "stage": 2})
-    letters(grid.along("stage"), 1)
-    letters(grid.along("way"), 100)
-    return dict(world.traffic.to)
+    grid = Mesh(world, {"way": 2, "stage": 2})
+    letters(grid.subgroup("stage"), 1)
+    letters(grid.subgroup("way"), 100)
+    return dict(world.traffic.bytes_by_peer)
 
 
 def test_parts_of_a_world_count_under_its_numbers(crew: Crew) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from gnnfleet.comm.collectives import agree
+from gnnfleet.comm.collectives import broadcast_from_first
 from gnnfleet.comm.world import World
 from gnnfleet.errors import RunError
-from gnnfleet.strategies.protocol import OWN, State
+from gnnfleet.strategies.protocol import SHARDED, State
 from gnnfleet.training import checkpoint
-from gnnfleet.training.checkpoint import Position, all_ids, load_checkpoint, load_own, save_checkpoint
-from gnnfleet.training.resume import find_start
+from gnnfleet.training.checkpoint import TrainState, load_checkpoint, load_sharded, save_checkpoint, sharded_ids
+from gnnfleet.training.resume import find_resume_point
 from gnnfleet.training.run_dir import RunDirectory
 from tests.ranks import Crew
 
@@ -30,26 +30,28 @@ def state(world: World, value: float, *, own: bool = True) -> State:
     found: State = {"model": {"w": torch.full((3,), value)}, "optimizer": {"w/step": torch.tensor(value)}}
     ids = ids_of(world.rank, world.size)
     rows = {"rows": ids + 100 * value, "rows/ids": ids, "rows/mean": -ids * value, "rows/step": torch.tensor(value)}
-    return {**found, OWN: rows} if own else found
+    return {**found, SHARDED: rows} if own else found
 
 
 def save(world: World, path: Path, value: float, own: bool = True) -> None:
-    save_checkpoint(path, state(world, value, own=own), Position(epoch=int(value)), seed=0, world=world)
+    save_checkpoint(path, state(world, value, own=own), TrainState(epoch=int(value)), seed=0, world=world)
 
 
 def save_and_start(world: World, path: Path, own: bool) -> dict[str, Any]:
     """Save as ranks do, then find the start of a continued run; what this rank gets."""
     directory = RunDirectory(path, world=world)
     directory.save("best", {key: part for key, part in state(world, 1.0, own=own).items() if key != "optimizer"},
-                   Position(epoch=1, best_epoch=1, best_metric=0.5, best_loss=1.0))  # fmt: skip
-    directory.save("last", state(world, 2.0, own=own), Position(epoch=2, best_epoch=1, best_metric=0.5, best_loss=1.0))
-    start = find_start(directory, world, {"rows": ids_of(world.rank, world.size)} if own else None)
+                   TrainState(epoch=1, best_epoch=1, best_metric=0.5, best_loss=1.0))  # fmt: skip
+    directory.save(
+        "last", state(world, 2.0, own=own), TrainState(epoch=2, best_epoch=1, best_metric=0.5, best_loss=1.0)
+    )
+    start = find_resume_point(directory, world, {"rows": ids_of(world.rank, world.size)} if own else None)
     assert start.state is not None and start.best is not None
     return {
-        "epoch": start.position.epoch,
+        "epoch": start.progress.epoch,
         "state": {part: {name: t.tolist() for name, t in tensors.items()} for part, tensors in start.state.items()},
         "best": {part: {name: t.tolist() for name, t in tensors.items()} for part, tensors in start.best.items()},
-        "word": agree(world, {"rank": world.rank}),
+        "word": broadcast_from_first(world, {"rank": world.rank}),
     }
 
 
@@ -62,7 +64,7 @@ def expected(value: float, ids: torch.Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize("own", [True, False])
 def test_every_rank_gets_its_own_back(crew: Crew, tmp_path: Path, size: int, own: bool) -> None:
     for rank, found in enumerate(crew.run(size, save_and_start, tmp_path, own)):
-        mine, best = ({OWN: expected(value, ids_of(rank, size))} if own else {} for value in (2.0, 1.0))
+        mine, best = ({SHARDED: expected(value, ids_of(rank, size))} if own else {} for value in (2.0, 1.0))
         assert found["epoch"] == 2 and found["word"] == {"rank": 0}
         assert found["state"] == {"model": {"w": [2.0] * 3}, "optimizer": {"w/step": 2.0}, **mine}
         assert found["best"] == {"model": {"w": [1.0] * 3}, **best}
@@ -99,19 +101,19 @@ def test_another_number_of_ranks_finds_its_rows(crew: Crew, tmp_path: Path, size
     crew.run(3, save, tmp_path / "last", 1.0)
     for rank in range(size):
         ids = ids_of(rank, size)
-        found = load_own(tmp_path / "last", rank=rank, ids={"rows": ids})[OWN]
+        found = load_sharded(tmp_path / "last", rank=rank, ids={"rows": ids})[SHARDED]
         assert {name: tensor.tolist() for name, tensor in found.items()} == expected(1.0, ids)
-    assert all_ids(tmp_path / "last")["rows"].tolist() == list(range(12))
-    none = load_own(tmp_path / "last", rank=0, ids={"rows": torch.empty(0, dtype=torch.int64)})[OWN]
+    assert sharded_ids(tmp_path / "last")["rows"].tolist() == list(range(12))
+    none = load_sharded(tmp_path / "last", rank=0, ids={"rows": torch.empty(0, dtype=torch.int64)})[SHARDED]
     assert none["rows"].shape == none["rows/mean"].shape == (0,)
     with pytest.raises(RunError, match="last is damaged: rows has no rows for some nodes"):
-        load_own(tmp_path / "last", rank=0, ids={"rows": torch.arange(13)})
+        load_sharded(tmp_path / "last", rank=0, ids={"rows": torch.arange(13)})
 
 
 def test_where_nobody_owns_anything(crew: Crew, tmp_path: Path) -> None:
     crew.run(2, save, tmp_path / "shared", 1.0, False)
-    assert load_own(tmp_path / "shared", rank=2, ids={"rows": torch.arange(2)}) == {}
-    assert all_ids(tmp_path / "shared") == {}
+    assert load_sharded(tmp_path / "shared", rank=2, ids={"rows": torch.arange(2)}) == {}
+    assert sharded_ids(tmp_path / "shared") == {}
 
 
 def test_whole_in_one_process(crew: Crew, tmp_path: Path) -> None:
@@ -132,8 +134,8 @@ def test_a_damaged_part_is_found(crew: Crew, tmp_path: Path) -> None:
     broken[-1] ^= 1
     part.write_bytes(broken)
     mine, other = ({"rows": ids_of(rank, 2)} for rank in (0, 1))
-    for load in (lambda: load_checkpoint(path), lambda: load_own(path, rank=1, ids=other)):
+    for load in (lambda: load_checkpoint(path), lambda: load_sharded(path, rank=1, ids=other)):
         with pytest.raises(RunError, match=r"last is damaged"):
             load()
-    assert load_own(path, rank=0, ids=mine)[OWN]["rows"].tolist() == (mine["rows"] + 100).tolist()
+    assert load_sharded(path, rank=0, ids=mine)[SHARDED]["rows"].tolist() == (mine["rows"] + 100).tolist()
     assert json.loads((path / "checkpoint.json").read_text())["meta"]["owners"] == 2

@@ -22,17 +22,17 @@ import torch
 
 from gnnfleet.comm.process_lifetime import die_with_parent
 from gnnfleet.config.resolve import flatten, overlay, resolve
-from gnnfleet.config.schema import RunConfig, Tree
+from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.nn.custom_model import naming_line
+from gnnfleet.nn.custom_model import annotate_model_errors
 from gnnfleet.report.metrics import read_metrics
-from gnnfleet.report.progress import Progress, Silent
-from gnnfleet.strategies.protocol import PRIVATE
-from gnnfleet.strategies.registry import CONFIGS, counterpart, find_config
+from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.strategies.protocol import RANK_LOCAL
+from gnnfleet.strategies.registry import CONFIGS, find_config, reference_config
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.training.build import check
-from gnnfleet.training.partition_cache import error_of
+from gnnfleet.training.build import validate
+from gnnfleet.training.partition_cache import error_for_exit_code
 from gnnfleet.training.run_dir import RunDirectory
 
 CHECK_EPOCHS = 2
@@ -43,15 +43,15 @@ _POLL = 0.1
 
 
 @dataclass(frozen=True)
-class Contest:
-    """What is compared: ``words`` are of all runs, ``own`` of one strategy each."""
+class Comparison:
+    """What is compared: ``settings`` are of all runs, ``strategy_settings`` of one strategy each."""
 
     store: Path
     folder: Path  # runs go below it, by name of the strategy
     strategies: Sequence[str]
     workers: int
-    words: Tree = field(default_factory=dict)
-    own: Mapping[str, Tree] = field(default_factory=dict)
+    settings: SettingsTree = field(default_factory=dict)
+    strategy_settings: Mapping[str, SettingsTree] = field(default_factory=dict)
 
     def run_dir(self, name: str) -> Path:
         return self.folder / name
@@ -59,11 +59,11 @@ class Contest:
     def config(self, name: str) -> RunConfig:
         """Raises ConfigError where a strategy cannot be trained so."""
         workers = 1 if name == "local" else self.workers
-        strategy = {"name": name, **self.own.get(name, {})}
-        words = overlay(self.words, {"strategy": strategy, "workers": workers})
+        strategy = {"name": name, **self.strategy_settings.get(name, {})}
+        words = overlay(self.settings, {"strategy": strategy, "workers": workers})
         return resolve(words if find_config(name).uses_parts else {**words, "partition": None})
 
-    def check_some(self) -> None:
+    def require_strategies(self) -> None:
         """Raise what the first strategy says where none of them can be trained so."""
         said = []
         for name in self.strategies:
@@ -76,12 +76,12 @@ class Contest:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EqualityCheck:
     """Whether a strategy equals local: the largest difference of weights, None where that is not its aim, or where
-    it could not be checked: ``why``."""
+    it could not be checked: ``reason``."""
 
     difference: float | None = None
-    why: str = ""
+    reason: str = ""
 
     @property
     def equals(self) -> bool:
@@ -89,12 +89,12 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.difference is None:
-            return f"not checked: {self.why}" if self.why else "no, by design"
+            return f"not checked: {self.reason}" if self.reason else "no, by design"
         return f"{'yes' if self.equals else 'no'} ({self.difference:.0e})"
 
     def as_json(self) -> dict[str, Any]:
         told: dict[str, Any] = {"equals_local": self.equals, "difference": self.difference}
-        return {**told, "equals_local": None, "not_checked": self.why} if self.why else told
+        return {**told, "equals_local": None, "not_checked": self.reason} if self.reason else told
 
 
 def parse_strategies(text: str) -> list[str]:
@@ -107,10 +107,10 @@ def parse_strategies(text: str) -> list[str]:
     return names
 
 
-def split_words(given: Mapping[str, object]) -> tuple[dict[str, object], dict[str, Tree]]:
+def split_settings(given: Mapping[str, object]) -> tuple[dict[str, object], dict[str, SettingsTree]]:
     """(words of all runs, words of one strategy), from {"train.lr": …, "sar.group": …}."""
     common: dict[str, object] = {}
-    own: dict[str, Tree] = {}
+    own: dict[str, SettingsTree] = {}
     for key, value in given.items():
         group, dot, word = key.partition(".")
         if group == "strategy":
@@ -122,18 +122,18 @@ def split_words(given: Mapping[str, object]) -> tuple[dict[str, object], dict[st
     return common, own
 
 
-def steps_of_a_pass(graph: Graph, config: RunConfig) -> Tree:
+def one_epoch_steps(graph: Graph, config: RunConfig) -> SettingsTree:
     """Words that make a round of tma one pass over what is trained on, where the user says nothing about rounds."""
     strategy = config.strategy
     if not isinstance(strategy, TmaConfig) or strategy.steps or "interval" in strategy.model_fields_set:
         return {}
     nobody = {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes}
-    with naming_line(config.model.file):
-        count = len(check(graph, config, nobody).task.items("train"))
+    with annotate_model_errors(config.model.file):
+        count = len(validate(graph, config, nobody).task.items("train"))
     return {"steps": max(1, ceil(count / config.workers / (strategy.batch or count or 1)))}
 
 
-def train_all(contest: Contest, *, progress: Progress = Silent(), say: Callable[[str], None]) -> list[str]:
+def train_all(contest: Comparison, *, progress: Progress = NoProgress(), say: Callable[[str], None]) -> list[str]:
     """Train every strategy; the names of those that could be. One that cannot is said why; raises where none can."""
     done, failed = [], []
     for name in contest.strategies:
@@ -149,16 +149,18 @@ def train_all(contest: Contest, *, progress: Progress = Silent(), say: Callable[
     return done
 
 
-def check_all(contest: Contest, names: Sequence[str], *, progress: Progress = Silent()) -> dict[str, Verdict]:
+def check_all(
+    contest: Comparison, names: Sequence[str], *, progress: Progress = NoProgress()
+) -> dict[str, EqualityCheck]:
     """Whether each of some trained strategies equals local."""
-    found: dict[str, Verdict] = {}
+    found: dict[str, EqualityCheck] = {}
     known: dict[str, Path] = {}
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
         for name in names:
             config = _check_config(contest, name)
-            other = None if config is None else counterpart(config.strategy, config.model.layers)
+            other = None if config is None else reference_config(config.strategy, config.model.layers)
             if config is None or other is None:
-                found[name] = Verdict()
+                found[name] = EqualityCheck()
                 continue
             folder, key = Path(scratch) / name, other.model_dump_json()
             plain = config.model_copy(update={"strategy": other, "workers": 1, "partition": None})
@@ -168,33 +170,33 @@ def check_all(contest: Contest, names: Sequence[str], *, progress: Progress = Si
                     alone = Path(scratch) / f"local-{len(known)}"
                     _train(contest.store, plain, alone, progress=progress, what=f"local, for {name}")
                     known[key] = alone
-                found[name] = Verdict(_difference(folder, known[key]))
+                found[name] = EqualityCheck(_difference(folder, known[key]))
             except GnnfleetError as error:  # all have been trained: what is known is worth having
-                found[name] = Verdict(why=str(error))
+                found[name] = EqualityCheck(reason=str(error))
     return found
 
 
-def _check_config(contest: Contest, name: str) -> RunConfig | None:
+def _check_config(contest: Comparison, name: str) -> RunConfig | None:
     """Two epochs of the strategy as it was trained; None for the one that others are compared with."""
     if name == "local":
         return None
     config = contest.config(name)
     words = config.model_dump(mode="json")
-    words["strategy"] |= _settled(contest.run_dir(name), config.workers) if name == "pipe" else {}
+    words["strategy"] |= _planned_grid(contest.run_dir(name), config.workers) if name == "pipe" else {}
     words["train"] |= {"epochs": CHECK_EPOCHS, "patience": 0}
     return resolve({**words, "precision": "float64", "report": {}})
 
 
-def _settled(run: Path, workers: int) -> Tree:
+def _planned_grid(run: Path, workers: int) -> SettingsTree:
     """The grid that pipe has planned: another plan might be exact or not."""
-    directory = opened(run)
-    if directory.load("last") is None or not directory.has_private("last", workers):
+    directory = open_own_run(run)
+    if directory.load("last") is None or not directory.has_rank_local("last", workers):
         return {}
-    ways, _, chunks, *_ = directory.load_private("last", 0)[PRIVATE]["cut"].tolist()
-    return {"ways": ways, "chunks": chunks}
+    ways, _, chunks, *_ = directory.load_rank_local("last", 0)[RANK_LOCAL]["cut"].tolist()
+    return {"graph_parallel": ways, "chunks": chunks}
 
 
-def opened(run: Path) -> RunDirectory:
+def open_own_run(run: Path) -> RunDirectory:
     """A run with its own seed, so that its checkpoints are taken for its own."""
     return RunDirectory(run, seed=RunDirectory(run).config().seed)
 
@@ -203,7 +205,7 @@ def _difference(one: Path, two: Path) -> float:
     """The largest relative difference of weights after the last epoch."""
     states = []
     for path in (one, two):
-        found = opened(path).load_weights("last")
+        found = open_own_run(path).load_weights("last")
         assert found is not None, "it has just been trained"
         states.append(found[0]["model"])
     worst = 0.0
@@ -218,7 +220,11 @@ def _train(store: Path, config: RunConfig, run_dir: Path, *, progress: Progress,
     name, epochs = config.strategy.name, config.train.epochs
     on = f" on {config.workers} workers" if config.workers > 1 else ""
     advance = progress.stage(what or f"train {name}{on}", epochs)
-    words = [f"--set={key}={json.dumps(value)}" for key, value in flatten(_said(config)).items() if value is not None]
+    words = [
+        f"--set={key}={json.dumps(value)}"
+        for key, value in flatten(_non_default_settings(config)).items()
+        if value is not None
+    ]
     line = [sys.executable, "-m", "gnnfleet", "train", str(store), *words, "--run-dir", str(run_dir), "--json", "-q"]
     seen = 0
     with tempfile.TemporaryFile("w+") as told, _process(line, told) as process:
@@ -231,10 +237,10 @@ def _train(store: Path, config: RunConfig, run_dir: Path, *, progress: Progress,
             told.seek(0)
             errors = [text for text in told.read().splitlines() if text.startswith("error: ")]
             text = errors[-1].removeprefix("error: ") if errors else f"it ended with exit code {process.returncode}"
-            raise error_of(process.returncode)(text)
+            raise error_for_exit_code(process.returncode)(text)
 
 
-def _said(config: RunConfig) -> Tree:
+def _non_default_settings(config: RunConfig) -> SettingsTree:
     """The words of a config that differ from their defaults: those that are left out keep their meaning."""
     words = config.model_dump(mode="json", exclude_defaults=True)
     words["strategy"] = {"name": config.strategy.name, **config.strategy.model_dump(mode="json", exclude_defaults=True)}

@@ -19,21 +19,21 @@ from torch import Tensor
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition.node_assignment import Clusters, Deal
+from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment
 from gnnfleet.graph.partition.partition_metrics import imbalance
-from gnnfleet.launch.tma_subgraph import make_alone
+from gnnfleet.launch.tma_subgraph import make_local_training
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.gather import gather
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.report.progress import NoProgress, Progress
 from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.local.strategy import LocalStrategy
 from gnnfleet.strategies.registry import local_config, make_strategy
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.training.build import check
+from gnnfleet.training.build import validate
 from gnnfleet.training.partition_cache import ensure_clusters, trained_graph
 
 SCHEMES = ("random", "super", "mincut")
-NEARLY = 0.95
+COSINE_MARGIN = 0.95
 """The share of the best aim that is good enough to go by how well trainers agree."""
 
 BATCHES = 100
@@ -42,11 +42,11 @@ BATCHES = 100
 PIECE = 1 << 16
 """Rows of features looked at at a time."""
 
-Weights = Mapping[str, Tensor]
+WeightTensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Moment:
+class Snapshot:
     """The trainers at equal weights; those with nothing to train on are left out. None where too few are left."""
 
     loss: float | None  # mean over trainers
@@ -56,7 +56,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Row:
+class DiagnosisRow:
     """One way to deal the nodes. Divergences are means over parts; None without labels, without features."""
 
     scheme: str
@@ -65,8 +65,8 @@ class Row:
     balance: float  # nodes of the largest part over the mean
     labels: float | None  # total variation between the labels of a part and all; of several labels mean |Δ frequency|
     features: float | None  # ‖mean of a part − mean of all‖ / ‖standard deviation of all‖
-    first: Moment
-    trained: Moment
+    first: Snapshot
+    trained: Snapshot
 
 
 def diagnose(
@@ -77,8 +77,8 @@ def diagnose(
     steps: int = 20,
     *,
     batches: int = BATCHES,
-    progress: Progress = Silent(),
-) -> list[Row]:
+    progress: Progress = NoProgress(),
+) -> list[DiagnosisRow]:
     """A row for each scheme, for ``super`` one for each number of super-nodes (0: the default number).
 
     The graph is one of a store, which keeps the clusters; the config is one of tma. Raises ConfigError for numbers
@@ -90,39 +90,39 @@ def diagnose(
         if number and number < config.workers:
             raise ConfigError(f"{number} super-nodes are too few for {config.workers} workers: at least one for each")
     progress.stage("weights")
-    moments = _moments(graph, config, steps, batches)
-    whole = _Whole.of(graph)
+    moments = _snapshots(graph, config, steps, batches)
+    whole = _GlobalStats.of(graph)
     trained = trained_graph(graph, config)
     rows = []
     for scheme in schemes:
-        for number in (clusters or [strategy.dealt_clusters]) if scheme == "super" else [0]:
-            knobs = strategy.model_copy(update={"clusters": number, "remote": 0})
+        for number in (clusters or [strategy.num_clusters]) if scheme == "super" else [0]:
+            knobs = strategy.model_copy(update={"clusters": number, "remote_negatives": 0})
             dealt = config.model_copy(update={"partition": scheme, "strategy": knobs})
             path = ensure_clusters(graph, trained, dealt, progress=progress)
-            found = None if path is None else Clusters.open(path)
-            deal = Deal({kind: table.count for kind, table in graph.nodes.items()}, found, config.seed)
+            found = None if path is None else ClusterMap.open(path)
+            deal = NodeAssignment({kind: table.count for kind, table in graph.nodes.items()}, found, config.seed)
             advance = progress.stage(f"{scheme} {number or ''}".rstrip(), config.workers)
             trainers = []
             for place in range(config.workers):
-                trainers.append(_look(graph, dealt, place, deal, whole, moments))
+                trainers.append(_measure_part(graph, dealt, place, deal, whole, moments))
                 advance(1)
             rows.append(_row(scheme, found, trainers, trained.num_edges, moments))
     return rows
 
 
-def recommend(rows: Sequence[Row]) -> Row | None:
+def recommend(rows: Sequence[DiagnosisRow]) -> DiagnosisRow | None:
     """Of the rows whose average points nearly as well as the best where the whole graph's gradient does, the one whose
     trainers agree most; None where no gradients were compared."""
     known = [(row.trained.aim, row) for row in rows if row.trained.aim is not None]
     if not known:
         return None
     best = max(aim for aim, _ in known)
-    enough = best - (1 - NEARLY) * abs(best)
+    enough = best - (1 - COSINE_MARGIN) * abs(best)
     return max((row for aim, row in known if aim >= enough), key=lambda row: (row.trained.cosine or 0.0, row.kept))
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
+class _TrainerStats:
     """One trainer's part; ``moments`` has (loss, gradient) at each of the weights, None with nothing to train on."""
 
     nodes: int
@@ -133,18 +133,18 @@ class _Seen:
 
 
 @dataclass(frozen=True, eq=False)
-class _At:
+class _WeightsAndGradient:
     """Weights, learnt rows of all nodes among them, and the gradient there on the whole graph."""
 
-    weights: Weights
+    weights: WeightTensors
     gradient: Tensor
     batches: int  # of an epoch, at most
 
 
-def _moments(graph: Graph, config: RunConfig, steps: int, batches: int) -> list[_At]:
+def _snapshots(graph: Graph, config: RunConfig, steps: int, batches: int) -> list[_WeightsAndGradient]:
     """At the first weights, and after some steps on the whole graph."""
     assert isinstance(config.strategy, TmaConfig)
-    checked = check(graph, config)
+    checked = validate(graph, config)
     job = Job(
         graph=checked.graph,
         model=checked.model,
@@ -156,22 +156,31 @@ def _moments(graph: Graph, config: RunConfig, steps: int, batches: int) -> list[
     )
     strategy = make_strategy(local_config(config.strategy, checked.model.num_layers), job)
     assert isinstance(strategy, LocalStrategy)
-    first = _At(_copy(strategy.state_dict()["model"]), _flat(strategy, batches)[2], batches)
-    records = (record for epoch in range(steps) for record in strategy.steps(epoch))  # an epoch has a step at least
+    first = _WeightsAndGradient(_copy(strategy.state_dict()["model"]), _flat(strategy, batches)[2], batches)
+    records = (
+        record for epoch in range(steps) for record in strategy.train_epoch(epoch)
+    )  # an epoch has a step at least
     for record in islice(records, steps):
         _check_finite(record.loss)
     records.close()
-    trained = _At(_copy(strategy.state_dict()["model"]), _flat(strategy, batches)[2], batches)
+    trained = _WeightsAndGradient(_copy(strategy.state_dict()["model"]), _flat(strategy, batches)[2], batches)
     strategy.close()
     return [first, trained]
 
 
-def _look(graph: Graph, config: RunConfig, place: int, deal: Deal, whole: _Whole, moments: Sequence[_At]) -> _Seen:
-    own = deal.own(place, config.workers)
+def _measure_part(
+    graph: Graph,
+    config: RunConfig,
+    place: int,
+    deal: NodeAssignment,
+    whole: _GlobalStats,
+    moments: Sequence[_WeightsAndGradient],
+) -> _TrainerStats:
+    own = deal.nodes_of(place, config.workers)
     nodes = sum(len(ids) for ids in own.values())
     if not nodes:
-        return _Seen(0, 0, None, None, [None] * len(moments))
-    alone = make_alone(graph, config, place, own)
+        return _TrainerStats(0, 0, None, None, [None] * len(moments))
+    alone = make_local_training(graph, config, place, own)
     strategy = alone.strategy
     assert isinstance(strategy, LocalStrategy)
     seen: list[tuple[float, Tensor] | None] = []
@@ -182,7 +191,7 @@ def _look(graph: Graph, config: RunConfig, place: int, deal: Deal, whole: _Whole
         _check_finite(loss)
         seen.append((loss, gradient) if count else None)
     strategy.close()
-    return _Seen(nodes, alone.edges, whole.label_divergence(own), whole.feature_divergence(own), seen)
+    return _TrainerStats(nodes, alone.edges, whole.label_divergence(own), whole.feature_divergence(own), seen)
 
 
 def _flat(strategy: LocalStrategy, batches: int) -> tuple[float, int, Tensor]:
@@ -197,29 +206,35 @@ def _flat(strategy: LocalStrategy, batches: int) -> tuple[float, int, Tensor]:
     return loss, count, torch.cat(flat) if flat else torch.empty(0)
 
 
-def _row(scheme: str, clusters: Clusters | None, trainers: Sequence[_Seen], edges: int, moments: Sequence[_At]) -> Row:
-    return Row(
+def _row(
+    scheme: str,
+    clusters: ClusterMap | None,
+    trainers: Sequence[_TrainerStats],
+    edges: int,
+    moments: Sequence[_WeightsAndGradient],
+) -> DiagnosisRow:
+    return DiagnosisRow(
         scheme=scheme,
         clusters=None if clusters is None else len(clusters.sizes),
         kept=sum(seen.edges for seen in trainers) / edges if edges else 1.0,
         balance=imbalance(np.array([seen.nodes for seen in trainers])),
         labels=_mean([seen.labels for seen in trainers]),
         features=_mean([seen.features for seen in trainers]),
-        first=_moment([seen.moments[0] for seen in trainers], moments[0].gradient),
-        trained=_moment([seen.moments[1] for seen in trainers], moments[1].gradient),
+        first=_snapshot([seen.moments[0] for seen in trainers], moments[0].gradient),
+        trained=_snapshot([seen.moments[1] for seen in trainers], moments[1].gradient),
     )
 
 
-def _moment(given: Sequence[tuple[float, Tensor] | None], whole: Tensor) -> Moment:
+def _snapshot(given: Sequence[tuple[float, Tensor] | None], whole: Tensor) -> Snapshot:
     known = [each for each in given if each is not None]
     losses = torch.tensor([loss for loss, _ in known], dtype=torch.float64)
     mean = float(losses.mean()) if len(known) else None
     if mean is None or len(known) == 1 < len(given):
-        return Moment(mean, None, None, None)
+        return Snapshot(mean, None, None, None)
     spread = float(losses.std(correction=0)) / mean if mean else 0.0
     gradients = [gradient for _, gradient in known]
     aim = float(torch.cosine_similarity(torch.stack(gradients).mean(0), whole, 0)) if len(whole) else None
-    return Moment(mean, spread, _cosine(gradients), aim)
+    return Snapshot(mean, spread, _cosine(gradients), aim)
 
 
 def _cosine(gradients: Sequence[Tensor]) -> float | None:
@@ -231,7 +246,7 @@ def _cosine(gradients: Sequence[Tensor]) -> float | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Whole:
+class _GlobalStats:
     """What parts are compared with: labels of the labelled type, features of every type that has some."""
 
     graph: Graph
@@ -240,7 +255,7 @@ class _Whole:
     deviation: float  # ‖standard deviations‖ over all types
 
     @classmethod
-    def of(cls, graph: Graph) -> _Whole:
+    def of(cls, graph: Graph) -> _GlobalStats:
         labels = None if graph.labelled_type is None else _frequencies(graph, graph.labelled_type, None)
         known = {kind: table.x for kind, table in graph.nodes.items() if table.x is not None and table.x.numel()}
         means = {kind: _mean_row(x, torch.arange(len(x))) for kind, x in known.items()}

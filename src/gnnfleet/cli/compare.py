@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gnnfleet.cli.options import (
-    Config,
+    ConfigOption,
     JsonFlag,
-    Model,
+    ModelOption,
     QuietFlag,
-    Seed,
-    Settings,
-    SplitRule,
+    SeedOption,
+    SettingsOption,
+    SplitOption,
     StoreArgument,
-    Task,
+    TaskOption,
     parse_settings,
 )
-from gnnfleet.cli.output import emit
+from gnnfleet.cli.output import print_result
 from gnnfleet.cli.report import summary_table
 from gnnfleet.errors import ConfigError, GnnfleetError
-from gnnfleet.report.remarks import remark
+from gnnfleet.report.remarks import print_note
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gnnfleet.analysis.compare import Verdict
+    from gnnfleet.analysis.compare import EqualityCheck
     from gnnfleet.report.run_reader import Run
 
 COMPARE_EXAMPLES = """\
 gnnfleet compare shop/ --strategies local,sar,macrobatch,tma,pipe --workers 2 --set train.epochs=30
 
-gnnfleet compare shop/ --strategies sar,pipe --workers 4 --model gcn2 --set model.layers=16 --set pipe.ways=2
+gnnfleet compare shop/ --strategies sar,pipe --workers 4 --model gcn2 --set model.layers=16 --set pipe.graph_parallel=2
 
                                                                                a word of one strategy by its name
 """
@@ -52,12 +52,12 @@ def compare(
     workers: Annotated[
         int | None, typer.Option("--workers", "-w", metavar="N", min=1, help="Of each but local. Default 2.")
     ] = None,
-    model: Annotated[str | None, Model] = None,
-    task: Annotated[str | None, Task] = None,
-    split: Annotated[str | None, SplitRule] = None,
-    settings: Annotated[list[str] | None, Settings] = None,
-    config: Annotated[Path | None, Config] = None,
-    seed: Annotated[int | None, Seed] = None,
+    model: Annotated[str | None, ModelOption] = None,
+    task: Annotated[str | None, TaskOption] = None,
+    split: Annotated[str | None, SplitOption] = None,
+    settings: Annotated[list[str] | None, SettingsOption] = None,
+    config: Annotated[Path | None, ConfigOption] = None,
+    seed: Annotated[int | None, SeedOption] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where runs and page go.")] = Path(
         "compared"
     ),
@@ -74,27 +74,34 @@ def compare(
     Model, seed and epochs are the same for all; local runs in one process. A round of tma is one pass over the training
     nodes unless you say (tma.steps, tma.interval). A strategy that cannot be trained so is left out, and says why.
     """
-    from gnnfleet.analysis.compare import Contest, check_all, parse_strategies, split_words, steps_of_a_pass, train_all
-    from gnnfleet.config.resolve import nest, overlay, parse_value, read_toml
+    from gnnfleet.analysis.compare import (
+        Comparison,
+        check_all,
+        one_epoch_steps,
+        parse_strategies,
+        split_settings,
+        train_all,
+    )
+    from gnnfleet.config.resolve import overlay, parse_value, read_toml, unflatten
     from gnnfleet.graph.store import open_store
-    from gnnfleet.report.progress import show
+    from gnnfleet.report.progress import make_progress
 
     names = parse_strategies(strategies)
-    common, own = split_words({key: parse_value(value) for key, value in parse_settings(settings).items()})
-    words = overlay({} if config is None else read_toml(config), nest(common))
+    common, own = split_settings({key: parse_value(value) for key, value in parse_settings(settings).items()})
+    words = overlay({} if config is None else read_toml(config), unflatten(common))
     options = {"model": None if model is None else {"name": model}, "task": task, "split": split, "seed": seed}
     words = overlay(words, {key: value for key, value in options.items() if value is not None})
     words.pop("strategy", None)
     each = words.pop("workers", 2) if workers is None else workers
-    contest = Contest(store, output / RUNS, names, each, words, own)
+    contest = Comparison(store, output / RUNS, names, each, words, own)
     graph = open_store(store)
-    contest.check_some()  # what is wrong for all is said once
+    contest.require_strategies()  # what is wrong for all is said once
     if "tma" in names:
         with suppress(GnnfleetError):  # said when its turn comes
-            own.setdefault("tma", {}).update(steps_of_a_pass(graph, contest.config("tma")))
-    make_room(output, overwrite=overwrite)
-    with show(quiet) as progress:
-        done = train_all(contest, progress=progress, say=partial(remark, quiet=quiet))
+            own.setdefault("tma", {}).update(one_epoch_steps(graph, contest.config("tma")))
+    prepare_folder(output, overwrite=overwrite)
+    with make_progress(quiet) as progress:
+        done = train_all(contest, progress=progress, say=partial(print_note, quiet=quiet))
         verdicts = check_all(contest, done, progress=progress) if check else {}
     runs = read_all({name: contest.run_dir(name) for name in done})
     title = f"{', '.join(done)} on {store.resolve().name}"
@@ -102,7 +109,7 @@ def compare(
     show_runs(runs, verdicts, output / PAGE, as_json=as_json, quiet=quiet)
 
 
-def make_room(folder: Path, *, overwrite: bool, beside: Sequence[str] = ()) -> None:
+def prepare_folder(folder: Path, *, overwrite: bool, beside: Sequence[str] = ()) -> None:
     """An empty place for runs, a page and what is named; raises ConfigError where something else is there.
 
     Only what was made here is replaced: a mark says so, and nothing may have come to it since.
@@ -133,7 +140,7 @@ def write_page(
     runs: Sequence[Run],
     *,
     title: str,
-    verdicts: Mapping[str, Verdict],
+    verdicts: Mapping[str, EqualityCheck],
     partitions: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     from gnnfleet.io.atomic import write_atomically
@@ -143,18 +150,20 @@ def write_page(
     write_atomically(path, render_page(page_data(runs, title=title, equals=equals, partitions=partitions)).encode())
 
 
-def show_runs(runs: Sequence[Run], verdicts: Mapping[str, Verdict], page: Path, *, as_json: bool, quiet: bool) -> None:
+def show_runs(
+    runs: Sequence[Run], verdicts: Mapping[str, EqualityCheck], page: Path, *, as_json: bool, quiet: bool
+) -> None:
     """The table, or the same as one JSON object."""
-    from gnnfleet.report.run_reader import summary
+    from gnnfleet.report.run_reader import summarize
 
     results = []
     for run in runs:
         verdict = verdicts.get(run["name"])
         told = {} if verdict is None else verdict.as_json()
         results.append(
-            {"run": run["name"], "strategy": run["strategy"], "workers": run["workers"], **summary(run), **told}
+            {"run": run["name"], "strategy": run["strategy"], "workers": run["workers"], **summarize(run), **told}
         )
     equals = {name: "" if name == "local" else str(verdict) for name, verdict in verdicts.items()}
     human = [summary_table(list(runs), equals if verdicts else None)]
-    emit({"page": str(page), "runs": results}, as_json=as_json, human=human)
-    remark(f"the page is {page}", quiet=quiet or as_json)
+    print_result({"page": str(page), "runs": results}, as_json=as_json, human=human)
+    print_note(f"the page is {page}", quiet=quiet or as_json)

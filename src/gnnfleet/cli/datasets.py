@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gnnfleet.cli.options import JsonFlag, QuietFlag, SetOption, parse_settings
-from gnnfleet.cli.output import emit, size_text, table
+from gnnfleet.cli.output import format_bytes, print_result, table
 
 if TYPE_CHECKING:
     from gnnfleet.graph.datasets import Dataset
@@ -32,7 +32,7 @@ def list_datasets(
         show_dataset(name, as_json=as_json)
         return
     result = {"datasets": [{"name": entry.name, "summary": entry.summary} for entry in DATASETS.values()]}
-    emit(result, as_json=as_json, human=[f"{entry.name:<12} {entry.summary}" for entry in DATASETS.values()])
+    print_result(result, as_json=as_json, human=[f"{entry.name:<12} {entry.summary}" for entry in DATASETS.values()])
 
 
 @app.command("show")
@@ -43,7 +43,7 @@ def show_dataset(name: NameArgument, as_json: JsonFlag = False) -> None:
     dataset = find_dataset(name)
     shown = [(p.name, p.kind, "" if p.default is None else str(p.default), p.meaning) for p in dataset.parameters]
     listed = table(f"{dataset.name}: {dataset.summary}", ["parameter", "type", "default", "meaning"], shown)
-    emit(_describe(dataset), as_json=as_json, human=[listed])
+    print_result(_describe(dataset), as_json=as_json, human=[listed])
 
 
 @app.command("make")
@@ -59,13 +59,13 @@ def make_dataset(
     from gnnfleet.graph.datasets import find_dataset
     from gnnfleet.graph.store import KIND, save_store
     from gnnfleet.io.bundle import check_target
-    from gnnfleet.report.progress import show
+    from gnnfleet.report.progress import make_progress
 
     dataset = find_dataset(name)
     config = dataset.configure(dict(parse_settings(settings)))
     check_target(output, KIND, overwrite)
     start = time.perf_counter()
-    with show(quiet) as progress:
+    with make_progress(quiet) as progress:
         graph = dataset.make(config, progress)
         generated = time.perf_counter()
         graph = save_store(graph, output, overwrite=overwrite, advance=progress.stage("write", _tensor_bytes(graph)))
@@ -80,7 +80,7 @@ def make_dataset(
         "seconds": {stage: round(taken, 3) for stage, taken in seconds.items()},
         "parameters": config.model_dump(mode="json"),
     }
-    emit(result, as_json=as_json, human=_tables(graph, result))
+    print_result(result, as_json=as_json, human=_tables(graph, result))
 
 
 def _describe(dataset: Dataset) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _tables(graph: Graph, result: dict[str, Any]) -> list[Any]:
     return [
         table(None, ["nodes", "count", "features", "classes"], nodes),
         table(None, ["edges", "count", "features", "data"], edges),
-        f"{result['store']}: {size_text(result['bytes'])}, {taken}",
+        f"{result['store']}: {format_bytes(result['bytes'])}, {taken}",
     ]
 
 

@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gnnfleet.cli.options import (
-    Config,
+    ConfigOption,
     JsonFlag,
-    Model,
+    ModelOption,
     QuietFlag,
-    Seed,
-    Settings,
-    SplitRule,
+    SeedOption,
+    SettingsOption,
+    SplitOption,
     StoreArgument,
-    Task,
+    TaskOption,
     parse_settings,
 )
-from gnnfleet.cli.output import emit, table
+from gnnfleet.cli.output import print_result, table
 from gnnfleet.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gnnfleet.analysis.partition_diagnosis import Row
+    from gnnfleet.analysis.partition_diagnosis import DiagnosisRow
     from gnnfleet.config.schema import RunConfig
 
 DIAGNOSE_EXAMPLES = """\
@@ -38,7 +38,7 @@ gnnfleet diagnose shop/ --scheme super --clusters 50 --clusters 500 --clusters 5
 WORKERS = 3
 
 
-class Scheme(StrEnum):
+class SchemeChoice(StrEnum):
     random = "random"
     super = "super"
     mincut = "mincut"
@@ -50,7 +50,7 @@ def diagnose(
         int | None, typer.Option("--workers", "-w", metavar="N", help="Trainers that share the nodes. Default 3.")
     ] = None,
     schemes: Annotated[
-        list[Scheme] | None, typer.Option("--scheme", help="How nodes are dealt; repeatable. Default all three.")
+        list[SchemeChoice] | None, typer.Option("--scheme", help="How nodes are dealt; repeatable. Default all three.")
     ] = None,
     clusters: Annotated[
         list[int] | None,
@@ -67,12 +67,12 @@ def diagnose(
     batches: Annotated[
         int, typer.Option(metavar="B", min=1, help="Batches of an epoch that losses and gradients are taken over.")
     ] = 100,
-    model: Annotated[str | None, Model] = None,
-    task: Annotated[str | None, Task] = None,
-    split: Annotated[str | None, SplitRule] = None,
-    settings: Annotated[list[str] | None, Settings] = None,
-    config: Annotated[Path | None, Config] = None,
-    seed: Annotated[int | None, Seed] = None,
+    model: Annotated[str | None, ModelOption] = None,
+    task: Annotated[str | None, TaskOption] = None,
+    split: Annotated[str | None, SplitOption] = None,
+    settings: Annotated[list[str] | None, SettingsOption] = None,
+    config: Annotated[Path | None, ConfigOption] = None,
+    seed: Annotated[int | None, SeedOption] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -93,9 +93,9 @@ def diagnose(
     """
     from gnnfleet.analysis.partition_diagnosis import SCHEMES, recommend
     from gnnfleet.analysis.partition_diagnosis import diagnose as measure
-    from gnnfleet.graph.validate import open_sound
-    from gnnfleet.nn.custom_model import naming_line
-    from gnnfleet.report.progress import show
+    from gnnfleet.graph.validate import open_validated_store
+    from gnnfleet.nn.custom_model import annotate_model_errors
+    from gnnfleet.report.progress import make_progress
 
     chosen = [str(scheme) for scheme in schemes or SCHEMES]
     if clusters and "super" not in chosen:
@@ -108,8 +108,8 @@ def diagnose(
         "split": split,
     }
     resolved = _resolve(config, settings, {key: value for key, value in options.items() if value is not None})
-    graph = open_sound(store)
-    with naming_line(resolved.model.file), show(quiet or as_json) as progress:
+    graph = open_validated_store(store)
+    with annotate_model_errors(resolved.model.file), make_progress(quiet or as_json) as progress:
         rows = measure(graph, resolved, chosen, clusters or (), steps, batches=batches, progress=progress)
     best = recommend(rows)
     result: dict[str, Any] = {
@@ -120,22 +120,24 @@ def diagnose(
         "recommended": None if best is None else {"scheme": best.scheme, "clusters": best.clusters},
     }
     name = f"{resolved.model.name} on {store.resolve().name}, {resolved.workers} trainers"
-    emit(result, as_json=as_json, human=[_shown(name, rows, steps), *([] if best is None else [_sentence(best, rows)])])
+    print_result(
+        result, as_json=as_json, human=[_shown(name, rows, steps), *([] if best is None else [_sentence(best, rows)])]
+    )
 
 
 def _resolve(file: Path | None, settings: Sequence[str] | None, options: dict[str, Any]) -> RunConfig:
-    from gnnfleet.config.resolve import layered, parse_value, read_toml, resolve
+    from gnnfleet.config.resolve import merge_settings, parse_value, read_toml, resolve
     from gnnfleet.strategies.tma.config import TmaConfig
 
     given = {key: parse_value(value) for key, value in parse_settings(settings).items()}
-    words = layered({} if file is None else read_toml(file), given, {**options, "strategy": {"name": "tma"}})
+    words = merge_settings({} if file is None else read_toml(file), given, {**options, "strategy": {"name": "tma"}})
     resolved = resolve({"workers": WORKERS, **words})
     if not isinstance(resolved.strategy, TmaConfig):
         raise ConfigError("strategy.scheme=ggs deals no nodes: leave it out")
     return resolved
 
 
-def _shown(name: str, rows: Sequence[Row], steps: int) -> Any:
+def _shown(name: str, rows: Sequence[DiagnosisRow], steps: int) -> Any:
     later = f"after {steps}"
     # Short enough for 120 characters: a table that is too wide breaks headings within words.
     columns = ["scheme", "clusters", "kept", "balance", "labels", "features"]
@@ -160,13 +162,13 @@ def _shown(name: str, rows: Sequence[Row], steps: int) -> Any:
     return table(name, columns, cells)
 
 
-def _sentence(best: Row, rows: Sequence[Row]) -> str:
-    from gnnfleet.analysis.partition_diagnosis import NEARLY
+def _sentence(best: DiagnosisRow, rows: Sequence[DiagnosisRow]) -> str:
+    from gnnfleet.analysis.partition_diagnosis import COSINE_MARGIN
 
     words = {"random": "strategy.scheme=random", "mincut": "strategy.scheme=psgd-pa"}
     setting = words.get(best.scheme, f"strategy.clusters={best.clusters}")
     highest = max(row.trained.aim for row in rows if row.trained.aim is not None)
     return (
         f"recommended: {setting}. Its trainers agree most (cosine {best.trained.cosine:.3f}) of those whose aim is at "
-        f"least {NEARLY:.0%} of the best ({best.trained.aim:.3f} of {highest:.3f})."
+        f"least {COSINE_MARGIN:.0%} of the best ({best.trained.aim:.3f} of {highest:.3f})."
     )

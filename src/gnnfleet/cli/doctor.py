@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from gnnfleet.cli.options import JsonFlag
-from gnnfleet.cli.output import emit, table
+from gnnfleet.cli.output import print_result, table
 
 
 def doctor(as_json: JsonFlag = False) -> None:
@@ -13,11 +13,11 @@ def doctor(as_json: JsonFlag = False) -> None:
 
     Exits with 1 when something would keep a run from working.
     """
-    from gnnfleet.analysis.doctor import as_record, examine
+    from gnnfleet.analysis.doctor import as_record, run_checks
 
-    findings = examine()
+    findings = run_checks()
     record = as_record(findings)
     rows = [(f.check, f.level, f.found, f.advice) for f in findings]
-    emit(record, as_json=as_json, human=[table(None, ("check", "", "found", "advice"), rows)])
+    print_result(record, as_json=as_json, human=[table(None, ("check", "", "found", "advice"), rows)])
     if not record["fit"]:
         raise typer.Exit(1)

@@ -36,7 +36,7 @@ IMPORT_EXAMPLES = """Examples
 """
 
 _TABLES, _GRAPH = "Columns of tables", "The graph"
-_WHOLE = (".npz", ".pt", ".graphml", ".gml")
+_GRAPH_ENDINGS = (".npz", ".pt", ".graphml", ".gml")
 SHOWN = 5
 """Names of feature columns in the report; --json has all."""
 
@@ -53,7 +53,7 @@ def _rule(name: str, text: str, metavar: str | None = None) -> Any:
     return typer.Option(name, metavar=metavar, help=text, rich_help_panel=_GRAPH)
 
 
-Sources = Annotated[
+SourcesArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SOURCES",
@@ -61,7 +61,7 @@ Sources = Annotated[
         show_default=False,
     ),
 ]
-NodeTables = Annotated[
+NodeTablesOption = Annotated[
     list[str] | None,
     typer.Option(
         "--nodes",
@@ -70,7 +70,7 @@ NodeTables = Annotated[
         "'user=u.csv,id=key,features=age f*'. Repeatable.",
     ),
 ]
-EdgeTables = Annotated[
+EdgeTablesOption = Annotated[
     list[str] | None,
     typer.Option(
         "--edges",
@@ -78,12 +78,12 @@ EdgeTables = Annotated[
         help="An edge type: user:buys:product=o.csv,src=who,dst=what. Repeatable.",
     ),
 ]
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="STORE", help="The directory to make.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a store that is there already.")]
-Id = Annotated[str | None, _column("--id", "Node id: integers or text. [dim]Usually id.[/dim]")]
-Src = Annotated[str | None, _column("--src", "Source of an edge. [dim]Usually src, source or from.[/dim]")]
-Dst = Annotated[str | None, _column("--dst", "Destination of an edge. [dim]Usually dst, target or to.[/dim]")]
-Label = Annotated[
+OutputOption = Annotated[Path, typer.Option("--output", "-o", metavar="STORE", help="The directory to make.")]
+OverwriteFlag = Annotated[bool, typer.Option("--overwrite", help="Replace a store that is there already.")]
+IdOption = Annotated[str | None, _column("--id", "Node id: integers or text. [dim]Usually id.[/dim]")]
+SrcOption = Annotated[str | None, _column("--src", "Source of an edge. [dim]Usually src, source or from.[/dim]")]
+DstOption = Annotated[str | None, _column("--dst", "Destination of an edge. [dim]Usually dst, target or to.[/dim]")]
+LabelOption = Annotated[
     str | None,
     _patterns(
         "--label",
@@ -91,23 +91,23 @@ Label = Annotated[
         "none: no labels. [dim]Usually label or y.[/dim]",
     ),
 ]
-SplitColumn = Annotated[
+SplitColumnOption = Annotated[
     str | None, _column("--split-column", "Words train, val, test; or none. [dim]Usually split.[/dim]")
 ]
-Time = Annotated[
+TimeOption = Annotated[
     str | None,
     _column(
         "--time", "Time of an edge; timestamps become microseconds since 1970. [dim]Usually time, timestamp or t.[/dim]"
     ),
 ]
-Weight = Annotated[str | None, _column("--weight", "Weight of an edge, or none. [dim]Usually weight.[/dim]")]
+WeightOption = Annotated[str | None, _column("--weight", "Weight of an edge, or none. [dim]Usually weight.[/dim]")]
 FeaturesOption = Annotated[
     str | None,
     _patterns("--features", "Node features, as 'f*,price', or none. [dim]Else all other numbers and lists.[/dim]"),
 ]
-EdgeFeatures = Annotated[str | None, _patterns("--edge-features", "Edge features, likewise.")]
-EdgeLabel = Annotated[str | None, _patterns("--edge-label", "Labels of edges, as those of nodes; or none.")]
-Columns = Annotated[
+EdgeFeaturesOption = Annotated[str | None, _patterns("--edge-features", "Edge features, likewise.")]
+EdgeLabelOption = Annotated[str | None, _patterns("--edge-label", "Labels of edges, as those of nodes; or none.")]
+ColumnsOption = Annotated[
     str | None,
     typer.Option(
         "--columns",
@@ -116,14 +116,14 @@ Columns = Annotated[
         rich_help_panel=_TABLES,
     ),
 ]
-Undirected = Annotated[
+UndirectedFlag = Annotated[
     bool,
     _rule(
         "--undirected",
         "Add the reverse of every edge; between two node types as dst:rev_relation:src. Self-loops are not doubled.",
     ),
 ]
-Duplicates = Annotated[
+DuplicatesOption = Annotated[
     str | None,
     _rule(
         "--duplicates",
@@ -132,12 +132,12 @@ Duplicates = Annotated[
         "RULE",
     ),
 ]
-SelfLoops = Annotated[str, _rule("--self-loops", "keep, drop or error.", "RULE")]
-Missing = Annotated[
+SelfLoopsOption = Annotated[str, _rule("--self-loops", "keep, drop or error.", "RULE")]
+MissingOption = Annotated[
     str, _rule("--missing", "Ids of edges that no node table has: error, or add (features 0, no label).", "RULE")
 ]
-FeatureDtype = Annotated[str | None, _rule("--dtype", "Features as float32, float16 or bfloat16.", "TYPE")]
-SplitRule = Annotated[
+DtypeOption = Annotated[str | None, _rule("--dtype", "Features as float32, float16 or bfloat16.", "TYPE")]
+SplitRuleOption = Annotated[
     str | None,
     _rule(
         "--split",
@@ -146,44 +146,46 @@ SplitRule = Annotated[
         "RULE",
     ),
 ]
-Seed = Annotated[int, _rule("--seed", "Seed of the split.")]
-Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="For sorting; more is kept on disk meanwhile.")]
-Name = Annotated[str | None, typer.Option("--name", help="Name of the graph; the directory's otherwise.")]
+SplitSeedOption = Annotated[int, _rule("--seed", "Seed of the split.")]
+ImportMemoryOption = Annotated[
+    str, typer.Option("--memory", metavar="SIZE", help="For sorting; more is kept on disk meanwhile.")
+]
+NameOption = Annotated[str | None, typer.Option("--name", help="Name of the graph; the directory's otherwise.")]
 
 
 def import_graph(
     *,
-    sources: Sources = None,
-    output: Output,
-    nodes: NodeTables = None,
-    edges: EdgeTables = None,
-    overwrite: Overwrite = False,
-    id_column: Id = None,
-    src: Src = None,
-    dst: Dst = None,
-    label: Label = None,
-    split_column: SplitColumn = None,
-    time_column: Time = None,
-    weight: Weight = None,
+    sources: SourcesArgument = None,
+    output: OutputOption,
+    nodes: NodeTablesOption = None,
+    edges: EdgeTablesOption = None,
+    overwrite: OverwriteFlag = False,
+    id_column: IdOption = None,
+    src: SrcOption = None,
+    dst: DstOption = None,
+    label: LabelOption = None,
+    split_column: SplitColumnOption = None,
+    time_column: TimeOption = None,
+    weight: WeightOption = None,
     features: FeaturesOption = None,
-    edge_features: EdgeFeatures = None,
-    edge_label: EdgeLabel = None,
-    columns: Columns = None,
-    undirected: Undirected = False,
-    duplicates: Duplicates = None,
-    self_loops: SelfLoops = "keep",
-    missing: Missing = "error",
-    dtype: FeatureDtype = None,
-    split: SplitRule = None,
-    seed: Seed = 0,
-    memory: Memory = "1GiB",
-    name: Name = None,
+    edge_features: EdgeFeaturesOption = None,
+    edge_label: EdgeLabelOption = None,
+    columns: ColumnsOption = None,
+    undirected: UndirectedFlag = False,
+    duplicates: DuplicatesOption = None,
+    self_loops: SelfLoopsOption = "keep",
+    missing: MissingOption = "error",
+    dtype: DtypeOption = None,
+    split: SplitRuleOption = None,
+    seed: SplitSeedOption = 0,
+    memory: ImportMemoryOption = "1GiB",
+    name: NameOption = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Make a store from tables, of any size, or from a graph of another tool."""
-    from gnnfleet.graph.ingest.spec import Rules
-    from gnnfleet.report.progress import show
+    from gnnfleet.graph.ingest.spec import ImportRules
+    from gnnfleet.report.progress import make_progress
 
     node_columns = {"columns": columns, "id": id_column, "label": label, "split": split_column, "features": features}
     edge_columns = {"columns": columns, "src": src, "dst": dst, "time": time_column, "weight": weight}
@@ -199,15 +201,15 @@ def import_graph(
         "memory": memory,
         "name": name,
     }
-    with show(quiet) as progress:
-        if sources and _is_whole(sources):
-            from gnnfleet.graph.ingest.in_memory import import_whole
+    with make_progress(quiet) as progress:
+        if sources and _is_graph_file(sources):
+            from gnnfleet.graph.ingest.in_memory import import_in_memory
 
             given = {**node_columns, **edge_columns, "edge-features": edge_features, "nodes": nodes, "edges": edges}
             given |= {"features": features, "label": label, "edge-label": edge_label}
             source, attributes = _one_graph(sources, given)
-            report = import_whole(
-                source, output, Rules(**rules), attributes=attributes, overwrite=overwrite, progress=progress
+            report = import_in_memory(
+                source, output, ImportRules(**rules), attributes=attributes, overwrite=overwrite, progress=progress
             )
         else:
             from gnnfleet.graph.ingest.tables import import_tables
@@ -227,18 +229,18 @@ def export_graph(
 ) -> None:
     """Write a store as Parquet tables, nodes and edges, with the original ids."""
     from gnnfleet.graph.export import export_tables
-    from gnnfleet.graph.validate import open_sound
-    from gnnfleet.report.progress import show
+    from gnnfleet.graph.validate import open_validated_store
+    from gnnfleet.report.progress import make_progress
 
-    with show(quiet) as progress:
-        report = export_tables(open_sound(store), output, progress=progress)
+    with make_progress(quiet) as progress:
+        report = export_tables(open_validated_store(store), output, progress=progress)
     table = output_module.table(str(report.path), ["file", "rows"], report.files.items())
-    output_module.emit({"path": str(report.path), "files": report.files}, as_json=as_json, human=[table])
+    output_module.print_result({"path": str(report.path), "files": report.files}, as_json=as_json, human=[table])
 
 
-def _is_whole(sources: Sequence[str]) -> bool:
+def _is_graph_file(sources: Sequence[str]) -> bool:
     """Whether a source is a graph of another tool rather than a table."""
-    return any(Path(s).is_dir() or s.lower().endswith(_WHOLE) or s.startswith("tgb:") for s in sources)
+    return any(Path(s).is_dir() or s.lower().endswith(_GRAPH_ENDINGS) or s.startswith("tgb:") for s in sources)
 
 
 def _one_graph(sources: Sequence[str], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -266,7 +268,7 @@ def _table_spec(
 ) -> TableSpec:
     from gnnfleet.graph.graph import EdgeType
     from gnnfleet.graph.ingest.spec import EdgeTable, NodeTable, TableSpec
-    from gnnfleet.graph.ingest.tables import sort_out
+    from gnnfleet.graph.ingest.tables import classify_tables
 
     node_columns, edge_columns = columns
     if sources and any(typed):
@@ -282,7 +284,7 @@ def _table_spec(
             },
         )
     words = {word: edge_columns[word] for word in ("src", "dst", "columns")}
-    spec = sort_out(sources, id=node_columns["id"], **words)
+    spec = classify_tables(sources, id=node_columns["id"], **words)
     return replace(
         spec,
         nodes={kind: replace(table, **node_columns) for kind, table in spec.nodes.items()},
@@ -332,20 +334,20 @@ def _show(report: ImportReport, *, as_json: bool, quiet: bool) -> None:
         ),
         output_module.table(None, ["edges", "read", "stored", "self-loops", "parallel", "dropped", "data"], edges),
     ]
-    output_module.emit(report.as_dict(), as_json=as_json, human=human)
+    output_module.print_result(report.as_dict(), as_json=as_json, human=human)
     unused = {
         **{kind: c.unused for kind, c in report.nodes.items()},
         **{str(k): c.unused for k, c in report.edges.items()},
     }
     for kind, columns in unused.items():
         if columns:
-            remarks.remark(f"{kind}: columns not used: {', '.join(columns)}", quiet=quiet)
+            remarks.print_note(f"{kind}: columns not used: {', '.join(columns)}", quiet=quiet)
     if not any(counts.count for counts in report.edges.values()):
-        remarks.remark("this store has no edges: name a table of them too, unless there are none yet", quiet=quiet)
+        remarks.print_note("this store has no edges: name a table of them too, unless there are none yet", quiet=quiet)
     changed = [f"{what.replace('_', ' ')} {count:,}" for what, count in report.cleaned.items() if count]
     if changed:
-        remarks.remark(f"found and done: {', '.join(changed)}", quiet=quiet)
-    remarks.remark(f"{report.path} is ready ({report.seconds:.1f} s)", quiet=quiet)
+        remarks.print_note(f"found and done: {', '.join(changed)}", quiet=quiet)
+    remarks.print_note(f"{report.path} is ready ({report.seconds:.1f} s)", quiet=quiet)
 
 
 def _splits(counts: Any) -> str | None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.options import JsonFlag, QuietFlag, no_file
-from gnnfleet.cli.output import emit, size_text, table
-from gnnfleet.report.remarks import remark
+from gnnfleet.cli.options import JsonFlag, QuietFlag, check_is_directory
+from gnnfleet.cli.output import format_bytes, print_result, table
+from gnnfleet.report.remarks import print_note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from gnnfleet.graph.partition.partitioned_graph import Partition
     from gnnfleet.io.bundle import Bundle
 
-MOST_PARTS = 64
+MAX_PARTS = 64
 """Rows of a table for people; of more parts the first and the last are shown."""
 
 
 def info(
-    path: Annotated[Path, typer.Argument(help="A store, or a partition of one.", callback=no_file)],
+    path: Annotated[Path, typer.Argument(help="A store, or a partition of one.", callback=check_is_directory)],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
     head: Annotated[int, typer.Option(help="Show the first rows of every node type, with original ids.")] = 0,
     as_json: JsonFlag = False,
@@ -38,22 +38,22 @@ def info(
 
     if (path / f"{KIND}.json").exists():
         partition = Partition.open(path)
-        bundles = partition.bundles()
+        bundles = partition.part_bundles()
         result = describe_partition(partition)
         human = [partition_table(path.name, result)]
     else:
         graph = open_store(path)
         found = [Partition.open(p, graph) for p in partition_paths(path)]
-        bundles = [_store(graph), *(bundle for partition in found for bundle in partition.bundles())]
+        bundles = [_store(graph), *(bundle for partition in found for bundle in partition.part_bundles())]
         result = describe_graph(graph, head)
         result["partitions"] = [describe_partition(partition) for partition in found]
         human = graph_tables(result)
     if verify:
         _verify(bundles, quiet)
     result["verified"] = verify
-    emit(result, as_json=as_json, human=human)
+    print_result(result, as_json=as_json, human=human)
     if verify:
-        remark(f"all {sum(len(b.files) for b in bundles)} files agree with their checksums", quiet=quiet)
+        print_note(f"all {sum(len(b.files) for b in bundles)} files agree with their checksums", quiet=quiet)
 
 
 def partition_paths(store: Path) -> list[Path]:
@@ -67,9 +67,9 @@ def _store(graph: Graph) -> Bundle:
 
 
 def _verify(bundles: list[Bundle], quiet: bool) -> None:
-    from gnnfleet.report.progress import show
+    from gnnfleet.report.progress import make_progress
 
-    with show(quiet) as progress:
+    with make_progress(quiet) as progress:
         advance = progress.stage("checksums", sum(bundle.nbytes for bundle in bundles))
         for bundle in bundles:
             bundle.verify(advance)
@@ -113,7 +113,7 @@ def _head(nodes: Nodes, count: int) -> list[dict[str, Any]]:
     from gnnfleet.graph.graph import SPLITS
 
     words = {code: word for word, code in SPLITS.items()}
-    rows: list[dict[str, Any]] = [{"id": value} for value in nodes.ids.take(range(count)).to_pylist()]
+    rows: list[dict[str, Any]] = [{"id": value} for value in nodes.ids.select(range(count)).to_pylist()]
     for i, row in enumerate(rows):
         if nodes.y is not None and not nodes.multilabel:
             label = int(nodes.y[i])
@@ -146,9 +146,7 @@ def _describe_edges(edges: Edges) -> dict[str, Any]:
 
 def graph_tables(result: dict[str, Any]) -> list[Any]:
     """What ``info`` prints for people."""
-    title = (
-        f"{result['name']}: {result['num_nodes']:,} nodes, {result['num_edges']:,} edges, {size_text(result['bytes'])}"
-    )
+    title = f"{result['name']}: {result['num_nodes']:,} nodes, {result['num_edges']:,} edges, {format_bytes(result['bytes'])}"
     node_rows = [
         (
             kind,
@@ -244,7 +242,7 @@ def partition_table(name: str, result: dict[str, Any]) -> Any:
             zip(per_part["nodes"], per_part["train"], per_part["edges"], per_part["halo"], strict=True)
         )
     ]
-    if len(rows) > MOST_PARTS:  # --json has all of them
-        half = MOST_PARTS // 2
+    if len(rows) > MAX_PARTS:  # --json has all of them
+        half = MAX_PARTS // 2
         rows[half:-half] = [("…", None, None, None, None, None)]
     return table(title, ("part", "nodes", "train", "in-edges", "rows needed", "KiB at width 128"), rows)

@@ -11,11 +11,11 @@ import typer
 
 from gnnfleet.cli.options import QuietFlag
 from gnnfleet.errors import ConfigError
-from gnnfleet.report.remarks import remark
+from gnnfleet.report.remarks import print_note
 
-MOST_TRAINERS = 1024
+MAX_TRAINERS = 1024
 JOIN_EXAMPLES = """\
-gnnfleet train /data/shop --strategy tma --workers 8 --set strategy.listen=0.0.0.0:29500 --set strategy.here=4
+gnnfleet train /data/shop --strategy tma --workers 8 --set strategy.listen=0.0.0.0:29500 --set strategy.local_trainers=4
 
 gnnfleet join first-machine:29500 /data/shop --trainers 4-7                    on the second machine
 """
@@ -46,12 +46,12 @@ def join(
     A model file runs here only if you pass it (--model) or confirm its SHA-256: the address is not trusted with code.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # that nobody answers is said once, in our words
-    from gnnfleet.launch.tma_supervisor import join_fleet
+    from gnnfleet.launch.tma_supervisor import join_supervised
 
     def say(text: str) -> None:
-        remark(text, quiet=quiet)
+        print_note(text, quiet=quiet)
 
-    join_fleet(
+    join_supervised(
         address, store, parse_numbers(trainers), restarts=max_restarts, say=say, model=model, model_sha256=model_sha256
     )
 
@@ -64,8 +64,8 @@ def parse_numbers(text: str) -> list[int]:
         if span is None:
             raise ConfigError(f"--trainers takes numbers as 4-7 or 4,6; found {text!r}")
         low, high = int(span[1]), int(span[2] or span[1])
-        if high - low >= MOST_TRAINERS:
-            raise ConfigError(f"--trainers takes at most {MOST_TRAINERS} numbers, found {text!r}")
+        if high - low >= MAX_TRAINERS:
+            raise ConfigError(f"--trainers takes at most {MAX_TRAINERS} numbers, found {text!r}")
         found += range(low, high + 1)
     if not found or len(set(found)) < len(found):
         raise ConfigError(f"--trainers takes different numbers as 4-7 or 4,6; found {text!r}")

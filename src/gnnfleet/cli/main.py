@@ -30,7 +30,7 @@ from gnnfleet.cli.report import REPORT_EXAMPLES, report
 from gnnfleet.cli.train import TRAIN_EXAMPLES, train
 from gnnfleet.cli.watch import watch
 from gnnfleet.errors import ConfigError, GnnfleetError
-from gnnfleet.report.remarks import remark
+from gnnfleet.report.remarks import print_note
 
 INTERRUPTED = "interrupted; nothing half-written was left behind"
 
@@ -75,7 +75,7 @@ def main() -> NoReturn:
             _fail(INTERRUPTED, code, debug)
     except GnnfleetError as error:
         for note in getattr(error, "__notes__", ()):  # the traceback of a worker
-            remark(note)
+            print_note(note)
         code = _fail(str(error), error.exit_code, debug)
     except typer.Exit as error:
         code = error.exit_code
@@ -83,7 +83,7 @@ def main() -> NoReturn:
         # A group of commands called without words has shown its help by now and has nothing to add.
         code = ConfigError.exit_code
         if error.format_message():
-            _fail(_usage(error, arguments), code, debug)
+            _fail(_show_usage_error(error, arguments), code, debug)
     except (KeyboardInterrupt, typer.Abort):
         code = _fail(INTERRUPTED, 130, debug)
     except BrokenPipeError:
@@ -92,12 +92,12 @@ def main() -> NoReturn:
     except OSError as error:
         code = _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1, debug)
     except Exception as error:
-        remark("".join(traceback.format_exception(error)))
+        print_note("".join(traceback.format_exception(error)))
         code = _fail(f"unexpected {type(error).__name__}: {error}. This is a defect of gnnfleet.", 1, False)
     sys.exit(code)
 
 
-def _usage(error: Any, arguments: Sequence[str]) -> str:
+def _show_usage_error(error: Any, arguments: Sequence[str]) -> str:
     """What the parser says, and whose help to read; an option that is the name of a setting is set another way."""
     context = getattr(error, "ctx", None)
     said = str(error.format_message()).rstrip(".")
@@ -109,9 +109,9 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _as_setting(option: str, arguments: Sequence[str]) -> str | None:
-    from gnnfleet.config.suggest import settings_named
+    from gnnfleet.config.suggest import settings_ending_in
 
-    names = settings_named(option.lstrip("-").replace("-", "_"))
+    names = settings_ending_in(option.lstrip("-").replace("-", "_"))
     if not names:
         return None
     given = (
@@ -126,7 +126,7 @@ def _as_setting(option: str, arguments: Sequence[str]) -> str | None:
 def _fail(message: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    remark(f"error: {message}")
+    print_note(f"error: {message}")
     return code
 
 

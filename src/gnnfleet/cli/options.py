@@ -12,14 +12,16 @@ import typer
 from gnnfleet.errors import ConfigError, StoreError
 
 
-def no_file(path: Path) -> Path:
+def check_is_directory(path: Path) -> Path:
     """Of a word that names a store: a file is data that was not imported yet."""
     if path.is_file():
         raise StoreError(f"{path} is a file, not a store: import it first (gnnfleet import --help)")
     return path
 
 
-StoreArgument = Annotated[Path, typer.Argument(metavar="STORE", help="The store to train on.", callback=no_file)]
+StoreArgument = Annotated[
+    Path, typer.Argument(metavar="STORE", help="The store to train on.", callback=check_is_directory)
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for machines.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no remarks.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter; repeatable.")]
@@ -43,7 +45,7 @@ def _option(panel: str, metavar: str, text: str, *names: str) -> Any:
     return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=text)
 
 
-Model = _option(
+ModelOption = _option(
     _WHAT,
     "NAME",
     "sage, gcn, gat, gatv2, gin, rgcn, gcn2, res+, or file.py:factory for your own. Default sage. "
@@ -51,16 +53,16 @@ Model = _option(
     "--model",
     "-m",
 )
-Task = _option(_WHAT, "TASK", "node: classify nodes, the default; link: predict edges; edge: classify events.")
-SplitRule = _option(
+TaskOption = _option(_WHAT, "TASK", "node: classify nodes, the default; link: predict edges; edge: classify events.")
+SplitOption = _option(
     _WHAT,
     "RULE",
     "0.6/0.2/0.2 (train/val/test) of nodes or edges, 20-per-class, or the number of a split of the store. Default 0.",
 )
-Settings = _option(_WHAT, "KEY=VALUE", "One word of the config, as train.lr=0.01; repeatable.", "--set")
-Config = _option(_WHAT, "FILE", "A TOML file with the words of a run.", "--config", "-c")
-Seed = _option(_WHAT, "N", "The same seed gives the same weights, bit for bit. Default 0.")
-Strategy = _option(
+SettingsOption = _option(_WHAT, "KEY=VALUE", "One word of the config, as train.lr=0.01; repeatable.", "--set")
+ConfigOption = _option(_WHAT, "FILE", "A TOML file with the words of a run.", "--config", "-c")
+SeedOption = _option(_WHAT, "N", "The same seed gives the same weights, bit for bit. Default 0.")
+StrategyOption = _option(
     _HOW,
     "NAME",
     "local: one process, the default; sar: exact full batch on several workers; macrobatch: sampled mini-batches; "
@@ -70,13 +72,17 @@ Strategy = _option(
     "--strategy",
     "-s",
 )
-Workers = _option(_HOW, "N", "Processes on this machine. Default 1; of several machines see below.", "--workers", "-w")
-Restarts = _option(_HOW, "N", "How often workers may be started again when one is lost. Default 0.", "--max-restarts")
-Launcher = _option(_HOW, "NAME", "tma: how trainers are started: process, the default, or ray.", "--launcher")
-Partition = _option(
+TrainWorkersOption = _option(
+    _HOW, "N", "Processes on this machine. Default 1; of several machines see below.", "--workers", "-w"
+)
+RestartsOption = _option(
+    _HOW, "N", "How often workers may be started again when one is lost. Default 0.", "--max-restarts"
+)
+LauncherOption = _option(_HOW, "NAME", "tma: how trainers are started: process, the default, or ray.", "--launcher")
+PartitionOption = _option(
     _HOW, "METHOD", "How nodes are dealt to workers: mincut, super, random, stream, range. local has no parts."
 )
-Memory = _option(
+TrainMemoryOption = _option(
     _HOW,
     "SIZE",
     "As 500MB. local, tma: what an evaluation may hold of activations; a larger one goes in chunks; default 4GiB. "
@@ -85,7 +91,7 @@ Memory = _option(
     "the memory may take on a machine; default half of it. auto: what each worker may hold in all. pipe: "
     "nothing.",
 )
-RunDir = _option(_WHERE, "DIR", "Where the run goes. Default runs/STORE-MODEL-N, which runs/last points to.")
+RunDirOption = _option(_WHERE, "DIR", "Where the run goes. Default runs/STORE-MODEL-N, which runs/last points to.")
 
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, as runs/last.")]
@@ -104,6 +110,6 @@ WorkersOption = Annotated[
 ]
 
 
-class Checkpoint(StrEnum):
+class CheckpointChoice(StrEnum):
     best = "best"
     last = "last"

@@ -14,13 +14,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gnnfleet.report.metrics import finite
+from gnnfleet.report.metrics import none_if_not_finite
 
 
-def emit(result: Mapping[str, Any], *, as_json: bool, human: Iterable[Any] = ()) -> None:
+def print_result(result: Mapping[str, Any], *, as_json: bool, human: Iterable[Any] = ()) -> None:
     """Print a command's result: the JSON object, or the renderables made for people."""
     if as_json:
-        sys.stdout.write(json.dumps(finite(result), allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(none_if_not_finite(result), allow_nan=False) + "\n")
         sys.stdout.flush()
         return
     # Ids, names of classes and paths are nobody's markup.
@@ -41,7 +41,7 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any
     return made
 
 
-def size_text(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.options import JsonFlag, QuietFlag, no_file
-from gnnfleet.cli.output import emit
+from gnnfleet.cli.options import JsonFlag, QuietFlag, check_is_directory
+from gnnfleet.cli.output import print_result
 from gnnfleet.errors import ConfigError
-from gnnfleet.report.remarks import remark
+from gnnfleet.report.remarks import print_note
 
 if TYPE_CHECKING:
     from gnnfleet.graph.graph import Graph
     from gnnfleet.graph.partition.assign import Assignment
 
 
-class Method(StrEnum):
+class MethodChoice(StrEnum):
     random = "random"
     super = "super"
     mincut = "mincut"
@@ -27,19 +27,19 @@ class Method(StrEnum):
     range = "range"
 
 
-class Balance(StrEnum):
+class BalanceChoice(StrEnum):
     nodes = "nodes"
     edges = "edges"
     train = "train"
 
 
 def partition(
-    store: Annotated[Path, typer.Argument(help="The store to cut.", callback=no_file)],
+    store: Annotated[Path, typer.Argument(help="The store to cut.", callback=check_is_directory)],
     parts: Annotated[int, typer.Option("--parts", "-p", help="How many parts; usually one per worker.")],
     method: Annotated[
-        Method, typer.Option("--method", "-m", help="How nodes are assigned, see below.")
-    ] = Method.mincut,
-    balance: Annotated[Balance, typer.Option(help="What the parts share evenly.")] = Balance.nodes,
+        MethodChoice, typer.Option("--method", "-m", help="How nodes are assigned, see below.")
+    ] = MethodChoice.mincut,
+    balance: Annotated[BalanceChoice, typer.Option(help="What the parts share evenly.")] = BalanceChoice.nodes,
     seed: Annotated[int, typer.Option(help="The same seed gives the same parts.")] = 0,
     imbalance: Annotated[
         float | None, typer.Option(help="mincut, stream: heaviest part over the mean, minus one. Default 0.03.")
@@ -68,27 +68,27 @@ def partition(
     stream  a few passes over the edges on disk, memory for the nodes only: for graphs METIS cannot hold
     """
     from gnnfleet.cli.info import partition_table
-    from gnnfleet.graph.partition.assign import assign
-    from gnnfleet.graph.partition.partition_metrics import measure
+    from gnnfleet.graph.partition.assign import assign_nodes
+    from gnnfleet.graph.partition.partition_metrics import measure_partition
     from gnnfleet.graph.partition.partitioned_graph import KIND, write_partition
-    from gnnfleet.graph.validate import open_sound
+    from gnnfleet.graph.validate import open_validated_store
     from gnnfleet.io.bundle import check_target
-    from gnnfleet.report.progress import show
-    from gnnfleet.training.partition_cache import empty_parts, partition_name
+    from gnnfleet.report.progress import make_progress
+    from gnnfleet.training.partition_cache import empty_parts_warning, partition_name
 
     if ids is not None:
         if dry_run:
             raise ConfigError("--dry-run writes nothing, found --ids: leave one of them out")
-        check_place(ids)
-    graph = open_sound(store)
+        check_writable(ids)
+    graph = open_validated_store(store)
     options: dict[str, Any] = {"imbalance": imbalance, "clusters": clusters, "tries": tries}
     options = {name: value for name, value in options.items() if value is not None}
     target = output or store / "parts" / partition_name(method, parts, balance, seed, options)
     if not dry_run:
         check_target(target, KIND, overwrite)
-    with show(quiet or as_json) as progress:
-        assignment = assign(graph, parts, method, seed=seed, balance=balance, progress=progress, **options)
-        quality = measure(graph, assignment.part, parts, progress=progress)
+    with make_progress(quiet or as_json) as progress:
+        assignment = assign_nodes(graph, parts, method, seed=seed, balance=balance, progress=progress, **options)
+        quality = measure_partition(graph, assignment.part, parts, progress=progress)
         if not dry_run:
             write_partition(graph, assignment, target, overwrite=overwrite, quality=quality, progress=progress)
         if ids is not None:
@@ -101,13 +101,13 @@ def partition(
         "seed": seed,
         **quality.summary(),
     }
-    if (empty := empty_parts(graph, parts)) is not None:
-        remark(empty, quiet=quiet)
-    emit(result, as_json=as_json, human=[partition_table(target.name, result)])
-    remark("nothing written (--dry-run)" if dry_run else f"written to {target}", quiet=quiet or as_json)
+    if (empty := empty_parts_warning(graph, parts)) is not None:
+        print_note(empty, quiet=quiet)
+    print_result(result, as_json=as_json, human=[partition_table(target.name, result)])
+    print_note("nothing written (--dry-run)" if dry_run else f"written to {target}", quiet=quiet or as_json)
 
 
-def check_place(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raise ConfigError where no file can be written; nothing is made yet."""
     parent = next(each for each in path.absolute().parents if each.exists())
     if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):

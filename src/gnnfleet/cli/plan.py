@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gnnfleet.cli.options import (
-    Config,
+    ConfigOption,
     JsonFlag,
-    Model,
-    Partition,
+    ModelOption,
+    PartitionOption,
     QuietFlag,
-    Seed,
-    Settings,
-    SplitRule,
+    SeedOption,
+    SettingsOption,
+    SplitOption,
     StoreArgument,
-    Task,
+    TaskOption,
     parse_settings,
 )
-from gnnfleet.cli.output import emit, size_text, table
+from gnnfleet.cli.output import format_bytes, print_result, table
 from gnnfleet.comm.process_lifetime import prefer_huge_pages
 from gnnfleet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gnnfleet.planner.planner import Plan
-    from gnnfleet.strategies.estimates import Forecast
+    from gnnfleet.planner.planner import StrategyPlan
+    from gnnfleet.strategies.estimates import CostEstimate
 
 PLAN_EXAMPLES = """\
 gnnfleet plan shop/ --workers 4                                     four processes on this machine
@@ -42,7 +42,7 @@ gnnfleet train shop/ --strategy auto --workers 4                    train what t
 """
 
 
-class GoalWord(StrEnum):
+class GoalChoice(StrEnum):
     exact = "exact"
     sampled = "sampled"
     any = "any"
@@ -50,7 +50,7 @@ class GoalWord(StrEnum):
 
 def plan(
     store: StoreArgument,
-    model: Annotated[str | None, Model] = None,
+    model: Annotated[str | None, ModelOption] = None,
     workers: Annotated[
         int | None, typer.Option("--workers", "-w", metavar="N", help="Processes that would train. Default 1.")
     ] = None,
@@ -66,16 +66,16 @@ def plan(
         ),
     ] = None,
     goal: Annotated[
-        GoalWord | None,
+        GoalChoice | None,
         typer.Option(help="What is recommended: the fastest exact full batch, sampled batches, or any. Default exact."),
     ] = None,
     strategies: Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, as sar,pipe.")] = None,
-    task: Annotated[str | None, Task] = None,
-    split: Annotated[str | None, SplitRule] = None,
-    settings: Annotated[list[str] | None, Settings] = None,
-    config: Annotated[Path | None, Config] = None,
-    partition: Annotated[str | None, Partition] = None,
-    seed: Annotated[int | None, Seed] = None,
+    task: Annotated[str | None, TaskOption] = None,
+    split: Annotated[str | None, SplitOption] = None,
+    settings: Annotated[list[str] | None, SettingsOption] = None,
+    config: Annotated[Path | None, ConfigOption] = None,
+    partition: Annotated[str | None, PartitionOption] = None,
+    seed: Annotated[int | None, SeedOption] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -86,7 +86,7 @@ def plan(
     them.
     """
     prefer_huge_pages()
-    from gnnfleet.config.resolve import layered, parse_value, read_toml
+    from gnnfleet.config.resolve import merge_settings, parse_value, read_toml
     from gnnfleet.graph.store import open_store
     from gnnfleet.planner.planner import make_plan
     from gnnfleet.strategies.registry import AUTO
@@ -105,16 +105,16 @@ def plan(
         "partition": partition,
         "memory": memory,
     }
-    words = layered(words, given, {key: value for key, value in options.items() if value is not None})
+    words = merge_settings(words, given, {key: value for key, value in options.items() if value is not None})
     rate = None if bandwidth is None else parse_rate(bandwidth)
     only = [] if strategies is None else [name.strip() for name in strategies.split(",")]
     found = make_plan(open_store(store), words, bandwidth=rate, only=only, quiet=quiet)
-    emit(found.as_json(), as_json=as_json, human=_shown(found))
+    print_result(found.as_json(), as_json=as_json, human=_shown(found))
     if found.best is None:
         raise ConfigError("; ".join(found.why))
 
 
-def _shown(found: Plan) -> list[Any]:
+def _shown(found: StrategyPlan) -> list[Any]:
     columns = ["strategy", "learns", "workers", "memory each", "sent per epoch", "rounds", "seconds per epoch"]
     rows = [_row(each, recommended=each is found.best) for each in found.fits]
     shown: list[Any] = [table(None, columns, rows)] if rows else []
@@ -127,14 +127,14 @@ def _shown(found: Plan) -> list[Any]:
     return [*shown, f"recommended: {found.why[0]}", *(f"  {text}" for text in found.why[1:])]
 
 
-def _row(each: Forecast, *, recommended: bool) -> tuple[Any, ...]:
-    sent = size_text(each.bytes) if each.bytes else "none"
-    seconds = f"{each.per_pass:.3g}" + ("" if each.passes == 1 else f" (a round of {each.seconds:.3g})")
+def _row(each: CostEstimate, *, recommended: bool) -> tuple[Any, ...]:
+    sent = format_bytes(each.bytes) if each.bytes else "none"
+    seconds = f"{each.seconds_per_pass:.3g}" + ("" if each.passes == 1 else f" (a round of {each.seconds:.3g})")
     name = ("→ " if recommended else "") + _label(each)
-    return name, each.kind, each.workers, size_text(each.memory), sent, f"{each.rounds:.0f}", seconds
+    return name, each.kind, each.workers, format_bytes(each.memory), sent, f"{each.rounds:.0f}", seconds
 
 
-def _label(each: Forecast) -> str:
-    from gnnfleet.planner.planner import label
+def _label(each: CostEstimate) -> str:
+    from gnnfleet.planner.planner import estimate_label
 
-    return label(each)
+    return estimate_label(each)

@@ -7,9 +7,17 @@ from typing import Annotated
 
 import typer
 
-from gnnfleet.cli.evaluate import put
-from gnnfleet.cli.options import Checkpoint, JsonFlag, MemoryOption, QuietFlag, RunArgument, StoreOption, WorkersOption
-from gnnfleet.cli.output import emit
+from gnnfleet.cli.evaluate import run_query_command
+from gnnfleet.cli.options import (
+    CheckpointChoice,
+    JsonFlag,
+    MemoryOption,
+    QuietFlag,
+    RunArgument,
+    StoreOption,
+    WorkersOption,
+)
+from gnnfleet.cli.output import print_result
 
 
 def predict(
@@ -32,7 +40,7 @@ def predict(
         ),
     ] = None,
     relation: Annotated[str, typer.Option(help="With --pairs: the edge type, as user:buys:product.")] = "",
-    checkpoint: Annotated[Checkpoint, typer.Option(help="Which weights.")] = Checkpoint.best,
+    checkpoint: Annotated[CheckpointChoice, typer.Option(help="Which weights.")] = CheckpointChoice.best,
     store: StoreOption = None,
     memory: MemoryOption = None,
     workers: WorkersOption = None,
@@ -46,7 +54,7 @@ def predict(
     the probability of every event of --events, each with all events before it known.
     With --store for nodes the run has never seen: no labels are needed, the same features are, by name in any order.
     """
-    put(
+    run_query_command(
         {
             "run": str(run),
             "checkpoint": str(checkpoint),
@@ -61,7 +69,7 @@ def predict(
         store,
         workers=workers,
         quiet=quiet,
-        show=lambda found: emit(
+        show=lambda found: print_result(
             {**found, "output": str(output)},
             as_json=as_json,
             human=[f"{found['rows']:,} predictions written to {output}"],

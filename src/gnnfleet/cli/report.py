@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from gnnfleet.cli.options import JsonFlag, QuietFlag
-from gnnfleet.cli.output import emit, size_text, table
+from gnnfleet.cli.output import format_bytes, print_result, table
 from gnnfleet.errors import ConfigError
-from gnnfleet.report.remarks import remark
+from gnnfleet.report.remarks import print_note
 
 REPORT_EXAMPLES = """\
 gnnfleet report runs/last -o page.html
@@ -39,7 +39,7 @@ def report(
     """
     from gnnfleet.io.atomic import write_atomically
     from gnnfleet.report.page import page_data, render_page
-    from gnnfleet.report.run_reader import RUNNING, Run, read_run, summary
+    from gnnfleet.report.run_reader import RUNNING, Run, read_run, summarize
 
     names = unique_names(runs)
 
@@ -57,16 +57,16 @@ def report(
             now = read()
             return page_data(now, title=title, live=any(run["state"] == RUNNING for run in now))
 
-        serve_page(data, host, port, say=lambda text: remark(text, quiet=quiet))
+        serve_page(data, host, port, say=lambda text: print_note(text, quiet=quiet))
         return
     output = output or Path("report.html")
     try:
         write_atomically(output, render_page(page_data(found, title=title)).encode())
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror or error}: choose another --output") from error
-    results = [{"run": run["name"], "state": run["state"], **summary(run)} for run in found]
-    emit({"output": str(output), "runs": results}, as_json=as_json, human=[summary_table(found)])
-    remark(f"the page is {output}", quiet=quiet or as_json)
+    results = [{"run": run["name"], "state": run["state"], **summarize(run)} for run in found]
+    print_result({"output": str(output), "runs": results}, as_json=as_json, human=[summary_table(found)])
+    print_note(f"the page is {output}", quiet=quiet or as_json)
 
 
 def unique_names(runs: list[Path]) -> list[str]:
@@ -84,19 +84,19 @@ def unique_names(runs: list[Path]) -> list[str]:
 
 def summary_table(runs: list[dict[str, Any]], equals: dict[str, str] | None = None) -> Any:
     """Runs by the numbers they are compared by."""
-    from gnnfleet.report.run_reader import summary
+    from gnnfleet.report.run_reader import summarize
 
-    found = [(run, summary(run)) for run in runs]
+    found = [(run, summarize(run)) for run in runs]
     metrics = {each["metric"] for _, each in found if each["metric"]}
     metric = metrics.pop() if len(metrics) == 1 else "metric"
     columns = ["run", "workers", "epochs", f"test {metric}", "s per epoch", "sent", "rounds", "largest worker"]
     several, has_baseline = metric == "metric", any(each["baseline"] is not None for _, each in found)
     rows: list[list[Any]] = []
     for run, each in found:
-        peak = None if each["peak_rss"] is None else size_text(each["peak_rss"])
+        peak = None if each["peak_rss"] is None else format_bytes(each["peak_rss"])
         test = f"{each['test']:.3f} {each['metric']}" if several and each["test"] is not None else each["test"]
         words = [run["name"], run["workers"], each["epochs"], test, each["epoch_seconds"]]
-        rows.append([*words, size_text(each["bytes"]), each["rounds"], peak])
+        rows.append([*words, format_bytes(each["bytes"]), each["rounds"], peak])
         if equals is not None:
             rows[-1].append(equals.get(run["name"]))
         if has_baseline:

@@ -13,29 +13,29 @@ import typer
 from gnnfleet.cli.options import (
     _HOW,
     _WHERE,
-    Config,
+    ConfigOption,
     JsonFlag,
-    Launcher,
-    Memory,
-    Model,
-    Partition,
+    LauncherOption,
+    ModelOption,
+    PartitionOption,
     QuietFlag,
-    Restarts,
-    RunDir,
-    Seed,
-    Settings,
-    SplitRule,
+    RestartsOption,
+    RunDirOption,
+    SeedOption,
+    SettingsOption,
+    SplitOption,
     StoreArgument,
-    Strategy,
-    Task,
-    Workers,
+    StrategyOption,
+    TaskOption,
+    TrainMemoryOption,
+    TrainWorkersOption,
     parse_settings,
 )
-from gnnfleet.cli.output import emit, size_text, table
-from gnnfleet.comm.launch_env import Seat
+from gnnfleet.cli.output import format_bytes, print_result, table
+from gnnfleet.comm.launch_env import LaunchEnv
 from gnnfleet.comm.process_lifetime import prefer_huge_pages
 from gnnfleet.errors import ConfigError
-from gnnfleet.report.remarks import remark
+from gnnfleet.report.remarks import print_note
 
 if TYPE_CHECKING:
     from gnnfleet.config.schema import RunConfig
@@ -66,7 +66,7 @@ def _strategy(name: str | None, launcher: str | None) -> dict[str, str] | None:
     return {key: value for key, value in words.items() if value is not None} or None
 
 
-class Precision(StrEnum):
+class PrecisionChoice(StrEnum):
     float32 = "float32"
     bf16 = "bf16"
     float64 = "float64"
@@ -74,27 +74,27 @@ class Precision(StrEnum):
 
 def train(
     store: StoreArgument,
-    model: Annotated[str | None, Model] = None,
-    task: Annotated[str | None, Task] = None,
-    split: Annotated[str | None, SplitRule] = None,
-    settings: Annotated[list[str] | None, Settings] = None,
-    config: Annotated[Path | None, Config] = None,
-    seed: Annotated[int | None, Seed] = None,
-    strategy: Annotated[str | None, Strategy] = None,
-    workers: Annotated[int | None, Workers] = None,
-    max_restarts: Annotated[int, Restarts] = 0,
-    launcher: Annotated[str | None, Launcher] = None,
-    partition: Annotated[str | None, Partition] = None,
+    model: Annotated[str | None, ModelOption] = None,
+    task: Annotated[str | None, TaskOption] = None,
+    split: Annotated[str | None, SplitOption] = None,
+    settings: Annotated[list[str] | None, SettingsOption] = None,
+    config: Annotated[Path | None, ConfigOption] = None,
+    seed: Annotated[int | None, SeedOption] = None,
+    strategy: Annotated[str | None, StrategyOption] = None,
+    workers: Annotated[int | None, TrainWorkersOption] = None,
+    max_restarts: Annotated[int, RestartsOption] = 0,
+    launcher: Annotated[str | None, LauncherOption] = None,
+    partition: Annotated[str | None, PartitionOption] = None,
     precision: Annotated[
-        Precision | None,
+        PrecisionChoice | None,
         typer.Option(
             rich_help_panel=_HOW,
             help="bf16 stores what dense products give in bfloat16, and multiplies in it where the CPU can; weights "
             "stay float32, sums are taken in it. Default float32.",
         ),
     ] = None,
-    memory: Annotated[str | None, Memory] = None,
-    run_dir: Annotated[Path | None, RunDir] = None,
+    memory: Annotated[str | None, TrainMemoryOption] = None,
+    run_dir: Annotated[Path | None, RunDirOption] = None,
     resume: Annotated[
         bool, typer.Option("--resume", rich_help_panel=_WHERE, help="Go on where --run-dir (or runs/last) stopped.")
     ] = False,
@@ -116,12 +116,12 @@ def train(
     All of them are in docs/defaults.md, models in docs/models.md.
     """
     prefer_huge_pages()
-    seat = Seat.from_environment()
+    seat = LaunchEnv.from_environment()
     if seat is not None and seat.size > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is reported once, in our words
-    from gnnfleet.config.resolve import layered, parse_value, read_toml
+    from gnnfleet.config.resolve import merge_settings, parse_value, read_toml
     from gnnfleet.graph.store import open_store
-    from gnnfleet.session.prepare import Place
+    from gnnfleet.session.prepare import RunLocation
     from gnnfleet.session.training import run_training
 
     words = {} if config is None else read_toml(config)
@@ -138,15 +138,15 @@ def train(
         "precision": None if precision is None else str(precision),
         "report": {"trace": True} if trace else None,
     }
-    words = layered(words, given, {key: value for key, value in options.items() if value is not None})
-    place = Place(run_dir, keep=True, resume=resume)
+    words = merge_settings(words, given, {key: value for key, value in options.items() if value is not None})
+    place = RunLocation(run_dir, keep=True, resume=resume)
 
     def show(record: RunRecord, resolved: RunConfig) -> None:
-        emit(record.as_json(), as_json=as_json, human=_summary(store.resolve().name, record))
+        print_result(record.as_json(), as_json=as_json, human=_summary(store.resolve().name, record))
         if record.epochs < resolved.train.epochs:
             waited = record.epochs - record.metrics["best_epoch"]
-            remark(f"stopped after {record.epochs} epochs: val did not get better for {waited}", quiet=quiet)
-        remark(f"kept in {record.run_dir}", quiet=quiet)
+            print_note(f"stopped after {record.epochs} epochs: val did not get better for {waited}", quiet=quiet)
+        print_note(f"kept in {record.run_dir}", quiet=quiet)
 
     if seat is not None and seat.size > 1:
         from gnnfleet.session.torchrun import train_as_rank
@@ -156,7 +156,7 @@ def train(
         train_as_rank(seat, store, words, place=place, quiet=quiet, show=show)
     graph = open_store(store)
     if resume and run_dir is not None and not (run_dir / "config.json").exists():
-        remark(f"there is no run in {run_dir} to go on with: it begins", quiet=quiet)
+        print_note(f"there is no run in {run_dir} to go on with: it begins", quiet=quiet)
     trained = run_training(graph, words, place=place, quiet=quiet, restarts=max_restarts)
     show(trained.record, trained.config)
 
@@ -174,9 +174,9 @@ def _summary(name: str, record: RunRecord) -> list[Any]:
             for name, value in found.items()
         ),
         ("seconds per epoch (median)", median(record.seconds_per_epoch) if record.seconds_per_epoch else None),
-        ("peak memory" + several, size_text(max(record.memory["peak_rss"]))),
+        ("peak memory" + several, format_bytes(max(record.memory["peak_rss"]))),
     ]
     if record.workers > 1:
-        rows.append(("sent in all", size_text(sum(record.traffic["bytes_sent"]))))
+        rows.append(("sent in all", format_bytes(sum(record.traffic["bytes_sent"]))))
     on = f", {record.workers} workers" if record.workers > 1 else ""
     return [f"{record.model} on {name}, strategy {record.strategy}{on}", table(None, ["", "value"], rows)]

@@ -22,14 +22,14 @@ def watch(
     from rich.console import Console
     from rich.live import Live
 
-    from gnnfleet.report.live_view import lines_since, live_view
+    from gnnfleet.report.live_view import epoch_lines_since, live_view
     from gnnfleet.report.run_reader import RUNNING, read_run
 
     found = read_run(run)
     if not sys.stdout.isatty():
         seen = 0
         while True:
-            for line in lines_since(found, seen):
+            for line in epoch_lines_since(found, seen):
                 sys.stdout.write(line + "\n")
             sys.stdout.flush()
             seen = found["rows"][-1]["epoch"] if found["rows"] else 0

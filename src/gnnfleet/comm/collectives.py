@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions
 
-from gnnfleet.comm.p2p import finish, group_of, receive, send, translate
+from gnnfleet.comm.p2p import receive, require_group, send, wait_work, wrap_errors
 from gnnfleet.comm.world import World
 from gnnfleet.report.phase_timer import EXCHANGE
 
@@ -51,27 +51,27 @@ def _sum_flat(world: World, parameters: list[torch.nn.Parameter], dtype: torch.d
 
 
 def clip_gradients(
-    world: World, common: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter], *, highest: float
+    world: World, replicated: Sequence[torch.nn.Parameter], sharded: Sequence[torch.nn.Parameter], *, max_norm: float
 ) -> None:
     """Shrink all gradients together to a norm of at most ``highest``; those of ``own`` differ from rank to rank."""
-    grads = [parameter.grad for parameter in common if parameter.grad is not None]
-    rows = [parameter.grad for parameter in own if parameter.grad is not None]
+    grads = [parameter.grad for parameter in replicated if parameter.grad is not None]
+    rows = [parameter.grad for parameter in sharded if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
-    if own:
+    if sharded:
         there = torch.nn.utils.get_total_norm(rows).to(norm.dtype) ** 2
         norm = (norm**2 + sum_over_ranks(world, there)).sqrt()
-    torch.nn.utils.clip_grads_with_norm_([*common, *own], highest, norm)
+    torch.nn.utils.clip_grads_with_norm_([*replicated, *sharded], max_norm, norm)
 
 
 def sum_over_ranks(world: World, t: Tensor) -> Tensor:
     """The sum of t over ranks; differentiable, and its backward is a sum over ranks too."""
     if world.size == 1:
         return t
-    out: Tensor = _Sum.apply(t, world)  # type: ignore[no-untyped-call]
+    out: Tensor = _AllReduceSum.apply(t, world)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Sum(torch.autograd.Function):
+class _AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, world: World) -> Tensor:
         ctx.world = world
@@ -86,32 +86,32 @@ class _Sum(torch.autograd.Function):
         return _all_reduce(ctx.world, found, doing="sum over ranks, backward"), None
 
 
-def gather_rows(world: World, t: Tensor) -> list[Tensor]:
+def all_gather_rows(world: World, t: Tensor) -> list[Tensor]:
     """t of every rank, by rank; the first dimension may differ, the others and the dtype may not."""
     if world.size == 1:
         return [t]
-    with world.clock.during(EXCHANGE, "gathered rows"):
+    with world.clock.phase(EXCHANGE, "gathered rows"):
         return _gather(world, t.detach().contiguous())
 
 
 def _gather(world: World, t: Tensor) -> list[Tensor]:
-    counts = count_each(world, len(t))
+    counts = all_gather_counts(world, len(t))
     others = [rank for rank in range(world.size) if rank != world.rank]
     found = [t if rank == world.rank else t.new_empty(count, *t.shape[1:]) for rank, count in enumerate(counts)]
     posted = [
-        receive(world, found[rank], rank, tag=_ROWS, doing="gathered rows, coming")
+        receive(world, found[rank], rank, tag=_ROWS, op="gathered rows, coming")
         for rank in others
         if found[rank].numel()
     ]
     if t.numel():
-        posted += [send(world, t, rank, tag=_ROWS, doing="gathered rows, going") for rank in others]
-    world.traffic.met()
+        posted += [send(world, t, rank, tag=_ROWS, op="gathered rows, going") for rank in others]
+    world.traffic.add_round()
     for message in posted:
         message.wait()
     return found
 
 
-def count_each(world: World, count: int) -> list[int]:
+def all_gather_counts(world: World, count: int) -> list[int]:
     """The count of every rank, by rank."""
     if world.size == 1:
         return [count]
@@ -120,7 +120,7 @@ def count_each(world: World, count: int) -> list[int]:
     return [int(found) for found in _all_reduce(world, each, doing="counts of rows").tolist()]
 
 
-def share(world: World, data: bytes | None) -> bytes:
+def broadcast_bytes(world: World, data: bytes | None) -> bytes:
     """What the first rank gives; the others give None."""
     assert (data is not None) == world.is_first
     if world.size == 1:
@@ -137,9 +137,9 @@ def share(world: World, data: bytes | None) -> bytes:
 
 
 def _all_reduce(world: World, t: Tensor, *, doing: str) -> Tensor:
-    translate(world, None, doing, lambda: finish(world, group_of(world).allreduce([t]), doing))
-    world.traffic.sent(t.nbytes)
-    world.traffic.met()
+    wrap_errors(world, None, doing, lambda: wait_work(world, require_group(world).allreduce([t]), doing))
+    world.traffic.add_bytes(t.nbytes)
+    world.traffic.add_round()
     return t
 
 
@@ -147,15 +147,15 @@ def _broadcast(world: World, t: Tensor) -> None:
     options = BroadcastOptions()
     options.rootRank = 0
     doing = "word from rank 0"
-    translate(world, None, doing, lambda: finish(world, group_of(world).broadcast([t], options), doing))
+    wrap_errors(world, None, doing, lambda: wait_work(world, require_group(world).broadcast([t], options), doing))
     if world.is_first:
-        world.traffic.sent(t.nbytes)
-    world.traffic.met()
+        world.traffic.add_bytes(t.nbytes)
+    world.traffic.add_round()
 
 
-def agree(world: World, word: dict[str, Any]) -> dict[str, Any]:
+def broadcast_from_first(world: World, word: dict[str, Any]) -> dict[str, Any]:
     """The word of the first rank."""
     if world.size == 1:
         return word
-    heard: dict[str, Any] = json.loads(share(world, json.dumps(word).encode() if world.is_first else None))
+    heard: dict[str, Any] = json.loads(broadcast_bytes(world, json.dumps(word).encode() if world.is_first else None))
     return heard

@@ -14,55 +14,55 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Wire = Literal["exact", "bf16", "int8"]
+WireFormat = Literal["exact", "bf16", "int8"]
 
-_HIGHEST = 127.0
+_INT8_MAX = 127.0
 
 
 @dataclass(eq=False)
-class Code:
-    """One way to write rows; it remembers what int8 has lost. ``begin`` starts the numbers of a step anew."""
+class WireCodec:
+    """One way to write rows; it remembers what int8 has lost. ``begin_step`` starts the numbers of a step anew."""
 
-    wire: Wire = "exact"
+    format: WireFormat = "exact"
     _number: int = 0
-    _lost: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _residuals: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self._number = 0
 
-    def next(self) -> int:
+    def next_exchange(self) -> int:
         """The number of the next exchange."""
         self._number += 1
         return self._number
 
-    def forms(self, width: int, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
+    def encoded_shapes(self, width: int, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
         """(columns, dtype) of the tensors that rows are written as."""
-        if self.wire == "exact" or not dtype.is_floating_point or dtype.itemsize < 4:
+        if self.format == "exact" or not dtype.is_floating_point or dtype.itemsize < 4:
             return [(width, dtype)]
-        return [(width, torch.bfloat16)] if self.wire == "bf16" else [(width, torch.int8), (1, torch.float32)]
+        return [(width, torch.bfloat16)] if self.format == "bf16" else [(width, torch.int8), (1, torch.float32)]
 
     def row_bytes(self, rows: Tensor) -> int:
         """What a row of [n, F] takes on the wire."""
-        return sum(width * dtype.itemsize for width, dtype in self.forms(int(rows.shape[1]), rows.dtype))
+        return sum(width * dtype.itemsize for width, dtype in self.encoded_shapes(int(rows.shape[1]), rows.dtype))
 
-    def write(self, rows: Tensor, number: int, lane: int) -> list[Tensor]:
+    def encode(self, rows: Tensor, number: int, lane: int) -> list[Tensor]:
         """[n, F] as it travels; ``lane`` tells several tables of one exchange apart."""
-        forms = self.forms(int(rows.shape[1]), rows.dtype)
+        forms = self.encoded_shapes(int(rows.shape[1]), rows.dtype)
         if len(forms) == 1:
             return [rows.to(forms[0][1])]
-        lost = self._lost.get((number, lane))
+        lost = self._residuals.get((number, lane))
         meant = rows if lost is None or lost.shape != rows.shape else rows + lost
         highest = meant.abs().amax(1, keepdim=True) if meant.numel() else meant.new_zeros(len(meant), 1)
-        scale = highest.float().div_(_HIGHEST)
+        scale = highest.float().div_(_INT8_MAX)
         written = (meant / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
-        self._lost[number, lane] = meant - self.read([written, scale], rows.dtype)
+        self._residuals[number, lane] = meant - self.decode([written, scale], rows.dtype)
         return [written, scale]
 
-    def read(self, written: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """What ``write`` was given, as far as it arrived."""
+    def decode(self, written: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """What ``encode`` was given, as far as it arrived."""
         rows = written[0] if written[0].dtype == dtype else written[0].to(dtype)
         return rows if len(written) == 1 else rows.mul_(written[1].to(dtype))
 
-    def lost(self) -> int:
+    def residual_bytes(self) -> int:
         """Bytes that are kept of what was rounded off."""
-        return sum(tensor.nbytes for tensor in self._lost.values())
+        return sum(tensor.nbytes for tensor in self._residuals.values())

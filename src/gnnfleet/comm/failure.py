@@ -12,11 +12,11 @@ from typing import Any
 
 from gnnfleet.errors import ExchangeError, GnnfleetError
 
-TRACE_CHARACTERS = 100_000
+MAX_TRACE_CHARS = 100_000
 """A store drops values of 8 MiB; the end of a traceback says most."""
 
 
-class Kind(StrEnum):
+class FailureKind(StrEnum):
     """What became of the rank at fault, or of the one that speaks."""
 
     raised = "raised"  # an exception of its own
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 class Failure:
     """``ranks`` are at fault, ``found_by`` says so in ``text``: one line for people."""
 
-    kind: Kind
+    kind: FailureKind
     ranks: tuple[int, ...]
     found_by: int
     text: str
@@ -39,19 +39,19 @@ class Failure:
     at: float = field(default_factory=time.time)  # for people only: clocks of machines differ
 
     @classmethod
-    def of(cls, error: BaseException, rank: int) -> Failure:
+    def from_error(cls, error: BaseException, rank: int) -> Failure:
         """What an exception on a rank means before anybody has asked whether a peer is behind it."""
         if isinstance(error, GnnfleetError):
-            kind = Kind.lost if isinstance(error, ExchangeError) else Kind.raised
+            kind = FailureKind.lost if isinstance(error, ExchangeError) else FailureKind.raised
             return cls(kind=kind, ranks=(rank,), found_by=rank, text=str(error), exit_code=error.exit_code)
         trace = "".join(traceback.format_exception(error))
         text = f"unexpected {type(error).__name__} on rank {rank}: {error}. This is a defect of gnnfleet."
         return cls(
-            kind=Kind.raised,
+            kind=FailureKind.raised,
             ranks=(rank,),
             found_by=rank,
             text=" ".join(text.split()),
-            trace=trace[-TRACE_CHARACTERS:],
+            trace=trace[-MAX_TRACE_CHARS:],
             exit_code=1,
         )
 
@@ -60,11 +60,11 @@ class Failure:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Failure:
-        return cls._from(json.loads(text))
+        return cls._from_dict(json.loads(text))
 
     @classmethod
-    def _from(cls, words: dict[str, Any]) -> Failure:
-        return cls(**{**words, "kind": Kind(words["kind"]), "ranks": tuple(words["ranks"])})
+    def _from_dict(cls, words: dict[str, Any]) -> Failure:
+        return cls(**{**words, "kind": FailureKind(words["kind"]), "ranks": tuple(words["ranks"])})
 
     def write(self, path: Path) -> None:
         """An error file as torchrun reads it, with this beside."""
@@ -83,4 +83,4 @@ class Failure:
     @classmethod
     def from_file(cls, content: dict[str, Any]) -> Failure | None:
         """What ``write`` wrote, read by torchrun's API; None for anything else."""
-        return cls._from(content["gnnfleet"]) if "gnnfleet" in content else None
+        return cls._from_dict(content["gnnfleet"]) if "gnnfleet" in content else None

@@ -13,7 +13,7 @@ from gnnfleet.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class LaunchEnv:
     """Rank ``rank`` of ``size``; they meet in a store at ``host:port``."""
 
     rank: int
@@ -21,19 +21,19 @@ class Seat:
     local_rank: int = 0
     host: str = "127.0.0.1"
     port: int = 0
-    hosted: bool = False  # somebody else keeps the store; otherwise rank 0 does
+    external_store: bool = False  # somebody else keeps the store; otherwise rank 0 does
     attempt: int = 0  # how often the launcher has started this process again
     interface: str | None = None  # network interfaces for exchanges, by name; None finds one
     agent: bool = False  # the parent process is a launcher that stays as long as the run
     shares_memory: bool = True  # whether rows for ranks of this machine may go through memory that both map
 
     @property
-    def keeps_store(self) -> bool:
+    def hosts_store(self) -> bool:
         """Whether the store lives in this process."""
-        return self.rank == 0 and self.size > 1 and not self.hosted
+        return self.rank == 0 and self.size > 1 and not self.external_store
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Seat | None:
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> LaunchEnv | None:
         """The seat that torchrun and its kin assign; None without one. Raises ConfigError for half a one."""
         words = {name: environ[name] for name in ("RANK", "WORLD_SIZE") if environ.get(name)}
         if len(words) < 2:
@@ -44,7 +44,7 @@ class Seat:
             local_rank=_number(environ, "LOCAL_RANK", 0),
             host=environ.get("MASTER_ADDR", ""),
             port=_number(environ, "MASTER_PORT", 0),
-            hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            external_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             interface=environ.get("GLOO_SOCKET_IFNAME") or None,
             agent="TORCHELASTIC_RUN_ID" in environ,

@@ -30,27 +30,27 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from gnnfleet.comm.store_server import local_address, serve_store
 from gnnfleet.errors import ExchangeError
 
-PIECE = 4 << 20
+PIECE_BYTES = 4 << 20
 """Bytes of a body that go in one value."""
 
-PATIENCE = 30.0
+CONNECT_TIMEOUT = 30.0
 """Seconds a connection may take to be made."""
 
-ANSWER = 2.0
+READ_TIMEOUT = 2.0
 """Seconds a value may take to be there."""
 
-CUT = 3.0
+TCP_USER_TIMEOUT = 3.0
 """Seconds for which a link may carry nothing of what was sent before its connection counts as lost. TCP itself waits
 twice as long after every try, so that after a cut of ten seconds it is silent for another ten."""
 
-KNOCK = 1.5
+PROBE_TIMEOUT = 1.5
 """Seconds a server may take to answer whoever had a connection before: one packet may be lost."""
 
 
-AGAIN_SECONDS = 0.1
+RETRY_INTERVAL = 0.1
 """Before a lost connection is made again."""
 
-MOST_PORT = 65535
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Raises ValueError for anything but HOST:PORT."""
         host, _, port = text.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > MOST_PORT:
-            raise ValueError(f"expected HOST:PORT with a port up to {MOST_PORT}, found {text!r}")
+        if not host or not port.isdecimal() or int(port) > MAX_PORT:
+            raise ValueError(f"expected HOST:PORT with a port up to {MAX_PORT}, found {text!r}")
         return cls(host, int(port))
 
 
 @dataclass(frozen=True, eq=False)
-class Letter:
+class StoredMessage:
     """Words, and bytes."""
 
-    words: Mapping[str, Any]
+    fields: Mapping[str, Any]
     body: Tensor  # [n] uint8
 
 
@@ -84,102 +84,102 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _lasting(method: Callable[Concatenate[Post, P], R]) -> Callable[Concatenate[Post, P], R]:
+def _retried(method: Callable[Concatenate[MessageStore, P], R]) -> Callable[Concatenate[MessageStore, P], R]:
     """Done again on another connection where this one was lost, for as long as the post has patience."""
 
     @wraps(method)
-    def call(self: Post, /, *args: P.args, **words: P.kwargs) -> R:
-        until = time.monotonic() + self._patience
+    def call(self: MessageStore, /, *args: P.args, **words: P.kwargs) -> R:
+        until = time.monotonic() + self._connect_timeout
         while True:
             try:
                 return method(self, *args, **words)
             except ExchangeError:
                 if time.monotonic() >= until:
                     raise
-            time.sleep(AGAIN_SECONDS)
+            time.sleep(RETRY_INTERVAL)
             with suppress(ExchangeError):
-                self._store = self.another()._store
+                self._store = self.reconnect()._store
 
     return call
 
 
-class Post:
+class MessageStore:
     """A connection to the server; raises ExchangeError when it is lost, ``patience`` seconds after it was where it
     could not be made again. A number that was counted then may have been counted twice."""
 
-    def __init__(self, address: Address, store: TCPStore, *, patience: float = 0.0) -> None:
-        self.address, self._store, self._patience = address, store, patience
-        store.set_timeout(timedelta(seconds=ANSWER))  # of a value that was taken away since it was seen
+    def __init__(self, address: Address, store: TCPStore, *, connect_timeout: float = 0.0) -> None:
+        self.address, self._store, self._connect_timeout = address, store, connect_timeout
+        store.set_timeout(timedelta(seconds=READ_TIMEOUT))  # of a value that was taken away since it was seen
 
     @classmethod
-    def serve(cls, host: str = "127.0.0.1", port: int = 0) -> Post:
+    def serve(cls, host: str = "127.0.0.1", port: int = 0) -> MessageStore:
         """Start a server, which lives as long as this object, and connect to it. Raises OSError."""
-        store, bound = serve_store(host, port, seconds=PATIENCE)
+        store, bound = serve_store(host, port, seconds=CONNECT_TIMEOUT)
         return cls(Address(host, bound), store)
 
     @classmethod
-    def connect(cls, address: Address) -> Post:
-        with _lost(address):
+    def connect(cls, address: Address) -> MessageStore:
+        with _connection_lost(address):
             store = TCPStore(
                 address.host,
                 address.port,
                 is_master=False,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=PATIENCE),
+                timeout=timedelta(seconds=CONNECT_TIMEOUT),
             )
-        _notice_cuts(address.port)
+        _detect_dead_connections(address.port)
         return cls(address, store)
 
-    def another(self, *, patience: float = 0.0) -> Post:
+    def reconnect(self, *, connect_timeout: float = 0.0) -> MessageStore:
         """A connection of its own, for another thread or in place of one that was lost; not made where nobody answers
         at once."""
-        with _lost(self.address):
-            socket.create_connection((local_address(self.address.host), self.address.port), KNOCK).close()
-        made = Post.connect(self.address)
-        made._patience = patience
+        with _connection_lost(self.address):
+            socket.create_connection((local_address(self.address.host), self.address.port), PROBE_TIMEOUT).close()
+        made = MessageStore.connect(self.address)
+        made._connect_timeout = connect_timeout
         return made
 
-    @_lasting
+    @_retried
     def has(self, key: str) -> bool:
-        with _lost(self.address):
+        with _connection_lost(self.address):
             return bool(self._store.check([key]))
 
-    @_lasting
-    def write(self, key: str, words: Mapping[str, Any], body: Tensor | None = None) -> None:
+    @_retried
+    def write(self, key: str, fields: Mapping[str, Any], body: Tensor | None = None) -> None:
         """Leave a letter, which every connection finds from now on; one that is there already is replaced, and whoever
         reads it meanwhile finds none."""
         body = torch.empty(0, dtype=torch.uint8) if body is None else body
-        pieces = torch.split(body, PIECE) if len(body) else ()
-        with _lost(self.address):
+        pieces = torch.split(body, PIECE_BYTES) if len(body) else ()
+        with _connection_lost(self.address):
             before = self._pieces(key) if pieces else []
             names = [f"{key}#{secrets.token_hex(4)}#{place}" for place in range(len(pieces))]
             for name, piece in zip(names, pieces, strict=True):
                 self._store.set(name, piece.numpy().tobytes())  # type: ignore[arg-type]
-            self._store.set(key, json.dumps({"words": dict(words), "pieces": names, "bytes": len(body)}))
+            self._store.set(key, json.dumps({"words": dict(fields), "pieces": names, "bytes": len(body)}))
             for name in before:
                 self._store.delete_key(name)
             if not before:
                 self._store.check([key])  # the server does not answer to set, so wait until it has come to this
 
-    @_lasting
-    def read(self, key: str) -> Letter | None:
+    @_retried
+    def read(self, key: str) -> StoredMessage | None:
         """A letter, None where there is none."""
-        with _lost(self.address):
+        with _connection_lost(self.address):
             head = self._head(key)
             if head is None:
                 return None
             body = torch.empty(head["bytes"], dtype=torch.uint8)
-            for room, name in zip(torch.split(body, PIECE), head["pieces"], strict=False):
+            for room, name in zip(torch.split(body, PIECE_BYTES), head["pieces"], strict=False):
                 piece = self._value(name)
                 if len(piece) != len(room):
                     return None  # it was taken away while it was read
                 room.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
-        return Letter(head["words"], body)
+        return StoredMessage(head["words"], body)
 
-    @_lasting
+    @_retried
     def remove(self, key: str) -> None:
         """Take a letter away."""
-        with _lost(self.address):
+        with _connection_lost(self.address):
             pieces = self._pieces(key)
             self._store.delete_key(key)
             for name in pieces:
@@ -200,20 +200,20 @@ class Post:
         except torch.distributed.DistStoreError:
             return b""
 
-    @_lasting
+    @_retried
     def count(self, key: str, more: int = 1) -> int:
         """Add to a number and get it; it begins with 0."""
-        with _lost(self.address):
+        with _connection_lost(self.address):
             return int(self._store.add(key, more))
 
 
-class Pulse:
+class HeartbeatReader:
     """A number that grows while somebody lives; ``after`` is where a predecessor has left it."""
 
     def __init__(self, key: str, *, after: int = 0) -> None:
         self._key, self._after, self._beats, self._moved = key, after, after, time.monotonic()
 
-    def silent(self, post: Post) -> float:
+    def silent_seconds(self, post: MessageStore) -> float:
         """Seconds for which it has stood still; none before it has ever moved, so that starting takes its time."""
         beats, now = post.count(self._key, 0), time.monotonic()
         if beats != self._beats or beats == self._after:
@@ -226,14 +226,14 @@ class Pulse:
 
 
 @contextmanager
-def _lost(address: Address) -> Iterator[None]:
+def _connection_lost(address: Address) -> Iterator[None]:
     try:
         yield
     except (torch.distributed.DistError, RuntimeError, OSError) as error:
         raise ExchangeError(f"lost the coordinator's server at {address}: {str(error).splitlines()[0]}") from error
 
 
-def _notice_cuts(port: int) -> None:
+def _detect_dead_connections(port: int) -> None:
     """Tell the connections of this process to a port to give up soon; torch does not hand out its sockets."""
     if not sys.platform.startswith("linux"):
         return
@@ -246,4 +246,4 @@ def _notice_cuts(port: int) -> None:
                     twin.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
                     twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-                    twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * CUT))
+                    twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * TCP_USER_TIMEOUT))

@@ -19,53 +19,53 @@ from gnnfleet.report.phase_timer import WAIT
 
 
 @dataclass(frozen=True, eq=False)
-class Posted:
+class PendingTransfer:
     """A message under way. ``tensor`` must not be touched, nor its memory given back, until ``wait`` returns."""
 
     world: World
     tensor: Tensor
     peer: int
-    doing: str  # as in "rows of aggregate"
+    op: str  # as in "rows of aggregate"
     work: Any
 
     def wait(self) -> Tensor:
         """The tensor, sent or filled; raises ExchangeError naming the peer."""
-        translate(self.world, self.peer, self.doing, lambda: finish(self.world, self.work, self.doing))
+        wrap_errors(self.world, self.peer, self.op, lambda: wait_work(self.world, self.work, self.op))
         return self.tensor
 
 
-def send(world: World, tensor: Tensor, peer: int, *, tag: int, doing: str, counted: int | None = None) -> Posted:
+def send(world: World, tensor: Tensor, peer: int, *, tag: int, op: str, counted: int | None = None) -> PendingTransfer:
     """Post a contiguous tensor to a rank; its bytes are counted here, or those it stands for."""
-    work = translate(world, peer, doing, lambda: group_of(world).send([tensor], peer, tag))
-    world.traffic.sent(tensor.nbytes if counted is None else counted, world.known_as(peer))
-    return Posted(world, tensor, peer, doing, work)
+    work = wrap_errors(world, peer, op, lambda: require_group(world).send([tensor], peer, tag))
+    world.traffic.add_bytes(tensor.nbytes if counted is None else counted, world.global_rank(peer))
+    return PendingTransfer(world, tensor, peer, op, work)
 
 
-def receive(world: World, tensor: Tensor, peer: int, *, tag: int, doing: str) -> Posted:
+def receive(world: World, tensor: Tensor, peer: int, *, tag: int, op: str) -> PendingTransfer:
     """Post a contiguous tensor to be filled by a rank. Messages of one pair and tag arrive in the order posted."""
-    work = translate(world, peer, doing, lambda: group_of(world).recv([tensor], peer, tag))
-    return Posted(world, tensor, peer, doing, work)
+    work = wrap_errors(world, peer, op, lambda: require_group(world).recv([tensor], peer, tag))
+    return PendingTransfer(world, tensor, peer, op, work)
 
 
-def group_of(world: World) -> ProcessGroup:
+def require_group(world: World) -> ProcessGroup:
     assert world.group is not None, "there is nobody else"
     return world.group
 
 
-def finish(world: World, work: Any, doing: str) -> None:
+def wait_work(world: World, work: Any, op: str) -> None:
     """Wait for anything the group does."""
-    with world.clock.during(WAIT, doing):
+    with world.clock.phase(WAIT, op):
         work.wait(timedelta(seconds=world.timeout))
 
 
-def translate(world: World, peer: int | None, doing: str, call: Callable[[], Any]) -> Any:
+def wrap_errors(world: World, peer: int | None, op: str, call: Callable[[], Any]) -> Any:
     """``call()``, with what the network throws put into words; ``peer`` None means all ranks together."""
     try:
         return call()
     except RuntimeError as error:
         whom = "the other ranks" if peer is None else f"rank {peer}"
         raise ExchangeError(
-            f"rank {world.rank} lost {whom} ({doing}): {_first_line(error)}. Look at that rank's output, then --resume"
+            f"rank {world.rank} lost {whom} ({op}): {_first_line(error)}. Look at that rank's output, then --resume"
         ) from error
 
 

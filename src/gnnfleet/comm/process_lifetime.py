@@ -16,9 +16,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-GRACE_SECONDS = 2.0
+GRACE_PERIOD = 2.0
 _PR_SET_PDEATHSIG = 1
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -41,23 +41,23 @@ def end_soon_after_signals(stopping: Callable[[], None]) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in _STOPS:
+    for number in _STOP_SIGNALS:
         signal.signal(number, _interrupt)
     threading.Thread(target=_wait, args=(reader, stopping), name="leash", daemon=True).start()
 
 
 def _wait(reader: int, stopping: Callable[[], None]) -> NoReturn:
     number = 0
-    while number not in _STOPS:
+    while number not in _STOP_SIGNALS:
         number = os.read(reader, 1)[0]
     threading.Thread(target=stopping, daemon=True).start()
-    time.sleep(GRACE_SECONDS)
+    time.sleep(GRACE_PERIOD)
     os._exit(128 + number)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     # Once: a second one would tear the cleaning up.
-    for stop in _STOPS:
+    for stop in _STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
 

@@ -20,22 +20,22 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from gnnfleet.comm.launch_env import Seat
+from gnnfleet.comm.launch_env import LaunchEnv
 from gnnfleet.comm.store_server import serve_store
 from gnnfleet.errors import ExchangeError
 
-MEET_SECONDS = 300.0
+RENDEZVOUS_TIMEOUT = 300.0
 """What ranks may differ in starting: imports from a cold disk, machines that come up one after another."""
 
-LEAVE_SECONDS = 10.0
+LEAVE_TIMEOUT = 10.0
 """How long rank 0, where it keeps the store, waits for the others to be done."""
 
-LINES = 2
-POLL_SECONDS = 0.02
+SPARE_CONNECTIONS = 2
+POLL_INTERVAL = 0.02
 
 
 @dataclass(frozen=True)
-class Member:
+class ProcessInfo:
     """The process behind a rank."""
 
     host: str
@@ -45,39 +45,39 @@ class Member:
     born: str  # tells the process from a later one with the same pid
 
     @classmethod
-    def myself(cls) -> Member:
+    def current(cls) -> ProcessInfo:
         boot = _read("/proc/sys/kernel/random/boot_id") or socket.gethostname()
         return cls(
             host=socket.gethostname(),
             machine=f"{boot} {_link('/proc/self/ns/net')}",
             pid=os.getpid(),
             pids=f"{boot} {_link('/proc/self/ns/pid')}",
-            born=born(os.getpid()),
+            born=process_start_time(os.getpid()),
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
-    """All ranks of an attempt, present at once. ``store`` holds nothing of other attempts, ``ground`` what all leave.
+class Rendezvous:
+    """All ranks of an attempt, present at once. ``store`` holds nothing of other attempts, ``raw_store`` what all leave.
 
-    ``lines`` are further connections to it: a call that hangs on one does not hold up the others. They were made
+    ``spare_connections`` are further connections to it: a call that hangs on one does not hold up the others. They were made
     before the ranks met, since a store looks up the name of whoever connects and answers nobody meanwhile.
     """
 
-    seat: Seat
+    env: LaunchEnv
     token: str
-    members: tuple[Member, ...]
+    members: tuple[ProcessInfo, ...]
     store: Store
-    ground: Store
-    lines: tuple[Store, ...] = ()
+    raw_store: Store
+    spare_connections: tuple[Store, ...] = ()
 
     @property
     def on_one_machine(self) -> bool:
         return len({member.machine for member in self.members}) == 1
 
-    def line(self, seconds: float = MEET_SECONDS) -> Store:
+    def connection(self, seconds: float = RENDEZVOUS_TIMEOUT) -> Store:
         """One more connection, in place of one that broke."""
-        return PrefixStore(self.token, _client(self.seat, seconds))
+        return PrefixStore(self.token, _join_store(self.env, seconds))
 
     def name(self, rank: int) -> str:
         """A rank for people: ``rank 1 (pid 4711 on host a)``."""
@@ -86,25 +86,25 @@ class Meeting:
 
 
 @contextmanager
-def meet(seat: Seat, *, seconds: float = MEET_SECONDS) -> Iterator[Meeting]:
+def rendezvous(seat: LaunchEnv, *, seconds: float = RENDEZVOUS_TIMEOUT) -> Iterator[Rendezvous]:
     """Wait until all ranks are here. Raises ExchangeError naming who is not after ``seconds``."""
     if seat.size == 1:
         alone = HashStore()
-        yield Meeting(seat, secrets.token_hex(6), (Member.myself(),), alone, alone)
+        yield Rendezvous(seat, secrets.token_hex(6), (ProcessInfo.current(),), alone, alone)
         return
-    store = _server(seat) if seat.keeps_store else _client(seat, seconds)
-    lines = [_client(seat, seconds) for _ in range(LINES)]
-    with _answering(seat):
-        token, members = (_introduce if seat.rank else _greet)(store, seat, seconds)
+    store = _host_store(seat) if seat.hosts_store else _join_store(seat, seconds)
+    lines = [_join_store(seat, seconds) for _ in range(SPARE_CONNECTIONS)]
+    with _connect(seat):
+        token, members = (_join if seat.rank else _host)(store, seat, seconds)
     own, *more = (PrefixStore(token, line) for line in (store, *lines))
-    meeting = Meeting(seat, token, members, own, store, tuple(more))
+    meeting = Rendezvous(seat, token, members, own, store, tuple(more))
     yield meeting
-    with _answering(seat):
+    with _connect(seat):
         _leave(meeting)
 
 
 @contextmanager
-def _answering(seat: Seat) -> Iterator[None]:
+def _connect(seat: LaunchEnv) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ConnectionError) as error:
@@ -115,12 +115,12 @@ def _answering(seat: Seat) -> Iterator[None]:
         ) from error
 
 
-def _server(seat: Seat) -> TCPStore:
+def _host_store(seat: LaunchEnv) -> TCPStore:
     try:
         if seat.host.startswith("127."):  # "localhost" may be what a first machine is told to call itself
-            return serve_store(seat.host, seat.port, seconds=MEET_SECONDS)[0]
+            return serve_store(seat.host, seat.port, seconds=RENDEZVOUS_TIMEOUT)[0]
         return TCPStore(
-            seat.host, seat.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS)
+            seat.host, seat.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT)
         )
     except (RuntimeError, OSError) as error:
         raise ExchangeError(
@@ -128,7 +128,7 @@ def _server(seat: Seat) -> TCPStore:
         ) from error
 
 
-def _client(seat: Seat, seconds: float) -> TCPStore:
+def _join_store(seat: LaunchEnv, seconds: float) -> TCPStore:
     try:
         return TCPStore(
             seat.host, seat.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
@@ -140,16 +140,16 @@ def _client(seat: Seat, seconds: float) -> TCPStore:
         ) from error
 
 
-def _greet(store: Store, seat: Seat, seconds: float) -> tuple[str, tuple[Member, ...]]:
+def _host(store: Store, seat: LaunchEnv, seconds: float) -> tuple[str, tuple[ProcessInfo, ...]]:
     """Rank 0: give the token to every newcomer until all have answered with it."""
     token = f"{seat.attempt}.{secrets.token_hex(6)}"
-    members = {0: Member.myself()}
+    members = {0: ProcessInfo.current()}
     greeted: dict[int, bytes] = {}
     deadline = time.monotonic() + seconds
     while len(members) < seat.size:
         for rank in sorted(set(range(seat.size)) - members.keys()):
             if store.check([f"{token}/here/{rank}"]):
-                members[rank] = Member(**json.loads(store.get(f"{token}/here/{rank}")))
+                members[rank] = ProcessInfo(**json.loads(store.get(f"{token}/here/{rank}")))
             elif store.check([f"hello/{rank}"]) and (nonce := store.get(f"hello/{rank}")) != greeted.get(rank):
                 store.set(f"welcome/{nonce.decode()}", token)
                 greeted[rank] = nonce  # perhaps left by an attempt that ended: then another follows
@@ -159,19 +159,19 @@ def _greet(store: Store, seat: Seat, seconds: float) -> tuple[str, tuple[Member,
                 f"waited {seconds:.0f} s for {seat.size} workers, missing: rank {missing}. "
                 "Look at what they say on their machines"
             )
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_INTERVAL)
     known = tuple(members[rank] for rank in range(seat.size))
     store.set(f"{token}/members", json.dumps([asdict(member) for member in known]))
     return token, known
 
 
-def _introduce(store: Store, seat: Seat, seconds: float) -> tuple[str, tuple[Member, ...]]:
+def _join(store: Store, seat: LaunchEnv, seconds: float) -> tuple[str, tuple[ProcessInfo, ...]]:
     nonce = secrets.token_hex(8)
     store.set(f"hello/{seat.rank}", nonce)
     try:
         store.wait([f"welcome/{nonce}"], timedelta(seconds=seconds))
         token = store.get(f"welcome/{nonce}").decode()
-        store.set(f"{token}/here/{seat.rank}", json.dumps(asdict(Member.myself())))
+        store.set(f"{token}/here/{seat.rank}", json.dumps(asdict(ProcessInfo.current())))
         store.wait([f"{token}/members"], timedelta(seconds=seconds))
     except RuntimeError as error:
         raise ExchangeError(
@@ -179,22 +179,22 @@ def _introduce(store: Store, seat: Seat, seconds: float) -> tuple[str, tuple[Mem
             f"{_first_line(error)}"
         ) from error
     members = json.loads(store.get(f"{token}/members"))
-    return token, tuple(Member(**member) for member in members)
+    return token, tuple(ProcessInfo(**member) for member in members)
 
 
-def _leave(meeting: Meeting) -> None:
+def _leave(meeting: Rendezvous) -> None:
     """Who keeps the store leaves last: others would take its end for a death."""
-    seat = meeting.seat
-    if not seat.keeps_store:
+    seat = meeting.env
+    if not seat.hosts_store:
         meeting.store.set(f"left/{seat.rank}", "1")
         return
-    deadline = time.monotonic() + LEAVE_SECONDS
+    deadline = time.monotonic() + LEAVE_TIMEOUT
     left = [f"left/{rank}" for rank in range(1, seat.size)]
     while not meeting.store.check(left) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_INTERVAL)
 
 
-def born(pid: int) -> str:
+def process_start_time(pid: int) -> str:
     """When a process started, in the kernel's ticks; empty where nobody says or there is none."""
     # The name of the program stands in brackets and may hold spaces; the start is the 20th word behind it.
     words = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()

@@ -7,8 +7,8 @@ import os
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import share, sum_over_ranks
-from gnnfleet.comm.shm_transport import map_memory, open_memory, take_memory
+from gnnfleet.comm.collectives import broadcast_bytes, sum_over_ranks
+from gnnfleet.comm.shm_transport import create_memory, map_memory, open_memory
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ExchangeError
 
@@ -18,13 +18,13 @@ def share_memory(world: World, nbytes: int) -> Tensor:
     raises ExchangeError where there is no such memory."""
     if world.size == 1 or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8)
-    assert world.shelf is not None, "ranks of one machine"
+    assert world.shm is not None, "ranks of one machine"
     try:
         if world.is_first:
-            fd = take_memory(nbytes)
-            share(world, str(fd).encode())
+            fd = create_memory(nbytes)
+            broadcast_bytes(world, str(fd).encode())
         else:
-            fd = open_memory(world.shelf.pids[0], int(share(world, None)))
+            fd = open_memory(world.shm.pids[0], int(broadcast_bytes(world, None)))
         memory = map_memory(fd, nbytes)
     except OSError as error:
         raise ExchangeError(f"rank {world.rank} has no {nbytes} bytes for rows that are kept: {error}") from error
@@ -33,14 +33,14 @@ def share_memory(world: World, nbytes: int) -> Tensor:
     return memory
 
 
-def machines(world: World) -> list[list[int]]:
+def ranks_by_host(world: World) -> list[list[int]]:
     """The ranks by whose memory they share, in order; those that do not all agree are by themselves. All ranks call it
     together."""
     sees = torch.zeros(world.size, world.size, dtype=torch.int64)
     sees[world.rank, world.rank] = 1
-    if world.shelf is not None:
+    if world.shm is not None:
         for q in range(world.size):
-            if world.shelf.pids[q] is not None and world.shelf.readers[q] is not None:
+            if world.shm.pids[q] is not None and world.shm.readers[q] is not None:
                 sees[world.rank, q] = 1
     sees = sum_over_ranks(world, sees)
     found: list[list[int]] = []
@@ -54,6 +54,6 @@ def machines(world: World) -> list[list[int]]:
     return found
 
 
-def workers_here(world: World) -> list[int]:
+def ranks_on_this_host(world: World) -> list[int]:
     """The ranks that share this one's memory, itself included, in order; itself alone where they do not all agree."""
-    return next(ranks for ranks in machines(world) if world.rank in ranks)
+    return next(ranks for ranks in ranks_by_host(world) if world.rank in ranks)

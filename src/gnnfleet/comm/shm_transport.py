@@ -19,10 +19,10 @@ from torch import Tensor
 
 from gnnfleet.errors import ExchangeError
 
-LEAST_BYTES = 1 << 16
+MIN_BYTES = 1 << 16
 """Smaller messages go through sockets: a word about them would cost as much."""
 
-WORDS = 6
+DESCRIPTOR_WORDS = 6
 """Numbers in a word: place, file, issue, size, serial, bytes."""
 
 _HEAD = mmap.PAGESIZE
@@ -30,18 +30,18 @@ _HEAD = mmap.PAGESIZE
 
 
 @dataclass(eq=False)
-class Slot:
+class ShmSlot:
     """A piece of memory on this rank's shelf."""
 
     place: int
     fd: int = -1
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    issue: int = 0  # how often memory was taken for this place: readers map it anew when that changes
+    generation: int = 0  # how often memory was taken for this place: readers map it anew when that changes
     serial: int = 0  # of the last message
     reader: int = -1
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         return max(0, len(self.memory) - _HEAD)
 
     @property
@@ -51,12 +51,12 @@ class Slot:
     def rows(self, nbytes: int) -> Tensor:
         return self.memory[_HEAD : _HEAD + nbytes]
 
-    def renew(self, nbytes: int) -> None:
+    def resize(self, nbytes: int) -> None:
         """Take more memory; what was there is given back when the last reader lets go of it."""
         self.close()
         size = _HEAD + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.fd = take_memory(size)
-        self.memory, self.issue, self.serial = map_memory(self.fd, size), self.issue + 1, 0
+        self.fd = create_memory(size)
+        self.memory, self.generation, self.serial = map_memory(self.fd, size), self.generation + 1, 0
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -65,65 +65,65 @@ class Slot:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class ShmMessage:
     """A message where another rank laid it."""
 
-    bytes: Tensor
+    data: Tensor
     memory: Tensor
     serial: int
 
-    def done(self) -> None:
+    def mark_read(self) -> None:
         """It was read: its bytes may change from now on."""
         self.memory[:8].view(torch.int64)[0] = self.serial
 
 
 @dataclass(eq=False)
-class Shelf:
+class ShmTransport:
     """What this rank lays out for others, and its view of theirs. ``pids`` has a place for every rank: the process
     whose memory can be read from here, or None; ``readers`` has the process that reads this one's, or None."""
 
     rank: int
     pids: Sequence[int | None]
     readers: Sequence[int | None]
-    least: int = LEAST_BYTES
-    _slots: list[Slot] = field(default_factory=list)
+    min_bytes: int = MIN_BYTES
+    _slots: list[ShmSlot] = field(default_factory=list)
     _maps: dict[tuple[int, int], tuple[int, Tensor]] = field(default_factory=dict)
 
-    def gives(self, peer: int, nbytes: int) -> bool:
+    def can_send(self, peer: int, nbytes: int) -> bool:
         """Whether a message to a rank goes by the shelf."""
-        return nbytes >= self.least and self.readers[peer] is not None
+        return nbytes >= self.min_bytes and self.readers[peer] is not None
 
-    def takes(self, peer: int, nbytes: int) -> bool:
+    def can_receive(self, peer: int, nbytes: int) -> bool:
         """Whether a message from a rank comes by its shelf."""
-        return nbytes >= self.least and self.pids[peer] is not None
+        return nbytes >= self.min_bytes and self.pids[peer] is not None
 
-    def lay(self, nbytes: int, peer: int, *, most: int, seconds: float) -> Slot:
+    def acquire(self, nbytes: int, peer: int, *, max_slots: int, seconds: float) -> ShmSlot:
         """Memory for a message to a rank. Where ``most`` slots wait to be read it waits for one of them, at most so
         long; raises ExchangeError when nobody reads them."""
         free = [slot for slot in self._slots if slot.is_free]
-        if not free and len(self._slots) >= most:
+        if not free and len(self._slots) >= max_slots:
             free = [self._await(self._slots, seconds)]
-        fitting = [slot for slot in free if slot.room >= nbytes]
+        fitting = [slot for slot in free if slot.capacity >= nbytes]
         if fitting:
-            slot = min(fitting, key=lambda slot: slot.room)
+            slot = min(fitting, key=lambda slot: slot.capacity)
         elif free:
-            slot = max(free, key=lambda slot: slot.room)
+            slot = max(free, key=lambda slot: slot.capacity)
         else:
-            slot = Slot(len(self._slots))
+            slot = ShmSlot(len(self._slots))
             self._slots.append(slot)
-        if slot.room < nbytes:
+        if slot.capacity < nbytes:
             try:
-                slot.renew(nbytes)
+                slot.resize(nbytes)
             except OSError as error:
                 raise ExchangeError(f"rank {self.rank} has no memory for {nbytes} bytes of rows: {error}") from error
         slot.serial, slot.reader = slot.serial + 1, peer
         return slot
 
-    def word(self, slot: Slot, nbytes: int) -> Tensor:
+    def descriptor(self, slot: ShmSlot, nbytes: int) -> Tensor:
         """[WORDS] what the reader of a filled slot has to know."""
-        return torch.tensor([slot.place, slot.fd, slot.issue, len(slot.memory), slot.serial, nbytes])
+        return torch.tensor([slot.place, slot.fd, slot.generation, len(slot.memory), slot.serial, nbytes])
 
-    def look(self, word: Tensor, peer: int) -> Found:
+    def open(self, word: Tensor, peer: int) -> ShmMessage:
         """The message that a word of a rank is about."""
         place, fd, issue, size, serial, nbytes = word.tolist()
         known = self._maps.get((peer, place))
@@ -134,12 +134,14 @@ class Shelf:
             finally:
                 os.close(opened)
             self._maps[peer, place] = known
-        return Found(known[1][_HEAD : _HEAD + nbytes], known[1], serial)
+        return ShmMessage(known[1][_HEAD : _HEAD + nbytes], known[1], serial)
 
-    def among(self, ranks: Sequence[int]) -> Shelf:
+    def subgroup(self, ranks: Sequence[int]) -> ShmTransport:
         """A shelf of its own for some of the ranks, numbered as listed."""
         own = ranks.index(self.rank)
-        return Shelf(own, [self.pids[rank] for rank in ranks], [self.readers[rank] for rank in ranks], self.least)
+        return ShmTransport(
+            own, [self.pids[rank] for rank in ranks], [self.readers[rank] for rank in ranks], self.min_bytes
+        )
 
     def close(self, seconds: float) -> None:
         """Let go of everything, once it was read."""
@@ -148,7 +150,7 @@ class Shelf:
         self._slots.clear()
         self._maps.clear()
 
-    def _await(self, slots: Sequence[Slot], seconds: float) -> Slot:
+    def _await(self, slots: Sequence[ShmSlot], seconds: float) -> ShmSlot:
         """The first of some slots to be read."""
         deadline, pause = time.monotonic() + seconds, 1e-4
         while True:
@@ -165,7 +167,7 @@ class Shelf:
             pause = min(2 * pause, 0.01)
 
 
-def open_shelf(rank: int, pids: Sequence[int | None], agree: Callable[[Tensor], Tensor]) -> Shelf | None:
+def open_shm_transport(rank: int, pids: Sequence[int | None], agree: Callable[[Tensor], Tensor]) -> ShmTransport | None:
     """A shelf for ranks whose processes this one may see; None where it sees none or nobody sees it.
 
     ``pids`` has the process of every rank in this one's namespace, None for others and for itself. ``agree`` sums a
@@ -180,7 +182,7 @@ def open_shelf(rank: int, pids: Sequence[int | None], agree: Callable[[Tensor], 
         seen = torch.zeros(count, count, dtype=torch.int64)
         for peer, pid in enumerate(pids):
             is_there = min(probe, int(fds[peer])) >= 0
-            seen[rank, peer] = int(pid is not None and is_there and _sees(pid, int(fds[peer]), peer))
+            seen[rank, peer] = int(pid is not None and is_there and _can_map(pid, int(fds[peer]), peer))
         seen = agree(seen)
     finally:
         if probe >= 0:
@@ -188,20 +190,20 @@ def open_shelf(rank: int, pids: Sequence[int | None], agree: Callable[[Tensor], 
     if not int(seen[rank].sum() + seen[:, rank].sum()):
         return None
     readable = [pid if seen[rank, peer] else None for peer, pid in enumerate(pids)]
-    return Shelf(rank, readable, [pid if seen[peer, rank] else None for peer, pid in enumerate(pids)])
+    return ShmTransport(rank, readable, [pid if seen[peer, rank] else None for peer, pid in enumerate(pids)])
 
 
 def _probe(rank: int) -> int:
     """Memory for others to look at; -1 where there is none to be had, as in a sandbox that forbids it."""
     try:
-        probe = take_memory(mmap.PAGESIZE)
+        probe = create_memory(mmap.PAGESIZE)
     except OSError:
         return -1
     os.pwrite(probe, (rank + 1).to_bytes(8, "little"), 0)
     return probe
 
 
-def _sees(pid: int, fd: int, peer: int) -> bool:
+def _can_map(pid: int, fd: int, peer: int) -> bool:
     try:
         found = open_memory(pid, fd)
     except OSError:
@@ -214,7 +216,7 @@ def _sees(pid: int, fd: int, peer: int) -> bool:
         os.close(found)
 
 
-def take_memory(size: int) -> int:
+def create_memory(size: int) -> int:
     """Anonymous memory that another process can open; its pages are taken now, so that filling it cannot fail."""
     fd = os.memfd_create("gnnfleet", os.MFD_CLOEXEC)
     try:

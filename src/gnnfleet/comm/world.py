@@ -1,6 +1,6 @@
 """World: the ranks that train together, as a value. One process is a World of size 1.
 
-It is made in one place (``join``) and handed down; there is no process group behind anyone's back.
+It is made in one place (``init_world``) and handed down; there is no process group behind anyone's back.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
-from gnnfleet.comm.rendezvous import Meeting
-from gnnfleet.comm.shm_transport import Shelf, open_shelf
+from gnnfleet.comm.rendezvous import Rendezvous
+from gnnfleet.comm.shm_transport import ShmTransport, open_shm_transport
 from gnnfleet.errors import ConfigError, ExchangeError
-from gnnfleet.report.phase_timer import Clock
-from gnnfleet.report.traffic import Traffic
+from gnnfleet.report.phase_timer import PhaseTimer
+from gnnfleet.report.traffic import TrafficCounter
 
-EXCHANGE_SECONDS = 1800.0
+EXCHANGE_TIMEOUT = 1800.0
 """What a single wait may take: a slow peer is healthy. Who is dead is found by the heartbeat, much earlier."""
 
-GroupMaker = Callable[[str, int, int], ProcessGroup]
+GroupFactory = Callable[[str, int, int], ProcessGroup]
 """(name that all of its ranks give it, rank in it, size) → a group."""
 
 
@@ -35,23 +35,23 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: ProcessGroup | None = None
-    timeout: float = EXCHANGE_SECONDS
-    traffic: Traffic = field(default_factory=Traffic)
-    clock: Clock = field(default_factory=Clock)
-    make_group: GroupMaker | None = None
-    shelf: Shelf | None = None  # memory that ranks of this machine read in place
-    whole: tuple[int, ...] | None = None  # its ranks as the World numbers them that it is a part of
+    timeout: float = EXCHANGE_TIMEOUT
+    traffic: TrafficCounter = field(default_factory=TrafficCounter)
+    clock: PhaseTimer = field(default_factory=PhaseTimer)
+    new_group: GroupFactory | None = None
+    shm: ShmTransport | None = None  # memory that ranks of this machine read in place
+    global_ranks: tuple[int, ...] | None = None  # its ranks as the World numbers them that it is a part of
 
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all: files, progress, the record."""
         return self.rank == 0
 
-    def known_as(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """The number of a rank in the whole World."""
-        return rank if self.whole is None else self.whole[rank]
+        return rank if self.global_ranks is None else self.global_ranks[rank]
 
-    def among(self, name: str, ranks: Sequence[int]) -> World:
+    def subgroup(self, name: str, ranks: Sequence[int]) -> World:
         """A World of some ranks of this one, numbered as listed; all of them call it with the same words.
 
         What it sends is counted with what this one sends.
@@ -60,24 +60,26 @@ class World:
         rank, size = ranks.index(self.rank), len(ranks)
         group = None
         if size > 1:
-            assert self.make_group is not None, "a World of several ranks is made by join"
-            group = self.make_group(f"{name}/{'-'.join(map(str, ranks))}", rank, size)
-        shelf = None if self.shelf is None else self.shelf.among(ranks)
-        whole = tuple(self.known_as(each) for each in ranks)
-        return replace(self, rank=rank, size=size, group=group, make_group=None, shelf=shelf, whole=whole)
+            assert self.new_group is not None, "a World of several ranks is made by join"
+            group = self.new_group(f"{name}/{'-'.join(map(str, ranks))}", rank, size)
+        shelf = None if self.shm is None else self.shm.subgroup(ranks)
+        whole = tuple(self.global_rank(each) for each in ranks)
+        return replace(self, rank=rank, size=size, group=group, new_group=None, shm=shelf, global_ranks=whole)
 
 
 @contextmanager
-def join(meeting: Meeting, *, device: torch.device | None = None, timeout: float = EXCHANGE_SECONDS) -> Iterator[World]:
+def init_world(
+    meeting: Rendezvous, *, device: torch.device | None = None, timeout: float = EXCHANGE_TIMEOUT
+) -> Iterator[World]:
     """The World of a meeting: gloo sockets between all ranks, on cuda nccl beside them."""
     device = device or torch.device("cpu")
-    seat = meeting.seat
+    seat = meeting.env
     if seat.size == 1:
         yield World(device=device, timeout=timeout)
         return
     made: list[ProcessGroup] = []
     uses: dict[str, int] = {}  # of each name
-    addresses = _addresses(meeting)
+    addresses = _listen_addresses(meeting)
 
     def make(name: str, rank: int, size: int) -> ProcessGroup:
         # A second group of a name would find the addresses of the first in the store. All ranks count alike.
@@ -93,18 +95,18 @@ def join(meeting: Meeting, *, device: torch.device | None = None, timeout: float
             f"rank {seat.rank} cannot connect to the others: {(str(error).splitlines() or [''])[0]}. "
             "GLOO_SOCKET_IFNAME=eth0 names the network to use"
         ) from error
-    world = World(seat.rank, seat.size, device, group, timeout, make_group=make)
-    world = replace(world, shelf=_open_shelf(world, meeting))
+    world = World(seat.rank, seat.size, device, group, timeout, new_group=make)
+    world = replace(world, shm=_open_shm(world, meeting))
     yield world
-    if world.shelf is not None:
-        world.shelf.close(timeout)
+    if world.shm is not None:
+        world.shm.close(timeout)
     for group in reversed(made):
         group.shutdown()
 
 
-def _open_shelf(world: World, meeting: Meeting) -> Shelf | None:
+def _open_shm(world: World, meeting: Rendezvous) -> ShmTransport | None:
     own = meeting.members[world.rank]
-    shares = world.device.type == "cpu" and meeting.seat.shares_memory
+    shares = world.device.type == "cpu" and meeting.env.shares_memory
     pids = [
         member.pid if shares and rank != world.rank and member.pids == own.pids else None
         for rank, member in enumerate(meeting.members)
@@ -115,7 +117,7 @@ def _open_shelf(world: World, meeting: Meeting) -> Shelf | None:
         world.group.allreduce([t]).wait(timedelta(seconds=world.timeout))
         return t
 
-    return open_shelf(world.rank, pids, total)
+    return open_shm_transport(world.rank, pids, total)
 
 
 def _make_group(
@@ -145,22 +147,22 @@ def _make_group(
     return group
 
 
-def _addresses(meeting: Meeting) -> list[ProcessGroupGloo.Device]:
+def _listen_addresses(meeting: Rendezvous) -> list[ProcessGroupGloo.Device]:
     """The addresses this rank listens on: loopback when all ranks are on one machine, whatever interface is named;
     else the named interfaces, or the address that leads to the store."""
     if meeting.on_one_machine:
         return [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    if meeting.seat.interface is not None:
+    if meeting.env.interface is not None:
         try:
-            return [ProcessGroupGloo.create_device(interface=name) for name in meeting.seat.interface.split(",")]
+            return [ProcessGroupGloo.create_device(interface=name) for name in meeting.env.interface.split(",")]
         except RuntimeError as error:
-            raise ConfigError(f"GLOO_SOCKET_IFNAME={meeting.seat.interface}: this machine has no such one") from error
+            raise ConfigError(f"GLOO_SOCKET_IFNAME={meeting.env.interface}: this machine has no such one") from error
     return [ProcessGroupGloo.create_device(hostname=_own_address(meeting))]
 
 
-def _own_address(meeting: Meeting) -> str:
+def _own_address(meeting: Rendezvous) -> str:
     """The address others see this machine under. Its own name often means 127.0.1.1, so that is not asked."""
-    seat = meeting.seat
+    seat = meeting.env
     family, kind, _, _, target = socket.getaddrinfo(seat.host, seat.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:  # connecting a datagram socket sends nothing, it only finds the way
         probe.connect(target)
@@ -173,6 +175,6 @@ def _own_address(meeting: Meeting) -> str:
     return found
 
 
-def beside(world: World) -> World:
+def uncounted_world(world: World) -> World:
     """The same ranks for words that are no part of training: they are not counted."""
-    return replace(world, traffic=Traffic())
+    return replace(world, traffic=TrafficCounter())

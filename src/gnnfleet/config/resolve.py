@@ -13,19 +13,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gnnfleet.config.schema import RunConfig, Tree
+from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.config.suggest import explain
 from gnnfleet.errors import ConfigError
 from gnnfleet.nn.config import TEMPORAL_DEFAULTS, TEMPORAL_MODELS
 from gnnfleet.strategies.registry import CONFIGS, find_config
-from gnnfleet.strategies.sampling_options import SAMPLED_BATCH
+from gnnfleet.strategies.sampling_options import DEFAULT_BATCH
 from gnnfleet.strategies.spec import StrategyConfig
-from gnnfleet.strategies.temporal.config import EVENT_TRAINING, TemporalConfig
+from gnnfleet.strategies.temporal.config import EVENT_TRAIN_DEFAULTS, TemporalConfig
 
 # What may differ between a run and its continuation without making it another run. Memory decides the chunks of an
 # evaluation, which differ by rounding: a run that was killed for its memory must be able to go on with less. So do
 # the parts of a graph: a run may go on with more or fewer machines.
-_CHANGEABLE = (
+_RESUMABLE = (
     "train.epochs",
     "train.patience",
     "train.checkpoint_seconds",
@@ -35,16 +35,16 @@ _CHANGEABLE = (
     "memory",
     "workers",
     "partition",
-    "strategy.share",
-    "strategy.lanes",
-    "strategy.copies",
+    "strategy.batch_parallel",
+    "strategy.epoch_parallel",
+    "strategy.memory_parallel",
     "strategy.quorum",
     "strategy.deadline",
     "strategy.silence",
-    "strategy.lost",
+    "strategy.on_trainer_loss",
     "strategy.launcher",
     "strategy.listen",
-    "strategy.here",
+    "strategy.local_trainers",
     "strategy.give_up",
 )
 
@@ -57,7 +57,7 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
         tree["model"] = named_group("model", tree["model"])
     if strategy.get("name") == "tma" and strategy.get("scheme") == "ggs":
         _named(find_config("tma"), {**strategy, "scheme": "random"})  # words that are none are refused
-        strategy = _synchronous(strategy, tree.get("workers", 1))
+        strategy = _expand_ggs(strategy, tree.get("workers", 1))
     kind = find_config(str(strategy.get("name", "local")))
     if kind is TemporalConfig:
         tree = _on_events(tree)
@@ -80,7 +80,7 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def _on_events(tree: Tree) -> Tree:
+def _on_events(tree: SettingsTree) -> SettingsTree:
     """What words mean on a stream of events, where they are left out."""
     model = {"name": "tgn", **named_group("model", tree.get("model", {}))}
     train = tree.get("train", {})
@@ -88,7 +88,7 @@ def _on_events(tree: Tree) -> Tree:
         "task": "link",
         **tree,
         "model": {**TEMPORAL_DEFAULTS, **model},
-        "train": {**EVENT_TRAINING, **train} if isinstance(train, Mapping) else train,
+        "train": {**EVENT_TRAIN_DEFAULTS, **train} if isinstance(train, Mapping) else train,
     }
 
 
@@ -109,15 +109,15 @@ def _check_fits(config: RunConfig) -> None:
         raise ConfigError(f"task edge is for streams of events: use --strategy temporal, found {name}")
 
 
-def _synchronous(words: Tree, workers: Any) -> Tree:
+def _expand_ggs(words: SettingsTree, workers: Any) -> SettingsTree:
     """The baseline of tma that sees the whole graph: sampled batches as many times as large, each fetched by itself."""
-    kept: Tree = {key: words[key] for key in ("fanouts", "replace") if key in words}
-    each, count = words.get("batch", SAMPLED_BATCH), workers if isinstance(workers, int) else 1
+    kept: SettingsTree = {key: words[key] for key in ("fanouts", "replace") if key in words}
+    each, count = words.get("batch", DEFAULT_BATCH), workers if isinstance(workers, int) else 1
     batch = each * count if isinstance(each, int) else each
-    return {"name": "macrobatch", **kept, "batch": batch, "together": 1, "cache_inputs": False}
+    return {"name": "macrobatch", **kept, "batch": batch, "batches_per_fetch": 1, "cache_inputs": False}
 
 
-def named_group(key: str, value: Any) -> Tree:
+def named_group(key: str, value: Any) -> SettingsTree:
     """``model = "gcn"`` is short for a table with that name."""
     if isinstance(value, str):
         return {"name": value}
@@ -126,14 +126,14 @@ def named_group(key: str, value: Any) -> Tree:
     return dict(value)
 
 
-def _named(kind: type[StrategyConfig], words: Tree) -> StrategyConfig:
+def _named(kind: type[StrategyConfig], words: SettingsTree) -> StrategyConfig:
     try:
         return kind(**words)
     except ValidationError as error:
         raise ConfigError(explain(error, kind, prefix="strategy.")) from None
 
 
-def read_toml(path: Path) -> Tree:
+def read_toml(path: Path) -> SettingsTree:
     """The words of a config file."""
     try:
         return tomllib.loads(path.read_text())
@@ -151,9 +151,9 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def nest(settings: Mapping[str, Any]) -> Tree:
+def unflatten(settings: Mapping[str, Any]) -> SettingsTree:
     """``{"train.lr": 0.1}`` as ``{"train": {"lr": 0.1}}``; raises ConfigError for a word that is also a group."""
-    tree: Tree = {}
+    tree: SettingsTree = {}
     for key, value in settings.items():
         *groups, last = key.split(".")
         at = tree
@@ -165,7 +165,7 @@ def nest(settings: Mapping[str, Any]) -> Tree:
     return tree
 
 
-def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> SettingsTree:
     """``base`` with what ``over`` says in its place. Another strategy keeps nothing of the former's words; words
     that belong to none yet are kept."""
     tree = dict(base)
@@ -180,21 +180,21 @@ def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return tree
 
 
-def layered(file: Mapping[str, Any], given: Mapping[str, Any], options: Mapping[str, Any]) -> Tree:
+def merge_settings(file: Mapping[str, Any], given: Mapping[str, Any], options: Mapping[str, Any]) -> SettingsTree:
     """The words of a file, of ``--set`` and of options, later ones winning. Where options name another strategy than
     the file, its words go, those of ``--set`` stay: they are meant for the one that is named."""
     strategy = named_group("strategy", options.get("strategy") or {})
     first = overlay(file, {"strategy": {"name": strategy["name"]}}) if "name" in strategy else file
-    words = overlay(first, nest(given))
+    words = overlay(first, unflatten(given))
     said = words.get("strategy")
     if "name" in strategy and isinstance(said, Mapping):
         words["strategy"] = {**said, "name": strategy["name"]}
     return overlay(words, options)
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Tree:
-    """The reverse of ``nest``."""
-    flat: Tree = {}
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> SettingsTree:
+    """The reverse of ``unflatten``."""
+    flat: SettingsTree = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{key}.")
@@ -203,10 +203,10 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Tree:
     return flat
 
 
-def check_continues(old: RunConfig, new: RunConfig) -> None:
+def check_resumable(old: RunConfig, new: RunConfig) -> None:
     """Raise ConfigError when ``new`` would make a continued run differ from an uninterrupted one."""
     before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
-    changed = [key for key in {**after, **before} if key not in _CHANGEABLE and before.get(key) != after.get(key)]
+    changed = [key for key in {**after, **before} if key not in _RESUMABLE and before.get(key) != after.get(key)]
     if changed:
         key = changed[0]
         raise ConfigError(

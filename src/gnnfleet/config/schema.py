@@ -14,7 +14,7 @@ from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.tasks.train_options import TrainConfig
 from gnnfleet.units import parse_size
 
-Tree = dict[str, Any]
+SettingsTree = dict[str, Any]
 
 
 class ReportConfig(BaseModel, frozen=True, extra="forbid"):

@@ -14,7 +14,7 @@ from gnnfleet.strategies.registry import CONFIGS
 from gnnfleet.strategies.spec import StrategyConfig
 
 
-def settings_named(word: str) -> list[str]:
+def settings_ending_in(word: str) -> list[str]:
     """The settings, of any strategy, whose last part is ``word``."""
     found = [name for kind in CONFIGS.values() for name in _settings(kind) if name.rpartition(".")[2] == word]
     return list(dict.fromkeys(found))
@@ -22,17 +22,17 @@ def settings_named(word: str) -> list[str]:
 
 def explain(error: ValidationError, kind: type[StrategyConfig], prefix: str = "") -> str:
     first = error.errors()[0]
-    words = _place(first)
+    words = _error_path(first)
     key = prefix + ".".join(words)
     if first["type"] == "extra_forbidden":
-        return f"no setting {key!r}: {_meant(key, kind)}"
+        return f"no setting {key!r}: {_suggestion(key, kind)}"
     if first["type"] == "value_error":
         return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
-    said = dict.fromkeys(each["msg"].lower() for each in error.errors() if _place(each) == words)
+    said = dict.fromkeys(each["msg"].lower() for each in error.errors() if _error_path(each) == words)
     return f"{key}={_short(first['input'])}: {' or '.join(said).replace(' or input should be ', ' or ')}"
 
 
-def _place(error: Mapping[str, Any]) -> list[str]:
+def _error_path(error: Mapping[str, Any]) -> list[str]:
     """The words that lead to a value; of one that may be of several kinds these are no part."""
     if error["type"] == "extra_forbidden":
         return [str(word) for word in error["loc"]]
@@ -47,7 +47,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-def _meant(key: str, kind: type[StrategyConfig]) -> str:
+def _suggestion(key: str, kind: type[StrategyConfig]) -> str:
     """What to say of an unknown setting: the same word elsewhere comes before one that only looks like it."""
     group, _, word = key.rpartition(".")
     known = _settings(kind)

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from gnnfleet.errors import StoreError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes
-from gnnfleet.graph.store import edge_folder, node_folder
+from gnnfleet.graph.store import edge_dir, node_dir
 from gnnfleet.io.atomic import PARTIAL, remove_stale
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.report.progress import NoProgress, Progress
 
 _ROWS = 1 << 17
 _CELLS = 1 << 23
@@ -44,7 +44,7 @@ class ExportReport:
 
 def export_tables(graph: Graph, directory: str | Path, *, progress: Progress | None = None) -> ExportReport:
     """Write a graph as tables into a new directory; raises StoreError when it is there already and not empty."""
-    progress = progress or Silent()
+    progress = progress or NoProgress()
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise StoreError(f"{target} exists already: choose another output or remove it")
@@ -56,11 +56,11 @@ def export_tables(graph: Graph, directory: str | Path, *, progress: Progress | N
     files: dict[str, int] = {}
     try:
         for node_type, nodes in graph.nodes.items():
-            name = f"nodes-{_file(node_folder(node_type))}.parquet" if graph.is_hetero else "nodes.parquet"
+            name = f"nodes-{_file(node_dir(node_type))}.parquet" if graph.is_hetero else "nodes.parquet"
             advance = progress.stage(name, nodes.count)
             files[name] = _write(partial / name, _node_batches(nodes), advance)
         for edge_type, edges in graph.edges.items():
-            name = f"edges-{_file(edge_folder(edge_type))}.parquet" if graph.is_hetero else "edges.parquet"
+            name = f"edges-{_file(edge_dir(edge_type))}.parquet" if graph.is_hetero else "edges.parquet"
             advance = progress.stage(name, edges.count)
             files[name] = _write(partial / name, _edge_batches(graph, edge_type), advance)
         if target.exists():
@@ -96,13 +96,13 @@ def _ranges(count: int, width: int) -> Iterator[tuple[int, int]]:
 
 def _node_batches(nodes: Nodes) -> Iterator[pa.RecordBatch]:
     for start, stop in _ranges(nodes.count, 0 if nodes.x is None else nodes.x.shape[1]):
-        columns: dict[str, Any] = {"id": nodes.ids.take(np.arange(start, stop))}
+        columns: dict[str, Any] = {"id": nodes.ids.select(np.arange(start, stop))}
         if nodes.x is not None:
             columns["x"] = _lists(nodes.x[start:stop])
         if nodes.y is not None:
             columns["label"] = _labels(nodes.y[start:stop], nodes.classes)
         if nodes.split is not None:
-            columns.update(_split_words(nodes.split[:, start:stop]))
+            columns.update(_split_columns(nodes.split[:, start:stop]))
         yield pa.record_batch(columns)
 
 
@@ -117,7 +117,7 @@ def _labels(y: Tensor, classes: Sequence[str] = ()) -> pa.Array:
     return names.take(pa.array(np.asarray(y), mask=missing))
 
 
-def _split_words(split: Tensor) -> dict[str, pa.Array]:
+def _split_columns(split: Tensor) -> dict[str, pa.Array]:
     """One column per split: ``split``, or ``split_0``, ``split_1``, … where there are several."""
     words = pa.array(_WORDS)
     made = {}
@@ -134,7 +134,10 @@ def _edge_batches(graph: Graph, kind: EdgeType) -> Iterator[pa.RecordBatch]:
     for start, stop in _ranges(edges.count, 0 if edges.attr is None else edges.attr.shape[1]):
         # Timed edges go out in time order, so that events of the same time keep theirs when imported again.
         at = torch.arange(start, stop) if order is None else order[start:stop]
-        columns: dict[str, Any] = {"src": src_ids.take(edges.src[at]), "dst": dst_ids.take(_destinations(edges, at))}
+        columns: dict[str, Any] = {
+            "src": src_ids.select(edges.src[at]),
+            "dst": dst_ids.select(_destinations(edges, at)),
+        }
         if edges.weight is not None:
             columns["weight"] = pa.array(np.asarray(edges.weight[at]))
         if edges.time is not None:

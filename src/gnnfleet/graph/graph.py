@@ -44,7 +44,7 @@ class EdgeType(NamedTuple):
         return cls(*fields)
 
 
-Columns = tuple[tuple[str, int], ...]
+ColumnGroups = tuple[tuple[str, int], ...]
 """Names of the table columns that features were made of, in order, each with how many features it became."""
 
 NODE = "node"
@@ -61,7 +61,7 @@ class Nodes:
     classes: tuple[str, ...] = ()
     split: Tensor | None = None  # [K, N] int8: TRAIN, VAL, TEST or NO_SPLIT; most graphs have K = 1
     ids: Ids = field(default_factory=lambda: Ids(0))
-    columns: Columns = ()  # of x, where it came from a table
+    columns: ColumnGroups = ()  # of x, where it came from a table
 
     def __post_init__(self) -> None:
         if not len(self.ids) and self.count:
@@ -106,7 +106,7 @@ class Edges:
     order: Tensor | None = None  # [E] store edge ids by time, ties in input order; there when time is
     y: Tensor | None = None  # [E] int64 with −1 for no label, or [E, C] int8
     links: Mapping[str, Tensor] = field(default_factory=dict)  # val, test, val_neg, test_neg: [2, L] held-out pairs
-    columns: Columns = ()  # of attr, where it came from a table
+    columns: ColumnGroups = ()  # of attr, where it came from a table
 
     @property
     def count(self) -> int:
@@ -163,8 +163,8 @@ class Graph:
         edge_index = torch.as_tensor(edge_index)
         if num_nodes is None:
             num_nodes = given[0] if given else (int(edge_index.max()) + 1 if edge_index.numel() else 0)
-        nodes = make_nodes(num_nodes, x=x, y=y, split=split, ids=ids)
-        edges = make_edges(
+        nodes = validated_nodes(num_nodes, x=x, y=y, split=split, ids=ids)
+        edges = validated_edges(
             edge_index, num_src=num_nodes, num_dst=num_nodes, weight=edge_weight, attr=edge_attr, time=time, y=edge_y
         )
         self._set({NODE: nodes}, {EDGE: edges}, name=name, undirected=False, store=None)
@@ -230,14 +230,14 @@ class Graph:
         return offsets
 
     @property
-    def only_nodes(self) -> Nodes:
+    def single_nodes(self) -> Nodes:
         """The nodes of a graph of one type; raises ConfigError for a heterogeneous one."""
         if len(self.nodes) != 1:
             raise ConfigError(f"this graph has several node types ({', '.join(self.nodes)}): name one")
         return next(iter(self.nodes.values()))
 
     @property
-    def only_edges(self) -> Edges:
+    def single_edges(self) -> Edges:
         """The edges of a graph of one type; raises ConfigError for a heterogeneous one."""
         if len(self.edges) != 1:
             raise ConfigError(
@@ -259,7 +259,7 @@ class Graph:
         return Graph.of(nodes, self.edges, name=self.name, undirected=self.undirected)
 
 
-def make_nodes(
+def validated_nodes(
     count: int, *, x: Any = None, y: Any = None, split: Any = None, ids: Any = None, classes: Sequence[str] = ()
 ) -> Nodes:
     """Check and convert one node type's arrays; raises InputError naming what is wrong."""
@@ -273,7 +273,7 @@ def make_nodes(
     )
 
 
-def make_edges(
+def validated_edges(
     edge_index: Any,
     *,
     num_src: int,

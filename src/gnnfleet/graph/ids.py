@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from gnnfleet.errors import InputError, StoreError
 
-COLUMN = "id"
+ID_COLUMN = "id"
 
 
 class Ids:
@@ -63,7 +63,7 @@ class Ids:
             self._values = pa.array(np.arange(self.count)) if self._load is None else self._load()
         return self._values
 
-    def take(self, rows: Any) -> pa.Array:
+    def select(self, rows: Any) -> pa.Array:
         """The ids of some rows."""
         rows = pa.array(np.asarray(rows, dtype=np.int64))
         return rows if self._load is None else self.values().take(rows)
@@ -94,12 +94,12 @@ class Ids:
 
     def write(self, path: Path) -> None:
         """One Parquet column named ``id``."""
-        pq.write_table(pa.table({COLUMN: self.values()}), path, compression="zstd")
+        pq.write_table(pa.table({ID_COLUMN: self.values()}), path, compression="zstd")
 
 
 def _read(path: Path, count: int) -> pa.Array:
     try:
-        values = pq.read_table(path, columns=[COLUMN])[COLUMN].combine_chunks()
+        values = pq.read_table(path, columns=[ID_COLUMN])[ID_COLUMN].combine_chunks()
     except (pa.ArrowException, OSError, KeyError) as error:
         raise StoreError(
             f"{path} cannot be read ({_first_line(error)}): make the store again from its source"

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
-from gnnfleet.graph.ingest.clean import REVERSE, inverse_of, is_undirected, take_edges
-from gnnfleet.graph.split import Keys, Shares, id_keys, mix
+from gnnfleet.graph.ingest.clean import REVERSE_PREFIX, filter_edges, inverse_type, is_undirected
+from gnnfleet.graph.split import NodeKeys, SplitShares, id_keys, mix
 
 HELD_OUT = ("val", "test")
 
@@ -36,17 +36,17 @@ class Links:
     def __len__(self) -> int:
         return int(self.src.shape[0])
 
-    def take(self, rows: Tensor | slice) -> Links:
+    def select(self, rows: Tensor | slice) -> Links:
         """Some of them."""
         return Links(self.relation[rows], self.src[rows], self.dst[rows], self.ids[rows])
 
     @property
-    def numbers(self) -> Tensor:
+    def draw_ids(self) -> Tensor:
         """[L] int64 that tell links of all edge types apart: what draws go by."""
         return self.relation << 40 | self.ids
 
     @classmethod
-    def join(cls, parts: Sequence[Links]) -> Links:
+    def concat(cls, parts: Sequence[Links]) -> Links:
         """One list of several."""
         empty = torch.empty(0, dtype=torch.int64)
         names = ("relation", "src", "dst", "ids")
@@ -79,7 +79,7 @@ def link_data(graph: Graph, only: Sequence[EdgeType] = ()) -> LinkData:
     held = [kind for kind, edges in graph.edges.items() if any(name in edges.links for name in HELD_OUT)]
     wanted = set(only) or set(held if len(held) == 1 else (k for k in graph.edges if not _is_inverse(k, graph)))
     numbers = [(number, kind) for number, kind in enumerate(graph.edges) if kind in wanted]
-    splits = {"train": Links.join([_targets(number, kind, graph) for number, kind in numbers])}
+    splits = {"train": Links.concat([_targets(number, kind, graph) for number, kind in numbers])}
     negatives = {}
     for name in HELD_OUT:
         splits[name] = _held_out(graph, numbers, name)
@@ -90,18 +90,18 @@ def link_data(graph: Graph, only: Sequence[EdgeType] = ()) -> LinkData:
     return LinkData(graph, splits, negatives, symmetric)
 
 
-def has_held_out(graph: Graph) -> bool:
+def has_held_out_links(graph: Graph) -> bool:
     """Whether a graph brings held-out links."""
     return any(name in edges.links for edges in graph.edges.values() for name in HELD_OUT)
 
 
-def split_links(graph: Graph, shares: Shares, *, seed: int) -> Graph:
+def split_links(graph: Graph, shares: SplitShares, *, seed: int) -> Graph:
     """The graph without the edges that go to val and test, which become its held-out links.
 
     An edge, its parallels and its reverse go together. Drawn by original ids and the seed, so the same edges in
     another order split the same way. Raises ConfigError where shares leave a remainder or nothing to train on.
     """
-    if has_held_out(graph):
+    if has_held_out_links(graph):
         raise ConfigError("the graph has held-out links already: leave --split out")
     if shares.train <= 0 or abs(shares.train + shares.val + shares.test - 1) > 1e-9:
         raise ConfigError("shares of edges must sum to 1 and leave some for training, as 0.8/0.1/0.1")
@@ -115,18 +115,18 @@ def split_links(graph: Graph, shares: Shares, *, seed: int) -> Graph:
         links = {}
         for name, mask in (("val", (place >= ends[0]) & (place < ends[1])), ("test", place >= ends[1])):
             links[name] = _once(kind, table, graph, mask)
-        kept = take_edges(table, place < ends[0])
+        kept = filter_edges(table, place < ends[0])
         edges[kind] = replace(kept, links={} if _is_inverse(kind, graph) else links)
     return Graph.of(graph.nodes, edges, name=graph.name, undirected=graph.undirected)
 
 
-def _mixed_ids(graph: Graph, kind: str) -> Keys:
+def _mixed_ids(graph: Graph, kind: str) -> NodeKeys:
     return mix(id_keys(graph.nodes[kind].ids))
 
 
-def _pair_keys(kind: EdgeType, edges: Edges, keys: dict[str, Keys], seed: int) -> Tensor:
+def _pair_keys(kind: EdgeType, edges: Edges, keys: dict[str, NodeKeys], seed: int) -> Tensor:
     """[E] int64: one number for an edge, its parallels and its reverse, also in an inverse edge type."""
-    base = inverse_of(kind) if kind.relation.startswith(REVERSE) else kind
+    base = inverse_type(kind) if kind.relation.startswith(REVERSE_PREFIX) else kind
     word = hashlib.blake2b(f"{seed}/{base}".encode(), digest_size=8).digest()
     start = np.frombuffer(word, dtype="<u8")
     # A sum does not know which end is which; the second mixing parts pairs whose sums are close.
@@ -163,11 +163,11 @@ def _held_out(graph: Graph, numbers: list[tuple[int, EdgeType]], name: str) -> L
             if row.numel() and not 0 <= int(row.min()) <= int(row.max()) < graph.nodes[end].count:
                 raise InputError(f"held-out links {name} of {kind} name nodes that are not there")
         found.append(Links(torch.full_like(pairs[0], number), pairs[0], pairs[1], torch.arange(pairs.shape[1])))
-    return Links.join(found)
+    return Links.concat(found)
 
 
 def _is_inverse(kind: EdgeType, graph: Graph) -> bool:
-    return kind.relation.startswith(REVERSE) and inverse_of(kind) in graph.edges
+    return kind.relation.startswith(REVERSE_PREFIX) and inverse_type(kind) in graph.edges
 
 
 def _is_symmetric(kind: EdgeType, graph: Graph) -> bool:

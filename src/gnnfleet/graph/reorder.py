@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.graph import Edges, Graph
-from gnnfleet.graph.partition.edge_scan import Array, EdgeScan
+from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
 from gnnfleet.graph.partition.streaming import cluster
-from gnnfleet.graph.views.local import LocalView, Relation
-from gnnfleet.graph.views.view_base import Rows
+from gnnfleet.graph.views.local import LocalEdges, LocalView
+from gnnfleet.graph.views.view_base import NodeRows
 from gnnfleet.ops import csr
 
-SMALLEST, GROWTH, LARGEST = 400, 4, 25_600
+MIN_CLUSTER, CLUSTER_GROWTH, MAX_CLUSTER = 400, 4, 25_600
 
 
-def cluster_places(scan: EdgeScan, *, seed: int = 0) -> Array:
+def cluster_positions(scan: EdgeScan, *, seed: int = 0) -> NumpyArray:
     """[nodes] int32: where each node goes, node types numbered through."""
-    caps = [SMALLEST]
-    while caps[-1] < min(LARGEST, scan.num_nodes):
-        caps.append(caps[-1] * GROWTH)
+    caps = [MIN_CLUSTER]
+    while caps[-1] < min(MAX_CLUSTER, scan.num_nodes):
+        caps.append(caps[-1] * CLUSTER_GROWTH)
     levels = [cluster(scan, max_nodes=cap, seed=seed) for cap in caps]
     place = np.empty(scan.num_nodes, dtype=np.int32)
     place[np.lexsort(levels)] = np.arange(scan.num_nodes, dtype=np.int32)
@@ -38,29 +38,29 @@ def cluster_places(scan: EdgeScan, *, seed: int = 0) -> Array:
 
 def cluster_order(graph: Graph, *, seed: int = 0) -> dict[str, Tensor]:
     """{node type: [N] int64 store ids}, clusters of neighbours one after the other."""
-    place = torch.from_numpy(cluster_places(EdgeScan(graph), seed=seed))
+    place = torch.from_numpy(cluster_positions(EdgeScan(graph), seed=seed))
     return {
         kind: torch.argsort(place[start : start + graph.nodes[kind].count])
         for kind, start in graph.node_offsets.items()
     }
 
 
-def ordered_view(graph: Graph, order: Mapping[str, Tensor]) -> LocalView:
+def reordered_view(graph: Graph, order: Mapping[str, Tensor]) -> LocalView:
     """The whole graph with rows in the given order of store ids."""
     place = {}
     for kind, ids in order.items():
         place[kind] = torch.empty_like(ids)
         place[kind][ids] = torch.arange(len(ids))
-    whole = LocalView.whole(graph)
+    whole = LocalView.of_graph(graph)
     nodes = {
-        kind: Rows(order[kind], rows.num_dst, PickedDegrees(rows.degree, order[kind]))
+        kind: NodeRows(order[kind], rows.num_dst, ReorderedDegrees(rows.degree, order[kind]))
         for kind, rows in whole.nodes.items()
     }
     relations = {kind: _relation(edges, place[kind.src], place[kind.dst]) for kind, edges in graph.edges.items()}
     return LocalView(nodes, relations)
 
 
-def with_destinations(view: LocalView, kind: str, count: int) -> LocalView:
+def limit_destinations(view: LocalView, kind: str, count: int) -> LocalView:
     """The same sources with only the first ``count`` rows of one type as destinations: a prefix, nothing is copied."""
     nodes = {name: replace(rows, num_dst=count) if name == kind else rows for name, rows in view.nodes.items()}
     relations = {}
@@ -68,12 +68,12 @@ def with_destinations(view: LocalView, kind: str, count: int) -> LocalView:
         cut = relation.structure
         stop = int(cut.indptr[count]) if edge_type.dst == kind else cut.num_edges
         rows = count if edge_type.dst == kind else cut.num_rows
-        structure = csr.Compressed(cut.indptr[: rows + 1], cut.col[:stop], cut.num_cols)
+        structure = csr.CSR(cut.indptr[: rows + 1], cut.col[:stop], cut.num_cols)
         relations[edge_type] = relation.cut(structure, slice(stop))
     return replace(view, nodes=nodes, relations=relations)
 
 
-class PickedDegrees:
+class ReorderedDegrees:
     """Some rows of another table of degrees, picked once."""
 
     def __init__(self, degree: Callable[[bool], Tensor], rows: Tensor) -> None:
@@ -86,14 +86,14 @@ class PickedDegrees:
         return self._known[weighted]
 
 
-def _relation(edges: Edges, src_place: Tensor, dst_place: Tensor) -> Relation:
+def _relation(edges: Edges, src_place: Tensor, dst_place: Tensor) -> LocalEdges:
     index = edges.src.dtype
     src, dst = src_place.to(index)[edges.src.long()], dst_place.to(index)[edges.dst().long()]
     indptr, edge, src = csr.sort_into_rows(src, dst, num_src=len(src_place), num_dst=len(dst_place))
-    return Relation(
-        csr.Compressed(indptr, src, len(src_place)),
+    return LocalEdges(
+        csr.CSR(indptr, src, len(src_place)),
         edge,
         None if edges.weight is None else edges.weight[edge],
         None if edges.attr is None else edges.attr[edge],
-        in_order=False,
+        is_store_order=False,
     )

@@ -20,12 +20,12 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL, Nodes
 from gnnfleet.graph.ids import Ids
 
-Keys = np.ndarray[Any, np.dtype[np.uint64]]
+NodeKeys = np.ndarray[Any, np.dtype[np.uint64]]
 PLANETOID_VAL, PLANETOID_TEST = 500, 1000
 
 
 @dataclass(frozen=True)
-class Shares:
+class SplitShares:
     """Parts of the nodes; what they leave of 1 is in no split."""
 
     train: float
@@ -34,7 +34,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class PerClass:
+class PerClassSplit:
     """``count`` training nodes of each class; then 500 to val and 1,000 to test as in Planetoid.
 
     Where fewer than 1,500 remain, a third of them goes to val, the rest to test. A smaller class gives all its nodes.
@@ -43,14 +43,14 @@ class PerClass:
     count: int
 
 
-Rule = Shares | PerClass
+SplitRule = SplitShares | PerClassSplit
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> SplitRule:
     """``0.6/0.2/0.2`` or ``20-per-class``; raises ConfigError for anything else."""
     found = re.fullmatch(r"(\d+)-per-class", text.strip())
     if found and int(found[1]):
-        return PerClass(int(found[1]))
+        return PerClassSplit(int(found[1]))
     try:
         shares = [float(word) for word in text.split("/")]
     except ValueError:
@@ -60,17 +60,17 @@ def parse_rule(text: str) -> Rule:
             "a split reads TRAIN/VAL/TEST with shares that sum to at most 1, as 0.6/0.2/0.2, or 20-per-class; "
             f"found {text!r}"
         )
-    return Shares(*shares)
+    return SplitShares(*shares)
 
 
-def split_nodes(nodes: Nodes, rule: Rule, *, seed: int = 0) -> Tensor:
+def split_nodes(nodes: Nodes, rule: SplitRule, *, seed: int = 0) -> Tensor:
     """[1, N] int8 split codes of one node type."""
     return make_split(rule, id_keys(nodes.ids), nodes.y, seed=seed)
 
 
-def make_split(rule: Rule, keys: Keys, y: Tensor | None, *, seed: int = 0) -> Tensor:
+def make_split(rule: SplitRule, keys: NodeKeys, y: Tensor | None, *, seed: int = 0) -> Tensor:
     """[1, N] int8 split codes for nodes with these keys and labels; raises ConfigError for labels it cannot serve."""
-    if isinstance(rule, PerClass) and (y is None or y.dim() != 1):
+    if isinstance(rule, PerClassSplit) and (y is None or y.dim() != 1):
         found = "no labels" if y is None else "several labels per node"
         raise ConfigError(f"a split per class needs one label per node, found {found}: use shares, as 0.6/0.2/0.2")
     codes = torch.full((len(keys),), NO_SPLIT, dtype=torch.int8)
@@ -78,20 +78,20 @@ def make_split(rule: Rule, keys: Keys, y: Tensor | None, *, seed: int = 0) -> Te
     if y is not None:
         labelled = (y >= 0) if y.dim() == 1 else (y >= 0).any(1)
         drawn = drawn[labelled[drawn]]
-    if isinstance(rule, Shares):
+    if isinstance(rule, SplitShares):
         return _by_shares(codes, drawn, rule)[None]
     assert y is not None
     return _per_class(codes, drawn, rule.count, y)[None]
 
 
-def id_keys(ids: Ids) -> Keys:
+def id_keys(ids: Ids) -> NodeKeys:
     """[N] a number for each node that depends on its id only."""
     if ids.are_rows:
         return np.arange(len(ids), dtype=np.uint64)
     return value_keys(ids.values())
 
 
-def value_keys(values: Any) -> Keys:
+def value_keys(values: Any) -> NodeKeys:
     """[n] the same for an Arrow array of ids, integers or text."""
     if pa.types.is_integer(values.type):
         return np.asarray(values.to_numpy(zero_copy_only=False)).astype(np.int64).view(np.uint64)
@@ -99,13 +99,13 @@ def value_keys(values: Any) -> Keys:
     return np.frombuffer(digests, dtype="<u8")
 
 
-def _draw(keys: Keys, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _draw(keys: NodeKeys, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Rows in drawn order. Distinct keys below 2^64 give distinct draws, so ties do not depend on rows."""
     start = mix(np.asarray([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64))
     return np.argsort(mix(keys ^ start), kind="stable")
 
 
-def mix(values: Keys) -> Keys:
+def mix(values: NodeKeys) -> NodeKeys:
     """The finaliser of SplitMix64: a bijection that spreads every bit."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -113,7 +113,7 @@ def mix(values: Keys) -> Keys:
     return values ^ (values >> np.uint64(31))
 
 
-def _by_shares(codes: Tensor, drawn: Tensor, rule: Shares) -> Tensor:
+def _by_shares(codes: Tensor, drawn: Tensor, rule: SplitShares) -> Tensor:
     total = len(drawn)
     # Cumulated before rounding, so that shares that sum to 1 leave nobody out.
     ends = [round(total * share) for share in (rule.train, rule.train + rule.val, rule.train + rule.val + rule.test)]

@@ -14,14 +14,14 @@ from urllib.parse import quote
 from torch import Tensor
 
 from gnnfleet.errors import InputError, StoreError
-from gnnfleet.graph.graph import Columns, Edges, EdgeType, Graph, Nodes
+from gnnfleet.graph.graph import ColumnGroups, Edges, EdgeType, Graph, Nodes
 from gnnfleet.graph.ids import Ids
 from gnnfleet.io.bundle import Bundle, BundleWriter
 
 KIND = "graph"
 NODE_ARRAYS = ("x", "y", "split")
 EDGE_ARRAYS = ("indptr", "src", "weight", "attr", "time", "order", "y")
-MOST_NODES = 1 << 48
+MAX_NODES = 1 << 48
 
 
 def open_store(path: str | Path) -> Graph:
@@ -46,22 +46,22 @@ def save_store(
         for node_type, nodes in graph.nodes.items():
             for name in NODE_ARRAYS:
                 if (tensor := getattr(nodes, name)) is not None:
-                    out.put(f"{node_folder(node_type)}/{name}.npy", tensor)
+                    out.put(f"{node_dir(node_type)}/{name}.npy", tensor)
                     advance(tensor.nbytes)
             if not nodes.ids.are_rows:
-                nodes.ids.write(out.file(f"{node_folder(node_type)}/ids.parquet"))
+                nodes.ids.write(out.file(f"{node_dir(node_type)}/ids.parquet"))
         for edge_type, edges in graph.edges.items():
             for name in EDGE_ARRAYS:
                 if (tensor := getattr(edges, name)) is not None:
-                    out.put(f"{edge_folder(edge_type)}/{name}.npy", tensor)
+                    out.put(f"{edge_dir(edge_type)}/{name}.npy", tensor)
                     advance(tensor.nbytes)
             for name, pairs in edges.links.items():
-                out.put(f"{edge_folder(edge_type)}/links_{name}.npy", pairs)
-        out.commit(describe(graph))
+                out.put(f"{edge_dir(edge_type)}/links_{name}.npy", pairs)
+        out.commit(graph_meta(graph))
     return open_store(path)
 
 
-def describe(graph: Graph) -> dict[str, Any]:
+def graph_meta(graph: Graph) -> dict[str, Any]:
     """The ``meta`` of a store's manifest."""
     return store_meta(
         name=graph.name,
@@ -78,24 +78,24 @@ def store_meta(
     return {"name": name, "undirected": undirected, "nodes": nodes, "edges": edges}
 
 
-def node_entry(node_type: str, count: int, classes: Sequence[str], columns: Columns) -> dict[str, Any]:
+def node_entry(node_type: str, count: int, classes: Sequence[str], columns: ColumnGroups) -> dict[str, Any]:
     """A node type in the ``meta`` of a manifest; features without names are not mentioned."""
     return {"type": node_type, "count": count, "classes": list(classes), **_names(columns)}
 
 
-def edge_entry(edge_type: EdgeType, count: int, columns: Columns) -> dict[str, Any]:
+def edge_entry(edge_type: EdgeType, count: int, columns: ColumnGroups) -> dict[str, Any]:
     return {"type": list(edge_type), "count": count, **_names(columns)}
 
 
-def _names(columns: Columns) -> dict[str, Any]:
+def _names(columns: ColumnGroups) -> dict[str, Any]:
     return {"columns": [list(column) for column in columns]} if columns else {}
 
 
-def node_folder(node_type: str) -> str:
+def node_dir(node_type: str) -> str:
     return f"nodes/{_safe(node_type)}"
 
 
-def edge_folder(edge_type: EdgeType) -> str:
+def edge_dir(edge_type: EdgeType) -> str:
     return "edges/" + "+".join(_safe(word) for word in edge_type)
 
 
@@ -105,8 +105,8 @@ def _safe(word: str) -> str:
 
 
 def _open_nodes(bundle: Bundle, entry: dict[str, Any]) -> Nodes:
-    folder = node_folder(entry["type"])
-    if not isinstance(entry["count"], int) or not 0 <= entry["count"] < MOST_NODES:
+    folder = node_dir(entry["type"])
+    if not isinstance(entry["count"], int) or not 0 <= entry["count"] < MAX_NODES:
         raise ValueError(f"{entry['count']!r} nodes of type {entry['type']}")
     tensors = {name: bundle.tensor(f"{folder}/{name}.npy") for name in NODE_ARRAYS if f"{folder}/{name}.npy" in bundle}
     ids = Ids(entry["count"])
@@ -119,7 +119,7 @@ def _open_nodes(bundle: Bundle, entry: dict[str, Any]) -> Nodes:
 
 
 def _open_edges(bundle: Bundle, entry: dict[str, Any]) -> Edges:
-    folder = edge_folder(EdgeType(*entry["type"]))
+    folder = edge_dir(EdgeType(*entry["type"]))
     tensors = {name: bundle.tensor(f"{folder}/{name}.npy") for name in EDGE_ARRAYS if f"{folder}/{name}.npy" in bundle}
     prefix = f"{folder}/links_"
     links = {
@@ -130,7 +130,7 @@ def _open_edges(bundle: Bundle, entry: dict[str, Any]) -> Edges:
     return Edges(links=links, columns=_open_columns(entry, tensors.get("attr")), **tensors)
 
 
-def _open_columns(entry: dict[str, Any], values: Tensor | None) -> Columns:
+def _open_columns(entry: dict[str, Any], values: Tensor | None) -> ColumnGroups:
     """Stores of before, and features that came without names, have none."""
     columns = tuple((name, width) for name, width in entry.get("columns", ()))
     if not all(isinstance(name, str) and isinstance(width, int) and width >= 0 for name, width in columns):

@@ -11,11 +11,11 @@ from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import Edges, Graph, Nodes, index_dtype
 from gnnfleet.ops.gather import gather
 
-PIECE = 1 << 20
+EDGES_AT_ONCE = 1 << 20
 """Edges looked at at a time."""
 
 
-def induced_graph(graph: Graph, ids: Mapping[str, Tensor]) -> Graph:
+def induced_subgraph(graph: Graph, ids: Mapping[str, Tensor]) -> Graph:
     """The nodes with these store ids (by type, ascending) and all edges whose both ends are among them.
 
     Rows are numbered anew from 0. Held-out links stay behind. Raises InputError for ids out of range or out of order.
@@ -47,7 +47,7 @@ def _edges(table: Edges, src: Tensor, dst: Tensor) -> Edges:
     kept, found, low = torch.zeros(len(dst), dtype=torch.int64), [], 0
     positions = []
     while low < len(dst):
-        high = max(low + 1, int(torch.searchsorted(sums, sums[low] + PIECE, right=True)) - 1)
+        high = max(low + 1, int(torch.searchsorted(sums, sums[low] + EDGES_AT_ONCE, right=True)) - 1)
         degree = (ends - starts)[low:high]
         row = torch.repeat_interleave(torch.arange(low, high), degree)
         edge = torch.arange(len(row)) + (starts - sums[:-1])[row] + sums[low]

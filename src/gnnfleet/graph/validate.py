@@ -19,13 +19,13 @@ from gnnfleet.graph.partition.shard import DIRECTIONS, Shard
 from gnnfleet.graph.store import open_store
 from gnnfleet.io.bundle import Bundle
 
-SMALL = 1 << 30
+FULL_CHECK_BYTES = 1 << 30
 """Bytes that are read in a second or so."""
 _DATA = ("x.npy", "y.npy", "weight", "attr", "time", "ids.parquet")
 _PIECE = 1 << 24
 
 
-def check_graph(graph: Graph) -> None:
+def validate_graph(graph: Graph) -> None:
     """Raise StoreError when the store of a graph was altered, or names nodes that are not there.
 
     A graph in memory was checked when it was made.
@@ -42,12 +42,12 @@ def check_graph(graph: Graph) -> None:
                 if pairs.dim() != 2 or pairs.shape[0] != 2:
                     raise ValueError(f"links {name} of {edge_type} are no pairs")
                 for end, kind in zip(pairs, (edge_type.src, edge_type.dst), strict=True):
-                    _within(end, 0, graph.nodes[kind].count - 1, f"links {name} of {edge_type}")
+                    _check_range(end, 0, graph.nodes[kind].count - 1, f"links {name} of {edge_type}")
     except ValueError as error:
         raise StoreError(f"{graph.store.path}: {error}: make the store again from its source") from error
 
 
-def check_shard(shard: Shard) -> None:
+def validate_shard(shard: Shard) -> None:
     """The same for a part; raises PartitionError."""
     try:
         _compare(shard.bundle)
@@ -55,36 +55,36 @@ def check_shard(shard: Shard) -> None:
         for direction in DIRECTIONS:
             needs = {kind: shard.plan(kind, direction) for kind in shard.node_types}
             for kind, plan in needs.items():
-                for given in plan.give:
-                    _within(given, 0, counts[kind] - 1, f"{direction}-edges: rows of {kind} that are sent")
+                for given in plan.send:
+                    _check_range(given, 0, counts[kind] - 1, f"{direction}-edges: rows of {kind} that are sent")
             for edge_type in shard.edge_types:
                 near, far = (edge_type.dst, edge_type.src) if direction == "in" else (edge_type.src, edge_type.dst)
                 for q in range(shard.parts):
                     block, what = shard.block(edge_type, direction, q), f"{direction}-edges {edge_type} with part {q}"
-                    _within(block.rows, 0, counts[near] - 1, what)
-                    _growing(block.indptr, len(block.cols), what)
-                    columns = counts[far] if q == shard.part else len(needs[far].need[q])
-                    _within(block.cols, 0, columns - 1, what)
+                    _check_range(block.rows, 0, counts[near] - 1, what)
+                    _check_indptr(block.indptr, len(block.cols), what)
+                    columns = counts[far] if q == shard.part else len(needs[far].recv[q])
+                    _check_range(block.cols, 0, columns - 1, what)
     except (StoreError, ValueError, KeyError, IndexError, TypeError) as error:
         raise PartitionError(f"{shard.bundle.path} cannot be used ({error}): partition the graph again") from error
 
 
-def open_sound(path: str | Path) -> Graph:
+def open_validated_store(path: str | Path) -> Graph:
     """Open a store and check it; raises StoreError. Arrays stay on disk: the graph may be larger than memory."""
     graph = open_store(path)
-    check_graph(graph)
+    validate_graph(graph)
     return graph
 
 
-def open_sound_part(path: str | Path, part: int) -> Shard:
+def open_validated_part(path: str | Path, part: int) -> Shard:
     """One part of a partition, checked, where the others need not be; raises PartitionError."""
     shard = open_part(path, part)
-    check_shard(shard)
+    validate_shard(shard)
     return shard
 
 
 def _compare(bundle: Bundle) -> None:
-    small = bundle.nbytes <= SMALL
+    small = bundle.nbytes <= FULL_CHECK_BYTES
     bundle.verify(names=[name for name in bundle.files if small or not _is_data(name)])
 
 
@@ -100,12 +100,12 @@ def _check_nodes(nodes: Nodes, what: str) -> None:
     if nodes.split is not None:
         if nodes.split.dim() != 2:
             raise ValueError(f"{what} have split codes of shape {list(nodes.split.shape)}")
-        _within(nodes.split, NO_SPLIT, TEST, f"split codes of {what}")
+        _check_range(nodes.split, NO_SPLIT, TEST, f"split codes of {what}")
 
 
 def _check_edges(edges: Edges, sources: int, what: str) -> None:
-    _growing(edges.indptr, edges.count, what)
-    _within(edges.src, 0, sources - 1, f"sources of {what}")
+    _check_indptr(edges.indptr, edges.count, what)
+    _check_range(edges.src, 0, sources - 1, f"sources of {what}")
     for name, data in (
         ("weight", edges.weight),
         ("attr", edges.attr),
@@ -116,10 +116,10 @@ def _check_edges(edges: Edges, sources: int, what: str) -> None:
         if data is not None and data.shape[:1] != (edges.count,):
             raise ValueError(f"{what} have {list(data.shape)} of {name}, expected {edges.count}")
     if edges.order is not None:
-        _within(edges.order, 0, edges.count - 1, f"order of {what}")
+        _check_range(edges.order, 0, edges.count - 1, f"order of {what}")
 
 
-def _growing(indptr: Tensor, count: int, what: str) -> None:
+def _check_indptr(indptr: Tensor, count: int, what: str) -> None:
     if indptr.dim() != 1 or indptr.dtype is not torch.int64 or not len(indptr):
         raise ValueError(f"{what} have no list of starts")
     if int(indptr[0]) != 0 or int(indptr[-1]) != count:
@@ -129,7 +129,7 @@ def _growing(indptr: Tensor, count: int, what: str) -> None:
             raise ValueError(f"{what} have starts that do not grow")
 
 
-def _within(values: Tensor, low: int, high: int, what: str) -> None:
+def _check_range(values: Tensor, low: int, high: int, what: str) -> None:
     """In pieces: a list may be larger than memory."""
     if values.is_floating_point():
         raise ValueError(f"{what} are {values.dtype}, expected whole numbers")

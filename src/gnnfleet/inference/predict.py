@@ -21,20 +21,20 @@ from gnnfleet.io.atomic import PARTIAL
 from gnnfleet.nn.heads import NodeHead
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.tasks.node import NodeTask
-from gnnfleet.training.build import Built
-from gnnfleet.training.build_link import score_pairs, target_of
+from gnnfleet.training.build import BuiltRun
+from gnnfleet.training.build_link import score_pairs, target_edge_type
 
-ROWS = 1 << 16
+ROWS_AT_ONCE = 1 << 16
 """Rows written at a time."""
 
-PARQUET = (".parquet", ".pq")
+PARQUET_ENDINGS = (".parquet", ".pq")
 
-ENDS = ("src", "dst")
+END_COLUMNS = ("src", "dst")
 """Columns of tables of pairs and of events."""
 
 
 @dataclass(frozen=True)
-class Columns:
+class OutputColumns:
     """What is written besides id, prediction and probability."""
 
     logits: bool = False
@@ -50,7 +50,7 @@ def class_names(head: NodeHead, nodes: Nodes, logits: Tensor) -> list[Any]:
     return [[names[number] for number in row.nonzero()[:, 0].tolist()] for row in guess]
 
 
-def write_predictions(built: Built, path: Path, columns: Columns) -> int:
+def write_predictions(built: BuiltRun, path: Path, columns: OutputColumns) -> int:
     """Write every node of the labelled type in store order; returns the rows. The file appears whole or not at all.
 
     A run on links has embeddings of all nodes instead: the rows its decoder reads. All ranks call it, the first writes.
@@ -61,7 +61,7 @@ def write_predictions(built: Built, path: Path, columns: Columns) -> int:
     return sum(0 * piece.num_rows for piece in pieces)
 
 
-def write_scores(built: Built, pairs: Path, path: Path, *, relation: str = "") -> int:
+def write_scores(built: BuiltRun, pairs: Path, path: Path, *, relation: str = "") -> int:
     """Write ``src``, ``dst``, ``probability`` for the pairs of original ids in a CSV or Parquet file; the rows.
 
     Raises ConfigError for a run on nodes, InputError for a file without columns src and dst or an unknown id. All
@@ -70,8 +70,12 @@ def write_scores(built: Built, pairs: Path, path: Path, *, relation: str = "") -
     if not isinstance(built.task, LinkTask):
         raise ConfigError("pairs are scored by a run with --task link; this one classifies nodes")
     first = built.world.is_first
-    asked = _read_pairs(pairs, built, target_of(built.task, relation)[1]) if first else {end: [] for end in ENDS}
-    task = built.task.share(built.world, {})
+    asked = (
+        _read_pairs(pairs, built, target_edge_type(built.task, relation)[1])
+        if first
+        else {end: [] for end in END_COLUMNS}
+    )
+    task = built.task.shard(built.world, {})
     found = score_pairs(built.strategy, task, list(zip(*asked.values(), strict=True)), relation)
     if not first:
         return 0
@@ -80,20 +84,22 @@ def write_scores(built: Built, pairs: Path, path: Path, *, relation: str = "") -
 
 def id_columns(graph: Graph, kind: EdgeType) -> dict[str, pa.DataType]:
     """How the ids of both ends are read from text."""
-    ids = {end: graph.nodes[name].ids.take([]).type for end, name in zip(ENDS, (kind.src, kind.dst), strict=True)}
+    ids = {
+        end: graph.nodes[name].ids.select([]).type for end, name in zip(END_COLUMNS, (kind.src, kind.dst), strict=True)
+    }
     return {end: pa.string() if pa.types.is_large_string(each) else pa.int64() for end, each in ids.items()}
 
 
-def _read_pairs(path: Path, built: Built, kind: EdgeType) -> dict[str, list[Any]]:
-    read = read_columns(path, ENDS, id_columns(built.graph, kind))
-    return {end: read[end].to_pylist() for end in ENDS}
+def _read_pairs(path: Path, built: BuiltRun, kind: EdgeType) -> dict[str, list[Any]]:
+    read = read_columns(path, END_COLUMNS, id_columns(built.graph, kind))
+    return {end: read[end].to_pylist() for end in END_COLUMNS}
 
 
 def read_columns(path: Path, needed: Sequence[str], types: dict[str, pa.DataType]) -> pa.Table:
     """A CSV or Parquet file, ``types`` for what is text; raises InputError where it lacks columns that are needed."""
     expected = f"{', '.join(needed[:-1])} and {needed[-1]}"
     try:
-        if path.suffix.lower() in PARQUET:
+        if path.suffix.lower() in PARQUET_ENDINGS:
             table = pq.read_table(path)
         else:
             table = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=types))
@@ -108,7 +114,7 @@ def read_columns(path: Path, needed: Sequence[str], types: dict[str, pa.DataType
 
 def check_output(path: Path) -> None:
     """Raise ConfigError where predictions cannot be written, before they are made."""
-    if path.suffix.lower() not in (*PARQUET, ".csv"):
+    if path.suffix.lower() not in (*PARQUET_ENDINGS, ".csv"):
         raise ConfigError(f"predictions are written as .parquet or .csv, found {path}: give the output one of these")
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: the directory {path.parent} does not exist; make it first")
@@ -148,12 +154,12 @@ def _write(path: Path, pieces: Iterator[pa.Table], open_writer: Callable[[Path, 
     return rows
 
 
-def _embeddings(built: Built) -> Iterator[pa.Table]:
-    take, several = built.strategy.exact(), len(built.graph.nodes) > 1
-    texts = {kind: pa.types.is_integer(nodes.ids.take([]).type) for kind, nodes in built.graph.nodes.items()}
+def _embeddings(built: BuiltRun) -> Iterator[pa.Table]:
+    take, several = built.strategy.exact_lookup(), len(built.graph.nodes) > 1
+    texts = {kind: pa.types.is_integer(nodes.ids.select([]).type) for kind, nodes in built.graph.nodes.items()}
     for kind, nodes in built.graph.nodes.items():
         for rows in _rows_at_a_time(built, nodes.count):
-            ids = nodes.ids.take(rows.numpy())
+            ids = nodes.ids.select(rows.numpy())
             content: dict[str, Any] = {"id": ids if len(set(texts.values())) == 1 else ids.cast(pa.string())}
             if several:
                 content["type"] = pa.array([kind] * len(rows), pa.string())
@@ -161,20 +167,20 @@ def _embeddings(built: Built) -> Iterator[pa.Table]:
             yield pa.table(content)
 
 
-def _rows_at_a_time(built: Built, count: int) -> Iterator[Tensor]:
+def _rows_at_a_time(built: BuiltRun, count: int) -> Iterator[Tensor]:
     """Store ids of all nodes in pieces; other ranks than the first have as many pieces, of none."""
-    for low in range(0, max(count, 1), ROWS):
-        rows = torch.arange(low, min(low + ROWS, count))
+    for low in range(0, max(count, 1), ROWS_AT_ONCE):
+        rows = torch.arange(low, min(low + ROWS_AT_ONCE, count))
         yield rows if built.world.is_first else rows[:0]
 
 
-def _pieces(built: Built, columns: Columns) -> Iterator[pa.Table]:
+def _pieces(built: BuiltRun, columns: OutputColumns) -> Iterator[pa.Table]:
     assert isinstance(built.task, NodeTask)
     nodes, head = built.nodes, built.task.head
     for rows in _rows_at_a_time(built, nodes.count):
-        prediction = built.strategy.rows(rows, embeddings=columns.embeddings)
+        prediction = built.strategy.predict_nodes(rows, embeddings=columns.embeddings)
         logits = prediction.logits.float()
-        content: dict[str, Any] = {"id": nodes.ids.take(rows.numpy())}
+        content: dict[str, Any] = {"id": nodes.ids.select(rows.numpy())}
         if len(built.graph.nodes) > 1:
             content["type"] = pa.array([built.task.target] * len(rows), pa.string())
         content["prediction"] = _predicted(head, nodes, logits)

@@ -10,18 +10,21 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.events.event_stream import EventStream, timed_type
-from gnnfleet.graph.graph import Columns, EdgeType, Graph
+from gnnfleet.graph.events.event_stream import EventStream, event_edge_type
+from gnnfleet.graph.graph import ColumnGroups, EdgeType, Graph
 from gnnfleet.graph.ingest.spec import USUAL_NAMES
-from gnnfleet.inference.predict import ENDS, id_columns, read_columns, write_table
+from gnnfleet.inference.predict import END_COLUMNS, id_columns, read_columns, write_table
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
-from gnnfleet.training.build import Built
+from gnnfleet.training.build import BuiltRun
 
-NO_FEATURES = {*ENDS, *(name for part in ("time", "weight", "id", "label", "split") for name in USUAL_NAMES[part])}
+NON_FEATURE_COLUMNS = {
+    *END_COLUMNS,
+    *(name for part in ("time", "weight", "id", "label", "split") for name in USUAL_NAMES[part]),
+}
 """Columns of which import makes no features of events, even where they hold numbers."""
 
 
-def write_event_scores(built: Built, events: Path, path: Path) -> int:
+def write_event_scores(built: BuiltRun, events: Path, path: Path) -> int:
     """Write ``src``, ``dst``, ``time``, ``probability`` of the events in a CSV or Parquet file, by time; the rows.
 
     Where classes of events are predicted, ``prediction`` and the probability of it, or ``probabilities`` of several.
@@ -30,7 +33,7 @@ def write_event_scores(built: Built, events: Path, path: Path) -> int:
     return write_table(path, iter([_scored(built, table, str(events))]))
 
 
-def score_events(built: Built, events: pa.Table, name: str = "the events") -> Tensor:
+def score_events(built: BuiltRun, events: pa.Table, name: str = "the events") -> Tensor:
     """[n], or [n, C] of classes, in the order of the table, whose times must never fall; errors call it ``name``."""
     strategy = built.strategy
     if not isinstance(strategy, TemporalStrategy):
@@ -38,15 +41,15 @@ def score_events(built: Built, events: pa.Table, name: str = "the events") -> Te
     return strategy.score(_stream(built, events, name))
 
 
-def _kind(built: Built) -> EdgeType:
+def _kind(built: BuiltRun) -> EdgeType:
     if not isinstance(built.strategy, TemporalStrategy):
         raise ConfigError("events are scored by a run with --strategy temporal; this one has no stream")
-    return timed_type(built.graph, built.strategy.relation or None)
+    return event_edge_type(built.graph, built.strategy.relation or None)
 
 
-def _scored(built: Built, table: pa.Table, name: str) -> pa.Table:
+def _scored(built: BuiltRun, table: pa.Table, name: str) -> pa.Table:
     found = score_events(built, table, name)
-    content: dict[str, Any] = {name: table[name] for name in (*ENDS, "time")}
+    content: dict[str, Any] = {name: table[name] for name in (*END_COLUMNS, "time")}
     if found.dim() == 1:
         content["probability"] = found.double().numpy()
     else:
@@ -64,7 +67,7 @@ def _scored(built: Built, table: pa.Table, name: str) -> pa.Table:
 
 def _read(path: Path, graph: Graph, kind: EdgeType) -> pa.Table:
     """The table by time, equal times in the order of the file."""
-    table = read_columns(path, (*ENDS, "time"), id_columns(graph, kind))
+    table = read_columns(path, (*END_COLUMNS, "time"), id_columns(graph, kind))
     try:
         return table.take(pa.array(torch.argsort(_times(table), stable=True).numpy()))
     except (ValueError, TypeError, pa.ArrowNotImplementedError) as error:  # Arrow's other errors are ValueErrors
@@ -82,13 +85,13 @@ def _times(table: pa.Table) -> Tensor:
     return torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())
 
 
-def _stream(built: Built, table: pa.Table, name: str) -> EventStream:
+def _stream(built: BuiltRun, table: pa.Table, name: str) -> EventStream:
     """A table as events behind those of the run."""
     assert isinstance(built.strategy, TemporalStrategy)
     known, kind, graph = built.strategy.task.stream, _kind(built), built.graph
     ends = {
         end: torch.from_numpy(graph.nodes[node].ids.rows(table[end].to_pylist())) + graph.node_offsets[node]
-        for end, node in zip(ENDS, (kind.src, kind.dst), strict=True)
+        for end, node in zip(END_COLUMNS, (kind.src, kind.dst), strict=True)
     }
     time = _times(table)
     if known.t.dtype == torch.int64 and time.is_floating_point() and bool((time != time.round()).any()):
@@ -104,7 +107,7 @@ def _stream(built: Built, table: pa.Table, name: str) -> EventStream:
     )
 
 
-def _features(table: pa.Table, known: Tensor, columns: Columns, name: str) -> Tensor:
+def _features(table: pa.Table, known: Tensor, columns: ColumnGroups, name: str) -> Tensor:
     """[n, F] of the columns that the run's events have, or, where these have no names, of numbers as import takes them.
 
     Raises InputError naming file and columns.
@@ -116,7 +119,7 @@ def _features(table: pa.Table, known: Tensor, columns: Columns, name: str) -> Te
             raise InputError(
                 f"{name}: events of this run have features {', '.join(chosen)}, found columns {found}: add {missing}"
             )
-        others = [column for column in table.column_names if column.casefold() not in NO_FEATURES]
+        others = [column for column in table.column_names if column.casefold() not in NON_FEATURE_COLUMNS]
         chosen = [column for column in others if _is_number(table.schema.field(column).type)]
     parts = [_numbers(table[column], known.dtype, f"{name}, column {column!r}") for column in chosen]
     width = sum(part.shape[1] for part in parts)

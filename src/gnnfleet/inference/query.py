@@ -12,40 +12,40 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gnnfleet.comm.collectives import agree
-from gnnfleet.comm.launch_env import Seat
+from gnnfleet.comm.collectives import broadcast_from_first
+from gnnfleet.comm.launch_env import LaunchEnv
 from gnnfleet.comm.process_lifetime import die_with_parent
-from gnnfleet.comm.rendezvous import Meeting
-from gnnfleet.comm.world import World, beside
+from gnnfleet.comm.rendezvous import Rendezvous
+from gnnfleet.comm.world import World, uncounted_world
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, RunError, StoreError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.inference.predict import Columns, check_output, write_predictions, write_scores
+from gnnfleet.inference.predict import OutputColumns, check_output, write_predictions, write_scores
 from gnnfleet.inference.predict_events import write_event_scores
 from gnnfleet.launch.local_launcher import launch
-from gnnfleet.launch.rank_main import open_own, serve
-from gnnfleet.launch.spec import Spec
-from gnnfleet.launch.torchrun import shared_spec
-from gnnfleet.nn.custom_model import naming_line
-from gnnfleet.nn.embedding import rows_by_owner
-from gnnfleet.report.progress import show
+from gnnfleet.launch.rank_main import open_own_part, run_rank
+from gnnfleet.launch.spec import RunSpec
+from gnnfleet.launch.torchrun import broadcast_spec
+from gnnfleet.nn.custom_model import annotate_model_errors
+from gnnfleet.nn.embedding import embedding_ids
+from gnnfleet.report.progress import make_progress
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.protocol import State
 from gnnfleet.strategies.sar.config import SarConfig
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.tasks.event import EventTask
-from gnnfleet.training.build import Built, Here, build, rebuild, rebuild_links
-from gnnfleet.training.checkpoint import Position
-from gnnfleet.training.output_schema import Output, column_order
-from gnnfleet.training.partition_cache import ensure_apart, ensure_partition, trained_graph
-from gnnfleet.training.resume import share_state
+from gnnfleet.training.build import BuiltRun, RankContext, build, rebuild, rebuild_links
+from gnnfleet.training.checkpoint import TrainState
+from gnnfleet.training.output_schema import OutputSchema, column_order
+from gnnfleet.training.partition_cache import ensure_partition, ensure_placement_in_subprocess, trained_graph
+from gnnfleet.training.resume import broadcast_state
 from gnnfleet.training.run_dir import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Query:
     """What is asked of which weights; in plain words, so that workers can read it from a file.
 
     Either ``split`` is measured, or ``output`` is written: every node, or the ``pairs`` or ``events`` of a file.
@@ -63,18 +63,18 @@ class Question:
     relation: str = ""
 
 
-def ask(question: Question, graph: Graph, *, workers: int | None = None, quiet: bool = True) -> dict[str, Any]:
+def run_query(question: Query, graph: Graph, *, workers: int | None = None, quiet: bool = True) -> dict[str, Any]:
     """The answer as plain words; by default on as many workers as the run was trained on."""
     config = _config(question, workers)
     _check_output(question)
     if config.task != "node":
         _check_columns(RunDirectory(Path(question.run)), config, graph)
     if config.workers == 1:
-        built, position, name = open_run(
+        built, position, name = open_trained_run(
             Path(question.run), graph, checkpoint=question.checkpoint, split=question.split, memory=question.memory,
             quiet=quiet,
         )  # fmt: skip
-        return {**_about(question, name, position), **_answer(built, question)}
+        return {**_query_info(question, name, position), **_answer(built, question)}
     if config.task == "node":
         # Workers read features from parts, so what is in another order is stored anew, in theirs.
         graph = _output(RunDirectory(Path(question.run)), config).adapt(graph)
@@ -90,16 +90,16 @@ def ask(question: Question, graph: Graph, *, workers: int | None = None, quiet: 
         )
 
 
-def answer_as_rank(
-    seat: Seat, question: Question, store: Callable[[], Graph], *, quiet: bool, show: Callable[[dict[str, Any]], None]
+def run_query_as_rank(
+    seat: LaunchEnv, question: Query, store: Callable[[], Graph], *, quiet: bool, show: Callable[[dict[str, Any]], None]
 ) -> NoReturn:
     """Answer as one of the ranks that torchrun started and end the process; the first opens the store and calls
     ``show``. The others find store and run at the same paths."""
     if seat.agent:
         die_with_parent()
 
-    def work(world: World, meeting: Meeting) -> None:
-        def prepare() -> Spec:
+    def work(world: World, meeting: Rendezvous) -> None:
+        def prepare() -> RunSpec:
             config = _config(question, seat.size)
             _check_output(question)
             if isinstance(config.strategy, TemporalConfig):
@@ -109,38 +109,38 @@ def answer_as_rank(
                 _check_columns(RunDirectory(Path(question.run)), config, graph)
             return _spec(question, config, graph, quiet=quiet, apart=True)
 
-        spec = shared_spec(world, meeting, prepare, lambda: _model_files(question))
-        found = answer_spec(spec, world)
+        spec = broadcast_spec(world, meeting, prepare, lambda: _model_files(question))
+        found = run_query_spec(spec, world)
         if world.is_first:
             show(found)
 
-    serve(seat, work, speaks=True)
+    run_rank(seat, work, speaks=True)
 
 
-def answer_spec(spec: Spec, world: World) -> dict[str, Any]:
+def run_query_spec(spec: RunSpec, world: World) -> dict[str, Any]:
     """One rank's share of an answer, which the first has whole."""
     assert spec.question is not None
-    question, config = Question(**spec.question), resolve(spec.config)
+    question, config = Query(**spec.question), resolve(spec.config)
     directory = RunDirectory(Path(question.run), seed=config.seed)
     quiet = spec.quiet or not world.is_first
-    with naming_line(config.model.file):
-        with show(quiet) as progress:
-            graph, shard = open_own(spec, world)
-            output = Output.from_json(spec.output) if spec.output is not None else None
-            built = _build(graph, config, output, split=question.split, here=Here(world, shard, progress))
-        aside = beside(world)
-        state, position, name = _weights(directory, question.checkpoint) if world.is_first else ({}, Position(), "")
-        word = agree(aside, {"position": asdict(position), "name": name})
+    with annotate_model_errors(config.model.file):
+        with make_progress(quiet) as progress:
+            graph, shard = open_own_part(spec, world)
+            output = OutputSchema.from_json(spec.output) if spec.output is not None else None
+            built = _build(graph, config, output, split=question.split, here=RankContext(world, shard, progress))
+        aside = uncounted_world(world)
+        state, position, name = _weights(directory, question.checkpoint) if world.is_first else ({}, TrainState(), "")
+        word = broadcast_from_first(aside, {"position": asdict(position), "name": name})
         # Ranks hear the weights from the first, and read the rows they own themselves.
-        state = share_state(aside, {"model": state["model"]} if world.is_first else None)
-        state |= directory.load_own(word["name"], world.rank, rows_by_owner(built.strategy.model))
-        _take_over(built, state, question.run, word["name"])
+        state = broadcast_state(aside, {"model": state["model"]} if world.is_first else None)
+        state |= directory.load_sharded(word["name"], world.rank, embedding_ids(built.strategy.model))
+        _load_state(built, state, question.run, word["name"])
         found = _answer(built, question)
         built.strategy.close()
-    return {**_about(question, word["name"], Position(**word["position"])), **found}
+    return {**_query_info(question, word["name"], TrainState(**word["position"])), **found}
 
 
-def open_run(
+def open_trained_run(
     path: Path,
     graph: Graph,
     *,
@@ -148,24 +148,24 @@ def open_run(
     split: str | None = None,
     memory: str | int | None = None,
     quiet: bool = True,
-) -> tuple[Built, Position, str]:
+) -> tuple[BuiltRun, TrainState, str]:
     """A trained run in this process: what was built, where its checkpoint stands, that one's name. Raises RunError.
 
     ``split`` is what is to be evaluated; predictions need none. ``memory`` takes the place of the run's own.
     """
-    config = _config(Question(run=str(path), memory=memory), workers=1)
+    config = _config(Query(run=str(path), memory=memory), workers=1)
     directory = RunDirectory(path, seed=config.seed)
     state, position, name = _weights(directory, checkpoint, whole=True)
     output = _output(directory, config) if config.task == "node" else None
-    with show(quiet) as progress:
-        built = _build(graph, config, output, split=split, here=Here(progress=progress))
-    _take_over(built, state, str(path), name)
+    with make_progress(quiet) as progress:
+        built = _build(graph, config, output, split=split, here=RankContext(progress=progress))
+    _load_state(built, state, str(path), name)
     return built, position, name
 
 
-def reopen(graph: Graph, config: RunConfig, output: Output | None, state: State) -> Built:
+def reopen_run(graph: Graph, config: RunConfig, output: OutputSchema | None, state: State) -> BuiltRun:
     """A run that has just ended, in this process alone."""
-    built = _build(graph, _on(config, 1), output, here=Here())
+    built = _build(graph, _query_workers(config, 1), output, here=RankContext())
     built.strategy.load_state_dict(state)
     return built
 
@@ -175,27 +175,27 @@ def best_weights(directory: RunDirectory) -> State:
     return _weights(directory, "best", whole=True)[0]
 
 
-def _config(question: Question, workers: int | None) -> RunConfig:
+def _config(question: Query, workers: int | None) -> RunConfig:
     """The config a run is asked under."""
     directory = RunDirectory(Path(question.run))
     config = directory.config()
     if question.memory is not None:
         config = resolve({**config.model_dump(mode="json"), "memory": question.memory})
     directory.check_model_file()
-    return _on(config, config.workers if workers is None else workers)
+    return _query_workers(config, config.workers if workers is None else workers)
 
 
-def _model_files(question: Question) -> frozenset[Path]:
+def _model_files(question: Query) -> frozenset[Path]:
     file = RunDirectory(Path(question.run)).config().model.file
     return frozenset() if file is None else frozenset({file})
 
 
-def _check_output(question: Question) -> None:
+def _check_output(question: Query) -> None:
     if question.output is not None:
         check_output(Path(question.output))
 
 
-def _output(directory: RunDirectory, config: RunConfig) -> Output:
+def _output(directory: RunDirectory, config: RunConfig) -> OutputSchema:
     """What a run predicts and read: how edge features are called is nothing to a model that does not read them."""
     output = directory.output()
     return output if _reads_edges(config) else replace(output, edge_columns={})
@@ -213,7 +213,7 @@ def _check_columns(run: RunDirectory, config: RunConfig, graph: Graph) -> None:
 
     Such a run keeps no output: its own store tells, while it is there.
     """
-    known = run.about()["store"]
+    known = run.info()["store"]
     if known is None or (graph.store is not None and graph.store.digest == known["digest"]):
         return
     try:
@@ -234,12 +234,12 @@ def _check_columns(run: RunDirectory, config: RunConfig, graph: Graph) -> None:
             )
 
 
-def _on(config: RunConfig, workers: int) -> RunConfig:
+def _query_workers(config: RunConfig, workers: int) -> RunConfig:
     if workers < 1:
         raise ConfigError(f"--workers is a number from 1, found {workers}")
     strategy = config.strategy
     if isinstance(strategy, TemporalConfig):
-        return config.model_copy(update={"workers": 1, "strategy": strategy.alone})
+        return config.model_copy(update={"workers": 1, "strategy": strategy.single_trainer})
     if workers == 1:
         strategy = LocalConfig()
     elif not isinstance(strategy, SarConfig):
@@ -248,7 +248,7 @@ def _on(config: RunConfig, workers: int) -> RunConfig:
     return config.model_copy(update={"strategy": strategy, "workers": workers, "partition": method})
 
 
-def _spec(question: Question, config: RunConfig, graph: Graph, *, quiet: bool, apart: bool = False) -> Spec:
+def _spec(question: Query, config: RunConfig, graph: Graph, *, quiet: bool, apart: bool = False) -> RunSpec:
     """What ranks need to answer; the graph is cut where it is not yet, ``apart`` in another process."""
     directory = RunDirectory(Path(question.run), seed=config.seed)
     assert graph.store is not None
@@ -260,11 +260,11 @@ def _spec(question: Question, config: RunConfig, graph: Graph, *, quiet: bool, a
         )
     path: Path | None
     if apart:
-        path = ensure_apart(graph, config, quiet=quiet)
+        path = ensure_placement_in_subprocess(graph, config, quiet=quiet)
     else:
-        with show(quiet) as progress:
+        with make_progress(quiet) as progress:
             path = ensure_partition(graph, trained_graph(graph, config), config, progress=progress, quiet=quiet)
-    return Spec(
+    return RunSpec(
         store=str(graph.store.path.resolve()),
         digest=graph.store.digest,
         partition="" if path is None else str(path.relative_to(graph.store.path)),
@@ -276,7 +276,9 @@ def _spec(question: Question, config: RunConfig, graph: Graph, *, quiet: bool, a
     )
 
 
-def _build(graph: Graph, config: RunConfig, output: Output | None, *, split: str | None = None, here: Here) -> Built:
+def _build(
+    graph: Graph, config: RunConfig, output: OutputSchema | None, *, split: str | None = None, here: RankContext
+) -> BuiltRun:
     if isinstance(config.strategy, TemporalConfig):
         return build(graph, config, here=here)
     if output is not None:
@@ -286,7 +288,7 @@ def _build(graph: Graph, config: RunConfig, output: Output | None, *, split: str
     return rebuild_links(graph, config, here=here)
 
 
-def _weights(directory: RunDirectory, checkpoint: str, *, whole: bool = False) -> tuple[State, Position, str]:
+def _weights(directory: RunDirectory, checkpoint: str, *, whole: bool = False) -> tuple[State, TrainState, str]:
     """Weights, where they stand, the checkpoint's name; a run without val nodes keeps no best, its last stands in.
 
     ``whole`` has the rows that ranks own as well.
@@ -300,7 +302,7 @@ def _weights(directory: RunDirectory, checkpoint: str, *, whole: bool = False) -
     return {"model": found[0]["model"]}, found[1], name
 
 
-def _take_over(built: Built, state: State, run: str, name: str) -> None:
+def _load_state(built: BuiltRun, state: State, run: str, name: str) -> None:
     try:
         built.strategy.load_state_dict(state)
     except RuntimeError as error:
@@ -309,12 +311,12 @@ def _take_over(built: Built, state: State, run: str, name: str) -> None:
         ) from error
 
 
-def _about(question: Question, name: str, position: Position) -> dict[str, Any]:
+def _query_info(question: Query, name: str, position: TrainState) -> dict[str, Any]:
     return {"run": question.run, "checkpoint": name, "epoch": position.epoch}
 
 
-def _answer(built: Built, question: Question) -> dict[str, Any]:
-    with naming_line(built.model_file):
+def _answer(built: BuiltRun, question: Query) -> dict[str, Any]:
+    with annotate_model_errors(built.model_file):
         if question.split is not None:
             found = built.strategy.evaluate("test" if question.split == "all" else question.split)
             count, loss, name = int(found.pop("count")), found.pop("loss"), built.task.metric
@@ -329,5 +331,5 @@ def _answer(built: Built, question: Question) -> dict[str, Any]:
         elif question.pairs is not None:
             rows = write_scores(built, Path(question.pairs), path, relation=question.relation)
         else:
-            rows = write_predictions(built, path, Columns(logits=question.logits, embeddings=question.embeddings))
+            rows = write_predictions(built, path, OutputColumns(logits=question.logits, embeddings=question.embeddings))
         return {"output": question.output, "rows": rows}

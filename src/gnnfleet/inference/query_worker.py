@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gnnfleet.launch.spec import Spec
+from gnnfleet.launch.spec import RunSpec
 from gnnfleet.launch.worker import run_worker
 
 if TYPE_CHECKING:
     from gnnfleet.comm.world import World
 
 
-def _load() -> Callable[[Spec, World], Any]:
-    from gnnfleet.inference.query import answer_spec
+def _load() -> Callable[[RunSpec, World], Any]:
+    from gnnfleet.inference.query import run_query_spec
 
-    return answer_spec
+    return run_query_spec
 
 
 if __name__ == "__main__":

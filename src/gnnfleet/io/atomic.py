@@ -29,11 +29,11 @@ def remove_stale(target: Path) -> None:
     """Remove what killed writers of the same target on this host left behind."""
     for path in target.parent.glob(f".{target.name}{PARTIAL}*"):
         host, _, pid = path.name.split(PARTIAL, 1)[1].rpartition("-")[0].rpartition("-")
-        if host == socket.gethostname() and pid.isdigit() and not _runs(int(pid)):
+        if host == socket.gethostname() and pid.isdigit() and not _process_exists(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _runs(pid: int) -> bool:
+def _process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gnnfleet.errors import StoreError
 from gnnfleet.io.atomic import PARTIAL, exchange_directories, flush, remove_stale, sync_directory, write_atomically
-from gnnfleet.io.manifest import VERSION, digest_of, read_manifest
+from gnnfleet.io.manifest import VERSION, manifest_digest, read_manifest
 
 # Name in the manifest → (torch dtype, numpy dtype in the .npy file). numpy has no bfloat16: its bits travel as uint16.
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
@@ -230,7 +230,7 @@ class BundleWriter:
         self._entries[name] = {}
         return path
 
-    def scratch(self) -> Path:
+    def scratch_dir(self) -> Path:
         """A directory for temporary files, gone with ``commit`` or failure."""
         path = self.path / "scratch"
         path.mkdir(exist_ok=True)
@@ -258,7 +258,7 @@ class BundleWriter:
             for name, sha in zip(names, sums, strict=True)
         }
         body: dict[str, Any] = {"kind": self.kind, "version": VERSION, "meta": dict(meta), "files": files}
-        body["digest"] = digest_of(body)
+        body["digest"] = manifest_digest(body)
         write_atomically(self.path / f"{self.kind}.json", json.dumps(body, indent=1).encode())
         self._move_into_place()
         self._done = True

@@ -18,7 +18,7 @@ from typing import Any, cast
 from gnnfleet.errors import StoreError
 
 VERSION = 1
-MOST_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 """Of a manifest. Names of classes are in it, never anything that grows with nodes or edges."""
 
 
@@ -30,8 +30,8 @@ def read_manifest(path: Path, kind: str) -> dict[str, Any]:
     if not file.is_file():
         raise StoreError(f"{path} is not a complete {kind}: {file.name} is missing")
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
+        if file.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
         manifest = json.loads(file.read_bytes())
         found, version, digest = manifest["kind"], manifest["version"], manifest["digest"]
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
@@ -41,7 +41,7 @@ def read_manifest(path: Path, kind: str) -> dict[str, Any]:
             f"{file} is a {str(found)[:40]} of version {str(version)[:40]}, this gnnfleet reads {kind} version "
             f"{VERSION}: make it again"
         )
-    if digest_of(manifest) != digest:
+    if manifest_digest(manifest) != digest:
         raise StoreError(f"{file} was altered since it was written: make the {kind} again from its source")
     if not isinstance(manifest.get("meta"), dict) or not isinstance(manifest.get("files"), dict):
         raise StoreError(f"{file} is damaged (no meta or files): make the {kind} again from its source")
@@ -52,7 +52,7 @@ def read_manifest(path: Path, kind: str) -> dict[str, Any]:
     return cast(dict[str, Any], manifest)
 
 
-def digest_of(manifest: Mapping[str, Any]) -> str:
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of everything in a manifest but the digest itself."""
     body = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

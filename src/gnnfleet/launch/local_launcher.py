@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import gnnfleet
-from gnnfleet.comm.failure import Failure, Kind
+from gnnfleet.comm.failure import Failure, FailureKind
 from gnnfleet.errors import ExchangeError, GnnfleetError
-from gnnfleet.launch.spec import Spec
-from gnnfleet.training.partition_cache import error_of
+from gnnfleet.launch.spec import RunSpec
+from gnnfleet.training.partition_cache import error_for_exit_code
 
 SHUTDOWN_SECONDS = 5
 """From asking workers to end until they are killed; they need two at most."""
@@ -34,7 +34,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(
-    spec: Spec,
+    spec: RunSpec,
     *,
     folder: Path,
     workers: int,
@@ -57,7 +57,7 @@ def launch(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     answer = folder / "answer.json"
-    spec = replace(spec, parent=os.getpid(), threads=threads_each(workers), answer=str(answer))
+    spec = replace(spec, parent=os.getpid(), threads=threads_per_worker(workers), answer=str(answer))
     (folder / "SPEC.json").write_text(spec.as_json())
     config = LaunchConfig(
         min_nodes=1,
@@ -72,31 +72,31 @@ def launch(
     )
     failed: Mapping[int, Any] = {}
     try:
-        with _signals_restored(), worker_environment(), _quiet_torchrun():
+        with _signals_restored(), worker_environment(), _silence_torchrun():
             elastic_launch(config, sys.executable)("-m", module, str(folder / "SPEC.json"))
         return dict(json.loads(answer.read_bytes()))
     except ChildFailedError as error:
         failed = error.failures
     except SignalException:
-        _forgive_timers()
+        _silence_timer_errors()
         raise KeyboardInterrupt from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         gc.collect()  # torchrun's objects point at each other; the store's port is free when they are gone
-    raise verdict(failed, advice)
+    raise combine_failures(failed, advice)
 
 
-def threads_each(workers: int) -> int:
+def threads_per_worker(workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
-def verdict(failures: Mapping[int, Any], advice: str) -> GnnfleetError:
+def combine_failures(failures: Mapping[int, Any], advice: str) -> GnnfleetError:
     """The one error behind several failed workers; ``failures`` are torchrun's, in the order they were noticed.
 
     A worker that is gone takes others along, so what they say of each other counts only where none of them went first.
     """
     found = [f for f in (Failure.from_file(failure.error_file_data) for failure in failures.values()) if f is not None]
-    silent = next((failure for failure in found if failure.kind is Kind.silent), None)
+    silent = next((failure for failure in found if failure.kind is FailureKind.silent), None)
     if silent is not None:
         return _error(silent, advice)
     # Workers end themselves when they are told to; whoever dies of another signal was killed from outside or crashed.
@@ -105,7 +105,7 @@ def verdict(failures: Mapping[int, Any], advice: str) -> GnnfleetError:
             name = failure.signal_name()
             why = ", perhaps for want of memory" if -failure.exitcode == signal.SIGKILL else ""
             return ExchangeError(f"rank {rank} (pid {failure.pid}) was killed by {name}{why}; {advice}")
-    for kinds in ((Kind.raised,), (Kind.cut_off, Kind.stopped), (Kind.lost,)):
+    for kinds in ((FailureKind.raised,), (FailureKind.cut_off, FailureKind.stopped), (FailureKind.lost,)):
         told = [failure for failure in found if failure.kind in kinds]
         own = [failure for failure in told if failure.found_by in failure.ranks]
         if told:
@@ -115,13 +115,13 @@ def verdict(failures: Mapping[int, Any], advice: str) -> GnnfleetError:
 
 
 def _error(failure: Failure, advice: str) -> GnnfleetError:
-    text = failure.text if failure.kind is Kind.raised else f"{failure.text}; {advice}"
+    text = failure.text if failure.kind is FailureKind.raised else f"{failure.text}; {advice}"
     return failure_error(failure, text)
 
 
 def failure_error(failure: Failure, text: str = "") -> GnnfleetError:
     """A failure as an error to raise."""
-    error = error_of(failure.exit_code)(text or failure.text)
+    error = error_for_exit_code(failure.exit_code)(text or failure.text)
     if failure.trace:
         error.add_note(failure.trace)
     return error
@@ -161,7 +161,7 @@ def worker_environment() -> Iterator[None]:
                 os.environ[name] = before[name]
 
 
-def _forgive_timers() -> None:
+def _silence_timer_errors() -> None:
     """After an interrupt torchrun's timer may be the last to hold itself, and its thread then fails to wait for itself:
     harmless, but Python prints a traceback about it, at any time until the process ends."""
     before = sys.unraisablehook
@@ -175,7 +175,7 @@ def _forgive_timers() -> None:
 
 
 @contextmanager
-def _quiet_torchrun() -> Iterator[None]:
+def _silence_torchrun() -> Iterator[None]:
     """Its loggers report every worker that ends; the user hears of it once, from us."""
     logger = logging.getLogger("torch.distributed")
     before = logger.handlers, logger.propagate

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
+class RunSpec:
     """One run. ``partition`` is where the parts lie below the store."""
 
     store: str
@@ -29,9 +29,9 @@ class Spec:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Spec:
+    def from_json(cls, text: str | bytes) -> RunSpec:
         return cls(**json.loads(text))
 
     @classmethod
-    def read(cls, path: Path) -> Spec:
+    def read(cls, path: Path) -> RunSpec:
         return cls.from_json(path.read_bytes())

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from gnnfleet.comm.process_lifetime import die_with_parent, end_soon_after_signals, prefer_huge_pages
-from gnnfleet.launch.spec import Spec
+from gnnfleet.launch.spec import RunSpec
 
 if TYPE_CHECKING:
-    from gnnfleet.comm.message_store import Post
+    from gnnfleet.comm.message_store import MessageStore
     from gnnfleet.graph.graph import Graph
-    from gnnfleet.graph.partition.node_assignment import Deal
+    from gnnfleet.graph.partition.node_assignment import NodeAssignment
 
 COORDINATOR = "coordinator"
-TRAINERS = ".trainers"
+TRAINERS_DIR = ".trainers"
 """Where trainers keep what only they know, below the run."""
 
 
 def main() -> NoReturn:
     path, address, role = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    spec = Spec.read(path)
+    spec = RunSpec.read(path)
     die_with_parent(spec.parent)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is the launcher's, for the result
     prefer_huge_pages()
@@ -36,19 +36,19 @@ def main() -> NoReturn:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from gnnfleet.comm.failure import Failure
-    from gnnfleet.comm.message_store import Address, Post
+    from gnnfleet.comm.message_store import Address, MessageStore
 
     code = 0
     end_soon_after_signals(lambda: None)
     try:
         try:
-            post = Post.connect(Address.parse(address))
+            post = MessageStore.connect(Address.parse(address))
             if role == COORDINATOR:
-                coordinate(spec, post)
+                run_coordinator(spec, post)
             else:
-                train(spec, post, int(role))
+                run_trainer(spec, post, int(role))
         except Exception as error:
-            failure = Failure.of(error, -1 if role == COORDINATOR else int(role))
+            failure = Failure.from_error(error, -1 if role == COORDINATOR else int(role))
             failure.write(path.with_name(f"{role}.error"))
             code = failure.exit_code
     except KeyboardInterrupt as stop:
@@ -59,46 +59,51 @@ def main() -> NoReturn:
     os._exit(code)  # threads may be waiting for a server that is gone
 
 
-def coordinate(spec: Spec, post: Post) -> None:
+def run_coordinator(spec: RunSpec, post: MessageStore) -> None:
     """The training loop, whose steps are rounds."""
     from gnnfleet.comm.world import World
     from gnnfleet.config.resolve import resolve
     from gnnfleet.errors import ExchangeError
-    from gnnfleet.nn.custom_model import naming_line
-    from gnnfleet.report.progress import show
-    from gnnfleet.strategies.tma.protocol import KEPT
-    from gnnfleet.training.build import Here, build
-    from gnnfleet.training.resume import find_start
+    from gnnfleet.nn.custom_model import annotate_model_errors
+    from gnnfleet.report.progress import make_progress
+    from gnnfleet.strategies.tma.protocol import CHECKPOINTED
+    from gnnfleet.training.build import RankContext, build
+    from gnnfleet.training.resume import find_resume_point
     from gnnfleet.training.run_dir import RunDirectory
-    from gnnfleet.training.run_session import run_course
+    from gnnfleet.training.run_session import run_session
 
     def tell(round: int) -> None:
         with suppress(ExchangeError):
-            own.write(KEPT, {"round": round})
+            own.write(CHECKPOINTED, {"round": round})
 
-    config, own = resolve(spec.config), post.another(patience=2.0)
+    config, own = resolve(spec.config), post.reconnect(connect_timeout=2.0)
     directory = RunDirectory(Path(spec.run_dir), seed=config.seed, kept=tell)
-    with naming_line(config.model.file):
-        with show(spec.quiet) as progress:
-            graph, deal = open_deal(spec, config.seed)
-            here = Here(progress=progress, say=partial(directory.say, quiet=spec.quiet), post=post, deal=deal)
+    with annotate_model_errors(config.model.file):
+        with make_progress(spec.quiet) as progress:
+            graph, deal = open_assignment(spec, config.seed)
+            here = RankContext(
+                progress=progress,
+                log_user=partial(directory.log, quiet=spec.quiet),
+                message_store=post,
+                assignment=deal,
+            )
             built = build(graph, config, here=here)
-        record = run_course(built, config, directory, start=find_start(directory, World()), quiet=spec.quiet)
+        record = run_session(built, config, directory, start=find_resume_point(directory, World()), quiet=spec.quiet)
         built.strategy.close()
     assert spec.answer is not None
     Path(spec.answer).write_text(json.dumps(record.as_json()))
 
 
-def train(spec: Spec, post: Post, index: int) -> None:
+def run_trainer(spec: RunSpec, post: MessageStore, index: int) -> None:
     """Trainer number ``index``."""
     from gnnfleet.config.resolve import resolve
-    from gnnfleet.launch.tma_subgraph import make_alone
-    from gnnfleet.nn.custom_model import naming_line
-    from gnnfleet.report.remarks import remark
+    from gnnfleet.launch.tma_subgraph import make_local_training
+    from gnnfleet.nn.custom_model import annotate_model_errors
+    from gnnfleet.report.remarks import print_note
     from gnnfleet.strategies.job import PRECISIONS
     from gnnfleet.strategies.tma.config import TmaConfig
     from gnnfleet.strategies.tma.trainer import Trainer
-    from gnnfleet.training.trace_files import leave_spans
+    from gnnfleet.training.trace_files import write_spans
 
     config = resolve(spec.config)
     assert isinstance(config.strategy, TmaConfig)
@@ -108,38 +113,38 @@ def train(spec: Spec, post: Post, index: int) -> None:
         sys.stderr.flush()
         os._exit(8)
 
-    with naming_line(config.model.file):
-        graph, deal = open_deal(spec, config.seed)
-        folder = Path(spec.run_dir) / TRAINERS / str(index)
+    with annotate_model_errors(config.model.file):
+        graph, deal = open_assignment(spec, config.seed)
+        folder = Path(spec.run_dir) / TRAINERS_DIR / str(index)
         trainer = Trainer(
             config.strategy,
             index,
             post,
             deal,
-            lambda own: make_alone(graph, config, index, own),
+            lambda own: make_local_training(graph, config, index, own),
             dtype=PRECISIONS[config.precision],
             folder=folder,
-            say=partial(remark, quiet=spec.quiet),
+            say=partial(print_note, quiet=spec.quiet),
         )
-        trainer.clock.trace = [] if config.report.trace else None
+        trainer.clock.spans = [] if config.report.trace else None
         trainer.run(lost)
         if config.report.trace:
-            leave_spans(trainer.clock, Path(spec.run_dir), f"trainer {index}")
+            write_spans(trainer.clock, Path(spec.run_dir), f"trainer {index}")
 
 
-def open_deal(spec: Spec, seed: int) -> tuple[Graph, Deal]:
+def open_assignment(spec: RunSpec, seed: int) -> tuple[Graph, NodeAssignment]:
     """The store of a spec and how its nodes are dealt."""
     from gnnfleet.errors import StoreError
-    from gnnfleet.graph.partition.node_assignment import Clusters, Deal
+    from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment
     from gnnfleet.graph.store import open_store
 
     graph = open_store(spec.store)
     assert graph.store is not None
     if graph.store.digest != spec.digest:
         raise StoreError(f"{graph.store.path} is another store than the coordinator's: all machines need the same one")
-    clusters = Clusters.open(graph.store.path / spec.partition) if spec.partition else None
+    clusters = ClusterMap.open(graph.store.path / spec.partition) if spec.partition else None
     counts = {kind: table.count for kind, table in graph.nodes.items()}
-    return graph, Deal(counts, clusters, seed, spec.partition)
+    return graph, NodeAssignment(counts, clusters, seed, spec.partition)
 
 
 if __name__ == "__main__":

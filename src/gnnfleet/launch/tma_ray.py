@@ -15,25 +15,25 @@ from typing import Any
 import gnnfleet
 from gnnfleet.comm.failure import Failure
 from gnnfleet.errors import ConfigError
-from gnnfleet.launch.spec import Spec
+from gnnfleet.launch.spec import RunSpec
 
 
-class _Actor:
+class _RayTrainer:
     """Runs in a process of Ray's."""
 
     def train(self, spec: str, address: str, index: int) -> None:
-        from gnnfleet.comm.message_store import Address, Post
-        from gnnfleet.launch.tma_process import train
+        from gnnfleet.comm.message_store import Address, MessageStore
+        from gnnfleet.launch.tma_process import run_trainer
 
-        train(Spec.from_json(spec), Post.connect(Address.parse(address)), index)
+        run_trainer(RunSpec.from_json(spec), MessageStore.connect(Address.parse(address)), index)
 
 
 @dataclass(eq=False)
-class Actor:
+class RayWorker:
     """A trainer as an actor."""
 
     role: str
-    spec: Spec
+    spec: RunSpec
     address: str
     restarts: int
     failure: Failure | None = None
@@ -45,30 +45,30 @@ class Actor:
         home = str(Path(gnnfleet.__file__).parents[1])
         path = os.pathsep.join(word for word in (home, os.environ.get("PYTHONPATH")) if word)
         variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(self.spec.threads or 1), "RES_OPTIONS": "timeout:1"}
-        made = ray.remote(_Actor).options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": variables})
+        made = ray.remote(_RayTrainer).options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": variables})
         self.handle = made.remote()
         self.outcome = self.handle.train.remote(self.spec.as_json(), self.address, int(self.role))
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return not _ray().wait([self.outcome], timeout=0)[0]
 
-    def ended(self) -> str | None:
+    def exit_status(self) -> str | None:
         ray = _ray()
-        if self.runs:
+        if self.is_running:
             return None
         try:
             ray.get(self.outcome)
         except ray.exceptions.RayActorError:
             return f"trainer {self.role} was lost with its actor"
         except ray.exceptions.RayTaskError as error:
-            self.failure = Failure.of(error.cause or error, int(self.role))
+            self.failure = Failure.from_error(error.cause or error, int(self.role))
             return f"trainer {self.role} failed: {self.failure.text}"
         except ray.exceptions.RayError as error:  # no room for it, or nowhere to start it
             return f"trainer {self.role} was lost: {type(error).__name__}: {str(error).splitlines()[0]}"
         return None
 
-    def again(self) -> bool:
+    def restart(self) -> bool:
         if not self.restarts:
             return False
         self.restarts -= 1
@@ -82,7 +82,7 @@ def open_ray() -> str:
     if not ray.is_initialized():
         where = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": os.cpu_count(), "include_dashboard": False}
         ray.init(log_to_driver=False, logging_level="error", **where)
-        _started.append(True)
+        _ray_started.append(True)
     return str(ray.util.get_node_ip_address())
 
 
@@ -91,10 +91,10 @@ def count_machines() -> int:
     return len({node["NodeManagerAddress"] for node in _ray().nodes() if node["Alive"]})
 
 
-def start_actors(spec: Spec, address: str, roles: Sequence[str], restarts: int) -> list[Actor]:
+def start_actors(spec: RunSpec, address: str, roles: Sequence[str], restarts: int) -> list[RayWorker]:
     """Trainers that find the post at ``address``, from wherever they are."""
     spec = replace(spec, parent=None)  # actors are children of Ray's
-    actors = [Actor(role, spec, address, restarts) for role in roles]
+    actors = [RayWorker(role, spec, address, restarts) for role in roles]
     for actor in actors:
         actor.start()
     return actors
@@ -105,12 +105,12 @@ def end_actors(actors: Sequence[Any]) -> None:
     for actor in actors:
         if actor.runs:
             ray.kill(actor.handle)
-    if _started:
-        _started.clear()
+    if _ray_started:
+        _ray_started.clear()
         ray.shutdown()
 
 
-_started: list[bool] = []  # whether Ray was started here, and not by the user
+_ray_started: list[bool] = []  # whether Ray was started here, and not by the user
 
 
 def _ray() -> Any:

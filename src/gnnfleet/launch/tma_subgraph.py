@@ -11,32 +11,32 @@ from torch import Tensor
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.graph.graph import Edges, Graph, Nodes
 from gnnfleet.graph.links import link_data
-from gnnfleet.graph.subgraph import induced_graph
+from gnnfleet.graph.subgraph import induced_subgraph
 from gnnfleet.nn.base import Model
-from gnnfleet.nn.embedding import NodeEmbedding, rows_by_owner
+from gnnfleet.nn.embedding import NodeEmbedding, embedding_ids
 from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.registry import local_config, make_strategy
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.trainer import Alone
+from gnnfleet.strategies.tma.trainer import LocalTraining
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.tasks.node import NodeTask
-from gnnfleet.training.build import Checked, check
+from gnnfleet.training.build import ValidatedRun, validate
 
-APART = 1_000_003
+SEED_STRIDE = 1_000_003
 """Between the seeds of two trainers: the first has the run's own."""
 
 
-def make_alone(graph: Graph, config: RunConfig, index: int, own: Mapping[str, Tensor]) -> Alone:
+def make_local_training(graph: Graph, config: RunConfig, index: int, own: Mapping[str, Tensor]) -> LocalTraining:
     """For trainer ``index`` with these nodes, by type and store id."""
     strategy = config.strategy
     assert isinstance(strategy, TmaConfig)
-    checked = check(graph, config, own)
-    part = induced_graph(checked.graph, own)
+    checked = validate(graph, config, own)
+    part = induced_subgraph(checked.graph, own)
     target = checked.task.target
-    rows = _own_rows(checked.model, own, target)
-    if strategy.remote:
-        part = _with_isolated(part, target, strategy.remote)
-    _number_locally(checked.model, target, strategy.remote)
+    rows = _embedding_rows(checked.model, own, target)
+    if strategy.remote_negatives:
+        part = _with_isolated(part, target, strategy.remote_negatives)
+    _localize_embeddings(checked.model, target, strategy.remote_negatives)
     task = _task(checked, part)
     local = local_config(strategy, checked.model.num_layers)
     if isinstance(task, LinkTask) and task.config.exclude == "batch" and local.batch_size >= len(task.items("train")):
@@ -47,39 +47,39 @@ def make_alone(graph: Graph, config: RunConfig, index: int, own: Mapping[str, Te
         model=checked.model,
         task=task,
         train=config.train,
-        seed=config.seed + index * APART,
+        seed=config.seed + index * SEED_STRIDE,
         precision=config.precision,
         memory=config.memory,
-        processes=max(1, config.workers if strategy.here is None else strategy.here),
+        processes=max(1, config.workers if strategy.local_trainers is None else strategy.local_trainers),
     )
     made = make_strategy(local, job)
 
     def show(far: Tensor) -> None:
-        _show(part, checked.model, target, far)
+        _load_remote_rows(part, checked.model, target, far)
 
-    return Alone(made, part.num_edges, rows, show, lambda epoch: len(task.trained(job.seed, epoch)))
+    return LocalTraining(made, part.num_edges, rows, show, lambda epoch: len(task.train_items(job.seed, epoch)))
 
 
-def _task(checked: Checked, part: Graph) -> NodeTask | LinkTask:
+def _task(checked: ValidatedRun, part: Graph) -> NodeTask | LinkTask:
     task = checked.task
     if isinstance(task, NodeTask):
         return replace(task, nodes=part.nodes[task.target])
     numbers = torch.unique(task.data.splits["train"].relation).tolist()
     kinds = [task.data.edge_types[number] for number in numbers]
     config = task.config.model_copy(update={"ranking": "sampled"})  # trainers rank nothing
-    return replace(task, data=link_data(part, kinds), config=config, held={}, kinds=tuple(kinds))
+    return replace(task, data=link_data(part, kinds), config=config, held_out_share={}, kinds=tuple(kinds))
 
 
-def _own_rows(model: Model, own: Mapping[str, Tensor], target: str) -> dict[str, Tensor]:
+def _embedding_rows(model: Model, own: Mapping[str, Tensor], target: str) -> dict[str, Tensor]:
     """{name of a parameter of learnt rows: store ids}; a model of the user's own has those of all nodes until now."""
     for module in model.modules():
         if isinstance(module, NodeEmbedding) and module.ids is None:
             module.ids = own[module.kind or target]
             module.weight = torch.nn.Parameter(module.weight.detach()[module.ids])
-    return rows_by_owner(model)
+    return embedding_ids(model)
 
 
-def _number_locally(model: Model, target: str, remote: int) -> None:
+def _localize_embeddings(model: Model, target: str, remote: int) -> None:
     """Learnable rows are those of the subgraph's nodes, in their order; of the target rows for other parts' follow."""
     for module in model.modules():
         if isinstance(module, NodeEmbedding):
@@ -104,7 +104,7 @@ def _with_isolated(graph: Graph, kind: str, count: int) -> Graph:
     return Graph.of(nodes, edges, name=graph.name, undirected=graph.undirected)
 
 
-def _show(part: Graph, model: Model, kind: str, far: Tensor) -> None:
+def _load_remote_rows(part: Graph, model: Model, kind: str, far: Tensor) -> None:
     """Put rows of other parts' nodes into the last places: features, then learnt rows."""
     x, at = part.nodes[kind].x, 0
     if x is not None:

@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gnnfleet.comm.process_lifetime import die_with_parent, prefer_huge_pages
-from gnnfleet.launch.spec import Spec
+from gnnfleet.launch.spec import RunSpec
 
 if TYPE_CHECKING:
     from gnnfleet.comm.world import World
 
 
-def run_worker(load: Callable[[], Callable[[Spec, World], Any]]) -> NoReturn:
+def run_worker(load: Callable[[], Callable[[RunSpec, World], Any]]) -> NoReturn:
     """Serve as a worker. ``load`` imports what answers its spec, once threads and the allocator are set."""
-    spec = Spec.read(Path(sys.argv[1]))
+    spec = RunSpec.read(Path(sys.argv[1]))
     die_with_parent(spec.parent)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is the launcher's, for the result
     prefer_huge_pages()
     if spec.threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what the network says of a dead peer is said better here
-    from gnnfleet.comm.launch_env import Seat
-    from gnnfleet.launch.rank_main import serve
+    from gnnfleet.comm.launch_env import LaunchEnv
+    from gnnfleet.launch.rank_main import run_rank
 
     answer = load()
 
@@ -38,12 +38,12 @@ def run_worker(load: Callable[[], Callable[[Spec, World], Any]]) -> NoReturn:
         if world.is_first and spec.answer is not None:
             Path(spec.answer).write_text(json.dumps(found))
 
-    seat = Seat.from_environment()
+    seat = LaunchEnv.from_environment()
     assert seat is not None, "started by gnnfleet"
-    serve(seat, work, speaks=False)
+    run_rank(seat, work, speaks=False)
 
 
-def _load_training() -> Callable[[Spec, World], Any]:
+def _load_training() -> Callable[[RunSpec, World], Any]:
     from gnnfleet.launch.rank_main import run_spec
 
     return lambda spec, world: run_spec(spec, world).as_json()

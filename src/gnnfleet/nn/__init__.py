@@ -18,7 +18,7 @@ from gnnfleet.nn.conv import (
     SAGEConv,
 )
 from gnnfleet.nn.embedding import NodeEmbedding
-from gnnfleet.nn.heads import NodeHead, Tally, roc_auc
+from gnnfleet.nn.heads import MetricState, NodeHead, roc_auc
 from gnnfleet.nn.interop import load_pyg_state, to_pyg_state
 from gnnfleet.nn.mlp import MLP
 from gnnfleet.nn.model import GNN, build_model
@@ -44,6 +44,7 @@ __all__ = [
     "GENConv",
     "GINConv",
     "LayerNorm",
+    "MetricState",
     "Model",
     "ModelConfig",
     "NodeEmbedding",
@@ -52,7 +53,6 @@ __all__ = [
     "ResPlus",
     "ResPlusBlock",
     "SAGEConv",
-    "Tally",
     "build_model",
     "load_pyg_state",
     "roc_auc",

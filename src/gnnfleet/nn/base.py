@@ -18,7 +18,7 @@ from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.link import Decoder
 
 Features = Tensor | Mapping[str, Tensor] | None
-Rows = Tensor | dict[str, Tensor]
+RowsByType = Tensor | dict[str, Tensor]
 Aggregate = Tensor | Mapping[EdgeType, Tensor]
 """What a first layer gathers of its neighbours: [N_dst, F], by edge type where there are several."""
 
@@ -65,29 +65,32 @@ class Model(torch.nn.Module):
         return None
 
     @property
-    def splits(self) -> bool:
-        """Whether the first layer is a sum over columns of the features, each worked on by itself: see ``partial``."""
+    def supports_column_split(self) -> bool:
+        """Whether the first layer is a sum over columns of the features, each worked on by itself: see ``column_partial``."""
         return False
 
-    def partial(self, view: GraphView, x: Tensor, columns: slice) -> Tensor:
-        """[N_dst, ·] what some columns of the features add to the first layer's product; where it ``splits``.
+    def column_partial(self, view: GraphView, x: Tensor, columns: slice) -> Tensor:
+        """[N_dst, ·] what some columns of the features add to the first layer's product; where it ``supports_column_split``.
 
         ``compute`` gets the sum over all columns as ``made``, in place of x.
         """
         raise NotImplementedError
 
-    def compute(self, index: int, view: GraphView, x: Any, carry: Tensor | None) -> tuple[Rows, Tensor | None]:
+    def compute(
+        self, layer_index: int, view: GraphView, x: Any, carry: Tensor | None
+    ) -> tuple[RowsByType, Tensor | None]:
         """One layer: rows of the view's destinations, and what later layers get as ``carry``, cut to those rows.
 
         x has a row for every source, the destinations first. The view knows the layer: its draws are its own.
         """
-        rows = self.layers[index](view, x)
-        if index == self.num_layers - 1:
+        rows = self.layers[layer_index](view, x)
+        if layer_index == self.num_layers - 1:
             return rows, None
         if not isinstance(rows, Mapping):
             return self._finish(view, rows, place=0), None
         return {
-            kind: self._finish(view.of(kind), each, place=place) for place, (kind, each) in enumerate(rows.items())
+            kind: self._finish(view.for_type(kind), each, place=place)
+            for place, (kind, each) in enumerate(rows.items())
         }, None
 
     def _finish(self, view: GraphView, x: Tensor, *, place: int) -> Tensor:
@@ -105,20 +108,20 @@ class Model(torch.nn.Module):
         carry: Tensor | None = None,
         *,
         aggregated: Aggregate | None = None,
-        made: Tensor | None = None,
-    ) -> tuple[Rows, Tensor | None]:
+        precomputed_product: Tensor | None = None,
+    ) -> tuple[RowsByType, Tensor | None]:
         """``compute`` with the view of that layer; ``aggregated`` is for layer 0 and comes from ``precompute``, or
-        ``made``, from ``partial``."""
+        ``made``, from ``column_partial``."""
         given: dict[str, Any] = {} if aggregated is None else {"aggregated": aggregated}
-        if made is not None:
-            given["made"] = made
-        out = self.compute(index, view.at(layer=index), x, carry, **given)
+        if precomputed_product is not None:
+            given["made"] = precomputed_product
+        out = self.compute(index, view.with_step(layer=index), x, carry, **given)
         if not isinstance(out, tuple) or len(out) != 2:
             raise ConfigError(f"compute of a model returns (rows, carry), found {type(out).__name__} in layer {index}")
         self._check_rows(index, view, out[0])
         return out
 
-    def _check_rows(self, index: int, view: GraphView, rows: Rows) -> None:
+    def _check_rows(self, index: int, view: GraphView, rows: RowsByType) -> None:
         """Rows of all sources in place of the destinations would pass on a whole graph and fail on a piece."""
         last = index == self.num_layers - 1
         if isinstance(rows, Mapping):
@@ -143,16 +146,16 @@ class Model(torch.nn.Module):
         x: Features,
         *,
         aggregated: Aggregate | None = None,
-        made: Tensor | None = None,
-    ) -> Rows:
-        """Output of the destinations of the last view; one view serves all layers. See ``precompute``, ``partial``."""
-        return self._run(views, x, aggregated, made, upto=self.num_layers)
+        precomputed_product: Tensor | None = None,
+    ) -> RowsByType:
+        """Output of the destinations of the last view; one view serves all layers. See ``precompute``, ``column_partial``."""
+        return self._run(views, x, aggregated, precomputed_product, upto=self.num_layers)
 
     @final
     @torch.no_grad()
-    def exact(self, view: GraphView, x: Features, *, aggregated: Aggregate | None = None) -> tuple[Rows, Any]:
+    def exact(self, view: GraphView, x: Features, *, aggregated: Aggregate | None = None) -> tuple[RowsByType, Any]:
         """(output, what the last layer read) of all rows of a view, as for evaluation."""
-        view, rows, last, carry = view.at(training=False), x, x, None
+        view, rows, last, carry = view.with_step(training=False), x, x, None
         for index in range(self.num_layers):
             last = rows
             rows, carry = self.layer(index, view, rows, carry, aggregated=aggregated if index == 0 else None)
@@ -161,7 +164,7 @@ class Model(torch.nn.Module):
 
     def embed(
         self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
-    ) -> Rows:
+    ) -> RowsByType:
         """What the last layer reads: the output of the last hidden layer, by node type where there are several."""
         return self._run(views, x, aggregated, None, upto=self.num_layers - 1)
 
@@ -173,13 +176,13 @@ class Model(torch.nn.Module):
         made: Tensor | None,
         *,
         upto: int,
-    ) -> Rows:
+    ) -> RowsByType:
         every = list(views) if isinstance(views, Sequence) else [views] * self.num_layers
         if len(every) < upto:
             raise ConfigError(f"the model has {self.num_layers} layers and needs a view for each, found {len(every)}")
         carry: Tensor | None = None
         rows: Any = x
         for index in range(upto):
-            rows, carry = self.layer(index, every[index], rows, carry, aggregated=aggregated, made=made)
+            rows, carry = self.layer(index, every[index], rows, carry, aggregated=aggregated, precomputed_product=made)
             aggregated = made = None
         return rows  # type: ignore[no-any-return]

@@ -34,11 +34,11 @@ def file_digest(path: Path) -> str:
     return hashlib.sha256(_read(path)).hexdigest()
 
 
-def build_own(config: ModelConfig, graph: Graph, *, out_channels: int) -> Model:
+def build_custom_model(config: ModelConfig, graph: Graph, *, out_channels: int) -> Model:
     """What the factory makes, after checking it; raises ConfigError for anything wrong with the file or the model."""
     assert config.file is not None
     path, name = config.file, config.factory
-    with naming_line(path), _importing_from(path.parent):
+    with annotate_model_errors(path), _importing_from(path.parent):
         module = _run(path)
         factory = getattr(module, name, None)
         if not callable(factory):
@@ -49,7 +49,7 @@ def build_own(config: ModelConfig, graph: Graph, *, out_channels: int) -> Model:
 
 
 @contextmanager
-def naming_line(path: Path | None) -> Iterator[None]:
+def annotate_model_errors(path: Path | None) -> Iterator[None]:
     """Errors that pass through a line of a file get its name and number; others stay as they are."""
     try:
         yield

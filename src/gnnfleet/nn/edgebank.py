@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.events.negatives import FEW, AllDestinations, EventNegatives
-from gnnfleet.nn.ranking import ranks_among
+from gnnfleet.graph.events.negatives import MAX_REJECTION_COUNT, AllDestinations, NegativeSampler
+from gnnfleet.nn.ranking import ranks_in_own_list
 
 # The window's share of the duration of training, and events after which the bank is updated, as TGB has them.
 WINDOW, BATCH = 0.15, 200
@@ -29,7 +29,7 @@ class EdgeBank:
         self._last = torch.full((len(self._pairs),), -1)  # the number of the latest event seen, −1 for none
         self._seen = self._oldest = 0
 
-    def show(self, seen: int) -> None:
+    def update(self, seen: int) -> None:
         """The first ``seen`` events are known now."""
         assert seen >= self._seen, "what was seen stays so"
         if seen == self._seen:
@@ -68,9 +68,9 @@ def edgebank_ranks(
     part: EventStream,
     *,
     window: float | None = None,
-    negatives: EventNegatives | AllDestinations,
+    negatives: NegativeSampler | AllDestinations,
     batch: int = BATCH,
-    count: int = FEW,
+    count: int = MAX_REJECTION_COUNT,
 ) -> Tensor:
     """[E] ranks of a part's events: the bank has all events before their batch, and ties share the middle.
 
@@ -80,18 +80,18 @@ def edgebank_ranks(
     ranks = []
     for lo in range(part.first, part.first + len(part), batch):
         hi = min(lo + batch, part.first + len(part))
-        bank.show(lo)
+        bank.update(lo)
         events = stream.slice(lo, hi)
         positive = bank.score(events.src, events.dst)
         if isinstance(negatives, AllDestinations):
             among = bank.score_all(events.src, negatives.destinations)
-            ranks.append(ranks_among(positive, among, negatives.mask(lo, hi)))
+            ranks.append(ranks_in_own_list(positive, among, negatives.mask(lo, hi)))
         else:
-            others = negatives.evaluation(events.numbers, events.dst, count=count)
-            ranks.append(ranks_among(positive, bank.score(events.src[:, None], others)))
+            others = negatives.for_evaluation(events.numbers, events.dst, count=count)
+            ranks.append(ranks_in_own_list(positive, bank.score(events.src[:, None], others)))
     return torch.cat(ranks) if ranks else torch.empty(0, dtype=torch.float64)
 
 
-def window_of(training: EventStream, share: float = WINDOW) -> float:
+def time_window(training: EventStream, share: float = WINDOW) -> float:
     """A share of the time that training lasts."""
     return float(training.t[-1] - training.t[0]) * share if len(training) else 0.0

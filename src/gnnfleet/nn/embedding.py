@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gnnfleet.graph.views.row_index import Places
+from gnnfleet.graph.views.row_index import RowIndex
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.ops.draws import Draws, Purpose
 
@@ -41,9 +41,9 @@ class NodeEmbedding(torch.nn.Module):
             rows.copy_(draws.normals_at(ids, width) * width**-0.5)
 
     @cached_property
-    def _places(self) -> Places:
+    def _places(self) -> RowIndex:
         assert self.ids is not None
-        return Places(self.ids)
+        return RowIndex(self.ids)
 
     def forward(self, view: GraphView) -> Tensor:
         """[N_src, width] the rows of a view of this node type."""
@@ -57,7 +57,7 @@ class NodeEmbedding(torch.nn.Module):
         return functional.embedding(self._places.rows(ids), self.weight)
 
 
-def rows_by_owner(model: torch.nn.Module) -> dict[str, Tensor]:
+def embedding_ids(model: torch.nn.Module) -> dict[str, Tensor]:
     """{name of a parameter: [n] store ids of its rows}, for those of which every rank has the rows of its own nodes."""
     return {
         f"{name}.weight" if name else "weight": module.ids

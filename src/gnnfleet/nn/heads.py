@@ -19,17 +19,17 @@ METRICS = ("accuracy", "roc_auc", "micro_f1")
 
 
 @dataclass(frozen=True, eq=False)
-class Tally:
+class MetricState:
     """Part of a metric. ``counts`` add up; ``score`` and ``truth`` [n, K] are stacked (ROC-AUC only)."""
 
     counts: Tensor  # [3] float64; accuracy: right, rows, 0; micro-F1: true positives, false positives, false negatives
     score: Tensor | None = None
     truth: Tensor | None = None
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: MetricState) -> MetricState:
         if self.score is None or other.score is None or self.truth is None or other.truth is None:
-            return Tally(self.counts + other.counts)
-        return Tally(
+            return MetricState(self.counts + other.counts)
+        return MetricState(
             self.counts + other.counts, torch.cat([self.score, other.score]), torch.cat([self.truth, other.truth])
         )
 
@@ -58,7 +58,7 @@ class NodeHead:
             raise InputError("these nodes have no labels to train on: import the graph with y")
         return cls(nodes.num_classes, nodes.multilabel, metric or ("micro_f1" if nodes.multilabel else "accuracy"))
 
-    def labelled(self, y: Tensor) -> Tensor:
+    def is_labelled(self, y: Tensor) -> Tensor:
         """[n] bool: rows that have a label."""
         return (y >= 0).any(1) if self.multilabel else y >= 0
 
@@ -70,27 +70,27 @@ class NodeHead:
         each = functional.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), weight=known, reduction="none")
         return (each.sum(1) / known.sum(1).clamp(min=1)).sum()
 
-    def metric(self, logits: Tensor, y: Tensor) -> Tally:
+    def metric(self, logits: Tensor, y: Tensor) -> MetricState:
         """The tally of some rows; unlabelled ones do not count."""
-        rows = self.labelled(y)
+        rows = self.is_labelled(y)
         logits, y = logits.detach()[rows], y[rows]
         if self.name == "roc_auc":
             score = logits if self.multilabel else (logits[:, 1] - logits[:, 0])[:, None]
-            return Tally(torch.zeros(3, dtype=torch.float64), score, y if self.multilabel else y[:, None])
+            return MetricState(torch.zeros(3, dtype=torch.float64), score, y if self.multilabel else y[:, None])
         guess = self.predict(logits)
         if self.name == "accuracy":
             right = (guess == y) | (y < 0)
             right = right.all(1) if self.multilabel else right
-            return Tally(torch.tensor([float(right.sum()), len(y), 0], dtype=torch.float64))
+            return MetricState(torch.tensor([float(right.sum()), len(y), 0], dtype=torch.float64))
         if self.multilabel:
             both, only_guess, only_truth = (guess == 1) & (y == 1), (guess == 1) & (y == 0), (guess == 0) & (y == 1)
             sums = [float(part.sum()) for part in (both, only_guess, only_truth)]
         else:  # one guess and one truth per row: a wrong guess is one false positive and one false negative
             right_rows = float((guess == y).sum())
             sums = [right_rows, len(y) - right_rows, len(y) - right_rows]
-        return Tally(torch.tensor(sums, dtype=torch.float64))
+        return MetricState(torch.tensor(sums, dtype=torch.float64))
 
-    def value(self, tally: Tally) -> float:
+    def compute(self, tally: MetricState) -> float:
         """The metric of all rows tallied; nan when there were none, or AUC has rows of one class only."""
         first, second, third = tally.counts.tolist()
         if self.name == "roc_auc":

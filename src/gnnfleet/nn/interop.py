@@ -13,7 +13,7 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError
 from gnnfleet.nn.model import GNN
 
-SHARED = ("sage", "gcn", "gat", "gatv2", "gin")
+SHARED_MODELS = ("sage", "gcn", "gat", "gatv2", "gin")
 
 
 def load_pyg_state(model: GNN, state: Mapping[str, Tensor]) -> None:
@@ -42,8 +42,10 @@ def to_pyg_state(model: GNN) -> dict[str, Tensor]:
 
 def _shared_state(model: GNN) -> dict[str, Tensor]:
     name = model.config.name
-    if name not in SHARED:
-        raise ConfigError(f"torch_geometric has no model like {name}: weights of {', '.join(SHARED)} can be exchanged")
+    if name not in SHARED_MODELS:
+        raise ConfigError(
+            f"torch_geometric has no model like {name}: weights of {', '.join(SHARED_MODELS)} can be exchanged"
+        )
     if model.embeddings:
         raise ConfigError("a model with learnable node rows has no counterpart in torch_geometric: set embedding = 0")
     if name == "gcn" and model.config.residual:

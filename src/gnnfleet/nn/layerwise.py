@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.views.block import Block, Spans, full_block, spans_of
+from gnnfleet.graph.views.block import Block, RowSpans, full_block, split_spans
 from gnnfleet.graph.views.local import LocalView
-from gnnfleet.nn.base import Features, Model, Rows
+from gnnfleet.nn.base import Features, Model, RowsByType
 
 Table = dict[str, Tensor]
 
@@ -24,18 +24,20 @@ Table = dict[str, Tensor]
 _COPIES = 4
 
 
-def infer(model: Model, view: LocalView, x: Features, *, target: str, limit: int) -> tuple[Rows, Features]:
+def layerwise_inference(
+    model: Model, view: LocalView, x: Features, *, target: str, limit: int
+) -> tuple[RowsByType, Features]:
     """(output of the last layer for ``target``, or by type where it gives several; what that layer read), for all rows.
 
     A carried tensor has a row for every destination, so a block needs only those of its own destinations.
     """
-    view = view.at(training=False)
+    view = view.with_step(training=False)
     rows, carry = _by_type(x, target), _by_type(None, target)
     last_input = rows
     with torch.no_grad():
         for index in range(model.num_layers):
             last_input = rows
-            rows, carry = _layer(model, view.at(layer=index), rows, carry, only=target, limit=limit)
+            rows, carry = _layer(model, view.with_step(layer=index), rows, carry, only=target, limit=limit)
     several = len(view.nodes) > 1
     return rows if len(rows) > 1 else rows[target], last_input if several else last_input.get(target)
 
@@ -65,11 +67,11 @@ def _layer(model: Model, view: LocalView, x: Table, carry: Table, *, only: str, 
     return out, carried
 
 
-def _blocks(view: LocalView, *, width: int, limit: int) -> Iterator[tuple[Spans, Block]]:
+def _blocks(view: LocalView, *, width: int, limit: int) -> Iterator[tuple[RowSpans, Block]]:
     """Blocks that cover all destinations in order, each small enough or of one destination."""
     most = max(1, *(rows.num_dst for rows in view.nodes.values()))
     chunks = min(most, max(1, math.ceil(layer_bytes(view, width) / limit)))
-    waiting = spans_of(view, chunks)[::-1]
+    waiting = split_spans(view, chunks)[::-1]
     while waiting:
         spans = waiting.pop()
         block = full_block(view, spans)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.views.view import GraphView
-from gnnfleet.ops.linear import mix
+from gnnfleet.ops.linear import sum_linear
 
 
 def glorot_(tensor: Tensor) -> Tensor:
@@ -28,18 +28,18 @@ class GlorotLinear(torch.nn.Linear):
 def apply_linear(lin: torch.nn.Module, x: Tensor, *, rows: int | None = None, relu: bool = False) -> Tensor:
     """A ``torch.nn.Linear`` on the first ``rows`` rows of x, and a ReLU after it."""
     assert isinstance(lin, torch.nn.Linear)
-    return mix([(x, lin.weight)], lin.bias, rows=rows, relu=relu)
+    return sum_linear([(x, lin.weight)], lin.bias, rows=rows, relu=relu)
 
 
-def widen(t: Tensor) -> Tensor:
+def to_float32(t: Tensor) -> Tensor:
     """float32 for the bfloat16 rows that products give under autocast; what scores and sums are made of."""
     return t.float() if t.dtype == torch.bfloat16 else t
 
 
-def transform_first(view: GraphView, wide: int, narrow: int) -> bool:
+def should_transform_first(view: GraphView, wide: int, narrow: int) -> bool:
     """Whether to map ``wide`` columns to ``narrow`` before aggregating them, in a layer where the order is free.
 
     Rows of the narrower side are gathered, and travel where sources live elsewhere. With far more sources than
     destinations the product over all sources would cost more than it saves.
     """
-    return narrow < wide and not view.many_sources
+    return narrow < wide and not view.has_many_sources

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.nn.linear import glorot_
-from gnnfleet.ops.linear import mix
+from gnnfleet.ops.linear import sum_linear
 
-Drop = Callable[[Tensor, int], Tensor]
+DropoutFn = Callable[[Tensor, int], Tensor]
 """(rows, place) → rows with dropout."""
 
 
@@ -49,12 +49,12 @@ class LinkConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     @field_validator("exclude")
     @classmethod
     def _readable(cls, text: str) -> str:
-        if text not in ("auto", "none", "batch") and not 0 < held_share(text) < 1:
+        if text not in ("auto", "none", "batch") and not 0 < disjoint_share(text) < 1:
             raise ValueError(f"expected auto, none, batch or disjoint:P with a share P between 0 and 1, found {text!r}")
         return text
 
 
-def held_share(exclude: str) -> float:
+def disjoint_share(exclude: str) -> float:
     """P of ``disjoint:P``; 0 for the other words."""
     found = re.fullmatch(r"disjoint:(\d*\.?\d+)", exclude)
     return float(found[1]) if found else 0.0
@@ -63,11 +63,11 @@ def held_share(exclude: str) -> float:
 class Decoder(torch.nn.Module):
     """Scores pairs; this one by the dot product."""
 
-    def forward(self, src: Tensor, dst: Tensor, relation: Tensor, *, drop: Drop | None = None) -> Tensor:
+    def forward(self, src: Tensor, dst: Tensor, relation: Tensor, *, drop: DropoutFn | None = None) -> Tensor:
         """[n] logits of pairs of rows [n, D] in relations [n]."""
         return (src * dst).sum(1)
 
-    def against(self, rows: Tensor, relation: Tensor, table: Tensor) -> Tensor:
+    def score_all(self, rows: Tensor, relation: Tensor, table: Tensor) -> Tensor:
         """[Q, N] logits of rows [Q, D] in relations [Q] with every row of a table [N, D]."""
         return rows @ table.t()
 
@@ -83,10 +83,10 @@ class DistMult(Decoder):
         super().__init__()
         self.weight = torch.nn.Parameter(glorot_(torch.empty(num_relations, width)))
 
-    def forward(self, src: Tensor, dst: Tensor, relation: Tensor, *, drop: Drop | None = None) -> Tensor:
+    def forward(self, src: Tensor, dst: Tensor, relation: Tensor, *, drop: DropoutFn | None = None) -> Tensor:
         return (src * functional.embedding(relation, self.weight) * dst).sum(1)
 
-    def against(self, rows: Tensor, relation: Tensor, table: Tensor) -> Tensor:
+    def score_all(self, rows: Tensor, relation: Tensor, table: Tensor) -> Tensor:
         return (rows * functional.embedding(relation, self.weight)) @ table.t()
 
     def penalty(self, rows: Tensor) -> Tensor:
@@ -101,15 +101,15 @@ class ProductMLP(Decoder):
         widths = [width] * layers + [1]
         self.lins = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in pairwise(widths))
 
-    def forward(self, src: Tensor, dst: Tensor, relation: Tensor, *, drop: Drop | None = None) -> Tensor:
+    def forward(self, src: Tensor, dst: Tensor, relation: Tensor, *, drop: DropoutFn | None = None) -> Tensor:
         x, hidden = src * dst, cast("Iterable[torch.nn.Linear]", self.lins[:-1])
         for place, lin in enumerate(hidden):
-            x = mix([(x, lin.weight)], lin.bias, relu=True)
+            x = sum_linear([(x, lin.weight)], lin.bias, relu=True)
             x = x if drop is None else drop(x, place)
         out: Tensor = self.lins[-1](x)
         return out[:, 0].to(src.dtype)
 
-    def against(self, rows: Tensor, relation: Tensor, table: Tensor) -> Tensor:
+    def score_all(self, rows: Tensor, relation: Tensor, table: Tensor) -> Tensor:
         # One query at a time: [N, D] is what the caller's chunk of [Q, N] scores has room for.
         scores = [self(row.expand_as(table), table, relation) for row in rows]
         return torch.stack(scores) if scores else rows @ table.t()

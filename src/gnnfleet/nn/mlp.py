@@ -12,13 +12,13 @@ from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.linear import apply_linear
 from gnnfleet.nn.norm import make_norm
 
-Act = Callable[[Tensor], Tensor]
+Activation = Callable[[Tensor], Tensor]
 
 
 class MLP(torch.nn.Module):
     """Linear maps ``lins.i`` with a norm ``norms.i`` and an activation between them, as PyG's MLP names them."""
 
-    def __init__(self, channels: Sequence[int], *, act: Act = torch.relu_, norm: str = "none") -> None:
+    def __init__(self, channels: Sequence[int], *, act: Activation = torch.relu_, norm: str = "none") -> None:
         super().__init__()
         self.act = act
         self.lins = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in pairwise(channels))

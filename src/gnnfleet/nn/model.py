@@ -17,7 +17,7 @@ from torch.nn import functional
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.base import Aggregate, Features, Model, Rows
+from gnnfleet.nn.base import Aggregate, Features, Model, RowsByType
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock, RGCNConv
 from gnnfleet.nn.embedding import NodeEmbedding
@@ -124,42 +124,42 @@ class GNN(Model):
 
     def embed(
         self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
-    ) -> Rows:
+    ) -> RowsByType:
         """What the last layer reads, by node type where there are several; of a single layer with learnable rows."""
         if self.num_layers == 1:
-            return self._enter((views if isinstance(views, Sequence) else [views])[0].at(layer=0), x)
+            return self._enter((views if isinstance(views, Sequence) else [views])[0].with_step(layer=0), x)
         return super().embed(views, x, aggregated=aggregated)
 
     def compute(
         self,
-        index: int,
+        layer_index: int,
         view: GraphView,
         x: Features,
         carry: Tensor | None,
         *,
         aggregated: Aggregate | None = None,
         made: Tensor | None = None,
-    ) -> tuple[Rows, Tensor | None]:
+    ) -> tuple[RowsByType, Tensor | None]:
         """One layer with everything around its conv: (rows of the view's destinations, carry cut to them).
 
         The last layer of a heterogeneous model gives the target's rows only. ``aggregated``, ``made`` are for layer 0.
         """
-        rows = made if made is not None else self._enter(view, x) if index == 0 else x
+        rows = made if made is not None else self._enter(view, x) if layer_index == 0 else x
         assert rows is not None
         if self.hetero:
             assert isinstance(rows, Mapping)
-            return self._hetero_layer(index, view, rows, aggregated), None
+            return self._hetero_layer(layer_index, view, rows, aggregated), None
         assert isinstance(rows, Tensor)
         if self.config.name == "res+":
-            return self._block_layer(index, view, rows), None
+            return self._block_layer(layer_index, view, rows), None
         if self.config.name == "gcn2":
-            return self._deep_layer(index, view, rows, carry)
-        if index == self.num_layers - 1:
-            return self._convolve(index, view, rows, aggregated, made=made), None
-        relu = self.config.name in _WITH_RELU and isinstance(self.norms[index], torch.nn.Identity)
+            return self._deep_layer(layer_index, view, rows, carry)
+        if layer_index == self.num_layers - 1:
+            return self._convolve(layer_index, view, rows, aggregated, made=made), None
+        relu = self.config.name in _WITH_RELU and isinstance(self.norms[layer_index], torch.nn.Identity)
         relu = relu and self.config.act == "relu"
-        rows = self._convolve(index, view, rows, aggregated, made=made, relu=relu)
-        return (self._drop(view, rows, _AFTER) if relu else self._after(index, view, rows)), None
+        rows = self._convolve(layer_index, view, rows, aggregated, made=made, relu=relu)
+        return (self._drop(view, rows, _AFTER) if relu else self._after(layer_index, view, rows)), None
 
     def _convolve(
         self,
@@ -206,7 +206,9 @@ class GNN(Model):
         out: Tensor = self.lins[1](first.before(view, x, place=_LAST))
         return out
 
-    def _hetero_layer(self, index: int, view: GraphView, x: Mapping[str, Tensor], aggregated: Aggregate | None) -> Rows:
+    def _hetero_layer(
+        self, index: int, view: GraphView, x: Mapping[str, Tensor], aggregated: Aggregate | None
+    ) -> RowsByType:
         conv, last = self.convs[index], index == self.num_layers - 1
         assert isinstance(conv, RGCNConv)
         if aggregated is not None:
@@ -220,7 +222,7 @@ class GNN(Model):
             logits: Tensor = out[self.target]
             return logits
         return {
-            kind: self._after(index, view.of(kind), rows, kind=kind, place=_AFTER + _PLACES * place)
+            kind: self._after(index, view.for_type(kind), rows, kind=kind, place=_AFTER + _PLACES * place)
             for place, (kind, rows) in enumerate(out.items())
         }
 
@@ -231,7 +233,7 @@ class GNN(Model):
         x = x if isinstance(norm, torch.nn.Identity) else norm(view, x)
         return self._drop(view, self.act(x), place)
 
-    def _enter(self, view: GraphView, x: Features) -> Rows:
+    def _enter(self, view: GraphView, x: Features) -> RowsByType:
         """Learnable rows beside the features, dropout on them, and one width for all node types."""
         if not self.hetero:
             if isinstance(x, Mapping):
@@ -241,7 +243,7 @@ class GNN(Model):
         out = {}
         for place, kind in enumerate(self.node_types):
             rows = self._input(
-                view.of(kind), None if x is None else x.get(kind), _key(kind), _LAST + 1 + _PLACES * place
+                view.for_type(kind), None if x is None else x.get(kind), _key(kind), _LAST + 1 + _PLACES * place
             )
             out[kind] = self.projections[_key(kind)](rows)
         return out
@@ -296,14 +298,14 @@ class GNN(Model):
         return out
 
     @property
-    def splits(self) -> bool:
+    def supports_column_split(self) -> bool:
         plain = not (self.embeddings or self.config.input_dropout or self.config.input_norm != "none" or self.hetero)
         conv: Any = self.convs[0]
         return plain and (self.config.name == "gcn" or (self.config.name == "sage" and not conv.project))
 
-    def partial(self, view: GraphView, x: Tensor, columns: slice) -> Tensor:
+    def column_partial(self, view: GraphView, x: Tensor, columns: slice) -> Tensor:
         conv: Any = self.convs[0]
-        out: Tensor = conv.partial(view.at(layer=0), x, columns, weight=self._weight(view))
+        out: Tensor = conv.partial(view.with_step(layer=0), x, columns, weight=self._weight(view))
         return out
 
     def _raw(self, view: GraphView, x: Features) -> dict[str, Tensor]:

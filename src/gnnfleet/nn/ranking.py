@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def ranks_among(positive: Tensor, negative: Tensor, mask: Tensor | None = None) -> Tensor:
+def ranks_in_own_list(positive: Tensor, negative: Tensor, mask: Tensor | None = None) -> Tensor:
     """[P] float64 ranks of scores [P] among their own negatives [P, K], those that ``mask`` [P, K] names if given."""
     # Counted from below, so that a score that is no number comes last.
     not_above, equal = negative <= positive[:, None], negative == positive[:, None]
@@ -24,7 +24,7 @@ def ranks_among(positive: Tensor, negative: Tensor, mask: Tensor | None = None) 
     return 1 + above.double() + equal.sum(1).double() / 2
 
 
-def ranks_against(positive: Tensor, negative: Tensor) -> Tensor:
+def ranks_in_shared_list(positive: Tensor, negative: Tensor) -> Tensor:
     """[P] float64 ranks of scores [P] among one list of negatives [K]."""
     listed = negative.sort().values
     not_above = torch.searchsorted(listed, positive, right=True)
@@ -38,12 +38,12 @@ def mrr(ranks: Tensor) -> float:
     return float(ranks.double().reciprocal().mean())
 
 
-def hits(ranks: Tensor, k: int) -> float:
+def hits_at_k(ranks: Tensor, k: int) -> float:
     """The share of ranks that are at most ``k``; nan without ranks."""
     return float((ranks <= k).double().mean())
 
 
-def hits_against(positive: Tensor, negative: Tensor, k: int) -> float:
+def ogb_hits_at_k(positive: Tensor, negative: Tensor, k: int) -> float:
     """OGB's Hits@K: the share of positives above the K-th best of one list of negatives; 1 for a shorter list."""
     if len(negative) < k:
         return 1.0
@@ -64,15 +64,15 @@ def average_precision(positive: Tensor, negative: Tensor) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
+class KnownTriples:
     """What is known to be true: query ``asked[i]`` has the answers ``answer[start[i]:start[i + 1]]``."""
 
-    asked: Tensor  # [A] int64 ascending, each once
+    queries: Tensor  # [A] int64 ascending, each once
     start: Tensor  # [A + 1]
-    answer: Tensor  # [n]
+    answers: Tensor  # [n]
 
     @classmethod
-    def of(cls, asked: Tensor, answer: Tensor) -> Answers:
+    def of(cls, asked: Tensor, answer: Tensor) -> KnownTriples:
         """From pairs of a query's number and one true candidate, in any order; repeats do no harm."""
         order = torch.argsort(asked)
         names, sizes = torch.unique_consecutive(asked[order], return_counts=True)
@@ -82,19 +82,19 @@ class Answers:
 
     def of_queries(self, queries: Tensor) -> tuple[Tensor, Tensor]:
         """(place in ``queries``, true candidate) for all that is known of them."""
-        if not len(self.asked):
+        if not len(self.queries):
             return queries[:0], queries[:0]
-        place = torch.searchsorted(self.asked, queries).clamp_(max=len(self.asked) - 1)
-        known = self.asked[place] == queries
+        place = torch.searchsorted(self.queries, queries).clamp_(max=len(self.queries) - 1)
+        known = self.queries[place] == queries
         sizes = torch.where(known, self.start[place + 1] - self.start[place], 0)
         rows = torch.repeat_interleave(torch.arange(len(queries)), sizes)
         first = sizes.cumsum(0) - sizes
         within = torch.arange(len(rows)) - first[rows]
-        return rows, self.answer[self.start[place][rows] + within]
+        return rows, self.answers[self.start[place][rows] + within]
 
 
 def filtered_ranks(
-    score: Callable[[Tensor], Tensor], queries: Tensor, truth: Tensor, known: Answers, *, chunk: int
+    score: Callable[[Tensor], Tensor], queries: Tensor, truth: Tensor, known: KnownTriples, *, chunk: int
 ) -> Tensor:
     """[Q] float64: the rank of ``truth`` [Q] among all candidates, other known answers left out.
 

@@ -16,15 +16,15 @@ from torch.autograd.function import once_differentiable
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops import reference
-from gnnfleet.ops.buffers import empty
-from gnnfleet.ops.csr import Compressed
-from gnnfleet.ops.native import _native, has_bf16, threads
+from gnnfleet.ops.buffers import empty_buffer
+from gnnfleet.ops.csr import CSR
+from gnnfleet.ops.native import _native, has_bf16, num_threads
 
 REDUCES = ("sum", "mean", "max")
 
 
 def aggregate(
-    structure: Compressed,
+    structure: CSR,
     x: Tensor,
     *,
     reduce: str = "sum",
@@ -57,8 +57,8 @@ def aggregate(
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, structure: Compressed, x: Tensor, weight: Tensor | None, mean: bool) -> Tensor:
-        scale = inverse_degree(structure, wide(x.dtype)) if mean else None
+    def forward(ctx: Any, structure: CSR, x: Tensor, weight: Tensor | None, mean: bool) -> Tensor:
+        scale = inverse_degree(structure, accumulate_dtype(x.dtype)) if mean else None
         ctx.structure, ctx.mean, ctx.dtype = structure, mean, x.dtype
         # Features are needed again for the gradient of weights only.
         ctx.save_for_backward(x if weight is not None and weight.requires_grad else None, weight)
@@ -66,7 +66,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        structure: Compressed = ctx.structure
+        structure: CSR = ctx.structure
         x, weight = ctx.saved_tensors
         scale = inverse_degree(structure, grad.dtype) if ctx.mean else None
         grad = grad.contiguous()
@@ -80,39 +80,39 @@ class _Sum(torch.autograd.Function):
         return None, dx, dweight, None
 
 
-def aggregate_with_own(structure: Compressed, x: Tensor, *, mean: bool) -> tuple[Tensor, Tensor]:
+def aggregate_with_self(structure: CSR, x: Tensor, *, mean: bool) -> tuple[Tensor, Tensor]:
     """(sum or mean [R, F], the first R rows of x). One function, because both gradients end in one tensor: added up
     apart, the second costs a pass over rows that are mostly zeros.
 
     Both are for products, so where the CPU multiplies bfloat16 the sums of bfloat16 rows are rounded at once."""
     assert x.device.type == "cpu" and x.dim() == 2 and structure.num_rows <= structure.num_cols == x.shape[0]
-    both: tuple[Tensor, Tensor] = _SumWithOwn.apply(structure, x, mean)  # type: ignore[no-untyped-call]
+    both: tuple[Tensor, Tensor] = _SumWithSelf.apply(structure, x, mean)  # type: ignore[no-untyped-call]
     return both
 
 
-class _SumWithOwn(torch.autograd.Function):
+class _SumWithSelf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, structure: Compressed, x: Tensor, mean: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, structure: CSR, x: Tensor, mean: bool) -> tuple[Tensor, Tensor]:
         ctx.structure, ctx.mean, ctx.dtype = structure, mean, x.dtype
         ctx.set_materialize_grads(False)
-        scale = inverse_degree(structure, wide(x.dtype)) if mean else None
-        dtype = x.dtype if has_bf16() else wide(x.dtype)
+        scale = inverse_degree(structure, accumulate_dtype(x.dtype)) if mean else None
+        dtype = x.dtype if has_bf16() else accumulate_dtype(x.dtype)
         return sum_rows(structure, x, row_scale=scale, dtype=dtype), x[: structure.num_rows]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, own: Tensor | None) -> tuple[Any, ...]:
-        structure: Compressed = ctx.structure
+        structure: CSR = ctx.structure
         if grad is None:
             assert own is not None
             return None, torch.nn.functional.pad(own, (0, 0, 0, structure.num_cols - structure.num_rows)), None
         turned, _ = structure.transposed
-        scale = inverse_degree(structure, wide(grad.dtype)) if ctx.mean else None
+        scale = inverse_degree(structure, accumulate_dtype(grad.dtype)) if ctx.mean else None
         return None, sum_rows(turned, grad, col_scale=scale, base=own, dtype=ctx.dtype), None
 
 
 class _Max(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, structure: Compressed, x: Tensor, ties: Tensor | None) -> Tensor:
+    def forward(ctx: Any, structure: CSR, x: Tensor, ties: Tensor | None) -> Tensor:
         state = max_rows(structure, x, ties=ties)
         ctx.structure, ctx.dtype = structure, x.dtype
         ctx.save_for_backward(state.winner, ties)
@@ -123,11 +123,11 @@ class _Max(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         winner, ties = ctx.saved_tensors
         turned, positions = ctx.structure.transposed
-        return None, max_back(turned, grad, winner, ties=ties, positions=positions).to(ctx.dtype), None
+        return None, max_backward(turned, grad, winner, ties=ties, positions=positions).to(ctx.dtype), None
 
 
 def sum_rows(
-    structure: Compressed,
+    structure: CSR,
     x: Tensor,
     *,
     weight: Tensor | None = None,
@@ -144,18 +144,18 @@ def sum_rows(
     the sums, or bfloat16 for sums in float32.
     """
     x = x.contiguous()
-    kind = wide(x.dtype)
+    kind = accumulate_dtype(x.dtype)
     weight = None if weight is None else weight.to(kind).contiguous()
     work = structure.num_edges * x.shape[1]
     if out is None:
         assert rows is None, "compact rows need an output to add to"
-        out = empty((structure.num_rows, x.shape[1]), dtype or kind)
+        out = empty_buffer((structure.num_rows, x.shape[1]), dtype or kind)
         base = None if base is None else base.to(out.dtype).contiguous()
     else:
         assert base is None
         base = out
     _native.aggregate_sum(
-        structure.indptr, structure.col, rows, x, weight, row_scale, col_scale, out, base, threads(work)
+        structure.indptr, structure.col, rows, x, weight, row_scale, col_scale, out, base, num_threads(work)
     )
     return out
 
@@ -168,7 +168,7 @@ class MaxState:
     winner: Tensor  # [R, F] int64: the edge's number among ``ties``, −1 without edges
 
 
-def begin_max(num_rows: int, width: int, dtype: torch.dtype) -> MaxState:
+def init_max(num_rows: int, width: int, dtype: torch.dtype) -> MaxState:
     """The state before any edge, for rows of ``dtype``."""
     state = _empty_max(num_rows, width, dtype)
     state.out.zero_()
@@ -176,8 +176,8 @@ def begin_max(num_rows: int, width: int, dtype: torch.dtype) -> MaxState:
     return state
 
 
-def extend_max(
-    state: MaxState, structure: Compressed, x: Tensor, *, ties: Tensor | None = None, rows: Tensor | None = None
+def update_max(
+    state: MaxState, structure: CSR, x: Tensor, *, ties: Tensor | None = None, rows: Tensor | None = None
 ) -> None:
     """Add edges, in place: row i of the structure is row ``rows[i]`` of the state ([R] int32, none twice).
 
@@ -186,20 +186,20 @@ def extend_max(
     _max(state, structure, x, ties=ties, rows=rows, merge=True)
 
 
-def max_rows(structure: Compressed, x: Tensor, *, ties: Tensor | None = None) -> MaxState:
-    """``begin_max`` and ``extend_max`` with every edge in one pass."""
+def max_rows(structure: CSR, x: Tensor, *, ties: Tensor | None = None) -> MaxState:
+    """``init_max`` and ``update_max`` with every edge in one pass."""
     state = _empty_max(structure.num_rows, x.shape[1], x.dtype)
     _max(state, structure, x, ties=ties, rows=None, merge=False)
     return state
 
 
 def _empty_max(num_rows: int, width: int, dtype: torch.dtype) -> MaxState:
-    return MaxState(empty((num_rows, width), wide(dtype)), empty((num_rows, width), torch.int64))
+    return MaxState(
+        empty_buffer((num_rows, width), accumulate_dtype(dtype)), empty_buffer((num_rows, width), torch.int64)
+    )
 
 
-def _max(
-    state: MaxState, structure: Compressed, x: Tensor, *, ties: Tensor | None, rows: Tensor | None, merge: bool
-) -> None:
+def _max(state: MaxState, structure: CSR, x: Tensor, *, ties: Tensor | None, rows: Tensor | None, merge: bool) -> None:
     _native.aggregate_max(
         structure.indptr,
         structure.col,
@@ -209,12 +209,12 @@ def _max(
         state.out,
         state.winner,
         merge,
-        threads(structure.num_edges * x.shape[1]),
+        num_threads(structure.num_edges * x.shape[1]),
     )
 
 
-def max_back(
-    turned: Compressed,
+def max_backward(
+    turned: CSR,
     grad: Tensor,
     winner: Tensor,
     *,
@@ -231,9 +231,9 @@ def max_back(
     add = out is not None
     if out is None:
         assert rows is None, "compact rows need an output to add to"
-        out = empty((turned.num_rows, grad.shape[1]), grad.dtype)
+        out = empty_buffer((turned.num_rows, grad.shape[1]), grad.dtype)
     numbers = None if ties is None else ties.contiguous()
-    work = threads(turned.num_edges * grad.shape[1])
+    work = num_threads(turned.num_edges * grad.shape[1])
     _native.aggregate_max_back(
         turned.indptr, turned.col, rows, numbers, positions, grad.contiguous(), winner, out, add, work
     )
@@ -241,10 +241,10 @@ def max_back(
 
 
 def edge_dot(
-    structure: Compressed, a: Tensor, b: Tensor, *, row_scale: Tensor | None = None, rows: Tensor | None = None
+    structure: CSR, a: Tensor, b: Tensor, *, row_scale: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
     """[E]: ``row_scale[i] <a[i], b[col[e]]>`` for every edge e of row i; a[rows[i]] where rows are given."""
-    out = empty((structure.num_edges,), wide(a.dtype))
+    out = empty_buffer((structure.num_edges,), accumulate_dtype(a.dtype))
     _native.edge_dot(
         structure.indptr,
         structure.col,
@@ -253,17 +253,17 @@ def edge_dot(
         b.contiguous(),
         row_scale,
         out,
-        threads(structure.num_edges * a.shape[1]),
+        num_threads(structure.num_edges * a.shape[1]),
     )
     return out
 
 
-def inverse_degree(structure: Compressed, dtype: torch.dtype) -> Tensor:
+def inverse_degree(structure: CSR, dtype: torch.dtype) -> Tensor:
     """[R]: one over the number of edges of a row; 1 for rows without."""
     return structure.indptr.diff().clamp(min=1).to(dtype).reciprocal()
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of this dtype are kept in."""
     if dtype == torch.bfloat16:
         return torch.float32

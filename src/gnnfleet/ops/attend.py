@@ -17,13 +17,13 @@ from torch.autograd.function import once_differentiable
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops import attend_blocks as pieces
 from gnnfleet.ops import reference
-from gnnfleet.ops.attend_blocks import SCORES, Form, Inputs, Piece
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.attend_blocks import SCORES, AttentionBlock, AttentionInputs, AttentionSpec
+from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.draws import Draws
 
 
 def attend(
-    structure: Compressed,
+    structure: CSR,
     value: Tensor,
     *,
     src: Tensor,
@@ -46,13 +46,13 @@ def attend(
     without in-edges give 0, edges of score −inf weigh nothing. Raises ConfigError.
     """
     structure.check()
-    given = Inputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=edge_ids)
-    counts = Counts(structure.num_cols, structure.num_rows, structure.num_edges)
+    given = AttentionInputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=edge_ids)
+    counts = RowCounts(structure.num_cols, structure.num_rows, structure.num_edges)
     form, flat = prepare(
         given, counts, score=score, heads=heads, slope=slope, dropout=dropout, draws=draws, scale=scale
     )
     if value.device.type == "cpu":
-        plan = _Plan(structure, form, edge_ids)
+        plan = _AttentionPlan(structure, form, edge_ids)
         out: Tensor = _Attend.apply(flat.value, flat.src, flat.dst, flat.edge, flat.vector, plan)  # type: ignore[no-untyped-call]
     else:
         terms = {"vector": flat.vector, "edge": flat.edge, "heads": form.heads, "edge_ids": edge_ids, "draws": draws}
@@ -62,7 +62,7 @@ def attend(
 
 
 @dataclass(frozen=True)
-class Counts:
+class RowCounts:
     """How many rows inputs must have."""
 
     sources: int
@@ -71,8 +71,8 @@ class Counts:
 
 
 def prepare(
-    inputs: Inputs,
-    counts: Counts,
+    inputs: AttentionInputs,
+    counts: RowCounts,
     *,
     score: str,
     heads: int | None,
@@ -80,7 +80,7 @@ def prepare(
     dropout: float,
     draws: Draws | None,
     scale: float | None = None,
-) -> tuple[Form, Inputs]:
+) -> tuple[AttentionSpec, AttentionInputs]:
     """(what is computed, the inputs with two dimensions each and ``vector`` with one); see ``attend``.
 
     Raises ConfigError for what does not fit.
@@ -91,24 +91,32 @@ def prepare(
     form = _form(inputs, score, _heads(inputs, score) if heads is None else heads)
     form = replace(form, slope=slope, scale=1 / math.sqrt(form.depth) if scale is None else scale)
     _check_shapes(counts, inputs, form)
-    return replace(form, dropout=dropout, words=_words(dropout, draws)), _flatten(inputs)
+    return replace(form, dropout=dropout, dropout_key=_dropout_args(dropout, draws)), _flatten(inputs)
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
-    structure: Compressed
-    form: Form
+class _AttentionPlan:
+    structure: CSR
+    form: AttentionSpec
     edge_ids: Tensor | None
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, src: Tensor, dst: Tensor, edge: Tensor | None, vector: Tensor | None, plan: _Plan
+        ctx: Any,
+        value: Tensor,
+        src: Tensor,
+        dst: Tensor,
+        edge: Tensor | None,
+        vector: Tensor | None,
+        plan: _AttentionPlan,
     ) -> Tensor:
-        inputs = Inputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=plan.edge_ids)
+        inputs = AttentionInputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=plan.edge_ids)
         local = plan.form.score == "add" and edge is None
-        state = pieces.run(plan.form, inputs, Piece(plan.structure), positive=local and ctx.needs_input_grad[2])
+        state = pieces.attention_pass(
+            plan.form, inputs, AttentionBlock(plan.structure), positive=local and ctx.needs_input_grad[2]
+        )
         ctx.save_for_backward(value, src, dst, edge, vector, state.num, state.max, state.pos, state.mass)
         ctx.plan = plan
         return state.num
@@ -117,28 +125,28 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         value, src, dst, edge, vector, out, lse, pos, mass = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        inputs = Inputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=plan.edge_ids)
+        plan: _AttentionPlan = ctx.plan
+        inputs = AttentionInputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=plan.edge_ids)
         grad = grad.contiguous()
         needs = ctx.needs_input_grad
-        side, d_dst = pieces.destination_gradient(plan.form, pieces.State(out, lse, lse, pos, mass), grad, dst)
+        side, d_dst = pieces.destination_gradient(plan.form, pieces.AttentionState(out, lse, lse, pos, mass), grad, dst)
         d_value = d_src = d_edge = d_vector = None
         if needs[0] or needs[1]:
             transposed, positions = plan.structure.transposed
             there = inputs if plan.form.score != "add" else replace(inputs, dst=side.packed[:, : plan.form.heads])
-            piece = Piece(transposed, positions=positions)
-            d_value, d_src = pieces.by_source(plan.form, there, piece, grad=grad, side=side.lse_dee)
+            piece = AttentionBlock(transposed, positions=positions)
+            d_value, d_src = pieces.source_gradient(plan.form, there, piece, grad=grad, side=side.lse_dee)
             d_value = d_value.to(value.dtype)
         if d_dst is None and (needs[2] or needs[3] or needs[4]):
             wanted = bool(needs[3]), bool(needs[4])
-            target = pieces.by_target(
-                plan.form, inputs, Piece(plan.structure), grad=grad, side=side.lse_dee, wanted=wanted
+            target = pieces.target_gradient(
+                plan.form, inputs, AttentionBlock(plan.structure), grad=grad, side=side.lse_dee, wanted=wanted
             )
             d_dst, d_edge, d_vector = target.dst, target.edge, target.vector
         return d_value, d_src, d_dst, d_edge, d_vector, None
 
 
-def _check_types(inputs: Inputs, score: str) -> None:
+def _check_types(inputs: AttentionInputs, score: str) -> None:
     if inputs.value.dtype not in (torch.float32, torch.float64, torch.bfloat16):
         raise ConfigError(f"value must be float32, float64 or bfloat16, got {inputs.value.dtype}")
     for name in ("value", "src", "dst", "edge", "vector"):
@@ -158,7 +166,7 @@ def _check_types(inputs: Inputs, score: str) -> None:
 _ROW_OF = {"value": "source", "src": "source", "dst": "destination", "edge": "edge", "vector": "head"}
 
 
-def _heads(inputs: Inputs, score: str) -> int:
+def _heads(inputs: AttentionInputs, score: str) -> int:
     for tensor in (inputs.value, inputs.src, inputs.dst):
         if tensor.dim() == 3:
             return tensor.shape[1]
@@ -169,16 +177,16 @@ def _heads(inputs: Inputs, score: str) -> int:
     raise ConfigError("the number of heads is not clear: give heads=, or value as [rows, heads, channels]")
 
 
-def _form(inputs: Inputs, score: str, heads: int) -> Form:
+def _form(inputs: AttentionInputs, score: str, heads: int) -> AttentionSpec:
     width, inner = math.prod(inputs.value.shape[1:]), math.prod(inputs.src.shape[1:])
     if heads < 1 or width < heads or inner < heads or width % heads or inner % heads:
         raise ConfigError(f"value and src must have a multiple of {heads} heads columns, got {width} and {inner}")
     if score == "add" and inner != heads:
         raise ConfigError(f"score 'add' takes one number per head, {heads}, got src of {inner} columns")
-    return Form(score=score, heads=heads, channels=width // heads, depth=inner // heads)
+    return AttentionSpec(score=score, heads=heads, channels=width // heads, depth=inner // heads)
 
 
-def _check_shapes(counts: Counts, inputs: Inputs, form: Form) -> None:
+def _check_shapes(counts: RowCounts, inputs: AttentionInputs, form: AttentionSpec) -> None:
     inner = form.heads * form.depth
     expected = {"value": (counts.sources, form.heads * form.channels), "src": (counts.sources, inner)}
     expected |= {"dst": (counts.destinations, inner), "edge": (counts.edges, inner)}
@@ -197,7 +205,7 @@ def _check_shapes(counts: Counts, inputs: Inputs, form: Form) -> None:
         raise ConfigError(f"edge_ids must be int64 [{counts.edges}], got {ids.dtype} {list(ids.shape)}")
 
 
-def _words(dropout: float, draws: Draws | None) -> tuple[int, int]:
+def _dropout_args(dropout: float, draws: Draws | None) -> tuple[int, int]:
     if not 0 <= dropout < 1:
         raise ConfigError(f"dropout must be at least 0 and below 1, got {dropout}")
     if not dropout:
@@ -207,7 +215,7 @@ def _words(dropout: float, draws: Draws | None) -> tuple[int, int]:
     return draws.words
 
 
-def _flatten(inputs: Inputs) -> Inputs:
+def _flatten(inputs: AttentionInputs) -> AttentionInputs:
     """Two dimensions each, ``vector`` one."""
 
     def flat(tensor: Tensor) -> Tensor:

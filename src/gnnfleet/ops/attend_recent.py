@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gnnfleet.ops.buffers import empty
+from gnnfleet.ops.buffers import empty_buffer
 from gnnfleet.ops.draws import Draws
-from gnnfleet.ops.dropout import dropout, threshold
-from gnnfleet.ops.native import _native, threads
+from gnnfleet.ops.dropout import drop_threshold, dropout
+from gnnfleet.ops.native import _native, num_threads
 
 
 @dataclass(frozen=True, eq=False)
-class Recent:
-    """What queries look at. ``near`` is −1 where a query has fewer events; there ``edge`` is any row."""
+class RecentEvents:
+    """What queries look at. ``neighbors`` is −1 where a query has fewer events; there ``edge`` is any row."""
 
     rows: Tensor  # [R, D]
-    near: Tensor  # [Q, k] rows of ``rows``
+    neighbors: Tensor  # [Q, k] rows of ``rows``
     features: Tensor | None  # [E, F]
     edge: Tensor  # [Q, k] rows of ``features``
     since: Tensor  # [Q, k]
@@ -34,7 +34,7 @@ class Recent:
 
 
 @dataclass(frozen=True, eq=False)
-class Drop:
+class AttentionDropout:
     """Dropout of attention, by query."""
 
     p: float
@@ -43,25 +43,27 @@ class Drop:
 
 
 def attend_recent(
-    query: Tensor, offset: Tensor, recent: Recent, *, slope: float, drop: Drop | None
+    query: Tensor, offset: Tensor, recent: RecentEvents, *, slope: float, drop: AttentionDropout | None
 ) -> tuple[Tensor, Tensor]:
     """([Q, H, W] what each head gathers, [Q, H] its weights summed), zeros for a query without events.
 
     A score is LeakyReLU(query · [row, features, cos(since · weight + bias)] + offset); query [Q, H, W], offset [Q, H].
     Features have no gradient.
     """
-    if query.device.type != "cpu" or not recent.near.numel():
-        return plain(query, offset, recent, slope=slope, drop=drop)
+    if query.device.type != "cpu" or not recent.neighbors.numel():
+        return attend_recent_reference(query, offset, recent, slope=slope, drop=drop)
     found: tuple[Tensor, Tensor] = _AttendRecent.apply(  # type: ignore[no-untyped-call]
         (recent, slope, drop), query, offset, recent.rows, recent.weight, recent.bias
     )
     return found
 
 
-def plain(query: Tensor, offset: Tensor, recent: Recent, *, slope: float, drop: Drop | None) -> tuple[Tensor, Tensor]:
+def attend_recent_reference(
+    query: Tensor, offset: Tensor, recent: RecentEvents, *, slope: float, drop: AttentionDropout | None
+) -> tuple[Tensor, Tensor]:
     """The same in torch: the twin of the kernel, and the path on other devices."""
-    seen = recent.near >= 0
-    parts = [recent.rows[recent.near.clamp(min=0)]]
+    seen = recent.neighbors >= 0
+    parts = [recent.rows[recent.neighbors.clamp(min=0)]]
     if recent.features is not None:
         parts.append(recent.features[recent.edge].to(query.dtype))
     parts.append(torch.cos(recent.since[..., None] * recent.weight + recent.bias))
@@ -75,7 +77,9 @@ def plain(query: Tensor, offset: Tensor, recent: Recent, *, slope: float, drop: 
     return share @ x, share.sum(2)
 
 
-def _words(given: tuple[Recent, float, Drop | None], query: Tensor, offset: Tensor, rows: Tensor) -> dict[str, Any]:
+def _words(
+    given: tuple[RecentEvents, float, AttentionDropout | None], query: Tensor, offset: Tensor, rows: Tensor
+) -> dict[str, Any]:
     """What forward and backward tell the kernel."""
     recent, slope, drop = given
     key, place = (0, 0) if drop is None else drop.draws.words
@@ -85,7 +89,7 @@ def _words(given: tuple[Recent, float, Drop | None], query: Tensor, offset: Tens
         "query": query,
         "offset": offset,
         "row": rows,
-        "near": recent.near.contiguous(),
+        "near": recent.neighbors.contiguous(),
         "feature": recent.features if width else None,
         "edge": recent.edge.contiguous(),
         "since": recent.since.to(query.dtype).contiguous(),
@@ -95,9 +99,9 @@ def _words(given: tuple[Recent, float, Drop | None], query: Tensor, offset: Tens
         "ids": None if drop is None else drop.ids,
         "key": key,
         "place": place,
-        "threshold": threshold(p) if p else 0,
+        "threshold": drop_threshold(p) if p else 0,
         "scale": 1 / (1 - p),
-        "threads": threads(query.numel() * recent.near.shape[1]),
+        "threads": num_threads(query.numel() * recent.neighbors.shape[1]),
     }
 
 
@@ -105,7 +109,7 @@ class _AttendRecent(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        given: tuple[Recent, float, Drop | None],
+        given: tuple[RecentEvents, float, AttentionDropout | None],
         query: Tensor,
         offset: Tensor,
         rows: Tensor,
@@ -113,8 +117,8 @@ class _AttendRecent(torch.autograd.Function):
         bias: Tensor,
     ) -> tuple[Tensor, Tensor]:
         query, offset, rows = query.contiguous(), offset.contiguous(), rows.contiguous()
-        out, total = empty(query.shape, query.dtype), torch.empty_like(offset)
-        score = torch.empty(*offset.shape, given[0].near.shape[1], dtype=query.dtype)
+        out, total = empty_buffer(query.shape, query.dtype), torch.empty_like(offset)
+        score = torch.empty(*offset.shape, given[0].neighbors.shape[1], dtype=query.dtype)
         _native.attend_recent(**_words(given, query, offset, rows), score=score, out=out, weight=total)
         ctx.given = given
         ctx.save_for_backward(query, offset, rows, score)
@@ -125,8 +129,8 @@ class _AttendRecent(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> tuple[Any, ...]:
         query, offset, rows, score = ctx.saved_tensors
         weight = ctx.given[0].weight
-        dquery, doffset = empty(query.shape, query.dtype), torch.empty_like(offset)
-        drows = empty(rows.shape, rows.dtype) if ctx.needs_input_grad[3] else None
+        dquery, doffset = empty_buffer(query.shape, query.dtype), torch.empty_like(offset)
+        drows = empty_buffer(rows.shape, rows.dtype) if ctx.needs_input_grad[3] else None
         dweight, dbias = (torch.empty(len(weight), dtype=query.dtype) for _ in range(2))
         _native.attend_recent_back(
             **_words(ctx.given, query, offset, rows),

@@ -19,7 +19,7 @@ _SMALL = 1 << 20
 _pooled = True
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_buffer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """As ``torch.empty``, on the CPU."""
     size = math.prod(shape) * dtype.itemsize
     if size < _SMALL or not _pooled:
@@ -29,7 +29,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return taken.view(*shape[:-1], shape[-1] * dtype.itemsize).view(dtype)
 
 
-def release() -> None:
+def release_buffers() -> None:
     """Give what is kept back to the system."""
     _native.pool_release()
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.ops.native import _native, threads
+from gnnfleet.ops.native import _native, num_threads
 
 # Waking a second thread on a busy machine takes longer than sorting this many keys with one.
-_ALONE = 1 << 18
+_SINGLE_THREAD_EDGES = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
-class Compressed:
+class CSR:
     """Edges as compressed rows: row i has columns ``col[indptr[i]:indptr[i + 1]]``, 0 ≤ column < ``num_cols``."""
 
     indptr: Tensor  # [R + 1] int64
@@ -56,30 +56,30 @@ class Compressed:
         return torch.repeat_interleave(rows, self.indptr.diff(), output_size=self.num_edges)
 
     @cached_property
-    def transposed(self) -> tuple[Compressed, Tensor]:
+    def transposed(self) -> tuple[CSR, Tensor]:
         """(the same edges by column, [E] int64 the position here of each edge there)."""
-        if self.num_edges <= _ALONE or threads() == 1:
+        if self.num_edges <= _SINGLE_THREAD_EDGES or num_threads() == 1:
             indptr = torch.empty(self.num_cols + 1, dtype=torch.int64)
             row, order = (
                 torch.empty(self.num_edges, dtype=self.col.dtype),
                 torch.empty(self.num_edges, dtype=torch.int64),
             )
             _native.transpose(self.indptr.contiguous(), self.col.contiguous(), indptr, row, order)
-            return Compressed(indptr, row, self.num_rows), order
+            return CSR(indptr, row, self.num_rows), order
         indptr, order = counting_sort(self.col, self.num_cols)
-        return Compressed(indptr, self.row[order], self.num_rows), order
+        return CSR(indptr, self.row[order], self.num_rows), order
 
     @cached_property
-    def looped(self) -> tuple[Compressed, Tensor]:
+    def with_self_loops(self) -> tuple[CSR, Tensor]:
         """(the same rows with exactly one self-loop each, last in it; [E'] int64 the position here, −1 for loops)."""
-        workers = threads() if self.num_edges > _ALONE else 1
+        workers = num_threads() if self.num_edges > _SINGLE_THREAD_EDGES else 1
         rows, columns = self.indptr.contiguous(), self.col.contiguous()
         indptr = torch.empty_like(rows)
         _native.count_looped(rows, columns, indptr, workers)
         total = int(indptr[-1])
         col, edge = torch.empty(total, dtype=self.col.dtype), torch.empty(total, dtype=torch.int64)
         _native.fill_looped(rows, columns, indptr, col, edge, workers)
-        return Compressed(indptr, col, self.num_cols), edge
+        return CSR(indptr, col, self.num_cols), edge
 
 
 def sort_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ def sort_into_rows(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> t
     indptr = torch.empty(num_dst + 1, dtype=torch.int64)
     order = torch.empty(src.shape[0], dtype=torch.int64)
     sorted_src = torch.empty_like(src, memory_format=torch.contiguous_format)
-    _native.sort_edges(src.contiguous(), dst.contiguous(), num_src, indptr, order, sorted_src, threads())
+    _native.sort_edges(src.contiguous(), dst.contiguous(), num_src, indptr, order, sorted_src, num_threads())
     return indptr, order, sorted_src
 
 
@@ -107,7 +107,7 @@ def sort_sources(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tup
     """(indptr, sources in store order) of int32 edges that carry no data: half the memory of ``sort_into_rows``."""
     indptr = torch.empty(num_dst + 1, dtype=torch.int64)
     sorted_src = torch.empty_like(src, memory_format=torch.contiguous_format)
-    _native.sort_rows(src.contiguous(), dst.contiguous(), num_src, indptr, sorted_src, threads())
+    _native.sort_rows(src.contiguous(), dst.contiguous(), num_src, indptr, sorted_src, num_threads())
     return indptr, sorted_src
 
 
@@ -115,10 +115,10 @@ def distinct_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> t
     """(indptr, sources, times): int32 edges in store order, each once, and how often it was there ([E] int32)."""
     indptr, every = sort_sources(src, dst, num_src=num_src, num_dst=num_dst)
     distinct = torch.empty_like(indptr)
-    _native.count_distinct(indptr, every, distinct, threads())
+    _native.count_distinct(indptr, every, distinct, num_threads())
     out = torch.empty(int(distinct[-1]), dtype=torch.int32)
     times = torch.empty_like(out)
-    _native.take_distinct(indptr, every, distinct, out, times, threads())
+    _native.take_distinct(indptr, every, distinct, out, times, num_threads())
     return distinct, out, times
 
 
@@ -126,7 +126,7 @@ def counting_sort(keys: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     """(offsets [buckets + 1] int64, order [n] int64): positions by key, ties in input order."""
     offsets = torch.empty(buckets + 1, dtype=torch.int64)
     order = torch.empty(keys.shape[0], dtype=torch.int64)
-    workers = threads() if keys.shape[0] > _ALONE else 1
+    workers = num_threads() if keys.shape[0] > _SINGLE_THREAD_EDGES else 1
     _native.counting_sort(keys.contiguous(), offsets, order, workers)
     return offsets, order
 
@@ -140,4 +140,4 @@ def put_segments(values: Tensor, offsets: Tensor, rows: Tensor, *, into: Tensor,
         return
     raw, room = (t.contiguous().view(t.shape[0], -1).view(torch.uint8) for t in (values, out))
     assert room.data_ptr() == out.data_ptr() and values.dtype == out.dtype
-    _native.put_segments(raw, offsets, rows, into, room, threads(len(values)))
+    _native.put_segments(raw, offsets, rows, into, room, num_threads(len(values)))

@@ -11,7 +11,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.native import _native, threads
+from gnnfleet.ops.native import _native, num_threads
 
 # Calls of the generator whose counters are in memory at a time.
 _AT_ONCE = 1 << 18
@@ -59,13 +59,13 @@ class Draws:
     def uniforms(self, count: int, *, first: int = 0) -> Tensor:
         """[count] float64 in [0, 1)."""
         out = torch.empty(count, dtype=torch.float64)
-        _native.draw_uniforms(*self.words, first, out, threads())
+        _native.draw_uniforms(*self.words, first, out, num_threads())
         return out
 
     def exponentials(self, count: int, *, first: int = 0) -> Tensor:
         """[count] float64 of mean 1."""
         out = torch.empty(count, dtype=torch.float64)
-        _native.draw_exponentials(*self.words, first, out, threads())
+        _native.draw_exponentials(*self.words, first, out, num_threads())
         return out
 
     def uniforms_at(self, ids: Tensor, columns: int = 1) -> Tensor:
@@ -94,7 +94,7 @@ class Draws:
     def permutation(self, count: int) -> Tensor:
         """[count] int32: where each of 0 … count − 1 goes."""
         out = torch.empty(count, dtype=torch.int32)
-        _native.draw_permutation(*self.words, out, threads())
+        _native.draw_permutation(*self.words, out, num_threads())
         return out
 
 

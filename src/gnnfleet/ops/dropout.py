@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.ops.buffers import empty
+from gnnfleet.ops.buffers import empty_buffer
 from gnnfleet.ops.draws import Draws, philox
-from gnnfleet.ops.native import _native, threads
+from gnnfleet.ops.native import _native, num_threads
 
 
 def dropout(x: Tensor, p: float, *, ids: Tensor, draws: Draws) -> Tensor:
@@ -20,7 +20,7 @@ def dropout(x: Tensor, p: float, *, ids: Tensor, draws: Draws) -> Tensor:
     if p == 0:
         return x
     if x.device.type != "cpu":
-        return x * mask(x.shape, p, ids=ids, draws=draws).to(x)
+        return x * dropout_mask(x.shape, p, ids=ids, draws=draws).to(x)
     out: Tensor = _Dropout.apply(x, p, ids, draws)  # type: ignore[no-untyped-call]
     return out
 
@@ -40,18 +40,18 @@ class _Dropout(torch.autograd.Function):
 def _drop(x: Tensor, p: float, ids: Tensor, draws: Draws) -> Tensor:
     kind = torch.float32 if x.dtype == torch.float16 else x.dtype
     rows = x.to(kind).flatten(1).contiguous()
-    out = empty(rows.shape, kind)
+    out = empty_buffer(rows.shape, kind)
     key, place = draws.words
-    _native.dropout_rows(rows, ids, key, place, threshold(p), 1 / (1 - p), out, threads(rows.numel()))
+    _native.dropout_rows(rows, ids, key, place, drop_threshold(p), 1 / (1 - p), out, num_threads(rows.numel()))
     return out.view(x.shape).to(x.dtype)
 
 
-def threshold(p: float) -> int:
+def drop_threshold(p: float) -> int:
     """Words below this are dropped."""
     return min(round(p * 2**32), 2**32 - 1)
 
 
-def mask(shape: torch.Size, p: float, *, ids: Tensor, draws: Draws) -> Tensor:
+def dropout_mask(shape: torch.Size, p: float, *, ids: Tensor, draws: Draws) -> Tensor:
     """The factors in plain torch: the twin of the kernel, and the path on other devices."""
     width = shape[1:].numel()
     groups = -(-width // 4)
@@ -62,4 +62,4 @@ def mask(shape: torch.Size, p: float, *, ids: Tensor, draws: Draws) -> Tensor:
     counters[..., 2] = torch.arange(groups)
     counters[..., 3] = place
     words = philox(counters.view(-1, 4).to(torch.uint32), key).to(torch.int64).view(shape[0], 4 * groups)[:, :width]
-    return ((words >= threshold(p)).double() / (1 - p)).view(shape)
+    return ((words >= drop_threshold(p)).double() / (1 - p)).view(shape)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.ops.buffers import empty
-from gnnfleet.ops.native import _native, threads
+from gnnfleet.ops.buffers import empty_buffer
+from gnnfleet.ops.native import _native, num_threads
 
 
 def gather(
@@ -28,11 +28,11 @@ def gather(
         raise ConfigError(f"gather converts float16 and bfloat16 to float32 only, asked for {table.dtype} to {dtype}")
     table = table.contiguous()
     if out is None:
-        out = empty((rows.shape[0], *table.shape[1:]), dtype)
+        out = empty_buffer((rows.shape[0], *table.shape[1:]), dtype)
     assert out.dtype == dtype and out.shape[1:] == table.shape[1:] and (at is not None or len(out) == len(rows))
     if not out.numel() or not len(rows):
         return out
-    team = threads(len(rows) * out.shape[1:].numel())
+    team = num_threads(len(rows) * out.shape[1:].numel())
     if dtype == table.dtype:
         _native.gather_rows(_raw(table), rows.contiguous(), at, _raw(out), team)
     else:

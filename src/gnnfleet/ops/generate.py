@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from gnnfleet.ops.draws import Draws
-from gnnfleet.ops.native import _native, threads
+from gnnfleet.ops.native import _native, num_threads
 
 # Rows of features made at a time, when they are narrowed afterwards.
 _ROWS = 1 << 16
 
 
-def paretos(draws: Draws, count: int, *, shape: float, limit: float) -> Tensor:
+def pareto(draws: Draws, count: int, *, shape: float, limit: float) -> Tensor:
     """[count] float64 between 1 and ``limit`` whose density falls as x^−(shape + 1)."""
     out = torch.empty(count, dtype=torch.float64)
-    _native.draw_paretos(*draws.words, 0, shape, limit, out, threads())
+    _native.draw_paretos(*draws.words, 0, shape, limit, out, num_threads())
     return out
 
 
 @dataclass(frozen=True)
-class Slots:
+class WeightedChoice:
     """Things to choose from by weight: ``table[s]`` for a slot s; group g owns slots ``starts[g]:starts[g + 1]``.
 
     A thing has as many slots as its whole-numbered weight says, so a choice is one random number and one look-up.
@@ -36,7 +36,7 @@ class Slots:
     starts: Tensor  # [G + 1] int64
 
     @classmethod
-    def of(cls, weights: Tensor, groups: Tensor | None = None, num_groups: int = 1) -> Slots:
+    def of(cls, weights: Tensor, groups: Tensor | None = None, num_groups: int = 1) -> WeightedChoice:
         """Slots for things 0 … n − 1 by int64 ``weights``, in one group or in int32 ``groups``."""
         if groups is None:
             table = torch.repeat_interleave(torch.arange(weights.shape[0], dtype=torch.int32), weights)
@@ -51,27 +51,29 @@ class Slots:
     def draw(self, draws: Draws, groups: Tensor, *, first: int = 0) -> Tensor:
         """[n] int32: for each of n int32 groups one thing, −1 where the group is empty."""
         out = torch.empty(groups.shape[0], dtype=torch.int32)
-        _native.draw_slots(*draws.words, first, self.table, self.starts, groups.contiguous(), out, threads())
+        _native.draw_slots(*draws.words, first, self.table, self.starts, groups.contiguous(), out, num_threads())
         return out
 
     def draw_any(self, draws: Draws, count: int, *, first: int = 0) -> Tensor:
         """[count] int32 from all groups together."""
-        whole = Slots(self.table, torch.tensor([0, self.table.shape[0]]))
+        whole = WeightedChoice(self.table, torch.tensor([0, self.table.shape[0]]))
         return whole.draw(draws, torch.zeros(count, dtype=torch.int32), first=first)
 
 
-def whole_weights(draws: Draws, weights: Tensor, *, scale: float) -> Tensor:
+def integer_weights(draws: Draws, weights: Tensor, *, scale: float) -> Tensor:
     """Weights times ``scale`` as int64, rounded up or down by chance, at least 1."""
     # No normalising by the sum: a floating-point sum depends on the number of threads.
     return (weights * scale + draws.uniforms(weights.shape[0])).floor().long().clamp_(min=1)
 
 
-def rows(draws: Draws, count: int, width: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal_rows(draws: Draws, count: int, width: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """[count, width] standard normal."""
-    return _in_pieces(count, width, dtype, lambda first, out: _native.draw_rows(*draws.words, first, out, threads()))
+    return _in_pieces(
+        count, width, dtype, lambda first, out: _native.draw_rows(*draws.words, first, out, num_threads())
+    )
 
 
-def rows_around(
+def normal_rows_around(
     draws: Draws, centres: Tensor, groups: Tensor, *, scale: float, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """[n, width]: scale · centres[groups] plus standard normal noise; int32 groups, float32 centres."""
@@ -79,7 +81,7 @@ def rows_around(
 
     def fill(first: int, out: Tensor) -> None:
         part = groups[first : first + out.shape[0]]
-        _native.draw_rows_around(*draws.words, first, centres, part, scale, out, threads())
+        _native.draw_rows_around(*draws.words, first, centres, part, scale, out, num_threads())
 
     return _in_pieces(groups.shape[0], centres.shape[1], dtype, fill)
 
@@ -91,14 +93,14 @@ def rmat(
     src = torch.empty(count, dtype=torch.int32)
     dst = torch.empty(count, dtype=torch.int32)
     shares = torch.tensor(quadrants, dtype=torch.float64)
-    _native.draw_rmat(*draws.words, first, max(nodes - 1, 0).bit_length(), nodes, shares, src, dst, threads())
+    _native.draw_rmat(*draws.words, first, max(nodes - 1, 0).bit_length(), nodes, shares, src, dst, num_threads())
     return src, dst
 
 
-def pair_numbers(draws: Draws, a: Tensor, b: Tensor) -> Tensor:
+def pair_hash(draws: Draws, a: Tensor, b: Tensor) -> Tensor:
     """[n] int64, different for different pairs of int32 nodes, the same in both directions."""
     out = torch.empty(a.shape[0], dtype=torch.int64)
-    _native.draw_pairs(*draws.words, a.contiguous(), b.contiguous(), out, threads())
+    _native.draw_pairs(*draws.words, a.contiguous(), b.contiguous(), out, num_threads())
     return out
 
 

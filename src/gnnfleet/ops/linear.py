@@ -1,6 +1,6 @@
 """Dense products of rows, in chunks that stay in the cache: products, bias and ReLU of a chunk before the next one.
 
-``mix`` sums products of several tensors, ``fork`` makes several products of one. Under autocast to bfloat16 results are
+``sum_linear`` sums products of several tensors, ``multi_linear`` makes several products of one. Under autocast to bfloat16 results are
 stored in bfloat16; operands are rounded to it only where the CPU multiplies bfloat16 by itself, elsewhere chunks are
 widened and multiplied in float32, which is faster than emulation.
 """
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gnnfleet.ops.buffers import empty
-from gnnfleet.ops.native import _native, has_bf16, threads
+from gnnfleet.ops.buffers import empty_buffer
+from gnnfleet.ops.native import _native, has_bf16, num_threads
 
 # Elements of a chunk of rows.
 _CHUNK = 1 << 19
 
 
-def mix(
+def sum_linear(
     terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, *, relu: bool = False, rows: int | None = None
 ) -> Tensor:
     """``Σ x Wᵀ + bias`` over terms (x [n, in], W [out, in]), then ReLU if asked; of the first ``rows`` rows.
@@ -32,30 +32,30 @@ def mix(
     (first, weight), *_ = terms
     count = first.shape[0] if rows is None else rows
     if first.device.type != "cpu":
-        return _plain_mix(terms, bias, relu=relu, rows=count)
+        return _sum_linear_reference(terms, bias, relu=relu, rows=count)
     terms = _join(terms)
-    rule = _Rule(_kind(first, weight), relu=relu, rows=(count,))
-    out: Tensor = _Mix.apply(rule, bias, *(x for x, _ in terms), *(w for _, w in terms))  # type: ignore[no-untyped-call]
+    rule = _LinearSpec(_kind(first, weight), relu=relu, rows=(count,))
+    out: Tensor = _SumLinear.apply(rule, bias, *(x for x, _ in terms), *(w for _, w in terms))  # type: ignore[no-untyped-call]
     return out
 
 
-def fork(x: Tensor, weights: Sequence[Tensor], *, rows: Sequence[int] | None = None) -> tuple[Tensor, ...]:
+def multi_linear(x: Tensor, weights: Sequence[Tensor], *, rows: Sequence[int] | None = None) -> tuple[Tensor, ...]:
     """``x Wᵀ`` for every W [out, in], each of the first rows of x that ``rows`` says."""
     counts = [x.shape[0]] * len(weights) if rows is None else list(rows)
     if x.device.type != "cpu":
         return tuple(functional.linear(x[:count], weight) for weight, count in zip(weights, counts, strict=True))
-    rule = _Rule(_kind(x, weights[0]), rows=tuple(counts))
-    outs: tuple[Tensor, ...] = _Fork.apply(rule, x, *weights)  # type: ignore[no-untyped-call]
+    rule = _LinearSpec(_kind(x, weights[0]), rows=tuple(counts))
+    outs: tuple[Tensor, ...] = _MultiLinear.apply(rule, x, *weights)  # type: ignore[no-untyped-call]
     return outs
 
 
-def shift(x: Tensor, bias: Tensor | None, *, relu: bool = False, fresh: bool = False) -> Tensor:
+def bias_relu(x: Tensor, bias: Tensor | None, *, relu: bool = False, fresh: bool = False) -> Tensor:
     """``x + bias``, then ReLU if asked; into x itself where it is ``fresh``: not needed by anyone else."""
     if bias is None:
         return x if not relu else torch.relu_(x) if fresh else torch.relu(x)
     if x.device.type != "cpu" or x.dtype != bias.dtype:
         return torch.relu(x + bias) if relu else x + bias
-    out: Tensor = _Shift.apply(x, bias, relu, fresh)  # type: ignore[no-untyped-call]
+    out: Tensor = _BiasRelu.apply(x, bias, relu, fresh)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -63,7 +63,9 @@ def _kind(x: Tensor, weight: Tensor) -> torch.dtype:
     return torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.promote_types(x.dtype, weight.dtype)
 
 
-def _plain_mix(terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, *, relu: bool, rows: int) -> Tensor:
+def _sum_linear_reference(
+    terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, *, relu: bool, rows: int
+) -> Tensor:
     total = functional.linear(terms[0][0][:rows], terms[0][1], bias)
     for x, weight in terms[1:]:
         total = total + functional.linear(x[:rows], weight)
@@ -99,7 +101,7 @@ def _adjoin(left: Tensor, right: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _LinearSpec:
     """``kind`` is the dtype of results; ``rows`` how many of x each result has."""
 
     kind: torch.dtype
@@ -122,13 +124,13 @@ def _chunks(rows: int, width: int) -> Iterator[slice]:
     return (slice(low, min(low + step, rows)) for low in range(0, rows, step))
 
 
-class _Mix(torch.autograd.Function):
+class _SumLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rule: _Rule, bias: Tensor | None, *pairs: Tensor) -> Tensor:
+    def forward(ctx: Any, rule: _LinearSpec, bias: Tensor | None, *pairs: Tensor) -> Tensor:
         xs, weights = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
         turned = [weight.to(rule.work).t() for weight in weights]
         offset = None if bias is None else bias.to(rule.sums)
-        out = empty((rule.rows[0], weights[0].shape[0]), rule.kind)
+        out = empty_buffer((rule.rows[0], weights[0].shape[0]), rule.kind)
         for chunk in _chunks(*out.shape):
             part = out[chunk] if rule.kind == rule.work else torch.empty(out[chunk].shape, dtype=rule.work)
             for number, (x, weight) in enumerate(zip(xs, turned, strict=True)):
@@ -143,13 +145,13 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        rule: _Rule = ctx.rule
+        rule: _LinearSpec = ctx.rule
         saved = list(ctx.saved_tensors)
         out = saved.pop() if rule.relu else None
         xs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         _, wants_bias, *wants = ctx.needs_input_grad
         dbias = torch.zeros(grad.shape[1], dtype=rule.sums) if wants_bias else None
-        dxs = [empty(x.shape, x.dtype) if want else None for x, want in zip(xs, wants, strict=False)]
+        dxs = [empty_buffer(x.shape, x.dtype) if want else None for x, want in zip(xs, wants, strict=False)]
         dweights = _zeros(weights, wants[len(xs) :], rule)
         works = [_by_column(weight.to(rule.work)) for weight in weights]
         for chunk in _chunks(*grad.shape):
@@ -165,11 +167,13 @@ class _Mix(torch.autograd.Function):
         return None, None if dbias is None else dbias.to(ctx.bias), *dxs, *_as(dweights, weights)
 
 
-class _Fork(torch.autograd.Function):
+class _MultiLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rule: _Rule, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rule: _LinearSpec, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         turned = [weight.to(rule.work).t() for weight in weights]
-        outs = [empty((rows, weight.shape[0]), rule.kind) for rows, weight in zip(rule.rows, weights, strict=True)]
+        outs = [
+            empty_buffer((rows, weight.shape[0]), rule.kind) for rows, weight in zip(rule.rows, weights, strict=True)
+        ]
         for chunk in _chunks(*x.shape):
             part = x[chunk].to(rule.work)
             for out, weight in zip(outs, turned, strict=True):
@@ -182,10 +186,10 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        rule: _Rule = ctx.rule
+        rule: _LinearSpec = ctx.rule
         x, *weights = ctx.saved_tensors
         _, wants_x, *wants = ctx.needs_input_grad
-        dx = empty(x.shape, x.dtype) if wants_x else None
+        dx = empty_buffer(x.shape, x.dtype) if wants_x else None
         dweights = _zeros(weights, wants, rule)
         works = [_by_column(weight.to(rule.work)) for weight in weights]
         for chunk in _chunks(*x.shape):
@@ -208,10 +212,10 @@ class _Fork(torch.autograd.Function):
         return None, dx, *_as(dweights, weights)
 
 
-class _Shift(torch.autograd.Function):
+class _BiasRelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, relu: bool, fresh: bool) -> Tensor:
-        out = x if fresh else empty(x.shape, x.dtype)
+        out = x if fresh else empty_buffer(x.shape, x.dtype)
         if fresh:
             ctx.mark_dirty(x)
         for chunk in _chunks(*x.shape):
@@ -229,7 +233,7 @@ class _Shift(torch.autograd.Function):
         return dx, dbias, None, None
 
 
-def _zeros(weights: Sequence[Tensor], wants: Sequence[bool], rule: _Rule) -> list[Tensor | None]:
+def _zeros(weights: Sequence[Tensor], wants: Sequence[bool], rule: _LinearSpec) -> list[Tensor | None]:
     return [torch.zeros(w.shape, dtype=rule.sums) if want else None for w, want in zip(weights, wants, strict=True)]
 
 
@@ -241,15 +245,15 @@ def _end(rows: Tensor, bias: Tensor | None, *, relu: bool) -> None:
     """``rows += bias``, then ReLU, in one pass."""
     if bias is None and not relu:
         return
-    _native.epilogue(rows, bias, relu, threads(rows.numel()))
+    _native.epilogue(rows, bias, relu, num_threads(rows.numel()))
 
 
 def _end_back(grad: Tensor, out: Tensor | None, sums: Tensor | None) -> Tensor:
     """What is left of ``grad`` where ``out`` is above 0, its columns added to ``sums``; ``grad`` itself without out."""
     grad = grad.contiguous()
-    part = grad if out is None else empty(grad.shape, grad.dtype)
+    part = grad if out is None else empty_buffer(grad.shape, grad.dtype)
     if out is not None or sums is not None:
-        _native.epilogue_back(grad, out, None if out is None else part, sums, threads(grad.numel()))
+        _native.epilogue_back(grad, out, None if out is None else part, sums, num_threads(grad.numel()))
     return part
 
 

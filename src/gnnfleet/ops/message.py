@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.csr import CSR
 
 Message = Callable[..., Any]
 REDUCES = ("sum", "mean", "max", "softmax")
 EDGES_AT_ONCE = 1 << 18
 
-Key = tuple[str, str | int]
+LeafKey = tuple[str, str | int]
 """("src" | "dst" | "edge", name) or ("params", number)."""
-Leaves = dict[Key, Tensor]
+Leaves = dict[LeafKey, Tensor]
 
 
-def precision_now() -> torch.dtype | None:
+def autocast_dtype() -> torch.dtype | None:
     """What autocast computes in here; none when it is off."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
+class MessageCall:
     """What all blocks of a call share. Made in forward and used again in backward, where autocast may be off."""
 
     message: Message
@@ -41,18 +41,18 @@ class Call:
     num_dst: int
     dst: Mapping[str, Tensor] = field(default_factory=dict)  # [R, …]
     params: Sequence[Tensor] = ()
-    precision: torch.dtype | None = field(default_factory=precision_now)
+    precision: torch.dtype | None = field(default_factory=autocast_dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Block:
+class MessageBlock:
     """Some of the edges.
 
     ``rows`` ([n] int32) says which destinations the rows of the structure are, when it holds only some; no row twice.
     ``ties`` ([E] int64, 0 or more) numbers edges for max, over all blocks; without it the positions do, for one block.
     """
 
-    structure: Compressed
+    structure: CSR
     edge_ids: Tensor  # [E] int64
     src: Mapping[str, Tensor] = field(default_factory=dict)  # [columns of the structure, …]
     edge: Mapping[str, Tensor] = field(default_factory=dict)  # [E, …]
@@ -68,7 +68,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class MessageChunk:
     """Some edges of a block that follow one another; a row may begin before them and end after."""
 
     edges: slice
@@ -84,14 +84,14 @@ class Chunk:
         return stop - start
 
 
-def chunks(block: Block) -> Iterator[Chunk]:
+def message_chunks(block: MessageBlock) -> Iterator[MessageChunk]:
     """All edges of a block, as many at a time as memory is meant for."""
     count = block.structure.num_edges
     for low in range(0, count, EDGES_AT_ONCE):
         yield chunk_of(block, low, min(low + EDGES_AT_ONCE, count))
 
 
-def chunk_of(block: Block, low: int, high: int) -> Chunk:
+def chunk_of(block: MessageBlock, low: int, high: int) -> MessageChunk:
     """Edges low … high − 1."""
     indptr = block.structure.indptr
     first = int(torch.searchsorted(indptr, low, right=True)) - 1
@@ -99,12 +99,14 @@ def chunk_of(block: Block, low: int, high: int) -> Chunk:
     runs = indptr[first : last + 1].clamp(low, high) - low
     row = torch.repeat_interleave(torch.arange(last - first, device=runs.device), runs.diff(), output_size=high - low)
     if block.rows is None:
-        return Chunk(slice(low, high), slice(first, last), runs, row, row + first)
+        return MessageChunk(slice(low, high), slice(first, last), runs, row, row + first)
     rows = block.rows[first:last]
-    return Chunk(slice(low, high), rows, runs, row, rows.index_select(0, row))
+    return MessageChunk(slice(low, high), rows, runs, row, rows.index_select(0, row))
 
 
-def build(call: Call, block: Block, chunk: Chunk, wanted: Collection[Key] = ()) -> tuple[tuple[Tensor, ...], Leaves]:
+def build_message(
+    call: MessageCall, block: MessageBlock, chunk: MessageChunk, wanted: Collection[LeafKey] = ()
+) -> tuple[tuple[Tensor, ...], Leaves]:
     """The message of some edges ((value,), or (score, value) for softmax), and the leaves it was built from.
 
     The wanted leaves have gradients. Raises ConfigError when the message returns something else, or depends on a tensor
@@ -128,7 +130,7 @@ def build(call: Call, block: Block, chunk: Chunk, wanted: Collection[Key] = ()) 
     return parts, leaves
 
 
-def refuse_captured(call: Call, block: Block) -> None:
+def check_no_captured(call: MessageCall, block: MessageBlock) -> None:
     """Raise ConfigError when the message uses a tensor with a gradient that was not passed in.
 
     For forward, which looks at a few edges: a call whose inputs need no gradient has no backward that could notice.
@@ -136,19 +138,19 @@ def refuse_captured(call: Call, block: Block) -> None:
     some = min(block.structure.num_edges, 16)
     if some:
         with torch.enable_grad():
-            build(call, block, chunk_of(block, 0, some))
+            build_message(call, block, chunk_of(block, 0, some))
 
 
-def without_edges(call: Call, block: Block) -> tuple[Tensor, ...]:
+def empty_message(call: MessageCall, block: MessageBlock) -> tuple[Tensor, ...]:
     """The message of no edges, for its shape."""
     try:
-        return build(call, block, chunk_of(block, 0, 0))[0]
+        return build_message(call, block, chunk_of(block, 0, 0))[0]
     except RuntimeError as error:
         text = str(error).splitlines()[0]
         raise ConfigError(f"the message fails where there are no edges: name sizes instead of −1 ({text})") from error
 
 
-def _parts(call: Call, built: Any, count: int) -> tuple[Tensor, ...]:
+def _parts(call: MessageCall, built: Any, count: int) -> tuple[Tensor, ...]:
     parts: tuple[Any, ...] = built if isinstance(built, tuple) else (built,)
     for part in parts:
         if not isinstance(part, Tensor) or not part.is_floating_point() or part.shape[:1] != (count,):

@@ -21,7 +21,7 @@ except ImportError as error:
         "Build them: make build, or pip install -e . in a checkout"
     ) from error
 
-__all__ = ["_native", "alone", "has_bf16", "threads"]
+__all__ = ["_native", "has_bf16", "num_threads", "single_threaded"]
 
 
 # Below this much work (multiply-adds, say) waking a second thread takes longer than doing it alone.
@@ -29,27 +29,27 @@ _SMALL = 1 << 17
 
 
 class _Local(threading.local):
-    alone = False
+    single_threaded = False
 
 
 _local = _Local()
 
 
-def threads(work: int = _SMALL) -> int:
+def num_threads(work: int = _SMALL) -> int:
     """How many threads a kernel may use: torch's setting, passed on because OpenMP's own is per calling thread."""
-    if _local.alone:
+    if _local.single_threaded:
         return 1
     return torch.get_num_threads() if work >= _SMALL else 1
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """Kernels called from this thread use no other: threads in the background would each get a team of their own."""
-    before, _local.alone = _local.alone, True
+    before, _local.single_threaded = _local.single_threaded, True
     try:
         yield
     finally:
-        _local.alone = before
+        _local.single_threaded = before
 
 
 @cache

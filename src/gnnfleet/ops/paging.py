@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.buffers import empty
+from gnnfleet.ops.buffers import empty_buffer
 from gnnfleet.ops.csr import counting_sort
 from gnnfleet.ops.gather import gather
 from gnnfleet.ops.native import _native
 
-WINDOW = 64 << 20  # bytes of a mapped table that may be in memory at a time
+WINDOW_BYTES = 64 << 20  # bytes of a mapped table that may be in memory at a time
 
 
 def read_rows(table: Tensor, rows: Tensor) -> Tensor:
@@ -37,29 +37,29 @@ def gather_by_window(
     A page that is touched brings its neighbours into memory, so rows here and there would soon have brought them all.
     """
     if out is None:
-        out = empty((rows.shape[0], *table.shape[1:]), table.dtype if dtype is None else dtype)
-    high = max(1, WINDOW // (table.shape[1:].numel() * table.element_size()))  # rows of a window
+        out = empty_buffer((rows.shape[0], *table.shape[1:]), table.dtype if dtype is None else dtype)
+    high = max(1, WINDOW_BYTES // (table.shape[1:].numel() * table.element_size()))  # rows of a window
     offsets, order = counting_sort(rows // high, -(-table.shape[0] // high))
     picked = rows[order]
     for window, (first, end) in enumerate(pairwise(offsets.tolist())):
         if end > first:
             gather(table, picked[first:end], dtype, out=out, at=order[first:end])
-            let_go(table[window * high : (window + 1) * high])
+            drop_pages(table[window * high : (window + 1) * high])
     return out
 
 
-def read_ahead(table: Tensor, rows: Tensor) -> int:
+def prefetch_pages(table: Tensor, rows: Tensor) -> int:
     """Ask for the pages of some rows ([m] int64, ascending) and do not wait; how many requests that took."""
     return int(_native.read_ahead(_raw(table), rows.contiguous())) if len(rows) and table.shape[1] else 0
 
 
-def let_go(table: Tensor) -> None:
+def drop_pages(table: Tensor) -> None:
     """Give back the pages of a table that ``is_mapped`` and was never written to; touching them reads them again."""
     if table.numel():
         _native.let_go(_raw(table))
 
 
-def spill(table: Tensor, dtype: torch.dtype, near: Path) -> Tensor:
+def spill_to_disk(table: Tensor, dtype: torch.dtype, near: Path) -> Tensor:
     """A copy of a table in another dtype that lies on disk, beside ``near`` where that can be written to.
 
     It has no name and is gone with the tensor.
@@ -81,7 +81,7 @@ _SPILL = 32 << 20  # bytes converted at a time
 
 def is_paged(table: Tensor) -> bool:
     """Whether a table lies in a file and is too large to be kept in memory unasked."""
-    return table.nbytes > WINDOW and is_mapped(table)
+    return table.nbytes > WINDOW_BYTES and is_mapped(table)
 
 
 def is_mapped(table: Tensor) -> bool:

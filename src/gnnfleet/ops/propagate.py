@@ -15,12 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops import propagate_blocks as pieces
-from gnnfleet.ops.csr import Compressed
-from gnnfleet.ops.message import REDUCES, Block, Call, Message, precision_now, refuse_captured
+from gnnfleet.ops.csr import CSR
+from gnnfleet.ops.message import REDUCES, Message, MessageBlock, MessageCall, autocast_dtype, check_no_captured
 
 
 def propagate(
-    structure: Compressed,
+    structure: CSR,
     message: Message,
     *,
     src: Mapping[str, Tensor] | None = None,
@@ -47,19 +47,19 @@ def propagate(
                 raise ConfigError(f"{group}[{name!r}] has {tensor.shape[0]} rows, expected {expected[group]}")
     names = tuple((group, name) for group, tensors in groups.items() for name in tensors)
     ids = torch.arange(structure.num_edges, device=structure.col.device) if edge_ids is None else edge_ids
-    plan = _Plan(structure, message, reduce, names, ids, ties, precision_now())
+    plan = _PropagatePlan(structure, message, reduce, names, ids, ties, autocast_dtype())
     flat = [tensor for tensors in groups.values() for tensor in tensors.values()]
     if torch.is_grad_enabled():
-        refuse_captured(*plan.laid_out([*flat, *params]))
+        check_no_captured(*plan.laid_out([*flat, *params]))
     out: Tensor = _Propagate.apply(plan, *flat, *params)  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class _PropagatePlan:
     """Everything about a call that is not a tensor with a gradient; tensors travel beside it in one flat list."""
 
-    structure: Compressed
+    structure: CSR
     message: Message
     reduce: str
     names: tuple[tuple[str, str], ...]  # ("src" | "dst" | "edge", name) of the first tensors; parameters follow
@@ -71,9 +71,9 @@ class _Plan:
         """Those of the flat list that belong to a group."""
         return {name: value for (kind, name), value in zip(self.names, values, strict=False) if kind == group}
 
-    def laid_out(self, tensors: Sequence[Tensor]) -> tuple[Call, Block]:
+    def laid_out(self, tensors: Sequence[Tensor]) -> tuple[MessageCall, MessageBlock]:
         src, dst, edge = (self.named(group, tensors) for group in ("src", "dst", "edge"))
-        call = Call(
+        call = MessageCall(
             message=self.message,
             reduce=self.reduce,
             num_dst=self.structure.num_rows,
@@ -81,16 +81,16 @@ class _Plan:
             params=tensors[len(self.names) :],
             precision=self.precision,
         )
-        return call, Block(structure=self.structure, edge_ids=self.edge_ids, src=src, edge=edge, ties=self.ties)
+        return call, MessageBlock(structure=self.structure, edge_ids=self.edge_ids, src=src, edge=edge, ties=self.ties)
 
 
 class _Propagate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: _PropagatePlan, *tensors: Tensor) -> Tensor:
         call, block = plan.laid_out(tensors)
-        state = pieces.State()
-        pieces.extend(state, call, block)
-        out, side = pieces.finish(state, call)
+        state = pieces.PropagateState()
+        pieces.update_propagate(state, call, block)
+        out, side = pieces.finish_propagate(state, call)
         ctx.plan = plan
         ctx.save_for_backward(*tensors, out if plan.reduce == "softmax" else None, side)
         return out
@@ -98,7 +98,7 @@ class _Propagate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        plan: _Plan = ctx.plan
+        plan: _PropagatePlan = ctx.plan
         *tensors, out, side = ctx.saved_tensors
         call, block = plan.laid_out(tensors)
         needs = ctx.needs_input_grad[1:]
@@ -108,8 +108,8 @@ class _Propagate(torch.autograd.Function):
         params = [i for i, need in enumerate(needs[len(plan.names) :]) if need]
         into = pieces.open_gradients(call, dst=dst, params=params)
         of_edges = {name: torch.zeros_like(block.edge[name]) for name in edge}
-        upstream = pieces.begin_back(call, grad, out=out, side=side)
-        of_sources = pieces.back(call, upstream, block, into=into, src=src, edge=of_edges)
+        upstream = pieces.begin_backward(call, grad, out=out, side=side)
+        of_sources = pieces.block_backward(call, upstream, block, into=into, src=src, edge=of_edges)
         found = {"src": of_sources, "dst": into.dst, "edge": of_edges}
         totals = [found[group].get(name) for group, name in plan.names]
         totals += [into.params.get(i) for i in range(len(call.params))]

@@ -14,29 +14,37 @@ import torch
 from torch import Tensor
 
 from gnnfleet.ops import reference
-from gnnfleet.ops.aggregate import MaxState, extend_max, max_back, sum_rows
-from gnnfleet.ops.csr import Compressed
-from gnnfleet.ops.message import Block, Call, Chunk, Key, build, chunks, without_edges
+from gnnfleet.ops.aggregate import MaxState, max_backward, sum_rows, update_max
+from gnnfleet.ops.csr import CSR
+from gnnfleet.ops.message import (
+    LeafKey,
+    MessageBlock,
+    MessageCall,
+    MessageChunk,
+    build_message,
+    empty_message,
+    message_chunks,
+)
 
 
 @dataclass(eq=False)
-class State:
+class PropagateState:
     """Running results of every destination; made when the first message shows its shape."""
 
     shape: torch.Size = field(default_factory=torch.Size)  # of a row
     total: Tensor | None = None  # [R, W] sums or maxima; for softmax Σ exp(score − top) value
     side: Tensor | None = None  # mean: [R] edges; max: [R, W] winners; softmax: [R, H] top
     den: Tensor | None = None  # [R, H] for softmax: Σ exp(score − top)
-    like: Block | None = None  # the first block: what rows look like, should there be no edges at all
+    like: MessageBlock | None = None  # the first block: what rows look like, should there be no edges at all
 
 
-def extend(state: State, call: Call, block: Block) -> None:
-    """Add the edges of a block to the state, in place; a new ``State()`` has none."""
+def update_propagate(state: PropagateState, call: MessageCall, block: MessageBlock) -> None:
+    """Add the edges of a block to the state, in place; a new ``PropagateState()`` has none."""
     assert call.reduce != "max" or block.ties is not None or state.like is None, "several blocks need ties"
     state.like = block if state.like is None else state.like
     with torch.no_grad():
-        for chunk in chunks(block):
-            parts = build(call, block, chunk)[0]
+        for chunk in message_chunks(block):
+            parts = build_message(call, block, chunk)[0]
             total = _opened(state, call, parts)
             if call.reduce == "softmax":
                 _add_softmax(state, chunk, *parts)
@@ -49,12 +57,12 @@ def extend(state: State, call: Call, block: Block) -> None:
                     state.side[chunk.target] += chunk.runs.diff()
 
 
-def finish(state: State, call: Call) -> tuple[Tensor, Tensor | None]:
+def finish_propagate(state: PropagateState, call: MessageCall) -> tuple[Tensor, Tensor | None]:
     """(result [R, …], what backward needs besides); at least one block was given, maybe without edges."""
     if state.total is None:
         assert state.like is not None
         with torch.no_grad():
-            _opened(state, call, without_edges(call, state.like))
+            _opened(state, call, empty_message(call, state.like))
     total, side = state.total, state.side
     assert total is not None
     if call.reduce == "mean":
@@ -69,7 +77,7 @@ def finish(state: State, call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Upstream:
+class UpstreamGradient:
     """What edges need to know of a destination in backward."""
 
     grad: Tensor  # [R, W], for mean divided by the number of edges
@@ -77,51 +85,53 @@ class Upstream:
     dee: Tensor | None = None  # [R, H] for softmax: <grad, out>
 
 
-def begin_back(call: Call, grad: Tensor, *, out: Tensor | None, side: Tensor | None) -> Upstream:
-    """All a destination can do alone; ``out`` (for softmax only) and ``side`` are what ``finish`` gave."""
+def begin_backward(call: MessageCall, grad: Tensor, *, out: Tensor | None, side: Tensor | None) -> UpstreamGradient:
+    """All a destination can do alone; ``out`` (for softmax only) and ``side`` are what ``finish_propagate`` gave."""
     flat = grad.reshape(call.num_dst, grad.shape[1:].numel()).contiguous()
     if call.reduce == "mean":
         assert side is not None
-        return Upstream(flat / side.clamp(min=1).to(flat.dtype)[:, None])
+        return UpstreamGradient(flat / side.clamp(min=1).to(flat.dtype)[:, None])
     if call.reduce != "softmax":
-        return Upstream(flat, side)
+        return UpstreamGradient(flat, side)
     assert side is not None and out is not None
-    return Upstream(flat, side, _by_head(flat * out.reshape(flat.shape), side).sum(-1))
+    return UpstreamGradient(flat, side, _by_head(flat * out.reshape(flat.shape), side).sum(-1))
 
 
 @dataclass(frozen=True, eq=False)
-class Gradients:
+class PropagateGradients:
     """What all blocks add to: gradients of the destinations and parameters that are wanted."""
 
     dst: Mapping[str, Tensor]
     params: Mapping[int, Tensor]
 
 
-def open_gradients(call: Call, *, dst: Collection[str], params: Collection[int]) -> Gradients:
+def open_gradients(call: MessageCall, *, dst: Collection[str], params: Collection[int]) -> PropagateGradients:
     """Zeros; float32 for tensors of 16 bits."""
-    return Gradients({name: _zeros(call.dst[name]) for name in dst}, {i: _zeros(call.params[i]) for i in params})
+    return PropagateGradients(
+        {name: _zeros(call.dst[name]) for name in dst}, {i: _zeros(call.params[i]) for i in params}
+    )
 
 
-def back(
-    call: Call,
-    upstream: Upstream,
-    block: Block,
+def block_backward(
+    call: MessageCall,
+    upstream: UpstreamGradient,
+    block: MessageBlock,
     *,
-    into: Gradients,
+    into: PropagateGradients,
     src: Collection[str] = (),
     edge: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """{name: [columns, …]} gradients of those of the block's sources that ``src`` names, in their dtype.
 
     ``into`` is added to, in place. ``edge`` has tensors like the block's, in which the rows of its edges are written;
-    those of inputs that the message makes no use of stay as they are. Raises ConfigError as ``build`` does.
+    those of inputs that the message makes no use of stay as they are. Raises ConfigError as ``build_message`` does.
     """
     edge = edge or {}
     found = {name: _zeros(block.src[name]) for name in src}
-    wanted: list[Key] = [("src", name) for name in src]
+    wanted: list[LeafKey] = [("src", name) for name in src]
     wanted += [("dst", name) for name in into.dst] + [("edge", name) for name in edge]
     wanted += [("params", i) for i in into.params]
-    for chunk in chunks(block):
+    for chunk in message_chunks(block):
         for (group, name), part in _pull(call, upstream, block, chunk, wanted).items():
             if group == "edge":
                 edge[str(name)][chunk.edges] = part
@@ -134,10 +144,12 @@ def back(
     return {name: total.to(block.src[name].dtype) for name, total in found.items()}
 
 
-def _pull(call: Call, upstream: Upstream, block: Block, chunk: Chunk, wanted: list[Key]) -> dict[Key, Tensor]:
+def _pull(
+    call: MessageCall, upstream: UpstreamGradient, block: MessageBlock, chunk: MessageChunk, wanted: list[LeafKey]
+) -> dict[LeafKey, Tensor]:
     """Gradients of a chunk's leaves, of those that get any."""
     with torch.enable_grad():
-        parts, leaves = build(call, block, chunk, wanted)
+        parts, leaves = build_message(call, block, chunk, wanted)
     live = [i for i, part in enumerate(parts) if part.requires_grad]
     if not live:
         return {}
@@ -149,7 +161,7 @@ def _pull(call: Call, upstream: Upstream, block: Block, chunk: Chunk, wanted: li
 
 
 def _arriving(
-    call: Call, upstream: Upstream, block: Block, chunk: Chunk, parts: tuple[Tensor, ...]
+    call: MessageCall, upstream: UpstreamGradient, block: MessageBlock, chunk: MessageChunk, parts: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """Gradients of what the message returned."""
     grad = upstream.grad
@@ -167,7 +179,7 @@ def _arriving(
     return share * (along - upstream.dee.index_select(0, chunk.dst)), share[..., None] * arrived
 
 
-def _opened(state: State, call: Call, parts: tuple[Tensor, ...]) -> Tensor:
+def _opened(state: PropagateState, call: MessageCall, parts: tuple[Tensor, ...]) -> Tensor:
     """The state's total, made for messages like these if there is none."""
     value = parts[-1]
     if state.total is not None:
@@ -187,7 +199,7 @@ def _opened(state: State, call: Call, parts: tuple[Tensor, ...]) -> Tensor:
     return state.total
 
 
-def _add_softmax(state: State, chunk: Chunk, score: Tensor, value: Tensor) -> None:
+def _add_softmax(state: PropagateState, chunk: MessageChunk, score: Tensor, value: Tensor) -> None:
     """Sums over exp(score − top): those so far shrink where the top rises."""
     total, top, den, rows = state.total, state.side, state.den, chunk.target
     assert total is not None and top is not None and den is not None
@@ -203,7 +215,7 @@ def _add_softmax(state: State, chunk: Chunk, score: Tensor, value: Tensor) -> No
     _add_runs(total, chunk, weight[..., None] * _by_head(_flat(value), weight))
 
 
-def _add_max(state: MaxState, chunk: Chunk, values: Tensor, ties: Tensor) -> None:
+def _add_max(state: MaxState, chunk: MessageChunk, values: Tensor, ties: Tensor) -> None:
     """A running maximum over more edges."""
     values, rows = _flat(values), chunk.target
     if not _native_on(values):
@@ -216,20 +228,20 @@ def _add_max(state: MaxState, chunk: Chunk, values: Tensor, ties: Tensor) -> Non
         return
     edges, values = _one_each(chunk), _for_kernel(values, state.out.dtype)
     if isinstance(rows, slice):
-        extend_max(MaxState(state.out[rows], state.winner[rows]), edges, values, ties=ties)
+        update_max(MaxState(state.out[rows], state.winner[rows]), edges, values, ties=ties)
     else:
-        extend_max(state, edges, values, ties=ties, rows=rows)
+        update_max(state, edges, values, ties=ties, rows=rows)
 
 
-def _from_winners(grad: Tensor, winner: Tensor, chunk: Chunk, ties: Tensor) -> Tensor:
+def _from_winners(grad: Tensor, winner: Tensor, chunk: MessageChunk, ties: Tensor) -> Tensor:
     """[E, W]: each edge's share of the gradient of a maximum."""
     if not _native_on(grad):
         return grad.index_select(0, chunk.dst).where(winner.index_select(0, chunk.dst) == ties[:, None], 0.0)
-    by_edge = Compressed(torch.arange(chunk.count + 1), chunk.dst, len(grad))
-    return max_back(by_edge, grad, winner, ties=ties)
+    by_edge = CSR(torch.arange(chunk.count + 1), chunk.dst, len(grad))
+    return max_backward(by_edge, grad, winner, ties=ties)
 
 
-def _add_runs(total: Tensor, chunk: Chunk, values: Tensor) -> None:
+def _add_runs(total: Tensor, chunk: MessageChunk, values: Tensor) -> None:
     """Add the rows of edges to those of their destinations, [R, W], in place and in order."""
     values, rows = _flat(values), chunk.target
     if not _native_on(values):
@@ -247,11 +259,11 @@ def _add_columns(total: Tensor, col: Tensor, values: Tensor) -> None:
     if not _native_on(values):
         total.index_add_(0, col, values.to(total.dtype))
         return
-    turned, order = Compressed(torch.tensor([0, len(col)]), col, len(total)).transposed
+    turned, order = CSR(torch.tensor([0, len(col)]), col, len(total)).transposed
     busy = turned.indptr.diff().nonzero()[:, 0]
     indptr = torch.cat([turned.indptr[busy], turned.indptr[-1:]])
     values = _for_kernel(_flat(values), total.dtype)
-    sum_rows(Compressed(indptr, order, len(values)), values, rows=busy.int(), out=_flat(total))
+    sum_rows(CSR(indptr, order, len(values)), values, rows=busy.int(), out=_flat(total))
 
 
 def _scale(total: Tensor, rows: slice | Tensor, factor: Tensor) -> None:
@@ -261,15 +273,15 @@ def _scale(total: Tensor, rows: slice | Tensor, factor: Tensor) -> None:
         total[rows] = total[rows] * factor
 
 
-def _ties(block: Block, chunk: Chunk) -> Tensor:
+def _ties(block: MessageBlock, chunk: MessageChunk) -> Tensor:
     if block.ties is not None:
         return block.ties[chunk.edges]
     return torch.arange(chunk.edges.start, chunk.edges.stop, device=chunk.row.device)
 
 
-def _one_each(chunk: Chunk) -> Compressed:
+def _one_each(chunk: MessageChunk) -> CSR:
     """Destinations by rows, the chunk's edges as columns."""
-    return Compressed(chunk.runs, torch.arange(chunk.count, dtype=torch.int32), chunk.count)
+    return CSR(chunk.runs, torch.arange(chunk.count, dtype=torch.int32), chunk.count)
 
 
 def _native_on(values: Tensor) -> bool:

@@ -9,7 +9,7 @@ from itertools import count as count_on
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.draws import Draws
 
 
@@ -24,12 +24,12 @@ def sort_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple
 
 
 def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """See ``rows.gather``."""
+    """See ``normal_rows.gather``."""
     return table[rows.long()].to(table.dtype if dtype is None else dtype)
 
 
 def aggregate(
-    structure: Compressed,
+    structure: CSR,
     x: Tensor,
     *,
     reduce: str = "sum",
@@ -73,7 +73,7 @@ def _equal(a: Tensor, b: Tensor) -> Tensor:
 
 
 def attend(
-    structure: Compressed,
+    structure: CSR,
     value: Tensor,
     *,
     src: Tensor,
@@ -151,7 +151,7 @@ def philox(counter: list[Tensor | int], key: int) -> list[Tensor]:
 
 
 def sample(
-    structure: Compressed, seeds: Tensor, count: int, *, replace: bool, draws: Draws, weight: Tensor | None = None
+    structure: CSR, seeds: Tensor, count: int, *, replace: bool, draws: Draws, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``sample.sample``; one node after the other, one draw after the other."""
     found: list[list[int]] = []
@@ -217,7 +217,7 @@ def _below(word: Callable[[], int], limit: int) -> int:
             return product >> 32
 
 
-def temporal_neighbours(
+def temporal_neighbors(
     events: tuple[Tensor, Tensor, Tensor],
     asked: tuple[Tensor, Tensor],
     k: int,

@@ -12,24 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.buffers import empty
-from gnnfleet.ops.linear import mix
-from gnnfleet.ops.native import _native, threads
+from gnnfleet.ops.buffers import empty_buffer
+from gnnfleet.ops.linear import sum_linear
+from gnnfleet.ops.native import _native, num_threads
 
 
-def rounds(*operands: Tensor) -> bool:
+def rounds_operands(*operands: Tensor) -> bool:
     """Whether products of these are to round them."""
     return torch.is_autocast_enabled("cpu") and all(
         x.dtype == torch.float32 and x.device.type == "cpu" for x in operands
     )
 
 
-def multiply(
+def rounded_matmul(
     out: Tensor, a: Tensor, b: Tensor, *, rounded: bool, add: bool = False, bias: Tensor | None = None
 ) -> Tensor:
     """``out = a b (+ bias)``, or ``out += a b``; every operand has rows or columns without gaps."""
     if rounded and _native.has_product():
-        _native.product(a, b, out, bias, add, threads(out.numel() * a.shape[1]))
+        _native.product(a, b, out, bias, add, num_threads(out.numel() * a.shape[1]))
         return out
     if rounded:
         a, b = a.bfloat16().float(), b.bfloat16().float()
@@ -38,29 +38,29 @@ def multiply(
     return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
 
 
-def mix_wide(terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) -> Tensor:
+def sum_linear_float32(terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) -> Tensor:
     """``Σ x Wᵀ + bias`` over terms (x [n, in], W [out, in]), in float32 whatever autocast says, or as operands are."""
     flat = [each for term in terms for each in term]
-    if not rounds(*flat):
-        made = mix(terms, bias)
+    if not rounds_operands(*flat):
+        made = sum_linear(terms, bias)
         return made.float() if made.dtype == torch.bfloat16 else made
-    out: Tensor = _Rounded.apply(bias, *(x for x, _ in terms), *(w for _, w in terms))  # type: ignore[no-untyped-call]
+    out: Tensor = _RoundedSumLinear.apply(bias, *(x for x, _ in terms), *(w for _, w in terms))  # type: ignore[no-untyped-call]
     return out
 
 
-def linear_wide(lin: torch.nn.Linear, x: Tensor) -> Tensor:
+def linear_float32(lin: torch.nn.Linear, x: Tensor) -> Tensor:
     """A ``torch.nn.Linear`` on rows x."""
-    return mix_wide([(x, lin.weight)], lin.bias)
+    return sum_linear_float32([(x, lin.weight)], lin.bias)
 
 
-class _Rounded(torch.autograd.Function):
+class _RoundedSumLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bias: Tensor | None, *pairs: Tensor) -> Tensor:
         xs, weights = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
         xs = tuple(x.contiguous() for x in xs)
-        out = empty((xs[0].shape[0], weights[0].shape[0]), xs[0].dtype)
+        out = empty_buffer((xs[0].shape[0], weights[0].shape[0]), xs[0].dtype)
         for number, (x, weight) in enumerate(zip(xs, weights, strict=True)):
-            multiply(out, x, weight.t(), rounded=True, add=number > 0, bias=bias if number == 0 else None)
+            rounded_matmul(out, x, weight.t(), rounded=True, add=number > 0, bias=bias if number == 0 else None)
         ctx.save_for_backward(*xs, *weights)
         return out
 
@@ -71,11 +71,11 @@ class _Rounded(torch.autograd.Function):
         xs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         wants_bias, *wants = ctx.needs_input_grad
         dxs = [
-            multiply(empty(x.shape, x.dtype), grad, weight, rounded=True) if want else None
+            rounded_matmul(empty_buffer(x.shape, x.dtype), grad, weight, rounded=True) if want else None
             for x, weight, want in zip(xs, weights, wants, strict=False)
         ]
         dweights = [
-            multiply(torch.empty(weight.shape), grad.t(), x, rounded=True) if want else None
+            rounded_matmul(torch.empty(weight.shape), grad.t(), x, rounded=True) if want else None
             for x, weight, want in zip(xs, weights, wants[len(xs) :], strict=True)
         ]
         return grad.sum(0) if wants_bias else None, *dxs, *dweights

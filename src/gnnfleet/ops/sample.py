@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import InputError
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.draws import Draws
-from gnnfleet.ops.native import _native, threads
+from gnnfleet.ops.native import _native, num_threads
 
-# A seed costs about as much as this many multiply-adds; see ``native.threads``.
+# A seed costs about as much as this many multiply-adds; see ``native.num_threads``.
 _WORK = 32
 
 
@@ -29,7 +29,7 @@ class Fanout:
 
 
 def sample(
-    edges: Compressed,
+    edges: CSR,
     seeds: Tensor,
     fanout: Fanout,
     *,
@@ -45,7 +45,7 @@ def sample(
     draws go by, where rows are numbered otherwise: a part of a graph then draws what the whole would.
     """
     key, place = draws.words
-    team = threads(seeds.shape[0] * _WORK)
+    team = num_threads(seeds.shape[0] * _WORK)
     asked = (edges.indptr, weight, seeds, ids, fanout.count, fanout.replace, key, place)
     offsets = torch.empty(seeds.shape[0] + 1, dtype=torch.int64)
     _native.count_samples(*asked, offsets, team)
@@ -54,10 +54,10 @@ def sample(
     return offsets, found
 
 
-def pick(edges: Compressed, positions: Tensor) -> Tensor:
+def edge_sources(edges: CSR, positions: Tensor) -> Tensor:
     """[E] sources of the edges at some positions ([E] int64)."""
     sources = torch.empty(positions.shape[0], dtype=edges.col.dtype)
-    _native.pick(edges.col, positions, sources, threads(positions.shape[0] * _WORK))
+    _native.pick(edges.col, positions, sources, num_threads(positions.shape[0] * _WORK))
     return sources
 
 
@@ -84,13 +84,13 @@ class Frontier:
             )
         self.ids = seeds
 
-    def meet(self, sources: Tensor) -> None:
-        """Those of [E] store ids (int32 or int64) that have no row get one in ``grow``. IndexError: no such node."""
+    def add(self, sources: Tensor) -> None:
+        """Those of [E] store ids (int32 or int64) that have no row get one in ``assign_rows``. IndexError: no such node."""
         places = torch.empty(sources.shape[0], dtype=torch.int32)
-        self._table.meet(sources, places, threads(sources.shape[0] * _WORK))
+        self._table.meet(sources, places, num_threads(sources.shape[0] * _WORK))
         self._met.append((sources, places))
 
-    def grow(self) -> None:
+    def assign_rows(self) -> None:
         """Give rows to the nodes that were met, in ascending order, whoever met them first."""
         before, new = self.ids.shape[0], self._table.grow()
         ids = torch.empty(before + new, dtype=torch.int64)
@@ -99,13 +99,13 @@ class Frontier:
         self.ids = ids
 
     def rows(self, sources: Tensor) -> Tensor:
-        """[E] int32 the rows of nodes, −1 for one that was not met; ValueError between ``meet`` and ``grow``.
+        """[E] int32 the rows of nodes, −1 for one that was not met; ValueError between ``add`` and ``assign_rows``.
 
         Quickest, once, for the very tensor that was met: where its nodes are was noted, and only becomes rows.
         """
         places = self._places(sources)
         out = torch.empty(sources.shape[0], dtype=torch.int32) if places is None else places
-        self._table.rows(sources, places is not None, out, threads(sources.shape[0] * _WORK))
+        self._table.rows(sources, places is not None, out, num_threads(sources.shape[0] * _WORK))
         return out
 
     @property

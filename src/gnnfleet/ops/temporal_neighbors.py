@@ -13,14 +13,14 @@ from torch import Tensor
 
 from gnnfleet.errors import InputError
 from gnnfleet.ops.draws import DrawKey, Purpose
-from gnnfleet.ops.native import _native, threads
+from gnnfleet.ops.native import _native, num_threads
 
-# A question costs about as much as this many multiply-adds; see ``native.threads``.
+# A question costs about as much as this many multiply-adds; see ``native.num_threads``.
 _WORK = 128
 TIME_DTYPES = (torch.int64, torch.float64)
 
 
-class Meetings(NamedTuple):
+class PairHistory(NamedTuple):
     """What two nodes had to do with each other, [n, k] int64 each."""
 
     number: Tensor  # of meetings
@@ -28,7 +28,7 @@ class Meetings(NamedTuple):
     last: Tensor  # the number of that event, −1 where they did not
 
 
-class RecentNeighbours:
+class TemporalNeighbors:
     """The events of every node, both ends alike, oldest first; more may be appended.
 
     An event of a node with itself is listed once. Times are int64 or float64 and never fall; float32 is refused, it
@@ -77,7 +77,7 @@ class RecentNeighbours:
             self._t = room
         self._t[before:after] = t
 
-    def before(self, times: Tensor, *, visible: int | Tensor | None = None) -> Tensor:
+    def count_before(self, times: Tensor, *, visible: int | Tensor | None = None) -> Tensor:
         """[n] int64: how many events happened strictly before each time, of the first ``visible`` ones."""
         self._check_times(times)
         found = torch.searchsorted(self.t, times.contiguous())
@@ -85,7 +85,7 @@ class RecentNeighbours:
             return found
         return found.clamp_(max=visible) if isinstance(visible, int) else torch.minimum(found, visible)
 
-    def recent(
+    def latest(
         self, nodes: Tensor, times: Tensor, k: int, *, visible: int | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(neighbours, events), both [n, k] int64: the latest before ``times``, latest first, −1 where none are left.
@@ -95,11 +95,11 @@ class RecentNeighbours:
         """
         out = self._out(nodes, k)
         self._table.recent(
-            nodes.contiguous(), self.before(times, visible=visible), *out, threads(nodes.shape[0] * _WORK)
+            nodes.contiguous(), self.count_before(times, visible=visible), *out, num_threads(nodes.shape[0] * _WORK)
         )
         return out
 
-    def uniform(
+    def sample_uniform(
         self,
         nodes: Tensor,
         times: Tensor,
@@ -109,28 +109,28 @@ class RecentNeighbours:
         hop: int = 0,
         visible: int | Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As ``recent``, but k drawn evenly without replacement from all before ``times``; latest first.
+        """As ``latest``, but k drawn evenly without replacement from all before ``times``; latest first.
 
         A draw goes by the key, the hop, the node and the number of events before, not by the place of a question.
         """
         out = self._out(nodes, k)
-        before = self.before(times, visible=visible)
+        before = self.count_before(times, visible=visible)
         words = key.draws(Purpose.SAMPLE, hop).words
-        self._table.uniform(nodes.contiguous(), before, *words, *out, threads(nodes.shape[0] * _WORK))
+        self._table.uniform(nodes.contiguous(), before, *words, *out, num_threads(nodes.shape[0] * _WORK))
         return out
 
     def counts(self, nodes: Tensor, before: Tensor) -> Tensor:
         """[n] int64: how many events nodes have had among the first ``before`` [n] of the stream (see ``before``)."""
         out = torch.empty(nodes.shape[0], dtype=torch.int64)
         self._check_nodes(nodes)
-        self._table.counts(nodes.contiguous(), before.contiguous(), out, threads(nodes.shape[0] * _WORK))
+        self._table.counts(nodes.contiguous(), before.contiguous(), out, num_threads(nodes.shape[0] * _WORK))
         return out
 
-    def meetings(self, src: Tensor, dst: Tensor, before: Tensor, *, depth: int) -> Meetings:
+    def pair_history(self, src: Tensor, dst: Tensor, before: Tensor, *, depth: int) -> PairHistory:
         """What sources [n] had to do with each of ``dst`` [n, k], in their latest ``depth`` events before."""
-        made = Meetings(*(torch.empty(dst.shape, dtype=torch.int64) for _ in range(3)))
+        made = PairHistory(*(torch.empty(dst.shape, dtype=torch.int64) for _ in range(3)))
         self._check_nodes(src)
-        team = threads((dst.numel() + len(src) * 8) * _WORK)
+        team = num_threads((dst.numel() + len(src) * 8) * _WORK)
         self._table.meetings(src.contiguous(), before.contiguous(), dst.contiguous(), depth, *made, team)
         return made
 

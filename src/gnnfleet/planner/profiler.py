@@ -15,37 +15,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import gather_rows, sum_gradients, sum_over_ranks
-from gnnfleet.comm.halo_exchange import Lane, Ring, Routes
+from gnnfleet.comm.collectives import all_gather_rows, sum_gradients, sum_over_ranks
+from gnnfleet.comm.halo_exchange import ExchangePlan, RingExchange, RowTable
 from gnnfleet.comm.world import World
-from gnnfleet.graph.graph import EdgeType, Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.partition.shard import Shard
-from gnnfleet.graph.sampling.batches import batches
+from gnnfleet.graph.sampling.batches import epoch_batches
 from gnnfleet.graph.sampling.loader import prepare_backward
-from gnnfleet.graph.sampling.sampler import Sampler
+from gnnfleet.graph.sampling.sampler import NeighborSampler
 from gnnfleet.graph.views.block import full_block
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import rss
-from gnnfleet.report.traffic import Traffic
-from gnnfleet.sharded.full_batch.active_row_counts import Piece, cut_piece
-from gnnfleet.sharded.step_tracer import twin_of
-from gnnfleet.strategies.estimates import LayerPace, Pace
-from gnnfleet.strategies.input_cache import wants_aggregate
-from gnnfleet.strategies.job import PRECISIONS, Job, products
+from gnnfleet.report.traffic import TrafficCounter
+from gnnfleet.sharded.full_batch.active_row_counts import SubPartition, sub_partition
+from gnnfleet.sharded.step_tracer import resized_copy
+from gnnfleet.strategies.estimates import LayerCostModel, MachineProfile
+from gnnfleet.strategies.input_cache import should_cache_aggregate
+from gnnfleet.strategies.job import PRECISIONS, Job, autocast
 from gnnfleet.strategies.optim import make_optimizer
-from gnnfleet.strategies.sampling_options import FanoutWords
+from gnnfleet.strategies.sampling_options import FanoutOption
 from gnnfleet.strategies.step_costs import (
-    PIECE_EDGES,
-    PIECE_ROWS,
+    SAMPLE_EDGES,
+    SAMPLE_ROWS,
     can_precompute,
-    drawn,
-    fanouts_of,
+    gather_inputs,
     loads_of,
-    read_inputs,
-    run_blocks,
+    num_drawn,
+    parse_fanouts,
+    run_step_on_blocks,
 )
 
 _REPEATS = 3
@@ -54,20 +54,20 @@ _WIDTH = 256
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingProbe:
     """How sampled steps are rehearsed."""
 
-    fanouts: FanoutWords = None
+    fanouts: FanoutOption = None
     batch: int = 1024
 
 
-def measure_pace(world: World, job: Job, shard: Shard, draw: Draw) -> Pace:
+def profile_machine(world: World, job: Job, shard: Shard, draw: SamplingProbe) -> MachineProfile:
     """All ranks call it together, each with its own part; every one gets the mean of all."""
     resident = _resident()
-    aside = replace(world, traffic=Traffic())
-    piece = cut_piece(shard, _share(shard))
-    twin = twin_of(job.model, piece.sources)
-    cached = wants_aggregate("auto", hides=job.task.hides)
+    aside = replace(world, traffic=TrafficCounter())
+    piece = sub_partition(shard, _share(shard))
+    twin = resized_copy(job.model, piece.sources)
+    cached = should_cache_aggregate("auto", hides=job.task.masks_edges)
 
     def together() -> None:
         sum_over_ranks(aside, torch.zeros(1))
@@ -75,13 +75,13 @@ def measure_pace(world: World, job: Job, shard: Shard, draw: Draw) -> Pace:
     layers = _layers(twin, shard, piece, job.precision, cached, together)
     step, sums = _optimizer(aside, twin, job)
     blocks, making = _sampled(aside, job, draw, layers, cached)
-    bandwidth, latency = _link(aside)
-    socket, _ = _link(replace(aside, shelf=None))
+    bandwidth, latency = _network(aside)
+    socket, _ = _network(replace(aside, shm=None))
     own = [step, sums, blocks, making, bandwidth, socket, latency, resident]
-    own += [number for layer in layers for number in (layer.least, layer.row, layer.edge)]
-    every = torch.stack(gather_rows(aside, torch.tensor([own], dtype=torch.float64)))[:, 0].mean(0).tolist()
-    found = tuple(LayerPace(*every[at : at + 3]) for at in range(8, len(every), 3))
-    return Pace(world.size, found, *every[:8])
+    own += [number for layer in layers for number in (layer.base, layer.per_row, layer.per_edge)]
+    every = torch.stack(all_gather_rows(aside, torch.tensor([own], dtype=torch.float64)))[:, 0].mean(0).tolist()
+    found = tuple(LayerCostModel(*every[at : at + 3]) for at in range(8, len(every), 3))
+    return MachineProfile(world.size, found, *every[:8])
 
 
 def _resident() -> float:
@@ -97,10 +97,10 @@ def _share(shard: Shard) -> float:
     """Of the rows of a part, those that a piece may have."""
     rows = sum(shard.nodes(kind).count for kind in shard.node_types)
     edges = sum(len(shard.block(kind, "in", q).cols) for kind in shard.edge_types for q in range(shard.parts))
-    return min(1.0, PIECE_ROWS / max(rows, 1), PIECE_EDGES / max(edges, 1))
+    return min(1.0, SAMPLE_ROWS / max(rows, 1), SAMPLE_EDGES / max(edges, 1))
 
 
-def _best(work: Callable[[], object], repeats: int = _REPEATS) -> float:
+def _fastest(work: Callable[[], object], repeats: int = _REPEATS) -> float:
     """Seconds of the fastest of several times, once it has been done before."""
     work()
     found = []
@@ -115,37 +115,37 @@ def _best(work: Callable[[], object], repeats: int = _REPEATS) -> float:
 
 
 def _layers(
-    model: Model, shard: Shard, piece: Piece, precision: str, cached: bool, together: Callable[[], None]
-) -> list[LayerPace]:
+    model: Model, shard: Shard, piece: SubPartition, precision: str, cached: bool, together: Callable[[], None]
+) -> list[LayerCostModel]:
     """On the piece, on the same rows without edges, and on next to nothing."""
     small = {kind: min(8, count) for kind, count in piece.rows.items()}
     if model.batch_norm:
         small = {kind: min(64, count) for kind, count in piece.rows.items()}
-    bare = {kind: ends[:, :0] for kind, ends in piece.ends.items()}
+    bare = {kind: ends[:, :0] for kind, ends in piece.edge_index.items()}
     found = []
-    for rows, ends in ((small, bare), (piece.rows, bare), (piece.rows, piece.ends)):
-        sources = piece.sources if ends is piece.ends else rows
-        walk = _Walk(model, _view(shard, Piece(rows, sources, ends)), shard, precision, cached)
+    for rows, ends in ((small, bare), (piece.rows, bare), (piece.rows, piece.edge_index)):
+        sources = piece.sources if ends is piece.edge_index else rows
+        walk = _LayerBench(model, _view(shard, SubPartition(rows, sources, ends)), shard, precision, cached)
         together()
-        found.append([_best(partial(walk.layer, index)) for index in range(model.num_layers)])
+        found.append([_fastest(partial(walk.layer, index)) for index in range(model.num_layers)])
     rows_all, few = sum(piece.rows.values()), sum(small.values())
-    edges = max(1, sum(ends.shape[1] for ends in piece.ends.values()))
+    edges = max(1, sum(ends.shape[1] for ends in piece.edge_index.values()))
     paces = []
     for tiny, without, whole in zip(*found, strict=True):
         row = max(0.0, without - tiny) / max(1, rows_all - few)
-        paces.append(LayerPace(max(0.0, tiny - few * row), row, max(0.0, whole - without) / edges))
+        paces.append(LayerCostModel(max(0.0, tiny - few * row), row, max(0.0, whole - without) / edges))
     return paces
 
 
-def _view(shard: Shard, piece: Piece) -> LocalView:
+def _view(shard: Shard, piece: SubPartition) -> LocalView:
     """Destinations first; features of real width."""
-    nodes = {kind: make_nodes(count) for kind, count in piece.sources.items()}
+    nodes = {kind: validated_nodes(count) for kind, count in piece.sources.items()}
     edges = {}
-    for kind, ends in piece.ends.items():
+    for kind, ends in piece.edge_index.items():
         weight, attr = (_ones(shard, EdgeType(*kind), name, ends.shape[1]) for name in ("weight", "attr"))
         src, dst = piece.sources[kind[0]], piece.sources[kind[2]]
-        edges[EdgeType(*kind)] = make_edges(ends, num_src=src, num_dst=dst, weight=weight, attr=attr)
-    view = LocalView.whole(Graph.of(nodes, edges))
+        edges[EdgeType(*kind)] = validated_edges(ends, num_src=src, num_dst=dst, weight=weight, attr=attr)
+    view = LocalView.of_graph(Graph.of(nodes, edges))
     return full_block(view, {kind: (0, count) for kind, count in piece.rows.items()}).view
 
 
@@ -154,11 +154,11 @@ def _ones(shard: Shard, kind: EdgeType, name: str, count: int) -> Tensor | None:
     return None if values is None else torch.ones(count, *values.shape[1:])
 
 
-class _Walk:
+class _LayerBench:
     """Layers one by one on a view, each on random rows of the width that the layer before makes."""
 
     def __init__(self, model: Model, view: LocalView, shard: Shard, precision: str, cached: bool) -> None:
-        self.model, self.view, self.precision = model, view.at(key=DrawKey()), precision
+        self.model, self.view, self.precision = model, view.with_step(key=DrawKey()), precision
         dtype = PRECISIONS[precision]
         x: Any = {kind: _random(shard, kind, len(rows.node_ids), dtype) for kind, rows in view.nodes.items()}
         x = x if len(x) > 1 else next(iter(x.values()))
@@ -173,7 +173,7 @@ class _Walk:
     def _forward(self, index: int) -> tuple[Any, Tensor | None]:
         rows, carry = self.given[index]
         near: Aggregate | None = self.near if index == 0 else None
-        with products(self.precision):
+        with autocast(self.precision):
             return self.model.layer(index, self.view, rows, carry, aggregated=near)
 
     def _every(self, rows: Any) -> Any:
@@ -209,8 +209,8 @@ def _optimizer(world: World, model: Model, job: Job) -> tuple[float, float]:
     optimizer = make_optimizer(model, job.train)
     for each in parameters:
         each.grad = torch.zeros_like(each)
-    step = _best(optimizer.step)
-    sums = _best(lambda: sum_gradients(world, parameters)) if world.size > 1 else 0.0
+    step = _fastest(optimizer.step)
+    sums = _fastest(lambda: sum_gradients(world, parameters)) if world.size > 1 else 0.0
     model.zero_grad(set_to_none=True)
     return step, sums
 
@@ -218,14 +218,18 @@ def _optimizer(world: World, model: Model, job: Job) -> tuple[float, float]:
 # -- sampled blocks --
 
 
-def _sampled(world: World, job: Job, draw: Draw, layers: Sequence[LayerPace], cached: bool) -> tuple[float, float]:
+def _sampled(
+    world: World, job: Job, draw: SamplingProbe, layers: Sequence[LayerCostModel], cached: bool
+) -> tuple[float, float]:
     """(how much dearer layers are on blocks, seconds for each edge and row of making them)."""
     graph, task, model = job.graph, job.task, job.model
-    sampler = Sampler(graph, fanouts_of(draw.fanouts, model.num_layers))
-    items = task.trained(job.seed, 0)
+    sampler = NeighborSampler(graph, parse_fanouts(draw.fanouts, model.num_layers))
+    items = task.train_items(job.seed, 0)
     size = max(1, min(draw.batch or len(items), len(items)) // world.size)
     given = cached and can_precompute(model, graph)
-    every = [(number, part) for number, part in batches(items, size, seed=job.seed, epoch=0)][: world.size + _REPEATS]
+    every = [(number, part) for number, part in epoch_batches(items, size, seed=job.seed, epoch=0)][
+        : world.size + _REPEATS
+    ]
     optimizer = make_optimizer(model, job.train)
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     sum_over_ranks(world, torch.zeros(1))
@@ -233,16 +237,16 @@ def _sampled(world: World, job: Job, draw: Draw, layers: Sequence[LayerPace], ca
     for number, part in [every[(world.rank + turn) % len(every)] for turn in range(_REPEATS + 1)]:
         started = time.perf_counter()
         batch = task.batch(part, DrawKey(job.seed, 0, number))
-        views = [task.hide(view, batch) for view in sampler.blocks(batch.seeds, batch.key, given=given)]
+        views = [task.mask_edges(view, batch) for view in sampler.blocks(batch.seeds, batch.key, given=given)]
         prepare_backward(views)
-        x, near = read_inputs(graph, model, views[0], job.precision, given)
+        x, near = gather_inputs(graph, model, views[0], job.precision, given)
         made = time.perf_counter()
-        run_blocks(model, views, x, near, job.precision)
+        run_step_on_blocks(model, views, x, near, job.precision)
         optimizer.step()
         work.append(time.perf_counter() - made)
         making.append(made - started)
         foreseen.append(sum(pace.seconds(*load) for pace, load in zip(layers, loads_of(views), strict=True)))
-        amount.append(drawn(views))
+        amount.append(num_drawn(views))
     model.load_state_dict(before)
     model.zero_grad(set_to_none=True)
     times = sorted(took / max(known, 1e-9) for took, known in zip(work[1:], foreseen[1:], strict=True))
@@ -252,7 +256,7 @@ def _sampled(world: World, job: Job, draw: Draw, layers: Sequence[LayerPace], ca
 # -- the network --
 
 
-def _link(world: World) -> tuple[float, float]:
+def _network(world: World) -> tuple[float, float]:
     """(bytes a second, seconds of a round) with all ranks sending to all others at once."""
     if world.size == 1:
         return float("inf"), 0.0
@@ -261,13 +265,15 @@ def _link(world: World) -> tuple[float, float]:
         rows = torch.ones(count, _WIDTH)
         others = [rank != world.rank for rank in range(world.size)]
         every, none = torch.arange(count), torch.empty(0, dtype=torch.int64)
-        routes = Routes(tuple(every if far else none for far in others), tuple(count if far else 0 for far in others))
-        ring = Ring(world, 1, 1, buffers.empty)
-        found.append(_best(partial(_visit, ring, routes, rows), 5))
+        routes = ExchangePlan(
+            tuple(every if far else none for far in others), tuple(count if far else 0 for far in others)
+        )
+        ring = RingExchange(world, 1, 1, buffers.empty_buffer)
+        found.append(_fastest(partial(_visit, ring, routes, rows), 5))
     little, much = found
     sent = (world.size - 1) * _MESSAGE
     return sent / max(much - little, 1e-9), little / world.size
 
 
-def _visit(ring: Ring, routes: Routes, rows: Tensor) -> None:
-    ring.visit([Lane(routes, rows)], lambda q, came: None, what="bandwidth")
+def _visit(ring: RingExchange, routes: ExchangePlan, rows: Tensor) -> None:
+    ring.run([RowTable(routes, rows)], lambda q, came: None, op="bandwidth")

@@ -11,37 +11,39 @@ from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition.chunk_layout import open_layouts
+from gnnfleet.graph.partition.chunk_layout import open_chunk_layouts
 from gnnfleet.launch.local_launcher import launch
-from gnnfleet.launch.rank_main import open_own, open_same
-from gnnfleet.launch.spec import Spec
-from gnnfleet.launch.tma_process import open_deal
-from gnnfleet.launch.tma_subgraph import make_alone
-from gnnfleet.nn.custom_model import naming_line
-from gnnfleet.planner.profiler import Draw, measure_pace
-from gnnfleet.planner.trial_runs import Took, Trial, run_trial
-from gnnfleet.strategies.estimates import LayerPace, Pace
+from gnnfleet.launch.rank_main import open_own_part, open_same_store
+from gnnfleet.launch.spec import RunSpec
+from gnnfleet.launch.tma_process import open_assignment
+from gnnfleet.launch.tma_subgraph import make_local_training
+from gnnfleet.nn.custom_model import annotate_model_errors
+from gnnfleet.planner.profiler import SamplingProbe, profile_machine
+from gnnfleet.planner.trial_runs import TrialOutcome, TrialRun, run_trial
+from gnnfleet.strategies.estimates import LayerCostModel, MachineProfile
 from gnnfleet.strategies.pipe import estimate as pipe
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.temporal import estimate as events
 from gnnfleet.strategies.temporal.config import TemporalConfig
-from gnnfleet.strategies.temporal.schedule import Shape
+from gnnfleet.strategies.temporal.schedule import ParallelLayout
 from gnnfleet.strategies.tma import estimate as trainers
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.training.build import Here, check, event_job, job_of
+from gnnfleet.training.build import RankContext, make_event_job, make_job, validate
 
-LATENCY = 1e-4
+NETWORK_LATENCY = 1e-4
 """Seconds of a round between machines, where only their bandwidth is given."""
 
 
-def rehearse(graph: Graph, config: RunConfig, partition: Path, draw: Draw, *, scratch: Path) -> Pace:
+def profile_workers(
+    graph: Graph, config: RunConfig, partition: Path, draw: SamplingProbe, *, scratch: Path
+) -> MachineProfile:
     """All workers of a config on this machine."""
     assert graph.store is not None
     found = _launch(graph, config, str(partition.relative_to(graph.store.path)), asdict(draw), scratch)
-    return Pace(**{**found, "layers": tuple(LayerPace(**each) for each in found["layers"])})
+    return MachineProfile(**{**found, "layers": tuple(LayerCostModel(**each) for each in found["layers"])})
 
 
-def try_together(
+def run_strategy_trials(
     graph: Graph, configs: Sequence[RunConfig], cuts: Sequence[Path | None], *, scratch: Path
 ) -> list[dict[str, Any]]:
     """What all workers say of strategies that stream chunks, or deal clusters, which are the cuts; one by one."""
@@ -54,25 +56,27 @@ def try_together(
     return list(_launch(graph, configs[0], "", {"tries": tries}, scratch)["said"])
 
 
-def try_epochs(graph: Graph, config: RunConfig, trials: Sequence[Trial], *, scratch: Path) -> list[Took]:
+def run_epoch_trials(
+    graph: Graph, config: RunConfig, trials: Sequence[TrialRun], *, scratch: Path
+) -> list[TrialOutcome]:
     """Epochs of all workers of a config, one setting after the other."""
     found = _launch(graph, config, "", {"trials": [trial.as_json() for trial in trials]}, scratch)
     return list(found["took"])
 
 
-def rehearse_events(
-    graph: Graph, config: RunConfig, shapes: Sequence[Shape], *, scratch: Path
-) -> list[events.Rehearsed]:
+def run_event_layout_trials(
+    graph: Graph, config: RunConfig, shapes: Sequence[ParallelLayout], *, scratch: Path
+) -> list[events.EventTrialResult]:
     """Arrangements of the trainers of a config, one after the other."""
     found = _launch(graph, config, "", {"shapes": [list(vars(shape).values()) for shape in shapes]}, scratch)
-    return [events.Rehearsed(**{**each, "begin": tuple(each["begin"])}) for each in found["shapes"]]
+    return [events.EventTrialResult(**{**each, "begin": tuple(each["begin"])}) for each in found["shapes"]]
 
 
 def _launch(
     graph: Graph, config: RunConfig, partition: str, rehearsal: dict[str, Any], scratch: Path
 ) -> dict[str, Any]:
     assert graph.store is not None
-    spec = Spec(
+    spec = RunSpec(
         store=str(graph.store.path.resolve()),
         digest=graph.store.digest,
         partition=partition,
@@ -89,40 +93,49 @@ def _launch(
     )
 
 
-def rehearse_spec(spec: Spec, world: World) -> dict[str, Any]:
+def run_profile_spec(spec: RunSpec, world: World) -> dict[str, Any]:
     """This rank's share."""
     config, words = resolve(spec.config), dict(spec.rehearsal or {})
     if "trials" in words:
-        graph = open_same(spec, world)
-        with naming_line(config.model.file):
-            return {"took": [run_trial(graph, Trial(**trial), world) for trial in words["trials"]]}
+        graph = open_same_store(spec, world)
+        with annotate_model_errors(config.model.file):
+            return {"took": [run_trial(graph, TrialRun(**trial), world) for trial in words["trials"]]}
     if "tries" in words:
-        with naming_line(config.model.file):
+        with annotate_model_errors(config.model.file):
             return {"said": [_try(spec, world, **each) for each in words["tries"]]}
     if isinstance(config.strategy, TemporalConfig):
-        on_events = event_job(open_same(spec, world), config, Here(world))
-        shapes = [Shape(*sizes) for sizes in words["shapes"]]
-        return {"shapes": [asdict(each) for each in events.rehearse(config.strategy, on_events, shapes)]}
-    with naming_line(config.model.file):
-        graph, shard = open_own(spec, world)
-        job = job_of(check(graph, config), config, Here(world))
-        return asdict(measure_pace(world, job, shard, Draw(**words)))
+        on_events = make_event_job(open_same_store(spec, world), config, RankContext(world))
+        shapes = [ParallelLayout(*sizes) for sizes in words["shapes"]]
+        return {"shapes": [asdict(each) for each in events.run_event_trials(config.strategy, on_events, shapes)]}
+    with annotate_model_errors(config.model.file):
+        graph, shard = open_own_part(spec, world)
+        job = make_job(validate(graph, config), config, RankContext(world))
+        return asdict(profile_machine(world, job, shard, SamplingProbe(**words)))
 
 
-def _try(spec: Spec, world: World, strategy: dict[str, Any], cut: str) -> dict[str, Any]:
+def _try(spec: RunSpec, world: World, strategy: dict[str, Any], cut: str) -> dict[str, Any]:
     spec = replace(spec, config={**spec.config, "strategy": strategy}, partition=cut)
     config = resolve(spec.config)
     if isinstance(config.strategy, TmaConfig):
-        graph, deal = open_deal(spec, config.seed)
-        return trainers.rehearse(make_alone(graph, config, world.rank, deal.own(world.rank, world.size)), world)
+        graph, deal = open_assignment(spec, config.seed)
+        return trainers.time_steps(
+            make_local_training(graph, config, world.rank, deal.nodes_of(world.rank, world.size)), world
+        )
     assert isinstance(config.strategy, PipeConfig)
-    graph = open_same(spec, world)
+    graph = open_same_store(spec, world)
     assert graph.store is not None
-    here = Here(world, layouts=open_layouts(graph.store.path / cut))
-    return pipe.rehearse(config.strategy, job_of(check(graph, config), config, here))
+    here = RankContext(world, layouts=open_chunk_layouts(graph.store.path / cut))
+    return pipe.profile_model(config.strategy, make_job(validate(graph, config), config, here))
 
 
-def apart(pace: Pace, workers: int, bandwidth: float, weights: int) -> Pace:
+def as_separate_machines(pace: MachineProfile, workers: int, bandwidth: float, weights: int) -> MachineProfile:
     """What one process takes here, as one of several machines that are linked."""
-    sums = 2 * weights / bandwidth + 2 * LATENCY
-    return replace(pace, workers=workers, bandwidth=bandwidth, socket=bandwidth, latency=LATENCY, sums=sums)
+    sums = 2 * weights / bandwidth + 2 * NETWORK_LATENCY
+    return replace(
+        pace,
+        workers=workers,
+        bandwidth=bandwidth,
+        socket_bandwidth=bandwidth,
+        latency=NETWORK_LATENCY,
+        allreduce_seconds=sums,
+    )

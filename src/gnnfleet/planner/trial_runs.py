@@ -20,24 +20,24 @@ from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.launch.rank_main import with_cut
-from gnnfleet.report.traffic import Traffic
-from gnnfleet.strategies.estimates import Forecast
+from gnnfleet.launch.rank_main import with_placement
+from gnnfleet.report.traffic import TrafficCounter
+from gnnfleet.strategies.estimates import CostEstimate
 from gnnfleet.strategies.protocol import Strategy
-from gnnfleet.training.build import Here, build
+from gnnfleet.training.build import RankContext, build
 
-MOST = 3
+MAX_TRIALS = 3
 """Settings of a strategy that are tried."""
 
-TIMED, ALLOWED = 1.5, 6.0
+MIN_TIMED_SECONDS, MAX_TRIAL_SECONDS = 1.5, 6.0
 """Seconds that are timed, and that a trial may take with what comes before them."""
 
-EPOCHS, WARM = 3, 4
+EPOCHS, WARMUP_STEPS = 3, 4
 """At most so many whole epochs; steps that are not timed, where an epoch has many."""
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialRun:
     """One setting: how many steps of an epoch are timed after how many others, or whole epochs where ``warm`` is 0."""
 
     config: Mapping[str, Any]  # of the run
@@ -50,33 +50,38 @@ class Trial:
         return asdict(self)
 
 
-def length_of(forecast: Forecast) -> tuple[int, int] | None:
+def trial_length(forecast: CostEstimate) -> tuple[int, int] | None:
     """(steps before, steps timed) of a trial, (0, epochs) where an epoch has too few; None where it would take long."""
     each, relay = forecast.seconds / forecast.steps, forecast.relay
-    warm = relay * -(-WARM // relay)
-    timed = relay * max(1, int(TIMED / max(each * relay, 1e-9)))
+    warm = relay * -(-WARMUP_STEPS // relay)
+    timed = relay * max(1, int(MIN_TIMED_SECONDS / max(each * relay, 1e-9)))
     timed = min(timed, (forecast.steps - warm) // relay * relay)
     if timed > 0:
-        return (warm, timed) if (warm + timed) * each <= ALLOWED else None
-    epochs = max(1, min(EPOCHS, int(TIMED / max(forecast.seconds, 1e-9))))
-    return (0, epochs) if (1 + epochs) * forecast.seconds <= ALLOWED else None
+        return (warm, timed) if (warm + timed) * each <= MAX_TRIAL_SECONDS else None
+    epochs = max(1, min(EPOCHS, int(MIN_TIMED_SECONDS / max(forecast.seconds, 1e-9))))
+    return (0, epochs) if (1 + epochs) * forecast.seconds <= MAX_TRIAL_SECONDS else None
 
 
-def worth_trying(every: Sequence[Forecast], most: Mapping[int, float]) -> list[Forecast]:
+def trial_candidates(every: Sequence[CostEstimate], most: Mapping[int, float]) -> list[CostEstimate]:
     """The fastest of every strategy; ``most`` is the memory that a worker of so many may take."""
-    found: dict[str, list[Forecast]] = {}
+    found: dict[str, list[CostEstimate]] = {}
     for each in sorted(every, key=lambda each: each.seconds):
         fits = not each.refused and each.memory <= most.get(each.workers, 0.0)
-        if fits and each.is_walk and length_of(each) is not None and len(found.setdefault(each.name, [])) < MOST:
+        if (
+            fits
+            and each.is_walk
+            and trial_length(each) is not None
+            and len(found.setdefault(each.name, [])) < MAX_TRIALS
+        ):
             found[each.name].append(each)
     return [each for some in found.values() for each in some]
 
 
-Took = float | str
+TrialOutcome = float | str
 """Seconds of an epoch, or why it cannot be trained after all."""
 
 
-def corrected(every: Sequence[Forecast], tried: Mapping[int, Took]) -> list[Forecast]:
+def apply_trials(every: Sequence[CostEstimate], tried: Mapping[int, TrialOutcome]) -> list[CostEstimate]:
     """Forecasts with the seconds that were found (by id of a forecast), those of a strategy's others in proportion."""
     ratios: dict[str, list[float]] = {}
     for each in every:
@@ -97,7 +102,7 @@ def corrected(every: Sequence[Forecast], tried: Mapping[int, Took]) -> list[Fore
     return made
 
 
-def run_trial(graph: Graph, trial: Trial, world: World | None = None) -> Took:
+def run_trial(graph: Graph, trial: TrialRun, world: World | None = None) -> TrialOutcome:
     """All ranks call it together."""
     try:
         return _seconds(graph, trial, world)
@@ -105,24 +110,24 @@ def run_trial(graph: Graph, trial: Trial, world: World | None = None) -> Took:
         return str(error)
 
 
-def _seconds(graph: Graph, trial: Trial, world: World | None) -> float:
-    aside = replace(world or World(), traffic=Traffic())
+def _seconds(graph: Graph, trial: TrialRun, world: World | None) -> float:
+    aside = replace(world or World(), traffic=TrafficCounter())
     config = resolve(dict(trial.config))
     assert graph.store is not None
     cut = None if trial.cut is None else graph.store.path / trial.cut
-    strategy = build(graph, config, here=with_cut(Here(aside), config, cut)).strategy
+    strategy = build(graph, config, here=with_placement(RankContext(aside), config, cut)).strategy
     try:
         return _window(strategy, trial, aside) if trial.warm else _epochs(strategy, trial, aside)
     finally:
         strategy.close()
 
 
-def _window(strategy: Strategy, trial: Trial, world: World) -> float:
-    walk = strategy.steps(0)
+def _window(strategy: Strategy, trial: TrialRun, world: World) -> float:
+    walk = strategy.train_epoch(0)
     try:
         for _ in islice(walk, trial.warm):
             pass
-        _meet(world)
+        _barrier(world)
         started = time.perf_counter()
         for _ in islice(walk, trial.timed):
             pass
@@ -132,16 +137,16 @@ def _window(strategy: Strategy, trial: Trial, world: World) -> float:
     return took * trial.steps / trial.timed
 
 
-def _epochs(strategy: Strategy, trial: Trial, world: World) -> float:
+def _epochs(strategy: Strategy, trial: TrialRun, world: World) -> float:
     found = []
     for epoch in range(1 + trial.timed):
-        _meet(world)
+        _barrier(world)
         started = time.perf_counter()
-        for _ in strategy.steps(epoch):
+        for _ in strategy.train_epoch(epoch):
             pass
         found.append(time.perf_counter() - started)
     return median(found[1:])
 
 
-def _meet(world: World) -> None:
+def _barrier(world: World) -> None:
     sum_over_ranks(world, torch.zeros(1))

@@ -26,7 +26,7 @@ class NoDisplay:
         return None
 
 
-class _Lines:
+class _PlainEpochs:
     def __init__(self, total: int, every: float = 3.0) -> None:
         self._total, self._every = total, every
         self._last = 0.0
@@ -35,16 +35,16 @@ class _Lines:
         now = time.monotonic()
         if now - self._last >= self._every or row["epoch"] == self._total:
             self._last = now
-            print(f"epoch {row['epoch']}/{self._total}  {_words(row)}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"epoch {row['epoch']}/{self._total}  {_format_row(row)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-class _Live:
+class _LiveEpochs:
     def __init__(self, display: RichProgress, total: int) -> None:
         self._display = display
         self._task = display.add_task("train", total=total, words="")
 
     def show(self, row: Mapping[str, Any]) -> None:
-        self._display.update(self._task, completed=row["epoch"], words=_words(row))
+        self._display.update(self._task, completed=row["epoch"], words=_format_row(row))
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def show_epochs(total: int, *, quiet: bool = False) -> Iterator[EpochDisplay]:
     if quiet:
         yield NoDisplay()
     elif not sys.stderr.isatty():
-        yield _Lines(total)
+        yield _PlainEpochs(total)
     else:
         columns = (
             TextColumn("{task.description}"),
@@ -64,10 +64,10 @@ def show_epochs(total: int, *, quiet: bool = False) -> Iterator[EpochDisplay]:
             TextColumn("{task.fields[words]}"),
         )
         with RichProgress(*columns, console=Console(stderr=True)) as display:
-            yield _Live(display, total)
+            yield _LiveEpochs(display, total)
 
 
-def _words(row: Mapping[str, Any]) -> str:
+def _format_row(row: Mapping[str, Any]) -> str:
     shown = {"loss": row["train_loss"], "val": row.get("val")}
     words = [f"{key} {value:.4f}" for key, value in shown.items() if value is not None]
     return "  ".join([*words, f"{row['seconds']:.2f} s"])

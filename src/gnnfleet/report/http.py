@@ -9,7 +9,7 @@ from typing import Any
 from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.report.page import as_json, render_page
 
-Data = Callable[[], Mapping[str, Any]]
+PageData = Callable[[], Mapping[str, Any]]
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -20,7 +20,7 @@ class PageServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, data: Data, host: str, port: int) -> None:
+    def __init__(self, data: PageData, host: str, port: int) -> None:
         self.data, self.host = data, host
         super().__init__((host, port), _Handler)
 
@@ -62,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
 
-def serve_page(data: Data, host: str, port: int, *, say: Callable[[str], None]) -> None:
+def serve_page(data: PageData, host: str, port: int, *, say: Callable[[str], None]) -> None:
     """Until Ctrl-C; raises ConfigError where the port cannot be had."""
     try:
         server = PageServer(data, host, port)

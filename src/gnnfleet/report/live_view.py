@@ -11,22 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from gnnfleet.report.phase_timer import COMPUTE, EXCHANGE, PHASES, WAIT
-from gnnfleet.report.run_reader import Run, mean_split, summary, worker_names
-from gnnfleet.units import show_size
+from gnnfleet.report.run_reader import Run, mean_phase_seconds, summarize, worker_names
+from gnnfleet.units import format_size
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = {COMPUTE: "blue", EXCHANGE: "yellow", WAIT: "bright_black"}
 _WIDE = 40
 
 
-def lines_since(run: Run, epoch: int) -> list[str]:
+def epoch_lines_since(run: Run, epoch: int) -> list[str]:
     """A line for each epoch after one."""
     return [f"epoch {row['epoch']}/{run['epochs']}  {_words(row)}" for row in run["rows"] if row["epoch"] > epoch]
 
 
 def live_view(run: Run) -> Group:
     """Everything that is known now."""
-    rows, found = run["rows"], summary(run)
+    rows, found = run["rows"], summarize(run)
     head = Text(f"{run['name']}  {run['strategy']}, {run['model']}, {run['workers']} workers: {run['state']}", "bold")
     if not rows:
         return Group(head, Text("no epoch has ended yet", "dim"))
@@ -59,11 +59,11 @@ def _workers(run: Run) -> Table:
     made = Table(box=None, pad_edge=False)
     for title in ("", "compute / exchange / wait", "", "sent", "memory"):
         made.add_column(title, justify="left" if title in ("", "compute / exchange / wait") else "right")
-    split, totals = mean_split(run), run["totals"]
+    split, totals = mean_phase_seconds(run), run["totals"]
     for worker, name in enumerate(worker_names(run)):
         seconds = split[worker] if worker < len(split) else None
-        sent = "" if totals is None else show_size(sum(totals["bytes"][worker]))
-        peak = "" if totals is None else show_size(totals["peak_rss"][worker])
+        sent = "" if totals is None else format_size(sum(totals["bytes"][worker]))
+        peak = "" if totals is None else format_size(totals["peak_rss"][worker])
         made.add_row(escape(name), *_split(seconds), sent, peak)
     return made
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from gnnfleet.errors import ConfigError, RunError
 
 
-class Sink(Protocol):
+class MetricsSink(Protocol):
     """Where the numbers of an epoch go."""
 
     def write(self, row: Mapping[str, Any]) -> None: ...
@@ -64,7 +64,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return rows
     for line in path.read_text(errors="replace").splitlines():
         try:
-            row = finite(json.loads(line))
+            row = none_if_not_finite(json.loads(line))
         except (ValueError, RecursionError):
             break
         if not isinstance(row, dict):
@@ -73,19 +73,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def finite(value: Any) -> Any:
+def none_if_not_finite(value: Any) -> Any:
     """With None in place of what is no number: JSON has no word for it."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, Mapping):
-        return {str(key): finite(each) for key, each in value.items()}
+        return {str(key): none_if_not_finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(each) for each in value]
+        return [none_if_not_finite(each) for each in value]
     return value
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(finite(row), allow_nan=False) + "\n"
+    return json.dumps(none_if_not_finite(row), allow_nan=False) + "\n"
 
 
 def check_tensorboard() -> None:

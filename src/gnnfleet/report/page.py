@@ -11,8 +11,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from gnnfleet.report.metrics import finite
-from gnnfleet.report.run_reader import Run, mean_split, summary, worker_names
+from gnnfleet.report.metrics import none_if_not_finite
+from gnnfleet.report.run_reader import Run, mean_phase_seconds, summarize, worker_names
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 
@@ -34,8 +34,8 @@ def page_data(
                 **{key: value for key, value in run.items() if key not in ("record", "totals")},
                 "bytes": (run["totals"] or {}).get("bytes"),
                 "peaks": (run["totals"] or {}).get("peak_rss"),
-                "summary": summary(run),
-                "split": mean_split(run),
+                "summary": summarize(run),
+                "split": mean_phase_seconds(run),
                 "workers_named": worker_names(run),
                 "equals": (equals or {}).get(run["name"]),
             }
@@ -61,4 +61,4 @@ def render_page(data: Mapping[str, Any]) -> str:
 
 def as_json(data: Mapping[str, Any]) -> str:
     """JSON that may stand inside a script element; numbers that are none become null."""
-    return json.dumps(finite(data), allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(none_if_not_finite(data), allow_nan=False).replace("<", "\\u003c")

@@ -15,11 +15,11 @@ from typing import NamedTuple
 COMPUTE, EXCHANGE, WAIT = "compute", "exchange", "wait"
 PHASES = (COMPUTE, EXCHANGE, WAIT)
 
-MOST_SPANS = 200_000
+MAX_SPANS = 200_000
 """Spans that a trace keeps; those after it are left out."""
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """Something that a thread did."""
 
     what: str
@@ -29,28 +29,28 @@ class Span(NamedTuple):
     thread: int = 0
 
 
-class Clock:
+class PhaseTimer:
     """Seconds of each phase since it was made."""
 
     def __init__(self) -> None:
         self._thread, self._phase, self._since = get_ident(), COMPUTE, perf_counter()
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self.trace: list[Span] | None = None
+        self.spans: list[TraceSpan] | None = None
 
-    def during(self, phase: str, what: str = "") -> During:
+    def phase(self, phase: str, what: str = "") -> PhaseContext:
         """A phase, for as long as a ``with`` lasts; ``what`` is for the trace."""
-        return During(self, phase, what)
+        return PhaseContext(self, phase, what)
 
     def read(self) -> dict[str, float]:
-        self._turn(self._phase)
+        self._switch(self._phase)
         return dict(self._seconds)
 
-    def note(self, what: str, kind: str, begin: float, end: float | None = None) -> None:
+    def record(self, what: str, kind: str, begin: float, end: float | None = None) -> None:
         """A span for the trace alone."""
-        if self.trace is not None and len(self.trace) < MOST_SPANS:
-            self.trace.append(Span(what, kind, begin, perf_counter() if end is None else end, get_ident()))
+        if self.spans is not None and len(self.spans) < MAX_SPANS:
+            self.spans.append(TraceSpan(what, kind, begin, perf_counter() if end is None else end, get_ident()))
 
-    def _turn(self, phase: str) -> str:
+    def _switch(self, phase: str) -> str:
         """Begin a phase; the one before."""
         now = perf_counter()
         self._seconds[self._phase] += now - self._since
@@ -58,25 +58,25 @@ class Clock:
         return before
 
 
-class During:
-    """See ``Clock.during``; a class of its own because it is entered for every message."""
+class PhaseContext:
+    """See ``PhaseTimer.phase``; a class of its own because it is entered for every message."""
 
     __slots__ = ("_before", "_begin", "_clock", "_own", "_phase", "_what")
 
-    def __init__(self, clock: Clock, phase: str, what: str) -> None:
+    def __init__(self, clock: PhaseTimer, phase: str, what: str) -> None:
         self._clock, self._phase, self._what = clock, phase, what
 
     def __enter__(self) -> None:
         clock = self._clock
         self._own = clock._thread == get_ident()
         if self._own:
-            self._before = clock._turn(self._phase)
-        if clock.trace is not None:
+            self._before = clock._switch(self._phase)
+        if clock.spans is not None:
             self._begin = perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         clock = self._clock
-        if clock.trace is not None:
-            clock.note(self._what, self._phase, self._begin)
+        if clock.spans is not None:
+            clock.record(self._what, self._phase, self._begin)
         if self._own:
-            clock._turn(self._before)
+            clock._switch(self._before)

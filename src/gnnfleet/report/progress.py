@@ -19,14 +19,14 @@ class Progress(Protocol):
     def stage(self, name: str, total: float | None = None) -> Callable[[float], None]: ...
 
 
-class Silent:
+class NoProgress:
     """No progress: the default of library calls."""
 
     def stage(self, name: str, total: float | None = None) -> Callable[[float], None]:
         return lambda amount: None
 
 
-class Lines:
+class LineProgress:
     """One line when a stage starts, then at most one every ``every`` seconds: for logs and pipes."""
 
     def __init__(self, every: float = 5.0) -> None:
@@ -48,7 +48,7 @@ class Lines:
         return advance
 
 
-class Bars:
+class BarProgress:
     """A live display, one line per stage."""
 
     def __init__(self, display: RichProgress) -> None:
@@ -70,12 +70,12 @@ class Bars:
 
 
 @contextmanager
-def show(quiet: bool = False) -> Iterator[Progress]:
+def make_progress(quiet: bool = False) -> Iterator[Progress]:
     """The progress that fits where standard error goes."""
     if quiet:
-        yield Silent()
+        yield NoProgress()
     elif not sys.stderr.isatty():
-        yield Lines()
+        yield LineProgress()
     else:
         columns = (
             TextColumn("{task.description}"),
@@ -85,6 +85,6 @@ def show(quiet: bool = False) -> Iterator[Progress]:
             TimeRemainingColumn(),
         )
         with RichProgress(*columns, console=Console(stderr=True)) as display:
-            bars = Bars(display)
+            bars = BarProgress(display)
             yield bars
             bars.finish()

@@ -18,7 +18,7 @@ Run = dict[str, Any]
 
 RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
 
-PICTURES = {"schedule.svg": "schedule of the last epoch", "lanes.svg": "lanes of the last epoch"}
+IMAGES = {"schedule.svg": "schedule of the last epoch", "lanes.svg": "lanes of the last epoch"}
 """Drawings that strategies leave in a run, and what they show."""
 
 
@@ -51,7 +51,7 @@ def read_run(path: Path, name: str | None = None) -> Run:
         "parts": parts if isinstance(parts, dict) and _group(parts, "quality") else None,
         "record": record if isinstance(record, dict) and state != RUNNING else None,
         "remarks": [str(row.get("text", "")) for row in read_metrics(path / "remarks.jsonl") if isinstance(row, dict)],
-        "pictures": {what: _picture(path / file) for file, what in PICTURES.items() if (path / file).is_file()},
+        "pictures": {what: _picture(path / file) for file, what in IMAGES.items() if (path / file).is_file()},
         "has_trace": (path / "trace.json").is_file(),
     }
 
@@ -69,7 +69,7 @@ def is_running(path: Path) -> bool:
     )
 
 
-def summary(run: Run) -> dict[str, Any]:
+def summarize(run: Run) -> dict[str, Any]:
     """The numbers by which runs are compared; None where there is none yet."""
     rows, record, totals = run["rows"], run["record"] or {}, run["totals"] or {}
     metrics = _group(record, "metrics")
@@ -110,7 +110,7 @@ def worker_names(run: Run) -> list[str]:
     return [f"rank {rank}" for rank in range(count)]
 
 
-def mean_split(run: Run) -> list[dict[str, float]]:
+def mean_phase_seconds(run: Run) -> list[dict[str, float]]:
     """Seconds of an epoch by phase, of each worker, over all epochs but the first, which also warms up."""
     rows: Sequence[Mapping[str, Any]] = run["ranks"][1:] or run["ranks"]
     if not rows:

@@ -10,7 +10,7 @@ from typing import Protocol
 _LEFT, _RIGHT, _ROW, _GAP, _WIDTH, _TOP = 130, 40, 26, 6, 1000, 56
 
 
-class Slot(Protocol):
+class TimelineSlot(Protocol):
     """Work on a chunk."""
 
     @property
@@ -29,7 +29,7 @@ class Slot(Protocol):
     def busy(self) -> float: ...
 
 
-def draw_schedule(slots: Sequence[Slot], stages: int, ways: int) -> str:
+def draw_schedule(slots: Sequence[TimelineSlot], stages: int, ways: int) -> str:
     """SVG of one epoch: stages from top to bottom, seconds from left to right; backward is darker."""
     first, last = min(slot.begin for slot in slots), max(slot.end for slot in slots)
     scale = _WIDTH / max(last - first, 1e-9)
@@ -82,7 +82,7 @@ def colour(number: int, count: int, *, dark: bool) -> str:
 _LANE_LEFT, _LANE_RIGHT, _LANE_ROW, _LANE_GAP, _LANE_TOP, _LANE_WIDEST, _LANE_WIDTH = 190, 20, 24, 4, 60, 30, 1000
 
 
-class Cell(Protocol):
+class LaneCell(Protocol):
     """An iteration of a trainer."""
 
     @property
@@ -95,7 +95,9 @@ class Cell(Protocol):
     def phase(self) -> int: ...
 
 
-def draw_lanes(rows: Sequence[tuple[str, Sequence[Cell]]], *, title: str, batches: int, first: int = 0) -> str:
+def draw_batch_lanes(
+    rows: Sequence[tuple[str, Sequence[LaneCell]]], *, title: str, batches: int, first: int = 0
+) -> str:
     """SVG of the iterations from ``first`` on; rows have names."""
     columns = max(len(cells) for _, cells in rows)
     wide = min(_LANE_WIDEST, _LANE_WIDTH / max(columns, 1))
@@ -120,7 +122,7 @@ def draw_lanes(rows: Sequence[tuple[str, Sequence[Cell]]], *, title: str, batche
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _lane_box(cell: Cell, left: float, top: int, wide: float, batches: int) -> list[str]:
+def _lane_box(cell: LaneCell, left: float, top: int, wide: float, batches: int) -> list[str]:
     fill = "white" if cell.batch is None else colour(cell.batch, batches, dark=cell.is_first)
     word = "idle" if cell.batch is None else f"batch {cell.batch}, use {cell.use + 1}"
     drawn = [

@@ -6,24 +6,24 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gnnfleet.report.phase_timer import MOST_SPANS, Span
+from gnnfleet.report.phase_timer import MAX_SPANS, TraceSpan
 
 
-def pack_spans(spans: Sequence[Span], offset: float = 0.0) -> bytes:
+def pack_spans(spans: Sequence[TraceSpan], offset: float = 0.0) -> bytes:
     """For another process, by whose clock they then are."""
     return json.dumps([[s.what, s.kind, s.begin + offset, s.end + offset, s.thread] for s in spans]).encode()
 
 
-def unpack_spans(data: bytes) -> list[Span]:
-    return [Span(*each) for each in json.loads(data or b"[]")]
+def unpack_spans(data: bytes) -> list[TraceSpan]:
+    return [TraceSpan(*each) for each in json.loads(data or b"[]")]
 
 
-def trace_json(workers: Mapping[str, Sequence[Span]]) -> str:
+def trace_json(workers: Mapping[str, Sequence[TraceSpan]]) -> str:
     """Spans by name of the worker, all by one clock; times count from the first of them."""
     start = min((span.begin for spans in workers.values() for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     for pid, (name, spans) in enumerate(workers.items()):
-        full = ", not all of it" if len(spans) >= MOST_SPANS else ""
+        full = ", not all of it" if len(spans) >= MAX_SPANS else ""
         events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name + full}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
         threads: dict[int, int] = {}

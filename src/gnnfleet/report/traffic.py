@@ -10,19 +10,19 @@ EVERYONE = -1
 
 
 @dataclass
-class Traffic:
+class TrafficCounter:
     """Counted where the bytes are handed over, not estimated; by several threads."""
 
     bytes_sent: int = 0
     rounds: int = 0
-    to: dict[int, int] = field(default_factory=dict)  # bytes by peer, as the whole World numbers them
+    bytes_by_peer: dict[int, int] = field(default_factory=dict)  # bytes by peer, as the whole World numbers them
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def sent(self, nbytes: int, to: int = EVERYONE) -> None:
+    def add_bytes(self, nbytes: int, to: int = EVERYONE) -> None:
         with self._lock:
             self.bytes_sent += nbytes
-            self.to[to] = self.to.get(to, 0) + nbytes
+            self.bytes_by_peer[to] = self.bytes_by_peer.get(to, 0) + nbytes
 
-    def met(self) -> None:
+    def add_round(self) -> None:
         with self._lock:
             self.rounds += 1

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.halo_exchange import Home, Kept, Lane, Ring
+from gnnfleet.comm.halo_exchange import FetchedRows, ReturnPath, RingExchange, RowTable
 from gnnfleet.comm.world import World
-from gnnfleet.graph.graph import Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import Graph, validated_edges, validated_nodes
 from gnnfleet.graph.partition.assign import Assignment
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
 from gnnfleet.graph.partition.shard import Shard
@@ -30,86 +30,86 @@ from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.memory import peak_tensors
 from gnnfleet.sharded.full_batch.ring_view import RingView
 
-ROWS = (3000, 6000)
+SAMPLE_ROWS = (3000, 6000)
 """Rows of the two stand-ins, all types together."""
 
 Precompute = Callable[[Model, RingView, Any], Aggregate | None]
 """What of the first layer is computed once, before the steps."""
 
-Way = tuple[str, str]
+RouteKey = tuple[str, str]
 """A node type and the direction its rows travel in, as in ``Shard.plan``."""
 
 
 @dataclass(frozen=True)
-class Trip:
-    """One exchange of a step: bytes of a row on every way, there and home. ``again``: of rows that came before."""
+class TracedExchange:
+    """One exchange of a step: bytes of a row on every way, there and home. ``is_refetch``: of rows that came before."""
 
     layer: int
-    there: tuple[tuple[Way, int], ...]
-    home: tuple[tuple[Way, int], ...]
-    again: bool
-    kept: bool  # they would be kept where that is asked for
+    sent_bytes: tuple[tuple[RouteKey, int], ...]
+    returned_bytes: tuple[tuple[RouteKey, int], ...]
+    is_refetch: bool
+    cached_bytes: bool  # they would be kept where that is asked for
 
 
 @dataclass(frozen=True)
-class Sketch:
-    """What a step does: its exchanges in order, and ``fixed`` + ``each`` · rows bytes of tensors at its peak."""
+class StepTrace:
+    """What a step does: its exchanges in order, and ``base_bytes`` + ``bytes_per_row`` · rows bytes of tensors at its peak."""
 
-    trips: tuple[Trip, ...]
-    fixed: float
-    each: float
+    exchanges: tuple[TracedExchange, ...]
+    base_bytes: float
+    bytes_per_row: float
     sums: tuple[int, ...] = ()  # bytes of sums over all nodes, as batch norm's
 
-    def tensors(self, rows: int) -> float:
-        return self.fixed + self.each * rows
+    def peak_bytes(self, rows: int) -> float:
+        return self.base_bytes + self.bytes_per_row * rows
 
 
-def scout(
+def trace_step(
     model: Model, shard: Shard, precision: torch.dtype, precompute: Precompute, many: Sequence[bool] = ()
-) -> Sketch:
+) -> StepTrace:
     """Sketch a training step of ``model`` on a part; the model is left as it is. ``many`` says which layers read many
     more rows than they make: these may send other rows."""
     total = max(1, sum(shard.nodes(kind).count for kind in shard.node_types))
     (small, low, notes), (large, high, _) = (
-        _try(model, shard, rows / total, precision, precompute, many) for rows in ROWS
+        _trace_at(model, shard, rows / total, precision, precompute, many) for rows in SAMPLE_ROWS
     )
     each = max(0.0, (high - low) / max(1, large - small))
-    return Sketch(tuple(notes.trips), max(0.0, low - each * small), each, tuple(notes.sums))
+    return StepTrace(tuple(notes.exchanges), max(0.0, low - each * small), each, tuple(notes.sums))
 
 
 @dataclass
-class _Notes:
+class _StepRecording:
     """What was asked for in a step."""
 
-    trips: list[Trip] = field(default_factory=list)
+    exchanges: list[TracedExchange] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
-class _Notebook(Ring):
+class _RecordingRing(RingExchange):
     """A ring of one rank that writes down what it is asked for."""
 
     layer: int = 0
-    names: Mapping[int, Way] = field(default_factory=dict)
-    notes: _Notes = field(default_factory=_Notes)
+    names: Mapping[int, RouteKey] = field(default_factory=dict)
+    notes: _StepRecording = field(default_factory=_StepRecording)
 
-    def visit(
+    def run(
         self,
-        lanes: Sequence[Lane],
-        visit: Any,
+        tables: Sequence[RowTable],
+        on_rows: Any,
         *,
-        home: Sequence[Home] = (),
-        collect: Any = None,
-        keep: Kept | None = None,
-        what: str = "rows",
+        returns: Sequence[ReturnPath] = (),
+        on_returns: Any = None,
+        fetched: FetchedRows | None = None,
+        op: str = "rows",
     ) -> None:
-        there = tuple((self.names[id(lane.routes)], lane.rows.shape[1] * lane.rows.element_size()) for lane in lanes)
-        back = tuple((self.names[id(one.routes)], one.width * one.dtype.itemsize) for one in home)
-        again = keep is not None and keep.is_full
-        self.notes.trips.append(Trip(self.layer, there, back, again, keep is not None and not again))
-        super().visit(lanes, visit, home=home, collect=collect, keep=keep, what=what)
+        there = tuple((self.names[id(lane.plan)], lane.rows.shape[1] * lane.rows.element_size()) for lane in tables)
+        back = tuple((self.names[id(one.plan)], one.width * one.dtype.itemsize) for one in returns)
+        again = fetched is not None and fetched.is_complete
+        self.notes.exchanges.append(TracedExchange(self.layer, there, back, again, fetched is not None and not again))
+        super().run(tables, on_rows, returns=returns, on_returns=on_returns, fetched=fetched, op=op)
 
-    def total(self, t: Tensor) -> Tensor:
+    def sum_over_ranks(self, t: Tensor) -> Tensor:
         self.notes.sums.append(t.nbytes)
         out = t.view_as(t)
         if out.requires_grad:
@@ -117,33 +117,33 @@ class _Notebook(Ring):
         return out
 
 
-def _try(
+def _trace_at(
     model: Model, shard: Shard, share: float, precision: torch.dtype, precompute: Precompute, many: Sequence[bool]
-) -> tuple[int, int, _Notes]:
+) -> tuple[int, int, _StepRecording]:
     """(rows, bytes of tensors at the peak, what was asked for) of one step on a stand-in."""
-    graph = _stand_in(shard, share)
+    graph = _small_shard(shard, share)
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as folder:
         nobody = Assignment(part=np.zeros(graph.num_nodes, np.int32), parts=1, method="range")
         write_partition(graph, nobody, Path(folder) / "parts")
         part = Partition.open(Path(folder) / "parts").shard(0)
-        ring = Ring(World())
+        ring = RingExchange(World())
         view = RingView.open(part, ring)
         names = {
-            id(view.part.routes(kind, direction)): (kind, direction)
+            id(view.blocks.exchange_plan(kind, direction)): (kind, direction)
             for kind in part.node_types
             for direction in ("in", "out")
         }
         x = {kind: _features(part, kind).to(precision) for kind in part.node_types}
         inputs: Any = x if len(x) > 1 else next(iter(x.values()))
-        twin = twin_of(model, {kind: nodes.count for kind, nodes in graph.nodes.items()})
+        twin = resized_copy(model, {kind: nodes.count for kind, nodes in graph.nodes.items()})
         near = precompute(twin, view, inputs)
-        notes = _Notes()
+        notes = _StepRecording()
         views = [
             replace(
                 view,
-                ring=_Notebook(ring.world, layer=layer, names=names, notes=notes),
-                keep=True,
-                many_sources=layer < len(many) and many[layer],
+                ring=_RecordingRing(ring.world, layer=layer, names=names, notes=notes),
+                keep_fetched=True,
+                has_many_sources=layer < len(many) and many[layer],
             )
             for layer in range(model.num_layers)
         ]
@@ -159,20 +159,20 @@ def _try(
         return graph.num_nodes, peak, notes
 
 
-def _stand_in(shard: Shard, share: float) -> Graph:
+def _small_shard(shard: Shard, share: float) -> Graph:
     random = torch.Generator().manual_seed(0)
     counts = {kind: max(8, round(share * shard.nodes(kind).count)) for kind in shard.node_types}
     nodes = {}
     for kind, count in counts.items():
         x = shard.nodes(kind).x
-        nodes[kind] = make_nodes(count, x=None if x is None else torch.randn(count, x.shape[1], generator=random))
+        nodes[kind] = validated_nodes(count, x=None if x is None else torch.randn(count, x.shape[1], generator=random))
     edges = {}
     for relation in shard.edge_types:
         number = max(1, round(share * sum(len(shard.block(relation, "in", q).cols) for q in range(shard.parts))))
         sizes = counts[relation.src], counts[relation.dst]
         index = torch.stack([torch.randint(0, size, (number,), generator=random) for size in sizes])
         weight, attr = (_like(shard.edge_data(relation, name), number) for name in ("weight", "attr"))
-        edges[relation] = make_edges(index, num_src=sizes[0], num_dst=sizes[1], weight=weight, attr=attr)
+        edges[relation] = validated_edges(index, num_src=sizes[0], num_dst=sizes[1], weight=weight, attr=attr)
     return Graph.of(nodes, edges)
 
 
@@ -185,7 +185,7 @@ def _features(part: Shard, kind: str) -> Tensor:
     return torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
 
 
-def twin_of(model: Model, counts: Mapping[str, int]) -> Model:
+def resized_copy(model: Model, counts: Mapping[str, int]) -> Model:
     """A copy of the model for other nodes, with as many learnable rows as there are of them."""
     twin = copy.deepcopy(model)
     most = max(counts.values())

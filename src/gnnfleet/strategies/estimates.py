@@ -11,25 +11,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gnnfleet.graph.partition.chunk_layout import Layout
-from gnnfleet.graph.partition.node_assignment import Deal
+from gnnfleet.graph.partition.chunk_layout import ChunkLayout
+from gnnfleet.graph.partition.node_assignment import NodeAssignment
 from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.spec import StrategyConfig
 
-Kind = Literal["exact", "sampled", "approximate"]
+Exactness = Literal["exact", "sampled", "approximate"]
 """What an epoch learns: what the full batch of one process would, what its sampled batches would, or neither."""
 
-SLACK = 1.3
+MEMORY_SLACK = 1.3
 """Memory of a step by its tensors: what allocators and kernels hold besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
+class CostEstimate:
     """An epoch of a strategy with some of its words set."""
 
     words: Mapping[str, Any]  # the strategy group of the config that would train so
-    kind: Kind
+    kind: Exactness
     workers: int
     memory: float  # bytes of the largest worker
     bytes: float = 0.0  # sent in an epoch by all workers
@@ -47,71 +47,71 @@ class Forecast:
         return str(self.words["name"])
 
     @property
-    def per_pass(self) -> float:
+    def seconds_per_pass(self) -> float:
         """Seconds to see every training item once: what strategies are compared by."""
         return self.seconds / max(self.passes, 1e-9)
 
 
 @dataclass(frozen=True)
-class LayerPace:
+class LayerCostModel:
     """Seconds of a layer, forward and backward: of next to nothing, of a destination row, of an edge."""
 
-    least: float
-    row: float
-    edge: float
+    base: float
+    per_row: float
+    per_edge: float
 
     def seconds(self, rows: float, edges: float) -> float:
-        return self.least + self.row * rows + self.edge * edges
+        return self.base + self.per_row * rows + self.per_edge * edges
 
 
 @dataclass(frozen=True)
-class Pace:
+class MachineProfile:
     """What was measured of ``workers`` processes that compute at the same time."""
 
     workers: int
-    layers: tuple[LayerPace, ...]
-    step: float  # seconds of the optimizer
-    sums: float  # seconds of a sum of all gradients over workers
-    blocks: float  # how many times as long a layer takes on sampled blocks as on as much of the graph
-    draw: float  # seconds for each edge drawn and row read, to make blocks
+    layers: tuple[LayerCostModel, ...]
+    optimizer_seconds: float  # seconds of the optimizer
+    allreduce_seconds: float  # seconds of a sum of all gradients over workers
+    block_slowdown: float  # how many times as long a layer takes on sampled blocks as on as much of the graph
+    sampling_seconds: float  # seconds for each edge drawn and row read, to make blocks
     bandwidth: float  # bytes that a worker sends in a second while all do; rows of one machine lie in shared memory
-    socket: float  # the same through sockets alone
+    socket_bandwidth: float  # the same through sockets alone
     latency: float  # seconds of a round without rows
-    resident: float  # bytes of a process that has not begun
+    base_memory: float  # bytes of a process that has not begun
 
-    def walk(self, loads: Sequence[tuple[float, float]]) -> float:
+    def layer_seconds(self, loads: Sequence[tuple[float, float]]) -> float:
         """Seconds of all layers, given (rows, edges) of each."""
         return sum(pace.seconds(*load) for pace, load in zip(self.layers, loads, strict=True))
 
-    def sampled(self, loads: Sequence[tuple[float, float]]) -> float:
+    def sampled_step_seconds(self, loads: Sequence[tuple[float, float]]) -> float:
         """Seconds of a step on blocks."""
-        return self.blocks * self.walk(loads) + self.step
+        return self.block_slowdown * self.layer_seconds(loads) + self.optimizer_seconds
 
-    def travel(self, nbytes: float, rounds: float) -> float:
+    def transfer_seconds(self, nbytes: float, rounds: float) -> float:
         """Seconds that rows take, nothing else going on."""
         return nbytes / self.bandwidth + rounds * self.latency if self.workers > 1 else 0.0
 
 
 @dataclass(frozen=True, eq=False)
-class Outlook:
+class PlanningContext:
     """What a strategy is told to foresee an epoch. ``job`` has the graph, the model and the task of all workers."""
 
     job: Job
-    alone: Pace  # one process by itself
-    together: Pace  # all workers at once
+    single_profile: MachineProfile  # one process by itself
+    shared_profile: MachineProfile  # all workers at once
     overlaps: bool  # whether rows travel while workers compute: not where these share processors
     parts: Callable[[], Sequence[Shard]]  # of ``partition``, or mincut; a part for every worker
-    deal: Callable[[StrategyConfig], Deal]
-    layouts: Callable[[StrategyConfig], Sequence[Layout]]
+    assignment: Callable[[StrategyConfig], NodeAssignment]
+    layouts: Callable[[StrategyConfig], Sequence[ChunkLayout]]
     # What workers say who try strategies together on this machine, one after the other; None where each has a machine.
-    tried: Callable[[Sequence[StrategyConfig]], Sequence[Mapping[str, Any]]] | None = None
-    known: dict[str, Any] = field(default_factory=dict)  # what several forecasts need, found once
+    run_trials: Callable[[Sequence[StrategyConfig]], Sequence[Mapping[str, Any]]] | None = None
+    cache: dict[str, Any] = field(default_factory=dict)  # what several forecasts need, found once
 
     @property
     def workers(self) -> int:
         return self.job.workers
 
-    def once(self, name: str, find: Callable[[], Any]) -> Any:
-        if name not in self.known:
-            self.known[name] = find()
-        return self.known[name]
+    def cached(self, name: str, find: Callable[[], Any]) -> Any:
+        if name not in self.cache:
+            self.cache[name] = find()
+        return self.cache[name]

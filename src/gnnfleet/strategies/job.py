@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.message_store import Post
+from gnnfleet.comm.message_store import MessageStore
 from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition.chunk_layout import Layout
-from gnnfleet.graph.partition.node_assignment import Deal
+from gnnfleet.graph.partition.chunk_layout import ChunkLayout
+from gnnfleet.graph.partition.node_assignment import NodeAssignment
 from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.nn.base import Model
 from gnnfleet.nn.temporal.model import TemporalModel
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.report.progress import NoProgress, Progress
 from gnnfleet.tasks.base import Task
 from gnnfleet.tasks.event import EventTask
 from gnnfleet.tasks.train_options import TrainConfig
@@ -42,15 +42,15 @@ class Job:
     precision: str = "float32"
     memory: int | None = None  # bytes; what it limits is the strategy's to say
     partition: str | None = None  # the partitioner that is asked for; None leaves it to the strategy
-    progress: Progress = Silent()
+    progress: Progress = NoProgress()
     world: World = field(default_factory=World)
     shard: Shard | None = None  # this rank's part of the graph, for strategies that use parts
     workers: int = 1
     processes: int = 1  # that train beside each other on this machine, each in a world of its own
-    post: Post | None = None  # how workers that come and go are reached
-    deal: Deal | None = None  # who of them has which nodes
-    layouts: Sequence[Layout] | None = None  # how nodes may be cut into chunks
-    say: Callable[[str], None] = lambda text: None  # to the user, on the rank that speaks
+    message_store: MessageStore | None = None  # how workers that come and go are reached
+    assignment: NodeAssignment | None = None  # who of them has which nodes
+    layouts: Sequence[ChunkLayout] | None = None  # how nodes may be cut into chunks
+    log_user: Callable[[str], None] = lambda text: None  # to the user, on the rank that speaks
 
     @property
     def evaluation_memory(self) -> int:
@@ -58,7 +58,7 @@ class Job:
         return MEMORY if self.memory is None else self.memory
 
 
-def products(precision: str) -> AbstractContextManager[Any]:
+def autocast(precision: str) -> AbstractContextManager[Any]:
     """Where bf16 applies: results of dense products are stored in it, operands rounded to it where the CPU multiplies
     it; weights stay float32, sums over edges are taken in it."""
     return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
@@ -76,5 +76,5 @@ class EventJob:
     precision: str = "float32"
     memory: int | None = None
     world: World = field(default_factory=World)
-    progress: Progress = Silent()
-    say: Callable[[str], None] = lambda text: None
+    progress: Progress = NoProgress()
+    log_user: Callable[[str], None] = lambda text: None

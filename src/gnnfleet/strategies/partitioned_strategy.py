@@ -17,34 +17,39 @@ from gnnfleet.errors import ConfigError, PartitionError
 from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.graph.views.row_index import take_rows
 from gnnfleet.nn.base import Aggregate
-from gnnfleet.nn.embedding import rows_by_owner
+from gnnfleet.nn.embedding import embedding_ids
 from gnnfleet.sharded.full_batch.ring_view import RingView
-from gnnfleet.strategies.input_cache import CACHED_RELATIONS, Cached, aggregate_once, wants_aggregate
-from gnnfleet.strategies.job import PRECISIONS, Job, products
+from gnnfleet.strategies.input_cache import (
+    MAX_CACHED_RELATIONS,
+    CacheInputs,
+    precompute_aggregate,
+    should_cache_aggregate,
+)
+from gnnfleet.strategies.job import PRECISIONS, Job, autocast
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
-from gnnfleet.strategies.protocol import IDS, OWN, Prediction, State
-from gnnfleet.tasks.base import Take
+from gnnfleet.strategies.protocol import IDS_SUFFIX, SHARDED, Prediction, State
+from gnnfleet.tasks.base import RowLookup
 
 
-class PartsStrategy:
+class PartitionedStrategy:
     """The base of such strategies; all ranks make and call it together. ``steps`` is what they differ in.
 
     ``order`` says which row of the part lies where in the view, by node type; None: as in the part.
     """
 
-    is_behind = False
-    elsewhere = ()
+    has_newer_weights = False
+    external_workers = ()
 
     def __init__(
-        self, job: Job, view: RingView, *, cache_inputs: Cached, order: Mapping[str, Tensor] | None = None
+        self, job: Job, view: RingView, *, cache_inputs: CacheInputs, order: Mapping[str, Tensor] | None = None
     ) -> None:
         self.model = job.model
         self._job, self._world, self._view = job, job.world, view
         self._check_parts()
-        self._task = job.task.share(job.world, {kind: rows.node_ids for kind, rows in view.nodes.items()})
+        self._task = job.task.shard(job.world, {kind: rows.node_ids for kind, rows in view.nodes.items()})
         self._target = job.task.target
         self._optimizer = make_optimizer(self.model, job.train)
-        self._ids = rows_by_owner(self.model)
+        self._ids = embedding_ids(self.model)
         named = dict(self.model.named_parameters())
         self._rows = [named[name] for name in self._ids]
         self._common = [parameter for name, parameter in named.items() if name not in self._ids]
@@ -52,65 +57,65 @@ class PartsStrategy:
         self._aggregated = self._aggregate(cache_inputs)
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
-    def counts(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, float]:
         return {}
 
-    def pages(self) -> dict[str, str]:
+    def artifacts(self) -> dict[str, str]:
         return {}
 
     def evaluate(self, split: str) -> dict[str, float]:
         if not self._count(self._task.items(split)):
             raise ConfigError(f"the {split} split is empty: choose another --split")
         with torch.no_grad():
-            return self._task.measure(self._taking(self._outputs()[0], stays=self._task.stays), split)
+            return self._task.measure(self._taking(self._outputs()[0], stays=self._task.reads_only_local_rows), split)
 
     def validate(self) -> dict[str, float]:
         return self.evaluate("val")
 
-    def exact(self) -> Take:
+    def exact_lookup(self) -> RowLookup:
         return self._taking(self._outputs()[0], stays=False)
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         every = self._view.owners.counts[self._target] if self._world.is_first else 0
-        return self.rows(torch.arange(every), embeddings=embeddings)
+        return self.predict_nodes(torch.arange(every), embeddings=embeddings)
 
-    def rows(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
-        view = self._view.of(self._target)
+    def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
+        view = self._view.for_type(self._target)
         logits, inputs = (rows[self._target] if isinstance(rows, dict) else rows for rows in self._outputs())
-        return Prediction(view.take(logits, ids), view.take(inputs, ids) if embeddings else None)
+        return Prediction(view.gather_rows(logits, ids), view.gather_rows(inputs, ids) if embeddings else None)
 
     def state_dict(self) -> State:
         weights, remembered = dict(self.model.state_dict()), optimizer_tensors(self.model, self._optimizer)
         own: dict[str, Tensor] = {}
         for name, ids in self._ids.items():
             words = [key for key in remembered if key.startswith(f"{name}/")]
-            own |= {name: weights.pop(name), name + IDS: ids, **{key: remembered.pop(key) for key in words}}
+            own |= {name: weights.pop(name), name + IDS_SUFFIX: ids, **{key: remembered.pop(key) for key in words}}
         found = {"model": weights, "optimizer": remembered}
-        return {**found, OWN: own} if own else found
+        return {**found, SHARDED: own} if own else found
 
     def load_state_dict(self, state: State) -> None:
         self._known = None
-        own = dict(state.get(OWN, {}))
+        own = dict(state.get(SHARDED, {}))
         for name, ids in self._ids.items():
             if name in state["model"]:  # written by one process: all rows
-                own |= {name: state["model"][name][ids], name + IDS: ids}
-            assert torch.equal(own[name + IDS], ids), "rows of other nodes"
+                own |= {name: state["model"][name][ids], name + IDS_SUFFIX: ids}
+            assert torch.equal(own[name + IDS_SUFFIX], ids), "rows of other nodes"
         self.model.load_state_dict({**state["model"], **{name: own[name] for name in self._ids}})
         if "optimizer" in state:
-            remembered = {key: rows for key, rows in own.items() if "/" in key and not key.endswith(IDS)}
+            remembered = {key: rows for key, rows in own.items() if "/" in key and not key.endswith(IDS_SUFFIX)}
             load_optimizer(self.model, self._optimizer, {**state["optimizer"], **remembered})
 
     def close(self) -> None:
         self._known = None
 
-    def _learn(self, loss: Tensor) -> float:
+    def _backward_and_step(self, loss: Tensor) -> float:
         """One optimizer step on this rank's share of a mean loss; the whole of it."""
         self._known = None
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         sum_gradients(self._world, self._common)
         if self._job.train.clip:
-            clip_gradients(self._world, self._common, self._rows, highest=self._job.train.clip)
+            clip_gradients(self._world, self._common, self._rows, max_norm=self._job.train.clip)
         self._optimizer.step()
         return float(sum_over_ranks(self._world, loss.detach()))
 
@@ -131,17 +136,17 @@ class PartsStrategy:
                 "partition the graph that is trained on"
             )
 
-    def _aggregate(self, wanted: Cached) -> Aggregate | None:
+    def _aggregate(self, wanted: CacheInputs) -> Aggregate | None:
         """The first layer's aggregate, where it is kept."""
-        few = len(self._view.edge_types) <= CACHED_RELATIONS or wanted is True
-        if not few or not wants_aggregate(wanted, hides=self._task.hides):
+        few = len(self._view.edge_types) <= MAX_CACHED_RELATIONS or wanted is True
+        if not few or not should_cache_aggregate(wanted, hides=self._task.masks_edges):
             return None
-        return aggregate_once(wanted, self.model, self._view, self._x)
+        return precompute_aggregate(wanted, self.model, self._view, self._x)
 
     @cached_property
     def _x(self) -> Any:
         """x as the model takes it: a tensor, or one per node type; of width 0 where there are no features."""
-        shard, found = part_of(self._job), {}
+        shard, found = require_shard(self._job), {}
         for kind in self._view.node_types:
             nodes = shard.nodes(kind)
             rows = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
@@ -157,24 +162,24 @@ class PartsStrategy:
         """(output, what the last layer read) of own rows, exact; kept until the weights change."""
         if self._known is None:
             self.model.eval()
-            with products(self._job.precision):
+            with autocast(self._job.precision):
                 self._known = self.model.exact(self._view, self._x, aggregated=self._aggregated)
         return self._known
 
-    def _taking(self, out: Any, *, stays: bool) -> Take:
+    def _taking(self, out: Any, *, stays: bool) -> RowLookup:
         """Rows of output by store id, in the precision of the loss; with ``stays`` of own nodes, without a word to
         others."""
 
         def take(kind: str, ids: Tensor) -> Tensor:
             rows: Tensor = out[kind] if isinstance(out, dict) else out
-            view = self._view.of(kind)
-            found = take_rows(rows, view.nodes[kind].places.rows(ids)) if stays else view.take(rows, ids)
+            view = self._view.for_type(kind)
+            found = take_rows(rows, view.nodes[kind].row_index.rows(ids)) if stays else view.gather_rows(rows, ids)
             return found.to(PRECISIONS[self._job.precision])
 
         return take
 
 
-def part_of(job: Job) -> Shard:
+def require_shard(job: Job) -> Shard:
     """This rank's part; raises ConfigError where there is none."""
     if job.shard is None:
         raise ConfigError("this strategy works on a part of a partitioned graph, found none: use gnnfleet train")

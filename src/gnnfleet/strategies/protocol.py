@@ -13,22 +13,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gnnfleet.tasks.base import Take
+from gnnfleet.tasks.base import RowLookup
 
 State = dict[str, dict[str, Tensor]]
 """Everything that training changes: {"model": {name: tensor}, "optimizer": {name: tensor}, perhaps parts of a
-strategy's own}, equal on all ranks, and perhaps ``OWN`` and ``PRIVATE``."""
+strategy's own}, equal on all ranks, and perhaps ``SHARDED`` and ``RANK_LOCAL``."""
 
-OWN = "own"
+SHARDED = "own"
 """The part of a state that differs from rank to rank: {parameter name: rows, name + IDS: their ids, name/word: what the
 optimizer remembers of them}."""
 
-IDS = "/ids"
+IDS_SUFFIX = "/ids"
 
-PRIVATE = "private"
+RANK_LOCAL = "private"
 """What of a state belongs to a rank of exactly this world, {name: tensor}; others do without it."""
 
-TRAINED = "trained"
+RAW_WEIGHTS = "trained"
 """The part of a state with the weights that are trained, where its model is an average of them."""
 
 
@@ -58,21 +58,21 @@ class Strategy(Protocol):
     @property
     def model(self) -> torch.nn.Module: ...
 
-    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
+    def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         """Run one epoch, or the rest of it from step ``first`` on; a record after each optimizer step."""
 
-    def counts(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, float]:
         """What the last epoch took besides time, for its row in the metrics; {} where there is nothing to tell."""
 
-    def pages(self) -> dict[str, str]:
+    def artifacts(self) -> dict[str, str]:
         """Files that show how the last epoch went, {name: text}; all ranks call it, the first keeps them."""
 
     @property
-    def is_behind(self) -> bool:
+    def has_newer_weights(self) -> bool:
         """Whether newer weights are there already, so that measuring the present ones may be left out."""
 
     @property
-    def elsewhere(self) -> Sequence[Mapping[str, float]]:
+    def external_workers(self) -> Sequence[Mapping[str, float]]:
         """Of workers that are no ranks of this world, what each says of itself until now: bytes_sent, rounds,
         peak_rss, seconds by phase, …"""
 
@@ -85,11 +85,11 @@ class Strategy(Protocol):
     def predict(self, *, embeddings: bool = False) -> Prediction:
         """Every node in store order, exact like evaluate; of several ranks the first gets them, the others no rows."""
 
-    def rows(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
+    def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
         """Some nodes by store id, so that all of them need not be in one place. All ranks call it, each with ids of its
         own or with none."""
 
-    def exact(self) -> Take:
+    def exact_lookup(self) -> RowLookup:
         """A way to take exact output rows of the present weights, by node type and store id; used by all ranks
         together, each with ids of its own or with none."""
 

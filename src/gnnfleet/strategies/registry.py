@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.strategies.estimates import Forecast, Outlook
+from gnnfleet.strategies.estimates import CostEstimate, PlanningContext
 from gnnfleet.strategies.job import EventJob, Job
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.protocol import Strategy
-from gnnfleet.strategies.sampling_options import FANOUT
+from gnnfleet.strategies.sampling_options import DEFAULT_FANOUT
 from gnnfleet.strategies.sar.config import SarConfig
 from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.strategies.temporal.config import TemporalConfig
@@ -23,7 +23,7 @@ from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.tasks.link import LinkTask
 
 if TYPE_CHECKING:
-    from gnnfleet.strategies.temporal.estimate import EventOutlook
+    from gnnfleet.strategies.temporal.estimate import EventPlanningContext
 
 CONFIGS: dict[str, type[StrategyConfig]] = {
     "local": LocalConfig,
@@ -49,7 +49,7 @@ def find_config(name: str) -> type[StrategyConfig]:
     return CONFIGS[name]
 
 
-def strategy_words(name: str) -> list[str]:
+def strategy_options(name: str) -> list[str]:
     """The words of a strategy's config; of ``auto`` those of all, and what is asked for."""
     if name != AUTO:
         return list(find_config(name).model_fields)
@@ -75,7 +75,7 @@ def make_strategy(config: StrategyConfig, job: Job) -> Strategy:
     if isinstance(config, TmaConfig):
         from gnnfleet.strategies.tma.strategy import TmaStrategy
 
-        return TmaStrategy(config, job, _whole(job), _correcting(config, job))
+        return TmaStrategy(config, job, _full_graph_strategy(job), _correction_strategy(config, job))
     assert isinstance(config, LocalConfig)
     return LocalStrategy(config, job)
 
@@ -87,26 +87,30 @@ def make_temporal(config: TemporalConfig, job: EventJob) -> Strategy:
     return TemporalStrategy(config, job)
 
 
-def counterpart(config: StrategyConfig, layers: int) -> StrategyConfig | None:
+def reference_config(config: StrategyConfig, layers: int) -> StrategyConfig | None:
     """How one process takes the same steps as a strategy whose aim is to equal it; None for others."""
     if isinstance(config, TemporalConfig):  # those who share batches are one trainer; lanes and copies are not
-        return config.model_copy(update={"share": 1}) if (config.lanes, config.copies) == (1, 1) else None
+        return (
+            config.model_copy(update={"batch_parallel": 1})
+            if (config.epoch_parallel, config.memory_parallel) == (1, 1)
+            else None
+        )
     if isinstance(config, MacrobatchConfig):
-        fanouts = config.fanouts or (FANOUT,) * layers
+        fanouts = config.fanouts or (DEFAULT_FANOUT,) * layers
         return LocalConfig(
             fanouts=fanouts, replace=config.replace, batch=config.batch, cache_inputs=config.cache_inputs
         )
     return LocalConfig() if isinstance(config, SarConfig | PipeConfig) else None
 
 
-def foresees(name: str) -> bool:
+def has_estimate(name: str) -> bool:
     """Whether a strategy says what its epochs take."""
     return find_spec(f"gnnfleet.strategies.{name}.estimate") is not None
 
 
-def foresee(config: StrategyConfig, outlook: Outlook | EventOutlook) -> list[Forecast]:
+def estimate_costs(config: StrategyConfig, outlook: PlanningContext | EventPlanningContext) -> list[CostEstimate]:
     """What a strategy says of its epochs; the one for events is told of its stream. Raises ConfigError."""
-    found: list[Forecast] = import_module(f"gnnfleet.strategies.{config.name}.estimate").foresee(config, outlook)
+    found: list[CostEstimate] = import_module(f"gnnfleet.strategies.{config.name}.estimate").foresee(config, outlook)
     return found
 
 
@@ -114,18 +118,18 @@ def local_config(config: TmaConfig, layers: int) -> LocalConfig:
     """How a trainer walks its own subgraph, or the coordinator the whole graph."""
     if config.full:
         return LocalConfig(batch=config.batch, cache_inputs=config.cache_inputs)
-    fanouts = config.fanouts or (FANOUT,) * layers
+    fanouts = config.fanouts or (DEFAULT_FANOUT,) * layers
     return LocalConfig(fanouts=fanouts, replace=config.replace, batch=config.batch, cache_inputs=config.cache_inputs)
 
 
-def _whole(job: Job) -> Strategy:
+def _full_graph_strategy(job: Job) -> Strategy:
     """What evaluates on the whole graph."""
     return make_strategy(LocalConfig(cache_inputs=False, order="store"), job)
 
 
-def _correcting(config: TmaConfig, job: Job) -> Strategy | None:
+def _correction_strategy(config: TmaConfig, job: Job) -> Strategy | None:
     """What trains a copy of the model on the whole graph."""
-    if not config.correction_steps or job.post is None:
+    if not config.correction_steps or job.message_store is None:
         return None
     model = copy.deepcopy(job.model)
     task = replace(job.task, decoder=model.decoder) if isinstance(job.task, LinkTask) else job.task  # type: ignore[arg-type]

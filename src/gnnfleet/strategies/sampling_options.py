@@ -15,8 +15,8 @@ from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.base import Aggregate, Features
 from gnnfleet.tasks.base import Batch
 
-SAMPLED_BATCH = 1024
-FANOUT = 10
+DEFAULT_BATCH = 1024
+DEFAULT_FANOUT = 10
 """Neighbours drawn in every hop, unless the user says."""
 
 
@@ -37,27 +37,27 @@ def _check_cached(given: Any) -> Any:
     return given
 
 
-FanoutWords = Annotated[tuple[int, ...] | dict[str, tuple[int, ...]] | None, BeforeValidator(_check_fanouts)]
+FanoutOption = Annotated[tuple[int, ...] | dict[str, tuple[int, ...]] | None, BeforeValidator(_check_fanouts)]
 """Neighbours drawn per node, the hop next to the seeds first, −1 for all; by SRC:RELATION:DST where they differ."""
 
-Switch = Annotated[Literal["auto"] | bool, BeforeValidator(_check_cached)]
+AutoSwitch = Annotated[Literal["auto"] | bool, BeforeValidator(_check_cached)]
 
 
-def hops_of(words: tuple[int, ...] | dict[str, tuple[int, ...]]) -> Fanouts:
+def fanouts_by_hop(words: tuple[int, ...] | dict[str, tuple[int, ...]]) -> Fanouts:
     """Fanouts as a sampler takes them; raises ConfigError for a name that is no edge type."""
     if isinstance(words, dict):
         return {EdgeType.parse(name): counts for name, counts in words.items()}
     return words
 
 
-def check_layers(found: int, layers: int) -> None:
+def check_fanouts_per_layer(found: int, layers: int) -> None:
     """Raise ConfigError unless there is a fanout for every layer."""
     if found != layers:
         raise ConfigError(f"strategy.fanouts needs one number per layer, {layers}; found {found}")
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
+class PreparedBatch:
     """A batch with everything the model takes."""
 
     batch: Batch

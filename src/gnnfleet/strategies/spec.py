@@ -13,12 +13,10 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
     """What the configs of all strategies have: the name they are chosen by."""
 
     uses_parts: ClassVar[bool] = False  # whether a partition of the graph means anything to it
-    comes_and_goes: ClassVar[bool] = (
-        False  # whether workers are independent of each other, and may end or join any time
-    )
+    is_elastic: ClassVar[bool] = False  # whether workers are independent of each other, and may end or join any time
     partitioner: ClassVar[str] = "mincut"  # how nodes are dealt to workers unless the user says
     # What is kept in the store for it: a part for every worker, clusters that are dealt, layouts of chunks, or nothing.
-    cut: ClassVar[Literal["parts", "clusters", "chunks", "none"]] = "parts"
+    placement: ClassVar[Literal["parts", "clusters", "chunks", "none"]] = "parts"
 
     name: str
 
@@ -28,21 +26,21 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
         return 0
 
     @property
-    def dealt_clusters(self) -> int:
+    def num_clusters(self) -> int:
         """In how many clusters nodes are dealt by ``super``; 0 leaves it to the partitioner."""
         return 0
 
     @property
-    def samples(self) -> bool:
+    def is_sampled(self) -> bool:
         """Whether a step walks sampled blocks, not the whole graph."""
         return False
 
-    def candidates(self, workers: int, *, stays: bool = True) -> list[tuple[int, int]]:
+    def layout_candidates(self, workers: int, *, local_rows_only: bool = True) -> list[tuple[int, int]]:
         """(ways, chunks) of the layouts it may want; ``stays``: as of the task."""
         return []
 
     def check_workers(self, workers: int) -> None:
         """Raise ConfigError for a number of workers that does not fit."""
 
-    def check(self, task: Task) -> None:
+    def check_task(self, task: Task) -> None:
         """Raise ConfigError for a task that this strategy cannot learn."""

@@ -16,7 +16,7 @@ from gnnfleet.comm.world import World
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.ops.draws import DrawKey
 
-Take = Callable[[str, Tensor], Tensor]
+RowLookup = Callable[[str, Tensor], Tensor]
 """(node type, [n] store ids) → [n, C] rows of the model's output."""
 
 SPLITS = ("train", "val", "test")
@@ -29,7 +29,7 @@ class Batch:
     items: Tensor
     seeds: Mapping[str, Tensor]
     key: DrawKey
-    every: Tensor  # the items of all ranks
+    global_items: Tensor  # the items of all ranks
 
 
 class Task(Protocol):
@@ -46,35 +46,35 @@ class Task(Protocol):
     def items(self, split: str) -> Tensor:
         """[n] int64, ascending."""
 
-    def reach(self) -> Tensor | None:
+    def reachable_mask(self) -> Tensor | None:
         """[N] bool: rows of the target that the training loss may ever read; None for all of every type."""
 
-    def trained(self, seed: int, epoch: int) -> Tensor:
+    def train_items(self, seed: int, epoch: int) -> Tensor:
         """[n] int64, ascending: the training items of an epoch."""
 
-    def batch(self, items: Tensor, key: DrawKey, every: Tensor | None = None) -> Batch:
+    def batch(self, items: Tensor, key: DrawKey, global_items: Tensor | None = None) -> Batch:
         """What a step on some training items reads; ``every`` are those of all ranks, where this is one of several."""
 
-    def homes(self, items: Tensor) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
+    def owners_of_items(self, items: Tensor) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
         """(node type, which training items, [n] store id of a node for each): whose owner works on the items."""
 
     @property
-    def hides(self) -> bool:
-        """Whether ``hide`` ever hides anything."""
+    def masks_edges(self) -> bool:
+        """Whether ``mask_edges`` ever hides anything."""
 
-    def hide(self, view: LocalView, batch: Batch) -> LocalView:
+    def mask_edges(self, view: LocalView, batch: Batch) -> LocalView:
         """The view or block without the edges that would give the answers away; the same object where none does."""
 
-    def loss(self, take: Take, batch: Batch) -> Tensor:
+    def loss(self, lookup: RowLookup, batch: Batch) -> Tensor:
         """The sum over the batch's items."""
 
-    def measure(self, take: Take, split: str) -> dict[str, float]:
+    def measure(self, lookup: RowLookup, split: str) -> dict[str, float]:
         """{"loss", "count", the metric} of exact rows, of all ranks together."""
 
     @property
-    def stays(self) -> bool:
+    def reads_only_local_rows(self) -> bool:
         """Whether a rank's items read rows of its own nodes only."""
 
-    def share(self, world: World, own: Mapping[str, Tensor]) -> Task:
+    def shard(self, world: World, own: Mapping[str, Tensor]) -> Task:
         """This rank's share of the items; ``own`` are the store ids of its nodes by type. ``measure`` is then called
-        by all ranks together, and so is ``loss`` unless it ``stays``."""
+        by all ranks together, and so is ``loss`` unless it ``reads_only_local_rows``."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.events.negatives import EventNegatives
+from gnnfleet.graph.events.negatives import NegativeSampler
 from gnnfleet.nn.heads import NodeHead
 from gnnfleet.nn.link import link_loss, softmax_loss
 from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
@@ -24,17 +24,17 @@ class EventTask:
     stream: EventStream
     parts: Mapping[str, EventStream]  # train, val, test
     target: str  # the node type of destinations
-    negatives: EventNegatives  # of evaluations, from all destinations
+    negatives: NegativeSampler  # of evaluations, from all destinations
     count: int = 1  # negatives of an event in training
     loss_name: str = "bce"
-    wanted: str = "auto"
+    metric_name: str = "auto"
     head: NodeHead | None = None
 
     @property
     def metric(self) -> str:
         if self.head is not None:
             return self.head.name
-        return "mrr" if self.wanted == "auto" else self.wanted
+        return "mrr" if self.metric_name == "auto" else self.metric_name
 
     def items(self, split: str) -> Tensor:
         """[n] numbers of events; those with a label, where labels are predicted."""
@@ -42,7 +42,7 @@ class EventTask:
         if self.head is None:
             return part.numbers
         assert part.y is not None
-        return part.numbers[self.head.labelled(part.y)]
+        return part.numbers[self.head.is_labelled(part.y)]
 
     @property
     def mean_gap(self) -> float:
@@ -59,19 +59,19 @@ class EventTask:
         """Time that training takes at this pace."""
         return self.mean_gap * len(self.parts["train"])
 
-    def drawn(self, low: int, high: int, *, sweep: int, number: int = 0) -> Tensor:
+    def sample_negatives(self, low: int, high: int, *, sweep: int, number: int = 0) -> Tensor:
         """[n, K] negatives of events in set ``number`` of a sweep."""
-        return self.drawn_of(torch.arange(low, high), sweep=sweep, number=number)
+        return self.negatives_of(torch.arange(low, high), sweep=sweep, number=number)
 
-    def drawn_of(self, numbers: Tensor, *, sweep: int, number: int = 0) -> Tensor:
+    def negatives_of(self, numbers: Tensor, *, sweep: int, number: int = 0) -> Tensor:
         """The same for any events."""
         if self.head is not None:
             return torch.empty(len(numbers), 0, dtype=torch.int64)
         positive = self.stream.dst[numbers]
-        return self._trained_on.training(numbers, positive, sweep=sweep, number=number, count=self.count)
+        return self._trained_on.for_training(numbers, positive, sweep=sweep, number=number, count=self.count)
 
     @cached_property
-    def _trained_on(self) -> EventNegatives:
+    def _trained_on(self) -> NegativeSampler:
         """From the destinations of training events: that others are there at all is not known yet."""
         return replace(self.negatives, destinations=torch.unique(self.parts["train"].dst))
 
@@ -89,7 +89,7 @@ class EventTask:
         if self.head is not None:
             assert self.stream.y is not None and isinstance(model.decoder, ClassDecoder)
             y = self.stream.y[numbers]
-            return self.head.loss(model.decoder(z[:n], z[n : 2 * n]), y), int(self.head.labelled(y).sum())
+            return self.head.loss(model.decoder(z[:n], z[n : 2 * n]), y), int(self.head.is_labelled(y).sum())
         positive, negative = link_scores(model, z, n, pairs)
         return (softmax_loss if self.loss_name == "softmax" else link_loss)(positive, negative), n
 

@@ -9,15 +9,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import gather_rows, sum_over_ranks
+from gnnfleet.comm.collectives import all_gather_rows, sum_over_ranks
 from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import Nodes
 from gnnfleet.graph.ids import Ids
 from gnnfleet.graph.views.local import LocalView
-from gnnfleet.graph.views.row_index import Places
-from gnnfleet.nn.heads import NodeHead, Tally
+from gnnfleet.graph.views.row_index import RowIndex
+from gnnfleet.nn.heads import MetricState, NodeHead
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.tasks.base import SPLITS, Batch, Take
+from gnnfleet.tasks.base import SPLITS, Batch, RowLookup
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class NodeTask:
 
     @cached_property
     def _items(self) -> dict[str, Tensor]:
-        labelled = self.head.labelled(self._y)
+        labelled = self.head.is_labelled(self._y)
         found = {name: (self.nodes.mask(name) & labelled).nonzero()[:, 0] for name in SPLITS}
         return found if self.ids is None else {name: self.ids[rows].sort().values for name, rows in found.items()}
 
@@ -49,9 +49,9 @@ class NodeTask:
         return self.nodes.y.long() if self.nodes.y.dim() == 1 else self.nodes.y
 
     @cached_property
-    def _places(self) -> Places:
+    def _places(self) -> RowIndex:
         assert self.ids is not None
-        return Places(self.ids)
+        return RowIndex(self.ids)
 
     def _labels(self, items: Tensor) -> Tensor:
         return self._y[items if self.ids is None else self._places.rows(items)]
@@ -59,45 +59,47 @@ class NodeTask:
     def items(self, split: str) -> Tensor:
         return self._items[split]
 
-    def reach(self) -> Tensor | None:
-        return self.nodes.mask("train") & self.head.labelled(self._y)
+    def reachable_mask(self) -> Tensor | None:
+        return self.nodes.mask("train") & self.head.is_labelled(self._y)
 
-    def trained(self, seed: int, epoch: int) -> Tensor:
+    def train_items(self, seed: int, epoch: int) -> Tensor:
         return self._items["train"]
 
-    def batch(self, items: Tensor, key: DrawKey, every: Tensor | None = None) -> Batch:
-        return Batch(items, {self.target: items}, key, items if every is None else every)
+    def batch(self, items: Tensor, key: DrawKey, global_items: Tensor | None = None) -> Batch:
+        return Batch(items, {self.target: items}, key, items if global_items is None else global_items)
 
-    def homes(self, items: Tensor) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
+    def owners_of_items(self, items: Tensor) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
         yield self.target, slice(None), items
 
     @property
-    def hides(self) -> bool:
+    def masks_edges(self) -> bool:
         return False
 
-    def hide(self, view: LocalView, batch: Batch) -> LocalView:
+    def mask_edges(self, view: LocalView, batch: Batch) -> LocalView:
         return view
 
-    def loss(self, take: Take, batch: Batch) -> Tensor:
-        return self.head.loss(take(self.target, batch.items), self._labels(batch.items))
+    def loss(self, lookup: RowLookup, batch: Batch) -> Tensor:
+        return self.head.loss(lookup(self.target, batch.items), self._labels(batch.items))
 
-    def measure(self, take: Take, split: str) -> dict[str, float]:
+    def measure(self, lookup: RowLookup, split: str) -> dict[str, float]:
         items = self._items[split]
-        logits, y = take(self.target, items), self._labels(items)
+        logits, y = lookup(self.target, items), self._labels(items)
         tally = self.head.metric(logits, y)
         own = torch.tensor([float(self.head.loss(logits, y)), len(items)], dtype=torch.float64)
         loss, count, *counts = sum_over_ranks(self.world, torch.cat([own, tally.counts])).tolist()
-        every = Tally(torch.tensor(counts, dtype=torch.float64), self._every(tally.score), self._every(tally.truth))
-        return {"loss": loss / max(count, 1), "count": count, self.metric: self.head.value(every)}
+        every = MetricState(
+            torch.tensor(counts, dtype=torch.float64), self._every(tally.score), self._every(tally.truth)
+        )
+        return {"loss": loss / max(count, 1), "count": count, self.metric: self.head.compute(every)}
 
     def _every(self, rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else torch.cat(gather_rows(self.world, rows))
+        return None if rows is None else torch.cat(all_gather_rows(self.world, rows))
 
     @property
-    def stays(self) -> bool:
+    def reads_only_local_rows(self) -> bool:
         return True
 
-    def share(self, world: World, own: Mapping[str, Tensor]) -> NodeTask:
+    def shard(self, world: World, own: Mapping[str, Tensor]) -> NodeTask:
         assert self.ids is None, "shared already"
         ids, nodes = own[self.target], self.nodes
         y = None if nodes.y is None else nodes.y[ids]

@@ -12,21 +12,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.message_store import Post
+from gnnfleet.comm.message_store import MessageStore
 from gnnfleet.comm.world import World
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.events.event_stream import is_stream
+from gnnfleet.graph.events.event_stream import is_event_graph
 from gnnfleet.graph.graph import NO_SPLIT, TEST, Graph, Nodes
-from gnnfleet.graph.partition.chunk_layout import Layout
-from gnnfleet.graph.partition.node_assignment import Deal
+from gnnfleet.graph.partition.chunk_layout import ChunkLayout
+from gnnfleet.graph.partition.node_assignment import NodeAssignment
 from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.graph.split import parse_rule, split_nodes
 from gnnfleet.nn.base import Model
-from gnnfleet.nn.custom_model import build_own
+from gnnfleet.nn.custom_model import build_custom_model
 from gnnfleet.nn.model import build_model
 from gnnfleet.nn.temporal.model import TemporalModel
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.report.progress import NoProgress, Progress
 from gnnfleet.strategies.job import PRECISIONS, EventJob, Job
 from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.strategies.registry import make_strategy, make_temporal
@@ -34,19 +34,19 @@ from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.tasks.event import EventTask
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.tasks.node import NodeTask
-from gnnfleet.training.build_link import SEES_TARGETS, build_links
+from gnnfleet.training.build_link import LEAKAGE_WARNING, build_links
 from gnnfleet.training.build_temporal import build_events
-from gnnfleet.training.output_schema import Output
+from gnnfleet.training.output_schema import OutputSchema
 
 
 @dataclass(frozen=True, eq=False)
-class Built:
+class BuiltRun:
     """A strategy and what it was made of."""
 
     strategy: Strategy
     graph: Graph
     task: NodeTask | LinkTask | EventTask
-    output: Output | None  # what nodes are classified as; None for links and events
+    output: OutputSchema | None  # what nodes are classified as; None for links and events
     model_file: Path | None = None  # of a model of the user's own
     remarks: tuple[str, ...] = ()  # what the user should know
     world: World = field(default_factory=World)  # the ranks that built it together
@@ -67,24 +67,24 @@ class Built:
         return bool(len(self.task.items(split)))
 
 
-Own = Mapping[str, Tensor] | None
+OwnedIds = Mapping[str, Tensor] | None
 """Store ids by node type: the nodes for which a rank holds learnable rows; None: all."""
 
 
 @dataclass(frozen=True, eq=False)
-class Here:
+class RankContext:
     """Where a strategy is built: which of the ranks this is, and its part of the graph where there are parts."""
 
     world: World = field(default_factory=World)
     shard: Shard | None = None
-    progress: Progress = Silent()
-    say: Callable[[str], None] = lambda text: None  # to the user
-    post: Post | None = None  # how workers that come and go are reached
-    deal: Deal | None = None  # who of them has which nodes
-    layouts: Sequence[Layout] | None = None  # how nodes may be cut into chunks
+    progress: Progress = NoProgress()
+    log_user: Callable[[str], None] = lambda text: None  # to the user
+    message_store: MessageStore | None = None  # how workers that come and go are reached
+    assignment: NodeAssignment | None = None  # who of them has which nodes
+    layouts: Sequence[ChunkLayout] | None = None  # how nodes may be cut into chunks
 
     @property
-    def own(self) -> Own:
+    def owned_ids(self) -> OwnedIds:
         """The nodes of this part."""
         return (
             None if self.shard is None else {kind: self.shard.nodes(kind).store_ids for kind in self.shard.node_types}
@@ -92,23 +92,23 @@ class Here:
 
 
 @dataclass(frozen=True, eq=False)
-class Checked:
+class ValidatedRun:
     """What a strategy is made of, found to fit together. ``graph`` is what is trained on."""
 
     graph: Graph
     task: NodeTask | LinkTask
     model: Model
-    output: Output | None = None
+    output: OutputSchema | None = None
     remarks: tuple[str, ...] = ()
 
 
-def check(graph: Graph, config: RunConfig, own: Own = None) -> Checked:
+def validate(graph: Graph, config: RunConfig, own: OwnedIds = None) -> ValidatedRun:
     """Everything about a run that can be refused before a strategy is made; raises ConfigError or InputError."""
     _check_features(graph, config)
     if config.task == "link":
         checked = _check_links(graph, config, own, training=True)
     else:
-        output = Output.of(graph)
+        output = OutputSchema.of(graph)
         target = output.target
         graph = graph.with_nodes(target, split=_split(graph.nodes[target], config))
         _check_labels(graph.nodes[target])
@@ -123,55 +123,57 @@ def check(graph: Graph, config: RunConfig, own: Own = None) -> Checked:
     return checked
 
 
-def build(graph: Graph, config: RunConfig, *, progress: Progress = Silent(), here: Here | None = None) -> Built:
+def build(
+    graph: Graph, config: RunConfig, *, progress: Progress = NoProgress(), here: RankContext | None = None
+) -> BuiltRun:
     """Check the graph against the config and build; raises ConfigError or InputError before anything is written.
 
     Of several ranks each says where it is with ``here``.
     """
-    here = here or Here(progress=progress)
+    here = here or RankContext(progress=progress)
     if isinstance(config.strategy, TemporalConfig):
         return _on_events(graph, config, here)
-    return _assemble(check(graph, config, here.own), config, here)
+    return _assemble(validate(graph, config, here.owned_ids), config, here)
 
 
-def check_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalModel, Tensor | None]:
-    """``check`` for events: (the task, the model, what is known of nodes)."""
+def validate_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalModel, Tensor | None]:
+    """``validate`` for events: (the task, the model, what is known of nodes)."""
     task, model, features = build_events(graph, config)
     if config.train.patience and not len(task.items("val")):
         raise ConfigError("train.patience needs val events and there are none: set train.patience=0 or another --split")
     return task, model, features
 
 
-def _on_events(graph: Graph, config: RunConfig, here: Here) -> Built:
+def _on_events(graph: Graph, config: RunConfig, here: RankContext) -> BuiltRun:
     """A run on a stream of events; the same to train and to ask a trained one."""
     assert isinstance(config.strategy, TemporalConfig)
-    job = event_job(graph, config, here)
-    return Built(make_temporal(config.strategy, job), graph, job.task, None, world=here.world)
+    job = make_event_job(graph, config, here)
+    return BuiltRun(make_temporal(config.strategy, job), graph, job.task, None, world=here.world)
 
 
-def event_job(graph: Graph, config: RunConfig, here: Here) -> EventJob:
+def make_event_job(graph: Graph, config: RunConfig, here: RankContext) -> EventJob:
     """What the strategy for events is made of, here."""
-    task, model, features = check_events(graph, config)
+    task, model, features = validate_events(graph, config)
     return EventJob(
         model, task, config.train, features, seed=config.seed, precision=config.precision, memory=config.memory,
-        world=here.world, progress=here.progress, say=here.say,
+        world=here.world, progress=here.progress, log_user=here.log_user,
     )  # fmt: skip
 
 
 def rebuild(
     graph: Graph,
     config: RunConfig,
-    output: Output,
+    output: OutputSchema,
     *,
     split: str | None = None,
-    progress: Progress = Silent(),
-    here: Here | None = None,
-) -> Built:
+    progress: Progress = NoProgress(),
+    here: RankContext | None = None,
+) -> BuiltRun:
     """A trained run on a graph: to evaluate a ``split`` of it (or ``all`` of it), without one to predict.
 
     Predictions need neither labels nor a split. Raises RunError where the graph does not fit, InputError for labels.
     """
-    graph = output.fit(graph, learnt=_learnt(config, output))
+    graph = output.fit(graph, learnt=_embedding_types(config, output))
     target = output.target_in(graph)
     nodes = graph.nodes[target]
     if split is not None and nodes.y is None:
@@ -184,35 +186,37 @@ def rebuild(
             raise ConfigError("this store has no split: evaluate all of it with --split all")
         codes = _split(nodes, config)
     graph = graph.with_nodes(target, y=unknown if nodes.y is None else nodes.y, split=codes)
-    here = here or Here(progress=progress)
-    return _assemble(_check_nodes(graph, config, output, here.own), config, here)
+    here = here or RankContext(progress=progress)
+    return _assemble(_check_nodes(graph, config, output, here.owned_ids), config, here)
 
 
-def rebuild_links(graph: Graph, config: RunConfig, *, progress: Progress = Silent(), here: Here | None = None) -> Built:
+def rebuild_links(
+    graph: Graph, config: RunConfig, *, progress: Progress = NoProgress(), here: RankContext | None = None
+) -> BuiltRun:
     """A trained run on links, to evaluate or score; held-out links are found again from the config."""
-    here = here or Here(progress=progress)
-    return _assemble(_check_links(graph, config, here.own, training=False), config, here)
+    here = here or RankContext(progress=progress)
+    return _assemble(_check_links(graph, config, here.owned_ids, training=False), config, here)
 
 
-def _check_nodes(graph: Graph, config: RunConfig, output: Output, own: Own) -> Checked:
+def _check_nodes(graph: Graph, config: RunConfig, output: OutputSchema, own: OwnedIds) -> ValidatedRun:
     target = output.target_in(graph)
     head = output.head(metric=config.train.metric, smoothing=config.train.label_smoothing)
     model = seeded_model(graph, config, output.num_classes, own)
-    return Checked(graph, NodeTask(target, graph.nodes[target], head), model, output)
+    return ValidatedRun(graph, NodeTask(target, graph.nodes[target], head), model, output)
 
 
-def _check_links(graph: Graph, config: RunConfig, own: Own, *, training: bool) -> Checked:
+def _check_links(graph: Graph, config: RunConfig, own: OwnedIds, *, training: bool) -> ValidatedRun:
     task, model = build_links(graph, config, training=training, own=own)
-    return Checked(task.data.graph, task, model, remarks=() if task.hides else (SEES_TARGETS,))
+    return ValidatedRun(task.data.graph, task, model, remarks=() if task.masks_edges else (LEAKAGE_WARNING,))
 
 
-def _assemble(checked: Checked, config: RunConfig, here: Here) -> Built:
+def _assemble(checked: ValidatedRun, config: RunConfig, here: RankContext) -> BuiltRun:
     graph, task = checked.graph, checked.task
-    strategy = make_strategy(config.strategy, job_of(checked, config, here))
-    return Built(strategy, graph, task, checked.output, config.model.file, checked.remarks, here.world)
+    strategy = make_strategy(config.strategy, make_job(checked, config, here))
+    return BuiltRun(strategy, graph, task, checked.output, config.model.file, checked.remarks, here.world)
 
 
-def job_of(checked: Checked, config: RunConfig, here: Here) -> Job:
+def make_job(checked: ValidatedRun, config: RunConfig, here: RankContext) -> Job:
     """What a strategy is made of, here."""
     return Job(
         graph=checked.graph,
@@ -226,15 +230,15 @@ def job_of(checked: Checked, config: RunConfig, here: Here) -> Job:
         progress=here.progress,
         world=here.world,
         shard=here.shard,
-        say=here.say,
+        log_user=here.log_user,
         workers=config.workers,
-        post=here.post,
-        deal=here.deal,
+        message_store=here.message_store,
+        assignment=here.assignment,
         layouts=here.layouts,
     )
 
 
-def seeded_model(graph: Graph, config: RunConfig, out_channels: int, own: Own) -> Model:
+def seeded_model(graph: Graph, config: RunConfig, out_channels: int, own: OwnedIds) -> Model:
     """The model with its first weights: drawn in float32 from the seed, whatever the precision."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -242,11 +246,11 @@ def seeded_model(graph: Graph, config: RunConfig, out_channels: int, own: Own) -
         if config.model.file is None:
             model = build_model(config.model, graph, out_channels=out_channels, own=own)
         else:
-            model = build_own(config.model, graph, out_channels=out_channels)
+            model = build_custom_model(config.model, graph, out_channels=out_channels)
     return model.to(PRECISIONS[config.precision])
 
 
-def _learnt(config: RunConfig, output: Output) -> set[str]:
+def _embedding_types(config: RunConfig, output: OutputSchema) -> set[str]:
     """The node types for whose nodes the model learns rows; what a model of the user's own learns is not known."""
     if config.model.file is not None:
         return set()
@@ -284,7 +288,7 @@ def _check_features(graph: Graph, config: RunConfig) -> None:
     if config.model.file is not None:
         return
     if not config.model.embedding and all(nodes.x is None or not nodes.x.shape[1] for nodes in graph.nodes.values()):
-        if is_stream(graph):
+        if is_event_graph(graph):
             raise ConfigError(
                 "the nodes have no features, but edges have times: train on events with --strategy temporal, or set "
                 "model.embedding=64 to learn features"

@@ -11,18 +11,18 @@ from torch import Tensor
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType, Graph
-from gnnfleet.graph.ingest.clean import with_inverse
-from gnnfleet.graph.links import LinkData, Links, has_held_out, link_data, split_links
-from gnnfleet.graph.split import Shares, parse_rule
+from gnnfleet.graph.ingest.clean import add_inverse_edges
+from gnnfleet.graph.links import LinkData, Links, has_held_out_links, link_data, split_links
+from gnnfleet.graph.split import SplitShares, parse_rule
 from gnnfleet.nn.base import Model
-from gnnfleet.nn.custom_model import build_own
+from gnnfleet.nn.custom_model import build_custom_model
 from gnnfleet.nn.link import make_decoder
 from gnnfleet.nn.model import build_model
 from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.tasks.link import LinkTask
 
-SEES_TARGETS = (
+LEAKAGE_WARNING = (
     "message passing sees the edges that are trained on (link.exclude=none); "
     "link.exclude=disjoint:0.3 holds some out in every epoch"
 )
@@ -42,7 +42,7 @@ def build_links(
         raise ConfigError("there is no edge to train on: choose another --split or link.relation")
     batch, link = config.strategy.batch_size, config.link
     if link.exclude == "auto":
-        sampled = config.strategy.samples and batch < len(data.splits["train"])
+        sampled = config.strategy.is_sampled and batch < len(data.splits["train"])
         link = link.model_copy(update={"exclude": "batch" if sampled else "none"})
     if link.exclude == "batch" and not 0 < batch < len(data.splits["train"]):
         raise ConfigError(
@@ -51,22 +51,22 @@ def build_links(
         )
     model = _seeded_model(data, config, own)
     assert model.decoder is not None
-    task = LinkTask(data, link, model.decoder, seed=config.seed, wanted=config.train.metric)
+    task = LinkTask(data, link, model.decoder, seed=config.seed, metric_name=config.train.metric)
     return task, model
 
 
 def _message_graph(graph: Graph, config: RunConfig) -> Graph:
     if isinstance(config.split, str) and not config.split.isdigit():
         rule = parse_rule(config.split)
-        if not isinstance(rule, Shares):
+        if not isinstance(rule, SplitShares):
             raise ConfigError(f"edges are split by shares, as 0.8/0.1/0.1; found {config.split}")
         graph = split_links(graph, rule, seed=config.seed)
-    elif not has_held_out(graph):
+    elif not has_held_out_links(graph):
         raise ConfigError("the graph has no held-out links: pass --split 0.8/0.1/0.1")
     wanted = config.link.reverse
     if wanted == "auto":
         wanted = "inverse" if config.model.name == "rgcn" and len(graph.edges) > 1 else "none"
-    return with_inverse(graph) if wanted == "inverse" else graph
+    return add_inverse_edges(graph) if wanted == "inverse" else graph
 
 
 def _seeded_model(data: LinkData, config: RunConfig, own: Mapping[str, Tensor] | None) -> Model:
@@ -79,7 +79,7 @@ def _seeded_model(data: LinkData, config: RunConfig, own: Mapping[str, Tensor] |
         if config.model.file is None:
             model = build_model(config.model, data.graph, out_channels=width, every_type=True, own=own)
         else:
-            model = build_own(config.model, data.graph, out_channels=width)
+            model = build_custom_model(config.model, data.graph, out_channels=width)
         model.decoder = make_decoder(config.link, width=width, relations=len(data.edge_types), several=several)
     return model.to(PRECISIONS[config.precision])
 
@@ -89,7 +89,7 @@ def score_pairs(strategy: Strategy, task: LinkTask, pairs: Sequence[tuple[Any, A
 
     Of several ranks all call it, each with a shared task and pairs of its own or none.
     """
-    number, kind = target_of(task, relation)
+    number, kind = target_edge_type(task, relation)
     nodes = task.data.graph.nodes
     src, dst = (
         torch.from_numpy(nodes[end].ids.rows([pair[place] for pair in pairs]))
@@ -97,10 +97,10 @@ def score_pairs(strategy: Strategy, task: LinkTask, pairs: Sequence[tuple[Any, A
     )
     links = Links(torch.full_like(src, number), src, dst, torch.arange(len(src)))
     with torch.no_grad():
-        return torch.sigmoid(task.scores(strategy.exact(), links))
+        return torch.sigmoid(task.score_links(strategy.exact_lookup(), links))
 
 
-def target_of(task: LinkTask, relation: str = "") -> tuple[int, EdgeType]:
+def target_edge_type(task: LinkTask, relation: str = "") -> tuple[int, EdgeType]:
     """The edge type of a name, by number and itself; the only one that is predicted where none is given."""
     kinds = list(dict.fromkeys(task.data.splits["train"].relation.tolist()))
     names = {str(task.data.edge_types[number]): number for number in kinds}

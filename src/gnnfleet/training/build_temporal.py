@@ -9,12 +9,12 @@ from torch import Tensor
 
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.events.event_stream import EventStream, timed_type
-from gnnfleet.graph.events.negatives import EventNegatives
+from gnnfleet.graph.events.event_stream import EventStream, event_edge_type
+from gnnfleet.graph.events.negatives import NegativeSampler
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.split import Shares, parse_rule
+from gnnfleet.graph.split import SplitShares, parse_rule
 from gnnfleet.nn.heads import NodeHead
-from gnnfleet.nn.temporal.model import Sizes, TemporalModel
+from gnnfleet.nn.temporal.model import EventDims, TemporalModel
 from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.tasks.event import EventTask
@@ -26,20 +26,20 @@ def build_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalMo
     """(the task, the model with its first weights, what is known of nodes); raises ConfigError or InputError."""
     strategy = config.strategy
     assert isinstance(strategy, TemporalConfig)
-    kind = timed_type(graph, strategy.relation or None)
+    kind = event_edge_type(graph, strategy.relation or None)
     stream, dtype = EventStream.of(graph, kind), PRECISIONS[config.precision]
     wanted = stream.msg is not None and config.model.edge_features
     stream = replace(stream, msg=stream.msg.to(dtype) if wanted and stream.msg is not None else None)
     task = _task(stream, _parts(stream, config), config, target=kind.dst)
-    features = known_of_nodes(graph, dtype)
+    features = node_features(graph, dtype)
     width = 0 if features is None else features.shape[1]
-    sizes = Sizes(
+    sizes = EventDims(
         edge=0 if stream.msg is None else stream.msg.shape[1],
         static=width + (config.model.hidden if strategy.learns_static(bool(width)) else 0),
         given=width > 0,
         classes=0 if task.head is None else task.head.num_classes,
-        gap=task.mean_gap,
-        span=task.span,
+        mean_time_gap=task.mean_gap,
+        time_span=task.span,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -53,7 +53,7 @@ def _parts(stream: EventStream, config: RunConfig) -> dict[str, EventStream]:
         train, val, test = stream.split()
     else:
         rule = None if str(config.split).isdigit() else parse_rule(str(config.split))
-        if not isinstance(rule, Shares):
+        if not isinstance(rule, SplitShares):
             raise ConfigError(f"events are split by shares of time, as 0.7/0.15/0.15; found {config.split}")
         train, val, test = stream.split(rule.train, rule.train + rule.val)
     return {"train": train, "val": val, "test": test}
@@ -72,11 +72,11 @@ def _task(stream: EventStream, parts: dict[str, EventStream], config: RunConfig,
         head = NodeHead(classes, several, name, config.train.label_smoothing)
     elif metric not in ("auto", *LINK_METRICS):
         raise ConfigError(f"events are measured by {' or '.join(LINK_METRICS)}, found train.metric={metric}")
-    negatives = EventNegatives(stream.destinations, config.seed)
+    negatives = NegativeSampler(stream.destinations, config.seed)
     return EventTask(stream, parts, target, negatives, config.link.negatives, config.link.loss, metric, head)
 
 
-def known_of_nodes(graph: Graph, dtype: torch.dtype) -> Tensor | None:
+def node_features(graph: Graph, dtype: torch.dtype) -> Tensor | None:
     """[V, S] features of all nodes, those of each type in columns of their own; None where there are none."""
     widths = {kind: 0 if nodes.x is None else int(nodes.x.shape[1]) for kind, nodes in graph.nodes.items()}
     if not sum(widths.values()):

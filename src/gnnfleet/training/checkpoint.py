@@ -20,17 +20,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gnnfleet.comm.collectives import share, sum_over_ranks
+from gnnfleet.comm.collectives import broadcast_bytes, sum_over_ranks
 from gnnfleet.comm.world import World
 from gnnfleet.errors import RunError, StoreError
 from gnnfleet.io.bundle import Bundle, BundleWriter, checksum
-from gnnfleet.strategies.protocol import IDS, OWN, PRIVATE, State
+from gnnfleet.strategies.protocol import IDS_SUFFIX, RANK_LOCAL, SHARDED, State
 
 KIND = "checkpoint"
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainState:
     """How far a run has come, and its best evaluation so far."""
 
     epoch: int = 0  # epochs done
@@ -45,7 +45,7 @@ class Position:
     best_loss: float | None = None
 
 
-def save_checkpoint(path: Path, state: State, position: Position, *, seed: int, world: World | None = None) -> None:
+def save_checkpoint(path: Path, state: State, position: TrainState, *, seed: int, world: World | None = None) -> None:
     """Write a checkpoint in place of the one at ``path``; when writing fails that one stays. Raises RunError.
 
     All ranks call it. Where no rank owns anything, the first writes and the others go on.
@@ -54,8 +54,8 @@ def save_checkpoint(path: Path, state: State, position: Position, *, seed: int, 
     try:
         if world.is_first:
             _write(path, state, position, seed=seed, world=world)
-        elif _owns(state):
-            folder = Path(share(world, None).decode())
+        elif _has_sharded(state):
+            folder = Path(broadcast_bytes(world, None).decode())
             _put(folder / rank_file(world.rank), _own_file(state))
             _all_wrote(world)
     except (OSError, SafetensorError) as error:
@@ -65,35 +65,35 @@ def save_checkpoint(path: Path, state: State, position: Position, *, seed: int, 
         ) from error
 
 
-def _write(path: Path, state: State, position: Position, *, seed: int, world: World) -> None:
-    common = {part: tensors for part, tensors in state.items() if part not in (OWN, PRIVATE)}
+def _write(path: Path, state: State, position: TrainState, *, seed: int, world: World) -> None:
+    common = {part: tensors for part, tensors in state.items() if part not in (SHARDED, RANK_LOCAL)}
     with BundleWriter(path, kind=KIND, overwrite=True) as out:
         for part, tensors in common.items():
             _put(out.file(f"{part}.safetensors"), tensors)
-        if _owns(state):
+        if _has_sharded(state):
             files = [out.file(rank_file(rank)) for rank in range(world.size)]
-            share(world, str(out.path.resolve()).encode())
+            broadcast_bytes(world, str(out.path.resolve()).encode())
             _put(files[0], _own_file(state))
             _all_wrote(world)
-        about = {"owners": world.size if _owns(state) else 0, "private": PRIVATE in state}
+        about = {"owners": world.size if _has_sharded(state) else 0, "private": RANK_LOCAL in state}
         out.commit({"position": asdict(position), "seed": seed, "parts": list(common), **about})
 
 
-def _owns(state: State) -> bool:
+def _has_sharded(state: State) -> bool:
     """Whether ranks have something of their own; the same on all of them."""
-    return OWN in state or PRIVATE in state
+    return SHARDED in state or RANK_LOCAL in state
 
 
 def _own_file(state: State) -> dict[str, Tensor]:
-    return {**state.get(OWN, {}), **{f"{PRIVATE}/{name}": t for name, t in state.get(PRIVATE, {}).items()}}
+    return {**state.get(SHARDED, {}), **{f"{RANK_LOCAL}/{name}": t for name, t in state.get(RANK_LOCAL, {}).items()}}
 
 
 def _put(file: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(_apart(tensors), file)
+    save_file(_unshared(tensors), file)
     _to_disk(file)
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Each with memory of its own: a model may have a layer twice, and safetensors writes no memory under two names."""
     found, seen = dict[str, Tensor](), set[int]()
     for name, tensor in tensors.items():
@@ -109,10 +109,10 @@ def _all_wrote(world: World) -> None:
     sum_over_ranks(world, torch.ones(1))
 
 
-def load_checkpoint(path: Path) -> tuple[State, Position, int]:
+def load_checkpoint(path: Path) -> tuple[State, TrainState, int]:
     """(state, position, seed) after comparing every byte with the manifest; raises RunError unless it is whole.
 
-    The state is what all ranks have; ``load_own`` adds what one owns.
+    The state is what all ranks have; ``load_sharded`` adds what one owns.
     """
     with _whole(path):
         bundle = Bundle.open(path, KIND)
@@ -121,10 +121,10 @@ def load_checkpoint(path: Path) -> tuple[State, Position, int]:
         return state, _position(bundle.meta["position"]), int(bundle.meta["seed"])
 
 
-def _position(words: Mapping[str, Any]) -> Position:
+def _position(words: Mapping[str, Any]) -> TrainState:
     """Raises TypeError for words that are not those of a position."""
-    position = Position(**words)
-    for name, usual in asdict(Position()).items():
+    position = TrainState(**words)
+    for name, usual in asdict(TrainState()).items():
         value = getattr(position, name)
         if isinstance(value, bool) or not isinstance(value, (int, float) if usual is None else (type(usual), int)):
             if value is None and usual is None:
@@ -133,7 +133,7 @@ def _position(words: Mapping[str, Any]) -> Position:
     return position
 
 
-def load_own(path: Path, *, rank: int, ids: Mapping[str, Tensor]) -> State:
+def load_sharded(path: Path, *, rank: int, ids: Mapping[str, Tensor]) -> State:
     """The rows a rank owns in a checkpoint, whoever wrote them: of each name those of ``ids``, in that order.
 
     {} where nobody owned anything. Raises RunError when a row is missing.
@@ -143,7 +143,7 @@ def load_own(path: Path, *, rank: int, ids: Mapping[str, Tensor]) -> State:
         owners = _owners(bundle)
         # Where the graph is cut as it was, a rank's own file has all of its rows.
         ordered = sorted(owners, key=lambda owner: owner != rank)
-        picks = {name: _Pick(wanted) for name, wanted in ids.items()}
+        picks = {name: _RowCollector(wanted) for name, wanted in ids.items()}
         for file in map(rank_file, ordered):
             if all(pick.is_full for pick in picks.values()):
                 break
@@ -151,41 +151,41 @@ def load_own(path: Path, *, rank: int, ids: Mapping[str, Tensor]) -> State:
                 raise StoreError(f"{file} was altered")
             with safe_open(path / file, "pt") as tensors:
                 for name, pick in picks.items():
-                    pick.take(tensors, name)
+                    pick.add(tensors, name)
         if not owners:
             return {}
         for name, pick in picks.items():
             if not pick.is_full:
                 raise StoreError(f"{name} has no rows for some nodes")
-        return {OWN: {key: tensor for name, pick in picks.items() for key, tensor in pick.found(name).items()}}
+        return {SHARDED: {key: tensor for name, pick in picks.items() for key, tensor in pick.result(name).items()}}
 
 
-def has_private(path: Path, size: int) -> bool:
+def has_rank_local(path: Path, size: int) -> bool:
     """Whether each of so many ranks finds something that only it has a use for; there is a checkpoint."""
     with _whole(path):
         meta = Bundle.open(path, KIND).meta
         return bool(meta.get("private", False)) and meta["owners"] == size
 
 
-def load_private(path: Path, rank: int) -> State:
+def load_rank_local(path: Path, rank: int) -> State:
     """What only this rank has a use for."""
     with _whole(path):
         file = rank_file(rank)
         if checksum(path / file) != Bundle.open(path, KIND).files[file]["sha256"]:
             raise StoreError(f"{file} was altered")
-        found = {name: tensor for name, tensor in load_file(path / file).items() if name.startswith(f"{PRIVATE}/")}
-        return {PRIVATE: {name.removeprefix(f"{PRIVATE}/"): tensor for name, tensor in found.items()}}
+        found = {name: tensor for name, tensor in load_file(path / file).items() if name.startswith(f"{RANK_LOCAL}/")}
+        return {RANK_LOCAL: {name.removeprefix(f"{RANK_LOCAL}/"): tensor for name, tensor in found.items()}}
 
 
-def all_ids(path: Path) -> dict[str, Tensor]:
+def sharded_ids(path: Path) -> dict[str, Tensor]:
     """The ids of all rows that ranks own in a checkpoint, ascending, by name."""
     with _whole(path):
         found: dict[str, list[Tensor]] = {}
         for rank in _owners(Bundle.open(path, KIND)):
             with safe_open(path / rank_file(rank), "pt") as tensors:
                 for key in list(tensors.keys()):
-                    if key.endswith(IDS):
-                        found.setdefault(key.removesuffix(IDS), []).append(tensors.get_tensor(key))
+                    if key.endswith(IDS_SUFFIX):
+                        found.setdefault(key.removesuffix(IDS_SUFFIX), []).append(tensors.get_tensor(key))
         return {name: torch.cat(ids).sort().values for name, ids in found.items()}
 
 
@@ -197,7 +197,7 @@ def _owners(bundle: Bundle) -> range:
     return range(count)
 
 
-class _Pick:
+class _RowCollector:
     """Rows of one name, put together from the files of several ranks."""
 
     def __init__(self, wanted: Tensor) -> None:
@@ -208,10 +208,10 @@ class _Pick:
     def is_full(self) -> bool:
         return not self._missing and bool(self._tensors)
 
-    def take(self, file: Any, name: str) -> None:
+    def add(self, file: Any, name: str) -> None:
         """From one rank's file: the rows and what the optimizer remembers of them."""
-        here = file.get_tensor(f"{name}{IDS}")
-        keys = [key for key in list(file.keys()) if key.startswith(name) and not key.endswith(IDS)]
+        here = file.get_tensor(f"{name}{IDS_SUFFIX}")
+        keys = [key for key in list(file.keys()) if key.startswith(name) and not key.endswith(IDS_SUFFIX)]
         tensors = {key.removeprefix(name): file.get_tensor(key) for key in keys}
         if torch.equal(here, self._wanted):
             self._tensors, self._missing = tensors, 0
@@ -226,8 +226,11 @@ class _Pick:
                 self._tensors[word][there] = tensor[row]
         self._missing -= len(there)
 
-    def found(self, name: str) -> dict[str, Tensor]:
-        return {f"{name}{IDS}": self._wanted, **{f"{name}{word}": tensor for word, tensor in self._tensors.items()}}
+    def result(self, name: str) -> dict[str, Tensor]:
+        return {
+            f"{name}{IDS_SUFFIX}": self._wanted,
+            **{f"{name}{word}": tensor for word, tensor in self._tensors.items()},
+        }
 
 
 def _matches(wanted: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,11 +261,11 @@ def _whole(path: Path) -> Iterator[None]:
         OSError,
     ) as error:
         raise RunError(
-            f"checkpoint {path} is damaged: {_short(error)}; use another checkpoint or train again"
+            f"checkpoint {path} is damaged: {_first_line(error)}; use another checkpoint or train again"
         ) from error
 
 
-def _short(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     text = str(error).split(": make")[0].split(". Make")[0]
     return text.replace(", make it again from the source", "")
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import InputError, RunError
-from gnnfleet.graph.graph import Columns, Edges, EdgeType, Graph, Nodes, make_edges
-from gnnfleet.graph.validate import SMALL
+from gnnfleet.graph.graph import ColumnGroups, Edges, EdgeType, Graph, Nodes, validated_edges
+from gnnfleet.graph.validate import FULL_CHECK_BYTES
 from gnnfleet.nn.heads import NodeHead
 
-SHOWN = 10
+MAX_NAMES_SHOWN = 10
 """Names of columns in one message."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
+class OutputSchema:
     """The labelled node type and its classes; feature widths, node counts and edge types of the graph trained on."""
 
     target: str
@@ -33,11 +33,11 @@ class Output:
     widths: Mapping[str, int]
     counts: Mapping[str, int]
     edge_types: tuple[str, ...]
-    columns: Mapping[str, Columns] = field(default_factory=dict)  # of node types whose features have names
-    edge_columns: Mapping[str, Columns] = field(default_factory=dict)  # likewise of edge types
+    columns: Mapping[str, ColumnGroups] = field(default_factory=dict)  # of node types whose features have names
+    edge_columns: Mapping[str, ColumnGroups] = field(default_factory=dict)  # likewise of edge types
 
     @classmethod
-    def of(cls, graph: Graph) -> Output:
+    def of(cls, graph: Graph) -> OutputSchema:
         """Of a graph with labels; raises InputError without any."""
         target = graph.labelled_type
         if target is None:
@@ -59,7 +59,7 @@ class Output:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Output:
+    def from_json(cls, content: Mapping[str, Any]) -> OutputSchema:
         words = {**content, "classes": tuple(content["classes"]), "edge_types": tuple(content["edge_types"])}
         for name in ("columns", "edge_columns"):  # runs of before have none
             words[name] = {kind: tuple(map(tuple, found)) for kind, found in words.get(name, {}).items()}
@@ -116,16 +116,16 @@ class Output:
                 nodes[kind] = replace(nodes[kind], x=_turned(nodes[kind].x, order), columns=columns)
         return Graph.of(nodes, edges, name=graph.name, undirected=graph.undirected)
 
-    def _orders(self, graph: Graph) -> dict[str | EdgeType, tuple[Tensor, Columns]]:
+    def _orders(self, graph: Graph) -> dict[str | EdgeType, tuple[Tensor, ColumnGroups]]:
         """Of node and edge types with features in another order: where the run's are found, and its columns."""
         target, several = self.target_in(graph), len(graph.nodes) > 1
-        tables: list[tuple[str | EdgeType, Nodes | Edges, Columns]] = [
+        tables: list[tuple[str | EdgeType, Nodes | Edges, ColumnGroups]] = [
             (kind, nodes, self.columns.get(self.target if kind == target else kind, ()))
             for kind, nodes in graph.nodes.items()
         ]
         only = self.edge_types[0] if len(self.edge_types) == len(graph.edges) == 1 else None
         tables += [(kind, edges, self.edge_columns.get(only or str(kind), ())) for kind, edges in graph.edges.items()]
-        found: dict[str | EdgeType, tuple[Tensor, Columns]] = {}
+        found: dict[str | EdgeType, tuple[Tensor, ColumnGroups]] = {}
         for kind, table, known in tables:
             of = f" of {kind}" if several or isinstance(kind, EdgeType) else ""
             order = column_order(known, table.columns, of)
@@ -148,7 +148,7 @@ class Output:
         columns = self.edge_columns.get(only, ())
         width = sum(width for _, width in columns)
         return replace(
-            make_edges(
+            validated_edges(
                 torch.empty((2, 0), dtype=torch.int64),
                 num_src=graph.nodes[kind.src].count,
                 num_dst=graph.nodes[kind.dst].count,
@@ -221,7 +221,7 @@ class Output:
         return table[y]
 
 
-def column_order(known: Columns, found: Columns, of: str = "") -> Tensor | None:
+def column_order(known: ColumnGroups, found: ColumnGroups, of: str = "") -> Tensor | None:
     """[F] where a run finds its features among those of a store; None where they are as they were, or without names.
 
     The items of a single list have no names of their own: what its column is called says nothing of their order.
@@ -247,7 +247,7 @@ def column_order(known: Columns, found: Columns, of: str = "") -> Tensor | None:
 
 def _turned(values: Tensor | None, order: Tensor) -> Tensor:
     assert values is not None
-    if values.nbytes > SMALL:
+    if values.nbytes > FULL_CHECK_BYTES:
         raise RunError(
             "feature columns of this store are in another order than those of the run and too many to be turned in "
             "memory: import it with --features (of edges --edge-features) naming them in the order of the run"
@@ -257,7 +257,7 @@ def _turned(values: Tensor | None, order: Tensor) -> Tensor:
 
 def _shown(columns: Iterable[tuple[str, int]]) -> str:
     words = [name if width == 1 else f"{name} [{width}]" for name, width in columns]
-    return ", ".join(words[:SHOWN]) + (f", … ({len(words)} in all)" if len(words) > SHOWN else "")
+    return ", ".join(words[:MAX_NAMES_SHOWN]) + (f", … ({len(words)} in all)" if len(words) > MAX_NAMES_SHOWN else "")
 
 
 def _width(nodes: Nodes) -> int:

@@ -23,13 +23,13 @@ from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, GnnfleetError, PartitionError, StoreError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition.assign import assign
-from gnnfleet.graph.partition.chunk_layout import lay_out, open_layouts, write_layouts
-from gnnfleet.graph.partition.node_assignment import Clusters, write_clusters
+from gnnfleet.graph.partition.assign import assign_nodes
+from gnnfleet.graph.partition.chunk_layout import build_chunk_layout, open_chunk_layouts, write_chunk_layouts
+from gnnfleet.graph.partition.node_assignment import ClusterMap, write_clusters
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
 from gnnfleet.io.bundle import Bundle
-from gnnfleet.report.progress import Progress, Silent, show
-from gnnfleet.report.remarks import remark
+from gnnfleet.report.progress import NoProgress, Progress, make_progress
+from gnnfleet.report.remarks import print_note
 
 SEED = 0
 """Of partitions that are made unasked: runs that differ in their own seed share one."""
@@ -41,24 +41,26 @@ def partition_name(method: str, parts: int, balance: str, seed: int, options: di
     return "-".join([*words, *(f"{key}{value}" for key, value in sorted(options.items()))])
 
 
-def empty_parts(graph: Graph, parts: int) -> str | None:
+def empty_parts_warning(graph: Graph, parts: int) -> str | None:
     """What the user should know where some parts can have no nodes: that is legal, and seldom meant."""
     nodes = sum(table.count for table in graph.nodes.values())
     return f"{parts} parts of {nodes} nodes: at least {parts - nodes} are empty" if parts > nodes else None
 
 
-def ensure_cut(
-    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Silent(), quiet: bool = True
+def ensure_placement(
+    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
 ) -> Path | None:
     """What the strategy of a run needs of this kind; None where that is nothing."""
-    if config.strategy.cut == "none":
+    if config.strategy.placement == "none":
         return None
-    ensure = {"parts": ensure_partition, "clusters": ensure_clusters, "chunks": ensure_layouts}[config.strategy.cut]
+    ensure = {"parts": ensure_partition, "clusters": ensure_clusters, "chunks": ensure_layouts}[
+        config.strategy.placement
+    ]
     return ensure(graph, trained, config, progress=progress, quiet=quiet)
 
 
 def ensure_partition(
-    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Silent(), quiet: bool = True
+    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
 ) -> Path:
     """The partition of a run in its store, one part per worker; made if it is not there, damaged or of other data.
 
@@ -70,7 +72,7 @@ def ensure_partition(
     path = folder / partition_name(method, config.workers, "nodes", SEED, {})
 
     def make() -> None:
-        assignment = assign(trained, config.workers, method, seed=SEED, progress=progress)
+        assignment = assign_nodes(trained, config.workers, method, seed=SEED, progress=progress)
         write_partition(trained, assignment, path, overwrite=path.exists(), progress=progress)
 
     _ensure(path, lambda: Partition.open(path, known), make, quiet=quiet)
@@ -78,10 +80,10 @@ def ensure_partition(
 
 
 def ensure_clusters(
-    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Silent(), quiet: bool = True
+    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
 ) -> Path | None:
     """The clusters in which nodes are dealt, kept in the store like partitions; None where nodes go one by one."""
-    method, clusters = config.partition or config.strategy.partitioner, config.strategy.dealt_clusters
+    method, clusters = config.partition or config.strategy.partitioner, config.strategy.num_clusters
     if method == "random":
         return None
     folder, trained, known = _folder(graph, trained, config)
@@ -90,28 +92,28 @@ def ensure_clusters(
     path = folder / f"deal-{partition_name(method, parts, 'nodes', SEED, options)}"
 
     def make() -> None:
-        write_clusters(trained, assign(trained, parts, method, seed=SEED, progress=progress, **options), path)
+        write_clusters(trained, assign_nodes(trained, parts, method, seed=SEED, progress=progress, **options), path)
 
-    _ensure(path, lambda: Clusters.open(path, known), make, quiet=quiet)
+    _ensure(path, lambda: ClusterMap.open(path, known), make, quiet=quiet)
     return path
 
 
 def ensure_layouts(
-    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Silent(), quiet: bool = True
+    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
 ) -> Path:
     """The chunks that nodes may stream in, for every number of ways that may be planned with."""
     if len(graph.nodes) > 1:
         raise ConfigError(f"strategy pipe works on one node type, found {', '.join(graph.nodes)}: use sar")
     method, stays = config.partition or config.strategy.partitioner, config.task != "link"
-    wanted = config.strategy.candidates(config.workers, stays=stays)
+    wanted = config.strategy.layout_candidates(config.workers, local_rows_only=stays)
     folder, trained, known = _folder(graph, trained, config)
     path = folder / f"chunks-{method}-{'-'.join(f'{ways}x{chunks}' for ways, chunks in wanted)}"
 
     def make() -> None:
-        found = [lay_out(trained, ways, chunks, method=method, progress=progress) for ways, chunks in wanted]
-        write_layouts(trained, found, path)
+        found = [build_chunk_layout(trained, ways, chunks, method=method, progress=progress) for ways, chunks in wanted]
+        write_chunk_layouts(trained, found, path)
 
-    _ensure(path, lambda: open_layouts(path, known), make, quiet=quiet)
+    _ensure(path, lambda: open_chunk_layouts(path, known), make, quiet=quiet)
     return path
 
 
@@ -125,7 +127,7 @@ def _ensure(path: Path, look: Callable[[], object], make: Callable[[], None], *,
             return False
 
     if not is_there():
-        with _one_at_a_time(path, quiet):
+        with _file_lock(path, quiet):
             if not is_there():
                 make()
 
@@ -139,9 +141,9 @@ def _folder(graph: Graph, trained: Graph, config: RunConfig) -> tuple[Path, Grap
     return store.path / "parts" / f"links-{_links_key(store, config)}", trained, None
 
 
-def ensure_apart(graph: Graph, config: RunConfig, *, quiet: bool) -> Path | None:
-    """``ensure_cut`` in another process, whose errors are raised here."""
-    if config.strategy.cut == "none":
+def ensure_placement_in_subprocess(graph: Graph, config: RunConfig, *, quiet: bool) -> Path | None:
+    """``ensure_placement`` in another process, whose errors are raised here."""
+    if config.strategy.placement == "none":
         return None
     words = json.dumps({"store": str(_store(graph).path), "config": config.model_dump(mode="json"), "quiet": quiet})
     command = [sys.executable, "-m", "gnnfleet.training.partition_cache"]
@@ -151,11 +153,11 @@ def ensure_apart(graph: Graph, config: RunConfig, *, quiet: bool) -> Path | None
     except ValueError as error:
         raise PartitionError(f"partitioning ended with exit code {done.returncode}: see above") from error
     if "error" in answer:
-        raise error_of(answer["exit_code"])(answer["error"])
+        raise error_for_exit_code(answer["exit_code"])(answer["error"])
     return None if answer["path"] is None else Path(answer["path"])
 
 
-def error_of(exit_code: int) -> type[GnnfleetError]:
+def error_for_exit_code(exit_code: int) -> type[GnnfleetError]:
     """The error that ends with an exit code."""
     return next((kind for kind in GnnfleetError.__subclasses__() if kind.exit_code == exit_code), GnnfleetError)
 
@@ -186,7 +188,7 @@ def _links_key(store: Bundle, config: RunConfig) -> str:
 
 
 @contextmanager
-def _one_at_a_time(path: Path, quiet: bool) -> Iterator[None]:
+def _file_lock(path: Path, quiet: bool) -> Iterator[None]:
     """The kernel's lock: a process that is killed leaves none behind."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +201,7 @@ def _one_at_a_time(path: Path, quiet: bool) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            remark(f"another process is cutting this store ({path.name}): waiting for it", quiet=quiet)
+            print_note(f"another process is cutting this store ({path.name}): waiting for it", quiet=quiet)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -211,9 +213,9 @@ def _main() -> None:
     words = json.loads(sys.stdin.read())
     try:
         graph, config = open_store(words["store"]), resolve(words["config"])
-        with show(words["quiet"]) as progress:
+        with make_progress(words["quiet"]) as progress:
             trained = trained_graph(graph, config)
-            path = ensure_cut(graph, trained, config, progress=progress, quiet=words["quiet"])
+            path = ensure_placement(graph, trained, config, progress=progress, quiet=words["quiet"])
         answer: dict[str, Any] = {"path": None if path is None else str(path)}
     except GnnfleetError as error:
         answer = {"error": str(error), "exit_code": error.exit_code}

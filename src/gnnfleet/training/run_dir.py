@@ -19,25 +19,25 @@ from torch import Tensor
 
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
-from gnnfleet.config.schema import RunConfig, Tree
+from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.io.atomic import write_atomically
-from gnnfleet.io.manifest import digest_of
+from gnnfleet.io.manifest import manifest_digest
 from gnnfleet.nn.custom_model import file_digest
-from gnnfleet.report.remarks import remark
+from gnnfleet.report.remarks import print_note
 from gnnfleet.report.run_record import versions
-from gnnfleet.strategies.protocol import OWN, State
+from gnnfleet.strategies.protocol import SHARDED, State
 from gnnfleet.training.checkpoint import (
-    Position,
-    all_ids,
-    has_private,
+    TrainState,
+    has_rank_local,
     load_checkpoint,
-    load_own,
-    load_private,
+    load_rank_local,
+    load_sharded,
     save_checkpoint,
+    sharded_ids,
 )
-from gnnfleet.training.output_schema import Output
+from gnnfleet.training.output_schema import OutputSchema
 
 MODEL_COPY = "model.py"
 """The file of the user's own model as it was when the run began. It is the original that is run."""
@@ -65,7 +65,7 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
-    def is_begun(self) -> bool:
+    def is_initialized(self) -> bool:
         """Whether a config was saved here: a process killed before that leaves nothing to go on with."""
         return (self.path / "config.json").is_file()
 
@@ -90,15 +90,15 @@ class RunDirectory:
             self._lock = None
 
     @contextmanager
-    def resumable(self, *, quiet: bool) -> Iterator[None]:
+    def open_for_resume(self, *, quiet: bool) -> Iterator[None]:
         """While a run goes on that is kept: whoever interrupts it is told how to go on."""
         try:
             yield
         except KeyboardInterrupt:
-            remark(f"the run is kept: go on with the same command and --run-dir {self.path} --resume", quiet=quiet)
+            print_note(f"the run is kept: go on with the same command and --run-dir {self.path} --resume", quiet=quiet)
             raise
 
-    def begin(self, config: RunConfig, graph: Graph, output: Output | None) -> None:
+    def initialize(self, config: RunConfig, graph: Graph, output: OutputSchema | None) -> None:
         """Save what the run is about."""
         store = None if graph.store is None else {"path": str(graph.store.path.resolve()), "digest": graph.store.digest}
         file = config.model.file
@@ -111,33 +111,33 @@ class RunDirectory:
         }
         if file is not None:
             self._write(MODEL_COPY, file.read_bytes())
-        self._write("config.json", json.dumps({**content, "digest": digest_of(content)}, indent=1).encode())
+        self._write("config.json", json.dumps({**content, "digest": manifest_digest(content)}, indent=1).encode())
 
-    def about(self) -> Tree:
-        """What ``begin`` saved; raises RunError when this is no run or its config is damaged."""
-        if not self.path.is_dir() or not self.is_begun:
+    def info(self) -> SettingsTree:
+        """What ``initialize`` saved; raises RunError when this is no run or its config is damaged."""
+        if not self.path.is_dir() or not self.is_initialized:
             raise RunError(f"{self.path} is not a run: config.json is missing")
         try:
-            content: Tree = json.loads((self.path / "config.json").read_bytes())
-            if content["digest"] != digest_of(content) or not isinstance(content["config"], dict):
+            content: SettingsTree = json.loads((self.path / "config.json").read_bytes())
+            if content["digest"] != manifest_digest(content) or not isinstance(content["config"], dict):
                 raise ValueError("altered")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
             raise RunError(f"{self.path / 'config.json'} is damaged: restore it or train again") from error
         return content
 
     def config(self) -> RunConfig:
-        return resolve(self.about()["config"])
+        return resolve(self.info()["config"])
 
-    def output(self) -> Output:
+    def output(self) -> OutputSchema:
         """What the run predicts; raises RunError when that is damaged."""
         try:
-            return Output.from_json(self.about()["output"])
+            return OutputSchema.from_json(self.info()["output"])
         except (KeyError, TypeError) as error:
             raise RunError(f"{self.path / 'config.json'} is damaged: restore it or train again") from error
 
     def check_model_file(self) -> None:
         """Raise RunError when the file of the user's own model is gone or not the one the run began with."""
-        known = self.about().get("model_file")
+        known = self.info().get("model_file")
         if known is None or not (self.path / "checkpoints").exists():  # nothing was learnt with it yet
             return
         path, copy = Path(known["path"]), self.path / MODEL_COPY
@@ -151,19 +151,19 @@ class RunDirectory:
 
     def check_graph(self, graph: Graph) -> None:
         """Raise RunError when the store is not the one the run began with."""
-        store = self.about()["store"]
+        store = self.info()["store"]
         if store is not None and graph.store is not None and store["digest"] != graph.store.digest:
             raise RunError(
                 f"{graph.store.path} changed since the run began (or is another store): start another run, "
                 "or bring the store back"
             )
 
-    def save(self, name: str, state: State, position: Position) -> None:
+    def save(self, name: str, state: State, position: TrainState) -> None:
         save_checkpoint(self.path / "checkpoints" / name, state, position, seed=self.seed, world=self.world)
         if name == "last":
             self._kept(position.epoch)
 
-    def load(self, name: str) -> tuple[State, Position] | None:
+    def load(self, name: str) -> tuple[State, TrainState] | None:
         """A checkpoint, None when there is none; raises RunError when it is damaged."""
         path = self.path / "checkpoints" / name
         if not path.exists():
@@ -173,27 +173,27 @@ class RunDirectory:
             raise RunError(f"checkpoint {path} has seed {seed}, the run has {self.seed}: it belongs to another run")
         return state, position
 
-    def load_own(self, name: str, rank: int, ids: Mapping[str, Tensor]) -> State:
+    def load_sharded(self, name: str, rank: int, ids: Mapping[str, Tensor]) -> State:
         """The rows a rank owns in a checkpoint that the first rank has found; raises RunError."""
         path = self.path / "checkpoints" / name
-        return load_own(path, rank=rank, ids=ids) if ids else {}
+        return load_sharded(path, rank=rank, ids=ids) if ids else {}
 
-    def has_private(self, name: str, size: int) -> bool:
+    def has_rank_local(self, name: str, size: int) -> bool:
         """Whether a checkpoint has something for each of so many ranks alone."""
-        return has_private(self.path / "checkpoints" / name, size)
+        return has_rank_local(self.path / "checkpoints" / name, size)
 
-    def load_private(self, name: str, rank: int) -> State:
+    def load_rank_local(self, name: str, rank: int) -> State:
         """What a checkpoint has for one rank alone."""
-        return load_private(self.path / "checkpoints" / name, rank)
+        return load_rank_local(self.path / "checkpoints" / name, rank)
 
-    def load_weights(self, name: str) -> tuple[State, Position] | None:
+    def load_weights(self, name: str) -> tuple[State, TrainState] | None:
         """The weights alone of a checkpoint, whole in this process though ranks may own rows of them."""
         found = self.load(name)
         if found is None:
             return None
         path = self.path / "checkpoints" / name
-        every = all_ids(path)
-        own = load_own(path, rank=0, ids=every)[OWN] if every else {}
+        every = sharded_ids(path)
+        own = load_sharded(path, rank=0, ids=every)[SHARDED] if every else {}
         return {"model": {**found[0]["model"], **{key: own[key] for key in every}}}, found[1]
 
     def finish(self, record: Mapping[str, Any], pages: Mapping[str, str] | None = None) -> None:
@@ -202,17 +202,17 @@ class RunDirectory:
             self._write(name, text.encode())
         self._write("record.json", json.dumps(record, indent=1).encode())
 
-    def note_ranks(self, found: Mapping[str, Any]) -> None:
+    def append_rank_rows(self, found: Mapping[str, Any]) -> None:
         """What workers have sent and held until now."""
         self._write("ranks.json", json.dumps(found).encode())
 
-    def note_parts(self, method: str, quality: Mapping[str, Any]) -> None:
+    def write_partition_info(self, method: str, quality: Mapping[str, Any]) -> None:
         """How the graph is cut."""
         self._write("parts.json", json.dumps({"method": method, "quality": quality}).encode())
 
-    def say(self, text: str, *, quiet: bool) -> None:
+    def log(self, text: str, *, quiet: bool) -> None:
         """A sentence for the user, which is kept as well: whoever looks at the run later reads it."""
-        remark(text, quiet=quiet)
+        print_note(text, quiet=quiet)
         with suppress(OSError), (self.path / "remarks.jsonl").open("a") as file:
             file.write(json.dumps({"time": time.time(), "text": text}) + "\n")
 
@@ -235,11 +235,11 @@ def new_directory(parent: Path, store: str, model: str) -> Path:
         except FileExistsError:
             number += 1
             continue
-        point_last_to(path)
+        link_last(path)
         return path
 
 
-def point_last_to(path: Path) -> None:
+def link_last(path: Path) -> None:
     """Make ``last`` beside a run point to it; left alone where ``last`` is something else."""
     link = path.parent / "last"
     if link.exists() and not link.is_symlink():

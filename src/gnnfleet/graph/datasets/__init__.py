@@ -18,7 +18,7 @@ from gnnfleet.graph.datasets.events import EventsConfig, make_events
 from gnnfleet.graph.datasets.rmat import RmatConfig, make_rmat
 from gnnfleet.graph.datasets.shop import ShopConfig, make_shop
 from gnnfleet.graph.graph import Graph
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.report.progress import NoProgress, Progress
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def find_dataset(name: str) -> Dataset:
     raise ConfigError(f"no dataset {name!r}: {hint}")
 
 
-def make_dataset(name: str, *, progress: Progress = Silent(), **settings: Any) -> Graph:
+def make_dataset(name: str, *, progress: Progress = NoProgress(), **settings: Any) -> Graph:
     """Generate a graph; raises ConfigError for an unknown name or parameter."""
     dataset = find_dataset(name)
     return dataset.make(dataset.configure(settings), progress)

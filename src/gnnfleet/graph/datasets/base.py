@@ -20,11 +20,11 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
 from gnnfleet.graph.ids import Ids
 from gnnfleet.ops.draws import Draws, Purpose
-from gnnfleet.ops.generate import paretos, whole_weights
+from gnnfleet.ops.generate import integer_weights, pareto
 
 FeatureDtype = Literal["float32", "float16", "bfloat16"]
-DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MOST = 2**31 - 1  # nodes of a type, so that int32 names them
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MAX_COUNT = 2**31 - 1  # nodes of a type, so that int32 names them
 # Slots a thing of the smallest weight has; more follow its weight more closely, at 4 bytes each.
 _SLOTS = 3.0
 
@@ -54,10 +54,10 @@ class SplitConfig(DatasetConfig):
         return self
 
 
-Config = TypeVar("Config", bound=DatasetConfig)
+ConfigClass = TypeVar("ConfigClass", bound=DatasetConfig)
 
 
-def configure(kind: type[Config], name: str, settings: Mapping[str, Any]) -> Config:
+def configure(kind: type[ConfigClass], name: str, settings: Mapping[str, Any]) -> ConfigClass:
     """A configuration from words or values; raises ConfigError naming the key, and the nearest one for an unknown."""
     try:
         return kind(**settings)
@@ -95,11 +95,11 @@ def split_by_rank(rank: Tensor, count: int, *, train: float, val: float) -> Tens
 
 def heavy_weights(draws: Draws, count: int, *, exponent: float, limit: float) -> Tensor:
     """[count] int64 weights with a power-law tail; ``draws`` and its next relation are used."""
-    tail = paretos(draws, count, shape=exponent - 1, limit=limit)
-    return whole_weights(draws.at(draws.layer, draws.relation + 1), tail, scale=_SLOTS)
+    tail = pareto(draws, count, shape=exponent - 1, limit=limit)
+    return integer_weights(draws.at(draws.layer, draws.relation + 1), tail, scale=_SLOTS)
 
 
-def numbered_ids(word: str, count: int) -> Ids:
+def prefixed_ids(word: str, count: int) -> Ids:
     """``user-000123``: strings made of bytes at once, since a million Python strings take a second."""
     digits = max(6, len(str(max(count - 1, 0))))
     head = np.frombuffer(f"{word}-".encode(), dtype=np.uint8)

@@ -14,12 +14,19 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.datasets.base import DTYPE, MOST, FeatureDtype, SplitConfig, heavy_weights, split_at_random
-from gnnfleet.graph.datasets.distinct import Pairs, Quota, draw_distinct, store_edges
+from gnnfleet.graph.datasets.base import (
+    MAX_COUNT,
+    TORCH_DTYPES,
+    FeatureDtype,
+    SplitConfig,
+    heavy_weights,
+    split_at_random,
+)
+from gnnfleet.graph.datasets.distinct import EdgeQuota, Pairs, draw_distinct, store_edges
 from gnnfleet.graph.graph import EDGE, NODE, Graph, Nodes
 from gnnfleet.ops.draws import Draws
-from gnnfleet.ops.generate import Slots, rows, rows_around
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.ops.generate import WeightedChoice, normal_rows, normal_rows_around
+from gnnfleet.report.progress import NoProgress, Progress
 
 # One family of draws each.
 _SIZES, _DEGREES, _IDS, _INSIDE, _ACROSS, _SURPLUS, _CLASS, _COMMUNITY, _NOISE, _SPLIT = range(10)
@@ -31,7 +38,7 @@ _SIZE_LIMIT = 100.0  # largest community over the smallest
 class CommunitiesConfig(SplitConfig):
     """Parameters of ``communities``."""
 
-    nodes: int = Field(10_000, ge=6, le=MOST, description="number of nodes")
+    nodes: int = Field(10_000, ge=6, le=MAX_COUNT, description="number of nodes")
     mean_degree: float = Field(20.0, gt=0, description="stored edges per node; each pair of neighbours has two")
     edges: int | None = Field(None, ge=2, description="stored edges, in place of mean_degree")
     classes: int = Field(10, ge=1, description="number of classes; a class is a set of communities")
@@ -74,10 +81,10 @@ class _Places(NamedTuple):
     bounds: Tensor  # [K + 1] int64: community k owns places bounds[k]:bounds[k + 1]
     community: Tensor  # [N] int32
     label: Tensor  # [N] int32
-    slots: Slots
+    slots: WeightedChoice
 
 
-def make_communities(config: CommunitiesConfig, progress: Progress = Silent()) -> Graph:
+def make_communities(config: CommunitiesConfig, progress: Progress = NoProgress()) -> Graph:
     """A symmetric graph without self-loops or repeated edges, with features, labels and a split."""
     advance = progress.stage("generate", 3)
     draws = config.draws
@@ -107,10 +114,10 @@ def _lay_out(config: CommunitiesConfig) -> _Places:
     bounds[1:] = _SMALLEST * torch.arange(1, count + 1) + shares * (nodes - _SMALLEST * count) // shares[-1]
     community = torch.repeat_interleave(torch.arange(count, dtype=torch.int32), bounds.diff(), output_size=nodes)
     weights = heavy_weights(config.draws.at(_DEGREES), nodes, exponent=config.exponent, limit=config.hub)
-    slots = Slots.of(weights)
+    slots = WeightedChoice.of(weights)
     ends = torch.zeros(nodes + 1, dtype=torch.int64)
     ends[1:] = weights.cumsum(0)
-    return _Places(bounds, community, community % config.classes, Slots(slots.table, ends[bounds]))
+    return _Places(bounds, community, community % config.classes, WeightedChoice(slots.table, ends[bounds]))
 
 
 def _draw_pairs(config: CommunitiesConfig, places: _Places) -> Pairs:
@@ -138,8 +145,8 @@ def _draw_pairs(config: CommunitiesConfig, places: _Places) -> Pairs:
         return (places.community[src] != places.community[dst]).to(torch.int8)
 
     quotas = [
-        Quota("edges inside communities", inside, draw_inside),
-        Quota("edges across classes", config.num_pairs - inside, draw_across),
+        EdgeQuota("edges inside communities", inside, draw_inside),
+        EdgeQuota("edges across classes", config.num_pairs - inside, draw_across),
     ]
     return draw_distinct(quotas, config.draws.at(_SURPLUS), kind=kind, nodes=config.nodes, directed=False)
 
@@ -147,7 +154,9 @@ def _draw_pairs(config: CommunitiesConfig, places: _Places) -> Pairs:
 def _features(config: CommunitiesConfig, community: Tensor) -> Tensor:
     """Half of a centre's variance is the class's, so that the class shows without knowing its communities."""
     draws: Draws = config.draws
-    of_class = rows(draws.at(_CLASS), config.classes, config.features)
-    centres = rows(draws.at(_COMMUNITY), config.num_communities, config.features)
+    of_class = normal_rows(draws.at(_CLASS), config.classes, config.features)
+    centres = normal_rows(draws.at(_COMMUNITY), config.num_communities, config.features)
     centres = (centres + of_class[torch.arange(config.num_communities) % config.classes]) * 0.5**0.5
-    return rows_around(draws.at(_NOISE), centres, community, scale=config.signal, dtype=DTYPE[config.dtype])
+    return normal_rows_around(
+        draws.at(_NOISE), centres, community, scale=config.signal, dtype=TORCH_DTYPES[config.dtype]
+    )

@@ -21,11 +21,11 @@ from pydantic import Field
 from torch import Tensor
 
 from gnnfleet.errors import InputError
-from gnnfleet.graph.datasets.base import DTYPE, FeatureDtype, SplitConfig, split_by_rank
+from gnnfleet.graph.datasets.base import TORCH_DTYPES, FeatureDtype, SplitConfig, split_by_rank
 from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes
 from gnnfleet.graph.ids import Ids
 from gnnfleet.ops import csr
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.report.progress import NoProgress, Progress
 
 PACKAGE = "package"
 RELATIONS = {"depends": ("Depends", "Pre-Depends"), "recommends": ("Recommends",), "suggests": ("Suggests",)}
@@ -60,7 +60,7 @@ class _Package(NamedTuple):
     names: dict[str, set[str]]  # relation → names of packages
 
 
-def make_debian(config: DebianConfig, progress: Progress = Silent()) -> Graph:
+def make_debian(config: DebianConfig, progress: Progress = NoProgress()) -> Graph:
     """One node type, three relations; raises InputError where there are no package lists."""
     packages = _read(config, progress)
     advance = progress.stage("generate", 2)
@@ -179,7 +179,7 @@ def _features(descriptions: list[str], config: DebianConfig) -> Tensor:
             columns.append(buckets[word])
     x = torch.zeros(len(descriptions), config.features)
     x[torch.tensor(rows, dtype=torch.int64), torch.tensor(columns, dtype=torch.int64)] = 1
-    return torch.nn.functional.normalize(x).to(DTYPE[config.dtype])
+    return torch.nn.functional.normalize(x).to(TORCH_DTYPES[config.dtype])
 
 
 def _split(sources: list[str], config: DebianConfig) -> Tensor:

@@ -16,7 +16,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Edges
 from gnnfleet.ops import csr
 from gnnfleet.ops.draws import Draws
-from gnnfleet.ops.generate import pair_numbers
+from gnnfleet.ops.generate import pair_hash
 
 _ROUNDS = 24
 _SPARE = 1.05
@@ -25,23 +25,25 @@ Pairs = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Quota:
+class EdgeQuota:
     """So many edges of one kind."""
 
     name: str
-    wanted: int
+    count: int
     draw: Callable[[int, int], Pairs]  # (first, count) → int32 ends, possibly fewer: what does not belong is left out
 
 
-Kind = Callable[[Tensor, Tensor], Tensor]  # (src, dst) → number of the quota each pair belongs to
+EdgeClassifier = Callable[[Tensor, Tensor], Tensor]  # (src, dst) → number of the quota each pair belongs to
 
 
-def one_kind(src: Tensor, dst: Tensor) -> Tensor:
+def single_quota(src: Tensor, dst: Tensor) -> Tensor:
     """For a single quota."""
     return torch.zeros_like(src, dtype=torch.int8)
 
 
-def draw_distinct(quotas: Sequence[Quota], draws: Draws, *, kind: Kind, nodes: int, directed: bool) -> Pairs:
+def draw_distinct(
+    quotas: Sequence[EdgeQuota], draws: Draws, *, kind: EdgeClassifier, nodes: int, directed: bool
+) -> Pairs:
     """Ends of different edges without self-loops, as many as the quotas say; undirected ones once, lower end first.
 
     Raises ConfigError when the pairs run out.
@@ -50,9 +52,9 @@ def draw_distinct(quotas: Sequence[Quota], draws: Draws, *, kind: Kind, nodes: i
     kinds = torch.empty(0, dtype=torch.int8)
     drawn, found, worth = [0] * len(quotas), [0] * len(quotas), [1.0] * len(quotas)
     for turn in itertools.count():
-        missing = [max(quota.wanted - n, 0) for quota, n in zip(quotas, found, strict=True)]
+        missing = [max(quota.count - n, 0) for quota, n in zip(quotas, found, strict=True)]
         if not any(missing):
-            return _drop_surplus(quotas, kinds, src=src, dst=dst, numbers=pair_numbers(draws, src, dst))
+            return _drop_surplus(quotas, kinds, src=src, dst=dst, numbers=pair_hash(draws, src, dst))
         if turn == _ROUNDS:
             break
         asked = [int(count / w * _SPARE) + 16 if count else 0 for count, w in zip(missing, worth, strict=True)]
@@ -64,9 +66,9 @@ def draw_distinct(quotas: Sequence[Quota], draws: Draws, *, kind: Kind, nodes: i
             drawn[k] += count
             if count:
                 worth[k] = min(1.0, max((found[k] - before[k]) / count, 0.05))
-    quota, n = next((quota, n) for quota, n in zip(quotas, found, strict=True) if n < quota.wanted)
+    quota, n = next((quota, n) for quota, n in zip(quotas, found, strict=True) if n < quota.count)
     raise ConfigError(
-        f"only {n:,} different {quota.name} were found of {quota.wanted:,} wanted: ask for fewer edges or more nodes"
+        f"only {n:,} different {quota.name} were found of {quota.count:,} wanted: ask for fewer edges or more nodes"
     )
 
 
@@ -79,12 +81,12 @@ def _distinct(pieces: Sequence[Pairs], nodes: int, directed: bool) -> Pairs:
     return src, Edges(indptr=indptr, src=src).dst()
 
 
-def _drop_surplus(quotas: Sequence[Quota], kinds: Tensor, *, src: Tensor, dst: Tensor, numbers: Tensor) -> Pairs:
+def _drop_surplus(quotas: Sequence[EdgeQuota], kinds: Tensor, *, src: Tensor, dst: Tensor, numbers: Tensor) -> Pairs:
     keep = torch.zeros(src.shape[0], dtype=torch.bool)
     for k, quota in enumerate(quotas):
-        if quota.wanted:
+        if quota.count:
             of_kind = kinds == k
-            bound = torch.kthvalue(numbers[of_kind], quota.wanted).values
+            bound = torch.kthvalue(numbers[of_kind], quota.count).values
             keep |= of_kind & (numbers <= bound)
     return src[keep], dst[keep]
 

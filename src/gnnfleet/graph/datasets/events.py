@@ -12,11 +12,18 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gnnfleet.graph.datasets.base import DTYPE, MOST, FeatureDtype, SplitConfig, heavy_weights, split_by_rank
-from gnnfleet.graph.graph import EdgeType, Graph, Nodes, make_edges
+from gnnfleet.graph.datasets.base import (
+    MAX_COUNT,
+    TORCH_DTYPES,
+    FeatureDtype,
+    SplitConfig,
+    heavy_weights,
+    split_by_rank,
+)
+from gnnfleet.graph.graph import EdgeType, Graph, Nodes, validated_edges
 from gnnfleet.ops import csr
-from gnnfleet.ops.generate import Slots, rows, rows_around, whole_weights
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.ops.generate import WeightedChoice, integer_weights, normal_rows, normal_rows_around
+from gnnfleet.report.progress import NoProgress, Progress
 
 USER, ITEM = "user", "item"
 INTERACTS = EdgeType(USER, "interacts", ITEM)
@@ -34,10 +41,10 @@ class EventsConfig(SplitConfig):
 
     train: float = Field(0.7, ge=0, le=1, description="share of users to train on: those who come first")
     val: float = Field(0.15, ge=0, le=1, description="share of users to validate on; the rest is for the test")
-    users: int = Field(2_000, ge=1, le=MOST, description="number of users")
-    items: int = Field(1_000, ge=1, le=MOST, description="number of items")
+    users: int = Field(2_000, ge=1, le=MAX_COUNT, description="number of users")
+    items: int = Field(1_000, ge=1, le=MAX_COUNT, description="number of items")
     events: int = Field(50_000, ge=0, le=2**32 - 1, description="number of interactions")
-    topics: int = Field(8, ge=2, le=MOST, description="number of topics of items and of tastes of users")
+    topics: int = Field(8, ge=2, le=MAX_COUNT, description="number of topics of items and of tastes of users")
     repeat: float = Field(0.5, ge=0, lt=1, description="share of events that repeat the user's item before")
     taste: float = Field(0.7, ge=0, le=1, description="share of new choices from the topic the user likes at the time")
     drift: float = Field(
@@ -70,24 +77,26 @@ class _Tastes(NamedTuple):
     changes_at: Tensor  # [users] float64: share of the stream; above 1 for users who stay
 
 
-def make_events(config: EventsConfig, progress: Progress = Silent()) -> Graph:
+def make_events(config: EventsConfig, progress: Progress = NoProgress()) -> Graph:
     """Two node types, one edge type with times, order and features."""
     advance = progress.stage("generate", 3)
     draws, count = config.draws, config.events
     items, tastes = _items(config), _tastes(config)
     activity = heavy_weights(draws.at(_ACTIVITY), config.users, exponent=config.exponent, limit=_HUB)
-    user = Slots.of(activity).draw_any(draws.at(_USERS), count)
+    user = WeightedChoice.of(activity).draw_any(draws.at(_USERS), count)
     item = _fresh_items(config, user, items=items, tastes=tastes)
     order, starts = _by_user(user, config.users)
     item = _repeat(config, item, order=order, starts=starts)
     advance(1)
     attr = None
     if config.features:
-        centres = rows(draws.at(_CENTRES), config.topics, config.features)
-        attr = rows_around(draws.at(_NOISE), centres, items.topic[item], scale=config.signal, dtype=DTYPE[config.dtype])
+        centres = normal_rows(draws.at(_CENTRES), config.topics, config.features)
+        attr = normal_rows_around(
+            draws.at(_NOISE), centres, items.topic[item], scale=config.signal, dtype=TORCH_DTYPES[config.dtype]
+        )
     advance(1)
     pairs = torch.stack([user, item])
-    edges = make_edges(pairs, num_src=config.users, num_dst=config.items, attr=attr, time=_times(config))
+    edges = validated_edges(pairs, num_src=config.users, num_dst=config.items, attr=attr, time=_times(config))
     advance(1)
     nodes = {USER: _users(config, tastes, order=order, starts=starts), ITEM: Nodes(count=config.items)}
     return Graph.of(nodes, {INTERACTS: edges}, name="events")
@@ -121,8 +130,8 @@ def _fresh_items(config: EventsConfig, user: Tensor, *, items: _Items, tastes: _
         near = (1 - (items.peak - now).abs() / _PEAK_WIDTH).clamp(min=0)
         # The mean of `near` over the stream is about _PEAK_WIDTH, so passing and lasting popularity weigh the same.
         weights = items.popularity * (1 - config.drift + config.drift * near / _PEAK_WIDTH)
-        shelf = Slots.of(
-            whole_weights(config.draws.at(_FRESH, 8 + window), weights, scale=1.0), items.topic, config.topics
+        shelf = WeightedChoice.of(
+            integer_weights(config.draws.at(_FRESH, 8 + window), weights, scale=1.0), items.topic, config.topics
         )
         who = user[first:last]
         topic = torch.where(tastes.changes_at[who] <= now, tastes.second[who], tastes.first[who])

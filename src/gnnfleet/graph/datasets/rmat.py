@@ -7,11 +7,11 @@ from typing import Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gnnfleet.graph.datasets.base import DTYPE, MOST, FeatureDtype, SplitConfig, split_at_random
-from gnnfleet.graph.datasets.distinct import Pairs, Quota, draw_distinct, one_kind, store_edges
+from gnnfleet.graph.datasets.base import MAX_COUNT, TORCH_DTYPES, FeatureDtype, SplitConfig, split_at_random
+from gnnfleet.graph.datasets.distinct import EdgeQuota, Pairs, draw_distinct, single_quota, store_edges
 from gnnfleet.graph.graph import EDGE, NODE, Graph, Nodes
-from gnnfleet.ops.generate import rmat, rows
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.ops.generate import normal_rows, rmat
+from gnnfleet.report.progress import NoProgress, Progress
 
 _EDGES, _IDS, _SURPLUS, _FEATURES, _LABELS, _SPLIT = range(6)
 
@@ -21,7 +21,7 @@ class RmatConfig(SplitConfig):
 
     scale: int = Field(14, ge=1, le=30, description="2^scale nodes")
     edge_factor: float = Field(16.0, gt=0, description="stored edges per node")
-    nodes: int | None = Field(None, ge=2, le=MOST, description="number of nodes, in place of scale")
+    nodes: int | None = Field(None, ge=2, le=MAX_COUNT, description="number of nodes, in place of scale")
     edges: int | None = Field(None, ge=1, description="stored edges, in place of edge_factor")
     a: float = Field(0.57, ge=0, le=1, description="share of the quadrant of low sources and low destinations")
     b: float = Field(0.19, ge=0, le=1, description="share of low sources, high destinations")
@@ -52,7 +52,7 @@ class RmatConfig(SplitConfig):
         return self.edges or round(self.num_nodes * self.edge_factor)
 
 
-def make_rmat(config: RmatConfig, progress: Progress = Silent()) -> Graph:
+def make_rmat(config: RmatConfig, progress: Progress = NoProgress()) -> Graph:
     """A directed or symmetric graph; features and labels, if asked for, know nothing of the edges."""
     advance = progress.stage("generate", 2)
     draws, count = config.draws, config.num_nodes
@@ -65,7 +65,11 @@ def make_rmat(config: RmatConfig, progress: Progress = Silent()) -> Graph:
     if config.classes:
         y = (draws.at(_LABELS).uniforms(count) * config.classes).long()
         split = split_at_random(draws.at(_SPLIT), count, train=config.train, val=config.val)
-    x = rows(draws.at(_FEATURES), count, config.features, dtype=DTYPE[config.dtype]) if config.features else None
+    x = (
+        normal_rows(draws.at(_FEATURES), count, config.features, dtype=TORCH_DTYPES[config.dtype])
+        if config.features
+        else None
+    )
     advance(1)
     nodes = Nodes(count=count, x=x, y=y, split=split)
     return Graph.of({NODE: nodes}, {EDGE: edges}, name="rmat", undirected=config.symmetric)
@@ -81,5 +85,7 @@ def _draw_pairs(config: RmatConfig) -> Pairs:
     if config.repeats:
         return draw(0, wanted)
     directed = not config.symmetric
-    quota = Quota("edges", wanted, draw)
-    return draw_distinct([quota], config.draws.at(_SURPLUS), kind=one_kind, nodes=config.num_nodes, directed=directed)
+    quota = EdgeQuota("edges", wanted, draw)
+    return draw_distinct(
+        [quota], config.draws.at(_SURPLUS), kind=single_quota, nodes=config.num_nodes, directed=directed
+    )

@@ -13,18 +13,18 @@ from pydantic import Field
 from torch import Tensor
 
 from gnnfleet.graph.datasets.base import (
-    DTYPE,
-    MOST,
+    MAX_COUNT,
+    TORCH_DTYPES,
     FeatureDtype,
     SplitConfig,
     heavy_weights,
-    numbered_ids,
+    prefixed_ids,
     split_at_random,
 )
-from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes, make_edges
+from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes, validated_edges
 from gnnfleet.ops import csr
-from gnnfleet.ops.generate import Slots, rows, rows_around
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.ops.generate import WeightedChoice, normal_rows, normal_rows_around
+from gnnfleet.report.progress import NoProgress, Progress
 
 USER, PRODUCT, BRAND = "user", "product", "brand"
 BUYS, VIEWS, MADE_BY = (
@@ -48,10 +48,10 @@ _HUB = 1000.0
 class ShopConfig(SplitConfig):
     """Parameters of ``shop``."""
 
-    users: int = Field(10_000, ge=1, le=MOST, description="number of users")
-    products: int = Field(2_000, ge=1, le=MOST, description="number of products")
-    brands: int = Field(100, ge=1, le=MOST, description="number of brands")
-    categories: int = Field(8, ge=1, le=MOST, description="number of categories: the classes")
+    users: int = Field(10_000, ge=1, le=MAX_COUNT, description="number of users")
+    products: int = Field(2_000, ge=1, le=MAX_COUNT, description="number of products")
+    brands: int = Field(100, ge=1, le=MAX_COUNT, description="number of brands")
+    categories: int = Field(8, ge=1, le=MAX_COUNT, description="number of categories: the classes")
     buys: int = Field(50_000, ge=0, description="edges user:buys:product; the same user may buy a product again")
     views: int = Field(
         150_000, ge=0, description="views; edges user:views:product are fewer, each with its number of views"
@@ -75,11 +75,11 @@ class ShopConfig(SplitConfig):
 class _Types(NamedTuple):
     category: Tensor  # [products] int32
     favourite: Tensor  # [users] int32
-    shelf: Slots  # products by category
-    visits: Slots  # users by activity
+    shelf: WeightedChoice  # products by category
+    visits: WeightedChoice  # users by activity
 
 
-def make_shop(config: ShopConfig, progress: Progress = Silent()) -> Graph:
+def make_shop(config: ShopConfig, progress: Progress = NoProgress()) -> Graph:
     """Three node types; three edge types, or six with their reverses."""
     advance = progress.stage("generate", 3)
     draws = config.draws
@@ -87,15 +87,17 @@ def make_shop(config: ShopConfig, progress: Progress = Silent()) -> Graph:
     favourite = (draws.at(_TASTE).uniforms(config.users) * config.categories).to(torch.int32)
     popularity = heavy_weights(draws.at(_POPULARITY), config.products, exponent=config.exponent, limit=_HUB)
     activity = heavy_weights(draws.at(_ACTIVITY), config.users, exponent=config.exponent, limit=_HUB)
-    types = _Types(category, favourite, Slots.of(popularity, category, config.categories), Slots.of(activity))
+    types = _Types(
+        category, favourite, WeightedChoice.of(popularity, category, config.categories), WeightedChoice.of(activity)
+    )
     advance(1)
     edges: dict[EdgeType, Edges] = {}
     for kind, (src, dst), data in (_buys(config, types), _views(config, types), _makers(config, types)):
         sizes = {USER: config.users, PRODUCT: config.products, BRAND: config.brands}
-        edges[kind] = make_edges(torch.stack([src, dst]), num_src=sizes[kind.src], num_dst=sizes[kind.dst], **data)
+        edges[kind] = validated_edges(torch.stack([src, dst]), num_src=sizes[kind.src], num_dst=sizes[kind.dst], **data)
         if config.reverse:
             back = torch.stack([dst, src])
-            edges[REVERSE[kind]] = make_edges(back, num_src=sizes[kind.dst], num_dst=sizes[kind.src], **data)
+            edges[REVERSE[kind]] = validated_edges(back, num_src=sizes[kind.dst], num_dst=sizes[kind.src], **data)
     advance(1)
     nodes = _nodes(config, types)
     advance(1)
@@ -132,7 +134,7 @@ def _makers(config: ShopConfig, types: _Types) -> _Relation:
     draws, count = config.draws, config.products
     weights = heavy_weights(draws.at(_MAKER), config.brands, exponent=config.exponent, limit=_HUB)
     home = torch.arange(config.brands, dtype=torch.int32) % config.categories
-    makers = Slots.of(weights, home, config.categories)
+    makers = WeightedChoice.of(weights, home, config.categories)
     loyal = makers.draw(draws.at(_MAKER, 2), types.category)
     anyone = makers.draw_any(draws.at(_MAKER, 3), count)
     brand = torch.where((draws.at(_MAKER, 4).uniforms(count) < config.loyalty) & (loyal >= 0), loyal, anyone)
@@ -143,8 +145,10 @@ def _nodes(config: ShopConfig, types: _Types) -> dict[str, Nodes]:
     def labelled(kind: str, category: Tensor, *, width: int, layer: int) -> Nodes:
         draws, count, x = config.draws, category.shape[0], None
         if width:
-            centres = rows(draws.at(_CENTRES, layer), config.categories, width)
-            x = rows_around(draws.at(layer), centres, category, scale=config.signal, dtype=DTYPE[config.dtype])
+            centres = normal_rows(draws.at(_CENTRES, layer), config.categories, width)
+            x = normal_rows_around(
+                draws.at(layer), centres, category, scale=config.signal, dtype=TORCH_DTYPES[config.dtype]
+            )
         has_labels = config.labels in (f"{kind}s", "both")
         split = split_at_random(draws.at(_SPLIT, layer), count, train=config.train, val=config.val)
         return Nodes(
@@ -153,11 +157,11 @@ def _nodes(config: ShopConfig, types: _Types) -> dict[str, Nodes]:
             y=category.long() if has_labels else None,
             classes=tuple(f"category-{i}" for i in range(config.categories)) if has_labels else (),
             split=split if has_labels else None,
-            ids=numbered_ids(kind, count),
+            ids=prefixed_ids(kind, count),
         )
 
     return {
         USER: labelled(USER, types.favourite, width=config.user_features, layer=_USERS),
         PRODUCT: labelled(PRODUCT, types.category, width=config.features, layer=_PRODUCTS),
-        BRAND: Nodes(count=config.brands, ids=numbered_ids(BRAND, config.brands)),
+        BRAND: Nodes(count=config.brands, ids=prefixed_ids(BRAND, config.brands)),
     }

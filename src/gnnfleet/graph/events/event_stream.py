@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EdgeType, Graph
-from gnnfleet.ops.temporal_neighbors import TIME_DTYPES, RecentNeighbours
+from gnnfleet.ops.temporal_neighbors import TIME_DTYPES, TemporalNeighbors
 
 # Shares of the time-ordered events up to the end of training and of validation, as TGB splits.
 TRAIN_SHARE, VAL_SHARE = 0.70, 0.85
@@ -48,7 +48,7 @@ class EventStream:
         Negatives are drawn from all nodes of the destination's type if that
         differs from the source's, else from the nodes that are some event's destination.
         """
-        kind = timed_type(graph, edge_type)
+        kind = event_edge_type(graph, edge_type)
         edges, offsets = graph.edges[kind], graph.node_offsets
         assert edges.time is not None
         order = torch.argsort(edges.time, stable=True) if edges.order is None else edges.order.long()
@@ -80,7 +80,7 @@ class EventStream:
         y: Tensor | None = None,
     ) -> EventStream:
         """From events in any order, sorted stably by time."""
-        order = torch.arange(len(t)) if _never_falls(t) else torch.argsort(t, stable=True)
+        order = torch.arange(len(t)) if _is_sorted(t) else torch.argsort(t, stable=True)
         ends = torch.cat([src, dst]).long()
         return cls(
             src=src.long()[order],
@@ -115,7 +115,7 @@ class EventStream:
             first=self.first + lo,
         )
 
-    def followed_by(self, others: EventStream) -> EventStream:
+    def concat(self, others: EventStream) -> EventStream:
         """This stream and others behind it, none of them earlier, of the same nodes, with features if it has some."""
         assert self.first == 0, "numbers of events would not agree"
         if len(self) and len(others) and others.t[0] < self.t[-1]:
@@ -157,7 +157,7 @@ class EventStream:
             bounds.append(self._end_of_ties(min(bounds[-1] + size, len(self)) - 1))
         return bounds
 
-    def captured(self, sizes: Sequence[int]) -> list[float]:
+    def capture_ratio(self, sizes: Sequence[int]) -> list[float]:
         """For each batch size the share of updates that survive if a batch keeps one for each node.
 
         An event updates both its ends: distinct ends of each batch, summed, over 2 E.
@@ -165,7 +165,7 @@ class EventStream:
         number = np.arange(len(self))
         return [float((self._previous < number - number % size).sum()) / (2 * len(self)) for size in sizes]
 
-    def batches_within(self, loss: float, *, most: int) -> list[int]:
+    def bounded_loss_batches(self, loss: float, *, most: int) -> list[int]:
         """Boundaries of the longest batches of up to ``most`` events that lose at most a share ``loss`` of updates.
 
         Each batch is as long as it may be: a busy stretch gets short ones. Equal times are never split, so a batch
@@ -184,10 +184,10 @@ class EventStream:
             bounds.append(lo + int(longest[-1]) + 1 if len(longest) else self._end_of_ties(lo))
         return bounds
 
-    def neighbours(self) -> RecentNeighbours:
+    def neighbours(self) -> TemporalNeighbors:
         """Who met whom before when; numbers of events are rows of this stream, which must not be a slice's rest."""
         assert self.first == 0, "numbers of events would not agree"
-        return RecentNeighbours(self.src, self.dst, self.t, self.num_nodes)
+        return TemporalNeighbors(self.src, self.dst, self.t, self.num_nodes)
 
     @cached_property
     def _ends_ties(self) -> NDArray[np.bool_]:
@@ -212,13 +212,13 @@ class EventStream:
         return int(torch.searchsorted(self.t, self.t[row : row + 1], right=True)) if len(self) else 0
 
 
-def is_stream(graph: Graph) -> bool:
+def is_event_graph(graph: Graph) -> bool:
     """Whether events are what there is to learn from: edges have times, and nodes no labels or no features."""
     labels, features = (any(getattr(nodes, name) is not None for nodes in graph.nodes.values()) for name in ("y", "x"))
     return any(edges.time is not None for edges in graph.edges.values()) and not (labels and features)
 
 
-def timed_type(graph: Graph, edge_type: EdgeType | str | None) -> EdgeType:
+def event_edge_type(graph: Graph, edge_type: EdgeType | str | None) -> EdgeType:
     """The edge type with times, or the one that is named; raises ConfigError when there is none, or several."""
     timed = [kind for kind, edges in graph.edges.items() if edges.time is not None]
     if edge_type is not None:
@@ -235,7 +235,7 @@ def timed_type(graph: Graph, edge_type: EdgeType | str | None) -> EdgeType:
     return timed[0]
 
 
-def _never_falls(t: Tensor) -> bool:
+def _is_sorted(t: Tensor) -> bool:
     return bool((t[1:] >= t[:-1]).all())
 
 

@@ -15,29 +15,29 @@ from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.graph.sampling.negatives import EVALUATION, ONE, TRAINING
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 
-FEW = 49
+MAX_REJECTION_COUNT = 49
 """Negatives of an event in evaluations that are not by the full rule."""
 
 
 @dataclass(frozen=True, eq=False)
-class EventNegatives:
+class NegativeSampler:
     """Draws destinations other than an event's own, each once, all others as likely."""
 
     destinations: Tensor  # [N] int64 ascending
     seed: int = 0
 
-    def training(self, events: Tensor, positive: Tensor, *, sweep: int, number: int = 0, count: int = 1) -> Tensor:
+    def for_training(self, events: Tensor, positive: Tensor, *, sweep: int, number: int = 0, count: int = 1) -> Tensor:
         """[n, count] for events by their numbers [n] and true destinations [n], in set ``number`` of a sweep."""
         return self._others(
             DrawKey(self.seed, sweep).draws(Purpose.NEGATIVE, TRAINING, number), events, positive, count
         )
 
-    def evaluation(self, events: Tensor, positive: Tensor, *, count: int = FEW) -> Tensor:
+    def for_evaluation(self, events: Tensor, positive: Tensor, *, count: int = MAX_REJECTION_COUNT) -> Tensor:
         """[n, count] for validation and test: they depend on the seed and the event only."""
         return self._others(DrawKey(self.seed).draws(Purpose.NEGATIVE, EVALUATION), events, positive, count)
 
     def one_of(self, events: Tensor, count: int) -> Tensor:
-        """[n] which of ``evaluation``'s columns is an event's one negative: all others are as likely, which those of a
+        """[n] which of ``for_evaluation``'s columns is an event's one negative: all others are as likely, which those of a
         column are not."""
         return (DrawKey(self.seed).draws(Purpose.NEGATIVE, ONE).uniforms_at(events)[:, 0] * count).long()
 

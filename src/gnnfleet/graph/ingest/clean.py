@@ -21,7 +21,7 @@ from gnnfleet.ops import csr
 
 Duplicates = Literal["keep", "drop", "sum", "error"]
 SelfLoops = Literal["keep", "drop", "error"]
-REVERSE = "rev_"
+REVERSE_PREFIX = "rev_"
 
 
 def clean_edges(
@@ -33,8 +33,8 @@ def clean_edges(
     type (dst, rev_relation, src), unless that exists. ``drop`` keeps the first parallel edge in store order, reverse
     edges behind given ones; ``sum`` adds the weights, each 1 without one. ``error`` raises InputError.
     """
-    _check_word("duplicates", duplicates, get_args(Duplicates))
-    _check_word("self_loops", self_loops, get_args(SelfLoops))
+    _check_choice("duplicates", duplicates, get_args(Duplicates))
+    _check_choice("self_loops", self_loops, get_args(SelfLoops))
     counts = Counter(
         dict.fromkeys(("self_loops", "self_loops_dropped", "reverse_added", "parallel", "parallel_dropped"), 0)
     )
@@ -46,7 +46,7 @@ def clean_edges(
     return cleaned, dict(counts)
 
 
-def with_inverse(graph: Graph) -> Graph:
+def add_inverse_edges(graph: Graph) -> Graph:
     """The reverse of every edge type (s, r, d) as an edge type of its own, (d, rev_r, s), unless that exists.
 
     Unlike ``clean_edges(undirected=True)`` this also parts the two directions within one node type: what relational
@@ -54,18 +54,18 @@ def with_inverse(graph: Graph) -> Graph:
     """
     edges = dict(graph.edges)
     for kind, table in graph.edges.items():
-        if (backward := inverse_of(kind)) in edges:
+        if (backward := inverse_type(kind)) in edges:
             continue
         back, rows = replace(table, links={}), torch.arange(table.count)
         edges[backward] = _sort(back, table.dst(), table.src, rows, num_dst=graph.nodes[kind.src].count)
     return Graph.of(graph.nodes, edges, name=graph.name, undirected=graph.undirected)
 
 
-def inverse_of(kind: EdgeType) -> EdgeType:
+def inverse_type(kind: EdgeType) -> EdgeType:
     """(s, r, d) → (d, rev_r, s), and back."""
-    if kind.relation.startswith(REVERSE):
-        return EdgeType(kind.dst, kind.relation.removeprefix(REVERSE), kind.src)
-    return EdgeType(kind.dst, REVERSE + kind.relation, kind.src)
+    if kind.relation.startswith(REVERSE_PREFIX):
+        return EdgeType(kind.dst, kind.relation.removeprefix(REVERSE_PREFIX), kind.src)
+    return EdgeType(kind.dst, REVERSE_PREFIX + kind.relation, kind.src)
 
 
 def is_undirected(tables: Mapping[EdgeType, Edges]) -> bool:
@@ -83,7 +83,7 @@ def is_undirected(tables: Mapping[EdgeType, Edges]) -> bool:
     return torch.equal(dst[order], edges.src)
 
 
-def take_edges(edges: Edges, keep: Tensor) -> Edges:
+def filter_edges(edges: Edges, keep: Tensor) -> Edges:
     """The edges under a mask [E], in the same order."""
     kept = torch.zeros(edges.count + 1, dtype=torch.int64)
     torch.cumsum(keep, 0, out=kept[1:])
@@ -116,11 +116,11 @@ def _clean_loops(kind: EdgeType, edges: Edges, wish: SelfLoops, counts: Counter[
             f"edges {kind}: expected no self-loops, found {found}, the first at row {node}; keep or drop them"
         )
     counts["self_loops_dropped"] += found
-    return take_edges(edges, ~loops)
+    return filter_edges(edges, ~loops)
 
 
 def _clean_parallel(kind: EdgeType, edges: Edges, wish: Duplicates, counts: Counter[str]) -> Edges:
-    leader = _leaders(edges)
+    leader = _first_parallel(edges)
     first = leader == torch.arange(edges.count)
     found = edges.count - int(first.sum())
     counts["parallel"] += found
@@ -133,7 +133,7 @@ def _clean_parallel(kind: EdgeType, edges: Edges, wish: Duplicates, counts: Coun
     if wish in ("keep", "error"):
         return edges
     counts["parallel_dropped"] += found
-    kept = take_edges(edges, first) if found else edges
+    kept = filter_edges(edges, first) if found else edges
     if wish == "drop":
         return kept
     weight = torch.ones(edges.count) if edges.weight is None else edges.weight
@@ -143,7 +143,7 @@ def _clean_parallel(kind: EdgeType, edges: Edges, wish: Duplicates, counts: Coun
     return replace(kept, weight=total.float())
 
 
-def _leaders(edges: Edges) -> Tensor:
+def _first_parallel(edges: Edges) -> Tensor:
     """[E]: the first edge with the same ends and, where there are times, the same time."""
     dst, order = edges.dst(), torch.arange(edges.count)
     new = torch.ones(edges.count, dtype=torch.bool)
@@ -162,14 +162,14 @@ def _leaders(edges: Edges) -> Tensor:
 def _add_reverse(graph: Graph, edges: dict[EdgeType, Edges], counts: Counter[str]) -> dict[EdgeType, Edges]:
     result: dict[EdgeType, Edges] = {}
     for kind, table in edges.items():
-        backward = EdgeType(kind.dst, REVERSE + kind.relation, kind.src)
-        forward = EdgeType(kind.dst, kind.relation.removeprefix(REVERSE), kind.src)
+        backward = EdgeType(kind.dst, REVERSE_PREFIX + kind.relation, kind.src)
+        forward = EdgeType(kind.dst, kind.relation.removeprefix(REVERSE_PREFIX), kind.src)
         if kind.src == kind.dst:
             result[kind] = _both_directions(table)
             counts["reverse_added"] += result[kind].count - table.count
             continue
         result[kind] = table
-        if backward in edges or (kind.relation.startswith(REVERSE) and forward in edges):
+        if backward in edges or (kind.relation.startswith(REVERSE_PREFIX) and forward in edges):
             continue
         back = replace(table, links={})
         result[backward] = _sort(
@@ -214,6 +214,6 @@ def _sort(edges: Edges, src: Tensor, dst: Tensor, rows: Tensor, *, num_dst: int)
     )
 
 
-def _check_word(name: str, found: str, expected: tuple[str, ...]) -> None:
+def _check_choice(name: str, found: str, expected: tuple[str, ...]) -> None:
     if found not in expected:
         raise ConfigError(f"{name} must be one of {', '.join(expected)}; found {found!r}")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from gnnfleet.errors import InputError
-from gnnfleet.graph.graph import Columns
+from gnnfleet.graph.graph import ColumnGroups
 from gnnfleet.graph.ingest import duck as sql
-from gnnfleet.graph.ingest.row_errors import Check, feature_check
-from gnnfleet.graph.ingest.source import Source
+from gnnfleet.graph.ingest.row_errors import RowCheck, feature_check
+from gnnfleet.graph.ingest.source import TableSource
 from gnnfleet.graph.ingest.spec import NONE, USUAL_NAMES
 
 _INTEGER = re.compile(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|UINTEGER")
@@ -32,18 +32,18 @@ def is_number(kind: str) -> bool:
     return is_integer(kind) or is_floating(kind) or kind == "BOOLEAN"
 
 
-def list_item(kind: str) -> str | None:
+def list_item_type(kind: str) -> str | None:
     """The type of a list's items, None when it is no list."""
     found = _LIST.fullmatch(kind)
     return found[1] if found else None
 
 
-def canonical(cell: str) -> str:
+def canonical_integer_sql(cell: str) -> str:
     """SQL that is true for text that is an integer written the one usual way: not '007', ' 7', '+7' or '7.0'."""
     return f"(coalesce(try_cast({cell} AS BIGINT)::VARCHAR, '') = {cell})"
 
 
-def find_usual(columns: Iterable[str], part: str, wanted: str | None) -> str | None:
+def find_by_usual_name(columns: Iterable[str], part: str, wanted: str | None) -> str | None:
     """The column of a part among names: as named, or by its usual names in any case."""
     names = list(columns)
     if wanted is not None:
@@ -55,11 +55,11 @@ def find_usual(columns: Iterable[str], part: str, wanted: str | None) -> str | N
     return None
 
 
-def find_column(source: Source, part: str, wanted: str | None, *, required: bool = False) -> str | None:
+def find_column(source: TableSource, part: str, wanted: str | None, *, required: bool = False) -> str | None:
     """The column of a part in a table; raises InputError when it is named or needed but absent."""
     if wanted == NONE and not required:
         return None
-    found = find_usual(source.types, part, wanted)
+    found = find_by_usual_name(source.types, part, wanted)
     if found is None and (wanted or required):
         expected = repr(wanted) if wanted else " or ".join(map(repr, USUAL_NAMES[part]))
         option = "split-column" if part == "split" else part
@@ -73,7 +73,7 @@ def find_column(source: Source, part: str, wanted: str | None, *, required: bool
     return found
 
 
-def match_columns(source: Source, patterns: str, part: str) -> list[str]:
+def match_columns(source: TableSource, patterns: str, part: str) -> list[str]:
     """The columns that patterns name, in the order of the patterns, then of the table."""
     found: list[str] = []
     for pattern in _patterns(source, patterns):
@@ -86,18 +86,18 @@ def match_columns(source: Source, patterns: str, part: str) -> list[str]:
     return found
 
 
-def _patterns(source: Source, text: str) -> list[str]:
+def _patterns(source: TableSource, text: str) -> list[str]:
     """Patterns by commas, or by spaces where no column is called so: commas separate the columns of ``--nodes``."""
     words = [word.strip() for word in text.split(",")]
     return [each for word in words for each in ([word] if _matches(source, word) else word.split() or [word])]
 
 
-def _matches(source: Source, pattern: str) -> list[str]:
+def _matches(source: TableSource, pattern: str) -> list[str]:
     return [pattern] if pattern in source.types else [c for c in source.types if fnmatchcase(c, pattern)]
 
 
 @dataclass(frozen=True)
-class Features:
+class FeatureSource:
     """The feature columns of a table: scalars have width None, lists theirs."""
 
     columns: tuple[tuple[str, int | None], ...]
@@ -113,24 +113,24 @@ class Features:
         return [column for column, _ in self.columns]
 
     @property
-    def sizes(self) -> Columns:
+    def sizes(self) -> ColumnGroups:
         """As a store keeps them: a column of numbers is one feature."""
         return tuple((column, 1 if width is None else width) for column, width in self.columns)
 
     def select(self) -> list[str]:
         """SQL of each column as FLOAT or FLOAT[]; NULL where that cannot be."""
-        return [f"try_cast({sql.name(c)} AS FLOAT{'' if width is None else '[]'})" for c, width in self.columns]
+        return [f"try_cast({sql.sql_name(c)} AS FLOAT{'' if width is None else '[]'})" for c, width in self.columns]
 
-    def checks(self) -> list[Check]:
+    def checks(self) -> list[RowCheck]:
         return [feature_check(column, self.dtype, width=width, option=self.option) for column, width in self.columns]
 
 
 def find_features(
-    source: Source, patterns: str | None, *, used: Iterable[str | None], dtype: str, option: str = "features"
-) -> Features:
+    source: TableSource, patterns: str | None, *, used: Iterable[str | None], dtype: str, option: str = "features"
+) -> FeatureSource:
     """The chosen feature columns, or every column of numbers that is not used otherwise."""
     if patterns == NONE:
-        return Features((), dtype, option)
+        return FeatureSource((), dtype, option)
     taken = set(used)
     if patterns is None:
         chosen = _numeric(source, [column for column in source.types if column not in taken])
@@ -139,33 +139,33 @@ def find_features(
         chosen = [c for c in chosen if c not in taken or c in _patterns(source, patterns)]
         for column in chosen:
             kind = source.types[column]
-            if not source.is_text and not is_number(list_item(kind) or kind):
+            if not source.is_text and not is_number(list_item_type(kind) or kind):
                 raise InputError(
                     f"{source.shown}, column {column!r}: features are numbers or lists of numbers, found {kind}"
                 )
-    lists = [column for column in chosen if list_item(source.types[column])]
+    lists = [column for column in chosen if list_item_type(source.types[column])]
     widths: dict[str, int | None] = dict.fromkeys(chosen)
     for column in lists:
         first = source.duck.rows(
-            source.scan(f"len({sql.name(column)})", f"{sql.name(column)} IS NOT NULL") + " LIMIT 1"
+            source.scan(f"len({sql.sql_name(column)})", f"{sql.sql_name(column)} IS NOT NULL") + " LIMIT 1"
         )
         widths[column] = int(first[0][0]) if first else 0
-    return Features(tuple(widths.items()), dtype, option)
+    return FeatureSource(tuple(widths.items()), dtype, option)
 
 
-def _numeric(source: Source, columns: Sequence[str]) -> list[str]:
+def _numeric(source: TableSource, columns: Sequence[str]) -> list[str]:
     """Columns of numbers. For CSV the first rows decide by majority: a stray word is an error, not a silent loss."""
     if not source.is_text:
-        return [c for c in columns if is_number(list_item(source.types[c]) or source.types[c])]
+        return [c for c in columns if is_number(list_item_type(source.types[c]) or source.types[c])]
     if not columns:
         return []
-    facts = ", ".join(f"2 * count(try_cast({sql.name(c)} AS DOUBLE)) > count({sql.name(c)})" for c in columns)
-    head = source.scan(", ".join(sql.name(c) for c in columns)) + f" LIMIT {_HEAD}"
-    found = source.duck.one(f"SELECT {facts} FROM ({head})")
+    facts = ", ".join(f"2 * count(try_cast({sql.sql_name(c)} AS DOUBLE)) > count({sql.sql_name(c)})" for c in columns)
+    head = source.scan(", ".join(sql.sql_name(c) for c in columns)) + f" LIMIT {_HEAD}"
+    found = source.duck.row(f"SELECT {facts} FROM ({head})")
     return [column for column, numeric in zip(columns, found, strict=True) if numeric]
 
 
-def unused(source: Source, used: Iterable[str | None]) -> tuple[str, ...]:
+def unused_columns(source: TableSource, used: Iterable[str | None]) -> tuple[str, ...]:
     """The columns that nothing was made of."""
     taken = set(used)
     return tuple(column for column in source.types if column not in taken)

@@ -13,25 +13,25 @@ import pyarrow as pa
 
 from gnnfleet.errors import ConfigError, GnnfleetError, InputError
 
-BATCH = 1 << 17
+ROWS_PER_BATCH = 1 << 17
 
 
-def literal(text: str | Path) -> str:
+def sql_string(text: str | Path) -> str:
     """A string in SQL."""
     return "'" + str(text).replace("'", "''") + "'"
 
 
-def name(column: str) -> str:
+def sql_name(column: str) -> str:
     """A column's name in SQL."""
     return '"' + column.replace('"', '""') + '"'
 
 
-def list_of(texts: Iterable[str | Path]) -> str:
+def sql_list(texts: Iterable[str | Path]) -> str:
     """A list of strings in SQL."""
-    return "[" + ", ".join(literal(text) for text in texts) + "]"
+    return "[" + ", ".join(sql_string(text) for text in texts) + "]"
 
 
-class Duck:
+class DuckConnection:
     """One connection; close it before the scratch goes."""
 
     def __init__(self, scratch: Path, memory: str) -> None:
@@ -39,8 +39,8 @@ class Duck:
         self.memory = memory
         self._connection = duckdb.connect(":memory:")
         spill = scratch / "spill"
-        self.run(f"SET memory_limit = {literal(memory)}")
-        self.run(f"SET temp_directory = {literal(spill)}")
+        self.run(f"SET memory_limit = {sql_string(memory)}")
+        self.run(f"SET temp_directory = {sql_string(spill)}")
         self.run("SET enable_progress_bar = false")
         self.run("SET GLOBAL TimeZone = 'UTC'")  # what is read must not depend on where
 
@@ -53,26 +53,26 @@ class Duck:
         self._connection.close()
 
     def run(self, sql: str) -> None:
-        with self._our_words():
+        with self._translated_errors():
             self._connection.execute(sql)
 
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
-        with self._our_words():
+        with self._translated_errors():
             return list(self._connection.execute(sql).fetchall())
 
-    def one(self, sql: str) -> tuple[Any, ...]:
+    def row(self, sql: str) -> tuple[Any, ...]:
         """The single row of an aggregate."""
         rows = self.rows(sql)
         assert len(rows) == 1, sql
         return rows[0]
 
-    def stream(self, sql: str, batch: int = BATCH) -> Iterator[pa.RecordBatch]:
+    def stream(self, sql: str, batch: int = ROWS_PER_BATCH) -> Iterator[pa.RecordBatch]:
         """The result in pieces, never whole in memory."""
         # A connection of its own: since DuckDB 2.0 one with an open result takes no other query, and a bad row met on
         # the way has to be located.
         own = self._connection.cursor()
         try:
-            with self._our_words():
+            with self._translated_errors():
                 relation = own.sql(sql)
                 # The newer name of the same; the older one warns in releases that have both.
                 reader = (getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader)(batch)
@@ -85,7 +85,7 @@ class Duck:
         self.run(f"SET preserve_insertion_order = {str(keep).lower()}")
 
     @contextmanager
-    def _our_words(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except duckdb.OutOfMemoryException as error:

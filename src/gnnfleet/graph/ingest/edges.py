@@ -17,23 +17,23 @@ from gnnfleet.graph.graph import EdgeType, index_dtype
 from gnnfleet.graph.ingest import duck as sql
 from gnnfleet.graph.ingest import row_errors
 from gnnfleet.graph.ingest.columns import (
-    Features,
+    FeatureSource,
+    find_by_usual_name,
     find_column,
     find_features,
-    find_usual,
     is_floating,
     is_integer,
-    unused,
+    unused_columns,
 )
-from gnnfleet.graph.ingest.columns import canonical as is_canonical
-from gnnfleet.graph.ingest.duck import BATCH, Duck
-from gnnfleet.graph.ingest.keys import KeyColumn, NodeKeys
-from gnnfleet.graph.ingest.labels import Labels, find_labels
-from gnnfleet.graph.ingest.nodes import CELLS, Advance, read_features
-from gnnfleet.graph.ingest.row_errors import Check
-from gnnfleet.graph.ingest.source import Source, has_zone
+from gnnfleet.graph.ingest.columns import canonical_integer_sql as is_canonical
+from gnnfleet.graph.ingest.duck import ROWS_PER_BATCH, DuckConnection
+from gnnfleet.graph.ingest.keys import IdColumn, NodeIdIndex
+from gnnfleet.graph.ingest.labels import LabelSource, find_labels
+from gnnfleet.graph.ingest.nodes import VALUES_PER_BATCH, OnAdvance, read_features
+from gnnfleet.graph.ingest.row_errors import RowCheck
+from gnnfleet.graph.ingest.source import TableSource, is_zoned_time
 from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, TableSpec, count_labelled
-from gnnfleet.graph.store import edge_folder
+from gnnfleet.graph.store import edge_dir
 from gnnfleet.io.bundle import DTYPES, BundleWriter
 
 
@@ -45,31 +45,31 @@ class TimeColumn:
     value: str
     dtype: str
 
-    def bad(self, value: str) -> str:
+    def invalid_sql(self, value: str) -> str:
         """SQL that is true for what is no time; ``value`` is SQL too."""
         finite = f" OR NOT isfinite({value})" if self.dtype == "float64" else ""
         return f"({value} IS NULL OR {value} < 0{finite})"
 
-    def check(self) -> Check:
-        return Check(
+    def check(self) -> RowCheck:
+        return RowCheck(
             self.column,
-            self.bad(self.value),
+            self.invalid_sql(self.value),
             "a time of 0 or later",
             "Correct or shift the times, or import without them: --time none",
         )
 
 
 @dataclass(frozen=True)
-class EdgePlan:
+class EdgeTablePlan:
     """An edge table with its columns found."""
 
-    source: Source
-    src: KeyColumn
-    dst: KeyColumn
+    source: TableSource
+    src: IdColumn
+    dst: IdColumn
     weight: str | None
     time: TimeColumn | None
-    features: Features
-    labels: Labels | None = None
+    features: FeatureSource
+    labels: LabelSource | None = None
 
     @property
     def used(self) -> list[str | None]:
@@ -84,14 +84,14 @@ class EdgePlan:
 
     def payload(self) -> dict[str, str]:
         """What travels with an edge: name in our tables → SQL over the source."""
-        made = {"w": f"try_cast({sql.name(self.weight)} AS FLOAT)"} if self.weight else {}
+        made = {"w": f"try_cast({sql.sql_name(self.weight)} AS FLOAT)"} if self.weight else {}
         if self.time:
             made["t"] = self.time.value
         made |= dict(zip(self.label_names, self.labels.select() if self.labels else [], strict=True))
         return made | {f"a{i}": value for i, value in enumerate(self.features.select())}
 
 
-def plan_edges(source: Source, table: EdgeTable, dtype: str) -> EdgePlan:
+def plan_edges(source: TableSource, table: EdgeTable, dtype: str) -> EdgeTablePlan:
     """Find the columns of an edge table; raises InputError naming one that is missing."""
     src, dst = (find_column(source, part, getattr(table, part), required=True) for part in ("src", "dst"))
     assert src is not None and dst is not None
@@ -100,36 +100,38 @@ def plan_edges(source: Source, table: EdgeTable, dtype: str) -> EdgePlan:
     time = None if column is None else _read_time(source, column)
     labels = find_labels(source, table.label, "edge-label")
     # The name of an edge, or what is to be predicted of it, is no feature unless somebody says so.
-    others = [] if table.features else [find_usual(source.types, part, None) for part in ("id", "label", "split")]
+    others = (
+        [] if table.features else [find_by_usual_name(source.types, part, None) for part in ("id", "label", "split")]
+    )
     others += labels.columns if labels else ()
     features = find_features(
         source, table.features, used=[src, dst, weight, column, *others], dtype=dtype, option="edge-features"
     )
-    return EdgePlan(source, KeyColumn(source, src), KeyColumn(source, dst), weight, time, features, labels)
+    return EdgeTablePlan(source, IdColumn(source, src), IdColumn(source, dst), weight, time, features, labels)
 
 
-def _read_time(source: Source, column: str) -> TimeColumn:
-    cell, kind = sql.name(column), source.types[column]
+def _read_time(source: TableSource, column: str) -> TimeColumn:
+    cell, kind = sql.sql_name(column), source.types[column]
     as_integer = TimeColumn(column, f"try_cast({cell} AS BIGINT)", "int64")
     as_number = TimeColumn(column, f"try_cast({cell} AS DOUBLE)", "float64")
     # A timestamp with a zone keeps it, or it would be read in the zone of this machine.
-    stamp = f"try_cast({cell} AS {'TIMESTAMPTZ' if has_zone(kind) else 'TIMESTAMP'})"
+    stamp = f"try_cast({cell} AS {'TIMESTAMPTZ' if is_zoned_time(kind) else 'TIMESTAMP'})"
     as_stamp = TimeColumn(column, f"epoch_us({stamp})", "int64")
     if not source.is_text:
         return as_integer if is_integer(kind) else as_number if is_floating(kind) else as_stamp
     readings = f"count(try_cast({cell} AS DOUBLE)), count({stamp})"
     facts = f"count({cell}), count(*) FILTER ({is_canonical(cell)}), {readings}"
-    total, integers, numbers, stamps = source.duck.one(source.scan(facts))
+    total, integers, numbers, stamps = source.duck.row(source.scan(facts))
     if integers == total:
         return as_integer
     # Where no reading fits every row, the one that fits most is meant, and the others are bad rows.
     return as_number if numbers >= stamps else as_stamp
 
 
-class EdgeImport:
+class EdgeImporter:
     """The edges of one table on their way into a store."""
 
-    def __init__(self, duck: Duck, out: BundleWriter, spec: TableSpec, plan: EdgePlan) -> None:
+    def __init__(self, duck: DuckConnection, out: BundleWriter, spec: TableSpec, plan: EdgeTablePlan) -> None:
         self.duck = duck
         self.out = out
         self.spec = spec
@@ -137,7 +139,7 @@ class EdgeImport:
         self.payload = list(plan.payload())
         self.doubled = False
 
-    def run(self, kind: EdgeType, src: NodeKeys, dst: NodeKeys, advance: Advance) -> dict[EdgeType, EdgeCounts]:
+    def run(self, kind: EdgeType, src: NodeIdIndex, dst: NodeIdIndex, advance: OnAdvance) -> dict[EdgeType, EdgeCounts]:
         """Write the edge type and, for an undirected graph of two node types, its reverse."""
         same = kind.src == kind.dst
         loops = self._match(src, dst, same)
@@ -153,7 +155,7 @@ class EdgeImport:
             columns=self.plan.features.sizes,
             weighted="w" in self.payload or self.spec.duplicate_rule == "sum",
             time=self.plan.time.dtype if self.plan.time else None,
-            unused=unused(self.plan.source, self.plan.used),
+            unused=unused_columns(self.plan.source, self.plan.used),
         )
         extra = "".join(f", {column}" for column in self.payload)
         rows = f"SELECT s, d, p{extra} FROM matched" + (" WHERE s <> d" if dropped else "")
@@ -168,7 +170,7 @@ class EdgeImport:
         self.duck.run("DROP TABLE matched")
         return made
 
-    def _match(self, src: NodeKeys, dst: NodeKeys, same: bool) -> int:
+    def _match(self, src: NodeIdIndex, dst: NodeIdIndex, same: bool) -> int:
         """Make and check table ``matched``: rows of both ends, position and payload of every edge; count self-loops."""
         plan, source = self.plan, self.plan.source
         payload = plan.payload()
@@ -189,35 +191,35 @@ class EdgeImport:
         )
         bad = ["s IS NULL", "d IS NULL"]
         bad += ["w IS NULL OR NOT isfinite(w)"] if plan.weight else []
-        bad += [plan.time.bad("t")] if plan.time else []
+        bad += [plan.time.invalid_sql("t")] if plan.time else []
         facts = ", ".join(f"count(*) FILTER ({condition})" for condition in ["s = d", *bad])
-        loops, *wrong = self.duck.one(f"SELECT {facts} FROM matched")
+        loops, *wrong = self.duck.row(f"SELECT {facts} FROM matched")
         if any(wrong[:2]):
             self._fail_unknown(src, dst)
         if any(wrong[2:]):
-            row_errors.refuse(source, [row_errors.number_check(plan.weight, "weight")] if plan.weight else [])
-            row_errors.refuse(source, [plan.time.check()] if plan.time else [])
-        row_errors.refuse(source, plan.labels.checks() if plan.labels else [])
+            row_errors.check_rows(source, [row_errors.number_check(plan.weight, "weight")] if plan.weight else [])
+            row_errors.check_rows(source, [plan.time.check()] if plan.time else [])
+        row_errors.check_rows(source, plan.labels.checks() if plan.labels else [])
         loops = loops if same else 0
         if loops and self.spec.self_loops == "error":
-            first = self.duck.one("SELECT min(p) FROM matched WHERE s = d")[0]
-            check = Check(plan.dst.column, "", "another node than the source", "Pass --self-loops keep or drop")
-            row_errors.fail(source, first, check, count=loops)
+            first = self.duck.row("SELECT min(p) FROM matched WHERE s = d")[0]
+            check = RowCheck(plan.dst.column, "", "another node than the source", "Pass --self-loops keep or drop")
+            row_errors.raise_row_error(source, first, check, count=loops)
         return int(loops)
 
-    def _fail_unknown(self, src: NodeKeys, dst: NodeKeys) -> None:
-        count, first = self.duck.one("SELECT count(*), min(p) FROM matched WHERE s IS NULL OR d IS NULL")
-        no_src = self.duck.one(f"SELECT s IS NULL FROM matched WHERE p = {first}")[0]
+    def _fail_unknown(self, src: NodeIdIndex, dst: NodeIdIndex) -> None:
+        count, first = self.duck.row("SELECT count(*), min(p) FROM matched WHERE s IS NULL OR d IS NULL")
+        no_src = self.duck.row(f"SELECT s IS NULL FROM matched WHERE p = {first}")[0]
         key, keys = (self.plan.src, src) if no_src else (self.plan.dst, dst)
         missing = key.source.value(first, key.column) is None
         expected = f"the id of one of the {keys.count:,} nodes" + (" (integers)" if keys.kind == "integer" else "")
         advice = "Every edge needs both ends"
         if not missing:
             advice = "Add the node to its table, remove the edge, or pass --missing add"
-        row_errors.fail(key.source, first, Check(key.column, "", expected, advice), count=count)
+        row_errors.raise_row_error(key.source, first, RowCheck(key.column, "", expected, advice), count=count)
 
     def _write(
-        self, kind: EdgeType, rows: str, ends: tuple[NodeKeys, NodeKeys], counts: EdgeCounts, advance: Advance
+        self, kind: EdgeType, rows: str, ends: tuple[NodeIdIndex, NodeIdIndex], counts: EdgeCounts, advance: OnAdvance
     ) -> EdgeCounts:
         """Sort what ``rows`` selects into store order and write it."""
         before = counts.rows - counts.self_loops_dropped + (counts.reversed if kind.src == kind.dst else 0)
@@ -243,7 +245,7 @@ class EdgeImport:
         )
 
     def _write_order(self, kind: EdgeType) -> None:
-        order = self.out.array(f"{edge_folder(kind)}/order.npy", torch.int64)
+        order = self.out.array(f"{edge_dir(kind)}/order.npy", torch.int64)
         self.duck.keep_order(True)
         for batch in self.duck.stream("SELECT rowid FROM ordered ORDER BY t, p"):
             order.append(torch.from_numpy(np.array(batch.column(0))))
@@ -254,16 +256,16 @@ class EdgeImport:
 
     def _refuse_duplicates(self, rows: str) -> None:
         again = f"SELECT p, row_number() OVER (PARTITION BY {self._group()} ORDER BY p) AS n FROM ({rows})"
-        count, first = self.duck.one(f"SELECT count(*), min(p) FROM ({again}) WHERE n > 1")
+        count, first = self.duck.row(f"SELECT count(*), min(p) FROM ({again}) WHERE n > 1")
         if count:
-            check = Check(
+            check = RowCheck(
                 self.plan.dst.column, "", "a pair that no row before has", "Pass --duplicates keep, drop or sum"
             )
-            row_errors.fail(self.plan.source, first // 2 if self.doubled else first, check, count=count)
+            row_errors.raise_row_error(self.plan.source, first // 2 if self.doubled else first, check, count=count)
 
     def _summed(self, rows: str) -> str:
         """Duplicates as one edge: weights (1 where there are none) and features added up, the rest the first's."""
-        row_errors.refuse(self.plan.source, self.plan.features.checks())  # sum() would pass over what is missing
+        row_errors.check_rows(self.plan.source, self.plan.features.checks())  # sum() would pass over what is missing
         if "w" not in self.payload:
             self.payload = ["w", *self.payload]
         columns = [_sum("w") + " AS w" if self.plan.weight else "count(*)::FLOAT AS w"]
@@ -281,9 +283,11 @@ def _sum(value: str) -> str:
 class _SortedEdges:
     """Streams edges in store order into arrays; drops repeats of a pair when asked, and counts them anyway."""
 
-    def __init__(self, edges: EdgeImport, kind: EdgeType, ends: tuple[NodeKeys, NodeKeys], *, drop: bool) -> None:
+    def __init__(
+        self, edges: EdgeImporter, kind: EdgeType, ends: tuple[NodeIdIndex, NodeIdIndex], *, drop: bool
+    ) -> None:
         self.edges = edges
-        self.folder = edge_folder(kind)
+        self.folder = edge_dir(kind)
         self.src, self.dst = ends
         self.drop = drop
         self.bits = max(1, self.src.count.bit_length())
@@ -295,7 +299,7 @@ class _SortedEdges:
         self._degree = np.zeros(self.dst.count + 1, dtype=np.int64)
         self._last = -1
 
-    def write(self, rows: str, advance: Advance) -> None:
+    def write(self, rows: str, advance: OnAdvance) -> None:
         """``rows`` selects s, d, p and the payload."""
         duck, payload = self.edges.duck, self.edges.payload
         extra = "".join(f", {column}" for column in payload)
@@ -308,7 +312,7 @@ class _SortedEdges:
             query = f"SELECT k{extra} FROM ordered"
         width = max(1, self.edges.plan.features.width)
         arrays = self._arrays(payload)
-        for batch in duck.stream(query, batch=min(BATCH, max(2048, CELLS // width))):
+        for batch in duck.stream(query, batch=min(ROWS_PER_BATCH, max(2048, VALUES_PER_BATCH // width))):
             self._append(batch, arrays)
             advance(len(batch))
         np.cumsum(self._degree, out=self._degree)
@@ -351,7 +355,7 @@ class _SortedEdges:
             if column in arrays:
                 values = batch.column(column)
                 if values.null_count:
-                    row_errors.fail_sum(self.edges.plan.source, "weights", "float32")
+                    row_errors.raise_sum_error(self.edges.plan.source, "weights", "float32")
                 arrays[column].append(torch.from_numpy(np.array(values)[kept]))
         if "a" in arrays:
             plan = self.edges.plan

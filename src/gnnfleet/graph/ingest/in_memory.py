@@ -10,20 +10,20 @@ from typing import Any
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.ingest.clean import clean_edges
-from gnnfleet.graph.ingest.spec import ImportReport, Rules, count_edges, count_nodes
+from gnnfleet.graph.ingest.spec import ImportReport, ImportRules, count_edges, count_nodes
 from gnnfleet.graph.ingest.tgb import PREFIX, read_tgb
 from gnnfleet.graph.split import parse_rule, split_nodes
 from gnnfleet.graph.store import KIND, save_store
 from gnnfleet.io.bundle import DTYPES, check_target
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.report.progress import NoProgress, Progress
 
 ENDINGS = (".npz", ".pt", ".graphml", ".gml")
 
 
-def import_whole(
+def import_in_memory(
     source: str | Path,
     output: str | Path,
-    rules: Rules,
+    rules: ImportRules,
     *,
     attributes: Mapping[str, Any] | None = None,
     overwrite: bool = False,
@@ -33,13 +33,13 @@ def import_whole(
 
     ``attributes`` name what nodes and edges of a ``.graphml`` or ``.gml`` file carry, see ``from_networkx``.
     """
-    progress = progress or Silent()
+    progress = progress or NoProgress()
     started = time.monotonic()
     output = Path(output)
     check_target(output, KIND, overwrite)
     progress.stage(f"reading {source}")
     graph, cleaned = clean_edges(
-        read_whole(source, attributes or {}),
+        read_in_memory(source, attributes or {}),
         undirected=rules.undirected,
         duplicates=rules.duplicate_rule,
         self_loops=rules.self_loops,
@@ -60,7 +60,7 @@ def import_whole(
     )
 
 
-def read_whole(source: str | Path, attributes: Mapping[str, Any]) -> Graph:
+def read_in_memory(source: str | Path, attributes: Mapping[str, Any]) -> Graph:
     """The graph of a file or directory by its ending; raises InputError when there is none, or no room for it."""
     try:
         return _read(source, attributes)
@@ -95,7 +95,7 @@ def _read(source: str | Path, attributes: Mapping[str, Any]) -> Graph:
     return read_graphml(path, **attributes)
 
 
-def _change_nodes(graph: Graph, rules: Rules) -> Graph:
+def _change_nodes(graph: Graph, rules: ImportRules) -> Graph:
     """The dtype and the split that were asked for; where some type has labels, the split concerns such types only."""
     labelled = graph.labelled_type is not None
     for kind, table in graph.nodes.items():

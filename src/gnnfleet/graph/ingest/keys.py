@@ -15,26 +15,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gnnfleet.errors import InputError
-from gnnfleet.graph.ids import COLUMN
+from gnnfleet.graph.ids import ID_COLUMN
 from gnnfleet.graph.ingest import duck as sql
 from gnnfleet.graph.ingest import row_errors
-from gnnfleet.graph.ingest.columns import canonical, is_integer
-from gnnfleet.graph.ingest.duck import Duck
-from gnnfleet.graph.ingest.source import Source
+from gnnfleet.graph.ingest.columns import canonical_integer_sql, is_integer
+from gnnfleet.graph.ingest.duck import DuckConnection
+from gnnfleet.graph.ingest.source import TableSource
 
-Kind = Literal["integer", "text"]
+IdKind = Literal["integer", "text"]
 _GROUP = 1 << 17
 
 
 @dataclass(frozen=True)
-class KeyColumn:
+class IdColumn:
     """A column of ids in some table."""
 
-    source: Source
+    source: TableSource
     column: str
 
     @property
-    def kind(self) -> Kind | None:
+    def kind(self) -> IdKind | None:
         """What the column's type says; None for CSV, where the values decide."""
         if self.source.is_text:
             return None
@@ -48,23 +48,25 @@ class KeyColumn:
         )
 
     def all_canonical(self) -> bool:
-        cell = sql.name(self.column)
-        return bool(self.source.duck.one(self.source.scan(f"coalesce(bool_and({canonical(cell)}), false)"))[0])
+        cell = sql.sql_name(self.column)
+        return bool(
+            self.source.duck.row(self.source.scan(f"coalesce(bool_and({canonical_integer_sql(cell)}), false)"))[0]
+        )
 
-    def select(self, kind: Kind) -> str:
+    def select(self, kind: IdKind) -> str:
         """SQL of the id; NULL where it is missing or cannot be of that kind."""
-        cell = sql.name(self.column)
+        cell = sql.sql_name(self.column)
         if kind == "text":
             return f"{cell}::VARCHAR"
         as_integer = f"try_cast({cell} AS BIGINT)"
-        return f"CASE WHEN {canonical(cell)} THEN {as_integer} END" if self.source.is_text else as_integer
+        return f"CASE WHEN {canonical_integer_sql(cell)} THEN {as_integer} END" if self.source.is_text else as_integer
 
 
-def decide_kind(nodes: KeyColumn | None, ends: Sequence[KeyColumn]) -> Kind:
+def infer_id_kind(nodes: IdColumn | None, ends: Sequence[IdColumn]) -> IdKind:
     """Whether the ids of a node type are integers or text; raises InputError when its tables disagree."""
     typed = {end.kind for end in ends} - {None}
     if nodes is not None and nodes.kind is not None:
-        kind: Kind = nodes.kind
+        kind: IdKind = nodes.kind
     elif nodes is not None:
         kind = "text" if "text" in typed or not nodes.all_canonical() else "integer"
     elif typed:
@@ -79,7 +81,7 @@ def decide_kind(nodes: KeyColumn | None, ends: Sequence[KeyColumn]) -> Kind:
     return kind
 
 
-def _fail_mismatch(holder: KeyColumn, end: KeyColumn, kind: Kind) -> NoReturn:
+def _fail_mismatch(holder: IdColumn, end: IdColumn, kind: IdKind) -> NoReturn:
     other = "integers" if kind == "text" else "text"
     raise InputError(
         f"ids do not fit together: {holder.source.shown}, column {holder.column!r} holds "
@@ -89,10 +91,10 @@ def _fail_mismatch(holder: KeyColumn, end: KeyColumn, kind: Kind) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class NodeKeys:
+class NodeIdIndex:
     """The ids of a node type once its rows are known. ``are_rows``: they are 0, 1, 2, …, and no file is needed."""
 
-    kind: Kind
+    kind: IdKind
     count: int
     are_rows: bool
     path: Path
@@ -101,20 +103,20 @@ class NodeKeys:
         """(SQL of the row of ``end``, the join it needs); the row is NULL for an unknown id."""
         if self.are_rows:
             return f"CASE WHEN {end} BETWEEN 0 AND {self.count - 1} THEN {end} END", ""
-        ids = f"read_parquet({sql.literal(self.path)}, file_row_number = true)"
-        return f"{alias}.file_row_number", f"LEFT JOIN {ids} {alias} ON {end} = {alias}.{COLUMN}"
+        ids = f"read_parquet({sql.sql_string(self.path)}, file_row_number = true)"
+        return f"{alias}.file_row_number", f"LEFT JOIN {ids} {alias} ON {end} = {alias}.{ID_COLUMN}"
 
 
-class KeyWriter:
+class IdWriter:
     """Ids in row order into Parquet; notices whether they are just the row numbers."""
 
-    def __init__(self, path: Path, kind: Kind) -> None:
+    def __init__(self, path: Path, kind: IdKind) -> None:
         self.path = path
         self.kind = kind
         self.count = 0
         self.are_rows = kind == "integer"
         self._type = pa.int64() if kind == "integer" else pa.large_string()
-        self._writer = pq.ParquetWriter(path, pa.schema([(COLUMN, self._type)]), compression="zstd")
+        self._writer = pq.ParquetWriter(path, pa.schema([(ID_COLUMN, self._type)]), compression="zstd")
         self._waiting: list[Any] = []
 
     def append(self, ids: Any) -> None:
@@ -127,31 +129,31 @@ class KeyWriter:
         if sum(map(len, self._waiting)) >= _GROUP:
             self._flush()
 
-    def close(self) -> NodeKeys:
+    def close(self) -> NodeIdIndex:
         self._flush()
         self._writer.close()
-        return NodeKeys(self.kind, self.count, self.are_rows, self.path)
+        return NodeIdIndex(self.kind, self.count, self.are_rows, self.path)
 
     def _flush(self) -> None:
         if self._waiting:
-            self._writer.write_table(pa.table({COLUMN: pa.chunked_array(self._waiting)}), row_group_size=_GROUP)
+            self._writer.write_table(pa.table({ID_COLUMN: pa.chunked_array(self._waiting)}), row_group_size=_GROUP)
             self._waiting = []
 
 
-def keys_of_edges(duck: Duck, ends: Sequence[KeyColumn], path: Path) -> NodeKeys:
+def ids_from_edges(duck: DuckConnection, ends: Sequence[IdColumn], path: Path) -> NodeIdIndex:
     """The ids that edges name, sorted: the nodes of a type without a table."""
-    kind = decide_kind(None, ends)
-    writer = KeyWriter(path, kind)
+    kind = infer_id_kind(None, ends)
+    writer = IdWriter(path, kind)
     for batch in duck.stream(f"SELECT id FROM ({_named(ends, kind)}) WHERE id IS NOT NULL GROUP BY id ORDER BY id"):
         writer.append(batch.column(0))
     return writer.close()
 
 
-def add_missing(duck: Duck, keys: NodeKeys, ends: Sequence[KeyColumn]) -> NodeKeys:
+def append_missing_ids(duck: DuckConnection, keys: NodeIdIndex, ends: Sequence[IdColumn]) -> NodeIdIndex:
     """Append the ids that only edges name, sorted, behind those of the table."""
-    known = f"SELECT {COLUMN} FROM read_parquet({sql.literal(keys.path)})"
+    known = f"SELECT {ID_COLUMN} FROM read_parquet({sql.sql_string(keys.path)})"
     wanted = f"SELECT id FROM ({_named(ends, keys.kind)}) WHERE id IS NOT NULL"
-    writer = KeyWriter(keys.path.with_name(keys.path.name + "-more"), keys.kind)
+    writer = IdWriter(keys.path.with_name(keys.path.name + "-more"), keys.kind)
     for query in (known, f"{wanted} EXCEPT ({known}) ORDER BY id"):
         duck.keep_order(True)
         for batch in duck.stream(query):
@@ -159,22 +161,22 @@ def add_missing(duck: Duck, keys: NodeKeys, ends: Sequence[KeyColumn]) -> NodeKe
     return writer.close()
 
 
-def check_unique(source: Source, column: str, keys: NodeKeys) -> None:
+def check_unique_ids(source: TableSource, column: str, keys: NodeIdIndex) -> None:
     """Raise InputError naming an id that two rows of a node table share."""
     if keys.are_rows:
         return
-    ids = f"read_parquet({sql.literal(keys.path)}, file_row_number = true)"
-    distinct = source.duck.one(f"SELECT count(DISTINCT {COLUMN}) FROM {ids}")[0]
+    ids = f"read_parquet({sql.sql_string(keys.path)}, file_row_number = true)"
+    distinct = source.duck.row(f"SELECT count(DISTINCT {ID_COLUMN}) FROM {ids}")[0]
     if distinct == keys.count:
         return
     # Row numbers of the ids file are positions of the table.
-    again = f"SELECT file_row_number r, min(file_row_number) OVER (PARTITION BY {COLUMN}) AS first FROM {ids}"
-    second, first = source.duck.one(f"SELECT min(r), arg_min(first, r) FROM ({again}) WHERE r > first")
-    check = row_errors.Check(
-        column, "", f"an id of its own, not the one of {source.place(first)}", "Keep one row per node"
+    again = f"SELECT file_row_number r, min(file_row_number) OVER (PARTITION BY {ID_COLUMN}) AS first FROM {ids}"
+    second, first = source.duck.row(f"SELECT min(r), arg_min(first, r) FROM ({again}) WHERE r > first")
+    check = row_errors.RowCheck(
+        column, "", f"an id of its own, not the one of {source.location(first)}", "Keep one row per node"
     )
-    row_errors.fail(source, second, check, count=keys.count - distinct)
+    row_errors.raise_row_error(source, second, check, count=keys.count - distinct)
 
 
-def _named(ends: Sequence[KeyColumn], kind: Kind) -> str:
+def _named(ends: Sequence[IdColumn], kind: IdKind) -> str:
     return " UNION ALL ".join(end.source.scan(f"{end.select(kind)} AS id") for end in ends)

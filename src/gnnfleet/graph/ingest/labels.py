@@ -18,12 +18,12 @@ from torch import Tensor
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
 from gnnfleet.graph.ingest import duck as sql
-from gnnfleet.graph.ingest.columns import canonical, find_column, is_number, list_item, match_columns
-from gnnfleet.graph.ingest.row_errors import Check
-from gnnfleet.graph.ingest.source import Source
+from gnnfleet.graph.ingest.columns import canonical_integer_sql, find_column, is_number, list_item_type, match_columns
+from gnnfleet.graph.ingest.row_errors import RowCheck
+from gnnfleet.graph.ingest.source import TableSource
 from gnnfleet.graph.ingest.spec import NONE
 
-SPLIT_WORDS = {
+SPLIT_CODES = {
     "train": TRAIN,
     "val": VAL,
     "valid": VAL,
@@ -32,16 +32,16 @@ SPLIT_WORDS = {
     "none": NO_SPLIT,
     "": NO_SPLIT,
 }
-MOST_CLASSES = 1_000_000
-Form = Literal["number", "name", "columns", "list", "names"]
+MAX_CLASSES = 1_000_000
+LabelForm = Literal["number", "name", "columns", "list", "names"]
 
 
 @dataclass(frozen=True)
-class Labels:
+class LabelSource:
     """The label columns of a table. ``width`` is the number of labels per row, 0 for one class per row."""
 
     columns: tuple[str, ...]
-    form: Form
+    form: LabelForm
     classes: tuple[str, ...] = ()
     width: int = 0
     option: str = "label"
@@ -51,7 +51,7 @@ class Labels:
         return f"Correct the values, choose another column, or import without labels: --{self.option} none"
 
     def select(self) -> list[str]:
-        cells = [sql.name(column) for column in self.columns]
+        cells = [sql.sql_name(column) for column in self.columns]
         if self.form == "number":
             # NaN is how pandas writes a missing integer.
             return [f"try_cast(nullif(try_cast({cells[0]} AS DOUBLE), 'nan'::DOUBLE) AS BIGINT)"]
@@ -61,15 +61,15 @@ class Labels:
             return [f"try_cast({cell} AS TINYINT)" for cell in cells]
         return [f"try_cast({cells[0]} AS {'VARCHAR[]' if self.form == 'names' else 'TINYINT[]'})"]
 
-    def checks(self) -> list[Check]:
+    def checks(self) -> list[RowCheck]:
         """What no row may hold."""
-        cells = [(column, sql.name(column)) for column in self.columns]
+        cells = [(column, sql.sql_name(column)) for column in self.columns]
         if self.form == "number":
             column, cell = cells[0]
             value = f"try_cast({cell} AS DOUBLE)"
             wrong = f"coalesce({value} < -1, true) OR (NOT isnan({value}) AND {value} <> floor({value}))"
             return [
-                Check(
+                RowCheck(
                     column,
                     f"({cell} IS NOT NULL AND ({wrong}))",
                     "a class number from 0, −1 or nothing for no label",
@@ -78,7 +78,7 @@ class Labels:
             ]
         if self.form == "columns":
             return [
-                Check(
+                RowCheck(
                     c,
                     f"({cell} IS NOT NULL AND coalesce(try_cast({cell} AS DOUBLE) NOT IN (0, 1), true))",
                     "0 or 1",
@@ -90,7 +90,7 @@ class Labels:
             column, cell = cells[0]
             wrong = f"len([1 FOR item IN {cell} IF item IS NULL OR item::DOUBLE NOT IN (0, 1)]) > 0"
             bad = f"({cell} IS NOT NULL AND (len({cell}) <> {self.width} OR {wrong}))"
-            return [Check(column, bad, f"{self.width} values of 0 or 1", self.advice)]
+            return [RowCheck(column, bad, f"{self.width} values of 0 or 1", self.advice)]
         return []
 
     def read(self, arrays: list[Any]) -> Tensor:
@@ -112,7 +112,7 @@ class Labels:
             made[row[np.asarray(column.is_valid())], np.asarray(column.drop_null())] = 1
         return torch.from_numpy(made)
 
-    def none(self, count: int) -> Tensor:
+    def missing(self, count: int) -> Tensor:
         """The labels of rows that have none."""
         return torch.full((count, self.width), -1, dtype=torch.int8) if self.width else torch.full((count,), -1)
 
@@ -120,7 +120,7 @@ class Labels:
         return pa.array(self.classes, kind)
 
 
-def find_labels(source: Source, wanted: str | None, option: str = "label") -> Labels | None:
+def find_labels(source: TableSource, wanted: str | None, option: str = "label") -> LabelSource | None:
     """The label columns of a table, named or by their usual names."""
     if wanted == NONE:
         return None
@@ -132,57 +132,57 @@ def find_labels(source: Source, wanted: str | None, option: str = "label") -> La
     if not columns:
         return None
     if len(columns) > 1:
-        return Labels(tuple(columns), "columns", classes=tuple(columns), width=len(columns), option=option)
-    column, cell, kind = columns[0], sql.name(columns[0]), source.types[columns[0]]
-    item = list_item(kind)
+        return LabelSource(tuple(columns), "columns", classes=tuple(columns), width=len(columns), option=option)
+    column, cell, kind = columns[0], sql.sql_name(columns[0]), source.types[columns[0]]
+    item = list_item_type(kind)
     if item is not None and is_number(item):
         width = source.duck.rows(source.scan(f"len({cell})", f"{cell} IS NOT NULL") + " LIMIT 1")
-        return Labels((column,), "list", width=int(width[0][0]) if width else 0, option=option)
+        return LabelSource((column,), "list", width=int(width[0][0]) if width else 0, option=option)
     if item is not None:
         classes = _distinct(source, column, f"unnest({cell})::VARCHAR")
-        return Labels((column,), "names", classes=classes, width=len(classes), option=option)
+        return LabelSource((column,), "names", classes=classes, width=len(classes), option=option)
     if source.is_text:
-        numbers = source.duck.one(source.scan(f"coalesce(bool_and({canonical(cell)}), true)"))[0]
+        numbers = source.duck.row(source.scan(f"coalesce(bool_and({canonical_integer_sql(cell)}), true)"))[0]
     else:
         numbers = is_number(kind)
     if numbers:
-        return Labels((column,), "number", option=option)
+        return LabelSource((column,), "number", option=option)
     classes = _distinct(source, column, f"nullif({cell}::VARCHAR, '')")
-    return Labels((column,), "name", classes=classes, option=option)
+    return LabelSource((column,), "name", classes=classes, option=option)
 
 
 def read_split(array: Any) -> np.ndarray[Any, np.dtype[np.int8]] | None:
     """[n] split codes of a batch of words; None when one is no such word."""
-    found = pc.index_in(array, value_set=pa.array(list(SPLIT_WORDS), array.type))
+    found = pc.index_in(array, value_set=pa.array(list(SPLIT_CODES), array.type))
     if found.null_count > array.null_count:
         return None
-    codes = np.asarray([*SPLIT_WORDS.values(), NO_SPLIT], dtype=np.int8)
-    made: np.ndarray[Any, np.dtype[np.int8]] = codes[np.asarray(pc.fill_null(found, len(SPLIT_WORDS)))]
+    codes = np.asarray([*SPLIT_CODES.values(), NO_SPLIT], dtype=np.int8)
+    made: np.ndarray[Any, np.dtype[np.int8]] = codes[np.asarray(pc.fill_null(found, len(SPLIT_CODES)))]
     return made
 
 
 def split_select(column: str) -> str:
-    return f"lower(trim({sql.name(column)}::VARCHAR))"
+    return f"lower(trim({sql.sql_name(column)}::VARCHAR))"
 
 
-def split_check(column: str) -> Check:
-    words = sql.list_of(SPLIT_WORDS)
-    return Check(
+def split_check(column: str) -> RowCheck:
+    words = sql.sql_list(SPLIT_CODES)
+    return RowCheck(
         column,
-        f"({sql.name(column)} IS NOT NULL AND NOT list_contains({words}, {split_select(column)}))",
+        f"({sql.sql_name(column)} IS NOT NULL AND NOT list_contains({words}, {split_select(column)}))",
         "train, val, test or nothing",
         "Correct the words, or import without them: --split-column none",
     )
 
 
-def _distinct(source: Source, column: str, expression: str) -> tuple[str, ...]:
+def _distinct(source: TableSource, column: str, expression: str) -> tuple[str, ...]:
     inner = source.scan(f"{expression} AS class")
     found = source.duck.rows(
-        f"SELECT class FROM ({inner}) WHERE class IS NOT NULL GROUP BY class ORDER BY class LIMIT {MOST_CLASSES + 1}"
+        f"SELECT class FROM ({inner}) WHERE class IS NOT NULL GROUP BY class ORDER BY class LIMIT {MAX_CLASSES + 1}"
     )
-    if len(found) > MOST_CLASSES:
+    if len(found) > MAX_CLASSES:
         raise InputError(
-            f"{source.shown}, column {column!r}: found more than {MOST_CLASSES:,} different labels. "
+            f"{source.shown}, column {column!r}: found more than {MAX_CLASSES:,} different labels. "
             "Choose another column, or import without labels: --label none (of edges: --edge-label none)"
         )
     return tuple(row[0] for row in found)

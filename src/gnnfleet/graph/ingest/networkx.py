@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.graph import EDGE, NO_SPLIT, NODE, SPLITS, Graph, make_edges, make_nodes
+from gnnfleet.graph.graph import EDGE, NO_SPLIT, NODE, SPLITS, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.ingest.relations import Array
 
-Names = str | Sequence[str] | None
-_SPLIT_WORDS = {**SPLITS, "valid": SPLITS["val"], "validation": SPLITS["val"], "": NO_SPLIT}
+AttributeNames = str | Sequence[str] | None
+_SPLIT_CODES = {**SPLITS, "valid": SPLITS["val"], "validation": SPLITS["val"], "": NO_SPLIT}
 
 
 def from_networkx(
     g: Any,
     *,
-    x: Names = None,
+    x: AttributeNames = None,
     y: str | None = None,
     split: str | None = None,
     weight: str | None = "weight",
-    edge_attr: Names = None,
+    edge_attr: AttributeNames = None,
     time: str | None = None,
     name: str | None = None,
 ) -> Graph:
@@ -40,7 +40,7 @@ def from_networkx(
     rows = {node: row for row, node in enumerate(g.nodes)}
     labels, classes = (None, ()) if y is None else _labels([data.get(y) for _, data in g.nodes(data=True)], y)
     node_values = [data for _, data in g.nodes(data=True)]
-    nodes = make_nodes(
+    nodes = validated_nodes(
         len(rows),
         x=_columns(node_values, x, lambda i: f"node {list(rows)[i]!r}"),
         y=labels,
@@ -67,7 +67,7 @@ def from_networkx(
         take = np.concatenate([take, back])
         pairs = np.concatenate([pairs, pairs[::-1, back]], axis=1)
     data: dict[str, Any] = {word: None if array is None else array[take] for word, array in given.items()}
-    edges = make_edges(pairs, num_src=len(rows), num_dst=len(rows), **data)
+    edges = validated_edges(pairs, num_src=len(rows), num_dst=len(rows), **data)
     called = name or str(getattr(g, "name", "") or "graph")
     return Graph.of({NODE: nodes}, {EDGE: edges}, name=called, undirected=undirected)
 
@@ -124,7 +124,7 @@ def _need(data: dict[str, Any], attribute: str, called: Callable[[int], str], ro
     return value
 
 
-def _columns(values: list[dict[str, Any]], names: Names, called: Callable[[int], str]) -> Array | None:
+def _columns(values: list[dict[str, Any]], names: AttributeNames, called: Callable[[int], str]) -> Array | None:
     """[n, F] float32: the named attributes side by side."""
     if names is None:
         return None
@@ -171,7 +171,7 @@ def _split(cells: list[Any], attribute: str) -> Array:
     codes = []
     for cell in cells:
         word = cell.lower() if isinstance(cell, str) else cell
-        code = NO_SPLIT if word is None else _SPLIT_WORDS.get(word, word)
+        code = NO_SPLIT if word is None else _SPLIT_CODES.get(word, word)
         if isinstance(code, bool) or code not in (NO_SPLIT, *SPLITS.values()):
             raise InputError(f"{attribute!r} must be train, val or test (or 0, 1, 2; −1 for none), found {cell!r}")
         codes.append(int(code))

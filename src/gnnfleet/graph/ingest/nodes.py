@@ -17,35 +17,35 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
-from gnnfleet.graph.ids import COLUMN
+from gnnfleet.graph.ids import ID_COLUMN
 from gnnfleet.graph.ingest import keys, labels, row_errors
-from gnnfleet.graph.ingest.columns import Features, find_column, find_features, unused
-from gnnfleet.graph.ingest.duck import BATCH, Duck
-from gnnfleet.graph.ingest.keys import KeyColumn, KeyWriter, Kind, NodeKeys
-from gnnfleet.graph.ingest.labels import Labels
-from gnnfleet.graph.ingest.source import Source
+from gnnfleet.graph.ingest.columns import FeatureSource, find_column, find_features, unused_columns
+from gnnfleet.graph.ingest.duck import ROWS_PER_BATCH, DuckConnection
+from gnnfleet.graph.ingest.keys import IdColumn, IdKind, IdWriter, NodeIdIndex
+from gnnfleet.graph.ingest.labels import LabelSource
+from gnnfleet.graph.ingest.source import TableSource
 from gnnfleet.graph.ingest.spec import NodeCounts, NodeTable, TableSpec, count_labelled, count_split
-from gnnfleet.graph.split import Keys, make_split, parse_rule, value_keys
-from gnnfleet.graph.store import node_folder
+from gnnfleet.graph.split import NodeKeys, make_split, parse_rule, value_keys
+from gnnfleet.graph.store import node_dir
 from gnnfleet.io.bundle import DTYPES, ArrayWriter, BundleWriter
 
-CELLS = 1 << 23  # numbers in one batch of features: 32 MiB
-Advance = Callable[[float], None]
+VALUES_PER_BATCH = 1 << 23  # numbers in one batch of features: 32 MiB
+OnAdvance = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class NodePlan:
+class NodeTablePlan:
     """A node table with its columns found."""
 
-    source: Source
+    source: TableSource
     id: str
-    features: Features
-    labels: Labels | None
+    features: FeatureSource
+    labels: LabelSource | None
     split: str | None
 
     @property
-    def key(self) -> KeyColumn:
-        return KeyColumn(self.source, self.id)
+    def key(self) -> IdColumn:
+        return IdColumn(self.source, self.id)
 
     @property
     def used(self) -> list[str | None]:
@@ -56,12 +56,12 @@ class NodePlan:
 class NodeResult:
     """A node type as written."""
 
-    keys: NodeKeys
+    keys: NodeIdIndex
     counts: NodeCounts
     classes: tuple[str, ...]
 
 
-def plan_nodes(source: Source, table: NodeTable, spec: TableSpec) -> NodePlan:
+def plan_nodes(source: TableSource, table: NodeTable, spec: TableSpec) -> NodeTablePlan:
     """Find the columns of a node table; raises InputError naming one that is missing."""
     id_column = find_column(source, "id", table.id, required=True)
     assert id_column is not None
@@ -71,58 +71,58 @@ def plan_nodes(source: Source, table: NodeTable, spec: TableSpec) -> NodePlan:
     features = find_features(source, table.features, used=used, dtype=spec.feature_dtype)
     if spec.split_rule is not None and table.split is None:
         split = None  # a rule that is asked for wins over a column that happens to be there
-    return NodePlan(source, id_column, features, found, split)
+    return NodeTablePlan(source, id_column, features, found, split)
 
 
-class NodeImport:
+class NodeImporter:
     """One node type on its way into a store."""
 
     def __init__(
-        self, duck: Duck, out: BundleWriter, spec: TableSpec, node_type: str, *, draw_split: bool = True
+        self, duck: DuckConnection, out: BundleWriter, spec: TableSpec, node_type: str, *, draw_split: bool = True
     ) -> None:
         self.duck = duck
         self.out = out
         self.spec = spec
         self.draw_split = draw_split
-        self.folder = node_folder(node_type)
-        self.ids_path = out.scratch() / f"{self.folder.replace('/', '-')}.parquet"
+        self.folder = node_dir(node_type)
+        self.ids_path = out.scratch_dir() / f"{self.folder.replace('/', '-')}.parquet"
         self.split: Tensor | None = None
         self._arrays: dict[str, ArrayWriter] = {}
 
-    def from_table(self, plan: NodePlan, ends: Sequence[KeyColumn], advance: Advance) -> NodeResult:
+    def from_table(self, plan: NodeTablePlan, ends: Sequence[IdColumn], advance: OnAdvance) -> NodeResult:
         """Rows of the table in its order, then, when asked, what only edges name."""
-        kind = keys.decide_kind(plan.key, ends)
-        row_errors.refuse(plan.source, plan.labels.checks() if plan.labels else [])
+        kind = keys.infer_id_kind(plan.key, ends)
+        row_errors.check_rows(plan.source, plan.labels.checks() if plan.labels else [])
         found = self._stream(plan, kind, advance)
-        keys.check_unique(plan.source, plan.id, found)
+        keys.check_unique_ids(plan.source, plan.id, found)
         added = 0
         if self.spec.missing == "add" and ends:
-            before, found = found.count, keys.add_missing(self.duck, found, ends)
+            before, found = found.count, keys.append_missing_ids(self.duck, found, ends)
             added = found.count - before
             self._add_empty(plan, added)
         return self._finish(found, plan, added)
 
-    def from_edges(self, ends: Sequence[KeyColumn]) -> NodeResult:
+    def from_edges(self, ends: Sequence[IdColumn]) -> NodeResult:
         """A type without a table: the ids that edges name, sorted."""
-        return self._finish(keys.keys_of_edges(self.duck, ends, self.ids_path), None, 0)
+        return self._finish(keys.ids_from_edges(self.duck, ends, self.ids_path), None, 0)
 
-    def _stream(self, plan: NodePlan, kind: Kind, advance: Advance) -> NodeKeys:
+    def _stream(self, plan: NodeTablePlan, kind: IdKind, advance: OnAdvance) -> NodeIdIndex:
         source, features = plan.source, plan.features
         parts = [plan.key.select(kind), *features.select()]
         parts += plan.labels.select() if plan.labels else []
         parts += [labels.split_select(plan.split)] if plan.split else []
         columns = ", ".join(f"{part} AS c{i}" for i, part in enumerate([source.position, *parts]))
-        writer = KeyWriter(self.ids_path, kind)
+        writer = IdWriter(self.ids_path, kind)
         arrays = self._open_arrays(plan)
         self.duck.keep_order(True)
         codes = []
         for batch in self.duck.stream(
-            source.scan(columns), batch=min(BATCH, max(2048, CELLS // max(features.width, 1)))
+            source.scan(columns), batch=min(ROWS_PER_BATCH, max(2048, VALUES_PER_BATCH // max(features.width, 1)))
         ):
             position, ids, *rest = batch.columns
             assert position[0].as_py() == writer.count and position[-1].as_py() == writer.count + len(batch) - 1
             if ids.null_count:
-                row_errors.refuse(source, [_id_check(plan, kind)])
+                row_errors.check_rows(source, [_id_check(plan, kind)])
             writer.append(ids)
             if features.columns:
                 arrays["x"].append(read_features(source, features, rest[: len(features.columns)]))
@@ -131,14 +131,14 @@ class NodeImport:
             if plan.split:
                 words = labels.read_split(rest[-1])
                 if words is None:
-                    row_errors.refuse(source, [labels.split_check(plan.split)])
+                    row_errors.check_rows(source, [labels.split_check(plan.split)])
                 codes.append(words)
             advance(len(batch))
         if plan.split:
             self.split = torch.from_numpy(np.concatenate([np.empty(0, np.int8), *codes]))[None]
         return writer.close()
 
-    def _open_arrays(self, plan: NodePlan) -> dict[str, ArrayWriter]:
+    def _open_arrays(self, plan: NodeTablePlan) -> dict[str, ArrayWriter]:
         arrays = self._arrays
         if plan.features.columns:
             dtype = DTYPES[plan.features.dtype][0]
@@ -149,22 +149,22 @@ class NodeImport:
             arrays["y"] = self.out.array(f"{self.folder}/y.npy", torch.int8 if several else torch.int64, columns)
         return arrays
 
-    def _add_empty(self, plan: NodePlan, added: int) -> None:
+    def _add_empty(self, plan: NodeTablePlan, added: int) -> None:
         """Rows for nodes without a row in the table: features 0, no label, no split."""
         if plan.features.columns:
-            rows = max(1, CELLS // plan.features.width)
+            rows = max(1, VALUES_PER_BATCH // plan.features.width)
             for start in range(0, added, rows):
                 self._arrays["x"].append(torch.zeros(min(rows, added - start), plan.features.width))
         if plan.labels:
-            self._arrays["y"].append(plan.labels.none(added))
+            self._arrays["y"].append(plan.labels.missing(added))
         if self.split is not None:
             self.split = torch.cat([self.split, torch.full((1, added), NO_SPLIT, dtype=torch.int8)], dim=1)
 
-    def _finish(self, found: NodeKeys, plan: NodePlan | None, added: int) -> NodeResult:
+    def _finish(self, found: NodeIdIndex, plan: NodeTablePlan | None, added: int) -> NodeResult:
         if not found.are_rows:
             kept = self.out.file(f"{self.folder}/ids.parquet")
             shutil.move(found.path, kept)
-            found = NodeKeys(found.kind, found.count, False, kept)
+            found = NodeIdIndex(found.kind, found.count, False, kept)
         y = self.out.written(f"{self.folder}/y.npy") if plan and plan.labels else None
         self._apply_rule(found, y)
         if self.split is not None:
@@ -181,11 +181,11 @@ class NodeImport:
             val=count_split(self.split, VAL),
             test=count_split(self.split, TEST),
             added=added,
-            unused=unused(plan.source, plan.used) if plan else (),
+            unused=unused_columns(plan.source, plan.used) if plan else (),
         )
         return NodeResult(found, counts, classes)
 
-    def _apply_rule(self, found: NodeKeys, y: Tensor | None) -> None:
+    def _apply_rule(self, found: NodeIdIndex, y: Tensor | None) -> None:
         if self.spec.split_rule is None or not self.draw_split:
             return
         rule = parse_rule(self.spec.split_rule)
@@ -194,7 +194,7 @@ class NodeImport:
         self.split = make_split(rule, _draw_keys(found), y, seed=self.spec.seed)
 
 
-def read_features(source: Source, features: Features, arrays: Sequence[Any]) -> Tensor:
+def read_features(source: TableSource, features: FeatureSource, arrays: Sequence[Any]) -> Tensor:
     """[n, F] of one batch; raises InputError locating a value that is no finite number of the dtype."""
     rows = np.empty((len(arrays[0]), features.width), dtype=np.float32)
     start, bad = 0, False
@@ -211,8 +211,8 @@ def read_features(source: Source, features: Features, arrays: Sequence[Any]) -> 
         start += 1 if width is None else width
     made = torch.from_numpy(rows).to(DTYPES[features.dtype][0])
     if bad or not bool(torch.isfinite(made).all()):
-        row_errors.refuse(source, features.checks())
-        row_errors.fail_sum(source, "features", features.dtype)  # no row is bad by itself
+        row_errors.check_rows(source, features.checks())
+        row_errors.raise_sum_error(source, "features", features.dtype)  # no row is bad by itself
     return made
 
 
@@ -221,9 +221,9 @@ def _all_wide(array: Any, width: int) -> bool:
     return bool((lengths == width).all())
 
 
-def _id_check(plan: NodePlan, kind: Kind) -> row_errors.Check:
+def _id_check(plan: NodeTablePlan, kind: IdKind) -> row_errors.RowCheck:
     expected = "an integer of 64 bits" if kind == "integer" else "an id"
-    return row_errors.Check(plan.id, f"({plan.key.select(kind)} IS NULL)", expected, "Every node needs an id")
+    return row_errors.RowCheck(plan.id, f"({plan.key.select(kind)} IS NULL)", expected, "Every node needs an id")
 
 
 def _count_classes(y: Tensor | None, classes: Sequence[str]) -> int:
@@ -234,8 +234,8 @@ def _count_classes(y: Tensor | None, classes: Sequence[str]) -> int:
     return max(len(classes), int(y.max()) + 1 if y.numel() else 0)
 
 
-def _draw_keys(found: NodeKeys) -> Keys:
+def _draw_keys(found: NodeIdIndex) -> NodeKeys:
     if found.are_rows:
         return np.arange(found.count, dtype=np.uint64)
-    pieces = [value_keys(batch.column(COLUMN)) for batch in pq.ParquetFile(found.path).iter_batches()]
+    pieces = [value_keys(batch.column(ID_COLUMN)) for batch in pq.ParquetFile(found.path).iter_batches()]
     return np.concatenate([np.empty(0, dtype=np.uint64), *pieces])

@@ -22,14 +22,14 @@ from typing import NoReturn, Self
 import numpy as np
 
 from gnnfleet.errors import InputError
-from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes, make_edges, make_nodes
+from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes, validated_edges, validated_nodes
 from gnnfleet.graph.ingest.arrays_file import ArraysFile
 from gnnfleet.graph.ingest.clean import is_undirected
-from gnnfleet.graph.ingest.relations import SINGLE_RELATION, Array, NodeKinds, relation_names
+from gnnfleet.graph.ingest.relations import SINGLE_RELATION, Array, NodeTypeIndex, relation_names
 
 _log = logging.getLogger(__name__)
 _PER_NODE = ("x", "y", "y_multi", "train_mask", "val_mask", "test_mask", "ids", "node_name", "node_type")
-MOST_COLUMNS = 1 << 20
+MAX_COLUMNS = 1 << 20
 _SPLITS = ("train", "val", "test")
 
 
@@ -159,11 +159,11 @@ def _count_nodes(file: _Arrays) -> int:
     return count
 
 
-def _node_kinds(file: _Arrays, count: int) -> NodeKinds:
+def _node_kinds(file: _Arrays, count: int) -> NodeTypeIndex:
     names, offset = file.strings("node_type_names"), file.get("node_type_offset")
     code = file.codes("node_type", length=count, below=None if names is None else len(names))
     if code is None and offset is None:
-        return NodeKinds.single(count)
+        return NodeTypeIndex.single(count)
     if offset is not None:
         if (np.diff(offset) < 0).any() or not offset.size or offset[0] != 0:
             file.fail("node_type_offset", "must grow from 0")
@@ -176,10 +176,10 @@ def _node_kinds(file: _Arrays, count: int) -> NodeKinds:
         names = [f"type{i}" for i in range(int(code.max(initial=-1)) + 1 if offset is None else offset.size - 1)]
     if len(set(names)) != len(names) or (offset is not None and len(names) != offset.size - 1):
         file.fail("node_type_names", "must be different names, one per node type")
-    return NodeKinds.of(names, code)
+    return NodeTypeIndex.of(names, code)
 
 
-def _read_nodes(file: _Arrays, kinds: NodeKinds) -> dict[str, Nodes]:
+def _read_nodes(file: _Arrays, kinds: NodeTypeIndex) -> dict[str, Nodes]:
     count = len(kinds.code)
     several = len(kinds.names) > 1
     x, y, split = _features(file, "x"), _labels(file, count), _split(file, count)
@@ -194,7 +194,7 @@ def _read_nodes(file: _Arrays, kinds: NodeKinds) -> dict[str, Nodes]:
         labelled = y is not None and (name == target if target is not None else not several or (y[members] >= 0).any())
         parted = split is not None and (not several or bool((split[:, members] >= 0).any()))
         with file.naming(f"nodes of type {name}"):
-            tables[name] = make_nodes(
+            tables[name] = validated_nodes(
                 len(members),
                 x=own_x if own_x is not None else None if x is None else x[members] if several else x,
                 y=y[members] if labelled and y is not None else None,
@@ -205,7 +205,7 @@ def _read_nodes(file: _Arrays, kinds: NodeKinds) -> dict[str, Nodes]:
     return tables
 
 
-def _target(file: _Arrays, kinds: NodeKinds) -> str | None:
+def _target(file: _Arrays, kinds: NodeTypeIndex) -> str | None:
     """The node type that labels belong to, given by number or name."""
     target = file.get("target_type")
     if target is None or len(kinds.names) == 1:
@@ -243,8 +243,8 @@ def _features(file: _Arrays, name: str) -> Array | None:
         file.fail(f"{name}_indptr", f"must be {rows + 1} offsets growing from 0 to {len(data)}")
     if len(indices) != len(data) or (len(data) and (int(indices.min()) < 0 or int(indices.max()) >= columns)):
         file.fail(f"{name}_indices", f"must be {len(data)} columns from 0 to {columns - 1}")
-    if columns > MOST_COLUMNS:
-        file.fail(f"{name}_shape", f"says {columns} features, at most {MOST_COLUMNS} are made dense: choose some")
+    if columns > MAX_COLUMNS:
+        file.fail(f"{name}_shape", f"says {columns} features, at most {MAX_COLUMNS} are made dense: choose some")
     dense = np.zeros((rows, columns), dtype=np.float32)
     dense[np.repeat(np.arange(rows), np.diff(indptr)), indices.astype(np.int64)] = data
     return dense
@@ -295,7 +295,7 @@ def _codes_of(file: _Arrays, family: dict[str, Array], count: int) -> Array | No
     return codes
 
 
-def _read_edges(file: _Arrays, kinds: NodeKinds) -> dict[EdgeType, Edges]:
+def _read_edges(file: _Arrays, kinds: NodeTypeIndex) -> dict[EdgeType, Edges]:
     pairs = file.pairs("edge_index", len(kinds.code))
     if pairs is None:
         file.need("edge_index", "the edges as [2, E] whole numbers")
@@ -317,7 +317,7 @@ def _read_edges(file: _Arrays, kinds: NodeKinds) -> dict[EdgeType, Edges]:
     for kind in dict.fromkeys([*positions, *declared, *links]):
         own = positions.get(kind, empty)
         with file.naming(f"edges {kind}"):
-            edges[kind] = make_edges(
+            edges[kind] = validated_edges(
                 kinds.row[pairs[:, own]],
                 num_src=len(kinds.members[kinds.names.index(kind.src)]),
                 num_dst=len(kinds.members[kinds.names.index(kind.dst)]),
@@ -341,7 +341,7 @@ def _relations(file: _Arrays) -> list[str]:
 
 
 def _read_links(
-    file: _Arrays, kinds: NodeKinds, relations: list[str], known: list[EdgeType]
+    file: _Arrays, kinds: NodeTypeIndex, relations: list[str], known: list[EdgeType]
 ) -> dict[EdgeType, dict[str, Array]]:
     """Held-out pairs per edge type. Pairs without a relation belong to the first edge type between their node types."""
     links: dict[EdgeType, dict[str, Array]] = {}

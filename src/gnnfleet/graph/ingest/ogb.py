@@ -1,6 +1,6 @@
 """Graphs in the layout in which OGB's node and link sets are downloaded: NAME/{raw,split,mapping}, as CSV or binary.
 
-Whether an edge stands for both directions is not written in the files but in OGB's own table; ``BOTH_WAYS`` repeats it
+Whether an edge stands for both directions is not written in the files but in OGB's own table; ``UNDIRECTED_DATASETS`` repeats it
 for the sets where it does, and ``undirected`` overrules it. Years of nodes and species are not read.
 """
 
@@ -17,13 +17,13 @@ import pyarrow as pa
 import torch
 
 from gnnfleet.errors import InputError
-from gnnfleet.graph.graph import EDGE, NODE, Edges, EdgeType, Graph, Nodes, make_edges, make_nodes
+from gnnfleet.graph.graph import EDGE, NODE, Edges, EdgeType, Graph, Nodes, validated_edges, validated_nodes
 from gnnfleet.graph.ingest.clean import clean_edges
-from gnnfleet.graph.ingest.ogb_files import RawFiles, find, open_raw, read_numbers, read_table
-from gnnfleet.graph.ingest.relations import Array, NodeKinds, check_links, relation_names
+from gnnfleet.graph.ingest.ogb_files import RawFiles, find_file, open_raw, read_numbers, read_table
+from gnnfleet.graph.ingest.relations import Array, NodeTypeIndex, check_links, relation_names
 
 _log = logging.getLogger(__name__)
-BOTH_WAYS = ("products", "proteins", "ppa", "ppassoc", "collab", "ddi")
+UNDIRECTED_DATASETS = ("products", "proteins", "ppa", "ppassoc", "collab", "ddi")
 _SPLITS = {"train": "train", "valid": "val", "test": "test"}
 _EDGE_DATA = {"weight": "edge_weight", "attr": "edge_feat", "time": "edge_year"}
 
@@ -46,7 +46,10 @@ def read_ogb(directory: str | Path, *, split: str | None = None, undirected: boo
     edges = _read_edges(source, scheme, counts)
     graph = Graph.of(nodes, edges, name=name)
     if undirected is None:
-        undirected = not graph.is_hetero and name.removeprefix("ogbn_").removeprefix("ogbl_").split("_")[0] in BOTH_WAYS
+        undirected = (
+            not graph.is_hetero
+            and name.removeprefix("ogbn_").removeprefix("ogbl_").split("_")[0] in UNDIRECTED_DATASETS
+        )
     return clean_edges(graph, undirected=True)[0] if undirected else graph
 
 
@@ -54,13 +57,13 @@ def _read_nodes(directory: Path, source: RawFiles, scheme: Path | None, kind: st
     folder = None if scheme is None else scheme if kind == NODE else scheme / kind
     masks: dict[str, torch.Tensor] = {}
     for word, name in _SPLITS.items():
-        if folder is not None and (path := find(folder / f"{word}.csv")) is not None:
+        if folder is not None and (path := find_file(folder / f"{word}.csv")) is not None:
             rows = torch.from_numpy(read_numbers(path).reshape(-1))
             if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= count):
                 raise InputError(f"{path} names node {int(rows.max())}, but there are {count} of type {kind}")
             masks[name] = rows
     try:
-        return make_nodes(
+        return validated_nodes(
             count,
             x=source.node(kind, "node_feat"),
             y=source.node(kind, "node_label"),
@@ -113,7 +116,7 @@ def _read_edges(source: RawFiles, scheme: Path | None, counts: Mapping[str, int]
         try:
             num_src, num_dst = counts[kind.src], counts[kind.dst]
             check_links(links.get(kind, {}), num_src, num_dst)
-            edges[kind] = make_edges(
+            edges[kind] = validated_edges(
                 data.pop("edge_index"), num_src=num_src, num_dst=num_dst, links=links.get(kind), **data
             )
         except InputError as error:
@@ -126,7 +129,7 @@ def _cut_relations(data: dict[str, Any], codes: Array, count: int) -> dict[EdgeT
     pairs = data["edge_index"]
     if len(codes) != pairs.shape[1] or codes.min(initial=0) < 0 or pairs.max(initial=-1) >= count:
         raise InputError(f"edge_reltype must be {pairs.shape[1]} whole numbers from 0, edges must name {count} nodes")
-    positions = dict(NodeKinds.single(count).cut(pairs, codes, names))
+    positions = dict(NodeTypeIndex.single(count).cut(pairs, codes, names))
     none = np.empty(0, dtype=np.int64)
     cut = {}
     for kind in (EdgeType(NODE, name, NODE) for name in names):

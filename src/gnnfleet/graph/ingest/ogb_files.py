@@ -57,7 +57,7 @@ class _Text(RawFiles):
 
     def __init__(self, raw: Path) -> None:
         super().__init__(raw)
-        self.hetero = find(raw / "triplet-type-list.csv") is not None
+        self.hetero = find_file(raw / "triplet-type-list.csv") is not None
 
     def node_counts(self) -> dict[str, int]:
         if not self.hetero:
@@ -96,7 +96,7 @@ class _Text(RawFiles):
     def _optional(self, folder: Path, name: str) -> Array | None:
         # The features proper and labels are spelled with a hyphen, everything else with an underscore.
         for spelling in (name.replace("_", "-"), name):
-            if (path := find(folder / f"{spelling}.csv")) is not None:
+            if (path := find_file(folder / f"{spelling}.csv")) is not None:
                 return read_numbers(path, _DTYPES.get(name, np.int64))
         return None
 
@@ -154,14 +154,14 @@ def _one_graph(counts: Array, raw: Path) -> None:
         raise InputError(f"{raw} holds {counts.size} graphs; expected one (sets for whole-graph labels are not read)")
 
 
-def find(path: Path) -> Path | None:
+def find_file(path: Path) -> Path | None:
     """The file, compressed or not."""
     packed = path.with_name(path.name + ".gz")
     return packed if packed.is_file() else path if path.is_file() else None
 
 
 def _need(path: Path) -> Path:
-    found = find(path)
+    found = find_file(path)
     if found is None:
         raise InputError(f"{path}.gz is missing: expected OGB's files there")
     return found

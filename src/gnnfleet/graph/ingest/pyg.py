@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.graph import EDGE, NODE, SPLITS, Edges, EdgeType, Graph, Nodes, make_edges, make_nodes
+from gnnfleet.graph.graph import EDGE, NODE, SPLITS, Edges, EdgeType, Graph, Nodes, validated_edges, validated_nodes
 from gnnfleet.graph.ingest.clean import is_undirected
-from gnnfleet.graph.ingest.relations import NodeKinds, check_links, relation_names
+from gnnfleet.graph.ingest.relations import NodeTypeIndex, check_links, relation_names
 
 _log = logging.getLogger(__name__)
 _LINKS = {
@@ -32,9 +32,9 @@ _LINKS = {
     "test_neg": "test_neg_edge_index",
 }
 _MASKS = {name: f"{name}_mask" for name in SPLITS}
-_NODE_WORDS = {"x", "y", "class_names", "n_id", "ids", "num_nodes", *_MASKS.values()}
-_EDGE_WORDS = {"edge_index", "edge_weight", "edge_attr", "edge_time", "time", "edge_type", *_LINKS.values()}
-_INSTALL = "torch_geometric is not installed: pip install 'gnnfleet[pyg]'"
+_NODE_ATTRIBUTES = {"x", "y", "class_names", "n_id", "ids", "num_nodes", *_MASKS.values()}
+_EDGE_ATTRIBUTES = {"edge_index", "edge_weight", "edge_attr", "edge_time", "time", "edge_type", *_LINKS.values()}
+_INSTALL_HINT = "torch_geometric is not installed: pip install 'gnnfleet[pyg]'"
 
 
 def from_pyg(data: Any, *, name: str = "graph") -> Graph:
@@ -42,19 +42,19 @@ def from_pyg(data: Any, *, name: str = "graph") -> Graph:
     if hasattr(data, "node_types") and hasattr(data, "edge_types"):
         nodes = {str(kind): _read_nodes(data[kind], _count_hetero(data, kind), str(kind)) for kind in data.node_types}
         for kind in data.node_types:
-            _report_ignored(data[kind], str(kind), _NODE_WORDS)
+            _report_ignored(data[kind], str(kind), _NODE_ATTRIBUTES)
         edges = {}
         for kind in data.edge_types:
             edge_type = EdgeType(*map(str, kind))
-            _report_ignored(data[kind], str(edge_type), _EDGE_WORDS)
+            _report_ignored(data[kind], str(edge_type), _EDGE_ATTRIBUTES)
             for end in (edge_type.src, edge_type.dst):  # PyG lets edges name a type that has no store of its own
-                nodes.setdefault(end, make_nodes(_count_hetero(data, end)))
+                nodes.setdefault(end, validated_nodes(_count_hetero(data, end)))
             edges[edge_type] = _read_edges(data[kind], edge_type, nodes)
         return Graph.of(nodes, edges, name=name, undirected=is_undirected(edges))
     if all(getattr(data, word, None) is not None for word in ("src", "dst", "t")):
         pairs = torch.stack([data.src, data.dst])
         return Graph(pairs, edge_attr=getattr(data, "msg", None), time=data.t, name=name)
-    _report_ignored(data, NODE, _NODE_WORDS | _EDGE_WORDS)
+    _report_ignored(data, NODE, _NODE_ATTRIBUTES | _EDGE_ATTRIBUTES)
     count = _count_nodes(data, [data])
     nodes = {NODE: _read_nodes(data, count, NODE)}
     if getattr(data, "edge_type", None) is not None:
@@ -69,9 +69,9 @@ def to_pyg(graph: Graph) -> Any:
     try:
         from torch_geometric.data import Data, HeteroData
     except ImportError as error:
-        raise ConfigError(_INSTALL) from error
+        raise ConfigError(_INSTALL_HINT) from error
     if not graph.is_hetero and len(graph.edges) == 1:
-        return Data(**_node_values(graph.only_nodes), **_edge_values(graph.only_edges))
+        return Data(**_node_values(graph.single_nodes), **_edge_values(graph.single_edges))
     data = HeteroData()
     for kind, table in graph.nodes.items():
         data[kind].update(_node_values(table))
@@ -91,7 +91,7 @@ def read_pt(path: str | Path) -> Graph:
         from torch_geometric.data import data as pyg_data
         from torch_geometric.data import storage
     except ImportError as error:
-        raise ConfigError(_INSTALL) from error
+        raise ConfigError(_INSTALL_HINT) from error
     classes = [pyg.Data, pyg.HeteroData, pyg.TemporalData, pyg_data.DataEdgeAttr, pyg_data.DataTensorAttr]
     classes += [storage.BaseStorage, storage.NodeStorage, storage.EdgeStorage, storage.GlobalStorage]
     try:
@@ -170,7 +170,7 @@ def _read_nodes(store: Any, count: int, kind: str) -> Nodes:
     masks = {name: mask.T if mask.dim() == 2 else mask for name, mask in masks.items()}
     ids = _optional(store, "n_id") if _optional(store, "n_id") is not None else _optional(store, "ids")
     try:
-        return make_nodes(
+        return validated_nodes(
             count,
             x=_dense(_optional(store, "x")),
             y=_optional(store, "y"),
@@ -191,7 +191,7 @@ def _read_edges(store: Any, kind: EdgeType, nodes: Mapping[str, Nodes]) -> Edges
     try:
         values, links = _edge_data(store, kind), _links(store)
         check_links({name: pairs.numpy() for name, pairs in links.items()}, num_src, num_dst)
-        return make_edges(values.pop("edge_index"), num_src=num_src, num_dst=num_dst, links=links, **values)
+        return validated_edges(values.pop("edge_index"), num_src=num_src, num_dst=num_dst, links=links, **values)
     except InputError as error:
         raise InputError(f"edges {kind}: {error}") from error
 
@@ -207,13 +207,13 @@ def _read_relations(data: Any, count: int) -> dict[EdgeType, Edges]:
     names = relation_names(int(code.max()) + 1 if code.numel() else 0)
     if pairs.numel() and (int(pairs.min()) < 0 or int(pairs.max()) >= count):
         raise InputError(f"edge_index must name nodes 0 to {count - 1}, found {int(pairs.min())} to {int(pairs.max())}")
-    kinds = NodeKinds.single(count)
-    empty = make_edges(torch.empty(2, 0, dtype=torch.int64), num_src=count, num_dst=count)
+    kinds = NodeTypeIndex.single(count)
+    empty = validated_edges(torch.empty(2, 0, dtype=torch.int64), num_src=count, num_dst=count)
     tables = {EdgeType(NODE, name, NODE): empty for name in names}
     for kind, own in kinds.cut(pairs.numpy(), code.numpy(), names):
         rows = torch.from_numpy(own)
         cut = {word: None if value is None else value[rows] for word, value in values.items()}
-        tables[kind] = make_edges(pairs[:, rows], num_src=count, num_dst=count, **cut)
+        tables[kind] = validated_edges(pairs[:, rows], num_src=count, num_dst=count, **cut)
     return tables
 
 

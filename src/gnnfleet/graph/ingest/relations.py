@@ -23,7 +23,7 @@ SINGLE_RELATION = EDGE.relation
 
 
 @dataclass(frozen=True)
-class NodeKinds:
+class NodeTypeIndex:
     """The type each file id belongs to (``code``), its row there (``row``), and the file ids of each type by row."""
 
     names: tuple[str, ...]
@@ -32,14 +32,14 @@ class NodeKinds:
     members: tuple[Array, ...]
 
     @classmethod
-    def single(cls, count: int) -> NodeKinds:
+    def single(cls, count: int) -> NodeTypeIndex:
         rows = np.arange(count)
         return cls((NODE,), np.zeros(count, dtype=np.int64), rows, (rows,))
 
     @classmethod
-    def of(cls, names: Sequence[str], code: Array) -> NodeKinds:
+    def of(cls, names: Sequence[str], code: Array) -> NodeTypeIndex:
         """From the type number of every node; rows follow the file's order."""
-        offsets, order = sort_codes(code, len(names))
+        offsets, order = group_by_code(code, len(names))
         members = tuple(order[start:stop] for start, stop in pairwise(offsets.tolist()))
         row = np.empty(len(code), dtype=np.int64)
         for ids in members:
@@ -50,7 +50,7 @@ class NodeKinds:
         """Edge types in order of relation, each with the positions of its pairs ([2, E] file ids) in input order."""
         kinds = len(self.names)
         keys = (relation.astype(np.int64) * kinds + self.code[pairs[0]]) * kinds + self.code[pairs[1]]
-        offsets, order = sort_codes(keys, len(relations) * kinds * kinds)
+        offsets, order = group_by_code(keys, len(relations) * kinds * kinds)
         for key in np.flatnonzero(np.diff(offsets)).tolist():
             src, dst = self.names[key // kinds % kinds], self.names[key % kinds]
             yield self.name(relations[key // kinds // kinds], src, dst), order[offsets[key] : offsets[key + 1]]
@@ -76,7 +76,7 @@ def relation_names(count: int) -> list[str]:
     return [f"r{i}" for i in range(count)]
 
 
-def sort_codes(codes: Array, buckets: int) -> tuple[Array, Array]:
+def group_by_code(codes: Array, buckets: int) -> tuple[Array, Array]:
     """(offsets [buckets + 1], order): positions by code, ties in input order."""
     offsets, order = csr.counting_sort(torch.from_numpy(np.ascontiguousarray(codes, dtype=np.int64)), buckets)
     return offsets.numpy(), order.numpy()

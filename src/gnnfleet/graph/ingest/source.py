@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from gnnfleet.errors import InputError
 from gnnfleet.graph.ingest import duck as sql
-from gnnfleet.graph.ingest.duck import Duck
+from gnnfleet.graph.ingest.duck import DuckConnection
 
 CSV_ENDINGS = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
 PARQUET_ENDINGS = (".parquet", ".pq")
@@ -32,14 +32,14 @@ class TableFile:
     """A file of the user, the Parquet file that is scanned for it, and the positions of its rows."""
 
     path: str
-    scanned: str
+    parquet_path: str
     start: int
     rows: int
     columns: str | None = None  # names of the columns of a file without a header line
 
 
 @dataclass(frozen=True)
-class Place:
+class RowLocation:
     """Where a row is: 1-based data row, and for CSV the 1-based line."""
 
     path: str
@@ -50,10 +50,10 @@ class Place:
         return f"{self.path}, row {self.row}" + (f" (line {self.line})" if self.line else "")
 
 
-class Source:
+class TableSource:
     """The files of one table. ``types`` are DuckDB's; for CSV (``is_text``) all VARCHAR."""
 
-    def __init__(self, duck: Duck, files: Sequence[TableFile], is_text: bool) -> None:
+    def __init__(self, duck: DuckConnection, files: Sequence[TableFile], is_text: bool) -> None:
         self.duck = duck
         self.files = tuple(files)
         self.is_text = is_text
@@ -72,33 +72,33 @@ class Source:
         """The SQL of a row's position in the table."""
         if len(self.files) == 1:
             return _ROW
-        starts = " ".join(f"WHEN {sql.literal(file.scanned)} THEN {file.start}" for file in self.files)
+        starts = " ".join(f"WHEN {sql.sql_string(file.parquet_path)} THEN {file.start}" for file in self.files)
         return f"(CASE {_FILE} {starts} END + {_ROW})"
 
     def scan(self, columns: str, where: str = "true") -> str:
         """A query of SQL expressions over all rows."""
         return f"SELECT {columns} FROM {self._reader()} WHERE {where}"
 
-    def place(self, position: int) -> Place:
+    def location(self, position: int) -> RowLocation:
         file = next(file for file in self.files if file.start <= position < file.start + file.rows)
         row = position - file.start + 1
-        return Place(file.path, row, _line_of(file, row) if self.is_text else None)
+        return RowLocation(file.path, row, _line_of(file, row) if self.is_text else None)
 
     def value(self, position: int, column: str) -> Any:
         """What a cell holds."""
-        cell = sql.name(column)
-        if has_zone(self.types[column]):
+        cell = sql.sql_name(column)
+        if is_zoned_time(self.types[column]):
             cell += "::VARCHAR"  # DuckDB wants one more library to make a Python value of it
-        return self.duck.one(self.scan(cell, f"{self.position} = {position}"))[0]
+        return self.duck.row(self.scan(cell, f"{self.position} = {position}"))[0]
 
     def _reader(self) -> str:
         options = f"{_ROW} = true"
         if len(self.files) > 1:
             options += f", filename = '{_FILE}', union_by_name = true"
-        return f"read_parquet({sql.list_of(file.scanned for file in self.files)}, {options})"
+        return f"read_parquet({sql.sql_list(file.parquet_path for file in self.files)}, {options})"
 
 
-def has_zone(kind: str) -> bool:
+def is_zoned_time(kind: str) -> bool:
     """Whether a type of DuckDB is a time with a zone."""
     return "TIME ZONE" in kind or kind.startswith("TIMESTAMPTZ")
 
@@ -126,7 +126,7 @@ def column_names(path: str, columns: str | None = None) -> list[str]:
     return list(_parquet_metadata(path).schema.to_arrow_schema().names)
 
 
-def open_source(duck: Duck, patterns: Sequence[str], columns: str | None = None) -> Source:
+def open_source(duck: DuckConnection, patterns: Sequence[str], columns: str | None = None) -> TableSource:
     """Find, check and, for CSV, copy the files of a table; raises InputError when they do not fit together."""
     paths = find_files(patterns)
     is_text = _is_csv(paths[0])
@@ -150,7 +150,7 @@ def open_source(duck: Duck, patterns: Sequence[str], columns: str | None = None)
     for name in expected:
         if name.lower() in (_ROW, _FILE):
             raise InputError(f"{paths[0]}: a column may not be called {name!r}, rename it")
-    return Source(duck, files, is_text)
+    return TableSource(duck, files, is_text)
 
 
 def _is_csv(path: str) -> bool:
@@ -213,20 +213,20 @@ def _delimiter(first: str, second: str) -> str:
     return " " if spaced and not first.count(best) else best
 
 
-def _copy_csv(duck: Duck, path: str, columns_given: str | None) -> str:
+def _copy_csv(duck: DuckConnection, path: str, columns_given: str | None) -> str:
     names, delimiter, header = _csv_layout(path, columns_given)
-    columns = ", ".join(f"{sql.literal(name)}: 'VARCHAR'" for name in names)
+    columns = ", ".join(f"{sql.sql_string(name)}: 'VARCHAR'" for name in names)
     # Sniffing is off: what a column means must not depend on a sample of its rows. An unquoted nothing is missing,
     # a quoted one is the empty text.
     reader = (
-        f"read_csv({sql.literal(path)}, auto_detect = false, header = {str(header).lower()}, "
-        f"delim = {sql.literal(delimiter)}, "
+        f"read_csv({sql.sql_string(path)}, auto_detect = false, header = {str(header).lower()}, "
+        f"delim = {sql.sql_string(delimiter)}, "
         f"quote = '\"', escape = '\"', nullstr = '', allow_quoted_nulls = false, columns = {{{columns}}})"
     )
     target = duck.scratch / f"csv-{len(list(duck.scratch.glob('csv-*')))}.parquet"
     duck.keep_order(True)
     try:
-        duck.run(f"COPY (SELECT * FROM {reader}) TO {sql.literal(target)} (FORMAT parquet)")
+        duck.run(f"COPY (SELECT * FROM {reader}) TO {sql.sql_string(target)} (FORMAT parquet)")
     except InputError as error:
         raise InputError(f"{path}: {_csv_problem(str(error))}") from error
     return str(target)

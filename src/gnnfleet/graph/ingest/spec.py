@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.graph import TEST, TRAIN, VAL, Columns, Edges, EdgeType, Nodes
+from gnnfleet.graph.graph import TEST, TRAIN, VAL, ColumnGroups, Edges, EdgeType, Nodes
 from gnnfleet.graph.split import parse_rule
 from gnnfleet.io.bundle import dtype_name
 
@@ -29,9 +29,9 @@ USUAL_NAMES = {
     "weight": ("weight",),
 }
 
-Duplicates = Literal["keep", "drop", "sum", "error"]
-SelfLoops = Literal["keep", "drop", "error"]
-Missing = Literal["error", "add"]
+DuplicateRule = Literal["keep", "drop", "sum", "error"]
+SelfLoopRule = Literal["keep", "drop", "error"]
+MissingIds = Literal["error", "add"]
 FeatureType = Literal["float32", "float16", "bfloat16"]
 
 
@@ -65,7 +65,7 @@ class EdgeTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class ImportRules:
     """What to do with what is found; raises ConfigError for a word that is none of the choices.
 
     ``duplicates`` concerns edges with the same source and destination and, where there are times, the same time; by
@@ -74,9 +74,9 @@ class Rules:
     """
 
     undirected: bool = False
-    duplicates: Duplicates | None = None
-    self_loops: SelfLoops = "keep"
-    missing: Missing = "error"
+    duplicates: DuplicateRule | None = None
+    self_loops: SelfLoopRule = "keep"
+    missing: MissingIds = "error"
     dtype: FeatureType | None = None
     split_rule: str | None = None
     seed: int = 0
@@ -85,9 +85,9 @@ class Rules:
 
     def __post_init__(self) -> None:
         for option, value, choices in (
-            ("duplicates", self.duplicate_rule, Duplicates),
-            ("self-loops", self.self_loops, SelfLoops),
-            ("missing", self.missing, Missing),
+            ("duplicates", self.duplicate_rule, DuplicateRule),
+            ("self-loops", self.self_loops, SelfLoopRule),
+            ("missing", self.missing, MissingIds),
             ("dtype", self.dtype or "float32", FeatureType),
         ):
             if value not in get_args(choices):
@@ -98,12 +98,12 @@ class Rules:
             parse_rule(self.split_rule)
 
     @property
-    def duplicate_rule(self) -> Duplicates:
+    def duplicate_rule(self) -> DuplicateRule:
         return self.duplicates or ("drop" if self.undirected else "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSpec(Rules):
+class TableSpec(ImportRules):
     """The tables of an import and its rules; features become float32 unless ``dtype`` says otherwise."""
 
     nodes: Mapping[str, NodeTable] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class NodeCounts:
     count: int
     ids: str
     features: int = 0
-    columns: Columns = ()
+    columns: ColumnGroups = ()
     classes: int = 0
     labelled: int = 0
     train: int = 0
@@ -151,7 +151,7 @@ class EdgeCounts:
     parallel: int = 0
     duplicates_dropped: int = 0
     features: int = 0
-    columns: Columns = ()
+    columns: ColumnGroups = ()
     weighted: bool = False
     time: str | None = None
     labelled: int = 0

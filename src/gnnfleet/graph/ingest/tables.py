@@ -13,27 +13,30 @@ from pathlib import Path
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EDGE, NODE, EdgeType
-from gnnfleet.graph.ingest.columns import find_usual
-from gnnfleet.graph.ingest.duck import Duck
-from gnnfleet.graph.ingest.edges import EdgeImport, EdgePlan, plan_edges
-from gnnfleet.graph.ingest.keys import KeyColumn
-from gnnfleet.graph.ingest.nodes import NodeImport, NodePlan, NodeResult, plan_nodes
+from gnnfleet.graph.ingest.columns import find_by_usual_name
+from gnnfleet.graph.ingest.duck import DuckConnection
+from gnnfleet.graph.ingest.edges import EdgeImporter, EdgeTablePlan, plan_edges
+from gnnfleet.graph.ingest.keys import IdColumn
+from gnnfleet.graph.ingest.nodes import NodeImporter, NodeResult, NodeTablePlan, plan_nodes
 from gnnfleet.graph.ingest.source import column_names, find_files, open_source
 from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, ImportReport, NodeTable, TableSpec
 from gnnfleet.graph.store import KIND, edge_entry, node_entry, store_meta
 from gnnfleet.io.bundle import BundleWriter
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.report.progress import NoProgress, Progress
 
-__all__ = ["EdgeTable", "ImportReport", "NodeTable", "TableSpec", "import_tables", "sort_out"]
+__all__ = ["EdgeTable", "ImportReport", "NodeTable", "TableSpec", "classify_tables", "import_tables"]
 
 
 def import_tables(
     spec: TableSpec, output: str | Path, *, overwrite: bool = False, progress: Progress | None = None
 ) -> ImportReport:
     """Write a store from tables; raises InputError naming file, row and column of what cannot be imported."""
-    progress = progress or Silent()
+    progress = progress or NoProgress()
     started = time.monotonic()
-    with BundleWriter(output, kind=KIND, overwrite=overwrite) as out, Duck(out.scratch(), spec.memory) as duck:
+    with (
+        BundleWriter(output, kind=KIND, overwrite=overwrite) as out,
+        DuckConnection(out.scratch_dir(), spec.memory) as duck,
+    ):
         progress.stage("reading tables")
         node_plans = {
             kind: plan_nodes(open_source(duck, t.files, t.columns), t, spec) for kind, t in spec.nodes.items()
@@ -66,7 +69,7 @@ def import_tables(
     )
 
 
-def sort_out(
+def classify_tables(
     patterns: Sequence[str],
     *,
     src: str | None = None,
@@ -83,9 +86,9 @@ def sort_out(
     named = {"src": src, "dst": dst, "id": id}
     for path in find_files(patterns):
         names = column_names(path, columns)
-        if find_usual(names, "src", src) and find_usual(names, "dst", dst):
+        if find_by_usual_name(names, "src", src) and find_by_usual_name(names, "dst", dst):
             edges.append(path)
-        elif find_usual(names, "id", id):
+        elif find_by_usual_name(names, "id", id):
             nodes.append(path)
         elif absent := [(part, word) for part, word in named.items() if word not in (None, *names)]:
             words = " and ".join(f"{word!r} (--{part})" for part, word in absent)
@@ -107,14 +110,14 @@ def sort_out(
 
 
 def _import_nodes(
-    duck: Duck,
+    duck: DuckConnection,
     out: BundleWriter,
     spec: TableSpec,
-    plans: tuple[dict[str, NodePlan], dict[EdgeType, EdgePlan]],
+    plans: tuple[dict[str, NodeTablePlan], dict[EdgeType, EdgeTablePlan]],
     progress: Progress,
 ) -> dict[str, NodeResult]:
     node_plans, edge_plans = plans
-    ends: dict[str, list[KeyColumn]] = {kind: [] for kind in node_plans}
+    ends: dict[str, list[IdColumn]] = {kind: [] for kind in node_plans}
     for edge_type, edge_plan in edge_plans.items():
         ends.setdefault(edge_type.src, []).append(edge_plan.src)
         ends.setdefault(edge_type.dst, []).append(edge_plan.dst)
@@ -125,23 +128,23 @@ def _import_nodes(
         advance = progress.stage(f"nodes {kind}", plan.source.rows if plan else None)
         # Where one type has labels, a split rule concerns that type; without any labels it concerns all.
         drawn = not any_labels or (plan is not None and plan.labels is not None)
-        work = NodeImport(duck, out, spec, kind, draw_split=drawn)
+        work = NodeImporter(duck, out, spec, kind, draw_split=drawn)
         made[kind] = work.from_table(plan, columns, advance) if plan else work.from_edges(columns)
     return made
 
 
 def _import_edges(
-    duck: Duck,
+    duck: DuckConnection,
     out: BundleWriter,
     spec: TableSpec,
-    known: tuple[dict[EdgeType, EdgePlan], dict[str, NodeResult]],
+    known: tuple[dict[EdgeType, EdgeTablePlan], dict[str, NodeResult]],
     progress: Progress,
 ) -> dict[EdgeType, EdgeCounts]:
     plans, nodes = known
     made: dict[EdgeType, EdgeCounts] = {}
     for kind, plan in plans.items():
         advance = progress.stage(f"edges {kind}", plan.source.rows * (2 if spec.undirected else 1))
-        found = EdgeImport(duck, out, spec, plan).run(kind, nodes[kind.src].keys, nodes[kind.dst].keys, advance)
+        found = EdgeImporter(duck, out, spec, plan).run(kind, nodes[kind.src].keys, nodes[kind.dst].keys, advance)
         for edge_type, counts in found.items():
             if edge_type in made or (edge_type != kind and edge_type in plans):
                 raise ConfigError(

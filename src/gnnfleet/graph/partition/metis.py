@@ -1,4 +1,4 @@
-"""METIS through pymetis: ``mincut`` (k-way, best of several seeds) and ``super`` (many mini-clusters dealt at random).
+"""METIS through pymetis: ``mincut_parts`` (k-way, best of several seeds) and ``super`` (many mini-clusters dealt at random).
 
 METIS works on the simple undirected graph and holds it whole in memory; ``stream`` is for graphs that do not fit.
 """
@@ -10,23 +10,23 @@ import pymetis
 import torch
 
 from gnnfleet.errors import PartitionError
-from gnnfleet.graph.partition.edge_scan import Array, EdgeScan
-from gnnfleet.graph.partition.request import Request
+from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
+from gnnfleet.graph.partition.request import PartitionRequest
 from gnnfleet.ops import csr
 from gnnfleet.report.progress import Progress
 
 # SuperTMA's scripts use 15,000 mini-clusters on graphs of a few hundred thousand nodes and more; smaller graphs get
 # clusters of about ten nodes.
-SUPER_NODES = 15_000
+MAX_SUPER_NODES = 15_000
 
 
-def mincut(scan: EdgeScan, request: Request, progress: Progress) -> tuple[Array, None]:
+def mincut_parts(scan: EdgeScan, request: PartitionRequest, progress: Progress) -> tuple[NumpyArray, None]:
     """Fewest edges cut; the best of ``tries`` seeds."""
     if _trivial(scan, request.parts):
         return _one_each(scan, request.parts), None
     graph = simple_graph(scan, progress)
     advance = progress.stage(f"METIS, best of {request.tries}", request.tries)
-    best: tuple[int, Array] | None = None
+    best: tuple[int, NumpyArray] | None = None
     # METIS itself repeats and keeps the best: on a small graph that costs nothing, and single runs differ by 20 %.
     repeats = max(1, min(16, 2_000_000 // max(len(graph[1]), 1)))
     for attempt in range(max(request.tries, 1)):
@@ -45,9 +45,9 @@ def mincut(scan: EdgeScan, request: Request, progress: Progress) -> tuple[Array,
     return best[1], None
 
 
-def super_nodes(scan: EdgeScan, request: Request, progress: Progress) -> tuple[Array, Array]:
+def super_parts(scan: EdgeScan, request: PartitionRequest, progress: Progress) -> tuple[NumpyArray, NumpyArray]:
     """METIS mini-clusters, shuffled, dealt so that parts get equal weight; the mini-clusters also order the nodes."""
-    count = request.clusters or max(request.parts, min(SUPER_NODES, scan.num_nodes // 10))
+    count = request.clusters or max(request.parts, min(MAX_SUPER_NODES, scan.num_nodes // 10))
     if _trivial(scan, count):
         cluster = _one_each(scan, count)
     else:
@@ -55,19 +55,19 @@ def super_nodes(scan: EdgeScan, request: Request, progress: Progress) -> tuple[A
         progress.stage(f"METIS, {count} clusters")
         # Clusters are balanced by nodes: they are many, so the deal evens out any other weight.
         cluster = _kway(graph, count, np.ones(scan.num_nodes, dtype=np.int64), seed=request.seed, imbalance=0.05)[1]
-    return deal_clusters(cluster, count, request)[cluster], cluster
+    return assign_clusters(cluster, count, request)[cluster], cluster
 
 
-def deal_clusters(cluster: Array, count: int, request: Request) -> Array:
+def assign_clusters(cluster: NumpyArray, count: int, request: PartitionRequest) -> NumpyArray:
     """[count] int32: a part for each cluster. In random order, each goes to the part that is furthest below its share.
 
     Equal counts alone would let parts drift apart in weight; for equal clusters this is dealing in turn.
     """
     weights = np.bincount(cluster, weights=request.weights, minlength=count)
-    return deal_weights(weights, request.parts, np.random.default_rng([request.seed, request.parts, count]))
+    return balance_weights(weights, request.parts, np.random.default_rng([request.seed, request.parts, count]))
 
 
-def deal_weights(weights: Array, parts: int, random: np.random.Generator) -> Array:
+def balance_weights(weights: NumpyArray, parts: int, random: np.random.Generator) -> NumpyArray:
     """[C] int32: a part for each of some things of these weights."""
     load = np.zeros(parts)
     dealt = np.zeros(len(weights), dtype=np.int32)
@@ -79,7 +79,7 @@ def deal_weights(weights: Array, parts: int, random: np.random.Generator) -> Arr
     return dealt
 
 
-def simple_graph(scan: EdgeScan, progress: Progress) -> tuple[Array, Array]:
+def simple_graph(scan: EdgeScan, progress: Progress) -> tuple[NumpyArray, NumpyArray]:
     """(xadj, adjncy): the undirected graph without self-loops and parallel edges, both directions present."""
     advance = progress.stage("undirected graph", scan.num_edges)
     if scan.num_nodes >= 2**31:
@@ -98,7 +98,7 @@ def simple_graph(scan: EdgeScan, progress: Progress) -> tuple[Array, Array]:
     del pairs, one_way
     n = scan.num_nodes
     indptr, order = csr.sort_edges(cols, rows, num_src=n, num_dst=n)
-    neighbour: Array = cols[order].numpy()
+    neighbour: NumpyArray = cols[order].numpy()
     first = np.ones(len(neighbour), dtype=bool)
     first[1:] = neighbour[1:] != neighbour[:-1]
     starts = indptr.numpy()
@@ -111,8 +111,14 @@ def simple_graph(scan: EdgeScan, progress: Progress) -> tuple[Array, Array]:
 
 
 def _kway(
-    graph: tuple[Array, Array], parts: int, weights: Array, *, seed: int, imbalance: float, repeats: int = 1
-) -> tuple[int, Array]:
+    graph: tuple[NumpyArray, NumpyArray],
+    parts: int,
+    weights: NumpyArray,
+    *,
+    seed: int,
+    imbalance: float,
+    repeats: int = 1,
+) -> tuple[int, NumpyArray]:
     xadj, adjncy = graph
     if parts == 1:
         return 0, np.zeros(len(xadj) - 1, dtype=np.int32)
@@ -134,5 +140,5 @@ def _trivial(scan: EdgeScan, parts: int) -> bool:
     return parts >= scan.num_nodes
 
 
-def _one_each(scan: EdgeScan, parts: int) -> Array:
+def _one_each(scan: EdgeScan, parts: int) -> NumpyArray:
     return (np.arange(scan.num_nodes) % parts).astype(np.int32)

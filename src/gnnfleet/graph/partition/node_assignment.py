@@ -17,32 +17,34 @@ from torch import Tensor
 from gnnfleet.errors import PartitionError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.assign import Assignment
-from gnnfleet.graph.partition.metis import deal_weights
+from gnnfleet.graph.partition.metis import balance_weights
 from gnnfleet.graph.partition.shard import partition_errors
 from gnnfleet.io.bundle import Bundle, BundleWriter
 from gnnfleet.ops.draws import Draws, Purpose
 
 KIND = "gnnfleet clusters"
-PIECE = 1 << 20
+NODES_AT_ONCE = 1 << 20
 """Nodes looked at at a time."""
 
 
 @dataclass(frozen=True, eq=False)
-class Clusters:
+class ClusterMap:
     """The cluster of every node, mapped from a file; node types are numbered through."""
 
-    of: Tensor  # [nodes] int32
+    cluster_of_node: Tensor  # [nodes] int32
     sizes: Tensor  # [C] int64
     method: str
 
     @classmethod
-    def open(cls, path: Path, graph: Graph | None = None) -> Clusters:
+    def open(cls, path: Path, graph: Graph | None = None) -> ClusterMap:
         """Raises PartitionError for a damaged file, or one of another graph."""
         with partition_errors(path):
             bundle = Bundle.open(path, KIND)
             bundle.verify()
             found = cls(bundle.tensor("cluster.npy"), bundle.tensor("sizes.npy"), str(bundle.meta["method"]))
-            if len(found.of) and not 0 <= int(found.of.min()) <= int(found.of.max()) < len(found.sizes):
+            if len(found.cluster_of_node) and not 0 <= int(found.cluster_of_node.min()) <= int(
+                found.cluster_of_node.max()
+            ) < len(found.sizes):
                 raise ValueError("clusters that are not there")
             made_from = bundle.meta["store"]
         if graph is not None and graph.store is not None and made_from != graph.store.digest:
@@ -61,32 +63,34 @@ def write_clusters(graph: Graph, assignment: Assignment, path: Path) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
+class NodeAssignment:
     """Deals the nodes of a graph; without clusters one by one."""
 
     counts: Mapping[str, int]  # nodes by type
-    clusters: Clusters | None
+    clusters: ClusterMap | None
     seed: int = 0
     name: str = ""  # of the clusters: what is remembered of one deal does not fit another
 
-    def mixes(self, among: int) -> bool:
+    def can_reassign(self, num_workers: int) -> bool:
         """Whether another deal puts other nodes together."""
-        return self.clusters is None or len(self.clusters.sizes) > among
+        return self.clusters is None or len(self.clusters.sizes) > num_workers
 
-    def own(self, place: int, among: int, number: int = 0) -> dict[str, Tensor]:
+    def nodes_of(self, worker: int, num_workers: int, version: int = 0) -> dict[str, Tensor]:
         """{node type: ascending store ids} of one of ``among`` who share the nodes, in the deal of that number."""
-        assert 0 <= place < among
+        assert 0 <= worker < num_workers
         total = sum(self.counts.values())
-        chosen = None if self.clusters is None else torch.from_numpy(self._clusters(among, number) == place)
+        chosen = (
+            None if self.clusters is None else torch.from_numpy(self._cluster_owners(num_workers, version) == worker)
+        )
         found = []
-        for low in range(0, total, PIECE):
-            high = min(low + PIECE, total)
+        for low in range(0, total, NODES_AT_ONCE):
+            high = min(low + NODES_AT_ONCE, total)
             if chosen is None:
-                draws = Draws(self.seed, Purpose.DEAL, epoch=number)
-                mine = (draws.uniforms(high - low, first=low) * among).long() == place
+                draws = Draws(self.seed, Purpose.DEAL, epoch=version)
+                mine = (draws.uniforms(high - low, first=low) * num_workers).long() == worker
             else:
                 assert self.clusters is not None
-                mine = chosen[self.clusters.of[low:high].long()]
+                mine = chosen[self.clusters.cluster_of_node[low:high].long()]
             found.append(mine.nonzero()[:, 0] + low)
         every = torch.cat([torch.empty(0, dtype=torch.int64), *found])
         ids, start = {}, 0
@@ -96,11 +100,11 @@ class Deal:
             start += count
         return ids
 
-    def _clusters(self, among: int, number: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _cluster_owners(self, among: int, number: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """[C] who gets each cluster."""
         assert self.clusters is not None
         count = len(self.clusters.sizes)
         if count == among and not number:  # one each
             return np.arange(count, dtype=np.int32)
         words = [self.seed, among, count] + [number] * (number > 0)
-        return deal_weights(self.clusters.sizes.numpy().astype(float), among, np.random.default_rng(words))
+        return balance_weights(self.clusters.sizes.numpy().astype(float), among, np.random.default_rng(words))

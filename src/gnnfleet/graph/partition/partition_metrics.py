@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 
 from gnnfleet.graph.graph import TRAIN, Graph
-from gnnfleet.graph.partition.edge_scan import Array, EdgeScan
+from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
 from gnnfleet.ops.native import _native
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.report.progress import NoProgress, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quality:
+class PartitionMetrics:
     """The figures of an assignment to P parts."""
 
     num_nodes: int
-    nodes: Array  # [P] nodes owned
-    train: Array  # [P] training nodes owned (of the first split)
-    edges: Array  # [P, P] edges from part q into part p
-    need: Array  # [P, P] distinct rows part p needs from part q; 0 on the diagonal
+    nodes: NumpyArray  # [P] nodes owned
+    train: NumpyArray  # [P] training nodes owned (of the first split)
+    edges: NumpyArray  # [P, P] edges from part q into part p
+    halo_rows: NumpyArray  # [P, P] distinct rows part p needs from part q; 0 on the diagonal
 
     @property
     def kept_edges(self) -> int:
@@ -39,7 +39,7 @@ class Quality:
     @property
     def volume(self) -> int:
         """Σ(λ − 1): rows sent per layer, over all parts."""
-        return int(self.need.sum())
+        return int(self.halo_rows.sum())
 
     @property
     def replication(self) -> float:
@@ -57,7 +57,7 @@ class Quality:
             "kept_share": self.kept_edges / total if total else 1.0,
             "cut_edges": self.cut_edges,
             "volume": self.volume,
-            "volume_max_part": int(self.need.sum(axis=1).max(initial=0)),
+            "volume_max_part": int(self.halo_rows.sum(axis=1).max(initial=0)),
             "replication": self.replication,
             "balance": {
                 "nodes": imbalance(self.nodes),
@@ -68,40 +68,42 @@ class Quality:
                 "nodes": self.nodes.tolist(),
                 "train": self.train.tolist(),
                 "edges": self.edges.sum(axis=1).tolist(),
-                "halo": self.need.sum(axis=1).tolist(),
+                "halo": self.halo_rows.sum(axis=1).tolist(),
             },
-            "need": self.need.tolist(),
+            "need": self.halo_rows.tolist(),
             "bytes_per_layer": {
                 str(width): {
                     "total": 4 * width * self.volume,
-                    "max_part": 4 * width * int(self.need.sum(axis=1).max(initial=0)),
+                    "max_part": 4 * width * int(self.halo_rows.sum(axis=1).max(initial=0)),
                 }
                 for width in widths
             },
         }
 
 
-def measure(graph: Graph, part: Array, parts: int, *, progress: Progress | None = None) -> Quality:
+def measure_partition(
+    graph: Graph, part: NumpyArray, parts: int, *, progress: Progress | None = None
+) -> PartitionMetrics:
     """Count an assignment ([nodes] int32) exactly, in one pass over the edges for each 64 parts."""
     scan = EdgeScan(graph)
     edges = np.zeros((parts, parts), dtype=np.int64)
     need = np.zeros((parts, parts), dtype=np.int64)
-    advance = (progress or Silent()).stage("count", scan.num_edges * -(-parts // 64))
+    advance = (progress or NoProgress()).stage("count", scan.num_edges * -(-parts // 64))
     for base in range(0, parts, 64):
         seen = np.zeros(scan.num_nodes, dtype=np.uint64)
         for chunk in scan.chunks():
             _native.count_traffic(chunk.first, chunk.indptr, chunk.src, part, base, seen, edges, need)
             advance(len(chunk.src))
-    return Quality(
+    return PartitionMetrics(
         num_nodes=scan.num_nodes,
         nodes=np.bincount(part, minlength=parts),
-        train=np.bincount(part[train_nodes(graph)], minlength=parts),
+        train=np.bincount(part[train_mask(graph)], minlength=parts),
         edges=edges,
-        need=need,
+        halo_rows=need,
     )
 
 
-def train_nodes(graph: Graph) -> Array:
+def train_mask(graph: Graph) -> NumpyArray:
     """[nodes] bool over all types: training nodes of the first split."""
     mask = np.zeros(graph.num_nodes, dtype=bool)
     for kind, start in graph.node_offsets.items():
@@ -111,6 +113,6 @@ def train_nodes(graph: Graph) -> Array:
     return mask
 
 
-def imbalance(load: Array) -> float:
+def imbalance(load: NumpyArray) -> float:
     """Heaviest part over the mean; 1 is perfect, and what nothing is divided into."""
     return float(load.max() * len(load) / load.sum()) if load.sum() else 1.0

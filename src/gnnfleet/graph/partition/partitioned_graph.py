@@ -19,17 +19,17 @@ from torch import Tensor
 from gnnfleet.errors import PartitionError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.assign import Assignment
-from gnnfleet.graph.partition.edge_scan import Array, EdgeScan
-from gnnfleet.graph.partition.partition_metrics import Quality, measure
+from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
+from gnnfleet.graph.partition.partition_metrics import PartitionMetrics, measure_partition
 from gnnfleet.graph.partition.shard import KIND as PART
-from gnnfleet.graph.partition.shard import Shard, data_file, partition_errors, plan_folder
-from gnnfleet.graph.reorder import cluster_places
-from gnnfleet.graph.store import node_folder
+from gnnfleet.graph.partition.shard import Shard, edge_data_path, halo_plan_dir, partition_errors
+from gnnfleet.graph.reorder import cluster_positions
+from gnnfleet.graph.store import node_dir
 from gnnfleet.io.bundle import Bundle, BundleWriter
 from gnnfleet.ops import csr
 from gnnfleet.ops import gather as rows
 from gnnfleet.ops.native import _native
-from gnnfleet.report.progress import Progress, Silent
+from gnnfleet.report.progress import NoProgress, Progress
 
 KIND = "partition"
 
@@ -38,9 +38,9 @@ KIND = "partition"
 class Placement:
     """Where the nodes of one type go: ``owner[v]`` is the part, ``local[v]`` the row there; ``members`` reverses it."""
 
-    owner: Array  # [n] int32
-    local: Array  # [n] int32
-    members: tuple[Array, ...]  # P lists of store ids in part order, int64
+    owner: NumpyArray  # [n] int32
+    row: NumpyArray  # [n] int32
+    members: tuple[NumpyArray, ...]  # P lists of store ids in part order, int64
 
 
 class Partition:
@@ -66,13 +66,13 @@ class Partition:
     def shard(self, part: int) -> Shard:
         """Open one part; raises PartitionError when its manifest is not the one this partition was written with."""
         with partition_errors(self.bundle.path):
-            shard = Shard.open(self.bundle.path / part_folder(part))
+            shard = Shard.open(self.bundle.path / part_dir(part))
             digest = self.bundle.meta["part_digests"][part]
         if shard.bundle.digest != digest:
             raise PartitionError(f"{shard.bundle.path} belongs to another partition: partition the graph again")
         return shard
 
-    def bundles(self) -> list[Bundle]:
+    def part_bundles(self) -> list[Bundle]:
         """The partition's own files and those of all parts."""
         return [self.bundle, *(self.shard(part).bundle for part in range(self.parts))]
 
@@ -101,17 +101,17 @@ def write_partition(
     path: str | Path,
     *,
     overwrite: bool = False,
-    quality: Quality | None = None,
+    quality: PartitionMetrics | None = None,
     progress: Progress | None = None,
 ) -> Partition:
     """Cut the graph's data along an assignment and write it, whole or not at all."""
-    progress = progress or Silent()
-    quality = quality or measure(graph, assignment.part, assignment.parts, progress=progress)
+    progress = progress or NoProgress()
+    quality = quality or measure_partition(graph, assignment.part, assignment.parts, progress=progress)
     progress.stage("order")
-    places = place(graph, assignment)
+    places = place_nodes(graph, assignment)
     with BundleWriter(path, kind=KIND, overwrite=overwrite) as out, ExitStack() as stack:
         writers = [
-            stack.enter_context(BundleWriter(out.path / part_folder(p), kind=PART)) for p in range(assignment.parts)
+            stack.enter_context(BundleWriter(out.path / part_dir(p), kind=PART)) for p in range(assignment.parts)
         ]
         advance = progress.stage("in-edges", assignment.parts)
         for part, writer in enumerate(writers):
@@ -139,13 +139,13 @@ def write_partition(
     return Partition.open(path)
 
 
-def part_folder(part: int) -> str:
+def part_dir(part: int) -> str:
     return f"part-{part:05d}"
 
 
-def place(graph: Graph, assignment: Assignment) -> dict[str, Placement]:
+def place_nodes(graph: Graph, assignment: Assignment) -> dict[str, Placement]:
     """Number every type's nodes inside their parts, neighbours close together."""
-    near = cluster_places(EdgeScan(graph), seed=assignment.seed)
+    near = cluster_positions(EdgeScan(graph), seed=assignment.seed)
     places = {}
     for kind, start in graph.node_offsets.items():
         own = slice(start, start + graph.nodes[kind].count)
@@ -172,7 +172,7 @@ def _part_meta(graph: Graph, part: int, parts: int) -> dict[str, Any]:
 def _write_nodes(graph: Graph, places: dict[str, Placement], part: int, out: BundleWriter) -> None:
     for kind, nodes in graph.nodes.items():
         members = torch.from_numpy(places[kind].members[part])
-        folder = node_folder(kind)
+        folder = node_dir(kind)
         out.put(f"{folder}/store_ids.npy", members)
         for name, table in (("x", nodes.x), ("y", nodes.y)):
             if table is not None:
@@ -182,24 +182,26 @@ def _write_nodes(graph: Graph, places: dict[str, Placement], part: int, out: Bun
 
 
 @dataclass
-class _Blocks:
+class _BlocksInProgress:
     """Blocks of one direction while they are made: T × P of them in order, far ends by type and part."""
 
-    rows: list[Array]
-    degrees: list[Array]
-    far: list[Array]  # rows at the far part
-    edge_ids: list[Array]
+    rows: list[NumpyArray]
+    degrees: list[NumpyArray]
+    remote_rows: list[NumpyArray]  # rows at the far part
+    edge_ids: list[NumpyArray]
 
-    def far_of(self, places_in_list: list[int]) -> Array:
-        return np.concatenate([self.far[b] for b in places_in_list]) if places_in_list else np.empty(0, np.int32)
+    def far_of(self, places_in_list: list[int]) -> NumpyArray:
+        return (
+            np.concatenate([self.remote_rows[b] for b in places_in_list]) if places_in_list else np.empty(0, np.int32)
+        )
 
 
 def _write_in_edges(graph: Graph, places: dict[str, Placement], part: int, out: BundleWriter) -> None:
     parts = len(next(iter(places.values())).members) if places else 1
-    blocks = _Blocks([], [], [], [])
+    blocks = _BlocksInProgress([], [], [], [])
     for kind, edges in graph.edges.items():
         source = places[kind.src]
-        arguments = (edges.indptr, edges.src, places[kind.dst].members[part], source.owner, source.local)
+        arguments = (edges.indptr, edges.src, places[kind.dst].members[part], source.owner, source.row)
         num_edges, num_rows = np.zeros(parts, dtype=np.int64), np.zeros(parts, dtype=np.int64)
         _native.count_blocks(*arguments, num_edges, num_rows)
         edge_start, row_start = np.cumsum(num_edges) - num_edges, np.cumsum(num_rows) - num_rows
@@ -210,7 +212,7 @@ def _write_in_edges(graph: Graph, places: dict[str, Placement], part: int, out: 
         for whole, pieces, ends in (
             (row, blocks.rows, row_start),
             (degree, blocks.degrees, row_start),
-            (far, blocks.far, edge_start),
+            (far, blocks.remote_rows, edge_start),
             (edge_id, blocks.edge_ids, edge_start),
         ):
             pieces.extend(np.split(whole, ends[:-1]))
@@ -219,7 +221,7 @@ def _write_in_edges(graph: Graph, places: dict[str, Placement], part: int, out: 
 
 def _write_out_edges(graph: Graph, places: dict[str, Placement], part: int, writers: list[BundleWriter]) -> None:
     parts = len(writers)
-    blocks = _Blocks([], [], [], [])
+    blocks = _BlocksInProgress([], [], [], [])
     for number, kind in enumerate(graph.edges):
         own_rows = len(places[kind.src].members[part])
         for q in range(parts):
@@ -231,13 +233,13 @@ def _write_out_edges(graph: Graph, places: dict[str, Placement], part: int, writ
             far = torch.repeat_interleave(row, indptr.diff(), output_size=len(col))[order]
             blocks.rows.append(busy.astype(np.int32))
             blocks.degrees.append(degree[busy])
-            blocks.far.append(far.numpy())
+            blocks.remote_rows.append(far.numpy())
             blocks.edge_ids.append(edge_id[order].numpy())
     _write_blocks(graph, places, part, blocks, "out", writers[part])
     for node_type in graph.nodes:
         # What this part gives is what the others said they need; both lists were made ascending.
         given = [_written_list(writers[q], "in", node_type, "need", part).numpy() for q in range(parts)]
-        _put_lists(writers[part], plan_folder("in", node_type), "give", given)
+        _put_lists(writers[part], halo_plan_dir("in", node_type), "give", given)
         into = [number for number, edge_type in enumerate(graph.edges) if edge_type.dst == node_type]
         given = [
             np.unique(np.concatenate([_written_block(writers[part], n * parts + q)[0].numpy() for n in into]))
@@ -245,11 +247,11 @@ def _write_out_edges(graph: Graph, places: dict[str, Placement], part: int, writ
             else np.empty(0, np.int32)
             for q in range(parts)
         ]
-        _put_lists(writers[part], plan_folder("out", node_type), "give", given)
+        _put_lists(writers[part], halo_plan_dir("out", node_type), "give", given)
 
 
 def _write_blocks(
-    graph: Graph, places: dict[str, Placement], part: int, blocks: _Blocks, direction: str, out: BundleWriter
+    graph: Graph, places: dict[str, Placement], part: int, blocks: _BlocksInProgress, direction: str, out: BundleWriter
 ) -> None:
     parts = len(next(iter(places.values())).members) if places else 1
     for kind in graph.nodes:
@@ -264,37 +266,37 @@ def _write_blocks(
             _native.rank_distinct(blocks.far_of(here), rank)
             needed.append(np.flatnonzero(rank >= 0).astype(np.int32))
             for block in here:
-                blocks.far[block] = rank[blocks.far[block]]
-        _put_lists(out, plan_folder(direction, kind), "need", needed)
+                blocks.remote_rows[block] = rank[blocks.remote_rows[block]]
+        _put_lists(out, halo_plan_dir(direction, kind), "need", needed)
     row_start = np.cumsum([0, *(len(r) for r in blocks.rows)])
     degrees = np.concatenate(blocks.degrees) if blocks.degrees else np.empty(0, np.int64)
     out.put(f"{direction}/row_start.npy", torch.from_numpy(row_start))
     out.put(f"{direction}/indptr.npy", torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)]).astype(np.int64)))
     for name, pieces, dtype in (
         ("rows", blocks.rows, np.int32),
-        ("cols", blocks.far, np.int32),
+        ("cols", blocks.remote_rows, np.int32),
         ("edge_ids", blocks.edge_ids, np.int64),
     ):
         out.put(f"{direction}/{name}.npy", torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, dtype)))
     _write_edge_data(graph, parts, blocks, direction, out)
 
 
-def _write_edge_data(graph: Graph, parts: int, blocks: _Blocks, direction: str, out: BundleWriter) -> None:
+def _write_edge_data(graph: Graph, parts: int, blocks: _BlocksInProgress, direction: str, out: BundleWriter) -> None:
     """Weights go with both copies of an edge, as backward passes read out-edges; features and times with in-edges."""
     for number, edges in enumerate(graph.edges.values()):
         edge_ids = torch.from_numpy(np.concatenate(blocks.edge_ids[number * parts : (number + 1) * parts]))
         for name in ("weight", "attr", "time") if direction == "in" else ("weight",):
             if (table := getattr(edges, name)) is not None:
-                out.put(data_file(direction, number, name), rows.gather(table, edge_ids))
+                out.put(edge_data_path(direction, number, name), rows.gather(table, edge_ids))
 
 
-def _put_lists(out: BundleWriter, folder: str, name: str, lists: list[Array]) -> None:
+def _put_lists(out: BundleWriter, folder: str, name: str, lists: list[NumpyArray]) -> None:
     out.put(f"{folder}/{name}.npy", torch.from_numpy(np.concatenate(lists).astype(np.int32)))
     out.put(f"{folder}/{name}_start.npy", torch.from_numpy(np.cumsum([0, *(len(rows) for rows in lists)])))
 
 
 def _written_list(writer: BundleWriter, direction: str, kind: str, name: str, q: int) -> Tensor:
-    folder = plan_folder(direction, kind)
+    folder = halo_plan_dir(direction, kind)
     low, high = writer.written(f"{folder}/{name}_start.npy")[q : q + 2].tolist()
     return writer.written(f"{folder}/{name}.npy")[low:high]
 

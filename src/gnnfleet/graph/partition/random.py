@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from gnnfleet.graph.partition.edge_scan import Array, EdgeScan
-from gnnfleet.graph.partition.request import Request
+from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
+from gnnfleet.graph.partition.request import PartitionRequest
 from gnnfleet.report.progress import Progress
 
 
-def deal_random(scan: EdgeScan, request: Request, progress: Progress) -> tuple[Array, None]:
+def random_parts(scan: EdgeScan, request: PartitionRequest, progress: Progress) -> tuple[NumpyArray, None]:
     """Nodes in random order, cut into stretches of equal weight."""
     order = np.random.default_rng([request.seed, request.parts]).permutation(scan.num_nodes)
     part = np.empty(scan.num_nodes, dtype=np.int32)
-    part[order] = cut_evenly(request.weights[order], request.parts)
+    part[order] = split_evenly(request.weights[order], request.parts)
     return part, None
 
 
-def deal_range(scan: EdgeScan, request: Request, progress: Progress) -> tuple[Array, None]:
+def range_parts(scan: EdgeScan, request: PartitionRequest, progress: Progress) -> tuple[NumpyArray, None]:
     """Store order, cut into stretches of equal weight."""
-    return cut_evenly(request.weights, request.parts), None
+    return split_evenly(request.weights, request.parts), None
 
 
-def cut_evenly(weights: Array, parts: int) -> Array:
+def split_evenly(weights: NumpyArray, parts: int) -> NumpyArray:
     """[n] int32, ascending: where each item lies when the line is cut into ``parts`` stretches of equal weight."""
     total = int(weights.sum())
     if total == 0:
         return (np.arange(len(weights), dtype=np.int64) * parts // max(len(weights), 1)).astype(np.int32)
     # The middle of an item decides, so that a heavy one does not drag the border to one side.
-    twice_middle: Array = 2 * np.cumsum(weights) - weights
-    part: Array = np.minimum(twice_middle * parts // (2 * total), parts - 1).astype(np.int32)
+    twice_middle: NumpyArray = 2 * np.cumsum(weights) - weights
+    part: NumpyArray = np.minimum(twice_middle * parts // (2 * total), parts - 1).astype(np.int32)
     return part

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnnfleet.graph.partition.edge_scan import Array
+from gnnfleet.graph.partition.edge_scan import NumpyArray
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PartitionRequest:
     """What a partitioner is asked for. ``weights`` is the share of work of every node, never all zero."""
 
     parts: int
-    weights: Array
+    weights: NumpyArray
     seed: int = 0
     imbalance: float = 0.03  # heaviest part over the mean, minus one: METIS's own default
     clusters: int | None = None  # super: how many mini-clusters

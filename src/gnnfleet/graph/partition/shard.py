@@ -3,7 +3,7 @@
 Nodes of a type are rows 0 … n−1 here, ordered by cluster. In-edges are cut into blocks by the part q of their source,
 out-edges by the part q of their destination. Inside a block rows are the nodes of this part that have an edge in it,
 and columns point at the far ends: rows of this part when q is this part, otherwise places in the list of rows that q
-sends (``Plan``). All lists of rows at q are in q's own numbering, ascending, so neither side ever sends ids.
+sends (``HaloPlan``). All lists of rows at q are in q's own numbering, ascending, so neither side ever sends ids.
 P parts, T edge types.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gnnfleet.errors import PartitionError, StoreError
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.store import node_folder
+from gnnfleet.graph.store import node_dir
 from gnnfleet.io.bundle import Bundle
 
 KIND = "part"
@@ -40,7 +40,7 @@ def partition_errors(path: str | Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class ShardBlock:
     """Edges of one type between this part and part q, as compressed rows."""
 
     rows: Tensor  # [R] int32: rows of this part, ascending
@@ -51,11 +51,11 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class HaloPlan:
     """Rows of one node type that move before an aggregation: ``need[q]`` come from part q, ``give[q]`` go to it."""
 
-    need: tuple[Tensor, ...]  # P lists of rows in q's numbering, int32, ascending; empty for this part itself
-    give: tuple[Tensor, ...]  # P lists of rows of this part
+    recv: tuple[Tensor, ...]  # P lists of rows in q's numbering, int32, ascending; empty for this part itself
+    send: tuple[Tensor, ...]  # P lists of rows of this part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +87,11 @@ class Shard:
         return cls(Bundle.open(path, KIND))
 
     def nodes(self, node_type: str) -> ShardNodes:
-        folder = node_folder(node_type)
+        folder = node_dir(node_type)
         found = {name: f"{folder}/{name}.npy" for name in NODE_ARRAYS}
         return ShardNodes(**{name: self.bundle.tensor(file) for name, file in found.items() if file in self.bundle})
 
-    def block(self, edge_type: EdgeType, direction: str, q: int) -> Block:
+    def block(self, edge_type: EdgeType, direction: str, q: int) -> ShardBlock:
         """The edges of one type from (``in``) or to (``out``) part q."""
         if edge_type not in self.edge_types:
             raise PartitionError(f"no edge type {edge_type} in this partition")
@@ -101,11 +101,11 @@ class Shard:
         first, last = int(indptr[0]), int(indptr[-1])
         data = {}
         for name in EDGE_DATA:
-            file = data_file(direction, self.edge_types.index(edge_type), name)
+            file = edge_data_path(direction, self.edge_types.index(edge_type), name)
             if file in self.bundle:
                 start = self._type_start(direction, edge_type)
                 data[name] = self.bundle.tensor(file)[first - start : last - start]
-        return Block(
+        return ShardBlock(
             rows=self.bundle.tensor(f"{direction}/rows.npy")[low:high],
             indptr=indptr - first,
             cols=self.bundle.tensor(f"{direction}/cols.npy")[first:last],
@@ -117,21 +117,21 @@ class Shard:
         """[E, …] ``edge_ids``, ``weight``, ``attr`` or ``time`` of the in-edges of a type: its blocks in order."""
         number = self.edge_types.index(edge_type)
         if name != "edge_ids":
-            file = data_file("in", number, name)
+            file = edge_data_path("in", number, name)
             return self.bundle.tensor(file) if file in self.bundle else None
         rows = self.bundle.tensor("in/row_start.npy")[[number * self.parts, (number + 1) * self.parts]]
         low, high = self.bundle.tensor("in/indptr.npy")[rows].tolist()
         return self.bundle.tensor("in/edge_ids.npy")[low:high]
 
-    def plan(self, node_type: str, direction: str) -> Plan:
+    def plan(self, node_type: str, direction: str) -> HaloPlan:
         """What moves before aggregating over in-edges (``in``: sources) or out-edges (``out``: destinations)."""
-        folder = plan_folder(direction, node_type)
+        folder = halo_plan_dir(direction, node_type)
         lists: dict[str, Any] = {}
         for name in ("need", "give"):
             starts = self.bundle.tensor(f"{folder}/{name}_start.npy").tolist()
             rows = self.bundle.tensor(f"{folder}/{name}.npy")
             lists[name] = tuple(rows[starts[q] : starts[q + 1]] for q in range(self.parts))
-        return Plan(**lists)
+        return HaloPlan(**lists)
 
     def _type_start(self, direction: str, edge_type: EdgeType) -> int:
         """Where the edges of a type begin among all edges of that direction."""
@@ -139,10 +139,10 @@ class Shard:
         return int(self.bundle.tensor(f"{direction}/indptr.npy")[int(row)])
 
 
-def plan_folder(direction: str, node_type: str) -> str:
-    return f"{direction}/plan/{node_folder(node_type).removeprefix('nodes/')}"
+def halo_plan_dir(direction: str, node_type: str) -> str:
+    return f"{direction}/plan/{node_dir(node_type).removeprefix('nodes/')}"
 
 
-def data_file(direction: str, place: int, name: str) -> str:
+def edge_data_path(direction: str, place: int, name: str) -> str:
     """Per-edge data of the edge type at ``place`` in the part's list."""
     return f"{direction}/{name}_{place}.npy"

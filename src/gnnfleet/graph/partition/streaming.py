@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gnnfleet.errors import PartitionError
-from gnnfleet.graph.partition.edge_scan import Array, Chunk, EdgeScan
-from gnnfleet.graph.partition.request import Request
+from gnnfleet.graph.partition.edge_scan import EdgeScan, EdgeSlice, NumpyArray
+from gnnfleet.graph.partition.request import PartitionRequest
 from gnnfleet.ops.native import _native
 from gnnfleet.report.progress import Progress
 
@@ -49,7 +49,7 @@ SLOTS_PER_NODE = 1
 """Of the quotient table, for a large graph, rounded down to a power of two; a slot costs 12 bytes."""
 
 
-class Scan(Protocol):
+class RepeatableScan(Protocol):
     """A graph that can be read again and again, grouped by destination."""
 
     @property
@@ -58,11 +58,11 @@ class Scan(Protocol):
     @property
     def num_edges(self) -> int: ...
 
-    def chunks(self, limit: int) -> Iterator[Chunk]: ...
+    def chunks(self, limit: int) -> Iterator[EdgeSlice]: ...
 
 
 @dataclass(frozen=True)
-class Survey:
+class GraphTraits:
     """What one pass tells about a graph: every edge has its reverse; a destination comes in several pieces."""
 
     symmetric: bool
@@ -70,7 +70,7 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class Quotient:
+class QuotientGraph:
     """The graph between clusters, symmetric CSR with edge weights, and what each cluster weighs and holds."""
 
     indptr: Int32Array
@@ -80,29 +80,29 @@ class Quotient:
     size: Int64Array
 
 
-def stream_parts(scan: EdgeScan, request: Request, progress: Progress) -> tuple[Array, None]:
+def stream_parts(scan: EdgeScan, request: PartitionRequest, progress: Progress) -> tuple[NumpyArray, None]:
     """The partitioner ``stream`` of a graph: see ``stream``."""
     weights = None if bool((request.weights == 1).all()) else request.weights
     advance = progress.stage("stream")
-    counted = _Counted(scan, advance)
+    counted = _CountingScan(scan, advance)
     return stream(counted, request.parts, weights=weights, seed=request.seed, imbalance=request.imbalance), None
 
 
-class _Counted:
+class _CountingScan:
     """A scan that tells how many edges were read."""
 
     def __init__(self, scan: EdgeScan, advance: Callable[[float], None]) -> None:
         self.num_nodes, self.num_edges = scan.num_nodes, scan.num_edges
         self._scan, self._advance = scan, advance
 
-    def chunks(self, limit: int) -> Iterator[Chunk]:
+    def chunks(self, limit: int) -> Iterator[EdgeSlice]:
         for chunk in self._scan.chunks(limit):
             yield chunk
             self._advance(len(chunk.src))
 
 
 def stream(
-    scan: Scan,
+    scan: RepeatableScan,
     parts: int,
     *,
     weights: npt.NDArray[np.integer] | None = None,
@@ -122,13 +122,13 @@ def stream(
     weight = _checked_weights(scan, parts, weights, imbalance)
     if parts == 1 or scan.num_nodes == 0:
         return np.zeros(scan.num_nodes, np.int32)
-    survey = _survey(scan)
+    survey = _graph_traits(scan)
     label = _cluster_for(scan, survey, weight, parts, passes=cluster_passes, seed=seed)
     graph = _quotient(scan, label, _compact(label), weight)
     best = None
     for attempt in range(attempts or (4 if scan.num_edges <= SMALL_EDGES else 1)):
         part = _partition_quotient(graph, parts, imbalance=imbalance, seed=seed + attempt)[label]
-        balance = _Balance(part, parts, weight, imbalance)
+        balance = _BalancedAssignment(part, parts, weight, imbalance)
         volume = _refine(scan, survey, balance, passes=refine_passes, seed=seed)
         if best is None or (not balance.holds(), volume) < best[:2]:
             best = (not balance.holds(), volume, balance)
@@ -137,7 +137,7 @@ def stream(
     return best[2].part
 
 
-def cluster(scan: Scan, *, max_nodes: int, seed: int = 0, passes: int = 3) -> Int32Array:
+def cluster(scan: RepeatableScan, *, max_nodes: int, seed: int = 0, passes: int = 3) -> Int32Array:
     """Returns the cluster of each node, (num_nodes,) int32, numbered without gaps, at most `max_nodes` nodes in each.
 
     Meant for ordering the nodes of a part so that neighbours lie close together.
@@ -146,13 +146,13 @@ def cluster(scan: Scan, *, max_nodes: int, seed: int = 0, passes: int = 3) -> In
         raise PartitionError(f"expected max_nodes >= 1, found {max_nodes}")
     if scan.num_nodes == 0:
         return np.zeros(0, np.int32)
-    label = _propagate(scan, _survey(scan), None, cap=max_nodes, passes=passes, seed=seed)
+    label = _propagate(scan, _graph_traits(scan), None, cap=max_nodes, passes=passes, seed=seed)
     _compact(label)
     return label
 
 
 def _checked_weights(
-    scan: Scan, parts: int, weights: npt.NDArray[np.integer] | None, imbalance: float
+    scan: RepeatableScan, parts: int, weights: npt.NDArray[np.integer] | None, imbalance: float
 ) -> Int32Array | None:
     if parts < 1:
         raise PartitionError(f"expected parts >= 1, found {parts}")
@@ -169,7 +169,7 @@ def _checked_weights(
     return np.ascontiguousarray(weights, np.int32)
 
 
-def _survey(scan: Scan) -> Survey:
+def _graph_traits(scan: RepeatableScan) -> GraphTraits:
     asymmetry, end, pieces = 0, 0, False
     for c in scan.chunks(CHUNK_EDGES):
         # The kernels of later passes index by these numbers unchecked.
@@ -178,11 +178,11 @@ def _survey(scan: Scan) -> Survey:
         asymmetry += _native.stream_asymmetry(c.first, c.indptr, c.src)
         pieces |= c.first < end
         end = c.first + len(c.indptr) - 1
-    return Survey(symmetric=asymmetry % (1 << 64) == 0, pieces=pieces)
+    return GraphTraits(symmetric=asymmetry % (1 << 64) == 0, pieces=pieces)
 
 
 def _cluster_for(
-    scan: Scan, survey: Survey, weight: Int32Array | None, parts: int, *, passes: int, seed: int
+    scan: RepeatableScan, survey: GraphTraits, weight: Int32Array | None, parts: int, *, passes: int, seed: int
 ) -> Int32Array:
     """Clusters small enough, in weight and in nodes, for the parts to be balanced."""
     nodes = scan.num_nodes
@@ -201,7 +201,7 @@ def _cluster_for(
 
 
 def _propagate(
-    scan: Scan, survey: Survey, weight: Int32Array | None, *, cap: int, passes: int, seed: int
+    scan: RepeatableScan, survey: GraphTraits, weight: Int32Array | None, *, cap: int, passes: int, seed: int
 ) -> Int32Array:
     """Labels of clusters: some node's number each."""
     nodes = scan.num_nodes
@@ -234,7 +234,7 @@ def _compact(label: Int32Array) -> int:
     return clusters
 
 
-def _quotient(scan: Scan, label: Int32Array, clusters: int, weight: Int32Array | None) -> Quotient:
+def _quotient(scan: RepeatableScan, label: Int32Array, clusters: int, weight: Int32Array | None) -> QuotientGraph:
     slots = max(MIN_PAIRS, SLOTS_PER_NODE << scan.num_nodes.bit_length() - 1)
     slots = min(slots, 2 << (2 * scan.num_edges).bit_length())
     key, count, used = np.zeros(slots, np.uint64), np.zeros(slots, np.uint32), 0
@@ -246,10 +246,10 @@ def _quotient(scan: Scan, label: Int32Array, clusters: int, weight: Int32Array |
     log.debug("quotient: %d clusters, %d pairs", clusters, used)
     size = _sum_by(label, None, clusters)
     load = size if weight is None else _sum_by(label, weight, clusters)
-    return Quotient(indptr, neighbour, edge_weight, load, size)
+    return QuotientGraph(indptr, neighbour, edge_weight, load, size)
 
 
-def _partition_quotient(graph: Quotient, parts: int, *, imbalance: float, seed: int) -> Int32Array:
+def _partition_quotient(graph: QuotientGraph, parts: int, *, imbalance: float, seed: int) -> Int32Array:
     """Parts of the clusters: k-way for those with neighbours, the lightest part for the others, heavy ones first."""
     connected = np.diff(graph.indptr) > 0
     part = np.full(len(connected), -1, np.int32)
@@ -262,7 +262,9 @@ def _partition_quotient(graph: Quotient, parts: int, *, imbalance: float, seed: 
     return part
 
 
-def _kway(graph: Quotient, connected: npt.NDArray[np.bool_], parts: int, *, imbalance: float, seed: int) -> Int32Array:
+def _kway(
+    graph: QuotientGraph, connected: npt.NDArray[np.bool_], parts: int, *, imbalance: float, seed: int
+) -> Int32Array:
     number = np.cumsum(connected, dtype=np.int32) - np.int32(1)
     indptr = np.concatenate([graph.indptr[:1], graph.indptr[1:][connected]])
     load, size = graph.load[connected], graph.size[connected]
@@ -281,7 +283,7 @@ def _cap(total: int, heaviest: int, parts: int, imbalance: float) -> int:
     return max(int((1 + imbalance) * total / parts), -(-total // parts), heaviest)
 
 
-class _Balance:
+class _BalancedAssignment:
     """An assignment with the loads of its parts and the caps they must keep."""
 
     def __init__(self, part: Int32Array, parts: int, weight: Int32Array | None, imbalance: float) -> None:
@@ -315,7 +317,7 @@ def _pin_layout(parts: int) -> tuple[int, int] | None:
     return None
 
 
-def _refine(scan: Scan, survey: Survey, balance: _Balance, *, passes: int, seed: int) -> int:
+def _refine(scan: RepeatableScan, survey: GraphTraits, balance: _BalancedAssignment, *, passes: int, seed: int) -> int:
     """Improves the assignment in place; returns the volume, or 0 if there are too many parts to count it."""
     layout = _pin_layout(balance.parts)
     if layout is None:
@@ -350,20 +352,20 @@ def _refine(scan: Scan, survey: Survey, balance: _Balance, *, passes: int, seed:
     return volume
 
 
-def _in_degree(scan: Scan) -> Int32Array:
+def _in_degree(scan: RepeatableScan) -> Int32Array:
     degree = np.zeros(scan.num_nodes, np.int32)
     for c in scan.chunks(CHUNK_EDGES):
         degree[c.first : c.first + len(c.indptr) - 1] += np.diff(c.indptr).astype(np.int32)
     return degree
 
 
-def _count_pins(scan: Scan, pins: npt.NDArray[np.uint64], bits: int, part: Int32Array) -> None:
+def _count_pins(scan: RepeatableScan, pins: npt.NDArray[np.uint64], bits: int, part: Int32Array) -> None:
     _native.stream_pins_reset(pins, bits, part)
     for c in scan.chunks(CHUNK_EDGES):
         _native.stream_pins(c.first, c.indptr, c.src, pins, bits, part)
 
 
-def _refine_cut(scan: Scan, balance: _Balance, *, passes: int, seed: int) -> None:
+def _refine_cut(scan: RepeatableScan, balance: _BalancedAssignment, *, passes: int, seed: int) -> None:
     """For very many parts: label propagation with parts as labels, which needs no counters but sees the cut only."""
     for _ in range(passes):
         for c in scan.chunks(CHUNK_EDGES):

@@ -19,7 +19,7 @@ def count_batches(items: int, size: int) -> int:
     return -(-items // size) if size else 1
 
 
-def batches(items: Tensor, size: int, *, seed: int, epoch: int, first: int = 0) -> Iterator[tuple[int, Tensor]]:
+def epoch_batches(items: Tensor, size: int, *, seed: int, epoch: int, first: int = 0) -> Iterator[tuple[int, Tensor]]:
     """(number, items) of batches of ``size`` items (the last may be smaller), from number ``first`` on.
 
     ``items`` [n] int64 are ascending, and so are those of each batch.

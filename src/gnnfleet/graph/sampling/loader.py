@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import SPLITS, Graph
-from gnnfleet.graph.sampling.batches import batches
-from gnnfleet.graph.sampling.prefetch import prefetched
-from gnnfleet.graph.sampling.sampler import Fanouts, Sampler
+from gnnfleet.graph.sampling.batches import epoch_batches
+from gnnfleet.graph.sampling.prefetch import prefetch_items
+from gnnfleet.graph.sampling.sampler import Fanouts, NeighborSampler
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.gather import gather
@@ -74,8 +74,8 @@ class NeighborLoader:
         self._kind, ids = _find_nodes(graph, input_nodes)
         self._ids = ids.sort().values if shuffle else ids
         self._sampling = {"fanouts": num_neighbors, "replace": replace, "weighted": weight_attr is not None}
-        self._readers = {kind: FeatureReader(table.x) for kind, table in graph.nodes.items() if table.x is not None}
-        self._idle = [Sampler(graph, num_neighbors, replace=replace, weighted=weight_attr is not None)]
+        self._readers = {kind: FeatureGather(table.x) for kind, table in graph.nodes.items() if table.x is not None}
+        self._idle = [NeighborSampler(graph, num_neighbors, replace=replace, weighted=weight_attr is not None)]
         self.epoch = 0
         """Of the next iteration; may be set, to go on where another run ended."""
 
@@ -85,11 +85,11 @@ class NeighborLoader:
 
     def __iter__(self) -> Iterator[MiniBatch]:
         epoch, self.epoch = self.epoch, self.epoch + 1
-        return prefetched(self._make(epoch), self._prefetch)
+        return prefetch_items(self._make(epoch), self._prefetch)
 
     def _make(self, epoch: int) -> Generator[MiniBatch]:
         # Loops over one loader may overlap: each has a sampler of its own, given back at its end.
-        sampler = self._idle.pop() if self._idle else Sampler(self._graph, **self._sampling)  # type: ignore[arg-type]
+        sampler = self._idle.pop() if self._idle else NeighborSampler(self._graph, **self._sampling)  # type: ignore[arg-type]
         try:
             for step, seeds in self._slices(epoch):
                 if len(seeds) == self._size or not self._drop_last:
@@ -99,10 +99,10 @@ class NeighborLoader:
 
     def _slices(self, epoch: int) -> Iterator[tuple[int, Tensor]]:
         if self._shuffle:
-            return batches(self._ids, self._size, seed=self._seed, epoch=epoch)
+            return epoch_batches(self._ids, self._size, seed=self._seed, epoch=epoch)
         return iter(enumerate(torch.split(self._ids, self._size)))
 
-    def _batch(self, sampler: Sampler, seeds: Tensor, key: DrawKey) -> MiniBatch:
+    def _batch(self, sampler: NeighborSampler, seeds: Tensor, key: DrawKey) -> MiniBatch:
         views = sampler.blocks({self._kind: seeds}, key)
         prepare_backward(views)
         ids = {kind: rows.node_ids for kind, rows in views[0].nodes.items()}
@@ -119,7 +119,7 @@ class NeighborLoader:
         )
 
 
-class FeatureReader:
+class FeatureGather:
     """Rows of features by store id; half precision becomes float32. Pages of large files do not stay in memory."""
 
     def __init__(self, x: Tensor) -> None:

@@ -17,7 +17,7 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.links import Links
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 
-Ends = Literal["dst", "src", "either", "pair"]
+NegativeEnds = Literal["dst", "src", "either", "pair"]
 
 # Draws of one family are told apart by layer: training, evaluation, the list that all links of a step share, which of
 # several is the one where one is asked for.
@@ -26,7 +26,7 @@ _TRIES = 4
 
 
 @dataclass(frozen=True, eq=False)
-class NegativeDraws:
+class LinkNegativeSampler:
     """Draws negatives of a graph. ``known`` are keys of edges to avoid; after a few tries one may be taken anyway."""
 
     keys: EdgeKeys
@@ -34,41 +34,41 @@ class NegativeDraws:
     known: Tensor | None = None
 
     @classmethod
-    def of(cls, graph: Graph, *, avoid: bool = True) -> NegativeDraws:
+    def of(cls, graph: Graph, *, avoid: bool = True) -> LinkNegativeSampler:
         """For a graph; ``avoid`` its edges."""
         keys = EdgeKeys.of(graph)
         counts = [(graph.nodes[kind.src].count, graph.nodes[kind.dst].count) for kind in graph.edges]
-        return cls(keys, torch.tensor(counts).view(-1, 2), keys.all_edges(graph) if avoid else None)
+        return cls(keys, torch.tensor(counts).view(-1, 2), keys.of_all_edges(graph) if avoid else None)
 
-    def knowing(self, links: Links) -> NegativeDraws:
+    def avoiding(self, links: Links) -> LinkNegativeSampler:
         """Avoids these links too, whether or not the graph's edges are avoided."""
-        more = self.keys.links(links)
+        more = self.keys.of_links(links)
         every = more if self.known is None else torch.cat([self.known, more])
         return replace(self, known=every.sort().values)
 
-    def corrupt(self, links: Links, key: DrawKey, *, count: int, ends: Ends, layer: int = TRAINING) -> Links:
+    def corrupt(self, links: Links, key: DrawKey, *, count: int, ends: NegativeEnds, layer: int = TRAINING) -> Links:
         """``count`` negatives for each link, in a row."""
         draws = key.draws(Purpose.NEGATIVE, layer)
-        numbers = links.numbers
-        every = links.take(torch.arange(len(links)).repeat_interleave(count))
+        numbers = links.draw_ids
+        every = links.select(torch.arange(len(links)).repeat_interleave(count))
         made = self._replace(every, self._uniforms(draws, numbers, count), ends)
         if self.known is None:
             return made
         src, dst = made.src, made.dst
         for turn in range(1, _TRIES):
-            edges = contains(self.known, self.keys.links(made)) | contains(self.known, self._reversed(made))
+            edges = contains(self.known, self.keys.of_links(made)) | contains(self.known, self._reversed(made))
             again = edges.nonzero()[:, 0]
             if not len(again):
                 break
             fresh = self._uniforms(draws.at(layer, relation=turn), numbers[again // count], count)
             fresh = fresh.view(len(again), count, 2)[torch.arange(len(again)), again % count]
-            redone = self._replace(every.take(again), fresh, ends)
+            redone = self._replace(every.select(again), fresh, ends)
             src, dst = src.clone(), dst.clone()
             src[again], dst[again] = redone.src, redone.dst
             made = Links(made.relation, src, dst, made.ids)
         return made
 
-    def shared(self, key: DrawKey, count: int, nodes: int) -> Tensor:
+    def shared_nodes(self, key: DrawKey, count: int, nodes: int) -> Tensor:
         """[count] nodes of one type that all links of a step are set against."""
         return (key.draws(Purpose.NEGATIVE, SHARED).uniforms(count) * nodes).long()
 
@@ -87,7 +87,7 @@ class NegativeDraws:
             links.relation, torch.where(within, links.dst, links.src), torch.where(within, links.src, links.dst)
         )
 
-    def _replace(self, links: Links, uniforms: Tensor, ends: Ends) -> Links:
+    def _replace(self, links: Links, uniforms: Tensor, ends: NegativeEnds) -> Links:
         counts = self.counts[links.relation]
         if ends == "either":  # the first number tosses the coin
             head = uniforms[:, 0] < 0.5

@@ -15,19 +15,19 @@ from typing import Generic, TypeVar
 
 import torch
 
-from gnnfleet.ops.native import alone
+from gnnfleet.ops.native import single_threaded
 
 T = TypeVar("T")
 
-AHEAD = 2
+DEFAULT_DEPTH = 2
 
 _POLL = 0.1  # seconds between looks at whether anyone is still there
 _JOIN = 30.0  # seconds a thread gets to finish the thing it is making
 
 
 @dataclass(frozen=True)
-class _Made(Generic[T]):
-    thing: T
+class _Item(Generic[T]):
+    value: T
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _End:
     error: BaseException | None = None
 
 
-def prefetched(things: Generator[T], depth: int) -> Generator[T]:
+def prefetch_items(things: Generator[T], depth: int) -> Generator[T]:
     """``things``, up to ``depth`` of them made ahead in a thread of their own; 0 makes each when it is asked for.
 
     With those in use at most ``depth`` + 1 are in memory: the next is begun when one is taken. Close it where the loop
@@ -45,7 +45,7 @@ def prefetched(things: Generator[T], depth: int) -> Generator[T]:
 
 
 def _ahead(things: Iterator[T], depth: int) -> Generator[T]:
-    ready: queue.Queue[_Made[T] | _End] = queue.Queue()
+    ready: queue.Queue[_Item[T] | _End] = queue.Queue()
     room, stop = threading.Semaphore(depth), threading.Event()
     # Not a daemon: the interpreter kills those inside compiled code. ``_produce`` ends with the main thread instead.
     thread = threading.Thread(target=_produce, args=(things, ready, room, stop), name="gnnfleet-prefetch")
@@ -58,14 +58,14 @@ def _ahead(things: Iterator[T], depth: int) -> Generator[T]:
                     raise item.error
                 return
             room.release()
-            yield item.thing
+            yield item.value
             del item
     finally:
         stop.set()
         thread.join(_JOIN)
 
 
-def _next(ready: queue.Queue[_Made[T] | _End], thread: threading.Thread) -> _Made[T] | _End:
+def _next(ready: queue.Queue[_Item[T] | _End], thread: threading.Thread) -> _Item[T] | _End:
     while True:
         try:
             return ready.get(timeout=_POLL)
@@ -74,16 +74,16 @@ def _next(ready: queue.Queue[_Made[T] | _End], thread: threading.Thread) -> _Mad
 
 
 def _produce(
-    things: Iterator[T], ready: queue.Queue[_Made[T] | _End], room: threading.Semaphore, stop: threading.Event
+    things: Iterator[T], ready: queue.Queue[_Item[T] | _End], room: threading.Semaphore, stop: threading.Event
 ) -> None:
-    with alone():
+    with single_threaded():
         try:
             while _wait(room, stop):
                 thing = next(things, _NOTHING)
                 if thing is _NOTHING:
                     ready.put(_End())
                     return
-                ready.put(_Made(thing))  # type: ignore[arg-type]
+                ready.put(_Item(thing))  # type: ignore[arg-type]
                 del thing
         except BaseException as error:
             ready.put(_End(error))
@@ -100,7 +100,7 @@ def _wait(room: threading.Semaphore, stop: threading.Event) -> bool:
     return False
 
 
-def wise_depth(read: int, *, processes: int = 1) -> int:
+def auto_depth(read: int, *, processes: int = 1) -> int:
     """How far ahead to work where each step reads some of ``read`` bytes, in each of some processes of this machine.
 
     A thread beside as many busy ones as there are cores makes all of them wait for it; it pays for itself where there
@@ -108,4 +108,4 @@ def wise_depth(read: int, *, processes: int = 1) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return AHEAD if cores > processes * torch.get_num_threads() or read > memory // 2 else 0
+    return DEFAULT_DEPTH if cores > processes * torch.get_num_threads() or read > memory // 2 else 0

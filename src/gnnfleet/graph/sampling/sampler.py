@@ -3,7 +3,7 @@
 In every view destinations come first; they are the sources of the next view, in the same order. A hop draws for every
 node it has reached, also for those an earlier hop drew for: a layer computes all rows that the next one reads.
 A draw goes by (key, hop, relation, store id), hops counted from the seeds. Sums over neighbours drawn evenly are scaled
-up to all of them (``Relation.share``); with weights the draw itself stands for the weights, and sums are left alone.
+up to all of them (``LocalEdges.sampling_scale``); with weights the draw itself stands for the weights, and sums are left alone.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
-from gnnfleet.graph.reorder import PickedDegrees
-from gnnfleet.graph.views.local import Degrees, LocalView, Relation
-from gnnfleet.graph.views.view_base import Rows
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.graph.reorder import ReorderedDegrees
+from gnnfleet.graph.views.local import GraphDegrees, LocalEdges, LocalView
+from gnnfleet.graph.views.view_base import NodeRows
+from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.gather import gather
-from gnnfleet.ops.paging import gather_by_window, is_paged, let_go
-from gnnfleet.ops.sample import Fanout, Frontier, pick, sample
+from gnnfleet.ops.paging import drop_pages, gather_by_window, is_paged
+from gnnfleet.ops.sample import Fanout, Frontier, edge_sources, sample
 
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]
 """In-edges drawn per node, the hop next to the seeds first, −1 for all; by edge type where they differ."""
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class SampledEdges:
     """In-edges of one type drawn for the destinations of a hop. S destinations, E edges."""
 
     offsets: Tensor  # [S + 1] int64
@@ -38,17 +38,17 @@ class Drawn:
     edge_ids: Tensor  # [E] int64
     weight: Tensor | None = None
     attr: Tensor | None = None
-    share: Callable[[], Tensor] | None = None  # see ``Relation``
+    scale: Callable[[], Tensor] | None = None  # see ``LocalEdges``
 
 
 DegreesOf = Callable[[str, Tensor], Callable[[bool], Tensor]]
-"""(node type, store ids) → what ``Rows.degree`` is for these nodes."""
+"""(node type, store ids) → what ``NodeRows.degree`` is for these nodes."""
 
 
-class Growth:
+class BlockBuilder:
     """The blocks of one batch, grown hop by hop from the seeds outward. Whoever draws, rows and views are made here.
 
-    Raises InputError for seeds that do not exist or come twice. ``end`` must be called, whatever happens.
+    Raises InputError for seeds that do not exist or come twice. ``finish`` must be called, whatever happens.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Growth:
         """Store ids of all nodes reached, in the order of their rows: the destinations of the next hop."""
         return {kind: frontier.ids for kind, frontier in self._frontiers.items()}
 
-    def hop(self, drawn: Mapping[EdgeType, Drawn]) -> None:
+    def add_hop(self, drawn: Mapping[EdgeType, SampledEdges]) -> None:
         """Take what was drawn for ``ids``."""
         dst = self.ids
         for kind, edges in drawn.items():
-            self._frontiers[kind.src].meet(edges.sources)
+            self._frontiers[kind.src].add(edges.sources)
         for frontier in self._frontiers.values():
-            frontier.grow()
+            frontier.assign_rows()
         relations = {kind: self._relation(kind, edges) for kind, edges in drawn.items()}
         layer = self._layers - 1 - len(self._views)
         self._views.append(LocalView(self._rows(dst), relations, key=self.key, layer=layer))
@@ -90,27 +90,27 @@ class Growth:
         """The last hop where the first layer's aggregate is known: a view without edges."""
         dst, none = self.ids, torch.empty(0, dtype=torch.int64)
         relations = {
-            kind: self._relation(kind, Drawn(torch.zeros(len(dst[kind.dst]) + 1, dtype=torch.int64), none, none))
+            kind: self._relation(kind, SampledEdges(torch.zeros(len(dst[kind.dst]) + 1, dtype=torch.int64), none, none))
             for kind in edge_types
         }
         self._views.append(LocalView(self._rows(dst), relations, key=self.key))
 
-    def end(self) -> list[LocalView]:
+    def finish(self) -> list[LocalView]:
         """One view per hop, the one that reads features first; the frontiers may be used for another batch."""
         for frontier in self._frontiers.values():
             frontier.clear()
         return self._views[::-1]
 
-    def _rows(self, dst: Mapping[str, Tensor]) -> dict[str, Rows]:
-        return {kind: Rows(ids, len(dst[kind]), self._degrees(kind, ids)) for kind, ids in self.ids.items()}
+    def _rows(self, dst: Mapping[str, Tensor]) -> dict[str, NodeRows]:
+        return {kind: NodeRows(ids, len(dst[kind]), self._degrees(kind, ids)) for kind, ids in self.ids.items()}
 
-    def _relation(self, kind: EdgeType, drawn: Drawn) -> Relation:
+    def _relation(self, kind: EdgeType, drawn: SampledEdges) -> LocalEdges:
         frontier = self._frontiers[kind.src]
-        structure = Compressed(drawn.offsets, frontier.rows(drawn.sources), len(frontier.ids))
-        return Relation(structure, drawn.edge_ids, drawn.weight, drawn.attr, drawn.share)
+        structure = CSR(drawn.offsets, frontier.rows(drawn.sources), len(frontier.ids))
+        return LocalEdges(structure, drawn.edge_ids, drawn.weight, drawn.attr, drawn.scale)
 
 
-class Sampler:
+class NeighborSampler:
     """Draws blocks from a graph; keeps what its largest batch needed and serves one thread at a time.
 
     ``weighted`` draws in proportion to the edges' weights, where an edge type has some. Raises ConfigError.
@@ -120,12 +120,14 @@ class Sampler:
         self._graph, self._replace = graph, replace
         self.hops = hop_counts(tuple(graph.edges), fanouts)
         self._edges = {
-            kind: Compressed(edges.indptr.contiguous(), edges.src.contiguous(), graph.nodes[kind.src].count)
+            kind: CSR(edges.indptr.contiguous(), edges.src.contiguous(), graph.nodes[kind.src].count)
             for kind, edges in graph.edges.items()
         }
-        self._weights = {kind: _chances(kind, edges) if weighted else None for kind, edges in graph.edges.items()}
+        self._weights = {
+            kind: _sampling_weights(kind, edges) if weighted else None for kind, edges in graph.edges.items()
+        }
         self._readers = {kind: _EdgeReader(edges, graph.edges[kind]) for kind, edges in self._edges.items()}
-        self._degrees = {kind: Degrees(graph, kind) for kind in graph.nodes}
+        self._degrees = {kind: GraphDegrees(graph, kind) for kind in graph.nodes}
         self._frontiers = {kind: Frontier(table.count) for kind, table in graph.nodes.items()}
 
     def blocks(self, seeds: Mapping[str, Tensor], key: DrawKey, *, given: bool = False) -> list[LocalView]:
@@ -134,22 +136,22 @@ class Sampler:
         With ``given`` the first layer's aggregate is known: the last hop is not drawn and the first view has no edges,
         only destinations. Raises InputError for seeds that do not exist or come twice.
         """
-        growth = Growth(self._frontiers, seeds, key, layers=len(self.hops), degrees=self._degrees_of)
+        growth = BlockBuilder(self._frontiers, seeds, key, layers=len(self.hops), degrees=self._degrees_of)
         try:
             for hop, counts in enumerate(self.hops[:-1] if given else self.hops):
-                growth.hop(self._draw(hop, counts, growth))
+                growth.add_hop(self._draw(hop, counts, growth))
             if given:
                 growth.stop(self._edges)
         finally:
-            views = growth.end()
+            views = growth.finish()
             for reader in self._readers.values():
                 reader.end()
         return views
 
     def _degrees_of(self, kind: str, ids: Tensor) -> Callable[[bool], Tensor]:
-        return PickedDegrees(self._degrees[kind], ids)
+        return ReorderedDegrees(self._degrees[kind], ids)
 
-    def _draw(self, hop: int, counts: Mapping[EdgeType, int], growth: Growth) -> dict[EdgeType, Drawn]:
+    def _draw(self, hop: int, counts: Mapping[EdgeType, int], growth: BlockBuilder) -> dict[EdgeType, SampledEdges]:
         dst, found = growth.ids, {}
         for number, (kind, edges) in enumerate(self._edges.items()):
             ids = dst[kind.dst]
@@ -161,10 +163,10 @@ class Sampler:
                 weight=self._weights[kind],
             )
             even = counts[kind] >= 0 and self._weights[kind] is None
-            found[kind] = Drawn(
+            found[kind] = SampledEdges(
                 offsets,
                 *self._readers[kind].read(positions),
-                Share(_Degree(edges, ids), offsets) if even else None,
+                SamplingScale(_RowDegrees(edges, ids), offsets) if even else None,
             )
         return found
 
@@ -172,7 +174,7 @@ class Sampler:
 class _EdgeReader:
     """What edges at some positions carry; pages of large files do not stay in memory."""
 
-    def __init__(self, edges: Compressed, data: Edges) -> None:
+    def __init__(self, edges: CSR, data: Edges) -> None:
         self._edges, self._data = edges, data
         columns = (edges.indptr, edges.col, data.weight, data.attr)
         self._paged = [column is not None and is_paged(column) for column in columns]
@@ -183,7 +185,7 @@ class _EdgeReader:
         _, *by_window = self._paged
         far, heavy, wide = (gather_by_window if paged else gather for paged in by_window)
         return (
-            far(edges.col[:, None], positions)[:, 0] if by_window[0] else pick(edges, positions),
+            far(edges.col[:, None], positions)[:, 0] if by_window[0] else edge_sources(edges, positions),
             positions,
             None if weight is None else heavy(weight[:, None], positions)[:, 0],
             None if attr is None else wide(attr, positions),
@@ -192,10 +194,10 @@ class _EdgeReader:
     def end(self) -> None:
         """The batch was drawn."""
         if self._paged[0]:
-            let_go(self._edges.indptr[:, None])
+            drop_pages(self._edges.indptr[:, None])
 
 
-class Share:
+class SamplingScale:
     """Edges in the store per edge drawn, worked out by the layer that asks."""
 
     def __init__(self, degree: Callable[[], Tensor], offsets: Tensor) -> None:
@@ -205,10 +207,10 @@ class Share:
         return self._degree().double() / self._offsets.diff().clamp(min=1)
 
 
-class _Degree:
+class _RowDegrees:
     """In-edges of some rows."""
 
-    def __init__(self, edges: Compressed, rows: Tensor) -> None:
+    def __init__(self, edges: CSR, rows: Tensor) -> None:
         self._indptr, self._rows = edges.indptr, rows
 
     def __call__(self) -> Tensor:
@@ -224,8 +226,8 @@ def sample_blocks(
     replace: bool = False,
     weighted: bool = False,
 ) -> list[LocalView]:
-    """The blocks of one batch; see ``Sampler``, which is the thing to keep for many."""
-    return Sampler(graph, fanouts, replace=replace, weighted=weighted).blocks(seeds, key)
+    """The blocks of one batch; see ``NeighborSampler``, which is the thing to keep for many."""
+    return NeighborSampler(graph, fanouts, replace=replace, weighted=weighted).blocks(seeds, key)
 
 
 def hop_counts(edge_types: Sequence[EdgeType], fanouts: Fanouts) -> list[dict[EdgeType, int]]:
@@ -246,7 +248,7 @@ def hop_counts(edge_types: Sequence[EdgeType], fanouts: Fanouts) -> list[dict[Ed
     return [{kind: counts[hop] for kind, counts in given.items()} for hop in range(lengths.pop())]
 
 
-def _chances(kind: EdgeType, edges: Edges) -> Tensor | None:
+def _sampling_weights(kind: EdgeType, edges: Edges) -> Tensor | None:
     weight = edges.weight
     if weight is None:
         return None

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.reorder import PickedDegrees
-from gnnfleet.graph.views.local import LocalView, Relation
-from gnnfleet.graph.views.view_base import Rows
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.graph.reorder import ReorderedDegrees
+from gnnfleet.graph.views.local import LocalEdges, LocalView
+from gnnfleet.graph.views.view_base import NodeRows
+from gnnfleet.ops.csr import CSR
 
-Spans = Mapping[str, tuple[int, int]]
+RowSpans = Mapping[str, tuple[int, int]]
 """{node type: (first row, row after the last)}."""
 
 
@@ -29,7 +29,7 @@ class Block:
     rows: Mapping[str, Tensor]
 
 
-def full_block(view: LocalView, spans: Spans) -> Block:
+def full_block(view: LocalView, spans: RowSpans) -> Block:
     """The destinations in ``spans`` with all their in-edges."""
     rows: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
@@ -44,7 +44,9 @@ def full_block(view: LocalView, spans: Spans) -> Block:
         others[kind] = torch.unique(columns[(columns < low) | (columns >= high)]).long()
         rows[kind] = torch.cat([torch.arange(low, high), others[kind]])
     nodes = {
-        kind: Rows(table.node_ids[rows[kind]], spans[kind][1] - spans[kind][0], PickedDegrees(table.degree, rows[kind]))
+        kind: NodeRows(
+            table.node_ids[rows[kind]], spans[kind][1] - spans[kind][0], ReorderedDegrees(table.degree, rows[kind])
+        )
         for kind, table in view.nodes.items()
     }
     relations = {
@@ -54,7 +56,7 @@ def full_block(view: LocalView, spans: Spans) -> Block:
     return Block(replace(view, nodes=nodes, relations=relations), rows)
 
 
-def spans_of(view: LocalView, chunks: int) -> list[dict[str, tuple[int, int]]]:
+def split_spans(view: LocalView, chunks: int) -> list[dict[str, tuple[int, int]]]:
     """All destinations of a view in ``chunks`` stretches, each a stretch of every node type."""
     return [
         {kind: (c * rows.num_dst // chunks, (c + 1) * rows.num_dst // chunks) for kind, rows in view.nodes.items()}
@@ -62,17 +64,17 @@ def spans_of(view: LocalView, chunks: int) -> list[dict[str, tuple[int, int]]]:
     ]
 
 
-def _columns(relation: Relation, span: tuple[int, int]) -> Tensor:
+def _columns(relation: LocalEdges, span: tuple[int, int]) -> Tensor:
     indptr = relation.structure.indptr
     return relation.structure.col[int(indptr[span[0]]) : int(indptr[span[1]])]
 
 
-def _cut(relation: Relation, dst: tuple[int, int], src: tuple[int, int], others: Tensor) -> Relation:
+def _cut(relation: LocalEdges, dst: tuple[int, int], src: tuple[int, int], others: Tensor) -> LocalEdges:
     indptr = relation.structure.indptr[dst[0] : dst[1] + 1]
     first, last = int(indptr[0]), int(indptr[-1])
     columns = relation.structure.col[first:last].long()
     own = (columns >= src[0]) & (columns < src[1])
     count = src[1] - src[0]
     columns = torch.where(own, columns - src[0], count + torch.searchsorted(others, columns))
-    structure = Compressed(indptr - first, columns.to(relation.structure.col.dtype), count + len(others))
+    structure = CSR(indptr - first, columns.to(relation.structure.col.dtype), count + len(others))
     return relation.cut(structure, slice(first, last))

@@ -15,19 +15,19 @@ from torch import Tensor
 
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
-from gnnfleet.graph.views.merged_relations import MergedOnce
+from gnnfleet.graph.views.merged_relations import LazyMergedRelations
 from gnnfleet.graph.views.row_index import take_rows
-from gnnfleet.graph.views.view import MANY, first_rows
-from gnnfleet.graph.views.view_base import CommonView, Rows
+from gnnfleet.graph.views.view import MANY_SOURCES, first_rows
+from gnnfleet.graph.views.view_base import NodeRows, ViewBase
 from gnnfleet.ops import aggregate as sums
 from gnnfleet.ops.attend import attend
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.message import Message
 from gnnfleet.ops.propagate import propagate
 
 # Self-loops have no store edge id; for draws they are numbered from here by the node's store id.
-LOOP_IDS = 1 << 48
+SELF_LOOP_IDS = 1 << 48
 
 
 def _same(t: Tensor) -> Tensor:
@@ -35,79 +35,79 @@ def _same(t: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Relation:
-    """The edges of one type in a view; ``share`` is there when they are a sample, drawn evenly.
+class LocalEdges:
+    """The edges of one type in a view; ``sampling_scale`` is there when they are a sample, drawn evenly.
 
     Sums over a sample are multiplied by it and so estimate, without bias, the sum over all neighbours.
     """
 
-    structure: Compressed
+    structure: CSR
     edge_ids: Tensor  # [E] int64
     weight: Tensor | None = None
     attr: Tensor | None = None
-    share: Callable[[], Tensor] | None = None  # [R] float64: edges in the store per edge drawn
-    in_order: bool = True  # whether edge ids never fall within a row
-    memo: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    sampling_scale: Callable[[], Tensor] | None = None  # [R] float64: edges in the store per edge drawn
+    is_store_order: bool = True  # whether edge ids never fall within a row
+    cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
-    def cut(self, structure: Compressed, which: slice | Tensor, share: Callable[[], Tensor] | None = None) -> Relation:
+    def cut(self, structure: CSR, which: slice | Tensor, share: Callable[[], Tensor] | None = None) -> LocalEdges:
         """Some of the edges, in the same order, under another structure."""
         weight = None if self.weight is None else self.weight[which]
         attr = None if self.attr is None else self.attr[which]
-        return Relation(structure, self.edge_ids[which], weight, attr, share, self.in_order)
+        return LocalEdges(structure, self.edge_ids[which], weight, attr, share, self.is_store_order)
 
     @property
-    def ties(self) -> Tensor | None:
+    def tie_ids(self) -> Tensor | None:
         """What decides between equal maxima, the store edge ids, where positions do not say the same."""
-        return None if self.in_order else self.edge_ids
+        return None if self.is_store_order else self.edge_ids
 
-    def looped_ties(self, node_ids: Tensor) -> Tensor | None:
+    def looped_tie_ids(self, node_ids: Tensor) -> Tensor | None:
         """The same of ``looped``: a loop is last in its row, and its id above those of all edges."""
-        return None if self.in_order else self.looped_ids(node_ids)
+        return None if self.is_store_order else self.looped_ids(node_ids)
 
     def looped_ids(self, node_ids: Tensor) -> Tensor:
         """[E'] what draws of the edges of ``looped`` go by; made once, for the nodes of the view this belongs to."""
-        if "ids" not in self.memo:
-            structure, edge = self.structure.looped
-            loops = LOOP_IDS + node_ids[structure.col.long()]
-            self.memo["ids"] = torch.where(edge < 0, loops, _pick(self.edge_ids, edge, fill=0))
-        return self.memo["ids"]
+        if "ids" not in self.cache:
+            structure, edge = self.structure.with_self_loops
+            loops = SELF_LOOP_IDS + node_ids[structure.col.long()]
+            self.cache["ids"] = torch.where(edge < 0, loops, _pick(self.edge_ids, edge, fill=0))
+        return self.cache["ids"]
 
     def scaled(self, total: Tensor, reduce: str) -> Tensor:
         """What sums over a sample say of the whole; ``total`` [R, F] is fresh."""
-        if self.share is None or reduce != "sum":
+        if self.sampling_scale is None or reduce != "sum":
             return total
         return total.mul_(self._shares.to(total.dtype).view(-1, *([1] * (total.dim() - 1))))
 
     def scaled_weight(self, weight: Tensor | None, reduce: str) -> Tensor | None:
         """The same, edge by edge."""
-        if self.share is None or reduce != "sum":
+        if self.sampling_scale is None or reduce != "sum":
             return weight
         each = self._shares[self.structure.row.long()]
         return each if weight is None else each.to(weight.dtype) * weight
 
     @cached_property
     def _shares(self) -> Tensor:
-        assert self.share is not None
-        return self.share()
+        assert self.sampling_scale is not None
+        return self.sampling_scale()
 
 
 @dataclass(frozen=True, eq=False)
-class LocalView(CommonView[Relation]):
+class LocalView(ViewBase[LocalEdges]):
     """A graph, or a piece of one, in this process."""
 
-    nodes: Mapping[str, Rows]
-    relations: Mapping[EdgeType, Relation]
+    nodes: Mapping[str, NodeRows]
+    relations: Mapping[EdgeType, LocalEdges]
     key: DrawKey = field(default_factory=DrawKey)
     layer: int = 0
     training: bool = True
-    sum_all: Callable[[Tensor], Tensor] = _same
-    merged: MergedOnce = field(default_factory=MergedOnce, repr=False)
+    sum_over_processes: Callable[[Tensor], Tensor] = _same
+    merged: LazyMergedRelations = field(default_factory=LazyMergedRelations, repr=False)
 
     @classmethod
-    def whole(cls, graph: Graph) -> LocalView:
+    def of_graph(cls, graph: Graph) -> LocalView:
         """Every node and edge of a graph."""
         nodes = {
-            kind: Rows(torch.arange(table.count), table.count, Degrees(graph, kind))
+            kind: NodeRows(torch.arange(table.count), table.count, GraphDegrees(graph, kind))
             for kind, table in graph.nodes.items()
         }
         relations = {kind: _relation(edges, graph.nodes[kind.src].count) for kind, edges in graph.edges.items()}
@@ -123,15 +123,15 @@ class LocalView(CommonView[Relation]):
                 raise InputError(f"nodes of a subgraph must be ascending store ids below {table.count}, each once")
             place[kind] = torch.full((table.count,), -1, dtype=torch.int64)
             place[kind][ids] = torch.arange(len(ids))
-            rows[kind] = Rows(ids, len(ids), _Picked(Degrees(graph, kind), ids))
+            rows[kind] = NodeRows(ids, len(ids), _SelectedDegrees(GraphDegrees(graph, kind), ids))
         relations = {
             kind: _induce(edges, place[kind.src], rows[kind.src], rows[kind.dst]) for kind, edges in graph.edges.items()
         }
         return cls(rows, relations)
 
     @property
-    def many_sources(self) -> bool:
-        return self.num_src > MANY * self.num_dst
+    def has_many_sources(self) -> bool:
+        return self.num_src > MANY_SOURCES * self.num_dst
 
     @property
     def edge_ids(self) -> Tensor:
@@ -149,37 +149,39 @@ class LocalView(CommonView[Relation]):
     def in_degree(self) -> Tensor:
         return self._edges.structure.indptr.diff()
 
-    def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, loops: bool = False) -> Tensor:
+    def aggregate(
+        self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, self_loops: bool = False
+    ) -> Tensor:
         edges = self._edges
-        if not loops:
-            out = sums.aggregate(edges.structure, x, reduce=reduce, weight=weight, ties=edges.ties)
+        if not self_loops:
+            out = sums.aggregate(edges.structure, x, reduce=reduce, weight=weight, ties=edges.tie_ids)
             return edges.scaled(out, reduce)
-        structure, edge = edges.structure.looped
+        structure, edge = edges.structure.with_self_loops
         weight = edges.scaled_weight(weight, reduce)
         if weight is not None:
             weight = _pick(weight, edge, fill=1.0)
-        ties = edges.looped_ties(self.node_ids) if reduce == "max" else None
+        ties = edges.looped_tie_ids(self.node_ids) if reduce == "max" else None
         return sums.aggregate(structure, x, reduce=reduce, weight=weight, ties=ties)
 
-    def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
+    def aggregate_with_self(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
         edges = self._edges
-        scaled = reduce == "sum" and edges.share is not None
+        scaled = reduce == "sum" and edges.sampling_scale is not None
         if reduce == "max" or scaled or x.device.type != "cpu":
             return self.aggregate(x, reduce=reduce), first_rows(x, self.num_dst)
-        return sums.aggregate_with_own(edges.structure, x, mean=reduce == "mean")
+        return sums.aggregate_with_self(edges.structure, x, mean=reduce == "mean")
 
     def aggregate_relations(
         self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
     ) -> dict[EdgeType, Tensor]:
         return {
-            kind: edges.scaled(sums.aggregate(edges.structure, x[kind.src], reduce=reduce, ties=edges.ties), reduce)
+            kind: edges.scaled(sums.aggregate(edges.structure, x[kind.src], reduce=reduce, ties=edges.tie_ids), reduce)
             for kind, edges in self.relations.items()
             if into in (None, kind.dst)
         }
 
     def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:
         assert len(self.nodes) == 1, "edge types of several node types have different rows"
-        if reduce == "sum" and any(relation.share is not None for relation in self.relations.values()):
+        if reduce == "sum" and any(relation.sampling_scale is not None for relation in self.relations.values()):
             (kind,) = self.nodes
             each = self.aggregate_relations({kind: x}, reduce=reduce).values()
             return torch.stack([rows * coefficient[i] for i, rows in enumerate(each)]).sum(0)
@@ -198,12 +200,12 @@ class LocalView(CommonView[Relation]):
         heads: int | None = None,
         slope: float = 0.2,
         dropout: float = 0.0,
-        loops: bool = False,
+        self_loops: bool = False,
     ) -> Tensor:
         dropout = dropout if self.training else 0.0
         structure, ids = self._edges.structure, self._edges.edge_ids if dropout else None
-        if loops:
-            structure, place = self._edges.structure.looped
+        if self_loops:
+            structure, place = self._edges.structure.with_self_loops
             ids = self._edges.looped_ids(self.node_ids) if dropout else None
             edge = None if edge is None else _with_loops(edge, structure, place)
         return attend(
@@ -242,18 +244,18 @@ class LocalView(CommonView[Relation]):
             params=params,
             reduce=reduce,
             edge_ids=edges.edge_ids,
-            ties=edges.ties,
+            ties=edges.tie_ids,
         )
         return edges.scaled(out, reduce)
 
-    def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
-        return take_rows(x, self._rows.places.rows(store_ids, below=x.shape[0]))
+    def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
+        return take_rows(x, self._rows.row_index.rows(store_ids, below=x.shape[0]))
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
-        return self.sum_all(t)
+        return self.sum_over_processes(t)
 
 
-class Degrees:
+class GraphDegrees:
     """In-degrees of a node type over all edge types into it, computed once per graph."""
 
     def __init__(self, graph: Graph, kind: str) -> None:
@@ -283,7 +285,7 @@ def _add_degrees(total: Tensor, edges: Edges, weight: Tensor | None, *, loops: b
 _DEGREE_EDGES = 1 << 20  # edges looked at together
 
 
-class _Picked:
+class _SelectedDegrees:
     """Some rows of another node's degrees."""
 
     def __init__(self, degrees: Callable[[bool], Tensor], rows: Tensor) -> None:
@@ -293,12 +295,12 @@ class _Picked:
         return self._degrees(weighted)[self._rows]
 
 
-def _relation(edges: Edges, num_src: int) -> Relation:
-    structure = Compressed(edges.indptr, edges.src, num_src)
-    return Relation(structure, torch.arange(edges.count), edges.weight, edges.attr)
+def _relation(edges: Edges, num_src: int) -> LocalEdges:
+    structure = CSR(edges.indptr, edges.src, num_src)
+    return LocalEdges(structure, torch.arange(edges.count), edges.weight, edges.attr)
 
 
-def _induce(edges: Edges, place: Tensor, src: Rows, dst: Rows) -> Relation:
+def _induce(edges: Edges, place: Tensor, src: NodeRows, dst: NodeRows) -> LocalEdges:
     """The edges of a type among the rows of a subgraph."""
     starts, ends = edges.indptr[dst.node_ids], edges.indptr[dst.node_ids + 1]
     degree = ends - starts
@@ -311,8 +313,8 @@ def _induce(edges: Edges, place: Tensor, src: Rows, dst: Rows) -> Relation:
     row, col, edge = row[keep], col[keep], edge[keep]
     indptr = torch.zeros(len(degree) + 1, dtype=torch.int64)
     indptr[1:] = torch.bincount(row, minlength=len(degree)).cumsum(0)
-    structure = Compressed(indptr, col.to(edges.src.dtype), len(src.node_ids))
-    return Relation(
+    structure = CSR(indptr, col.to(edges.src.dtype), len(src.node_ids))
+    return LocalEdges(
         structure,
         edge,
         None if edges.weight is None else edges.weight[edge],
@@ -325,7 +327,7 @@ def _pick(values: Tensor, place: Tensor, *, fill: float) -> Tensor:
     return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[place]
 
 
-def _with_loops(edge: Tensor, structure: Compressed, place: Tensor) -> Tensor:
+def _with_loops(edge: Tensor, structure: CSR, place: Tensor) -> Tensor:
     """Edge terms with one for every self-loop: the mean of the row's, as PyG fills them."""
     loops = place < 0
     given = _pick(edge, place, fill=0.0)

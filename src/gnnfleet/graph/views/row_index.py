@@ -7,13 +7,13 @@ from torch import Tensor
 
 from gnnfleet.errors import InputError
 from gnnfleet.ops.aggregate import aggregate
-from gnnfleet.ops.csr import Compressed
+from gnnfleet.ops.csr import CSR
 
 # A table has a place for every id up to the largest; sparser ids than one in this many are searched for instead.
 _SPARSE = 8
 
 
-class Places:
+class RowIndex:
     """The inverse of ``node_ids`` [N], each id once: a table where ids are dense, otherwise ids sorted with their rows.
 
     A whole graph in any order gets a table of N places; a small block of a large graph costs memory for its own rows.
@@ -62,6 +62,6 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """``x[rows]``; the gradient of a row taken several times is summed in one order, whatever the number of threads."""
     if x.dtype not in (torch.float32, torch.float64, torch.bfloat16) or x.device.type != "cpu":
         return x.index_select(0, rows)
-    one_each = Compressed(torch.arange(len(rows) + 1), rows, x.shape[0])
+    one_each = CSR(torch.arange(len(rows) + 1), rows, x.shape[0])
     table = x[:, None] if x.dim() == 1 else x
     return aggregate(one_each, table).to(x.dtype).view(len(rows), *x.shape[1:])

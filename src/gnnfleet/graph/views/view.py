@@ -26,10 +26,12 @@ class GraphView(Protocol):
     def training(self) -> bool:
         """Whether dropout drops and batch norm uses the batch's statistics."""
 
-    def at(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> GraphView:
+    def with_step(
+        self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None
+    ) -> GraphView:
         """The same edges for another step, layer or mode."""
 
-    def of(self, kind: str) -> GraphView:
+    def for_type(self, kind: str) -> GraphView:
         """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
 
     @property
@@ -42,7 +44,7 @@ class GraphView(Protocol):
     def num_dst(self) -> int: ...
 
     @property
-    def many_sources(self) -> bool:
+    def has_many_sources(self) -> bool:
         """Whether there are far more sources than destinations, as in sampled blocks; the same on all ranks."""
 
     @property
@@ -68,10 +70,12 @@ class GraphView(Protocol):
     def graph_degree(self, *, weighted: bool = False) -> Tensor:
         """[N_src] float32: in-edges in the whole graph, self-loops not counted; or the sum of their weights."""
 
-    def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, loops: bool = False) -> Tensor:
+    def aggregate(
+        self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, self_loops: bool = False
+    ) -> Tensor:
         """Linear or max aggregation over in-edges; a self-loop weighs 1."""
 
-    def near_and_own(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
+    def aggregate_with_self(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
         """(``aggregate(x)``, the destinations' own rows of x): the same as apart, with one pass for both gradients."""
 
     def aggregate_relations(
@@ -91,7 +95,7 @@ class GraphView(Protocol):
         heads: int | None = None,
         slope: float = 0.2,
         dropout: float = 0.0,
-        loops: bool = False,
+        self_loops: bool = False,
     ) -> Tensor:
         """Edge-softmax attention; see ``ops.attend``. The edge term of a self-loop is the mean of its row's."""
 
@@ -113,7 +117,7 @@ class GraphView(Protocol):
     def dropout(self, x: Tensor, p: float, *, place: int = 0, kind: str | None = None) -> Tensor:
         """Dropout by key on the rows of a node type; ``place`` tells several in one layer apart."""
 
-    def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
+    def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
         """[n, …] rows of x by store id, wherever they live; ids [n] in any order, repeated or not. Differentiable.
 
         x has a row for every source, or for every destination. Raises InputError for a node that has none.
@@ -123,7 +127,7 @@ class GraphView(Protocol):
         """The sum of t over everything that holds part of the nodes; differentiable."""
 
 
-MANY = 2
+MANY_SOURCES = 2
 """From how many sources for each destination there are many."""
 
 

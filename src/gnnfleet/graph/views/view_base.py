@@ -11,15 +11,15 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.views.row_index import Places
+from gnnfleet.graph.views.row_index import RowIndex
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import dropout
 
-Edges = TypeVar("Edges")
+EdgeStorage = TypeVar("EdgeStorage")
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class NodeRows:
     """The nodes of one type in a view."""
 
     node_ids: Tensor  # [N_src] int64
@@ -27,26 +27,26 @@ class Rows:
     degree: Callable[[bool], Tensor]  # weighted? → [N_src] float32
 
     @cached_property
-    def places(self) -> Places:
+    def row_index(self) -> RowIndex:
         """Where each store id lies; made when first asked for."""
-        return Places(self.node_ids)
+        return RowIndex(self.node_ids)
 
 
-class CommonView(Generic[Edges]):
-    """The base of views, which are frozen dataclasses with these fields. ``Edges`` is how one keeps an edge type."""
+class ViewBase(Generic[EdgeStorage]):
+    """The base of views, which are frozen dataclasses with these fields. ``EdgeStorage`` is how one keeps an edge type."""
 
-    nodes: Mapping[str, Rows]
-    relations: Mapping[EdgeType, Edges]
+    nodes: Mapping[str, NodeRows]
+    relations: Mapping[EdgeType, EdgeStorage]
     key: DrawKey
     layer: int
     training: bool
 
-    def at(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> Self:
+    def with_step(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> Self:
         """The same edges for another step, layer or mode; costs nothing."""
         given = {"key": key, "layer": layer, "training": training}
         return self._with(**{word: value for word, value in given.items() if value is not None})
 
-    def of(self, kind: str) -> Self:
+    def for_type(self, kind: str) -> Self:
         """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
         return self._with(nodes={kind: self.nodes[kind]}, relations={})
 
@@ -68,11 +68,11 @@ class CommonView(Generic[Edges]):
         return next(iter(self.nodes))
 
     @property
-    def _rows(self) -> Rows:
+    def _rows(self) -> NodeRows:
         return self.nodes[self._kind]
 
     @property
-    def _edges(self) -> Edges:
+    def _edges(self) -> EdgeStorage:
         if len(self.relations) != 1:
             raise ConfigError(f"this layer works on one edge type; the graph has {len(self.relations)}: use rgcn")
         return next(iter(self.relations.values()))

@@ -8,10 +8,10 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.linear import GlorotLinear
-from gnnfleet.ops.linear import mix, shift
+from gnnfleet.ops.linear import bias_relu, sum_linear
 
 
-class Attention(torch.nn.Module):
+class AttentionConv(torch.nn.Module):
     """The end of an attention layer, and its parameters ``lin_edge.weight``, ``res.weight``, ``bias``."""
 
     def __init__(
@@ -54,6 +54,6 @@ class Attention(torch.nn.Module):
         if not self.concat:
             out = out.view(out.shape[0], self.heads, self.out_channels).mean(1)
         if self.res is not None:
-            near = mix([(x, self.res.weight)], rows=view.num_dst)
+            near = sum_linear([(x, self.res.weight)], rows=view.num_dst)
             out, fresh = (out + near if near.dtype != out.dtype else near.add_(out)), True
-        return shift(out, self.bias, relu=relu, fresh=fresh)
+        return bias_relu(out, self.bias, relu=relu, fresh=fresh)

@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.conv.attention import Attention
-from gnnfleet.nn.linear import GlorotLinear, glorot_, widen
-from gnnfleet.ops.linear import fork
+from gnnfleet.nn.conv.attention import AttentionConv
+from gnnfleet.nn.linear import GlorotLinear, glorot_, to_float32
+from gnnfleet.ops.linear import multi_linear
 
 
-class GATConv(Attention):
+class GATConv(AttentionConv):
     """x'_i = Σ_{j ∈ N(i) ∪ {i}} softmax_j(LeakyReLU(a_src·Θx_j + a_dst·Θx_i + a_edge·Θ_e e_ji)) Θ x_j.
 
     Parameters ``lin.weight``, ``att_src``, ``att_dst`` [1, H, C], ``lin_edge.weight``, ``att_edge``, ``res.weight``,
@@ -52,8 +52,8 @@ class GATConv(Attention):
         """[N_src, in] → [N_dst, H·C], or [N_dst, C] when heads are averaged; edge_attr [E, edge_dim]."""
         with torch.autocast("cpu", enabled=False):
             fold = self._spread() @ self.lin.weight
-        value, scores = fork(x, [self.lin.weight, fold])
-        src, dst = widen(scores).chunk(2, 1)
+        value, scores = multi_linear(x, [self.lin.weight, fold])
+        src, dst = to_float32(scores).chunk(2, 1)
         out = view.attend(
             value,
             src=src,
@@ -62,7 +62,7 @@ class GATConv(Attention):
             heads=self.heads,
             slope=self.negative_slope,
             dropout=self.dropout if self.training else 0.0,
-            loops=self.add_self_loops,
+            self_loops=self.add_self_loops,
         )
         return self._finish(view, out, x, relu=relu)
 
@@ -77,4 +77,4 @@ class GATConv(Attention):
         if attr is None or self.lin_edge is None or self.att_edge is None:
             return None
         fold = self.lin_edge.weight.view(self.heads, self.out_channels, -1)
-        return widen(functional.linear(attr, torch.einsum("hcf,hc->hf", fold, self.att_edge[0])))
+        return to_float32(functional.linear(attr, torch.einsum("hcf,hc->hf", fold, self.att_edge[0])))

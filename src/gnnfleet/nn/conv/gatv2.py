@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.conv.attention import Attention
-from gnnfleet.nn.linear import GlorotLinear, apply_linear, glorot_, widen
+from gnnfleet.nn.conv.attention import AttentionConv
+from gnnfleet.nn.linear import GlorotLinear, apply_linear, glorot_, to_float32
 
 
-class GATv2Conv(Attention):
+class GATv2Conv(AttentionConv):
     """x'_i = Σ_{j ∈ N(i) ∪ {i}} softmax_j(a·LeakyReLU(Θ_r x_i + Θ_l x_j + Θ_e e_ji)) Θ_l x_j.
 
     Parameters ``lin_l.*``, ``lin_r.*`` (the same with ``share_weights``), ``att`` [1, H, C], ``lin_edge.weight``,
@@ -48,11 +48,11 @@ class GATv2Conv(Attention):
     def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None, relu: bool = False) -> Tensor:
         """[N_src, in] → [N_dst, H·C], or [N_dst, C] when heads are averaged; edge_attr [E, edge_dim]."""
         left = apply_linear(self.lin_l, x)
-        src = widen(left)
+        src = to_float32(left)
         dst = (
             first_rows(src, view.num_dst)
             if self.share_weights
-            else widen(apply_linear(self.lin_r, x, rows=view.num_dst))
+            else to_float32(apply_linear(self.lin_r, x, rows=view.num_dst))
         )
         attr = self._edge_rows(edge_attr, src.dtype)
         out = view.attend(
@@ -61,10 +61,10 @@ class GATv2Conv(Attention):
             dst=dst,
             score="v2",
             vector=self.att[0],
-            edge=None if attr is None or self.lin_edge is None else widen(self.lin_edge(attr)),
+            edge=None if attr is None or self.lin_edge is None else to_float32(self.lin_edge(attr)),
             heads=self.heads,
             slope=self.negative_slope,
             dropout=self.dropout if self.training else 0.0,
-            loops=self.add_self_loops,
+            self_loops=self.add_self_loops,
         )
         return self._finish(view, out, x, relu=relu)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.linear import GlorotLinear, transform_first
-from gnnfleet.ops.aggregate import wide
-from gnnfleet.ops.linear import fork, mix, shift
+from gnnfleet.nn.linear import GlorotLinear, should_transform_first
+from gnnfleet.ops.aggregate import accumulate_dtype
+from gnnfleet.ops.linear import bias_relu, multi_linear, sum_linear
 
 
-def inverse_root_degree(view: GraphView, weight: Tensor | None, *, loop: float, dtype: torch.dtype) -> Tensor:
+def inverse_sqrt_degree(view: GraphView, weight: Tensor | None, *, loop: float, dtype: torch.dtype) -> Tensor:
     """[N_src, 1] d^(−1/2), d = ``loop`` + the sum of in-edge weights; 0 where d is 0.
 
     For the store's weights d is the whole graph's. Other weights (learnt ones) are summed over the edges of the view,
@@ -27,7 +27,7 @@ def inverse_root_degree(view: GraphView, weight: Tensor | None, *, loop: float, 
         raise ConfigError("weights other than the store's need a view whose nodes are all destinations, found a block")
     else:
         ones = torch.ones(view.num_src, 1, dtype=dtype)
-        degree = view.aggregate(ones, weight=weight, loops=loop > 0) + max(loop - 1, 0)
+        degree = view.aggregate(ones, weight=weight, self_loops=loop > 0) + max(loop - 1, 0)
     return torch.where(degree > 0, degree, torch.inf).rsqrt()
 
 
@@ -76,7 +76,7 @@ class GCNConv(torch.nn.Module):
         terms = [(self._aggregate(view, x, weight, fresh=False), self.lin.weight[:, columns])]
         if self.res is not None:
             terms.append((x, self.res.weight[:, columns]))
-        return mix(terms, rows=view.num_dst)
+        return sum_linear(terms, rows=view.num_dst)
 
     def forward(
         self,
@@ -85,40 +85,40 @@ class GCNConv(torch.nn.Module):
         *,
         weight: Tensor | None = None,
         aggregated: Tensor | None = None,
-        made: Tensor | None = None,
+        precomputed_product: Tensor | None = None,
         relu: bool = False,
     ) -> Tensor:
         """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x, ``relu`` ends it."""
-        if made is not None:
-            return shift(made, self.bias, relu=relu, fresh=True)
+        if precomputed_product is not None:
+            return bias_relu(precomputed_product, self.bias, relu=relu, fresh=True)
         own = [] if self.res is None else [self.res.weight]
-        if aggregated is None and transform_first(view, self.in_channels, self.out_channels):
-            near, *rest = fork(x, [self.lin.weight, *own], rows=[x.shape[0], view.num_dst][: 1 + len(own)])
+        if aggregated is None and should_transform_first(view, self.in_channels, self.out_channels):
+            near, *rest = multi_linear(x, [self.lin.weight, *own], rows=[x.shape[0], view.num_dst][: 1 + len(own)])
             out = self._aggregate(view, near, weight, fresh=True)
             for rows in rest:
                 out = out.add_(rows)
-            return shift(out, self.bias, relu=relu, fresh=True)
+            return bias_relu(out, self.bias, relu=relu, fresh=True)
         if aggregated is None:
             aggregated = self._aggregate(view, x, weight, fresh=False)
         terms = [(aggregated, self.lin.weight), *((x, matrix) for matrix in own)]
-        return mix(terms, self.bias, relu=relu, rows=view.num_dst)
+        return sum_linear(terms, self.bias, relu=relu, rows=view.num_dst)
 
     def _aggregate(self, view: GraphView, x: Tensor, weight: Tensor | None, *, fresh: bool) -> Tensor:
         """``fresh``: x belongs to this layer and may be scaled in place."""
         if not self.normalize:
             return view.aggregate(x, weight=weight)
-        scale = inverse_root_degree(view, weight, loop=self.loop, dtype=wide(x.dtype))
-        return normalised_sum(view, x, weight, scale=scale, loop=self.loop, fresh=fresh)
+        scale = inverse_sqrt_degree(view, weight, loop=self.loop, dtype=accumulate_dtype(x.dtype))
+        return normalized_sum(view, x, weight, scale=scale, loop=self.loop, fresh=fresh)
 
 
-def normalised_sum(
+def normalized_sum(
     view: GraphView, x: Tensor, weight: Tensor | None, *, scale: Tensor, loop: float, fresh: bool
 ) -> Tensor:
     """``scale_i (Σ_j e_ji scale_j x_j + loop · scale_i x_i)``."""
     # Scaling rows on both sides instead of weighing edges: a view over ranks knows the degrees of its own rows only.
     in_place = fresh and not scale.requires_grad
     x = x.mul_(scale) if in_place else x * scale
-    out = view.aggregate(x, weight=weight, loops=loop > 0)
+    out = view.aggregate(x, weight=weight, self_loops=loop > 0)
     if loop > 1:
         out = out.add_(first_rows(x, view.num_dst), alpha=loop - 1)
     return out * first_rows(scale, view.num_dst) if scale.requires_grad else out.mul_(first_rows(scale, view.num_dst))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.linear import widen
+from gnnfleet.nn.linear import to_float32
 from gnnfleet.nn.norm import LayerNorm, batch_norm
 
 
@@ -54,7 +54,7 @@ class GENConv(torch.nn.Module):
         if hasattr(self, "lin_src"):
             x, own = self.lin_src(x), self.lin_dst(own)
         # A softmax for every channel is attention with as many heads; slope 1 leaves scores as they are.
-        value = torch.relu(widen(x)) + self.eps
+        value = torch.relu(to_float32(x)) + self.eps
         score, none = value if self.aggr_module.is_one else value * self.aggr_module.t, value.new_zeros(own.shape)
         out = view.attend(value, src=score, dst=none, heads=int(value.shape[1]), slope=1.0)
         out = self.mlp[0](out + own)

@@ -110,7 +110,7 @@ class RGCNConv(torch.nn.Module):
         weight: Tensor = self.weight
         if self.comp is not None:
             weight = (self.comp @ weight.flatten(1)).view(-1, self.in_channels, self.out_channels)
-        out = {kind: self._own(view.of(kind), rows) for kind, rows in x.items() if only in (None, kind)}
+        out = {kind: self._own(view.for_type(kind), rows) for kind, rows in x.items() if only in (None, kind)}
         for kind, rows in near.items():
             if kind.dst in out:
                 out[kind.dst] = _add_product(out[kind.dst], rows, weight[place[kind]])

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView
-from gnnfleet.nn.linear import apply_linear, transform_first
-from gnnfleet.ops.linear import fork, mix, shift
+from gnnfleet.nn.linear import apply_linear, should_transform_first
+from gnnfleet.ops.linear import bias_relu, multi_linear, sum_linear
 
 AGGRS = ("mean", "max", "sum", "add")
 
@@ -54,11 +54,11 @@ class SAGEConv(torch.nn.Module):
     def partial(self, view: GraphView, x: Tensor, columns: slice, *, weight: Tensor | None = None) -> Tensor:
         """[N_dst, out] what some columns of the input, [N_src, ·], give; the sum over all columns is ``made``."""
         assert not self.project, "its inputs are mixed first"
-        near, own = view.near_and_own(x, reduce=self.aggr)
+        near, own = view.aggregate_with_self(x, reduce=self.aggr)
         terms = [(near, self.lin_l.weight[:, columns])]
         if self.root_weight:
             terms.append((own, self.lin_r.weight[:, columns]))
-        return mix(terms, rows=view.num_dst)
+        return sum_linear(terms, rows=view.num_dst)
 
     def forward(
         self,
@@ -66,26 +66,26 @@ class SAGEConv(torch.nn.Module):
         x: Tensor,
         *,
         aggregated: Tensor | None = None,
-        made: Tensor | None = None,
+        precomputed_product: Tensor | None = None,
         relu: bool = False,
     ) -> Tensor:
         """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x, ``relu`` ends it."""
-        if made is not None:
-            out = shift(made, self.lin_l.bias, relu=relu and not self.normalize, fresh=True)
+        if precomputed_product is not None:
+            out = bias_relu(precomputed_product, self.lin_l.bias, relu=relu and not self.normalize, fresh=True)
             return self._normalized(out, relu=relu)
         linear = self.aggr != "max" and not self.project
-        if aggregated is None and linear and transform_first(view, self.in_channels, self.out_channels):
+        if aggregated is None and linear and should_transform_first(view, self.in_channels, self.out_channels):
             out = self._narrow(view, x, relu=relu and not self.normalize)
             return self._normalized(out, relu=relu)
         if aggregated is None and self.root_weight and not self.project:
-            aggregated, x = view.near_and_own(x, reduce=self.aggr)
+            aggregated, x = view.aggregate_with_self(x, reduce=self.aggr)
         elif aggregated is None:
             near = apply_linear(self.lin, x, relu=True) if self.project else x
             aggregated = view.aggregate(near, reduce=self.aggr)
         terms = [(aggregated, self.lin_l.weight)]
         if self.root_weight:
             terms.append((x, self.lin_r.weight))
-        out = mix(terms, self.lin_l.bias, rows=view.num_dst, relu=relu and not self.normalize)
+        out = sum_linear(terms, self.lin_l.bias, rows=view.num_dst, relu=relu and not self.normalize)
         return self._normalized(out, relu=relu)
 
     def _normalized(self, out: Tensor, *, relu: bool) -> Tensor:
@@ -97,8 +97,8 @@ class SAGEConv(torch.nn.Module):
     def _narrow(self, view: GraphView, x: Tensor, *, relu: bool) -> Tensor:
         """Product first, then the aggregate of its narrower rows."""
         weights = [self.lin_l.weight, self.lin_r.weight] if self.root_weight else [self.lin_l.weight]
-        near, *own = fork(x, weights, rows=[x.shape[0], view.num_dst][: len(weights)])
+        near, *own = multi_linear(x, weights, rows=[x.shape[0], view.num_dst][: len(weights)])
         out = view.aggregate(near, reduce=self.aggr)
         for rows in own:
             out = out.add_(rows)
-        return shift(out, self.lin_l.bias, relu=relu, fresh=True)
+        return bias_relu(out, self.lin_l.bias, relu=relu, fresh=True)

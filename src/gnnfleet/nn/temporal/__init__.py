@@ -1,6 +1,6 @@
 """Models of streams of events: cells and attention, no tables and no streams."""
 
 from gnnfleet.nn.temporal.block import EventBlock, Hop
-from gnnfleet.nn.temporal.model import Sizes, TemporalModel
+from gnnfleet.nn.temporal.model import EventDims, TemporalModel
 
-__all__ = ["EventBlock", "Hop", "Sizes", "TemporalModel"]
+__all__ = ["EventBlock", "EventDims", "Hop", "TemporalModel"]

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from gnnfleet.nn.temporal.block import Hop
 from gnnfleet.nn.temporal.time_encoding import TimeEncoding
-from gnnfleet.ops.attend_recent import Drop, Recent, attend_recent
+from gnnfleet.ops.attend_recent import AttentionDropout, RecentEvents, attend_recent
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import dropout
-from gnnfleet.ops.rounded_matmul import mix_wide
+from gnnfleet.ops.rounded_matmul import sum_linear_float32
 
 SLOPE = 0.2
 
@@ -43,8 +43,12 @@ class TemporalAttention(torch.nn.Module):
         """[Q, D] from rows [R, D] and features [E, F]."""
         own = rows.index_select(0, hop.query)
         query, offset = self._folded_query(own)
-        recent = Recent(rows, hop.near, features, hop.edge, hop.since, self.clock.weight, self.clock.bias)
-        drop = Drop(self.dropout, hop.ids, key.draws(Purpose.ATTENTION, self.layer)) if self._drops else None
+        recent = RecentEvents(
+            rows, hop.neighbors, features, hop.edge, hop.time_delta, self.clock.weight, self.clock.bias
+        )
+        drop = (
+            AttentionDropout(self.dropout, hop.ids, key.draws(Purpose.ATTENTION, self.layer)) if self._drops else None
+        )
         seen, weight = attend_recent(query, offset, recent, slope=SLOPE, drop=drop)
         mixed = self._mixed(own, seen, weight)
         if self._drops:
@@ -60,13 +64,13 @@ class TemporalAttention(torch.nn.Module):
         by_own, by_time = self.query.weight.split_with_sizes([self.width, self.query.in_features - self.width], 1)
         maps, shifts = self._by_head(self.key)
         with torch.autocast("cpu", enabled=False):  # small, and rounded when it is used
-            now = functional.linear(self.clock.now(), by_time, self.query.bias).view(self.heads, -1)
+            now = functional.linear(self.clock.zero(), by_time, self.query.bias).view(self.heads, -1)
             asks = by_own.view(self.heads, -1, self.width)
             both = torch.einsum("hcw,hcd->hwd", maps, asks).flatten(0, 1)
             add = torch.einsum("hcw,hc->hw", maps, now).flatten()
             toward = torch.einsum("hc,hcd->hd", shifts, asks)
             offset = functional.linear(own, toward, (shifts * now).sum(1))
-        query = mix_wide([(own, both)], add)
+        query = sum_linear_float32([(own, both)], add)
         return query.view(len(own), self.heads, -1), offset
 
     def _mixed(self, own: Tensor, seen: Tensor, weight: Tensor) -> Tensor:
@@ -77,7 +81,7 @@ class TemporalAttention(torch.nn.Module):
             heads = by_near.view(self.width, self.heads, -1)
             both = torch.einsum("ohc,hcw->ohw", heads, maps).flatten(1)
             shift = functional.linear(weight, torch.einsum("ohc,hc->oh", heads, shifts))
-        return mix_wide([(seen.flatten(1), both), (own, by_own)], self.out.bias) + shift
+        return sum_linear_float32([(seen.flatten(1), both), (own, by_own)], self.out.bias) + shift
 
     def _by_head(self, lin: torch.nn.Linear) -> tuple[Tensor, Tensor]:
         """([H, D / H, D + F + T], [H, D / H])."""

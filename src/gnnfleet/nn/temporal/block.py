@@ -12,12 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """The queries of one layer. Where a query has had fewer than k events, ``near`` is −1."""
+    """The queries of one layer. Where a query has had fewer than k events, ``neighbors`` is −1."""
 
     query: Tensor  # [Q] int64: rows of the nodes asked for
-    near: Tensor  # [Q, k] int64: rows of the other ends
+    neighbors: Tensor  # [Q, k] int64: rows of the other ends
     edge: Tensor  # [Q, k] int64: rows of the events' features; any number where near is −1
-    since: Tensor  # [Q, k]: time from the event to the query; any number where near is −1
+    time_delta: Tensor  # [Q, k]: time from the event to the query; any number where near is −1
     ids: Tensor  # [Q] int64: what draws of a query go by
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.rounded_matmul import linear_wide
+from gnnfleet.ops.rounded_matmul import linear_float32
 
 
 class EventDecoder(torch.nn.Module):
@@ -24,11 +24,11 @@ class EventDecoder(torch.nn.Module):
 
     def sources(self, z: Tensor) -> Tensor:
         """[n, D]: the part of a score that a source decides."""
-        return linear_wide(self.src, z)
+        return linear_float32(self.src, z)
 
     def destinations(self, z: Tensor) -> Tensor:
         """[n, D]: the part that a destination decides."""
-        return linear_wide(self.dst, z)
+        return linear_float32(self.dst, z)
 
     def scores(self, sources: Tensor, destinations: Tensor, pairs: Tensor | None = None) -> Tensor:
         """[…] logits of both parts [… , D], which may be broadcast, and features of pairs [… , P]."""
@@ -37,7 +37,7 @@ class EventDecoder(torch.nn.Module):
             return logits
         assert pairs is not None, "this decoder reads features of pairs"
         flat = pairs.to(logits.dtype).reshape(-1, pairs.shape[-1])
-        return logits + _dot(torch.relu(linear_wide(self.pair, flat)), self.pair_out.weight[0]).view(logits.shape)
+        return logits + _dot(torch.relu(linear_float32(self.pair, flat)), self.pair_out.weight[0]).view(logits.shape)
 
 
 class ClassDecoder(torch.nn.Module):
@@ -49,7 +49,7 @@ class ClassDecoder(torch.nn.Module):
 
     def forward(self, src: Tensor, dst: Tensor) -> Tensor:
         """[n, C]."""
-        return linear_wide(self.out, torch.cat([src, dst], 1))
+        return linear_float32(self.out, torch.cat([src, dst], 1))
 
 
 def _dot(rows: Tensor, weight: Tensor) -> Tensor:

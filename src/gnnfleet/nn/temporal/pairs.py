@@ -11,27 +11,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.temporal_neighbors import RecentNeighbours
+from gnnfleet.ops.temporal_neighbors import TemporalNeighbors
 
-DEPTH = 1024
+HISTORY_DEPTH = 1024
 """Events of a source that are searched for meetings."""
-FEATURES = 12
+NUM_FEATURES = 12
 
 
 @dataclass(frozen=True, eq=False)
 class PairFeatures:
     """Makes features of pairs. ``unit`` is what times are measured in, the mean time between events, say."""
 
-    recent: RecentNeighbours
+    recent: TemporalNeighbors
     sources: Tensor  # [E] int64 of all events
     unit: float
 
     def of(self, src: Tensor, dst: Tensor, times: Tensor, *, visible: int) -> Tensor:
         """[n, K, FEATURES] float32 of sources [n] at times [n] with ``dst`` [n, K]; later events are unknown."""
-        before = self.recent.before(times, visible=visible)
-        met = self.recent.meetings(src, dst, before, depth=DEPTH)
+        before = self.recent.count_before(times, visible=visible)
+        met = self.recent.pair_history(src, dst, before, depth=HISTORY_DEPTH)
         had, times = met.number > 0, times[:, None]
-        known = self.recent.counts(src, before).clamp(max=DEPTH)[:, None]
+        known = self.recent.counts(src, before).clamp(max=HISTORY_DEPTH)[:, None]
         began = had & (self.sources[met.last.clamp(min=0)] == src[:, None])
         pair = [
             had,
@@ -50,7 +50,7 @@ class PairFeatures:
         now = before.repeat_interleave(dst.shape[1])
         count = self.recent.counts(dst.flatten(), now).view(dst.shape)
         when = times.expand(dst.shape).flatten()
-        last = self.recent.recent(dst.flatten(), when, 1, visible=now)[1].view(dst.shape)
+        last = self.recent.latest(dst.flatten(), when, 1, visible=now)[1].view(dst.shape)
         passed = torch.where(last >= 0, before[:, None] - last, 0)
         return [count > 0, _small(count, 5), _small(self._since(times, last), 10), _small(passed, 10)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.time_features import cosines
+from gnnfleet.ops.time_features import time_features
 
 
 class TimeEncoding(torch.nn.Module):
@@ -31,8 +31,8 @@ class TimeEncoding(torch.nn.Module):
                 self.register_buffer(name, value)
 
     def forward(self, since: Tensor) -> Tensor:
-        return cosines(since, self.weight, self.bias)
+        return time_features(since, self.weight, self.bias)
 
-    def now(self) -> Tensor:
+    def zero(self) -> Tensor:
         """[T]: no time at all."""
         return torch.cos(self.bias)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.collectives import sum_over_ranks
-from gnnfleet.comm.halo_exchange import Lane, Ring, Routes
+from gnnfleet.comm.halo_exchange import ExchangePlan, RingExchange, RowTable
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.partition.shard import Block, Plan, Shard, ShardNodes
+from gnnfleet.graph.partition.shard import HaloPlan, Shard, ShardBlock, ShardNodes
 
-MOST = 0.75
+MAX_ACTIVE_SHARE = 0.75
 """A level that needs a larger share of all rows has all of them: edges of its own would cost more than they spare."""
 
 Masks = dict[str, Tensor]
@@ -28,17 +28,17 @@ Masks = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Flow:
+class ActiveRows:
     """The rows of a part in the order in which they are needed, and how many of them each level has."""
 
     shard: Shard
     order: Mapping[str, Tensor]  # [n] int64: rows of the part, by type
     levels: Sequence[Masks]  # L + 1, in the part's own order
-    full: Sequence[bool]  # whether a level has all rows, on all ranks
+    is_full: Sequence[bool]  # whether a level has all rows, on all ranks
     totals: Sequence[float]  # rows of a level, of all ranks together
 
     @classmethod
-    def find(cls, shard: Shard, ring: Ring, wanted: Masks, layers: int) -> Flow | None:
+    def compute(cls, shard: Shard, ring: RingExchange, wanted: Masks, layers: int) -> ActiveRows | None:
         """From what the loss reads; None where it needs most rows of every layer. All ranks call it together."""
         every = {kind: torch.ones_like(mask) for kind, mask in wanted.items()}
         total = _total(ring, every)
@@ -48,28 +48,28 @@ class Flow:
         totals: list[float] = []
         for number in range(layers, -1, -1):
             count = _total(ring, level)
-            full.insert(0, count > MOST * total)
+            full.insert(0, count > MAX_ACTIVE_SHARE * total)
             levels.insert(0, every if full[0] else level)
             totals.insert(0, total if full[0] else count)
             if number:
-                level = every if full[0] else _read_by(shard, ring, level)
+                level = every if full[0] else _sources_read(shard, ring, level)
         if full[-1]:
             return None
         late = {kind: torch.stack([masks[kind] for masks in levels]).sum(0) for kind in shard.node_types}
         order = {kind: torch.argsort(each, descending=True, stable=True) for kind, each in late.items()}
         return cls(shard, order, levels, full, totals)
 
-    def whole(self) -> FlowShard:
+    def all_active(self) -> RestrictedShard:
         """All rows, in this order."""
         every = {kind: torch.ones_like(mask) for kind, mask in self.levels[0].items()}
-        return FlowShard(self, every, every, None)
+        return RestrictedShard(self, every, every, None)
 
-    def layer(self, index: int, ring: Ring) -> FlowShard | None:
+    def layer(self, index: int, ring: RingExchange) -> RestrictedShard | None:
         """What a layer sees; None where that is the whole. All ranks call it together."""
-        if self.full[index + 1]:
+        if self.is_full[index + 1]:
             return None
-        return FlowShard(
-            self, self.levels[index], self.levels[index + 1], _Talk.of(self.shard, ring, self.levels[index + 1])
+        return RestrictedShard(
+            self, self.levels[index], self.levels[index + 1], _RowRequests.of(self.shard, ring, self.levels[index + 1])
         )
 
     @cached_property
@@ -83,81 +83,83 @@ class Flow:
 
 
 @dataclass(frozen=True, eq=False)
-class _Talk:
+class _RowRequests:
     """What ranks told each other about one layer: masks over the lists of its plans, by node type, for every rank."""
 
-    need_in: Mapping[str, Sequence[Tensor]]  # sources this rank reads
-    give_in: Mapping[str, Sequence[Tensor]]  # sources others read
-    need_out: Mapping[str, Sequence[Tensor]]  # destinations others compute
-    give_out: Mapping[str, Sequence[Tensor]]  # destinations this rank computes
+    recv_in: Mapping[str, Sequence[Tensor]]  # sources this rank reads
+    send_in: Mapping[str, Sequence[Tensor]]  # sources others read
+    recv_out: Mapping[str, Sequence[Tensor]]  # destinations others compute
+    send_out: Mapping[str, Sequence[Tensor]]  # destinations this rank computes
 
     @classmethod
-    def of(cls, shard: Shard, ring: Ring, targets: Masks) -> _Talk:
-        read, _ = sources_of(shard, targets)
+    def of(cls, shard: Shard, ring: RingExchange, targets: Masks) -> _RowRequests:
+        read, _ = source_masks(shard, targets)
         need_out, give_out, give_in = {}, {}, {}
         for kind in shard.node_types:
-            give_in[kind] = _tell(ring, read[kind], [len(rows) for rows in shard.plan(kind, "in").give])
+            give_in[kind] = _exchange_masks(ring, read[kind], [len(rows) for rows in shard.plan(kind, "in").send])
             plan = shard.plan(kind, "out")
-            give_out[kind] = [targets[kind][rows.long()] for rows in plan.give]
-            need_out[kind] = _tell(ring, give_out[kind], [len(rows) for rows in plan.need])
+            give_out[kind] = [targets[kind][rows.long()] for rows in plan.send]
+            need_out[kind] = _exchange_masks(ring, give_out[kind], [len(rows) for rows in plan.recv])
         return cls(read, give_in, need_out, give_out)
 
 
-class FlowShard:
+class RestrictedShard:
     """A part as one layer sees it: ``sources`` and ``targets`` are those of its rows that it reads and makes.
 
     Read like a ``Shard``; blocks are made when they are first asked for.
     """
 
-    def __init__(self, flow: Flow, sources: Masks, targets: Masks, talk: _Talk | None) -> None:
-        self.origin = flow.shard
-        self.part, self.parts = self.origin.part, self.origin.parts
-        self.node_types, self.edge_types = self.origin.node_types, self.origin.edge_types
+    def __init__(self, flow: ActiveRows, sources: Masks, targets: Masks, talk: _RowRequests | None) -> None:
+        self.source_rows = flow.shard
+        self.part, self.parts = self.source_rows.part, self.source_rows.parts
+        self.node_types, self.edge_types = self.source_rows.node_types, self.source_rows.edge_types
         self._flow, self._talk = flow, talk
-        self._blocks: dict[tuple[EdgeType, str, int], Block] = {}
+        self._blocks: dict[tuple[EdgeType, str, int], ShardBlock] = {}
         self.num_src = {kind: int(mask.sum()) for kind, mask in sources.items()}
         self.num_dst = {kind: int(mask.sum()) for kind, mask in targets.items()}
 
     def nodes(self, kind: str) -> ShardNodes:
         """The ids alone: features and labels are read once, for the whole part."""
-        return ShardNodes(store_ids=self.origin.nodes(kind).store_ids[self._flow.order[kind][: self.num_src[kind]]])
+        return ShardNodes(
+            store_ids=self.source_rows.nodes(kind).store_ids[self._flow.order[kind][: self.num_src[kind]]]
+        )
 
-    def plan(self, kind: str, direction: str) -> Plan:
-        plan, place = self.origin.plan(kind, direction), self._flow.place[kind].to(torch.int32)
-        need, give = list(plan.need), list(plan.give)
+    def plan(self, kind: str, direction: str) -> HaloPlan:
+        plan, place = self.source_rows.plan(kind, direction), self._flow.place[kind].to(torch.int32)
+        need, give = list(plan.recv), list(plan.send)
         if self._talk is not None:
             masks = (
-                (self._talk.need_in, self._talk.give_in)
+                (self._talk.recv_in, self._talk.send_in)
                 if direction == "in"
-                else (self._talk.need_out, self._talk.give_out)
+                else (self._talk.recv_out, self._talk.send_out)
             )
             need = [rows[mask] for rows, mask in zip(need, masks[0][kind], strict=True)]
             give = [rows[mask] for rows, mask in zip(give, masks[1][kind], strict=True)]
-        return Plan(need=tuple(need), give=tuple(place[rows.long()] for rows in give))
+        return HaloPlan(recv=tuple(need), send=tuple(place[rows.long()] for rows in give))
 
     def edge_data(self, kind: EdgeType, name: str) -> Tensor | None:
         blocks = [self.block(kind, "in", q) for q in range(self.parts)]
         if name == "edge_ids":
             return torch.cat([block.edge_ids for block in blocks])
-        if self.origin.edge_data(kind, name) is None:
+        if self.source_rows.edge_data(kind, name) is None:
             return None
         return torch.cat([block.data[name] for block in blocks])
 
-    def block(self, kind: EdgeType, direction: str, q: int) -> Block:
+    def block(self, kind: EdgeType, direction: str, q: int) -> ShardBlock:
         if (kind, direction, q) not in self._blocks:
             self._blocks[kind, direction, q] = self._cut(kind, direction, q)
         return self._blocks[kind, direction, q]
 
-    def _cut(self, kind: EdgeType, direction: str, q: int) -> Block:
+    def _cut(self, kind: EdgeType, direction: str, q: int) -> ShardBlock:
         """A block with the rows and edges that are left."""
-        block, own = self.origin.block(kind, direction, q), q == self.part
+        block, own = self.source_rows.block(kind, direction, q), q == self.part
         near, far = (kind.dst, kind.src) if direction == "in" else (kind.src, kind.dst)
         limits = (self.num_dst, self.num_src) if direction == "in" else (self.num_src, self.num_dst)
         place = self._flow.place[near][block.rows.long()]
         kept = (place < limits[0][near]).nonzero()[:, 0]
         kept = kept[torch.argsort(place[kept])]
         count = block.indptr.diff()[kept]
-        edges = ranges(block.indptr[kept], count)
+        edges = concat_ranges(block.indptr[kept], count)
         columns = self._columns(kind, direction, q)
         cols = columns[block.cols[edges].long()]
         stays = cols < limits[1][far] if own else cols >= 0
@@ -168,7 +170,7 @@ class FlowShard:
             kept, count = kept[count > 0], count[count > 0]
         indptr = torch.zeros(len(kept) + 1, dtype=torch.int64)
         indptr[1:] = count.cumsum(0)
-        return Block(
+        return ShardBlock(
             rows=place[kept].to(torch.int32),
             indptr=indptr,
             cols=cols.to(torch.int32),
@@ -182,32 +184,32 @@ class FlowShard:
         if q == self.part:
             return self._flow.place[far]
         if self._talk is None:
-            return torch.arange(len(self.origin.plan(far, direction).need[q]))
-        mask = (self._talk.need_in if direction == "in" else self._talk.need_out)[far][q]
+            return torch.arange(len(self.source_rows.plan(far, direction).recv[q]))
+        mask = (self._talk.recv_in if direction == "in" else self._talk.recv_out)[far][q]
         return torch.where(mask, mask.long().cumsum(0) - 1, -1)
 
 
-def ranges(starts: Tensor, counts: Tensor) -> Tensor:
+def concat_ranges(starts: Tensor, counts: Tensor) -> Tensor:
     """The numbers starts[i] … starts[i] + counts[i] − 1 of all i, one after the other."""
     before = counts.cumsum(0) - counts
     return torch.repeat_interleave(starts - before, counts) + torch.arange(int(counts.sum()))
 
 
-def _read_by(shard: Shard, ring: Ring, targets: Masks) -> Masks:
+def _sources_read(shard: Shard, ring: RingExchange, targets: Masks) -> Masks:
     """The level below: own rows that some rank reads to compute its targets, and the targets themselves."""
-    read, own = sources_of(shard, targets)
+    read, own = source_masks(shard, targets)
     found = {kind: targets[kind] | own[kind] for kind in shard.node_types}
     for kind in shard.node_types:
-        give = shard.plan(kind, "in").give
-        for rows, mask in zip(give, _tell(ring, read[kind], [len(rows) for rows in give]), strict=True):
+        give = shard.plan(kind, "in").send
+        for rows, mask in zip(give, _exchange_masks(ring, read[kind], [len(rows) for rows in give]), strict=True):
             found[kind][rows[mask].long()] = True
     return found
 
 
-def sources_of(shard: Shard, targets: Masks) -> tuple[dict[str, list[Tensor]], Masks]:
+def source_masks(shard: Shard, targets: Masks) -> tuple[dict[str, list[Tensor]], Masks]:
     """(masks over the rows needed from every rank, own rows): what the in-edges of the targets begin at."""
     read = {
-        kind: [torch.zeros(len(rows), dtype=torch.bool) for rows in shard.plan(kind, "in").need]
+        kind: [torch.zeros(len(rows), dtype=torch.bool) for rows in shard.plan(kind, "in").recv]
         for kind in shard.node_types
     }
     own = {kind: torch.zeros_like(mask) for kind, mask in targets.items()}
@@ -215,12 +217,12 @@ def sources_of(shard: Shard, targets: Masks) -> tuple[dict[str, list[Tensor]], M
         for q in range(shard.parts):
             block = shard.block(kind, "in", q)
             kept = targets[kind.dst][block.rows.long()].nonzero()[:, 0]
-            cols = block.cols[ranges(block.indptr[kept], block.indptr.diff()[kept])].long()
+            cols = block.cols[concat_ranges(block.indptr[kept], block.indptr.diff()[kept])].long()
             (own[kind.src] if q == shard.part else read[kind.src][q])[cols] = True
     return read, own
 
 
-def _tell(ring: Ring, masks: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+def _exchange_masks(ring: RingExchange, masks: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
     """Give a mask to every rank, and hear as many numbers from each as ``counts`` says."""
     rank = ring.world.rank
     starts = torch.tensor([0, *(len(mask) for mask in masks)]).cumsum(0)
@@ -228,7 +230,7 @@ def _tell(ring: Ring, masks: Sequence[Tensor], counts: Sequence[int]) -> list[Te
         torch.arange(int(starts[q]), int(starts[q + 1])) if q != rank else torch.empty(0, dtype=torch.int64)
         for q in range(len(masks))
     )
-    routes = Routes(give, tuple(0 if q == rank else count for q, count in enumerate(counts)))
+    routes = ExchangePlan(give, tuple(0 if q == rank else count for q, count in enumerate(counts)))
     heard = [torch.zeros(count, dtype=torch.bool) for count in counts]
 
     def hear(q: int, rows: list[Tensor]) -> None:
@@ -236,11 +238,11 @@ def _tell(ring: Ring, masks: Sequence[Tensor], counts: Sequence[int]) -> list[Te
             heard[q] = rows[0][:, 0].bool()
 
     every = torch.cat([mask.to(torch.uint8) for mask in masks])[:, None].contiguous()
-    ring.visit([Lane(routes, every)], hear, what="rows that are needed")
+    ring.run([RowTable(routes, every)], hear, op="rows that are needed")
     return heard
 
 
-def _total(ring: Ring, masks: Masks) -> float:
+def _total(ring: RingExchange, masks: Masks) -> float:
     """Rows of all types and ranks."""
     own = torch.tensor(sum(int(mask.sum()) for mask in masks.values()), dtype=torch.float64)
     return float(sum_over_ranks(ring.world, own))

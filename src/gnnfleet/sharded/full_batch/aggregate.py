@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnnfleet.comm.halo_exchange import Kept, Lane, Routes, Visit, Visits
-from gnnfleet.ops.aggregate import MaxState, edge_dot, extend_max, max_back, max_rows, sum_rows, wide
-from gnnfleet.ops.buffers import empty
-from gnnfleet.sharded.full_batch.grad_accumulator import Homecoming
-from gnnfleet.sharded.full_batch.partition_blocks import Cut
+from gnnfleet.comm.halo_exchange import ExchangePlan, FetchedRows, OnRows, RowExchange, RowTable
+from gnnfleet.ops.aggregate import MaxState, accumulate_dtype, edge_dot, max_backward, max_rows, sum_rows, update_max
+from gnnfleet.ops.buffers import empty_buffer
+from gnnfleet.sharded.full_batch.grad_accumulator import GradAccumulator
+from gnnfleet.sharded.full_batch.partition_blocks import EdgeBlock
 
 
 @dataclass(frozen=True, eq=False)
-class Strand:
+class RelationInput:
     """The in-edges of one type in an exchange."""
 
-    cuts: tuple[Cut, ...]
-    lane: int  # which x its sources are rows of
+    blocks: tuple[EdgeBlock, ...]
+    table_index: int  # which x its sources are rows of
     degree: Tensor | None = None  # [n] int64: what sums are divided by, for a mean
 
     def scale(self, dtype: torch.dtype) -> Tensor | None:
@@ -37,183 +37,187 @@ class Strand:
 
 
 @dataclass(frozen=True, eq=False)
-class Reverse:
+class BackwardPlan:
     """The same edges seen from their sources, for backward by source."""
 
-    cuts: tuple[Cut, ...]
-    routes: Routes
-    weighted: bool  # by the store's weights
+    blocks: tuple[EdgeBlock, ...]
+    plan: ExchangePlan
+    is_weighted: bool  # by the store's weights
 
 
 @dataclass(frozen=True, eq=False)
-class Aggregation:
+class AggregationCall:
     """One exchange: lanes of source rows, strands of edges on them."""
 
-    ring: Visits
-    routes: tuple[Routes, ...]  # of each lane
-    strands: tuple[Strand, ...]
-    reverse: Reverse | None = None  # of a single strand; without it gradients go home
-    keep: bool = False  # sources are kept where backward needs them, not fetched again
+    ring: RowExchange
+    plans: tuple[ExchangePlan, ...]  # of each lane
+    inputs: tuple[RelationInput, ...]
+    reverse: BackwardPlan | None = None  # of a single strand; without it gradients go home
+    keep_fetched: bool = False  # sources are kept where backward needs them, not fetched again
 
     @property
     def rank(self) -> int:
         return self.ring.world.rank
 
-    def lanes(self, xs: Sequence[Tensor]) -> list[Lane]:
-        return [Lane(routes, x.detach().contiguous()) for routes, x in zip(self.routes, xs, strict=True)]
+    def row_tables(self, xs: Sequence[Tensor]) -> list[RowTable]:
+        return [RowTable(routes, x.detach().contiguous()) for routes, x in zip(self.plans, xs, strict=True)]
 
 
-def sum_strands(call: Aggregation, xs: Sequence[Tensor], weight: Tensor | None = None) -> tuple[Tensor, ...]:
+def aggregate_sum(call: AggregationCall, xs: Sequence[Tensor], weight: Tensor | None = None) -> tuple[Tensor, ...]:
     """[n, F] for each strand: Σ weight[e] x[source of e], or the mean; ``weight`` [E] goes with a single strand.
 
     ``call.reverse`` must know the weights that are given.
     """
-    assert weight is None or len(call.strands) == 1
-    found: tuple[Tensor, ...] = _Sum.apply(call, weight, *xs)  # type: ignore[no-untyped-call]
+    assert weight is None or len(call.inputs) == 1
+    found: tuple[Tensor, ...] = _DistSum.apply(call, weight, *xs)  # type: ignore[no-untyped-call]
     return found
 
 
-def sum_with_own(call: Aggregation, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(``sum_strands`` of a single strand without weights, the rows of x that are destinations): both gradients of x
+def aggregate_sum_with_self(call: AggregationCall, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(``aggregate_sum`` of a single strand without weights, the rows of x that are destinations): both gradients of x
     are added up in one pass."""
     assert call.reverse is not None
-    near, own = _SumWithOwn.apply(call, x)  # type: ignore[no-untyped-call]
+    near, own = _DistSumWithSelf.apply(call, x)  # type: ignore[no-untyped-call]
     return near, own
 
 
-def max_strands(call: Aggregation, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def aggregate_max(call: AggregationCall, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """[n, F] for each strand: the maximum, 0 without edges; of equals the lowest store edge id gets the gradient."""
-    found: tuple[Tensor, ...] = _Max.apply(call, *xs)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _DistMax.apply(call, *xs)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Sum(torch.autograd.Function):
+class _DistSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Aggregation, weight: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: AggregationCall, weight: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)  # what nobody used has no gradient, and sends none
         again = weight is not None and weight.requires_grad
         ctx.save_for_backward(weight, *(xs if again else ()))
         ctx.dtypes = [x.dtype for x in xs]
-        ctx.kept = Kept() if again and call.keep else None
-        return _gather(call, weight, xs, ctx.kept)
+        ctx.kept = FetchedRows() if again and call.keep_fetched else None
+        return _forward_sum(call, weight, xs, ctx.kept)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        call: Aggregation = ctx.call
+        call: AggregationCall = ctx.call
         weight, *xs = ctx.saved_tensors
         needs_weight, *needs = ctx.needs_input_grad[1:]
         dweight = None
         dxs: list[Tensor | None] = [None] * len(ctx.dtypes)
         if not (needs_weight or any(needs)):
             return None, None, *dxs
-        scaled = [_scaled(grad, strand) for grad, strand in zip(grads, call.strands, strict=True)]
+        scaled = [_scaled(grad, strand) for grad, strand in zip(grads, call.inputs, strict=True)]
         if call.reverse is not None and not needs_weight and scaled[0] is not None:
             dxs[0] = _sum_by_source(call.ring, call.reverse, scaled[0])
         else:
-            dweight, dxs = _sum_home(call, weight, scaled, xs=xs, needs=needs, kept=ctx.kept)
+            dweight, dxs = _return_sum_grads(call, weight, scaled, xs=xs, needs=needs, kept=ctx.kept)
         found = [None if dx is None else dx.to(dtype) for dx, dtype in zip(dxs, ctx.dtypes, strict=True)]
         return None, dweight, *found
 
 
-class _SumWithOwn(torch.autograd.Function):
+class _DistSumWithSelf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Aggregation, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: AggregationCall, x: Tensor) -> tuple[Tensor, Tensor]:
         ctx.call, ctx.dtype, ctx.rows = call, x.dtype, len(x)
         ctx.set_materialize_grads(False)
-        near = _gather(call, None, [x], None)[0]
+        near = _forward_sum(call, None, [x], None)[0]
         return near, x[: len(near)]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, own: Tensor | None) -> tuple[None, Tensor | None]:
-        call: Aggregation = ctx.call
-        scaled = _scaled(grad, call.strands[0])
+        call: AggregationCall = ctx.call
+        scaled = _scaled(grad, call.inputs[0])
         if scaled is None or not ctx.needs_input_grad[1]:
             return None, None if own is None else torch.nn.functional.pad(own, (0, 0, 0, ctx.rows - len(own)))
         return None, _sum_by_source(call.ring, call.reverse, scaled, base=own).to(ctx.dtype)
 
 
-def _gather(call: Aggregation, weight: Tensor | None, xs: Sequence[Tensor], keep: Kept | None) -> tuple[Tensor, ...]:
+def _forward_sum(
+    call: AggregationCall, weight: Tensor | None, xs: Sequence[Tensor], keep: FetchedRows | None
+) -> tuple[Tensor, ...]:
     """The sum or mean of every strand."""
     outs: list[Tensor] = []
-    scales = [strand.scale(wide(xs[strand.lane].dtype)) for strand in call.strands]
+    scales = [strand.scale(accumulate_dtype(xs[strand.table_index].dtype)) for strand in call.inputs]
 
     def visit(q: int, rows: list[Tensor]) -> None:
-        for place, strand in enumerate(call.strands):
-            cut, x = strand.cuts[q], rows[strand.lane]
+        for place, strand in enumerate(call.inputs):
+            cut, x = strand.blocks[q], rows[strand.table_index]
             own = None if weight is None else weight.detach()[cut.edges]
             each = scales[place]
-            scale = None if each is None else cut.of_rows(each)
+            scale = None if each is None else cut.select_rows(each)
             if q == call.rank:  # the first to be visited, and it has all rows
                 outs.append(sum_rows(cut.structure, x, weight=own, row_scale=scale))
             elif cut.structure.num_edges:
                 sum_rows(cut.structure, x, weight=own, row_scale=scale, rows=cut.rows, out=outs[place])
 
-    call.ring.visit(call.lanes(xs), visit, keep=keep, what="rows of aggregate")
+    call.ring.run(call.row_tables(xs), visit, fetched=keep, op="rows of aggregate")
     return tuple(outs)
 
 
-def _sum_by_source(ring: Visits, reverse: Reverse | None, grad: Tensor, *, base: Tensor | None = None) -> Tensor:
+def _sum_by_source(
+    ring: RowExchange, reverse: BackwardPlan | None, grad: Tensor, *, base: Tensor | None = None
+) -> Tensor:
     """[n, F] the gradient of own sources, added to ``base``; ``grad`` [n, F] is that of own destinations."""
     assert reverse is not None
     totals: list[Tensor] = []
 
     def visit(q: int, rows: list[Tensor]) -> None:
-        cut = reverse.cuts[q]
-        weight = cut.weight if reverse.weighted else None
+        cut = reverse.blocks[q]
+        weight = cut.weight if reverse.is_weighted else None
         if q == ring.world.rank:
             totals.append(sum_rows(cut.structure, rows[0], weight=weight, base=base))
         elif cut.structure.num_edges:
             sum_rows(cut.structure, rows[0], weight=weight, rows=cut.rows, out=totals[0])
 
-    ring.visit([Lane(reverse.routes, grad)], visit, what="gradients of aggregate")
+    ring.run([RowTable(reverse.plan, grad)], visit, op="gradients of aggregate")
     return totals[0]
 
 
-def _sum_home(
-    call: Aggregation,
+def _return_sum_grads(
+    call: AggregationCall,
     weight: Tensor | None,
     grads: Sequence[Tensor | None],
     *,
     xs: Sequence[Tensor],
     needs: Sequence[bool],
-    kept: Kept | None,
+    kept: FetchedRows | None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """(gradient of weight where xs are given, gradients of those x that need one)."""
     grad = grads[0]
     dweight = torch.empty_like(weight, dtype=grad.dtype) if weight is not None and xs and grad is not None else None
 
-    def part(strand: Strand, grad: Tensor, q: int, into: Tensor | None) -> Tensor:
-        cut = strand.cuts[q]
-        turned, positions = cut.turned
+    def part(strand: RelationInput, grad: Tensor, q: int, into: Tensor | None) -> Tensor:
+        cut = strand.blocks[q]
+        turned, positions = cut.transposed
         turned_weight = None if weight is None else weight.detach()[cut.edges][positions]
         return sum_rows(turned, grad, weight=turned_weight, out=into)
 
     def again(q: int, rows: list[Tensor]) -> None:
         if dweight is not None and grad is not None:
-            cut = call.strands[0].cuts[q]
+            cut = call.inputs[0].blocks[q]
             dweight[cut.edges] = edge_dot(cut.structure, grad, rows[0].to(grad.dtype), rows=cut.rows)
 
-    dxs = _home(call, grads, needs, part=part, lanes=call.lanes(xs) if xs else [], again=again, kept=kept)
+    dxs = _return_grads(call, grads, needs, part=part, lanes=call.row_tables(xs) if xs else [], again=again, kept=kept)
     return None if dweight is None or weight is None else dweight.to(weight.dtype), dxs
 
 
-class _Max(torch.autograd.Function):
+class _DistMax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Aggregation, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: AggregationCall, *xs: Tensor) -> tuple[Tensor, ...]:
         states: list[MaxState] = []
 
         def visit(q: int, rows: list[Tensor]) -> None:
-            for place, strand in enumerate(call.strands):
-                cut, x = strand.cuts[q], rows[strand.lane]
+            for place, strand in enumerate(call.inputs):
+                cut, x = strand.blocks[q], rows[strand.table_index]
                 if q == call.rank:
                     states.append(max_rows(cut.structure, x, ties=cut.edge_ids))
                 elif cut.structure.num_edges:
-                    extend_max(states[place], cut.structure, x, ties=cut.edge_ids, rows=cut.rows)
+                    update_max(states[place], cut.structure, x, ties=cut.edge_ids, rows=cut.rows)
 
-        call.ring.visit(call.lanes(xs), visit, what="rows of aggregate")
+        call.ring.run(call.row_tables(xs), visit, op="rows of aggregate")
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(state.winner for state in states))
@@ -223,42 +227,42 @@ class _Max(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        call: Aggregation = ctx.call
-        winners = dict(zip(call.strands, ctx.saved_tensors, strict=True))
+        call: AggregationCall = ctx.call
+        winners = dict(zip(call.inputs, ctx.saved_tensors, strict=True))
 
-        def part(strand: Strand, grad: Tensor, q: int, into: Tensor | None) -> Tensor:
-            cut = strand.cuts[q]
-            turned, positions = cut.turned
-            return max_back(turned, grad, winners[strand], ties=cut.edge_ids, positions=positions, out=into)
+        def part(strand: RelationInput, grad: Tensor, q: int, into: Tensor | None) -> Tensor:
+            cut = strand.blocks[q]
+            turned, positions = cut.transposed
+            return max_backward(turned, grad, winners[strand], ties=cut.edge_ids, positions=positions, out=into)
 
         given = [None if grad is None else grad.contiguous() for grad in grads]
-        dxs = _home(call, given, ctx.needs_input_grad[1:], part=part)
+        dxs = _return_grads(call, given, ctx.needs_input_grad[1:], part=part)
         return None, *(None if dx is None else dx.to(dtype) for dx, dtype in zip(dxs, ctx.dtypes, strict=True))
 
 
-class _Part(Protocol):
+class _SourceGrad(Protocol):
     """The gradient of the sources at q of a strand, from that of its destinations; added to ``into`` if given."""
 
-    def __call__(self, strand: Strand, grad: Tensor, q: int, into: Tensor | None) -> Tensor: ...
+    def __call__(self, strand: RelationInput, grad: Tensor, q: int, into: Tensor | None) -> Tensor: ...
 
 
-def _home(
-    call: Aggregation,
+def _return_grads(
+    call: AggregationCall,
     grads: Sequence[Tensor | None],
     needs: Sequence[bool],
     *,
-    part: _Part,
-    lanes: Sequence[Lane] = (),
-    again: Visit | None = None,
-    kept: Kept | None = None,
+    part: _SourceGrad,
+    lanes: Sequence[RowTable] = (),
+    again: OnRows | None = None,
+    kept: FetchedRows | None = None,
 ) -> list[Tensor | None]:
     """Gradients of the lanes that need one, made block by block where the destinations live, added up at home."""
-    inside: dict[int, list[tuple[Strand, Tensor]]] = {lane: [] for lane, need in enumerate(needs) if need}
-    for strand, grad in zip(call.strands, grads, strict=True):
-        if grad is not None and strand.lane in inside:
-            inside[strand.lane].append((strand, grad))
+    inside: dict[int, list[tuple[RelationInput, Tensor]]] = {lane: [] for lane, need in enumerate(needs) if need}
+    for strand, grad in zip(call.inputs, grads, strict=True):
+        if grad is not None and strand.table_index in inside:
+            inside[strand.table_index].append((strand, grad))
     inside = {lane: strands for lane, strands in inside.items() if strands}
-    home = Homecoming(call.rank, [(call.routes[lane], strands[0][1]) for lane, strands in inside.items()])
+    home = GradAccumulator(call.rank, [(call.plans[lane], strands[0][1]) for lane, strands in inside.items()])
 
     def visit(q: int, rows: list[Tensor]) -> list[Tensor]:
         if again is not None:
@@ -274,15 +278,15 @@ def _home(
 
     if lanes or inside:
         what = "gradients of aggregate"
-        call.ring.visit(lanes, visit, home=home.ways, collect=home.take, keep=kept, what=what)
+        call.ring.run(lanes, visit, returns=home.returns, on_returns=home.add, fetched=kept, op=what)
     totals = dict(zip(inside, home.totals, strict=True))
     return [totals.get(lane) for lane in range(len(needs))]
 
 
-def _scaled(grad: Tensor | None, strand: Strand) -> Tensor | None:
+def _scaled(grad: Tensor | None, strand: RelationInput) -> Tensor | None:
     if grad is None:
         return None
     scale = strand.scale(grad.dtype)
     if scale is None:
         return grad.contiguous()
-    return torch.mul(grad, scale[:, None], out=empty(grad.shape, grad.dtype))
+    return torch.mul(grad, scale[:, None], out=empty_buffer(grad.shape, grad.dtype))

@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 
 from gnnfleet.ops import csr
-from gnnfleet.ops.csr import Compressed
-from gnnfleet.sharded.full_batch.partition_blocks import Cut, PartEdges, row_of_edges
+from gnnfleet.ops.csr import CSR
+from gnnfleet.sharded.full_batch.partition_blocks import EdgeBlock, RelationBlocks, edge_rows
 
 
 @dataclass(frozen=True, eq=False)
 class MergedEdges:
     """In-edges of all types, cut by the part of their source."""
 
-    cuts: tuple[Cut, ...]
+    blocks: tuple[EdgeBlock, ...]
     relation: Tensor  # [E] int64: the number of the edge's type
     mean: Tensor  # [E] float64: one over the number of edges of that type into the same destination
 
     @classmethod
-    def of(cls, several: Sequence[PartEdges]) -> MergedEdges:
-        inverse = [edges.inverse_degree(torch.float64, loops=False) for edges in several]
+    def of(cls, several: Sequence[RelationBlocks]) -> MergedEdges:
+        inverse = [edges.inverse_degree(torch.float64, self_loops=False) for edges in several]
         cuts, relations, means, start = [], [], [], 0
-        for q in range(len(several[0].inward)):
-            blocks = [edges.inward[q] for edges in several]
-            rows = [row_of_edges(block) for block in blocks]
+        for q in range(len(several[0].in_blocks)):
+            blocks = [edges.in_blocks[q] for edges in several]
+            rows = [edge_rows(block) for block in blocks]
             sizes = torch.tensor([len(found) for found in rows])
             mean = torch.cat([values[found] for values, found in zip(inverse, rows, strict=True)])
             cut, order = _join(blocks, torch.cat(rows), start)
@@ -48,7 +48,7 @@ class MergedEdges:
         return weight * self.mean.to(weight.dtype) if reduce == "mean" else weight
 
 
-def _join(blocks: Sequence[Cut], rows: Tensor, start: int) -> tuple[Cut, Tensor]:
+def _join(blocks: Sequence[EdgeBlock], rows: Tensor, start: int) -> tuple[EdgeBlock, Tensor]:
     """(the edges of several blocks as one, their order)."""
     first = blocks[0]
     indptr, order = csr.counting_sort(rows, first.num_rows)
@@ -58,5 +58,5 @@ def _join(blocks: Sequence[Cut], rows: Tensor, start: int) -> tuple[Cut, Tensor]
     if first.rows is not None:
         busy = indptr.diff().nonzero()[:, 0].to(torch.int32)
         indptr = torch.cat([indptr[:-1][busy.long()], indptr[-1:]])
-    structure = Compressed(indptr, col, first.structure.num_cols)
-    return Cut(structure, busy, first.num_rows, edge_ids, slice(start, start + len(col))), order
+    structure = CSR(indptr, col, first.structure.num_cols)
+    return EdgeBlock(structure, busy, first.num_rows, edge_ids, slice(start, start + len(col))), order

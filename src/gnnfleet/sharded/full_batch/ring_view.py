@@ -11,47 +11,56 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gnnfleet.comm.halo_exchange import Ring
+from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.graph.partition.shard import Shard
-from gnnfleet.graph.views.view import MANY
-from gnnfleet.sharded.full_batch.active_rows import Flow
-from gnnfleet.sharded.full_batch.partition_blocks import Part
-from gnnfleet.sharded.full_batch.partitioned_view import MergedOnce, PartView
-from gnnfleet.sharded.full_batch.row_lookup import Owners, take_ring
+from gnnfleet.graph.views.view import MANY_SOURCES
+from gnnfleet.sharded.full_batch.active_rows import ActiveRows
+from gnnfleet.sharded.full_batch.partition_blocks import PartitionBlocks
+from gnnfleet.sharded.full_batch.partitioned_view import LazyMergedEdges, PartitionedView
+from gnnfleet.sharded.full_batch.row_lookup import OwnershipMap, lookup_rows
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RingView(PartView):
+class RingView(PartitionedView):
     """This rank's part of a graph."""
 
-    ring: Ring
-    owners: Owners
+    ring: RingExchange
+    owners: OwnershipMap
 
     @classmethod
-    def open(cls, shard: Shard, ring: Ring, flow: Flow | None = None) -> RingView:
+    def open(cls, shard: Shard, ring: RingExchange, flow: ActiveRows | None = None) -> RingView:
         """All ranks call it together, each with the shard of its rank; with ``flow`` rows lie in its order."""
         assert (shard.part, shard.parts) == (ring.world.rank, ring.world.size), "one part for every rank"
-        part = Part(shard if flow is None else flow.whole())
-        owners = Owners(shard, part, ring)
-        return cls(part=part, ring=ring, owners=owners, nodes=part.nodes, relations=part.edges, merged=MergedOnce(part))
+        part = PartitionBlocks(shard if flow is None else flow.all_active())
+        owners = OwnershipMap(shard, part, ring)
+        return cls(
+            blocks=part, ring=ring, owners=owners, nodes=part.nodes, relations=part.edges, merged=LazyMergedEdges(part)
+        )
 
-    def of_layer(self, flow: Flow, index: int) -> RingView:
+    def for_layer(self, flow: ActiveRows, index: int) -> RingView:
         """What a layer sees that need not compute all rows; all ranks call it together."""
         shard = flow.layer(index, self.ring)
         if shard is None:
             return self
-        part = Part(shard, of=self.part, num_dst=shard.num_dst)
-        many = flow.totals[index] > MANY * flow.totals[index + 1]
+        part = PartitionBlocks(shard, of=self.blocks, num_dst=shard.num_dst)
+        many = flow.totals[index] > MANY_SOURCES * flow.totals[index + 1]
         return replace(
-            self, part=part, nodes=part.nodes, relations=part.edges, merged=MergedOnce(part), many_sources=many
+            self,
+            blocks=part,
+            nodes=part.nodes,
+            relations=part.edges,
+            merged=LazyMergedEdges(part),
+            has_many_sources=many,
         )
 
-    def _visits(self) -> Ring:
+    def _exchange(self) -> RingExchange:
         return self.ring
 
-    def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
+    def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
         self._check_rows("x", x, self._kind)
-        return take_ring(self.ring, self.owners, self._kind, x, ids=store_ids, places=self.nodes[self._kind].places)
+        return lookup_rows(
+            self.ring, self.owners, self._kind, x, ids=store_ids, places=self.nodes[self._kind].row_index
+        )
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
-        return self.ring.total(t)
+        return self.ring.sum_over_ranks(t)

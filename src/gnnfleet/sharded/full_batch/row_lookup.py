@@ -16,20 +16,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnnfleet.comm.collectives import sum_over_ranks
-from gnnfleet.comm.halo_exchange import Lane, Ring, Routes
+from gnnfleet.comm.halo_exchange import ExchangePlan, RingExchange, RowTable
 from gnnfleet.errors import InputError
 from gnnfleet.graph.partition.partitioned_graph import assignment_of
 from gnnfleet.graph.partition.shard import Shard
-from gnnfleet.graph.views.row_index import Places, take_rows
+from gnnfleet.graph.views.row_index import RowIndex, take_rows
 from gnnfleet.ops.gather import gather
-from gnnfleet.sharded.full_batch.grad_accumulator import Homecoming
-from gnnfleet.sharded.full_batch.partition_blocks import Part
+from gnnfleet.sharded.full_batch.grad_accumulator import GradAccumulator
+from gnnfleet.sharded.full_batch.partition_blocks import PartitionBlocks
 
 
-class Owners:
+class OwnershipMap:
     """The part of every node, by node type and store id. Making it takes a word from all ranks."""
 
-    def __init__(self, shard: Shard, part: Part, ring: Ring) -> None:
+    def __init__(self, shard: Shard, part: PartitionBlocks, ring: RingExchange) -> None:
         self._shard = shard
         own = torch.tensor([rows.num_dst for rows in part.nodes.values()])
         counts = sum_over_ranks(ring.world, own).tolist()
@@ -39,7 +39,7 @@ class Owners:
     def _assignment(self) -> Tensor:
         return assignment_of(self._shard)
 
-    def of(self, kind: str, ids: Tensor) -> Tensor:
+    def owner_of(self, kind: str, ids: Tensor) -> Tensor:
         """[n] the part of each node; raises InputError for ids that are none of the type's."""
         if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise InputError(f"store ids are whole numbers of shape [n], found {ids.dtype} of shape {list(ids.shape)}")
@@ -53,29 +53,31 @@ class Owners:
 
 
 @dataclass(frozen=True, eq=False)
-class _Request:
+class _LookupPlan:
     """Distinct ids by owner: where they are in the answer, and the way of the rows."""
 
-    ring: Ring
+    ring: RingExchange
     places: tuple[Tensor, ...]  # P lists of places in the answer
     own: Tensor  # [·] int64: own rows that this rank asked itself for
-    routes: Routes
+    routes: ExchangePlan
 
 
-def take_ring(ring: Ring, owners: Owners, kind: str, x: Tensor, *, ids: Tensor, places: Places) -> Tensor:
+def lookup_rows(
+    ring: RingExchange, owners: OwnershipMap, kind: str, x: Tensor, *, ids: Tensor, places: RowIndex
+) -> Tensor:
     """[n, …] rows of x by store id; x has a row for each own node of the type. All ranks call it, with ids or none."""
-    owner = owners.of(kind, ids)
+    owner = owners.owner_of(kind, ids)
     distinct, inverse = torch.unique(ids, return_inverse=True)
     if ring.world.size == 1:
         return take_rows(x, places.rows(ids))
     first = torch.empty_like(distinct).scatter_(0, inverse, torch.arange(len(ids)))
-    request = _ask(ring, distinct, owner[first], places)
+    request = _plan_lookup(ring, distinct, owner[first], places)
     flat = x.reshape(len(x), x.shape[1:].numel())
-    found: Tensor = _Take.apply(request, flat)  # type: ignore[no-untyped-call]
+    found: Tensor = _LookupRows.apply(request, flat)  # type: ignore[no-untyped-call]
     return take_rows(found, inverse).view(len(ids), *x.shape[1:])
 
 
-def _ask(ring: Ring, distinct: Tensor, owner: Tensor, places: Places) -> _Request:
+def _plan_lookup(ring: RingExchange, distinct: Tensor, owner: Tensor, places: RowIndex) -> _LookupPlan:
     """Tell every owner which of its rows are wanted here."""
     world = ring.world
     mine = [(owner == q).nonzero()[:, 0] for q in range(world.size)]
@@ -84,7 +86,7 @@ def _ask(ring: Ring, distinct: Tensor, owner: Tensor, places: Places) -> _Reques
     asked = sum_over_ranks(world, asked)
     give: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * world.size
     # Ids travel as rows of one column: what this rank asks of q is what it gives to q.
-    routes = Routes(
+    routes = ExchangePlan(
         tuple(found if q != world.rank else found[:0] for q, found in enumerate(mine)),
         tuple(0 if q == world.rank else int(asked[q, world.rank]) for q in range(world.size)),
     )
@@ -93,14 +95,14 @@ def _ask(ring: Ring, distinct: Tensor, owner: Tensor, places: Places) -> _Reques
         if q != world.rank:
             give[q] = places.rows(rows[0][:, 0].clone())
 
-    ring.visit([Lane(routes, distinct[:, None].contiguous())], hear, what="ids of take")
+    ring.run([RowTable(routes, distinct[:, None].contiguous())], hear, op="ids of take")
     need = tuple(0 if q == world.rank else len(found) for q, found in enumerate(mine))
-    return _Request(ring, tuple(mine), places.rows(distinct[mine[world.rank]]), Routes(tuple(give), need))
+    return _LookupPlan(ring, tuple(mine), places.rows(distinct[mine[world.rank]]), ExchangePlan(tuple(give), need))
 
 
-class _Take(torch.autograd.Function):
+class _LookupRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, request: _Request, x: Tensor) -> Tensor:
+    def forward(ctx: Any, request: _LookupPlan, x: Tensor) -> Tensor:
         ctx.request, ctx.form = request, (x.shape, x.dtype)
         found = x.new_empty(sum(len(place) for place in request.places), x.shape[1])
         rank = request.ring.world.rank
@@ -108,7 +110,7 @@ class _Take(torch.autograd.Function):
         def visit(q: int, rows: list[Tensor]) -> None:
             found[request.places[q]] = rows[0][request.own] if q == rank else rows[0]
 
-        request.ring.visit([Lane(request.routes, x.detach().contiguous())], visit, what="rows of take")
+        request.ring.run([RowTable(request.routes, x.detach().contiguous())], visit, op="rows of take")
         return found
 
     @staticmethod
@@ -116,9 +118,9 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
         if not ctx.needs_input_grad[1]:
             return None, None
-        request: _Request = ctx.request
+        request: _LookupPlan = ctx.request
         shape, dtype = ctx.form
-        home = Homecoming(request.ring.world.rank, [(request.routes, grad)])
+        home = GradAccumulator(request.ring.world.rank, [(request.routes, grad)])
 
         def visit(q: int, rows: list[Tensor]) -> list[Tensor]:
             part = grad[request.places[q]]
@@ -128,5 +130,5 @@ class _Take(torch.autograd.Function):
             own[request.own] = part
             return [own]
 
-        request.ring.visit([], visit, home=home.ways, collect=home.take, what="gradients of take")
+        request.ring.run([], visit, returns=home.returns, on_returns=home.add, op="gradients of take")
         return None, home.totals[0].to(dtype)

@@ -8,37 +8,37 @@ from torch import Tensor
 
 from gnnfleet.comm.collectives import sum_over_ranks
 from gnnfleet.errors import ConfigError
-from gnnfleet.sharded.full_batch.partitioned_view import MergedOnce, PartView
-from gnnfleet.sharded.pipeline.chunked_partition import Chunk, ChunkPart
-from gnnfleet.sharded.pipeline.history import Call, Stream, Turn
+from gnnfleet.sharded.full_batch.partitioned_view import LazyMergedEdges, PartitionedView
+from gnnfleet.sharded.pipeline.chunked_partition import Chunk, ChunkBlocks
+from gnnfleet.sharded.pipeline.history import ChunkExchange, HistoryStore, PipelineSlot
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ChunkView(PartView):
+class ChunkView(PartitionedView):
     """What a layer sees of a chunk."""
 
     chunk: Chunk
-    stream: Stream
-    turn: Turn
+    history: HistoryStore
+    slot: PipelineSlot
 
     @classmethod
-    def open(cls, chunk: Chunk, stream: Stream) -> ChunkView:
-        part = ChunkPart(chunk)
-        turn = Turn(0, (-1,) * stream.mirrors.world.size)
-        given = {"part": part, "nodes": part.nodes, "relations": part.edges, "merged": MergedOnce(part)}
-        return cls(**given, chunk=chunk, stream=stream, turn=turn)  # type: ignore[arg-type]
+    def open(cls, chunk: Chunk, stream: HistoryStore) -> ChunkView:
+        part = ChunkBlocks(chunk)
+        turn = PipelineSlot(0, (-1,) * stream.halo.world.size)
+        given = {"part": part, "nodes": part.nodes, "relations": part.edges, "merged": LazyMergedEdges(part)}
+        return cls(**given, chunk=chunk, history=stream, slot=turn)  # type: ignore[arg-type]
 
-    def during(self, turn: Turn, stream: Stream | None = None) -> ChunkView:
+    def in_slot(self, turn: PipelineSlot, stream: HistoryStore | None = None) -> ChunkView:
         """The same chunk in a slot of a pass, perhaps over other tables."""
-        return replace(self, turn=turn, stream=stream or self.stream)
+        return replace(self, slot=turn, history=stream or self.history)
 
-    def _visits(self) -> Call:
-        return self.stream.call(self.chunk, self.turn, self.layer)
+    def _exchange(self) -> ChunkExchange:
+        return self.history.new_exchange(self.chunk, self.slot, self.layer)
 
-    def take(self, x: Tensor, store_ids: Tensor) -> Tensor:
+    def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
         raise ConfigError("strategy pipe gives rows of other chunks to the last layer's loss only, not to layers")
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
-        if self.chunk.rows != self.chunk.way.rows:
+        if self.chunk.rows != self.chunk.partition.rows:
             raise ConfigError("this layer looks at all nodes at once, a chunk has some of them: use strategy.chunks=1")
-        return sum_over_ranks(self.stream.mirrors.world, t)
+        return sum_over_ranks(self.history.halo.world, t)

@@ -13,124 +13,132 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import gather_rows
-from gnnfleet.comm.compression import Code
-from gnnfleet.comm.p2p import Posted, receive, send
+from gnnfleet.comm.collectives import all_gather_rows
+from gnnfleet.comm.compression import WireCodec
+from gnnfleet.comm.p2p import PendingTransfer, receive, send
 from gnnfleet.comm.world import World
 from gnnfleet.graph.partition.shard import DIRECTIONS
 from gnnfleet.ops.gather import gather
 from gnnfleet.report.phase_timer import EXCHANGE
-from gnnfleet.report.traffic import Traffic
-from gnnfleet.sharded.pipeline.chunked_partition import Chunk, Way
+from gnnfleet.report.traffic import TrafficCounter
+from gnnfleet.sharded.pipeline.chunked_partition import Chunk, ChunkedPartition
 
 _TAG = 11
 
-Came = list[tuple[Tensor | slice, list[Tensor]]]
+ReceivedRows = list[tuple[Tensor | slice, list[Tensor]]]
 """(rows or mirrors of the way, what came for them: one tensor for each that was sent)."""
 
 
-class Mirrors:
+class StageHalo:
     """Who of the other ways needs which rows; all ways of a stage make it together."""
 
-    def __init__(self, world: World, way: Way, code: Code | None = None) -> None:
-        self.world, self._way, self.code = world, way, code or Code()
+    def __init__(self, world: World, way: ChunkedPartition, code: WireCodec | None = None) -> None:
+        self.world, self._way, self.code = world, way, code or WireCodec()
         # [rows of this way that way p has mirrors of, ascending].
         self._give: dict[str, list[Tensor]] = {}
         for direction in DIRECTIONS:
-            every = gather_rows(replace(world, traffic=Traffic()), way.mirrors[direction])
+            every = all_gather_rows(replace(world, traffic=TrafficCounter()), way.halo[direction])
             self._give[direction] = [theirs[(theirs >= way.low) & (theirs < way.high)] - way.low for theirs in every]
 
     @property
-    def others(self) -> list[tuple[int, int]]:
+    def peers(self) -> list[tuple[int, int]]:
         """(whom to send to, whom to hear from), in rotating pairs."""
         here, size = self.world.rank, self.world.size
         return [((here + step) % size, (here - step) % size) for step in range(1, size)]
 
-    def given(self, direction: str, chunk: Chunk, way: int) -> Tensor:
+    def sent_rows(self, direction: str, chunk: Chunk, way: int) -> Tensor:
         """Rows of a chunk that another way has mirrors of."""
         rows = self._give[direction][way]
         low, high = torch.searchsorted(rows, torch.tensor([chunk.low, chunk.high])).tolist()
         return rows[low:high]
 
-    def mirrored(self, direction: str, number: int, way: int) -> slice:
+    def halo_rows(self, direction: str, number: int, way: int) -> slice:
         """Where the mirrors of another way's chunk lie here; of all its rows for number −1."""
         layout = self._way.layout
-        low, high = layout.way(way) if number < 0 else layout.chunk(way * layout.slots + number)
-        first, last = torch.searchsorted(self._way.mirrors[direction], torch.tensor([low, high])).tolist()
+        low, high = (
+            layout.partition_range(way)
+            if number < 0
+            else layout.chunk_range(way * layout.chunks_per_partition + number)
+        )
+        first, last = torch.searchsorted(self._way.halo[direction], torch.tensor([low, high])).tolist()
         return slice(self._way.rows + first, self._way.rows + last)
 
-    def out(self, direction: str, chunk: Chunk, theirs: Sequence[int], tables: Sequence[Tensor], what: str) -> Swap:
+    def send_rows(
+        self, direction: str, chunk: Chunk, theirs: Sequence[int], tables: Sequence[Tensor], what: str
+    ) -> PendingHaloSwap:
         """Send rows of this way's chunk, which ``tables`` [r, F] have, to mirrors of it; ``theirs`` are the chunks that
         the ways work on."""
-        swap = Swap(self.world, self.code, what)
-        with self.world.clock.during(EXCHANGE, what):
-            for to, source in self.others:
+        swap = PendingHaloSwap(self.world, self.code, what)
+        with self.world.clock.phase(EXCHANGE, what):
+            for to, source in self.peers:
                 swap.post(
                     to,
-                    [gather(table, self.given(direction, chunk, to) - chunk.low) for table in tables],
+                    [gather(table, self.sent_rows(direction, chunk, to) - chunk.low) for table in tables],
                     source,
-                    self.mirrored(direction, theirs[source], source),
+                    self.halo_rows(direction, theirs[source], source),
                 )
         return swap
 
-    def home(self, chunk: Chunk, theirs: Sequence[int], tables: Sequence[Tensor], what: str) -> Swap:
+    def return_grads(self, chunk: Chunk, theirs: Sequence[int], tables: Sequence[Tensor], what: str) -> PendingHaloSwap:
         """Send what was added up for mirrors of sources, which ``tables`` [n + m, F] have, to their own way."""
-        swap = Swap(self.world, self.code, what)
-        with self.world.clock.during(EXCHANGE, what):
-            for to, source in self.others:
+        swap = PendingHaloSwap(self.world, self.code, what)
+        with self.world.clock.phase(EXCHANGE, what):
+            for to, source in self.peers:
                 swap.post(
                     to,
-                    [table[self.mirrored("in", theirs[to], to)] for table in tables],
+                    [table[self.halo_rows("in", theirs[to], to)] for table in tables],
                     source,
-                    self.given("in", chunk, source),
+                    self.sent_rows("in", chunk, source),
                 )
         return swap
 
 
 @dataclass(frozen=True, eq=False)
-class _Coming:
+class _PendingReceive:
     rows: Tensor | slice
-    posted: list[list[Posted]]  # of each table the tensors it is written as
+    transfers: list[list[PendingTransfer]]  # of each table the tensors it is written as
     dtypes: list[torch.dtype]
 
 
-class Swap:
+class PendingHaloSwap:
     """Messages under way."""
 
-    def __init__(self, world: World, code: Code, what: str) -> None:
+    def __init__(self, world: World, code: WireCodec, what: str) -> None:
         self._world, self._code, self._what = world, code, what
-        self._going: list[Posted] = []
-        self._coming: list[_Coming] = []
+        self._going: list[PendingTransfer] = []
+        self._coming: list[_PendingReceive] = []
 
     def post(self, to: int, tables: Sequence[Tensor], source: int, rows: Tensor | slice) -> None:
         count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-        coming: list[list[Posted]] = []
+        coming: list[list[PendingTransfer]] = []
         for place, table in enumerate(tables):
             width = int(table.shape[1])
-            written = self._code.write(table.contiguous(), 0, place)
+            written = self._code.encode(table.contiguous(), 0, place)
             if len(table):
-                self._going += [send(self._world, part, to, tag=_TAG, doing=self._what) for part in written]
-            rooms = [torch.empty(count, wide, dtype=kind) for wide, kind in self._code.forms(width, table.dtype)]
-            posted = [receive(self._world, room, source, tag=_TAG, doing=self._what) for room in rooms if count]
+                self._going += [send(self._world, part, to, tag=_TAG, op=self._what) for part in written]
+            rooms = [
+                torch.empty(count, wide, dtype=kind) for wide, kind in self._code.encoded_shapes(width, table.dtype)
+            ]
+            posted = [receive(self._world, room, source, tag=_TAG, op=self._what) for room in rooms if count]
             coming.append(posted)
         if count:
-            self._coming.append(_Coming(rows, coming, [table.dtype for table in tables]))
+            self._coming.append(_PendingReceive(rows, coming, [table.dtype for table in tables]))
 
-    def finish(self) -> Came:
+    def wait(self) -> ReceivedRows:
         """What came, when all of it is there."""
-        with self._world.clock.during(EXCHANGE, self._what):
+        with self._world.clock.phase(EXCHANGE, self._what):
             return self._finish()
 
-    def _finish(self) -> Came:
-        found: Came = []
+    def _finish(self) -> ReceivedRows:
+        found: ReceivedRows = []
         for each in self._coming:
             tables = [
-                self._code.read([part.wait() for part in posted], dtype)
-                for posted, dtype in zip(each.posted, each.dtypes, strict=True)
+                self._code.decode([part.wait() for part in posted], dtype)
+                for posted, dtype in zip(each.transfers, each.dtypes, strict=True)
             ]
             found.append((each.rows, tables))
         for part in self._going:
             part.wait()
         if self._going or self._coming:
-            self._world.traffic.met()
+            self._world.traffic.add_round()
         return found

@@ -11,26 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.all_to_all import Parcel, relay
-from gnnfleet.comm.halo_exchange import Lane, Ring, Routes
-from gnnfleet.ops.paging import let_go, read_ahead, read_rows
-from gnnfleet.sharded.full_batch.row_lookup import Owners
+from gnnfleet.comm.all_to_all import ByteBuffer, all_to_all_bytes
+from gnnfleet.comm.halo_exchange import ExchangePlan, RingExchange, RowTable
+from gnnfleet.ops.paging import drop_pages, prefetch_pages, read_rows
+from gnnfleet.sharded.full_batch.row_lookup import OwnershipMap
 from gnnfleet.sharded.sampling.neighbor_index import OwnNodes
 
-Rows = dict[str, dict[str, Tensor]]
+NamedTables = dict[str, dict[str, Tensor]]
 """{node type: {name of a table: rows}}."""
 
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Tables:
+class FeatureStore:
     """``rows`` are those of this part, [n, F] in its order, under the same names and dtypes on all ranks."""
 
     rows: Mapping[str, Mapping[str, Tensor]]
-    own: Mapping[str, OwnNodes]
-    owners: Owners
-    ring: Ring
+    node_index: Mapping[str, OwnNodes]
+    owners: OwnershipMap
+    ring: RingExchange
     paged: frozenset[tuple[str, str]] = frozenset()  # (type, table) that lie in files and are too large for memory
 
     def row_bytes(self, kind: str) -> int:
@@ -42,7 +42,7 @@ class Tables:
         tables = [self.rows[kind][name] for of, name in self.paged if of == kind]
         return sum(table.shape[1] * table.element_size() for table in tables)
 
-    def fetch(self, wanted: Mapping[str, Tensor]) -> tuple[Rows, dict[str, Tensor]]:
+    def fetch(self, ids: Mapping[str, Tensor]) -> tuple[NamedTables, dict[str, Tensor]]:
         """(rows of nodes of other parts, by node type [n] the place in ``wanted`` of each), for different store ids.
 
         Rows lie by owner, as they come. Two rounds; all ranks call it.
@@ -50,23 +50,23 @@ class Tables:
         world = self.ring.world
         orders, counts = {}, {}
         for kind in self.rows:
-            owner = self.owners.of(kind, wanted[kind])
+            owner = self.owners.owner_of(kind, ids[kind])
             orders[kind] = torch.argsort(owner, stable=True)
             counts[kind] = torch.bincount(owner, minlength=world.size).tolist()
             assert not counts[kind][world.rank], "own rows are not fetched"
-        asked = self._ask({kind: wanted[kind][order] for kind, order in orders.items()}, counts)
-        found: Rows = {
+        asked = self._request({kind: ids[kind][order] for kind, order in orders.items()}, counts)
+        found: NamedTables = {
             kind: {
-                name: self.ring.empty((len(wanted[kind]), table.shape[1]), table.dtype)
+                name: self.ring.new_buffer((len(ids[kind]), table.shape[1]), table.dtype)
                 for name, table in tables.items()
             }
             for kind, tables in self.rows.items()
         }
         lanes, targets = [], []
         for kind, tables in self.rows.items():
-            routes = Routes(tuple(asked[kind]), tuple(counts[kind]))
+            routes = ExchangePlan(tuple(asked[kind]), tuple(counts[kind]))
             for name, table in tables.items():
-                lanes.append(Lane(routes, table))
+                lanes.append(RowTable(routes, table))
                 targets.append(torch.split(found[kind][name], counts[kind]))
 
         def visit(q: int, rows: list[Tensor]) -> None:
@@ -74,9 +74,9 @@ class Tables:
                 if q != world.rank:
                     out[q].copy_(part)
 
-        self._read_ahead(asked)
-        self.ring.visit(lanes, visit, what="rows of nodes")
-        self.let_go()
+        self._prefetch_pages(asked)
+        self.ring.run(lanes, visit, op="rows of nodes")
+        self.drop_pages()
         return found, orders
 
     def read_own(self, kind: str, rows: Tensor) -> dict[str, Tensor]:
@@ -84,34 +84,34 @@ class Tables:
         tables = {name: table for name, table in self.rows[kind].items() if (kind, name) in self.paged}
         return {name: read_rows(table, rows) for name, table in tables.items()}
 
-    def let_go(self) -> None:
+    def drop_pages(self) -> None:
         """What was read of paged tables leaves memory."""
         for kind, name in self.paged:
-            let_go(self.rows[kind][name])
+            drop_pages(self.rows[kind][name])
 
-    def _read_ahead(self, asked: Mapping[str, list[Tensor]]) -> None:
+    def _prefetch_pages(self, asked: Mapping[str, list[Tensor]]) -> None:
         """What others want is asked for in the order in which it lies; then it may be read in any."""
         for kind, name in self.paged:
-            read_ahead(self.rows[kind][name], torch.unique(torch.cat(asked[kind])))
+            prefetch_pages(self.rows[kind][name], torch.unique(torch.cat(asked[kind])))
 
-    def _ask(self, wanted: Mapping[str, Tensor], counts: Mapping[str, list[int]]) -> dict[str, list[Tensor]]:
+    def _request(self, wanted: Mapping[str, Tensor], counts: Mapping[str, list[int]]) -> dict[str, list[Tensor]]:
         """Tell owners which rows are wanted; by node type and rank, rows of this part that others want."""
         world, kinds = self.ring.world, list(self.rows)
         parts = {kind: torch.split(wanted[kind], counts[kind]) for kind in kinds}
         messages = []
         for q in range(world.size):
-            parcel = Parcel()
-            parcel.put(torch.tensor([counts[kind][q] for kind in kinds], dtype=torch.int64))
+            parcel = ByteBuffer()
+            parcel.write(torch.tensor([counts[kind][q] for kind in kinds], dtype=torch.int64))
             for kind in kinds:
-                parcel.put(parts[kind][q])
+                parcel.write(parts[kind][q])
             messages.append(parcel.message)
         found: dict[str, list[Tensor]] = {kind: [_NONE] * world.size for kind in kinds}
-        for q, message in enumerate(relay(world, messages, what="nodes whose rows are wanted")):
+        for q, message in enumerate(all_to_all_bytes(world, messages, what="nodes whose rows are wanted")):
             if q == world.rank:
                 continue
-            parcel = Parcel(message)
-            lengths = parcel.take(len(kinds), torch.int64).tolist()
+            parcel = ByteBuffer(message)
+            lengths = parcel.read(len(kinds), torch.int64).tolist()
             for kind, length in zip(kinds, lengths, strict=True):
-                own = self.own[kind]
-                found[kind][q] = own.rows[own.places(parcel.take(length, torch.int64))]
+                own = self.node_index[kind]
+                found[kind][q] = own.rows[own.rows_of(parcel.read(length, torch.int64))]
         return found

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gnnfleet.strategies.sampling_options import SAMPLED_BATCH, FanoutWords, Switch
+from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, AutoSwitch, FanoutOption
 from gnnfleet.strategies.spec import StrategyConfig
 
 
@@ -16,7 +16,7 @@ class LocalConfig(StrategyConfig, frozen=True, extra="forbid"):
     name: Literal["local"] = "local"
     # Neighbours drawn per node, the hop next to the seeds first, −1 for all; by SRC:RELATION:DST where they differ.
     # Without it the whole graph is walked.
-    fanouts: FanoutWords = None
+    fanouts: FanoutOption = None
     replace: bool = False  # whether a neighbour may be drawn twice
     # Items (labelled nodes, target edges) of a step; 0: all in one step an epoch. By default 0, and 1024 with fanouts.
     batch: int | None = Field(default=None, ge=0)
@@ -25,17 +25,17 @@ class LocalConfig(StrategyConfig, frozen=True, extra="forbid"):
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     # The first layer's aggregate of all neighbours, computed once; with fanouts the last hop is then neither drawn nor
     # read. auto: where the model allows it.
-    cache_inputs: Switch = "auto"
+    cache_inputs: AutoSwitch = "auto"
     # How rows lie in memory; results agree to rounding. auto: cluster above 50,000 nodes, where it pays for itself;
     # store with fanouts.
     order: Literal["auto", "store", "cluster"] = "auto"
 
     @property
-    def samples(self) -> bool:
+    def is_sampled(self) -> bool:
         return self.fanouts is not None
 
     @property
     def batch_size(self) -> int:
         if self.batch is None:
-            return 0 if self.fanouts is None else SAMPLED_BATCH
+            return 0 if self.fanouts is None else DEFAULT_BATCH
         return self.batch

@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 from gnnfleet.graph.sampling.batches import count_batches
-from gnnfleet.graph.sampling.prefetch import wise_depth
-from gnnfleet.strategies.estimates import SLACK, Forecast, Outlook
+from gnnfleet.graph.sampling.prefetch import auto_depth
+from gnnfleet.strategies.estimates import MEMORY_SLACK, CostEstimate, PlanningContext
 from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.local.config import LocalConfig
-from gnnfleet.strategies.local.strategy import ORDER_NODES
-from gnnfleet.strategies.sampling_options import FANOUT, SAMPLED_BATCH
+from gnnfleet.strategies.local.strategy import REORDER_MIN_NODES
+from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, DEFAULT_FANOUT
 from gnnfleet.strategies.step_costs import (
-    EDGE,
-    Weights,
-    draw_blocks,
+    BYTES_PER_EDGE,
+    WeightBytes,
+    caches_aggregate,
     evaluation_bytes,
     feature_bytes,
-    keeps_aggregate,
-    sketch_of,
-    step_tensors,
+    sample_probe_blocks,
+    step_peak_bytes,
+    trace_full_batch,
 )
 
 
-def foresee(config: LocalConfig, outlook: Outlook) -> list[Forecast]:
+def estimate(config: LocalConfig, outlook: PlanningContext) -> list[CostEstimate]:
     """Both ways; only the sampled one where fanouts are given."""
-    fanouts = config.fanouts or (FANOUT,) * outlook.job.model.num_layers
+    fanouts = config.fanouts or (DEFAULT_FANOUT,) * outlook.job.model.num_layers
     sampled = config.model_copy(update={"fanouts": fanouts})
     if config.batch is None:
-        sampled = sampled.model_copy(update={"batch": SAMPLED_BATCH})
-    found = [] if config.samples else [_full(config, outlook)]
+        sampled = sampled.model_copy(update={"batch": DEFAULT_BATCH})
+    found = [] if config.is_sampled else [_full(config, outlook)]
     return [*found, _sampled(sampled, outlook)]
 
 
-def _full(config: LocalConfig, outlook: Outlook) -> Forecast:
-    job, pace = outlook.job, outlook.alone
+def _full(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
+    job, pace = outlook.job, outlook.single_profile
     graph, layers = job.graph, job.model.num_layers
-    ordered = config.order == "cluster" or (config.order == "auto" and graph.num_nodes > ORDER_NODES)
+    ordered = config.order == "cluster" or (config.order == "auto" and graph.num_nodes > REORDER_MIN_NODES)
     loads = [(float(graph.num_nodes), float(graph.num_edges))] * layers
-    reach = job.task.reach()
+    reach = job.task.reachable_mask()
     if ordered and reach is not None and not job.model.batch_norm and layers > 1:
         target = job.task.target
         edges = sum(
@@ -44,42 +44,46 @@ def _full(config: LocalConfig, outlook: Outlook) -> Forecast:
             for kind, each in graph.edges.items()
         )
         loads[-1] = float(reach.sum()), float(edges)
-    steps = count_batches(len(job.task.trained(job.seed, 0)), config.batch_size)
+    steps = count_batches(len(job.task.train_items(job.seed, 0)), config.batch_size)
     rows = sum(rows for rows, _ in loads) / layers
     itemsize = PRECISIONS[job.precision].itemsize
-    keeps = keeps_aggregate(job, config.cache_inputs)
-    held = feature_bytes(graph) + feature_bytes(graph, itemsize) * (1 + 2 * keeps) + graph.num_edges * 3 * EDGE
-    tensors = sketch_of(outlook, config.cache_inputs).tensors(int(rows))
-    most = max(SLACK * tensors, evaluation_bytes(job, graph.num_nodes))
-    return Forecast(
+    keeps = caches_aggregate(job, config.cache_inputs)
+    held = (
+        feature_bytes(graph) + feature_bytes(graph, itemsize) * (1 + 2 * keeps) + graph.num_edges * 3 * BYTES_PER_EDGE
+    )
+    tensors = trace_full_batch(outlook, config.cache_inputs).peak_bytes(int(rows))
+    most = max(MEMORY_SLACK * tensors, evaluation_bytes(job, graph.num_nodes))
+    return CostEstimate(
         words={**config.model_dump(exclude_defaults=True), "name": "local"},
         kind="exact",
         workers=1,
-        memory=pace.resident + held + most + Weights.of(job.model).state(),
-        seconds=steps * (pace.walk(loads) + pace.step),
+        memory=pace.base_memory + held + most + WeightBytes.of(job.model).state(),
+        seconds=steps * (pace.layer_seconds(loads) + pace.optimizer_seconds),
         steps=steps,
         reasons=("one process, the whole graph in every step",),
     )
 
 
-def _sampled(config: LocalConfig, outlook: Outlook) -> Forecast:
-    job, pace = outlook.job, outlook.alone
-    given = keeps_aggregate(job, config.cache_inputs)
-    items = job.task.trained(job.seed, 0)
-    blocks = draw_blocks(job, items, config.batch_size, fanouts=config.fanouts, given=given, replace=config.replace)
+def _sampled(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
+    job, pace = outlook.job, outlook.single_profile
+    given = caches_aggregate(job, config.cache_inputs)
+    items = job.task.train_items(job.seed, 0)
+    blocks = sample_probe_blocks(
+        job, items, config.batch_size, fanouts=config.fanouts, given=given, replace=config.replace
+    )
     steps = count_batches(len(items), config.batch_size)
-    work, making = pace.sampled(blocks.loads), pace.draw * blocks.amount
+    work, making = pace.sampled_step_seconds(blocks.layer_loads), pace.sampling_seconds * blocks.num_edges_and_rows
     features = feature_bytes(job.graph)
-    ahead = wise_depth(int(features)) if config.prefetch == "auto" else config.prefetch
+    ahead = auto_depth(int(features)) if config.prefetch == "auto" else config.prefetch
     itemsize = PRECISIONS[job.precision].itemsize
-    held = features + given * 2 * feature_bytes(job.graph, itemsize) + job.graph.num_edges * EDGE
-    step = step_tensors(job, blocks.views[0], given=given) + (1 + ahead) * blocks.structure
+    held = features + given * 2 * feature_bytes(job.graph, itemsize) + job.graph.num_edges * BYTES_PER_EDGE
+    step = step_peak_bytes(job, blocks.views[0], given=given) + (1 + ahead) * blocks.structure_bytes
     most = max(step, evaluation_bytes(job, job.graph.num_nodes) + feature_bytes(job.graph, itemsize))
-    return Forecast(
+    return CostEstimate(
         words={**config.model_dump(exclude_defaults=True), "name": "local"},
         kind="sampled",
         workers=1,
-        memory=pace.resident + held + most + Weights.of(job.model).state(),
+        memory=pace.base_memory + held + most + WeightBytes.of(job.model).state(),
         seconds=steps * (max(work, making) if ahead else work + making),
         steps=steps,
         reasons=(f"{steps} steps: blocks {making:.2g} s, layers {work:.2g} s each",),

@@ -16,30 +16,35 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.reorder import cluster_order, ordered_view, with_destinations
-from gnnfleet.graph.sampling.batches import batches
+from gnnfleet.graph.reorder import cluster_order, limit_destinations, reordered_view
+from gnnfleet.graph.sampling.batches import epoch_batches
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.base import Aggregate
-from gnnfleet.nn.layerwise import infer, layer_bytes
+from gnnfleet.nn.layerwise import layer_bytes, layerwise_inference
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.strategies.input_cache import CACHED_RELATIONS, aggregate_once, side_by_side, wants_aggregate
-from gnnfleet.strategies.job import PRECISIONS, Job, products
+from gnnfleet.strategies.input_cache import (
+    MAX_CACHED_RELATIONS,
+    concat_columns,
+    precompute_aggregate,
+    should_cache_aggregate,
+)
+from gnnfleet.strategies.job import PRECISIONS, Job, autocast
 from gnnfleet.strategies.local.config import LocalConfig
-from gnnfleet.strategies.local.minibatches import SampledBatches
+from gnnfleet.strategies.local.minibatches import MiniBatchMaker
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.protocol import Prediction, State, StepRecord
-from gnnfleet.strategies.sampling_options import Ready
-from gnnfleet.tasks.base import Take
+from gnnfleet.strategies.sampling_options import PreparedBatch
+from gnnfleet.tasks.base import RowLookup
 
 # Below this many nodes the features fit the caches and clustering costs more than it gains.
-ORDER_NODES = 50_000
+REORDER_MIN_NODES = 50_000
 
 
 class LocalStrategy:
     """The oracle: what every other strategy on static graphs is compared with."""
 
-    is_behind = False
-    elsewhere = ()
+    has_newer_weights = False
+    external_workers = ()
 
     def __init__(self, config: LocalConfig, job: Job) -> None:
         self.model = job.model
@@ -48,13 +53,13 @@ class LocalStrategy:
         self._target = job.task.target
         self._order = self._choose_order()
         self._aggregated = self._precompute()
-        self._sampled = None if config.fanouts is None else SampledBatches(config, job, self._aggregated)
+        self._sampled = None if config.fanouts is None else MiniBatchMaker(config, job, self._aggregated)
         if self._sampled is None:
             _ = self._last, self._x  # made now, not in the first step
-            self._aggregated, self.__dict__["_x"] = side_by_side(self._aggregated, self._x)
+            self._aggregated, self.__dict__["_x"] = concat_columns(self._aggregated, self._x)
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
 
-    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
+    def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         started = time.perf_counter()
         with closing(self._batches(epoch, first)) as made:
             for step, ready in enumerate(made, first):
@@ -63,21 +68,21 @@ class LocalStrategy:
                 yield StepRecord(epoch, step, loss, len(ready.batch.items), time.perf_counter() - started)
                 started = time.perf_counter()
 
-    def _batches(self, epoch: int, first: int) -> Generator[Ready]:
+    def _batches(self, epoch: int, first: int) -> Generator[PreparedBatch]:
         """What the steps of an epoch run on, from ``first`` on."""
         if self._sampled is not None:
             yield from self._sampled.epoch(epoch, first)
             return
         task, seed = self._job.task, self._job.seed
-        every = task.trained(seed, epoch)
-        for step, items in batches(every, self._config.batch_size, seed=seed, epoch=epoch, first=first):
+        every = task.train_items(seed, epoch)
+        for step, items in epoch_batches(every, self._config.batch_size, seed=seed, epoch=epoch, first=first):
             batch = task.batch(items, DrawKey(seed, epoch, step))
-            seen = task.hide(self._view, batch)
-            last = seen if self._last is self._view else task.hide(self._last, batch)
-            views = [seen.at(key=batch.key)] * (self.model.num_layers - 1) + [last.at(key=batch.key)]
-            yield Ready(batch, views, self._x, self._aggregated)
+            seen = task.mask_edges(self._view, batch)
+            last = seen if self._last is self._view else task.mask_edges(self._last, batch)
+            views = [seen.with_step(key=batch.key)] * (self.model.num_layers - 1) + [last.with_step(key=batch.key)]
+            yield PreparedBatch(batch, views, self._x, self._aggregated)
 
-    def _step(self, ready: Ready) -> float:
+    def _step(self, ready: PreparedBatch) -> float:
         """The mean loss of a batch; the weights have changed after."""
         loss = self._loss(ready) / len(ready.batch.items)
         self._optimizer.zero_grad(set_to_none=True)
@@ -87,12 +92,12 @@ class LocalStrategy:
         self._optimizer.step()
         return float(loss.detach())
 
-    def _loss(self, ready: Ready) -> Tensor:
+    def _loss(self, ready: PreparedBatch) -> Tensor:
         """The sum over the items of a batch."""
         self.model.train()
-        with products(self._job.precision):
+        with autocast(self._job.precision):
             out = self.model(ready.views, ready.x, aggregated=ready.aggregated)
-            return self._job.task.loss(self._taking(out, ready.views[-1]), ready.batch)
+            return self._job.task.loss(self._row_lookup(out, ready.views[-1]), ready.batch)
 
     def gradients(self, epoch: int, most: int | None = None) -> tuple[float, int, dict[str, Tensor]]:
         """(mean loss, items, {parameter: gradient of that mean}) over the batches of an epoch, or the first ``most`` of
@@ -105,7 +110,7 @@ class LocalStrategy:
         sums = {name: torch.zeros_like(weight) for name, weight in named.items()}
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         total, count = 0.0, 0
-        if len(self._job.task.trained(self._job.seed, epoch)):
+        if len(self._job.task.train_items(self._job.seed, epoch)):
             with closing(self._batches(epoch, 0)) as made:
                 for ready in islice(made, most):
                     loss = self._loss(ready)
@@ -117,32 +122,32 @@ class LocalStrategy:
             buffer.copy_(buffers[name])
         return total / max(count, 1), count, {name: place / max(count, 1) for name, place in sums.items()}
 
-    def counts(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, float]:
         return {}
 
-    def pages(self) -> dict[str, str]:
+    def artifacts(self) -> dict[str, str]:
         return {}
 
     def evaluate(self, split: str) -> dict[str, float]:
         if not len(self._job.task.items(split)):
             raise ConfigError(f"the {split} split is empty: choose another --split")
         with torch.no_grad():
-            return self._job.task.measure(self.exact(), split)
+            return self._job.task.measure(self.exact_lookup(), split)
 
     def validate(self) -> dict[str, float]:
         return self.evaluate("val")
 
-    def exact(self) -> Take:
-        return self._taking(self._outputs()[0], self._view)
+    def exact_lookup(self) -> RowLookup:
+        return self._row_lookup(self._outputs()[0], self._view)
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         logits, inputs = (self._only(rows) for rows in self._outputs())
-        return Prediction(self._in_store(logits), self._in_store(inputs) if embeddings else None)
+        return Prediction(self._to_store_order(logits), self._to_store_order(inputs) if embeddings else None)
 
-    def rows(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
-        view = self._view.of(self._target)
+    def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
+        view = self._view.for_type(self._target)
         logits, inputs = (self._only(rows) for rows in self._outputs())
-        return Prediction(view.take(logits, ids), view.take(inputs, ids) if embeddings else None)
+        return Prediction(view.gather_rows(logits, ids), view.gather_rows(inputs, ids) if embeddings else None)
 
     def state_dict(self) -> State:
         return {"model": dict(self.model.state_dict()), "optimizer": optimizer_tensors(self.model, self._optimizer)}
@@ -165,19 +170,19 @@ class LocalStrategy:
         if self._known is None:
             self.model.eval()
             limit = self._job.evaluation_memory
-            with torch.no_grad(), products(self._job.precision):
+            with torch.no_grad(), autocast(self._job.precision):
                 if layer_bytes(self._view, self._width()) > limit:
-                    self._known = infer(self.model, self._view, self._x, target=self._target, limit=limit)
+                    self._known = layerwise_inference(self.model, self._view, self._x, target=self._target, limit=limit)
                 else:
                     self._known = self.model.exact(self._view, self._x, aggregated=self._aggregated)
         return self._known
 
-    def _taking(self, out: Any, view: LocalView) -> Take:
+    def _row_lookup(self, out: Any, view: LocalView) -> RowLookup:
         """Rows of a view's output by store id, in the precision of the loss."""
 
         def take(kind: str, ids: Tensor) -> Tensor:
             rows: Tensor = out[kind] if isinstance(out, dict) else out
-            return view.of(kind).take(rows, ids).to(self._dtype)
+            return view.for_type(kind).gather_rows(rows, ids).to(self._dtype)
 
         return take
 
@@ -193,7 +198,7 @@ class LocalStrategy:
     def _view(self) -> LocalView:
         """The whole graph; sampled training does without until it is evaluated."""
         graph = self._job.graph
-        return LocalView.whole(graph) if self._order is None else ordered_view(graph, self._order)
+        return LocalView.of_graph(graph) if self._order is None else reordered_view(graph, self._order)
 
     @cached_property
     def _x(self) -> Any:
@@ -201,32 +206,32 @@ class LocalStrategy:
         found = {}
         for kind, nodes in self._job.graph.nodes.items():
             x = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
-            found[kind] = self._in_rows(kind, x.to(self._dtype))
+            found[kind] = self._to_row_order(kind, x.to(self._dtype))
         return found if len(found) > 1 else found[self._target]
 
     def _precompute(self) -> Aggregate | None:
         """The first layer's aggregate of all rows, where the config wants it and the model allows it."""
         task, wanted = self._job.task, self._config.cache_inputs
-        if not wants_aggregate(wanted, hides=task.hides) or (wanted == "auto" and not self._affordable()):
+        if not should_cache_aggregate(wanted, hides=task.masks_edges) or (wanted == "auto" and not self._affordable()):
             return None
-        return aggregate_once(wanted, self.model, self._view, self._x)
+        return precompute_aggregate(wanted, self.model, self._view, self._x)
 
     def _affordable(self) -> bool:
         """Whether aggregated inputs may be kept unasked: few edge types, and on sampled blocks within ``memory``."""
         graph = self._job.graph
-        if len(graph.edges) > CACHED_RELATIONS:
+        if len(graph.edges) > MAX_CACHED_RELATIONS:
             return False
-        rows = sum(graph.nodes[kind.dst].count * self._wide(kind.src) for kind in graph.edges)
+        rows = sum(graph.nodes[kind.dst].count * self._has_wide_features(kind.src) for kind in graph.edges)
         return self._config.fanouts is None or rows * self._dtype.itemsize <= self._job.evaluation_memory
 
-    def _wide(self, kind: str) -> int:
+    def _has_wide_features(self, kind: str) -> int:
         x = self._job.graph.nodes[kind].x
         return 0 if x is None else int(x.shape[1])
 
     def _choose_order(self) -> dict[str, Tensor] | None:
         order, sampled = self._config.order, self._config.fanouts is not None
         if order == "auto":
-            order = "cluster" if self._job.graph.num_nodes > ORDER_NODES and not sampled else "store"
+            order = "cluster" if self._job.graph.num_nodes > REORDER_MIN_NODES and not sampled else "store"
         if order == "cluster" and sampled:
             raise ConfigError("strategy.order=cluster is for full batch: leave it out, or leave out strategy.fanouts")
         if order == "store":
@@ -234,7 +239,7 @@ class LocalStrategy:
         self._job.progress.stage("cluster order")
         found = cluster_order(self._job.graph)
         # Rows that the loss reads come first: the last layer then needs no others (``_last``).
-        reach = self._job.task.reach()
+        reach = self._job.task.reachable_mask()
         if reach is not None:
             wanted = reach[found[self._target]]
             found[self._target] = torch.cat([found[self._target][wanted], found[self._target][~wanted]])
@@ -246,15 +251,15 @@ class LocalStrategy:
 
         Not under batch norm, which looks at all rows, and not in a single layer, whose aggregate is kept for all rows.
         """
-        reach = self._job.task.reach()
+        reach = self._job.task.reachable_mask()
         if self._order is None or reach is None or self.model.batch_norm or self.model.num_layers == 1:
             return self._view
-        return with_destinations(self._view, self._target, int(reach.sum()))
+        return limit_destinations(self._view, self._target, int(reach.sum()))
 
-    def _in_rows(self, kind: str, values: Tensor) -> Tensor:
+    def _to_row_order(self, kind: str, values: Tensor) -> Tensor:
         return values if self._order is None else values[self._order[kind]]
 
-    def _in_store(self, rows: Tensor) -> Tensor:
+    def _to_store_order(self, rows: Tensor) -> Tensor:
         if self._order is None:
             return rows
         values = torch.empty_like(rows)

@@ -14,16 +14,16 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-Policy = Literal["static", "score", "belady"]
+CachePolicy = Literal["static", "score", "belady"]
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class CacheDecision:
     """What one macrobatch finds in the cache and leaves there; hits are read before anything is written."""
 
     slots: Tensor  # [W] int64: where each wanted id's row lies before this turn, -1: must be fetched
     admitted: Tensor  # [A] int64: places in ``wanted`` whose fetched rows go into the cache ...
-    into: Tensor  # [A] int64: ... and the slots they go into
+    target_slots: Tensor  # [A] int64: ... and the slots they go into
 
 
 class RowCache(Protocol):
@@ -31,14 +31,14 @@ class RowCache(Protocol):
 
     capacity: int
 
-    def turn(self, wanted: Tensor, future: Sequence[Tensor] = ()) -> Turn:
+    def step(self, wanted: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
         """The next macrobatch: ``wanted`` [W] int64, ascending distinct ids, none below 0.
 
         ``future``: the same of the macrobatches that follow, next first, as far as they are known.
         """
 
 
-def make_cache(policy: Policy, capacity: int, *, foretaste: Sequence[Tensor] = (), **knobs: Any) -> RowCache:
+def make_cache(policy: CachePolicy, capacity: int, *, foretaste: Sequence[Tensor] = (), **knobs: Any) -> RowCache:
     """An empty cache. ``foretaste``: what macrobatches sampled before training want; belady has no use for it.
 
     Knobs: ``delta`` and ``alpha`` of score, ``fade`` of belady.
@@ -59,12 +59,12 @@ class StaticCache:
 
     def __init__(self, capacity: int, foretaste: Sequence[Tensor]) -> None:
         self.capacity = capacity
-        self._slots = _Slots(capacity, foretaste)
+        self._slots = _CacheIndex(capacity, foretaste)
 
-    def turn(self, wanted: Tensor, future: Sequence[Tensor] = ()) -> Turn:
+    def step(self, wanted: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
         slots = self._slots.find(wanted)
-        into = self._slots.arrive(slots)
-        return Turn(torch.where(into < 0, slots, -1), *_pairs(into))
+        into = self._slots.fill(slots)
+        return CacheDecision(torch.where(into < 0, slots, -1), *_pairs(into))
 
 
 class ScoreCache:
@@ -85,19 +85,19 @@ class ScoreCache:
         assert delta >= 1 and 0 <= alpha < 1
         self.capacity, self._delta, self._alpha = capacity, delta, alpha
         self._turns = 0
-        self._slots = _Slots(capacity, foretaste)
+        self._slots = _CacheIndex(capacity, foretaste)
         self._idle = torch.zeros(capacity, dtype=torch.int64)
         self._score = torch.ones(capacity, dtype=torch.float64)
         # Every id ever missed, also those inside by now, ascending; the counts of these mean nothing until they leave.
         self._missed = torch.empty(0, dtype=torch.int64)
         self._counts = torch.empty(0, dtype=torch.float64)
 
-    def turn(self, wanted: Tensor, future: Sequence[Tensor] = ()) -> Turn:
+    def step(self, wanted: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
         self._turns += 1
         slots = self._slots.find(wanted)
         missed = (slots < 0).nonzero()[:, 0]
         self._age(slots[slots >= 0])
-        into = self._slots.arrive(slots)
+        into = self._slots.fill(slots)
         self._begin(into[into >= 0], 1.0)
         slots = torch.where(into < 0, slots, -1)
         self._count(wanted[slots < 0])
@@ -109,7 +109,7 @@ class ScoreCache:
         self._slots.put(wanted[recruits], room)
         self._begin(room, counts[best])
         into[recruits] = room
-        return Turn(slots, *_pairs(into))
+        return CacheDecision(slots, *_pairs(into))
 
     def _age(self, used: Tensor) -> None:
         idle = torch.ones(self.capacity, dtype=torch.bool)
@@ -157,25 +157,25 @@ class BeladyCache:
     def __init__(self, capacity: int, *, fade: float = 0.9) -> None:
         assert 0 <= fade <= 1
         self.capacity, self._fade = capacity, fade
-        self._slots = _Slots(capacity)
+        self._slots = _CacheIndex(capacity)
         self._uses = torch.zeros(capacity, dtype=torch.float64)
 
-    def turn(self, wanted: Tensor, future: Sequence[Tensor] = ()) -> Turn:
+    def step(self, wanted: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
         slots = self._slots.find(wanted)
         self._uses *= self._fade
         self._uses[slots[slots >= 0]] += 1
         missed = (slots < 0).nonzero()[:, 0]
-        held, theirs = self._slots.ids, self._slots.theirs
+        held, theirs = self._slots.ids, self._slots.reserved_ids
         ids = torch.cat([held, wanted[missed]])
         uses = torch.cat([self._uses[theirs], torch.ones(len(missed), dtype=torch.float64)])
-        kept = self._keep(_next_use(ids, future, enough=self.capacity), uses, len(future))
+        kept = self._keep(_next_uses(ids, future, enough=self.capacity), uses, len(future))
         admitted = missed[kept[len(held) :]]
         free = torch.ones(self.capacity, dtype=torch.bool)
         free[theirs[kept[: len(held)]]] = False
         into = free.nonzero()[: len(admitted), 0]
         self._slots.put(wanted[admitted], into)
         self._uses[into] = 1
-        return Turn(slots, admitted, into)
+        return CacheDecision(slots, admitted, into)
 
     def _keep(self, turns: Tensor, uses: Tensor, never: int) -> Tensor:
         """[n] bool: the ids to keep. ``turns``: when each is used next, ``never`` if no use is known.
@@ -194,14 +194,14 @@ class BeladyCache:
         return kept
 
 
-class _Slots:
+class _CacheIndex:
     """Which id each slot holds, -1 for none, and the way back; the ids ``foretaste`` wants most often wait for rows."""
 
     def __init__(self, capacity: int, foretaste: Sequence[Tensor] = ()) -> None:
         assert capacity >= 0
         self.held = torch.full((capacity,), -1, dtype=torch.int64)
         self.filled = torch.zeros(capacity, dtype=torch.bool)
-        self.ids = self.theirs = torch.empty(0, dtype=torch.int64)  # ids held, ascending, and their slots
+        self.ids = self.reserved_ids = torch.empty(0, dtype=torch.int64)  # ids held, ascending, and their slots
         if foretaste:
             ids, counts = torch.unique(torch.cat(list(foretaste)), return_counts=True)
             chosen = ids[counts.argsort(descending=True, stable=True)[:capacity]]
@@ -211,12 +211,12 @@ class _Slots:
     def find(self, ids: Tensor) -> Tensor:
         """[n] the slot of each id, filled or not, or -1."""
         places = _places(self.ids, ids)
-        return torch.where(places >= 0, self.theirs[places], -1) if len(self.ids) else places
+        return torch.where(places >= 0, self.reserved_ids[places], -1) if len(self.ids) else places
 
     def empty(self) -> Tensor:
         return (self.held < 0).nonzero()[:, 0]
 
-    def arrive(self, slots: Tensor) -> Tensor:
+    def fill(self, slots: Tensor) -> Tensor:
         """[n] which of these slots were waiting and are filled now, -1 for others."""
         into = torch.full_like(slots, -1)
         known = (slots >= 0).nonzero()[:, 0]
@@ -233,7 +233,7 @@ class _Slots:
         self.filled[slots] = True
         full = (self.held >= 0).nonzero()[:, 0]
         self.ids, order = self.held[full].sort()
-        self.theirs = full[order]
+        self.reserved_ids = full[order]
 
 
 def _pairs(into: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,7 +242,7 @@ def _pairs(into: Tensor) -> tuple[Tensor, Tensor]:
     return admitted, into[admitted]
 
 
-def _next_use(ids: Tensor, future: Sequence[Tensor], *, enough: int) -> Tensor:
+def _next_uses(ids: Tensor, future: Sequence[Tensor], *, enough: int) -> Tensor:
     """[n] the first turn that uses each id, or the number of turns. Stops where ``enough`` ids are known to be used."""
     turns = torch.full_like(ids, len(future))
     left = torch.arange(len(ids))

@@ -10,31 +10,33 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import gather_rows, sum_over_ranks
+from gnnfleet.comm.collectives import all_gather_rows, sum_over_ranks
 from gnnfleet.comm.p2p import receive, send
 from gnnfleet.comm.world import World
 from gnnfleet.ops.gather import gather
-from gnnfleet.strategies.pipe.cpu_affinity import Cores
-from gnnfleet.strategies.pipe.grid_planner import Machine
-from gnnfleet.strategies.pipe.layer_bench import REPEATS, Layer, Tried, timed
+from gnnfleet.strategies.pipe.cpu_affinity import CpuShare
+from gnnfleet.strategies.pipe.grid_planner import ClusterProfile
+from gnnfleet.strategies.pipe.layer_bench import BENCH_REPEATS, LayerBench, LayerHarness, measure_seconds
 
 _PROBE = 4 << 20  # bytes of a message that bandwidth is measured with
 _WIDTH = 64  # numbers of its rows
 _TAG = 31
 
 
-def wait_for_all(aside: World) -> None:
+def barrier(aside: World) -> None:
     sum_over_ranks(aside, torch.zeros(1))
 
 
-def all_at_once(aside: World, tried: Tried, foreseen: Sequence[float], cores: Cores, number: int) -> Machine:
+def profile_together(
+    aside: World, tried: LayerHarness, foreseen: Sequence[float], cores: CpuShare, number: int
+) -> ClusterProfile:
     """Each walks as many layers as a stage has, as often as there are stages; by itself it would take what is
     ``foreseen`` for each."""
-    count, ways = len(foreseen), tried.chunk.way.layout.ways
+    count, ways = len(foreseen), tried.chunk.partition.layout.partitions
     stages = max(1, aside.size // ways)
     each = max(1, count // stages)
     first = min(number * count // stages, count - each)
-    layers = [Layer(tried, index) for index in range(first, first + each)]
+    layers = [LayerBench(tried, index) for index in range(first, first + each)]
 
     def walk(then: Callable[[], object] = lambda: None) -> None:
         for _ in range(stages):
@@ -43,22 +45,22 @@ def all_at_once(aside: World, tried: Tried, foreseen: Sequence[float], cores: Co
 
     def seconds(work: Callable[[], object]) -> float:
         found = []
-        for _ in range(REPEATS):
-            wait_for_all(aside)
-            found.append(timed(work)[0])
+        for _ in range(BENCH_REPEATS):
+            barrier(aside)
+            found.append(measure_seconds(work)[0])
         return statistics.median(found)
 
     free = seconds(walk)
-    locked = seconds(lambda: walk(lambda: _meet(aside))) if ways > 1 else free
-    word = statistics.median([_meet(aside) for _ in range(10)][1:])
+    locked = seconds(lambda: walk(lambda: _sync_latency(aside))) if ways > 1 else free
+    word = statistics.median([_sync_latency(aside) for _ in range(10)][1:])
     alone = stages * sum(foreseen[first : first + each])
-    own = torch.tensor([[free / max(alone, 1e-9), cores.crowding, free, locked, word]], dtype=torch.float64)
-    every = torch.cat(gather_rows(aside, own)).tolist()
-    crowding, meeting = together(every, meetings=2 * stages * each)
+    own = torch.tensor([[free / max(alone, 1e-9), cores.oversubscription, free, locked, word]], dtype=torch.float64)
+    every = torch.cat(all_gather_rows(aside, own)).tolist()
+    crowding, meeting = fit_contention(every, meetings=2 * stages * each)
     return _network(aside, crowding, meeting)
 
 
-def together(every: Sequence[Sequence[float]], meetings: int) -> tuple[float, float]:
+def fit_contention(every: Sequence[Sequence[float]], meetings: int) -> tuple[float, float]:
     """(crowding, seconds of a meeting) from what each rank says: how many times as long it took as by itself, how many
     times it must at least, seconds when all walk freely, when they meet so many times, and of a word to all.
 
@@ -70,13 +72,13 @@ def together(every: Sequence[Sequence[float]], meetings: int) -> tuple[float, fl
     return crowding, max(statistics.median(word), (max(locked) - max(free)) / meetings)
 
 
-def _network(aside: World, crowding: float, meeting: float) -> Machine:
+def _network(aside: World, crowding: float, meeting: float) -> ClusterProfile:
     """Bandwidth and latency with all ranks sending to their neighbours at once."""
     latency = statistics.median(_pass(aside, 1) for _ in range(9))
-    seconds = statistics.median(_pass(aside, _PROBE // (4 * _WIDTH)) for _ in range(REPEATS))
+    seconds = statistics.median(_pass(aside, _PROBE // (4 * _WIDTH)) for _ in range(BENCH_REPEATS))
     own = torch.tensor([latency, max(seconds - latency, 1e-9)], dtype=torch.float64)
     latency, seconds = (sum_over_ranks(aside, own) / aside.size).tolist()
-    return Machine(_PROBE / seconds, latency, crowding, aside.size, meeting)
+    return ClusterProfile(_PROBE / seconds, latency, crowding, aside.size, meeting)
 
 
 def _pass(world: World, rows: int) -> float:
@@ -89,23 +91,23 @@ def _pass(world: World, rows: int) -> float:
         table[picked].clone()
         table[picked] = came
 
-    return timed(work)[0]
+    return measure_seconds(work)[0]
 
 
-def _meet(world: World) -> float:
+def _sync_latency(world: World) -> float:
     """Seconds until all other ranks have said a word to this one."""
     word = torch.zeros(1, dtype=torch.uint8)
-    return timed(lambda: _swap(world, word, range(1, world.size)))[0]
+    return measure_seconds(lambda: _swap(world, word, range(1, world.size)))[0]
 
 
 def _swap(world: World, here: Tensor, steps: Sequence[int]) -> list[Tensor]:
     """What others send who are so many ranks before this one, while it sends to those after it."""
     rooms = [torch.empty_like(here) for _ in steps]
     posted = [
-        receive(world, room, (world.rank - step) % world.size, tag=_TAG, doing="bandwidth")
+        receive(world, room, (world.rank - step) % world.size, tag=_TAG, op="bandwidth")
         for room, step in zip(rooms, steps, strict=True)
     ]
-    posted += [send(world, here, (world.rank + step) % world.size, tag=_TAG, doing="bandwidth") for step in steps]
+    posted += [send(world, here, (world.rank + step) % world.size, tag=_TAG, op="bandwidth") for step in steps]
     for message in posted:
         message.wait()
     return rooms

@@ -10,42 +10,42 @@ from dataclasses import dataclass
 
 import torch
 
-from gnnfleet.comm.collectives import gather_rows
-from gnnfleet.comm.rendezvous import Member
+from gnnfleet.comm.collectives import all_gather_rows
+from gnnfleet.comm.rendezvous import ProcessInfo
 from gnnfleet.comm.world import World
 
 
 @dataclass(frozen=True)
-class Cores:
+class CpuShare:
     """What a worker computes on."""
 
     count: int  # processors it may use
     threads: int  # that it was started with
-    sharing: int  # threads of all workers with the same processors, its own included
+    ranks_sharing: int  # threads of all workers with the same processors, its own included
 
     @classmethod
-    def find(cls, world: World) -> Cores:
+    def detect(cls, world: World) -> CpuShare:
         """All ranks call it."""
         able = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         # Simulated hosts of one machine share its processors; containers have limits of their own.
-        words = f"{Member.myself().pids} {list(able)}".encode()
+        words = f"{ProcessInfo.current().pids} {list(able)}".encode()
         own = [int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big"), torch.get_num_threads()]
-        every = torch.cat(gather_rows(world, torch.tensor([own])))
+        every = torch.cat(all_gather_rows(world, torch.tensor([own])))
         return cls(len(able), own[1], int(every[every[:, 0] == own[0], 1].sum()))
 
     @property
-    def crowding(self) -> float:
+    def oversubscription(self) -> float:
         """How many times as long work takes at least while all of them compute."""
-        return max(1.0, self.sharing / self.count)
+        return max(1.0, self.ranks_sharing / self.count)
 
     @property
     def free(self) -> int:
         """Threads that a worker may have while the others wait."""
-        return max(self.threads, min(self.count, self.sharing))
+        return max(self.threads, min(self.count, self.ranks_sharing))
 
 
 @contextmanager
-def using(threads: int) -> Iterator[None]:
+def limit_threads(threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

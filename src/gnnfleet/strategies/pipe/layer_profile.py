@@ -10,84 +10,95 @@ from collections.abc import Sequence
 import torch
 
 from gnnfleet.nn.base import Model
-from gnnfleet.sharded.pipeline.chunked_partition import Way
+from gnnfleet.sharded.pipeline.chunked_partition import ChunkedPartition
 from gnnfleet.strategies.optim import make_optimizer
-from gnnfleet.strategies.pipe.cpu_affinity import Cores, using
-from gnnfleet.strategies.pipe.grid_planner import LayerCost, Work
-from gnnfleet.strategies.pipe.layer_bench import REPEATS, Layer, Tried, edges_of, timed, without_edges
+from gnnfleet.strategies.pipe.cpu_affinity import CpuShare, limit_threads
+from gnnfleet.strategies.pipe.grid_planner import LayerCost, ModelCost
+from gnnfleet.strategies.pipe.layer_bench import (
+    BENCH_REPEATS,
+    LayerBench,
+    LayerHarness,
+    measure_seconds,
+    num_in_edges,
+    without_edges,
+)
 from gnnfleet.tasks.train_options import TrainConfig
 
-Fit = tuple[float, float, float]
+LinearFit = tuple[float, float, float]
 """Seconds of a layer for (any chunk, a row of it, an edge to it)."""
 
 
-def seconds_of(tried: Tried) -> list[float]:
+def layer_seconds(tried: LayerHarness) -> list[float]:
     """Of every layer on a chunk, all tables being there: dealt to layers by processor time, since whoever is held up is
     held up anywhere."""
     seconds, busy = [], []
     for index in range(tried.model.num_layers):
-        layer = Layer(tried, index)
-        walls, processors = zip(*(timed(layer.run) for _ in range(REPEATS)), strict=True)
+        layer = LayerBench(tried, index)
+        walls, processors = zip(*(measure_seconds(layer.run) for _ in range(BENCH_REPEATS)), strict=True)
         seconds.append(statistics.median(walls))
         busy.append(statistics.median(processors))
     scale = sum(seconds) / max(sum(busy), 1e-9)
     return [each * scale for each in busy]
 
 
-def once_of(tried: Tried, seconds: Sequence[float]) -> float:
+def per_pass_seconds(tried: LayerHarness, seconds: Sequence[float]) -> float:
     """What the first chunk of a pass takes besides, in all layers: for each row of the way."""
     first = 0.0
     for index in range(tried.model.num_layers):
-        layer, found = Layer(tried, index), []
-        for _ in range(REPEATS):
+        layer, found = LayerBench(tried, index), []
+        for _ in range(BENCH_REPEATS):
             layer.begin()
-            found.append(timed(layer.run)[0])
+            found.append(measure_seconds(layer.run)[0])
         first += statistics.median(found)
-    return max(0.0, first - sum(seconds)) / max(1, tried.chunk.way.rows)
+    return max(0.0, first - sum(seconds)) / max(1, tried.chunk.partition.rows)
 
 
-def try_alone(tried: Tried, cores: Cores, *, single: bool) -> tuple[Work, Work]:
+def profile_alone(tried: LayerHarness, cores: CpuShare, *, single: bool) -> tuple[ModelCost, ModelCost]:
     """What layers take of this worker while the others wait: (as one of several, as a ``single`` one). That keeps no
     tables and reads no other chunk, which is a matter of rows, and has the threads of all."""
     model, trial, chunk = tried.model, tried.trial, tried.chunk
-    few = chunk.way.cut(chunk.low, chunk.low + (0 if model.batch_norm else min(1, chunk.rows)), -2)
-    bare, rows, edges = without_edges(chunk.way), (chunk.rows, few.rows), (edges_of(chunk), edges_of(few))
+    few = chunk.partition.new_chunk(chunk.low, chunk.low + (0 if model.batch_norm else min(1, chunk.rows)), -2)
+    bare, rows, edges = without_edges(chunk.partition), (chunk.rows, few.rows), (num_in_edges(chunk), num_in_edges(few))
 
-    def on_row(way: Way, *, remembers: bool = True) -> list[float]:
-        piece = way.cut(few.low, few.high, -2)
-        return seconds_of(Tried(model, trial, piece, remembers=remembers)) if few.rows else [0.0] * model.num_layers
+    def on_row(way: ChunkedPartition, *, remembers: bool = True) -> list[float]:
+        piece = way.new_chunk(few.low, few.high, -2)
+        return (
+            layer_seconds(LayerHarness(model, trial, piece, remembers=remembers))
+            if few.rows
+            else [0.0] * model.num_layers
+        )
 
     def on_rows(*, remembers: bool) -> tuple[list[float], list[float], float]:
-        plain = Tried(model, trial, bare.cut(chunk.low, chunk.high, -2), remembers=remembers)
-        much = seconds_of(plain)
-        return much, on_row(bare, remembers=remembers), once_of(plain, much)
+        plain = LayerHarness(model, trial, bare.new_chunk(chunk.low, chunk.high, -2), remembers=remembers)
+        much = layer_seconds(plain)
+        return much, on_row(bare, remembers=remembers), per_pass_seconds(plain, much)
 
-    def work(fits: Sequence[Fit], once: float) -> Work:
+    def work(fits: Sequence[LinearFit], once: float) -> ModelCost:
         layers = [LayerCost(*fit, *sent) for fit, sent in zip(fits, tried.bytes, strict=True)]
-        return Work(tuple(layers), once, _step(model, trial.train))
+        return ModelCost(tuple(layers), once, _step(model, trial.train))
 
     *without, once = on_rows(remembers=True)
-    whole = seconds_of(tried)
-    fits = fit_layers(rows, edges, without, (whole, on_row(chunk.way)))
+    whole = layer_seconds(tried)
+    fits = fit_layer_costs(rows, edges, without, (whole, on_row(chunk.partition)))
     of_several = work(fits, once)
     if not single:
         return of_several, of_several
     *without, once = on_rows(remembers=False)
-    by_rows = fit_layers(rows, (0, 0), without, without)
-    with using(cores.free):  # compared on the same piece
-        gain = sum(seconds_of(tried)) / max(sum(whole), 1e-9) if cores.free != cores.threads else 1.0
+    by_rows = fit_layer_costs(rows, (0, 0), without, without)
+    with limit_threads(cores.free):  # compared on the same piece
+        gain = sum(layer_seconds(tried)) / max(sum(whole), 1e-9) if cores.free != cores.threads else 1.0
         both = zip(by_rows, fits, strict=True)
         return of_several, work(
             [(gain * low, gain * row, gain * edge) for (low, row, _), (_, _, edge) in both], gain * once
         )
 
 
-def fit_layers(
+def fit_layer_costs(
     rows: tuple[int, int],
     edges: tuple[int, int],
     without: Sequence[Sequence[float]],
     with_edges: Sequence[Sequence[float]],
-) -> list[Fit]:
+) -> list[LinearFit]:
     """From what layers take on (much, little) of either."""
     found = []
     for plain, little, whole, least in zip(*without, *with_edges, strict=True):
@@ -104,4 +115,4 @@ def _step(model: Model, train: TrainConfig) -> float:
         each.grad = torch.zeros_like(each)
     optimizer = make_optimizer(twin, train)
     optimizer.step()
-    return statistics.median(timed(optimizer.step)[0] for _ in range(REPEATS))
+    return statistics.median(measure_seconds(optimizer.step)[0] for _ in range(BENCH_REPEATS))

@@ -1,6 +1,6 @@
 """What layers and the network take, measured before the work is dealt to stages.
 
-The first worker tries layers by itself (``alone.py``), then all workers do at the same time (``crowd.py``).
+The first worker tries layers by itself (``single_threaded.py``), then all workers do at the same time (``crowd.py``).
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from typing import Any
 
 import torch
 
-from gnnfleet.comm.collectives import share
-from gnnfleet.comm.compression import Code
+from gnnfleet.comm.collectives import broadcast_bytes
+from gnnfleet.comm.compression import WireCodec
 from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition.chunk_layout import Layout
+from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.nn.base import Model
-from gnnfleet.report.traffic import Traffic
-from gnnfleet.sharded.pipeline.chunked_partition import Way
+from gnnfleet.report.traffic import TrafficCounter
+from gnnfleet.sharded.pipeline.chunked_partition import ChunkedPartition
 from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.pipe.config import PipeConfig
-from gnnfleet.strategies.pipe.contention_profile import all_at_once, wait_for_all
-from gnnfleet.strategies.pipe.cpu_affinity import Cores
-from gnnfleet.strategies.pipe.grid_planner import Candidate, LayerCost, Machine, Weights, Work
-from gnnfleet.strategies.pipe.layer_bench import Trial, Tried, edges_of, piece_of, some_chunk
-from gnnfleet.strategies.pipe.layer_profile import try_alone
-from gnnfleet.strategies.pipe.pipeline_rank import caches_inputs, features_of
+from gnnfleet.strategies.pipe.contention_profile import barrier, profile_together
+from gnnfleet.strategies.pipe.cpu_affinity import CpuShare
+from gnnfleet.strategies.pipe.grid_planner import ClusterProfile, GridCandidate, LayerCost, ModelCost, ParameterUse
+from gnnfleet.strategies.pipe.layer_bench import BenchSetup, LayerHarness, limit_chunk, num_in_edges, pick_chunk
+from gnnfleet.strategies.pipe.layer_profile import profile_alone
+from gnnfleet.strategies.pipe.pipeline_rank import partition_features, should_cache_inputs
 
 
 @dataclass(frozen=True)
-class Found:
+class ProfileResult:
     """A model, layer by layer, and the workers together."""
 
-    work: Work
-    single: Work  # of one worker for all of the graph, if that was tried
-    weights: Weights
-    machine: Machine
+    work: ModelCost
+    single: ModelCost  # of one worker for all of the graph, if that was tried
+    weights: ParameterUse
+    machine: ClusterProfile
 
-    def of(self, candidate: Candidate) -> Work:
+    def cost_of(self, candidate: GridCandidate) -> ModelCost:
         return self.single if candidate.workers == candidate.chunks == 1 else self.work
 
     def as_json(self) -> dict[str, Any]:
@@ -53,21 +53,21 @@ class Found:
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Found:
+    def from_json(cls, told: Mapping[str, Any]) -> ProfileResult:
         weights = told["weights"]
         work, single = (
-            Work(**{**told[name], "layers": tuple(LayerCost(**layer) for layer in told[name]["layers"])})
+            ModelCost(**{**told[name], "layers": tuple(LayerCost(**layer) for layer in told[name]["layers"])})
             for name in ("work", "single")
         )
         return cls(
             work,
             single,
-            Weights(tuple(map(frozenset, weights["layers"])), weights["sizes"]),
-            Machine(**told["machine"]),
+            ParameterUse(tuple(map(frozenset, weights["layers"])), weights["sizes"]),
+            ClusterProfile(**told["machine"]),
         )
 
 
-def loads_of(graph: Graph, layout: Layout) -> list[tuple[int, int]]:
+def chunk_loads(graph: Graph, layout: ChunkLayout) -> list[tuple[int, int]]:
     """(rows, edges to them) of every chunk."""
     degree = torch.zeros(len(layout.order), dtype=torch.int64)
     for edges in graph.edges.values():
@@ -77,46 +77,48 @@ def loads_of(graph: Graph, layout: Layout) -> list[tuple[int, int]]:
     return list(zip(rows, edges_to, strict=True))
 
 
-def try_layers(
-    config: PipeConfig, job: Job, layout: Layout, *, cores: Cores | None = None, single: bool = False
-) -> Found:
+def profile_on_layout(
+    config: PipeConfig, job: Job, layout: ChunkLayout, *, cores: CpuShare | None = None, single: bool = False
+) -> ProfileResult:
     """The layers of a model on chunks of a layout; all ranks of the job call it. ``single``: one worker for all of the
     graph is tried as well."""
-    number, which = divmod(job.world.rank, layout.ways)
-    way = Way(job.graph, _with_rows(layout, which, 2) if job.model.batch_norm else layout, which)
-    cached, code = caches_inputs(config, job), Code(config.wire)
-    trial = Trial(way, partial(features_of, job, way), job.precision, cached, code, job.train)
-    cores = cores or Cores.find(replace(job.world, traffic=Traffic()))
-    return probe(job.world, job.model, trial, cores, number=number, single=single)
+    number, which = divmod(job.world.rank, layout.partitions)
+    way = ChunkedPartition(job.graph, _with_rows(layout, which, 2) if job.model.batch_norm else layout, which)
+    cached, code = should_cache_inputs(config, job), WireCodec(config.wire_dtype)
+    trial = BenchSetup(way, partial(partition_features, job, way), job.precision, cached, code, job.train)
+    cores = cores or CpuShare.detect(replace(job.world, traffic=TrafficCounter()))
+    return profile_layers(job.world, job.model, trial, cores, number=number, single=single)
 
 
-def _with_rows(layout: Layout, way: int, least: int) -> Layout:
+def _with_rows(layout: ChunkLayout, way: int, least: int) -> ChunkLayout:
     """The same, but a way that has fewer rows takes some of those beside it: batch norm counts the rows of all ways in
     a run, in a trial its own alone."""
-    low, high = layout.way(way)
+    low, high = layout.partition_range(way)
     low = min(low, max(0, len(layout.order) - least))
     starts = layout.starts.clone()
-    starts[: way * layout.slots + 1].clamp_(max=low)
-    starts[(way + 1) * layout.slots :].clamp_(min=min(max(high, low + least), len(layout.order)))
+    starts[: way * layout.chunks_per_partition + 1].clamp_(max=low)
+    starts[(way + 1) * layout.chunks_per_partition :].clamp_(min=min(max(high, low + least), len(layout.order)))
     return replace(layout, starts=starts)
 
 
-def probe(world: World, model: Model, trial: Trial, cores: Cores, *, number: int = 0, single: bool = False) -> Found:
+def profile_layers(
+    world: World, model: Model, trial: BenchSetup, cores: CpuShare, *, number: int = 0, single: bool = False
+) -> ProfileResult:
     """Try every layer; all ranks call it, ``number`` is the stage they would have. All find what the first does."""
-    aside = replace(world, traffic=Traffic())
+    aside = replace(world, traffic=TrafficCounter())
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    way = trial.way
+    way = trial.partition
     # Batch norm needs all rows, and more than one.
-    chunk = way.whole if model.batch_norm else piece_of(way, some_chunk(way, number))
-    tried = Tried(model, trial, chunk)
+    chunk = way.as_one_chunk if model.batch_norm else limit_chunk(way, pick_chunk(way, number))
+    tried = LayerHarness(model, trial, chunk)
     sizes = {name: weight.nbytes + weight.element_size() for name, weight in model.named_parameters()}
-    weights, machine = Weights(tuple(tried.parameters), sizes), Machine(float("inf"), 0.0)
-    wait_for_all(aside)
-    found = Found(*try_alone(tried, cores, single=single), weights, machine) if world.is_first else None
+    weights, machine = ParameterUse(tuple(tried.parameters), sizes), ClusterProfile(float("inf"), 0.0)
+    barrier(aside)
+    found = ProfileResult(*profile_alone(tried, cores, single=single), weights, machine) if world.is_first else None
     heard = _from_first(aside, found)  # until then the others wait
     if world.size > 1:
-        foreseen = [layer.seconds(chunk.rows, edges_of(chunk)) for layer in heard.work.layers]
-        machine = all_at_once(aside, tried, foreseen, cores, number)
+        foreseen = [layer.seconds(chunk.rows, num_in_edges(chunk)) for layer in heard.work.layers]
+        machine = profile_together(aside, tried, foreseen, cores, number)
         heard = _from_first(aside, replace(heard, machine=machine) if world.is_first else None)
     for name, buffer in model.named_buffers():
         buffer.copy_(kept[name])
@@ -124,6 +126,8 @@ def probe(world: World, model: Model, trial: Trial, cores: Cores, *, number: int
     return heard
 
 
-def _from_first(aside: World, found: Found | None) -> Found:
+def _from_first(aside: World, found: ProfileResult | None) -> ProfileResult:
     """What the first rank has found: clocks differ, and all have to plan the same."""
-    return Found.from_json(json.loads(share(aside, None if found is None else json.dumps(found.as_json()).encode())))
+    return ProfileResult.from_json(
+        json.loads(broadcast_bytes(aside, None if found is None else json.dumps(found.as_json()).encode()))
+    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gnnfleet.ops.draws import DrawKey, Purpose
 
 
-def order_of(seed: int, epoch: int, way: int, chunks: int, *, shuffle: bool) -> list[int]:
+def chunk_order(seed: int, epoch: int, way: int, chunks: int, *, shuffle: bool) -> list[int]:
     """The order in which the chunks of a way stream through all of its stages."""
     if not shuffle:
         return list(range(chunks))
@@ -44,7 +44,7 @@ def split_layers(costs: Sequence[float], stages: int) -> list[range]:
 
 
 @dataclass(frozen=True)
-class Span:
+class ChunkSpan:
     """Work of a rank on a chunk."""
 
     stage: int
@@ -57,7 +57,7 @@ class Span:
     busy: float  # seconds of processor time of these
 
 
-def bubble(spans: Sequence[Span], stages: int) -> float:
+def bubble_share(spans: Sequence[ChunkSpan], stages: int) -> float:
     """The share of time a stage would be idle for want of chunks, had every worker a processor of its own: from the
     processor time of each span, every span as early as what it waits for allows."""
     chunks = 1 + max((span.turn for span in spans), default=0)

@@ -16,16 +16,16 @@ from torch import Tensor
 from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.pipeline.chunk_view import ChunkView
-from gnnfleet.strategies.job import products
-from gnnfleet.strategies.pipe.schedule import Span
-from gnnfleet.strategies.pipe.stage_p2p import Neighbour
+from gnnfleet.strategies.job import autocast
+from gnnfleet.strategies.pipe.schedule import ChunkSpan
+from gnnfleet.strategies.pipe.stage_p2p import StageLink
 
-Loss = Callable[[Tensor], Tensor]
+LossFn = Callable[[Tensor], Tensor]
 """[n, C] output of all rows of the way → what it costs."""
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class StageInputs:
     """What the first layer reads, a row for every row of the way."""
 
     x: Tensor
@@ -33,7 +33,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, eq=False)
-class _Done:
+class _ForwardResult:
     """A chunk between its forward and its backward."""
 
     given: list[Tensor]  # what came from the stage before
@@ -48,28 +48,30 @@ class Stage:
     layers: range
     number: int
     way: int
-    before: Neighbour | None
-    after: Neighbour | None
-    inputs: Inputs | None  # on the first stage
+    previous_link: StageLink | None
+    next_link: StageLink | None
+    inputs: StageInputs | None  # on the first stage
     precision: str
 
     def run(
-        self, views: Sequence[ChunkView], key: DrawKey, *, loss: Loss | None, spans: list[Span] | None = None
+        self, views: Sequence[ChunkView], key: DrawKey, *, loss: LossFn | None, spans: list[ChunkSpan] | None = None
     ) -> Tensor | None:
         """Walk the chunks of ``views`` in order, backward too where ``loss`` is given (by all stages; the last one
         calls it). Gradients of parameters are added up; the last stage gets the loss."""
         self.model.train()
-        done, out = self._forward([view.at(key=key, training=True) for view in views], spans, keep=loss is not None)
+        done, out = self._forward(
+            [view.with_step(key=key, training=True) for view in views], spans, keep=loss is not None
+        )
         found = None
         if loss is not None:
             grads = None
-            if self.after is None:
+            if self.next_link is None:
                 leaf = out.requires_grad_()
                 found = loss(leaf)
                 found.backward()  # type: ignore[no-untyped-call]
                 grads = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             self._backward(views, done, grads, spans)
-        for end in (self.before, self.after):
+        for end in (self.previous_link, self.next_link):
             if end is not None:
                 end.flush()
         return None if found is None else found.detach()
@@ -78,28 +80,28 @@ class Stage:
     def infer(self, view: ChunkView) -> tuple[Tensor, Tensor]:
         """(output of all rows of the way, what the last layer read) on the last stage, elsewhere what there is."""
         self.model.eval()
-        view = view.at(training=False)
-        with products(self.precision):
-            tensors = self._given(view, self._coming([view]))
+        view = view.with_step(training=False)
+        with autocast(self.precision):
+            tensors = self._receive_input(view, self._pending_messages([view]))
             last = tensors[0]
             carry = tensors[1] if len(tensors) > 1 else None
             rows: Any = tensors[0]
             for index in self.layers:
                 last = rows
                 rows, carry = self._layer(index, view, rows, carry)
-        self._hand_on([rows] if carry is None else [rows, carry])
-        for end in (self.before, self.after):
+        self._send_output([rows] if carry is None else [rows, carry])
+        for end in (self.previous_link, self.next_link):
             if end is not None:
                 end.flush()
         return rows, last
 
-    def _coming(self, views: Sequence[ChunkView]) -> Any:
-        if self.before is None:
+    def _pending_messages(self, views: Sequence[ChunkView]) -> Any:
+        if self.previous_link is None:
             return None
-        self.before.hear()
-        return self.before.expect([view.num_dst for view in views], back=False)
+        self.previous_link.receive_shapes()
+        return self.previous_link.expect([view.num_dst for view in views], back=False)
 
-    def _given(self, view: ChunkView, coming: Any) -> list[Tensor]:
+    def _receive_input(self, view: ChunkView, coming: Any) -> list[Tensor]:
         if self.inputs is not None:
             return [self.inputs.x[view.chunk.span]]
         found: list[Tensor] = coming.next()
@@ -114,67 +116,73 @@ class Stage:
             near = near[span]
         return self.model.layer(index, view, rows, carry, aggregated=near)
 
-    def _hand_on(self, tensors: Sequence[Tensor]) -> None:
-        if self.after is not None:
-            self.after.tell(tensors)
-            self.after.send(tensors, back=False)
+    def _send_output(self, tensors: Sequence[Tensor]) -> None:
+        if self.next_link is not None:
+            self.next_link.send_shapes(tensors)
+            self.next_link.send(tensors, back=False)
 
     def _forward(
-        self, views: Sequence[ChunkView], spans: list[Span] | None, *, keep: bool
-    ) -> tuple[list[_Done], Tensor]:
-        coming, done = self._coming(views), []
+        self, views: Sequence[ChunkView], spans: list[ChunkSpan] | None, *, keep: bool
+    ) -> tuple[list[_ForwardResult], Tensor]:
+        coming, done = self._pending_messages(views), []
         out = torch.empty(0)
         with torch.set_grad_enabled(keep):
             for view in views:
-                tensors = self._given(view, coming)
-                watch = _Watch()
+                tensors = self._receive_input(view, coming)
+                watch = _SpanTimer()
                 if keep and self.inputs is None:
                     tensors = [tensor.requires_grad_() for tensor in tensors]
                 rows: Any = tensors[0]
                 carry = tensors[1] if len(tensors) > 1 else None
-                with products(self.precision):
+                with autocast(self.precision):
                     for index in self.layers:
                         rows, carry = self._layer(index, view, rows, carry)
                 made = [rows] if carry is None else [rows, carry]
-                self._hand_on(made)
-                if self.after is None:
-                    out = out if len(out) else rows.detach().new_zeros(view.chunk.way.rows, rows.shape[1])
+                self._send_output(made)
+                if self.next_link is None:
+                    out = out if len(out) else rows.detach().new_zeros(view.chunk.partition.rows, rows.shape[1])
                     out[view.chunk.span] = rows.detach()
-                done.append(_Done(tensors, made))
-                self._note(spans, watch, view, back=False)
+                done.append(_ForwardResult(tensors, made))
+                self._record_span(spans, watch, view, back=False)
         return done, out
 
     def _backward(
-        self, views: Sequence[ChunkView], done: list[_Done], grads: Tensor | None, spans: list[Span] | None
+        self,
+        views: Sequence[ChunkView],
+        done: list[_ForwardResult],
+        grads: Tensor | None,
+        spans: list[ChunkSpan] | None,
     ) -> None:
         turned = list(views)[::-1]
-        coming = None if self.after is None else self.after.expect([view.num_dst for view in turned], back=True)
+        coming = None if self.next_link is None else self.next_link.expect([view.num_dst for view in turned], back=True)
         for view in turned:
             chunk = done.pop()
             if coming is not None:
-                given = coming.next()
+                given = coming.receive_next()
             else:
                 assert grads is not None
                 given = [grads[view.chunk.span].to(chunk.made[0].dtype)]
-            watch = _Watch()
+            watch = _SpanTimer()
             pairs = [(made, g) for made, g in zip(chunk.made, given, strict=True) if made.requires_grad]
             if pairs:
                 torch.autograd.backward([made for made, _ in pairs], [g for _, g in pairs])
-            if self.before is not None:
+            if self.previous_link is not None:
                 back = [torch.zeros_like(t) if t.grad is None else t.grad for t in chunk.given]
-                self.before.send(back, back=True)
-            view.stream.leave(view.turn.slot)
-            self._note(spans, watch, view, back=True)
+                self.previous_link.send(back, back=True)
+            view.history.restore(view.slot.slot)
+            self._record_span(spans, watch, view, back=True)
 
-    def _note(self, spans: list[Span] | None, watch: _Watch, view: ChunkView, *, back: bool) -> None:
+    def _record_span(self, spans: list[ChunkSpan] | None, watch: _SpanTimer, view: ChunkView, *, back: bool) -> None:
         if spans is not None:
-            turn = view.turn
+            turn = view.slot
             spans.append(
-                Span(self.number, self.way, turn.slot, view.chunk.number, back, watch.begin, time.time(), watch.busy())
+                ChunkSpan(
+                    self.number, self.way, turn.slot, view.chunk.number, back, watch.begin, time.time(), watch.busy()
+                )
             )
 
 
-class _Watch:
+class _SpanTimer:
     """The time of one span; of all ranks of a machine by the same clock."""
 
     def __init__(self) -> None:

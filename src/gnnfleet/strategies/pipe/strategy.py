@@ -18,25 +18,25 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from gnnfleet.comm.collectives import gather_rows, sum_over_ranks
+from gnnfleet.comm.collectives import all_gather_rows, sum_over_ranks
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.partition.chunk_layout import Layout
+from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.timeline_svg import draw_schedule
-from gnnfleet.report.traffic import Traffic
+from gnnfleet.report.traffic import TrafficCounter
 from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.pipe.config import PipeConfig
-from gnnfleet.strategies.pipe.cpu_affinity import Cores
-from gnnfleet.strategies.pipe.gradient_check import Compared, Guard
-from gnnfleet.strategies.pipe.grid_planner import Candidate, Forecast, choose, forecast
-from gnnfleet.strategies.pipe.pipeline_rank import Station
-from gnnfleet.strategies.pipe.profile import loads_of, try_layers
-from gnnfleet.strategies.pipe.schedule import Span, bubble
-from gnnfleet.strategies.pipe.stage import Loss
-from gnnfleet.strategies.protocol import PRIVATE, Prediction, State, StepRecord
-from gnnfleet.tasks.base import Batch, Take
-from gnnfleet.units import show_size
+from gnnfleet.strategies.pipe.cpu_affinity import CpuShare
+from gnnfleet.strategies.pipe.gradient_check import ExactnessMonitor, GradientComparison
+from gnnfleet.strategies.pipe.grid_planner import GridCandidate, GridEstimate, choose_grid, estimate_grid
+from gnnfleet.strategies.pipe.pipeline_rank import PipelineRank
+from gnnfleet.strategies.pipe.profile import chunk_loads, profile_on_layout
+from gnnfleet.strategies.pipe.schedule import ChunkSpan, bubble_share
+from gnnfleet.strategies.pipe.stage import LossFn
+from gnnfleet.strategies.protocol import RANK_LOCAL, Prediction, State, StepRecord
+from gnnfleet.tasks.base import Batch, RowLookup
+from gnnfleet.units import format_size
 
 _CUT, _LAYOUT = "cut", "layout"  # what the history of a rank goes with
 _GUARD = "guard"
@@ -46,75 +46,80 @@ _GUARD = "guard"
 class PipeStrategy:
     """All ranks make and call it together."""
 
-    is_behind = False
-    elsewhere = ()
+    has_newer_weights = False
+    external_workers = ()
 
     def __init__(self, config: PipeConfig, job: Job) -> None:
-        config.check(job.task)
+        config.check_task(job.task)
         self._config, self._job, self._world = config, job, job.world
-        self._aside = replace(job.world, traffic=Traffic())  # words that are no part of training
+        self._aside = replace(job.world, traffic=TrafficCounter())  # words that are no part of training
         self.model = job.model
         self._layouts = _layouts(config, job)
         grids = self._candidates()
-        self._cores = Cores.find(self._aside)
-        self._found = try_layers(
-            config, job, self._layouts[-1], cores=self._cores, single=config.ways == "auto" and job.world.size > 1
+        self._cores = CpuShare.detect(self._aside)
+        self._found = profile_on_layout(
+            config,
+            job,
+            self._layouts[-1],
+            cores=self._cores,
+            single=config.graph_parallel == "auto" and job.world.size > 1,
         )
-        self._forecasts = [self._foresee(grid) for grid in grids]  # the same on all ranks
+        self._forecasts = [self._estimate_grid(grid) for grid in grids]  # the same on all ranks
         self._optimizer = make_optimizer(self.model, job.train)
-        self._guard = Guard.begin(config.guard, config.tolerance, 0)
-        self._is_warm = not config.warm  # whether there is a history, be it of zeros
+        self._monitor = ExactnessMonitor.begin(config.exactness_check_every, config.tolerance, 0)
+        self._is_warm = not config.warmup_history  # whether there is a history, be it of zeros
         self._cosine: float | None = None  # of the last epoch, where gradients were compared
-        self._count = len(job.task.trained(job.seed, 0))
+        self._count = len(job.task.train_items(job.seed, 0))
         self._grids = 0
-        self._work_on(self._plan())
+        self._open_grid(self._plan())
         if job.memory is not None:
-            size = show_size(job.memory)
-            job.say(f"pipe does not keep within --memory {size}: gnnfleet plan says what its workers would need")
+            size = format_size(job.memory)
+            job.log_user(f"pipe does not keep within --memory {size}: gnnfleet plan says what its workers would need")
 
     # -- what is where --
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self) -> list[GridCandidate]:
         """Every grid that fits; raises ConfigError if none does."""
         workers, layers = self._world.size, self.model.num_layers
         grids = [
-            Candidate(layout.ways, workers // layout.ways, layout.chunks, layout.copies) for layout in self._layouts
+            GridCandidate(layout.partitions, workers // layout.partitions, layout.chunks, layout.halo_rows)
+            for layout in self._layouts
         ]
-        if self._config.ways == "auto" and workers > 1:
-            grids.append(Candidate(1, 1, 1))
+        if self._config.graph_parallel == "auto" and workers > 1:
+            grids.append(GridCandidate(1, 1, 1))
         fit = [grid for grid in grids if grid.stages <= layers and (grid.is_exact or not self.model.batch_norm)]
         if not fit:
             raise ConfigError(_refusal(grids[0], layers))
         return fit
 
-    def _foresee(self, grid: Candidate) -> Forecast:
-        found, loads = self._found, loads_of(self._job.graph, self._layout(grid))
-        return forecast(found.of(grid), grid, found.machine, loads=loads, weights=found.weights)
+    def _estimate_grid(self, grid: GridCandidate) -> GridEstimate:
+        found, loads = self._found, chunk_loads(self._job.graph, self._layout(grid))
+        return estimate_grid(found.cost_of(grid), grid, found.machine, loads=loads, weights=found.weights)
 
-    def _plan(self) -> Forecast:
+    def _plan(self) -> GridEstimate:
         """The only grid there is, or what is predicted to be the fastest."""
-        best, lines = choose(self._forecasts)
+        best, lines = choose_grid(self._forecasts)
         if len(self._forecasts) > 1:
             machine = self._found.machine
             measured = (
-                f"  measured: {machine.bandwidth / 1e6:.0f} MB/s between workers, layers take {machine.crowding:.1f}× "
-                f"as long when all work, a meeting of all {machine.meeting * 1e3:.1f} ms"
+                f"  measured: {machine.bandwidth / 1e6:.0f} MB/s between workers, layers take {machine.oversubscription:.1f}× "
+                f"as long when all work, a meeting of all {machine.sync_latency * 1e3:.1f} ms"
             )
             for line in [*lines, measured]:
-                self._job.say(line)
+                self._job.log_user(line)
         return best
 
-    def _work_on(self, plan: Forecast) -> None:
+    def _open_grid(self, plan: GridEstimate) -> None:
         """Take up a place in a grid; whatever there was of another is let go."""
-        self.forecast, self.grid = plan, plan.candidate
+        self.grid_estimate, self.grid = plan, plan.candidate
         self._known: tuple[Tensor, Tensor] | None = None
-        self._spans: list[Span] = []
+        self._spans: list[ChunkSpan] = []
         self._owners = self._found.weights.owners(plan.layers)
-        self._station: Station | None = None
+        self._pipeline_rank: PipelineRank | None = None
         if self._world.rank < self.grid.workers:
             self._use(self._cores.free if self.grid.workers < self._world.size else self._cores.threads)
             layout, number = self._layout(self.grid), self._grids
-            self._station = Station(self._config, self._job, plan, layout, self._owners, number=number)
+            self._pipeline_rank = PipelineRank(self._config, self._job, plan, layout, self._owners, number=number)
         self._grids += 1
 
     def _use(self, threads: int) -> None:
@@ -122,22 +127,22 @@ class PipeStrategy:
         if self._cores.free != self._cores.threads:
             torch.set_num_threads(threads)
 
-    def _layout(self, grid: Candidate) -> Layout:
+    def _layout(self, grid: GridCandidate) -> ChunkLayout:
         for layout in self._layouts:
-            if (layout.ways, layout.chunks) == (grid.ways, grid.chunks):
+            if (layout.partitions, layout.chunks) == (grid.graph_parallel, grid.chunks):
                 return layout
         # One worker, all of the graph: neighbours lie near each other as they do in chunks.
         order = self._layouts[0].order
-        return Layout(order, torch.tensor([0, len(order)]), 1)
+        return ChunkLayout(order, torch.tensor([0, len(order)]), 1)
 
     @property
-    def _speaker(self) -> int:
+    def _first_rank(self) -> int:
         """The rank that knows the output: the first of the last stage."""
-        return (self.grid.stages - 1) * self.grid.ways
+        return (self.grid.stages - 1) * self.grid.graph_parallel
 
     # -- steps --
 
-    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
+    def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         if first:
             return  # there is one
         started = time.perf_counter()
@@ -147,8 +152,8 @@ class PipeStrategy:
 
     def _learn(self, epoch: int) -> float:
         """One optimizer step; the loss of all items."""
-        exact = self._guard.level == "exact" or self.grid.is_exact
-        compares = not exact and self._guard.is_due(epoch)
+        exact = self._monitor.level == "exact" or self.grid.is_exact
+        compares = not exact and self._monitor.is_due(epoch)
         if not exact and not self._is_warm:
             self._pass(epoch, exact=True, learns=self._config.gradient != "double", adopts=True)
             self._is_warm = True
@@ -157,39 +162,39 @@ class PipeStrategy:
         if compares:
             loss = self._compare(epoch, loss)
         self._step()
-        if compares and self._guard.level == "exact":
+        if compares and self._monitor.level == "exact":
             self._leave_pipeline()
         total = sum_over_ranks(self._aside, torch.tensor(loss, dtype=torch.float64))
         return float(total)
 
     def _refreshes(self, epoch: int) -> bool:
         """Whether the rows of an epoch become the history."""
-        return self._guard.level == "planned" and (epoch + 1) % self._config.refresh == 0
+        return self._monitor.level == "planned" and (epoch + 1) % self._config.refresh == 0
 
     def _pass(
-        self, epoch: int, *, exact: bool, adopts: bool, learns: bool = True, spans: list[Span] | None = None
+        self, epoch: int, *, exact: bool, adopts: bool, learns: bool = True, spans: list[ChunkSpan] | None = None
     ) -> float:
         """Gradients of this stage, summed over its ways, in place of those before; this rank's share of the loss."""
         self.model.zero_grad(set_to_none=True)
-        station = self._station
+        station = self._pipeline_rank
         if station is None:
             return 0.0
         key = DrawKey(self._job.seed, epoch, 0)
-        views, slots = station.turns(epoch, exact=exact)
-        station.stream.begin(slots, adopts=adopts)
+        views, slots = station.slots(epoch, exact=exact)
+        station.history.begin(slots, adopts=adopts)
         loss = self._loss(station, epoch, key) if learns else None
         found = station.stage.run(views, key, loss=loss, spans=spans)
-        station.stream.finish()
+        station.history.finish()
         if learns:
             station.sum_gradients()
         return 0.0 if found is None else float(found)
 
-    def _loss(self, station: Station, epoch: int, key: DrawKey) -> Loss:
+    def _loss(self, station: PipelineRank, epoch: int, key: DrawKey) -> LossFn:
         """What the output of a way costs; stages before the last do not call it."""
         batch: list[Batch] = []
         if station.is_last:
-            batch.append(station.task.batch(station.task.trained(self._job.seed, epoch), key))
-        return lambda rows: station.task.loss(station.taking(rows), batch[0]) / self._count
+            batch.append(station.task.batch(station.task.train_items(self._job.seed, epoch), key))
+        return lambda rows: station.task.loss(station.row_lookup(rows), batch[0]) / self._count
 
     def _compare(self, epoch: int, loss: float) -> float:
         """An exact pass with the same weights and draws, whose gradients stay; history is then exact as well."""
@@ -205,13 +210,13 @@ class PipeStrategy:
         sums[3], sums[4] = loss, exact
         dot, first, second, loss, whole = sum_over_ranks(self._aside, sums).tolist()
         cosine = dot / max((first * second) ** 0.5, 1e-30)
-        self._guard, text = self._guard.after(epoch, Compared(cosine, loss, whole), self._exactly())
+        self._monitor, text = self._monitor.update(epoch, GradientComparison(cosine, loss, whole), self._exactly())
         self._cosine = cosine
         if text:
-            self._job.say(text)
+            self._job.log_user(text)
         return exact
 
-    def _exact_grid(self) -> Forecast | None:
+    def _exact_grid(self) -> GridEstimate | None:
         """The fastest exact one that was planned with."""
         exact = [each for each in self._forecasts if each.candidate.is_exact]
         return min(exact, key=lambda each: (each.seconds, each.bytes)) if exact else None
@@ -220,20 +225,20 @@ class PipeStrategy:
         found = self._exact_grid()
         if found is not None:
             return str(found.candidate)
-        return "chunks of a way as one, which is slower; strategy.ways=WORKERS is exact and side by side"
+        return "chunks of a way as one, which is slower; strategy.graph_parallel=WORKERS is exact and side by side"
 
     def _leave_pipeline(self) -> None:
         """Go on in an exact grid, if there is one, with weights and what the optimizer remembers."""
         found = self._exact_grid()
         if found is not None and not self.grid.is_exact:
             state = self.state_dict()
-            self._work_on(found)
+            self._open_grid(found)
             load_optimizer(self.model, self._optimizer, state["optimizer"])
 
     def _first_of_stage(self) -> dict[str, torch.nn.Parameter]:
         """Parameters that this rank speaks for: of those that several have, one does."""
-        station = self._station
-        if station is None or station.way_number:
+        station = self._pipeline_rank
+        if station is None or station.partition_number:
             return {}
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if self._owners[name][0] == station.stage_number}
@@ -244,24 +249,24 @@ class PipeStrategy:
             grads = [p.grad.double().square().sum() for p in self._first_of_stage().values() if p.grad is not None]
             total = sum_over_ranks(self._aside, torch.stack([torch.zeros((), dtype=torch.float64), *grads]).sum())
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, total.sqrt())
-        if self._station is not None:
+        if self._pipeline_rank is not None:
             self._optimizer.step()
 
-    def counts(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, float]:
         """How long stages were idle for want of chunks, from their processor time; what the guard has found."""
-        found = {"bubble": bubble(self._every_span(), self.grid.stages)} if self.grid.stages > 1 else {}
+        found = {"bubble": bubble_share(self._every_span(), self.grid.stages)} if self.grid.stages > 1 else {}
         return found if self._cosine is None else {**found, "cosine": self._cosine}
 
-    def _every_span(self) -> list[Span]:
+    def _every_span(self) -> list[ChunkSpan]:
         own = json.dumps([list(vars(span).values()) for span in self._spans]).encode()
-        return [Span(*words) for text in self._tell(own) for words in json.loads(text)]
+        return [ChunkSpan(*words) for text in self._broadcast(own) for words in json.loads(text)]
 
-    def pages(self) -> dict[str, str]:
+    def artifacts(self) -> dict[str, str]:
         """A picture of the last epoch: who worked on which chunk when."""
         if self._world.size == 1:
             return {}
         spans = self._every_span()
-        return {"schedule.svg": draw_schedule(spans, self.grid.stages, self.grid.ways)} if spans else {}
+        return {"schedule.svg": draw_schedule(spans, self.grid.stages, self.grid.graph_parallel)} if spans else {}
 
     # -- exact rows --
 
@@ -271,10 +276,10 @@ class PipeStrategy:
         found: dict[str, float] = {}
         with torch.no_grad():
             out = self._outputs()[0]
-            station = self._station
+            station = self._pipeline_rank
             if station is not None and station.is_last:
-                found = station.task.measure(station.taking(out), split)
-        heard: dict[str, float] = json.loads(self._tell(json.dumps(found).encode())[self._speaker])
+                found = station.task.measure(station.row_lookup(out), split)
+        heard: dict[str, float] = json.loads(self._broadcast(json.dumps(found).encode())[self._first_rank])
         return heard
 
     def validate(self) -> dict[str, float]:
@@ -282,25 +287,25 @@ class PipeStrategy:
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         every = self._job.graph.num_nodes if self._world.is_first else 0
-        return self.rows(torch.arange(every), embeddings=embeddings)
+        return self.predict_nodes(torch.arange(every), embeddings=embeddings)
 
-    def rows(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
+    def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
         logits, inputs = self._outputs()
         return Prediction(self._fetch(logits, ids), self._fetch(inputs, ids) if embeddings else None)
 
-    def exact(self) -> Take:
+    def exact_lookup(self) -> RowLookup:
         out = self._outputs()[0]
         return lambda kind, ids: self._fetch(out, ids)
 
     def _fetch(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Rows by store id from whoever has them, the ways of the last stage."""
-        asked = gather_rows(self._aside, ids)
+        asked = all_gather_rows(self._aside, ids)
         every = torch.cat(asked)
-        width = int(self._tell(str(int(rows.shape[1])).encode())[self._speaker])
+        width = int(self._broadcast(str(int(rows.shape[1])).encode())[self._first_rank])
         found = torch.zeros(len(every), width, dtype=PRECISIONS[self._job.precision])
-        station = self._station
+        station = self._pipeline_rank
         if station is not None and station.is_last:
-            place, way = station.layout.place[every], station.way
+            place, way = station.layout.position[every], station.partition
             here = ((place >= way.low) & (place < way.high)).nonzero()[:, 0]
             found[here] = rows[place[here] - way.low].to(found.dtype)
         start = sum(len(other) for other in asked[: self._world.rank])
@@ -310,22 +315,22 @@ class PipeStrategy:
         """(output, what the last layer read) of the rows of this way, on the last stage; kept until weights change."""
         if self._known is None:
             self._known = torch.empty(0, 0), torch.empty(0, 0)
-            if self._station is not None:
-                self._known = self._station.infer()
+            if self._pipeline_rank is not None:
+                self._known = self._pipeline_rank.infer()
         return self._known
 
     # -- state --
 
     def state_dict(self) -> State:
         """All ranks call it: each tells what its stage has learnt, and all have all of it after."""
-        mine, weights, twins = self._first_of_stage(), self.model.state_dict(), self._twins()
+        mine, weights, twins = self._first_of_stage(), self.model.state_dict(), self._shared_names()
         once = [name for name in weights if name not in twins]
         own = {f"model/{name}": weights[name] for name in once if name in mine or self._keeps(name)}
         remembered = optimizer_tensors(self.model, self._optimizer)
         own |= {f"optimizer/{key}": value for key, value in remembered.items() if key.rpartition("/")[0] in mine}
         learnt: State = {"model": {}, "optimizer": {}}
         flat = {name: tensor.detach().contiguous() for name, tensor in own.items()}
-        for text in self._tell(tensors_to_bytes(flat)):
+        for text in self._broadcast(tensors_to_bytes(flat)):
             for key, tensor in tensors_from_bytes(text).items():
                 part, _, name = key.partition("/")
                 learnt[part][name] = tensor
@@ -334,11 +339,11 @@ class PipeStrategy:
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": learnt["optimizer"],
-            _GUARD: {_GUARD: torch.tensor(self._guard.state(), dtype=torch.float64)},
-            PRIVATE: self._private(),
+            _GUARD: {_GUARD: torch.tensor(self._monitor.state(), dtype=torch.float64)},
+            RANK_LOCAL: self._private(),
         }
 
-    def _twins(self) -> dict[str, str]:
+    def _shared_names(self) -> dict[str, str]:
         """Second names of what layers share, each with its first, which is the one that stages are asked by."""
         first: dict[int, str] = {}
         every = chain(
@@ -348,8 +353,8 @@ class PipeStrategy:
 
     def _keeps(self, buffer: str) -> bool:
         """Whether this rank speaks for a buffer: that of a module with parameters of its own goes with them."""
-        station = self._station
-        if station is None or station.way_number or buffer in self._owners:
+        station = self._pipeline_rank
+        if station is None or station.partition_number or buffer in self._owners:
             return False
         module = buffer.rpartition(".")[0]
         beside = [stages[0] for name, stages in self._owners.items() if name.rpartition(".")[0] == module]
@@ -358,15 +363,17 @@ class PipeStrategy:
     def _private(self) -> dict[str, Tensor]:
         """History; another grid, or the same one on other chunks, has no use for it."""
         found = {_CUT: self._cut()}
-        if self.grid.slots > 1:
+        if self.grid.chunks_per_partition > 1:
             found[_LAYOUT] = self._layout(self.grid).digest
-            if self._station is not None:
-                found |= self._station.stream.state_dict()
+            if self._pipeline_rank is not None:
+                found |= self._pipeline_rank.history.state_dict()
         return found
 
     def _cut(self) -> Tensor:
         grid = self.grid
-        return torch.tensor([grid.ways, grid.stages, grid.chunks, *(each.stop for each in self.forecast.layers)])
+        return torch.tensor(
+            [grid.graph_parallel, grid.stages, grid.chunks, *(each.stop for each in self.grid_estimate.layers)]
+        )
 
     def load_state_dict(self, state: State) -> None:
         self._known = None
@@ -375,18 +382,18 @@ class PipeStrategy:
         if "optimizer" not in state and _GUARD not in state:
             return
         load_optimizer(self.model, self._optimizer, state.get("optimizer", {}))
-        private = dict(state.get(PRIVATE, {}))
+        private = dict(state.get(RANK_LOCAL, {}))
         cut, layout = (private.pop(word, torch.empty(0)).tolist() for word in (_CUT, _LAYOUT))
         known = self._return_to(cut, layout)
         if _GUARD in state:
-            self._guard = self._guard.resumed(state[_GUARD][_GUARD].tolist(), anew=not known)
+            self._monitor = self._monitor.resumed(state[_GUARD][_GUARD].tolist(), anew=not known)
         if known:
             self._is_warm = True
-            if self._station is not None:
-                self._station.stream.load_state_dict(private)
+            if self._pipeline_rank is not None:
+                self._pipeline_rank.history.load_state_dict(private)
         else:
-            self._job.say("workers or chunks are not those the run began with: its history is made anew")
-        if self._guard.level == "exact":
+            self._job.log_user("workers or chunks are not those the run began with: its history is made anew")
+        if self._monitor.level == "exact":
             self._leave_pipeline()
 
     def _return_to(self, cut: list[int], layout: list[int]) -> bool:
@@ -396,36 +403,36 @@ class PipeStrategy:
         wanted = [
             each
             for each in self._forecasts
-            if (each.candidate.ways, each.candidate.stages, each.candidate.chunks) == (ways, stages, chunks)
+            if (each.candidate.graph_parallel, each.candidate.stages, each.candidate.chunks) == (ways, stages, chunks)
             and (each.candidate.is_exact or self._layout(each.candidate).digest.tolist() == layout)
         ]
         word = [cut, bool(wanted)]  # of all ranks: none may go another way than the others
-        words = [json.loads(text) for text in self._tell(json.dumps(word).encode())]
+        words = [json.loads(text) for text in self._broadcast(json.dumps(word).encode())]
         if any(other != word for other in words) or not wanted or stops[-1] != self.model.num_layers:
             return False
         if cut != self._cut().tolist():
             layers = tuple(range(low, high) for low, high in zip([0, *stops[:-1]], stops, strict=True))
-            self._work_on(replace(wanted[0], layers=layers))
+            self._open_grid(replace(wanted[0], layers=layers))
         return True
 
     def close(self) -> None:
         self._known = None
         self._use(self._cores.threads)
 
-    def _tell(self, word: bytes) -> list[bytes]:
+    def _broadcast(self, word: bytes) -> list[bytes]:
         """What every rank says."""
         own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-        return [bytes(each.numpy().tobytes()) for each in gather_rows(self._aside, own)]
+        return [bytes(each.numpy().tobytes()) for each in all_gather_rows(self._aside, own)]
 
 
-def _layouts(config: PipeConfig, job: Job) -> list[Layout]:
+def _layouts(config: PipeConfig, job: Job) -> list[ChunkLayout]:
     if job.layouts is None:
         raise ConfigError("this strategy works on chunks of a graph, found none: use gnnfleet train")
-    wanted = config.candidates(job.world.size, stays=job.task.stays)
-    return [layout for layout in job.layouts if (layout.ways, layout.chunks) in wanted]
+    wanted = config.layout_candidates(job.world.size, local_rows_only=job.task.reads_only_local_rows)
+    return [layout for layout in job.layouts if (layout.partitions, layout.chunks) in wanted]
 
 
-def _refusal(grid: Candidate, layers: int) -> str:
+def _refusal(grid: GridCandidate, layers: int) -> str:
     if grid.stages > layers:
         return f"{grid.stages} stages need as many layers, the model has {layers}: use fewer workers or more ways"
     return "batch norm looks at all nodes at once: set model.norm=layer, or strategy.chunks as many as ways"

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from gnnfleet.comm.compression import Wire
+from gnnfleet.comm.compression import WireFormat
 from gnnfleet.errors import ConfigError
-from gnnfleet.strategies.sampling_options import Switch
+from gnnfleet.strategies.sampling_options import AutoSwitch
 from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.tasks.base import Task
 
@@ -26,13 +26,13 @@ class SarConfig(StrategyConfig, frozen=True, extra="forbid"):
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     # Whether rows that backward needs again (GATv2, edge features, messages of your own) are kept, not fetched again;
     # auto: in as many layers as --memory allows, in none without it.
-    keep: Switch = "auto"
+    cache_for_backward: AutoSwitch = "auto"
     # How rows are written on the wire in steps: as they are, rounded to bfloat16, or as int8 with error feedback.
     # Evaluation is exact.
-    wire: Wire = "exact"
-    flow: bool = True  # layers compute only the rows that labelled nodes need, and fetch only what those read
-    cache_inputs: Switch = "auto"  # the first layer's aggregate, computed once; auto: where it can be
+    wire_dtype: WireFormat = "exact"
+    restrict_rows: bool = True  # layers compute only the rows that labelled nodes need, and fetch only what those read
+    cache_inputs: AutoSwitch = "auto"  # the first layer's aggregate, computed once; auto: where it can be
 
-    def check(self, task: Task) -> None:
-        if task.hides:
+    def check_task(self, task: Task) -> None:
+        if task.masks_edges:
             raise ConfigError("strategy sar walks every edge in every step: set link.exclude=none")

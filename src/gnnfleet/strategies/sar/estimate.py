@@ -7,121 +7,129 @@ from typing import Any
 
 import torch
 
-from gnnfleet.comm.compression import Code
-from gnnfleet.comm.halo_exchange import Routes
+from gnnfleet.comm.compression import WireCodec
+from gnnfleet.comm.halo_exchange import ExchangePlan
 from gnnfleet.graph.partition.shard import Shard
-from gnnfleet.sharded.full_batch.active_row_counts import Levels, Load, find_levels
-from gnnfleet.sharded.step_tracer import Sketch, Trip, Way
-from gnnfleet.strategies.estimates import Forecast, Outlook
+from gnnfleet.sharded.full_batch.active_row_counts import ActiveRowCounts, LayerLoad, count_active_rows
+from gnnfleet.sharded.step_tracer import RouteKey, StepTrace, TracedExchange
+from gnnfleet.strategies.estimates import CostEstimate, PlanningContext
 from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.sar.config import SarConfig
-from gnnfleet.strategies.sar.memory_plan import Choice, Needs
-from gnnfleet.strategies.step_costs import Weights, sketch_of
+from gnnfleet.strategies.sar.memory_plan import MemoryChoice, MemoryNeeds
+from gnnfleet.strategies.step_costs import WeightBytes, trace_full_batch
 
 
-def foresee(config: SarConfig, outlook: Outlook) -> list[Forecast]:
+def estimate(config: SarConfig, outlook: PlanningContext) -> list[CostEstimate]:
     """For the leanest way, with prefetch, with rows kept, with all parts in one group."""
-    config.check(outlook.job.task)
-    step = _Step(config, outlook)
-    return [step.forecast(choice) for choice in _choices(config, outlook.workers, step.sketch)]
+    config.check_task(outlook.job.task)
+    step = _StepEstimator(config, outlook)
+    return [step.estimate(choice) for choice in _choices(config, outlook.workers, step.sketch)]
 
 
-def _choices(config: SarConfig, workers: int, sketch: Sketch) -> list[Choice]:
+def _choices(config: SarConfig, workers: int, sketch: StepTrace) -> list[MemoryChoice]:
     groups = [1, workers] if config.group == "auto" else [config.group]
     ahead = [0, 1] if config.prefetch == "auto" else [config.prefetch]
-    kept = tuple(sorted({trip.layer for trip in sketch.trips if trip.kept}))
-    keeps = [(), kept] if config.keep == "auto" else [kept if config.keep else ()]
-    found = [Choice(group, depth, keep) for group in groups for depth in ahead for keep in keeps]
+    kept = tuple(sorted({trip.layer for trip in sketch.exchanges if trip.cached_bytes}))
+    keeps = [(), kept] if config.cache_for_backward == "auto" else [kept if config.cache_for_backward else ()]
+    found = [MemoryChoice(group, depth, keep) for group in groups for depth in ahead for keep in keeps]
     return list(dict.fromkeys(found if workers > 1 else found[-1:]))
 
 
-class _Step:
+class _StepEstimator:
     """A step on every part."""
 
-    def __init__(self, config: SarConfig, outlook: Outlook) -> None:
+    def __init__(self, config: SarConfig, outlook: PlanningContext) -> None:
         self.config, self.outlook, self.job = config, outlook, outlook.job
         self.shards: Sequence[Shard] = outlook.parts()
-        levels: Levels = outlook.once(f"levels {config.flow}", self._levels)
+        levels: ActiveRowCounts = outlook.cached(f"levels {config.restrict_rows}", self._levels)
         self.levels = levels.loads
-        self.sketch: Sketch = sketch_of(outlook, config.cache_inputs, levels.many)
-        self.code = Code(config.wire)
+        self.sketch: StepTrace = trace_full_batch(outlook, config.cache_inputs, levels.many)
+        self.code = WireCodec(config.wire_dtype)
 
-    def _levels(self) -> Levels:
-        job, reach = self.job, self.job.task.reach()
-        if not self.config.flow or reach is None or job.model.batch_norm:
-            return find_levels(self.shards, None, job.model.num_layers)
+    def _levels(self) -> ActiveRowCounts:
+        job, reach = self.job, self.job.task.reachable_mask()
+        if not self.config.restrict_rows or reach is None or job.model.batch_norm:
+            return count_active_rows(self.shards, None, job.model.num_layers)
         wanted = []
         for shard in self.shards:
             masks = {kind: torch.zeros(shard.nodes(kind).count, dtype=torch.bool) for kind in shard.node_types}
             masks[job.task.target] = reach[shard.nodes(job.task.target).store_ids]
             wanted.append(masks)
-        return find_levels(self.shards, wanted, job.model.num_layers)
+        return count_active_rows(self.shards, wanted, job.model.num_layers)
 
-    def forecast(self, choice: Choice) -> Forecast:
+    def estimate(self, choice: MemoryChoice) -> CostEstimate:
         outlook, ranks = self.outlook, range(len(self.shards))
-        pace, workers = outlook.together, outlook.workers
-        sent = [sum(self._sent(trip, rank, choice) for trip in self.sketch.trips) for rank in ranks]
-        rounds = len(self.sketch.trips) * -(-workers // choice.group) if workers > 1 else 0
-        work = [pace.walk([(load.rows, load.edges) for load in self._of(rank)]) for rank in ranks]
+        pace, workers = outlook.shared_profile, outlook.workers
+        sent = [sum(self._sent(trip, rank, choice) for trip in self.sketch.exchanges) for rank in ranks]
+        rounds = len(self.sketch.exchanges) * -(-workers // choice.group) if workers > 1 else 0
+        work = [pace.layer_seconds([(load.rows, load.edges) for load in self._of(rank)]) for rank in ranks]
         seconds = max(self._seconds(*each, rounds, choice) for each in zip(work, sent, strict=True))
-        weights = Weights.of(self.job.model)
+        weights = WeightBytes.of(self.job.model)
         # Gradients, how many have each of them, the count of items, the loss, sums over all nodes, a norm.
         number = PRECISIONS[self.job.precision].itemsize
-        clips = bool(self.job.train.clip and weights.rows)
-        extra = weights.summed + 8 + number * (1 + clips) + sum(self.sketch.sums)
+        clips = bool(self.job.train.clip and weights.embedding_rows)
+        extra = weights.allreduce_bytes + 8 + number * (1 + clips) + sum(self.sketch.sums)
         several = workers > 1
-        return Forecast(
+        return CostEstimate(
             words=self._words(choice),
             kind="exact",
             workers=workers,
             memory=max(self._needs(rank).bytes(choice) for rank in ranks),
             bytes=sum(sent) + extra * workers * several,
             rounds=rounds + (3 + clips + len(self.sketch.sums)) * several,
-            seconds=seconds + pace.step + pace.sums,
+            seconds=seconds + pace.optimizer_seconds + pace.allreduce_seconds,
             reasons=self._reasons(work, sent, rounds),
         )
 
-    def _words(self, choice: Choice) -> dict[str, Any]:
+    def _words(self, choice: MemoryChoice) -> dict[str, Any]:
         given = self.config.model_dump(exclude_defaults=True)
-        return {**given, "name": "sar", "group": choice.group, "prefetch": choice.prefetch, "keep": bool(choice.keep)}
+        return {
+            **given,
+            "name": "sar",
+            "group": choice.group,
+            "prefetch": choice.prefetch,
+            "cache_for_backward": bool(choice.cached_layers),
+        }
 
-    def _of(self, rank: int) -> list[Load]:
+    def _of(self, rank: int) -> list[LayerLoad]:
         return [level[rank] for level in self.levels]
 
-    def _sent(self, trip: Trip, rank: int, choice: Choice) -> int:
+    def _sent(self, trip: TracedExchange, rank: int, choice: MemoryChoice) -> int:
         """Bytes of an exchange that a rank hands over."""
         load = self.levels[trip.layer][rank]
-        there = () if trip.again and trip.layer in choice.keep else trip.there
-        total = sum(sum(load.give[way]) * self._written(each) for way, each in there)
-        return total + sum(sum(load.need[way]) * self._written(each) for way, each in trip.home)
+        there = () if trip.is_refetch and trip.layer in choice.cached_layers else trip.sent_bytes
+        total = sum(sum(load.sent_rows[way]) * self._written(each) for way, each in there)
+        return total + sum(sum(load.received_rows[way]) * self._written(each) for way, each in trip.returned_bytes)
 
     def _written(self, nbytes: int) -> int:
         """A row as it travels."""
         dtype = PRECISIONS[self.job.precision]
-        return sum(width * kind.itemsize for width, kind in self.code.forms(nbytes // dtype.itemsize, dtype))
+        return sum(width * kind.itemsize for width, kind in self.code.encoded_shapes(nbytes // dtype.itemsize, dtype))
 
-    def _seconds(self, work: float, sent: float, rounds: int, choice: Choice) -> float:
-        pace = self.outlook.together
-        travel = pace.travel(sent, rounds)
+    def _seconds(self, work: float, sent: float, rounds: int, choice: MemoryChoice) -> float:
+        pace = self.outlook.shared_profile
+        travel = pace.transfer_seconds(sent, rounds)
         if not self.outlook.overlaps or not choice.prefetch:
             return work + travel
         # The first rows of an exchange have nothing but own edges to hide behind.
         return max(work, travel) + min(work, travel) / self.outlook.workers
 
-    def _needs(self, rank: int) -> Needs:
+    def _needs(self, rank: int) -> MemoryNeeds:
         shard, levels = self.shards[rank], self._of(rank)
         rows = sum(load.rows for load in levels) / len(levels)
-        tensors = self.sketch.tensors(int(rows)) + Weights.of(self.job.model).state(
+        tensors = self.sketch.peak_bytes(int(rows)) + WeightBytes.of(self.job.model).state(
             rows / max(1, self.job.graph.num_nodes)
         )
 
-        def routes(way: Way) -> Routes:
+        def routes(way: RouteKey) -> ExchangePlan:
             plan = shard.plan(*way)
-            return Routes(plan.give, tuple(map(len, plan.need)))
+            return ExchangePlan(plan.send, tuple(map(len, plan.recv)))
 
-        return Needs(self.outlook.together.resident + self._held(shard, levels), tensors, self.sketch, routes)
+        return MemoryNeeds(
+            self.outlook.shared_profile.base_memory + self._held(shard, levels), tensors, self.sketch, routes
+        )
 
-    def _held(self, shard: Shard, levels: Sequence[Load]) -> float:
+    def _held(self, shard: Shard, levels: Sequence[LayerLoad]) -> float:
         """Bytes of a part that is open: features and their aggregate, edges both ways and those of narrower layers."""
         features = 0
         for kind in shard.node_types:
@@ -130,10 +138,10 @@ class _Step:
         edges = max(load.edges for load in levels)
         narrow = sum(load.edges for load in levels if load.edges < edges)
         itemsize = PRECISIONS[self.job.precision].itemsize
-        return features * itemsize * FEATURES + edges * EDGE + narrow * NARROW
+        return features * itemsize * FEATURE_BYTES + edges * BYTES_PER_SAR_EDGE + narrow * BYTES_PER_ACTIVE_EDGE
 
     def _reasons(self, work: Sequence[float], sent: Sequence[int], rounds: int) -> tuple[str, ...]:
-        travel = max(self.outlook.together.travel(each, rounds) for each in sent)
+        travel = max(self.outlook.shared_profile.transfer_seconds(each, rounds) for each in sent)
         rows = [sum(load.rows for load in level) for level in self.levels]
         share = min(rows) / max(1, max(rows))
         found = [f"layers {max(work):.2g} s, rows on their way {travel:.2g} s"]
@@ -142,6 +150,6 @@ class _Step:
         return tuple(found)
 
 
-FEATURES, EDGE, NARROW = 4.0, 80.0, 48.0
+FEATURE_BYTES, BYTES_PER_SAR_EDGE, BYTES_PER_ACTIVE_EDGE = 4.0, 80.0, 48.0
 """Copies of features (as mapped, in order, with their aggregate, while it is made), bytes of an in-edge with what
 backward keeps of it, and of one that a layer has for itself."""

@@ -15,111 +15,120 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import gather_rows
-from gnnfleet.comm.compression import Code
-from gnnfleet.comm.halo_exchange import Ring
+from gnnfleet.comm.collectives import all_gather_rows
+from gnnfleet.comm.compression import WireCodec
+from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import rss
-from gnnfleet.report.traffic import Traffic
-from gnnfleet.sharded.full_batch.active_rows import Flow
+from gnnfleet.report.traffic import TrafficCounter
+from gnnfleet.sharded.full_batch.active_rows import ActiveRows
 from gnnfleet.sharded.full_batch.ring_view import RingView
-from gnnfleet.sharded.step_tracer import scout
-from gnnfleet.strategies.input_cache import aggregate_once, side_by_side
-from gnnfleet.strategies.job import PRECISIONS, Job, products
-from gnnfleet.strategies.partitioned_strategy import PartsStrategy, part_of
+from gnnfleet.sharded.step_tracer import trace_step
+from gnnfleet.strategies.input_cache import concat_columns, precompute_aggregate
+from gnnfleet.strategies.job import PRECISIONS, Job, autocast
+from gnnfleet.strategies.partitioned_strategy import PartitionedStrategy, require_shard
 from gnnfleet.strategies.protocol import StepRecord
 from gnnfleet.strategies.sar.config import SarConfig
-from gnnfleet.strategies.sar.memory_plan import Choice, Given, Needs, choose
+from gnnfleet.strategies.sar.memory_plan import MemoryChoice, MemoryNeeds, UserChoice, choose_memory_plan
 
 
-class SarStrategy(PartsStrategy):
+class SarStrategy(PartitionedStrategy):
     """All ranks make and call it together."""
 
     def __init__(self, config: SarConfig, job: Job) -> None:
-        shard = part_of(job)
-        config.check(job.task)
+        shard = require_shard(job)
+        config.check_task(job.task)
         self._config = config
         # Evaluation fetches one group ahead of the one it works on, whatever steps may do.
-        ring = Ring(job.world, _number(config.group, 1), _number(config.prefetch, 1), buffers.empty)
-        self._code = Code(config.wire)
-        self._flow = self._find_flow(job, replace(ring, world=replace(job.world, traffic=Traffic())))
-        view = RingView.open(shard, ring, self._flow)
-        order = None if self._flow is None else self._flow.order
+        ring = RingExchange(job.world, _number(config.group, 1), _number(config.prefetch, 1), buffers.empty_buffer)
+        self._code = WireCodec(config.wire_dtype)
+        self._active_rows = self._compute_active_rows(
+            job, replace(ring, world=replace(job.world, traffic=TrafficCounter()))
+        )
+        view = RingView.open(shard, ring, self._active_rows)
+        order = None if self._active_rows is None else self._active_rows.order
         super().__init__(job, view, cache_inputs=config.cache_inputs, order=order)
-        self._aggregated, self.__dict__["_x"] = side_by_side(self._aggregated, self._x)
+        self._aggregated, self.__dict__["_x"] = concat_columns(self._aggregated, self._x)
 
-    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
+    def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         if first:
             return  # there is one
         views = self._views
         started = time.perf_counter()
-        self._code.begin()
-        items = self._task.trained(self._job.seed, epoch)
+        self._code.begin_step()
+        items = self._task.train_items(self._job.seed, epoch)
         count = self._count(items)
         batch = self._task.batch(items, DrawKey(self._job.seed, epoch, 0))
         self.model.train()
-        with products(self._job.precision):
+        with autocast(self._job.precision):
             x, near = self._step_inputs
-            out = self.model([view.at(key=batch.key) for view in views], x, aggregated=near)
-            loss = self._task.loss(self._taking(out, stays=self._task.stays), batch) / count
-        yield StepRecord(epoch, 0, self._learn(loss), count, time.perf_counter() - started)
+            out = self.model([view.with_step(key=batch.key) for view in views], x, aggregated=near)
+            loss = self._task.loss(self._taking(out, stays=self._task.reads_only_local_rows), batch) / count
+        yield StepRecord(epoch, 0, self._backward_and_step(loss), count, time.perf_counter() - started)
 
-    def _find_flow(self, job: Job, ring: Ring) -> Flow | None:
+    def _compute_active_rows(self, job: Job, ring: RingExchange) -> ActiveRows | None:
         """Which rows the layers of a step have to compute; None for all. Batch norm looks at all rows of a layer."""
-        reach = job.task.reach()
-        if not self._config.flow or reach is None or job.model.batch_norm:
+        reach = job.task.reachable_mask()
+        if not self._config.restrict_rows or reach is None or job.model.batch_norm:
             return None
-        shard, target = part_of(job), job.task.target
+        shard, target = require_shard(job), job.task.target
         wanted = {kind: torch.zeros(shard.nodes(kind).count, dtype=torch.bool) for kind in shard.node_types}
         wanted[target] = reach[shard.nodes(target).store_ids]
-        return Flow.find(shard, ring, wanted, job.model.num_layers)
+        return ActiveRows.compute(shard, ring, wanted, job.model.num_layers)
 
     @cached_property
     def _views(self) -> list[RingView]:
         """What each layer of a step sees."""
         choice, layers = self._choose(), range(self.model.num_layers)
-        views = [self._view if self._flow is None else self._view.of_layer(self._flow, index) for index in layers]
-        ring = Ring(self._world, choice.group, choice.prefetch, buffers.empty, self._code)
-        return [replace(view, ring=ring, keep=index in choice.keep) for index, view in enumerate(views)]
+        views = [
+            self._view if self._active_rows is None else self._view.for_layer(self._active_rows, index)
+            for index in layers
+        ]
+        ring = RingExchange(self._world, choice.group, choice.prefetch, buffers.empty_buffer, self._code)
+        return [
+            replace(view, ring=ring, keep_fetched=index in choice.cached_layers) for index, view in enumerate(views)
+        ]
 
-    def _choose(self) -> Choice:
+    def _choose(self) -> MemoryChoice:
         """How steps run: as the config says, the rest by what ``memory`` allows; raises ConfigError when nothing
         fits."""
         config, layers = self._config, range(self.model.num_layers)
         if self._job.memory is None:
-            keep = tuple(layers) if config.keep is True else ()
-            return Choice(_number(config.group, 1), _number(config.prefetch, 1), keep)
-        given = Given(
+            keep = tuple(layers) if config.cache_for_backward is True else ()
+            return MemoryChoice(_number(config.group, 1), _number(config.prefetch, 1), keep)
+        given = UserChoice(
             group=None if config.group == "auto" else config.group,
             prefetch=None if config.prefetch == "auto" else config.prefetch,
-            keep=None if config.keep == "auto" else config.keep,
+            cached_layers=None if config.cache_for_backward == "auto" else config.cache_for_backward,
         )
-        choice, why = choose(self._needs(), self._job.memory, self._world.size, given, self._highest)
-        self._job.say(why)
+        choice, why = choose_memory_plan(self._needs(), self._job.memory, self._world.size, given, self._highest)
+        self._job.log_user(why)
         return choice
 
-    def _needs(self) -> Needs:
+    def _needs(self) -> MemoryNeeds:
         wanted, dtype = self._config.cache_inputs, PRECISIONS[self._job.precision]
 
         def precompute(model: Model, view: RingView, x: Any) -> Aggregate | None:
-            return None if self._aggregated is None else aggregate_once(wanted, model, view, x)
+            return None if self._aggregated is None else precompute_aggregate(wanted, model, view, x)
 
-        with products(self._job.precision):
-            sketch = scout(self.model, part_of(self._job), dtype, precompute)
+        with autocast(self._job.precision):
+            sketch = trace_step(self.model, require_shard(self._job), dtype, precompute)
         rows = sum(len(rows.node_ids) for rows in self._view.nodes.values())
-        if self._flow is not None:  # a layer holds the rows of its level
-            made = self._flow.totals[1:]
+        if self._active_rows is not None:  # a layer holds the rows of its level
+            made = self._active_rows.totals[1:]
             rows = int(rows * sum(made) / len(made) / max(1.0, float(sum(self._view.owners.counts.values()))))
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
         # Gradients, and what Adam remembers of each weight twice.
-        return Needs(rss(), sketch.tensors(rows) + 3 * weights, sketch, lambda way: self._view.part.routes(*way))
+        return MemoryNeeds(
+            rss(), sketch.peak_bytes(rows) + 3 * weights, sketch, lambda way: self._view.blocks.exchange_plan(*way)
+        )
 
     def _highest(self, value: float) -> float:
         """Over all ranks."""
         own = torch.tensor([[value]], dtype=torch.float64)
-        return float(torch.cat(gather_rows(replace(self._world, traffic=Traffic()), own)).max())
+        return float(torch.cat(all_gather_rows(replace(self._world, traffic=TrafficCounter()), own)).max())
 
     @cached_property
     def _step_inputs(self) -> tuple[Any, Aggregate | None]:

@@ -1,7 +1,7 @@
 """One batch of events: what it looks at, what it makes of memories, what it leaves behind.
 
-Serial and parallel training call the same functions in the same order: ``Lookout.batch``, a read of ``block.nodes``,
-``remember``, a write, ``embed``. n events, K negatives each, Q queries, R nodes read, D columns.
+Serial and parallel training call the same functions in the same order: ``NeighborhoodBuilder.batch``, a read of ``block.nodes``,
+``update_memory``, a write, ``embed``. n events, K negatives each, Q queries, R nodes read, D columns.
 """
 
 from __future__ import annotations
@@ -17,56 +17,56 @@ from gnnfleet.nn.temporal.block import EventBlock, Hop
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.nn.temporal.pairs import PairFeatures
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.ops.temporal_neighbors import RecentNeighbours
-from gnnfleet.strategies.temporal.memory import Memory, Rows, Writes
+from gnnfleet.ops.temporal_neighbors import TemporalNeighbors
+from gnnfleet.strategies.temporal.memory import MemoryRows, MemoryUpdate, NodeMemory
 
-Queries = Literal["event", "batch"]
+QueryTime = Literal["event", "batch"]
 """When nodes are looked at: each at its event's time, or once per batch, when it begins. No query sees its batch."""
 
 
 @dataclass(frozen=True, eq=False)
-class Left:
-    """Whom a batch leaves a mail: each node once, with its last event; ``own`` and ``other`` are rows of the block."""
+class MemoryTargets:
+    """Whom a batch leaves a mail: each node once, with its last event; ``own_rows`` and ``other_rows`` are rows of the block."""
 
     ids: Tensor
     event: Tensor
-    own: Tensor
-    other: Tensor
+    own_rows: Tensor
+    other_rows: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """Events ``low`` to ``high`` of a stream, and all about them that no weight decides."""
+class EventBatch:
+    """Events ``first`` to ``end`` of a stream, and all about them that no weight decides."""
 
-    low: int
-    high: int
+    first: int
+    end: int
     negatives: Tensor  # [n, K] nodes set against the destinations
     block: EventBlock
     places: Tensor | None  # [n (2 + K)] the query of each source, destination and negative; None: 0, 1, 2, …
-    left: Left
+    targets: MemoryTargets
     pairs: Tensor | None = None  # [n, 1 + K, P] features of sources with destinations and with negatives
 
     @property
     def count(self) -> int:
-        return self.high - self.low
+        return self.end - self.first
 
 
 @dataclass(frozen=True, eq=False)
-class Lookout:
+class NeighborhoodBuilder:
     """Finds what batches of a stream look at; may be called from another thread."""
 
     stream: EventStream
-    recent: RecentNeighbours
+    history: TemporalNeighbors
     neighbours: int
-    hops: int
+    num_hops: int
     dtype: torch.dtype
-    queries: Queries = "event"
+    queries: QueryTime = "event"
     pair_unit: float = 0.0  # of times between meetings of pairs; 0: nobody asks for those
     drawn: int | None = None  # the seed by which events of a node are drawn; None: its latest are looked at
 
     def batch(
         self, low: int, high: int, negatives: Tensor, *, sweep: int = 0, whole: tuple[int, int] | None = None
-    ) -> Batch:
+    ) -> EventBatch:
         """In the pass ``sweep``; ``whole`` is the global batch, where this is a share. None of its events is seen."""
         stream, begin = self.stream, low if whole is None else whole[0]
         src, dst = stream.src[low:high], stream.dst[low:high]
@@ -79,8 +79,8 @@ class Lookout:
             when, numbers = times_of(stream.t[low:high], negatives), stream.first + torch.arange(low, high)
             ids = draw_ids(numbers, negatives)
         block = self.block(asked, when, ids, sweep=sweep, visible=begin)
-        left = self._left(block, low, high, whole)
-        return Batch(low, high, negatives, block, places, left, self._pairs(low, high, negatives, begin))
+        left = self._memory_targets(block, low, high, whole)
+        return EventBatch(low, high, negatives, block, places, left, self._pairs(low, high, negatives, begin))
 
     def _pairs(self, low: int, high: int, negatives: Tensor, visible: int) -> Tensor | None:
         """As they stood when the batch began, as memories do."""
@@ -88,7 +88,7 @@ class Lookout:
             return None
         stream = self.stream
         dst = torch.cat([stream.dst[low:high, None], negatives], 1)
-        made = PairFeatures(self.recent, stream.src, self.pair_unit)
+        made = PairFeatures(self.history, stream.src, self.pair_unit)
         return made.of(stream.src[low:high], dst, stream.t[low:high], visible=visible)
 
     def block(
@@ -96,12 +96,12 @@ class Lookout:
     ) -> EventBlock:
         """What nodes at times look at, from the last hop back to the one that reads memories."""
         hops: list[Hop] = []
-        for ahead in range(self.hops - 1, -1, -1):
+        for ahead in range(self.num_hops - 1, -1, -1):
             if self.drawn is None:
-                near, event = self.recent.recent(asked, when, self.neighbours, visible=visible)
+                near, event = self.history.latest(asked, when, self.neighbours, visible=visible)
             else:
                 key = DrawKey(self.drawn, sweep)
-                near, event = self.recent.uniform(asked, when, self.neighbours, key, hop=ahead, visible=visible)
+                near, event = self.history.sample_uniform(asked, when, self.neighbours, key, hop=ahead, visible=visible)
             seen, event = near >= 0, event.clamp_(min=0)
             then = self.stream.t[event]
             since = (when[:, None] - then).to(self.dtype)
@@ -122,19 +122,19 @@ class Lookout:
     def _numbered(self, hops: list[Hop]) -> EventBlock:
         """The first hop's nodes by their rows among those that are read."""
         first = hops[-1]
-        seen = first.near >= 0
-        every = torch.cat([first.query, torch.where(seen, first.near, first.query[:, None]).flatten()])
+        seen = first.neighbors >= 0
+        every = torch.cat([first.query, torch.where(seen, first.neighbors, first.query[:, None]).flatten()])
         nodes, row = distinct(every, self.stream.num_nodes)
         query, near = row[: len(first.query)], row[len(first.query) :].view(seen.shape)
-        hops[-1] = replace(first, query=query, near=torch.where(seen, near, -1))
+        hops[-1] = replace(first, query=query, neighbors=torch.where(seen, near, -1))
         return EventBlock(nodes, tuple(reversed(hops)), self.stream.msg)
 
-    def _left(self, block: EventBlock, low: int, high: int, whole: tuple[int, int] | None) -> Left:
+    def _memory_targets(self, block: EventBlock, low: int, high: int, whole: tuple[int, int] | None) -> MemoryTargets:
         ids, event, other = last_events(self.stream, *(whole or (low, high)))
         if whole is not None:
             mine = (event >= low) & (event < high)
             ids, event, other = ids[mine], event[mine], other[mine]
-        return Left(ids, event, torch.searchsorted(block.nodes, ids), torch.searchsorted(block.nodes, other))
+        return MemoryTargets(ids, event, torch.searchsorted(block.nodes, ids), torch.searchsorted(block.nodes, other))
 
 
 def distinct(ids: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
@@ -172,33 +172,33 @@ def last_events(stream: EventStream, low: int, high: int) -> tuple[Tensor, Tenso
     return nodes, low + last // 2, others[last]
 
 
-def remember(
-    model: TemporalModel, stream: EventStream, batch: Batch, rows: Rows
-) -> tuple[Tensor | None, Writes | None]:
+def update_memory(
+    model: TemporalModel, stream: EventStream, batch: EventBatch, rows: MemoryRows
+) -> tuple[Tensor | None, MemoryUpdate | None]:
     """([R, D] memories of the block's nodes with their mails taken in, what the batch leaves behind)."""
-    if not model.remembers:
+    if not model.has_memory:
         return None, None
-    memory = take_in(model, stream, rows)
-    return memory, _written(memory.detach(), batch.left)
+    memory = apply_mail(model, stream, rows)
+    return memory, _written(memory.detach(), batch.targets)
 
 
-def advance(model: TemporalModel, stream: EventStream, memory: Memory, low: int, high: int) -> None:
+def replay(model: TemporalModel, stream: EventStream, memory: NodeMemory, low: int, high: int) -> None:
     """Move the state past some events, as training on them as one batch does."""
-    if not model.remembers:
+    if not model.has_memory:
         return
     ids, event, other = last_events(stream, low, high)
     # Both ends of an event are among the nodes of the batch.
-    left = Left(ids, event, torch.arange(len(ids)), torch.searchsorted(ids, other))
+    left = MemoryTargets(ids, event, torch.arange(len(ids)), torch.searchsorted(ids, other))
     with torch.no_grad():
-        memory.write(_written(take_in(model, stream, memory.read(ids)), left))
+        memory.write(_written(apply_mail(model, stream, memory.read(ids)), left))
 
 
-def _written(memory: Tensor, left: Left) -> Writes:
-    own, other = memory[left.own], memory[left.other]
-    return Writes(left.ids, own, torch.cat([own, other], 1), left.event)
+def _written(memory: Tensor, left: MemoryTargets) -> MemoryUpdate:
+    own, other = memory[left.own_rows], memory[left.other_rows]
+    return MemoryUpdate(left.ids, own, torch.cat([own, other], 1), left.event)
 
 
-def take_in(model: TemporalModel, stream: EventStream, rows: Rows) -> Tensor:
+def apply_mail(model: TemporalModel, stream: EventStream, rows: MemoryRows) -> Tensor:
     """[n, D]: memories after their mails; rows without a mail stay as they are."""
     has = (rows.mail_event >= 0).nonzero()[:, 0]
     event, before = rows.mail_event[has], rows.memory_event[has]
@@ -209,9 +209,11 @@ def take_in(model: TemporalModel, stream: EventStream, rows: Rows) -> Tensor:
     return rows.memory.index_copy(0, has, fresh)
 
 
-def embed(model: TemporalModel, batch: Batch, memory: Tensor | None, static: Tensor | None, key: DrawKey) -> Tensor:
+def embed(
+    model: TemporalModel, batch: EventBatch, memory: Tensor | None, static: Tensor | None, key: DrawKey
+) -> Tensor:
     """[n (2 + K), D]: embeddings of sources, destinations and negatives, in this order; ``static`` [V, S]."""
     nodes = batch.block.nodes
-    h = model.join(memory, None if static is None else static[nodes], rows=len(nodes))
+    h = model.combine_static(memory, None if static is None else static[nodes], rows=len(nodes))
     z = model.embed(batch.block, h, key)
     return z if batch.places is None else z[batch.places]

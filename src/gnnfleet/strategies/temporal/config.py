@@ -8,31 +8,31 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.strategies.sampling_options import Switch
+from gnnfleet.strategies.sampling_options import AutoSwitch
 from gnnfleet.strategies.spec import StrategyConfig
-from gnnfleet.strategies.temporal.schedule import Shape
+from gnnfleet.strategies.temporal.schedule import ParallelLayout
 
-Number = Literal["auto"] | Annotated[int, Field(ge=1)]
+AutoCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 
-EVENT_TRAINING = {"epochs": 20, "lr": 1e-3, "weight_decay": 0.0}
+EVENT_TRAIN_DEFAULTS = {"epochs": 20, "lr": 1e-3, "weight_decay": 0.0}
 """What training is on events unless someone says so, where it differs from graphs."""
 
 
 class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     """Events in the order of time; every node has a memory that its events change."""
 
-    cut: ClassVar[Literal["parts", "clusters", "chunks", "none"]] = "none"
+    placement: ClassVar[Literal["parts", "clusters", "chunks", "none"]] = "none"
 
     name: Literal["temporal"] = "temporal"
     # Events of a batch, more where the last ones happen at the same time. auto: as many as leave enough updates.
-    batch: Number = 600
+    batch: AutoCount = 600
     # A node hears of the last of its events in a batch only. Batches end before a larger share of such updates is lost
     # than this; 1: they never do.
-    lost: float = Field(default=1.0, ge=0, le=1, allow_inf_nan=False)
+    max_lost_updates: float = Field(default=1.0, ge=0, le=1, allow_inf_nan=False)
     # Trainers of one batch × passes over one memory at a time × memories = workers. auto: planned.
-    share: Number = "auto"
-    lanes: Number = "auto"
-    copies: Number = "auto"
+    batch_parallel: AutoCount = "auto"
+    epoch_parallel: AutoCount = "auto"
+    memory_parallel: AutoCount = "auto"
     # A step of several lanes and copies is a mean over as many batches: the rate grows with them, over so many epochs.
     lr_scale: Literal["linear", "sqrt", "none"] = "sqrt"
     warmup: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -48,7 +48,7 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     events: Literal["latest", "drawn"] = "latest"
     # Rows learnt for nodes beforehand, from training events in any order, as what is known of them. auto: where nodes
     # have no features.
-    static: Switch = "auto"
+    static: AutoSwitch = "auto"
     static_epochs: int = Field(default=10, ge=1)
     static_lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     eval_batch: int = Field(default=200, ge=1)  # events between updates of the state in evaluations, as TGB has it
@@ -62,21 +62,26 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
         return self.batch
 
     @property
-    def wanted(self) -> Shape:
+    def requested_layout(self) -> ParallelLayout:
         """What is decided of the arrangement; 0 is open."""
-        return Shape(*(0 if size == "auto" else size for size in (self.share, self.lanes, self.copies)))
+        return ParallelLayout(
+            *(
+                0 if size == "auto" else size
+                for size in (self.batch_parallel, self.epoch_parallel, self.memory_parallel)
+            )
+        )
 
     @property
-    def alone(self) -> TemporalConfig:
+    def single_trainer(self) -> TemporalConfig:
         """The same for one trainer."""
-        return self.model_copy(update={"share": 1, "lanes": 1, "copies": 1})
+        return self.model_copy(update={"batch_parallel": 1, "epoch_parallel": 1, "memory_parallel": 1})
 
     def learns_static(self, features: bool) -> bool:
         """Whether rows are learnt beforehand, for nodes with or without features."""
         return not features if self.static == "auto" else self.static
 
     def check_workers(self, workers: int) -> None:
-        sizes = [size for size in vars(self.wanted).values() if size]
-        if workers % prod(sizes) or (len(sizes) == len(vars(self.wanted)) and prod(sizes) != workers):
-            words = " × ".join(f"{name}={size}" for name, size in vars(self.wanted).items() if size)
-            raise ConfigError(f"strategy.share × lanes × copies are the workers, found {words} of {workers}")
+        sizes = [size for size in vars(self.requested_layout).values() if size]
+        if workers % prod(sizes) or (len(sizes) == len(vars(self.requested_layout)) and prod(sizes) != workers):
+            words = " × ".join(f"{name}={size}" for name, size in vars(self.requested_layout).items() if size)
+            raise ConfigError(f"strategy.batch_parallel × lanes × copies are the workers, found {words} of {workers}")

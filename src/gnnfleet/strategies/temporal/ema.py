@@ -19,26 +19,26 @@ _SOON = 9
 """At first it is a mean over about a tenth of all steps so far."""
 
 
-class Average:
+class WeightEMA:
     """Of the parameters of a model; ``keep`` is the share of it that a step leaves, 0 for none at all."""
 
     def __init__(self, model: torch.nn.Module, keep: float) -> None:
-        self._parameters, self._keep = dict(model.named_parameters()), keep
+        self._parameters, self._decay = dict(model.named_parameters()), keep
         self._mean: list[Tensor] = []  # none before the first step
         self._steps = 0
 
     @torch.no_grad()
-    def step(self) -> None:
+    def update(self) -> None:
         """The weights have moved."""
-        if not self._keep:
+        if not self._decay:
             return
         weights = [weight.detach() for weight in self._parameters.values()]
         self._mean = self._mean or [weight.clone() for weight in weights]
         self._steps += 1
-        torch._foreach_lerp_(self._mean, weights, 1 - min(self._keep, self._steps / (self._steps + _SOON)))
+        torch._foreach_lerp_(self._mean, weights, 1 - min(self._decay, self._steps / (self._steps + _SOON)))
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """The model has the mean in place of its weights meanwhile."""
         self._swap()
         try:
@@ -62,7 +62,7 @@ class Average:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """The model has been given the mean; what is trained is in ``state``, if anything is."""
         self._mean, self._steps = [], 0
-        if state and self._keep:
+        if state and self._decay:
             self._mean = [weight.detach().clone() for weight in self._parameters.values()]
             self._steps = int(state[STEPS])
             for name, weight in self._parameters.items():

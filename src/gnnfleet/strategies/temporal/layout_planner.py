@@ -14,99 +14,103 @@ from math import gcd
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.strategies.temporal.schedule import Shape
-from gnnfleet.units import show_size
+from gnnfleet.strategies.temporal.schedule import ParallelLayout
+from gnnfleet.units import format_size
 
-BATCHES = (100, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200, 4800)
-CAPTURED = 0.6
+BATCH_SIZES = (100, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200, 4800)
+MIN_CAPTURED_SHARE = 0.6
 """Of what the smallest batch captures, the least that is enough."""
 
-LEAST_PIECE = 600
+MIN_EVENTS_PER_TRAINER = 600
 """Events of a batch that are worth a trainer: with fewer the fixed costs of a step show."""
 
-LOOKED_AT = 1 << 20
+SAMPLED_EVENTS = 1 << 20
 """Events that the curve is counted on."""
 
 
 @dataclass(frozen=True)
-class Curve:
+class CaptureCurve:
     """What batches of several sizes capture."""
 
-    shares: tuple[tuple[int, float], ...]
+    share_by_size: tuple[tuple[int, float], ...]
 
     @classmethod
-    def of(cls, stream: EventStream) -> Curve:
+    def of(cls, stream: EventStream) -> CaptureCurve:
         """Of the training events, or the last of them where they are many."""
-        looked_at = stream.slice(max(0, len(stream) - LOOKED_AT), len(stream))
-        sizes = [BATCHES[0], *(size for size in BATCHES[1:] if size <= len(looked_at) // 2)]
-        return cls(tuple(zip(sizes, looked_at.captured(sizes), strict=True)))
+        looked_at = stream.slice(max(0, len(stream) - SAMPLED_EVENTS), len(stream))
+        sizes = [BATCH_SIZES[0], *(size for size in BATCH_SIZES[1:] if size <= len(looked_at) // 2)]
+        return cls(tuple(zip(sizes, looked_at.capture_ratio(sizes), strict=True)))
 
     @property
     def batch(self) -> int:
         """The largest that captures enough."""
-        least = CAPTURED * self.shares[0][1]
-        return max(size for size, share in self.shares if share >= least)
+        least = MIN_CAPTURED_SHARE * self.share_by_size[0][1]
+        return max(size for size, share in self.share_by_size if share >= least)
 
     def __str__(self) -> str:
-        return ", ".join(f"{size}: {share:.2f}" for size, share in self.shares)
+        return ", ".join(f"{size}: {share:.2f}" for size, share in self.share_by_size)
 
 
 @dataclass(frozen=True)
-class Trainers:
+class TrainerResources:
     """What there is to train with."""
 
-    machines: tuple[int, ...]  # workers of each, in the order of ranks
+    trainers_by_host: tuple[int, ...]  # workers of each, in the order of ranks
     copy_bytes: int  # of a memory
-    room: int  # bytes of a machine that memories may take
+    memory_limit: int  # bytes of a machine that memories may take
 
     @property
     def workers(self) -> int:
-        return sum(self.machines)
+        return sum(self.trainers_by_host)
 
 
-def arrange(trainers: Trainers, batch: int, given: Shape) -> tuple[Shape, str]:
+def choose_layout(trainers: TrainerResources, batch: int, given: ParallelLayout) -> tuple[ParallelLayout, str]:
     """(the arrangement, why); what is not 0 in ``given`` the user decided. Raises ConfigError where none fits."""
-    together = gcd(*trainers.machines)  # a copy's trainers must be a part of every machine
-    held = trainers.room // max(trainers.copy_bytes, 1)
+    together = gcd(*trainers.trainers_by_host)  # a copy's trainers must be a part of every machine
+    held = trainers.memory_limit // max(trainers.copy_bytes, 1)
     fitting, tight = [], False
-    for shape in shapes_of(trainers.workers):
+    for shape in all_layouts(trainers.workers):
         if any(wanted not in (0, found) for wanted, found in zip(_sizes(given), _sizes(shape), strict=True)):
             continue
-        if together % (shape.share * shape.lanes):
+        if together % (shape.batch_parallel * shape.epoch_parallel):
             continue
-        if max(trainers.machines) // (shape.share * shape.lanes) > max(held, 1):
+        if max(trainers.trainers_by_host) // (shape.batch_parallel * shape.epoch_parallel) > max(held, 1):
             tight = True
             continue
-        if not given.share and shape.share > 1 and batch // shape.share < LEAST_PIECE:
+        if (
+            not given.batch_parallel
+            and shape.batch_parallel > 1
+            and batch // shape.batch_parallel < MIN_EVENTS_PER_TRAINER
+        ):
             continue
         fitting.append(shape)
     if not fitting:
         raise ConfigError(_refusal(trainers, given, tight=tight))
-    best = max(fitting, key=lambda shape: (shape.share, shape.copies))
+    best = max(fitting, key=lambda shape: (shape.batch_parallel, shape.memory_parallel))
     return best, _reason(best, trainers, batch, held)
 
 
-def shapes_of(workers: int) -> list[Shape]:
+def all_layouts(workers: int) -> list[ParallelLayout]:
     """All arrangements of so many trainers."""
     divisors = [d for d in range(1, workers + 1) if workers % d == 0]
-    return [Shape(i, j, workers // i // j) for i in divisors for j in divisors if workers // i % j == 0]
+    return [ParallelLayout(i, j, workers // i // j) for i in divisors for j in divisors if workers // i % j == 0]
 
 
-def _sizes(shape: Shape) -> tuple[int, int, int]:
-    return shape.share, shape.lanes, shape.copies
+def _sizes(shape: ParallelLayout) -> tuple[int, int, int]:
+    return shape.batch_parallel, shape.epoch_parallel, shape.memory_parallel
 
 
-def _refusal(trainers: Trainers, given: Shape, *, tight: bool) -> str:
+def _refusal(trainers: TrainerResources, given: ParallelLayout, *, tight: bool) -> str:
     words = [f"strategy.{name}={size}" for name, size in vars(given).items() if size]
     asked = " and ".join(words) if words else "any arrangement"
     if tight:
         return (
-            f"copies of the memory take {show_size(trainers.copy_bytes)} each and {show_size(trainers.room)} are free "
-            f"for them on a machine: set strategy.lanes or --memory higher (found {asked})"
+            f"copies of the memory take {format_size(trainers.copy_bytes)} each and {format_size(trainers.memory_limit)} are free "
+            f"for them on a machine: set strategy.epoch_parallel or --memory higher (found {asked})"
         )
-    if len(trainers.machines) > 1:
+    if len(trainers.trainers_by_host) > 1:
         return (
-            f"{asked} does not fit {trainers.workers} workers on machines of {_listed(trainers.machines)}: "
+            f"{asked} does not fit {trainers.workers} workers on machines of {_listed(trainers.trainers_by_host)}: "
             "share × lanes × copies must be the number of workers, and share × lanes divide those of every machine, "
             "since they share one memory"
         )
@@ -117,24 +121,26 @@ def _listed(counts: Sequence[int]) -> str:
     return ", ".join(map(str, counts))
 
 
-def _reason(shape: Shape, trainers: Trainers, batch: int, held: int) -> str:
+def _reason(shape: ParallelLayout, trainers: TrainerResources, batch: int, held: int) -> str:
     words = []
-    if shape.share > 1:
-        words.append(f"{shape.share} trainers share a batch of {batch} (pieces of {batch // shape.share})")
+    if shape.batch_parallel > 1:
+        words.append(
+            f"{shape.batch_parallel} trainers share a batch of {batch} (pieces of {batch // shape.batch_parallel})"
+        )
     else:
         words.append(f"every trainer has batches of {batch} to itself")
-    where = f" on {len(trainers.machines)} machines" if len(trainers.machines) > 1 else ""
-    size = show_size(trainers.copy_bytes)
+    where = f" on {len(trainers.trainers_by_host)} machines" if len(trainers.trainers_by_host) > 1 else ""
+    size = format_size(trainers.copy_bytes)
     words.append(
-        f"{shape.copies} {'copies' if shape.copies > 1 else 'copy'} of the memory{where}, {size} each, "
+        f"{shape.memory_parallel} {'copies' if shape.memory_parallel > 1 else 'copy'} of the memory{where}, {size} each, "
         f"room for {held} on a machine"
     )
-    words.append(f"{shape.lanes} {'lanes' if shape.lanes > 1 else 'lane'} on each")
+    words.append(f"{shape.epoch_parallel} {'lanes' if shape.epoch_parallel > 1 else 'lane'} on each")
     return f"plan: share × lanes × copies = {shape}: {'; '.join(words)}"
 
 
 @dataclass(frozen=True)
-class Pace:
+class LrSchedule:
     """The learning rate over iterations: gradients are means over ``lanes · copies`` batches, so steps may be larger;
     at first they are not, since moments are of few steps. It falls as 1 / (1 + decay · epochs): memories are made by
     the weights of all steps before and walked through anew by the last ones, so weights have to come to rest."""

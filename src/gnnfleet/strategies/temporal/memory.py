@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NONE = -1
+NO_EVENT = -1
 """In place of an event: there was none."""
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class MemoryRows:
     """What is remembered of some nodes, all zeros for one that has had no event. Events are positions in the stream."""
 
     memory: Tensor  # [n, D]
@@ -26,15 +26,15 @@ class Rows:
     mail_event: Tensor  # [n] int64: that event
     memory_event: Tensor  # [n] int64: the event whose mail went into the memory, so the memory's time
 
-    def take(self, index: Tensor) -> Rows:
+    def select(self, index: Tensor) -> MemoryRows:
         """Some of the rows."""
-        return Rows(
+        return MemoryRows(
             *(each.index_select(0, index) for each in (self.memory, self.mail, self.mail_event, self.memory_event))
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Writes:
+class MemoryUpdate:
     """What a batch leaves behind: every node at most once, with its last event of the (global) batch."""
 
     ids: Tensor  # [n] int64
@@ -43,14 +43,14 @@ class Writes:
     event: Tensor  # [n] int64
 
 
-class Memory:
+class NodeMemory:
     """The state of a stream up to some event. ``tables`` are the live tensors, by name."""
 
     def __init__(self, tables: Mapping[str, Tensor]) -> None:
         self.tables = dict(tables)
 
     @classmethod
-    def empty(cls, num_nodes: int, width: int, dtype: torch.dtype = torch.float32) -> Memory:
+    def empty(cls, num_nodes: int, width: int, dtype: torch.dtype = torch.float32) -> NodeMemory:
         """Before the first event."""
         memory = cls({name: torch.empty(size, dtype=kind) for name, size, kind in cls.layout(num_nodes, width, dtype)})
         memory.reset()
@@ -69,25 +69,25 @@ class Memory:
     def reset(self) -> None:
         """Forget everything."""
         for name, table in self.tables.items():
-            table.fill_(NONE) if name.endswith("event") else table.zero_()
+            table.fill_(NO_EVENT) if name.endswith("event") else table.zero_()
 
-    def read(self, ids: Tensor) -> Rows:
+    def read(self, ids: Tensor) -> MemoryRows:
         """Copies of some rows."""
-        return Rows(**{name: table.index_select(0, ids) for name, table in self.tables.items()})
+        return MemoryRows(**{name: table.index_select(0, ids) for name, table in self.tables.items()})
 
-    def write(self, writes: Writes) -> None:
+    def write(self, writes: MemoryUpdate) -> None:
         """After a batch: the mail that was read has gone into the memory, a new one takes its place."""
         tables, ids = self.tables, writes.ids
         mailed = tables["mail_event"][ids]
-        # Without a mail a memory may have a time all the same: one that begins within the stream (``Turns.begin``).
-        tables["memory_event"][ids] = torch.where(mailed == NONE, tables["memory_event"][ids], mailed)
+        # Without a mail a memory may have a time all the same: one that begins within the stream (``MemoryScheduler.begin``).
+        tables["memory_event"][ids] = torch.where(mailed == NO_EVENT, tables["memory_event"][ids], mailed)
         tables["mail_event"][ids] = writes.event
         tables["memory"][ids] = writes.memory
         tables["mail"][ids] = writes.mail
 
-    def copy(self) -> Memory:
+    def copy(self) -> NodeMemory:
         """The same in tables of its own."""
-        return Memory({name: table.clone() for name, table in self.tables.items()})
+        return NodeMemory({name: table.clone() for name, table in self.tables.items()})
 
     def state_dict(self) -> dict[str, Tensor]:
         """The live tensors, not copies."""

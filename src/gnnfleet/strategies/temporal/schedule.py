@@ -10,35 +10,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnnfleet.comm.mesh import coordinates_of
+from gnnfleet.comm.mesh import coordinates_of_rank
 
 
 @dataclass(frozen=True)
-class Shape:
+class ParallelLayout:
     """How trainers are arranged."""
 
-    share: int = 1  # trainers of a batch
-    lanes: int = 1  # passes over one memory at a time
-    copies: int = 1  # memories
+    batch_parallel: int = 1  # trainers of a batch
+    epoch_parallel: int = 1  # passes over one memory at a time
+    memory_parallel: int = 1  # memories
 
     @property
     def workers(self) -> int:
-        return self.share * self.lanes * self.copies
+        return self.batch_parallel * self.epoch_parallel * self.memory_parallel
 
     @property
     def axes(self) -> dict[str, int]:
         """As a Grid takes them: trainers of a batch are neighbours, then those of a memory."""
-        return {"copy": self.copies, "lane": self.lanes, "offset": self.share}
+        return {"copy": self.memory_parallel, "lane": self.epoch_parallel, "offset": self.batch_parallel}
 
     def __str__(self) -> str:
-        return f"{self.share} × {self.lanes} × {self.copies}"
+        return f"{self.batch_parallel} × {self.epoch_parallel} × {self.memory_parallel}"
 
 
 @dataclass(frozen=True)
-class Turn:
+class IterationPlan:
     """What a trainer does in an iteration."""
 
-    copy: int
+    memory_copy: int
     sweep: int  # of its copy, from 0; the first one of most copies begins within the stream
     phase: int  # iterations into the sweep
     batch: int | None  # None: idle
@@ -51,7 +51,7 @@ class Turn:
         return self.batch is not None and self.use == 0
 
     @property
-    def begins(self) -> bool:
+    def starts_sweep(self) -> bool:
         """Whether the copy starts anew: its memory is emptied before anyone reads it."""
         return self.phase == 0
 
@@ -60,31 +60,31 @@ class Turn:
 class Schedule:
     """``batches`` are those of a whole sweep, each as large as ``share`` trainers take together."""
 
-    shape: Shape
+    layout: ParallelLayout
     batches: int
 
     @property
     def sweep(self) -> int:
         """Iterations from one beginning of a copy to the next."""
-        return self.batches + self.shape.lanes - 1
+        return self.batches + self.layout.epoch_parallel - 1
 
     def start(self, epoch: int) -> int:
         """The first iteration of an epoch, which has as many uses of batches as the stream has batches. Epochs of
         several lanes or copies are parts of a sweep."""
-        return epoch * self.sweep // (self.shape.lanes * self.shape.copies)
+        return epoch * self.sweep // (self.layout.epoch_parallel * self.layout.memory_parallel)
 
     def begin_of(self, copy: int) -> int:
         """The phase in which a copy is in iteration 0."""
-        return -copy * (self.sweep // self.shape.copies) % self.sweep
+        return -copy * (self.sweep // self.layout.memory_parallel) % self.sweep
 
-    def turn(self, rank: int, iteration: int) -> Turn:
+    def iteration_plan(self, rank: int, iteration: int) -> IterationPlan:
         """What a rank does in an iteration, counted from the start of training."""
-        place = coordinates_of(rank, self.shape.axes)
-        copy, lane, lanes = place["copy"], place["lane"], self.shape.lanes
+        place = coordinates_of_rank(rank, self.layout.axes)
+        copy, lane, lanes = place["copy"], place["lane"], self.layout.epoch_parallel
         sweep, phase = divmod(self.begin_of(copy) + iteration, self.sweep)
         use = (phase - lane) % lanes
         batch = phase - use
         # A lane that is past the first use of a batch when training begins has not read it.
         if not 0 <= batch < self.batches or use > iteration:
-            return Turn(copy, sweep, phase, None)
-        return Turn(copy, sweep, phase, batch, use, (sweep * self.shape.copies + copy) * lanes + use)
+            return IterationPlan(copy, sweep, phase, None)
+        return IterationPlan(copy, sweep, phase, batch, use, (sweep * self.layout.memory_parallel + copy) * lanes + use)

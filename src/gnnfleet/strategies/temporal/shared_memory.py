@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.collectives import sum_over_ranks
-from gnnfleet.comm.mesh import Grid
+from gnnfleet.comm.mesh import Mesh
 from gnnfleet.comm.shared_memory import share_memory
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ExchangeError
-from gnnfleet.strategies.temporal.memory import Memory, Rows, Writes
-from gnnfleet.strategies.temporal.schedule import Turn
+from gnnfleet.strategies.temporal.memory import MemoryRows, MemoryUpdate, NodeMemory
+from gnnfleet.strategies.temporal.schedule import IterationPlan
 
-Layout = Iterable[tuple[str, tuple[int, ...], torch.dtype]]
+TableLayout = Iterable[tuple[str, tuple[int, ...], torch.dtype]]
 
 _ALIGNED = 64
 
 
-class SharedMemory:
+class SharedNodeMemory:
     """One copy. Its trainers make and call it together; a single trainer is the case of nobody to wait for."""
 
-    def __init__(self, grid: Grid, layout: Layout) -> None:
+    def __init__(self, grid: Mesh, layout: TableLayout) -> None:
         axes = grid.axes
         ranks = [grid.rank_at(lane=lane, offset=at) for lane in range(axes["lane"]) for at in range(axes["offset"])]
-        self.trainers = grid.world.among("copy", ranks)
-        self._sharers = grid.along("offset")
+        self.trainers = grid.world.subgroup("copy", ranks)
+        self._sharers = grid.subgroup("offset")
         sizes = [(name, shape, dtype, _bytes(shape, dtype)) for name, shape, dtype in layout]
         head = -(-8 * axes["offset"] // _ALIGNED) * _ALIGNED
         whole = share_memory(self.trainers, head + sum(nbytes for *_, nbytes in sizes))
@@ -42,7 +42,7 @@ class SharedMemory:
         for name, shape, dtype, nbytes in sizes:
             tables[name] = whole[at : at + nbytes].view(dtype)[: _count(shape)].view(shape)
             at += nbytes
-        self.memory = Memory(tables)
+        self.memory = NodeMemory(tables)
         if self.trainers.is_first:
             self.memory.reset()
 
@@ -52,21 +52,21 @@ class SharedMemory:
             self._written.fill_(iteration)
         _all(self.trainers)
 
-    def read(self, turn: Turn, iteration: int, ids: Tensor) -> Rows:
+    def read(self, turn: IterationPlan, iteration: int, ids: Tensor) -> MemoryRows:
         """Rows for a batch that is used for the first time, as its predecessor left them."""
-        if turn.begins:
+        if turn.starts_sweep:
             if self._sharers.is_first:
                 self.memory.reset()
                 self._written.fill_(iteration)
             _all(self._sharers)
         if not bool((self._written == iteration).all()):
             raise ExchangeError(
-                f"the memory of copy {turn.copy} was written in iterations {self._written.tolist()}, expected "
+                f"the memory of copy {turn.memory_copy} was written in iterations {self._written.tolist()}, expected "
                 f"{iteration}: its trainers are out of step"
             )
         return self.memory.read(ids)
 
-    def write(self, iteration: int, writes: Writes | None) -> None:
+    def write(self, iteration: int, writes: MemoryUpdate | None) -> None:
         """What a trainer's piece of a batch leaves behind; no node is in two pieces' writes."""
         _all(self._sharers)  # they have read
         if writes is not None:

@@ -19,73 +19,75 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from gnnfleet.comm.collectives import gather_rows, share, sum_gradients
-from gnnfleet.comm.mesh import coordinates_of
-from gnnfleet.comm.shared_memory import machines
+from gnnfleet.comm.collectives import all_gather_rows, broadcast_bytes, sum_gradients
+from gnnfleet.comm.mesh import coordinates_of_rank
+from gnnfleet.comm.shared_memory import ranks_by_host
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.sampling.prefetch import prefetched, wise_depth
+from gnnfleet.graph.sampling.prefetch import auto_depth, prefetch_items
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import memory_limit
-from gnnfleet.report.timeline_svg import draw_lanes
-from gnnfleet.report.traffic import Traffic
-from gnnfleet.strategies.job import PRECISIONS, EventJob, products
+from gnnfleet.report.timeline_svg import draw_batch_lanes
+from gnnfleet.report.traffic import TrafficCounter
+from gnnfleet.strategies.job import PRECISIONS, EventJob, autocast
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
-from gnnfleet.strategies.protocol import PRIVATE, TRAINED, Prediction, State, StepRecord
-from gnnfleet.strategies.temporal.batch_step import Batch, Lookout, embed, remember
+from gnnfleet.strategies.protocol import RANK_LOCAL, RAW_WEIGHTS, Prediction, State, StepRecord
+from gnnfleet.strategies.temporal.batch_step import EventBatch, NeighborhoodBuilder, embed, update_memory
 from gnnfleet.strategies.temporal.config import TemporalConfig
-from gnnfleet.strategies.temporal.ema import Average
-from gnnfleet.strategies.temporal.evaluation import Evaluator
-from gnnfleet.strategies.temporal.layout_planner import Curve, Pace, Trainers, arrange
-from gnnfleet.strategies.temporal.memory import Memory
-from gnnfleet.strategies.temporal.memory_access import Turns, Work
+from gnnfleet.strategies.temporal.ema import WeightEMA
+from gnnfleet.strategies.temporal.evaluation import EventEvaluator
+from gnnfleet.strategies.temporal.layout_planner import CaptureCurve, LrSchedule, TrainerResources, choose_layout
+from gnnfleet.strategies.temporal.memory import NodeMemory
+from gnnfleet.strategies.temporal.memory_access import MemoryScheduler, WorkItem
 from gnnfleet.strategies.temporal.schedule import Schedule
-from gnnfleet.strategies.temporal.static_embedding import learn_static
-from gnnfleet.tasks.base import Take
+from gnnfleet.strategies.temporal.static_embedding import train_static_embedding
+from gnnfleet.tasks.base import RowLookup
 from gnnfleet.tasks.event import EventTask
 
-STATIC = "static.table"
+STATIC_TABLE = "static.table"
 """The name of what was learnt of nodes, beside the weights in a state."""
 
-SHOWN = 60
+MAX_ITERATIONS_SHOWN = 60
 """Iterations in the picture of an epoch."""
 
 
 class TemporalStrategy:
     """The oracle of temporal training."""
 
-    is_behind = False
-    elsewhere = ()
+    has_newer_weights = False
+    external_workers = ()
 
     def __init__(self, config: TemporalConfig, job: EventJob) -> None:
         self.model: TemporalModel = job.model
         if config.batch == "auto":
-            curve = Curve.of(job.task.parts["train"])
-            job.say(f"plan: batches of {curve.batch}; of all ends of events a batch leaves a mail to {curve}")
+            curve = CaptureCurve.of(job.task.parts["train"])
+            job.log_user(f"plan: batches of {curve.batch}; of all ends of events a batch leaves a mail to {curve}")
             config = config.model_copy(update={"batch": curve.batch})
         self._config, self._job = config, job
-        self._aside = replace(job.world, traffic=Traffic())  # for what is no part of training
+        self._aside = replace(job.world, traffic=TrafficCounter())  # for what is no part of training
         self._optimizer = make_optimizer(self.model, job.train, fused=True)
         stream, dtype = job.task.stream, PRECISIONS[job.precision]
-        self._lookout = Lookout(
+        self._lookout = NeighborhoodBuilder(
             stream,
             stream.neighbours(),
             self.model.neighbours,
             self.model.num_hops,
             dtype,
             config.queries,
-            job.task.mean_gap if self.model.reads_pairs else 0.0,
+            job.task.mean_gap if self.model.uses_pair_features else 0.0,
             job.seed if config.events == "drawn" else None,
         )
-        self.turns = self._arrange()
-        self._together = self.turns.schedule.shape.lanes * self.turns.schedule.shape.copies  # batches of a step
+        self.scheduler = self._choose_layout()
+        self._together = (
+            self.scheduler.schedule.layout.epoch_parallel * self.scheduler.schedule.layout.memory_parallel
+        )  # batches of a step
         self._pace = self._paced()
-        self._average = Average(self.model, config.average**self._together)
+        self._average = WeightEMA(self.model, config.average**self._together)
         self._tally = torch.nn.Parameter(torch.zeros(2, dtype=dtype))  # loss and count, summed as gradients are
         self._shown = 0  # the epoch that was trained last
         self._table: Tensor | None = None  # learnt of nodes; made when it is first needed
-        self._known: tuple[int, Memory] | None = None  # the state of the present weights after so many events
+        self._known: tuple[int, NodeMemory] | None = None  # the state of the present weights after so many events
         self._evaluator = self._evaluating(job.task, self._lookout)
         self._walker = self._evaluator  # with the events scored since training, too
 
@@ -98,19 +100,19 @@ class TemporalStrategy:
     def relation(self) -> str:
         return self._config.relation
 
-    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
+    def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         self._known, self._shown = None, epoch
-        static, schedule = self._static(), self.turns.schedule
+        static, schedule = self._static(), self.scheduler.schedule
         start, end = schedule.start(epoch), schedule.start(epoch + 1)
-        self.turns.begin(start + first)
+        self.scheduler.begin(start + first)
         started = time.perf_counter()
-        with closing(prefetched(self.turns.work(start + first, end), self._ahead)) as made:
+        with closing(prefetch_items(self.scheduler.items(start + first, end), self._ahead)) as made:
             for work in made:
                 loss, count = self._step(work, static)
                 yield StepRecord(epoch, work.iteration - start, loss, count, time.perf_counter() - started)
                 started = time.perf_counter()
 
-    def _step(self, work: Work, static: Tensor | None) -> tuple[float, int]:
+    def _step(self, work: WorkItem, static: Tensor | None) -> tuple[float, int]:
         """(mean loss, events that count), of all trainers."""
         self._optimizer.zero_grad(set_to_none=True)
         loss, own = self._loss(work, static)
@@ -127,86 +129,90 @@ class TemporalStrategy:
             for group in self._optimizer.param_groups:
                 group["lr"] = self._pace.at(work.iteration)
             self._optimizer.step()
-            self._average.step()
+            self._average.update()
         return total / max(count, 1), int(count)
 
-    def _loss(self, work: Work, static: Tensor | None) -> tuple[Tensor, int]:
+    def _loss(self, work: WorkItem, static: Tensor | None) -> tuple[Tensor, int]:
         """(the sum over this trainer's events, how many count); the state has moved past them at their first use."""
         self.model.train()
-        job, batch, rows = self._job, work.batch, self.turns.read(work)
+        job, batch, rows = self._job, work.batch, self.scheduler.read(work)
         if batch is None or rows is None:
-            self.turns.write(work, None)
+            self.scheduler.write(work, None)
             return torch.zeros((), dtype=PRECISIONS[job.precision]), 0
-        with products(job.precision):
-            memory, writes = remember(self.model, job.task.stream, batch, rows)
-            self.turns.write(work, writes)
-            z = embed(self.model, batch, memory, static, DrawKey(job.seed, work.turn.number, 0))
-            return job.task.loss(self.model, z, batch.low, batch.high, batch.pairs)
+        with autocast(job.precision):
+            memory, writes = update_memory(self.model, job.task.stream, batch, rows)
+            self.scheduler.write(work, writes)
+            z = embed(self.model, batch, memory, static, DrawKey(job.seed, work.plan.number, 0))
+            return job.task.loss(self.model, z, batch.first, batch.end, batch.pairs)
 
-    def _arrange(self) -> Turns:
+    def _choose_layout(self) -> MemoryScheduler:
         """How trainers are arranged, and this one's place."""
         job, config = self._job, self._config
         nodes, width, dtype = self._sizes
         room = torch.tensor([memory_limit() // 2 if job.memory is None else job.memory])
-        each = machines(self._aside)
+        each = ranks_by_host(self._aside)
         self._here = next(len(ranks) for ranks in each if job.world.rank in ranks)  # trainers that share the cores
-        trainers = Trainers(
-            machines=tuple(map(len, each)),
+        trainers = TrainerResources(
+            trainers_by_host=tuple(map(len, each)),
             copy_bytes=nodes * (3 * width * dtype.itemsize + 16),
-            room=int(torch.cat(gather_rows(self._aside, room)).min()),
+            memory_limit=int(torch.cat(all_gather_rows(self._aside, room)).min()),
         )
-        shape, why = arrange(trainers, config.batch_size, config.wanted)
+        shape, why = choose_layout(trainers, config.batch_size, config.requested_layout)
         if job.world.size > 1:
-            job.say(why)
+            job.log_user(why)
         bounds = self._bounds()
-        layout = Memory.layout(nodes, width, dtype)
+        layout = NodeMemory.layout(nodes, width, dtype)
         schedule = Schedule(shape, len(bounds) - 1)
-        return Turns(job.world, schedule, bounds, self._look_up, layout, job.task.stream)
+        return MemoryScheduler(job.world, schedule, bounds, self._look_up, layout, job.task.stream)
 
     def _bounds(self) -> list[int]:
         """Of the batches that are trained on."""
-        train, size, lost = self._job.task.parts["train"], self._config.batch_size, self._config.lost
+        train, size, lost = self._job.task.parts["train"], self._config.batch_size, self._config.max_lost_updates
         if lost == 1:
             return train.batches(size)
-        bounds = train.batches_within(lost, most=size)
+        bounds = train.bounded_loss_batches(lost, most=size)
         mean = len(train) / max(len(bounds) - 1, 1)
-        self._job.say(f"plan: batches of {mean:.0f} events on average, at most {size}, that lose {lost:.0%} of updates")
+        self._job.log_user(
+            f"plan: batches of {mean:.0f} events on average, at most {size}, that lose {lost:.0%} of updates"
+        )
         return bounds
 
-    def _paced(self) -> Pace:
+    def _paced(self) -> LrSchedule:
         """How fast trainers learn together."""
         config, together = self._config, self._together
         factor = {"linear": float(together), "sqrt": together**0.5, "none": 1.0}[config.lr_scale]
-        epoch = max(self.turns.schedule.sweep / together, 1.0)
+        epoch = max(self.scheduler.schedule.sweep / together, 1.0)
         warmup = round(config.warmup * epoch) if factor > 1 else 0
-        return Pace(self._job.train.lr, factor, warmup, config.lr_decay, epoch)
+        return LrSchedule(self._job.train.lr, factor, warmup, config.lr_decay, epoch)
 
     @property
     def _ahead(self) -> int:
         """Batches looked up ahead: none where the thread would have no core of its own."""
         if self._config.prefetch != "auto":
             return self._config.prefetch
-        return wise_depth(0, processes=self._here)
+        return auto_depth(0, processes=self._here)
 
-    def _look_up(self, low: int, high: int, number: int, *, whole: tuple[int, int]) -> Batch:
-        drawn = self._job.task.drawn(low, high, sweep=number)
+    def _look_up(self, low: int, high: int, number: int, *, whole: tuple[int, int]) -> EventBatch:
+        drawn = self._job.task.sample_negatives(low, high, sweep=number)
         return self._lookout.batch(low, high, drawn, sweep=number, whole=whole)
 
-    def counts(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, float]:
         return {}
 
-    def pages(self) -> dict[str, str]:
+    def artifacts(self) -> dict[str, str]:
         """Who used which batch when in the last epoch, as far as it fits."""
-        schedule = self.turns.schedule
+        schedule = self.scheduler.schedule
         start = schedule.start(self._shown)
-        end = min(schedule.start(self._shown + 1), start + SHOWN)
+        end = min(schedule.start(self._shown + 1), start + MAX_ITERATIONS_SHOWN)
         rows = []
-        for rank in range(schedule.shape.workers):
-            place = coordinates_of(rank, schedule.shape.axes)
-            name = ", ".join(f"{axis} {place[axis] + 1}" for axis, size in schedule.shape.axes.items() if size > 1)
-            rows.append((name or "trainer", [schedule.turn(rank, iteration) for iteration in range(start, end)]))
-        title = f"share × lanes × copies = {schedule.shape}, {schedule.batches} batches: from iteration {start} on"
-        return {"lanes.svg": draw_lanes(rows, title=title, batches=schedule.batches, first=start)}
+        for rank in range(schedule.layout.workers):
+            place = coordinates_of_rank(rank, schedule.layout.axes)
+            name = ", ".join(f"{axis} {place[axis] + 1}" for axis, size in schedule.layout.axes.items() if size > 1)
+            rows.append(
+                (name or "trainer", [schedule.iteration_plan(rank, iteration) for iteration in range(start, end)])
+            )
+        title = f"share × lanes × copies = {schedule.layout}, {schedule.batches} batches: from iteration {start} on"
+        return {"lanes.svg": draw_batch_lanes(rows, title=title, batches=schedule.batches, first=start)}
 
     def validate(self) -> dict[str, float]:
         """On val with few negatives, after the state that the present weights are in."""
@@ -221,7 +227,7 @@ class TemporalStrategy:
 
     def _measure(self, split: str, *, full: bool) -> dict[str, float]:
         part, static = self._job.task.parts[split], self._static()
-        with self._average.used():
+        with self._average.applied():
             memory = self._after(part.first)
             found = self._evaluator.measure(memory, static, split, full=full)
         self._known = part.first + len(part), memory
@@ -234,11 +240,11 @@ class TemporalStrategy:
         next call goes on behind them.
         """
         first, static = len(self.task.stream), self._static()
-        task = replace(self.task, stream=self.task.stream.followed_by(events))
+        task = replace(self.task, stream=self.task.stream.concat(events))
         bounds = events.batches(self._config.eval_batch, keep_ties=False)
-        with self._average.used():
+        with self._average.applied():
             memory = self._after(first)
-            self._lookout.recent.append(events.src, events.dst, events.t)
+            self._lookout.history.append(events.src, events.dst, events.t)
             self._walker = self._evaluating(task, replace(self._lookout, stream=task.stream))
             found = [
                 self._walker.probabilities(memory, static, first + low, first + high)
@@ -247,13 +253,13 @@ class TemporalStrategy:
         self._known = first + len(events), memory
         return torch.cat(found) if found else torch.empty(0)
 
-    def _after(self, count: int) -> Memory:
+    def _after(self, count: int) -> NodeMemory:
         """The state that the present weights are in after the first events: walked through from the start, training
         events in batches as they were trained on, the others as they are evaluated."""
-        train, known = self.turns.bounds, self._known
+        train, known = self.scheduler.bounds, self._known
         self._known = None  # the state is given away
         if known is None or not train[-1] <= known[0] <= count:
-            memory, at = Memory.empty(*self._sizes), 0
+            memory, at = NodeMemory.empty(*self._sizes), 0
             if count:  # nobody asks for a state within training, but for the empty one
                 self._walker.replay(memory, train)
                 at = train[-1]
@@ -264,7 +270,7 @@ class TemporalStrategy:
 
     @property
     def _sizes(self) -> tuple[int, int, torch.dtype]:
-        width = self.model.width if self.model.remembers else 0
+        width = self.model.width if self.model.has_memory else 0
         return self._job.task.stream.num_nodes, width, PRECISIONS[self._job.precision]
 
     def _static(self) -> Tensor | None:
@@ -279,22 +285,22 @@ class TemporalStrategy:
         """By the first trainer, for all."""
         world, told = self._aside, None
         if world.is_first:
-            told = tensors_to_bytes({STATIC: learn_static(self._config, self._job, self._lookout)})
-        return tensors_from_bytes(share(world, told))[STATIC]
+            told = tensors_to_bytes({STATIC_TABLE: train_static_embedding(self._config, self._job, self._lookout)})
+        return tensors_from_bytes(broadcast_bytes(world, told))[STATIC_TABLE]
 
-    def _evaluating(self, task: EventTask, lookout: Lookout) -> Evaluator:
+    def _evaluating(self, task: EventTask, lookout: NeighborhoodBuilder) -> EventEvaluator:
         config = self._config
-        return Evaluator(
+        return EventEvaluator(
             self.model, task, lookout, config.eval_batch, config.eval_negatives, self._job.precision, self._aside
         )
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         self._no_nodes()
 
-    def rows(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
+    def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
         self._no_nodes()
 
-    def exact(self) -> Take:
+    def exact_lookup(self) -> RowLookup:
         self._no_nodes()
 
     def _no_nodes(self) -> NoReturn:
@@ -302,28 +308,28 @@ class TemporalStrategy:
 
     def state_dict(self) -> State:
         self._static()
-        table = {} if self._table is None else {STATIC: self._table}
-        with self._average.used():
+        table = {} if self._table is None else {STATIC_TABLE: self._table}
+        with self._average.applied():
             model = {**self.model.state_dict(), **table}
         trained = self._average.state()
         return {
             "model": model,
             "optimizer": optimizer_tensors(self.model, self._optimizer),
-            PRIVATE: self.turns.state(),
-            **({TRAINED: trained} if trained else {}),
+            RANK_LOCAL: self.scheduler.state(),
+            **({RAW_WEIGHTS: trained} if trained else {}),
         }
 
     def load_state_dict(self, state: State) -> None:
         self._known = None
         weights = dict(state["model"])
-        if STATIC in weights:
-            self._table = weights.pop(STATIC).clone()
+        if STATIC_TABLE in weights:
+            self._table = weights.pop(STATIC_TABLE).clone()
         self.model.load_state_dict(weights)
-        self._average.load(state.get(TRAINED, {}))
+        self._average.load(state.get(RAW_WEIGHTS, {}))
         if "optimizer" in state:
             load_optimizer(self.model, self._optimizer, state["optimizer"])
-        if PRIVATE in state:
-            self.turns.load(state[PRIVATE])
+        if RANK_LOCAL in state:
+            self.scheduler.load(state[RANK_LOCAL])
 
     def close(self) -> None:
         self._known = None

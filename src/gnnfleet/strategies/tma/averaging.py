@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """Where each tensor lies in a flat row. Numbers that are not floating point, as counters of batches, stay."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
     dtype: torch.dtype  # of the row
-    learnt: int = 0  # numbers at the beginning that are parameters; statistics, as of batch norm, follow
+    embedding_names: int = 0  # numbers at the beginning that are parameters; statistics, as of batch norm, follow
 
     @classmethod
     def of(
@@ -25,7 +25,7 @@ class Layout:
         dtype: torch.dtype,
         without: Sequence[str] = (),
         parameters: Collection[str] | None = None,
-    ) -> Layout:
+    ) -> FlatLayout:
         """Of a state; ``without`` are beginnings of names that are left out, ``parameters`` come first."""
         known = set(tensors if parameters is None else parameters)
         kept = {
@@ -59,7 +59,7 @@ class Layout:
         }
 
 
-def combine(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def weighted_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The weighted mean, summed in the order given; of one row that row, to the bit."""
     total = sum(weights)
     assert rows and total > 0
@@ -80,7 +80,7 @@ def medoid_weights(rows: Sequence[Tensor], weights: Sequence[float], temperature
 
 
 @dataclass
-class Outer:
+class OuterOptimizer:
     """What becomes of the average: taken over as it is, or with a momentum from round to round."""
 
     momentum: float

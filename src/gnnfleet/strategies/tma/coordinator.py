@@ -18,34 +18,34 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.message_store import Post
+from gnnfleet.comm.message_store import MessageStore
 from gnnfleet.errors import ExchangeError
-from gnnfleet.graph.partition.node_assignment import Deal
-from gnnfleet.strategies.tma.averaging import Layout, Outer, combine, medoid_weights
+from gnnfleet.graph.partition.node_assignment import NodeAssignment
+from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer, medoid_weights, weighted_mean
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.protocol import (
-    BEAT_SECONDS,
-    COORDINATOR_BEAT,
-    LOOK_SECONDS,
-    Give,
-    Now,
-    Take,
-    raw,
-    read_give,
-    read_took,
-    words_of,
-    write_take,
+    COORDINATOR_HEARTBEAT,
+    HEARTBEAT_SECONDS,
+    POLL_INTERVAL,
+    RoundStart,
+    RunState,
+    TrainerUpdate,
+    format_trainers,
+    read_round_ack,
+    read_update,
+    tensor_bytes,
+    write_round_start,
 )
 
 AHEAD = 4
 """Rounds of so many steps that may be closed before the loop has looked at them."""
 
 _POLL, _HEAR = 0.005, 0.1  # seconds between looks at letters that are about to come, and at beats
-_REMIND = 20  # rounds without somebody after which that is said again
+_REMIND_SECONDS = 20  # rounds without somebody after which that is said again
 
 
 @dataclass(frozen=True, eq=False)
-class Closed:
+class RoundResult:
     """A round that is over, with the state after it; by the clock, where others are over too, after the last of them,
     so that what is learnt of nodes is there once however long the loop looks elsewhere."""
 
@@ -58,13 +58,15 @@ class Closed:
     steps: int
     count: int
     loss: float
-    kept: int  # edges that were trained on
+    bytes_kept: int  # edges that were trained on
     up: int  # bytes of weights that came
     down: int  # bytes of weights that each trainer takes
-    beside: int  # bytes of learnt rows, optimizers and other parts' rows, both ways
+    external_workers: int  # bytes of learnt rows, optimizers and other parts' rows, both ways
     correction: Mapping[str, Tensor]  # what the coordinator's own optimizer remembers
     optimizer: Tensor | None  # the average of what the trainers' optimizers remember
-    gave: Mapping[int, Mapping[str, float]]  # by trainer, bytes it has sent in this round, what it holds, its seconds
+    contributors: Mapping[
+        int, Mapping[str, float]
+    ]  # by trainer, bytes it has sent in this round, what it holds, its seconds
     seconds: float
 
 
@@ -79,7 +81,7 @@ class Correction(Protocol):
 
 
 @dataclass(eq=False)
-class Table:
+class EmbeddingTable:
     """Learnt rows of all nodes: a parameter, the type of its nodes, its rows."""
 
     kind: str
@@ -87,11 +89,11 @@ class Table:
 
 
 @dataclass(eq=False)
-class _Trainer:
+class _TrainerStatus:
     """What is known of a trainer."""
 
-    beats: int = 0
-    heard: float | None = None  # when a beat was last new
+    heartbeat: int = 0
+    last_heard: float | None = None  # when a beat was last new
     steps: int = 0
     moved: float = 0.0  # when a step was last new
     missing: int | None = None  # the round that was last said to be closed without it
@@ -99,43 +101,45 @@ class _Trainer:
 
 
 @dataclass(eq=False)
-class Desk:
+class Coordinator:
     """Runs rounds ``first`` to ``last`` − 1 from ``weights`` on."""
 
     config: TmaConfig
     trainers: int
-    post: Post
-    layout: Layout
+    store: MessageStore
+    layout: FlatLayout
     weights: Tensor
     first: int
     last: int
-    deal: Deal
-    outer: Outer
+    assignment: NodeAssignment
+    outer: OuterOptimizer
     optimizer: Tensor | None = None
-    tables: Mapping[str, Table] = field(default_factory=dict)
-    correct: Correction | None = None
-    remote: Callable[[int, Mapping[str, Table]], Tensor] | None = None  # rows of nodes of all parts, for a round
-    say: Callable[[str], None] = lambda text: None
+    tables: Mapping[str, EmbeddingTable] = field(default_factory=dict)
+    correction: Correction | None = None
+    remote_rows: Callable[[int, Mapping[str, EmbeddingTable]], Tensor] | None = (
+        None  # rows of nodes of all parts, for a round
+    )
+    log_user: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
-        self._closed: queue.Queue[Closed | BaseException] = queue.Queue()
+        self._closed: queue.Queue[RoundResult | BaseException] = queue.Queue()
         self._room = threading.Semaphore(AHEAD)
         self._stop = threading.Event()
-        self._known = [_Trainer() for _ in range(self.trainers)]
-        self._number, self._among = 0, tuple(range(self.trainers))
+        self._known = [_TrainerStatus() for _ in range(self.trainers)]
+        self._number, self._members = 0, tuple(range(self.trainers))
         self._own: dict[int, dict[str, Tensor]] = {}
         self._last = self._begun = time.monotonic()
         self._heard = 0.0
-        self._is_dealt_anew = True  # trainers make what they work on before they begin
-        self._newest: Closed | None = None
+        self._was_reassigned = True  # trainers make what they work on before they begin
+        self._newest: RoundResult | None = None
         self._thread = threading.Thread(target=self._run, name="tma-desk", daemon=True)
         self.newest = self.first - 1
-        threading.Thread(target=self._beat, name="tma-beat", daemon=True).start()
+        threading.Thread(target=self._heartbeat_loop, name="tma-beat", daemon=True).start()
         self._thread.start()
 
     # -- for the loop --
 
-    def next(self) -> Closed:
+    def wait_round(self) -> RoundResult:
         """The next closed round; raises what went wrong at the desk."""
         while True:
             try:
@@ -161,24 +165,24 @@ class Desk:
 
     # -- the desk itself --
 
-    def _beat(self) -> None:
+    def _heartbeat_loop(self) -> None:
         """Also while the desk corrects or the loop evaluates."""
-        post: Post | None = None
-        while not self._stop.wait(BEAT_SECONDS):
+        post: MessageStore | None = None
+        while not self._stop.wait(HEARTBEAT_SECONDS):
             try:
-                post = post or self.post.another()
-                post.count(COORDINATOR_BEAT)
+                post = post or self.store.reconnect()
+                post.count(COORDINATOR_HEARTBEAT)
             except ExchangeError:
                 post = None
 
     def _run(self) -> None:
-        now = Now(0, self.first)
+        now = RunState(0, self.first)
         try:
-            now = Now(self.post.count("era"), self.first)
-            self._deal_for(self.first, {i for i in range(self.trainers) if not self._has_ended(i)})
+            now = RunState(self.store.count("era"), self.first)
+            self._assignment_for(self.first, {i for i in range(self.trainers) if not self._has_exited(i)})
             beside = self._publish(now, every=True)
             for number in range(self.first, self.last):
-                now = Now(now.era, number)
+                now = RunState(now.incarnation, number)
                 gives = self._collect(now)
                 if gives is None:
                     break
@@ -198,13 +202,13 @@ class Desk:
             self._closed.put(error)
         else:
             with suppress(ExchangeError):  # then trainers find out by themselves
-                self.post.write("now", {"era": now.era, "round": now.round, "done": True})
+                self.store.write("now", {"era": now.incarnation, "round": now.round, "done": True})
 
-    def _close_round(self, now: Now, gives: dict[int, Give], beside: int) -> tuple[Closed, int]:
+    def _close_round(self, now: RunState, gives: dict[int, TrainerUpdate], beside: int) -> tuple[RoundResult, int]:
         """(what it came to, bytes that go beside the weights of the next)."""
         lost = [i for i, give in gives.items() if not all(map(_is_finite, (give.weights, *give.rows.values())))]
         for i in lost:
-            self.say(f"round {now.round + 1}: the weights of trainer {i} are not finite, so they are not counted")
+            self.log_user(f"round {now.round + 1}: the weights of trainer {i} are not finite, so they are not counted")
             del gives[i]
         worked = {i: give for i, give in sorted(gives.items()) if give.steps}
         up = sum(give.weights.nbytes for give in gives.values())
@@ -215,24 +219,28 @@ class Desk:
                 beside += rows.nbytes
         if worked:
             self._average(list(worked.values()))
-        if self.correct is not None:  # in every round, so that its place follows from their number
-            self.weights = self.correct.apply(self.weights, {name: table.rows for name, table in self.tables.items()})
-        changed = self._deal_for(now.round + 1, {i for i in range(self.trainers) if i in gives or not self._is_lost(i)})
-        self._is_dealt_anew = changed
-        after = Now(now.era, now.round + 1)
+        if self.correction is not None:  # in every round, so that its place follows from their number
+            self.weights = self.correction.apply(
+                self.weights, {name: table.rows for name, table in self.tables.items()}
+            )
+        changed = self._assignment_for(
+            now.round + 1, {i for i in range(self.trainers) if i in gives or not self._is_lost(i)}
+        )
+        self._was_reassigned = changed
+        after = RunState(now.incarnation, now.round + 1)
         for i in range(self.trainers):
             for number in (now.round - 1, now.round):  # some come after their round is closed
-                self.post.remove(f"give/{now.era}/{number}/{i}")
+                self.store.remove(f"give/{now.incarnation}/{number}/{i}")
         # Who came back in this round does not have its rows yet.
         absent = [i for i in range(self.trainers) if i not in gives or not gives[i].rows]
         more = 0
         if after.round < self.last:
             more = self._publish(after, every=changed, absent=absent)
         else:  # nobody has anything more to do
-            write_take(self.post, Take(after, self.weights[:0], None, None, self._number, ()))
-        self.post.remove(f"take/{now.era}/{now.round - 1}")
+            write_round_start(self.store, RoundStart(after, self.weights[:0], None, None, self._number, ()))
+        self.store.remove(f"take/{now.incarnation}/{now.round - 1}")
         count = sum(give.count for give in worked.values())
-        closed = Closed(
+        closed = RoundResult(
             round=now.round,
             state=now.round,
             weights=self.weights,
@@ -242,19 +250,19 @@ class Desk:
             steps=sum(give.steps for give in worked.values()),
             count=count,
             loss=sum(give.loss * give.count for give in worked.values()) / max(count, 1),
-            kept=sum(give.edges for give in gives.values()),
+            bytes_kept=sum(give.edges for give in gives.values()),
             up=up,
             down=self.weights.nbytes,
-            beside=beside,
-            correction={} if self.correct is None else self.correct.memory(),
+            external_workers=beside,
+            correction={} if self.correction is None else self.correction.memory(),
             optimizer=self.optimizer,
-            gave={i: {"bytes_sent": give.nbytes, **give.memory, **give.seconds} for i, give in gives.items()},
+            contributors={i: {"bytes_sent": give.nbytes, **give.memory, **give.seconds} for i, give in gives.items()},
             seconds=time.monotonic() - self._last,
         )
         self._last = time.monotonic()
         return closed, more
 
-    def _average(self, gives: Sequence[Give]) -> None:
+    def _average(self, gives: Sequence[TrainerUpdate]) -> None:
         config = self.config
         rows = [give.weights for give in gives]
         weights = [
@@ -264,62 +272,62 @@ class Desk:
         if not sum(weights):
             weights = [1.0] * len(gives)
         if config.combine == "soft_medoid":
-            weights = medoid_weights([row[: self.layout.learnt] for row in rows], weights, config.temperature)
-        mean = combine(rows, weights)
-        cut = self.layout.learnt
+            weights = medoid_weights([row[: self.layout.embedding_names] for row in rows], weights, config.temperature)
+        mean = weighted_mean(rows, weights)
+        cut = self.layout.embedding_names
         if cut < len(mean):  # statistics are of rows that were seen, so they go by their number
             counts = [float(give.count) for give in gives]
-            mean[cut:] = combine([row[cut:] for row in rows], counts if sum(counts) else weights)
+            mean[cut:] = weighted_mean([row[cut:] for row in rows], counts if sum(counts) else weights)
         self.weights = self.outer.step(self.weights, mean, cut)
         known = [(give.optimizer, weight) for give, weight in zip(gives, weights, strict=True)]
         moments = [(row, weight) for row, weight in known if row is not None]
         if moments and len({len(row) for row, _ in moments}) == 1:
-            self.optimizer = combine(*map(list, zip(*moments, strict=True)))
+            self.optimizer = weighted_mean(*map(list, zip(*moments, strict=True)))
 
-    def _publish(self, now: Now, *, every: bool, absent: Sequence[int] = ()) -> int:
+    def _publish(self, now: RunState, *, every: bool, absent: Sequence[int] = ()) -> int:
         """Bytes that go beside the weights."""
-        remote = None if self.remote is None else self.remote(now.round, self.tables).to(self.layout.dtype)
+        remote = None if self.remote_rows is None else self.remote_rows(now.round, self.tables).to(self.layout.dtype)
         beside = 0
-        for i in self._among if every else absent:
-            if self.tables and i in self._among:
+        for i in self._members if every else absent:
+            if self.tables and i in self._members:
                 rows = [table.rows[self._ids(i)[table.kind]] for table in self.tables.values()]
-                body = raw(rows)
-                self.post.write(f"rows/{now.era}/{now.round}/{i}", {}, body)
+                body = tensor_bytes(rows)
+                self.store.write(f"rows/{now.incarnation}/{now.round}/{i}", {}, body)
                 beside += len(body)
         for i in range(self.trainers) if self.tables else ():
-            self.post.remove(f"rows/{now.era}/{now.round - 2}/{i}")
-        take = Take(now, self.weights, self.optimizer, remote, self._number, self._among)
-        sent = write_take(self.post, take)
-        return beside + (sent - self.weights.nbytes) * len(self._among)
+            self.store.remove(f"rows/{now.incarnation}/{now.round - 2}/{i}")
+        take = RoundStart(now, self.weights, self.optimizer, remote, self._number, self._members)
+        sent = write_round_start(self.store, take)
+        return beside + (sent - self.weights.nbytes) * len(self._members)
 
     def _ids(self, trainer: int) -> dict[str, Tensor]:
         if trainer not in self._own:
-            place = self._among.index(trainer)
-            self._own[trainer] = self.deal.own(place, len(self._among), self._number)
+            place = self._members.index(trainer)
+            self._own[trainer] = self.assignment.nodes_of(place, len(self._members), self._number)
         return self._own[trainer]
 
-    def _deal_for(self, number: int, living: set[int] | None = None) -> bool:
+    def _assignment_for(self, number: int, living: set[int] | None = None) -> bool:
         """Decide who has which nodes in a round; whether that changed."""
-        before = self._number, self._among
-        if self.config.redeal:
-            self._number = number // self.config.redeal
-        if self.config.lost == "redeal" and living:
-            self._among = tuple(sorted(living))
-        changed = (self._number, self._among) != before
+        before = self._number, self._members
+        if self.config.repartition_every:
+            self._number = number // self.config.repartition_every
+        if self.config.on_trainer_loss == "reassign" and living:
+            self._members = tuple(sorted(living))
+        changed = (self._number, self._members) != before
         if changed:
             self._own.clear()
-            if self._among != before[1]:
-                self.say(f"round {number + 1}: nodes are dealt among {words_of(self._among)}")
+            if self._members != before[1]:
+                self.log_user(f"round {number + 1}: nodes are dealt among {format_trainers(self._members)}")
         return changed
 
-    def _collect(self, now: Now) -> dict[int, Give] | None:
+    def _collect(self, now: RunState) -> dict[int, TrainerUpdate] | None:
         """What trainers give for a round, by number; None when all is to end."""
         config = self.config
         if not config.steps:
-            if self._stop.wait(max(0.0, self._begins(now) + config.interval - time.monotonic())):
+            if self._stop.wait(max(0.0, self._round_starts(now) + config.interval - time.monotonic())):
                 return None
-            self.post.write(f"call/{now.era}", {"round": now.round})
-        gives: dict[int, Give] = {}
+            self.store.write(f"call/{now.incarnation}", {"round": now.round})
+        gives: dict[int, TrainerUpdate] = {}
         called = first = short = time.monotonic()
 
         def is_late(i: int) -> bool:
@@ -327,23 +335,23 @@ class Desk:
             since = max(first, self._known[i].moved) if config.steps else called
             return time.monotonic() - since > config.deadline
 
-        while not self._stop.wait(LOOK_SECONDS if config.steps else _POLL):
-            self._hear()
-            for i in self._among:
-                if i not in gives and (give := read_give(self.post, now, i, self.layout.dtype)) is not None:
+        while not self._stop.wait(POLL_INTERVAL if config.steps else _POLL):
+            self._read_heartbeats()
+            for i in self._members:
+                if i not in gives and (give := read_update(self.store, now, i, self.layout.dtype)) is not None:
                     first = time.monotonic() if not gives else first
                     gives[i] = give
                     self._known[i].missing, self._known[i].late = None, False
-            waiting = [i for i in self._among if i not in gives and self._lives(i) and self._is_with_us(now, i)]
+            waiting = [i for i in self._members if i not in gives and self._is_alive(i) and self._is_active(now, i)]
             enough = len(gives) >= config.quorum
             if enough and all(map(is_late, waiting)):
                 for i in waiting:
                     self._known[i].late = True
-                self._say_missing(now, gives)
+                self._report_missing(now, gives)
                 return gives
             if not enough and not waiting:
                 self._fail_early(now, gives)
-                if any(i not in self._among and self._lives(i) for i in range(self.trainers)):
+                if any(i not in self._members and self._is_alive(i) for i in range(self.trainers)):
                     return {}  # somebody came back who has no nodes: they are dealt anew
             if len(gives) + len(waiting) >= config.quorum:  # they may take their time
                 short = time.monotonic()
@@ -351,81 +359,81 @@ class Desk:
                 self._fail(now, gives, f"for {config.give_up:g} s")
         return None
 
-    def _begins(self, now: Now) -> float:
+    def _round_starts(self, now: RunState) -> float:
         """When a round by the clock begins: after the one before, or, where nodes were dealt anew, when all that are
         waited for have made what they work on. Those who have train meanwhile."""
-        if self._is_dealt_anew:
+        if self._was_reassigned:
             until = time.monotonic() + self.config.deadline
-            while time.monotonic() < until and not self._stop.wait(LOOK_SECONDS):
-                self._hear()
-                if not any(self._lives(i) and not self._has_begun(now, i) for i in self._among):
+            while time.monotonic() < until and not self._stop.wait(POLL_INTERVAL):
+                self._read_heartbeats()
+                if not any(self._is_alive(i) and not self._has_begun(now, i) for i in self._members):
                     break
             if now.round == self.first:  # processes have started: that is no part of a round
                 self._last = time.monotonic()
             return time.monotonic()
         return self._last
 
-    def _has_begun(self, now: Now, i: int) -> bool:
-        return read_took(self.post, i) == now or self.post.has(f"give/{now.era}/{now.round}/{i}")
+    def _has_begun(self, now: RunState, i: int) -> bool:
+        return read_round_ack(self.store, i) == now or self.store.has(f"give/{now.incarnation}/{now.round}/{i}")
 
-    def _hear(self) -> None:
+    def _read_heartbeats(self) -> None:
         """Beats and steps, not more often than they come."""
         if time.monotonic() - self._heard < _HEAR:
             return
         self._heard = time.monotonic()
         for i, trainer in enumerate(self._known):
-            beats = self.post.count(f"beat/{i}", 0)
-            if beats != trainer.beats:
-                trainer.beats, trainer.heard = beats, time.monotonic()
-                steps = self.post.count(f"steps/{i}", 0)
+            beats = self.store.count(f"beat/{i}", 0)
+            if beats != trainer.heartbeat:
+                trainer.heartbeat, trainer.last_heard = beats, time.monotonic()
+                steps = self.store.count(f"steps/{i}", 0)
                 if steps != trainer.steps:
                     trainer.steps, trainer.moved = steps, time.monotonic()
 
-    def _lives(self, i: int) -> bool:
+    def _is_alive(self, i: int) -> bool:
         """Whether a round waits for it; at the beginning also for one that has not said anything yet."""
-        if self.post.has(f"gone/{i}"):
+        if self.store.has(f"gone/{i}"):
             return False
-        heard = self._known[i].heard
+        heard = self._known[i].last_heard
         patience = self.config.silence if heard is not None else self.config.deadline
         return time.monotonic() - (self._begun if heard is None else heard) < patience
 
     def _is_lost(self, i: int) -> bool:
         """Whether others take over its nodes: it has ended for good, or was not heard for as long as a run waits."""
-        heard = self._known[i].heard
+        heard = self._known[i].last_heard
         silent = time.monotonic() - (self._begun if heard is None else heard)
-        return self._has_ended(i) if self.post.has(f"gone/{i}") else silent > self.config.give_up
+        return self._has_exited(i) if self.store.has(f"gone/{i}") else silent > self.config.give_up
 
-    def _has_ended(self, i: int) -> bool:
+    def _has_exited(self, i: int) -> bool:
         """Not by an error of its own, which its nodes might bring upon whoever takes them over."""
-        letter = self.post.read(f"gone/{i}")
-        return letter is not None and not letter.words.get("raised")
+        letter = self.store.read(f"gone/{i}")
+        return letter is not None and not letter.fields.get("raised")
 
-    def _is_with_us(self, now: Now, i: int) -> bool:
+    def _is_active(self, now: RunState, i: int) -> bool:
         """Who was waited for in vain, though it lives, may hang: it is not again until it has begun the round."""
-        return not self._known[i].late or read_took(self.post, i) == now
+        return not self._known[i].late or read_round_ack(self.store, i) == now
 
-    def _say_missing(self, now: Now, gives: Mapping[int, Give]) -> None:
+    def _report_missing(self, now: RunState, gives: Mapping[int, TrainerUpdate]) -> None:
         known = self._known
-        without = [i for i in self._among if i not in gives]
-        new = [i for i in without if (last := known[i].missing) is None or now.round - last >= _REMIND]
+        without = [i for i in self._members if i not in gives]
+        new = [i for i in without if (last := known[i].missing) is None or now.round - last >= _REMIND_SECONDS]
         for i in new:
             known[i].missing = now.round
         if new:
-            why = {i: "has ended" if self.post.has(f"gone/{i}") else "is silent or late" for i in new}
+            why = {i: "has ended" if self.store.has(f"gone/{i}") else "is silent or late" for i in new}
             said = ", ".join(f"trainer {i} {why[i]}" for i in new)
-            self.say(f"round {now.round + 1} is closed without {words_of(new)}: {said}; the run goes on")
+            self.log_user(f"round {now.round + 1} is closed without {format_trainers(new)}: {said}; the run goes on")
 
-    def _fail_early(self, now: Now, gives: Mapping[int, Give]) -> None:
+    def _fail_early(self, now: RunState, gives: Mapping[int, TrainerUpdate]) -> None:
         """Those who are gone for good cannot make up a quorum."""
-        gone = [i for i in range(self.trainers) if self.post.has(f"gone/{i}")]
+        gone = [i for i in range(self.trainers) if self.store.has(f"gone/{i}")]
         if self.trainers - len(gone) < self.config.quorum:
             self._fail(now, gives, "and the others have ended")
 
-    def _fail(self, now: Now, gives: Mapping[int, Give], why: str) -> None:
+    def _fail(self, now: RunState, gives: Mapping[int, TrainerUpdate], why: str) -> None:
         missing = [i for i in range(self.trainers) if i not in gives]
         raise ExchangeError(
             f"round {now.round + 1} has {len(gives)} of the {self.config.quorum} trainers it needs {why}: "
-            f"{words_of(missing)} {'is' if len(missing) == 1 else 'are'} missing; go on with --resume"
+            f"{format_trainers(missing)} {'is' if len(missing) == 1 else 'are'} missing; go on with --resume"
         )
 
 

@@ -24,43 +24,43 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.message_store import AGAIN_SECONDS, Letter, Post, Pulse
+from gnnfleet.comm.message_store import RETRY_INTERVAL, HeartbeatReader, MessageStore, StoredMessage
 from gnnfleet.errors import ExchangeError
 
-COORDINATOR_BEAT = "beat/coordinator"
-BEAT_SECONDS = 0.5
-LOOK_SECONDS = 0.02
+COORDINATOR_HEARTBEAT = "beat/coordinator"
+HEARTBEAT_SECONDS = 0.5
+POLL_INTERVAL = 0.02
 
 
-def raw(tensors: Sequence[Tensor]) -> Tensor:
+def tensor_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one dtype as bytes, one after the other."""
     flat = [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors if t.numel()]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
-class Now:
+class RunState:
     """Where the run stands: ``round`` is the one whose weights are newest."""
 
-    era: int
+    incarnation: int
     round: int
     done: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class Take:
+class RoundStart:
     """Weights to begin a round with."""
 
-    now: Now
+    state: RunState
     weights: Tensor
     optimizer: Tensor | None
     remote: Tensor | None  # [G, ·] rows of nodes of all parts
-    deal: int
-    among: tuple[int, ...]
+    assignment: int
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Give:
+class TrainerUpdate:
     """What a trainer made of a round."""
 
     steps: int
@@ -79,51 +79,51 @@ class Give:
         return self.weights.nbytes + more + (0 if self.optimizer is None else self.optimizer.nbytes)
 
 
-def write_take(post: Post, take: Take) -> int:
+def write_round_start(post: MessageStore, take: RoundStart) -> int:
     """Publish; bytes of it."""
     extra = [t for t in (take.optimizer, take.remote) if t is not None]
     words = {
-        "deal": take.deal,
-        "among": take.among,
+        "deal": take.assignment,
+        "among": take.members,
         "weights": take.weights.nbytes,
         "optimizer": None if take.optimizer is None else take.optimizer.nbytes,
         "remote": None if take.remote is None else list(take.remote.shape),
     }
-    body = raw([take.weights, *extra])
-    post.write(f"take/{take.now.era}/{take.now.round}", words, body)
-    post.write("now", {"era": take.now.era, "round": take.now.round, "done": take.now.done})
+    body = tensor_bytes([take.weights, *extra])
+    post.write(f"take/{take.state.incarnation}/{take.state.round}", words, body)
+    post.write("now", {"era": take.state.incarnation, "round": take.state.round, "done": take.state.done})
     return len(body)
 
 
-def read_take(post: Post, now: Now, dtype: torch.dtype) -> Take | None:
-    letter = post.read(f"take/{now.era}/{now.round}")
+def read_round_start(post: MessageStore, now: RunState, dtype: torch.dtype) -> RoundStart | None:
+    letter = post.read(f"take/{now.incarnation}/{now.round}")
     if letter is None:
         return None
-    words, parts = letter.words, _Parts(letter)
+    words, parts = letter.fields, _BodyReader(letter)
     weights = parts.next(words["weights"], dtype)
     optimizer = None if words["optimizer"] is None else parts.next(words["optimizer"], dtype)
     remote = None
     if words["remote"] is not None:
         shape = words["remote"]
         remote = parts.next(shape[0] * shape[1] * dtype.itemsize, dtype).view(shape)
-    return Take(now, weights, optimizer, remote, words["deal"], tuple(words["among"]))
+    return RoundStart(now, weights, optimizer, remote, words["deal"], tuple(words["among"]))
 
 
-KEPT = "kept"
+CHECKPOINTED = "kept"
 """The letter that says which round has the newest checkpoint: what trainers remember of rounds before it can go."""
 
 
-def write_took(post: Post, now: Now, trainer: int) -> None:
-    post.write(f"took/{trainer}", {"era": now.era, "round": now.round})
+def write_round_ack(post: MessageStore, now: RunState, trainer: int) -> None:
+    post.write(f"took/{trainer}", {"era": now.incarnation, "round": now.round})
 
 
-def read_took(post: Post, trainer: int) -> Now | None:
+def read_round_ack(post: MessageStore, trainer: int) -> RunState | None:
     """The round that a trainer has begun last."""
     letter = post.read(f"took/{trainer}")
-    return None if letter is None else Now(letter.words["era"], letter.words["round"])
+    return None if letter is None else RunState(letter.fields["era"], letter.fields["round"])
 
 
-def write_give(post: Post, now: Now, trainer: int, give: Give) -> int:
+def write_update(post: MessageStore, now: RunState, trainer: int, give: TrainerUpdate) -> int:
     """Hand over a round; bytes of it."""
     extra = [] if give.optimizer is None else [give.optimizer]
     words = {
@@ -137,29 +137,29 @@ def write_give(post: Post, now: Now, trainer: int, give: Give) -> int:
         "optimizer": None if give.optimizer is None else give.optimizer.nbytes,
         "rows": {name: list(rows.shape) for name, rows in give.rows.items()},
     }
-    body = raw([give.weights, *extra, *give.rows.values()])
-    post.write(f"give/{now.era}/{now.round}/{trainer}", words, body)
+    body = tensor_bytes([give.weights, *extra, *give.rows.values()])
+    post.write(f"give/{now.incarnation}/{now.round}/{trainer}", words, body)
     return len(body)
 
 
-def read_give(post: Post, now: Now, trainer: int, dtype: torch.dtype) -> Give | None:
-    letter = post.read(f"give/{now.era}/{now.round}/{trainer}")
+def read_update(post: MessageStore, now: RunState, trainer: int, dtype: torch.dtype) -> TrainerUpdate | None:
+    letter = post.read(f"give/{now.incarnation}/{now.round}/{trainer}")
     if letter is None:
         return None
-    words, parts = letter.words, _Parts(letter)
+    words, parts = letter.fields, _BodyReader(letter)
     weights = parts.next(words["weights"], dtype)
     optimizer = None if words["optimizer"] is None else parts.next(words["optimizer"], dtype)
     rows = {}
     for name, shape in words["rows"].items():
         rows[name] = parts.next(shape[0] * shape[1] * dtype.itemsize, dtype).view(shape)
     numbers = words["steps"], words["count"], words["loss"], words["edges"]
-    return Give(*numbers, weights, optimizer, rows, words["memory"], words["seconds"])
+    return TrainerUpdate(*numbers, weights, optimizer, rows, words["memory"], words["seconds"])
 
 
-class _Parts:
+class _BodyReader:
     """The body of a letter, piece by piece."""
 
-    def __init__(self, letter: Letter) -> None:
+    def __init__(self, letter: StoredMessage) -> None:
         self._body, self._at = letter.body, 0
 
     def next(self, nbytes: int, dtype: torch.dtype) -> Tensor:
@@ -168,7 +168,7 @@ class _Parts:
         return piece
 
 
-class Watch:
+class CoordinatorClient:
     """A trainer's eye on the coordinator, in a thread of its own: beats, and knows the newest state and call.
 
     ``lost`` is called, in that thread, when nothing was heard of the coordinator for ``give_up`` seconds: the server of
@@ -176,11 +176,11 @@ class Watch:
     takes the trainer's number over: a process that was silent and replaced finds ``replaced`` when it is back.
     """
 
-    def __init__(self, post: Post, trainer: int, *, give_up: float, lost: Callable[[str], None]) -> None:
-        self.now: Now | None = None
+    def __init__(self, post: MessageStore, trainer: int, *, give_up: float, lost: Callable[[str], None]) -> None:
+        self.state: RunState | None = None
         self.replaced = False
         self._token = secrets.token_hex(8)
-        self.called = -1  # the round that is asked for, in the present era
+        self.collect_requested = -1  # the round that is asked for, in the present era
         self.steps = 0  # that the trainer has made; told with the next beat
         self._post, self._trainer = post, trainer
         self._give_up, self._lost = give_up, lost
@@ -188,7 +188,7 @@ class Watch:
         self._seen = time.monotonic()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._look, self._guard)]
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> CoordinatorClient:
         self._post.write(f"seat/{self._trainer}", {"token": self._token})
         for thread in self._threads:
             thread.start()
@@ -199,12 +199,12 @@ class Watch:
         self._threads[0].join(5)
 
     def _look(self) -> None:
-        post, beat, told, pulse = self._post, 0.0, 0, Pulse(COORDINATOR_BEAT)
+        post, beat, told, pulse = self._post, 0.0, 0, HeartbeatReader(COORDINATOR_HEARTBEAT)
         while not self._stop.is_set():
             try:
-                if time.monotonic() - beat >= BEAT_SECONDS:
+                if time.monotonic() - beat >= HEARTBEAT_SECONDS:
                     seat = post.read(f"seat/{self._trainer}")
-                    if seat is not None and seat.words["token"] != self._token:
+                    if seat is not None and seat.fields["token"] != self._token:
                         self.replaced = True
                         return
                     post.count(f"beat/{self._trainer}")
@@ -214,20 +214,20 @@ class Watch:
                     if post.has(gone := f"gone/{self._trainer}"):  # of another process with this number
                         post.remove(gone)
                     beat = time.monotonic()
-                    self._seen = beat - pulse.silent(post)
+                    self._seen = beat - pulse.silent_seconds(post)
                 letter = post.read("now")
                 if letter is not None:
-                    now = Now(**letter.words)
-                    call = post.read(f"call/{now.era}")
-                    self.called = -1 if call is None else int(call.words["round"])
-                    self.now = now
+                    now = RunState(**letter.fields)
+                    call = post.read(f"call/{now.incarnation}")
+                    self.collect_requested = -1 if call is None else int(call.fields["round"])
+                    self.state = now
             except ExchangeError:
-                self._stop.wait(AGAIN_SECONDS)
+                self._stop.wait(RETRY_INTERVAL)
                 try:
-                    post = self._post.another()
+                    post = self._post.reconnect()
                 except ExchangeError:
                     continue
-            self._stop.wait(LOOK_SECONDS)
+            self._stop.wait(POLL_INTERVAL)
 
     def _guard(self) -> None:
         before = 0.0  # a process that was paused looks silent until it has looked again
@@ -239,7 +239,7 @@ class Watch:
                 return
 
 
-def words_of(present: Sequence[int]) -> str:
+def format_trainers(present: Sequence[int]) -> str:
     """Trainers by number, for people."""
     names = ", ".join(map(str, present))
     return f"trainer {names}" if len(present) == 1 else f"trainers {names}"

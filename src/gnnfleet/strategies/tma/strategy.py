@@ -21,10 +21,10 @@ from gnnfleet.ops.draws import Draws, Purpose
 from gnnfleet.report.phase_timer import PHASES, WAIT
 from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.protocol import Prediction, State, StepRecord, Strategy
-from gnnfleet.strategies.tma.averaging import Layout, Outer
+from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.coordinator import Closed, Desk, Table
-from gnnfleet.tasks.base import Take
+from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable, RoundResult
+from gnnfleet.tasks.base import RowLookup
 from gnnfleet.tasks.link import LinkTask
 
 VELOCITY, MOMENTS, CORRECTION = "outer/velocity", "average/moments", "correction/"
@@ -36,42 +36,46 @@ class TmaStrategy:
 
     def __init__(self, config: TmaConfig, job: Job, whole: Strategy, correcting: Strategy | None) -> None:
         self.model = job.model
-        self._config, self._job, self._whole, self._correcting = config, job, whole, correcting
+        self._config, self._job, self._evaluator, self._make_correction = config, job, whole, correcting
         self._tables = _tables(job)
         names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         dtype = PRECISIONS[job.precision]
-        self._layout = Layout.of(self.model.state_dict(), dtype, without=tuple(self._tables), parameters=names)
+        self._layout = FlatLayout.of(self.model.state_dict(), dtype, without=tuple(self._tables), parameters=names)
         self._velocity: Tensor | None = None
         self._correction_memory: dict[str, Tensor] = {}
         self._moments: Tensor | None = None
-        self._desk: Desk | None = None
+        self._coordinator: Coordinator | None = None
         self._corrects: _Correction | None = None
-        self._closed: Closed | None = None
+        self._closed: RoundResult | None = None
         begun: dict[str, float] = dict.fromkeys(("bytes_sent", "rounds", *PHASES), 0)
         self._told = [dict(begun) for _ in range(job.workers)]
-        if config.remote and config.full:
-            raise ConfigError("strategy.remote needs sampled blocks: leave out strategy.full")
-        if config.redeal and job.deal is not None and not job.deal.mixes(job.workers):
-            raise ConfigError("strategy.redeal would deal the same parts again: use strategy.scheme=super or random")
-        if config.remote and not isinstance(job.task, LinkTask):
-            raise ConfigError("strategy.remote gives more negatives for links: leave it out, or use --task link")
+        if config.remote_negatives and config.full:
+            raise ConfigError("strategy.remote_negatives needs sampled blocks: leave out strategy.full")
+        if config.repartition_every and job.assignment is not None and not job.assignment.can_reassign(job.workers):
+            raise ConfigError(
+                "strategy.repartition_every would deal the same parts again: use strategy.scheme=super or random"
+            )
+        if config.remote_negatives and not isinstance(job.task, LinkTask):
+            raise ConfigError(
+                "strategy.remote_negatives gives more negatives for links: leave it out, or use --task link"
+            )
 
-    def steps(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
-        if self._desk is None:
-            self._desk = self._open(epoch)
-        with self._job.world.clock.during(WAIT, "round"):
-            closed = self._desk.next()
+    def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
+        if self._coordinator is None:
+            self._coordinator = self._open(epoch)
+        with self._job.world.clock.phase(WAIT, "round"):
+            closed = self._coordinator.wait_round()
         assert closed.round == epoch, "rounds come one after the other"
         self._closed, self._velocity = closed, closed.velocity
         self._correction_memory, self._moments = dict(closed.correction), closed.optimizer
-        self._note(closed)
+        self._record_round(closed)
         self._load(closed.weights, closed.rows)
         yield StepRecord(epoch, 0, closed.loss, closed.count, closed.seconds, steps=closed.steps)
 
-    def pages(self) -> dict[str, str]:
+    def artifacts(self) -> dict[str, str]:
         return {}
 
-    def counts(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, float]:
         closed = self._closed
         if closed is None:
             return {}
@@ -79,48 +83,53 @@ class TmaStrategy:
             "trainers": len(closed.trainers),
             "steps": closed.steps,
             "round_seconds": closed.seconds,
-            "kept_edges": closed.kept / max(self._job.graph.num_edges, 1),
+            "kept_edges": closed.bytes_kept / max(self._job.graph.num_edges, 1),
             "megabytes_up": closed.up / 1e6,
             "megabytes_down": closed.down * len(closed.trainers) / 1e6,
-            "megabytes_beside": closed.beside / 1e6,
+            "megabytes_beside": closed.external_workers / 1e6,
         }
 
-    def _note(self, closed: Closed) -> None:
+    def _record_round(self, closed: RoundResult) -> None:
         """Count what travelled: down from here, up from each trainer."""
         for i in closed.trainers:
-            self._job.world.traffic.sent(closed.down, to=i + 1)
-        self._job.world.traffic.met()
-        for i, gave in closed.gave.items():
+            self._job.world.traffic.add_bytes(closed.down, to=i + 1)
+        self._job.world.traffic.add_round()
+        for i, gave in closed.contributors.items():
             told = self._told[i]
             told |= {**gave, **{word: told[word] + gave.get(word, 0) for word in ("bytes_sent", *PHASES)}}
             told["rounds"] += 1
 
     @property
-    def elsewhere(self) -> list[dict[str, float]]:
+    def external_workers(self) -> list[dict[str, float]]:
         return self._told
 
     @property
-    def is_behind(self) -> bool:
-        return bool(self._desk and self._closed and not self._config.steps and self._desk.newest > self._closed.round)
+    def has_newer_weights(self) -> bool:
+        return bool(
+            self._coordinator
+            and self._closed
+            and not self._config.steps
+            and self._coordinator.newest > self._closed.round
+        )
 
     def evaluate(self, split: str) -> dict[str, float]:
-        return self._whole.evaluate(split)
+        return self._evaluator.evaluate(split)
 
     def validate(self) -> dict[str, float]:
         return self.evaluate("val")
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
-        return self._whole.predict(embeddings=embeddings)
+        return self._evaluator.predict(embeddings=embeddings)
 
-    def rows(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
-        return self._whole.rows(ids, embeddings=embeddings)
+    def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
+        return self._evaluator.predict_nodes(ids, embeddings=embeddings)
 
-    def exact(self) -> Take:
-        return self._whole.exact()
+    def exact_lookup(self) -> RowLookup:
+        return self._evaluator.exact_lookup()
 
     def state_dict(self) -> State:
         return {
-            "model": self._whole.state_dict()["model"],
+            "model": self._evaluator.state_dict()["model"],
             "optimizer": {
                 **({} if self._velocity is None else {VELOCITY: self._velocity}),
                 **({} if self._moments is None else {MOMENTS: self._moments}),
@@ -129,7 +138,7 @@ class TmaStrategy:
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._whole.load_state_dict({"model": state["model"]})
+        self._evaluator.load_state_dict({"model": state["model"]})
         if "optimizer" in state:
             kept = state["optimizer"]
             self._velocity, self._moments = kept.get(VELOCITY), kept.get(MOMENTS)
@@ -138,38 +147,38 @@ class TmaStrategy:
             }
 
     def close(self) -> None:
-        idle = self._desk is None or self._desk.close()
-        self._whole.close()
+        idle = self._coordinator is None or self._coordinator.close()
+        self._evaluator.close()
         if self._corrects is not None and idle:
             self._corrects.close()
-        if self._correcting is not None and idle:
-            self._correcting.close()
+        if self._make_correction is not None and idle:
+            self._make_correction.close()
 
-    def _open(self, first: int) -> Desk:
+    def _open(self, first: int) -> Coordinator:
         job, config = self._job, self._config
-        if job.post is None or job.deal is None:
+        if job.message_store is None or job.assignment is None:
             raise ConfigError("tma trains with a coordinator and trainers, found none: use gnnfleet train or gf.train")
         state = self.model.state_dict()
-        self._corrects = None if self._correcting is None else self._correction(self._correcting, first)
-        return Desk(
+        self._corrects = None if self._make_correction is None else self._correction(self._make_correction, first)
+        return Coordinator(
             config=config,
             trainers=job.workers,
-            post=job.post.another(patience=config.give_up),
+            store=job.message_store.reconnect(connect_timeout=config.give_up),
             layout=self._layout,
             weights=self._layout.pack(state),
             first=first,
             last=job.train.epochs,
-            deal=job.deal,
-            outer=Outer(config.momentum, self._velocity),
+            assignment=job.assignment,
+            outer=OuterOptimizer(config.momentum, self._velocity),
             optimizer=self._moments,
-            tables={name: Table(kind, state[name].detach().clone()) for name, kind in self._tables.items()},
-            correct=self._corrects,
-            remote=self._remote if config.remote else None,
-            say=job.say,
+            tables={name: EmbeddingTable(kind, state[name].detach().clone()) for name, kind in self._tables.items()},
+            correction=self._corrects,
+            remote_rows=self._remote if config.remote_negatives else None,
+            log_user=job.log_user,
         )
 
     def _load(self, weights: Tensor, rows: Any) -> None:
-        self._whole.load_state_dict({"model": {**self.model.state_dict(), **self._layout.unpack(weights), **rows}})
+        self._evaluator.load_state_dict({"model": {**self.model.state_dict(), **self._layout.unpack(weights), **rows}})
 
     def _correction(self, strategy: Strategy, rounds: int) -> _Correction:
         """That goes on after so many rounds."""
@@ -183,14 +192,14 @@ class TmaStrategy:
 
     def _batches(self, epoch: int) -> int:
         """Steps of an epoch on the whole graph."""
-        items = self._job.task.trained(self._job.seed, epoch)
+        items = self._job.task.train_items(self._job.seed, epoch)
         return max(1, count_batches(len(items), self._config.batch))
 
-    def _remote(self, number: int, tables: Mapping[str, Table]) -> Tensor:
+    def _remote(self, number: int, tables: Mapping[str, EmbeddingTable]) -> Tensor:
         """[G, ·] features and learnt rows of some nodes of the target's type, others in every round."""
         job, kind = self._job, self._job.task.target
         count = job.graph.nodes[kind].count
-        ids = (Draws(job.seed, Purpose.REMOTE, epoch=number).uniforms(self._config.remote) * count).long()
+        ids = (Draws(job.seed, Purpose.REMOTE, epoch=number).uniforms(self._config.remote_negatives) * count).long()
         x = job.graph.nodes[kind].x
         parts = [] if x is None else [x[ids].to(self._layout.dtype)]
         parts += [table.rows[ids] for table in tables.values() if table.kind == kind]
@@ -203,7 +212,7 @@ class _Correction:
     ``start`` is the epoch and the step that come first.
     """
 
-    def __init__(self, strategy: Strategy, layout: Layout, steps: int, start: tuple[int, int]) -> None:
+    def __init__(self, strategy: Strategy, layout: FlatLayout, steps: int, start: tuple[int, int]) -> None:
         self._strategy, self._layout, self._steps = strategy, layout, steps
         self._records = self._forever(*start)
 
@@ -225,7 +234,7 @@ class _Correction:
 
     def _forever(self, epoch: int, first: int) -> Generator[StepRecord]:
         while True:
-            yield from self._strategy.steps(epoch, first)
+            yield from self._strategy.train_epoch(epoch, first)
             epoch, first = epoch + 1, 0
 
 
