@@ -174,7 +174,7 @@ def with_shelf(world: Any) -> Any:
     shelf = open_shm_transport(world.rank, others, lambda t: sum_over_ranks(aside, t))
     assert shelf is not None and shelf.pids == others
     shelf.min_bytes = 1
-    return replace(world, shelf=shelf)
+    return replace(world, shm=shelf)
 
 
 if __name__ == "__main__":

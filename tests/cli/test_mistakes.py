@@ -180,7 +180,7 @@ def test_a_loss_that_is_no_number(stores: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run/record.json").exists()
 
 
-@pytest.mark.parametrize(("stopped", "words"), [("run_course", ""), ("launch", "-s sar -w 2")])
+@pytest.mark.parametrize(("stopped", "words"), [("run_session", ""), ("launch", "-s sar -w 2")])
 def test_an_interrupted_run_says_how_to_go_on(
     stopped: str, words: str, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ def attend(view: Any, score: str, inner: int, *, edge: bool = False, grad: bool 
     vector = draw(4, inner).requires_grad_() if score == "v2" else None
     src, dst = _rows(view, 1, inner, grad=grad), _rows(view, 2, inner)
     words = {"edge": term, "vector": vector, "heads": H, "score": score}
-    return view.attend(_rows(view, 0, D, grad=grad), src=src, dst=dst, loops=True, **words)
+    return view.attend(_rows(view, 0, D, grad=grad), src=src, dst=dst, self_loops=True, **words)
 
 
 def itself(view: Any) -> Tensor:
@@ -61,7 +61,7 @@ def weighed(view: Any, *, learnt: bool, grad: bool = True) -> Tensor:
 # name → (what is computed, numbers sent per row of: sources, destinations, gradients that go home)
 FORMULAS: dict[str, tuple[Callable[[Any], Tensor], int, int, int]] = {
     "sum": (lambda view: view.aggregate(_rows(view, 0, D)), D, D, 0),
-    "mean with loops": (lambda view: view.aggregate(_rows(view, 0, D), reduce="mean", loops=True), D, D, 0),
+    "mean with loops": (lambda view: view.aggregate(_rows(view, 0, D), reduce="mean", self_loops=True), D, D, 0),
     "sum by the store's weights": (lambda view: view.aggregate(_rows(view, 0, D), weight=view.weight), D, D, 0),
     "sum, no gradient": (lambda view: view.aggregate(_rows(view, 0, D, grad=False)), D, 0, 0),
     "sum by other weights": (lambda view: weighed(view, learnt=False), D, 0, D),

@@ -385,8 +385,8 @@ def test_every_round_by_the_clock_has_steps(stores: dict[str, Path], monkeypatch
         time.sleep(0.15)
         return alones.make_local_training(*args)
 
-    monkeypatch.setattr(f"{__name__}.make_alone", slowly)
-    with fleet(stores["plain"], words(tma(interval=0.02, redeal=1, deadline=20), workers=2)) as strategy:
+    monkeypatch.setattr(f"{__name__}.make_local_training", slowly)
+    with fleet(stores["plain"], words(tma(interval=0.02, repartition_every=1, deadline=20), workers=2)) as strategy:
         records = rounds(strategy, 0, 3)
     assert all(record.steps >= 2 and record.count and record.loss > 0 for record in records)
 

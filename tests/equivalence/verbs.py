@@ -121,14 +121,14 @@ def _sums() -> Iterator[tuple[str, Case, Inputs]]:
     for loops in (False, True):
         end = "-loops" if loops else ""
         for reduce in ("sum", "mean"):
-            words = {"reduce": reduce, "loops": loops}
+            words = {"reduce": reduce, "self_loops": loops}
             yield f"{reduce}{end}", partial(aggregate, **words), Inputs({"x": x})
             yield f"{reduce}-store{end}", partial(aggregate_by_store, **words), Inputs({"x": x})
             both = Inputs({"x": x}, {"weight": weight})
             yield f"{reduce}-learnt{end}", partial(aggregate, **words), both
             fixed = Inputs({"x": x}, {"weight": weight}, frozen=["weight"])
             yield f"{reduce}-fixed{end}", partial(aggregate, **words), fixed
-        yield f"max{end}", partial(aggregate, reduce="max", loops=loops), Inputs({"x": ties})
+        yield f"max{end}", partial(aggregate, reduce="max", self_loops=loops), Inputs({"x": ties})
     only_weights = Inputs({"x": x}, {"weight": weight}, frozen=["x"])
     yield "sum-learnt-alone", partial(aggregate, reduce="sum"), only_weights
     yield "sum-nothing", partial(aggregate, reduce="sum"), Inputs({"x": x}, frozen=["x"])
@@ -142,7 +142,7 @@ def _attention() -> Iterator[tuple[str, Case, Inputs]]:
     value, low, high = draw(4, 60, inner), draw(5, 60, HEADS), draw(6, 60, HEADS)
     left, right = draw(7, 60, 2 * HEADS), draw(8, 60, 2 * HEADS)
     for loops in (False, True):
-        end, words = "-loops" if loops else "", {"loops": loops, "dropout": 0.3}
+        end, words = "-loops" if loops else "", {"self_loops": loops, "dropout": 0.3}
         ends = {"value": value, "src": low, "dst": high}
         yield f"add{end}", partial(attend, **words), Inputs(ends)
         term = {"edge": draw(9, edges, HEADS)}

@@ -76,7 +76,7 @@ def test_no_order_of_rows_decides_between_equal_maxima(graph: Graph, seed: int, 
 
 
 def _maxima(loops: bool):
-    yield lambda view, x: view.aggregate(x, reduce="max", loops=loops)
+    yield lambda view, x: view.aggregate(x, reduce="max", self_loops=loops)
     if not loops:
         yield lambda view, x: view.propagate(lambda src, dst, edge: src["x"], src={"x": x}, reduce="max")
 

@@ -24,7 +24,7 @@ PLAIN = """
 import gnnfleet as gf
 
 def make(config, graph, out_channels):
-    wide = graph.only_nodes.x.shape[1]
+    wide = graph.single_nodes.x.shape[1]
     first, last = gf.nn.SAGEConv(wide, config.hidden), gf.nn.SAGEConv(config.hidden, out_channels)
     return gf.nn.Model([first, last], dropout=config.dropout)
 """
@@ -80,7 +80,7 @@ class Carrying(gf.nn.Model):
         return (x + carry, carry) if index == 1 else (x + self.skip(carry), None)
 
 def make(config, graph, out_channels):
-    return Carrying(graph.only_nodes.x.shape[1], config.hidden, out_channels)
+    return Carrying(graph.single_nodes.x.shape[1], config.hidden, out_channels)
 """)
     model = build(name, graph)
     assert model.batch_norm and model.num_layers == 3

@@ -36,7 +36,7 @@ class Weighted(torch.nn.Module):
         return near + self.own(x[:view.num_dst])
 
 def make(config, graph, out_channels):
-    widths = [graph.only_nodes.x.shape[1], config.hidden, out_channels]
+    widths = [graph.single_nodes.x.shape[1], config.hidden, out_channels]
     layers = [Weighted(*pair, config.settings["scale"]) for pair in zip(widths, widths[1:])]
     return gf.nn.Model(layers, dropout=config.dropout)
 """
@@ -53,7 +53,7 @@ class Step(torch.nn.Module):
         return self.norm(view, self.lin(x[:view.num_dst] + view.aggregate(x, reduce="mean")))
 
 def make(config, graph, out_channels):
-    wide, hidden, norm = graph.only_nodes.x.shape[1], config.hidden, config.settings["norm"]
+    wide, hidden, norm = graph.single_nodes.x.shape[1], config.hidden, config.settings["norm"]
     again = Step(hidden, hidden, norm)
     return gf.nn.Model([Step(wide, hidden, norm), again, again, Step(hidden, out_channels, norm)])
 """
@@ -194,7 +194,7 @@ class Enter(torch.nn.Module):
             {k: gf.nn.NodeEmbedding(graph.nodes[k].count, hidden) for k, w in widths.items() if not w})
         self.conv = gf.nn.RGCNConv(hidden, hidden, len(graph.edges), relations=tuple(graph.edges))
     def forward(self, view, x):
-        learnt = {k: rows(view.of(k)) for k, rows in self.rows.items()}
+        learnt = {k: rows(view.for_type(k)) for k, rows in self.rows.items()}
         return self.conv(view, {**learnt, **{k: m(x[k]) for k, m in self.maps.items()}})
 def make(config, graph, out_channels):
     widths = {k: 0 if n.x is None else n.x.shape[1] for k, n in graph.nodes.items()}

@@ -329,7 +329,7 @@ class Counting:
 def test_rounds_in_which_nobody_worked_are_corrected_too() -> None:
     """So that a run that goes on knows from the number of rounds which batches come next."""
     post, correction = MessageStore.serve(), Counting()
-    desk = desk_of(post, TmaConfig(steps=1, give_up=20), 2, correct=correction)
+    desk = desk_of(post, TmaConfig(steps=1, give_up=20), 2, correction=correction)
     for number in range(2):
         for i in range(2):
             write_update(post, RunState(1, number), i, TrainerUpdate(number, number, 0.0, 1, sign(number, i)))

@@ -225,7 +225,7 @@ def temporal_neighbors(
     visible: int | None = None,
     draws: tuple[Draws, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``recent.RecentNeighbours``: events are (src, dst, t), asked (nodes, times); draws with how many nodes."""
+    """See ``temporal_neighbors.TemporalNeighbors``: events are (src, dst, t), asked (nodes, times); draws with how many nodes."""
     ends = list(zip(*(part.tolist() for part in events[:2]), strict=True))
     times = events[2].tolist()
     neighbours = torch.full((len(asked[0]), k), -1)

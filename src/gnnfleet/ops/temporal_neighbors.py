@@ -36,7 +36,7 @@ class TemporalNeighbors:
     """
 
     def __init__(self, src: Tensor, dst: Tensor, t: Tensor, num_nodes: int) -> None:
-        self._table = _native.RecentNeighbours(num_nodes)
+        self._table = _native.TemporalNeighbors(num_nodes)
         self._num_nodes = num_nodes
         self._t = torch.empty(0, dtype=t.dtype)
         self.append(src, dst, t)

@@ -110,7 +110,7 @@ def has_estimate(name: str) -> bool:
 
 def estimate_costs(config: StrategyConfig, outlook: PlanningContext | EventPlanningContext) -> list[CostEstimate]:
     """What a strategy says of its epochs; the one for events is told of its stream. Raises ConfigError."""
-    found: list[CostEstimate] = import_module(f"gnnfleet.strategies.{config.name}.estimate").foresee(config, outlook)
+    found: list[CostEstimate] = import_module(f"gnnfleet.strategies.{config.name}.estimate").estimate(config, outlook)
     return found
 
 

@@ -127,10 +127,10 @@ class Shard:
         """What moves before aggregating over in-edges (``in``: sources) or out-edges (``out``: destinations)."""
         folder = halo_plan_dir(direction, node_type)
         lists: dict[str, Any] = {}
-        for name in ("need", "give"):
+        for field, name in (("recv", "need"), ("send", "give")):  # the names on disk are those of version 0.1.0
             starts = self.bundle.tensor(f"{folder}/{name}_start.npy").tolist()
             rows = self.bundle.tensor(f"{folder}/{name}.npy")
-            lists[name] = tuple(rows[starts[q] : starts[q + 1]] for q in range(self.parts))
+            lists[field] = tuple(rows[starts[q] : starts[q + 1]] for q in range(self.parts))
         return HaloPlan(**lists)
 
     def _type_start(self, direction: str, edge_type: EdgeType) -> int:

@@ -23,10 +23,16 @@ class ChunkView(PartitionedView):
 
     @classmethod
     def open(cls, chunk: Chunk, stream: HistoryStore) -> ChunkView:
-        part = ChunkBlocks(chunk)
-        turn = PipelineSlot(0, (-1,) * stream.halo.world.size)
-        given = {"part": part, "nodes": part.nodes, "relations": part.edges, "merged": LazyMergedEdges(part)}
-        return cls(**given, chunk=chunk, history=stream, slot=turn)  # type: ignore[arg-type]
+        blocks = ChunkBlocks(chunk)
+        return cls(
+            blocks=blocks,
+            nodes=blocks.nodes,
+            relations=blocks.edges,
+            merged=LazyMergedEdges(blocks),
+            chunk=chunk,
+            history=stream,
+            slot=PipelineSlot(0, (-1,) * stream.halo.world.size),
+        )
 
     def in_slot(self, turn: PipelineSlot, stream: HistoryStore | None = None) -> ChunkView:
         """The same chunk in a slot of a pass, perhaps over other tables."""
