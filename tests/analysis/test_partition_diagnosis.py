@@ -135,7 +135,7 @@ def test_gradients_are_those_of_the_mean_loss(name: str, strategy: dict[str, Any
     graph = communities(300)
     tree = {"strategy": {"name": "local", **strategy}, "model": {**SMALL, "name": name}, "precision": "float64"}
     made: Any = build(graph, resolve(tree)).strategy
-    list(made.steps(0))  # not only at first weights, and with an optimizer that remembers something
+    list(made.train_epoch(0))  # not only at first weights, and with an optimizer that remembers something
     before = {part: {k: v.clone() for k, v in tensors.items()} for part, tensors in made.state_dict().items()}
     loss, count, found = made.gradients(1)
     after = made.state_dict()
