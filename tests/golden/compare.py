@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
+from gnnfleet.config.renamed import new_name, new_value
 from tests.golden.cases import CASES, STORES, Case, Options
 
 ROOT = Path(__file__).parents[2]
@@ -41,12 +42,7 @@ OLD = "a56b128"
 SECONDS = 180
 """Limit of one command."""
 
-# --- Translation, old → new. Filled as options, files, tensors and columns are renamed; empty means identity. ---
-
-OPTIONS: dict[str, str] = {}
-"""Options of ``train``, their values, and parameters of generators. The first key that is there decides:
-"tma:strategy.lost=leave", "tma:strategy.lost", "strategy.lost=leave", "strategy.lost"; of generators "shop:users".
-The value is the new key, or with "=" the new key and value."""
+# --- Translation, old → new; empty means identity. Options are translated by gnnfleet.config.renamed. ---
 
 ARGUMENTS: dict[str, str] = {}
 """Commands and flags of the command line, and settings of environment variables, as {"--run-dir": "--output"}."""
@@ -115,11 +111,11 @@ def environment() -> dict[str, str]:
 
 def renamed(key: str, value: object, scope: str) -> tuple[str, object]:
     """An option of the old version as the new one has it; ``scope`` is the strategy, or the generator."""
-    for known in (f"{scope}:{key}={value}", f"{scope}:{key}", f"{key}={value}", key):
-        if known in OPTIONS:
-            name, _, new = OPTIONS[known].partition("=")
-            return name, new or value
-    return key, value
+    group, _, option = key.rpartition(".")
+    if group != "strategy":
+        return key, value
+    option = new_name(scope, option) or option
+    return f"strategy.{option}", new_value(scope, option, value) or value
 
 
 def old_side(commit: str) -> Side:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from gnnfleet.config.renamed import new_name, new_value
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.strategies.registry import CONFIGS
 from gnnfleet.strategies.spec import StrategyConfig
@@ -26,6 +27,8 @@ def explain(error: ValidationError, kind: type[StrategyConfig], prefix: str = ""
     key = prefix + ".".join(words)
     if first["type"] == "extra_forbidden":
         return f"no setting {key!r}: {_suggestion(key, kind)}"
+    if name := new_value(str(kind.model_fields["name"].default), key.removeprefix("strategy."), first["input"]):
+        return f"{key}={first['input']} is called {key}={name} since version 0.2"
     if first["type"] == "value_error":
         return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
     said = dict.fromkeys(each["msg"].lower() for each in error.errors() if _error_path(each) == words)
@@ -51,6 +54,8 @@ def _suggestion(key: str, kind: type[StrategyConfig]) -> str:
     """What to say of an unknown setting: the same word elsewhere comes before one that only looks like it."""
     group, _, word = key.rpartition(".")
     known = _settings(kind)
+    if group == "strategy" and (name := new_name(str(kind.model_fields["name"].default), word)):
+        return f"it is called strategy.{name} since version 0.2"
     same = [name for name in known if name.rpartition(".")[2] == word]
     if same:
         return f"did you mean {' or '.join(same)}?"
