@@ -67,8 +67,6 @@ def words_of(model: str, **strategy: Any) -> dict[str, Any]:
 
 
 def train(world: Any, cell: str, epochs: int, work: Path) -> dict[str, Any]:
-    from dataclasses import replace
-
     import torch
 
     from gnnfleet.comm.collectives import all_gather_rows
@@ -77,7 +75,6 @@ def train(world: Any, cell: str, epochs: int, work: Path) -> dict[str, Any]:
     from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
     from gnnfleet.report.memory import own_rss
-    from gnnfleet.report.traffic import TrafficCounter
     from gnnfleet.training.build import RankContext, build
 
     name, model, _, side, *_ = cell.split("/")
@@ -103,7 +100,7 @@ def train(world: Any, cell: str, epochs: int, work: Path) -> dict[str, Any]:
         sent = world.traffic.bytes_sent - before
         bubbles.append(strategy.epoch_metrics().get("bubble", 0.0))
     seconds = seconds[1:] or seconds  # the first makes what all others use
-    aside = replace(world, traffic=TrafficCounter())
+    aside = world.uncounted()
     every = torch.cat(all_gather_rows(aside, torch.tensor([[sent, own_rss()]]))).tolist()
     alone = messages_alone(strategy, side, 1 + epochs, aside) if epochs else 0.0
     strategy.close()  # other cells have threads of their own

@@ -162,11 +162,10 @@ def with_shelf(world: Any) -> Any:
 
     from gnnfleet.comm.collectives import sum_over_ranks
     from gnnfleet.comm.shm_transport import open_shm_transport
-    from gnnfleet.report.traffic import TrafficCounter
 
     if world.size == 1:
         return world
-    aside = replace(world, traffic=TrafficCounter())
+    aside = world.uncounted()
     pids = torch.zeros(world.size, dtype=torch.int64)
     pids[world.rank] = os.getpid()
     every = sum_over_ranks(aside, pids).tolist()

@@ -45,3 +45,9 @@ class RunError(GnnfleetError):
 
 class ExchangeError(GnnfleetError):
     exit_code = 8
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text without its full stop; the name of its type where there is no text."""
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(". ") if text else type(error).__name__

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gnnfleet.comm.collectives import broadcast_from_first
-from gnnfleet.comm.world import World, uncounted_world
+from gnnfleet.comm.collectives import broadcast_json
+from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import open_store, save_store
@@ -59,13 +59,13 @@ def run(store: str, strategy: dict[str, Any], keeper: Keeper, here: RankContext,
         state, start = before.kept["last"]
         best = before.kept["best"][0] if "best" in before.kept else None
         built.strategy.load_state_dict(state)
-    world = uncounted_world(here.world)
+    world = here.world.uncounted()
     plan = LoopConfig(
         config.train,
         built.task.metric,
         True,
         checkpoints=keeper,
-        broadcast=lambda word: broadcast_from_first(world, word),
+        broadcast=lambda word: broadcast_json(world, word),
     )
     outcome = fit(built.strategy, plan, start=start, best=best)
     state = {key: t.clone() for tensors in built.strategy.state_dict().values() for key, t in tensors.items()}

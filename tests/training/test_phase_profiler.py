@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from gnnfleet.comm.collectives import sum_over_ranks
 from gnnfleet.comm.mesh import Mesh
 from gnnfleet.comm.world import World
 from gnnfleet.report.phase_timer import PHASES
-from gnnfleet.report.traffic import TrafficCounter
 from gnnfleet.training.phase_profiler import RankProfiler
 from tests.ranks import Crew
 
@@ -44,7 +42,7 @@ def telling(world: World) -> tuple[Any, ...]:
     first = world.is_first
     meter = RankProfiler(
         world,
-        replace(world, traffic=TrafficCounter()),
+        world.uncounted(),
         strategy,
         rows if first else None,
         totals.append if first else None,

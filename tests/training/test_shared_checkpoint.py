@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gnnfleet.comm.collectives import broadcast_from_first
+from gnnfleet.comm.collectives import broadcast_json
 from gnnfleet.comm.world import World
 from gnnfleet.errors import RunError
 from gnnfleet.strategies.protocol import SHARDED, State
@@ -51,7 +51,7 @@ def save_and_start(world: World, path: Path, own: bool) -> dict[str, Any]:
         "epoch": start.progress.epoch,
         "state": {part: {name: t.tolist() for name, t in tensors.items()} for part, tensors in start.state.items()},
         "best": {part: {name: t.tolist() for name, t in tensors.items()} for part, tensors in start.best.items()},
-        "word": broadcast_from_first(world, {"rank": world.rank}),
+        "word": broadcast_json(world, {"rank": world.rank}),
     }
 
 

@@ -1,7 +1,7 @@
-"""Numbers combine over ranks: gradients in one flat sum, differentiable sums, rows of all, bytes from the first.
+"""Collective operations: gradient sums, differentiable sums, gathered rows and numbers, broadcasts from rank 0.
 
-Every rank calls with the same shapes in the same order. In a World of one these return what they were given. Bytes are
-counted as handed over; what the network makes of a sum over N ranks is up to twice that.
+Every rank calls with the same shapes in the same order. In a World of one rank they return their argument. Traffic is
+counted as the bytes handed over; a ring all-reduce over N ranks sends up to twice as many.
 """
 
 from __future__ import annotations
@@ -18,53 +18,54 @@ from gnnfleet.comm.p2p import receive, require_group, send, wait_work, wrap_erro
 from gnnfleet.comm.world import World
 from gnnfleet.report.phase_timer import EXCHANGE
 
-_ROWS = 3  # the tag of rows that go to everyone
+_ALL_GATHER_TAG = 3
 
 
 def sum_gradients(world: World, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Replace every gradient by its sum over ranks, in one message per dtype.
+    """Collective. Replace every gradient by its sum over ranks, in one message per dtype.
 
-    A gradient missing here counts as zeros. One that is missing everywhere stays missing: optimizers pass over those.
+    A gradient missing on this rank counts as zeros. One missing on all ranks stays None: optimizers skip it.
     """
     if world.size == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    for dtype, several in by_dtype.items():
-        _sum_flat(world, several, dtype)
+    for dtype, same_dtype in by_dtype.items():
+        _sum_flat(world, same_dtype, dtype)
 
 
 def _sum_flat(world: World, parameters: list[torch.nn.Parameter], dtype: torch.dtype) -> None:
     total = sum(parameter.numel() for parameter in parameters)
-    # After the gradients, for each parameter, how many ranks have one.
+    # The tail counts, per parameter, the ranks that have a gradient.
     flat = torch.zeros(total + len(parameters), dtype=dtype, device=world.device)
-    pieces = torch.split(flat[:total], [parameter.numel() for parameter in parameters])
-    for place, (parameter, piece) in enumerate(zip(parameters, pieces, strict=True)):
+    views = torch.split(flat[:total], [parameter.numel() for parameter in parameters])
+    for index, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
         if parameter.grad is not None:
-            piece.copy_(parameter.grad.reshape(-1))
-            flat[total + place] = 1
-    _all_reduce(world, flat, doing="sum of gradients")
-    there = (flat[total:] > 0).tolist()
-    for parameter, piece, found in zip(parameters, pieces, there, strict=True):
-        parameter.grad = piece.view_as(parameter) if found else None
+            view.copy_(parameter.grad.reshape(-1))
+            flat[total + index] = 1
+    _all_reduce(world, flat, op="sum of gradients")
+    has_grad = (flat[total:] > 0).tolist()
+    for parameter, view, present in zip(parameters, views, has_grad, strict=True):
+        parameter.grad = view.view_as(parameter) if present else None
 
 
 def clip_gradients(
     world: World, replicated: Sequence[torch.nn.Parameter], sharded: Sequence[torch.nn.Parameter], *, max_norm: float
 ) -> None:
-    """Shrink all gradients together to a norm of at most ``highest``; those of ``own`` differ from rank to rank."""
+    """Collective. Scale all gradients so that their joint norm is at most ``max_norm``; each rank has its own
+    ``sharded`` parameters."""
     grads = [parameter.grad for parameter in replicated if parameter.grad is not None]
-    rows = [parameter.grad for parameter in sharded if parameter.grad is not None]
+    sharded_grads = [parameter.grad for parameter in sharded if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if sharded:
-        there = torch.nn.utils.get_total_norm(rows).to(norm.dtype) ** 2
-        norm = (norm**2 + sum_over_ranks(world, there)).sqrt()
+        squared = torch.nn.utils.get_total_norm(sharded_grads).to(norm.dtype) ** 2
+        norm = (norm**2 + sum_over_ranks(world, squared)).sqrt()
     torch.nn.utils.clip_grads_with_norm_([*replicated, *sharded], max_norm, norm)
 
 
 def sum_over_ranks(world: World, t: Tensor) -> Tensor:
-    """The sum of t over ranks; differentiable, and its backward is a sum over ranks too."""
+    """Collective. Sum of t over ranks; differentiable, and its backward is a sum over ranks too."""
     if world.size == 1:
         return t
     out: Tensor = _AllReduceSum.apply(t, world)  # type: ignore[no-untyped-call]
@@ -76,68 +77,111 @@ class _AllReduceSum(torch.autograd.Function):
     def forward(ctx: Any, t: Tensor, world: World) -> Tensor:
         ctx.world = world
         ctx.set_materialize_grads(False)
-        return _all_reduce(world, t.detach().clone(memory_format=torch.contiguous_format), doing="sum over ranks")
+        return _all_reduce(world, t.detach().clone(memory_format=torch.contiguous_format), op="sum over ranks")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         if grad is None:
             return None, None
-        found = grad.detach().clone(memory_format=torch.contiguous_format)
-        return _all_reduce(ctx.world, found, doing="sum over ranks, backward"), None
+        total = grad.detach().clone(memory_format=torch.contiguous_format)
+        return _all_reduce(ctx.world, total, op="sum over ranks, backward"), None
+
+
+def barrier(world: World) -> None:
+    """Collective. Return once all ranks have called it."""
+    sum_over_ranks(world, torch.ones(1))
 
 
 def all_gather_rows(world: World, t: Tensor) -> list[Tensor]:
-    """t of every rank, by rank; the first dimension may differ, the others and the dtype may not."""
+    """Collective. t of every rank, by rank; first dimensions may differ, the others and the dtype may not."""
     if world.size == 1:
         return [t]
     with world.clock.phase(EXCHANGE, "gathered rows"):
-        return _gather(world, t.detach().contiguous())
+        return _all_gather(world, t.detach().contiguous())
 
 
-def _gather(world: World, t: Tensor) -> list[Tensor]:
+def _all_gather(world: World, t: Tensor) -> list[Tensor]:
     counts = all_gather_counts(world, len(t))
-    others = [rank for rank in range(world.size) if rank != world.rank]
-    found = [t if rank == world.rank else t.new_empty(count, *t.shape[1:]) for rank, count in enumerate(counts)]
-    posted = [
-        receive(world, found[rank], rank, tag=_ROWS, op="gathered rows, coming")
-        for rank in others
-        if found[rank].numel()
+    peers = [rank for rank in range(world.size) if rank != world.rank]
+    gathered = [t if rank == world.rank else t.new_empty(count, *t.shape[1:]) for rank, count in enumerate(counts)]
+    transfers = [
+        receive(world, gathered[rank], rank, tag=_ALL_GATHER_TAG, op="gathered rows, receive")
+        for rank in peers
+        if gathered[rank].numel()
     ]
     if t.numel():
-        posted += [send(world, t, rank, tag=_ROWS, op="gathered rows, going") for rank in others]
+        transfers += [send(world, t, rank, tag=_ALL_GATHER_TAG, op="gathered rows, send") for rank in peers]
     world.traffic.add_round()
-    for message in posted:
-        message.wait()
-    return found
+    for transfer in transfers:
+        transfer.wait()
+    return gathered
 
 
 def all_gather_counts(world: World, count: int) -> list[int]:
-    """The count of every rank, by rank."""
+    """Collective. The count of every rank, by rank."""
     if world.size == 1:
         return [count]
-    each = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    each[world.rank] = count
-    return [int(found) for found in _all_reduce(world, each, doing="counts of rows").tolist()]
+    counts = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    counts[world.rank] = count
+    return [int(count) for count in _all_reduce(world, counts, op="counts of rows").tolist()]
 
 
-def broadcast_bytes(world: World, data: bytes | None) -> bytes:
-    """What the first rank gives; the others give None."""
-    assert (data is not None) == world.is_first
+def all_gather_numbers(world: World, values: Sequence[float]) -> list[list[float]]:
+    """Collective. The values of every rank, by rank, as many on each; in float64, so integers must be below 2^53."""
+    rows: list[list[float]] = torch.cat(
+        all_gather_rows(world, torch.tensor([list(values)], dtype=torch.float64))
+    ).tolist()
+    return rows
+
+
+def max_over_ranks(world: World, value: float) -> float:
+    """Collective. The largest value of all ranks."""
+    return max(row[0] for row in all_gather_numbers(world, [value]))
+
+
+def min_over_ranks(world: World, value: float) -> float:
+    """Collective. The smallest value of all ranks."""
+    return -max_over_ranks(world, -value)
+
+
+def all_gather_bytes(world: World, content: bytes) -> list[bytes]:
+    """Collective. The content of every rank, by rank."""
+    own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return [bytes(gathered.numpy().tobytes()) for gathered in all_gather_rows(world, own)]
+
+
+def all_gather_json(world: World, message: Any) -> list[Any]:
+    """Collective. The message of every rank, by rank, each after a round trip through JSON."""
+    return [json.loads(text) for text in all_gather_bytes(world, json.dumps(message).encode())]
+
+
+def broadcast_json(world: World, message: dict[str, Any]) -> dict[str, Any]:
+    """Collective. The message of rank 0; those of other ranks are ignored."""
     if world.size == 1:
-        assert data is not None
-        return data
-    size = torch.tensor([len(data or b"")], device=world.device)
+        return message
+    text = json.dumps(message).encode() if world.is_first else None
+    received: dict[str, Any] = json.loads(broadcast_bytes(world, text))
+    return received
+
+
+def broadcast_bytes(world: World, content: bytes | None) -> bytes:
+    """Collective. The content of rank 0; other ranks pass None."""
+    assert (content is not None) == world.is_first
+    if world.size == 1:
+        assert content is not None
+        return content
+    size = torch.tensor([len(content or b"")], device=world.device)
     _broadcast(world, size)
     flat = torch.empty(int(size), dtype=torch.uint8, device=world.device)
-    if data:
-        flat.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    if content:
+        flat.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     if len(flat):
         _broadcast(world, flat)
     return bytes(flat.cpu().numpy().tobytes())
 
 
-def _all_reduce(world: World, t: Tensor, *, doing: str) -> Tensor:
-    wrap_errors(world, None, doing, lambda: wait_work(world, require_group(world).allreduce([t]), doing))
+def _all_reduce(world: World, t: Tensor, *, op: str) -> Tensor:
+    wrap_errors(world, None, op, lambda: wait_work(world, require_group(world).allreduce([t]), op))
     world.traffic.add_bytes(t.nbytes)
     world.traffic.add_round()
     return t
@@ -146,16 +190,8 @@ def _all_reduce(world: World, t: Tensor, *, doing: str) -> Tensor:
 def _broadcast(world: World, t: Tensor) -> None:
     options = BroadcastOptions()
     options.rootRank = 0
-    doing = "word from rank 0"
-    wrap_errors(world, None, doing, lambda: wait_work(world, require_group(world).broadcast([t], options), doing))
+    op = "broadcast from rank 0"
+    wrap_errors(world, None, op, lambda: wait_work(world, require_group(world).broadcast([t], options), op))
     if world.is_first:
         world.traffic.add_bytes(t.nbytes)
     world.traffic.add_round()
-
-
-def broadcast_from_first(world: World, word: dict[str, Any]) -> dict[str, Any]:
-    """The word of the first rank."""
-    if world.size == 1:
-        return word
-    heard: dict[str, Any] = json.loads(broadcast_bytes(world, json.dumps(word).encode() if world.is_first else None))
-    return heard

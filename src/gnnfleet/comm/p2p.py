@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gnnfleet.comm.world import World
-from gnnfleet.errors import ExchangeError
+from gnnfleet.errors import ExchangeError, first_line
 from gnnfleet.report.phase_timer import WAIT
 
 
@@ -65,10 +65,5 @@ def wrap_errors(world: World, peer: int | None, op: str, call: Callable[[], Any]
     except RuntimeError as error:
         whom = "the other ranks" if peer is None else f"rank {peer}"
         raise ExchangeError(
-            f"rank {world.rank} lost {whom} ({op}): {_first_line(error)}. Look at that rank's output, then --resume"
+            f"rank {world.rank} lost {whom} ({op}): {first_line(error)}. Look at that rank's output, then --resume"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(". ") if text else type(error).__name__

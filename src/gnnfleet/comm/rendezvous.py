@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gnnfleet.comm.launch_env import LaunchEnv
 from gnnfleet.comm.store_server import serve_store
-from gnnfleet.errors import ExchangeError
+from gnnfleet.errors import ExchangeError, first_line
 
 RENDEZVOUS_TIMEOUT = 300.0
 """What ranks may differ in starting: imports from a cold disk, machines that come up one after another."""
@@ -108,7 +108,7 @@ def _connect(seat: LaunchEnv) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ConnectionError) as error:
-        raise ExchangeError(f"the store at {seat.host}:{seat.port} does not answer: {_first_line(error)}") from error
+        raise ExchangeError(f"the store at {seat.host}:{seat.port} does not answer: {first_line(error)}") from error
     except (ValueError, TypeError) as error:
         raise ExchangeError(
             f"the store at {seat.host}:{seat.port} holds a message that gnnfleet did not write"
@@ -124,7 +124,7 @@ def _host_store(seat: LaunchEnv) -> TCPStore:
         )
     except (RuntimeError, OSError) as error:
         raise ExchangeError(
-            f"cannot keep a store at {seat.host}:{seat.port}: {_first_line(error)}. Choose another MASTER_PORT"
+            f"cannot keep a store at {seat.host}:{seat.port}: {first_line(error)}. Choose another MASTER_PORT"
         ) from error
 
 
@@ -135,7 +135,7 @@ def _join_store(seat: LaunchEnv, seconds: float) -> TCPStore:
         )
     except (RuntimeError, ConnectionError) as error:
         raise ExchangeError(
-            f"cannot reach the store at {seat.host}:{seat.port}: {_first_line(error)}. "
+            f"cannot reach the store at {seat.host}:{seat.port}: {first_line(error)}. "
             "Is the first machine up, and MASTER_ADDR an address that all machines know it by?"
         ) from error
 
@@ -176,7 +176,7 @@ def _join(store: Store, seat: LaunchEnv, seconds: float) -> tuple[str, tuple[Pro
     except RuntimeError as error:
         raise ExchangeError(
             f"rank {seat.rank} waited {seconds:.0f} s for rank 0 and the others at {seat.host}:{seat.port}: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     members = json.loads(store.get(f"{token}/members"))
     return token, tuple(ProcessInfo(**member) for member in members)
@@ -213,7 +213,3 @@ def _link(path: str) -> str:
         return str(Path(path).readlink())
     except OSError:
         return ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import broadcast_bytes, sum_over_ranks
+from gnnfleet.comm.collectives import barrier, broadcast_bytes, sum_over_ranks
 from gnnfleet.comm.shm_transport import create_memory, map_memory, open_memory
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ExchangeError
@@ -28,7 +28,7 @@ def share_memory(world: World, nbytes: int) -> Tensor:
         memory = map_memory(fd, nbytes)
     except OSError as error:
         raise ExchangeError(f"rank {world.rank} has no {nbytes} bytes for rows that are kept: {error}") from error
-    sum_over_ranks(world, torch.ones(1))  # all have mapped it: it needs no descriptor any more
+    barrier(world)  # all have mapped it: it needs no descriptor any more
     os.close(fd)
     return memory
 

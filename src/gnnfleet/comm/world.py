@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGl
 
 from gnnfleet.comm.rendezvous import Rendezvous
 from gnnfleet.comm.shm_transport import ShmTransport, open_shm_transport
-from gnnfleet.errors import ConfigError, ExchangeError
+from gnnfleet.errors import ConfigError, ExchangeError, first_line
 from gnnfleet.report.phase_timer import PhaseTimer
 from gnnfleet.report.traffic import TrafficCounter
 
@@ -50,6 +50,10 @@ class World:
     def global_rank(self, rank: int) -> int:
         """The number of a rank in the whole World."""
         return rank if self.global_ranks is None else self.global_ranks[rank]
+
+    def uncounted(self) -> World:
+        """The same ranks with a traffic counter of their own, for messages that are not part of training."""
+        return replace(self, traffic=TrafficCounter())
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> World:
         """A World of some ranks of this one, numbered as listed; all of them call it with the same words.
@@ -92,7 +96,7 @@ def init_world(
         group = make("all", seat.rank, seat.size)
     except RuntimeError as error:
         raise ExchangeError(
-            f"rank {seat.rank} cannot connect to the others: {(str(error).splitlines() or [''])[0]}. "
+            f"rank {seat.rank} cannot connect to the others: {first_line(error)}. "
             "GLOO_SOCKET_IFNAME=eth0 names the network to use"
         ) from error
     world = World(seat.rank, seat.size, device, group, timeout, new_group=make)
@@ -173,8 +177,3 @@ def _own_address(meeting: Rendezvous) -> str:
             "--master-addr, or set GLOO_SOCKET_IFNAME"
         )
     return found
-
-
-def uncounted_world(world: World) -> World:
-    """The same ranks for words that are no part of training: they are not counted."""
-    return replace(world, traffic=TrafficCounter())

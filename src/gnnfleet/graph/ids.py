@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from gnnfleet.errors import InputError, StoreError
+from gnnfleet.errors import InputError, StoreError, first_line
 
 ID_COLUMN = "id"
 
@@ -85,7 +85,7 @@ class Ids:
             asked = pa.array(given).cast(values.type)
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
             kind = "integers" if pa.types.is_integer(values.type) else "strings"
-            raise InputError(f"ids here are {kind}, found others ({_first_line(error)})") from error
+            raise InputError(f"ids here are {kind}, found others ({first_line(error)})") from error
         found = pc.index_in(asked, value_set=values)
         if found.null_count:
             missing = next(i for i, row in zip(given, found, strict=True) if not row.is_valid)
@@ -102,12 +102,8 @@ def _read(path: Path, count: int) -> pa.Array:
         values = pq.read_table(path, columns=[ID_COLUMN])[ID_COLUMN].combine_chunks()
     except (pa.ArrowException, OSError, KeyError) as error:
         raise StoreError(
-            f"{path} cannot be read ({_first_line(error)}): make the store again from its source"
+            f"{path} cannot be read ({first_line(error)}): make the store again from its source"
         ) from error
     if len(values) != count or values.null_count:
         raise StoreError(f"{path} has {len(values)} ids, expected {count}: make the store again from its source")
     return values
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gnnfleet.comm.collectives import broadcast_from_first
+from gnnfleet.comm.collectives import broadcast_json
 from gnnfleet.comm.launch_env import LaunchEnv
 from gnnfleet.comm.process_lifetime import die_with_parent
 from gnnfleet.comm.rendezvous import Rendezvous
-from gnnfleet.comm.world import World, uncounted_world
+from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, RunError, StoreError
@@ -128,9 +128,9 @@ def run_query_spec(spec: RunSpec, world: World) -> dict[str, Any]:
             graph, shard = open_own_part(spec, world)
             output = OutputSchema.from_json(spec.output) if spec.output is not None else None
             built = _build(graph, config, output, split=question.split, here=RankContext(world, shard, progress))
-        aside = uncounted_world(world)
+        aside = world.uncounted()
         state, position, name = _weights(directory, question.checkpoint) if world.is_first else ({}, TrainState(), "")
-        word = broadcast_from_first(aside, {"position": asdict(position), "name": name})
+        word = broadcast_json(aside, {"position": asdict(position), "name": name})
         # Ranks hear the weights from the first, and read the rows they own themselves.
         state = broadcast_state(aside, {"model": state["model"]} if world.is_first else None)
         state |= directory.load_sharded(word["name"], world.rank, embedding_ids(built.strategy.model))

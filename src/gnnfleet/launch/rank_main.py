@@ -19,7 +19,7 @@ from gnnfleet.comm.heartbeat import FailureDetector
 from gnnfleet.comm.launch_env import LaunchEnv
 from gnnfleet.comm.process_lifetime import end_soon_after_signals
 from gnnfleet.comm.rendezvous import Rendezvous, rendezvous
-from gnnfleet.comm.world import World, init_world, uncounted_world
+from gnnfleet.comm.world import World, init_world
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import StoreError
@@ -44,7 +44,7 @@ def run_spec(spec: RunSpec, world: World, *, store: Path | None = None) -> RunRe
     """Train this rank's part; the first rank writes checkpoints and the record. ``store`` is where it lies here."""
     config = resolve(spec.config)
     quiet = spec.quiet or not world.is_first
-    directory = RunDirectory(Path(spec.run_dir), seed=config.seed, world=uncounted_world(world))
+    directory = RunDirectory(Path(spec.run_dir), seed=config.seed, world=world.uncounted())
     with annotate_model_errors(config.model.file):
         with make_progress(quiet) as progress:
             graph = open_same_store(spec, world, store=store)
@@ -54,7 +54,7 @@ def run_spec(spec: RunSpec, world: World, *, store: Path | None = None) -> RunRe
                 RankContext(world, progress=progress, log_user=say), config, graph.store.path / spec.partition
             )
             built = build(graph, config, here=here)
-        start = find_resume_point(directory, uncounted_world(world), embedding_ids(built.strategy.model))
+        start = find_resume_point(directory, world.uncounted(), embedding_ids(built.strategy.model))
         record = run_session(built, config, directory, start=start, quiet=quiet)
         built.strategy.close()
     return record

@@ -14,7 +14,7 @@ from typing import Any
 
 import gnnfleet
 from gnnfleet.comm.failure import Failure
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, first_line
 from gnnfleet.launch.spec import RunSpec
 
 
@@ -65,7 +65,7 @@ class RayWorker:
             self.failure = Failure.from_error(error.cause or error, int(self.role))
             return f"trainer {self.role} failed: {self.failure.text}"
         except ray.exceptions.RayError as error:  # no room for it, or nowhere to start it
-            return f"trainer {self.role} was lost: {type(error).__name__}: {str(error).splitlines()[0]}"
+            return f"trainer {self.role} was lost: {type(error).__name__}: {first_line(error)}"
         return None
 
     def restart(self) -> bool:

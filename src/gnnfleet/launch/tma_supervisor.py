@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gnnfleet.comm.failure import Failure
-from gnnfleet.errors import ConfigError, ExchangeError
+from gnnfleet.errors import ConfigError, ExchangeError, first_line
 from gnnfleet.launch.local_launcher import SHUTDOWN_SECONDS, failure_error, threads_per_worker, worker_environment
 from gnnfleet.launch.spec import RunSpec
 from gnnfleet.launch.tma_process import COORDINATOR, TRAINERS_DIR
@@ -118,7 +118,7 @@ def launch_supervised(
         listen = Address.parse(words["listen"]) if words.get("listen") else Address("127.0.0.1", 0)
         post = MessageStore.serve(listen.host, listen.port)
     except (ValueError, OSError, RuntimeError) as error:
-        raise ConfigError(f"strategy.listen: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"strategy.listen: {first_line(error)}") from error
     here = workers if words.get("local_trainers") is None else int(words["local_trainers"])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

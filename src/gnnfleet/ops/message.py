@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, first_line
 from gnnfleet.ops.csr import CSR
 
 Message = Callable[..., Any]
@@ -146,8 +146,9 @@ def empty_message(call: MessageCall, block: MessageBlock) -> tuple[Tensor, ...]:
     try:
         return build_message(call, block, chunk_of(block, 0, 0))[0]
     except RuntimeError as error:
-        text = str(error).splitlines()[0]
-        raise ConfigError(f"the message fails where there are no edges: name sizes instead of −1 ({text})") from error
+        raise ConfigError(
+            f"the message fails where there are no edges: name sizes instead of −1 ({first_line(error)})"
+        ) from error
 
 
 def _parts(call: MessageCall, built: Any, count: int) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig, SettingsTree
-from gnnfleet.errors import ConfigError, GnnfleetError
+from gnnfleet.errors import ConfigError, GnnfleetError, first_line
 from gnnfleet.graph.events.event_stream import is_event_graph
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.chunk_layout import open_chunk_layouts
@@ -246,7 +246,7 @@ class _StrategyPlanner:
             return self._failed(forecast, error)
 
     def _failed(self, forecast: CostEstimate, error: Exception) -> str:
-        why = f"a trial of it failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        why = f"a trial of it failed: {first_line(error)}"
         print_note(f"{estimate_label(forecast)}: {why}", quiet=self.quiet)
         return why
 
@@ -305,7 +305,7 @@ class _StrategyPlanner:
         except ConfigError:
             raise
         except GnnfleetError as error:  # the others can be planned without this one
-            raise ConfigError(f"a rehearsal of it failed: {(str(error).splitlines() or [''])[0]}") from error
+            raise ConfigError(f"a rehearsal of it failed: {first_line(error)}") from error
 
     def _cut(self, strategy: StrategyConfig) -> Path:
         config = self.base.model_copy(update={"strategy": strategy})

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import all_gather_rows, sum_gradients, sum_over_ranks
+from gnnfleet.comm.collectives import all_gather_rows, barrier, sum_gradients
 from gnnfleet.comm.halo_exchange import ExchangePlan, RingExchange, RowTable
 from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
@@ -29,7 +29,6 @@ from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import rss
-from gnnfleet.report.traffic import TrafficCounter
 from gnnfleet.sharded.full_batch.active_row_counts import SubPartition, sub_partition
 from gnnfleet.sharded.step_tracer import resized_copy
 from gnnfleet.strategies.estimates import LayerCostModel, MachineProfile
@@ -64,15 +63,12 @@ class SamplingProbe:
 def profile_machine(world: World, job: Job, shard: Shard, draw: SamplingProbe) -> MachineProfile:
     """All ranks call it together, each with its own part; every one gets the mean of all."""
     resident = _resident()
-    aside = replace(world, traffic=TrafficCounter())
+    aside = world.uncounted()
     piece = sub_partition(shard, _share(shard))
     twin = resized_copy(job.model, piece.sources)
     cached = should_cache_aggregate("auto", hides=job.task.masks_edges)
 
-    def together() -> None:
-        sum_over_ranks(aside, torch.zeros(1))
-
-    layers = _layers(twin, shard, piece, job.precision, cached, together)
+    layers = _layers(twin, shard, piece, job.precision, cached, lambda: barrier(aside))
     step, sums = _optimizer(aside, twin, job)
     blocks, making = _sampled(aside, job, draw, layers, cached)
     bandwidth, latency = _network(aside)
@@ -232,7 +228,7 @@ def _sampled(
     ]
     optimizer = make_optimizer(model, job.train)
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    sum_over_ranks(world, torch.zeros(1))
+    barrier(world)
     making, work, foreseen, amount = [], [], [], []
     for number, part in [every[(world.rank + turn) % len(every)] for turn in range(_REPEATS + 1)]:
         started = time.perf_counter()

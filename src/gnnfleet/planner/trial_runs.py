@@ -13,15 +13,12 @@ from itertools import islice
 from statistics import mean, median
 from typing import Any
 
-import torch
-
-from gnnfleet.comm.collectives import sum_over_ranks
+from gnnfleet.comm.collectives import barrier
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.launch.rank_main import with_placement
-from gnnfleet.report.traffic import TrafficCounter
 from gnnfleet.strategies.estimates import CostEstimate
 from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.training.build import RankContext, build
@@ -111,7 +108,7 @@ def run_trial(graph: Graph, trial: TrialRun, world: World | None = None) -> Tria
 
 
 def _seconds(graph: Graph, trial: TrialRun, world: World | None) -> float:
-    aside = replace(world or World(), traffic=TrafficCounter())
+    aside = (world or World()).uncounted()
     config = resolve(dict(trial.config))
     assert graph.store is not None
     cut = None if trial.cut is None else graph.store.path / trial.cut
@@ -127,7 +124,7 @@ def _window(strategy: Strategy, trial: TrialRun, world: World) -> float:
     try:
         for _ in islice(walk, trial.warm):
             pass
-        _barrier(world)
+        barrier(world)
         started = time.perf_counter()
         for _ in islice(walk, trial.timed):
             pass
@@ -140,13 +137,9 @@ def _window(strategy: Strategy, trial: TrialRun, world: World) -> float:
 def _epochs(strategy: Strategy, trial: TrialRun, world: World) -> float:
     found = []
     for epoch in range(1 + trial.timed):
-        _barrier(world)
+        barrier(world)
         started = time.perf_counter()
         for _ in strategy.train_epoch(epoch):
             pass
         found.append(time.perf_counter() - started)
     return median(found[1:])
-
-
-def _barrier(world: World) -> None:
-    sum_over_ranks(world, torch.zeros(1))

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gnnfleet.comm.collectives import broadcast_bytes, sum_over_ranks
+from gnnfleet.comm.collectives import barrier, broadcast_bytes
 from gnnfleet.comm.world import World
 from gnnfleet.errors import RunError, StoreError
 from gnnfleet.io.bundle import Bundle, BundleWriter, checksum
@@ -57,7 +57,7 @@ def save_checkpoint(path: Path, state: State, position: TrainState, *, seed: int
         elif _has_sharded(state):
             folder = Path(broadcast_bytes(world, None).decode())
             _put(folder / rank_file(world.rank), _own_file(state))
-            _all_wrote(world)
+            barrier(world)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise RunError(
@@ -74,7 +74,7 @@ def _write(path: Path, state: State, position: TrainState, *, seed: int, world: 
             files = [out.file(rank_file(rank)) for rank in range(world.size)]
             broadcast_bytes(world, str(out.path.resolve()).encode())
             _put(files[0], _own_file(state))
-            _all_wrote(world)
+            barrier(world)  # a rank that could not write has ended the run by raising
         about = {"owners": world.size if _has_sharded(state) else 0, "private": RANK_LOCAL in state}
         out.commit({"position": asdict(position), "seed": seed, "parts": list(common), **about})
 
@@ -102,11 +102,6 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         found[name] = tensor.clone() if memory in seen else tensor
         seen.add(memory)
     return found
-
-
-def _all_wrote(world: World) -> None:
-    """Wait for the last: a rank that could not write has ended the run by raising."""
-    sum_over_ranks(world, torch.ones(1))
 
 
 def load_checkpoint(path: Path) -> tuple[State, TrainState, int]:

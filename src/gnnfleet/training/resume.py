@@ -9,7 +9,7 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from gnnfleet.comm.collectives import broadcast_bytes, broadcast_from_first
+from gnnfleet.comm.collectives import broadcast_bytes, broadcast_json
 from gnnfleet.comm.world import World
 from gnnfleet.strategies.protocol import State
 from gnnfleet.training.checkpoint import TrainState
@@ -37,7 +37,7 @@ def find_resume_point(
         return start
     there = start.state is not None
     private = there and directory.has_rank_local("last", world.size)
-    word = broadcast_from_first(
+    word = broadcast_json(
         world,
         {"position": asdict(start.progress), "last": there, "best": bool(start.best), "private": private},
     )

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from gnnfleet.comm.collectives import all_gather_rows, broadcast_from_first
-from gnnfleet.comm.world import uncounted_world
+from gnnfleet.comm.collectives import all_gather_rows, broadcast_json
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.epochs import show_epochs
@@ -36,7 +35,7 @@ def run_session(
 ) -> RunRecord:
     """Train from ``start`` and measure; the strategy then holds the best weights."""
     after_build = rss()
-    aside = uncounted_world(built.world)
+    aside = built.world.uncounted()
     if start.state is not None:
         built.strategy.load_state_dict(start.state)
     traces = config.report.trace and directory is not None
@@ -86,7 +85,7 @@ def _measuring(built: BuiltRun, directory: RunDirectory | None, start: ResumePoi
     if directory is None:
         yield NoProfiler()
         return
-    aside = uncounted_world(built.world)
+    aside = built.world.uncounted()
     if not aside.is_first:
         yield RankProfiler(built.world, aside, built.strategy)
         return
@@ -106,7 +105,7 @@ def _fit(
     """The outcome, and the rows of all epochs of the run."""
     sinks: list[MetricsSink] = []
     earlier: list[dict[str, Any]] = []
-    aside = uncounted_world(built.world)
+    aside = built.world.uncounted()
     with ExitStack() as stack:
         if directory is not None and aside.is_first:
             if config.report.tensorboard:
@@ -123,7 +122,7 @@ def _fit(
             checkpoints=directory or NoCheckpoints(),
             sinks=sinks,
             display=stack.enter_context(show_epochs(config.train.epochs, quiet=quiet)),
-            broadcast=lambda word: broadcast_from_first(aside, word),
+            broadcast=lambda word: broadcast_json(aside, word),
             profiler=meter,
         )
         outcome = fit(built.strategy, plan, start=start.progress, best=start.best)
@@ -152,7 +151,7 @@ def _measure_ranks(
     own |= {"peak_rss": peak_rss(), "rss_growth": max(0, peak_rss() - after_build), "own_rss": own_rss()}
     if config.report.memory and not config.strategy.is_elastic:
         own["peak_tensors"] = _peak(built.strategy, config.train.epochs)
-    rows = torch.cat(all_gather_rows(uncounted_world(built.world), torch.tensor([list(own.values())]))).tolist()
+    rows = torch.cat(all_gather_rows(built.world.uncounted(), torch.tensor([list(own.values())]))).tolist()
     found = {word: [row[place] for row in rows] for place, word in enumerate(own)}
     for other in built.strategy.external_workers:
         for word, each in found.items():

@@ -11,7 +11,7 @@ from typing import Any, Self
 import duckdb
 import pyarrow as pa
 
-from gnnfleet.errors import ConfigError, GnnfleetError, InputError
+from gnnfleet.errors import ConfigError, GnnfleetError, InputError, first_line
 
 ROWS_PER_BATCH = 1 << 17
 
@@ -91,22 +91,18 @@ class DuckConnection:
         except duckdb.OutOfMemoryException as error:
             raise ConfigError(
                 f"the import needs more than {self.memory} of memory or more room on disk for its temporary files: "
-                f"pass a larger --memory or write to a larger disk. {_first_line(error)}"
+                f"pass a larger --memory or write to a larger disk. {first_line(error)}"
             ) from error
         except duckdb.InterruptException as error:
             raise KeyboardInterrupt from error
         except duckdb.InvalidInputException as error:
             raise InputError(str(error)) from error
         except duckdb.IOException as error:
-            raise InputError(_first_line(error)) from error
+            raise InputError(first_line(error)) from error
         except duckdb.Error as error:
-            raise GnnfleetError(f"DuckDB: {_first_line(error)}") from error
+            raise GnnfleetError(f"DuckDB: {first_line(error)}") from error
         except (RuntimeError, OSError) as error:
             # Ctrl-C during a query surfaces so: the signal is taken by DuckDB, not by Python.
             if "interrupt" in str(error).lower():
                 raise KeyboardInterrupt from error
             raise
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from gnnfleet.comm.world import World
 from gnnfleet.graph.partition.shard import DIRECTIONS
 from gnnfleet.ops.gather import gather
 from gnnfleet.report.phase_timer import EXCHANGE
-from gnnfleet.report.traffic import TrafficCounter
 from gnnfleet.sharded.pipeline.chunked_partition import Chunk, ChunkedPartition
 
 _TAG = 11
@@ -37,7 +36,7 @@ class StageHalo:
         # [rows of this way that way p has mirrors of, ascending].
         self._give: dict[str, list[Tensor]] = {}
         for direction in DIRECTIONS:
-            every = all_gather_rows(replace(world, traffic=TrafficCounter()), way.halo[direction])
+            every = all_gather_rows(world.uncounted(), way.halo[direction])
             self._give[direction] = [theirs[(theirs >= way.low) & (theirs < way.high)] - way.low for theirs in every]
 
     @property

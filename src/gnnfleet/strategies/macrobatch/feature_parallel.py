@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.all_to_all import ByteBuffer, all_to_all_bytes
-from gnnfleet.comm.collectives import all_gather_rows
+from gnnfleet.comm.collectives import max_over_ranks
 from gnnfleet.comm.world import World
 from gnnfleet.graph.views.local import LocalEdges, LocalView
 from gnnfleet.graph.views.view_base import NodeRows
@@ -39,7 +39,7 @@ class FeatureColumns:
         self.rows = torch.empty(count, cuts[world.rank + 1] - cuts[world.rank], dtype=x.dtype)
         self._degree = {weighted: torch.empty(count, dtype=torch.float32) for weighted in degrees}
         step = max(1, PIECE_BYTES // max(1, width * x.element_size()))
-        most = int(torch.cat(all_gather_rows(world, torch.tensor([[len(ids)]]))).max())
+        most = int(max_over_ranks(world, len(ids)))
         for low in range(0, most, step):
             self._redistribute(x, ids, degrees, cuts, slice(low, low + step))
 

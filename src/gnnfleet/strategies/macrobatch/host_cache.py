@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.all_to_all import ByteBuffer, all_to_all_bytes
-from gnnfleet.comm.collectives import sum_over_ranks
+from gnnfleet.comm.collectives import barrier
 from gnnfleet.comm.halo_exchange import ExchangePlan, RingExchange, RowTable
 from gnnfleet.comm.shared_memory import share_memory
 from gnnfleet.comm.world import World
@@ -106,9 +106,9 @@ class HostCache:
                 gather(table, came[: len(want.local_ids)], out=out, at=want.local_ids)
                 gather(self.slots[kind].rows[name], turn.slots[hits], out=out, at=place[hits])
             self._swap(want, missing[kind], mine, place, share, found[kind])
-            self._barrier()  # everyone has read
+            barrier(self.host)  # everyone has read
             self._admit(kind, turn.admitted, turn.target_slots, missing[kind], share)
-        self._barrier()  # everyone has written
+        barrier(self.host)  # everyone has written
         return found, {kind: len(ids) for kind, ids in asked.items()}
 
     def _share(self, missing: Tensor, rank: int) -> Tensor:
@@ -147,9 +147,6 @@ class HostCache:
         own = number % self.host.size == self.host.rank
         for name, rows in share.items():
             gather(rows, number[own] // self.host.size, out=self.slots[kind].rows[name], at=into[own])
-
-    def _barrier(self) -> None:
-        sum_over_ranks(self.host, torch.ones(1))
 
 
 def _padded(table: Tensor) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import all_gather_rows, sum_over_ranks
+from gnnfleet.comm.collectives import all_gather_numbers, barrier, sum_over_ranks
 from gnnfleet.comm.p2p import receive, send
 from gnnfleet.comm.world import World
 from gnnfleet.ops.gather import gather
@@ -21,10 +21,6 @@ from gnnfleet.strategies.pipe.layer_bench import BENCH_REPEATS, LayerBench, Laye
 _PROBE = 4 << 20  # bytes of a message that bandwidth is measured with
 _WIDTH = 64  # numbers of its rows
 _TAG = 31
-
-
-def barrier(aside: World) -> None:
-    sum_over_ranks(aside, torch.zeros(1))
 
 
 def profile_together(
@@ -54,8 +50,7 @@ def profile_together(
     locked = seconds(lambda: walk(lambda: _sync_latency(aside))) if ways > 1 else free
     word = statistics.median([_sync_latency(aside) for _ in range(10)][1:])
     alone = stages * sum(foreseen[first : first + each])
-    own = torch.tensor([[free / max(alone, 1e-9), cores.oversubscription, free, locked, word]], dtype=torch.float64)
-    every = torch.cat(all_gather_rows(aside, own)).tolist()
+    every = all_gather_numbers(aside, [free / max(alone, 1e-9), cores.oversubscription, free, locked, word])
     crowding, meeting = fit_contention(every, meetings=2 * stages * each)
     return _network(aside, crowding, meeting)
 

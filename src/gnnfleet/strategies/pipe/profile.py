@@ -5,7 +5,6 @@ The first worker tries layers by itself (``single_threaded.py``), then all worke
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,17 +12,16 @@ from typing import Any
 
 import torch
 
-from gnnfleet.comm.collectives import broadcast_bytes
+from gnnfleet.comm.collectives import barrier, broadcast_json
 from gnnfleet.comm.compression import WireCodec
 from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.nn.base import Model
-from gnnfleet.report.traffic import TrafficCounter
 from gnnfleet.sharded.pipeline.chunked_partition import ChunkedPartition
 from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.pipe.config import PipeConfig
-from gnnfleet.strategies.pipe.contention_profile import barrier, profile_together
+from gnnfleet.strategies.pipe.contention_profile import profile_together
 from gnnfleet.strategies.pipe.cpu_affinity import CpuShare
 from gnnfleet.strategies.pipe.grid_planner import ClusterProfile, GridCandidate, LayerCost, ModelCost, ParameterUse
 from gnnfleet.strategies.pipe.layer_bench import BenchSetup, LayerHarness, limit_chunk, num_in_edges, pick_chunk
@@ -86,7 +84,7 @@ def profile_on_layout(
     way = ChunkedPartition(job.graph, _with_rows(layout, which, 2) if job.model.batch_norm else layout, which)
     cached, code = should_cache_inputs(config, job), WireCodec(config.wire_dtype)
     trial = BenchSetup(way, partial(partition_features, job, way), job.precision, cached, code, job.train)
-    cores = cores or CpuShare.detect(replace(job.world, traffic=TrafficCounter()))
+    cores = cores or CpuShare.detect(job.world.uncounted())
     return profile_layers(job.world, job.model, trial, cores, number=number, single=single)
 
 
@@ -105,7 +103,7 @@ def profile_layers(
     world: World, model: Model, trial: BenchSetup, cores: CpuShare, *, number: int = 0, single: bool = False
 ) -> ProfileResult:
     """Try every layer; all ranks call it, ``number`` is the stage they would have. All find what the first does."""
-    aside = replace(world, traffic=TrafficCounter())
+    aside = world.uncounted()
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     way = trial.partition
     # Batch norm needs all rows, and more than one.
@@ -128,6 +126,4 @@ def profile_layers(
 
 def _from_first(aside: World, found: ProfileResult | None) -> ProfileResult:
     """What the first rank has found: clocks differ, and all have to plan the same."""
-    return ProfileResult.from_json(
-        json.loads(broadcast_bytes(aside, None if found is None else json.dumps(found.as_json()).encode()))
-    )
+    return ProfileResult.from_json(broadcast_json(aside, {} if found is None else found.as_json()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from gnnfleet.comm.compression import WireCodec
 from gnnfleet.comm.p2p import PendingTransfer, receive, send
 from gnnfleet.comm.world import World
 from gnnfleet.report.phase_timer import EXCHANGE
-from gnnfleet.report.traffic import TrafficCounter
 
 PREFETCH = 2
 """Messages posted and not waited for."""
@@ -35,7 +33,7 @@ class StageLink:
 
     def __init__(self, world: World, peer: int, code: WireCodec) -> None:
         self._world, self._peer, self._code = world, peer, code
-        self._aside = replace(world, traffic=TrafficCounter())
+        self._aside = world.uncounted()
         self.form: MessageShapes | None = None
         self._going: deque[list[PendingTransfer]] = deque()
 

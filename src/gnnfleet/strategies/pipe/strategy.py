@@ -7,7 +7,6 @@ read by the first, labels by the last. Ranks beyond the grid that was planned wa
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Generator
 from dataclasses import replace
@@ -18,12 +17,11 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from gnnfleet.comm.collectives import all_gather_rows, sum_over_ranks
+from gnnfleet.comm.collectives import all_gather_bytes, all_gather_json, all_gather_rows, sum_over_ranks
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.timeline_svg import draw_schedule
-from gnnfleet.report.traffic import TrafficCounter
 from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.pipe.config import PipeConfig
@@ -52,7 +50,7 @@ class PipeStrategy:
     def __init__(self, config: PipeConfig, job: Job) -> None:
         config.check_task(job.task)
         self._config, self._job, self._world = config, job, job.world
-        self._aside = replace(job.world, traffic=TrafficCounter())  # words that are no part of training
+        self._aside = job.world.uncounted()  # words that are no part of training
         self.model = job.model
         self._layouts = _layouts(config, job)
         grids = self._candidates()
@@ -258,8 +256,8 @@ class PipeStrategy:
         return found if self._cosine is None else {**found, "cosine": self._cosine}
 
     def _every_span(self) -> list[ChunkSpan]:
-        own = json.dumps([list(vars(span).values()) for span in self._spans]).encode()
-        return [ChunkSpan(*words) for text in self._broadcast(own) for words in json.loads(text)]
+        own = [list(vars(span).values()) for span in self._spans]
+        return [ChunkSpan(*fields) for spans in all_gather_json(self._aside, own) for fields in spans]
 
     def artifacts(self) -> dict[str, str]:
         """A picture of the last epoch: who worked on which chunk when."""
@@ -279,7 +277,7 @@ class PipeStrategy:
             station = self._pipeline_rank
             if station is not None and station.is_last:
                 found = station.task.measure(station.row_lookup(out), split)
-        heard: dict[str, float] = json.loads(self._broadcast(json.dumps(found).encode())[self._first_rank])
+        heard: dict[str, float] = all_gather_json(self._aside, found)[self._first_rank]
         return heard
 
     def validate(self) -> dict[str, float]:
@@ -301,7 +299,7 @@ class PipeStrategy:
         """Rows by store id from whoever has them, the ways of the last stage."""
         asked = all_gather_rows(self._aside, ids)
         every = torch.cat(asked)
-        width = int(self._broadcast(str(int(rows.shape[1])).encode())[self._first_rank])
+        width = all_gather_json(self._aside, int(rows.shape[1]))[self._first_rank]
         found = torch.zeros(len(every), width, dtype=PRECISIONS[self._job.precision])
         station = self._pipeline_rank
         if station is not None and station.is_last:
@@ -330,7 +328,7 @@ class PipeStrategy:
         own |= {f"optimizer/{key}": value for key, value in remembered.items() if key.rpartition("/")[0] in mine}
         learnt: State = {"model": {}, "optimizer": {}}
         flat = {name: tensor.detach().contiguous() for name, tensor in own.items()}
-        for text in self._broadcast(tensors_to_bytes(flat)):
+        for text in all_gather_bytes(self._aside, tensors_to_bytes(flat)):
             for key, tensor in tensors_from_bytes(text).items():
                 part, _, name = key.partition("/")
                 learnt[part][name] = tensor
@@ -407,7 +405,7 @@ class PipeStrategy:
             and (each.candidate.is_exact or self._layout(each.candidate).digest.tolist() == layout)
         ]
         word = [cut, bool(wanted)]  # of all ranks: none may go another way than the others
-        words = [json.loads(text) for text in self._broadcast(json.dumps(word).encode())]
+        words = all_gather_json(self._aside, word)
         if any(other != word for other in words) or not wanted or stops[-1] != self.model.num_layers:
             return False
         if cut != self._cut().tolist():
@@ -418,11 +416,6 @@ class PipeStrategy:
     def close(self) -> None:
         self._known = None
         self._use(self._cores.threads)
-
-    def _broadcast(self, word: bytes) -> list[bytes]:
-        """What every rank says."""
-        own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-        return [bytes(each.numpy().tobytes()) for each in all_gather_rows(self._aside, own)]
 
 
 def _layouts(config: PipeConfig, job: Job) -> list[ChunkLayout]:

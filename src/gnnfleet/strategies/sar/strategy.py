@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import all_gather_rows
+from gnnfleet.comm.collectives import max_over_ranks
 from gnnfleet.comm.compression import WireCodec
 from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import rss
-from gnnfleet.report.traffic import TrafficCounter
 from gnnfleet.sharded.full_batch.active_rows import ActiveRows
 from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.sharded.step_tracer import trace_step
@@ -44,9 +43,7 @@ class SarStrategy(PartitionedStrategy):
         # Evaluation fetches one group ahead of the one it works on, whatever steps may do.
         ring = RingExchange(job.world, _number(config.group, 1), _number(config.prefetch, 1), buffers.empty_buffer)
         self._code = WireCodec(config.wire_dtype)
-        self._active_rows = self._compute_active_rows(
-            job, replace(ring, world=replace(job.world, traffic=TrafficCounter()))
-        )
+        self._active_rows = self._compute_active_rows(job, replace(ring, world=job.world.uncounted()))
         view = RingView.open(shard, ring, self._active_rows)
         order = None if self._active_rows is None else self._active_rows.order
         super().__init__(job, view, cache_inputs=config.cache_inputs, order=order)
@@ -127,8 +124,7 @@ class SarStrategy(PartitionedStrategy):
 
     def _highest(self, value: float) -> float:
         """Over all ranks."""
-        own = torch.tensor([[value]], dtype=torch.float64)
-        return float(torch.cat(all_gather_rows(replace(self._world, traffic=TrafficCounter()), own)).max())
+        return max_over_ranks(self._world.uncounted(), value)
 
     @cached_property
     def _step_inputs(self) -> tuple[Any, Aggregate | None]:

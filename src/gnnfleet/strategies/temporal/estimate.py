@@ -14,10 +14,9 @@ from itertools import islice, pairwise
 
 import torch
 
-from gnnfleet.comm.collectives import all_gather_rows
+from gnnfleet.comm.collectives import all_gather_numbers
 from gnnfleet.errors import ConfigError
 from gnnfleet.report.memory import peak_rss
-from gnnfleet.report.traffic import TrafficCounter
 from gnnfleet.strategies.estimates import CostEstimate
 from gnnfleet.strategies.job import PRECISIONS, EventJob
 from gnnfleet.strategies.temporal.batch_step import last_events
@@ -128,7 +127,7 @@ def run_event_trials(config: TemporalConfig, job: EventJob, shapes: Sequence[Par
 
 def _try(config: TemporalConfig, job: EventJob) -> EventTrialResult:
     """Some iterations of an arrangement, and a batch of an evaluation for its memory."""
-    task, world = job.task, replace(job.world, traffic=TrafficCounter())
+    task, world = job.task, job.world.uncounted()
     # From the first event on: nothing has to be walked through before it is measured.
     short = {**task.parts, "val": task.stream.slice(0, min(config.eval_batch, len(task.stream)))}
     strategy = TemporalStrategy(config, replace(job, world=world, task=replace(task, parts=short)))
@@ -193,8 +192,4 @@ def _fill(strategy: TemporalStrategy, job: EventJob, events: int) -> None:
 
 
 def _gathered(job: EventJob, own: Sequence[float]) -> list[list[float]]:
-    aside = replace(job.world, traffic=TrafficCounter())
-    found: list[list[float]] = torch.cat(
-        all_gather_rows(aside, torch.tensor([list(own)], dtype=torch.float64))
-    ).tolist()
-    return found
+    return all_gather_numbers(job.world.uncounted(), own)

@@ -13,10 +13,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import sum_over_ranks
+from gnnfleet.comm.collectives import barrier
 from gnnfleet.comm.mesh import Mesh
 from gnnfleet.comm.shared_memory import share_memory
-from gnnfleet.comm.world import World
 from gnnfleet.errors import ExchangeError
 from gnnfleet.strategies.temporal.memory import MemoryRows, MemoryUpdate, NodeMemory
 from gnnfleet.strategies.temporal.schedule import IterationPlan
@@ -50,7 +49,7 @@ class SharedNodeMemory:
         """Before some iterations, by all trainers: what is there now is what the first of them reads."""
         if self.trainers.is_first:
             self._written.fill_(iteration)
-        _all(self.trainers)
+        barrier(self.trainers)
 
     def read(self, turn: IterationPlan, iteration: int, ids: Tensor) -> MemoryRows:
         """Rows for a batch that is used for the first time, as its predecessor left them."""
@@ -58,7 +57,7 @@ class SharedNodeMemory:
             if self._sharers.is_first:
                 self.memory.reset()
                 self._written.fill_(iteration)
-            _all(self._sharers)
+            barrier(self._sharers)
         if not bool((self._written == iteration).all()):
             raise ExchangeError(
                 f"the memory of copy {turn.memory_copy} was written in iterations {self._written.tolist()}, expected "
@@ -68,15 +67,10 @@ class SharedNodeMemory:
 
     def write(self, iteration: int, writes: MemoryUpdate | None) -> None:
         """What a trainer's piece of a batch leaves behind; no node is in two pieces' writes."""
-        _all(self._sharers)  # they have read
+        barrier(self._sharers)  # they have read
         if writes is not None:
             self.memory.write(writes)
         self._written[self._sharers.rank] = iteration + 1
-
-
-def _all(world: World) -> None:
-    """Pass when everyone has come here."""
-    sum_over_ranks(world, torch.ones(1))
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -19,7 +19,7 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from gnnfleet.comm.collectives import all_gather_rows, broadcast_bytes, sum_gradients
+from gnnfleet.comm.collectives import broadcast_bytes, min_over_ranks, sum_gradients
 from gnnfleet.comm.mesh import coordinates_of_rank
 from gnnfleet.comm.shared_memory import ranks_by_host
 from gnnfleet.errors import ConfigError
@@ -29,7 +29,6 @@ from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.timeline_svg import draw_batch_lanes
-from gnnfleet.report.traffic import TrafficCounter
 from gnnfleet.strategies.job import PRECISIONS, EventJob, autocast
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.protocol import RANK_LOCAL, RAW_WEIGHTS, Prediction, State, StepRecord
@@ -65,7 +64,7 @@ class TemporalStrategy:
             job.log_user(f"plan: batches of {curve.batch}; of all ends of events a batch leaves a mail to {curve}")
             config = config.model_copy(update={"batch": curve.batch})
         self._config, self._job = config, job
-        self._aside = replace(job.world, traffic=TrafficCounter())  # for what is no part of training
+        self._aside = job.world.uncounted()  # for what is no part of training
         self._optimizer = make_optimizer(self.model, job.train, fused=True)
         stream, dtype = job.task.stream, PRECISIONS[job.precision]
         self._lookout = NeighborhoodBuilder(
@@ -149,13 +148,13 @@ class TemporalStrategy:
         """How trainers are arranged, and this one's place."""
         job, config = self._job, self._config
         nodes, width, dtype = self._sizes
-        room = torch.tensor([memory_limit() // 2 if job.memory is None else job.memory])
+        room = memory_limit() // 2 if job.memory is None else job.memory
         each = ranks_by_host(self._aside)
         self._here = next(len(ranks) for ranks in each if job.world.rank in ranks)  # trainers that share the cores
         trainers = TrainerResources(
             trainers_by_host=tuple(map(len, each)),
             copy_bytes=nodes * (3 * width * dtype.itemsize + 16),
-            memory_limit=int(torch.cat(all_gather_rows(self._aside, room)).min()),
+            memory_limit=int(min_over_ranks(self._aside, room)),
         )
         shape, why = choose_layout(trainers, config.batch_size, config.requested_layout)
         if job.world.size > 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gnnfleet.comm.collectives import all_gather_rows, sum_over_ranks
+from gnnfleet.comm.collectives import barrier, max_over_ranks
 from gnnfleet.comm.world import World
 from gnnfleet.graph.sampling.batches import count_batches
 from gnnfleet.graph.subgraph import induced_subgraph
@@ -109,7 +109,7 @@ LONG_STEP_SECONDS, TIMED_SECONDS, WARMUP_STEPS, MIN_TIMED_STEPS = 1.0, 1.5, 2, 3
 def time_steps(alone: LocalTraining, world: World) -> dict[str, Any]:
     """Seconds of a step of the slowest trainer, while all of them make steps; 0 where nobody has anything to do."""
     walk = _forever(alone)
-    sum_over_ranks(world, torch.zeros(1))
+    barrier(world)
     began, made = time.perf_counter(), -WARMUP_STEPS
     for _ in walk:
         made += 1
@@ -118,9 +118,9 @@ def time_steps(alone: LocalTraining, world: World) -> dict[str, Any]:
         if made >= MIN_TIMED_STEPS and time.perf_counter() - began > TIMED_SECONDS:
             break
     each = (time.perf_counter() - began) / made if made > 0 else 0.0
-    slowest = torch.cat(all_gather_rows(world, torch.tensor([each]))).max()
+    slowest = max_over_ranks(world, each)
     alone.strategy.close()
-    return {"step": float(slowest)}
+    return {"step": slowest}
 
 
 def _forever(alone: LocalTraining) -> Iterator[Any]:
