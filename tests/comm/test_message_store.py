@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from gnnfleet.comm import message_store
 from gnnfleet.comm.message_store import PIECE_BYTES, TCP_USER_TIMEOUT, Address, HeartbeatReader, MessageStore
 from gnnfleet.errors import ExchangeError
 
@@ -88,3 +91,67 @@ def test_a_post_with_patience_outlives_its_connection(monkeypatch: pytest.Monkey
         hasty.read("a")
     letter = patient.read("a")
     assert letter is not None and letter.fields == {"n": 1}
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """A body of five pieces."""
+    monkeypatch.setattr(message_store, "PIECE_BYTES", 4)
+    return torch.arange(18, dtype=torch.uint8)
+
+
+def test_a_message_without_a_body_removes_the_pieces_of_the_former_one(small_pieces: torch.Tensor) -> None:
+    server = MessageStore.serve()
+    keys = server._store.num_keys()
+    server.write("a", {"n": 1}, small_pieces)
+    server.write("a", {"n": 2})
+    message = server.read("a")
+    assert message is not None and message.fields == {"n": 2} and not len(message.body)
+    assert server._store.num_keys() == keys + 1
+    server.remove("a")
+    assert server._store.num_keys() == keys
+
+
+class Interrupted:
+    """A connection that is lost after some values were set or deleted."""
+
+    def __init__(self, store: Any, calls: int) -> None:
+        self._store, self._calls = store, calls
+
+    def _count(self, change: Callable[..., Any], *args: Any) -> Any:
+        if not self._calls:
+            raise RuntimeError("reset by peer")
+        self._calls -= 1
+        return change(*args)
+
+    def set(self, *args: Any) -> Any:
+        return self._count(self._store.set, *args)
+
+    def delete_key(self, *args: Any) -> Any:
+        return self._count(self._store.delete_key, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("calls", range(14))
+def test_an_interrupted_writer_leaves_nothing_behind(
+    small_pieces: torch.Tensor, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """Wherever it was interrupted: when it writes again, when another one writes, when the message is removed."""
+    server = MessageStore.serve()
+    keys = server._store.num_keys()
+    for again in ("same", "other", "none"):
+        writer = server.reconnect(connect_timeout=10 if again == "same" else 0)
+        server.write("a", {"n": 0}, small_pieces[:9])
+        monkeypatch.setattr(writer, "_store", Interrupted(writer._store, calls))
+        with suppress(ExchangeError):
+            writer.write("a", {"n": 1}, small_pieces)
+        if again == "other":
+            server.write("a", {"n": 1}, small_pieces)
+        if again != "none":
+            message = server.read("a")
+            assert message is not None and message.fields == {"n": 1} and torch.equal(message.body, small_pieces)
+            assert server._store.num_keys() == keys + 1 + 5
+        server.remove("a")
+        assert server._store.num_keys() == keys

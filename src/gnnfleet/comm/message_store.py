@@ -28,10 +28,13 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gnnfleet.comm.store_server import local_address, serve_store
-from gnnfleet.errors import ExchangeError
+from gnnfleet.errors import ExchangeError, first_line
 
 PIECE_BYTES = 4 << 20
 """Bytes of a body that go in one value."""
+
+UNFINISHED = "#unfinished"
+"""Suffix of the key under which a writer lists the pieces that are to be removed if it does not finish."""
 
 CONNECT_TIMEOUT = 30.0
 """Seconds a connection may take to be made."""
@@ -144,21 +147,32 @@ class MessageStore:
         with _connection_lost(self.address):
             return bool(self._store.check([key]))
 
-    @_retried
     def write(self, key: str, fields: Mapping[str, Any], body: Tensor | None = None) -> None:
-        """Leave a letter, which every connection finds from now on; one that is there already is replaced, and whoever
-        reads it meanwhile finds none."""
-        body = torch.empty(0, dtype=torch.uint8) if body is None else body
-        pieces = torch.split(body, PIECE_BYTES) if len(body) else ()
+        """Publish a message in place of a former one. One writer per key at a time.
+
+        A reader that is in the middle of the former message finds none.
+        """
+        pieces = () if body is None or not len(body) else torch.split(body, PIECE_BYTES)
+        # Named once, so that a repeated attempt overwrites what the interrupted one has left.
+        names = [f"{key}#{secrets.token_hex(4)}#{index}" for index in range(len(pieces))]
+        self._write(key, dict(fields), dict(zip(names, pieces, strict=True)))
+
+    @_retried
+    def _write(self, key: str, fields: Mapping[str, Any], pieces: Mapping[str, Tensor]) -> None:
         with _connection_lost(self.address):
-            before = self._pieces(key) if pieces else []
-            names = [f"{key}#{secrets.token_hex(4)}#{place}" for place in range(len(pieces))]
-            for name, piece in zip(names, pieces, strict=True):
+            obsolete = sorted(set(self._pieces(key)) - pieces.keys())
+            if pieces or obsolete:
+                # A writer that is killed from here on leaves a list of what the next one has to remove.
+                self._store.set(key + UNFINISHED, json.dumps([*obsolete, *pieces]))
+            for name, piece in pieces.items():
                 self._store.set(name, piece.numpy().tobytes())  # type: ignore[arg-type]
-            self._store.set(key, json.dumps({"words": dict(fields), "pieces": names, "bytes": len(body)}))
-            for name in before:
+            nbytes = sum(len(piece) for piece in pieces.values())
+            self._store.set(key, json.dumps({"fields": fields, "pieces": list(pieces), "bytes": nbytes}))
+            for name in obsolete:
                 self._store.delete_key(name)
-            if not before:
+            if pieces or obsolete:
+                self._store.delete_key(key + UNFINISHED)
+            else:
                 self._store.check([key])  # the server does not answer to set, so wait until it has come to this
 
     @_retried
@@ -174,20 +188,19 @@ class MessageStore:
                 if len(piece) != len(room):
                     return None  # it was taken away while it was read
                 room.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
-        return StoredMessage(head["words"], body)
+        return StoredMessage(head["fields"], body)
 
     @_retried
     def remove(self, key: str) -> None:
         """Take a letter away."""
         with _connection_lost(self.address):
-            pieces = self._pieces(key)
-            self._store.delete_key(key)
-            for name in pieces:
+            for name in (*self._pieces(key), key, key + UNFINISHED):  # the lists last: removal may be interrupted, too
                 self._store.delete_key(name)
 
     def _pieces(self, key: str) -> list[str]:
-        head = self._head(key)
-        return [] if head is None else list(head["pieces"])
+        """Names of all pieces of a message, those of interrupted writers included."""
+        head, unfinished = self._head(key), self._value(key + UNFINISHED)
+        return [*([] if head is None else head["pieces"]), *(json.loads(unfinished) if unfinished else [])]
 
     def _head(self, key: str) -> dict[str, Any] | None:
         value = self._value(key)
@@ -230,7 +243,7 @@ def _connection_lost(address: Address) -> Iterator[None]:
     try:
         yield
     except (torch.distributed.DistError, RuntimeError, OSError) as error:
-        raise ExchangeError(f"lost the coordinator's server at {address}: {str(error).splitlines()[0]}") from error
+        raise ExchangeError(f"lost the coordinator's server at {address}: {first_line(error)}") from error
 
 
 def _detect_dead_connections(port: int) -> None:
