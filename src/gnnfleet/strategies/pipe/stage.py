@@ -18,7 +18,7 @@ from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.pipeline.chunk_view import ChunkView
 from gnnfleet.strategies.job import autocast
 from gnnfleet.strategies.pipe.schedule import ChunkSpan
-from gnnfleet.strategies.pipe.stage_p2p import StageLink
+from gnnfleet.strategies.pipe.stage_p2p import PendingMessages, StageLink
 
 LossFn = Callable[[Tensor], Tensor]
 """[n, C] output of all rows of the way → what it costs."""
@@ -95,17 +95,17 @@ class Stage:
                 end.flush()
         return rows, last
 
-    def _pending_messages(self, views: Sequence[ChunkView]) -> Any:
+    def _pending_messages(self, views: Sequence[ChunkView]) -> PendingMessages | None:
         if self.previous_link is None:
             return None
         self.previous_link.receive_shapes()
         return self.previous_link.expect([view.num_dst for view in views], back=False)
 
-    def _receive_input(self, view: ChunkView, coming: Any) -> list[Tensor]:
+    def _receive_input(self, view: ChunkView, coming: PendingMessages | None) -> list[Tensor]:
         if self.inputs is not None:
             return [self.inputs.x[view.chunk.span]]
-        found: list[Tensor] = coming.next()
-        return found
+        assert coming is not None
+        return coming.receive_next()
 
     def _layer(self, index: int, view: ChunkView, rows: Any, carry: Tensor | None) -> tuple[Any, Tensor | None]:
         near = None if index or self.inputs is None else self.inputs.aggregated
