@@ -6,13 +6,15 @@ import io
 import os
 import re
 import signal
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from gnnfleet.api import train
 from gnnfleet.comm.failure import Failure, FailureKind
@@ -22,7 +24,8 @@ from gnnfleet.errors import ConfigError, ExchangeError, GnnfleetError, Partition
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.inference.query import open_trained_run
-from gnnfleet.launch.local_launcher import combine_failures, threads_per_worker
+from gnnfleet.launch.local_launcher import combine_failures, launch, threads_per_worker
+from gnnfleet.launch.spec import RunSpec
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.session.prepare import RunLocation, prepare_run
 from gnnfleet.training import partition_cache
@@ -235,3 +238,18 @@ def test_one_error_for_several_workers(failures: dict[int, Any], kind: type[Gnnf
 def test_workers_share_the_cores() -> None:
     cores = len(os.sched_getaffinity(0))
     assert threads_per_worker(1) == cores and threads_per_worker(10 * cores) == 1
+
+
+def test_an_interrupted_launch_leaves_the_hooks_of_python_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> NoReturn:
+        raise SignalException("interrupted", signal.SIGINT)
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: interrupted)
+    before = sys.unraisablehook, sys.excepthook, threading.excepthook
+    spec = RunSpec(store="s", digest="d", partition="", run_dir="r", config={})
+    with pytest.raises(KeyboardInterrupt):
+        launch(spec, folder=tmp_path / "launch", workers=2)
+    assert (sys.unraisablehook, sys.excepthook, threading.excepthook) == before
+    assert not (tmp_path / "launch").exists()

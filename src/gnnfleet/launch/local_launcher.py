@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -78,7 +77,6 @@ def launch(
     except ChildFailedError as error:
         failed = error.failures
     except SignalException:
-        _silence_timer_errors()
         raise KeyboardInterrupt from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -159,19 +157,6 @@ def worker_environment() -> Iterator[None]:
             os.environ.pop(name, None)
             if name in before:
                 os.environ[name] = before[name]
-
-
-def _silence_timer_errors() -> None:
-    """After an interrupt torchrun's timer may be the last to hold itself, and its thread then fails to wait for itself:
-    harmless, but Python prints a traceback about it, at any time until the process ends."""
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        own = isinstance(unraisable.exc_value, RuntimeError) and "join current thread" in str(unraisable.exc_value)
-        if not (own and isinstance(unraisable.object, weakref.finalize)):
-            before(unraisable)
-
-    sys.unraisablehook = hook
 
 
 @contextmanager
