@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -193,3 +196,12 @@ def test_a_verdict_in_words() -> None:
         "difference": None,
         "not_checked": "no room",
     }
+
+
+def test_a_compared_run_ends_with_the_process_that_started_it() -> None:
+    """The child sees to that itself, since code between fork and exec may deadlock while other threads run."""
+    command = compare.gnnfleet_command("--version")
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("gnnfleet ")
+    orphan = ["1" if word == str(os.getpid()) else word for word in command]
+    assert subprocess.run(orphan, capture_output=True, check=False).returncode == 128 + signal.SIGKILL

@@ -6,6 +6,7 @@ Whether a strategy equals ``local`` is measured: both train two epochs in float6
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,14 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gnnfleet.comm.process_lifetime import die_with_parent
 from gnnfleet.config.resolve import flatten, overlay, resolve
 from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.errors import ConfigError, GnnfleetError
@@ -29,8 +27,7 @@ from gnnfleet.nn.custom_model import annotate_model_errors
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.report.progress import NoProgress, Progress
 from gnnfleet.strategies.protocol import RANK_LOCAL
-from gnnfleet.strategies.registry import CONFIGS, find_config, reference_config
-from gnnfleet.strategies.tma.config import TmaConfig
+from gnnfleet.strategies.registry import STRATEGIES, find_spec, reference_config
 from gnnfleet.training.build import validate
 from gnnfleet.training.partition_cache import error_for_exit_code
 from gnnfleet.training.run_dir import RunDirectory
@@ -58,10 +55,11 @@ class Comparison:
 
     def config(self, name: str) -> RunConfig:
         """Raises ConfigError where a strategy cannot be trained so."""
-        workers = 1 if name == "local" else self.workers
+        spec = find_spec(name)
+        workers = 1 if spec.execution == "single" else self.workers
         strategy = {"name": name, **self.strategy_settings.get(name, {})}
         words = overlay(self.settings, {"strategy": strategy, "workers": workers})
-        return resolve(words if find_config(name).uses_parts else {**words, "partition": None})
+        return resolve(words if spec.placement != "none" else {**words, "partition": None})
 
     def require_strategies(self) -> None:
         """Raise what the first strategy says where none of them can be trained so."""
@@ -101,9 +99,9 @@ def parse_strategies(text: str) -> list[str]:
     """Names in the order given; raises ConfigError for one that is not there, or twice."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        find_config(name)
+        find_spec(name)
     if not names or len(set(names)) < len(names):
-        raise ConfigError(f"--strategies takes different names, as {','.join(CONFIGS)}; found {text!r}")
+        raise ConfigError(f"--strategies takes different names, as {','.join(STRATEGIES)}; found {text!r}")
     return names
 
 
@@ -115,7 +113,7 @@ def split_settings(given: Mapping[str, object]) -> tuple[dict[str, object], dict
         group, dot, word = key.partition(".")
         if group == "strategy":
             raise ConfigError(f"--set {key}: strategies differ in their words; name one, as in sar.{word}")
-        if dot and group in CONFIGS:
+        if dot and group in STRATEGIES:
             own.setdefault(group, {})[word] = value
         else:
             common[key] = value
@@ -123,14 +121,14 @@ def split_settings(given: Mapping[str, object]) -> tuple[dict[str, object], dict
 
 
 def one_epoch_steps(graph: Graph, config: RunConfig) -> SettingsTree:
-    """Words that make a round of tma one pass over what is trained on, where the user says nothing about rounds."""
-    strategy = config.strategy
-    if not isinstance(strategy, TmaConfig) or strategy.steps or "interval" in strategy.model_fields_set:
+    """Strategy settings that make an epoch one pass over the training items, where the user set no length."""
+    one_pass = config.spec.one_pass
+    if one_pass is None:
         return {}
     nobody = {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes}
     with annotate_model_errors(config.model.file):
         count = len(validate(graph, config, nobody).task.items("train"))
-    return {"steps": max(1, ceil(count / config.workers / (strategy.batch or count or 1)))}
+    return one_pass(config.strategy, count, config.workers)
 
 
 def train_all(contest: Comparison, *, progress: Progress = NoProgress(), say: Callable[[str], None]) -> list[str]:
@@ -158,8 +156,8 @@ def check_all(
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
         for name in names:
             config = _check_config(contest, name)
-            other = None if config is None else reference_config(config.strategy, config.model.layers)
-            if config is None or other is None:
+            other = reference_config(config.strategy, config.model.layers)
+            if other is None:
                 found[name] = EqualityCheck()
                 continue
             folder, key = Path(scratch) / name, other.model_dump_json()
@@ -176,24 +174,22 @@ def check_all(
     return found
 
 
-def _check_config(contest: Comparison, name: str) -> RunConfig | None:
-    """Two epochs of the strategy as it was trained; None for the one that others are compared with."""
-    if name == "local":
-        return None
+def _check_config(contest: Comparison, name: str) -> RunConfig:
+    """The strategy as it was trained, for two epochs in float64."""
     config = contest.config(name)
     words = config.model_dump(mode="json")
-    words["strategy"] |= _planned_grid(contest.run_dir(name), config.workers) if name == "pipe" else {}
+    words["strategy"] |= _chosen_settings(contest.run_dir(name), config)
     words["train"] |= {"epochs": CHECK_EPOCHS, "patience": 0}
     return resolve({**words, "precision": "float64", "report": {}})
 
 
-def _planned_grid(run: Path, workers: int) -> SettingsTree:
-    """The grid that pipe has planned: another plan might be exact or not."""
+def _chosen_settings(run: Path, config: RunConfig) -> SettingsTree:
+    """Settings that the strategy chose in a run."""
     directory = open_own_run(run)
-    if directory.load("last") is None or not directory.has_rank_local("last", workers):
+    choice = config.spec.chosen
+    if choice is None or directory.load("last") is None or not directory.has_rank_local("last", config.workers):
         return {}
-    ways, _, chunks, *_ = directory.load_rank_local("last", 0)[RANK_LOCAL]["cut"].tolist()
-    return {"graph_parallel": ways, "chunks": chunks}
+    return choice(directory.load_rank_local("last", 0)[RANK_LOCAL])
 
 
 def open_own_run(run: Path) -> RunDirectory:
@@ -225,7 +221,7 @@ def _train(store: Path, config: RunConfig, run_dir: Path, *, progress: Progress,
         for key, value in flatten(_non_default_settings(config)).items()
         if value is not None
     ]
-    line = [sys.executable, "-m", "gnnfleet", "train", str(store), *words, "--run-dir", str(run_dir), "--json", "-q"]
+    line = gnnfleet_command("train", str(store), *words, "--run-dir", str(run_dir), "--json", "-q")
     seen = 0
     with tempfile.TemporaryFile("w+") as told, _process(line, told) as process:
         while process.poll() is None:
@@ -247,6 +243,23 @@ def _non_default_settings(config: RunConfig) -> SettingsTree:
     return words
 
 
+_CHILD = """
+import sys
+from gnnfleet.comm.process_lifetime import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+from gnnfleet.cli.main import main
+main()
+"""
+
+
+def gnnfleet_command(*arguments: str) -> list[str]:
+    """The command line of a gnnfleet command that ends with this process.
+
+    The child asks the kernel for that itself: code between fork and exec may deadlock while other threads run.
+    """
+    return [sys.executable, "-c", _CHILD, str(os.getpid()), *arguments]
+
+
 @contextmanager
 def _process(line: Sequence[str], errors: object) -> Iterator[subprocess.Popen[bytes]]:
     """A process that does not outlive this one. Ctrl-C is for this one, which ends it in order."""
@@ -255,7 +268,6 @@ def _process(line: Sequence[str], errors: object) -> Iterator[subprocess.Popen[b
         stdout=subprocess.DEVNULL,
         stderr=errors,  # type: ignore[call-overload]
         start_new_session=True,
-        preexec_fn=partial(die_with_parent),
     )
     try:
         yield process
