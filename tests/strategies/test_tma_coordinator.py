@@ -22,7 +22,7 @@ from gnnfleet.graph.partition.assign import Assignment, assign_nodes
 from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment, write_clusters
 from gnnfleet.graph.partition.partition_metrics import measure_partition
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer, medoid_weights, weighted_mean
+from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable
 from gnnfleet.strategies.tma.protocol import CoordinatorClient, RunState, TrainerUpdate, write_round_ack, write_update
@@ -51,26 +51,6 @@ def test_letters_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(posts, "CONNECT_TIMEOUT", 1.0)
     with pytest.raises(ExchangeError, match=r"lost the coordinator's server at 127\.0\.0\.1:1"):
         MessageStore.connect(Address("127.0.0.1", 1))
-
-
-def test_means() -> None:
-    rows = [torch.randn(7, dtype=torch.float64) for _ in range(3)]
-    assert torch.equal(weighted_mean(rows[:1], [0.3]), rows[0]), "one is itself, to the bit"
-    torch.testing.assert_close(weighted_mean(rows, [2.0, 2.0, 2.0]), torch.stack(rows).mean(0))
-    far = [rows[0], rows[0] + 0.01, rows[0] + 100]
-    weights = medoid_weights(far, [1.0, 1.0, 1.0], 0.1)
-    assert weights[2] < 1e-2 * weights[0] and weights[0] == pytest.approx(weights[1], rel=0.01)
-    assert medoid_weights([rows[0], rows[0]], [1.0, 2.0], 1.0) == [1.0, 2.0]
-    outer = OuterOptimizer(0.5)
-    one = outer.step(rows[0], rows[1], 5)
-    torch.testing.assert_close(one, rows[1])
-    again = outer.step(one, one, 5)
-    torch.testing.assert_close(again[:5], one[:5] + 0.5 * (rows[1] - rows[0])[:5])
-    assert torch.equal(again[5:], one[5:]), "statistics have no momentum"
-    tensors = {"b": torch.randn(2, 3), "a": torch.ones(4), "n": torch.tensor(3)}
-    layout = FlatLayout.of(tensors, torch.float32, without=["a"])
-    assert list(layout.shapes) == ["b"] and torch.equal(layout.unpack(layout.pack(tensors))["b"], tensors["b"])
-    assert layout.nbytes == 24
 
 
 def _share(graph: Graph, part: np.ndarray[tuple[int], np.dtype[np.int32]], parts: int) -> float:

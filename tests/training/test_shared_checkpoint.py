@@ -139,3 +139,14 @@ def test_a_damaged_part_is_found(crew: Crew, tmp_path: Path) -> None:
             load()
     assert load_sharded(path, rank=0, ids=mine)[SHARDED]["rows"].tolist() == (mine["rows"] + 100).tolist()
     assert json.loads((path / "checkpoint.json").read_text())["meta"]["owners"] == 2
+
+
+def test_a_longer_name_is_no_optimizer_state_of_a_parameter(tmp_path: Path) -> None:
+    """Rows of ``rows`` and of ``rows_scale`` lie in one file, each with its own ids."""
+    ids = {"rows": torch.arange(3), "rows_scale": torch.arange(5)}
+    sharded = {name: rows * 10 for name, rows in ids.items()} | {f"{name}/ids": rows for name, rows in ids.items()}
+    save_checkpoint(tmp_path / "last", {"model": {}, SHARDED: sharded}, TrainState(), seed=0)
+    for name in ids:
+        taken = {name: torch.tensor([2, 1])}
+        loaded = load_sharded(tmp_path / "last", rank=0, ids=taken)[SHARDED]
+        assert sorted(loaded) == [name, f"{name}/ids"] and loaded[name].tolist() == [20, 10]

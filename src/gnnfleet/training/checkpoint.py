@@ -206,7 +206,8 @@ class _RowCollector:
     def add(self, file: Any, name: str) -> None:
         """From one rank's file: the rows and what the optimizer remembers of them."""
         here = file.get_tensor(f"{name}{IDS_SUFFIX}")
-        keys = [key for key in list(file.keys()) if key.startswith(name) and not key.endswith(IDS_SUFFIX)]
+        of_name = [key for key in list(file.keys()) if key == name or key.startswith(f"{name}/")]
+        keys = [key for key in of_name if not key.endswith(IDS_SUFFIX)]
         tensors = {key.removeprefix(name): file.get_tensor(key) for key in keys}
         if torch.equal(here, self._wanted):
             self._tensors, self._missing = tensors, 0

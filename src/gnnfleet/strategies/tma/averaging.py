@@ -23,15 +23,15 @@ class FlatLayout:
         cls,
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype,
-        without: Sequence[str] = (),
+        without: Collection[str] = (),
         parameters: Collection[str] | None = None,
     ) -> FlatLayout:
-        """Of a state; ``without`` are beginnings of names that are left out, ``parameters`` come first."""
+        """The layout of a state, without some parameters and their optimizer state; ``parameters`` come first."""
         known = set(tensors if parameters is None else parameters)
         kept = {
             name: t
             for name, t in sorted(tensors.items(), key=lambda item: (item[0] not in known, item[0]))
-            if t.is_floating_point() and not name.startswith(tuple(without))
+            if t.is_floating_point() and not is_state_of(name, without)
         }
         learnt = sum(t.numel() for name, t in kept.items() if name in known)
         shapes, dtypes = {name: tuple(t.shape) for name, t in kept.items()}, {n: t.dtype for n, t in kept.items()}
@@ -57,6 +57,11 @@ class FlatLayout:
             name: piece.view(self.shapes[name]).to(self.dtypes[name])
             for name, piece in zip(self.shapes, pieces, strict=True)
         }
+
+
+def is_state_of(key: str, parameters: Collection[str]) -> bool:
+    """True for the name of one of the parameters, and for "name/word": what the optimizer holds of one."""
+    return key in parameters or key.rpartition("/")[0] in parameters
 
 
 def weighted_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

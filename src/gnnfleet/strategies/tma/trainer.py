@@ -27,7 +27,7 @@ from gnnfleet.io.atomic import write_atomically
 from gnnfleet.report.memory import own_rss, peak_rss, rss
 from gnnfleet.report.phase_timer import EXCHANGE, WAIT, PhaseTimer
 from gnnfleet.strategies.protocol import StepRecord, Strategy
-from gnnfleet.strategies.tma.averaging import FlatLayout
+from gnnfleet.strategies.tma.averaging import FlatLayout, is_state_of
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.protocol import (
     CHECKPOINTED,
@@ -223,7 +223,7 @@ class Trainer:
         self._local = self._make(own)
         strategy = self._local.strategy
         if not same:
-            kept = {name: t for name, t in kept.items() if not name.startswith(tuple(self._local.rows))}
+            kept = {name: t for name, t in kept.items() if not is_state_of(name, self._local.rows)}
         strategy.load_state_dict({**strategy.state_dict(), "optimizer": kept})
         # A layer that is there twice has two names in a state; both are learnt.
         names = [name for name, _ in strategy.model.named_parameters(remove_duplicate=False)]
