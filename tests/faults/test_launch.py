@@ -49,7 +49,7 @@ def test_every_end_is_a_clean_end(drive: Callable[..., Driver]) -> None:
     code, said = drivers["interrupted"].ends(10)
     assert code == 130 and "error: interrupted" in said and "Traceback" not in said, said
     code, said = drivers["paused"].ends(20)
-    assert code == 8 and "error: rank 1 (pid " in said and "no sign of life for 10 s" in said, said
+    assert code == 8 and "error: rank 1 (pid " in said and "sent no heartbeat for 10 s" in said, said
     assert said.count("error: ") == 1 and "Traceback" not in said, said
     assert time.monotonic() - begun < 20
 

@@ -16,15 +16,12 @@ from pydantic import ValidationError
 from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.config.suggest import explain
 from gnnfleet.errors import ConfigError
-from gnnfleet.nn.config import TEMPORAL_DEFAULTS, TEMPORAL_MODELS
-from gnnfleet.strategies.registry import CONFIGS, find_config
-from gnnfleet.strategies.sampling_options import DEFAULT_BATCH
-from gnnfleet.strategies.spec import StrategyConfig
-from gnnfleet.strategies.temporal.config import EVENT_TRAIN_DEFAULTS, TemporalConfig
+from gnnfleet.nn.config import TEMPORAL_MODELS
+from gnnfleet.strategies.registry import all_specs, find_spec
 
-# What may differ between a run and its continuation without making it another run. Memory decides the chunks of an
-# evaluation, which differ by rounding: a run that was killed for its memory must be able to go on with less. So do
-# the parts of a graph: a run may go on with more or fewer machines.
+# Settings that a resumed run may change, besides those of its strategy's spec. Memory decides the chunks of an
+# evaluation, which changes rounding only: a run that was killed for its memory must be able to resume with less. So do
+# partitions: a run may resume with more or fewer machines.
 _RESUMABLE = (
     "train.epochs",
     "train.patience",
@@ -34,87 +31,59 @@ _RESUMABLE = (
     "report.trace",
     "memory",
     "workers",
+    "silence_limit",
     "partition",
-    "strategy.batch_parallel",
-    "strategy.epoch_parallel",
-    "strategy.memory_parallel",
-    "strategy.quorum",
-    "strategy.deadline",
-    "strategy.silence",
-    "strategy.on_trainer_loss",
-    "strategy.launcher",
-    "strategy.listen",
-    "strategy.local_trainers",
-    "strategy.give_up",
 )
 
 
 def resolve(tree: Mapping[str, Any]) -> RunConfig:
-    """Nested words as a RunConfig; raises ConfigError naming the first wrong word and what was expected."""
+    """Resolve nested settings; raises ConfigError naming the first wrong setting and what was expected."""
     tree = dict(tree)
-    strategy = named_group("strategy", tree.pop("strategy", {}))
+    settings = named_group("strategy", tree.pop("strategy", {}))
     if "model" in tree:
         tree["model"] = named_group("model", tree["model"])
-    if strategy.get("name") == "tma" and strategy.get("scheme") == "ggs":
-        _named(find_config("tma"), {**strategy, "scheme": "random"})  # words that are none are refused
-        strategy = _expand_ggs(strategy, tree.get("workers", 1))
-    kind = find_config(str(strategy.get("name", "local")))
-    if kind is TemporalConfig:
-        tree = _on_events(tree)
+    spec = find_spec(str(settings.get("name", "local")))
+    try:
+        settings = spec.expand(settings, tree.get("workers", 1))
+        spec = find_spec(str(settings.get("name", "local")))
+        strategy = spec.config(**settings)
+    except ValidationError as error:
+        raise ConfigError(explain(error, spec.config, prefix="strategy.")) from None
+    tree = overlay(spec.defaults, tree)
     if tree.get("task") == "link" and isinstance(tree.get("train", {}), Mapping):
         tree["train"] = {"weight_decay": 0.0, **tree.get("train", {})}  # it would shrink rarely used rows to nothing
     try:
-        config = RunConfig(strategy=_named(kind, strategy), **tree)
+        config = RunConfig(strategy=strategy, **tree)
     except ValidationError as error:
-        raise ConfigError(explain(error, kind)) from None
-    _check_fits(config)
-    config.strategy.check_workers(config.workers)
-    if config.strategy.name == "local" and config.workers != 1:
-        several = "|".join(name for name in CONFIGS if name not in ("local", "temporal"))
+        raise ConfigError(explain(error, spec.config)) from None
+    _check_input(config)
+    strategy.check_workers(config.workers)
+    if spec.execution == "single" and config.workers != 1:
+        others = [name for name, other in all_specs().items() if other.execution != "single" and other.input == "graph"]
         raise ConfigError(
-            f"strategy local runs in one process, found workers={config.workers}: use --workers 1, "
-            f"or --strategy {several}"
+            f"strategy {spec.name} runs in one process, found workers={config.workers}: use --workers 1, "
+            f"or --strategy {'|'.join(others)}"
         )
-    if config.partition is not None and not config.strategy.uses_parts:
-        raise ConfigError(f"strategy {config.strategy.name} uses no parts: leave out --partition {config.partition}")
+    if config.partition is not None and spec.placement == "none":
+        raise ConfigError(f"strategy {spec.name} uses no parts: leave out --partition {config.partition}")
     return config
 
 
-def _on_events(tree: SettingsTree) -> SettingsTree:
-    """What words mean on a stream of events, where they are left out."""
-    model = {"name": "tgn", **named_group("model", tree.get("model", {}))}
-    train = tree.get("train", {})
-    return {
-        "task": "link",
-        **tree,
-        "model": {**TEMPORAL_DEFAULTS, **model},
-        "train": {**EVENT_TRAIN_DEFAULTS, **train} if isinstance(train, Mapping) else train,
-    }
-
-
-def _check_fits(config: RunConfig) -> None:
-    """Models and tasks of events go with the strategy for events, and only those."""
+def _check_input(config: RunConfig) -> None:
+    """Raise ConfigError for a model or task of event streams with a strategy on graphs, and the reverse."""
     name, model = config.strategy.name, config.model
-    if isinstance(config.strategy, TemporalConfig):
+    if config.spec.input == "events":
         if not model.is_temporal:
-            raise ConfigError(f"strategy temporal trains {', '.join(TEMPORAL_MODELS)}, found --model {model.label}")
+            raise ConfigError(f"strategy {name} trains {', '.join(TEMPORAL_MODELS)}, found --model {model.label}")
         if model.layers > 2:
             raise ConfigError(f"{model.name} has one or two layers, found model.layers={model.layers}")
         if config.task == "node":
-            raise ConfigError("strategy temporal predicts events: use --task link or edge, found node")
+            raise ConfigError(f"strategy {name} predicts events: use --task link or edge, found node")
         return
-    if model.is_temporal:
-        raise ConfigError(f"model {model.name} is for streams of events: use --strategy temporal, found {name}")
-    if config.task == "edge":
-        raise ConfigError(f"task edge is for streams of events: use --strategy temporal, found {name}")
-
-
-def _expand_ggs(words: SettingsTree, workers: Any) -> SettingsTree:
-    """The baseline of tma that sees the whole graph: sampled batches as many times as large, each fetched by itself."""
-    kept: SettingsTree = {key: words[key] for key in ("fanouts", "replace") if key in words}
-    each, count = words.get("batch", DEFAULT_BATCH), workers if isinstance(workers, int) else 1
-    batch = each * count if isinstance(each, int) else each
-    return {"name": "macrobatch", **kept, "batch": batch, "batches_per_fetch": 1, "cache_inputs": False}
+    subject = f"model {model.name}" if model.is_temporal else "task edge" if config.task == "edge" else ""
+    if subject:
+        others = "|".join(other for other, spec in all_specs().items() if spec.input == "events")
+        raise ConfigError(f"{subject} is for streams of events: use --strategy {others}, found {name}")
 
 
 def named_group(key: str, value: Any) -> SettingsTree:
@@ -124,13 +93,6 @@ def named_group(key: str, value: Any) -> SettingsTree:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}={value!r}: expected a name or a table of settings")
     return dict(value)
-
-
-def _named(kind: type[StrategyConfig], words: SettingsTree) -> StrategyConfig:
-    try:
-        return kind(**words)
-    except ValidationError as error:
-        raise ConfigError(explain(error, kind, prefix="strategy.")) from None
 
 
 def read_toml(path: Path) -> SettingsTree:
@@ -206,7 +168,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> SettingsTree:
 def check_resumable(old: RunConfig, new: RunConfig) -> None:
     """Raise ConfigError when ``new`` would make a continued run differ from an uninterrupted one."""
     before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
-    changed = [key for key in {**after, **before} if key not in _RESUMABLE and before.get(key) != after.get(key)]
+    resumable = {*_RESUMABLE, *(f"strategy.{option}" for option in old.spec.resumable)}
+    changed = [key for key in {**after, **before} if key not in resumable and before.get(key) != after.get(key)]
     if changed:
         key = changed[0]
         raise ConfigError(

@@ -10,11 +10,15 @@ from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, field_va
 from gnnfleet.errors import ConfigError
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.link import LinkConfig
-from gnnfleet.strategies.spec import StrategyConfig
+from gnnfleet.strategies.config import StrategyConfig
+from gnnfleet.strategies.registry import find_spec
+from gnnfleet.strategies.spec import StrategySpec
 from gnnfleet.tasks.train_options import TrainConfig
 from gnnfleet.units import parse_size
 
 SettingsTree = dict[str, Any]
+
+DEFAULT_SILENCE_LIMIT = 10.0
 
 
 class ReportConfig(BaseModel, frozen=True, extra="forbid"):
@@ -41,9 +45,16 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     # macrobatch: decides whether features and their aggregate stay in memory. temporal: what copies of the memory may
     # take on a machine.
     memory: Annotated[int | None, BeforeValidator(lambda given: None if given is None else parse_size(given))] = None
+    # Seconds without a heartbeat after which a rank is declared dead. tma has strategy.silence.
+    silence_limit: float = Field(default=DEFAULT_SILENCE_LIMIT, ge=3)
     partition: str | None = None  # how nodes are dealt to workers; None leaves it to the strategy
     # The number of a split of the store, or a rule that makes one of nodes (0.6/0.2/0.2, 20-per-class) or of links.
     split: int | str = 0
+
+    @property
+    def spec(self) -> StrategySpec[Any]:
+        """The spec of the strategy."""
+        return find_spec(self.strategy.name)
 
     @field_validator("partition")
     @classmethod

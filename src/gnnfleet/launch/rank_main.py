@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from gnnfleet.comm.failure import Failure
-from gnnfleet.comm.heartbeat import FailureDetector
+from gnnfleet.comm.heartbeat import FailureDetector, HeartbeatConfig
 from gnnfleet.comm.launch_env import LaunchEnv
 from gnnfleet.comm.process_lifetime import end_soon_after_signals
 from gnnfleet.comm.rendezvous import Rendezvous, rendezvous
 from gnnfleet.comm.world import World, init_world
 from gnnfleet.config.resolve import resolve
-from gnnfleet.config.schema import RunConfig
+from gnnfleet.config.schema import DEFAULT_SILENCE_LIMIT, RunConfig
 from gnnfleet.errors import StoreError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.chunk_layout import open_chunk_layouts
@@ -62,9 +62,9 @@ def run_spec(spec: RunSpec, world: World, *, store: Path | None = None) -> RunRe
 
 def with_placement(here: RankContext, config: RunConfig, cut: Path | None) -> RankContext:
     """With what a strategy needs of a cut: its part, or all layouts of chunks."""
-    if cut is None or config.strategy.placement == "none":
+    if cut is None or config.spec.placement == "none":
         return here
-    if config.strategy.placement == "chunks":
+    if config.spec.placement == "chunks":
         return replace(here, layouts=open_chunk_layouts(cut))
     return replace(here, shard=open_validated_part(cut, here.world.rank))
 
@@ -87,7 +87,13 @@ def open_same_store(spec: RunSpec, world: World, *, store: Path | None = None) -
     return graph
 
 
-def run_rank(seat: LaunchEnv, work: Callable[[World, Rendezvous], object], *, speaks: bool) -> NoReturn:
+def run_rank(
+    seat: LaunchEnv,
+    work: Callable[[World, Rendezvous], object],
+    *,
+    speaks: bool,
+    silence_limit: float = DEFAULT_SILENCE_LIMIT,
+) -> NoReturn:
     """Do ``work`` as a rank and end the process; with ``speaks`` it says on standard error why it failed.
 
     Without, whoever launched it reads that from the file that torchrun's environment names.
@@ -107,7 +113,7 @@ def run_rank(seat: LaunchEnv, work: Callable[[World, Rendezvous], object], *, sp
     try:
         try:
             with rendezvous(seat) as meeting:
-                watch.append(FailureDetector(meeting, report))
+                watch.append(FailureDetector(meeting, report, config=HeartbeatConfig(timeout=silence_limit)))
                 with watch[0], init_world(meeting) as world:
                     work(world, meeting)
         except Exception as error:

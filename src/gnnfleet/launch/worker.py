@@ -29,6 +29,7 @@ def run_worker(load: Callable[[], Callable[[RunSpec, World], Any]]) -> NoReturn:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what the network says of a dead peer is said better here
     from gnnfleet.comm.launch_env import LaunchEnv
+    from gnnfleet.config.schema import DEFAULT_SILENCE_LIMIT
     from gnnfleet.launch.rank_main import run_rank
 
     answer = load()
@@ -40,7 +41,7 @@ def run_worker(load: Callable[[], Callable[[RunSpec, World], Any]]) -> NoReturn:
 
     seat = LaunchEnv.from_environment()
     assert seat is not None, "started by gnnfleet"
-    run_rank(seat, work, speaks=False)
+    run_rank(seat, work, speaks=False, silence_limit=spec.config.get("silence_limit", DEFAULT_SILENCE_LIMIT))
 
 
 def _load_training() -> Callable[[RunSpec, World], Any]:

@@ -16,15 +16,14 @@ from gnnfleet.comm.process_lifetime import die_with_parent
 from gnnfleet.comm.rendezvous import Rendezvous
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
-from gnnfleet.config.schema import RunConfig
-from gnnfleet.errors import ConfigError
+from gnnfleet.config.schema import DEFAULT_SILENCE_LIMIT, RunConfig
+from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.graph.store import open_store
 from gnnfleet.launch.rank_main import run_rank, run_spec
 from gnnfleet.launch.spec import RunSpec
 from gnnfleet.launch.torchrun import broadcast_spec
 from gnnfleet.report.run_record import RunRecord
 from gnnfleet.session.prepare import RunLocation, prepare_run, resolve_run
-from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.training.run_dir import RunDirectory
 
 OnRecord = Callable[[RunRecord, RunConfig], None]
@@ -50,15 +49,29 @@ def train_as_rank(
             if world.is_first:
                 show(record, resolve(spec.config))
 
-    run_rank(seat, work, speaks=True)
+    run_rank(seat, work, speaks=True, silence_limit=_silence_limit(words, place))
+
+
+def _silence_limit(words: Mapping[str, Any], place: RunLocation) -> float:
+    """The limit that this rank's options set, or else the run it resumes."""
+    try:
+        *_, config = [resolve(words)] if "silence_limit" in words else _local_configs(words, place)
+    except GnnfleetError:  # rank 0 reports it to all ranks
+        return DEFAULT_SILENCE_LIMIT
+    return config.silence_limit
 
 
 def _local_model_files(words: Mapping[str, Any], place: RunLocation) -> frozenset[Path]:
     """The model files that this rank's command line names, and the run directory it resumes."""
+    return frozenset(config.model.file for config in _local_configs(words, place) if config.model.file is not None)
+
+
+def _local_configs(words: Mapping[str, Any], place: RunLocation) -> list[RunConfig]:
+    """The config of this rank's options, and that of the run it resumes."""
     configs = [resolve(words)]
     if place.resume and place.run_dir is not None and (directory := RunDirectory(place.run_dir)).is_initialized:
         configs.append(directory.config())
-    return frozenset(config.model.file for config in configs if config.model.file is not None)
+    return configs
 
 
 def _prepare(
@@ -69,9 +82,9 @@ def _prepare(
         raise ConfigError(f"torchrun started {seat.size} workers, found --workers {asked}: leave it out")
     graph = open_store(store)
     config, directory = resolve_run(graph, {**words, "workers": seat.size}, place)
-    if isinstance(config.strategy, LocalConfig):
+    if config.spec.execution == "single":
         raise ConfigError(f"strategy {config.strategy.name} runs in one process, found {seat.size} ranks")
-    if config.strategy.is_elastic:
+    if config.spec.execution == "supervised":
         raise ConfigError(
             f"the trainers of {config.strategy.name} come and go, ranks of torchrun do not: on one machine gnnfleet "
             "train STORE --strategy tma --workers N --set strategy.local_trainers=K --set strategy.listen=HOST:PORT, on the "
