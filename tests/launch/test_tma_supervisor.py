@@ -18,6 +18,7 @@ from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import ConfigError
 from gnnfleet.launch import tma_ray, tma_supervisor
 from gnnfleet.launch.spec import RunSpec
+from gnnfleet.launch.tma_process import process_failure
 from gnnfleet.launch.tma_supervisor import check_trainers_free, exited_cleanly, reachable_address, restart_failed
 from gnnfleet.report.metrics import read_metrics
 from gnnfleet.report.run_record import RunRecord
@@ -121,6 +122,14 @@ class Member:
     def restart(self) -> bool:
         self.restarts -= 1
         return self.restarts >= 0
+
+
+@pytest.mark.parametrize(("role", "number"), [("coordinator", 0), ("0", 1), ("2", 3)])
+def test_an_unexpected_error_names_the_coordinator_or_the_trainer(role: str, number: int) -> None:
+    """Numbered as in records: the coordinator first."""
+    failure = process_failure(ValueError("rows"), role)
+    name = role if role == "coordinator" else f"trainer {role}"
+    assert failure.text.startswith(f"unexpected ValueError on {name}: rows") and failure.ranks == (number,)
 
 
 def test_whoever_is_lost_again_is_started_again(tmp_path: Path) -> None:

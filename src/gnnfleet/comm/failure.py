@@ -39,13 +39,13 @@ class Failure:
     at: float = field(default_factory=time.time)  # for people only: clocks of machines differ
 
     @classmethod
-    def from_error(cls, error: BaseException, rank: int) -> Failure:
+    def from_error(cls, error: BaseException, rank: int, name: str = "") -> Failure:
         """What an exception on a rank means before anybody has asked whether a peer is behind it."""
         if isinstance(error, GnnfleetError):
             kind = FailureKind.lost if isinstance(error, ExchangeError) else FailureKind.raised
             return cls(kind=kind, ranks=(rank,), found_by=rank, text=str(error), exit_code=error.exit_code)
         trace = "".join(traceback.format_exception(error))
-        text = f"unexpected {type(error).__name__} on rank {rank}: {error}. This is a defect of gnnfleet."
+        text = f"unexpected {type(error).__name__} on {name or f'rank {rank}'}: {error}. This is a defect of gnnfleet."
         return cls(
             kind=FailureKind.raised,
             ranks=(rank,),

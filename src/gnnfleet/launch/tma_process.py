@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from gnnfleet.comm.failure import Failure
 from gnnfleet.comm.process_lifetime import die_with_parent, end_soon_after_signals, prefer_huge_pages
 from gnnfleet.launch.spec import RunSpec
 
@@ -26,6 +27,15 @@ TRAINERS_DIR = ".trainers"
 """Where trainers keep what only they know, below the run."""
 
 
+def process_name(role: str) -> str:
+    return role if role == COORDINATOR else f"trainer {role}"
+
+
+def process_failure(error: BaseException, role: str) -> Failure:
+    """The failure of a process without a rank; numbered as in records: the coordinator 0, trainer i as i + 1."""
+    return Failure.from_error(error, 0 if role == COORDINATOR else int(role) + 1, process_name(role))
+
+
 def main() -> NoReturn:
     path, address, role = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     spec = RunSpec.read(path)
@@ -35,7 +45,6 @@ def main() -> NoReturn:
     if spec.threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from gnnfleet.comm.failure import Failure
     from gnnfleet.comm.message_store import Address, MessageStore
 
     code = 0
@@ -48,7 +57,7 @@ def main() -> NoReturn:
             else:
                 run_trainer(spec, post, int(role))
         except Exception as error:
-            failure = Failure.from_error(error, -1 if role == COORDINATOR else int(role))
+            failure = process_failure(error, role)
             failure.write(path.with_name(f"{role}.error"))
             code = failure.exit_code
     except KeyboardInterrupt as stop:

@@ -16,6 +16,7 @@ import gnnfleet
 from gnnfleet.comm.failure import Failure
 from gnnfleet.errors import ConfigError, first_line
 from gnnfleet.launch.spec import RunSpec
+from gnnfleet.launch.tma_process import process_failure
 
 
 class _RayTrainer:
@@ -62,7 +63,7 @@ class RayWorker:
         except ray.exceptions.RayActorError:
             return f"trainer {self.role} was lost with its actor"
         except ray.exceptions.RayTaskError as error:
-            self.failure = Failure.from_error(error.cause or error, int(self.role))
+            self.failure = process_failure(error.cause or error, self.role)
             return f"trainer {self.role} failed: {self.failure.text}"
         except ray.exceptions.RayError as error:  # no room for it, or nowhere to start it
             return f"trainer {self.role} was lost: {type(error).__name__}: {first_line(error)}"
@@ -103,7 +104,7 @@ def start_actors(spec: RunSpec, address: str, roles: Sequence[str], restarts: in
 def end_actors(actors: Sequence[Any]) -> None:
     ray = _ray()
     for actor in actors:
-        if actor.runs:
+        if actor.is_running:
             ray.kill(actor.handle)
     if _ray_started:
         _ray_started.clear()

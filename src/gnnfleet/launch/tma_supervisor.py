@@ -23,7 +23,7 @@ from gnnfleet.comm.failure import Failure
 from gnnfleet.errors import ConfigError, ExchangeError, first_line
 from gnnfleet.launch.local_launcher import SHUTDOWN_SECONDS, failure_error, threads_per_worker, worker_environment
 from gnnfleet.launch.spec import RunSpec
-from gnnfleet.launch.tma_process import COORDINATOR, TRAINERS_DIR
+from gnnfleet.launch.tma_process import COORDINATOR, TRAINERS_DIR, process_name
 
 if TYPE_CHECKING:
     from gnnfleet.comm.message_store import Address, HeartbeatReader, MessageStore
@@ -68,10 +68,6 @@ class LocalProcess:
         self.process = subprocess.Popen(self.command, start_new_session=True)
 
     @property
-    def name(self) -> str:
-        return self.role if self.role == COORDINATOR else f"trainer {self.role}"
-
-    @property
     def is_running(self) -> bool:
         return self.process.poll() is None
 
@@ -79,7 +75,7 @@ class LocalProcess:
         code = self.process.poll()
         if not code:
             return None
-        who = f"{self.name} (pid {self.process.pid})"
+        who = f"{process_name(self.role)} (pid {self.process.pid})"
         if self.why:
             return f"{who} was ended: {self.why}"
         self.failure = Failure.read(self.folder / f"{self.role}.error")
