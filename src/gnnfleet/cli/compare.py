@@ -1,4 +1,4 @@
-"""``gnnfleet compare``: several strategies on one store, one table, one page."""
+"""``gnnfleet compare``: train with several strategies on one store; one table, one page."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from gnnfleet.cli.options import (
     StoreArgument,
     TaskOption,
     parse_settings,
+    read_settings,
 )
 from gnnfleet.cli.output import print_result
 from gnnfleet.cli.report import summary_table
@@ -36,21 +37,22 @@ if TYPE_CHECKING:
 COMPARE_EXAMPLES = """\
 gnnfleet compare shop/ --strategies local,sar,macrobatch,tma,pipe --workers 2 --set train.epochs=30
 
-gnnfleet compare shop/ --strategies sar,pipe --workers 4 --model gcn2 --set model.layers=16 --set pipe.graph_parallel=2
+gnnfleet compare shop/ --strategies sar,pipe --workers 4 --model gcn2 --set model.layers=16
 
-                                                                               a word of one strategy by its name
+gnnfleet compare shop/ --strategies sar,pipe --workers 4 --set pipe.graph_parallel=2     an option of one strategy
 """
 PAGE, RUNS, MARK = "page.html", "strategies", ".compared"
-"""What is in the directory: a page, a run by name of each strategy, a mark that all of it may be replaced."""
+"""Contents of the output directory: the page, one run per strategy, a marker that gnnfleet may replace all of it."""
 
 
 def compare(
     store: StoreArgument,
     strategies: Annotated[
-        str, typer.Option(metavar="NAMES", help="Which, with commas between.")
+        str, typer.Option(metavar="NAMES", help="Strategies, separated by commas.")
     ] = "local,sar,macrobatch,tma,pipe",
     workers: Annotated[
-        int | None, typer.Option("--workers", "-w", metavar="N", min=1, help="Of each but local. Default 2.")
+        int | None,
+        typer.Option("--workers", "-w", metavar="N", min=1, help="Workers of every strategy but local. Default 2."),
     ] = None,
     model: Annotated[str | None, ModelOption] = None,
     task: Annotated[str | None, TaskOption] = None,
@@ -58,21 +60,21 @@ def compare(
     settings: Annotated[list[str] | None, SettingsOption] = None,
     config: Annotated[Path | None, ConfigOption] = None,
     seed: Annotated[int | None, SeedOption] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where runs and page go.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for runs and page.")] = Path(
         "compared"
     ),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier one left there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier comparison.")] = False,
     check: Annotated[
         bool,
-        typer.Option("--check/--no-check", help="Measure whether strategies equal local, in two more epochs each."),
+        typer.Option("--check/--no-check", help="Check each strategy against local, in two more epochs each."),
     ] = True,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Train the same model with several strategies, one after the other, and put them side by side.
+    """Train the same model with several strategies, one after the other, and compare the results.
 
-    Model, seed and epochs are the same for all; local runs in one process. A round of tma is one pass over the training
-    nodes unless you say (tma.steps, tma.interval). A strategy that cannot be trained so is left out, and says why.
+    All use the same model, seed and epochs; local runs in one process. A round of tma is one pass over the training
+    nodes unless tma.steps or tma.interval is set. Strategies that cannot train this model are skipped, with the reason.
     """
     from gnnfleet.analysis.compare import (
         Comparison,
@@ -82,44 +84,47 @@ def compare(
         split_settings,
         train_all,
     )
-    from gnnfleet.config.resolve import overlay, parse_value, read_toml, unflatten
+    from gnnfleet.config.resolve import overlay, parse_value, unflatten
     from gnnfleet.graph.store import open_store
     from gnnfleet.report.progress import make_progress
 
     names = parse_strategies(strategies)
-    common, own = split_settings({key: parse_value(value) for key, value in parse_settings(settings).items()})
-    words = overlay({} if config is None else read_toml(config), unflatten(common))
-    options = {"model": None if model is None else {"name": model}, "task": task, "split": split, "seed": seed}
-    words = overlay(words, {key: value for key, value in options.items() if value is not None})
-    words.pop("strategy", None)
-    each = words.pop("workers", 2) if workers is None else workers
-    contest = Comparison(store, output / RUNS, names, each, words, own)
+    values = {key: parse_value(value) for key, value in parse_settings(settings).items()}
+    common, strategy_settings = split_settings(values)
+    tree = overlay(read_settings(config, None), unflatten(common))
+    tree = overlay(tree, read_settings(None, None, model=model, task=task, split=split, seed=seed))
+    tree.pop("strategy", None)
+    file_workers = tree.pop("workers", 2)
+    num_workers = file_workers if workers is None else workers
+    comparison = Comparison(store, output / RUNS, names, num_workers, tree, strategy_settings)
     graph = open_store(store)
-    contest.require_strategies()  # what is wrong for all is said once
-    if "tma" in names:
-        with suppress(GnnfleetError):  # said when its turn comes
-            own.setdefault("tma", {}).update(one_epoch_steps(graph, contest.config("tma")))
+    comparison.require_strategies()  # reports an error that concerns all strategies once
+    for name in names:
+        with suppress(GnnfleetError):  # reported when it is trained
+            strategy_settings.setdefault(name, {}).update(one_epoch_steps(graph, comparison.config(name)))
     prepare_folder(output, overwrite=overwrite)
     with make_progress(quiet) as progress:
-        done = train_all(contest, progress=progress, say=partial(print_note, quiet=quiet))
-        verdicts = check_all(contest, done, progress=progress) if check else {}
-    runs = read_all({name: contest.run_dir(name) for name in done})
-    title = f"{', '.join(done)} on {store.resolve().name}"
-    write_page(output / PAGE, runs, title=title, verdicts=verdicts)
-    show_runs(runs, verdicts, output / PAGE, as_json=as_json, quiet=quiet)
+        trained = train_all(comparison, progress=progress, say=partial(print_note, quiet=quiet))
+        checks = check_all(comparison, trained, progress=progress) if check else {}
+    runs = read_all({name: comparison.run_dir(name) for name in trained})
+    title = f"{', '.join(trained)} on {store.resolve().name}"
+    write_page(output / PAGE, runs, title=title, checks=checks)
+    show_runs(runs, checks, output / PAGE, as_json=as_json, quiet=quiet)
 
 
-def prepare_folder(folder: Path, *, overwrite: bool, beside: Sequence[str] = ()) -> None:
-    """An empty place for runs, a page and what is named; raises ConfigError where something else is there.
+def prepare_folder(folder: Path, *, overwrite: bool, extra: Sequence[str] = ()) -> None:
+    """Make an empty directory for runs, page and ``extra`` files; raises ConfigError if it holds anything else.
 
-    Only what was made here is replaced: a mark says so, and nothing may have come to it since.
+    Only a directory that gnnfleet made (it has the marker) and that nothing was added to is replaced.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        own = {RUNS, PAGE, MARK, *beside}
-        ours = folder.is_dir() and (folder / MARK).is_file() and all(path.name in own for path in folder.iterdir())
-        if not overwrite or not ours:
-            way = "" if overwrite else ", or --overwrite what was compared there"
-            raise ConfigError(f"{folder} is not empty: choose another --output{way}")
+        expected = {RUNS, PAGE, MARK, *extra}
+        replaceable = (
+            folder.is_dir() and (folder / MARK).is_file() and all(path.name in expected for path in folder.iterdir())
+        )
+        if not overwrite or not replaceable:
+            hint = "" if overwrite else ", or pass --overwrite to replace an earlier comparison"
+            raise ConfigError(f"{folder} is not empty: choose another --output{hint}")
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     try:
@@ -129,10 +134,10 @@ def prepare_folder(folder: Path, *, overwrite: bool, beside: Sequence[str] = ())
         raise ConfigError(f"cannot write to {folder}: {error.strerror or error}: choose another --output") from error
 
 
-def read_all(places: Mapping[str, Path]) -> list[Run]:
+def read_all(run_dirs: Mapping[str, Path]) -> list[Run]:
     from gnnfleet.report.run_reader import read_run
 
-    return [read_run(path, name) for name, path in places.items()]
+    return [read_run(path, name) for name, path in run_dirs.items()]
 
 
 def write_page(
@@ -140,30 +145,30 @@ def write_page(
     runs: Sequence[Run],
     *,
     title: str,
-    verdicts: Mapping[str, EqualityCheck],
+    checks: Mapping[str, EqualityCheck],
     partitions: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     from gnnfleet.io.atomic import write_atomically
     from gnnfleet.report.page import page_data, render_page
 
-    equals = {name: str(verdict) for name, verdict in verdicts.items() if name != "local"}
+    equals = {name: str(check) for name, check in checks.items() if name != "local"}
     write_atomically(path, render_page(page_data(runs, title=title, equals=equals, partitions=partitions)).encode())
 
 
 def show_runs(
-    runs: Sequence[Run], verdicts: Mapping[str, EqualityCheck], page: Path, *, as_json: bool, quiet: bool
+    runs: Sequence[Run], checks: Mapping[str, EqualityCheck], page: Path, *, as_json: bool, quiet: bool
 ) -> None:
-    """The table, or the same as one JSON object."""
+    """Print the table, or the same as one JSON object."""
     from gnnfleet.report.run_reader import summarize
 
     results = []
     for run in runs:
-        verdict = verdicts.get(run["name"])
-        told = {} if verdict is None else verdict.as_json()
+        check = checks.get(run["name"])
+        equality = {} if check is None else check.as_json()
         results.append(
-            {"run": run["name"], "strategy": run["strategy"], "workers": run["workers"], **summarize(run), **told}
+            {"run": run["name"], "strategy": run["strategy"], "workers": run["workers"], **summarize(run), **equality}
         )
-    equals = {name: "" if name == "local" else str(verdict) for name, verdict in verdicts.items()}
-    human = [summary_table(list(runs), equals if verdicts else None)]
+    equals = {name: "" if name == "local" else str(check) for name, check in checks.items()}
+    human = [summary_table(list(runs), equals if checks else None)]
     print_result({"page": str(page), "runs": results}, as_json=as_json, human=human)
-    print_note(f"the page is {page}", quiet=quiet or as_json)
+    print_note(f"report page: {page}", quiet=quiet or as_json)

@@ -1,4 +1,4 @@
-"""``gnnfleet datasets``: what can be generated, with which parameters, and a store made of it."""
+"""``gnnfleet datasets``: list generators and their parameters, generate a store."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from gnnfleet.graph.datasets import Dataset
     from gnnfleet.graph.graph import Edges, Graph
 
-app = typer.Typer(name="datasets", help="Generated graphs, from a seed.", no_args_is_help=True)
+app = typer.Typer(name="datasets", help="Generate graphs from a seed.", no_args_is_help=True)
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A generator: gnnfleet datasets list names all.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a generator; see gnnfleet datasets list.")]
 
 
 @app.command("list")
 def list_datasets(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show the parameters of this one.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show the parameters of this generator.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print the names of all generators, or the parameters of one."""
+    """List all generators, or the parameters of one."""
     from gnnfleet.graph.datasets import DATASETS
 
     if name is not None:
@@ -37,7 +37,7 @@ def list_datasets(
 
 @app.command("show")
 def show_dataset(name: NameArgument, as_json: JsonFlag = False) -> None:
-    """Print the parameters of a generator, with defaults and meaning."""
+    """Show the parameters of a generator with their defaults."""
     from gnnfleet.graph.datasets import find_dataset
 
     dataset = find_dataset(name)
@@ -49,9 +49,9 @@ def show_dataset(name: NameArgument, as_json: JsonFlag = False) -> None:
 @app.command("make")
 def make_dataset(
     name: NameArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where the store goes.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory of the new store.")],
     settings: SetOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a store that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing store.")] = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:

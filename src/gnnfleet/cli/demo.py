@@ -1,4 +1,4 @@
-"""``gnnfleet demo``: every strategy on generated data, one table, one page, in a few minutes."""
+"""``gnnfleet demo``: every strategy on generated data; one table, one page."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from gnnfleet.report.progress import Progress
 
 GRAPH_PARAMETERS = {"nodes": 20_000, "mean_degree": 16}
-WORDS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "model": {"name": "sage", "hidden": 64, "layers": 3, "dropout": 0.2},
     "train": {"epochs": 25, "lr": 0.01},
 }
-"""Of all static strategies."""
+"""Settings of every strategy but temporal."""
 
 EVENTS = {"events": 20_000, "users": 1_000, "items": 500}
 EVENT_SETTINGS: dict[str, Any] = {
@@ -36,27 +36,30 @@ EVENT_SETTINGS: dict[str, Any] = {
 }
 EVENT_STRATEGY_SETTINGS: dict[str, dict[str, Any]] = {"temporal": {"batch": 200, "static": False}}
 
-OWN: dict[str, dict[str, Any]] = {
+STRATEGY_SETTINGS: dict[str, dict[str, Any]] = {
     "macrobatch": {"batch": 512, "fanouts": (10, 10, 5)},
     "tma": {"batch": 512, "fanouts": (10, 10, 5), "steps": 2},  # a round is one pass over the training nodes
-    "pipe": {"graph_parallel": 1},  # in stages, which a planner would not do with so few layers
+    "pipe": {"graph_parallel": 1},  # pipeline stages, which the planner would not choose for so few layers
 }
 
 
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the demo writes.")] = Path("demo"),
-    workers: Annotated[int, typer.Option("--workers", "-w", metavar="N", min=2, help="Of each strategy.")] = 2,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="Directory for stores, runs and page. An earlier demo there is replaced."),
+    ] = Path("demo"),
+    workers: Annotated[int, typer.Option("--workers", "-w", metavar="N", min=2, help="Workers of each strategy.")] = 2,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the generated graph.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the generated graph. Repeatable."),
     ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Train every strategy on generated data, and compare them in one table and on one page.
+    """Train every strategy on generated data and compare them in one table and on one page.
 
-    The static ones on a graph with communities, temporal on a stream of events. It also cuts the graph with every
-    partitioner and compares what the cuts cost. Nothing is downloaded. The directory is the demo's own: what an earlier
-    demo left there is replaced.
+    temporal trains on an event stream, the others on a graph with communities. The demo also compares all partition
+    methods on that graph. Nothing is downloaded.
     """
     from gnnfleet.analysis.compare import Comparison, check_all, train_all
     from gnnfleet.graph.datasets import make_dataset
@@ -66,51 +69,54 @@ def demo(
     say = partial(print_note, quiet=quiet)
     started = time.monotonic()
     store, runs = output / "communities", output / RUNS
-    contest = Comparison(store, runs, ("local", "sar", "macrobatch", "tma", "pipe"), workers, WORDS, OWN)
+    strategies = ("local", "sar", "macrobatch", "tma", "pipe")
+    comparison = Comparison(store, runs, strategies, workers, SETTINGS, STRATEGY_SETTINGS)
     with make_progress(quiet) as progress:
         graph = make_dataset("communities", progress=progress, **{**GRAPH_PARAMETERS, **parse_settings(settings)})
-        prepare_folder(output, overwrite=True, beside=("communities", "events"))
+        prepare_folder(output, overwrite=True, extra=("communities", "events"))
         graph = save_store(graph, store)
-        cuts = _cut(graph, workers, progress)
-        done = train_all(contest, progress=progress, say=say)
-        verdicts = check_all(contest, done, progress=progress)
+        partitions = _measure_partitions(graph, workers, progress)
+        trained = train_all(comparison, progress=progress, say=say)
+        checks = check_all(comparison, trained, progress=progress)
         save_store(make_dataset("events", progress=progress, **EVENTS), output / "events")
-        with suppress(GnnfleetError):  # it was said; the others have something to show
-            events = _on_events(contest, output / "events")
-            done += train_all(events, progress=progress, say=say)
-            verdicts |= check_all(events, events.strategies, progress=progress)
-    found = read_all({name: contest.run_dir(name) for name in done})
+        with suppress(GnnfleetError):  # reported already; the page shows the other strategies
+            events = _event_comparison(comparison, output / "events")
+            trained += train_all(events, progress=progress, say=say)
+            checks |= check_all(events, events.strategies, progress=progress)
+    trained_runs = read_all({name: comparison.run_dir(name) for name in trained})
     title = f"gnnfleet demo: {graph.num_nodes:,} nodes, {graph.num_edges:,} edges, {workers} workers"
-    write_page(output / PAGE, found, title=title, verdicts=verdicts, partitions=cuts)
-    show_runs(found, verdicts, output / PAGE, as_json=as_json, quiet=quiet)
+    write_page(output / PAGE, trained_runs, title=title, checks=checks, partitions=partitions)
+    show_runs(trained_runs, checks, output / PAGE, as_json=as_json, quiet=quiet)
     took = time.monotonic() - started
-    print_note(f"it took {took / 60:.1f} minutes; look closer with  gnnfleet info {store}", quiet=quiet or as_json)
+    print_note(
+        f"finished in {took / 60:.1f} minutes; to inspect the graph: gnnfleet info {store}", quiet=quiet or as_json
+    )
 
 
-def _on_events(contest: Comparison, store: Path) -> Comparison:
-    """The strategy for streams, on as many workers as it takes."""
-    found = replace(
-        contest,
+def _event_comparison(comparison: Comparison, store: Path) -> Comparison:
+    """The comparison for strategy temporal; one worker if it cannot use as many as the others."""
+    events = replace(
+        comparison,
         store=store,
         strategies=("temporal",),
         settings=EVENT_SETTINGS,
         strategy_settings=EVENT_STRATEGY_SETTINGS,
     )
     try:
-        found.config("temporal")
+        events.config("temporal")
     except ConfigError:
-        found = replace(found, workers=1)
-    return found
+        events = replace(events, workers=1)
+    return events
 
 
-def _cut(graph: Graph, parts: int, progress: Progress) -> list[dict[str, Any]]:
-    """What every partitioner's cut would cost; none is kept."""
+def _measure_partitions(graph: Graph, parts: int, progress: Progress) -> list[dict[str, Any]]:
+    """Quality of the partition that each method makes; none is saved."""
     from gnnfleet.graph.partition.assign import PARTITIONERS, assign_nodes
     from gnnfleet.graph.partition.partition_metrics import measure_partition
 
-    found = []
+    partitions = []
     for method in PARTITIONERS:
         assignment = assign_nodes(graph, parts, method, progress=progress)
         quality = measure_partition(graph, assignment.part, parts, progress=progress)
-        found.append({"name": graph.name, "method": method, **quality.summary()})
-    return found
+        partitions.append({"name": graph.name, "method": method, **quality.summary()})
+    return partitions

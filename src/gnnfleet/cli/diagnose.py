@@ -127,12 +127,11 @@ def diagnose(
 
 def _resolve(file: Path | None, settings: Sequence[str] | None, options: dict[str, Any]) -> RunConfig:
     from gnnfleet.config.resolve import merge_settings, parse_value, read_toml, resolve
-    from gnnfleet.strategies.tma.config import TmaConfig
 
     given = {key: parse_value(value) for key, value in parse_settings(settings).items()}
     words = merge_settings({} if file is None else read_toml(file), given, {**options, "strategy": {"name": "tma"}})
     resolved = resolve({"workers": WORKERS, **words})
-    if not isinstance(resolved.strategy, TmaConfig):
+    if resolved.spec.placement != "clusters":
         raise ConfigError("strategy.scheme=ggs deals no nodes: leave it out")
     return resolved
 

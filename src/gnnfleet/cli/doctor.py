@@ -1,4 +1,4 @@
-"""``gnnfleet doctor``: is this machine fit to train on?"""
+"""``gnnfleet doctor``: check whether this machine is ready for training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gnnfleet.cli.output import print_result, table
 def doctor(as_json: JsonFlag = False) -> None:
     """Check this machine: torch, kernels, OpenMP, shared memory, ports, network interface, limits.
 
-    Exits with 1 when something would keep a run from working.
+    Exits with 1 if something would prevent training.
     """
     from gnnfleet.analysis.doctor import as_record, run_checks
 

@@ -36,64 +36,64 @@ class SplitChoice(StrEnum):
 
 def evaluate(
     run: RunArgument,
-    split: Annotated[
-        SplitChoice, typer.Option(help="Which nodes or links; all: every labelled node.")
-    ] = SplitChoice.test,
-    checkpoint: Annotated[CheckpointChoice, typer.Option(help="Which weights.")] = CheckpointChoice.best,
+    split: Annotated[SplitChoice, typer.Option(help="Split to evaluate; all: every labelled node.")] = SplitChoice.test,
+    checkpoint: Annotated[
+        CheckpointChoice, typer.Option(help="Weights to use: best on val, or last.")
+    ] = CheckpointChoice.best,
     store: StoreOption = None,
     memory: MemoryOption = None,
     workers: WorkersOption = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Measure a trained run on a split, with full neighbourhoods.
+    """Evaluate a trained run on a split, with full neighbourhoods.
 
-    With --store on nodes it has never seen: the store needs labels and the same features. Classes go by their names.
-    Several machines: torchrun … -m gnnfleet evaluate RUN, with run and store at the same place on each.
+    --store evaluates on other nodes: that store needs labels and the same feature columns. Classes are matched by name.
+    On several machines: torchrun … -m gnnfleet evaluate RUN, with run and store under the same path on each.
     """
     run_query_command(
         {"run": str(run), "checkpoint": str(checkpoint), "memory": memory, "split": str(split)},
         store,
         workers=workers,
         quiet=quiet,
-        show=lambda found: print_result(found, as_json=as_json, human=[_measured(found)]),
+        show=lambda answer: print_result(answer, as_json=as_json, human=[_metrics_table(answer)]),
     )
 
 
-def _measured(found: Mapping[str, Any]) -> Any:
-    unit = next(word for word in ("nodes", "links", "events") if word in found)
-    columns = ["split", unit, *found["metrics"], "loss"]
-    row = (found["split"], found[unit], *found["metrics"].values(), found["loss"])
-    return table(f"{found['run']}, {found['checkpoint']} weights", columns, [row])
+def _metrics_table(answer: Mapping[str, Any]) -> Any:
+    unit = next(name for name in ("nodes", "links", "events") if name in answer)
+    columns = ["split", unit, *answer["metrics"], "loss"]
+    row = (answer["split"], answer[unit], *answer["metrics"].values(), answer["loss"])
+    return table(f"{answer['run']}, {answer['checkpoint']} weights", columns, [row])
 
 
 def run_query_command(
-    words: Mapping[str, Any],
+    query_fields: Mapping[str, Any],
     store: Path | None,
     *,
     workers: int | None,
     quiet: bool,
     show: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Put a question, in the words of ``Query``: to this process, to workers it starts, or as one of torchrun's."""
+    """Run a ``Query`` in this process, on workers it starts, or as one rank under torchrun."""
     prefer_huge_pages()
-    seat = LaunchEnv.from_environment()
-    several = seat is not None and seat.size > 1
-    if several:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is reported once, in our words
+    launch_env = LaunchEnv.from_environment()
+    under_torchrun = launch_env is not None and launch_env.size > 1
+    if under_torchrun:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # gnnfleet reports a dead peer once, by itself
     from gnnfleet.errors import ConfigError
     from gnnfleet.inference.query import Query, run_query, run_query_as_rank
 
-    question = Query(**words)
-    if seat is not None and several:
-        if workers not in (None, seat.size):
-            raise ConfigError(f"torchrun started {seat.size} workers, found --workers {workers}: leave it out")
-        run_query_as_rank(seat, question, lambda: graph_of_run(Path(question.run), store), quiet=quiet, show=show)
-    show(run_query(question, graph_of_run(Path(question.run), store), workers=workers, quiet=quiet))
+    query = Query(**query_fields)
+    if launch_env is not None and under_torchrun:
+        if workers not in (None, launch_env.size):
+            raise ConfigError(f"torchrun started {launch_env.size} workers, found --workers {workers}: leave it out")
+        run_query_as_rank(launch_env, query, lambda: graph_of_run(Path(query.run), store), quiet=quiet, show=show)
+    show(run_query(query, graph_of_run(Path(query.run), store), workers=workers, quiet=quiet))
 
 
 def graph_of_run(run: Path, store: Path | None) -> Graph:
-    """The store a run was trained on, or the one that is named instead."""
+    """The store a run was trained on, or ``store`` if given."""
     from gnnfleet.errors import RunError
     from gnnfleet.graph.validate import open_validated_store
     from gnnfleet.training.run_dir import RunDirectory
@@ -101,9 +101,9 @@ def graph_of_run(run: Path, store: Path | None) -> Graph:
     if store is not None:
         return open_validated_store(store)
     directory = RunDirectory(run)
-    known = directory.info()["store"]
-    if known is None:
-        raise RunError(f"{run} was trained on a graph in memory: name its store with --store")
-    graph = open_validated_store(known["path"])
+    saved = directory.info()["store"]
+    if saved is None:
+        raise RunError(f"{run} was trained on a graph in memory: pass its store with --store")
+    graph = open_validated_store(saved["path"])
     directory.check_graph(graph)
     return graph

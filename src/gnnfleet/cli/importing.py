@@ -1,4 +1,4 @@
-"""``gnnfleet import`` and ``gnnfleet export``: what users have into a store, and a store back into tables."""
+"""``gnnfleet import`` and ``gnnfleet export``: tables and graphs of other tools to a store, and back to tables."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 IMPORT_EXAMPLES = """Examples
 
-[bold]gnnfleet import nodes.parquet edges.parquet -o shop[/bold]   two tables; columns by their usual names
+[bold]gnnfleet import nodes.parquet edges.parquet -o shop[/bold]   two tables; columns found by their usual names
 
-[bold]gnnfleet import 'parts/*.csv' -o shop --undirected[/bold]   many files; those with src and dst are edges
+[bold]gnnfleet import 'parts/*.csv' -o shop --undirected[/bold]   many files; tables with src and dst are edges
 
-[bold]gnnfleet import edges.csv -o mail --src sender --dst receiver --time sent[/bold]   nodes come from the edges
+[bold]gnnfleet import edges.csv -o mail --src sender --dst receiver --time sent[/bold]   nodes are taken from the edges
 
-[bold]gnnfleet import ml_wikipedia.txt -o wiki --columns src,dst,time[/bold]   events, no header line, values by spaces
+[bold]gnnfleet import ml_wikipedia.txt -o wiki --columns src,dst,time[/bold]   events, no header, separated by spaces
 
 [bold]gnnfleet import people.csv links.csv -o s --label job --features 'f*,age' --split 0.6/0.2/0.2[/bold]
 
 [bold]gnnfleet import -o shop --nodes user='users/*.parquet' --nodes product=products.csv,id=sku
---edges user:buys:product=orders.csv,src=customer,dst=sku,time=day[/bold]   several types, each with its own columns
+--edges user:buys:product=orders.csv,src=customer,dst=sku,time=day[/bold]   several node and edge types
 
 [bold]gnnfleet import cora.npz -o cora[/bold]   also .pt, .graphml, .gml, an OGB directory, tgb:tgbl-wiki
 """
@@ -38,7 +38,7 @@ IMPORT_EXAMPLES = """Examples
 _TABLES, _GRAPH = "Columns of tables", "The graph"
 _GRAPH_ENDINGS = (".npz", ".pt", ".graphml", ".gml")
 SHOWN = 5
-"""Names of feature columns in the report; --json has all."""
+"""Number of feature columns named in the table; --json lists all."""
 
 
 def _column(name: str, text: str) -> Any:
@@ -66,7 +66,7 @@ NodeTablesOption = Annotated[
     typer.Option(
         "--nodes",
         metavar="TYPE=FILES",
-        help="A node type: files and own columns, by commas, several features by spaces: "
+        help="A node type with its files and columns, separated by commas; several features by spaces: "
         "'user=u.csv,id=key,features=age f*'. Repeatable.",
     ),
 ]
@@ -75,11 +75,11 @@ EdgeTablesOption = Annotated[
     typer.Option(
         "--edges",
         metavar="SRC:REL:DST=FILES",
-        help="An edge type: user:buys:product=o.csv,src=who,dst=what. Repeatable.",
+        help="An edge type, for example user:buys:product=o.csv,src=who,dst=what. Repeatable.",
     ),
 ]
-OutputOption = Annotated[Path, typer.Option("--output", "-o", metavar="STORE", help="The directory to make.")]
-OverwriteFlag = Annotated[bool, typer.Option("--overwrite", help="Replace a store that is there already.")]
+OutputOption = Annotated[Path, typer.Option("--output", "-o", metavar="STORE", help="Directory of the new store.")]
+OverwriteFlag = Annotated[bool, typer.Option("--overwrite", help="Replace an existing store.")]
 IdOption = Annotated[str | None, _column("--id", "Node id: integers or text. [dim]Usually id.[/dim]")]
 SrcOption = Annotated[str | None, _column("--src", "Source of an edge. [dim]Usually src, source or from.[/dim]")]
 DstOption = Annotated[str | None, _column("--dst", "Destination of an edge. [dim]Usually dst, target or to.[/dim]")]
@@ -87,12 +87,12 @@ LabelOption = Annotated[
     str | None,
     _patterns(
         "--label",
-        "Class numbers (−1 or nothing: none) or names; several columns ('tag_*') or a list: several labels per node; "
-        "none: no labels. [dim]Usually label or y.[/dim]",
+        "Class numbers (−1 or empty: no label) or names. Several columns ('tag_*') or a list column: several labels "
+        "per node. none: no labels. [dim]Usually label or y.[/dim]",
     ),
 ]
 SplitColumnOption = Annotated[
-    str | None, _column("--split-column", "Words train, val, test; or none. [dim]Usually split.[/dim]")
+    str | None, _column("--split-column", "Column with train, val, test; or none. [dim]Usually split.[/dim]")
 ]
 TimeOption = Annotated[
     str | None,
@@ -103,16 +103,19 @@ TimeOption = Annotated[
 WeightOption = Annotated[str | None, _column("--weight", "Weight of an edge, or none. [dim]Usually weight.[/dim]")]
 FeaturesOption = Annotated[
     str | None,
-    _patterns("--features", "Node features, as 'f*,price', or none. [dim]Else all other numbers and lists.[/dim]"),
+    _patterns(
+        "--features",
+        "Node features, for example 'f*,price', or none. [dim]Default: all other numeric and list columns.[/dim]",
+    ),
 ]
-EdgeFeaturesOption = Annotated[str | None, _patterns("--edge-features", "Edge features, likewise.")]
-EdgeLabelOption = Annotated[str | None, _patterns("--edge-label", "Labels of edges, as those of nodes; or none.")]
+EdgeFeaturesOption = Annotated[str | None, _patterns("--edge-features", "Edge features, in the same form.")]
+EdgeLabelOption = Annotated[str | None, _patterns("--edge-label", "Edge labels, in the same form; or none.")]
 ColumnsOption = Annotated[
     str | None,
     typer.Option(
         "--columns",
         metavar="NAMES",
-        help="Names of the columns of CSV tables without a header line, as src,dst,time.",
+        help="Column names of CSV tables without a header line, for example src,dst,time.",
         rich_help_panel=_TABLES,
     ),
 ]
@@ -120,37 +123,37 @@ UndirectedFlag = Annotated[
     bool,
     _rule(
         "--undirected",
-        "Add the reverse of every edge; between two node types as dst:rev_relation:src. Self-loops are not doubled.",
+        "Add the reverse of every edge; between two node types as dst:rev_relation:src. Self-loops are not duplicated.",
     ),
 ]
 DuplicatesOption = Annotated[
     str | None,
     _rule(
         "--duplicates",
-        "keep, drop (keep the first), sum (add weights and features) or error: edges of the same ends and time. "
-        "[dim]drop if undirected, else keep.[/dim]",
+        "Edges with equal ends and time: keep, drop (keep the first), sum (add weights and features) or error. "
+        "[dim]Default: drop if undirected, else keep.[/dim]",
         "RULE",
     ),
 ]
-SelfLoopsOption = Annotated[str, _rule("--self-loops", "keep, drop or error.", "RULE")]
+SelfLoopsOption = Annotated[str, _rule("--self-loops", "Self-loops: keep, drop or error.", "RULE")]
 MissingOption = Annotated[
-    str, _rule("--missing", "Ids of edges that no node table has: error, or add (features 0, no label).", "RULE")
+    str, _rule("--missing", "Edge ends missing from the node tables: error, or add (features 0, no label).", "RULE")
 ]
-DtypeOption = Annotated[str | None, _rule("--dtype", "Features as float32, float16 or bfloat16.", "TYPE")]
+DtypeOption = Annotated[str | None, _rule("--dtype", "Store features as float32, float16 or bfloat16.", "TYPE")]
 SplitRuleOption = Annotated[
     str | None,
     _rule(
         "--split",
-        "Make a split: shares as 0.6/0.2/0.2, or 20-per-class (then 500 val, 1,000 test, or a third and the rest of "
-        "what remains). Drawn by id among labelled nodes.",
+        "Make a split: shares such as 0.6/0.2/0.2, or 20-per-class (val 500 and test 1,000 of the rest, or one third "
+        "and two thirds of it if it is smaller). Drawn among labelled nodes by id.",
         "RULE",
     ),
 ]
 SplitSeedOption = Annotated[int, _rule("--seed", "Seed of the split.")]
 ImportMemoryOption = Annotated[
-    str, typer.Option("--memory", metavar="SIZE", help="For sorting; more is kept on disk meanwhile.")
+    str, typer.Option("--memory", metavar="SIZE", help="Memory for sorting; larger tables are sorted on disk.")
 ]
-NameOption = Annotated[str | None, typer.Option("--name", help="Name of the graph; the directory's otherwise.")]
+NameOption = Annotated[str | None, typer.Option("--name", help="Name of the graph. Default: name of the directory.")]
 
 
 def import_graph(
@@ -183,7 +186,7 @@ def import_graph(
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Make a store from tables, of any size, or from a graph of another tool."""
+    """Make a store from tables of any size, or from a graph of another tool."""
     from gnnfleet.graph.ingest.spec import ImportRules
     from gnnfleet.report.progress import make_progress
 
@@ -205,9 +208,9 @@ def import_graph(
         if sources and _is_graph_file(sources):
             from gnnfleet.graph.ingest.in_memory import import_in_memory
 
-            given = {**node_columns, **edge_columns, "edge-features": edge_features, "nodes": nodes, "edges": edges}
-            given |= {"features": features, "label": label, "edge-label": edge_label}
-            source, attributes = _one_graph(sources, given)
+            options = {**node_columns, **edge_columns, "edge-features": edge_features, "nodes": nodes, "edges": edges}
+            options |= {"features": features, "label": label, "edge-label": edge_label}
+            source, attributes = _one_graph(sources, options)
             report = import_in_memory(
                 source, output, ImportRules(**rules), attributes=attributes, overwrite=overwrite, progress=progress
             )
@@ -223,7 +226,7 @@ def import_graph(
 
 def export_graph(
     store: Annotated[Path, typer.Argument(help="A store.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to make.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the new store.")],
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -239,25 +242,25 @@ def export_graph(
 
 
 def _is_graph_file(sources: Sequence[str]) -> bool:
-    """Whether a source is a graph of another tool rather than a table."""
+    """True if a source is a graph of another tool, not a table."""
     return any(Path(s).is_dir() or s.lower().endswith(_GRAPH_ENDINGS) or s.startswith("tgb:") for s in sources)
 
 
-def _one_graph(sources: Sequence[str], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The one source, and the attributes that a file of NetworkX may name as tables name columns."""
+def _one_graph(sources: Sequence[str], options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The source, and for NetworkX files the attributes that options name."""
     if len(sources) > 1:
         raise ConfigError(f"import one graph at a time, found {', '.join(sources)}")
-    named = {option: value for option, value in given.items() if value}
-    words = {"label": "y", "split": "split", "weight": "weight", "time": "time"}
+    named = {option: value for option, value in options.items() if value}
+    scalars = {"label": "y", "split": "split", "weight": "weight", "time": "time"}
     lists = {"features": "x", "edge-features": "edge_attr"}
     attributes: dict[str, Any] = {}
     if sources[0].lower().endswith((".graphml", ".gml")):
-        attributes = {words[option]: named.pop(option) for option in words if option in named}
+        attributes = {scalars[option]: named.pop(option) for option in scalars if option in named}
         attributes |= {lists[option]: named.pop(option).split(",") for option in lists if option in named}
     if named:
-        word = next(iter(named))
-        option = "split-column" if word == "split" else word
-        raise ConfigError(f"--{option} does not concern {sources[0]}: leave it out")
+        name = next(iter(named))
+        option = "split-column" if name == "split" else name
+        raise ConfigError(f"--{option} does not apply to {sources[0]}: leave it out")
     return sources[0], attributes
 
 
@@ -272,19 +275,22 @@ def _table_spec(
 
     node_columns, edge_columns = columns
     if sources and any(typed):
-        raise ConfigError("name tables either plainly, for one type of node, or all with --nodes and --edges")
+        raise ConfigError(
+            "list tables without options (one node type), or all of them with --nodes and --edges; found both"
+        )
     if not sources:
         return TableSpec(
             nodes={
-                kind: NodeTable(**{**node_columns, **own}) for kind, own in _parse(typed[0], "--nodes TYPE", NodeTable)
+                kind: NodeTable(**{**node_columns, **columns_of_type})
+                for kind, columns_of_type in _parse(typed[0], "--nodes TYPE", NodeTable)
             },
             edges={
-                EdgeType.parse(kind): EdgeTable(**{**edge_columns, **own})
-                for kind, own in _parse(typed[1], "--edges SRC:RELATION:DST", EdgeTable)
+                EdgeType.parse(kind): EdgeTable(**{**edge_columns, **columns_of_type})
+                for kind, columns_of_type in _parse(typed[1], "--edges SRC:RELATION:DST", EdgeTable)
             },
         )
-    words = {word: edge_columns[word] for word in ("src", "dst", "columns")}
-    spec = classify_tables(sources, id=node_columns["id"], **words)
+    edge_ends = {name: edge_columns[name] for name in ("src", "dst", "columns")}
+    spec = classify_tables(sources, id=node_columns["id"], **edge_ends)
     return replace(
         spec,
         nodes={kind: replace(table, **node_columns) for kind, table in spec.nodes.items()},
@@ -292,31 +298,29 @@ def _table_spec(
     )
 
 
-def _parse(words: Sequence[str], option: str, table: type[Any]) -> list[tuple[str, dict[str, Any]]]:
-    """``user=a.csv,b.csv,id=key`` as (``user``, files and columns); raises ConfigError for anything else."""
-    parts = {field.name for field in fields(table)} - {"files"}
-    made: list[tuple[str, dict[str, Any]]] = []
-    for word in words:
-        kind, equals, rest = word.partition("=")
-        items = [item for item in rest.split(",") if item]
-        own: dict[str, Any] = {}
+def _parse(arguments: Sequence[str], option: str, table: type[Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Parse ``user=a.csv,b.csv,id=key`` to (``user``, files and columns); raises ConfigError."""
+    column_names = {field.name for field in fields(table)} - {"files"}
+    tables: dict[str, dict[str, Any]] = {}
+    for argument in arguments:
+        kind, equals, rest = argument.partition("=")
+        columns: dict[str, Any] = {}
         files = []
-        for item in items:
+        for item in filter(None, rest.split(",")):
             key, is_column, column = item.partition("=")
-            if is_column and key in parts:
-                own[key] = column
+            if is_column and key in column_names:
+                columns[key] = column
             elif is_column and not Path(item).exists():
-                raise ConfigError(
-                    f"{option}=FILES: {key!r} is no column of such a table; expected {', '.join(sorted(parts))}"
-                )
+                expected = ", ".join(sorted(column_names))
+                raise ConfigError(f"{option}=FILES: {key!r} is not a column of such a table; expected {expected}")
             else:
                 files.append(item)
         if not equals or not kind or not files:
-            raise ConfigError(f"expected {option}=FILES, found {word!r}")
-        if kind in (known for known, _ in made):
+            raise ConfigError(f"expected {option}=FILES, found {argument!r}")
+        if kind in tables:
             raise ConfigError(f"{kind!r} is given twice: list all its files in one {option}=FILE,FILE or a glob")
-        made.append((kind, {"files": tuple(files), **own}))
-    return made
+        tables[kind] = {"files": tuple(files), **columns}
+    return list(tables.items())
 
 
 def _show(report: ImportReport, *, as_json: bool, quiet: bool) -> None:
@@ -343,16 +347,16 @@ def _show(report: ImportReport, *, as_json: bool, quiet: bool) -> None:
         if columns:
             remarks.print_note(f"{kind}: columns not used: {', '.join(columns)}", quiet=quiet)
     if not any(counts.count for counts in report.edges.values()):
-        remarks.print_note("this store has no edges: name a table of them too, unless there are none yet", quiet=quiet)
+        remarks.print_note("this store has no edges: if there are any, import their table too", quiet=quiet)
     changed = [f"{what.replace('_', ' ')} {count:,}" for what, count in report.cleaned.items() if count]
     if changed:
-        remarks.print_note(f"found and done: {', '.join(changed)}", quiet=quiet)
+        remarks.print_note(f"cleaned: {', '.join(changed)}", quiet=quiet)
     remarks.print_note(f"{report.path} is ready ({report.seconds:.1f} s)", quiet=quiet)
 
 
 def _splits(counts: Any) -> str | None:
-    found = (counts.train, counts.val, counts.test)
-    return "/".join(f"{count:,}" for count in found) if any(found) else None
+    sizes = (counts.train, counts.val, counts.test)
+    return "/".join(f"{size:,}" for size in sizes) if any(sizes) else None
 
 
 def _features(counts: Any) -> str | None:
@@ -360,17 +364,17 @@ def _features(counts: Any) -> str | None:
 
 
 def _named(counts: Any) -> str:
-    """The first columns that features were made of, where they have names."""
+    """The first feature columns in parentheses, if they have names."""
     names = [name for name, _ in counts.columns]
     more = ["…"] if len(names) > SHOWN else []
     return f" ({', '.join(names[:SHOWN] + more)})" if names else ""
 
 
 def _data(counts: Any) -> str:
-    words = [
+    parts = [
         "weight" if counts.weighted else "",
         f"time ({counts.time})" if counts.time else "",
         f"{counts.features} feature{'s' * (counts.features > 1)}{_named(counts)}" if counts.features else "",
         f"{counts.labelled:,} labelled" if counts.labelled else "",
     ]
-    return ", ".join(word for word in words if word)
+    return ", ".join(part for part in parts if part)

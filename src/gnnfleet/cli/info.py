@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gnnfleet.io.bundle import Bundle
 
 MAX_PARTS = 64
-"""Rows of a table for people; of more parts the first and the last are shown."""
+"""Largest number of rows in the table; of more parts the first and the last are shown."""
 
 
 def info(
@@ -43,10 +43,10 @@ def info(
         human = [partition_table(path.name, result)]
     else:
         graph = open_store(path)
-        found = [Partition.open(p, graph) for p in partition_paths(path)]
-        bundles = [_store(graph), *(bundle for partition in found for bundle in partition.part_bundles())]
+        partitions = [Partition.open(p, graph) for p in partition_paths(path)]
+        bundles = [_store(graph), *(bundle for partition in partitions for bundle in partition.part_bundles())]
         result = describe_graph(graph, head)
-        result["partitions"] = [describe_partition(partition) for partition in found]
+        result["partitions"] = [describe_partition(partition) for partition in partitions]
         human = graph_tables(result)
     if verify:
         _verify(bundles, quiet)
@@ -57,7 +57,7 @@ def info(
 
 
 def partition_paths(store: Path) -> list[Path]:
-    """The partitions kept inside a store."""
+    """Directories of the partitions inside a store."""
     return sorted(p.parent for p in (store / "parts").glob("*/partition.json") if not p.parent.name.startswith("."))
 
 
@@ -76,7 +76,7 @@ def _verify(bundles: list[Bundle], quiet: bool) -> None:
 
 
 def describe_graph(graph: Graph, head: int = 0) -> dict[str, Any]:
-    """Everything ``info`` says about a graph, as plain values."""
+    """Description of a graph as plain values."""
     return {
         "name": graph.name,
         "path": str(_store(graph).path),
@@ -102,7 +102,7 @@ def _describe_nodes(nodes: Nodes, head: int) -> dict[str, Any]:
         "classes": nodes.num_classes,
         "labels": None if nodes.y is None else "multi-label" if nodes.multilabel else "multi-class",
         "splits": 0 if nodes.split is None else nodes.split.shape[0],
-        "split": {} if nodes.split is None else {word: int(nodes.mask(word).sum()) for word in SPLITS},
+        "split": {} if nodes.split is None else {split: int(nodes.mask(split).sum()) for split in SPLITS},
     }
     if head:
         described["head"] = _head(nodes, min(head, nodes.count))
@@ -112,7 +112,7 @@ def _describe_nodes(nodes: Nodes, head: int) -> dict[str, Any]:
 def _head(nodes: Nodes, count: int) -> list[dict[str, Any]]:
     from gnnfleet.graph.graph import SPLITS
 
-    words = {code: word for word, code in SPLITS.items()}
+    split_names = {code: name for name, code in SPLITS.items()}
     rows: list[dict[str, Any]] = [{"id": value} for value in nodes.ids.select(range(count)).to_pylist()]
     for i, row in enumerate(rows):
         if nodes.y is not None and not nodes.multilabel:
@@ -122,7 +122,7 @@ def _head(nodes: Nodes, count: int) -> list[dict[str, Any]]:
             labels = (nodes.y[i] > 0).nonzero().flatten().tolist()
             row["label"] = [nodes.classes[c] for c in labels] if nodes.classes else labels
         if nodes.split is not None:
-            row["split"] = words.get(int(nodes.split[0, i]))
+            row["split"] = split_names.get(int(nodes.split[0, i]))
     return rows
 
 
@@ -145,8 +145,9 @@ def _describe_edges(edges: Edges) -> dict[str, Any]:
 
 
 def graph_tables(result: dict[str, Any]) -> list[Any]:
-    """What ``info`` prints for people."""
-    title = f"{result['name']}: {result['num_nodes']:,} nodes, {result['num_edges']:,} edges, {format_bytes(result['bytes'])}"
+    """Tables of ``info``."""
+    title = f"{result['name']}: {result['num_nodes']:,} nodes, {result['num_edges']:,} edges, "
+    title += format_bytes(result["bytes"])
     node_rows = [
         (
             kind,
@@ -198,7 +199,7 @@ def describe_partition(partition: Partition) -> dict[str, Any]:
 
 
 def partition_rows(title: str, partitions: list[dict[str, Any]]) -> Any:
-    """One line per partition, to compare."""
+    """Table with one row per partition."""
     return table(
         title,
         (
@@ -230,7 +231,7 @@ def partition_rows(title: str, partitions: list[dict[str, Any]]) -> Any:
 
 
 def partition_table(name: str, result: dict[str, Any]) -> Any:
-    """One line per part of one partition."""
+    """Table with one row per part of a partition."""
     title = (
         f"{name}: {100 * result['kept_share']:.1f} % of {result['num_edges']:,} edges kept, "
         f"{result['volume']:,} rows sent per layer, replication {result['replication']:.3f}"

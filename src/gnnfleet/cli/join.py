@@ -1,4 +1,4 @@
-"""``gnnfleet join``: trainers on this machine for a run whose coordinator is on another."""
+"""``gnnfleet join``: run trainers on this machine for a tma run whose coordinator is on another machine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ gnnfleet join first-machine:29500 /data/shop --trainers 4-7                    o
 
 
 def join(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the coordinator listens.")],
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="The same store, as it lies on this machine.")],
-    trainers: Annotated[str, typer.Option(metavar="NUMBERS", help="Which trainers run here, as 4-7 or 4,6.")],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address of the coordinator.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Path of the same store on this machine.")],
+    trainers: Annotated[str, typer.Option(metavar="NUMBERS", help="Trainers to run here, for example 4-7 or 4,6.")],
     model: Annotated[
         str | None,
         typer.Option(metavar="FILE.py:FACTORY", help="Your copy of the run's model file. Needed if it uses one."),
@@ -36,16 +36,16 @@ def join(
         ),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", metavar="N", help="How often each may be started again. Default 0.")
+        int, typer.Option("--max-restarts", metavar="N", help="Restart each trainer up to N times after a failure.")
     ] = 0,
     quiet: QuietFlag = False,
 ) -> None:
-    """Run some of the trainers of a tma run here, until it is over.
+    """Run some trainers of a tma run on this machine until the run ends.
 
-    A trainer that comes late, or comes back, takes the newest weights and goes on with them.
-    A model file runs here only if you pass it (--model) or confirm its SHA-256: the address is not trusted with code.
+    A trainer that starts late or restarts continues with the newest weights.
+    A model file runs here only if you pass it (--model) or confirm its SHA-256 (--model-sha256).
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # that nobody answers is said once, in our words
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # gnnfleet reports an unreachable coordinator once, by itself
     from gnnfleet.launch.tma_supervisor import join_supervised
 
     def say(text: str) -> None:
@@ -57,16 +57,16 @@ def join(
 
 
 def parse_numbers(text: str) -> list[int]:
-    """``4-7`` or ``4,6``; raises ConfigError."""
-    found: list[int] = []
-    for word in text.split(","):
-        span = re.fullmatch(r"(\d+)(?:-(\d+))?", word.strip())
+    """Parse ``4-7`` or ``4,6``; raises ConfigError."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        span = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if span is None:
-            raise ConfigError(f"--trainers takes numbers as 4-7 or 4,6; found {text!r}")
+            raise ConfigError(f"--trainers takes numbers, for example 4-7 or 4,6; found {text!r}")
         low, high = int(span[1]), int(span[2] or span[1])
         if high - low >= MAX_TRAINERS:
             raise ConfigError(f"--trainers takes at most {MAX_TRAINERS} numbers, found {text!r}")
-        found += range(low, high + 1)
-    if not found or len(set(found)) < len(found):
-        raise ConfigError(f"--trainers takes different numbers as 4-7 or 4,6; found {text!r}")
-    return found
+        numbers += range(low, high + 1)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"--trainers takes different numbers, for example 4-7 or 4,6; found {text!r}")
+    return numbers

@@ -1,4 +1,4 @@
-"""``gnnfleet``: hangs the commands together and turns errors into one short message and an exit code."""
+"""``gnnfleet``: assemble the commands; turn errors into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from gnnfleet.cli.watch import watch
 from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.report.remarks import print_note
 
-INTERRUPTED = "interrupted; nothing half-written was left behind"
+INTERRUPTED = "interrupted; no partial files were left"
 
-# The root of what the parser raises: click's ClickException, which newer releases of typer carry under another name.
+# Base class of the parser's errors: click's ClickException, which newer releases of typer carry under another name.
 _UsageProblem: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="gnnfleet",
-    help="Train graph neural networks on graphs too big for one machine.",
+    help="Train graph neural networks on graphs that do not fit on one machine.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -64,14 +64,14 @@ app.command()(demo)
 
 
 def main() -> NoReturn:
-    """Exit 0 on success, 1 for a defect of ours, 130 for Ctrl-C, otherwise the error's own code (errors.py)."""
+    """Run a command. Exit codes: 0 success, 1 defect of gnnfleet, 130 interrupted, otherwise as in errors.py."""
     signal.signal(signal.SIGTERM, _terminate)
     debug = "--debug" in sys.argv
-    arguments = [word for word in sys.argv[1:] if word != "--debug"]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        ended = app(args=arguments, prog_name="gnnfleet", standalone_mode=False)
-        code = ended if isinstance(ended, int) else 0
-        if code == 130:  # some typers catch Ctrl-C themselves, without a word
+        returned = app(args=arguments, prog_name="gnnfleet", standalone_mode=False)
+        code = returned if isinstance(returned, int) else 0
+        if code == 130:  # some versions of typer catch Ctrl-C themselves and print nothing
             _fail(INTERRUPTED, code, debug)
     except GnnfleetError as error:
         for note in getattr(error, "__notes__", ()):  # the traceback of a worker
@@ -80,7 +80,7 @@ def main() -> NoReturn:
     except typer.Exit as error:
         code = error.exit_code
     except _UsageProblem as error:
-        # A group of commands called without words has shown its help by now and has nothing to add.
+        # A command group called without arguments has shown its help; its message is empty.
         code = ConfigError.exit_code
         if error.format_message():
             _fail(_show_usage_error(error, arguments), code, debug)
@@ -98,14 +98,14 @@ def main() -> NoReturn:
 
 
 def _show_usage_error(error: Any, arguments: Sequence[str]) -> str:
-    """What the parser says, and whose help to read; an option that is the name of a setting is set another way."""
+    """The parser's message and the command whose help to read; suggests ``--set`` for names of settings."""
     context = getattr(error, "ctx", None)
-    said = str(error.format_message()).rstrip(".")
+    message = str(error.format_message()).rstrip(".")
     if hasattr(error, "possibilities") and context is not None:
-        takes = {each.name for each in context.command.params}
-        if {"settings", "config"} <= takes:  # its --set is about runs
-            said = _as_setting(error.option_name, arguments) or said
-    return f"{said} ({'gnnfleet' if context is None else context.command_path} --help)"
+        parameters = {parameter.name for parameter in context.command.params}
+        if {"settings", "config"} <= parameters:  # its --set takes options of a run
+            message = _as_setting(error.option_name, arguments) or message
+    return f"{message} ({'gnnfleet' if context is None else context.command_path} --help)"
 
 
 def _as_setting(option: str, arguments: Sequence[str]) -> str | None:
@@ -114,12 +114,12 @@ def _as_setting(option: str, arguments: Sequence[str]) -> str | None:
     names = settings_ending_in(option.lstrip("-").replace("-", "_"))
     if not names:
         return None
-    given = (
-        after if word == option else word.partition("=")[2]
-        for word, after in pairwise([*arguments, ""])
-        if word.partition("=")[0] == option
+    values = (
+        following if argument == option else argument.partition("=")[2]
+        for argument, following in pairwise([*arguments, ""])
+        if argument.partition("=")[0] == option
     )
-    value = next((text for text in given if text and not text.startswith("-")), "VALUE")
+    value = next((text for text in values if text and not text.startswith("-")), "VALUE")
     return f"no option {option}: use " + " or ".join(f"--set {name}={value}" for name in names)
 
 
@@ -131,21 +131,21 @@ def _fail(message: str, code: int, debug: bool) -> int:
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """A polite kill ends like Ctrl-C, so that partial output is removed."""
+    """SIGTERM ends a command like Ctrl-C, so that partial output is removed."""
     raise KeyboardInterrupt
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"gnnfleet {version('gnnfleet')}")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
-    version_asked: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and end.")
+    show_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Train graph neural networks on graphs too big for one machine."""
+    """Train graph neural networks on graphs that do not fit on one machine."""

@@ -13,7 +13,7 @@ from gnnfleet.errors import ConfigError, StoreError
 
 
 def check_is_directory(path: Path) -> Path:
-    """Of a word that names a store: a file is data that was not imported yet."""
+    """Refuse a file where a store is expected: it is data that was not imported yet."""
     if path.is_file():
         raise StoreError(f"{path} is a file, not a store: import it first (gnnfleet import --help)")
     return path
@@ -22,23 +22,38 @@ def check_is_directory(path: Path) -> Path:
 StoreArgument = Annotated[
     Path, typer.Argument(metavar="STORE", help="The store to train on.", callback=check_is_directory)
 ]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for machines.")]
-QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no remarks.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter; repeatable.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on standard output.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress and no remarks.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter. Repeatable.")]
 
 
 def parse_settings(settings: Sequence[str] | None) -> dict[str, str]:
-    """``["nodes=100", "seed=1"]`` as a dictionary; raises ConfigError for a word without '='."""
+    """``["nodes=100", "seed=1"]`` as a dictionary; raises ConfigError for a setting without '='."""
     parsed = {}
     for setting in settings or ():
         key, equals, value = setting.partition("=")
         if not equals or not key:
-            raise ConfigError(f"--set takes KEY=VALUE, found {setting!r}")
+            raise ConfigError(f"--set takes KEY=VALUE, for example --set train.epochs=10; found {setting!r}")
         parsed[key] = value
     return parsed
 
 
-_WHAT, _HOW, _WHERE = "What is trained", "How it runs", "What is kept"
+def read_settings(config: Path | None, settings: Sequence[str] | None, **options: Any) -> dict[str, Any]:
+    """The configuration of a run: command-line ``options`` win over ``--set``, which wins over the ``--config`` file.
+
+    Options that are None were not given; ``model`` is a name.
+    """
+    from gnnfleet.config.resolve import merge_settings, parse_value, read_toml
+
+    from_file = {} if config is None else read_toml(config)
+    from_set = {key: parse_value(value) for key, value in parse_settings(settings).items()}
+    given = {key: value for key, value in options.items() if value is not None}
+    if "model" in given:
+        given["model"] = {"name": given["model"]}
+    return merge_settings(from_file, from_set, given)
+
+
+MODEL_PANEL, EXECUTION_PANEL, OUTPUT_PANEL = "Model and data", "Execution", "Output"
 
 
 def _option(panel: str, metavar: str, text: str, *names: str) -> Any:
@@ -46,44 +61,64 @@ def _option(panel: str, metavar: str, text: str, *names: str) -> Any:
 
 
 ModelOption = _option(
-    _WHAT,
+    MODEL_PANEL,
     "NAME",
-    "sage, gcn, gat, gatv2, gin, rgcn, gcn2, res+, or file.py:factory for your own. Default sage. "
-    "Of events: tgn, tgn-id, tgat. Default tgn.",
+    "sage (default), gcn, gat, gatv2, gin, rgcn, gcn2, res+, or file.py:factory for your own model. "
+    "For event streams: tgn (default), tgn-id, tgat.",
     "--model",
     "-m",
 )
-TaskOption = _option(_WHAT, "TASK", "node: classify nodes, the default; link: predict edges; edge: classify events.")
+TaskOption = _option(MODEL_PANEL, "TASK", "node: classify nodes (default); link: predict edges; edge: classify events.")
 SplitOption = _option(
-    _WHAT,
+    MODEL_PANEL,
     "RULE",
-    "0.6/0.2/0.2 (train/val/test) of nodes or edges, 20-per-class, or the number of a split of the store. Default 0.",
+    "Shares for train/val/test such as 0.6/0.2/0.2, or 20-per-class, or the number of a split in the store. Default 0.",
 )
-SettingsOption = _option(_WHAT, "KEY=VALUE", "One word of the config, as train.lr=0.01; repeatable.", "--set")
-ConfigOption = _option(_WHAT, "FILE", "A TOML file with the words of a run.", "--config", "-c")
-SeedOption = _option(_WHAT, "N", "The same seed gives the same weights, bit for bit. Default 0.")
+SettingsOption = _option(
+    MODEL_PANEL,
+    "KEY=VALUE",
+    "Set one option, for example train.lr=0.01. Repeatable. All options: docs/defaults.md.",
+    "--set",
+)
+ConfigOption = _option(MODEL_PANEL, "FILE", "Read options from a TOML file.", "--config", "-c")
+SeedOption = _option(
+    MODEL_PANEL, "N", "Random seed. The same seed and number of threads give the same weights, bit for bit. Default 0."
+)
 StrategyOption = _option(
-    _HOW,
+    EXECUTION_PANEL,
     "NAME",
-    "local: one process, the default; sar: exact full batch on several workers; macrobatch: sampled mini-batches; "
-    "tma: independent trainers whose weights are averaged on a clock; pipe: layers in stages, chunks streamed through; "
-    "temporal: events in the order of time; "
-    "auto: what gnnfleet plan recommends.",
+    "local: one process (default); sar: exact full batch over workers; macrobatch: sampled mini-batches over workers; "
+    "tma: independent trainers, periodic model averaging; pipe: pipeline over layers and chunks of nodes; "
+    "temporal: temporal GNNs on event streams; auto: the one that gnnfleet plan recommends.",
     "--strategy",
     "-s",
 )
 TrainWorkersOption = _option(
-    _HOW, "N", "Processes on this machine. Default 1; of several machines see below.", "--workers", "-w"
+    EXECUTION_PANEL,
+    "N",
+    "Number of worker processes on this machine. Default 1. For several machines see the examples.",
+    "--workers",
+    "-w",
 )
 RestartsOption = _option(
-    _HOW, "N", "How often workers may be started again when one is lost. Default 0.", "--max-restarts"
+    EXECUTION_PANEL,
+    "N",
+    "Restart all workers from the last checkpoint up to N times after a failure.",
+    "--max-restarts",
 )
-LauncherOption = _option(_HOW, "NAME", "tma: how trainers are started: process, the default, or ray.", "--launcher")
+LauncherOption = _option(
+    EXECUTION_PANEL,
+    "NAME",
+    "tma only: start trainers as local processes (process, default) or as Ray actors (ray).",
+    "--launcher",
+)
 PartitionOption = _option(
-    _HOW, "METHOD", "How nodes are dealt to workers: mincut, super, random, stream, range. local has no parts."
+    EXECUTION_PANEL,
+    "METHOD",
+    "Partition method: mincut, super, random, stream or range. The default depends on the strategy.",
 )
 TrainMemoryOption = _option(
-    _HOW,
+    EXECUTION_PANEL,
     "SIZE",
     "As 500MB. local, tma: what an evaluation may hold of activations; a larger one goes in chunks; default 4GiB. "
     "sar: what each worker may hold in all; it chooses how to train within it, or refuses. macrobatch: decides whether "
@@ -91,21 +126,21 @@ TrainMemoryOption = _option(
     "the memory may take on a machine; default half of it. auto: what each worker may hold in all. pipe: "
     "nothing.",
 )
-RunDirOption = _option(_WHERE, "DIR", "Where the run goes. Default runs/STORE-MODEL-N, which runs/last points to.")
+RunDirOption = _option(OUTPUT_PANEL, "DIR", "Directory of the run. Default runs/STORE-MODEL-N; runs/last points to it.")
 
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, as runs/last.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, for example runs/last.")]
 MemoryOption = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Bytes of activations to hold at a time, as 4GiB or 500MB. Default the run's."),
 ]
-StoreOption = Annotated[Path | None, typer.Option(help="Another store than the one the run was trained on.")]
+StoreOption = Annotated[Path | None, typer.Option(help="Use this store instead of the one the run was trained on.")]
 
 
 WorkersOption = Annotated[
     int | None,
     typer.Option(
-        "--workers", "-w", metavar="N", help="Processes on this machine, each with a part. Default the run's."
+        "--workers", "-w", metavar="N", help="Number of worker processes on this machine. Default: as in training."
     ),
 ]
 

@@ -1,7 +1,7 @@
-"""What every command shares: where its words go, how it ends.
+"""Output of commands: tables for people, or one JSON object.
 
-Everything human goes to standard error or, for the result itself, to standard output as a table; with ``--json`` the
-last line of standard output is one JSON object and nothing else is printed there.
+Results go to standard output, everything else to standard error. With ``--json``, standard output has one JSON object
+and nothing else.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gnnfleet.report.metrics import none_if_not_finite
 
 
 def print_result(result: Mapping[str, Any], *, as_json: bool, human: Iterable[Any] = ()) -> None:
-    """Print a command's result: the JSON object, or the renderables made for people."""
+    """Print the result of a command: the JSON object, or ``human`` renderables."""
     if as_json:
         sys.stdout.write(json.dumps(none_if_not_finite(result), allow_nan=False) + "\n")
         sys.stdout.flush()
         return
-    # Ids, names of classes and paths are nobody's markup.
+    # Ids, class names and paths must not be read as markup.
     console = Console(width=None if sys.stdout.isatty() else 120, emoji=False, markup=False)
     for item in human:
         console.print(item)
@@ -31,18 +31,18 @@ def print_result(result: Mapping[str, Any], *, as_json: bool, human: Iterable[An
 
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     """A table whose numbers are right-aligned and grouped by thousands."""
-    made = Table(title=title, title_justify="left")
-    shown = [[_cell(value) for value in row] for row in rows]
-    kinds = [all(_is_number(row[i]) for row in shown) for i in range(len(columns))]
-    for name, numeric in zip(columns, kinds, strict=True):
-        made.add_column(name, justify="right" if numeric else "left", overflow="fold")
-    for row in shown:
-        made.add_row(*row)
-    return made
+    rich_table = Table(title=title, title_justify="left")
+    cells = [[_cell(value) for value in row] for row in rows]
+    for i, name in enumerate(columns):
+        numeric = all(_is_number(row[i]) for row in cells)
+        rich_table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        rich_table.add_row(*row)
+    return rich_table
 
 
 def format_bytes(count: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes, for example 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"

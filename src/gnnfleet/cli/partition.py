@@ -1,4 +1,4 @@
-"""``gnnfleet partition``: cut a store into parts and say what it costs."""
+"""``gnnfleet partition``: partition a store and report the quality of the partition."""
 
 from __future__ import annotations
 
@@ -34,38 +34,44 @@ class BalanceChoice(StrEnum):
 
 
 def partition(
-    store: Annotated[Path, typer.Argument(help="The store to cut.", callback=check_is_directory)],
-    parts: Annotated[int, typer.Option("--parts", "-p", help="How many parts; usually one per worker.")],
+    store: Annotated[Path, typer.Argument(help="The store to partition.", callback=check_is_directory)],
+    parts: Annotated[int, typer.Option("--parts", "-p", help="Number of parts, usually one per worker.")],
     method: Annotated[
-        MethodChoice, typer.Option("--method", "-m", help="How nodes are assigned, see below.")
+        MethodChoice, typer.Option("--method", "-m", help="Partition method, see above.")
     ] = MethodChoice.mincut,
-    balance: Annotated[BalanceChoice, typer.Option(help="What the parts share evenly.")] = BalanceChoice.nodes,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same parts.")] = 0,
+    balance: Annotated[BalanceChoice, typer.Option(help="Quantity to balance over parts.")] = BalanceChoice.nodes,
+    seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same parts.")] = 0,
     imbalance: Annotated[
-        float | None, typer.Option(help="mincut, stream: heaviest part over the mean, minus one. Default 0.03.")
+        float | None,
+        typer.Option(help="mincut, stream: allowed excess of the heaviest part over the mean. Default 0.03."),
     ] = None,
     clusters: Annotated[
-        int | None, typer.Option(help="super: number of mini-clusters. Default nodes / 10, at most 15,000.")
+        int | None, typer.Option(help="super: number of clusters. Default nodes / 10, at most 15,000.")
     ] = None,
-    tries: Annotated[int | None, typer.Option(help="mincut: seeds tried, best kept. Default 5.")] = None,
+    tries: Annotated[
+        int | None, typer.Option(help="mincut: number of seeds to try; the best partition is kept. Default 5.")
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write. Default STORE/parts/NAME.")
+        Path | None, typer.Option("--output", "-o", help="Directory to write. Default STORE/parts/NAME.")
     ] = None,
     ids: Annotated[
-        Path | None, typer.Option(help="Also write a table of original id, node type and part: Parquet, or FILE.csv.")
+        Path | None,
+        typer.Option(
+            help="Also write original id, node type and part of every node: Parquet, or CSV if it ends in .csv."
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Assign and count only, write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Report the quality and write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing partition.")] = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Cut a store into parts, one directory per worker, and report what the cut costs.
+    """Partition a store into one directory per worker, and report edges cut, traffic and balance.
 
-    random  nodes dealt at random: even in everything, most edges cut
-    range   store order cut into stretches: for stores already in a good order
-    super   many METIS mini-clusters dealt at random: parts alike, neighbourhoods kept
-    mincut  METIS k-way, best of several seeds: fewest edges cut; holds the graph in memory
-    stream  a few passes over the edges on disk, memory for the nodes only: for graphs METIS cannot hold
+    random  random assignment: best balance, most edges cut
+    range   consecutive ranges of the store: for stores already in a good order
+    super   many METIS clusters, assigned at random: similar parts that keep neighbourhoods
+    mincut  METIS k-way, best of several seeds: fewest edges cut; needs the graph in memory
+    stream  a few passes over the edges on disk, memory per node only: for graphs too large for METIS
     """
     from gnnfleet.cli.info import partition_table
     from gnnfleet.graph.partition.assign import assign_nodes
@@ -108,16 +114,14 @@ def partition(
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigError where no file can be written; nothing is made yet."""
-    parent = next(each for each in path.absolute().parents if each.exists())
+    """Raise ConfigError if no file can be written there. Creates nothing."""
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(
-            f"--ids {path} cannot be written: expected a file in a directory that is there or can be made"
-        )
+        raise ConfigError(f"--ids {path} cannot be written: expected a file in a directory that exists or can be made")
 
 
 def write_ids(graph: Graph, assignment: Assignment, path: Path) -> None:
-    """One row per node: original id, node type, part; several node types with ids of different kinds become strings."""
+    """Write one row per node: original id, node type, part. Ids of different kinds become strings."""
     import pyarrow as pa
 
     from gnnfleet.inference.predict import write_table

@@ -1,4 +1,4 @@
-"""``gnnfleet predict``: classes and embeddings of every node, scores of pairs, under the ids the user came with."""
+"""``gnnfleet predict``: classes and embeddings of nodes, scores of pairs and events, with original ids."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def predict(
     run: RunArgument,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", metavar="FILE", help="The Parquet file to write; CSV where it ends in .csv."),
+        typer.Option("--output", "-o", metavar="FILE", help="Output file: Parquet, or CSV if it ends in .csv."),
     ],
-    logits: Annotated[bool, typer.Option("--logits", help="Also a column of logits.")] = False,
-    embeddings: Annotated[bool, typer.Option("--embeddings", help="Also a column of embeddings.")] = False,
+    logits: Annotated[bool, typer.Option("--logits", help="Add a column of logits.")] = False,
+    embeddings: Annotated[bool, typer.Option("--embeddings", help="Add a column of embeddings.")] = False,
     pairs: Annotated[
         Path | None, typer.Option("--pairs", metavar="FILE", help="Score these pairs: CSV or Parquet with src and dst.")
     ] = None,
@@ -39,20 +39,22 @@ def predict(
             help="Score these events: CSV or Parquet with src, dst, time and the features of the run's events.",
         ),
     ] = None,
-    relation: Annotated[str, typer.Option(help="With --pairs: the edge type, as user:buys:product.")] = "",
-    checkpoint: Annotated[CheckpointChoice, typer.Option(help="Which weights.")] = CheckpointChoice.best,
+    relation: Annotated[str, typer.Option(help="With --pairs: the edge type, for example user:buys:product.")] = "",
+    checkpoint: Annotated[
+        CheckpointChoice, typer.Option(help="Weights to use: best on val, or last.")
+    ] = CheckpointChoice.best,
     store: StoreOption = None,
     memory: MemoryOption = None,
     workers: WorkersOption = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Write a Parquet file with id, prediction and probability of every node of the labelled type.
+    """Write id, prediction and probability of every node of the labelled type.
 
-    With several labels per node, prediction is a list and probabilities has one number per class. A run on links
-    writes id and embedding of every node, or the probability of every pair of --pairs. A run on events writes
-    the probability of every event of --events, each with all events before it known.
-    With --store for nodes the run has never seen: no labels are needed, the same features are, by name in any order.
+    For multi-label data, prediction is a list and probabilities has one number per class. A link run writes id and
+    embedding of every node, or with --pairs the probability of each pair. An event run writes the probability of each
+    event of --events, given all earlier events.
+    --store predicts other nodes: that store needs the same feature columns, in any order, and no labels.
     """
     run_query_command(
         {
@@ -69,9 +71,9 @@ def predict(
         store,
         workers=workers,
         quiet=quiet,
-        show=lambda found: print_result(
-            {**found, "output": str(output)},
+        show=lambda answer: print_result(
+            {**answer, "output": str(output)},
             as_json=as_json,
-            human=[f"{found['rows']:,} predictions written to {output}"],
+            human=[f"{answer['rows']:,} rows written to {output}"],
         ),
     )

@@ -1,4 +1,4 @@
-"""``gnnfleet report``: a page about runs, written to a file or served while they go on."""
+"""``gnnfleet report``: one page about runs, written to a file or served while they train."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ gnnfleet report runs/last -o page.html
 
 gnnfleet report runs/shop-sage-* -o compared.html                   several runs side by side
 
-gnnfleet report runs/last --serve                                   in the browser, while the run goes on
+gnnfleet report runs/last --serve                                   in the browser, while it trains
 """
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Directories of runs, as runs/last.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Directories of runs, for example runs/last.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page. Default report.html.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Default report.html.")
     ] = None,
-    title: Annotated[str | None, typer.Option(help="What stands on top of the page.")] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Serve the page instead; it refreshes itself.")] = False,
-    host: Annotated[str, typer.Option(help="Where it is served: this machine only, unless you say.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
+    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the page over HTTP; it refreshes by itself.")] = False,
+    host: Annotated[
+        str, typer.Option(help="Address to serve on. The default is reachable from this machine only.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0 picks a free one.")] = 0,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Show runs on one page: loss and metric, time split, bytes from worker to worker, memory, partitions, rounds.
+    """Show runs on one page: loss and metric, time by phase, traffic between workers, memory, partitions, rounds.
 
-    The page is one file that works offline. It can be made while a run goes on.
+    The page is one file that works offline. Runs may still be training.
     """
     from gnnfleet.io.atomic import write_atomically
     from gnnfleet.report.page import page_data, render_page
@@ -47,33 +49,33 @@ def report(
         return [read_run(path, name) for path, name in zip(runs, names, strict=True)]
 
     title = title or ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    found = read()
+    current = read()
     if serve:
         if output is not None:
             raise ConfigError("--serve writes no file: leave out --output, or --serve")
         from gnnfleet.report.http import serve_page
 
         def data() -> dict[str, Any]:
-            now = read()
-            return page_data(now, title=title, live=any(run["state"] == RUNNING for run in now))
+            latest = read()
+            return page_data(latest, title=title, live=any(run["state"] == RUNNING for run in latest))
 
         serve_page(data, host, port, say=lambda text: print_note(text, quiet=quiet))
         return
     output = output or Path("report.html")
     try:
-        write_atomically(output, render_page(page_data(found, title=title)).encode())
+        write_atomically(output, render_page(page_data(current, title=title)).encode())
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror or error}: choose another --output") from error
-    results = [{"run": run["name"], "state": run["state"], **summarize(run)} for run in found]
-    print_result({"output": str(output), "runs": results}, as_json=as_json, human=[summary_table(found)])
-    print_note(f"the page is {output}", quiet=quiet or as_json)
+    results = [{"run": run["name"], "state": run["state"], **summarize(run)} for run in current]
+    print_result({"output": str(output), "runs": results}, as_json=as_json, human=[summary_table(current)])
+    print_note(f"report page: {output}", quiet=quiet or as_json)
 
 
 def unique_names(runs: list[Path]) -> list[str]:
-    """What runs are called on a page: by their directories, with those above where two are the same."""
+    """Names of runs on a page: their directory names, with parent directories added until all differ."""
     paths = [path.resolve() for path in runs]
     if len(set(paths)) < len(paths):
-        raise ConfigError(f"a run is named twice: {max(paths, key=paths.count)}")
+        raise ConfigError(f"the same run is given twice: {max(paths, key=paths.count)}")
     names = [path.name for path in paths]
     depth = 2
     while len(set(names)) < len(names):
@@ -83,24 +85,26 @@ def unique_names(runs: list[Path]) -> list[str]:
 
 
 def summary_table(runs: list[dict[str, Any]], equals: dict[str, str] | None = None) -> Any:
-    """Runs by the numbers they are compared by."""
+    """One row per run: metric, time, traffic, memory."""
     from gnnfleet.report.run_reader import summarize
 
-    found = [(run, summarize(run)) for run in runs]
-    metrics = {each["metric"] for _, each in found if each["metric"]}
+    summaries = [summarize(run) for run in runs]
+    metrics = {summary["metric"] for summary in summaries if summary["metric"]}
     metric = metrics.pop() if len(metrics) == 1 else "metric"
     columns = ["run", "workers", "epochs", f"test {metric}", "s per epoch", "sent", "rounds", "largest worker"]
-    several, has_baseline = metric == "metric", any(each["baseline"] is not None for _, each in found)
+    mixed, has_baseline = metric == "metric", any(summary["baseline"] is not None for summary in summaries)
     rows: list[list[Any]] = []
-    for run, each in found:
-        peak = None if each["peak_rss"] is None else format_bytes(each["peak_rss"])
-        test = f"{each['test']:.3f} {each['metric']}" if several and each["test"] is not None else each["test"]
-        words = [run["name"], run["workers"], each["epochs"], test, each["epoch_seconds"]]
-        rows.append([*words, format_bytes(each["bytes"]), each["rounds"], peak])
+    for run, summary in zip(runs, summaries, strict=True):
+        peak = None if summary["peak_rss"] is None else format_bytes(summary["peak_rss"])
+        test = summary["test"]
+        if mixed and test is not None:
+            test = f"{test:.3f} {summary['metric']}"
+        rows.append([run["name"], run["workers"], summary["epochs"], test, summary["epoch_seconds"]])
+        rows[-1] += [format_bytes(summary["bytes"]), summary["rounds"], peak]
         if equals is not None:
             rows[-1].append(equals.get(run["name"]))
         if has_baseline:
-            rows[-1].insert(4, each["baseline"])
+            rows[-1].insert(4, summary["baseline"])
     if has_baseline:
         columns.insert(4, "EdgeBank")
     return table(None, [*columns, *(["equals local"] if equals is not None else [])], rows)

@@ -1,4 +1,4 @@
-"""``gnnfleet watch``: a run as it goes on, in the terminal."""
+"""``gnnfleet watch``: follow a run in the terminal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, as runs/last.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, for example runs/last.")],
 ) -> None:
-    """Follow a run until it ends: loss, metric, what workers do with their time, bytes and memory.
+    """Follow a run until it ends: loss, metric, time by phase, traffic and memory of each worker.
 
-    A live view on a terminal, elsewhere a line for each epoch that is seen. A run that has ended is shown once.
+    On a terminal the view refreshes in place; elsewhere each epoch is one line. A finished run is shown once.
     """
     from rich.console import Console
     from rich.live import Live
@@ -25,21 +25,21 @@ def watch(
     from gnnfleet.report.live_view import epoch_lines_since, live_view
     from gnnfleet.report.run_reader import RUNNING, read_run
 
-    found = read_run(run)
+    current = read_run(run)
     if not sys.stdout.isatty():
-        seen = 0
+        last_epoch = 0
         while True:
-            for line in epoch_lines_since(found, seen):
+            for line in epoch_lines_since(current, last_epoch):
                 sys.stdout.write(line + "\n")
             sys.stdout.flush()
-            seen = found["rows"][-1]["epoch"] if found["rows"] else 0
-            if found["state"] != RUNNING:
-                sys.stdout.write(f"{found['name']}: {found['state']}\n")
+            last_epoch = current["rows"][-1]["epoch"] if current["rows"] else 0
+            if current["state"] != RUNNING:
+                sys.stdout.write(f"{current['name']}: {current['state']}\n")
                 return
-            time.sleep(LOOK_SECONDS)
-            found = read_run(run)
-    with Live(live_view(found), console=Console(emoji=False), auto_refresh=False) as live:
-        while found["state"] == RUNNING:
-            time.sleep(LOOK_SECONDS)
-            found = read_run(run)
-            live.update(live_view(found), refresh=True)
+            time.sleep(POLL_SECONDS)
+            current = read_run(run)
+    with Live(live_view(current), console=Console(emoji=False), auto_refresh=False) as live:
+        while current["state"] == RUNNING:
+            time.sleep(POLL_SECONDS)
+            current = read_run(run)
+            live.update(live_view(current), refresh=True)
