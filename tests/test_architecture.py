@@ -48,6 +48,11 @@ def room_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+def is_module(name: tuple[str, ...]) -> bool:
+    path = ROOT.joinpath(*name[1:])
+    return name[0] == "gnnfleet" and (path.is_dir() or path.with_suffix(".py").is_file())
+
+
 def imports_of(path: Path) -> set[tuple[str, ...]]:
     """The gnnfleet modules a file imports, type-checking blocks and function bodies included."""
     found = set()
@@ -57,7 +62,7 @@ def imports_of(path: Path) -> set[tuple[str, ...]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide the arrow"
             module = tuple((node.module or "").split("."))
-            found |= {(*module, alias.name) if module == ("gnnfleet",) else module for alias in node.names}
+            found |= {(*module, alias.name) if is_module((*module, alias.name)) else module for alias in node.names}
     return {module[1:] for module in found if module[0] == "gnnfleet" and len(module) > 1}
 
 

@@ -12,7 +12,7 @@ from gnnfleet.config.resolve import parse_value
 from gnnfleet.config.schema import ReportConfig, RunConfig
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.link import LinkConfig
-from gnnfleet.strategies.registry import CONFIGS
+from gnnfleet.strategies.registry import all_specs
 from gnnfleet.tasks.train_options import TrainConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -23,7 +23,7 @@ LISTS: list[tuple[str, str, str, type[BaseModel]]] = [
     ("defaults", "All strategies", "", RunConfig),
     ("defaults", "All strategies", "train.", TrainConfig),
     ("defaults", "All strategies", "report.", ReportConfig),
-    *(("defaults", name, "strategy.", config) for name, config in CONFIGS.items()),
+    *(("defaults", name, "strategy.", spec.config) for name, spec in all_specs().items()),
     ("link", "Words", "link.", LinkConfig),
     ("models", "Words", "model.", ModelConfig),
 ]

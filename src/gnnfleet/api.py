@@ -29,8 +29,8 @@ from gnnfleet.nn.config import ModelConfig
 from gnnfleet.report.run_record import RunRecord
 from gnnfleet.session.prepare import RunLocation
 from gnnfleet.session.training import TrainingResult, run_training
+from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.registry import strategy_options
-from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.tasks.event import EventTask
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.tasks.node import NodeTask

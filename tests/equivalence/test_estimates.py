@@ -20,7 +20,7 @@ from gnnfleet.sharded.full_batch.active_row_counts import LayerLoad, count_activ
 from gnnfleet.sharded.full_batch.active_rows import ActiveRows
 from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.strategies.estimates import CostEstimate, LayerCostModel, MachineProfile, PlanningContext
-from gnnfleet.strategies.registry import estimate_costs, make_temporal
+from gnnfleet.strategies.registry import build_strategy, estimate_costs
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.estimate import EventTrialResult, run_event_trials
 from gnnfleet.strategies.temporal.layout_planner import all_layouts
@@ -133,7 +133,7 @@ def events_counted(world: World, store: str, tree: dict[str, Any]) -> list[tuple
     for shape, took in zip(
         shapes, run_event_trials(config.strategy, make_event_job(graph, config, here), shapes), strict=True
     ):
-        strategy = make_temporal(config.strategy.model_copy(update=vars(shape)), make_event_job(graph, config, here))
+        strategy = build_strategy(config.strategy.model_copy(update=vars(shape)), make_event_job(graph, config, here))
         list(strategy.train_epoch(0))
         before = world.traffic.bytes_sent, world.traffic.rounds
         steps = len(list(strategy.train_epoch(1)))

@@ -24,6 +24,7 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.launch import tma_subgraph as alones
 from gnnfleet.launch.tma_subgraph import make_local_training
 from gnnfleet.strategies.job import PRECISIONS
+from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.protocol import CHECKPOINTED
 from gnnfleet.strategies.tma.trainer import Trainer
 from gnnfleet.training.build import RankContext, build
@@ -256,10 +257,10 @@ def test_batches_made_ahead_have_the_rows_of_their_round(
     """Rows of other parts come anew with every round; results do not depend on how early batches are made."""
     link = {"eval_negatives": 6, "ranking": "sampled"}
     config = words(tma(steps=2, remote=4, batch=20), workers=2, task="link", link=link)
-    found, plain = [], alones.local_config
+    found, plain = [], TmaConfig.local_settings
     for ahead in (0, 2):
         monkeypatch.setattr(
-            alones, "local_config", lambda *given, n=ahead: plain(*given).model_copy(update={"prefetch": n})
+            TmaConfig, "local_settings", lambda self, layers, n=ahead: {**plain(self, layers), "prefetch": n}
         )
         with fleet(stores["linked"], config) as strategy:
             rounds(strategy, 0, 3)

@@ -11,7 +11,6 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.metis import MAX_SUPER_NODES
 from gnnfleet.report.progress import make_progress
 from gnnfleet.report.remarks import print_note
-from gnnfleet.strategies.tma.config import TmaConfig
 
 STEPS, BATCHES = 20, 20
 """On the whole graph before parts are compared; of each part, for its gradient."""
@@ -20,7 +19,7 @@ STEPS, BATCHES = 20, 20
 def choose_clusters(graph: Graph, config: RunConfig, *, quiet: bool) -> RunConfig:
     """The config with a number in place of ``auto``; the graph is one of a store, which keeps what was cut."""
     strategy = config.strategy
-    if not isinstance(strategy, TmaConfig) or strategy.clusters != "auto":
+    if not strategy.measures_clusters:
         return config
     number = 0  # other schemes deal no super-nodes
     if (config.partition or strategy.partitioner) == "super":

@@ -21,15 +21,11 @@ from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment
 from gnnfleet.graph.partition.partition_metrics import imbalance
-from gnnfleet.launch.tma_subgraph import make_local_training
+from gnnfleet.launch.tma_subgraph import make_global_training, make_local_training
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.gather import gather
 from gnnfleet.report.progress import NoProgress, Progress
-from gnnfleet.strategies.job import Job
-from gnnfleet.strategies.local.strategy import LocalStrategy
-from gnnfleet.strategies.registry import local_config, make_strategy
-from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.training.build import validate
+from gnnfleet.strategies.protocol import GradientSource, Strategy
 from gnnfleet.training.partition_cache import ensure_clusters, trained_graph
 
 SCHEMES = ("random", "super", "mincut")
@@ -85,7 +81,6 @@ def diagnose(
     that do not fit, RunError for a loss that is no number.
     """
     strategy = config.strategy
-    assert isinstance(strategy, TmaConfig)
     for number in clusters:
         if number and number < config.workers:
             raise ConfigError(f"{number} super-nodes are too few for {config.workers} workers: at least one for each")
@@ -143,19 +138,7 @@ class _WeightsAndGradient:
 
 def _snapshots(graph: Graph, config: RunConfig, steps: int, batches: int) -> list[_WeightsAndGradient]:
     """At the first weights, and after some steps on the whole graph."""
-    assert isinstance(config.strategy, TmaConfig)
-    checked = validate(graph, config)
-    job = Job(
-        graph=checked.graph,
-        model=checked.model,
-        task=checked.task,
-        train=config.train,
-        seed=config.seed,
-        precision=config.precision,
-        memory=config.memory,
-    )
-    strategy = make_strategy(local_config(config.strategy, checked.model.num_layers), job)
-    assert isinstance(strategy, LocalStrategy)
+    strategy = make_global_training(graph, config)
     first = _WeightsAndGradient(_copy(strategy.state_dict()["model"]), _flat(strategy, batches)[2], batches)
     records = (
         record for epoch in range(steps) for record in strategy.train_epoch(epoch)
@@ -182,7 +165,6 @@ def _measure_part(
         return _TrainerStats(0, 0, None, None, [None] * len(moments))
     alone = make_local_training(graph, config, place, own)
     strategy = alone.strategy
-    assert isinstance(strategy, LocalStrategy)
     seen: list[tuple[float, Tensor] | None] = []
     for at in moments:
         mine = {name: at.weights[name][ids] for name, ids in alone.rows.items()}
@@ -194,13 +176,14 @@ def _measure_part(
     return _TrainerStats(nodes, alone.edges, whole.label_divergence(own), whole.feature_divergence(own), seen)
 
 
-def _flat(strategy: LocalStrategy, batches: int) -> tuple[float, int, Tensor]:
+def _flat(strategy: Strategy, batches: int) -> tuple[float, int, Tensor]:
     """(loss, items, the gradient as one row, without learnt rows of nodes)."""
     rows = {
         f"{name}.weight" if name else "weight"
         for name, module in strategy.model.named_modules()
         if isinstance(module, NodeEmbedding)
     }
+    assert isinstance(strategy, GradientSource)
     loss, count, found = strategy.gradients(0, batches)
     flat = [gradient.double().flatten() for name, gradient in found.items() if name not in rows]
     return loss, count, torch.cat(flat) if flat else torch.empty(0)

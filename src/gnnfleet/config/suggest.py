@@ -11,13 +11,15 @@ from pydantic import BaseModel, ValidationError
 
 from gnnfleet.config.renamed import new_name, new_value
 from gnnfleet.config.schema import RunConfig
-from gnnfleet.strategies.registry import CONFIGS
-from gnnfleet.strategies.spec import StrategyConfig
+from gnnfleet.strategies.config import StrategyConfig
+from gnnfleet.strategies.registry import all_specs
 
 
 def settings_ending_in(word: str) -> list[str]:
     """The settings, of any strategy, whose last part is ``word``."""
-    found = [name for kind in CONFIGS.values() for name in _settings(kind) if name.rpartition(".")[2] == word]
+    found = [
+        name for spec in all_specs().values() for name in _settings(spec.config) if name.rpartition(".")[2] == word
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -59,7 +61,7 @@ def _suggestion(key: str, kind: type[StrategyConfig]) -> str:
     same = [name for name in known if name.rpartition(".")[2] == word]
     if same:
         return f"did you mean {' or '.join(same)}?"
-    others = [name for name, config in CONFIGS.items() if word in config.model_fields]
+    others = [name for name, spec in all_specs().items() if word in spec.config.model_fields]
     if others and group in ("", "strategy"):
         mine = kind.model_fields["name"].default
         return f"strategy {mine} has none such, strategy.{word} is a setting of {', '.join(others)}"

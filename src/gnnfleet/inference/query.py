@@ -31,10 +31,8 @@ from gnnfleet.launch.torchrun import broadcast_spec
 from gnnfleet.nn.custom_model import annotate_model_errors
 from gnnfleet.nn.embedding import embedding_ids
 from gnnfleet.report.progress import make_progress
-from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.protocol import State
-from gnnfleet.strategies.sar.config import SarConfig
-from gnnfleet.strategies.temporal.config import TemporalConfig
+from gnnfleet.strategies.registry import inference_config
 from gnnfleet.tasks.event import EventTask
 from gnnfleet.training.build import BuiltRun, RankContext, build, rebuild, rebuild_links
 from gnnfleet.training.checkpoint import TrainState
@@ -102,7 +100,7 @@ def run_query_as_rank(
         def prepare() -> RunSpec:
             config = _config(question, seat.size)
             _check_output(question)
-            if isinstance(config.strategy, TemporalConfig):
+            if config.spec.input == "events":
                 raise ConfigError("a run on events is asked by one process: leave torchrun out")
             graph = store()
             if config.task != "node":
@@ -204,7 +202,7 @@ def _output(directory: RunDirectory, config: RunConfig) -> OutputSchema:
 def _reads_edges(config: RunConfig) -> bool:
     """What a model of the user's own reads is not known."""
     model = config.model
-    could = model.name in ("gat", "gatv2") or isinstance(config.strategy, TemporalConfig)
+    could = model.name in ("gat", "gatv2") or config.spec.input == "events"
     return model.file is not None or (could and model.edge_features)
 
 
@@ -237,14 +235,9 @@ def _check_columns(run: RunDirectory, config: RunConfig, graph: Graph) -> None:
 def _query_workers(config: RunConfig, workers: int) -> RunConfig:
     if workers < 1:
         raise ConfigError(f"--workers is a number from 1, found {workers}")
-    strategy = config.strategy
-    if isinstance(strategy, TemporalConfig):
-        return config.model_copy(update={"workers": 1, "strategy": strategy.single_trainer})
-    if workers == 1:
-        strategy = LocalConfig()
-    elif not isinstance(strategy, SarConfig):
-        strategy = SarConfig()
-    method = config.partition if workers > 1 else None
+    if config.spec.input == "events":
+        workers = 1
+    strategy, method = inference_config(config.strategy, workers), config.partition if workers > 1 else None
     return config.model_copy(update={"strategy": strategy, "workers": workers, "partition": method})
 
 
@@ -279,7 +272,7 @@ def _spec(question: Query, config: RunConfig, graph: Graph, *, quiet: bool, apar
 def _build(
     graph: Graph, config: RunConfig, output: OutputSchema | None, *, split: str | None = None, here: RankContext
 ) -> BuiltRun:
-    if isinstance(config.strategy, TemporalConfig):
+    if config.spec.input == "events":
         return build(graph, config, here=here)
     if output is not None:
         return rebuild(graph, config, output, split=split, here=here)

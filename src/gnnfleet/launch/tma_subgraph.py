@@ -15,12 +15,13 @@ from gnnfleet.graph.subgraph import induced_subgraph
 from gnnfleet.nn.base import Model
 from gnnfleet.nn.embedding import NodeEmbedding, embedding_ids
 from gnnfleet.strategies.job import Job
-from gnnfleet.strategies.registry import local_config, make_strategy
+from gnnfleet.strategies.protocol import Strategy
+from gnnfleet.strategies.registry import build_strategy, make_config
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.trainer import LocalTraining
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.tasks.node import NodeTask
-from gnnfleet.training.build import ValidatedRun, validate
+from gnnfleet.training.build import RankContext, ValidatedRun, make_job, validate
 
 SEED_STRIDE = 1_000_003
 """Between the seeds of two trainers: the first has the run's own."""
@@ -38,7 +39,7 @@ def make_local_training(graph: Graph, config: RunConfig, index: int, own: Mappin
         part = _with_isolated(part, target, strategy.remote_negatives)
     _localize_embeddings(checked.model, target, strategy.remote_negatives)
     task = _task(checked, part)
-    local = local_config(strategy, checked.model.num_layers)
+    local = make_config(strategy.local_settings(checked.model.num_layers))
     if isinstance(task, LinkTask) and task.config.exclude == "batch" and local.batch_size >= len(task.items("train")):
         # A batch of all edges would leave none for messages.
         local = local.model_copy(update={"batch": max(1, (len(task.items("train")) + 1) // 2)})
@@ -52,12 +53,20 @@ def make_local_training(graph: Graph, config: RunConfig, index: int, own: Mappin
         memory=config.memory,
         processes=max(1, config.workers if strategy.local_trainers is None else strategy.local_trainers),
     )
-    made = make_strategy(local, job)
+    made = build_strategy(local, job)
 
     def show(far: Tensor) -> None:
         _load_remote_rows(part, checked.model, target, far)
 
     return LocalTraining(made, part.num_edges, rows, show, lambda epoch: len(task.train_items(job.seed, epoch)))
+
+
+def make_global_training(graph: Graph, config: RunConfig) -> Strategy:
+    """A trainer's strategy on the whole graph."""
+    assert isinstance(config.strategy, TmaConfig)
+    checked = validate(graph, config)
+    local = make_config(config.strategy.local_settings(checked.model.num_layers))
+    return build_strategy(local, make_job(checked, config, RankContext()))
 
 
 def _task(checked: ValidatedRun, part: Graph) -> NodeTask | LinkTask:

@@ -41,10 +41,10 @@ from gnnfleet.planner.trial_runs import TrialOutcome, TrialRun, apply_trials, ru
 from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.progress import Progress, make_progress
 from gnnfleet.report.remarks import print_note
+from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.estimates import CostEstimate, MachineProfile, PlanningContext
-from gnnfleet.strategies.registry import AUTO, CONFIGS, estimate_costs, has_estimate
+from gnnfleet.strategies.registry import AUTO, all_specs, estimate_costs
 from gnnfleet.strategies.sampling_options import DEFAULT_BATCH
-from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.strategies.step_costs import WeightBytes
 from gnnfleet.strategies.temporal.estimate import EventPlanningContext, EventTrialResult
 from gnnfleet.strategies.temporal.schedule import ParallelLayout
@@ -152,7 +152,8 @@ def _configs(
     words: Mapping[str, Any], own: Mapping[str, Any], only: Sequence[str], *, on_events: bool
 ) -> tuple[list[RunConfig], list[CostEstimate]]:
     """A config of every strategy, each with those of the words that it knows; of those that refuse one, why."""
-    able = {name: kind for name, kind in CONFIGS.items() if has_estimate(name) and on_events == (name == EVENTS)}
+    specs = {name: spec for name, spec in all_specs().items() if spec.estimate is not None}
+    able = {name: spec.config for name, spec in specs.items() if on_events == (spec.input == "events")}
     known = {key for kind in able.values() for key in kind.model_fields}
     for word in own:
         if word not in known:
@@ -296,7 +297,7 @@ class _StrategyPlanner:
     def _tried(self, strategies: Sequence[StrategyConfig]) -> list[dict[str, Any]]:
         configs = [self.base.model_copy(update={"strategy": strategy}) for strategy in strategies]
         cuts = [
-            self._cut(each.strategy) if each.strategy.placement == "chunks" else self._clusters(each)
+            self._cut(each.strategy) if each.spec.placement == "chunks" else self._clusters(each)
             for each in configs
         ]
         self.progress.stage(f"trial of {strategies[0].name}")

@@ -25,7 +25,6 @@ from gnnfleet.nn.custom_model import annotate_model_errors
 from gnnfleet.report.metrics import check_tensorboard
 from gnnfleet.report.progress import make_progress
 from gnnfleet.report.remarks import print_note
-from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.training.build import validate, validate_events
 from gnnfleet.training.output_schema import OutputSchema
 from gnnfleet.training.partition_cache import empty_parts_warning, ensure_placement, ensure_placement_in_subprocess
@@ -87,7 +86,7 @@ def prepare_run(
     assert graph.store is not None
     with annotate_model_errors(config.model.file):
         trained, output, remarks = _checked(graph, config)
-    empty = empty_parts_warning(graph, config.workers) if config.strategy.placement in ("parts", "clusters") else None
+    empty = empty_parts_warning(graph, config.workers) if config.spec.placement in ("partition", "clusters") else None
     for text in (*remarks, *([] if empty is None else [empty])):
         print_note(text, quiet=quiet)
     path: Path | None
@@ -102,7 +101,7 @@ def prepare_run(
     try:
         read_resume_point(directory)  # a damaged checkpoint is found now
         directory.initialize(config, known_as or graph, output)
-        if config.strategy.placement == "parts" and path is not None:
+        if config.spec.placement == "partition" and path is not None:
             cut = Bundle.open(path, KIND)
             directory.write_partition_info(cut.meta["method"], cut.meta["quality"])
         yield (
@@ -122,7 +121,7 @@ def prepare_run(
 
 def _checked(graph: Graph, config: RunConfig) -> tuple[Graph, OutputSchema | None, tuple[str, ...]]:
     """(what is trained on, what nodes are classified as, what the user should know); raises what ``validate`` does."""
-    if isinstance(config.strategy, TemporalConfig):
+    if config.spec.input == "events":
         validate_events(graph, config)
         return graph, None, ()
     # Learnable rows are the ranks' own: none are drawn here.

@@ -63,11 +63,11 @@ def run_training(
     if planned:
         words = _with_strategy(graph, words, place, quiet=quiet)
     config, directory = resolve_run(graph, words, place)
-    if restarts and config.workers == 1 and not config.strategy.is_elastic:
+    if restarts and config.workers == 1 and config.spec.execution != "supervised":
         if not planned:
             raise ConfigError(f"--max-restarts {restarts} is for several workers, found --workers 1: use --resume")
         print_note("one process was chosen, which nobody starts again: go on with --resume if it is lost", quiet=quiet)
-    if config.strategy.uses_parts or config.workers > 1:
+    if config.spec.placement != "none" or config.workers > 1:
         return _on_workers(graph, config, directory, place=place, quiet=quiet, restarts=restarts)
     with ExitStack() as stack:
         stack.enter_context(annotate_model_errors(config.model.file))
@@ -117,7 +117,7 @@ def _on_workers(
         )
         if kept:
             stack.enter_context(found.open_for_resume(quiet=quiet))
-        if config.strategy.is_elastic:
+        if config.spec.execution == "supervised":
             say = partial(found.log, quiet=quiet)
             told = launch_supervised(
                 spec, folder=found.path / LAUNCH_DIR, workers=config.workers, restarts=restarts, say=say

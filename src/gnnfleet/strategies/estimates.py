@@ -14,8 +14,8 @@ from typing import Any, Literal
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.graph.partition.node_assignment import NodeAssignment
 from gnnfleet.graph.partition.shard import Shard
+from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.job import Job
-from gnnfleet.strategies.spec import StrategyConfig
 
 Exactness = Literal["exact", "sampled", "approximate"]
 """What an epoch learns: what the full batch of one process would, what its sampled batches would, or neither."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -50,6 +50,14 @@ class Prediction:
 
     logits: Tensor
     embeddings: Tensor | None = None
+
+
+@runtime_checkable
+class GradientSource(Protocol):
+    """A strategy whose gradients can be read without training."""
+
+    def gradients(self, epoch: int, most: int | None = None) -> tuple[float, int, dict[str, Tensor]]:
+        """(mean loss, items, {parameter: gradient of that mean}) over the first ``most`` batches of an epoch."""
 
 
 class Strategy(Protocol):

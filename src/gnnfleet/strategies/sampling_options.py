@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.sampling.sampler import Fanouts
-from gnnfleet.graph.views.local import LocalView
-from gnnfleet.nn.base import Aggregate, Features
-from gnnfleet.tasks.base import Batch
+
+if TYPE_CHECKING:
+    from gnnfleet.graph.sampling.sampler import Fanouts
+    from gnnfleet.graph.views.local import LocalView
+    from gnnfleet.nn.base import Aggregate, Features
+    from gnnfleet.tasks.base import Batch
 
 DEFAULT_BATCH = 1024
 DEFAULT_FANOUT = 10
@@ -46,6 +47,8 @@ AutoSwitch = Annotated[Literal["auto"] | bool, BeforeValidator(_check_cached)]
 def fanouts_by_hop(words: tuple[int, ...] | dict[str, tuple[int, ...]]) -> Fanouts:
     """Fanouts as a sampler takes them; raises ConfigError for a name that is no edge type."""
     if isinstance(words, dict):
+        from gnnfleet.graph.graph import EdgeType
+
         return {EdgeType.parse(name): counts for name, counts in words.items()}
     return words
 

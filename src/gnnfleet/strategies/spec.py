@@ -1,46 +1,50 @@
-"""Base of the configs of all strategies."""
+"""Description of a strategy: its settings and all that other packages need to know of it.
+
+``strategies/<name>/__init__.py`` exports ``SPEC``. Importing it loads neither torch nor the strategy.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel
+from gnnfleet.strategies.config import StrategyConfig
 
-from gnnfleet.tasks.base import Task
+if TYPE_CHECKING:
+    from gnnfleet.strategies.estimates import CostEstimate
+    from gnnfleet.strategies.protocol import Strategy
+
+Settings = dict[str, Any]
+"""The strategy group of a config as plain values, ``name`` included."""
+
+C = TypeVar("C", bound=StrategyConfig)
 
 
-class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
-    """What the configs of all strategies have: the name they are chosen by."""
+@dataclass(frozen=True, kw_only=True)
+class StrategySpec(Generic[C]):
+    """One strategy. Functions import what they need when they are called."""
 
-    uses_parts: ClassVar[bool] = False  # whether a partition of the graph means anything to it
-    is_elastic: ClassVar[bool] = False  # whether workers are independent of each other, and may end or join any time
-    partitioner: ClassVar[str] = "mincut"  # how nodes are dealt to workers unless the user says
-    # What is kept in the store for it: a part for every worker, clusters that are dealt, layouts of chunks, or nothing.
-    placement: ClassVar[Literal["parts", "clusters", "chunks", "none"]] = "parts"
-
-    name: str
+    config: type[C]
+    build: Callable[[C, Any], Strategy]  # from a Job, or from an EventJob where ``input`` is events
+    # single: one process. ranks: processes of one world. supervised: a coordinator and trainers that may fail or join.
+    execution: Literal["single", "ranks", "supervised"] = "ranks"
+    # Kept in the store before training: a part for each rank, clusters for the coordinator, chunk layouts, or nothing.
+    placement: Literal["none", "partition", "clusters", "chunks"] = "none"
+    input: Literal["graph", "events"] = "graph"
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of a run, where they differ from those of RunConfig
+    # Predicted costs of every candidate of the open settings; None leaves the strategy out of plans.
+    estimate: Callable[[C, Any], list[CostEstimate]] | None = None
+    # Strategy settings (number of layers given) of one process that takes the same steps; None if that is not the aim.
+    reference: Callable[[C, int], Settings | None] = lambda config, layers: None
+    # Settings that stand for another strategy's, translated (number of workers given).
+    expand: Callable[[Settings, Any], Settings] = lambda settings, workers: settings
+    # Settings (training items, workers given) that make an epoch one pass, where its length is free.
+    one_pass: Callable[[C, int, int], Settings] | None = None
+    # Settings that the strategy chose by itself, read from the rank-local part of its state.
+    chosen: Callable[[Mapping[str, Any]], Settings] | None = None
+    resumable: Sequence[str] = ()  # settings that a resumed run may change
 
     @property
-    def batch_size(self) -> int:
-        """Items of a step; 0 for all."""
-        return 0
-
-    @property
-    def num_clusters(self) -> int:
-        """In how many clusters nodes are dealt by ``super``; 0 leaves it to the partitioner."""
-        return 0
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether a step walks sampled blocks, not the whole graph."""
-        return False
-
-    def layout_candidates(self, workers: int, *, local_rows_only: bool = True) -> list[tuple[int, int]]:
-        """(ways, chunks) of the layouts it may want; ``stays``: as of the task."""
-        return []
-
-    def check_workers(self, workers: int) -> None:
-        """Raise ConfigError for a number of workers that does not fit."""
-
-    def check_task(self, task: Task) -> None:
-        """Raise ConfigError for a task that this strategy cannot learn."""
+    def name(self) -> str:
+        return str(self.config.model_fields["name"].default)

@@ -29,8 +29,7 @@ from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.report.progress import NoProgress, Progress
 from gnnfleet.strategies.job import PRECISIONS, EventJob, Job
 from gnnfleet.strategies.protocol import Strategy
-from gnnfleet.strategies.registry import make_strategy, make_temporal
-from gnnfleet.strategies.temporal.config import TemporalConfig
+from gnnfleet.strategies.registry import build_strategy
 from gnnfleet.tasks.event import EventTask
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.tasks.node import NodeTask
@@ -131,7 +130,7 @@ def build(
     Of several ranks each says where it is with ``here``.
     """
     here = here or RankContext(progress=progress)
-    if isinstance(config.strategy, TemporalConfig):
+    if config.spec.input == "events":
         return _on_events(graph, config, here)
     return _assemble(validate(graph, config, here.owned_ids), config, here)
 
@@ -146,9 +145,8 @@ def validate_events(graph: Graph, config: RunConfig) -> tuple[EventTask, Tempora
 
 def _on_events(graph: Graph, config: RunConfig, here: RankContext) -> BuiltRun:
     """A run on a stream of events; the same to train and to ask a trained one."""
-    assert isinstance(config.strategy, TemporalConfig)
     job = make_event_job(graph, config, here)
-    return BuiltRun(make_temporal(config.strategy, job), graph, job.task, None, world=here.world)
+    return BuiltRun(build_strategy(config.strategy, job), graph, job.task, None, world=here.world)
 
 
 def make_event_job(graph: Graph, config: RunConfig, here: RankContext) -> EventJob:
@@ -212,7 +210,7 @@ def _check_links(graph: Graph, config: RunConfig, own: OwnedIds, *, training: bo
 
 def _assemble(checked: ValidatedRun, config: RunConfig, here: RankContext) -> BuiltRun:
     graph, task = checked.graph, checked.task
-    strategy = make_strategy(config.strategy, make_job(checked, config, here))
+    strategy = build_strategy(config.strategy, make_job(checked, config, here))
     return BuiltRun(strategy, graph, task, checked.output, config.model.file, checked.remarks, here.world)
 
 
@@ -244,7 +242,7 @@ def seeded_model(graph: Graph, config: RunConfig, out_channels: int, own: OwnedI
         torch.manual_seed(config.seed)
         model: Model
         if config.model.file is None:
-            model = build_model(config.model, graph, out_channels=out_channels, own=own)
+            model = build_model(config.model, graph, out_channels=out_channels, owned_ids=own)
         else:
             model = build_custom_model(config.model, graph, out_channels=out_channels)
     return model.to(PRECISIONS[config.precision])

@@ -77,7 +77,7 @@ def _seeded_model(data: LinkData, config: RunConfig, own: Mapping[str, Tensor] |
         width = config.model.hidden
         model: Model
         if config.model.file is None:
-            model = build_model(config.model, data.graph, out_channels=width, every_type=True, own=own)
+            model = build_model(config.model, data.graph, out_channels=width, every_type=True, owned_ids=own)
         else:
             model = build_custom_model(config.model, data.graph, out_channels=width)
         model.decoder = make_decoder(config.link, width=width, relations=len(data.edge_types), several=several)

@@ -15,8 +15,8 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.split import SplitShares, parse_rule
 from gnnfleet.nn.heads import NodeHead
 from gnnfleet.nn.temporal.model import EventDims, TemporalModel
+from gnnfleet.strategies.config import EventConfig
 from gnnfleet.strategies.job import PRECISIONS
-from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.tasks.event import EventTask
 
 LINK_METRICS = ("mrr", "ap")
@@ -25,7 +25,7 @@ LINK_METRICS = ("mrr", "ap")
 def build_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalModel, Tensor | None]:
     """(the task, the model with its first weights, what is known of nodes); raises ConfigError or InputError."""
     strategy = config.strategy
-    assert isinstance(strategy, TemporalConfig)
+    assert isinstance(strategy, EventConfig)
     kind = event_edge_type(graph, strategy.relation or None)
     stream, dtype = EventStream.of(graph, kind), PRECISIONS[config.precision]
     wanted = stream.msg is not None and config.model.edge_features
@@ -36,7 +36,7 @@ def build_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalMo
     sizes = EventDims(
         edge=0 if stream.msg is None else stream.msg.shape[1],
         static=width + (config.model.hidden if strategy.learns_static(bool(width)) else 0),
-        given=width > 0,
+        has_features=width > 0,
         classes=0 if task.head is None else task.head.num_classes,
         mean_time_gap=task.mean_gap,
         time_span=task.span,

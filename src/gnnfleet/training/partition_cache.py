@@ -51,12 +51,10 @@ def ensure_placement(
     graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
 ) -> Path | None:
     """What the strategy of a run needs of this kind; None where that is nothing."""
-    if config.strategy.placement == "none":
+    if config.spec.placement == "none":
         return None
-    ensure = {"parts": ensure_partition, "clusters": ensure_clusters, "chunks": ensure_layouts}[
-        config.strategy.placement
-    ]
-    return ensure(graph, trained, config, progress=progress, quiet=quiet)
+    ensure = {"partition": ensure_partition, "clusters": ensure_clusters, "chunks": ensure_layouts}
+    return ensure[config.spec.placement](graph, trained, config, progress=progress, quiet=quiet)
 
 
 def ensure_partition(
@@ -143,7 +141,7 @@ def _folder(graph: Graph, trained: Graph, config: RunConfig) -> tuple[Path, Grap
 
 def ensure_placement_in_subprocess(graph: Graph, config: RunConfig, *, quiet: bool) -> Path | None:
     """``ensure_placement`` in another process, whose errors are raised here."""
-    if config.strategy.placement == "none":
+    if config.spec.placement == "none":
         return None
     words = json.dumps({"store": str(_store(graph).path), "config": config.model_dump(mode="json"), "quiet": quiet})
     command = [sys.executable, "-m", "gnnfleet.training.partition_cache"]

@@ -70,7 +70,7 @@ def run_session(
     if aside.is_first and (text := _model_collapsed(built, config, rows)) is not None:
         directory.log(text, quiet=quiet) if directory is not None else print_note(text, quiet=quiet)
     if directory is not None and traces:
-        if config.strategy.is_elastic:
+        if config.spec.execution == "supervised":
             write_spans(built.world.clock, directory.path, "coordinator")
         else:
             write_trace(aside, directory.path)
@@ -149,7 +149,7 @@ def _measure_ranks(
     sent = built.world.traffic
     own = {"bytes_sent": sent.bytes_sent, "rounds": sent.rounds}
     own |= {"peak_rss": peak_rss(), "rss_growth": max(0, peak_rss() - after_build), "own_rss": own_rss()}
-    if config.report.memory and not config.strategy.is_elastic:
+    if config.report.memory and config.spec.execution != "supervised":
         own["peak_tensors"] = _peak(built.strategy, config.train.epochs)
     rows = torch.cat(all_gather_rows(built.world.uncounted(), torch.tensor([list(own.values())]))).tolist()
     found = {word: [row[place] for row in rows] for place, word in enumerate(own)}

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, AutoSwitch, FanoutOption
-from gnnfleet.strategies.spec import StrategyConfig
 
 
 class LocalConfig(StrategyConfig, frozen=True, extra="forbid"):

@@ -1,115 +1,116 @@
-"""Which rows of remote nodes of one type are kept in memory from one macrobatch to the next.
+"""Policies of the row cache: which remote rows of one node type stay in memory from one macrobatch to the next.
 
-A cache only decides; the rows lie elsewhere, in ``capacity`` slots. A slot holds at most one id, an id has at most one
-slot. Only a row that is fetched anyway is ever written, so a cache never adds to what travels. No decision depends on
-the number of threads. W ids are wanted in a turn, A of them are admitted.
+A policy only decides; the rows are stored elsewhere, in ``capacity`` slots. A slot holds at most one id, an id has at
+most one slot. Only rows that are fetched anyway are written, so a cache never adds traffic. No decision depends on the
+number of threads. Of W requested ids, A are admitted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-CachePolicy = Literal["static", "score", "belady"]
+from gnnfleet.strategies.macrobatch.config import CachePolicy
 
 
 @dataclass(frozen=True, eq=False)
 class CacheDecision:
-    """What one macrobatch finds in the cache and leaves there; hits are read before anything is written."""
+    """Hits and admissions of one macrobatch; hits are read before anything is written."""
 
-    slots: Tensor  # [W] int64: where each wanted id's row lies before this turn, -1: must be fetched
-    admitted: Tensor  # [A] int64: places in ``wanted`` whose fetched rows go into the cache ...
-    target_slots: Tensor  # [A] int64: ... and the slots they go into
+    slots: Tensor  # [W] int64: the slot of each requested id's row before this step, -1 for a miss
+    admitted: Tensor  # [A] int64: positions in ``requested`` of the fetched rows that enter the cache ...
+    target_slots: Tensor  # [A] int64: ... and the slots they are written to
 
 
 class RowCache(Protocol):
-    """One policy and what it remembers."""
+    """A policy and its state."""
 
     capacity: int
 
-    def step(self, wanted: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
-        """The next macrobatch: ``wanted`` [W] int64, ascending distinct ids, none below 0.
+    def step(self, requested: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
+        """Decide for the next macrobatch: ``requested`` [W] int64, distinct ids of 0 or more, ascending.
 
-        ``future``: the same of the macrobatches that follow, next first, as far as they are known.
+        ``future`` has the requests of the macrobatches that follow, next first, as far as they are sampled.
         """
 
 
-def make_cache(policy: CachePolicy, capacity: int, *, foretaste: Sequence[Tensor] = (), **knobs: Any) -> RowCache:
-    """An empty cache. ``foretaste``: what macrobatches sampled before training want; belady has no use for it.
+def make_cache(policy: CachePolicy, capacity: int, *, warmup: Sequence[Tensor] = (), **parameters: Any) -> RowCache:
+    """An empty cache. ``warmup``: requests of macrobatches sampled before training; belady ignores them.
 
-    Knobs: ``delta`` and ``alpha`` of score, ``fade`` of belady.
+    Parameters: ``delta`` and ``alpha`` of score, ``fade`` of belady.
     """
     if policy == "belady":
-        return BeladyCache(capacity, **knobs)
+        return BeladyCache(capacity, **parameters)
     if policy == "score":
-        return ScoreCache(capacity, foretaste, **knobs)
+        return ScoreCache(capacity, warmup, **parameters)
     assert policy == "static", policy
-    return StaticCache(capacity, foretaste, **knobs)
+    return StaticCache(capacity, warmup, **parameters)
 
 
 class StaticCache:
-    """The ids that ``foretaste`` wants most often, the lower first among equals; each comes in when first fetched.
+    """Caches the ids that ``warmup`` requests most often, the lower first among equals; each enters when first fetched.
 
-    None is ever evicted, and slots beyond the ids of the foretaste stay empty.
+    None is ever evicted. Slots beyond the number of distinct ids in ``warmup`` stay empty.
     """
 
-    def __init__(self, capacity: int, foretaste: Sequence[Tensor]) -> None:
+    def __init__(self, capacity: int, warmup: Sequence[Tensor]) -> None:
         self.capacity = capacity
-        self._slots = _CacheIndex(capacity, foretaste)
+        self._index = _CacheIndex(capacity, warmup)
 
-    def step(self, wanted: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
-        slots = self._slots.find(wanted)
-        into = self._slots.fill(slots)
-        return CacheDecision(torch.where(into < 0, slots, -1), *_pairs(into))
+    def step(self, requested: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
+        slots = self._index.find(requested)
+        target_slots = self._index.fill(slots)
+        return CacheDecision(torch.where(target_slots < 0, slots, -1), *_admissions(target_slots))
 
 
 class ScoreCache:
-    """MassiveGNN's rule: rows that were idle give way to rows that were missed (doi 10.1109/CLUSTER59578.2024.00013).
+    """MassiveGNN's rule: idle rows are replaced by rows that were missed (doi 10.1109/CLUSTER59578.2024.00013).
 
-    A row's score fades by ``alpha`` in each turn without use; an id outside counts its misses. In every ``delta``-th
-    turn rows that were idle in ``delta`` turns since they came in, lowest score first, give way to the missed ids of
-    highest count; a recruit's count becomes its score, a victim's score its count. Empty slots are filled in any turn.
-    It starts from ``foretaste`` like static: an id has its slot from the start, its row comes when first fetched.
+    A row's score fades by ``alpha`` in each step without use; an id outside counts its misses. In every ``delta``-th
+    step, rows that were idle in ``delta`` steps since they entered are evicted, lowest score first, for the missed ids
+    of highest count. An admitted id's count becomes its score, an evicted id's score its count. Empty slots are filled
+    in any step. Like static it starts from ``warmup``: an id has its slot from the start, its row enters when first
+    fetched.
 
-    Unlike the original: idle turns are counted, not read off the score, so that neither a small alpha nor a high first
-    score keeps a row for ever; a recruit is one of the ids missed in this very turn, so that it needs no fetch of its
-    own; these misses count; and any remote row may come in, not only halo. Like it, idle turns add up: a use stops the
-    count and does not set it back.
+    Unlike the original: idle steps are counted, not read off the score, so that neither a small alpha nor a high first
+    score keeps a row for ever; an admitted id is one of those missed in this very step, so that it needs no fetch of
+    its own; these misses count; and any remote row may enter, not only halo. Like it, idle steps add up: a use stops
+    the count and does not reset it.
     """
 
-    def __init__(self, capacity: int, foretaste: Sequence[Tensor], *, delta: int = 25, alpha: float = 0.05) -> None:
+    def __init__(self, capacity: int, warmup: Sequence[Tensor], *, delta: int = 25, alpha: float = 0.05) -> None:
         assert delta >= 1 and 0 <= alpha < 1
         self.capacity, self._delta, self._alpha = capacity, delta, alpha
-        self._turns = 0
-        self._slots = _CacheIndex(capacity, foretaste)
+        self._steps = 0
+        self._index = _CacheIndex(capacity, warmup)
         self._idle = torch.zeros(capacity, dtype=torch.int64)
         self._score = torch.ones(capacity, dtype=torch.float64)
-        # Every id ever missed, also those inside by now, ascending; the counts of these mean nothing until they leave.
+        # Every id ever missed, ascending. The counts of ids that are cached now mean nothing until they are evicted.
         self._missed = torch.empty(0, dtype=torch.int64)
         self._counts = torch.empty(0, dtype=torch.float64)
 
-    def step(self, wanted: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
-        self._turns += 1
-        slots = self._slots.find(wanted)
+    def step(self, requested: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
+        self._steps += 1
+        slots = self._index.find(requested)
         missed = (slots < 0).nonzero()[:, 0]
         self._age(slots[slots >= 0])
-        into = self._slots.fill(slots)
-        self._begin(into[into >= 0], 1.0)
-        slots = torch.where(into < 0, slots, -1)
-        self._count(wanted[slots < 0])
-        counts = self._counts[_places(self._missed, wanted[missed])]
-        room = self._room()
-        best = counts.argsort(descending=True, stable=True)[: len(room)]
-        recruits, room = missed[best], room[: len(best)]
-        self._leave(room)
-        self._slots.put(wanted[recruits], room)
-        self._begin(room, counts[best])
-        into[recruits] = room
-        return CacheDecision(slots, *_pairs(into))
+        target_slots = self._index.fill(slots)
+        self._reset(target_slots[target_slots >= 0], 1.0)
+        slots = torch.where(target_slots < 0, slots, -1)
+        self._count_misses(requested[slots < 0])
+        counts = self._counts[_positions(self._missed, requested[missed])]
+        free = self._free_slots()
+        most_missed = counts.argsort(descending=True, stable=True)[: len(free)]
+        admitted, free = missed[most_missed], free[: len(most_missed)]
+        self._evict(free)
+        self._index.put(requested[admitted], free)
+        self._reset(free, counts[most_missed])
+        target_slots[admitted] = free
+        return CacheDecision(slots, *_admissions(target_slots))
 
     def _age(self, used: Tensor) -> None:
         idle = torch.ones(self.capacity, dtype=torch.bool)
@@ -117,147 +118,146 @@ class ScoreCache:
         self._idle += idle
         self._score = torch.where(idle, self._score * (1 - self._alpha), self._score)
 
-    def _room(self) -> Tensor:
-        """Slots that missed ids may have in this turn, in this order."""
-        empty = self._slots.empty()
-        if self._turns % self._delta:
+    def _free_slots(self) -> Tensor:
+        """Slots that missed ids may take in this step, in this order."""
+        empty = self._index.empty()
+        if self._steps % self._delta:
             return empty
-        victims = ((self._slots.held >= 0) & (self._idle >= self._delta)).nonzero()[:, 0]
+        victims = ((self._index.held >= 0) & (self._idle >= self._delta)).nonzero()[:, 0]
         return torch.cat([empty, victims[self._score[victims].argsort(stable=True)]])
 
-    def _begin(self, slots: Tensor, score: Tensor | float) -> None:
+    def _reset(self, slots: Tensor, score: Tensor | float) -> None:
         self._idle[slots] = 0
         self._score[slots] = score
 
-    def _leave(self, slots: Tensor) -> None:
-        """Scores of rows that go; an id whose row never came was never missed and is forgotten."""
-        gone = slots[self._slots.filled[slots]]
-        self._counts[_places(self._missed, self._slots.held[gone])] = self._score[gone]
+    def _evict(self, slots: Tensor) -> None:
+        """Turn scores of evicted rows into counts; an id whose row never entered has no count and is forgotten."""
+        evicted = slots[self._index.filled[slots]]
+        self._counts[_positions(self._missed, self._index.held[evicted])] = self._score[evicted]
 
-    def _count(self, ids: Tensor) -> None:
-        """One more miss of each of these ids."""
-        new = ids[_places(self._missed, ids) < 0]
-        at = torch.searchsorted(self._missed, new) + torch.arange(len(new))
-        old = torch.ones(len(self._missed) + len(new), dtype=torch.bool)
-        old[at] = False
-        missed, counts = torch.empty(len(old), dtype=torch.int64), torch.zeros(len(old), dtype=torch.float64)
-        missed[at] = new
-        missed[old], counts[old] = self._missed, self._counts
-        counts[_places(missed, ids)] += 1
+    def _count_misses(self, ids: Tensor) -> None:
+        new = ids[_positions(self._missed, ids) < 0]
+        new_at = torch.searchsorted(self._missed, new) + torch.arange(len(new))
+        is_old = torch.ones(len(self._missed) + len(new), dtype=torch.bool)
+        is_old[new_at] = False
+        missed, counts = torch.empty(len(is_old), dtype=torch.int64), torch.zeros(len(is_old), dtype=torch.float64)
+        missed[new_at] = new
+        missed[is_old], counts[is_old] = self._missed, self._counts
+        counts[_positions(missed, ids)] += 1
         self._missed, self._counts = missed, counts
 
 
 class BeladyCache:
-    """Keeps what is used again soonest, of what it holds and what is wanted now: no rule has more hits.
+    """Keeps the rows that are used again soonest, of those it holds and those requested now: the optimal policy.
 
-    Ids of which no use is known come last, the most used first; uses fade by the factor ``fade`` a turn and are
-    forgotten when an id leaves. Among equals the rows stay that are there already, then the lower ids.
+    Ids without a known use come last, the most used first. Uses fade by the factor ``fade`` a step and are forgotten
+    when an id is evicted. Among equals, cached rows stay, then the lower ids enter.
     """
 
     def __init__(self, capacity: int, *, fade: float = 0.9) -> None:
         assert 0 <= fade <= 1
         self.capacity, self._fade = capacity, fade
-        self._slots = _CacheIndex(capacity)
+        self._index = _CacheIndex(capacity)
         self._uses = torch.zeros(capacity, dtype=torch.float64)
 
-    def step(self, wanted: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
-        slots = self._slots.find(wanted)
+    def step(self, requested: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
+        slots = self._index.find(requested)
         self._uses *= self._fade
         self._uses[slots[slots >= 0]] += 1
         missed = (slots < 0).nonzero()[:, 0]
-        held, theirs = self._slots.ids, self._slots.reserved_ids
-        ids = torch.cat([held, wanted[missed]])
-        uses = torch.cat([self._uses[theirs], torch.ones(len(missed), dtype=torch.float64)])
-        kept = self._keep(_next_uses(ids, future, enough=self.capacity), uses, len(future))
-        admitted = missed[kept[len(held) :]]
-        free = torch.ones(self.capacity, dtype=torch.bool)
-        free[theirs[kept[: len(held)]]] = False
-        into = free.nonzero()[: len(admitted), 0]
-        self._slots.put(wanted[admitted], into)
-        self._uses[into] = 1
-        return CacheDecision(slots, admitted, into)
+        cached_ids, cached_slots = self._index.ids, self._index.slots
+        ids = torch.cat([cached_ids, requested[missed]])
+        uses = torch.cat([self._uses[cached_slots], torch.ones(len(missed), dtype=torch.float64)])
+        keep = self._choose(_next_uses(ids, future, enough=self.capacity), uses, len(future))
+        admitted = missed[keep[len(cached_ids) :]]
+        is_free = torch.ones(self.capacity, dtype=torch.bool)
+        is_free[cached_slots[keep[: len(cached_ids)]]] = False
+        target_slots = is_free.nonzero()[: len(admitted), 0]
+        self._index.put(requested[admitted], target_slots)
+        self._uses[target_slots] = 1
+        return CacheDecision(slots, admitted, target_slots)
 
-    def _keep(self, turns: Tensor, uses: Tensor, never: int) -> Tensor:
-        """[n] bool: the ids to keep. ``turns``: when each is used next, ``never`` if no use is known.
+    def _choose(self, next_use: Tensor, uses: Tensor, never: int) -> Tensor:
+        """[n] bool: the ids to keep. ``next_use`` is ``never`` if no use is known.
 
-        Ids come as equals are to be ranked, so that only those of the last turn for which there is room are sorted.
+        Ids come in the order in which equals are ranked, so only those of the last step with room are sorted.
         """
-        if len(turns) <= self.capacity:
-            return torch.ones(len(turns), dtype=torch.bool)
-        total = torch.bincount(turns, minlength=never + 1).cumsum(0)
+        if len(next_use) <= self.capacity:
+            return torch.ones(len(next_use), dtype=torch.bool)
+        total = torch.bincount(next_use, minlength=never + 1).cumsum(0)
         last = int((total < self.capacity).sum())
-        kept = turns < last
-        rest = (turns == last).nonzero()[:, 0]
+        keep = next_use < last
+        tied = (next_use == last).nonzero()[:, 0]
         if last == never:
-            rest = rest[uses[rest].argsort(descending=True, stable=True)]
-        kept[rest[: self.capacity - int(kept.sum())]] = True
-        return kept
+            tied = tied[uses[tied].argsort(descending=True, stable=True)]
+        keep[tied[: self.capacity - int(keep.sum())]] = True
+        return keep
 
 
 class _CacheIndex:
-    """Which id each slot holds, -1 for none, and the way back; the ids ``foretaste`` wants most often wait for rows."""
+    """The id of each slot (-1: none) and the slot of each id. The ids most requested by ``warmup`` have empty slots."""
 
-    def __init__(self, capacity: int, foretaste: Sequence[Tensor] = ()) -> None:
+    def __init__(self, capacity: int, warmup: Sequence[Tensor] = ()) -> None:
         assert capacity >= 0
         self.held = torch.full((capacity,), -1, dtype=torch.int64)
         self.filled = torch.zeros(capacity, dtype=torch.bool)
-        self.ids = self.reserved_ids = torch.empty(0, dtype=torch.int64)  # ids held, ascending, and their slots
-        if foretaste:
-            ids, counts = torch.unique(torch.cat(list(foretaste)), return_counts=True)
+        self.ids = self.slots = torch.empty(0, dtype=torch.int64)  # ids held, ascending, and their slots
+        if warmup:
+            ids, counts = torch.unique(torch.cat(list(warmup)), return_counts=True)
             chosen = ids[counts.argsort(descending=True, stable=True)[:capacity]]
             self.put(chosen, torch.arange(len(chosen)))
             self.filled[:] = False
 
     def find(self, ids: Tensor) -> Tensor:
         """[n] the slot of each id, filled or not, or -1."""
-        places = _places(self.ids, ids)
-        return torch.where(places >= 0, self.reserved_ids[places], -1) if len(self.ids) else places
+        positions = _positions(self.ids, ids)
+        return torch.where(positions >= 0, self.slots[positions], -1) if len(self.ids) else positions
 
     def empty(self) -> Tensor:
         return (self.held < 0).nonzero()[:, 0]
 
     def fill(self, slots: Tensor) -> Tensor:
-        """[n] which of these slots were waiting and are filled now, -1 for others."""
-        into = torch.full_like(slots, -1)
-        known = (slots >= 0).nonzero()[:, 0]
-        new = known[~self.filled[slots[known]]]
-        into[new] = slots[new]
+        """Fill those of ``slots`` that have an id and no row yet. [n] the slots filled now, -1 for others."""
+        filled_now = torch.full_like(slots, -1)
+        present = (slots >= 0).nonzero()[:, 0]
+        new = present[~self.filled[slots[present]]]
+        filled_now[new] = slots[new]
         self.filled[slots[new]] = True
-        return into
+        return filled_now
 
     def put(self, ids: Tensor, slots: Tensor) -> None:
-        """Rows of these ids go into slots, in place of whatever lay there."""
+        """Assign slots to ids, in place of any ids that had them."""
         if not len(ids):
             return
         self.held[slots] = ids
         self.filled[slots] = True
-        full = (self.held >= 0).nonzero()[:, 0]
-        self.ids, order = self.held[full].sort()
-        self.reserved_ids = full[order]
+        used = (self.held >= 0).nonzero()[:, 0]
+        self.ids, order = self.held[used].sort()
+        self.slots = used[order]
 
 
-def _pairs(into: Tensor) -> tuple[Tensor, Tensor]:
-    """Places that have a slot to go into, and these slots."""
-    admitted = (into >= 0).nonzero()[:, 0]
-    return admitted, into[admitted]
+def _admissions(target_slots: Tensor) -> tuple[Tensor, Tensor]:
+    """(positions that have a target slot, these slots)."""
+    admitted = (target_slots >= 0).nonzero()[:, 0]
+    return admitted, target_slots[admitted]
 
 
 def _next_uses(ids: Tensor, future: Sequence[Tensor], *, enough: int) -> Tensor:
-    """[n] the first turn that uses each id, or the number of turns. Stops where ``enough`` ids are known to be used."""
-    turns = torch.full_like(ids, len(future))
-    left = torch.arange(len(ids))
-    for turn, wanted in enumerate(future):
-        if len(ids) - len(left) >= enough:
+    """[n] the first step that uses each id, or the number of steps. Stops once ``enough`` ids have a known use."""
+    next_use = torch.full_like(ids, len(future))
+    unused = torch.arange(len(ids))
+    for step, requested in enumerate(future):
+        if len(ids) - len(unused) >= enough:
             break
-        used = _places(wanted, ids[left]) >= 0
-        turns[left[used]] = turn
-        left = left[~used]
-    return turns
+        used = _positions(requested, ids[unused]) >= 0
+        next_use[unused[used]] = step
+        unused = unused[~used]
+    return next_use
 
 
-def _places(among: Tensor, ids: Tensor) -> Tensor:
-    """[n] where each id lies among ascending ones, or -1."""
-    if not len(among):
+def _positions(ascending: Tensor, ids: Tensor) -> Tensor:
+    """[n] the position of each id among ascending ones, or -1."""
+    if not len(ascending):
         return torch.full_like(ids, -1)
-    at = torch.searchsorted(among, ids).clamp_(max=len(among) - 1)
-    return torch.where(among[at] == ids, at, -1)
+    positions = torch.searchsorted(ascending, ids).clamp_(max=len(ascending) - 1)
+    return torch.where(ascending[positions] == ids, positions, -1)

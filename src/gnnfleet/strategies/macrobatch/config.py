@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from gnnfleet.strategies.macrobatch.cache_policies import CachePolicy
+from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, AutoSwitch, FanoutOption
-from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.units import parse_size
+
+CachePolicy = Literal["static", "score", "belady"]
 
 ByteSize = Annotated[int, BeforeValidator(lambda given: 0 if given in (0, "0") else parse_size(given))]
 
@@ -19,8 +20,6 @@ class MacrobatchConfig(StrategyConfig, frozen=True, extra="forbid"):
 
     Neighbours and features of several mini-batches are fetched in one relay, each row once.
     """
-
-    uses_parts: ClassVar[bool] = True
 
     name: Literal["macrobatch"] = "macrobatch"
     # Neighbours drawn per node, the hop next to the seeds first, −1 for all; by SRC:RELATION:DST where they differ.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.sampling_options import AutoSwitch
-from gnnfleet.strategies.spec import StrategyConfig
-from gnnfleet.tasks.base import Task
+
+if TYPE_CHECKING:
+    from gnnfleet.tasks.base import Task
 
 CHUNKS_PER_STAGE = 4
 """Chunks of a way for every stage, unless the user says: a bubble of less than a fifth."""
@@ -23,9 +25,6 @@ class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
     Neighbours in chunks that come later are read from a history, so training is not exact unless every way has one
     chunk; evaluation is.
     """
-
-    uses_parts: ClassVar[bool] = True
-    placement: ClassVar[Literal["parts", "clusters", "chunks", "none"]] = "chunks"
 
     name: Literal["pipe"] = "pipe"
     # Graph-parallel ways × stages of layers = workers. auto: what is predicted to be fastest, exact graph parallelism

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from gnnfleet.comm.compression import WireFormat
 from gnnfleet.errors import ConfigError
+from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.sampling_options import AutoSwitch
-from gnnfleet.strategies.spec import StrategyConfig
-from gnnfleet.tasks.base import Task
+
+if TYPE_CHECKING:
+    from gnnfleet.tasks.base import Task
 
 
 class SarConfig(StrategyConfig, frozen=True, extra="forbid"):
     """Every step on the whole graph, each rank with its part; results are those of ``local``, to rounding."""
-
-    uses_parts: ClassVar[bool] = True
 
     name: Literal["sar"] = "sar"
     # Parts whose rows are in memory at a time: 1 is SAR, the number of workers fetches all at once. More is faster
@@ -29,7 +28,7 @@ class SarConfig(StrategyConfig, frozen=True, extra="forbid"):
     cache_for_backward: AutoSwitch = "auto"
     # How rows are written on the wire in steps: as they are, rounded to bfloat16, or as int8 with error feedback.
     # Evaluation is exact.
-    wire_dtype: WireFormat = "exact"
+    wire_dtype: Literal["exact", "bf16", "int8"] = "exact"
     restrict_rows: bool = True  # layers compute only the rows that labelled nodes need, and fetch only what those read
     cache_inputs: AutoSwitch = "auto"  # the first layer's aggregate, computed once; auto: where it can be
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.sampling_options import AutoSwitch
-from gnnfleet.strategies.spec import StrategyConfig
 from gnnfleet.strategies.temporal.schedule import ParallelLayout
 
 AutoCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 
-EVENT_TRAIN_DEFAULTS = {"epochs": 20, "lr": 1e-3, "weight_decay": 0.0}
-"""What training is on events unless someone says so, where it differs from graphs."""
-
 
 class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     """Events in the order of time; every node has a memory that its events change."""
-
-    placement: ClassVar[Literal["parts", "clusters", "chunks", "none"]] = "none"
 
     name: Literal["temporal"] = "temporal"
     # Events of a batch, more where the last ones happen at the same time. auto: as many as leave enough updates.

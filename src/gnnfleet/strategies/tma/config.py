@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, AutoSwitch, FanoutOption
-from gnnfleet.strategies.spec import StrategyConfig
+from gnnfleet.strategies.config import StrategyConfig
+from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, DEFAULT_FANOUT, AutoSwitch, FanoutOption
 
 PARTITIONER_OF_SCHEME = {"random": "random", "super": "super", "psgd-pa": "mincut", "llcg": "mincut"}
 """How nodes are dealt in each scheme, unless the user says."""
@@ -21,10 +21,6 @@ class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
     """Trainers that exchange no node data: each has the subgraph of its own nodes and trains at its own pace; a
     coordinator averages their weights from time to time. A round is to tma what an epoch is to other strategies.
     """
-
-    uses_parts: ClassVar[bool] = True
-    is_elastic: ClassVar[bool] = True
-    placement: ClassVar[Literal["parts", "clusters", "chunks", "none"]] = "clusters"
 
     name: Literal["tma"] = "tma"
     # random: RandomTMA; super: SuperTMA; psgd-pa: parts with few cut edges; llcg: the same, corrected by steps on the
@@ -82,6 +78,17 @@ class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
     @property
     def num_clusters(self) -> int:
         return 0 if self.clusters == "auto" else self.clusters
+
+    @property
+    def measures_clusters(self) -> bool:
+        return self.clusters == "auto"
+
+    def local_settings(self, layers: int) -> dict[str, Any]:
+        """Settings of strategy local on a trainer's subgraph, or of the coordinator on the whole graph."""
+        settings = {"name": "local", **self.model_dump(include={"batch", "cache_inputs"})}
+        if self.full:
+            return settings
+        return {**settings, "fanouts": self.fanouts or (DEFAULT_FANOUT,) * layers, "replace": self.replace}
 
     @property
     def correction_steps(self) -> int:

@@ -1,0 +1,65 @@
+"""Base of the settings of all strategies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, runtime_checkable
+
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from gnnfleet.tasks.base import Task
+
+
+class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
+    """Settings of a strategy; ``name`` selects it."""
+
+    partitioner: ClassVar[str] = "mincut"  # assigns nodes to workers unless ``--partition`` names another
+
+    name: str
+
+    @property
+    def batch_size(self) -> int:
+        """Items of a step; 0 for all."""
+        return 0
+
+    @property
+    def num_clusters(self) -> int:
+        """Number of clusters that partitioner ``super`` makes; 0 leaves it to the partitioner."""
+        return 0
+
+    @property
+    def measures_clusters(self) -> bool:
+        """True if the number of clusters is measured before training."""
+        return False
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if a step reads sampled blocks instead of the whole graph."""
+        return False
+
+    def layout_candidates(self, workers: int, *, local_rows_only: bool = True) -> list[tuple[int, int]]:
+        """(graph-parallel replicas, chunks) of every chunk layout that training may use.
+
+        ``local_rows_only`` is the task's ``reads_only_local_rows``.
+        """
+        return []
+
+    def check_workers(self, workers: int) -> None:
+        """Raise ConfigError for a number of workers that does not fit."""
+
+    def check_task(self, task: Task) -> None:
+        """Raise ConfigError for a task that this strategy cannot learn."""
+
+
+@runtime_checkable
+class EventConfig(Protocol):
+    """Settings that every strategy with ``input="events"`` has."""
+
+    relation: str  # the edge type whose events are predicted; empty where only one has times
+
+    @property
+    def single_trainer(self) -> Self:
+        """The same settings for one process."""
+
+    def learns_static(self, features: bool) -> bool:
+        """True if node embeddings are trained first; ``features``: the nodes have features."""
