@@ -1,4 +1,4 @@
-"""DuckDB with a bounded memory and its temporary files in our scratch; its errors in our words."""
+"""A DuckDB connection with bounded memory, temporary files in the scratch directory, and gnnfleet's errors."""
 
 from __future__ import annotations
 
@@ -17,32 +17,31 @@ ROWS_PER_BATCH = 1 << 17
 
 
 def sql_string(text: str | Path) -> str:
-    """A string in SQL."""
+    """Quote a string for SQL."""
     return "'" + str(text).replace("'", "''") + "'"
 
 
 def sql_name(column: str) -> str:
-    """A column's name in SQL."""
+    """Quote a column name for SQL."""
     return '"' + column.replace('"', '""') + '"'
 
 
 def sql_list(texts: Iterable[str | Path]) -> str:
-    """A list of strings in SQL."""
+    """Quote a list of strings for SQL."""
     return "[" + ", ".join(sql_string(text) for text in texts) + "]"
 
 
 class DuckConnection:
-    """One connection; close it before the scratch goes."""
+    """One connection; close it before the scratch directory is removed."""
 
     def __init__(self, scratch: Path, memory: str) -> None:
         self.scratch = scratch
         self.memory = memory
         self._connection = duckdb.connect(":memory:")
-        spill = scratch / "spill"
         self.run(f"SET memory_limit = {sql_string(memory)}")
-        self.run(f"SET temp_directory = {sql_string(spill)}")
+        self.run(f"SET temp_directory = {sql_string(scratch / 'spill')}")
         self.run("SET enable_progress_bar = false")
-        self.run("SET GLOBAL TimeZone = 'UTC'")  # what is read must not depend on where
+        self.run("SET GLOBAL TimeZone = 'UTC'")  # times must not depend on the machine's zone
 
     def __enter__(self) -> Self:
         return self
@@ -61,27 +60,27 @@ class DuckConnection:
             return list(self._connection.execute(sql).fetchall())
 
     def row(self, sql: str) -> tuple[Any, ...]:
-        """The single row of an aggregate."""
+        """Run an aggregate and return its single row."""
         rows = self.rows(sql)
         assert len(rows) == 1, sql
         return rows[0]
 
     def stream(self, sql: str, batch: int = ROWS_PER_BATCH) -> Iterator[pa.RecordBatch]:
-        """The result in pieces, never whole in memory."""
-        # A connection of its own: since DuckDB 2.0 one with an open result takes no other query, and a bad row met on
-        # the way has to be located.
-        own = self._connection.cursor()
+        """Yield the rows in batches, never all in memory."""
+        # A separate cursor: since DuckDB 2.0 a connection with an open result accepts no other query, and locating a
+        # bad row needs one.
+        cursor = self._connection.cursor()
         try:
             with self._translated_errors():
-                relation = own.sql(sql)
-                # The newer name of the same; the older one warns in releases that have both.
+                relation = cursor.sql(sql)
+                # The newer of two names; the older one warns in releases that have both.
                 reader = (getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader)(batch)
-                yield from (piece for piece in reader if piece.num_rows)
+                yield from (rows for rows in reader if rows.num_rows)
         finally:
-            own.close()
+            cursor.close()
 
     def keep_order(self, keep: bool) -> None:
-        """Whether the next statements must give rows in input order; not caring saves memory."""
+        """Choose whether the next statements keep rows in input order; without it they need less memory."""
         self.run(f"SET preserve_insertion_order = {str(keep).lower()}")
 
     @contextmanager
@@ -102,7 +101,7 @@ class DuckConnection:
         except duckdb.Error as error:
             raise GnnfleetError(f"DuckDB: {first_line(error)}") from error
         except (RuntimeError, OSError) as error:
-            # Ctrl-C during a query surfaces so: the signal is taken by DuckDB, not by Python.
+            # DuckDB handles the signal of Ctrl-C during a query, not Python.
             if "interrupt" in str(error).lower():
                 raise KeyboardInterrupt from error
             raise

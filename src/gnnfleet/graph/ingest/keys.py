@@ -1,6 +1,6 @@
-"""Ids across tables: are they integers or text, which do the edges name, and at which row is each.
+"""Node ids across tables: their type, the ids that occur in edges, and the row of every id.
 
-Ids lie in one Parquet file per node type whose row numbers are the store's; edges are matched by joining it.
+Each node type has one Parquet file of ids whose row numbers are the store ids. Edges are matched by joining it.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from gnnfleet.graph.ingest.duck import DuckConnection
 from gnnfleet.graph.ingest.source import TableSource
 
 IdKind = Literal["integer", "text"]
-_GROUP = 1 << 17
+_ROW_GROUP = 1 << 17
 
 
 @dataclass(frozen=True)
 class IdColumn:
-    """A column of ids in some table."""
+    """A column of node ids in a node or edge table."""
 
     source: TableSource
     column: str
 
     @property
     def kind(self) -> IdKind | None:
-        """What the column's type says; None for CSV, where the values decide."""
+        """The kind that the column's type implies; None for CSV, where the values decide."""
         if self.source.is_text:
             return None
-        found = self.source.types[self.column]
-        if is_integer(found):
+        column_type = self.source.types[self.column]
+        if is_integer(column_type):
             return "integer"
-        if found in ("VARCHAR", "UUID") or found.startswith("ENUM"):
+        if column_type in ("VARCHAR", "UUID") or column_type.startswith("ENUM"):
             return "text"
         raise InputError(
-            f"{self.source.shown}, column {self.column!r}: ids are integers or text, found {found}: cast them"
+            f"{self.source.shown}, column {self.column!r}: ids must be integers or text, found {column_type}: cast them"
         )
 
     def all_canonical(self) -> bool:
@@ -54,7 +54,7 @@ class IdColumn:
         )
 
     def select(self, kind: IdKind) -> str:
-        """SQL of the id; NULL where it is missing or cannot be of that kind."""
+        """SQL of the id; NULL where it is missing or not of that kind."""
         cell = sql.sql_name(self.column)
         if kind == "text":
             return f"{cell}::VARCHAR"
@@ -63,7 +63,7 @@ class IdColumn:
 
 
 def infer_id_kind(nodes: IdColumn | None, ends: Sequence[IdColumn]) -> IdKind:
-    """Whether the ids of a node type are integers or text; raises InputError when its tables disagree."""
+    """Decide if the ids of a node type are integers or text; raises InputError when its tables disagree."""
     typed = {end.kind for end in ends} - {None}
     if nodes is not None and nodes.kind is not None:
         kind: IdKind = nodes.kind
@@ -73,26 +73,26 @@ def infer_id_kind(nodes: IdColumn | None, ends: Sequence[IdColumn]) -> IdKind:
         kind = "text" if "text" in typed else "integer"
     else:
         kind = "integer" if all(end.all_canonical() for end in ends) else "text"
-    holder = nodes or next((end for end in ends if end.kind == kind), None)
+    reference = nodes or next((end for end in ends if end.kind == kind), None)
     for end in ends:
         if end.kind not in (None, kind):
-            assert holder is not None
-            _fail_mismatch(holder, end, kind)
+            assert reference is not None
+            _fail_mismatch(reference, end, kind)
     return kind
 
 
-def _fail_mismatch(holder: IdColumn, end: IdColumn, kind: IdKind) -> NoReturn:
-    other = "integers" if kind == "text" else "text"
+def _fail_mismatch(reference: IdColumn, end: IdColumn, kind: IdKind) -> NoReturn:
+    expected, actual = ("text", "integers") if kind == "text" else ("integers", "text")
     raise InputError(
-        f"ids do not fit together: {holder.source.shown}, column {holder.column!r} holds "
-        f"{'text' if kind == 'text' else 'integers'}, but {end.source.shown}, column {end.column!r} holds {other} "
-        f"({end.source.types[end.column]}). Write the ids of both tables in the same type"
+        f"the id types of two tables differ: {reference.source.shown}, column {reference.column!r} holds {expected}, "
+        f"but {end.source.shown}, column {end.column!r} holds {actual} ({end.source.types[end.column]}). "
+        "Write the ids of both tables in the same type"
     )
 
 
 @dataclass(frozen=True)
 class NodeIdIndex:
-    """The ids of a node type once its rows are known. ``are_rows``: they are 0, 1, 2, …, and no file is needed."""
+    """The ids of a node type in row order. ``are_rows``: they are 0, 1, 2, …, and no file is needed."""
 
     kind: IdKind
     count: int
@@ -100,7 +100,7 @@ class NodeIdIndex:
     path: Path
 
     def join(self, end: str, alias: str) -> tuple[str, str]:
-        """(SQL of the row of ``end``, the join it needs); the row is NULL for an unknown id."""
+        """(SQL of the row of ``end``, its join clause); the row is NULL for an unknown id."""
         if self.are_rows:
             return f"CASE WHEN {end} BETWEEN 0 AND {self.count - 1} THEN {end} END", ""
         ids = f"read_parquet({sql.sql_string(self.path)}, file_row_number = true)"
@@ -108,7 +108,7 @@ class NodeIdIndex:
 
 
 class IdWriter:
-    """Ids in row order into Parquet; notices whether they are just the row numbers."""
+    """Writes ids in row order to Parquet and notices if they are just the row numbers."""
 
     def __init__(self, path: Path, kind: IdKind) -> None:
         self.path = path
@@ -117,7 +117,7 @@ class IdWriter:
         self.are_rows = kind == "integer"
         self._type = pa.int64() if kind == "integer" else pa.large_string()
         self._writer = pq.ParquetWriter(path, pa.schema([(ID_COLUMN, self._type)]), compression="zstd")
-        self._waiting: list[Any] = []
+        self._pending: list[Any] = []
 
     def append(self, ids: Any) -> None:
         ids = ids.cast(self._type)
@@ -125,8 +125,8 @@ class IdWriter:
             rows = pa.array(np.arange(self.count, self.count + len(ids)))
             self.are_rows = bool(ids.equals(rows))
         self.count += len(ids)
-        self._waiting.append(ids)
-        if sum(map(len, self._waiting)) >= _GROUP:
+        self._pending.append(ids)
+        if sum(map(len, self._pending)) >= _ROW_GROUP:
             self._flush()
 
     def close(self) -> NodeIdIndex:
@@ -135,26 +135,25 @@ class IdWriter:
         return NodeIdIndex(self.kind, self.count, self.are_rows, self.path)
 
     def _flush(self) -> None:
-        if self._waiting:
-            self._writer.write_table(pa.table({ID_COLUMN: pa.chunked_array(self._waiting)}), row_group_size=_GROUP)
-            self._waiting = []
+        if self._pending:
+            self._writer.write_table(pa.table({ID_COLUMN: pa.chunked_array(self._pending)}), row_group_size=_ROW_GROUP)
+            self._pending = []
 
 
 def ids_from_edges(duck: DuckConnection, ends: Sequence[IdColumn], path: Path) -> NodeIdIndex:
-    """The ids that edges name, sorted: the nodes of a type without a table."""
+    """Number the ids that occur in edges, sorted: the nodes of a type without a table."""
     kind = infer_id_kind(None, ends)
     writer = IdWriter(path, kind)
-    for batch in duck.stream(f"SELECT id FROM ({_named(ends, kind)}) WHERE id IS NOT NULL GROUP BY id ORDER BY id"):
+    for batch in duck.stream(f"{_ids_of_ends(ends, kind)} GROUP BY id ORDER BY id"):
         writer.append(batch.column(0))
     return writer.close()
 
 
 def append_missing_ids(duck: DuckConnection, keys: NodeIdIndex, ends: Sequence[IdColumn]) -> NodeIdIndex:
-    """Append the ids that only edges name, sorted, behind those of the table."""
-    known = f"SELECT {ID_COLUMN} FROM read_parquet({sql.sql_string(keys.path)})"
-    wanted = f"SELECT id FROM ({_named(ends, keys.kind)}) WHERE id IS NOT NULL"
+    """Append the ids that occur in edges only, sorted, after those of the table."""
+    table_ids = f"SELECT {ID_COLUMN} FROM read_parquet({sql.sql_string(keys.path)})"
     writer = IdWriter(keys.path.with_name(keys.path.name + "-more"), keys.kind)
-    for query in (known, f"{wanted} EXCEPT ({known}) ORDER BY id"):
+    for query in (table_ids, f"{_ids_of_ends(ends, keys.kind)} EXCEPT ({table_ids}) ORDER BY id"):
         duck.keep_order(True)
         for batch in duck.stream(query):
             writer.append(batch.column(0))
@@ -170,13 +169,14 @@ def check_unique_ids(source: TableSource, column: str, keys: NodeIdIndex) -> Non
     if distinct == keys.count:
         return
     # Row numbers of the ids file are positions of the table.
-    again = f"SELECT file_row_number r, min(file_row_number) OVER (PARTITION BY {ID_COLUMN}) AS first FROM {ids}"
-    second, first = source.duck.row(f"SELECT min(r), arg_min(first, r) FROM ({again}) WHERE r > first")
+    firsts = f"SELECT file_row_number r, min(file_row_number) OVER (PARTITION BY {ID_COLUMN}) AS first FROM {ids}"
+    second, first = source.duck.row(f"SELECT min(r), arg_min(first, r) FROM ({firsts}) WHERE r > first")
     check = row_errors.RowCheck(
-        column, "", f"an id of its own, not the one of {source.location(first)}", "Keep one row per node"
+        column, "", f"a unique id, not the one of {source.location(first)}", "Keep one row per node"
     )
     row_errors.raise_row_error(source, second, check, count=keys.count - distinct)
 
 
-def _named(ends: Sequence[IdColumn], kind: IdKind) -> str:
-    return " UNION ALL ".join(end.source.scan(f"{end.select(kind)} AS id") for end in ends)
+def _ids_of_ends(ends: Sequence[IdColumn], kind: IdKind) -> str:
+    scans = " UNION ALL ".join(end.source.scan(f"{end.select(kind)} AS id") for end in ends)
+    return f"SELECT id FROM ({scans}) WHERE id IS NOT NULL"

@@ -1,7 +1,7 @@
-"""Labels and split words of a table: how a column reads, and its values as class numbers.
+"""Label and split columns of a table, read as class numbers and split codes.
 
-A label column holds class numbers from 0 (−1 or nothing for none), or names, which are numbered in sorted order.
-Several columns of 0 and 1, or lists, make several labels per node or edge.
+A label column holds class numbers from 0 (−1 or empty for none), or names, which are numbered in sorted order.
+Several columns of 0 and 1, or lists, are several labels per node or edge.
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ from torch import Tensor
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
 from gnnfleet.graph.ingest import duck as sql
-from gnnfleet.graph.ingest.columns import canonical_integer_sql, find_column, is_number, list_item_type, match_columns
+from gnnfleet.graph.ingest.columns import (
+    canonical_integer_sql,
+    find_column,
+    is_number,
+    list_item_type,
+    list_width,
+    match_columns,
+)
 from gnnfleet.graph.ingest.row_errors import RowCheck
 from gnnfleet.graph.ingest.source import TableSource
 from gnnfleet.graph.ingest.spec import NONE
+from gnnfleet.io.bundle import ArrayWriter, BundleWriter
 
 SPLIT_CODES = {
     "train": TRAIN,
@@ -62,83 +70,72 @@ class LabelSource:
         return [f"try_cast({cells[0]} AS {'VARCHAR[]' if self.form == 'names' else 'TINYINT[]'})"]
 
     def checks(self) -> list[RowCheck]:
-        """What no row may hold."""
-        cells = [(column, sql.sql_name(column)) for column in self.columns]
+        return [check for column in self.columns if (check := self._check(column))]
+
+    def _check(self, column: str) -> RowCheck | None:
+        cell = sql.sql_name(column)
+        number = f"try_cast({cell} AS DOUBLE)"
         if self.form == "number":
-            column, cell = cells[0]
-            value = f"try_cast({cell} AS DOUBLE)"
-            wrong = f"coalesce({value} < -1, true) OR (NOT isnan({value}) AND {value} <> floor({value}))"
-            return [
-                RowCheck(
-                    column,
-                    f"({cell} IS NOT NULL AND ({wrong}))",
-                    "a class number from 0, −1 or nothing for no label",
-                    self.advice,
-                )
-            ]
-        if self.form == "columns":
-            return [
-                RowCheck(
-                    c,
-                    f"({cell} IS NOT NULL AND coalesce(try_cast({cell} AS DOUBLE) NOT IN (0, 1), true))",
-                    "0 or 1",
-                    self.advice,
-                )
-                for c, cell in cells
-            ]
-        if self.form == "list":
-            column, cell = cells[0]
-            wrong = f"len([1 FOR item IN {cell} IF item IS NULL OR item::DOUBLE NOT IN (0, 1)]) > 0"
-            bad = f"({cell} IS NOT NULL AND (len({cell}) <> {self.width} OR {wrong}))"
-            return [RowCheck(column, bad, f"{self.width} values of 0 or 1", self.advice)]
-        return []
+            invalid = f"coalesce({number} < -1, true) OR (NOT isnan({number}) AND {number} <> floor({number}))"
+            expected = "a class number from 0, −1 or nothing for no label"
+        elif self.form == "columns":
+            invalid, expected = f"coalesce({number} NOT IN (0, 1), true)", "0 or 1"
+        elif self.form == "list":
+            not_binary = f"len([1 FOR item IN {cell} IF item IS NULL OR item::DOUBLE NOT IN (0, 1)]) > 0"
+            invalid, expected = f"len({cell}) <> {self.width} OR {not_binary}", f"{self.width} values of 0 or 1"
+        else:
+            return None
+        return RowCheck(column, f"({cell} IS NOT NULL AND ({invalid}))", expected, self.advice)
 
     def read(self, arrays: list[Any]) -> Tensor:
         """[n] int64 or [n, C] int8 of one batch of ``select``."""
+        array = arrays[0]
         if self.form in ("number", "name"):
-            found = arrays[0] if self.form == "number" else pc.index_in(arrays[0], value_set=self._set(arrays[0].type))
-            return torch.from_numpy(np.array(pc.fill_null(found.cast(pa.int64()), -1)))
+            codes = array if self.form == "number" else pc.index_in(array, value_set=self._class_names(array.type))
+            return torch.from_numpy(np.array(pc.fill_null(codes.cast(pa.int64()), -1)))
         if self.form == "columns":
             return torch.from_numpy(np.stack([np.asarray(pc.fill_null(array, -1)) for array in arrays], axis=1))
-        array = arrays[0]
-        made = np.full((len(array), self.width), -1 if array.null_count else 0, dtype=np.int8)
-        made[np.asarray(array.is_valid())] = 0
-        row = np.asarray(pc.list_parent_indices(array), dtype=np.int64)
+        is_valid = np.asarray(array.is_valid())
+        y = np.full((len(array), self.width), -1, dtype=np.int8)
         if self.form == "list":
-            full = np.flatnonzero(np.asarray(array.is_valid()))
-            made[full] = np.asarray(array.flatten()).reshape(len(full), self.width)
+            y[is_valid] = np.asarray(array.flatten()).reshape(int(is_valid.sum()), self.width)
         else:
-            column = pc.index_in(array.flatten(), value_set=self._set(array.type.value_type))
-            made[row[np.asarray(column.is_valid())], np.asarray(column.drop_null())] = 1
-        return torch.from_numpy(made)
+            y[is_valid] = 0
+            row = np.asarray(pc.list_parent_indices(array), dtype=np.int64)
+            column = pc.index_in(array.flatten(), value_set=self._class_names(array.type.value_type))
+            y[row[np.asarray(column.is_valid())], np.asarray(column.drop_null())] = 1
+        return torch.from_numpy(y)
 
     def missing(self, count: int) -> Tensor:
-        """The labels of rows that have none."""
+        """Labels for rows that have none."""
         return torch.full((count, self.width), -1, dtype=torch.int8) if self.width else torch.full((count,), -1)
 
-    def _set(self, kind: Any) -> Any:
+    def open_array(self, out: BundleWriter, path: str) -> ArrayWriter:
+        columns = (self.width,) if self.width else ()
+        return out.array(path, torch.int8 if columns else torch.int64, columns)
+
+    def _class_names(self, kind: Any) -> Any:
         return pa.array(self.classes, kind)
 
 
-def find_labels(source: TableSource, wanted: str | None, option: str = "label") -> LabelSource | None:
-    """The label columns of a table, named or by their usual names."""
-    if wanted == NONE:
+def find_labels(source: TableSource, patterns: str | None, option: str = "label") -> LabelSource | None:
+    """Find the label columns of a table by name or by their usual names."""
+    if patterns == NONE:
         return None
-    if wanted is None or wanted in source.types:
-        column = find_column(source, "label", wanted)
+    if patterns is None or patterns in source.types:
+        column = find_column(source, "label", patterns)
         columns = [] if column is None else [column]
     else:
-        columns = match_columns(source, wanted, option)
+        columns = match_columns(source, patterns, option)
     if not columns:
         return None
     if len(columns) > 1:
         return LabelSource(tuple(columns), "columns", classes=tuple(columns), width=len(columns), option=option)
     column, cell, kind = columns[0], sql.sql_name(columns[0]), source.types[columns[0]]
-    item = list_item_type(kind)
-    if item is not None and is_number(item):
-        width = source.duck.rows(source.scan(f"len({cell})", f"{cell} IS NOT NULL") + " LIMIT 1")
-        return LabelSource((column,), "list", width=int(width[0][0]) if width else 0, option=option)
-    if item is not None:
+    item_type = list_item_type(kind)
+    if item_type is not None and is_number(item_type):
+        return LabelSource((column,), "list", width=list_width(source, column), option=option)
+    if item_type is not None:
         classes = _distinct(source, column, f"unnest({cell})::VARCHAR")
         return LabelSource((column,), "names", classes=classes, width=len(classes), option=option)
     if source.is_text:
@@ -152,13 +149,13 @@ def find_labels(source: TableSource, wanted: str | None, option: str = "label") 
 
 
 def read_split(array: Any) -> np.ndarray[Any, np.dtype[np.int8]] | None:
-    """[n] split codes of a batch of words; None when one is no such word."""
-    found = pc.index_in(array, value_set=pa.array(list(SPLIT_CODES), array.type))
-    if found.null_count > array.null_count:
+    """[n] split codes of a batch of split names; None when a name is unknown."""
+    index = pc.index_in(array, value_set=pa.array(list(SPLIT_CODES), array.type))
+    if index.null_count > array.null_count:
         return None
     codes = np.asarray([*SPLIT_CODES.values(), NO_SPLIT], dtype=np.int8)
-    made: np.ndarray[Any, np.dtype[np.int8]] = codes[np.asarray(pc.fill_null(found, len(SPLIT_CODES)))]
-    return made
+    split: np.ndarray[Any, np.dtype[np.int8]] = codes[np.asarray(pc.fill_null(index, len(SPLIT_CODES)))]
+    return split
 
 
 def split_select(column: str) -> str:
@@ -166,23 +163,23 @@ def split_select(column: str) -> str:
 
 
 def split_check(column: str) -> RowCheck:
-    words = sql.sql_list(SPLIT_CODES)
+    names = sql.sql_list(SPLIT_CODES)
     return RowCheck(
         column,
-        f"({sql.sql_name(column)} IS NOT NULL AND NOT list_contains({words}, {split_select(column)}))",
+        f"({sql.sql_name(column)} IS NOT NULL AND NOT list_contains({names}, {split_select(column)}))",
         "train, val, test or nothing",
-        "Correct the words, or import without them: --split-column none",
+        "Correct the values, or import without them: --split-column none",
     )
 
 
 def _distinct(source: TableSource, column: str, expression: str) -> tuple[str, ...]:
-    inner = source.scan(f"{expression} AS class")
-    found = source.duck.rows(
-        f"SELECT class FROM ({inner}) WHERE class IS NOT NULL GROUP BY class ORDER BY class LIMIT {MAX_CLASSES + 1}"
+    names = source.scan(f"{expression} AS class")
+    rows = source.duck.rows(
+        f"SELECT class FROM ({names}) WHERE class IS NOT NULL GROUP BY class ORDER BY class LIMIT {MAX_CLASSES + 1}"
     )
-    if len(found) > MAX_CLASSES:
+    if len(rows) > MAX_CLASSES:
         raise InputError(
             f"{source.shown}, column {column!r}: found more than {MAX_CLASSES:,} different labels. "
             "Choose another column, or import without labels: --label none (of edges: --edge-label none)"
         )
-    return tuple(row[0] for row in found)
+    return tuple(row[0] for row in rows)

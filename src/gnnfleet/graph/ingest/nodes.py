@@ -1,13 +1,13 @@
-"""Node tables into a store: one pass in input order writes ids, features, labels and split.
+"""Import of node tables: one pass in input order writes ids, features, labels and split to the store.
 
-Memory: a batch of rows, and some bytes per node for split codes and counts; never the features.
+It holds a batch of rows and some bytes per node for split codes and counts, never all features.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
 from gnnfleet.graph.ids import ID_COLUMN
 from gnnfleet.graph.ingest import keys, labels, row_errors
 from gnnfleet.graph.ingest.columns import FeatureSource, find_column, find_features, unused_columns
-from gnnfleet.graph.ingest.duck import ROWS_PER_BATCH, DuckConnection
+from gnnfleet.graph.ingest.duck import DuckConnection
 from gnnfleet.graph.ingest.keys import IdColumn, IdKind, IdWriter, NodeIdIndex
 from gnnfleet.graph.ingest.labels import LabelSource
 from gnnfleet.graph.ingest.source import TableSource
@@ -29,13 +29,12 @@ from gnnfleet.graph.split import NodeKeys, make_split, parse_rule, value_keys
 from gnnfleet.graph.store import node_dir
 from gnnfleet.io.bundle import DTYPES, ArrayWriter, BundleWriter
 
-VALUES_PER_BATCH = 1 << 23  # numbers in one batch of features: 32 MiB
 OnAdvance = Callable[[float], None]
 
 
 @dataclass(frozen=True)
 class NodeTablePlan:
-    """A node table with its columns found."""
+    """A node table with the columns of its ids, features, labels and split."""
 
     source: TableSource
     id: str
@@ -54,7 +53,7 @@ class NodeTablePlan:
 
 @dataclass(frozen=True)
 class NodeResult:
-    """A node type as written."""
+    """A node type that was written to the store."""
 
     keys: NodeIdIndex
     counts: NodeCounts
@@ -65,17 +64,17 @@ def plan_nodes(source: TableSource, table: NodeTable, spec: TableSpec) -> NodeTa
     """Find the columns of a node table; raises InputError naming one that is missing."""
     id_column = find_column(source, "id", table.id, required=True)
     assert id_column is not None
-    found = labels.find_labels(source, table.label)
+    label_source = labels.find_labels(source, table.label)
     split = find_column(source, "split", table.split)
-    used = [id_column, split, *(found.columns if found else ())]
+    used = [id_column, split, *(label_source.columns if label_source else ())]
     features = find_features(source, table.features, used=used, dtype=spec.feature_dtype)
     if spec.split_rule is not None and table.split is None:
-        split = None  # a rule that is asked for wins over a column that happens to be there
-    return NodeTablePlan(source, id_column, features, found, split)
+        split = None  # a rule on the command line overrides a column found by its usual name
+    return NodeTablePlan(source, id_column, features, label_source, split)
 
 
 class NodeImporter:
-    """One node type on its way into a store."""
+    """Writes one node type to a store."""
 
     def __init__(
         self, duck: DuckConnection, out: BundleWriter, spec: TableSpec, node_type: str, *, draw_split: bool = True
@@ -90,20 +89,20 @@ class NodeImporter:
         self._arrays: dict[str, ArrayWriter] = {}
 
     def from_table(self, plan: NodeTablePlan, ends: Sequence[IdColumn], advance: OnAdvance) -> NodeResult:
-        """Rows of the table in its order, then, when asked, what only edges name."""
+        """Import the rows of a table in order, then with ``missing="add"`` the ids that occur in edges only."""
         kind = keys.infer_id_kind(plan.key, ends)
         row_errors.check_rows(plan.source, plan.labels.checks() if plan.labels else [])
-        found = self._stream(plan, kind, advance)
-        keys.check_unique_ids(plan.source, plan.id, found)
+        ids = self._stream(plan, kind, advance)
+        keys.check_unique_ids(plan.source, plan.id, ids)
         added = 0
         if self.spec.missing == "add" and ends:
-            before, found = found.count, keys.append_missing_ids(self.duck, found, ends)
-            added = found.count - before
+            table_count, ids = ids.count, keys.append_missing_ids(self.duck, ids, ends)
+            added = ids.count - table_count
             self._add_empty(plan, added)
-        return self._finish(found, plan, added)
+        return self._finish(ids, plan, added)
 
     def from_edges(self, ends: Sequence[IdColumn]) -> NodeResult:
-        """A type without a table: the ids that edges name, sorted."""
+        """Import a type without a table: the sorted ids that occur in edges."""
         return self._finish(keys.ids_from_edges(self.duck, ends, self.ids_path), None, 0)
 
     def _stream(self, plan: NodeTablePlan, kind: IdKind, advance: OnAdvance) -> NodeIdIndex:
@@ -116,9 +115,7 @@ class NodeImporter:
         arrays = self._open_arrays(plan)
         self.duck.keep_order(True)
         codes = []
-        for batch in self.duck.stream(
-            source.scan(columns), batch=min(ROWS_PER_BATCH, max(2048, VALUES_PER_BATCH // max(features.width, 1)))
-        ):
+        for batch in self.duck.stream(source.scan(columns), features.rows_per_batch):
             position, ids, *rest = batch.columns
             assert position[0].as_py() == writer.count and position[-1].as_py() == writer.count + len(batch) - 1
             if ids.null_count:
@@ -129,30 +126,26 @@ class NodeImporter:
             if plan.labels:
                 arrays["y"].append(plan.labels.read(rest[len(features.columns) : len(rest) - bool(plan.split)]))
             if plan.split:
-                words = labels.read_split(rest[-1])
-                if words is None:
+                split = labels.read_split(rest[-1])
+                if split is None:
                     row_errors.check_rows(source, [labels.split_check(plan.split)])
-                codes.append(words)
+                codes.append(split)
             advance(len(batch))
         if plan.split:
             self.split = torch.from_numpy(np.concatenate([np.empty(0, np.int8), *codes]))[None]
         return writer.close()
 
     def _open_arrays(self, plan: NodeTablePlan) -> dict[str, ArrayWriter]:
-        arrays = self._arrays
         if plan.features.columns:
-            dtype = DTYPES[plan.features.dtype][0]
-            arrays["x"] = self.out.array(f"{self.folder}/x.npy", dtype, (plan.features.width,))
+            self._arrays["x"] = plan.features.open_array(self.out, f"{self.folder}/x.npy")
         if plan.labels:
-            several = plan.labels.width > 0
-            columns = (plan.labels.width,) if several else ()
-            arrays["y"] = self.out.array(f"{self.folder}/y.npy", torch.int8 if several else torch.int64, columns)
-        return arrays
+            self._arrays["y"] = plan.labels.open_array(self.out, f"{self.folder}/y.npy")
+        return self._arrays
 
     def _add_empty(self, plan: NodeTablePlan, added: int) -> None:
-        """Rows for nodes without a row in the table: features 0, no label, no split."""
+        """Append nodes without a row in the table: features 0, no label, no split."""
         if plan.features.columns:
-            rows = max(1, VALUES_PER_BATCH // plan.features.width)
+            rows = plan.features.rows_per_batch
             for start in range(0, added, rows):
                 self._arrays["x"].append(torch.zeros(min(rows, added - start), plan.features.width))
         if plan.labels:
@@ -160,19 +153,19 @@ class NodeImporter:
         if self.split is not None:
             self.split = torch.cat([self.split, torch.full((1, added), NO_SPLIT, dtype=torch.int8)], dim=1)
 
-    def _finish(self, found: NodeIdIndex, plan: NodeTablePlan | None, added: int) -> NodeResult:
-        if not found.are_rows:
-            kept = self.out.file(f"{self.folder}/ids.parquet")
-            shutil.move(found.path, kept)
-            found = NodeIdIndex(found.kind, found.count, False, kept)
+    def _finish(self, ids: NodeIdIndex, plan: NodeTablePlan | None, added: int) -> NodeResult:
+        if not ids.are_rows:
+            path = self.out.file(f"{self.folder}/ids.parquet")
+            shutil.move(ids.path, path)
+            ids = replace(ids, path=path)
         y = self.out.written(f"{self.folder}/y.npy") if plan and plan.labels else None
-        self._apply_rule(found, y)
+        self._apply_rule(ids, y)
         if self.split is not None:
             self.out.put(f"{self.folder}/split.npy", self.split)
         classes = plan.labels.classes if plan and plan.labels else ()
         counts = NodeCounts(
-            count=found.count,
-            ids="rows" if found.are_rows else found.kind,
+            count=ids.count,
+            ids="rows" if ids.are_rows else ids.kind,
             features=plan.features.width if plan else 0,
             columns=plan.features.sizes if plan else (),
             classes=_count_classes(y, classes),
@@ -183,19 +176,19 @@ class NodeImporter:
             added=added,
             unused=unused_columns(plan.source, plan.used) if plan else (),
         )
-        return NodeResult(found, counts, classes)
+        return NodeResult(ids, counts, classes)
 
-    def _apply_rule(self, found: NodeIdIndex, y: Tensor | None) -> None:
+    def _apply_rule(self, ids: NodeIdIndex, y: Tensor | None) -> None:
         if self.spec.split_rule is None or not self.draw_split:
             return
         rule = parse_rule(self.spec.split_rule)
         if self.split is not None:
-            raise ConfigError("a split comes either from a column or from a rule: leave out --split or --split-column")
-        self.split = make_split(rule, _draw_keys(found), y, seed=self.spec.seed)
+            raise ConfigError("a split comes either from a column or from a rule: remove --split or --split-column")
+        self.split = make_split(rule, _draw_keys(ids), y, seed=self.spec.seed)
 
 
 def read_features(source: TableSource, features: FeatureSource, arrays: Sequence[Any]) -> Tensor:
-    """[n, F] of one batch; raises InputError locating a value that is no finite number of the dtype."""
+    """[n, F] features of one batch; raises InputError locating a value that is not a finite number of the dtype."""
     rows = np.empty((len(arrays[0]), features.width), dtype=np.float32)
     start, bad = 0, False
     for array, (_, width) in zip(arrays, features.columns, strict=True):
@@ -204,21 +197,17 @@ def read_features(source: TableSource, features: FeatureSource, arrays: Sequence
             rows[:, start] = array.to_numpy(zero_copy_only=False)
         else:
             items = array.flatten()
-            bad = bad or array.null_count > 0 or items.null_count > 0 or not _all_wide(array, width)
+            lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+            bad = bad or array.null_count > 0 or items.null_count > 0 or not bool((lengths == width).all())
             if bad:
                 break
             rows[:, start : start + width] = items.to_numpy(zero_copy_only=False).reshape(len(array), width)
         start += 1 if width is None else width
-    made = torch.from_numpy(rows).to(DTYPES[features.dtype][0])
-    if bad or not bool(torch.isfinite(made).all()):
+    x = torch.from_numpy(rows).to(DTYPES[features.dtype][0])
+    if bad or not bool(torch.isfinite(x).all()):
         row_errors.check_rows(source, features.checks())
-        row_errors.raise_sum_error(source, "features", features.dtype)  # no row is bad by itself
-    return made
-
-
-def _all_wide(array: Any, width: int) -> bool:
-    lengths = array.value_lengths().to_numpy(zero_copy_only=False)
-    return bool((lengths == width).all())
+        row_errors.raise_sum_error(source, "features", features.dtype)  # every row is valid by itself
+    return x
 
 
 def _id_check(plan: NodeTablePlan, kind: IdKind) -> row_errors.RowCheck:
@@ -234,8 +223,8 @@ def _count_classes(y: Tensor | None, classes: Sequence[str]) -> int:
     return max(len(classes), int(y.max()) + 1 if y.numel() else 0)
 
 
-def _draw_keys(found: NodeIdIndex) -> NodeKeys:
-    if found.are_rows:
-        return np.arange(found.count, dtype=np.uint64)
-    pieces = [value_keys(batch.column(ID_COLUMN)) for batch in pq.ParquetFile(found.path).iter_batches()]
-    return np.concatenate([np.empty(0, dtype=np.uint64), *pieces])
+def _draw_keys(ids: NodeIdIndex) -> NodeKeys:
+    if ids.are_rows:
+        return np.arange(ids.count, dtype=np.uint64)
+    batches = [value_keys(batch.column(ID_COLUMN)) for batch in pq.ParquetFile(ids.path).iter_batches()]
+    return np.concatenate([np.empty(0, dtype=np.uint64), *batches])

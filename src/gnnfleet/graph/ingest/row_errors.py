@@ -1,4 +1,4 @@
-"""Rows that cannot be imported: found by a fast count, then located by a second query that only runs on failure."""
+"""Checks of table rows: a fast count detects bad rows, a second query locates them only on failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOAT16_MAX = 65504  # the largest float16
 
 @dataclass(frozen=True)
 class RowCheck:
-    """A condition that no row of a column may meet, and the words for one that does."""
+    """A condition that marks bad rows of a column, with the message texts for them."""
 
     column: str
     condition: str
@@ -24,56 +24,55 @@ class RowCheck:
 
 
 def check_rows(source: TableSource, checks: Sequence[RowCheck]) -> None:
-    """Raise InputError for the first bad row of a source under any of the checks; return if there is none."""
+    """Raise InputError for the first row of a source that fails any of the checks."""
     if not checks:
         return
     counts = ", ".join(
         f"count(*) FILTER ({check.condition}), min({source.position}) FILTER ({check.condition})" for check in checks
     )
-    found = source.duck.row(source.scan(counts))
-    bad = [(found[2 * i + 1], found[2 * i], check) for i, check in enumerate(checks) if found[2 * i]]
-    if bad:
-        position, count, check = min(bad, key=lambda item: item[0])
-        raise_row_error(source, position, check, count=count)
+    row = source.duck.row(source.scan(counts))
+    failures = [(first, count, check) for count, first, check in zip(row[::2], row[1::2], checks, strict=True) if count]
+    if failures:
+        first, count, check = min(failures, key=lambda failure: failure[0])
+        raise_row_error(source, first, check, count=count)
 
 
 def raise_row_error(source: TableSource, position: int, check: RowCheck, *, count: int) -> NoReturn:
-    """InputError with the place, the value found, how many there are and what to do."""
-    value = source.value(position, check.column)
+    """Raise InputError with the location, the cell, the number of bad rows and advice."""
+    cell = source.value(position, check.column)
     also = f" ({count:,} such rows)" if count > 1 else ""
     raise InputError(
         f"{source.location(position)}, column {check.column!r}: expected {check.expected}, "
-        f"found {format_value(value)}{also}. {check.advice}"
+        f"found {format_cell(cell)}{also}. {check.advice}"
     )
 
 
-def raise_sum_error(source: TableSource, what: str, dtype: str) -> NoReturn:
-    """InputError for duplicates that are fine one by one, but not added up."""
+def raise_sum_error(source: TableSource, column_role: str, dtype: str) -> NoReturn:
+    """Raise InputError for duplicate edges whose sum overflows although each of them is valid."""
     raise InputError(
-        f"{source.shown}: the {what} of some duplicate edges add up to more than {dtype} can hold. "
+        f"{source.shown}: the {column_role} of some duplicate edges add up to more than {dtype} can hold. "
         "Pass --duplicates keep or drop" + (", or --dtype float32" if dtype == "float16" else "")
     )
 
 
-def format_value(value: Any) -> str:
-    """A value in a message."""
-    if value is None:
+def format_cell(cell: Any) -> str:
+    if cell is None:
         return "no value"
-    if isinstance(value, list | tuple):
-        head = ", ".join(format_value(item) for item in value[:4])
-        return f"{len(value)} values [{head}{', …' if len(value) > 4 else ''}]"
-    text = repr(value) if isinstance(value, str) else str(value)
+    if isinstance(cell, list | tuple):
+        head = ", ".join(format_cell(entry) for entry in cell[:4])
+        return f"{len(cell)} values [{head}{', …' if len(cell) > 4 else ''}]"
+    text = repr(cell) if isinstance(cell, str) else str(cell)
     return text if len(text) <= 80 else text[:77] + "…"
 
 
 def not_finite_sql(expression: str, dtype: str) -> str:
-    """SQL that is true for what is no finite number of a feature type; ``expression`` is a FLOAT or NULL."""
+    """SQL that is true unless ``expression``, a FLOAT or NULL, is a finite number of a feature dtype."""
     limit = f" OR abs({expression}) > {FLOAT16_MAX}" if dtype == "float16" else ""
     return f"({expression} IS NULL OR NOT isfinite({expression}){limit})"
 
 
 def feature_check(column: str, dtype: str, *, width: int | None, option: str) -> RowCheck:
-    """The check of a feature column: a number, or ``width`` numbers where it holds lists."""
+    """Build the check of a feature column: a number, or a list of ``width`` numbers."""
     cell = sql.sql_name(column)
     advice = f"Fill the gaps or correct the values, or choose other columns with --{option}"
     finite = "a finite number" if dtype != "float16" else f"a finite number up to {FLOAT16_MAX} (float16)"
@@ -85,10 +84,10 @@ def feature_check(column: str, dtype: str, *, width: int | None, option: str) ->
     )
 
 
-def number_check(column: str, what: str) -> RowCheck:
+def number_check(column: str, role: str) -> RowCheck:
     return RowCheck(
         column,
         not_finite_sql(f"try_cast({sql.sql_name(column)} AS FLOAT)", "float32"),
-        f"a finite number as {what}",
-        f"Correct the values, or import without them: --{what} none",
+        f"a finite number as {role}",
+        f"Correct the values, or import without them: --{role} none",
     )

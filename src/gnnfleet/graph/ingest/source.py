@@ -1,6 +1,7 @@
-"""One table: Parquet or CSV files of the same columns, scanned as one, each row with its position.
+"""One table: Parquet or CSV files with the same columns, scanned as one.
 
-CSV is first copied to Parquet in the scratch, every value as text: '007' stays '007', and rows can be found again.
+Every row has a position in the table. CSV is first copied to Parquet in the scratch directory with every value as
+text, so '007' stays '007' and rows can be located again for messages.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ _ROW, _FILE = "file_row_number", "gnnfleet_file"
 
 @dataclass(frozen=True)
 class TableFile:
-    """A file of the user, the Parquet file that is scanned for it, and the positions of its rows."""
+    """An input file, the Parquet file scanned in its stead, and the positions of its rows."""
 
     path: str
     parquet_path: str
     start: int
     rows: int
-    columns: str | None = None  # names of the columns of a file without a header line
+    columns: str | None = None  # column names of a file without a header line
 
 
 @dataclass(frozen=True)
 class RowLocation:
-    """Where a row is: 1-based data row, and for CSV the 1-based line."""
+    """A row of an input file: 1-based data row, and for CSV the 1-based line."""
 
     path: str
     row: int
@@ -58,25 +59,25 @@ class TableSource:
         self.files = tuple(files)
         self.is_text = is_text
         self.rows = sum(file.rows for file in files)
-        found = duck.rows(f"DESCRIBE SELECT * FROM {self._reader()}")
-        self.types: dict[str, str] = {row[0]: row[1] for row in found if row[0] not in (_ROW, _FILE)}
+        description = duck.rows(f"DESCRIBE SELECT * FROM {self._reader()}")
+        self.types: dict[str, str] = {row[0]: row[1] for row in description if row[0] not in (_ROW, _FILE)}
 
     @property
     def shown(self) -> str:
-        """How messages name the table."""
+        """The table's name in messages."""
         more = len(self.files) - 1
         return self.files[0].path + (f" and {more} more" if more else "")
 
     @cached_property
     def position(self) -> str:
-        """The SQL of a row's position in the table."""
+        """SQL of a row's position in the table."""
         if len(self.files) == 1:
             return _ROW
         starts = " ".join(f"WHEN {sql.sql_string(file.parquet_path)} THEN {file.start}" for file in self.files)
         return f"(CASE {_FILE} {starts} END + {_ROW})"
 
     def scan(self, columns: str, where: str = "true") -> str:
-        """A query of SQL expressions over all rows."""
+        """Build a query of SQL expressions over all rows."""
         return f"SELECT {columns} FROM {self._reader()} WHERE {where}"
 
     def location(self, position: int) -> RowLocation:
@@ -85,10 +86,9 @@ class TableSource:
         return RowLocation(file.path, row, _line_of(file, row) if self.is_text else None)
 
     def value(self, position: int, column: str) -> Any:
-        """What a cell holds."""
         cell = sql.sql_name(column)
         if is_zoned_time(self.types[column]):
-            cell += "::VARCHAR"  # DuckDB wants one more library to make a Python value of it
+            cell += "::VARCHAR"  # DuckDB needs another library to convert it to a Python value
         return self.duck.row(self.scan(cell, f"{self.position} = {position}"))[0]
 
     def _reader(self) -> str:
@@ -99,13 +99,13 @@ class TableSource:
 
 
 def is_zoned_time(kind: str) -> bool:
-    """Whether a type of DuckDB is a time with a zone."""
+    """True for a DuckDB type that is a time with a zone."""
     return "TIME ZONE" in kind or kind.startswith("TIMESTAMPTZ")
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
     """Expand globs, sorted; raises InputError when a pattern matches nothing."""
-    found: list[str] = []
+    paths: list[str] = []
     for pattern in patterns:
         matches = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
         matches = [match for match in matches if Path(match).is_file()]
@@ -113,21 +113,21 @@ def find_files(patterns: Sequence[str]) -> list[str]:
             raise InputError(
                 f"no such file: {pattern}" + (" (nothing matches the pattern)" if glob.has_magic(pattern) else "")
             )
-        found += [match for match in matches if match not in found]
-    return found
+        paths += [match for match in matches if match not in paths]
+    return paths
 
 
 def column_names(path: str, columns: str | None = None) -> list[str]:
-    """The columns of a Parquet or CSV file, ``columns`` where it has no header; InputError when it cannot be read."""
+    """Read the column names of a file; ``columns`` names those of a CSV file without a header. Raises InputError."""
     if _is_csv(path):
         return _csv_layout(path, columns).names
     if columns is not None:
-        raise InputError(f"{path}: a Parquet file has names for its columns; leave --columns {columns} out")
+        raise InputError(f"{path}: a Parquet file already names its columns: remove --columns {columns}")
     return list(_parquet_metadata(path).schema.to_arrow_schema().names)
 
 
 def open_source(duck: DuckConnection, patterns: Sequence[str], columns: str | None = None) -> TableSource:
-    """Find, check and, for CSV, copy the files of a table; raises InputError when they do not fit together."""
+    """Find, check and, for CSV, copy the files of a table; raises InputError when their columns differ."""
     paths = find_files(patterns)
     is_text = _is_csv(paths[0])
     expected = column_names(paths[0], columns)
@@ -135,13 +135,15 @@ def open_source(duck: DuckConnection, patterns: Sequence[str], columns: str | No
     for path in paths:
         if _is_csv(path) != is_text:
             raise InputError(
-                f"one table is either CSV or Parquet, found {paths[0]} and {path}: import them as two types"
+                f"the files of one table are either CSV or Parquet, found {paths[0]} and {path}: import them as two "
+                "node or edge types"
             )
         names = column_names(path, columns)
         if set(names) != set(expected):
             differing = ", ".join(sorted(set(names) ^ set(expected)))
             raise InputError(
-                f"{path} has other columns than {paths[0]} (differing: {differing}): files of one table share them"
+                f"{path} has other columns than {paths[0]} (different: {differing}): all files of a table must have "
+                "the same columns"
             )
         scanned = _copy_csv(duck, path, columns) if is_text else path
         rows = _parquet_metadata(scanned).num_rows
@@ -149,7 +151,7 @@ def open_source(duck: DuckConnection, patterns: Sequence[str], columns: str | No
         start += rows
     for name in expected:
         if name.lower() in (_ROW, _FILE):
-            raise InputError(f"{paths[0]}: a column may not be called {name!r}, rename it")
+            raise InputError(f"{paths[0]}: the column name {name!r} is reserved: rename the column")
     return TableSource(duck, files, is_text)
 
 
@@ -158,7 +160,7 @@ def _is_csv(path: str) -> bool:
         return False
     if path.lower().endswith(CSV_ENDINGS):
         return True
-    raise InputError(f"{path}: expected a table ending in {', '.join(PARQUET_ENDINGS + CSV_ENDINGS)}")
+    raise InputError(f"{path}: expected a table whose name ends in {', '.join(PARQUET_ENDINGS + CSV_ENDINGS)}")
 
 
 def _parquet_metadata(path: str) -> Any:
@@ -175,7 +177,7 @@ def _open_text(path: str) -> TextIO:
 
 
 class _Layout(NamedTuple):
-    """How a text file is read; without a header line all lines are rows."""
+    """Format of a CSV file; without a header line all lines are rows."""
 
     names: list[str]
     delimiter: str
@@ -183,24 +185,24 @@ class _Layout(NamedTuple):
 
 
 def _csv_layout(path: str, columns: str | None) -> _Layout:
-    """The delimiter is the most frequent of comma, tab, semicolon and bar in the first line, a space without any."""
+    """Detect the delimiter: the most frequent of comma, tab, semicolon and bar in the first line, else a space."""
     try:
         with _open_text(path) as file:
             first, second = file.readline(), file.readline()
             delimiter = _delimiter(first, second)
-            found = next(csv.reader([first], delimiter=delimiter), [])
-            if columns is None and first.count('"') % 2:  # a name that goes on in the next line
+            cells = next(csv.reader([first], delimiter=delimiter), [])
+            if columns is None and first.count('"') % 2:  # a quoted name continues on the next line
                 file.seek(0)
-                found = next(csv.reader(file, delimiter=delimiter), [])
+                cells = next(csv.reader(file, delimiter=delimiter), [])
     except (UnicodeDecodeError, OSError, csv.Error, EOFError) as error:
         raise InputError(f"{path} cannot be read as CSV in UTF-8: {error}") from error
-    names = found if columns is None else re.split(r"[,\s]+", columns.strip())
+    names = cells if columns is None else re.split(r"[,\s]+", columns.strip())
     if not names or not all(names) or len(set(names)) != len(names):
-        where = "a first line with" if columns is None else "--columns with"
-        raise InputError(f"{path}: expected {where} different column names, found {(columns or first).strip()!r}")
-    if columns is not None and found and len(found) != len(names):
+        origin = "a first line with" if columns is None else "--columns with"
+        raise InputError(f"{path}: expected {origin} different column names, found {(columns or first).strip()!r}")
+    if columns is not None and cells and len(cells) != len(names):
         raise InputError(
-            f"{path}: --columns names {len(names)} columns ({', '.join(names)}), the first line has {len(found)}: "
+            f"{path}: --columns names {len(names)} columns ({', '.join(names)}), but the first line has {len(cells)}: "
             f"{first.strip()!r}"
         )
     return _Layout(names, delimiter, columns is None)
@@ -208,20 +210,20 @@ def _csv_layout(path: str, columns: str | None) -> _Layout:
 
 def _delimiter(first: str, second: str) -> str:
     best = max(",\t;|", key=first.count)
-    # A single column may have a space in its name: then its rows have none.
+    # The name of a single column may contain a space; its rows then contain none.
     spaced = " " in first.strip() and (" " in second.strip() or not second.strip())
     return " " if spaced and not first.count(best) else best
 
 
-def _copy_csv(duck: DuckConnection, path: str, columns_given: str | None) -> str:
-    names, delimiter, header = _csv_layout(path, columns_given)
-    columns = ", ".join(f"{sql.sql_string(name)}: 'VARCHAR'" for name in names)
-    # Sniffing is off: what a column means must not depend on a sample of its rows. An unquoted nothing is missing,
-    # a quoted one is the empty text.
+def _copy_csv(duck: DuckConnection, path: str, columns: str | None) -> str:
+    names, delimiter, header = _csv_layout(path, columns)
+    types = ", ".join(f"{sql.sql_string(name)}: 'VARCHAR'" for name in names)
+    # Sniffing is off, because the type of a column must not depend on a sample of its rows. An empty cell is missing;
+    # an empty cell in quotes is the empty text.
     reader = (
         f"read_csv({sql.sql_string(path)}, auto_detect = false, header = {str(header).lower()}, "
         f"delim = {sql.sql_string(delimiter)}, "
-        f"quote = '\"', escape = '\"', nullstr = '', allow_quoted_nulls = false, columns = {{{columns}}})"
+        f"quote = '\"', escape = '\"', nullstr = '', allow_quoted_nulls = false, columns = {{{types}}})"
     )
     target = duck.scratch / f"csv-{len(list(duck.scratch.glob('csv-*')))}.parquet"
     duck.keep_order(True)
@@ -233,29 +235,31 @@ def _copy_csv(duck: DuckConnection, path: str, columns_given: str | None) -> str
 
 
 def _csv_problem(text: str) -> str:
-    """DuckDB's long advice in one sentence."""
+    """Shorten DuckDB's error to one sentence."""
     line = re.search(r"Line: (\d+)", text)
     columns = re.search(r"Expected Number of Columns: (\d+) Found: (\d+)", text)
     if line and columns:
-        found = f"line {line[1]}: expected {columns[1]} values, found {columns[2]}"
-        return f"{found}. Correct the line, or quote values that hold the delimiter"
+        return (
+            f"line {line[1]}: expected {columns[1]} values, found {columns[2]}. Correct the line, or quote values that "
+            "contain the delimiter"
+        )
     if line and "unicode" in text:
         return f"line {line[1]} is not in UTF-8. Write the file in that encoding"
     return text.partition("\nPossible fixes")[0].replace("\n", ". ")
 
 
 def _line_of(table: TableFile, row: int) -> int | None:
-    """The line on which a data row starts; slow, for messages only."""
+    """Find the line on which a data row starts; slow, for messages only."""
     names, delimiter, header = _csv_layout(table.path, table.columns)
     with _open_text(table.path) as file:
         reader = csv.reader(file, delimiter=delimiter)
         if header:
             next(reader)
-        done = 0
-        before = reader.line_num
+        rows_read = 0
+        last_line = reader.line_num
         for record in reader:
-            done += bool(record) or len(names) == 1  # an empty line is a row only where a row is one value
-            if done == row:
-                return before + 1
-            before = reader.line_num
+            rows_read += bool(record) or len(names) == 1  # an empty line is a row only in a table of one column
+            if rows_read == row:
+                return last_line + 1
+            last_line = reader.line_num
     return None

@@ -1,6 +1,6 @@
-"""What an import of tables is asked to do, and what it reports when done.
+"""The specification of an import and its report.
 
-A column is named, or ``None`` to look for its usual names, or ``NONE`` to do without it.
+A column is given by name; ``None`` looks for its usual names, ``NONE`` imports without it.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class EdgeTable:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportRules:
-    """What to do with what is found; raises ConfigError for a word that is none of the choices.
+    """Rules for edges, ids, features and splits; raises ConfigError for a setting that is not allowed.
 
-    ``duplicates`` concerns edges with the same source and destination and, where there are times, the same time; by
+    ``duplicates`` applies to edges with the same source and destination and, where there are times, the same time. By
     default they are dropped from undirected graphs and kept in others. ``split_rule`` is for ``split.parse_rule``.
-    ``missing`` and ``memory`` concern tables only.
+    ``missing`` and ``memory`` apply to tables only.
     """
 
     undirected: bool = False
@@ -84,16 +84,16 @@ class ImportRules:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for option, value, choices in (
+        for option, setting, choices in (
             ("duplicates", self.duplicate_rule, DuplicateRule),
             ("self-loops", self.self_loops, SelfLoopRule),
             ("missing", self.missing, MissingIds),
             ("dtype", self.dtype or "float32", FeatureType),
         ):
-            if value not in get_args(choices):
-                raise ConfigError(f"--{option} is one of {', '.join(get_args(choices))}; found {value!r}")
+            if setting not in get_args(choices):
+                raise ConfigError(f"--{option} must be one of {', '.join(get_args(choices))}; found {setting!r}")
         if not re.fullmatch(r"\s*\d+(\.\d+)?\s*([KMGT]i?B)\s*", self.memory):
-            raise ConfigError(f"--memory reads like 1GiB or 800MB, found {self.memory!r}")
+            raise ConfigError(f"--memory must be a size such as 1GiB or 800MB, found {self.memory!r}")
         if self.split_rule is not None:
             parse_rule(self.split_rule)
 
@@ -104,7 +104,7 @@ class ImportRules:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec(ImportRules):
-    """The tables of an import and its rules; features become float32 unless ``dtype`` says otherwise."""
+    """The tables of an import and its rules; features become float32 unless ``dtype`` is set."""
 
     nodes: Mapping[str, NodeTable] = field(default_factory=dict)
     edges: Mapping[EdgeType, EdgeTable] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class TableSpec(ImportRules):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.nodes and not self.edges:
-            raise ConfigError("there is nothing to import: name a table of nodes or of edges")
+            raise ConfigError("there is nothing to import: name a node table or an edge table")
 
     @property
     def feature_dtype(self) -> FeatureType:
@@ -121,9 +121,9 @@ class TableSpec(ImportRules):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCounts:
-    """What became of one node type; ``added`` nodes were named by edges only, ``unused`` columns left behind.
+    """Counts of one imported node type. ``added`` nodes occur in edges only; ``unused`` columns were not imported.
 
-    ``columns`` are those that features were made of, each with its width.
+    ``columns`` are the columns that became features, with their widths.
     """
 
     count: int
@@ -141,7 +141,7 @@ class NodeCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeCounts:
-    """What became of one edge type. ``parallel`` counts edges beyond the first of the same source and destination."""
+    """Counts of one imported edge type. ``parallel`` counts edges beyond the first with the same ends."""
 
     rows: int
     count: int
@@ -160,7 +160,7 @@ class EdgeCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportReport:
-    """What an import made."""
+    """The store that an import wrote, with counts per type."""
 
     path: Path
     name: str
@@ -168,10 +168,10 @@ class ImportReport:
     nodes: Mapping[str, NodeCounts]
     edges: Mapping[EdgeType, EdgeCounts]
     seconds: float
-    cleaned: Mapping[str, int] = field(default_factory=dict)  # of a graph that came whole: all edge types together
+    cleaned: Mapping[str, int] = field(default_factory=dict)  # of a graph read into memory: sums over all edge types
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Convert to plain values for JSON."""
         return {
             "store": str(self.path),
             "name": self.name,
@@ -184,7 +184,7 @@ class ImportReport:
 
 
 def count_nodes(nodes: Nodes) -> NodeCounts:
-    """The counts of a node type that came whole."""
+    """Count a node type that was read into memory."""
     ids = "rows" if nodes.ids.are_rows else "integer" if str(nodes.ids.values().type) == "int64" else "text"
     return NodeCounts(
         count=nodes.count,
@@ -204,12 +204,12 @@ def count_labelled(y: Tensor | None) -> int:
 
 
 def count_split(split: Tensor | None, code: int) -> int:
-    """How many nodes the (first) split puts into train, val or test."""
+    """Count the nodes that the first split puts into train, val or test."""
     return 0 if split is None else int((split[0] == code).sum())
 
 
 def count_edges(kind: EdgeType, edges: Edges) -> EdgeCounts:
-    """The counts of an edge type that came whole, as it is stored."""
+    """Count an edge type that was read into memory, as it is stored."""
     dst = edges.dst()
     return EdgeCounts(
         rows=edges.count,

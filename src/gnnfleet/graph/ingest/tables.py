@@ -1,8 +1,8 @@
-"""Raw tables into a store, out of core: find columns, number the nodes, match and sort the edges.
+"""Out-of-core import of tables: find columns, number the nodes, match and sort the edges.
 
     report = import_tables(TableSpec(nodes={"node": NodeTable(files=("nodes.parquet",))}, edges={…}), "shop")
 
-Nothing of the size of the edges or of the features is ever in Python; DuckDB keeps to its memory limit and spills.
+Python never holds all edges or all features; DuckDB respects its memory limit and spills to disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["EdgeTable", "ImportReport", "NodeTable", "TableSpec", "classify_tabl
 def import_tables(
     spec: TableSpec, output: str | Path, *, overwrite: bool = False, progress: Progress | None = None
 ) -> ImportReport:
-    """Write a store from tables; raises InputError naming file, row and column of what cannot be imported."""
+    """Write a store from tables; raises InputError naming file, row and column of a bad cell."""
     progress = progress or NoProgress()
     started = time.monotonic()
     with (
@@ -45,8 +45,8 @@ def import_tables(
             kind: plan_edges(open_source(duck, t.files, t.columns), t, spec.feature_dtype)
             for kind, t in spec.edges.items()
         }
-        nodes = _import_nodes(duck, out, spec, (node_plans, edge_plans), progress)
-        edges = _import_edges(duck, out, spec, (edge_plans, nodes), progress)
+        nodes = _import_nodes(duck, out, spec, node_plans, edge_plans, progress)
+        edges = _import_edges(duck, out, spec, edge_plans, nodes, progress)
         name = spec.name or Path(output).resolve().name
         progress.stage("writing checksums")
         out.commit(
@@ -54,7 +54,8 @@ def import_tables(
                 name=name,
                 undirected=spec.undirected,
                 nodes=[
-                    node_entry(kind, made.keys.count, made.classes, made.counts.columns) for kind, made in nodes.items()
+                    node_entry(kind, imported.keys.count, imported.classes, imported.counts.columns)
+                    for kind, imported in nodes.items()
                 ],
                 edges=[edge_entry(kind, counts.count, counts.columns) for kind, counts in edges.items()],
             )
@@ -63,7 +64,7 @@ def import_tables(
         path=Path(output),
         name=name,
         undirected=spec.undirected,
-        nodes={kind: made.counts for kind, made in nodes.items()},
+        nodes={kind: imported.counts for kind, imported in nodes.items()},
         edges=edges,
         seconds=time.monotonic() - started,
     )
@@ -79,29 +80,30 @@ def classify_tables(
 ) -> TableSpec:
     """Tell edge tables (src and dst) from node tables (id) of a graph of one type; raises ConfigError for others.
 
-    Raises InputError where a column that is named is not there.
+    Raises InputError if a table lacks a column that is named.
     """
     nodes: list[str] = []
     edges: list[str] = []
-    named = {"src": src, "dst": dst, "id": id}
+    options = {"src": src, "dst": dst, "id": id}
     for path in find_files(patterns):
         names = column_names(path, columns)
         if find_by_usual_name(names, "src", src) and find_by_usual_name(names, "dst", dst):
             edges.append(path)
         elif find_by_usual_name(names, "id", id):
             nodes.append(path)
-        elif absent := [(part, word) for part, word in named.items() if word not in (None, *names)]:
-            words = " and ".join(f"{word!r} (--{part})" for part, word in absent)
+        elif absent := [
+            f"{column!r} (--{option})" for option, column in options.items() if column not in (None, *names)
+        ]:
             raise InputError(
-                f"{path}: there is no column {words}, found {', '.join(names)}. A table of edges has columns "
-                f"{src or 'src'} and {dst or 'dst'}, a table of nodes {id or 'id'}"
+                f"{path}: there is no column {' and '.join(absent)}, found {', '.join(names)}. An edge table has "
+                f"columns {src or 'src'} and {dst or 'dst'}, a node table has {id or 'id'}"
             )
         else:
             raise ConfigError(
-                f"{path}: expected columns src and dst (a table of edges) or id (a table of nodes), "
+                f"{path}: expected columns src and dst (an edge table) or id (a node table), "
                 f"found {', '.join(names)}. "
-                "Name them: --src COLUMN --dst COLUMN, or --id COLUMN; "
-                "or all, if the first line is no header: --columns src,dst,time"
+                "Name them with --src COLUMN --dst COLUMN, or --id COLUMN. "
+                "If the file has no header line, name all columns: --columns src,dst,time"
             )
     return TableSpec(
         nodes={NODE: NodeTable(files=tuple(nodes), id=id, columns=columns)} if nodes else {},
@@ -113,42 +115,42 @@ def _import_nodes(
     duck: DuckConnection,
     out: BundleWriter,
     spec: TableSpec,
-    plans: tuple[dict[str, NodeTablePlan], dict[EdgeType, EdgeTablePlan]],
+    node_plans: dict[str, NodeTablePlan],
+    edge_plans: dict[EdgeType, EdgeTablePlan],
     progress: Progress,
 ) -> dict[str, NodeResult]:
-    node_plans, edge_plans = plans
     ends: dict[str, list[IdColumn]] = {kind: [] for kind in node_plans}
     for edge_type, edge_plan in edge_plans.items():
         ends.setdefault(edge_type.src, []).append(edge_plan.src)
         ends.setdefault(edge_type.dst, []).append(edge_plan.dst)
     any_labels = any(plan.labels for plan in node_plans.values())
-    made = {}
+    imported = {}
     for kind, columns in ends.items():
         plan = node_plans.get(kind)
         advance = progress.stage(f"nodes {kind}", plan.source.rows if plan else None)
-        # Where one type has labels, a split rule concerns that type; without any labels it concerns all.
-        drawn = not any_labels or (plan is not None and plan.labels is not None)
-        work = NodeImporter(duck, out, spec, kind, draw_split=drawn)
-        made[kind] = work.from_table(plan, columns, advance) if plan else work.from_edges(columns)
-    return made
+        # A split rule applies to node types with labels; if none has labels, it applies to all types.
+        draw_split = not any_labels or (plan is not None and plan.labels is not None)
+        importer = NodeImporter(duck, out, spec, kind, draw_split=draw_split)
+        imported[kind] = importer.from_table(plan, columns, advance) if plan else importer.from_edges(columns)
+    return imported
 
 
 def _import_edges(
     duck: DuckConnection,
     out: BundleWriter,
     spec: TableSpec,
-    known: tuple[dict[EdgeType, EdgeTablePlan], dict[str, NodeResult]],
+    plans: dict[EdgeType, EdgeTablePlan],
+    nodes: dict[str, NodeResult],
     progress: Progress,
 ) -> dict[EdgeType, EdgeCounts]:
-    plans, nodes = known
-    made: dict[EdgeType, EdgeCounts] = {}
+    imported: dict[EdgeType, EdgeCounts] = {}
     for kind, plan in plans.items():
         advance = progress.stage(f"edges {kind}", plan.source.rows * (2 if spec.undirected else 1))
-        found = EdgeImporter(duck, out, spec, plan).run(kind, nodes[kind.src].keys, nodes[kind.dst].keys, advance)
-        for edge_type, counts in found.items():
-            if edge_type in made or (edge_type != kind and edge_type in plans):
+        written = EdgeImporter(duck, out, spec, plan).run(kind, nodes[kind.src].keys, nodes[kind.dst].keys, advance)
+        for edge_type, counts in written.items():
+            if edge_type in imported or (edge_type != kind and edge_type in plans):
                 raise ConfigError(
-                    f"--undirected would make edges {edge_type}, which a table gives already: rename the relation"
+                    f"--undirected adds edges {edge_type}, but a table already has that edge type: rename the relation"
                 )
-            made[edge_type] = counts
-    return made
+            imported[edge_type] = counts
+    return imported
