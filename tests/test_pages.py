@@ -67,3 +67,9 @@ def test_scripts_that_pages_name_are_there(path: Path) -> None:
         r"\b((?:benchmarks|tests|examples)/[\w/.-]+\.(?:py|json|toml|sh|yaml|sbatch))\b", path.read_text()
     ):
         assert (ROOT / name).exists(), name
+
+
+def test_files_that_the_architecture_names_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for name in re.findall(r"`([\w/]+/[\w/]+\.(?:py|js|cpp))`", page):
+        assert (ROOT / "src" / "gnnfleet" / name).exists() or (ROOT / name).exists(), name
