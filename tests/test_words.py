@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from gnnfleet.config.resolve import parse_value
 from gnnfleet.config.schema import ReportConfig, RunConfig
 from gnnfleet.nn.config import ModelConfig
-from gnnfleet.nn.link import LinkConfig
+from gnnfleet.nn.link_config import LinkConfig
 from gnnfleet.strategies.registry import all_specs
 from gnnfleet.tasks.train_options import TrainConfig
 

@@ -105,9 +105,9 @@ def test_set_is_about_the_strategy_that_options_name() -> None:
         ({"partition": "minkut"}, "no partitioner 'minkut': did you mean mincut?"),
         ({"partition": "zzz"}, "choose one of random, range, mincut, super, stream"),
         ({"partition": "mincut"}, "strategy local uses no parts: leave out --partition mincut"),
-        ({"model": {"name": "mine.py"}}, "a model of your own reads file.py:factory, found 'mine.py'"),
-        ({"model": {"name": "mine.py:"}}, "a model of your own reads file.py:factory"),
-        ({"model": {"name": "gcn", "settings": {"a": 1}}}, "model.settings are for models of your own"),
+        ({"model": {"name": "mine.py"}}, "a custom model is named file.py:factory, found 'mine.py'"),
+        ({"model": {"name": "mine.py:"}}, "a custom model is named file.py:factory"),
+        ({"model": {"name": "gcn", "settings": {"a": 1}}}, "model.settings is only for custom models"),
     ],
 )
 def test_wrong_words_are_named(words: dict[str, Any], message: str) -> None:

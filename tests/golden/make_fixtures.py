@@ -118,7 +118,8 @@ def state_keys() -> dict[str, dict[str, list[int]]]:
     """{model: {tensor: shape}}, of link decoders as "decoder-mlp"."""
     from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.datasets import make_dataset
-    from gnnfleet.nn.link import LinkConfig, make_decoder
+    from gnnfleet.nn.link import make_decoder
+    from gnnfleet.nn.link_config import LinkConfig
     from gnnfleet.nn.model import build_model
     from gnnfleet.training.build_temporal import build_events
 

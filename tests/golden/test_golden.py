@@ -28,7 +28,8 @@ from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.validate import open_validated_part, open_validated_store
 from gnnfleet.io import manifest
 from gnnfleet.io.bundle import Bundle
-from gnnfleet.nn.link import LinkConfig, make_decoder
+from gnnfleet.nn.link import make_decoder
+from gnnfleet.nn.link_config import LinkConfig
 from gnnfleet.nn.model import build_model
 from gnnfleet.ops.draws import Draws, Purpose
 from gnnfleet.ops.native import _native

@@ -16,7 +16,8 @@ from gnnfleet.graph.graph import EDGE, EdgeType, Graph, validated_edges, validat
 from gnnfleet.graph.ingest.clean import add_inverse_edges
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.conv import RGCNConv
-from gnnfleet.nn.link import DistMult, LinkConfig, ProductMLP, make_decoder
+from gnnfleet.nn.link import DistMult, ProductMLP, make_decoder
+from gnnfleet.nn.link_config import LinkConfig
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.tasks.link import LinkBatch, LinkTask
 from gnnfleet.training.build import BuiltRun, build
@@ -233,7 +234,7 @@ def test_many_relations_in_one_sum(aggr: str) -> None:
     conv = RGCNConv(5, 4, 12, num_bases=3, aggr=aggr, relations=tuple(graph.edges)).double()
     x = torch.randn(40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     out = conv(view, x)
-    wanted = conv._relate(view, {"node": x}, only=None, near=None)["node"]
+    wanted = conv._relate(view, {"node": x}, only=None, aggregated=None)["node"]
     torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-12)
     push = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     leaves = [x, *conv.parameters()]

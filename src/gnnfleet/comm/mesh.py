@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from typing import TYPE_CHECKING
 
-from gnnfleet.comm.world import World
+if TYPE_CHECKING:
+    from gnnfleet.comm.world import World
 
 
 def coordinates_of_rank(rank: int, axes: Mapping[str, int]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, field_va
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.nn.config import ModelConfig
-from gnnfleet.nn.link import LinkConfig
+from gnnfleet.nn.link_config import LinkConfig
 from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.registry import find_spec
 from gnnfleet.strategies.spec import StrategySpec

@@ -1,28 +1,36 @@
-"""Layers, models and heads. A layer takes a view of the graph and rows: ``conv(view, x)``; it never knows a rank.
+"""Layers, models and heads. A layer is called as ``conv(view, x)`` with a graph view and node rows; it knows no rank.
 
-``gf.nn.SAGE(hidden=256, layers=3)`` and its like describe a model; ``build_model`` makes it for a graph.
-``Model`` is what all models are, yours too.
+``gf.nn.SAGE(hidden=256, layers=3)`` and its like describe a model; ``build_model`` builds it for a graph.
+``Model`` is the base class of all models, including custom ones.
+Names are imported on first use, so that settings can be read without loading torch.
 """
 
-from gnnfleet.nn.base import Model
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from gnnfleet.nn.config import GAT, GCN, GCN2, GIN, RGCN, SAGE, TGAT, TGN, GATv2, ModelConfig, ResPlus
-from gnnfleet.nn.conv import (
-    GATConv,
-    GATv2Conv,
-    GCN2Conv,
-    GCNConv,
-    GENConv,
-    GINConv,
-    ResPlusBlock,
-    RGCNConv,
-    SAGEConv,
-)
-from gnnfleet.nn.embedding import NodeEmbedding
-from gnnfleet.nn.heads import MetricState, NodeHead, roc_auc
-from gnnfleet.nn.interop import load_pyg_state, to_pyg_state
-from gnnfleet.nn.mlp import MLP
-from gnnfleet.nn.model import GNN, build_model
-from gnnfleet.nn.norm import BatchNorm, LayerNorm
+
+if TYPE_CHECKING:
+    from gnnfleet.nn.base import Model
+    from gnnfleet.nn.conv import (
+        GATConv,
+        GATv2Conv,
+        GCN2Conv,
+        GCNConv,
+        GENConv,
+        GINConv,
+        ResPlusBlock,
+        RGCNConv,
+        SAGEConv,
+    )
+    from gnnfleet.nn.embedding import NodeEmbedding
+    from gnnfleet.nn.heads import MetricState, NodeHead, roc_auc
+    from gnnfleet.nn.interop import load_pyg_state, to_pyg_state
+    from gnnfleet.nn.mlp import MLP
+    from gnnfleet.nn.model import GNN, build_model
+    from gnnfleet.nn.norm import BatchNorm, LayerNorm
 
 __all__ = [
     "GAT",
@@ -58,3 +66,21 @@ __all__ = [
     "roc_auc",
     "to_pyg_state",
 ]
+
+_MODULES = {
+    "base": "Model",
+    "conv": "GATConv GATv2Conv GCN2Conv GCNConv GENConv GINConv ResPlusBlock RGCNConv SAGEConv",
+    "embedding": "NodeEmbedding",
+    "heads": "MetricState NodeHead roc_auc",
+    "interop": "load_pyg_state to_pyg_state",
+    "mlp": "MLP",
+    "model": "GNN build_model",
+    "norm": "BatchNorm LayerNorm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names.split():
+            return getattr(import_module(f"gnnfleet.nn.{module}"), name)
+    raise AttributeError(f"module 'gnnfleet.nn' has no attribute {name!r}")

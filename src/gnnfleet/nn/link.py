@@ -1,78 +1,40 @@
-"""What a link predictor is made of after the GNN: a decoder that scores pairs of rows, its settings, the loss.
+"""Link prediction after the GNN: decoders that score pairs of rows, the losses.
 
-All decoders work on the elementwise product of the two rows, so a pair scores the same in both directions.
+All decoders read the elementwise product of the two rows, so a pair scores the same in both directions.
 n pairs, D columns, R relations, Q queries, N candidates.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Literal, cast
+from typing import cast
 
 import torch
-from pydantic import BaseModel, Field, field_validator
 from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.nn.linear import glorot_
+from gnnfleet.nn.link_config import LinkConfig
 from gnnfleet.ops.linear import sum_linear
 
 DropoutFn = Callable[[Tensor, int], Tensor]
-"""(rows, place) → rows with dropout."""
-
-
-class LinkConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """How links are scored, trained and measured."""
-
-    decoder: Literal["auto", "dot", "mlp", "distmult"] = "auto"  # auto: distmult for several edge types, else dot
-    layers: int = Field(default=2, ge=1)  # mlp: linear maps
-    dropout: float = Field(default=0.0, ge=0, lt=1)  # mlp: after each hidden map
-    loss: Literal["bce", "softmax"] = "bce"  # softmax: each positive against its own negatives, or the shared list
-    l2: float = Field(default=0.0, ge=0)  # on the mean square of the rows scored and of distmult's relations
-    negatives: int = Field(default=1, ge=1)  # per positive; with mode shared: in the list of a step
-    # What is drawn anew: an end, either end by a coin, both (pair), or one list of nodes for all positives of a step,
-    # set against both their ends (shared). auto: dst; either for several edge types.
-    negative_mode: Literal["auto", "dst", "src", "either", "pair", "shared"] = "auto"
-    avoid_edges: bool = True  # draw again where a negative is an edge of the training graph (8 bytes an edge)
-    # What training targets are hidden from message passing: none; batch: those of the step and their reverses;
-    # disjoint:P: in every epoch a share P is held out, and only that is trained on. auto: batch on sampled blocks,
-    # none on the whole graph.
-    exclude: str = "auto"
-    reverse: Literal["auto", "none", "inverse"] = "auto"  # auto: rgcn on several edge types gets inverse edge types
-    relation: str = ""  # predict this edge type only, as user:buys:product
-    # What a held-out link is ranked among: the negatives of the data set, drawn ones, or all nodes but known answers.
-    ranking: Literal["auto", "given", "sampled", "filtered"] = "auto"
-    eval_negatives: int = Field(default=100, ge=1)  # ranking sampled: for each held-out link
-
-    @field_validator("exclude")
-    @classmethod
-    def _readable(cls, text: str) -> str:
-        if text not in ("auto", "none", "batch") and not 0 < disjoint_share(text) < 1:
-            raise ValueError(f"expected auto, none, batch or disjoint:P with a share P between 0 and 1, found {text!r}")
-        return text
-
-
-def disjoint_share(exclude: str) -> float:
-    """P of ``disjoint:P``; 0 for the other words."""
-    found = re.fullmatch(r"disjoint:(\d*\.?\d+)", exclude)
-    return float(found[1]) if found else 0.0
+"""(rows, index of the dropout in the decoder) → rows with dropout."""
 
 
 class Decoder(torch.nn.Module):
-    """Scores pairs; this one by the dot product."""
+    """Base class of decoders. Scores a pair by ⟨src, dst⟩."""
 
     def forward(self, src: Tensor, dst: Tensor, relation: Tensor, *, drop: DropoutFn | None = None) -> Tensor:
         """[n] logits of pairs of rows [n, D] in relations [n]."""
         return (src * dst).sum(1)
 
     def score_all(self, rows: Tensor, relation: Tensor, table: Tensor) -> Tensor:
-        """[Q, N] logits of rows [Q, D] in relations [Q] with every row of a table [N, D]."""
+        """[Q, N] logits of rows [Q, D] in relations [Q] with all rows of a table [N, D]."""
         return rows @ table.t()
 
     def penalty(self, rows: Tensor) -> Tensor:
-        """What L2 looks at."""
+        """Mean square that the L2 term penalises."""
         return rows.square().mean()
 
 
@@ -94,7 +56,7 @@ class DistMult(Decoder):
 
 
 class ProductMLP(Decoder):
-    """A perceptron on the product of the rows, ``lins.i``, as OGB's examples have it."""
+    """MLP(src ⊙ dst), as in OGB's examples (Hu et al., https://arxiv.org/abs/2005.00687). Parameters ``lins.i``."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -103,20 +65,20 @@ class ProductMLP(Decoder):
 
     def forward(self, src: Tensor, dst: Tensor, relation: Tensor, *, drop: DropoutFn | None = None) -> Tensor:
         x, hidden = src * dst, cast("Iterable[torch.nn.Linear]", self.lins[:-1])
-        for place, lin in enumerate(hidden):
+        for index, lin in enumerate(hidden):
             x = sum_linear([(x, lin.weight)], lin.bias, relu=True)
-            x = x if drop is None else drop(x, place)
+            x = x if drop is None else drop(x, index)
         out: Tensor = self.lins[-1](x)
         return out[:, 0].to(src.dtype)
 
     def score_all(self, rows: Tensor, relation: Tensor, table: Tensor) -> Tensor:
-        # One query at a time: [N, D] is what the caller's chunk of [Q, N] scores has room for.
+        # One query at a time: the caller's chunk allows for [Q, N] scores, not for [Q, N, D] rows.
         scores = [self(row.expand_as(table), table, relation) for row in rows]
         return torch.stack(scores) if scores else rows @ table.t()
 
 
 def make_decoder(config: LinkConfig, *, width: int, relations: int, several: bool) -> Decoder:
-    """The decoder a config asks for; ``several``: whether targets are of more than one edge type."""
+    """Build the configured decoder; ``several``: targets are of more than one edge type."""
     name = config.decoder
     if name == "auto":
         name = "distmult" if several else "dot"
@@ -126,11 +88,11 @@ def make_decoder(config: LinkConfig, *, width: int, relations: int, several: boo
 
 
 def link_loss(positive: Tensor, negative: Tensor) -> Tensor:
-    """The sum of binary cross entropies with logits; a negative weighs as much as a positive."""
+    """Sum of binary cross entropies with logits; a negative weighs as much as a positive."""
     return functional.softplus(-positive).sum() + functional.softplus(negative).sum()
 
 
 def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
-    """The sum over positives [n] of the cross entropy of choosing it among its negatives [n, K] and itself."""
-    every = torch.cat([positive[:, None], negative], 1)
-    return (every.logsumexp(1) - positive).sum()
+    """Sum over positives [n] of −log softmax among the positive and its negatives [n, K]."""
+    candidates = torch.cat([positive[:, None], negative], 1)
+    return (candidates.logsumexp(1) - positive).sum()

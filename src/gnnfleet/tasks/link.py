@@ -21,7 +21,8 @@ from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.links import HELD_OUT, LinkData, Links
 from gnnfleet.graph.sampling.negatives import EVALUATION, LinkNegativeSampler, NegativeEnds
 from gnnfleet.graph.views.local import LocalView
-from gnnfleet.nn.link import Decoder, LinkConfig, disjoint_share, link_loss, softmax_loss
+from gnnfleet.nn.link import Decoder, link_loss, softmax_loss
+from gnnfleet.nn.link_config import LinkConfig, disjoint_share
 from gnnfleet.nn.ranking import (
     KnownTriples,
     filtered_ranks,
