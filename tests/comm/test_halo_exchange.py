@@ -196,6 +196,21 @@ def test_shared_memory_is_read_before_it_is_filled_again(crew: Crew, size: int, 
         assert during > before == after, "nothing stays open"
 
 
+def test_a_slot_is_free_after_its_message_was_read_once() -> None:
+    import os
+
+    transport = shelves.ShmTransport(0, [os.getpid()], [os.getpid()])
+    slot = transport.acquire(100, 0, max_slots=1, seconds=1.0)
+    slot.rows(100).fill_(7)
+    message = transport.open(transport.descriptor(slot, 100), 0)
+    assert not slot.is_free and bool((message.data == 7).all())
+    message.mark_read()
+    assert slot.is_free and slot.is_free, "asking does not change the answer"
+    assert transport.acquire(50, 0, max_slots=1, seconds=1.0) is slot and not slot.is_free
+    message.mark_read()
+    transport.close(1.0)
+
+
 def forbidden(world: World, sandboxed: list[int], switched_off: list[int]) -> Any:
     """Whom each rank reads and is read by, where some have no memfd and some were told not to use it."""
 

@@ -1,12 +1,13 @@
-"""Rows for ranks of the same machine lie on a shelf: memory that both map, filled by one, read in place by the other.
+"""Messages between ranks of one machine through shared memory: the sender fills it, the receiver reads it in place.
 
-What travels between them is a word that says where; that it was read is noted in the memory itself. The memory has no
-name in any file system (memfd), so nothing is left behind however a rank ends, and a small /dev/shm does not matter.
-Ranks that cannot see each other's memory (another machine, container or user) talk through sockets as ever.
+A socket carries only a descriptor of the message; a semaphore in the memory reports that it was read. The memory is
+anonymous (memfd), so nothing is left behind however a rank ends, and the size of /dev/shm does not matter.
+Ranks that cannot map each other's memory (other machine, container or user) use sockets alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import time
@@ -20,43 +21,49 @@ from torch import Tensor
 from gnnfleet.errors import ExchangeError
 
 MIN_BYTES = 1 << 16
-"""Smaller messages go through sockets: a word about them would cost as much."""
+"""Smaller messages go through sockets: the descriptor would cost as much."""
 
-DESCRIPTOR_WORDS = 6
-"""Numbers in a word: place, file, issue, size, serial, bytes."""
+DESCRIPTOR_WORDS = 5
+"""Integers of a descriptor: slot, file, generation, size, bytes of the message."""
 
-_HEAD = mmap.PAGESIZE
-"""In front of the rows: the serial number of the last message that was read."""
+_HEADER_BYTES = mmap.PAGESIZE
+"""In front of the rows: a semaphore that the reader posts when it has read them."""
+
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(eq=False)
 class ShmSlot:
-    """A piece of memory on this rank's shelf."""
+    """A piece of shared memory that this rank writes."""
 
-    place: int
+    index: int
     fd: int = -1
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    generation: int = 0  # how often memory was taken for this place: readers map it anew when that changes
-    serial: int = 0  # of the last message
+    generation: int = 0  # times memory was allocated for this slot: a new one makes readers map it again
+    is_unread: bool = False
     reader: int = -1
 
     @property
     def capacity(self) -> int:
-        return max(0, len(self.memory) - _HEAD)
+        return max(0, len(self.memory) - _HEADER_BYTES)
 
     @property
     def is_free(self) -> bool:
-        return self.fd < 0 or _head(self.memory) == self.serial
+        # The semaphore also orders memory: the reader's loads come before our next stores, on every architecture.
+        if self.is_unread and _libc.sem_trywait(_semaphore(self.memory)) == 0:
+            self.is_unread = False
+        return not self.is_unread
 
     def rows(self, nbytes: int) -> Tensor:
-        return self.memory[_HEAD : _HEAD + nbytes]
+        return self.memory[_HEADER_BYTES : _HEADER_BYTES + nbytes]
 
     def resize(self, nbytes: int) -> None:
-        """Take more memory; what was there is given back when the last reader lets go of it."""
+        """Allocate more memory; the old one is freed when the last reader unmaps it."""
         self.close()
-        size = _HEAD + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = _HEADER_BYTES + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = create_memory(size)
-        self.memory, self.generation, self.serial = map_memory(self.fd, size), self.generation + 1, 0
+        self.memory, self.generation = map_memory(self.fd, size), self.generation + 1
+        _libc.sem_init(_semaphore(self.memory), 1, 0)  # 1: between processes
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -66,43 +73,48 @@ class ShmSlot:
 
 @dataclass(frozen=True, eq=False)
 class ShmMessage:
-    """A message where another rank laid it."""
+    """A message in the memory of another rank."""
 
     data: Tensor
     memory: Tensor
-    serial: int
 
     def mark_read(self) -> None:
-        """It was read: its bytes may change from now on."""
-        self.memory[:8].view(torch.int64)[0] = self.serial
+        """Allow the sender to overwrite it. Call it exactly once."""
+        _libc.sem_post(_semaphore(self.memory))
+
+
+def _semaphore(memory: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(memory.data_ptr())
 
 
 @dataclass(eq=False)
 class ShmTransport:
-    """What this rank lays out for others, and its view of theirs. ``pids`` has a place for every rank: the process
-    whose memory can be read from here, or None; ``readers`` has the process that reads this one's, or None."""
+    """Slots that this rank writes, and its mappings of the slots of others. Both lists have an entry per rank:
+    ``pids`` the process whose memory can be read from here, ``readers`` the one that reads this rank's, or None."""
 
     rank: int
     pids: Sequence[int | None]
     readers: Sequence[int | None]
     min_bytes: int = MIN_BYTES
     _slots: list[ShmSlot] = field(default_factory=list)
-    _maps: dict[tuple[int, int], tuple[int, Tensor]] = field(default_factory=dict)
+    _mappings: dict[tuple[int, int], tuple[int, Tensor]] = field(default_factory=dict)
 
     def can_send(self, peer: int, nbytes: int) -> bool:
-        """Whether a message to a rank goes by the shelf."""
+        """True if a message of this size to a rank goes through shared memory."""
         return nbytes >= self.min_bytes and self.readers[peer] is not None
 
     def can_receive(self, peer: int, nbytes: int) -> bool:
-        """Whether a message from a rank comes by its shelf."""
+        """True if a message of this size from a rank comes through shared memory."""
         return nbytes >= self.min_bytes and self.pids[peer] is not None
 
     def acquire(self, nbytes: int, peer: int, *, max_slots: int, seconds: float) -> ShmSlot:
-        """Memory for a message to a rank. Where ``most`` slots wait to be read it waits for one of them, at most so
-        long; raises ExchangeError when nobody reads them."""
+        """A slot for a message to a rank.
+
+        If ``max_slots`` slots are unread, wait up to ``seconds`` for one of them; raises ExchangeError if none is read.
+        """
         free = [slot for slot in self._slots if slot.is_free]
         if not free and len(self._slots) >= max_slots:
-            free = [self._await(self._slots, seconds)]
+            free = [self._wait_until_read(self._slots, seconds)]
         fitting = [slot for slot in free if slot.capacity >= nbytes]
         if fitting:
             slot = min(fitting, key=lambda slot: slot.capacity)
@@ -115,43 +127,48 @@ class ShmTransport:
             try:
                 slot.resize(nbytes)
             except OSError as error:
-                raise ExchangeError(f"rank {self.rank} has no memory for {nbytes} bytes of rows: {error}") from error
-        slot.serial, slot.reader = slot.serial + 1, peer
+                raise ExchangeError(
+                    f"rank {self.rank} cannot allocate {nbytes} bytes of shared memory: {error}"
+                ) from error
+        slot.is_unread, slot.reader = True, peer
         return slot
 
     def descriptor(self, slot: ShmSlot, nbytes: int) -> Tensor:
-        """[WORDS] what the reader of a filled slot has to know."""
-        return torch.tensor([slot.place, slot.fd, slot.generation, len(slot.memory), slot.serial, nbytes])
+        """[DESCRIPTOR_WORDS] where the reader finds the message of a filled slot."""
+        return torch.tensor([slot.index, slot.fd, slot.generation, len(slot.memory), nbytes])
 
-    def open(self, word: Tensor, peer: int) -> ShmMessage:
-        """The message that a word of a rank is about."""
-        place, fd, issue, size, serial, nbytes = word.tolist()
-        known = self._maps.get((peer, place))
-        if known is None or known[0] != issue:
+    def open(self, descriptor: Tensor, peer: int) -> ShmMessage:
+        """The message of a rank that its descriptor names."""
+        index, fd, generation, size, nbytes = descriptor.tolist()
+        mapping = self._mappings.get((peer, index))
+        if mapping is None or mapping[0] != generation:
             opened = open_memory(self.pids[peer], fd)
             try:
-                known = issue, map_memory(opened, size)
+                mapping = generation, map_memory(opened, size)
             finally:
                 os.close(opened)
-            self._maps[peer, place] = known
-        return ShmMessage(known[1][_HEAD : _HEAD + nbytes], known[1], serial)
+            self._mappings[peer, index] = mapping
+        memory = mapping[1]
+        return ShmMessage(memory[_HEADER_BYTES : _HEADER_BYTES + nbytes], memory)
 
     def subgroup(self, ranks: Sequence[int]) -> ShmTransport:
-        """A shelf of its own for some of the ranks, numbered as listed."""
-        own = ranks.index(self.rank)
+        """A transport with slots of its own between some of the ranks, numbered as listed."""
         return ShmTransport(
-            own, [self.pids[rank] for rank in ranks], [self.readers[rank] for rank in ranks], self.min_bytes
+            ranks.index(self.rank),
+            [self.pids[rank] for rank in ranks],
+            [self.readers[rank] for rank in ranks],
+            self.min_bytes,
         )
 
     def close(self, seconds: float) -> None:
-        """Let go of everything, once it was read."""
+        """Release all memory once its messages have been read."""
         for slot in self._slots:
-            self._await([slot], seconds).close()
+            self._wait_until_read([slot], seconds).close()
         self._slots.clear()
-        self._maps.clear()
+        self._mappings.clear()
 
-    def _await(self, slots: Sequence[ShmSlot], seconds: float) -> ShmSlot:
-        """The first of some slots to be read."""
+    def _wait_until_read(self, slots: Sequence[ShmSlot], seconds: float) -> ShmSlot:
+        """The first of some slots whose message has been read."""
         deadline, pause = time.monotonic() + seconds, 1e-4
         while True:
             for slot in slots:
@@ -167,23 +184,25 @@ class ShmTransport:
             pause = min(2 * pause, 0.01)
 
 
-def open_shm_transport(rank: int, pids: Sequence[int | None], agree: Callable[[Tensor], Tensor]) -> ShmTransport | None:
-    """A shelf for ranks whose processes this one may see; None where it sees none or nobody sees it.
+def open_shm_transport(
+    rank: int, pids: Sequence[int | None], all_reduce: Callable[[Tensor], Tensor]
+) -> ShmTransport | None:
+    """Collective. A transport to the ranks whose memory this one can map; None without any in either direction.
 
-    ``pids`` has the process of every rank in this one's namespace, None for others and for itself. ``agree`` sums a
-    tensor over all ranks, which call this together. Who may see nobody takes no memory, so nobody sees it either.
+    ``pids`` has the process of every rank in this one's pid namespace, None for others and for itself.
+    ``all_reduce`` sums a tensor over ranks. A rank without candidates allocates no probe, so nobody maps it either.
     """
     probe = _probe(rank) if any(pid is not None for pid in pids) else -1
     try:
         count = len(pids)
         fds = torch.zeros(count, dtype=torch.int64)
         fds[rank] = probe
-        fds = agree(fds)
+        fds = all_reduce(fds)
         seen = torch.zeros(count, count, dtype=torch.int64)
         for peer, pid in enumerate(pids):
-            is_there = min(probe, int(fds[peer])) >= 0
-            seen[rank, peer] = int(pid is not None and is_there and _can_map(pid, int(fds[peer]), peer))
-        seen = agree(seen)
+            both_probe = min(probe, int(fds[peer])) >= 0
+            seen[rank, peer] = int(pid is not None and both_probe and _can_map(pid, int(fds[peer]), peer))
+        seen = all_reduce(seen)
     finally:
         if probe >= 0:
             os.close(probe)
@@ -194,7 +213,7 @@ def open_shm_transport(rank: int, pids: Sequence[int | None], agree: Callable[[T
 
 
 def _probe(rank: int) -> int:
-    """Memory for others to look at; -1 where there is none to be had, as in a sandbox that forbids it."""
+    """A file descriptor of memory that identifies this rank; -1 if it cannot be had, as in some sandboxes."""
     try:
         probe = create_memory(mmap.PAGESIZE)
     except OSError:
@@ -205,19 +224,19 @@ def _probe(rank: int) -> int:
 
 def _can_map(pid: int, fd: int, peer: int) -> bool:
     try:
-        found = open_memory(pid, fd)
+        opened = open_memory(pid, fd)
     except OSError:
         return False
     try:
-        return os.pread(found, 8, 0) == (peer + 1).to_bytes(8, "little")
+        return os.pread(opened, 8, 0) == (peer + 1).to_bytes(8, "little")
     except OSError:
         return False
     finally:
-        os.close(found)
+        os.close(opened)
 
 
 def create_memory(size: int) -> int:
-    """Anonymous memory that another process can open; its pages are taken now, so that filling it cannot fail."""
+    """Anonymous memory that another process can open; its pages are allocated now, so that writing cannot fail."""
     fd = os.memfd_create("gnnfleet", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, size)
@@ -228,14 +247,10 @@ def create_memory(size: int) -> int:
 
 
 def open_memory(pid: int | None, fd: int) -> int:
-    """Memory that another process took."""
+    """Open the memory of another process."""
     return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def map_memory(fd: int, size: int) -> Tensor:
-    """[size] uint8: the memory itself, shared with whoever maps it too."""
+    """[size] uint8: the memory itself, shared with every process that maps it."""
     return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
-
-
-def _head(memory: Tensor) -> int:
-    return int(memory[:8].view(torch.int64)[0])
