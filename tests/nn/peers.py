@@ -1,4 +1,4 @@
-"""Random graphs, blocks, and the comparison of one of our modules with torch_geometric's: values and every gradient."""
+"""Random graphs, blocks, and comparison of our modules with torch_geometric's: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -60,23 +60,23 @@ def compare(
     call_ours: Callable[[Tensor], Tensor],
     call_theirs: Callable[[Tensor], Tensor],
 ) -> None:
-    """Equal outputs, gradients of x and of every parameter, after one loads the other's weights, both ways."""
+    """Assert equal outputs and gradients of x and all parameters; each module loads the other's weights."""
     randomise(ours)
     theirs.to(x.dtype).load_state_dict(ours.state_dict())
     ours.load_state_dict(theirs.state_dict())
-    near = tolerance(x.dtype)
+    limits = tolerance(x.dtype)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
     out, expected = call_ours(a), call_theirs(b)
-    torch.testing.assert_close(out, expected, **near)
+    torch.testing.assert_close(out, expected, **limits)
     pull = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
     out.backward(pull)
     expected.backward(pull)
-    torch.testing.assert_close(a.grad, b.grad, **near)
+    torch.testing.assert_close(a.grad, b.grad, **limits)
     others = dict(theirs.named_parameters())
     assert set(others) == {name for name, _ in ours.named_parameters()}
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(
-            parameter.grad, others[name].grad, **near, msg=lambda text, name=name: f"{name}: {text}"
+            parameter.grad, others[name].grad, **limits, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 

@@ -21,7 +21,7 @@ Peers = Callable[[int], tuple[torch.nn.Module, torch.nn.Module]]
 
 
 def both(name: str, *args: Any, **settings: Any) -> Peers:
-    """One layer of each library with the same arguments; the width of the input comes first."""
+    """The same layer of both libraries with the same arguments; the input width comes first."""
 
     def make(width: int) -> tuple[torch.nn.Module, torch.nn.Module]:
         return getattr(nn, name)(width, *args, **settings), getattr(pyg, name)(width, *args, **settings)
@@ -127,7 +127,7 @@ def test_a_block_gives_the_first_rows_of_the_whole(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [3, 8])
-def test_gcn_with_edge_weights(width: int, dtype: torch.dtype) -> None:
+def test_gcn_with_edge_weights_equals_its_peer(width: int, dtype: torch.dtype) -> None:
     graph = random_graph()
     view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours, theirs = both("GCNConv", width)(5)
@@ -145,7 +145,7 @@ def test_gcn_with_edge_weights(width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("width", [3, 8])
-def test_improved_gcn(width: int) -> None:
+def test_improved_gcn_equals_its_peer(width: int) -> None:
     graph = random_graph()
     view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours, theirs = both("GCNConv", width, improved=True)(5)
@@ -160,7 +160,7 @@ def test_improved_gcn(width: int) -> None:
     )
 
 
-def test_gcn_learns_edge_weights() -> None:
+def test_gcn_gives_gradients_to_edge_weights() -> None:
     graph = random_graph()
     view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     for width in (3, 8):
@@ -182,7 +182,7 @@ def test_gcn_learns_edge_weights() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loops", [False, True])
 @pytest.mark.parametrize("kind", ["GATConv", "GATv2Conv"])
-def test_attention_with_edge_features(kind: str, loops: bool, dtype: torch.dtype) -> None:
+def test_attention_with_edge_features_equals_its_peer(kind: str, loops: bool, dtype: torch.dtype) -> None:
     graph = random_graph(loops=loops)
     view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours, theirs = both(kind, 3, heads=2, edge_dim=4)(5)
@@ -204,7 +204,7 @@ def test_attention_with_edge_features(kind: str, loops: bool, dtype: torch.dtype
 @pytest.mark.parametrize(
     "settings", [{}, {"theta": 0.5, "layer": 3}, {"shared_weights": False, "theta": 1.0, "layer": 1}]
 )
-def test_gcn2(settings: Mapping[str, Any], dtype: torch.dtype) -> None:
+def test_gcn2_equals_its_peer(settings: Mapping[str, Any], dtype: torch.dtype) -> None:
     graph = random_graph(loops=True)
     view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours, theirs = nn.GCN2Conv(5, 0.2, **settings).to(dtype), pyg.GCN2Conv(5, 0.2, **settings)
@@ -233,7 +233,7 @@ def several_relations() -> tuple[Graph, Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("settings", [{}, {"num_bases": 2}, {"aggr": "add"}, {"root_weight": False, "bias": False}])
-def test_rgcn(settings: Mapping[str, Any], dtype: torch.dtype) -> None:
+def test_rgcn_equals_its_peer(settings: Mapping[str, Any], dtype: torch.dtype) -> None:
     graph, index, kinds = several_relations()
     view = LocalView.of_graph(graph)
     ours, theirs = nn.RGCNConv(5, 4, 3, **settings).to(dtype), pyg.RGCNConv(5, 4, 3, **settings)
@@ -245,7 +245,7 @@ def test_rgcn(settings: Mapping[str, Any], dtype: torch.dtype) -> None:
         compare(ours, theirs, x, call_ours=lambda x: ours(view, x), call_theirs=lambda x: theirs(x, index, kinds))
     finally:
         torch.set_default_dtype(before)
-    with pytest.raises(ConfigError, match="made for 2 edge types, the graph has 3"):
+    with pytest.raises(ConfigError, match="built for 2 edge types, the graph has 3"):
         nn.RGCNConv(5, 4, 2)(view, x.float())
 
 
@@ -272,7 +272,7 @@ def test_rgcn_on_several_node_types_equals_one_of_all_nodes() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_res_plus_block(dtype: torch.dtype) -> None:
+def test_res_plus_block_equals_its_peer(dtype: torch.dtype) -> None:
     graph = random_graph()
     view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours = nn.ResPlusBlock(nn.GENConv(5, 5, norm="layer"), nn.BatchNorm(5)).to(dtype)
@@ -300,7 +300,7 @@ class EdgeConv(torch.nn.Module):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_layer_of_the_user(dtype: torch.dtype) -> None:
+def test_a_custom_layer_equals_its_peer(dtype: torch.dtype) -> None:
     graph = random_graph(edges=120)
     view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     ours, theirs = EdgeConv(5, 3).to(dtype), pyg.EdgeConv(torch.nn.Linear(10, 3), aggr="max")
@@ -308,7 +308,7 @@ def test_a_layer_of_the_user(dtype: torch.dtype) -> None:
     compare(ours, theirs, x, call_ours=lambda x: ours(view, x), call_theirs=lambda x: theirs(x, index))
 
 
-def test_layers_say_what_they_cannot_do() -> None:
+def test_layers_refuse_settings_they_do_not_support() -> None:
     with pytest.raises(ConfigError, match="found 'median'"):
         nn.SAGEConv(3, 3, aggr="median")
     with pytest.raises(ConfigError, match="normalize=True"):
@@ -321,7 +321,7 @@ def test_layers_say_what_they_cannot_do() -> None:
 
 
 @pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GATConv", "GATv2Conv"])
-def test_weights_start_as_the_peer_s_do(name: str) -> None:
+def test_initial_weights_equal_those_of_the_peer(name: str) -> None:
     torch.manual_seed(0)
     ours, theirs = both(name, 80)(70)
     for key, mine in ours.state_dict().items():

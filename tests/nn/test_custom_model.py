@@ -1,4 +1,4 @@
-"""A model of one's own runs as ours do; what is wrong in its file is one message with file and line."""
+"""Custom models run as ours do; an error in the file becomes one message with file and line."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def build(name: str, graph: Graph) -> nn.Model:
 
 
 def test_a_list_of_layers_is_our_model_of_those_layers(write: Write, graph: Graph) -> None:
-    own = build(write(PLAIN), graph)
+    custom = build(write(PLAIN), graph)
     torch.manual_seed(0)
     ours = nn.build_model(nn.SAGE(hidden=16, layers=2, dropout=0.4), graph)
     x, view = graph.single_nodes.x, LocalView.of_graph(graph).with_step(key=DrawKey(3, 1, 4))
-    assert torch.equal(own(view, x), ours(view, x))  # dropout too
-    assert torch.equal(own.embed(view, x), ours.embed(view, x))
-    own.eval()
-    assert torch.equal(own(view, x), ours.eval()(view, x))
-    assert own.num_layers == 2 and own.width == 64 and own.out_channels == 10 and not own.batch_norm
+    assert torch.equal(custom(view, x), ours(view, x))  # dropout too
+    assert torch.equal(custom.embed(view, x), ours.embed(view, x))
+    custom.eval()
+    assert torch.equal(custom(view, x), ours.eval()(view, x))
+    assert custom.num_layers == 2 and custom.width == 64 and custom.out_channels == 10 and not custom.batch_norm
 
 
-def test_compute_may_carry_what_it_likes(write: Write, graph: Graph) -> None:
+def test_compute_may_carry_a_tensor_past_layers(write: Write, graph: Graph) -> None:
     name = write("""
 import torch, gnnfleet as gf
 
@@ -93,9 +93,9 @@ def make(config, graph, out_channels):
     block = full_block(view, {"node": (20, 60)})
     assert isinstance(rows, torch.Tensor) and carry is not None
     at = block.rows["node"]
-    near, kept = model.layer(1, block.view, rows[at], carry[at])
-    assert kept is not None and isinstance(near, torch.Tensor)
-    torch.testing.assert_close(near, model.layer(1, view, rows, carry)[0][20:60])
+    block_rows, block_carry = model.layer(1, block.view, rows[at], carry[at])
+    assert block_carry is not None and isinstance(block_rows, torch.Tensor)
+    torch.testing.assert_close(block_rows, model.layer(1, view, rows, carry)[0][20:60])
     assert whole.shape == (200, 10)
 
 
@@ -130,7 +130,7 @@ MISTAKES = [
     ("import gnnfleet as gf\ndef make(*_):\n    return gf.nn.Model()", "a model without layers"),
     (
         "import gnnfleet as gf, torch\ndef make(*_):\n    return gf.nn.Model([torch.nn.Dropout(0.5)])",
-        r"torch.nn.Dropout \(layers.0\), whose draws no run can repeat: use view.dropout",
+        r"torch.nn.Dropout \(layers.0\), which no run can reproduce: use view.dropout",
     ),
     (
         "import gnnfleet as gf, torch\ndef make(*_):\n    return gf.nn.Model([torch.nn.BatchNorm1d(3)])",
@@ -147,21 +147,21 @@ def test_mistakes_name_file_and_line(write: Write, graph: Graph, text: str, mess
     assert "line" not in message or caught.value.__cause__ is not None
 
 
-def test_a_missing_file(graph: Graph, tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(graph: Graph, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the model file .*none\.py: No such file"):
         build(f"{tmp_path}/none.py:make", graph)
 
 
 LAYERS = [
-    ("return x", r"compute of a model returns \(rows, carry\), found Tensor in layer 0"),
-    ("return x.tolist(), None", "layer 0 of the model must give"),
-    ("return x[:7], None", "must give a row for each of 200 destinations, found 7: cut sources with"),
-    ("return x, None", "the last layer of the model must give 10 numbers per node, found rows of shape"),
+    ("return x", r"compute must return \(rows, carry\), found Tensor in layer 0"),
+    ("return x.tolist(), None", "layer 0 of the model must return"),
+    ("return x[:7], None", "must return a row for each of 200 destinations, found 7: select the destinations with"),
+    ("return x, None", "the last layer of the model must return 10 columns, found rows of shape"),
 ]
 
 
 @pytest.mark.parametrize(("body", "message"), LAYERS)
-def test_rows_are_checked(write: Write, graph: Graph, body: str, message: str) -> None:
+def test_shapes_of_returned_rows_are_checked(write: Write, graph: Graph, body: str, message: str) -> None:
     text = f"""
 import gnnfleet as gf, torch
 class Mine(gf.nn.Model):
@@ -174,7 +174,7 @@ def make(*_):
         build(write(text), graph)(LocalView.of_graph(graph), graph.single_nodes.x)
 
 
-def test_errors_from_elsewhere_stay_as_they_are(tmp_path: Path) -> None:
+def test_errors_outside_the_model_file_are_not_annotated(tmp_path: Path) -> None:
     for path in (None, tmp_path / "mine.py"):
         with pytest.raises(ValueError, match="elsewhere"), annotate_model_errors(path):
             raise ValueError("elsewhere")

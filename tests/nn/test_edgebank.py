@@ -27,10 +27,10 @@ def test_the_bank_equals_a_dictionary(window: float | None, dtype: torch.dtype) 
         bank.update(seen)
         last |= {(int(src[e]), int(dst[e])): float(t[e]) for e in range(seen)}
         now = float(t[seen - 1]) if seen else 0.0
-        known = {pair for pair, when in last.items() if window is None or now - when <= window}
-        found = bank.score(torch.arange(8)[:, None], torch.arange(8))
-        assert {tuple(pair) for pair in found.nonzero().tolist()} == known
-        assert torch.equal(bank.score_all(torch.arange(8), torch.arange(8)), found)
+        expected = {pair for pair, when in last.items() if window is None or now - when <= window}
+        scores = bank.score(torch.arange(8)[:, None], torch.arange(8))
+        assert {tuple(pair) for pair in scores.nonzero().tolist()} == expected
+        assert torch.equal(bank.score_all(torch.arange(8), torch.arange(8)), scores)
 
 
 def wikipedia(folder: Path) -> EventStream:
@@ -38,17 +38,17 @@ def wikipedia(folder: Path) -> EventStream:
     return EventStream.from_arrays(src - 1, dst - 1, t)
 
 
-def test_wikipedia_has_the_published_figures(shared_data: Path) -> None:
+def test_wikipedia_scores_equal_the_published_ones(shared_data: Path) -> None:
     """Unlimited and with a window of 15 % of training, val and test: all other destinations, batches of 200."""
     stream = wikipedia(shared_data)
     train, val, test = stream.split()
     rule = AllDestinations(stream)
-    found = [
+    measured = [
         round(mrr(edgebank_ranks(stream, part, window=window, negatives=rule)), 4)
         for window in (None, time_window(train))
         for part in (val, test)
     ]
-    assert found == [0.5267, 0.4947, 0.5997, 0.5710]
+    assert measured == [0.5267, 0.4947, 0.5997, 0.5710]
 
 
 def test_drawn_negatives_are_easier_and_the_same_every_time(shared_data: Path) -> None:

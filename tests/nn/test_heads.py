@@ -29,33 +29,33 @@ def test_auc_counts_pairs(rows: list[tuple[int, bool]]) -> None:
 def test_cross_entropy_is_a_sum_over_labelled_rows() -> None:
     head = NodeHead(4)
     logits, y = torch.randn(20, 4, requires_grad=True), torch.randint(-1, 4, (20,))
-    known = y >= 0
-    expected = torch.nn.functional.cross_entropy(logits[known], y[known]) * known.sum()
+    labelled = y >= 0
+    expected = torch.nn.functional.cross_entropy(logits[labelled], y[labelled]) * labelled.sum()
     torch.testing.assert_close(head.loss(logits, y), expected)
     assert head.loss(logits, torch.full((20,), -1)).item() == 0
     assert head.loss(logits[:0], y[:0]).item() == 0
-    assert torch.equal(head.is_labelled(y), known)
+    assert torch.equal(head.is_labelled(y), labelled)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
-def test_smoothed_labels_are_torchs(smoothing: float) -> None:
+def test_label_smoothing_equals_torchs(smoothing: float) -> None:
     logits, y = torch.randn(20, 4, dtype=torch.float64, requires_grad=True), torch.randint(-1, 4, (20,))
     loss = NodeHead(4, smoothing=smoothing).loss(logits, y)
-    known = y >= 0
-    peer = torch.nn.CrossEntropyLoss(label_smoothing=smoothing, reduction="sum")(logits[known], y[known])
-    spread = torch.nn.functional.one_hot(y[known], 4) * (1 - smoothing) + smoothing / 4
-    by_hand = -(spread * logits[known].log_softmax(1)).sum()
+    labelled = y >= 0
+    peer = torch.nn.CrossEntropyLoss(label_smoothing=smoothing, reduction="sum")(logits[labelled], y[labelled])
+    spread = torch.nn.functional.one_hot(y[labelled], 4) * (1 - smoothing) + smoothing / 4
+    by_hand = -(spread * logits[labelled].log_softmax(1)).sum()
     torch.testing.assert_close(loss, peer)
     torch.testing.assert_close(loss, by_hand)
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], torch.autograd.grad(by_hand, logits)[0])
 
 
-def test_smoothing_is_for_one_label_per_node() -> None:
-    with pytest.raises(ConfigError, match="label smoothing is for one label per node"):
+def test_label_smoothing_needs_one_label_per_node() -> None:
+    with pytest.raises(ConfigError, match="label smoothing needs one label per node"):
         NodeHead(4, multilabel=True, name="micro_f1", smoothing=0.1)
 
 
-def test_several_labels() -> None:
+def test_multilabel_loss_and_micro_f1_equal_their_formulas() -> None:
     head = NodeHead(5, multilabel=True, name="micro_f1")
     logits, y = torch.randn(30, 5), torch.randint(0, 2, (30, 5)).to(torch.int8)
     expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, y.float())
@@ -67,11 +67,11 @@ def test_several_labels() -> None:
     y[3], y[4, 2] = -1, -1
     rows = head.is_labelled(y)
     assert int(rows.sum()) == 29
-    each = [
+    row_losses = [
         torch.nn.functional.binary_cross_entropy_with_logits(a[b >= 0], b[b >= 0].float())
         for a, b in zip(logits[rows], y[rows], strict=True)
     ]
-    torch.testing.assert_close(head.loss(logits, y), torch.stack(each).sum())
+    torch.testing.assert_close(head.loss(logits, y), torch.stack(row_losses).sum())
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_several_labels() -> None:
         NodeHead(3, multilabel=True),
     ],
 )
-def test_tallies_add_up(head: NodeHead) -> None:
+def test_metric_states_of_batches_add_up(head: NodeHead) -> None:
     logits = torch.randn(50, head.num_classes)
     y = torch.randint(-1, 2, (50, 3)).to(torch.int8) if head.multilabel else torch.randint(-1, 2, (50,))
     whole = head.compute(head.metric(logits, y))
@@ -94,19 +94,21 @@ def test_tallies_add_up(head: NodeHead) -> None:
     assert math.isclose(head.compute(total), whole) and 0 <= whole <= 1
 
 
-def test_accuracy_and_binary_auc() -> None:
+def test_accuracy_and_binary_auc_equal_their_definitions() -> None:
     logits, y = torch.randn(40, 3), torch.randint(0, 3, (40,))
     head = NodeHead(3)
     assert math.isclose(
         head.compute(head.metric(logits, y)), float((logits.argmax(1) == y).float().mean()), abs_tol=1e-6
     )
     assert math.isnan(head.compute(head.metric(logits[:0], y[:0])))
-    two, labels = torch.randn(40, 2), torch.randint(0, 2, (40,))
+    binary_logits, labels = torch.randn(40, 2), torch.randint(0, 2, (40,))
     auc = NodeHead(2, name="roc_auc")
-    assert math.isclose(auc.compute(auc.metric(two, labels)), roc_auc(two.double().softmax(1)[:, 1], labels == 1))
+    assert math.isclose(
+        auc.compute(auc.metric(binary_logits, labels)), roc_auc(binary_logits.double().softmax(1)[:, 1], labels == 1)
+    )
 
 
-def test_heads_for_what_a_graph_has() -> None:
+def test_head_follows_the_labels_of_a_graph() -> None:
     assert NodeHead.of(validated_nodes(4, y=[0, 1, 2, -1])) == NodeHead(3)
     assert NodeHead.of(validated_nodes(2, y=[[0, 1], [1, 1]])) == NodeHead(2, True, "micro_f1")
     with pytest.raises(InputError, match="no labels"):

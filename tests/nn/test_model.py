@@ -1,4 +1,4 @@
-"""Models: equal to torch_geometric's, layer by layer, on blocks, with what is kept from step to step."""
+"""Models: equal to torch_geometric's, layer by layer, on blocks, and with a precomputed first aggregate."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_model_equals_its_peer(name: str, norm: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", PEERS)
-def test_weights_go_there_and_back(name: str, norm: str, layers: int) -> None:
+def test_weights_of_a_model_and_its_peer_are_exchangeable(name: str, norm: str, layers: int) -> None:
     ours, theirs = peers(name, norm, layers)
     load_pyg_state(ours, theirs.state_dict())
     for key, tensor in theirs.state_dict().items():
@@ -68,7 +68,7 @@ def test_weights_go_there_and_back(name: str, norm: str, layers: int) -> None:
         assert torch.equal(fresh.state_dict()[key], tensor)
 
 
-def test_weights_that_do_not_fit_are_refused_whole() -> None:
+def test_weights_that_do_not_fit_change_nothing() -> None:
     ours = nn.GNN(config("gcn"), 5, 3)
     before = to_pyg_state(ours)
     with pytest.raises(ConfigError, match=r"not those of a gcn like this one: the state lacks convs\.2\.bias"):
@@ -77,7 +77,7 @@ def test_weights_that_do_not_fit_are_refused_whole() -> None:
         load_pyg_state(ours, pyg.GCN(5, 9, 3, 3).state_dict())
     with pytest.raises(ConfigError, match="no model like res"):
         to_pyg_state(nn.GNN(config("res+"), 5, 3))
-    with pytest.raises(ConfigError, match="knows no residual"):
+    with pytest.raises(ConfigError, match="has no residual"):
         to_pyg_state(nn.GNN(config("gcn", residual=True), 5, 3))
     assert all(torch.equal(tensor, before[key]) for key, tensor in ours.state_dict().items())
 
@@ -118,24 +118,24 @@ def test_a_chain_of_blocks_gives_the_first_rows(name: str, norm: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "settings"), [("gcn", {}), ("sage", {}), ("sage", {"aggr": "max"}), ("gin", {})])
-def test_the_first_aggregate_is_kept(name: str, settings: dict[str, Any]) -> None:
+def test_a_precomputed_first_aggregate_changes_no_result(name: str, settings: dict[str, Any]) -> None:
     graph = random_graph()
     view, x = LocalView.of_graph(graph), graph.single_nodes.x.double()
     for hidden in (4, 16):
         model = build(name, graph, hidden=hidden, **settings)
-        kept = model.precompute(view, x)
-        assert kept is not None and not kept.requires_grad
-        out, expected = model(view, x, aggregated=kept), model(view, x)
+        aggregate = model.precompute(view, x)
+        assert aggregate is not None and not aggregate.requires_grad
+        out, expected = model(view, x, aggregated=aggregate), model(view, x)
         torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(model.embed(view, x, aggregated=kept), model.embed(view, x))
+        torch.testing.assert_close(model.embed(view, x, aggregated=aggregate), model.embed(view, x))
         mine = torch.autograd.grad(out.square().sum(), list(model.parameters()))
         other = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
         for a, b in zip(mine, other, strict=True):
             torch.testing.assert_close(a, b)
-        assert torch.equal(model.precompute(view, x), kept), "a step does not write to it"
+        assert torch.equal(model.precompute(view, x), aggregate), "a step does not write to it"
 
 
-def test_what_changes_from_step_to_step_is_not_kept() -> None:
+def test_an_aggregate_that_depends_on_the_step_is_not_precomputed() -> None:
     graph = random_graph()
     view, x = LocalView.of_graph(graph), graph.single_nodes.x.double()
     unkept = [("gat", {}), ("gcn", {"input_dropout": 0.1}), ("sage", {"embedding": 2}), ("sage", {"aggr": "pool"})]
@@ -205,11 +205,11 @@ def test_rgcn_on_several_node_types(norm: Any) -> None:
         "user": (10, 8),
         "item": (7, 8),
     }
-    assert list(model.embeddings) == ["user"], "nodes without features get learnable rows"
+    assert list(model.embeddings) == ["user"], "nodes without features get embeddings"
     assert set(model.projections) == {"user", "item"}
 
 
-def test_learnable_rows_beside_and_instead_of_features() -> None:
+def test_embeddings_beside_and_instead_of_features() -> None:
     graph = random_graph()
     beside = build("sage", graph, embedding=6)
     assert beside.convs[0].in_channels == 5 + 6
@@ -224,7 +224,7 @@ def test_learnable_rows_beside_and_instead_of_features() -> None:
     assert torch.equal(rows(part), rows.weight[some])
 
 
-def test_building_says_what_is_missing() -> None:
+def test_wrong_or_missing_settings_are_refused_with_a_hint() -> None:
     with pytest.raises(ConfigError, match="no model 'sgae': did you mean 'sage'"):
         nn.ModelConfig(name="sgae")
     with pytest.raises(ConfigError, match="no setting 'hiden': did you mean 'hidden'"):
@@ -262,8 +262,8 @@ def test_normalised_input_equals_normalised_features(name: str) -> None:
     plain.load_state_dict(model.state_dict())
     for _ in range(2):
         torch.testing.assert_close(model(view, x), plain(view, unit))
-    kept = model.precompute(view, x)
-    torch.testing.assert_close(model(view, x, aggregated=kept), plain(view, unit))
+    aggregate = model.precompute(view, x)
+    torch.testing.assert_close(model(view, x, aggregated=aggregate), plain(view, unit))
     x.mul_(torch.arange(1, 6))  # the same tensor with other values is another input
     torch.testing.assert_close(model(view, x), plain(view, x / x.abs().sum(1, keepdim=True).clamp(min=1e-12)))
 

@@ -20,7 +20,7 @@ from tests.nn.peers import random_graph, randomise
 def test_batch_norm_equals_torch_over_steps() -> None:
     graph = random_graph()
     view = LocalView.of_graph(graph)
-    for dtype, near in ((torch.float32, 2e-5), (torch.float64, 1e-12)):
+    for dtype, limit in ((torch.float32, 2e-5), (torch.float64, 1e-12)):
         ours, theirs = nn.BatchNorm(5).to(dtype), torch.nn.BatchNorm1d(5).to(dtype)
         randomise(ours)
         theirs.load_state_dict(ours.module.state_dict())
@@ -28,12 +28,12 @@ def test_batch_norm_equals_torch_over_steps() -> None:
             x = 3 * torch.randn(30, 5, dtype=dtype) + 50  # far from 0: squares would cancel
             a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
             out, expected = ours(view, a), theirs(b)
-            torch.testing.assert_close(out, expected, rtol=near, atol=near)
+            torch.testing.assert_close(out, expected, rtol=limit, atol=limit)
             pull = torch.randn_like(x)
             out.backward(pull), expected.backward(pull)
-            torch.testing.assert_close(a.grad, b.grad, rtol=near, atol=near)
+            torch.testing.assert_close(a.grad, b.grad, rtol=limit, atol=limit)
             for key, tensor in theirs.state_dict().items():
-                torch.testing.assert_close(ours.module.state_dict()[key], tensor, rtol=near, atol=near)
+                torch.testing.assert_close(ours.module.state_dict()[key], tensor, rtol=limit, atol=limit)
             assert int(ours.module.num_batches_tracked) == step + 1
         still = ours(view.with_step(training=False), x)
         ours.eval(), theirs.eval()
@@ -42,7 +42,7 @@ def test_batch_norm_equals_torch_over_steps() -> None:
 
 
 class Meeting:
-    """A sum over threads, one for each part of the nodes; its gradient is the sum of the parts' gradients."""
+    """Sum over threads, each with a part of the nodes; its gradient is the sum of the parts' gradients."""
 
     def __init__(self, parts: int) -> None:
         self.barrier, self.board = threading.Barrier(parts, timeout=10), [torch.empty(0)] * parts
@@ -68,7 +68,7 @@ class Meeting:
 
 
 @pytest.mark.parametrize("sizes", [[30], [11, 19], [1, 29], [0, 30], [7, 0, 23]])
-def test_rows_in_several_places_have_the_statistics_of_all(sizes: list[int]) -> None:
+def test_statistics_are_those_of_the_nodes_of_all_parts(sizes: list[int]) -> None:
     nodes = LocalView.of_graph(random_graph()).nodes
     x, pull = torch.randn(2, 30, 5, dtype=torch.float64)
     meeting, norms = Meeting(len(sizes)), [nn.BatchNorm(5).double() for _ in sizes]
@@ -91,13 +91,13 @@ def test_rows_in_several_places_have_the_statistics_of_all(sizes: list[int]) -> 
     torch.testing.assert_close(sum(norm.module.weight.grad for norm in norms), peer.weight.grad)
 
 
-def test_one_row_has_no_variance() -> None:
+def test_batch_norm_of_one_row_is_refused() -> None:
     view = LocalView.of_graph(random_graph())
     with pytest.raises(InputError, match="at least 2 nodes to train on, found 1"):
         nn.BatchNorm(5)(view, torch.randn(1, 5))
 
 
-def test_layer_norm_is_torch_s() -> None:
+def test_layer_norm_equals_torchs() -> None:
     ours, theirs = nn.LayerNorm(5), torch.nn.LayerNorm(5)
     randomise(ours)
     theirs.load_state_dict(ours.state_dict())

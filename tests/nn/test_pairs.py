@@ -15,37 +15,37 @@ def stream(shift: int = 0, unit: int = 1) -> EventStream:
 
 
 def features(events: EventStream, numbers: torch.Tensor, *, visible: int, unit: float = 1.0) -> torch.Tensor:
-    made = PairFeatures(events.neighbours(), events.src, unit)
-    every = torch.arange(12).expand(len(numbers), -1)
-    return made.of(events.src[numbers], every, events.t[numbers], visible=visible)
+    pairs = PairFeatures(events.neighbours(), events.src, unit)
+    all_nodes = torch.arange(12).expand(len(numbers), -1)
+    return pairs.of(events.src[numbers], all_nodes, events.t[numbers], visible=visible)
 
 
 def test_later_events_and_those_of_the_same_time_do_not_matter() -> None:
     whole, numbers = stream(), torch.arange(300, 306)
-    found = features(whole, numbers, visible=400)
-    assert found.shape == (6, 12, NUM_FEATURES) and bool(torch.isfinite(found).all())
+    expected = features(whole, numbers, visible=400)
+    assert expected.shape == (6, 12, NUM_FEATURES) and bool(torch.isfinite(expected).all())
     for row, number in enumerate(numbers.tolist()):
         past = int((whole.t < whole.t[number]).sum())
-        assert torch.equal(features(whole, numbers[row : row + 1], visible=past)[0], found[row])
+        assert torch.equal(features(whole, numbers[row : row + 1], visible=past)[0], expected[row])
     cut = features(whole.slice(0, 306), numbers, visible=306)
-    assert torch.equal(cut, found)
-    assert not torch.equal(features(whole, numbers, visible=290), found), "what is hidden is missed"
+    assert torch.equal(cut, expected)
+    assert not torch.equal(features(whole, numbers, visible=290), expected), "what is hidden is missed"
 
 
 def test_neither_offset_nor_unit_of_time_matters() -> None:
     numbers = torch.arange(100, 400, 7)
-    found = features(stream(), numbers, visible=400)
-    assert torch.equal(features(stream(shift=1_700_000_000), numbers, visible=400), found)
-    torch.testing.assert_close(features(stream(unit=1000), numbers, visible=400, unit=1000.0), found)
+    expected = features(stream(), numbers, visible=400)
+    assert torch.equal(features(stream(shift=1_700_000_000), numbers, visible=400), expected)
+    torch.testing.assert_close(features(stream(unit=1000), numbers, visible=400, unit=1000.0), expected)
 
 
-def test_what_they_say() -> None:
+def test_features_of_a_short_stream_have_their_defined_values() -> None:
     src, dst = torch.tensor([0, 0, 3, 0]), torch.tensor([1, 2, 0, 1])
     events = EventStream.from_arrays(src, dst, torch.tensor([1, 2, 3, 9]), num_nodes=5)
-    made = PairFeatures(events.neighbours(), events.src, 1.0)
-    found = made.of(torch.tensor([0]), torch.arange(5)[None], torch.tensor([9]), visible=4)[0]
-    assert found[:, 0].tolist() == [0, 1, 1, 1, 0], "met"
-    assert found[:, 5].tolist() == [0, 0, 0, 1, 0], "at the latest event"
-    assert found[:, 7].tolist() == [0, 1, 1, 0, 0], "by an event of the source's"
-    assert found[:, 3].tolist() == [0, *[float(torch.tensor(1 / 3))] * 3, 0], "share of the source's events"
-    assert found[:, 8].tolist() == [1, 1, 1, 1, 0], "known at all"
+    pairs = PairFeatures(events.neighbours(), events.src, 1.0)
+    values = pairs.of(torch.tensor([0]), torch.arange(5)[None], torch.tensor([9]), visible=4)[0]
+    assert values[:, 0].tolist() == [0, 1, 1, 1, 0], "met"
+    assert values[:, 5].tolist() == [0, 0, 0, 1, 0], "at the latest event"
+    assert values[:, 7].tolist() == [0, 1, 1, 0, 0], "by an event of the source's"
+    assert values[:, 3].tolist() == [0, *[float(torch.tensor(1 / 3))] * 3, 0], "share of the source's events"
+    assert values[:, 8].tolist() == [1, 1, 1, 1, 0], "known at all"

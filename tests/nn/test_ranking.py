@@ -1,4 +1,4 @@
-"""Ranks against counts made one by one, and OGB's way of measuring written out."""
+"""Ranks against explicit counts, and OGB's metrics written out."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def scores(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 12, shape, generator=torch.Generator().manual_seed(seed)).float() / 4
 
 
-def rank(own: float, others: list[float]) -> float:
-    return 1 + sum(o > own for o in others) + sum(o == own for o in others) / 2
+def rank(score: float, others: list[float]) -> float:
+    return 1 + sum(o > score for o in others) + sum(o == score for o in others) / 2
 
 
-def test_ranks_among_own_negatives() -> None:
+def test_ranks_among_negatives_per_positive_equal_counts() -> None:
     positive, negative = scores(40), scores(40, 9, seed=1)
-    wanted = [rank(p, row) for p, row in zip(positive.tolist(), negative.tolist(), strict=True)]
-    assert ranks_in_own_list(positive, negative).tolist() == wanted
-    assert mrr(torch.tensor(wanted)) == pytest.approx(sum(1 / r for r in wanted) / 40)
-    assert hits_at_k(torch.tensor(wanted), 3) == sum(r <= 3 for r in wanted) / 40
+    expected = [rank(p, row) for p, row in zip(positive.tolist(), negative.tolist(), strict=True)]
+    assert ranks_in_own_list(positive, negative).tolist() == expected
+    assert mrr(torch.tensor(expected)) == pytest.approx(sum(1 / r for r in expected) / 40)
+    assert hits_at_k(torch.tensor(expected), 3) == sum(r <= 3 for r in expected) / 40
 
 
 def test_ogb_mrr() -> None:
@@ -55,12 +55,12 @@ def test_ogb_hits(k: int) -> None:
     assert ogb_hits_at_k(positive, negative, k) == pytest.approx(sum(p > bar for p in positive.tolist()) / 50)
 
 
-def test_one_list_for_all() -> None:
+def test_one_list_for_all_equals_the_same_list_for_each() -> None:
     positive, negative = scores(50), scores(100, seed=1)
     assert ranks_in_shared_list(positive, negative).tolist() == [rank(p, negative.tolist()) for p in positive.tolist()]
 
 
-def test_scores_that_are_no_numbers_come_last() -> None:
+def test_nan_scores_rank_last() -> None:
     nan = torch.tensor([math.nan])
     assert ranks_in_own_list(nan, torch.zeros(1, 4)).item() == 5
     assert ranks_in_shared_list(nan, torch.zeros(4)).item() == 5
@@ -70,19 +70,27 @@ def test_scores_that_are_no_numbers_come_last() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_filtered_ranks(chunk: int) -> None:
+def test_filtered_ranks_leave_out_known_answers(chunk: int) -> None:
     table, queries = scores(30, 15), torch.randint(0, 6, (30,), generator=torch.Generator().manual_seed(5))
-    made = torch.Generator().manual_seed(2)
-    truth = torch.randint(0, 15, (30,), generator=made)
-    asked, answer = torch.randint(0, 8, (40,), generator=made), torch.randint(0, 15, (40,), generator=made)
-    asked, answer = torch.cat([asked, queries[::2]]), torch.cat([answer, truth[::2]])  # some truths are not known
-    wanted = []
+    random = torch.Generator().manual_seed(2)
+    truth = torch.randint(0, 15, (30,), generator=random)
+    known_queries, known_answers = (
+        torch.randint(0, 8, (40,), generator=random),
+        torch.randint(0, 15, (40,), generator=random),
+    )
+    known_queries, known_answers = (
+        torch.cat([known_queries, queries[::2]]),
+        torch.cat([known_answers, truth[::2]]),
+    )  # some truths are not known
+    expected = []
     for i, (q, t) in enumerate(zip(queries.tolist(), truth.tolist(), strict=True)):
-        true = {b for a, b in zip(asked.tolist(), answer.tolist(), strict=True) if a == q}
+        true = {b for a, b in zip(known_queries.tolist(), known_answers.tolist(), strict=True) if a == q}
         row = table[i].tolist()
-        wanted.append(rank(row[t], [s for c, s in enumerate(row) if c != t and c not in true]))
-    found = filtered_ranks(lambda i: table[i].clone(), queries, truth, KnownTriples.of(asked, answer), chunk=chunk)
-    assert found.tolist() == wanted
+        expected.append(rank(row[t], [s for c, s in enumerate(row) if c != t and c not in true]))
+    ranks = filtered_ranks(
+        lambda i: table[i].clone(), queries, truth, KnownTriples.of(known_queries, known_answers), chunk=chunk
+    )
+    assert ranks.tolist() == expected
 
 
 def test_masked_negatives_do_not_count() -> None:
@@ -96,10 +104,13 @@ def test_masked_negatives_do_not_count() -> None:
 def test_average_precision_over_thresholds() -> None:
     random = torch.Generator().manual_seed(0)
     for levels in (1, 3, 50, 10**6):  # nothing but ties, many, few and none
-        own, others = torch.randint(levels, (40,), generator=random), torch.randint(levels, (90,), generator=random)
-        expected, before = 0.0, 0
-        for threshold in sorted({*own.tolist(), *others.tolist()}, reverse=True):
-            found, false = int((own >= threshold).sum()), int((others >= threshold).sum())
-            expected += (found - before) / 40 * found / (found + false)
-            before = found
-        assert average_precision(own, others) == pytest.approx(expected, rel=1e-12)
+        positive, negative = (
+            torch.randint(levels, (40,), generator=random),
+            torch.randint(levels, (90,), generator=random),
+        )
+        expected, last = 0.0, 0
+        for threshold in sorted({*positive.tolist(), *negative.tolist()}, reverse=True):
+            true_positives, false_positives = int((positive >= threshold).sum()), int((negative >= threshold).sum())
+            expected += (true_positives - last) / 40 * true_positives / (true_positives + false_positives)
+            last = true_positives
+        assert average_precision(positive, negative) == pytest.approx(expected, rel=1e-12)

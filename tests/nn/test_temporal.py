@@ -18,17 +18,17 @@ WIDTH, EDGE, TIME, HEADS = 8, 3, 6, 2
 KEY = DrawKey(5, 1, 2)
 
 
-def make(name: str = "tgn", *, sizes: EventDims | None = None, **words: object) -> TemporalModel:
+def make(name: str = "tgn", *, dims: EventDims | None = None, **settings: object) -> TemporalModel:
     torch.manual_seed(0)
-    words = {
+    settings = {
         "hidden": WIDTH,
         "heads": HEADS,
         "layers": 1,
         "time_width": TIME,
         "dropout": 0.0,
         "clock": "learnt",
-    } | words
-    model = TemporalModel(make_config(name, **words), sizes or EventDims(edge=EDGE)).double()
+    } | settings
+    model = TemporalModel(make_config(name, **settings), dims or EventDims(edge=EDGE)).double()
     with torch.no_grad():  # frequencies of 1 to 1e-9 would hide mistakes in their gradients
         for layer in [*model.layers, *([model.cell] if model.cell is not None else [])]:
             layer.clock.weight.uniform_(0.1, 2.0)
@@ -39,12 +39,12 @@ def make(name: str = "tgn", *, sizes: EventDims | None = None, **words: object) 
 def hop(queries: int, rows: int, events: int, *, k: int = 4, seed: int = 1) -> Hop:
     """Some queries with fewer than k events, and one with none."""
     draw = torch.Generator().manual_seed(seed)
-    near = torch.randint(rows, (queries, k), generator=draw)
+    neighbors = torch.randint(rows, (queries, k), generator=draw)
     for query in range(queries):
-        near[query, query % (k + 1) :] = -1
+        neighbors[query, query % (k + 1) :] = -1
     edge = torch.randint(events, (queries, k), generator=draw)
     since = torch.rand(queries, k, generator=draw, dtype=torch.float64) * 5
-    return Hop(torch.randint(rows, (queries,), generator=draw), near, edge, since, torch.arange(queries) * 3 + 7)
+    return Hop(torch.randint(rows, (queries,), generator=draw), neighbors, edge, since, torch.arange(queries) * 3 + 7)
 
 
 def plain_attention(layer: TemporalAttention, hop: Hop, h: Tensor, features: Tensor | None, drop: float) -> Tensor:
@@ -58,22 +58,22 @@ def plain_attention(layer: TemporalAttention, hop: Hop, h: Tensor, features: Ten
     }
     out = []
     for row, node in enumerate(hop.query.tolist()):
-        own = h[node]
-        query = layer.query(torch.cat([own, torch.cos(torch.zeros(()) * layer.clock.weight + layer.clock.bias)]))
+        node_row = h[node]
+        query = layer.query(torch.cat([node_row, torch.cos(torch.zeros(()) * layer.clock.weight + layer.clock.bias)]))
         gathered = torch.zeros(layer.width, dtype=h.dtype)
-        places = [place for place, other in enumerate(hop.neighbors[row].tolist()) if other >= 0]
-        if places:
+        events = [event for event, other in enumerate(hop.neighbors[row].tolist()) if other >= 0]
+        if events:
             seen = []
-            for place in places:
-                time = torch.cos(hop.time_delta[row, place] * layer.clock.weight + layer.clock.bias)
-                known = [] if features is None else [features[hop.edge[row, place]]]
-                seen.append(torch.cat([h[hop.neighbors[row, place]], *known, time]))
-            keys = layer.key(torch.stack(seen)).view(len(places), layer.heads, -1)
-            values = layer.value(torch.stack(seen)).view(len(places), layer.heads, -1)
+            for event in events:
+                time = torch.cos(hop.time_delta[row, event] * layer.clock.weight + layer.clock.bias)
+                edge = [] if features is None else [features[hop.edge[row, event]]]
+                seen.append(torch.cat([h[hop.neighbors[row, event]], *edge, time]))
+            keys = layer.key(torch.stack(seen)).view(len(events), layer.heads, -1)
+            values = layer.value(torch.stack(seen)).view(len(events), layer.heads, -1)
             score = torch.nn.functional.leaky_relu((keys * query.view(layer.heads, -1)).sum(2), 0.2)
-            share = torch.softmax(score, 0) * masks[Purpose.ATTENTION][row][:, places].t()
+            share = torch.softmax(score, 0) * masks[Purpose.ATTENTION][row][:, events].t()
             gathered = (share[..., None] * values).sum(0).flatten()
-        mixed = layer.out(torch.cat([gathered, own])) * masks[Purpose.DROPOUT][row]
+        mixed = layer.out(torch.cat([gathered, node_row])) * masks[Purpose.DROPOUT][row]
         out.append(layer.norm(torch.relu(mixed)))
     return torch.stack(out)
 
@@ -81,8 +81,8 @@ def plain_attention(layer: TemporalAttention, hop: Hop, h: Tensor, features: Ten
 def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     draw = torch.Generator().manual_seed(3)
     weight = torch.rand(out.shape, generator=draw, dtype=out.dtype)
-    found = torch.autograd.grad((out * weight).sum(), inputs, allow_unused=True)
-    return [torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found, strict=True)]
+    grads = torch.autograd.grad((out * weight).sum(), inputs, allow_unused=True)
+    return [torch.zeros_like(i) if g is None else g for i, g in zip(inputs, grads, strict=True)]
 
 
 def assert_alike(ours: Tensor, plain: Tensor, inputs: list[Tensor]) -> None:
@@ -95,15 +95,15 @@ def assert_alike(ours: Tensor, plain: Tensor, inputs: list[Tensor]) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_attention_equals_a_loop_over_events(edge: int, dropout: float, layers: int) -> None:
-    model = make(sizes=EventDims(edge=edge), layers=layers, dropout=dropout)
+    model = make(dims=EventDims(edge=edge), layers=layers, dropout=dropout)
     features = torch.randn(9, edge, dtype=torch.float64) if edge else None
     h = torch.randn(11, WIDTH, dtype=torch.float64, requires_grad=True)
     hops = [hop(7, 11, 9)] if layers == 1 else [hop(12, 11, 9), hop(5, 12, 9, seed=2)]
     ours = model.embed(EventBlock(torch.arange(11), tuple(hops), features), h, KEY)
     plain = h
-    for layer, each in zip(model.layers, hops, strict=True):
+    for layer, hop_of_layer in zip(model.layers, hops, strict=True):
         assert isinstance(layer, TemporalAttention)
-        plain = plain_attention(layer, each, plain, features, dropout)
+        plain = plain_attention(layer, hop_of_layer, plain, features, dropout)
     assert_alike(ours, plain, [h, *model.layers.parameters()])
 
 
@@ -115,23 +115,23 @@ def test_a_query_without_events_reads_its_own_row_alone() -> None:
     z = model.embed(EventBlock(torch.arange(2), (alone,), torch.zeros(1, EDGE, dtype=torch.float64)), h, KEY)
     layer = model.layers[0]
     assert isinstance(layer, TemporalAttention)
-    own = torch.cat([torch.zeros(2, WIDTH, dtype=torch.float64), h[[1, 0]]], 1)
-    torch.testing.assert_close(z, layer.norm(torch.relu(layer.out(own))))
+    inputs = torch.cat([torch.zeros(2, WIDTH, dtype=torch.float64), h[[1, 0]]], 1)
+    torch.testing.assert_close(z, layer.norm(torch.relu(layer.out(inputs))))
 
 
 @pytest.mark.parametrize("edge", [0, EDGE])
 def test_the_cell_equals_torchs_gru(edge: int) -> None:
-    model = make(sizes=EventDims(edge=edge))
+    model = make(dims=EventDims(edge=edge))
     cell = model.cell
     assert cell is not None
     gru = torch.nn.GRUCell(2 * WIDTH + edge + TIME, WIDTH, dtype=torch.float64)
     gru.load_state_dict({name: tensor for name, tensor in cell.state_dict().items() if not name.startswith("clock")})
-    mail, known, memory = (torch.randn(6, width, dtype=torch.float64) for width in (2 * WIDTH, edge, WIDTH))
+    mail, features, memory = (torch.randn(6, width, dtype=torch.float64) for width in (2 * WIDTH, edge, WIDTH))
     since = torch.rand(6, dtype=torch.float64) * 4
-    ours = model.update(mail, known if edge else None, since, memory)
+    ours = model.update(mail, features if edge else None, since, memory)
     clock, names = [cell.clock.weight, cell.clock.bias], ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
     time = torch.cos(since[:, None] * clock[0] + clock[1])
-    plain = gru(torch.cat([mail, known, time], 1), memory)
+    plain = gru(torch.cat([mail, features, time], 1), memory)
     torch.testing.assert_close(ours, plain)
     mine = gradients(ours, [*clock, *(getattr(cell, name) for name in names)])
     theirs = gradients(plain, [*clock, *(getattr(gru, name) for name in names)])
@@ -139,24 +139,24 @@ def test_the_cell_equals_torchs_gru(edge: int) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_what_is_known_of_nodes_is_added_to_memory() -> None:
-    memory, known = torch.randn(4, WIDTH, dtype=torch.float64), torch.randn(4, WIDTH, dtype=torch.float64)
-    same = make(sizes=EventDims(static=WIDTH))
-    assert same.static is None, "no map of rows that were learnt for the place"
-    assert torch.equal(same.combine_static(memory, known, rows=4), memory + known)
+def test_static_rows_are_added_to_memory() -> None:
+    memory, static = torch.randn(4, WIDTH, dtype=torch.float64), torch.randn(4, WIDTH, dtype=torch.float64)
+    same = make(dims=EventDims(static=WIDTH))
+    assert same.static is None, "a learnt table alone has no projection"
+    assert torch.equal(same.combine_static(memory, static, rows=4), memory + static)
     for sizes in (
-        EventDims(static=5, given=True),
-        EventDims(static=WIDTH, given=True),
-        EventDims(static=WIDTH + 5, given=True),
+        EventDims(static=5, has_features=True),
+        EventDims(static=WIDTH, has_features=True),
+        EventDims(static=WIDTH + 5, has_features=True),
     ):
-        mapped = make(sizes=sizes)
+        mapped = make(dims=sizes)
         assert mapped.static is not None, "features have one, however wide"
         other = torch.randn(4, sizes.static, dtype=torch.float64)
         torch.testing.assert_close(mapped.combine_static(memory, other, rows=4), memory + mapped.static(other))
     assert torch.equal(make("tgat").combine_static(None, None, rows=4), torch.zeros(4, WIDTH, dtype=torch.float64))
 
 
-def test_variants() -> None:
+def test_only_tgn_has_both_memory_and_attention() -> None:
     block = EventBlock(torch.arange(5), (hop(3, 5, 2),), torch.randn(2, EDGE, dtype=torch.float64))
     h = torch.randn(5, WIDTH, dtype=torch.float64)
     assert torch.equal(make("tgn-id").embed(block, h, KEY), h[block.hops[0].query])
@@ -165,8 +165,8 @@ def test_variants() -> None:
     torch.testing.assert_close(without.embed(block, h, KEY).shape, torch.Size([3, WIDTH]))
 
 
-def test_decoders() -> None:
-    model, classes = make(), make(sizes=EventDims(edge=EDGE, classes=3))
+def test_decoders_equal_their_formulas() -> None:
+    model, classes = make(), make(dims=EventDims(edge=EDGE, classes=3))
     z = torch.randn(4, WIDTH, dtype=torch.float64)
     link, head = model.decoder, classes.decoder
     assert isinstance(link, EventDecoder) and isinstance(head, ClassDecoder)
@@ -183,9 +183,9 @@ def test_equal_rows_have_equal_scores() -> None:
     decoder = EventDecoder(100)
     for count, candidates in ((1, 1), (3, 7), (5, 130)):
         sources, row = torch.randn(count, 1, 100), torch.randn(100)
-        found = decoder.scores(sources, row.repeat(count, candidates, 1))
-        assert torch.equal(found, found[:, :1].expand(count, candidates))
-        assert torch.equal(found[:, 0], decoder.scores(sources[:, 0], row.repeat(count, 1)))
+        scores = decoder.scores(sources, row.repeat(count, candidates, 1))
+        assert torch.equal(scores, scores[:, :1].expand(count, candidates))
+        assert torch.equal(scores[:, 0], decoder.scores(sources[:, 0], row.repeat(count, 1)))
 
 
 def test_scores_stay_float32_under_autocast() -> None:
@@ -205,7 +205,7 @@ def test_scores_stay_float32_under_autocast() -> None:
     torch.testing.assert_close(rounded, scores(), rtol=0.1, atol=0.1)
 
 
-def test_bf16_products_stay_near() -> None:
+def test_bf16_products_change_little() -> None:
     model = make().float()
     block = EventBlock(torch.arange(5), (hop(6, 5, 2),), torch.randn(2, EDGE))
     h = torch.randn(5, WIDTH)

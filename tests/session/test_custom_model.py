@@ -146,7 +146,7 @@ FAULTS = [
      "line 14: AssertionError: only"),
     ("torch.sigmoid(gate", "torch.sigmoid(self.gate", "the message uses a parameter of shape [1]"),
     ('config.settings["scale"]', 'config.settings["scales"]', "line 20: KeyError: 'scales'"),
-    ("config.hidden, out_channels]", "config.hidden, out_channels - 1]", "must give 10 numbers per node"),
+    ("config.hidden, out_channels]", "config.hidden, out_channels - 1]", "must return 10 columns"),
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""Model: all that strategies know of a model. GNN is one; a model of your own is another (docs/models.md).
+"""Model: the interface between strategies and models. GNN implements it, and so do custom models (docs/models.md).
 
-A model is an ordered list of layers, each a function of its own view, so that a strategy can run them one by one, on
-pieces of the graph, or on other machines. It keeps nothing between layers but what it returns.
+A model is an ordered list of layers. Each layer reads its own view, so a strategy can run layers one by one, on parts
+of the graph, or on other machines. A model keeps no state between layers except the returned rows and carry.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from gnnfleet.nn.link import Decoder
 Features = Tensor | Mapping[str, Tensor] | None
 RowsByType = Tensor | dict[str, Tensor]
 Aggregate = Tensor | Mapping[EdgeType, Tensor]
-"""What a first layer gathers of its neighbours: [N_dst, F], by edge type where there are several."""
+"""Neighbour aggregate of a first layer: [N_dst, F], by edge type if there are several."""
 
 
 class Model(torch.nn.Module):
-    """Layers one after the other, each called as ``layer(view, x)``; activation and dropout after all but the last.
+    """Layers in order, each called as ``layer(view, x)``, with activation and dropout after all but the last.
 
-    Override ``compute`` for anything else: residuals, several maps per layer, a tensor carried past layers. Randomness
-    comes from ``view.dropout``, batch norm from ``gf.nn.BatchNorm``: both give the same on any number of machines.
+    Override ``compute`` for residuals, several maps per layer, or a tensor carried past layers. Take randomness from
+    ``view.dropout`` and batch norm from ``gf.nn.BatchNorm``: both are independent of the number of machines.
     With several node types x is a dictionary by type; the last layer returns one, or the labelled type's rows alone.
     """
 
-    out_channels: int | None = None  # numbers per node that the last layer gives; set by whoever builds the model
+    out_channels: int | None = None  # output width of the last layer; set when the model is built for a graph
 
     def __init__(
         self,
@@ -43,61 +43,60 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
         self.act, self.dropout = act, dropout
-        self.decoder: Decoder | None = None  # what reads the output rows in pairs, for links
+        self.decoder: Decoder | None = None  # scores pairs of output rows, for link tasks
 
     @property
     def num_layers(self) -> int:
-        """Rounds of message passing: a step asks for as many views."""
+        """Number of message-passing rounds; a step reads one view for each."""
         return len(self.layers)
 
     @property
     def width(self) -> int:
-        """The widest rows a layer reads or makes, for memory budgets; here the last dimension of any parameter."""
+        """Width of the widest rows a layer reads or writes, for memory budgets."""
         return max((int(p.shape[-1]) for p in self.parameters() if p.dim()), default=1)
 
     @property
     def batch_norm(self) -> bool:
-        """Whether a layer looks at all rows, so that none may be left out."""
+        """True if a layer reads statistics of all rows, so that no row may be skipped."""
         return any(isinstance(module, torch.nn.BatchNorm1d) for module in self.modules())
 
     def precompute(self, view: GraphView, x: Features) -> Aggregate | None:
-        """What of the first layer stays the same from step to step; ``compute`` gets it back as ``aggregated``."""
+        """Part of the first layer that no step changes; ``compute`` receives it as ``aggregated``."""
         return None
 
     @property
     def supports_column_split(self) -> bool:
-        """Whether the first layer is a sum over columns of the features, each worked on by itself: see ``column_partial``."""
+        """True if the first layer is a sum over feature columns; see ``column_partial``."""
         return False
 
     def column_partial(self, view: GraphView, x: Tensor, columns: slice) -> Tensor:
-        """[N_dst, ·] what some columns of the features add to the first layer's product; where it ``supports_column_split``.
+        """Return [N_dst, ·], the contribution of some feature columns to the first layer's product.
 
-        ``compute`` gets the sum over all columns as ``made``, in place of x.
+        ``compute`` receives the sum over all columns as ``precomputed_product``, in place of x. Models that do not
+        ``supports_column_split`` leave this out.
         """
         raise NotImplementedError
 
     def compute(
         self, layer_index: int, view: GraphView, x: Any, carry: Tensor | None
     ) -> tuple[RowsByType, Tensor | None]:
-        """One layer: rows of the view's destinations, and what later layers get as ``carry``, cut to those rows.
+        """Run one layer: return rows of the view's destinations, and the ``carry`` of later layers for those rows.
 
-        x has a row for every source, the destinations first. The view knows the layer: its draws are its own.
+        x has a row for every source, the destinations first. The view is bound to the layer, so layers draw separately.
         """
         rows = self.layers[layer_index](view, x)
         if layer_index == self.num_layers - 1:
             return rows, None
         if not isinstance(rows, Mapping):
-            return self._finish(view, rows, place=0), None
-        return {
-            kind: self._finish(view.for_type(kind), each, place=place)
-            for place, (kind, each) in enumerate(rows.items())
-        }, None
+            return self._finish(view, rows, 0), None
+        by_type = enumerate(rows.items())
+        return {kind: self._finish(view.for_type(kind), x, index) for index, (kind, x) in by_type}, None
 
-    def _finish(self, view: GraphView, x: Tensor, *, place: int) -> Tensor:
+    def _finish(self, view: GraphView, x: Tensor, type_index: int) -> Tensor:
         x = self.act(x)
-        return view.dropout(x, self.dropout, place=place) if self.training and self.dropout else x
+        return view.dropout(x, self.dropout, place=type_index) if self.training and self.dropout else x
 
-    # -- what strategies call --
+    # -- called by strategies --
 
     @final
     def layer(
@@ -110,33 +109,34 @@ class Model(torch.nn.Module):
         aggregated: Aggregate | None = None,
         precomputed_product: Tensor | None = None,
     ) -> tuple[RowsByType, Tensor | None]:
-        """``compute`` with the view of that layer; ``aggregated`` is for layer 0 and comes from ``precompute``, or
-        ``made``, from ``column_partial``."""
-        given: dict[str, Any] = {} if aggregated is None else {"aggregated": aggregated}
-        if precomputed_product is not None:
-            given["made"] = precomputed_product
-        out = self.compute(index, view.with_step(layer=index), x, carry, **given)
+        """Run ``compute`` with the view of that layer and check the rows.
+
+        Layer 0 may take ``aggregated`` of ``precompute`` or the ``precomputed_product`` of ``column_partial``.
+        """
+        first_layer = {"aggregated": aggregated, "precomputed_product": precomputed_product}
+        inputs: dict[str, Any] = {name: rows for name, rows in first_layer.items() if rows is not None}
+        out = self.compute(index, view.with_step(layer=index), x, carry, **inputs)
         if not isinstance(out, tuple) or len(out) != 2:
-            raise ConfigError(f"compute of a model returns (rows, carry), found {type(out).__name__} in layer {index}")
+            raise ConfigError(f"compute must return (rows, carry), found {type(out).__name__} in layer {index}")
         self._check_rows(index, view, out[0])
         return out
 
     def _check_rows(self, index: int, view: GraphView, rows: RowsByType) -> None:
-        """Rows of all sources in place of the destinations would pass on a whole graph and fail on a piece."""
+        """Check shapes: rows of all sources instead of destinations would pass on a whole graph and fail on a block."""
         last = index == self.num_layers - 1
         if isinstance(rows, Mapping):
             return
         if not isinstance(rows, Tensor):
-            raise ConfigError(f"layer {index} of the model must give rows, found {type(rows).__name__}")
+            raise ConfigError(f"layer {index} of the model must return rows, found {type(rows).__name__}")
         one_type = len(view.node_types) == 1
         if one_type and rows.shape[0] != view.num_dst:
             raise ConfigError(
-                f"layer {index} of the model must give a row for each of {view.num_dst} destinations, "
-                f"found {rows.shape[0]}: cut sources with x[:view.num_dst]"
+                f"layer {index} of the model must return a row for each of {view.num_dst} destinations, "
+                f"found {rows.shape[0]}: select the destinations with x[:view.num_dst]"
             )
         if last and self.out_channels is not None and rows.shape[1:] != (self.out_channels,):
             raise ConfigError(
-                f"the last layer of the model must give {self.out_channels} numbers per node, "
+                f"the last layer of the model must return {self.out_channels} columns, "
                 f"found rows of shape {list(rows.shape[1:])}"
             )
 
@@ -148,13 +148,13 @@ class Model(torch.nn.Module):
         aggregated: Aggregate | None = None,
         precomputed_product: Tensor | None = None,
     ) -> RowsByType:
-        """Output of the destinations of the last view; one view serves all layers. See ``precompute``, ``column_partial``."""
-        return self._run(views, x, aggregated, precomputed_product, upto=self.num_layers)
+        """Output rows of the last view's destinations; a single view is used for all layers."""
+        return self._run(views, x, aggregated, precomputed_product, num_layers=self.num_layers)
 
     @final
     @torch.no_grad()
     def exact(self, view: GraphView, x: Features, *, aggregated: Aggregate | None = None) -> tuple[RowsByType, Any]:
-        """(output, what the last layer read) of all rows of a view, as for evaluation."""
+        """Exact (output, input of the last layer) of all rows of a view, as for evaluation."""
         view, rows, last, carry = view.with_step(training=False), x, x, None
         for index in range(self.num_layers):
             last = rows
@@ -165,24 +165,27 @@ class Model(torch.nn.Module):
     def embed(
         self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
     ) -> RowsByType:
-        """What the last layer reads: the output of the last hidden layer, by node type where there are several."""
-        return self._run(views, x, aggregated, None, upto=self.num_layers - 1)
+        """Input rows of the last layer: the output of the last hidden layer, by node type if there are several."""
+        return self._run(views, x, aggregated, None, num_layers=self.num_layers - 1)
 
     def _run(
         self,
         views: GraphView | Sequence[GraphView],
         x: Features,
         aggregated: Aggregate | None,
-        made: Tensor | None,
+        product: Tensor | None,
         *,
-        upto: int,
+        num_layers: int,
     ) -> RowsByType:
-        every = list(views) if isinstance(views, Sequence) else [views] * self.num_layers
-        if len(every) < upto:
-            raise ConfigError(f"the model has {self.num_layers} layers and needs a view for each, found {len(every)}")
+        layer_views = list(views) if isinstance(views, Sequence) else [views] * self.num_layers
+        if len(layer_views) < num_layers:
+            raise ConfigError(
+                f"the model has {self.num_layers} layers and needs a view for each, found {len(layer_views)}"
+            )
         carry: Tensor | None = None
         rows: Any = x
-        for index in range(upto):
-            rows, carry = self.layer(index, every[index], rows, carry, aggregated=aggregated, precomputed_product=made)
-            aggregated = made = None
+        for index in range(num_layers):
+            view = layer_views[index]
+            rows, carry = self.layer(index, view, rows, carry, aggregated=aggregated, precomputed_product=product)
+            aggregated = product = None
         return rows  # type: ignore[no-any-return]

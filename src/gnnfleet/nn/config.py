@@ -1,5 +1,5 @@
-"""What a model is, as values: the same words in a TOML file, on the command line (``--set model.hidden=64``) and in
-Python (``gf.nn.SAGE(hidden=64)``)."""
+"""Settings of a model: the same names in a TOML file, on the command line (``--set model.hidden=64``) and in Python
+(``gf.nn.SAGE(hidden=64)``)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gnnfleet.errors import ConfigError
 
 MODELS = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", "gcn2", "res+")
 TEMPORAL_MODELS = ("tgn", "tgn-id", "tgat")
-"""Models of streams of events."""
+"""Models for event streams."""
 
 TEMPORAL_DEFAULTS: dict[str, Any] = {"hidden": 100, "layers": 1, "heads": 2, "dropout": 0.2, "pairs": True}
-"""What those are unless someone says so, where it differs from the others."""
+"""Defaults of temporal models where they differ from those of the other models."""
 
 SAGE_AGGRS = ("mean", "max", "pool")
 
 
 class ModelConfig(BaseModel):
-    """A model. Fields that only some models read name them; the others ignore them."""
+    """Settings of a model. The description of a field names the models that read it; others ignore it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -33,35 +33,36 @@ class ModelConfig(BaseModel):
     dropout: float = Field(0.5, ge=0, lt=1, description="after each hidden layer; in gat and gatv2 also on attention")
     input_dropout: float = Field(0.0, ge=0, lt=1, description="on the input features")
     input_norm: Literal["none", "sum"] = Field("none", description="sum: each node's features sum to 1 in magnitude")
-    attention_dropout: float | None = Field(None, ge=0, lt=1, description="gat, gatv2: unless it is as dropout")
+    attention_dropout: float | None = Field(None, ge=0, lt=1, description="gat, gatv2: on attention; default: dropout")
     norm: Literal["none", "layer", "batch"] = Field("none", description="between a layer and its activation")
     act: Literal["relu", "elu"] = Field("relu", description="activation of the hidden layers")
-    embedding: int = Field(0, ge=0, description="width of learnable node rows beside the features; 0 = none")
+    embedding: int = Field(0, ge=0, description="width of learnable node embeddings beside the features; 0 = none")
     aggr: Literal["mean", "max", "pool"] = Field("mean", description="sage: how neighbours are combined")
     heads: int = Field(4, ge=1, description="gat, gatv2, tgn, tgat: attention heads")
-    out_heads: int | None = Field(None, ge=1, description="gat, gatv2: heads averaged by the last layer, if not heads")
-    residual: bool = Field(False, description="gcn, gat, gatv2: add a linear map of the node's own row")
-    edge_features: bool = Field(True, description="gat, gatv2, temporal: use the features of edges, if there are any")
-    edge_weight: bool = Field(True, description="gcn, gcn2: use the edge weights of the graph, if it has any")
-    train_eps: bool = Field(False, description="gin: learn how much a node's own row counts")
-    bases: int = Field(0, ge=0, description="rgcn: weight matrices that all edge types share; 0 = one for each type")
+    out_heads: int | None = Field(
+        None, ge=1, description="gat, gatv2: heads of the last layer, averaged; default: heads"
+    )
+    residual: bool = Field(False, description="gcn, gat, gatv2: add a linear map of the destination row")
+    edge_features: bool = Field(True, description="gat, gatv2, temporal: use edge features if there are any")
+    edge_weight: bool = Field(True, description="gcn, gcn2: use edge weights if there are any")
+    train_eps: bool = Field(False, description="gin: learn eps, the weight of the destination row")
+    bases: int = Field(0, ge=0, description="rgcn: basis matrices shared by all edge types; 0 = one matrix per type")
     alpha: float = Field(0.1, ge=0, le=1, description="gcn2: share of the first layer's rows")
-    theta: float = Field(0.5, gt=0, description="gcn2: how fast the weights fade with depth")
+    theta: float = Field(0.5, gt=0, description="gcn2: how fast weight matrices approach the identity with depth")
     shared_weights: bool = Field(True, description="gcn2: one weight matrix for both terms")
-    neighbours: int = Field(10, ge=1, le=1000, description="tgn, tgat: latest events of a node that a layer looks at")
+    neighbours: int = Field(10, ge=1, le=1000, description="tgn, tgat: latest events of a node that a layer reads")
     pairs: bool = Field(
-        False, description="temporal: tell the decoder of links how often, and when last, the two nodes met"
+        False, description="temporal: give the link decoder features of the pair, such as how often and when it met"
     )
-    time_width: int = Field(100, ge=1, description="temporal: cosines that stand for a time")
+    time_width: int = Field(100, ge=1, description="temporal: number of cosines in the time encoding")
     clock: Literal["fixed", "learnt"] = Field(
-        "fixed", description="temporal: whether training moves the frequencies of these cosines"
+        "fixed", description="temporal: frequencies of these cosines, fixed or learnt"
     )
-
-    settings: dict[str, Any] = Field(default_factory=dict, description="file.py:factory: words of your own")
+    settings: dict[str, Any] = Field(default_factory=dict, description="file.py:factory: settings of a custom model")
 
     @property
     def file(self) -> Path | None:
-        """The Python file of a model of the user's own."""
+        """Python file of a custom model."""
         return None if self.name in MODELS + TEMPORAL_MODELS else Path(self.name.rpartition(":")[0])
 
     @property
@@ -74,36 +75,37 @@ class ModelConfig(BaseModel):
 
     @property
     def label(self) -> str:
-        """The name without the folders of a file."""
+        """Name of the model, without the folders of a file."""
         return self.name if self.file is None else f"{self.file.name}:{self.factory}"
 
     @field_validator("name")
     @classmethod
-    def _known(cls, name: str) -> str:
+    def _check_name(cls, name: str) -> str:
         if re.search(r"\.py(:|$)", name):
             file, _, factory = name.rpartition(":")
             if not file.endswith(".py") or not factory.isidentifier():
-                raise ConfigError(f"a model of your own reads file.py:factory, found {name!r}")
-            return f"{Path(file).expanduser().resolve()}:{factory}"  # a run may be opened from another folder
+                raise ConfigError(f"a custom model is named file.py:factory, found {name!r}")
+            return f"{Path(file).expanduser().resolve()}:{factory}"  # absolute: a run may be opened from another folder
         if name not in MODELS + TEMPORAL_MODELS:
-            known = MODELS + TEMPORAL_MODELS
-            near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}, or file.py:factory"
+            models = MODELS + TEMPORAL_MODELS
+            closest = difflib.get_close_matches(name.lower(), models, n=1, cutoff=0.5)
+            choices = f"choose one of {', '.join(models)}, or file.py:factory"
+            hint = f"did you mean {closest[0]!r}?" if closest else choices
             raise ConfigError(f"there is no model {name!r}: {hint}")
         return name
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        several = (self.name in ("gat", "gatv2") and self.layers > 1) or self.name in ("tgn", "tgat")
-        if several and self.hidden % self.heads:
+    def _check_settings(self) -> Self:
+        concatenates_heads = (self.name in ("gat", "gatv2") and self.layers > 1) or self.name in ("tgn", "tgat")
+        if concatenates_heads and self.hidden % self.heads:
             raise ConfigError(f"hidden must be a multiple of heads, found {self.hidden} and {self.heads}")
         if self.settings and self.file is None:
-            raise ConfigError(f"model.settings are for models of your own (file.py:factory); {self.name} reads none")
+            raise ConfigError(f"model.settings is only for custom models (file.py:factory); {self.name} has none")
         return self
 
 
 def make_config(name: str, **settings: Any) -> ModelConfig:
-    """A configuration from keywords; raises ConfigError with the nearest word for an unknown one."""
+    """Build a configuration from keywords; raises ConfigError that suggests the nearest name for an unknown one."""
     try:
         return ModelConfig(name=name, **settings)
     except ValidationError as error:
@@ -112,8 +114,8 @@ def make_config(name: str, **settings: Any) -> ModelConfig:
         if first["type"] != "extra_forbidden":
             text = first["msg"]
             raise ConfigError(f"{key}: {text[:1].lower()}{text[1:]}, found {first['input']!r}") from error
-        near = difflib.get_close_matches(key, ModelConfig.model_fields, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ModelConfig.model_fields)}"
+        closest = difflib.get_close_matches(key, ModelConfig.model_fields, n=1, cutoff=0.5)
+        hint = f"did you mean {closest[0]!r}?" if closest else f"choose one of {', '.join(ModelConfig.model_fields)}"
         raise ConfigError(f"a model has no setting {key!r}: {hint}") from error
 
 
@@ -158,7 +160,7 @@ def ResPlus(**settings: Any) -> ModelConfig:
 
 
 def TGN(**settings: Any) -> ModelConfig:
-    """Temporal graph network: a memory of every node, attention over its latest events."""
+    """Temporal graph network: a memory per node and attention over its latest events."""
     return make_config("tgn", **{**TEMPORAL_DEFAULTS, **settings})
 
 

@@ -1,7 +1,7 @@
-"""Models of your own, named ``file.py:factory``: ``factory(config, graph, out_channels)`` returns a Model.
+"""Custom models, named ``file.py:factory``: ``factory(config, graph, out_channels)`` returns a Model.
 
-The file is run as it lies on disk, with its folder first among the places modules are imported from, and leaves nothing
-behind there. What goes wrong in it is one message that names the file and the line; the cause is chained.
+The file is executed with its folder first on the import path; ``sys.path`` is restored afterwards. An error in it
+becomes one message with file and line; the cause is chained.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,18 +25,18 @@ from gnnfleet.nn.base import Model
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.norm import BatchNorm
 
-# Draws that would depend on the order of work, and norms that would see the rows of one machine only.
+# Dropouts whose draws depend on the order of work, and norms that see only the rows of one machine.
 _DROPOUTS = (torch.nn.Dropout, torch.nn.AlphaDropout, torch.nn.FeatureAlphaDropout, torch.nn.Dropout1d)
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm, torch.nn.LazyBatchNorm1d)
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a model file; raises ConfigError when it cannot be read."""
+    """SHA-256 of a model file; raises ConfigError if it cannot be read."""
     return hashlib.sha256(_read(path)).hexdigest()
 
 
 def build_custom_model(config: ModelConfig, graph: Graph, *, out_channels: int) -> Model:
-    """What the factory makes, after checking it; raises ConfigError for anything wrong with the file or the model."""
+    """Call the factory and check its model; raises ConfigError for anything wrong with the file or the model."""
     assert config.file is not None
     path, name = config.file, config.factory
     with annotate_model_errors(path), _importing_from(path.parent):
@@ -43,37 +44,33 @@ def build_custom_model(config: ModelConfig, graph: Graph, *, out_channels: int) 
         factory = getattr(module, name, None)
         if not callable(factory):
             raise ConfigError(f"{path} has no function {name!r}{_nearest(name, module)}")
-        _check_words(factory, f"{path.name}:{name}")
+        _check_signature(factory, f"{path.name}:{name}")
         model = factory(config, graph, out_channels)
     return _checked(model, f"{path.name}:{name}", out_channels)
 
 
 @contextmanager
 def annotate_model_errors(path: Path | None) -> Iterator[None]:
-    """Errors that pass through a line of a file get its name and number; others stay as they are."""
+    """Add file and line to errors raised through a line of ``path``; leave other errors unchanged."""
     try:
         yield
     except Exception as error:
         line = None if path is None else _line_in(path, error)
         if line is None:
             raise
-        place = f"{path}, line {line}"
+        location = f"{path}, line {line}"
         if isinstance(error, GnnfleetError):
-            raise type(error)(f"{place}: {error}") from error
+            raise type(error)(f"{location}: {error}") from error
         text = (str(error).strip().splitlines() or [""])[0]
-        raise ConfigError(f"{place}: {type(error).__name__}: {text}") from error
+        raise ConfigError(f"{location}: {type(error).__name__}: {text}") from error
 
 
 def _line_in(path: Path, error: Exception) -> int | None:
-    """The innermost line of the file on the way to the error."""
+    """Innermost line of the file in the traceback of an error."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return error.lineno
-    line, at = None, error.__traceback__
-    while at is not None:
-        if at.tb_frame.f_code.co_filename == str(path):
-            line = at.tb_lineno
-        at = at.tb_next
-    return line
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return lines[-1] if lines else None
 
 
 def _read(path: Path) -> bytes:
@@ -85,7 +82,7 @@ def _read(path: Path) -> bytes:
 
 def _run(path: Path) -> ModuleType:
     source = _read(path)
-    module = ModuleType(f"gnnfleet_own_{path.stem}_{hashlib.sha256(source).hexdigest()[:8]}")
+    module = ModuleType(f"gnnfleet_custom_{path.stem}_{hashlib.sha256(source).hexdigest()[:8]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look their module up there
     exec(compile(source, str(path), "exec"), module.__dict__)
@@ -102,40 +99,40 @@ def _importing_from(folder: Path) -> Iterator[None]:
 
 
 def _nearest(name: str, module: ModuleType) -> str:
-    own = [
-        word
-        for word, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", None) == module.__name__ and not word.startswith("_")
+    factories = [
+        attribute
+        for attribute, function in vars(module).items()
+        if callable(function) and getattr(function, "__module__", None) == module.__name__ and attribute[0] != "_"
     ]
-    near = difflib.get_close_matches(name, own, n=1, cutoff=0.5)
-    return f": did you mean {near[0]!r}?" if near else f": it defines {', '.join(own) or 'none'}"
+    closest = difflib.get_close_matches(name, factories, n=1, cutoff=0.5)
+    return f": did you mean {closest[0]!r}?" if closest else f": it defines {', '.join(factories) or 'none'}"
 
 
-def _check_words(factory: Callable[..., Any], name: str) -> None:
+def _check_signature(factory: Callable[..., Any], name: str) -> None:
     try:
         inspect.signature(factory).bind(None, None, None)
     except TypeError as error:
         raise ConfigError(f"{name} must take (config, graph, out_channels): {error}") from error
-    except ValueError:  # a builtin without a signature: calling it will tell
+    except ValueError:  # a builtin without a signature
         return
 
 
 def _checked(model: Any, name: str, out_channels: int) -> Model:
     if not isinstance(model, Model):
-        found = type(model).__name__
-        raise ConfigError(f"{name} must return a gf.nn.Model, found {found}: derive the class from gf.nn.Model")
+        kind = type(model).__name__
+        raise ConfigError(f"{name} must return a gf.nn.Model, found {kind}: derive the class from gf.nn.Model")
     if model.num_layers < 1:
-        raise ConfigError(f"{name} returned a model without layers: give them to gf.nn.Model(layers)")
-    known = {id(module.module) for module in model.modules() if isinstance(module, BatchNorm)}
-    for place, module in model.named_modules():
+        raise ConfigError(f"{name} returned a model without layers: pass them to gf.nn.Model(layers)")
+    synchronised = {id(module.module) for module in model.modules() if isinstance(module, BatchNorm)}
+    for path, module in model.named_modules():
         if isinstance(module, _DROPOUTS) and module.p:
             raise ConfigError(
-                f"{name} uses torch.nn.{type(module).__name__} ({place}), whose draws no run can repeat: "
+                f"{name} uses torch.nn.{type(module).__name__} ({path}), which no run can reproduce: "
                 "use view.dropout(x, p)"
             )
-        if isinstance(module, _NORMS) and id(module) not in known:
+        if isinstance(module, _NORMS) and id(module) not in synchronised:
             raise ConfigError(
-                f"{name} uses torch.nn.{type(module).__name__} ({place}), which sees the nodes of one machine only: "
+                f"{name} uses torch.nn.{type(module).__name__} ({path}), which sees only the nodes of one machine: "
                 "use gf.nn.BatchNorm"
             )
     model.out_channels = out_channels

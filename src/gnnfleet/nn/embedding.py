@@ -1,6 +1,6 @@
-"""A learnable row per node, for graphs without features; looked up by store id, so any view finds its own.
+"""Learnable node embeddings, looked up by store id.
 
-First rows are drawn by store id, so a rank that holds the rows of its own nodes only begins with the same numbers.
+Initial rows are drawn by store id: a rank that holds only the rows of its nodes starts with the same values.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from gnnfleet.ops.draws import Draws, Purpose
 
 
 class NodeEmbedding(torch.nn.Module):
-    """``weight`` [nodes, width] of one node type; starts normal with rows of length about 1.
+    """Embedding table ``weight`` [nodes, width] of one node type; initialised normal with rows of norm about 1.
 
-    With ``ids`` it has the rows of these nodes alone, in their order: the rest is held by other ranks. Views of other
-    nodes than these need ``fetch``, a way to take rows from whoever has them.
+    With ``ids`` it holds only the rows of these nodes, in their order; other ranks hold the rest. Views of other nodes
+    then need ``fetch``, a lookup of remote rows.
     """
 
     def __init__(self, num_nodes: int, width: int, *, ids: Tensor | None = None, kind: str = "") -> None:
         super().__init__()
         self.num_nodes, self.ids, self.kind = num_nodes, ids, kind
-        self.fetch: Callable[[Tensor, Tensor], Tensor] | None = None  # (own rows, store ids) → rows; differentiable
+        self.fetch: Callable[[Tensor, Tensor], Tensor] | None = None  # (local rows, store ids) → rows; differentiable
         self.weight = torch.nn.Parameter(torch.empty(num_nodes if ids is None else len(ids), width))
         self.reset_parameters()
 
@@ -41,24 +41,24 @@ class NodeEmbedding(torch.nn.Module):
             rows.copy_(draws.normals_at(ids, width) * width**-0.5)
 
     @cached_property
-    def _places(self) -> RowIndex:
+    def _row_index(self) -> RowIndex:
         assert self.ids is not None
         return RowIndex(self.ids)
 
     def forward(self, view: GraphView) -> Tensor:
-        """[N_src, width] the rows of a view of this node type."""
+        """[N_src, width] rows of the view's nodes, which are of this node type."""
         ids = view.node_ids
         if self.ids is None:
             return functional.embedding(ids, self.weight)
-        if ids.data_ptr() == self.ids.data_ptr() and len(ids) == len(self.ids):  # all of them, in this order
+        if ids.data_ptr() == self.ids.data_ptr() and len(ids) == len(self.ids):  # all local rows, in order
             return self.weight.view_as(self.weight)
         if self.fetch is not None:
             return self.fetch(self.weight, ids)
-        return functional.embedding(self._places.rows(ids), self.weight)
+        return functional.embedding(self._row_index.rows(ids), self.weight)
 
 
 def embedding_ids(model: torch.nn.Module) -> dict[str, Tensor]:
-    """{name of a parameter: [n] store ids of its rows}, for those of which every rank has the rows of its own nodes."""
+    """{parameter name: [n] store ids of its rows} of embedding tables that are sharded over ranks."""
     return {
         f"{name}.weight" if name else "weight": module.ids
         for name, module in model.named_modules()

@@ -1,7 +1,7 @@
-"""What a node classifier is trained on and measured by, apart from where the nodes live.
+"""Loss and metrics of node classification.
 
-Losses are sums over labelled rows: whoever knows the number of labelled rows of all ranks divides. Metrics are tallies
-that add up over batches and ranks. y is [n] int64 with −1 for no label, or [n, C] int8 with −1 for an unknown one.
+Losses are sums over labelled rows; the strategy divides by the number of labelled rows on all ranks. Metric states add
+up over batches and ranks. y is [n] int64 with −1 for no label, or [n, C] int8 with −1 for an unknown one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ METRICS = ("accuracy", "roc_auc", "micro_f1")
 
 @dataclass(frozen=True, eq=False)
 class MetricState:
-    """Part of a metric. ``counts`` add up; ``score`` and ``truth`` [n, K] are stacked (ROC-AUC only)."""
+    """Partial metric. ``counts`` add up; ``score`` and ``truth`` [n, K] are concatenated (ROC-AUC only)."""
 
-    counts: Tensor  # [3] float64; accuracy: right, rows, 0; micro-F1: true positives, false positives, false negatives
+    counts: (
+        Tensor  # [3] float64; accuracy: correct, rows, 0; micro-F1: true positives, false positives, false negatives
+    )
     score: Tensor | None = None
     truth: Tensor | None = None
 
@@ -45,7 +47,7 @@ class NodeHead:
 
     def __post_init__(self) -> None:
         if self.smoothing and self.multilabel:
-            raise ConfigError("label smoothing is for one label per node: set train.label_smoothing=0")
+            raise ConfigError("label smoothing needs one label per node, found several: set train.label_smoothing=0")
         if self.name not in METRICS:
             raise ConfigError(f"there is no metric {self.name!r}: choose one of {', '.join(METRICS)}")
         if self.name == "roc_auc" and not self.multilabel and self.num_classes != 2:
@@ -55,7 +57,7 @@ class NodeHead:
     def of(cls, nodes: Nodes, metric: str | None = None) -> NodeHead:
         """The head for a labelled node type; by default accuracy, or micro-F1 for several labels per node."""
         if nodes.y is None:
-            raise InputError("these nodes have no labels to train on: import the graph with y")
+            raise InputError("the nodes have no labels to train on: import the graph with y")
         return cls(nodes.num_classes, nodes.multilabel, metric or ("micro_f1" if nodes.multilabel else "accuracy"))
 
     def is_labelled(self, y: Tensor) -> Tensor:
@@ -63,15 +65,15 @@ class NodeHead:
         return (y >= 0).any(1) if self.multilabel else y >= 0
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Sum over labelled rows; a row of several labels counts the mean over its known ones."""
+        """Sum over labelled rows; a multi-label row contributes the mean over its known labels."""
         if not self.multilabel:
             return functional.cross_entropy(logits, y, ignore_index=-1, reduction="sum", label_smoothing=self.smoothing)
-        known = (y >= 0).to(logits.dtype)
-        each = functional.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), weight=known, reduction="none")
-        return (each.sum(1) / known.sum(1).clamp(min=1)).sum()
+        mask = (y >= 0).to(logits.dtype)
+        losses = functional.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), weight=mask, reduction="none")
+        return (losses.sum(1) / mask.sum(1).clamp(min=1)).sum()
 
     def metric(self, logits: Tensor, y: Tensor) -> MetricState:
-        """The tally of some rows; unlabelled ones do not count."""
+        """Metric state of some rows; unlabelled rows do not count."""
         rows = self.is_labelled(y)
         logits, y = logits.detach()[rows], y[rows]
         if self.name == "roc_auc":
@@ -79,47 +81,47 @@ class NodeHead:
             return MetricState(torch.zeros(3, dtype=torch.float64), score, y if self.multilabel else y[:, None])
         guess = self.predict(logits)
         if self.name == "accuracy":
-            right = (guess == y) | (y < 0)
-            right = right.all(1) if self.multilabel else right
-            return MetricState(torch.tensor([float(right.sum()), len(y), 0], dtype=torch.float64))
+            correct = (guess == y) | (y < 0)
+            correct = correct.all(1) if self.multilabel else correct
+            return MetricState(torch.tensor([float(correct.sum()), len(y), 0], dtype=torch.float64))
         if self.multilabel:
             both, only_guess, only_truth = (guess == 1) & (y == 1), (guess == 1) & (y == 0), (guess == 0) & (y == 1)
             sums = [float(part.sum()) for part in (both, only_guess, only_truth)]
         else:  # one guess and one truth per row: a wrong guess is one false positive and one false negative
-            right_rows = float((guess == y).sum())
-            sums = [right_rows, len(y) - right_rows, len(y) - right_rows]
+            correct_rows = float((guess == y).sum())
+            sums = [correct_rows, len(y) - correct_rows, len(y) - correct_rows]
         return MetricState(torch.tensor(sums, dtype=torch.float64))
 
-    def compute(self, tally: MetricState) -> float:
-        """The metric of all rows tallied; nan when there were none, or AUC has rows of one class only."""
-        first, second, third = tally.counts.tolist()
+    def compute(self, state: MetricState) -> float:
+        """Value of the metric; nan without rows, or for AUC with rows of one class only."""
+        first, second, third = state.counts.tolist()
         if self.name == "roc_auc":
-            assert tally.score is not None and tally.truth is not None
-            return mean_roc_auc(tally.score, tally.truth)
+            assert state.score is not None and state.truth is not None
+            return mean_roc_auc(state.score, state.truth)
         if self.name == "accuracy":
             return float(first / second) if second else float("nan")
         return float(2 * first / (2 * first + second + third)) if first + second + third else float("nan")
 
     def predict(self, logits: Tensor) -> Tensor:
-        """[n] the likeliest class, or [n, C] int8 the labels that are likelier than not."""
+        """[n] most likely class, or [n, C] int8 labels with a probability above 1/2."""
         return (logits > 0).to(torch.int8) if self.multilabel else logits.argmax(1)
 
 
 def mean_roc_auc(score: Tensor, truth: Tensor) -> float:
-    """The mean over the columns that have both classes among their known rows; nan without any."""
+    """Mean over the columns whose known rows have both classes; nan without such columns."""
     areas = []
     for column in range(score.shape[1]):
-        known = truth[:, column] >= 0
-        labels = truth[known, column] > 0
+        mask = truth[:, column] >= 0
+        labels = truth[mask, column] > 0
         if bool(labels.any()) and not bool(labels.all()):
-            areas.append(roc_auc(score[known, column], labels))
+            areas.append(roc_auc(score[mask, column], labels))
     return sum(areas) / len(areas) if areas else float("nan")
 
 
 def roc_auc(score: Tensor, positive: Tensor) -> float:
-    """The chance that a random positive scores above a random negative, ties counting half; score [n], bool [n]."""
-    _, place, times = torch.unique(score, return_inverse=True, return_counts=True)
-    middle = times.cumsum(0).double() - (times.double() - 1) / 2  # the mean of the ranks that equal scores share
-    wins, losses = int(positive.sum()), int((~positive).sum())
-    total = middle[place][positive].sum()
-    return float((total - wins * (wins + 1) / 2) / (wins * losses))
+    """Probability that a random positive scores above a random negative, ties counting half; score [n], bool [n]."""
+    _, group, sizes = torch.unique(score, return_inverse=True, return_counts=True)
+    mean_rank = sizes.cumsum(0).double() - (sizes.double() - 1) / 2  # shared by equal scores
+    positives, negatives = int(positive.sum()), int((~positive).sum())
+    total = mean_rank[group][positive].sum()
+    return float((total - positives * (positives + 1) / 2) / (positives * negatives))

@@ -1,4 +1,4 @@
-"""The convolutions of a model, by its configuration: which, how wide, with which heads."""
+"""Convolutions of a model, built from its configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gnnfleet.nn.norm import make_norm
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Works in place: give it fresh tensors."""
+    """Return an activation that works in place."""
     return torch.relu_ if name == "relu" else _elu
 
 
@@ -38,44 +38,44 @@ def _elu(x: Tensor) -> Tensor:
 def make_layers(
     config: ModelConfig, width: int, out: int, *, edge_types: Sequence[EdgeType], edge_dim: int | None
 ) -> tuple[torch.nn.ModuleList, torch.nn.ModuleList]:
-    """(one conv per layer, the linear maps before the first and after the last: none but for gcn2 and res+)."""
+    """Return (one conv per layer, the input and output linear maps of gcn2 and res+; none for other models)."""
     if config.name in ("gcn2", "res+"):
         lins = [torch.nn.Linear(width, config.hidden), torch.nn.Linear(config.hidden, out)]
-        make = _gcn2 if config.name == "gcn2" else _block
-        return torch.nn.ModuleList(make(config, i) for i in range(config.layers)), torch.nn.ModuleList(lins)
+        make_layer = _gcn2 if config.name == "gcn2" else _block
+        return torch.nn.ModuleList(make_layer(config, i) for i in range(config.layers)), torch.nn.ModuleList(lins)
     widths = [width, *[config.hidden] * (config.layers - 1), out]
     convs = torch.nn.ModuleList()
-    for i, (wide, narrow) in enumerate(pairwise(widths)):
+    for i, (in_width, out_width) in enumerate(pairwise(widths)):
         last = i == config.layers - 1
         if config.name == "rgcn":
             bases = config.bases or None
-            convs.append(RGCNConv(wide, narrow, len(edge_types), num_bases=bases, relations=edge_types))
+            convs.append(RGCNConv(in_width, out_width, len(edge_types), num_bases=bases, relations=edge_types))
         elif config.name in ("gat", "gatv2"):
-            convs.append(_attention(config, wide, narrow, last=last, edge_dim=edge_dim))
+            convs.append(_attention(config, in_width, out_width, last=last, edge_dim=edge_dim))
         else:
-            convs.append(_plain(config, wide, narrow))
+            convs.append(_plain(config, in_width, out_width))
     return convs, torch.nn.ModuleList()
 
 
-def _plain(config: ModelConfig, wide: int, narrow: int) -> torch.nn.Module:
+def _plain(config: ModelConfig, width: int, out: int) -> torch.nn.Module:
     if config.name == "gcn":
-        return GCNConv(wide, narrow, residual=config.residual)
+        return GCNConv(width, out, residual=config.residual)
     if config.name == "gin":
-        mlp = MLP([wide, narrow, narrow], act=activation(config.act), norm=config.norm)
+        mlp = MLP([width, out, out], act=activation(config.act), norm=config.norm)
         return GINConv(mlp, train_eps=config.train_eps)
     assert config.name == "sage"
     pool = config.aggr == "pool"
-    return SAGEConv(wide, narrow, aggr="max" if pool else config.aggr, project=pool)
+    return SAGEConv(width, out, aggr="max" if pool else config.aggr, project=pool)
 
 
-def _attention(config: ModelConfig, wide: int, narrow: int, *, last: bool, edge_dim: int | None) -> torch.nn.Module:
-    """Heads side by side in hidden layers, averaged in the last, as PyG's GAT."""
+def _attention(config: ModelConfig, width: int, out: int, *, last: bool, edge_dim: int | None) -> torch.nn.Module:
+    """Heads are concatenated in hidden layers and averaged in the last, as in PyG's GAT."""
     heads = (config.out_heads or config.heads) if last else config.heads
     dropout = config.dropout if config.attention_dropout is None else config.attention_dropout
-    kind = GATConv if config.name == "gat" else GATv2Conv
-    return kind(
-        wide,
-        narrow if last else narrow // heads,
+    conv_class = GATConv if config.name == "gat" else GATv2Conv
+    return conv_class(
+        width,
+        out if last else out // heads,
         heads=heads,
         concat=not last,
         dropout=dropout,

@@ -1,4 +1,4 @@
-"""Dense pieces layers share: initialisation as PyG's, linear maps, the order of product and aggregation."""
+"""Dense parts shared by layers: PyG's initialisation, linear maps, the order of product and aggregation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def glorot_(tensor: Tensor) -> Tensor:
 
 
 class GlorotLinear(torch.nn.Linear):
-    """A linear map that starts as PyG's convolutions do: Glorot weights; the bias as in torch.nn.Linear."""
+    """Linear map initialised as in PyG's convolutions: Glorot weights, bias as in torch.nn.Linear."""
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -26,20 +26,20 @@ class GlorotLinear(torch.nn.Linear):
 
 
 def apply_linear(lin: torch.nn.Module, x: Tensor, *, rows: int | None = None, relu: bool = False) -> Tensor:
-    """A ``torch.nn.Linear`` on the first ``rows`` rows of x, and a ReLU after it."""
+    """Apply a ``torch.nn.Linear`` to the first ``rows`` rows of x, then a ReLU if ``relu``."""
     assert isinstance(lin, torch.nn.Linear)
     return sum_linear([(x, lin.weight)], lin.bias, rows=rows, relu=relu)
 
 
 def to_float32(t: Tensor) -> Tensor:
-    """float32 for the bfloat16 rows that products give under autocast; what scores and sums are made of."""
+    """Convert the bfloat16 rows of products under autocast to float32, for scores and sums."""
     return t.float() if t.dtype == torch.bfloat16 else t
 
 
-def should_transform_first(view: GraphView, wide: int, narrow: int) -> bool:
-    """Whether to map ``wide`` columns to ``narrow`` before aggregating them, in a layer where the order is free.
+def should_transform_first(view: GraphView, in_width: int, out_width: int) -> bool:
+    """True if a layer with a free order of product and aggregation should multiply before it aggregates.
 
-    Rows of the narrower side are gathered, and travel where sources live elsewhere. With far more sources than
-    destinations the product over all sources would cost more than it saves.
+    Rows of the narrower side are gathered and sent between ranks. With far more sources than destinations the product
+    over all sources would cost more than it saves.
     """
-    return narrow < wide and not view.has_many_sources
+    return out_width < in_width and not view.has_many_sources

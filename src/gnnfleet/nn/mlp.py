@@ -1,4 +1,4 @@
-"""The two-layer perceptron inside GIN, with norms that see all nodes."""
+"""Two-layer perceptron of GIN, with norms over the nodes of all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class MLP(torch.nn.Module):
-    """Linear maps ``lins.i`` with a norm ``norms.i`` and an activation between them, as PyG's MLP names them."""
+    """lin_n(act(norm_{n−1}(lin_{n−1}(… x)))), [N, C_0] → [N, C_n]. Parameters ``lins.i``, ``norms.i``, as PyG's MLP."""
 
     def __init__(self, channels: Sequence[int], *, act: Activation = torch.relu_, norm: str = "none") -> None:
         super().__init__()

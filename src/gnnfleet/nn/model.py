@@ -1,8 +1,8 @@
-"""GNN: an ordered list of layers, each a function of its own view, so that a strategy can run them one by one.
+"""GNN: the models sage, gcn, gat, gatv2, gin, rgcn, gcn2 and res+ as one ordered list of layers.
 
 A hidden layer is conv → norm → activation → dropout, the last is the conv alone, as in PyG's BasicGNN. gcn2 and res+
 have a linear map before the first conv and after the last, inside the first and the last layer. Dropout is drawn from
-the view's key. A model trains (drops, uses batch statistics) when both it and the view are in training mode.
+the view's key. Dropout and batch statistics apply if both the model and the view are in training mode.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.nn.layers import activation, make_layers
 from gnnfleet.nn.norm import make_norm
 
-_Value = TypeVar("_Value")
+_T = TypeVar("_T")
 
-# Several dropouts of one layer have places of their own, so that their masks differ; node types come after.
-_AFTER, _BEFORE, _LAST, _PLACES = 0, 1, 2, 4
-# Convolutions that can end with the ReLU themselves.
-_WITH_RELU = ("sage", "gcn", "gat", "gatv2")
+# ``place`` of the dropouts of one layer, so that their masks differ: after the conv, before it, at the end, on the
+# input. Each node type has its own stride of places.
+_AFTER, _BEFORE, _LAST, _INPUT, _PLACE_STRIDE = 0, 1, 2, 3, 4
+# Convolutions with a fused ReLU.
+_FUSES_RELU = ("sage", "gcn", "gat", "gatv2")
 
 
 class GNN(Model):
-    """A model for nodes.
+    """Model on node rows, [N_src, in] → [N_dst, out]; the convs name their papers.
 
-    ``in_channels`` is the width of the features, by node type where there are several; 0 means that nodes have none and
-    get learnable rows (``num_nodes`` says how many). ``edge_types`` orders the relations of rgcn; ``target`` is the
-    node type of the output: all where it is None. ``edge_dim`` is the width of edge features. With ``own`` learnable
-    rows are those of these nodes only, by type. Raises ConfigError.
+    ``in_channels`` is the width of the features, by node type if there are several. Nodes of width 0 get learnable
+    embeddings, ``num_nodes`` of each type. ``edge_types`` orders the relations of rgcn; ``target`` is the node type of
+    the output, None for all. ``edge_dim`` is the width of edge features. With ``owned_ids`` the embedding tables hold
+    the rows of these nodes only, by type. Raises ConfigError.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class GNN(Model):
         num_nodes: Mapping[str, int] | None = None,
         target: str | None = None,
         edge_dim: int | None = None,
-        own: Mapping[str, Tensor] | None = None,
+        owned_ids: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(act=activation(config.act), dropout=config.dropout)
         self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
@@ -63,7 +64,7 @@ class GNN(Model):
         self.embeddings = torch.nn.ModuleDict()
         self._normalised: dict[str, tuple[Tensor, int, Tensor]] = {}
         for kind in widths:
-            widths[kind] += self._embed_nodes(kind, widths[kind], num_nodes, own)
+            widths[kind] += self._add_embedding(kind, widths[kind], num_nodes, owned_ids)
         self.projections = torch.nn.ModuleDict()
         if self.hetero:
             for kind, width in widths.items():
@@ -76,41 +77,45 @@ class GNN(Model):
     def _check(self, widths: Mapping[str, int], target: str | None) -> None:
         name = self.config.name
         if name != "rgcn" and (self.hetero or len(self.edge_types) > 1):
-            found = f"{len(widths)} node types and {len(self.edge_types)} edge types"
-            raise ConfigError(f"{name} works on one node type and one edge type, found {found}: use the model rgcn")
+            counts = f"{len(widths)} node types and {len(self.edge_types)} edge types"
+            raise ConfigError(f"{name} needs one node type and one edge type, found {counts}: use the model rgcn")
         if name == "rgcn" and not self.edge_types:
-            raise ConfigError("rgcn needs to know the edge types: give edge_types, or use build_model")
+            raise ConfigError("rgcn needs the edge types: give edge_types, or use build_model")
         if self.hetero and target is not None and target not in widths:
             raise ConfigError(f"target must be one of the node types {', '.join(widths)}, found {target!r}")
 
-    def _embed_nodes(
-        self, kind: str, width: int, num_nodes: Mapping[str, int] | None, own: Mapping[str, Tensor] | None
+    def _add_embedding(
+        self,
+        kind: str,
+        num_features: int,
+        num_nodes: Mapping[str, int] | None,
+        owned_ids: Mapping[str, Tensor] | None,
     ) -> int:
-        """Make the learnable rows of a node type where they are wanted; their width."""
-        wanted = self.config.embedding or (0 if width else self.config.hidden)
-        if not wanted:
+        """Create the embedding table of a node type if it needs one; return its width."""
+        width = self.config.embedding or (0 if num_features else self.config.hidden)
+        if not width:
             return 0
-        count = self._of_kind(kind, num_nodes)
+        count = self._of_type(kind, num_nodes)
         if count is None:
-            raise ConfigError(f"learnable rows for nodes {kind!r} need their number: give num_nodes")
-        self.embeddings[_key(kind)] = NodeEmbedding(count, wanted, ids=self._of_kind(kind, own), kind=kind)
-        return wanted
+            raise ConfigError(f"embeddings of nodes {kind!r} need the number of nodes: give num_nodes")
+        self.embeddings[_key(kind)] = NodeEmbedding(count, width, ids=self._of_type(kind, owned_ids), kind=kind)
+        return width
 
-    def _of_kind(self, kind: str, values: Mapping[str, _Value] | None) -> _Value | None:
-        """What is given for a node type; an only type may have any name."""
-        each = dict(values or {})
-        return each.get(kind) if self.hetero or kind else next(iter(each.values()), None)
+    def _of_type(self, kind: str, by_type: Mapping[str, _T] | None) -> _T | None:
+        """Look up a node type; a single type may have any name."""
+        by_type = by_type or {}
+        return by_type.get(kind) if self.hetero or kind else next(iter(by_type.values()), None)
 
     def _make_norm(self, index: int, kinds: Sequence[str]) -> torch.nn.Module:
         name, hidden = self.config.name, self.config.hidden
-        inside = name == "res+"  # its blocks have norms of their own
         last = index == self.num_layers - 1 and name != "gcn2"
-        if inside or last or self.config.norm == "none":
+        if name == "res+" or last or self.config.norm == "none":  # blocks of res+ contain their norms
             return torch.nn.Identity()
         if not kinds:
             return make_norm(self.config.norm, hidden) or torch.nn.Identity()
-        each = {_key(kind): make_norm(self.config.norm, hidden) or torch.nn.Identity() for kind in kinds}
-        return torch.nn.ModuleDict(each)
+        return torch.nn.ModuleDict(
+            {_key(kind): make_norm(self.config.norm, hidden) or torch.nn.Identity() for kind in kinds}
+        )
 
     @property
     def num_layers(self) -> int:
@@ -125,9 +130,9 @@ class GNN(Model):
     def embed(
         self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
     ) -> RowsByType:
-        """What the last layer reads, by node type where there are several; of a single layer with learnable rows."""
+        """Input rows of the last layer, by node type if there are several; embeddings are part of the input."""
         if self.num_layers == 1:
-            return self._enter((views if isinstance(views, Sequence) else [views])[0].with_step(layer=0), x)
+            return self._input_rows((views if isinstance(views, Sequence) else [views])[0].with_step(layer=0), x)
         return super().embed(views, x, aggregated=aggregated)
 
     def compute(
@@ -138,13 +143,14 @@ class GNN(Model):
         carry: Tensor | None,
         *,
         aggregated: Aggregate | None = None,
-        made: Tensor | None = None,
+        precomputed_product: Tensor | None = None,
     ) -> tuple[RowsByType, Tensor | None]:
-        """One layer with everything around its conv: (rows of the view's destinations, carry cut to them).
+        """Run a conv with its norm, activation and dropout: (rows of the view's destinations, carry of these rows).
 
-        The last layer of a heterogeneous model gives the target's rows only. ``aggregated``, ``made`` are for layer 0.
+        The last layer of a heterogeneous model returns rows of the target only.
         """
-        rows = made if made is not None else self._enter(view, x) if layer_index == 0 else x
+        product = precomputed_product
+        rows = product if product is not None else self._input_rows(view, x) if layer_index == 0 else x
         assert rows is not None
         if self.hetero:
             assert isinstance(rows, Mapping)
@@ -155,10 +161,10 @@ class GNN(Model):
         if self.config.name == "gcn2":
             return self._deep_layer(layer_index, view, rows, carry)
         if layer_index == self.num_layers - 1:
-            return self._convolve(layer_index, view, rows, aggregated, made=made), None
-        relu = self.config.name in _WITH_RELU and isinstance(self.norms[layer_index], torch.nn.Identity)
+            return self._convolve(layer_index, view, rows, aggregated, product), None
+        relu = self.config.name in _FUSES_RELU and isinstance(self.norms[layer_index], torch.nn.Identity)
         relu = relu and self.config.act == "relu"
-        rows = self._convolve(layer_index, view, rows, aggregated, made=made, relu=relu)
+        rows = self._convolve(layer_index, view, rows, aggregated, product, relu=relu)
         return (self._drop(view, rows, _AFTER) if relu else self._after(layer_index, view, rows)), None
 
     def _convolve(
@@ -167,21 +173,21 @@ class GNN(Model):
         view: GraphView,
         x: Tensor,
         aggregated: Aggregate | None,
+        precomputed_product: Tensor | None,
         *,
-        made: Tensor | None = None,
         relu: bool = False,
     ) -> Tensor:
         conv = self.convs[index]
-        given: dict[str, Any] = {} if aggregated is None else {"aggregated": aggregated}
-        if made is not None:
-            given["made"] = made
+        options: dict[str, Any] = {} if aggregated is None else {"aggregated": aggregated}
+        if precomputed_product is not None:
+            options["precomputed_product"] = precomputed_product
         if relu:
-            given["relu"] = True
+            options["relu"] = True
         if self.config.name == "gcn":
-            given["weight"] = self._weight(view)
+            options["weight"] = self._weight(view)
         elif self.config.name in ("gat", "gatv2") and conv.lin_edge is not None:
-            given["edge_attr"] = view.attr
-        out: Tensor = conv(view, x, **given)
+            options["edge_attr"] = view.attr
+        out: Tensor = conv(view, x, **options)
         return out
 
     def _deep_layer(self, index: int, view: GraphView, x: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -201,7 +207,7 @@ class GNN(Model):
         x = block.conv(view, self.lins[0](x)) if index == 0 else block(view, x)
         if index < self.num_layers - 1:
             return x
-        first = self.convs[0]  # its norm has not been used on the way in: PyG's DeeperGCN ends with it
+        first = self.convs[0]  # layer 0 skips its norm: PyG's DeeperGCN applies it after the last block
         assert isinstance(first, ResPlusBlock)
         out: Tensor = self.lins[1](first.before(view, x, place=_LAST))
         return out
@@ -222,29 +228,28 @@ class GNN(Model):
             logits: Tensor = out[self.target]
             return logits
         return {
-            kind: self._after(index, view.for_type(kind), rows, kind=kind, place=_AFTER + _PLACES * place)
-            for place, (kind, rows) in enumerate(out.items())
+            kind: self._after(index, view.for_type(kind), rows, kind=kind, place=_AFTER + _PLACE_STRIDE * number)
+            for number, (kind, rows) in enumerate(out.items())
         }
 
     def _after(self, index: int, view: GraphView, x: Tensor, *, kind: str | None = None, place: int = _AFTER) -> Tensor:
-        """norm → activation → dropout, into x: it is fresh from a conv."""
+        """Apply norm → activation → dropout in place: x is the fresh output of a conv."""
         norm: Any = self.norms[index]
         norm = norm[_key(kind)] if kind is not None and isinstance(norm, torch.nn.ModuleDict) else norm
         x = x if isinstance(norm, torch.nn.Identity) else norm(view, x)
         return self._drop(view, self.act(x), place)
 
-    def _enter(self, view: GraphView, x: Features) -> RowsByType:
-        """Learnable rows beside the features, dropout on them, and one width for all node types."""
+    def _input_rows(self, view: GraphView, x: Features) -> RowsByType:
+        """Join features and embeddings, apply input dropout, and project node types to one width."""
         if not self.hetero:
             if isinstance(x, Mapping):
                 x = next(iter(x.values()), None)
-            return self._input(view, x, next(iter(self.embeddings), ""), _LAST + 1)
+            return self._input(view, x, next(iter(self.embeddings), ""), _INPUT)
         assert x is None or isinstance(x, Mapping), "features of several node types come by type"
         out = {}
-        for place, kind in enumerate(self.node_types):
-            rows = self._input(
-                view.for_type(kind), None if x is None else x.get(kind), _key(kind), _LAST + 1 + _PLACES * place
-            )
+        for index, kind in enumerate(self.node_types):
+            features = None if x is None else x.get(kind)
+            rows = self._input(view.for_type(kind), features, _key(kind), _INPUT + _PLACE_STRIDE * index)
             out[kind] = self.projections[_key(kind)](rows)
         return out
 
@@ -257,16 +262,16 @@ class GNN(Model):
         if x is not None and self.config.input_norm == "sum":
             x = self._normalise(x, key)
         if key in self.embeddings:
-            learnt: Tensor = self.embeddings[key](view)
-            x = learnt if x is None or not x.shape[1] else torch.cat([x.to(learnt.dtype), learnt], 1)
+            embedding: Tensor = self.embeddings[key](view)
+            x = embedding if x is None or not x.shape[1] else torch.cat([x.to(embedding.dtype), embedding], 1)
         if x is None:
-            raise InputError("the model was made for nodes with features, found none: set model.embedding to a width")
+            raise InputError("the model expects node features, found none: set model.embedding to a width")
         return self._drop(view, x, place, p=self.config.input_dropout)
 
     def _normalise(self, x: Tensor, key: str) -> Tensor:
-        """Rows of magnitude 1, or 0 as they were. A full batch is the same tensor in every step: it is done once."""
-        given, version, rows = self._normalised.get(key, (None, 0, x))
-        if given is x and version == x._version:
+        """Rows of L1 norm 1; zero rows stay zero. Cached, because a full batch is the same tensor in every step."""
+        features, version, rows = self._normalised.get(key, (None, 0, x))
+        if features is x and version == x._version:
             return rows
         rows = functional.normalize(x, p=1, dim=1)
         if self.training and not x.requires_grad:
@@ -281,9 +286,9 @@ class GNN(Model):
         return view.weight if self.config.edge_weight else None
 
     def precompute(self, view: GraphView, x: Features) -> Aggregate | None:
-        """The first layer's aggregate of the features, where it stays the same from step to step; else None.
+        """Aggregate of the features in the first layer if no step changes it, else None.
 
-        That is so for gcn, sage (mean, max), gin and rgcn on features alone, without dropout on them. Give it back as
+        It is constant for gcn, sage (mean, max), gin and rgcn on features alone, without input dropout. Pass it back as
         ``aggregated`` with the same view and features.
         """
         name = self.config.name
@@ -293,7 +298,7 @@ class GNN(Model):
         with torch.no_grad():
             if name == "rgcn":
                 return view.aggregate_relations(self._raw(view, x), reduce=conv.aggr)
-            rows = self._enter(view, x)
+            rows = self._input_rows(view, x)
             out: Tensor | None = conv.aggregate(view, rows, weight=self._weight(view))
         return out
 
@@ -305,20 +310,20 @@ class GNN(Model):
 
     def column_partial(self, view: GraphView, x: Tensor, columns: slice) -> Tensor:
         conv: Any = self.convs[0]
-        out: Tensor = conv.partial(view.with_step(layer=0), x, columns, weight=self._weight(view))
+        out: Tensor = conv.column_partial(view.with_step(layer=0), x, columns, weight=self._weight(view))
         return out
 
     def _raw(self, view: GraphView, x: Features) -> dict[str, Tensor]:
-        """Features by node type as rgcn keeps their aggregate: before the projection, with a column of ones for it."""
+        """Features by node type before the projection, with a column of ones for its bias; rgcn aggregates these."""
         if not self.hetero:
-            rows = self._enter(view, x)
+            rows = self._input_rows(view, x)
             assert isinstance(rows, Tensor)
             return {view.node_types[0]: rows}
         assert isinstance(x, Mapping)
         return {kind: torch.cat([rows, rows.new_ones(rows.shape[0], 1)], 1) for kind, rows in x.items()}
 
     def _project(self, kind: str, aggregate: Tensor) -> Tensor:
-        """The aggregate of projected rows from that of ``_raw``: the ones tell where there were neighbours to add b."""
+        """Turn the aggregate of ``_raw`` into that of projected rows; the column of ones carries the bias."""
         lin: Any = self.projections[_key(kind)]
         return functional.linear(aggregate, torch.cat([lin.weight, lin.bias[:, None]], 1))
 
@@ -329,19 +334,19 @@ def build_model(
     *,
     out_channels: int | None = None,
     every_type: bool = False,
-    own: Mapping[str, Tensor] | None = None,
+    owned_ids: Mapping[str, Tensor] | None = None,
 ) -> GNN:
-    """The model for a graph: widths from its features, output for its labelled node type, or for ``every_type``.
+    """Build the model of a graph: widths from its features, output for its labelled node type, or for ``every_type``.
 
     Parameters are drawn from torch's generator: call torch.manual_seed first. Raises ConfigError or InputError.
     """
-    assert config.file is None, "own.build_own makes those"
+    assert config.file is None, "see build_custom_model"
     target = graph.labelled_type
     if target is None and len(graph.nodes) == 1:
         target = next(iter(graph.nodes))
     if out_channels is None:
         if target is None or graph.nodes[target].y is None:
-            raise InputError("the graph has no labels, so the number of outputs is not known: give out_channels")
+            raise InputError("the number of outputs is unknown: the graph has no labels; give out_channels")
         out_channels = graph.nodes[target].num_classes
     widths = {kind: 0 if table.x is None else int(table.x.shape[1]) for kind, table in graph.nodes.items()}
     counts = {kind: table.count for kind, table in graph.nodes.items()}
@@ -354,10 +359,10 @@ def build_model(
         num_nodes=counts,
         target=None if every_type else target,
         edge_dim=int(attr.shape[1]) if attr is not None and config.edge_features else None,
-        own=own,
+        owned_ids=owned_ids,
     )
 
 
 def _key(kind: str) -> str:
-    """A node type as the name of a module; the empty name is that of the only type."""
+    """Module name of a node type; the only type of a graph may have an empty name."""
     return kind.replace(".", "_") or "node"

@@ -1,4 +1,4 @@
-"""Norms over node rows. They take the view: batch statistics are those of all nodes, wherever they live."""
+"""Norms over node rows. They read the view: batch statistics are over the nodes of all ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from gnnfleet.graph.views.view import GraphView
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """Each row by itself (PyG's LayerNorm with ``mode="node"``). Parameters ``weight``, ``bias``."""
+    """(x − mean) / √(var + eps) · weight + bias by row, [n, F] → [n, F]; PyG's LayerNorm with ``mode="node"``.
+
+    Ba, Kiros and Hinton, https://arxiv.org/abs/1607.06450.
+    """
 
     def forward(self, view: GraphView, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)
 
 
 class BatchNorm(torch.nn.Module):
-    """Each column over all nodes; equals torch.nn.BatchNorm1d on the rows of all ranks together.
+    """(x − mean) / √(var + eps) · weight + bias by column, [n, F] → [n, F], with statistics of the nodes of all ranks.
 
-    Parameters and running statistics are ``module.*``, as in PyG's BatchNorm. Running statistics serve when the model
-    or the view does not train.
+    Ioffe and Szegedy, https://arxiv.org/abs/1502.03167. Parameters and running statistics are ``module.*``, as in PyG's
+    BatchNorm. Running statistics are used unless both the model and the view are in training mode.
     """
 
     def __init__(self, in_channels: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
@@ -36,7 +39,7 @@ class BatchNorm(torch.nn.Module):
 
 
 def batch_norm(view: GraphView, x: Tensor, module: torch.nn.BatchNorm1d) -> Tensor:
-    """``module(x)`` with statistics over everything that holds part of the nodes; x [n, F]."""
+    """Collective in training. ``module(x)`` with statistics of the nodes of all ranks; x [n, F]."""
     if not (module.training and view.training):
         mean, var = module.running_mean, module.running_var
         return functional.batch_norm(x, mean, var, module.weight, module.bias, eps=module.eps)
@@ -53,24 +56,26 @@ def batch_norm(view: GraphView, x: Tensor, module: torch.nn.BatchNorm1d) -> Tens
 
 
 def _moments(view: GraphView, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean [F], biased variance [F], count) over all nodes. Means are merged before squares are: sums of squares of
-    far-off values would cancel."""
-    here = x.shape[0]
-    if here:
-        own_var, own_mean = torch.var_mean(x, 0, correction=0)
+    """Collective. (mean [F], biased variance [F], count) over all nodes.
+
+    Means are merged before variances: sums of squares of values far from zero would cancel.
+    """
+    rows = x.shape[0]
+    if rows:
+        local_var, local_mean = torch.var_mean(x, 0, correction=0)
     else:
-        own_var = own_mean = x.sum(0)  # zeros that still take part in the exchange of gradients
-    total = view.sum_over_nodes(torch.cat([own_mean * here, own_mean.new_full((1,), here)]))
+        local_var = local_mean = x.sum(0)  # zeros that still take part in the exchange of gradients
+    total = view.sum_over_nodes(torch.cat([local_mean * rows, local_mean.new_full((1,), rows)]))
     count = total[-1].detach()
     if count < 2:
         raise InputError(f"batch norm needs at least 2 nodes to train on, found {int(count)}: use norm = 'layer'")
     mean = total[:-1] / count
-    var = view.sum_over_nodes((own_var + (own_mean - mean) ** 2) * here) / count
+    var = view.sum_over_nodes((local_var + (local_mean - mean) ** 2) * rows) / count
     return mean, var, count
 
 
 def make_norm(name: str, width: int) -> torch.nn.Module | None:
-    """``none``, ``layer`` or ``batch``."""
+    """Build the norm ``layer`` or ``batch``; None for ``none``."""
     if name == "none":
         return None
     return LayerNorm(width) if name == "layer" else BatchNorm(width)

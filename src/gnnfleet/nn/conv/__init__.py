@@ -1,4 +1,4 @@
-"""Layers: ``conv(view, x)``, with PyG's constructors and parameter names."""
+"""Convolutions, called as ``conv(view, x)``, with PyG's constructors and parameter names."""
 
 from gnnfleet.nn.conv.gat import GATConv
 from gnnfleet.nn.conv.gatv2 import GATv2Conv

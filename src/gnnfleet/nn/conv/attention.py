@@ -1,4 +1,4 @@
-"""What GAT and GATv2 share: heads side by side or averaged, edge features, residual and bias. H heads of C channels."""
+"""Base of GAT and GATv2: heads, edge features, residual and bias. H heads of C channels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from gnnfleet.ops.linear import bias_relu, sum_linear
 
 
 class AttentionConv(torch.nn.Module):
-    """The end of an attention layer, and its parameters ``lin_edge.weight``, ``res.weight``, ``bias``."""
+    """x'_i = concat_h or mean_h(out_ih) + Θ_res x_i + b, the end of an attention layer.
+
+    Parameters ``lin_edge.weight``, ``res.weight``, ``bias``.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class AttentionConv(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def _edge_rows(self, attr: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """[E, edge_dim]; None when the layer or the graph knows no edge features."""
+        """[E, edge_dim]; None if the layer or the graph has no edge features."""
         if attr is None or self.edge_dim is None:
             return None
         attr = attr[:, None] if attr.dim() == 1 else attr
@@ -49,11 +52,11 @@ class AttentionConv(torch.nn.Module):
         return attr.to(dtype)
 
     def _finish(self, view: GraphView, out: Tensor, x: Tensor, *, relu: bool) -> Tensor:
-        """``out`` is what attend gave, [N_dst, H·C]; it is kept for backward and must not be written to."""
+        """Finish ``out`` [N_dst, H·C] of ``view.attend``, which is saved for backward and must not be written to."""
         fresh = not self.concat
         if not self.concat:
             out = out.view(out.shape[0], self.heads, self.out_channels).mean(1)
         if self.res is not None:
-            near = sum_linear([(x, self.res.weight)], rows=view.num_dst)
-            out, fresh = (out + near if near.dtype != out.dtype else near.add_(out)), True
+            residual = sum_linear([(x, self.res.weight)], rows=view.num_dst)
+            out, fresh = (out + residual if residual.dtype != out.dtype else residual.add_(out)), True
         return bias_relu(out, self.bias, relu=relu, fresh=fresh)

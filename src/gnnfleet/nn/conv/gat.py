@@ -49,7 +49,7 @@ class GATConv(AttentionConv):
                 glorot_(vector)
 
     def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None, relu: bool = False) -> Tensor:
-        """[N_src, in] → [N_dst, H·C], or [N_dst, C] when heads are averaged; edge_attr [E, edge_dim]."""
+        """[N_src, in] → [N_dst, H·C], or [N_dst, C] if heads are averaged; edge_attr [E, edge_dim]."""
         with torch.autocast("cpu", enabled=False):
             fold = self._spread() @ self.lin.weight
         value, scores = multi_linear(x, [self.lin.weight, fold])
@@ -67,13 +67,15 @@ class GATConv(AttentionConv):
         return self._finish(view, out, x, relu=relu)
 
     def _spread(self) -> Tensor:
-        """[2H, H·C]: att_src, then att_dst, each head on its own channels. Scores are this times the values, and so
-        this times ``lin.weight`` times x: thin products of x, whose gradients never touch the values."""
-        one = torch.eye(self.heads, dtype=self.att_src.dtype)[:, :, None]
-        return torch.cat([(one * vector[0][None]).flatten(1) for vector in (self.att_src, self.att_dst)])
+        """[2H, H·C] block-diagonal att_src, then att_dst.
+
+        Its product with ``lin.weight`` gives scores as thin products of x, whose gradients do not touch the values.
+        """
+        identity = torch.eye(self.heads, dtype=self.att_src.dtype)[:, :, None]
+        return torch.cat([(identity * vector[0][None]).flatten(1) for vector in (self.att_src, self.att_dst)])
 
     def _edge_term(self, attr: Tensor | None) -> Tensor | None:
-        """[E, H] <att_edge, lin_edge(attr)>, without the product of size E × H·C in between."""
+        """[E, H] ⟨att_edge, lin_edge(attr)⟩, without the intermediate product [E, H·C]."""
         if attr is None or self.lin_edge is None or self.att_edge is None:
             return None
         fold = self.lin_edge.weight.view(self.heads, self.out_channels, -1)

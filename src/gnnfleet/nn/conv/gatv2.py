@@ -46,7 +46,7 @@ class GATv2Conv(AttentionConv):
         glorot_(self.att)
 
     def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None, relu: bool = False) -> Tensor:
-        """[N_src, in] → [N_dst, H·C], or [N_dst, C] when heads are averaged; edge_attr [E, edge_dim]."""
+        """[N_src, in] → [N_dst, H·C], or [N_dst, C] if heads are averaged; edge_attr [E, edge_dim]."""
         left = apply_linear(self.lin_l, x)
         src = to_float32(left)
         dst = (

@@ -1,6 +1,6 @@
-"""GCN (Kipf and Welling, https://arxiv.org/abs/1609.02907) and the symmetric normalisation that GCN2 shares.
+"""GCN (Kipf and Welling, https://arxiv.org/abs/1609.02907) and its symmetric normalisation, shared with GCN2.
 
-Degrees are the whole graph's, so a layer on a block or a subgraph weighs an edge as the whole graph does.
+Degrees are those of the whole graph, so an edge has the same weight on a block or a subgraph.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from gnnfleet.ops.linear import bias_relu, multi_linear, sum_linear
 def inverse_sqrt_degree(view: GraphView, weight: Tensor | None, *, loop: float, dtype: torch.dtype) -> Tensor:
     """[N_src, 1] d^(−1/2), d = ``loop`` + the sum of in-edge weights; 0 where d is 0.
 
-    For the store's weights d is the whole graph's. Other weights (learnt ones) are summed over the edges of the view,
-    differentiably; that needs every node as a destination.
+    With the store's weights, d is the degree in the whole graph. Other weights, for example learnt ones, are summed
+    over the edges of the view, differentiably; this needs all nodes as destinations.
     """
     if weight is None or (weight is view.weight and not weight.requires_grad):
         degree = view.graph_degree(weighted=weight is not None).to(dtype)[:, None] + loop
     elif view.num_dst != view.num_src:
-        raise ConfigError("weights other than the store's need a view whose nodes are all destinations, found a block")
+        raise ConfigError("weights other than the store's need all nodes as destinations, found a block")
     else:
         ones = torch.ones(view.num_src, 1, dtype=dtype)
         degree = view.aggregate(ones, weight=weight, self_loops=loop > 0) + max(loop - 1, 0)
@@ -34,9 +34,9 @@ def inverse_sqrt_degree(view: GraphView, weight: Tensor | None, *, loop: float, 
 class GCNConv(torch.nn.Module):
     """x'_i = Θ Σ_{j ∈ N(i) ∪ {i}} e_ji / √(d_j d_i) x_j + b, with d_i = 1 + Σ_j e_ji.
 
-    Parameters ``lin.weight`` [out, in] and ``bias``, as PyG's. A self-loop of the store counts as the one added here;
-    with ``add_self_loops=False`` it is an edge, but not part of the degree. ``residual`` adds Θ_r x_i (``res.weight``),
-    which PyG's GCNConv lacks: the node's own row apart from the mean of its neighbourhood.
+    Parameters ``lin.weight`` [out, in] and ``bias``, as PyG's. A self-loop of the store replaces the added one; with
+    ``add_self_loops=False`` it is an edge, but not part of the degree. ``residual`` adds Θ_r x_i (``res.weight``),
+    which PyG's GCNConv does not have.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class GCNConv(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def aggregate(self, view: GraphView, x: Tensor, *, weight: Tensor | None = None) -> Tensor:
-        """[N_dst, in] the normalised sum of input rows: all of the layer that does not depend on its parameters."""
+        """[N_dst, in] normalised sum of input rows, the part of the layer that does not depend on its parameters."""
         return self._aggregate(view, x, weight, fresh=False)
 
-    def partial(self, view: GraphView, x: Tensor, columns: slice, *, weight: Tensor | None = None) -> Tensor:
-        """[N_dst, out] what some columns of the input, [N_src, ·], give; the sum over all columns is ``made``."""
+    def column_partial(self, view: GraphView, x: Tensor, columns: slice, *, weight: Tensor | None = None) -> Tensor:
+        """[N_dst, out] product of some input columns; ``precomputed_product`` is the sum over all columns."""
         terms = [(self._aggregate(view, x, weight, fresh=False), self.lin.weight[:, columns])]
         if self.res is not None:
             terms.append((x, self.res.weight[:, columns]))
@@ -88,23 +88,25 @@ class GCNConv(torch.nn.Module):
         precomputed_product: Tensor | None = None,
         relu: bool = False,
     ) -> Tensor:
-        """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x, ``relu`` ends it."""
+        """[N_src, in] → [N_dst, out]; ``aggregated`` is ``aggregate`` of the same x, ``relu`` is fused."""
         if precomputed_product is not None:
             return bias_relu(precomputed_product, self.bias, relu=relu, fresh=True)
-        own = [] if self.res is None else [self.res.weight]
+        residual = [] if self.res is None else [self.res.weight]
         if aggregated is None and should_transform_first(view, self.in_channels, self.out_channels):
-            near, *rest = multi_linear(x, [self.lin.weight, *own], rows=[x.shape[0], view.num_dst][: 1 + len(own)])
-            out = self._aggregate(view, near, weight, fresh=True)
-            for rows in rest:
+            product, *root = multi_linear(
+                x, [self.lin.weight, *residual], rows=[x.shape[0], view.num_dst][: 1 + len(residual)]
+            )
+            out = self._aggregate(view, product, weight, fresh=True)
+            for rows in root:
                 out = out.add_(rows)
             return bias_relu(out, self.bias, relu=relu, fresh=True)
         if aggregated is None:
             aggregated = self._aggregate(view, x, weight, fresh=False)
-        terms = [(aggregated, self.lin.weight), *((x, matrix) for matrix in own)]
+        terms = [(aggregated, self.lin.weight), *((x, matrix) for matrix in residual)]
         return sum_linear(terms, self.bias, relu=relu, rows=view.num_dst)
 
     def _aggregate(self, view: GraphView, x: Tensor, weight: Tensor | None, *, fresh: bool) -> Tensor:
-        """``fresh``: x belongs to this layer and may be scaled in place."""
+        """Aggregate; ``fresh`` rows may be scaled in place."""
         if not self.normalize:
             return view.aggregate(x, weight=weight)
         scale = inverse_sqrt_degree(view, weight, loop=self.loop, dtype=accumulate_dtype(x.dtype))
@@ -115,7 +117,7 @@ def normalized_sum(
     view: GraphView, x: Tensor, weight: Tensor | None, *, scale: Tensor, loop: float, fresh: bool
 ) -> Tensor:
     """``scale_i (Σ_j e_ji scale_j x_j + loop · scale_i x_i)``."""
-    # Scaling rows on both sides instead of weighing edges: a view over ranks knows the degrees of its own rows only.
+    # Rows are scaled on both sides instead of weighting edges: a rank has the degrees of its own rows only.
     in_place = fresh and not scale.requires_grad
     x = x.mul_(scale) if in_place else x * scale
     out = view.aggregate(x, weight=weight, self_loops=loop > 0)

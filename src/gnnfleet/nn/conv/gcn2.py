@@ -49,14 +49,14 @@ class GCN2Conv(torch.nn.Module):
         """[N_src, F], x_0 at least [N_dst, F] → [N_dst, F]."""
         if self.normalize:
             scale = inverse_sqrt_degree(view, weight, loop=self.loop, dtype=accumulate_dtype(x.dtype))
-            near = normalized_sum(view, x, weight, scale=scale, loop=self.loop, fresh=False)
+            propagated = normalized_sum(view, x, weight, scale=scale, loop=self.loop, fresh=False)
         else:
-            near = view.aggregate(x, weight=weight)
-        first = first_rows(x_0, view.num_dst)
-        near = near.mul_(1 - self.alpha)
+            propagated = view.aggregate(x, weight=weight)
+        initial = first_rows(x_0, view.num_dst)
+        propagated = propagated.mul_(1 - self.alpha)
         if self.weight2 is None:
-            both = near.add_(first, alpha=self.alpha)
-            return torch.addmm(both, both, self.weight1, beta=1 - self.beta, alpha=self.beta)
-        first = self.alpha * first
-        out = torch.addmm(near, near, self.weight1, beta=1 - self.beta, alpha=self.beta)
-        return out + torch.addmm(first, first, self.weight2, beta=1 - self.beta, alpha=self.beta)
+            mixed = propagated.add_(initial, alpha=self.alpha)
+            return torch.addmm(mixed, mixed, self.weight1, beta=1 - self.beta, alpha=self.beta)
+        initial = self.alpha * initial
+        out = torch.addmm(propagated, propagated, self.weight1, beta=1 - self.beta, alpha=self.beta)
+        return out + torch.addmm(initial, initial, self.weight2, beta=1 - self.beta, alpha=self.beta)

@@ -12,7 +12,7 @@ from gnnfleet.nn.mlp import MLP
 class GINConv(torch.nn.Module):
     """x'_i = nn((1 + eps) x_i + Σ_{j ∈ N(i)} x_j). Parameters ``nn.*`` and ``eps`` (a buffer unless learnt), as PyG's.
 
-    ``nn`` is any module on rows, or ``gnnfleet.nn.MLP`` where batch norm must see all nodes.
+    ``nn`` is any module on rows, or ``gnnfleet.nn.MLP`` if batch norm must see the nodes of all ranks.
     """
 
     eps: Tensor
@@ -33,13 +33,12 @@ class GINConv(torch.nn.Module):
         self.eps.data.fill_(self.initial_eps)
 
     def aggregate(self, view: GraphView, x: Tensor, *, weight: Tensor | None = None) -> Tensor:
-        """[N_dst, in] the sum over neighbours: all of the layer that does not depend on its parameters."""
+        """[N_dst, in] sum over neighbours, the part of the layer that does not depend on its parameters."""
         return view.aggregate(x)
 
     def forward(self, view: GraphView, x: Tensor, *, aggregated: Tensor | None = None) -> Tensor:
-        """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x."""
-        near = view.aggregate(x) if aggregated is None else aggregated
-        own = first_rows(x, view.num_dst)
-        out = torch.addcmul(near, own, 1 + self.eps)
-        result: Tensor = self.nn(view, out) if isinstance(self.nn, MLP) else self.nn(out)
-        return result
+        """[N_src, in] → [N_dst, out]; ``aggregated`` is the output of ``aggregate`` for the same x."""
+        aggregated = view.aggregate(x) if aggregated is None else aggregated
+        rows = torch.addcmul(aggregated, first_rows(x, view.num_dst), 1 + self.eps)
+        out: Tensor = self.nn(view, rows) if isinstance(self.nn, MLP) else self.nn(rows)
+        return out

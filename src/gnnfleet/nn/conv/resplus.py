@@ -13,10 +13,10 @@ from gnnfleet.nn.norm import LayerNorm, batch_norm
 
 
 class GENConv(torch.nn.Module):
-    """x'_i = MLP(x_i + Σ_j softmax_j(t m_j) m_j), m_j = ReLU(x_j) + eps, the softmax of each channel by itself.
+    """x'_i = MLP(x_i + Σ_j softmax_j(t m_j) m_j), m_j = ReLU(x_j) + eps, with a softmax per channel.
 
     Parameters ``mlp.0.weight``, ``mlp.1.*`` (the norm), ``mlp.4.weight``, ``lin_src.weight`` and ``lin_dst.weight``
-    when widths differ, ``aggr_module.t`` when it is learnt: as PyG's GENConv of two MLP layers.
+    if widths differ, ``aggr_module.t`` if it is learnt: as PyG's GENConv with two MLP layers.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class GENConv(torch.nn.Module):
             self.lin_src = torch.nn.Linear(in_channels, out_channels, bias=bias)
             self.lin_dst = torch.nn.Linear(in_channels, out_channels, bias=bias)
         self.aggr_module = _Temperature(t, learn=learn_t)
-        middle: torch.nn.Module = torch.nn.BatchNorm1d(inner) if norm == "batch" else LayerNorm(inner)
-        # Places 2 and 3 are PyG's activation and dropout: they keep the numbers of its keys.
+        hidden_norm: torch.nn.Module = torch.nn.BatchNorm1d(inner) if norm == "batch" else LayerNorm(inner)
+        # Modules 2 and 3 stand for PyG's activation and dropout, so that keys have PyG's numbers.
         self.mlp = torch.nn.ModuleList(
             [
                 torch.nn.Linear(out_channels, inner, bias=bias),
-                middle,
+                hidden_norm,
                 torch.nn.Identity(),
                 torch.nn.Identity(),
                 torch.nn.Linear(inner, out_channels, bias=bias),
@@ -50,22 +50,23 @@ class GENConv(torch.nn.Module):
 
     def forward(self, view: GraphView, x: Tensor) -> Tensor:
         """[N_src, in] → [N_dst, out]."""
-        own = first_rows(x, view.num_dst)
+        root = first_rows(x, view.num_dst)
         if hasattr(self, "lin_src"):
-            x, own = self.lin_src(x), self.lin_dst(own)
-        # A softmax for every channel is attention with as many heads; slope 1 leaves scores as they are.
-        value = torch.relu(to_float32(x)) + self.eps
-        score, none = value if self.aggr_module.is_one else value * self.aggr_module.t, value.new_zeros(own.shape)
-        out = view.attend(value, src=score, dst=none, heads=int(value.shape[1]), slope=1.0)
-        out = self.mlp[0](out + own)
-        middle = self.mlp[1]
-        out = batch_norm(view, out, middle) if isinstance(middle, torch.nn.BatchNorm1d) else middle(view, out)
-        result: Tensor = self.mlp[4](torch.relu_(out))
-        return result
+            x, root = self.lin_src(x), self.lin_dst(root)
+        # A softmax per channel is attention with one head per channel; slope 1 leaves scores unchanged.
+        message = torch.relu(to_float32(x)) + self.eps
+        score = message if self.aggr_module.is_one else message * self.aggr_module.t
+        zero = message.new_zeros(root.shape)
+        hidden = view.attend(message, src=score, dst=zero, heads=int(message.shape[1]), slope=1.0)
+        hidden = self.mlp[0](hidden + root)
+        norm = self.mlp[1]
+        hidden = batch_norm(view, hidden, norm) if isinstance(norm, torch.nn.BatchNorm1d) else norm(view, hidden)
+        out: Tensor = self.mlp[4](torch.relu_(hidden))
+        return out
 
 
 class _Temperature(torch.nn.Module):
-    """The inverse temperature ``t`` [1]; in the state only when it is learnt, as in PyG."""
+    """Inverse temperature ``t`` [1]; part of the state only if it is learnt, as in PyG."""
 
     t: Tensor
 
@@ -79,7 +80,7 @@ class _Temperature(torch.nn.Module):
 
 
 class ResPlusBlock(torch.nn.Module):
-    """x' = x + conv(dropout(act(norm(x)))): PyG's DeepGCNLayer(block="res+"). Parameters ``conv.*``, ``norm.*``."""
+    """x' = x + conv(dropout(act(norm(x)))), PyG's DeepGCNLayer(block="res+"). Parameters ``conv.*``, ``norm.*``."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class ResPlusBlock(torch.nn.Module):
         self.conv, self.norm, self.act, self.dropout = conv, norm, act, dropout
 
     def before(self, view: GraphView, x: Tensor, *, place: int = 0) -> Tensor:
-        """dropout(act(norm(x))); also what ends a stack of blocks, with a ``place`` of its own for the draws."""
+        """dropout(act(norm(x))); also ends a stack of blocks, then with another ``place`` for the draws."""
         x = self.act(x.clone() if self.norm is None else self.norm(view, x))
         return view.dropout(x, self.dropout if self.training else 0.0, place=place)
 

@@ -14,14 +14,14 @@ from gnnfleet.graph.views.merged_relations import CombinesRelations
 from gnnfleet.graph.views.view import GraphView, first_rows
 from gnnfleet.nn.linear import glorot_
 
-Near = Mapping[EdgeType, Tensor]
+RelationRows = Mapping[EdgeType, Tensor]
 
 
 class RGCNConv(torch.nn.Module):
     """x'_i = Θ_root x_i + Σ_r mean_{j ∈ N_r(i)} Θ_r x_j + b, Θ_r = Σ_b comp_rb V_b with ``num_bases``.
 
     Parameters ``weight`` [R or bases, in, out], ``comp`` [R, bases], ``root`` [in, out], ``bias``, as PyG's.
-    ``relations`` names the edge type each weight belongs to; without it they are the view's, in the view's order.
+    ``relations`` orders the edge types of the weights; by default they are those of the view, in its order.
     """
 
     def __init__(
@@ -57,12 +57,17 @@ class RGCNConv(torch.nn.Module):
 
     @overload
     def forward(
-        self, view: GraphView, x: Tensor, *, only: str | None = None, aggregated: Near | None = None
+        self, view: GraphView, x: Tensor, *, only: str | None = None, aggregated: RelationRows | None = None
     ) -> Tensor: ...
 
     @overload
     def forward(
-        self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None = None, aggregated: Near | None = None
+        self,
+        view: GraphView,
+        x: Mapping[str, Tensor],
+        *,
+        only: str | None = None,
+        aggregated: RelationRows | None = None,
     ) -> dict[str, Tensor]: ...
 
     def forward(
@@ -71,68 +76,68 @@ class RGCNConv(torch.nn.Module):
         x: Tensor | Mapping[str, Tensor],
         *,
         only: str | None = None,
-        aggregated: Near | None = None,
+        aggregated: RelationRows | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """{node type: [N_src, in]} → {node type: [N_dst, out]}, or a tensor to a tensor where there is one node type.
+        """{node type: [N_src, in]} → {node type: [N_dst, out]}, or tensor → tensor for one node type.
 
-        Just the node type ``only`` when that is given. ``aggregated`` is what neighbours amount to, by edge type.
+        ``only`` limits the output to one node type. ``aggregated`` is the aggregate of neighbours by edge type.
         """
         if isinstance(x, Tensor):
             if len(view.node_types) != 1:
-                raise ConfigError(f"give features by node type: the graph has {', '.join(view.node_types)}")
+                raise ConfigError(f"features must come by node type: the graph has {', '.join(view.node_types)}")
             (kind,) = view.node_types
             if aggregated is None and self.aggr in ("sum", "mean") and (out := self._combine(view, x)) is not None:
                 return out
-            return self._relate(view, {kind: x}, only=None, near=aggregated)[kind]
-        return self._relate(view, x, only=only, near=aggregated)
+            return self._relate(view, {kind: x}, only=None, aggregated=aggregated)[kind]
+        return self._relate(view, x, only=only, aggregated=aggregated)
 
     def _combine(self, view: GraphView, x: Tensor) -> Tensor | None:
-        """With few bases for many relations: a weighted sum over all edges for each basis, then one product for each.
+        """Aggregate per basis instead of per relation if that is cheaper; None if it is not.
 
-        Σ_r mean_r(x) Θ_r = Σ_b (Σ_r comp_rb mean_r(x)) V_b; nothing has a row for every node and relation.
+        Σ_r mean_r(x) Θ_r = Σ_b (Σ_r comp_rb mean_r(x)) V_b, without rows for all pairs of nodes and relations.
         """
         if self.comp is None or self.num_relations <= 2 * len(self.weight) or not isinstance(view, CombinesRelations):
             return None
-        place = self._places(list(view.edge_types))
-        rows = torch.tensor([place[kind] for kind in view.edge_types])
-        out = self._own(view, x)
+        weight_index = self._weight_index(list(view.edge_types))
+        indices = torch.tensor([weight_index[kind] for kind in view.edge_types])
+        out = self._root_term(view, x)
         for basis, matrix in enumerate(self.weight):
-            near = view.combine_relations(x, self.comp[rows, basis], reduce=self.aggr)
-            out = _add_product(out, near, matrix)
+            combined = view.combine_relations(x, self.comp[indices, basis], reduce=self.aggr)
+            out = _add_product(out, combined, matrix)
         return out
 
     def _relate(
-        self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None, near: Near | None
+        self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None, aggregated: RelationRows | None
     ) -> dict[str, Tensor]:
-        if near is None:  # without names all edge types are needed: weights go by their order
-            near = view.aggregate_relations(x, reduce=self.aggr, into=only if self.relations else None)
-        place = self._places(list(near))
+        if aggregated is None:  # without ``relations`` weights go by the order of all edge types
+            aggregated = view.aggregate_relations(x, reduce=self.aggr, into=only if self.relations else None)
+        weight_index = self._weight_index(list(aggregated))
         weight: Tensor = self.weight
         if self.comp is not None:
             weight = (self.comp @ weight.flatten(1)).view(-1, self.in_channels, self.out_channels)
-        out = {kind: self._own(view.for_type(kind), rows) for kind, rows in x.items() if only in (None, kind)}
-        for kind, rows in near.items():
+        out = {kind: self._root_term(view.for_type(kind), rows) for kind, rows in x.items() if only in (None, kind)}
+        for kind, rows in aggregated.items():
             if kind.dst in out:
-                out[kind.dst] = _add_product(out[kind.dst], rows, weight[place[kind]])
+                out[kind.dst] = _add_product(out[kind.dst], rows, weight[weight_index[kind]])
         return out
 
-    def _own(self, view: GraphView, x: Tensor) -> Tensor:
-        own = first_rows(x, view.num_dst)
+    def _root_term(self, view: GraphView, x: Tensor) -> Tensor:
+        rows = first_rows(x, view.num_dst)
         if self.root is None:
-            out = own.new_zeros(own.shape[0], self.out_channels)
+            out = rows.new_zeros(rows.shape[0], self.out_channels)
             return out if self.bias is None else out + self.bias
-        return own @ self.root if self.bias is None else torch.addmm(self.bias, own, self.root)
+        return rows @ self.root if self.bias is None else torch.addmm(self.bias, rows, self.root)
 
-    def _places(self, found: list[EdgeType]) -> Mapping[EdgeType, int]:
+    def _weight_index(self, edge_types: list[EdgeType]) -> Mapping[EdgeType, int]:
         if self.relations is None:
-            if len(found) != self.num_relations:
+            if len(edge_types) != self.num_relations:
                 raise ConfigError(
-                    f"this layer was made for {self.num_relations} edge types, the graph has {len(found)}"
+                    f"this layer was built for {self.num_relations} edge types, the graph has {len(edge_types)}"
                 )
-            return {kind: i for i, kind in enumerate(found)}
-        strange = [str(kind) for kind in found if kind not in self.relations]
-        if strange:
-            raise ConfigError(f"the model was made without the edge types {', '.join(strange)}")
+            return {kind: i for i, kind in enumerate(edge_types)}
+        unknown = [str(kind) for kind in edge_types if kind not in self.relations]
+        if unknown:
+            raise ConfigError(f"the model was built without the edge types {', '.join(unknown)}")
         return self.relations
 
 

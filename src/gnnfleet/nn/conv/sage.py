@@ -33,7 +33,7 @@ class SAGEConv(torch.nn.Module):
     ) -> None:
         super().__init__()
         if aggr not in AGGRS:
-            raise ConfigError(f"SAGEConv aggregates by {', '.join(AGGRS)}, found {aggr!r}")
+            raise ConfigError(f"aggr of SAGEConv must be {', '.join(AGGRS)}, found {aggr!r}")
         self.in_channels, self.out_channels = in_channels, out_channels
         self.aggr = "sum" if aggr == "add" else aggr
         self.normalize, self.root_weight, self.project = normalize, root_weight, project
@@ -48,16 +48,16 @@ class SAGEConv(torch.nn.Module):
             child.reset_parameters()  # type: ignore[operator]
 
     def aggregate(self, view: GraphView, x: Tensor, *, weight: Tensor | None = None) -> Tensor | None:
-        """[N_dst, in] what the layer needs of its neighbours, where that does not depend on its parameters."""
+        """[N_dst, in] aggregate of neighbours; None if it depends on the parameters of the layer."""
         return None if self.project else view.aggregate(x, reduce=self.aggr)
 
-    def partial(self, view: GraphView, x: Tensor, columns: slice, *, weight: Tensor | None = None) -> Tensor:
-        """[N_dst, out] what some columns of the input, [N_src, ·], give; the sum over all columns is ``made``."""
-        assert not self.project, "its inputs are mixed first"
-        near, own = view.aggregate_with_self(x, reduce=self.aggr)
-        terms = [(near, self.lin_l.weight[:, columns])]
+    def column_partial(self, view: GraphView, x: Tensor, columns: slice, *, weight: Tensor | None = None) -> Tensor:
+        """[N_dst, out] product of some input columns; ``precomputed_product`` is the sum over all columns."""
+        assert not self.project, "the projection mixes columns"
+        aggregated, root = view.aggregate_with_self(x, reduce=self.aggr)
+        terms = [(aggregated, self.lin_l.weight[:, columns])]
         if self.root_weight:
-            terms.append((own, self.lin_r.weight[:, columns]))
+            terms.append((root, self.lin_r.weight[:, columns]))
         return sum_linear(terms, rows=view.num_dst)
 
     def forward(
@@ -69,19 +69,19 @@ class SAGEConv(torch.nn.Module):
         precomputed_product: Tensor | None = None,
         relu: bool = False,
     ) -> Tensor:
-        """[N_src, in] → [N_dst, out]; ``aggregated`` is what ``aggregate`` gave for the same x, ``relu`` ends it."""
+        """[N_src, in] → [N_dst, out]; ``aggregated`` is ``aggregate`` of the same x, ``relu`` is fused."""
         if precomputed_product is not None:
             out = bias_relu(precomputed_product, self.lin_l.bias, relu=relu and not self.normalize, fresh=True)
             return self._normalized(out, relu=relu)
         linear = self.aggr != "max" and not self.project
         if aggregated is None and linear and should_transform_first(view, self.in_channels, self.out_channels):
-            out = self._narrow(view, x, relu=relu and not self.normalize)
+            out = self._transform_first(view, x, relu=relu and not self.normalize)
             return self._normalized(out, relu=relu)
         if aggregated is None and self.root_weight and not self.project:
             aggregated, x = view.aggregate_with_self(x, reduce=self.aggr)
         elif aggregated is None:
-            near = apply_linear(self.lin, x, relu=True) if self.project else x
-            aggregated = view.aggregate(near, reduce=self.aggr)
+            messages = apply_linear(self.lin, x, relu=True) if self.project else x
+            aggregated = view.aggregate(messages, reduce=self.aggr)
         terms = [(aggregated, self.lin_l.weight)]
         if self.root_weight:
             terms.append((x, self.lin_r.weight))
@@ -94,11 +94,11 @@ class SAGEConv(torch.nn.Module):
         out = functional.normalize(out, dim=-1)
         return torch.relu_(out) if relu else out
 
-    def _narrow(self, view: GraphView, x: Tensor, *, relu: bool) -> Tensor:
-        """Product first, then the aggregate of its narrower rows."""
+    def _transform_first(self, view: GraphView, x: Tensor, *, relu: bool) -> Tensor:
+        """Multiply first, then aggregate the narrower rows."""
         weights = [self.lin_l.weight, self.lin_r.weight] if self.root_weight else [self.lin_l.weight]
-        near, *own = multi_linear(x, weights, rows=[x.shape[0], view.num_dst][: len(weights)])
-        out = view.aggregate(near, reduce=self.aggr)
-        for rows in own:
+        product, *root = multi_linear(x, weights, rows=[x.shape[0], view.num_dst][: len(weights)])
+        out = view.aggregate(product, reduce=self.aggr)
+        for rows in root:
             out = out.add_(rows)
         return bias_relu(out, self.lin_l.bias, relu=relu, fresh=True)

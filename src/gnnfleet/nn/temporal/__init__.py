@@ -1,4 +1,4 @@
-"""Models of streams of events: cells and attention, no tables and no streams."""
+"""Models for event streams: memory cells, attention, decoders. Memory tables and streams belong to the strategy."""
 
 from gnnfleet.nn.temporal.block import EventBlock, Hop
 from gnnfleet.nn.temporal.model import EventDims, TemporalModel

@@ -1,6 +1,6 @@
-"""What a temporal model looks at: nodes at times, each with its latest events before.
+"""Input of a temporal model: queries (a node at a time), each with events before it.
 
-Q queries, k places for events, R rows, E events, F features of an event.
+Q queries, k events per query, R rows, E events, F features of an event.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """The queries of one layer. Where a query has had fewer than k events, ``neighbors`` is −1."""
+    """Queries of one layer. ``neighbors`` is −1 where a query has had fewer than k events."""
 
-    query: Tensor  # [Q] int64: rows of the nodes asked for
+    query: Tensor  # [Q] int64: rows of the queried nodes
     neighbors: Tensor  # [Q, k] int64: rows of the other ends
-    edge: Tensor  # [Q, k] int64: rows of the events' features; any number where near is −1
-    time_delta: Tensor  # [Q, k]: time from the event to the query; any number where near is −1
-    ids: Tensor  # [Q] int64: what draws of a query go by
+    edge: Tensor  # [Q, k] int64: rows of the events' features; arbitrary where neighbors is −1
+    time_delta: Tensor  # [Q, k]: time from the event to the query; arbitrary where neighbors is −1
+    ids: Tensor  # [Q] int64: ids of the random draws of a query
 
 
 @dataclass(frozen=True, eq=False)
 class EventBlock:
-    """Hops for every layer, the one that reads memories first. A later hop's rows are the queries before it."""
+    """Hops of all layers, first the one that reads memories. Rows of a later hop are the queries of the hop before."""
 
     nodes: Tensor  # [R] int64 node ids, ascending, each once: the rows of the first hop
     hops: tuple[Hop, ...]
-    features: Tensor | None = None  # [E, F] of the events that hops speak of
+    features: Tensor | None = None  # [E, F] of all events
 
     @property
     def num_queries(self) -> int:
-        """Of the last hop."""
+        """Number of queries of the last hop."""
         return len(self.hops[-1].query)

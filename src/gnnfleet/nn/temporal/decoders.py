@@ -1,4 +1,4 @@
-"""What reads embeddings in pairs: is there an event, or of which class is it."""
+"""Decoders of pairs of embeddings: the logit of an event, or logits of its classes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from gnnfleet.ops.rounded_matmul import linear_float32
 
 
 class EventDecoder(torch.nn.Module):
-    """w ReLU(W_s z_u + W_d z_v) + w_p ReLU(W_p f_uv): the logit of an event; f is what is known of the pair of nodes.
+    """w ReLU(W_s z_u + W_d z_v) + w_p ReLU(W_p f_uv), the logit of an event; f_uv are features of the pair of nodes.
 
-    Both have units of their own: embeddings are long at first, and would drown a few numbers in a common sum.
+    The terms have separate hidden units: early embeddings have large norms and would dominate a joint sum.
     """
 
     def __init__(self, width: int, pair_width: int = 0) -> None:
@@ -23,15 +23,15 @@ class EventDecoder(torch.nn.Module):
         self.pair_out = torch.nn.Linear(width, 1, bias=False) if pair_width else None
 
     def sources(self, z: Tensor) -> Tensor:
-        """[n, D]: the part of a score that a source decides."""
+        """[n, D] source part of the hidden units."""
         return linear_float32(self.src, z)
 
     def destinations(self, z: Tensor) -> Tensor:
-        """[n, D]: the part that a destination decides."""
+        """[n, D] destination part of the hidden units."""
         return linear_float32(self.dst, z)
 
     def scores(self, sources: Tensor, destinations: Tensor, pairs: Tensor | None = None) -> Tensor:
-        """[…] logits of both parts [… , D], which may be broadcast, and features of pairs [… , P]."""
+        """[…] logits of both parts [… , D], which broadcast, and features of pairs [… , P]."""
         logits = _dot(torch.relu(sources + destinations), self.out.weight[0]) + self.out.bias
         if self.pair is None or self.pair_out is None:
             return logits
@@ -41,18 +41,21 @@ class EventDecoder(torch.nn.Module):
 
 
 class ClassDecoder(torch.nn.Module):
-    """Linear on [z_u, z_v]: logits of an event's classes."""
+    """W [z_u, z_v] + b, the logits of an event's classes."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
         self.out = torch.nn.Linear(2 * width, classes)
 
     def forward(self, src: Tensor, dst: Tensor) -> Tensor:
-        """[n, C]."""
+        """src, dst [n, D] → [n, C]."""
         return linear_float32(self.out, torch.cat([src, dst], 1))
 
 
 def _dot(rows: Tensor, weight: Tensor) -> Tensor:
-    """[…] of rows […, D]. No product of matrices: autocast would round its results, so that many would be equal, and
-    how it rounds depends on where a row stands, so that equals would not be."""
+    """[…] of rows […, D], without a matrix product.
+
+    Autocast would round its results: distinct scores would become equal, and rounding depends on the position of a row,
+    so equal scores would become distinct.
+    """
     return (rows * weight).sum(-1)

@@ -1,4 +1,4 @@
-"""Time as a vector: cosines of many frequencies."""
+"""Time encoding: cosines of many frequencies (Xu et al., https://arxiv.org/abs/2002.07962)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from gnnfleet.ops.time_features import time_features
 
 
 class TimeEncoding(torch.nn.Module):
-    """cos(w t + b) [n, T] of time differences [n]; w from 1 / ``shortest`` down to 1 / ``longest``, evenly in the
-    logarithm, b zeros.
+    """Phi(t) = cos(w t + b), [n] → [n, T]; w from 1 / ``shortest`` to 1 / ``longest``, log-spaced, b = 0.
 
-    They stay as they are unless ``learnt``: an optimizer that moves all weights by as much, as Adam does, turns slow
-    frequencies into others in a step, and with them what every memory means.
+    Frequencies are constant unless ``learnt``: Adam moves all weights by similar amounts, so a step changes slow
+    frequencies completely, and with them the meaning of all memories.
     """
 
     weight: Tensor
@@ -23,16 +22,16 @@ class TimeEncoding(torch.nn.Module):
         super().__init__()
         ends = torch.tensor([shortest, max(longest, shortest)], dtype=torch.float64)
         periods = torch.linspace(0, 1, width, dtype=torch.float64) * (ends[1] / ends[0]).log()
-        made = {"weight": (-periods).exp().div_(ends[0]).float(), "bias": torch.zeros(width)}
-        for name, value in made.items():
+        tensors = {"weight": (-periods).exp().div_(ends[0]).float(), "bias": torch.zeros(width)}
+        for name, tensor in tensors.items():
             if learnt:
-                self.register_parameter(name, torch.nn.Parameter(value))
+                self.register_parameter(name, torch.nn.Parameter(tensor))
             else:
-                self.register_buffer(name, value)
+                self.register_buffer(name, tensor)
 
-    def forward(self, since: Tensor) -> Tensor:
-        return time_features(since, self.weight, self.bias)
+    def forward(self, time_delta: Tensor) -> Tensor:
+        return time_features(time_delta, self.weight, self.bias)
 
     def zero(self) -> Tensor:
-        """[T]: no time at all."""
+        """[T] encoding of time 0."""
         return torch.cos(self.bias)
