@@ -96,17 +96,17 @@ class Record:
             return score_events(self._built, pa.table(columns)) if pairs else torch.empty(0)
         if not isinstance(self._built.task, LinkTask):
             raise ConfigError("this run classifies nodes: pairs are scored by a run with task='link'")
-        return score_pairs(self._built.strategy, self._built.task, pairs, relation)
+        return score_pairs(self._built.node_predictor, self._built.task, pairs, relation)
 
     def logits(self, ids: NodeSelection = None) -> Tensor:
         """[n, C]."""
-        return self._rows(self._built.strategy.predict().logits, ids)
+        return self._rows(self._built.node_predictor.predict().logits, ids)
 
     def embeddings(self, ids: NodeSelection = None) -> Tensor:
         """[n, hidden]: what the last layer reads; of a run on links, what its decoder reads."""
         if isinstance(self._built.task, LinkTask):
-            return self._rows(self._built.strategy.predict().logits, ids)
-        found = self._built.strategy.predict(embeddings=True).embeddings
+            return self._rows(self._built.node_predictor.predict().logits, ids)
+        found = self._built.node_predictor.predict(embeddings=True).embeddings
         assert found is not None
         return self._rows(found, ids)
 

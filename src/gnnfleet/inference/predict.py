@@ -76,7 +76,7 @@ def write_scores(built: BuiltRun, pairs: Path, path: Path, *, relation: str = ""
         else {end: [] for end in END_COLUMNS}
     )
     task = built.task.shard(built.world, {})
-    found = score_pairs(built.strategy, task, list(zip(*asked.values(), strict=True)), relation)
+    found = score_pairs(built.node_predictor, task, list(zip(*asked.values(), strict=True)), relation)
     if not first:
         return 0
     return write_table(path, iter([pa.table({**asked, "probability": found.float().numpy()})]))
@@ -155,7 +155,7 @@ def _write(path: Path, pieces: Iterator[pa.Table], open_writer: Callable[[Path, 
 
 
 def _embeddings(built: BuiltRun) -> Iterator[pa.Table]:
-    take, several = built.strategy.exact_lookup(), len(built.graph.nodes) > 1
+    take, several = built.node_predictor.exact_lookup(), len(built.graph.nodes) > 1
     texts = {kind: pa.types.is_integer(nodes.ids.select([]).type) for kind, nodes in built.graph.nodes.items()}
     for kind, nodes in built.graph.nodes.items():
         for rows in _rows_at_a_time(built, nodes.count):
@@ -178,7 +178,7 @@ def _pieces(built: BuiltRun, columns: OutputColumns) -> Iterator[pa.Table]:
     assert isinstance(built.task, NodeTask)
     nodes, head = built.nodes, built.task.head
     for rows in _rows_at_a_time(built, nodes.count):
-        prediction = built.strategy.predict_nodes(rows, embeddings=columns.embeddings)
+        prediction = built.node_predictor.predict_nodes(rows, embeddings=columns.embeddings)
         logits = prediction.logits.float()
         content: dict[str, Any] = {"id": nodes.ids.select(rows.numpy())}
         if len(built.graph.nodes) > 1:

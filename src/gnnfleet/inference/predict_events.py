@@ -9,12 +9,11 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import ConfigError, InputError
+from gnnfleet.errors import InputError
 from gnnfleet.graph.events.event_stream import EventStream, event_edge_type
 from gnnfleet.graph.graph import ColumnGroups, EdgeType, Graph
 from gnnfleet.graph.ingest.spec import USUAL_NAMES
 from gnnfleet.inference.predict import END_COLUMNS, id_columns, read_columns, write_table
-from gnnfleet.strategies.temporal.strategy import TemporalStrategy
 from gnnfleet.training.build import BuiltRun
 
 NON_FEATURE_COLUMNS = {
@@ -35,16 +34,11 @@ def write_event_scores(built: BuiltRun, events: Path, path: Path) -> int:
 
 def score_events(built: BuiltRun, events: pa.Table, name: str = "the events") -> Tensor:
     """[n], or [n, C] of classes, in the order of the table, whose times must never fall; errors call it ``name``."""
-    strategy = built.strategy
-    if not isinstance(strategy, TemporalStrategy):
-        raise ConfigError("events are scored by a run with --strategy temporal")
-    return strategy.score(_stream(built, events, name))
+    return built.event_predictor.score(_stream(built, events, name))
 
 
 def _kind(built: BuiltRun) -> EdgeType:
-    if not isinstance(built.strategy, TemporalStrategy):
-        raise ConfigError("events are scored by a run with --strategy temporal; this one has no stream")
-    return event_edge_type(built.graph, built.strategy.relation or None)
+    return event_edge_type(built.graph, built.event_predictor.relation or None)
 
 
 def _scored(built: BuiltRun, table: pa.Table, name: str) -> pa.Table:
@@ -53,8 +47,7 @@ def _scored(built: BuiltRun, table: pa.Table, name: str) -> pa.Table:
     if found.dim() == 1:
         content["probability"] = found.double().numpy()
     else:
-        assert isinstance(built.strategy, TemporalStrategy)
-        head = built.strategy.task.head
+        head = built.event_predictor.task.head
         assert head is not None
         if head.multilabel:
             content["prediction"] = [row.nonzero()[:, 0].tolist() for row in found > 0.5]
@@ -87,8 +80,7 @@ def _times(table: pa.Table) -> Tensor:
 
 def _stream(built: BuiltRun, table: pa.Table, name: str) -> EventStream:
     """A table as events behind those of the run."""
-    assert isinstance(built.strategy, TemporalStrategy)
-    known, kind, graph = built.strategy.task.stream, _kind(built), built.graph
+    known, kind, graph = built.event_predictor.task.stream, _kind(built), built.graph
     ends = {
         end: torch.from_numpy(graph.nodes[node].ids.rows(table[end].to_pylist())) + graph.node_offsets[node]
         for end, node in zip(END_COLUMNS, (kind.src, kind.dst), strict=True)

@@ -27,18 +27,15 @@ from gnnfleet.strategies.input_cache import (
 )
 from gnnfleet.strategies.job import PRECISIONS, Job, autocast
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
-from gnnfleet.strategies.protocol import IDS_SUFFIX, SHARDED, Prediction, State
+from gnnfleet.strategies.protocol import IDS_SUFFIX, SHARDED, Prediction, Reporting, State
 from gnnfleet.tasks.base import RowLookup
 
 
-class PartitionedStrategy:
+class PartitionedStrategy(Reporting):
     """The base of such strategies; all ranks make and call it together. ``steps`` is what they differ in.
 
     ``order`` says which row of the part lies where in the view, by node type; None: as in the part.
     """
-
-    has_newer_weights = False
-    external_workers = ()
 
     def __init__(
         self, job: Job, view: RingView, *, cache_inputs: CacheInputs, order: Mapping[str, Tensor] | None = None
@@ -56,12 +53,6 @@ class PartitionedStrategy:
         self._order = order
         self._aggregated = self._aggregate(cache_inputs)
         self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
-
-    def epoch_metrics(self) -> dict[str, float]:
-        return {}
-
-    def artifacts(self) -> dict[str, str]:
-        return {}
 
     def evaluate(self, split: str) -> dict[str, float]:
         if not self._count(self._task.items(split)):

@@ -1,7 +1,7 @@
-"""What the training loop and a strategy say to each other.
+"""Interfaces between a strategy and its callers: training, reporting, prediction.
 
-The loop asks for steps, evaluations and state; the strategy owns the model, the optimizer and when parameters change.
-Files, launching and early stopping are the loop's business. Whatever two strategies share moves here or further down.
+The loop asks for steps, evaluations and state. The strategy owns the model, the optimizer and the moments at which
+parameters change. Files, launching and early stopping belong to the loop.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.tasks.base import RowLookup
+from gnnfleet.tasks.event import EventTask
 
 State = dict[str, dict[str, Tensor]]
-"""Everything that training changes: {"model": {name: tensor}, "optimizer": {name: tensor}, perhaps parts of a
-strategy's own}, equal on all ranks, and perhaps ``SHARDED`` and ``RANK_LOCAL``."""
+"""Everything that training changes: {"model": {name: tensor}, "optimizer": {name: tensor}}, equal on all ranks. A
+strategy may add parts of its own, ``SHARDED`` and ``RANK_LOCAL``."""
 
 SHARDED = "own"
-"""The part of a state that differs from rank to rank: {parameter name: rows, name + IDS: their ids, name/word: what the
-optimizer remembers of them}."""
+"""The part of a state that is sharded over ranks: {parameter name: rows, name + IDS_SUFFIX: their store ids,
+name/key: their optimizer state}."""
 
 IDS_SUFFIX = "/ids"
 
 RANK_LOCAL = "private"
-"""What of a state belongs to a rank of exactly this world, {name: tensor}; others do without it."""
+"""The part of a state that belongs to one rank of a world of this size, {name: tensor}; optional to load."""
 
 RAW_WEIGHTS = "trained"
-"""The part of a state with the weights that are trained, where its model is an average of them."""
+"""The part of a state with the trained weights, where "model" is an average of them."""
 
 
 @dataclass(frozen=True)
@@ -46,66 +48,96 @@ class StepRecord:
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """Rows of the labelled node type: logits [n, C], and what the last layer read [n, hidden]."""
+    """Rows of the labelled node type: logits [n, C], and the input of the last layer [n, hidden]."""
 
     logits: Tensor
     embeddings: Tensor | None = None
 
 
-@runtime_checkable
-class GradientSource(Protocol):
-    """A strategy whose gradients can be read without training."""
+class Reporting(Protocol):
+    """Reports of a strategy besides losses; the defaults report nothing."""
 
-    def gradients(self, epoch: int, most: int | None = None) -> tuple[float, int, dict[str, Tensor]]:
-        """(mean loss, items, {parameter: gradient of that mean}) over the first ``most`` batches of an epoch."""
+    @property
+    def has_newer_weights(self) -> bool:
+        """True if newer weights are available; the loop may skip this evaluation."""
+        return False
+
+    @property
+    def external_workers(self) -> Sequence[Mapping[str, float]]:
+        """Statistics of workers that are no ranks of this world: bytes_sent, rounds, peak_rss, seconds by phase, …"""
+        return ()
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """Figures of the last epoch for its row in the metrics."""
+        return {}
+
+    def artifacts(self) -> dict[str, str]:
+        """Collective. Files that describe the last epoch, {name: text}; the first rank keeps them."""
+        return {}
 
 
-class Strategy(Protocol):
+class Strategy(Reporting, Protocol):
     """One way to train. Epochs count from 0 here: the number is part of the key of every draw."""
 
     @property
     def model(self) -> torch.nn.Module: ...
 
     def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
-        """Run one epoch, or the rest of it from step ``first`` on; a record after each optimizer step."""
-
-    def epoch_metrics(self) -> dict[str, float]:
-        """What the last epoch took besides time, for its row in the metrics; {} where there is nothing to tell."""
-
-    def artifacts(self) -> dict[str, str]:
-        """Files that show how the last epoch went, {name: text}; all ranks call it, the first keeps them."""
-
-    @property
-    def has_newer_weights(self) -> bool:
-        """Whether newer weights are there already, so that measuring the present ones may be left out."""
-
-    @property
-    def external_workers(self) -> Sequence[Mapping[str, float]]:
-        """Of workers that are no ranks of this world, what each says of itself until now: bytes_sent, rounds,
-        peak_rss, seconds by phase, …"""
+        """Train one epoch, or the rest of it from step ``first`` on; yields a record after each optimizer step."""
 
     def evaluate(self, split: str) -> dict[str, float]:
         """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""
 
     def validate(self) -> dict[str, float]:
-        """What an epoch is judged by: ``evaluate("val")``, or less where that takes long."""
-
-    def predict(self, *, embeddings: bool = False) -> Prediction:
-        """Every node in store order, exact like evaluate; of several ranks the first gets them, the others no rows."""
-
-    def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
-        """Some nodes by store id, so that all of them need not be in one place. All ranks call it, each with ids of its
-        own or with none."""
-
-    def exact_lookup(self) -> RowLookup:
-        """A way to take exact output rows of the present weights, by node type and store id; used by all ranks
-        together, each with ids of its own or with none."""
+        """Measure what epochs are compared by: ``evaluate("val")``, or a cheaper estimate of it."""
 
     def state_dict(self) -> State:
         """The live tensors, not copies."""
 
     def load_state_dict(self, state: State) -> None:
-        """Take over a state; without "optimizer" only the weights."""
+        """Load a state; without "optimizer" only the weights."""
 
     def close(self) -> None:
-        """Give back what is held outside this process's memory."""
+        """Release resources outside this process's memory."""
+
+
+@runtime_checkable
+class NodePredictor(Protocol):
+    """Exact output rows of nodes at the present weights."""
+
+    def predict(self, *, embeddings: bool = False) -> Prediction:
+        """Collective. Predictions for all nodes in store order on the first rank, no rows on the others."""
+
+    def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
+        """Collective. Predictions for the given store ids, which may be empty on some ranks."""
+
+    def exact_lookup(self) -> RowLookup:
+        """Collective. Lookup of output rows by node type and store id; each call of it is collective too."""
+
+
+class NodeStrategy(Strategy, NodePredictor, Protocol):
+    """A strategy on a graph that also predicts."""
+
+
+@runtime_checkable
+class EventPredictor(Protocol):
+    """Scores of new events, in the order of time."""
+
+    @property
+    def relation(self) -> str:
+        """The edge type whose events are predicted; empty where only one has times."""
+
+    @property
+    def task(self) -> EventTask:
+        """The task with all known events, including those scored since training."""
+
+    def score(self, events: EventStream) -> Tensor:
+        """[n] probabilities, or [n, C] of classes; the events are known afterwards."""
+
+
+@runtime_checkable
+class GradientSource(Protocol):
+    """Gradients without a change of the weights."""
+
+    def gradients(self, epoch: int, most: int | None = None) -> tuple[float, int, dict[str, Tensor]]:
+        """(mean loss, items, {parameter: gradient of that mean}) over the first ``most`` batches of an epoch."""

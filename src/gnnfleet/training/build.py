@@ -28,7 +28,7 @@ from gnnfleet.nn.model import build_model
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.report.progress import NoProgress, Progress
 from gnnfleet.strategies.job import PRECISIONS, EventJob, Job
-from gnnfleet.strategies.protocol import Strategy
+from gnnfleet.strategies.protocol import EventPredictor, NodePredictor, Strategy
 from gnnfleet.strategies.registry import build_strategy
 from gnnfleet.tasks.event import EventTask
 from gnnfleet.tasks.link import LinkTask
@@ -49,6 +49,18 @@ class BuiltRun:
     model_file: Path | None = None  # of a model of the user's own
     remarks: tuple[str, ...] = ()  # what the user should know
     world: World = field(default_factory=World)  # the ranks that built it together
+
+    @property
+    def node_predictor(self) -> NodePredictor:
+        if not isinstance(self.strategy, NodePredictor):
+            raise ConfigError("this run predicts events: use gnnfleet predict --events FILE or record.score(events)")
+        return self.strategy
+
+    @property
+    def event_predictor(self) -> EventPredictor:
+        if not isinstance(self.strategy, EventPredictor):
+            raise ConfigError("events are scored by a run with --strategy temporal; this run has no event stream")
+        return self.strategy
 
     @property
     def nodes(self) -> Nodes:

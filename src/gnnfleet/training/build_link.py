@@ -19,7 +19,7 @@ from gnnfleet.nn.custom_model import build_custom_model
 from gnnfleet.nn.link import make_decoder
 from gnnfleet.nn.model import build_model
 from gnnfleet.strategies.job import PRECISIONS
-from gnnfleet.strategies.protocol import Strategy
+from gnnfleet.strategies.protocol import NodePredictor
 from gnnfleet.tasks.link import LinkTask
 
 LEAKAGE_WARNING = (
@@ -84,7 +84,9 @@ def _seeded_model(data: LinkData, config: RunConfig, own: Mapping[str, Tensor] |
     return model.to(PRECISIONS[config.precision])
 
 
-def score_pairs(strategy: Strategy, task: LinkTask, pairs: Sequence[tuple[Any, Any]], relation: str = "") -> Tensor:
+def score_pairs(
+    predictor: NodePredictor, task: LinkTask, pairs: Sequence[tuple[Any, Any]], relation: str = ""
+) -> Tensor:
     """[n] probabilities of links between original ids; ``relation`` says which where several types are predicted.
 
     Of several ranks all call it, each with a shared task and pairs of its own or none.
@@ -97,7 +99,7 @@ def score_pairs(strategy: Strategy, task: LinkTask, pairs: Sequence[tuple[Any, A
     )
     links = Links(torch.full_like(src, number), src, dst, torch.arange(len(src)))
     with torch.no_grad():
-        return torch.sigmoid(task.score_links(strategy.exact_lookup(), links))
+        return torch.sigmoid(task.score_links(predictor.exact_lookup(), links))
 
 
 def target_edge_type(task: LinkTask, relation: str = "") -> tuple[int, EdgeType]:

@@ -32,7 +32,7 @@ from gnnfleet.strategies.job import PRECISIONS, Job, autocast
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.local.minibatches import MiniBatchMaker
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
-from gnnfleet.strategies.protocol import Prediction, State, StepRecord
+from gnnfleet.strategies.protocol import Prediction, Reporting, State, StepRecord
 from gnnfleet.strategies.sampling_options import PreparedBatch
 from gnnfleet.tasks.base import RowLookup
 
@@ -40,11 +40,8 @@ from gnnfleet.tasks.base import RowLookup
 REORDER_MIN_NODES = 50_000
 
 
-class LocalStrategy:
-    """The oracle: what every other strategy on static graphs is compared with."""
-
-    has_newer_weights = False
-    external_workers = ()
+class LocalStrategy(Reporting):
+    """The reference that every other strategy on static graphs is compared with."""
 
     def __init__(self, config: LocalConfig, job: Job) -> None:
         self.model = job.model
@@ -121,12 +118,6 @@ class LocalStrategy:
         for name, buffer in self.model.named_buffers():
             buffer.copy_(buffers[name])
         return total / max(count, 1), count, {name: place / max(count, 1) for name, place in sums.items()}
-
-    def epoch_metrics(self) -> dict[str, float]:
-        return {}
-
-    def artifacts(self) -> dict[str, str]:
-        return {}
 
     def evaluate(self, split: str) -> dict[str, float]:
         if not len(self._job.task.items(split)):

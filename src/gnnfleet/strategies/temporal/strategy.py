@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
 from safetensors.torch import load as tensors_from_bytes
@@ -31,7 +30,7 @@ from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.timeline_svg import draw_batch_lanes
 from gnnfleet.strategies.job import PRECISIONS, EventJob, autocast
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
-from gnnfleet.strategies.protocol import RANK_LOCAL, RAW_WEIGHTS, Prediction, State, StepRecord
+from gnnfleet.strategies.protocol import RANK_LOCAL, RAW_WEIGHTS, Reporting, State, StepRecord
 from gnnfleet.strategies.temporal.batch_step import EventBatch, NeighborhoodBuilder, embed, update_memory
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.ema import WeightEMA
@@ -41,7 +40,6 @@ from gnnfleet.strategies.temporal.memory import NodeMemory
 from gnnfleet.strategies.temporal.memory_access import MemoryScheduler, WorkItem
 from gnnfleet.strategies.temporal.schedule import Schedule
 from gnnfleet.strategies.temporal.static_embedding import train_static_embedding
-from gnnfleet.tasks.base import RowLookup
 from gnnfleet.tasks.event import EventTask
 
 STATIC_TABLE = "static.table"
@@ -51,11 +49,8 @@ MAX_ITERATIONS_SHOWN = 60
 """Iterations in the picture of an epoch."""
 
 
-class TemporalStrategy:
+class TemporalStrategy(Reporting):
     """The oracle of temporal training."""
-
-    has_newer_weights = False
-    external_workers = ()
 
     def __init__(self, config: TemporalConfig, job: EventJob) -> None:
         self.model: TemporalModel = job.model
@@ -195,9 +190,6 @@ class TemporalStrategy:
         drawn = self._job.task.sample_negatives(low, high, sweep=number)
         return self._lookout.batch(low, high, drawn, sweep=number, whole=whole)
 
-    def epoch_metrics(self) -> dict[str, float]:
-        return {}
-
     def artifacts(self) -> dict[str, str]:
         """Who used which batch when in the last epoch, as far as it fits."""
         schedule = self.scheduler.schedule
@@ -292,18 +284,6 @@ class TemporalStrategy:
         return EventEvaluator(
             self.model, task, lookout, config.eval_batch, config.eval_negatives, self._job.precision, self._aside
         )
-
-    def predict(self, *, embeddings: bool = False) -> Prediction:
-        self._no_nodes()
-
-    def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
-        self._no_nodes()
-
-    def exact_lookup(self) -> RowLookup:
-        self._no_nodes()
-
-    def _no_nodes(self) -> NoReturn:
-        raise ConfigError("a temporal run predicts events: gnnfleet predict RUN --events FILE, or record.score(events)")
 
     def state_dict(self) -> State:
         self._static()

@@ -6,7 +6,7 @@ import copy
 from dataclasses import replace
 
 from gnnfleet.strategies.job import Job
-from gnnfleet.strategies.protocol import Strategy
+from gnnfleet.strategies.protocol import NodePredictor, Strategy
 from gnnfleet.strategies.registry import build_strategy, make_config
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.strategy import TmaStrategy
@@ -15,6 +15,7 @@ from gnnfleet.tasks.link import LinkTask
 
 def build(config: TmaConfig, job: Job) -> TmaStrategy:
     evaluator = build_strategy(make_config({"name": "local", "cache_inputs": False, "order": "store"}), job)
+    assert isinstance(evaluator, NodePredictor)
     return TmaStrategy(config, job, evaluator, _correction_strategy(config, job))
 
 
