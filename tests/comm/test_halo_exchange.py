@@ -293,4 +293,4 @@ def lonely(world: World) -> str:
 def test_a_peer_that_does_not_answer_is_named(crew: Crew) -> None:
     text = crew.run(2, lonely)[0]
     crew.stop()  # gloo closed the connection
-    assert "rank 0 lost rank 1 (rows of aggregate, coming)" in text
+    assert "rank 0 lost rank 1 (receiving rows of aggregate)" in text

@@ -1,10 +1,11 @@
-"""What workers tell: seconds of every epoch, bytes from one to the other; all ranks lines of one table."""
+"""Phase times of every epoch and bytes between workers, gathered on the first rank."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from gnnfleet.comm.all_to_all import all_to_all_bytes
@@ -12,13 +13,14 @@ from gnnfleet.comm.clock_sync import clock_offset
 from gnnfleet.comm.collectives import sum_over_ranks
 from gnnfleet.comm.mesh import Mesh
 from gnnfleet.comm.world import World
-from gnnfleet.report.phase_timer import PHASES
+from gnnfleet.report.phase_timer import PHASES, PhaseTimer
+from gnnfleet.training import phase_profiler
 from gnnfleet.training.phase_profiler import RankProfiler
 from tests.ranks import Crew
 
 
-class Kept:
-    """A sink."""
+class RowList:
+    """A sink that keeps its rows."""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []
@@ -30,63 +32,72 @@ class Kept:
         return None
 
 
-def letters(world: World, length: int) -> None:
+def send_messages(world: World, length: int) -> None:
     """Every rank sends to q ``length`` bytes times its own number + 1 and q + 1, with a head of 8."""
     size = [length * (world.rank + 1) * (peer + 1) for peer in range(world.size)]
-    all_to_all_bytes(world, [torch.zeros(count, dtype=torch.uint8) for count in size], what="letters")
+    all_to_all_bytes(world, [torch.zeros(count, dtype=torch.uint8) for count in size], what="messages")
 
 
-def telling(world: World) -> tuple[Any, ...]:
-    strategy: Any = SimpleNamespace(elsewhere=())
-    rows, totals = Kept(), []
+def profile_epochs(world: World, external: int = 0) -> tuple[Any, ...]:
+    workers = [{"compute": 1.0, "bytes_sent": 5.0, "rounds": 2.0} for _ in range(external)]
+    strategy: Any = SimpleNamespace(external_workers=workers)
+    rows, totals = RowList(), []
     first = world.is_first
-    meter = RankProfiler(
-        world,
-        world.uncounted(),
-        strategy,
-        rows if first else None,
-        totals.append if first else None,
-    )
+    profiler = RankProfiler(world, strategy, rows if first else None, totals.append if first else None)
     for epoch in (1, 2):
-        meter.begin()
-        letters(world, 10 * epoch)
-        with meter.pause("evaluation"):
-            letters(world, 1)
-        meter.end(epoch)
+        profiler.begin()
+        send_messages(world, 10 * epoch)
+        with profiler.pause("evaluation"):
+            send_messages(world, 1)
+        profiler.end(epoch)
     sum_over_ranks(world, torch.zeros(3, dtype=torch.float64))
-    meter.report()
-    meter.begin()
-    meter.end(3)
-    meter.report()
+    profiler.report()
+    profiler.begin()
+    profiler.end(3)
+    profiler.report()
     return rows.rows, totals, world.traffic.bytes_sent, world.traffic.rounds
 
 
-def test_the_first_rank_hears_of_all(crew: Crew) -> None:
+def test_the_first_rank_gathers_epochs_and_totals(crew: Crew) -> None:
     for size in (1, 3):
-        found = crew.run(size, telling)
+        found = crew.run(size, profile_epochs)
         rows, totals = found[0][:2]
         assert [row["epoch"] for row in rows] == [1, 2, 3], "every epoch once"
         assert all(len(row[phase]) == size and min(row[phase]) >= 0 for row in rows for phase in PHASES)
         last = totals[-1]
-        assert [sum(row) for row in last["bytes"]] == [each[2] for each in found]
-        assert last["rounds"] == [each[3] for each in found] and last["epoch"] == 3
+        assert [sum(row) for row in last["bytes"]] == [rank[2] for rank in found]
+        assert last["rounds"] == [rank[3] for rank in found] and last["epoch"] == 3
         for p in range(size):
             for q in range(size):
                 body = (10 + 20 + 2) * (p + 1) * (q + 1) + 4 * 8
                 assert last["bytes"][p][q] == (body if p != q else 0)
             assert last["bytes"][p][size] == (24 if size > 1 else 0)
-        assert all(not each[0] and not each[1] for each in found[1:])
+        assert all(not rank[0] and not rank[1] for rank in found[1:])
+
+
+def test_external_workers_follow_the_rank_that_reports_them(crew: Crew) -> None:
+    rows, totals = crew.run(1, profile_epochs, 2)[0][:2]
+    assert all(len(row[phase]) == 3 and row[phase][1:] == [0, 0] for row in rows for phase in PHASES)
+    assert totals[-1]["bytes"][1:] == [[5, 0, 0, 0]] * 2 and totals[-1]["rounds"][1:] == [2, 2]
+
+
+def test_further_phases_are_gathered_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = (*PHASES, "io")
+    monkeypatch.setattr(phase_profiler, "PHASES", phases)
+    monkeypatch.setattr(PhaseTimer, "read", lambda _: dict.fromkeys(phases, 0.0))
+    rows = profile_epochs(World(), external=1)[0]
+    assert rows and all(set(row) == {"epoch", *phases} and row["io"] == [0, 0] for row in rows)
 
 
 def columns(world: World) -> dict[int, int]:
     grid = Mesh(world, {"way": 2, "stage": 2})
-    letters(grid.subgroup("stage"), 1)
-    letters(grid.subgroup("way"), 100)
+    send_messages(grid.subgroup("stage"), 1)
+    send_messages(grid.subgroup("way"), 100)
     return dict(world.traffic.bytes_by_peer)
 
 
-def test_parts_of_a_world_count_under_its_numbers(crew: Crew) -> None:
-    """Rank way · 2 + stage: along a stage 0-1 and 2-3, along a way 0-2 and 1-3; numbers within a line are 0 and 1."""
+def test_subgroups_count_traffic_by_global_rank(crew: Crew) -> None:
+    """Rank way · 2 + stage: subgroups of stages are 0-1 and 2-3, of ways 0-2 and 1-3; local ranks are 0 and 1."""
     found = crew.run(4, columns)
     assert found == [
         {1: 8 + 2, 2: 8 + 200},

@@ -1,9 +1,8 @@
-"""Rows move between ranks: in rounds of rotating pairs, some rounds ahead of the one that is worked on.
+"""Halo exchange in ring order: in round r, rank p receives from p − r and sends to p + r. Later rounds are prefetched.
 
-In the round of offset r rank p receives from p − r and sends to p + r; offset 0 is the rank itself, without traffic.
-A message holds the rows of all lanes for one peer. Empty ones are not sent: both sides know the counts. Blocks are
-visited, and what comes home is collected, in the fixed order of offsets, so that sums have one order.
-N ranks, F columns.
+Offset 0 is the rank itself, without traffic. A message holds the rows of all tables for one peer. Empty messages are
+not sent: both sides know the counts. Blocks are visited, and returned rows collected, in the fixed order of offsets, so
+that sums have one order. N ranks, F columns.
 """
 
 from __future__ import annotations
@@ -22,35 +21,35 @@ from gnnfleet.comm.shm_transport import DESCRIPTOR_WORDS, ShmMessage
 from gnnfleet.comm.world import World
 from gnnfleet.report.phase_timer import COMPUTE, EXCHANGE
 
-# Rows on their way out and rows on their way home may pass between the same two ranks in any order.
-_OUT, _HOME = 1, 2
+# Fetched and returned rows have tags of their own: between the same two ranks their order is not fixed.
+_FETCH_TAG, _RETURN_TAG = 1, 2
 
 OnRows = Callable[[int, list[Tensor]], Sequence[Tensor] | None]
-"""(q, rows of q for each lane) → what goes home to q, one tensor for each ``ReturnPath``."""
+"""(rank q, rows of q for each table) → rows to return to q, one tensor for each ``ReturnPath``."""
 OnReturns = Callable[[int, list[Tensor]], None]
-"""(p, what p sends home, one tensor for each ``ReturnPath``)."""
+"""(rank p, rows that p returns, one tensor for each ``ReturnPath``)."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan:
-    """Who gets which rows; both lists have a place for every rank, empty for this one."""
+    """The rows that each rank gets; both fields have an entry for every rank, empty for this one."""
 
     send_rows: tuple[Tensor, ...]  # rows of this rank that go to q, int32 or int64
-    recv_counts: tuple[int, ...]  # how many rows come from q
+    recv_counts: tuple[int, ...]  # number of rows that come from q
 
 
 @dataclass(frozen=True, eq=False)
 class RowTable:
-    """Rows of this rank ([n, F], contiguous, detached, any dtype) that others fetch along the routes."""
+    """Rows of this rank ([n, F], contiguous, detached, any dtype) that others fetch along a plan."""
 
     plan: ExchangePlan
     rows: Tensor
-    linear: int = 0  # from this column on, what is made of a row is proportional to it: a gradient is from 0 on
+    linear: int = 0  # the consumer's output is proportional to the columns from here on: a gradient is from 0 on
 
 
 @dataclass(frozen=True, eq=False)
 class ReturnPath:
-    """The way back along the same routes: for rows needed from q, as many rows of ``width`` go home to q."""
+    """The reverse of a plan: for the rows fetched from q, as many rows of ``width`` return to q."""
 
     plan: ExchangePlan
     width: int
@@ -58,7 +57,7 @@ class ReturnPath:
 
 
 class BufferFactory(Protocol):
-    """Where buffers come from."""
+    """Allocates buffers."""
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
@@ -69,14 +68,14 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 @dataclass(eq=False)
 class FetchedRows:
-    """Rows of other ranks as they came, so that a later visit needs no message for them."""
+    """Received rows of other ranks, kept so that a later exchange needs no messages for them."""
 
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
     is_complete: bool = False
 
 
 class RowExchange(Protocol):
-    """Whoever hands over rows block by block; see ``RingExchange``."""
+    """Hands over remote rows block by block; see ``RingExchange``."""
 
     @property
     def world(self) -> World: ...
@@ -95,9 +94,9 @@ class RowExchange(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RingExchange:
-    """Visits the rows of all ranks, ``group`` of them in a round, ``depth`` rounds fetched ahead.
+    """Visits the rows of all ranks, ``group`` ranks per round, with ``depth`` rounds prefetched.
 
-    Rows of other ranks in memory never exceed 1 + ``depth`` times the largest group.
+    Remote rows in memory never exceed 1 + ``depth`` times the largest group.
     """
 
     world: World
@@ -111,7 +110,7 @@ class RingExchange:
 
     @property
     def slots(self) -> int:
-        """Messages of this rank that may wait to be read: those of all posted rounds, and of the one before."""
+        """Number of this rank's messages that may be unread: those of all posted rounds and of the previous one."""
         return (2 + self.depth) * self.group
 
     def run(
@@ -124,21 +123,20 @@ class RingExchange:
         fetched: FetchedRows | None = None,
         op: str = "rows",
     ) -> None:
-        """Call ``visit`` once for every rank; what it returns arrives there in ``collect``. ``what`` is for errors.
+        """Collective. Call ``on_rows`` once for every rank; what it returns arrives there in ``on_returns``.
 
-        All ranks call it together, with lanes and homes of the same widths and dtypes. Rows handed to ``visit`` and
-        ``collect`` are theirs only until they return. What came is noted in ``keep``; when that is full, lanes are
-        taken from there and nothing comes.
+        Tables and returns have the same widths and dtypes on all ranks. Both callbacks may use their rows only until
+        they return. ``fetched`` keeps the received rows; once it is complete, rows are read from it and nothing is
+        sent. ``op`` names the exchange in errors.
         """
-        assert on_returns is not None or not returns, "what goes home is collected"
-        assert all(lane.rows.is_contiguous() and not lane.rows.requires_grad for lane in tables)
+        assert on_returns is not None or not returns, "returned rows need on_returns"
+        assert all(table.rows.is_contiguous() and not table.rows.requires_grad for table in tables)
         with self.world.clock.phase(EXCHANGE, op):
             _RingPass(self, tables, on_rows, returns, on_returns if returns else None, fetched, op).run()
         if fetched is not None:
             fetched.is_complete = True
 
     def sum_over_ranks(self, t: Tensor) -> Tensor:
-        """``sum_over_ranks``."""
         return sum_over_ranks(self.world, t)
 
 
@@ -148,30 +146,32 @@ class _RingPass:
     def __init__(
         self,
         ring: RingExchange,
-        lanes: Sequence[RowTable],
-        visit: OnRows,
-        home: Sequence[ReturnPath],
-        collect: OnReturns | None,
-        keep: FetchedRows | None,
-        what: str,
+        tables: Sequence[RowTable],
+        on_rows: OnRows,
+        returns: Sequence[ReturnPath],
+        on_returns: OnReturns | None,
+        fetched: FetchedRows | None,
+        op: str,
     ) -> None:
-        self.ring, self.world, self.lanes, self.home = ring, ring.world, lanes, home
-        self._visit, self._collect, self.keep, self.what = visit, collect, keep, what
+        self.ring, self.world, self.tables, self.returns = ring, ring.world, tables, returns
+        self._on_rows, self._on_returns, self.fetched, self.op = on_rows, on_returns, fetched, op
         size = self.world.size
         self.number = ring.codec.next_exchange()
-        self.travels = size > 1 and not (keep is not None and keep.is_complete)
-        self.written: list[Tensor] = []  # lanes as they travel, and for each of these which lane it belongs to
-        self.lane_of: list[int] = []
-        for place, lane in enumerate(lanes if self.travels else ()):
-            found = ring.codec.encode(lane.rows, self.number, place)
-            self.written += found
-            self.lane_of += [place] * len(found)
+        self.sends = size > 1 and not (fetched is not None and fetched.is_complete)
+        self.encoded: list[Tensor] = []
+        self.table_of: list[int] = []  # the table that each encoded tensor belongs to
+        for index, table in enumerate(tables if self.sends else ()):
+            tensors = ring.codec.encode(table.rows, self.number, index)
+            self.encoded += tensors
+            self.table_of += [index] * len(tensors)
+        self.return_shapes = [ring.codec.encoded_shapes(path.width, path.dtype) for path in returns]
+        self.return_of = [index for index, shapes in enumerate(self.return_shapes) for _ in shapes]
         self.rounds = [range(low, min(low + ring.group, size)) for low in range(0, size, ring.group)]
-        # By offset: rows that come and go, gradients that go home and come.
-        self.arriving: dict[int, PendingTransfer] = {}
-        self.leaving: dict[int, PendingTransfer] = {}
-        self.homing: dict[int, PendingTransfer] = {}
-        self.returning: dict[int, PendingTransfer] = {}
+        # By offset: rows that are fetched, and rows that are returned.
+        self.receiving: dict[int, PendingTransfer] = {}
+        self.sending: dict[int, PendingTransfer] = {}
+        self.sending_returns: dict[int, PendingTransfer] = {}
+        self.receiving_returns: dict[int, PendingTransfer] = {}
 
     def run(self) -> None:
         depth, last, posted = self.ring.depth, len(self.rounds) - 1, 0
@@ -179,11 +179,11 @@ class _RingPass:
             while posted <= min(number + depth, last):
                 self._post(self.rounds[posted])
                 posted += 1
-            self._expect_home(offsets)
+            self._post_returns(offsets)
             for offset in offsets:
-                self._work_on(offset)
+                self._visit(offset)
             for offset in offsets:
-                self._sent(self.leaving, offset)
+                _finish(self.sending, offset)
             if number >= depth:
                 self._close(self.rounds[number - depth])
             if self.world.size > 1:
@@ -192,182 +192,184 @@ class _RingPass:
             self._close(offsets)
 
     def _post(self, offsets: Sequence[int]) -> None:
-        """Receives before sends: a large send completes only when its receive is there."""
-        if not self.travels:
+        """Post receives before sends: a large send completes only once its receive is posted."""
+        if not self.sends:
             return
         for offset in offsets:
-            source = self._before(offset)
-            form = self._form(source)
-            if offset and form.nbytes:
-                buffer = self._room(source, form.nbytes)
-                self.arriving[offset] = receive(self.world, buffer, source, tag=_OUT, op=f"{self.what}, coming")
+            source = self._source(offset)
+            layout = self._fetch_layout(source)
+            if offset and layout.nbytes:
+                buffer = self._recv_buffer(source, layout.nbytes)
+                self.receiving[offset] = receive(self.world, buffer, source, tag=_FETCH_TAG, op=f"receiving {self.op}")
         for offset in offsets:
-            target = self._after(offset)
+            target = self._target(offset)
             if not offset:
                 continue
-            given = [self.lanes[lane].plan.send_rows[target] for lane in self.lane_of]
-            form = _MessageLayout([(len(g), *_shape(rows)) for g, rows in zip(given, self.written, strict=True)])
-            if form.nbytes:
-                self.leaving[offset] = self._send(target, form, given)
+            send_rows = [self.tables[index].plan.send_rows[target] for index in self.table_of]
+            layout = _MessageLayout(
+                [(len(rows), *_shape(table)) for rows, table in zip(send_rows, self.encoded, strict=True)]
+            )
+            if layout.nbytes:
+                self.sending[offset] = self._send(target, layout, send_rows)
 
-    def _send(self, target: int, form: _MessageLayout, given: Sequence[Tensor]) -> PendingTransfer:
-        """Gather the rows for a rank where it reads them, or where they are sent from."""
-        doing, shelf, slot = f"{self.what}, going", self.world.shm, None
-        if shelf is not None and shelf.can_send(target, form.nbytes):
-            slot = shelf.acquire(form.nbytes, target, max_slots=self.ring.slots, seconds=self.world.timeout)
-        buffer = self.ring.new_buffer((form.nbytes,), torch.uint8) if slot is None else slot.rows(form.nbytes)
-        for rows, which, place in zip(self.written, given, form.parts(buffer), strict=True):
-            torch.index_select(rows, 0, which, out=place)
-        if shelf is not None and slot is not None:
-            word = shelf.descriptor(slot, form.nbytes)
-            return send(self.world, word, target, tag=_OUT, op=doing, counted=form.nbytes)
-        return send(self.world, buffer, target, tag=_OUT, op=doing)
+    def _send(self, target: int, layout: _MessageLayout, send_rows: Sequence[Tensor]) -> PendingTransfer:
+        """Gather the rows for a rank into shared memory, or into a buffer that is sent."""
+        op, shm, slot = f"sending {self.op}", self.world.shm, None
+        if shm is not None and shm.can_send(target, layout.nbytes):
+            slot = shm.acquire(layout.nbytes, target, max_slots=self.ring.slots, seconds=self.world.timeout)
+        buffer = self.ring.new_buffer((layout.nbytes,), torch.uint8) if slot is None else slot.rows(layout.nbytes)
+        for table, rows, out in zip(self.encoded, send_rows, layout.views(buffer), strict=True):
+            torch.index_select(table, 0, rows, out=out)
+        if shm is not None and slot is not None:
+            descriptor = shm.descriptor(slot, layout.nbytes)
+            return send(self.world, descriptor, target, tag=_FETCH_TAG, op=op, counted=layout.nbytes)
+        return send(self.world, buffer, target, tag=_FETCH_TAG, op=op)
 
-    def _room(self, source: int, nbytes: int) -> Tensor:
-        """What a message from a rank is received in: all of it, or where it lies."""
+    def _recv_buffer(self, source: int, nbytes: int) -> Tensor:
+        """A buffer for a message of a rank, or for the descriptor of one in shared memory."""
         if self.world.shm is not None and self.world.shm.can_receive(source, nbytes):
             return torch.empty(DESCRIPTOR_WORDS, dtype=torch.int64)
         return self.ring.new_buffer((nbytes,), torch.uint8)
 
-    def _work_on(self, offset: int) -> None:
-        source = self._before(offset)
-        rows, found = self._rows_of(offset, source)
-        with self.world.clock.phase(COMPUTE, self.what):
-            back = self._visit(source, rows)
-        if found is not None:
-            back = back and [tensor.clone() if _same_memory(tensor, found.data) else tensor for tensor in back]
-            found.mark_read()
-        if self._collect is None:
+    def _visit(self, offset: int) -> None:
+        source = self._source(offset)
+        rows, message = self._rows_of(offset, source)
+        with self.world.clock.phase(COMPUTE, self.op):
+            returned = self._on_rows(source, rows)
+        if message is not None:
+            returned = returned and [
+                tensor.clone() if _same_memory(tensor, message.data) else tensor for tensor in returned
+            ]
+            message.mark_read()
+        if self._on_returns is None:
             return
-        assert back is not None and len(back) == len(self.home), "visit returns what goes home"
+        assert returned is not None and len(returned) == len(self.returns), "on_rows gives one tensor per ReturnPath"
         if not offset:
-            self.collect(source, list(back))
+            self._collect(source, list(returned))
             return
-        written = [
+        encoded = [
             tensor
-            for place, rows in enumerate(back)
-            for tensor in self.ring.codec.encode(rows, self.number, -1 - place - len(self.home) * source)
+            for index, rows in enumerate(returned)
+            for tensor in self.ring.codec.encode(rows, self.number, -1 - index - len(self.returns) * source)
         ]
-        form = self._home_form([home.plan.recv_counts[source] for home in self.home])
-        if form.nbytes:
-            message = form.pack(written, self.ring.new_buffer)
-            self.homing[offset] = send(self.world, message, source, tag=_HOME, op=f"{self.what}, going home")
+        layout = self._return_layout([path.plan.recv_counts[source] for path in self.returns])
+        if layout.nbytes:
+            buffer = layout.pack(encoded, self.ring.new_buffer)
+            self.sending_returns[offset] = send(self.world, buffer, source, tag=_RETURN_TAG, op=f"returning {self.op}")
 
     def _rows_of(self, offset: int, source: int) -> tuple[list[Tensor], ShmMessage | None]:
-        """The rows of a rank, and where they lie if it is on that rank's shelf."""
+        """The rows of a rank, and the shared-memory message that holds them, if one does."""
         if not offset:
-            return [lane.rows for lane in self.lanes], None
-        if not self.travels:
-            assert self.keep is not None
-            return self.keep.rows[source], None
-        form, found = self._form(source), None
-        message = torch.empty(0, dtype=torch.uint8, device=self.world.device)
-        if form.nbytes:
-            message = self.arriving.pop(offset).wait()
-            if self.world.shm is not None and self.world.shm.can_receive(source, form.nbytes):
-                found = self.world.shm.open(message, source)
-                message = found.data
-        rows = self._read(form.parts(message), [lane.rows.dtype for lane in self.lanes], self.lane_of)
-        if self.keep is not None:
-            held = None if found is None else found.data
-            self.keep.rows[source] = rows = [
-                each.clone() if held is not None and _same_memory(each, held) else each for each in rows
-            ]
-        return rows, found
+            return [table.rows for table in self.tables], None
+        if not self.sends:
+            assert self.fetched is not None
+            return self.fetched.rows[source], None
+        layout, message = self._fetch_layout(source), None
+        buffer = torch.empty(0, dtype=torch.uint8, device=self.world.device)
+        if layout.nbytes:
+            buffer = self.receiving.pop(offset).wait()
+            if self.world.shm is not None and self.world.shm.can_receive(source, layout.nbytes):
+                message = self.world.shm.open(buffer, source)
+                buffer = message.data
+        rows = self._decode(layout.views(buffer), [table.rows.dtype for table in self.tables], self.table_of)
+        if self.fetched is not None:
+            if message is not None:
+                rows = [tensor.clone() if _same_memory(tensor, message.data) else tensor for tensor in rows]
+            self.fetched.rows[source] = rows
+        return rows, message
 
-    def _read(self, written: list[Tensor], dtypes: Sequence[torch.dtype], owner: Sequence[int]) -> list[Tensor]:
-        """Tensors as they travel back into one for each lane or home."""
-        each = [
-            [tensor for tensor, place in zip(written, owner, strict=True) if place == n] for n in range(len(dtypes))
+    def _decode(self, encoded: list[Tensor], dtypes: Sequence[torch.dtype], owner: Sequence[int]) -> list[Tensor]:
+        """One tensor per table or return path from the encoded ones, of which each belongs to ``owner``."""
+        groups = [
+            [tensor for tensor, index in zip(encoded, owner, strict=True) if index == n] for n in range(len(dtypes))
         ]
-        return [self.ring.codec.decode(tensors, dtype) for tensors, dtype in zip(each, dtypes, strict=True)]
+        return [self.ring.codec.decode(tensors, dtype) for tensors, dtype in zip(groups, dtypes, strict=True)]
 
-    def _expect_home(self, offsets: Sequence[int]) -> None:
+    def _post_returns(self, offsets: Sequence[int]) -> None:
         for offset in offsets:
-            source = self._after(offset)
-            form = self._homecoming(source)
-            if offset and form.nbytes:
-                buffer = self.ring.new_buffer((form.nbytes,), torch.uint8)
-                self.returning[offset] = receive(self.world, buffer, source, tag=_HOME, op=f"{self.what}, coming home")
+            source = self._target(offset)
+            layout = self._returned_layout(source)
+            if offset and layout.nbytes:
+                buffer = self.ring.new_buffer((layout.nbytes,), torch.uint8)
+                self.receiving_returns[offset] = receive(
+                    self.world, buffer, source, tag=_RETURN_TAG, op=f"receiving returned {self.op}"
+                )
 
     def _close(self, offsets: Sequence[int]) -> None:
-        """End a round of the past: take what comes home, let go of what went."""
+        """End an earlier round: collect the rows that return to this rank, and finish those it returned."""
         for offset in offsets:
-            if offset in self.returning:
-                source = self._after(offset)
-                form = self._homecoming(source)
-                written = form.parts(self.returning.pop(offset).wait())
-                self.collect(source, self._read(written, [home.dtype for home in self.home], self._home_owner()))
+            if offset in self.receiving_returns:
+                source = self._target(offset)
+                encoded = self._returned_layout(source).views(self.receiving_returns.pop(offset).wait())
+                self._collect(source, self._decode(encoded, [path.dtype for path in self.returns], self.return_of))
         for offset in offsets:
-            self._sent(self.homing, offset)
+            _finish(self.sending_returns, offset)
 
-    def collect(self, source: int, rows: list[Tensor]) -> None:
-        assert self._collect is not None
-        with self.world.clock.phase(COMPUTE, self.what):
-            self._collect(source, rows)
+    def _collect(self, source: int, rows: list[Tensor]) -> None:
+        assert self._on_returns is not None
+        with self.world.clock.phase(COMPUTE, self.op):
+            self._on_returns(source, rows)
 
-    def _sent(self, messages: dict[int, PendingTransfer], offset: int) -> None:
-        if offset in messages:
-            messages.pop(offset).wait()
-
-    def _before(self, offset: int) -> int:
+    def _source(self, offset: int) -> int:
         return (self.world.rank - offset) % self.world.size
 
-    def _after(self, offset: int) -> int:
+    def _target(self, offset: int) -> int:
         return (self.world.rank + offset) % self.world.size
 
-    def _form(self, source: int) -> _MessageLayout:
-        counts = [self.lanes[lane].plan.recv_counts[source] for lane in self.lane_of]
-        return _MessageLayout([(count, *_shape(rows)) for count, rows in zip(counts, self.written, strict=True)])
+    def _fetch_layout(self, source: int) -> _MessageLayout:
+        counts = [self.tables[index].plan.recv_counts[source] for index in self.table_of]
+        return _MessageLayout([(count, *_shape(table)) for count, table in zip(counts, self.encoded, strict=True)])
 
-    def _homecoming(self, source: int) -> _MessageLayout:
-        return self._home_form([len(home.plan.send_rows[source]) for home in self.home])
+    def _returned_layout(self, source: int) -> _MessageLayout:
+        return self._return_layout([len(path.plan.send_rows[source]) for path in self.returns])
 
-    def _home_form(self, counts: Sequence[int]) -> _MessageLayout:
-        forms = [self.ring.codec.encoded_shapes(home.width, home.dtype) for home in self.home]
-        return _MessageLayout([(count, *form) for count, each in zip(counts, forms, strict=True) for form in each])
-
-    def _home_owner(self) -> list[int]:
-        forms = [self.ring.codec.encoded_shapes(home.width, home.dtype) for home in self.home]
-        return [place for place, each in enumerate(forms) for _ in each]
+    def _return_layout(self, counts: Sequence[int]) -> _MessageLayout:
+        return _MessageLayout(
+            [(count, *shape) for count, shapes in zip(counts, self.return_shapes, strict=True) for shape in shapes]
+        )
 
 
 class _MessageLayout:
-    """How a message is laid out: tensors one after the other, those of wide numbers first, so that all are aligned."""
+    """Positions of tensors in a message: those of wide dtypes come first, so that all are aligned."""
 
     def __init__(self, shapes: Sequence[tuple[int, int, torch.dtype]]) -> None:
         self.shapes = list(shapes)  # rows, columns, dtype
         self.starts = [0] * len(self.shapes)
         self.nbytes = 0
-        for place in sorted(range(len(self.shapes)), key=lambda i: -self.shapes[i][2].itemsize):
-            self.starts[place] = self.nbytes
-            self.nbytes += self._size(place)
+        for index in sorted(range(len(self.shapes)), key=lambda i: -self.shapes[i][2].itemsize):
+            self.starts[index] = self.nbytes
+            self.nbytes += self._size(index)
 
-    def _size(self, place: int) -> int:
-        rows, width, dtype = self.shapes[place]
+    def _size(self, index: int) -> int:
+        rows, width, dtype = self.shapes[index]
         return rows * width * dtype.itemsize
 
-    def parts(self, buffer: Tensor) -> list[Tensor]:
+    def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors as views of a message."""
         return [
-            buffer[start : start + self._size(place)].view(dtype).view(rows, width)
-            for place, (start, (rows, width, dtype)) in enumerate(zip(self.starts, self.shapes, strict=True))
+            buffer[start : start + self._size(index)].view(dtype).view(rows, width)
+            for index, (start, (rows, width, dtype)) in enumerate(zip(self.starts, self.shapes, strict=True))
         ]
 
-    def pack(self, tensors: Sequence[Tensor], empty: BufferFactory) -> Tensor:
-        """A message of these tensors; a single one is sent from where it lies."""
+    def pack(self, tensors: Sequence[Tensor], new_buffer: BufferFactory) -> Tensor:
+        """A message of these tensors; a single tensor is sent without a copy."""
         for tensor, (rows, width, dtype) in zip(tensors, self.shapes, strict=True):
-            assert tensor.shape == (rows, width) and tensor.dtype == dtype, "what goes home has the form agreed on"
+            assert tensor.shape == (rows, width) and tensor.dtype == dtype, "returned rows have the agreed shape"
         if len(tensors) == 1:
             return tensors[0].contiguous().view(-1).view(torch.uint8)
-        buffer = empty((self.nbytes,), torch.uint8)
-        for tensor, place in zip(tensors, self.parts(buffer), strict=True):
-            place.copy_(tensor)
+        buffer = new_buffer((self.nbytes,), torch.uint8)
+        for tensor, view in zip(tensors, self.views(buffer), strict=True):
+            view.copy_(tensor)
         return buffer
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _finish(transfers: dict[int, PendingTransfer], offset: int) -> None:
+    if offset in transfers:
+        transfers.pop(offset).wait()
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _shape(rows: Tensor) -> tuple[int, torch.dtype]:

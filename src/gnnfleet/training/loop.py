@@ -20,7 +20,7 @@ from gnnfleet.report.metrics import MetricsSink
 from gnnfleet.strategies.protocol import RAW_WEIGHTS, SHARDED, State, StepRecord, Strategy
 from gnnfleet.tasks.train_options import TrainConfig
 from gnnfleet.training.checkpoint import TrainState
-from gnnfleet.training.phase_profiler import NoProfiler, PhaseProfiler
+from gnnfleet.training.phase_profiler import PhaseProfiler
 
 
 class CheckpointSink(Protocol):
@@ -51,7 +51,7 @@ class LoopConfig:
     sinks: Sequence[MetricsSink] = ()
     display: EpochDisplay = field(default_factory=NoDisplay)
     broadcast: BroadcastFromFirst = lambda word: word
-    profiler: PhaseProfiler = field(default_factory=NoProfiler)
+    profiler: PhaseProfiler = field(default_factory=PhaseProfiler)
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
-"""What every worker did with its time, epoch by epoch, and what it sent to whom: told to the first rank now and then.
+"""Per-epoch phase times and traffic of all workers, gathered on the first rank.
 
-Telling is a message among all ranks, so the first says when, at most once a second; between that everybody keeps what
-it has measured. Workers that are no ranks (tma's trainers) are told of by the strategy.
+Gathering is a collective, so the first rank decides when, at most once a second; until then every rank keeps its own
+measurements. Workers that are no ranks (tma's trainers) are reported by the strategy.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from gnnfleet.comm.collectives import all_gather_rows
 from gnnfleet.comm.world import World
 from gnnfleet.report.memory import peak_rss
 from gnnfleet.report.metrics import MetricsSink
-from gnnfleet.report.phase_timer import PHASES, PhaseTimer
+from gnnfleet.report.phase_timer import PHASES
 from gnnfleet.report.traffic import EVERYONE
 from gnnfleet.strategies.protocol import Strategy
 
@@ -27,148 +27,122 @@ REPORT_INTERVAL = 1.0
 Seconds = list[float]
 """By phase."""
 
+OnTotals = Callable[[Mapping[str, Any]], None]
+"""Takes what all workers have sent and their memory so far."""
 
-class PhaseProfiler(Protocol):
-    """Told by the loop when epochs begin and end; every rank has one."""
+
+class PhaseProfiler:
+    """Notified by the training loop; this one measures nothing, for runs without a directory."""
 
     @property
     def is_due(self) -> bool:
-        """Whether ranks should tell; the first rank's word counts."""
-
-    def begin(self) -> None: ...
-
-    def after_step(self, number: int) -> None: ...
-
-    def end(self, epoch: int) -> None: ...
-
-    def pause(self, what: str) -> Any:
-        """A context: what happens in it is no part of the epoch."""
-
-    def report(self) -> None: ...
-
-
-class NoProfiler:
-    """For runs that keep nothing."""
-
-    is_due = False
+        """True if ranks should gather; the answer of the first rank counts."""
+        return False
 
     def begin(self) -> None:
-        return None
+        """An epoch begins."""
 
     def after_step(self, number: int) -> None:
-        return None
+        """A step ends."""
 
     def end(self, epoch: int) -> None:
-        return None
+        """An epoch ends."""
 
     @contextmanager
     def pause(self, what: str) -> Iterator[None]:
+        """Exclude from the epoch what happens in the context."""
         yield
 
     def report(self) -> None:
-        return None
-
-
-class OnTotals(Protocol):
-    """Takes what all workers have sent and held until now."""
-
-    def __call__(self, found: Mapping[str, Any]) -> None: ...
+        """Collective. Gather the measurements on the first rank."""
 
 
 @dataclass(eq=False)
-class RankProfiler:
-    """``world`` is the one that is counted, ``beside`` the same ranks for words that are not. The first rank has
-    somewhere to write: ``rows`` takes one row per epoch, ``totals`` the rest."""
+class RankProfiler(PhaseProfiler):
+    """Measures one rank of ``world``. On the first rank ``rows`` takes a row per epoch and ``totals`` the sums."""
 
     world: World
-    beside: World
     strategy: Strategy
     rows: MetricsSink | None = None
     totals: OnTotals | None = None
     _pending: list[tuple[int, list[Seconds]]] = field(default_factory=list)
-    _last: int = 0
-    _told: float = field(default_factory=time.monotonic)
+    _last_epoch: int = 0
+    _reported: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self._base = self._read()
-        self._since = self._begun = time.perf_counter()
+        self._uncounted = self.world.uncounted()
+        self.begin()
 
     @property
     def is_due(self) -> bool:
-        return time.monotonic() - self._told >= REPORT_INTERVAL
-
-    @property
-    def _clock(self) -> PhaseTimer:
-        return self.world.clock
+        return time.monotonic() - self._reported >= REPORT_INTERVAL
 
     def begin(self) -> None:
         self._base = self._read()
-        self._since = self._begun = time.perf_counter()
+        self._step_begin = self._epoch_begin = time.perf_counter()
 
     def after_step(self, number: int) -> None:
-        self._clock.record(f"step {number + 1}", "step", self._since)
-        self._since = time.perf_counter()
+        self.world.clock.record(f"step {number + 1}", "step", self._step_begin)
+        self._step_begin = time.perf_counter()
 
     def end(self, epoch: int) -> None:
-        after = self._read()
-        spent = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(self._base, after, strict=True)]
-        self._pending.append((epoch, spent))
-        self._clock.record(f"epoch {epoch}", "epoch", self._begun)
-        self._base, self._last = after, epoch
+        now = self._read()
+        self._pending.append((epoch, _difference(now, self._base)))
+        self.world.clock.record(f"epoch {epoch}", "epoch", self._epoch_begin)
+        self._base, self._last_epoch = now, epoch
 
     @contextmanager
     def pause(self, what: str) -> Iterator[None]:
-        before, began = self._read(), time.perf_counter()
+        before, begin = self._read(), time.perf_counter()
         yield
-        passed = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, self._read(), strict=True)]
-        self._base = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(self._base, passed, strict=True)]
-        self._since = time.perf_counter()
-        self._clock.record(what, "beside", began)
+        paused = _difference(self._read(), before)
+        self._base = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(self._base, paused, strict=True)]
+        self._step_begin = time.perf_counter()
+        self.world.clock.record(what, "beside", begin)
 
     def report(self) -> None:
-        """All ranks call it together."""
         pending, self._pending = self._pending, []
+        epochs, totals = self._gather_epochs(pending), self._gather_totals()
         if self.rows is not None:
-            for row in self._gathered(pending):
+            for row in epochs:
                 self.rows.write(row)
-        else:
-            self._gathered(pending)
-        found = self._totals()
         if self.totals is not None:
-            self.totals(found)
-        self._told = time.monotonic()
+            self.totals(totals)
+        self._reported = time.monotonic()
 
     def _read(self) -> list[Seconds]:
-        """Seconds by phase of this rank, and of workers that it speaks for."""
-        others = [[each.get(phase, 0.0) for phase in PHASES] for each in self.strategy.external_workers]
-        return [list(self._clock.read().values()), *others]
+        """Seconds by phase of this rank, and of the external workers that it reports."""
+        external = [[worker.get(phase, 0.0) for phase in PHASES] for worker in self.strategy.external_workers]
+        return [list(self.world.clock.read().values()), *external]
 
-    def _gathered(self, pending: list[tuple[int, list[Seconds]]]) -> list[dict[str, Any]]:
-        workers = 1 + len(self.strategy.external_workers)
-        own = torch.tensor([spent for _, spent in pending], dtype=torch.float64).view(len(pending), workers, 3)
-        # [epochs, workers, phases] of every rank
-        each = torch.cat(all_gather_rows(self.beside, own)).view(self.world.size, len(pending), workers, len(PHASES))
-        found = each.transpose(0, 1).reshape(len(pending), self.world.size * workers, len(PHASES))
-        rows = []
-        for (epoch, _), seconds in zip(pending, found.round(decimals=6), strict=True):
-            rows.append({"epoch": epoch, **{phase: seconds[:, p].tolist() for p, phase in enumerate(PHASES)}})
-        return rows
-
-    def _totals(self) -> dict[str, Any]:
-        """Bytes from worker to worker, those to all at once in a last column; rounds; memory."""
-        sent, others = self.world.traffic, self.strategy.external_workers
-        count = self.world.size + len(others)
-        own = [
-            [sent.bytes_by_peer.get(peer, 0) for peer in range(count)]
-            + [sent.bytes_by_peer.get(EVERYONE, 0), sent.rounds, peak_rss()]
+    def _gather_epochs(self, pending: list[tuple[int, list[Seconds]]]) -> list[dict[str, Any]]:
+        epochs, workers, phases = len(pending), 1 + len(self.strategy.external_workers), len(PHASES)
+        own = torch.tensor([seconds for _, seconds in pending], dtype=torch.float64).view(epochs, workers, phases)
+        # [ranks, epochs, workers, phases]
+        ranks = torch.cat(all_gather_rows(self._uncounted, own)).view(self.world.size, epochs, workers, phases)
+        by_epoch = ranks.transpose(0, 1).reshape(epochs, self.world.size * workers, phases)
+        return [
+            {"epoch": epoch, **{phase: seconds[:, p].tolist() for p, phase in enumerate(PHASES)}}
+            for (epoch, _), seconds in zip(pending, by_epoch.round(decimals=6), strict=True)
         ]
-        for each in others:  # they send to this rank alone
-            row = [int(each["bytes_sent"]), *[0] * count, int(each["rounds"]), int(each.get("peak_rss", 0))]
-            own.append(row)
-        rows = torch.cat(all_gather_rows(self.beside, torch.tensor(own, dtype=torch.int64))).tolist()
+
+    def _gather_totals(self) -> dict[str, Any]:
+        """Bytes from worker to worker, with those to all ranks in a last column; rounds; memory."""
+        traffic, external = self.world.traffic, self.strategy.external_workers
+        count = self.world.size + len(external)
+        sent = [traffic.bytes_by_peer.get(peer, 0) for peer in (*range(count), EVERYONE)]
+        rows = [[*sent, traffic.rounds, peak_rss()]]
+        for worker in external:  # they send to this rank alone
+            sent = [int(worker["bytes_sent"]), *[0] * count]
+            rows.append([*sent, int(worker["rounds"]), int(worker.get("peak_rss", 0))])
+        rows = torch.cat(all_gather_rows(self._uncounted, torch.tensor(rows, dtype=torch.int64))).tolist()
         return {
-            "epoch": self._last,
+            "epoch": self._last_epoch,
             "bytes": [row[: count + 1] for row in rows],
             "rounds": [row[-2] for row in rows],
             "peak_rss": [row[-1] for row in rows],
         }
+
+
+def _difference(after: list[Seconds], before: list[Seconds]) -> list[Seconds]:
+    return [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(after, before, strict=True)]

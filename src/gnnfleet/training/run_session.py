@@ -24,7 +24,7 @@ from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.training.build import BuiltRun
 from gnnfleet.training.loop import LoopConfig, NoCheckpoints, Outcome, fit
-from gnnfleet.training.phase_profiler import NoProfiler, PhaseProfiler, RankProfiler
+from gnnfleet.training.phase_profiler import PhaseProfiler, RankProfiler
 from gnnfleet.training.resume import ResumePoint
 from gnnfleet.training.run_dir import RunDirectory
 from gnnfleet.training.trace_files import write_spans, write_trace
@@ -83,14 +83,13 @@ def run_session(
 def _measuring(built: BuiltRun, directory: RunDirectory | None, start: ResumePoint) -> Iterator[PhaseProfiler]:
     """What measures the time of all ranks; the first one writes it down."""
     if directory is None:
-        yield NoProfiler()
+        yield PhaseProfiler()
         return
-    aside = built.world.uncounted()
-    if not aside.is_first:
-        yield RankProfiler(built.world, aside, built.strategy)
+    if not built.world.is_first:
+        yield RankProfiler(built.world, built.strategy)
         return
     with closing(MetricsFile(directory.path / "ranks.jsonl", epochs=start.progress.epoch)) as file:
-        yield RankProfiler(built.world, aside, built.strategy, rows=file, totals=directory.append_rank_rows)
+        yield RankProfiler(built.world, built.strategy, rows=file, totals=directory.append_rank_rows)
 
 
 def _fit(
@@ -131,7 +130,7 @@ def _fit(
 
 def _model_collapsed(built: BuiltRun, config: RunConfig, rows: list[dict[str, Any]]) -> str | None:
     """A model that tells links from nothing any more ends like any other; its numbers alone do not say so."""
-    tied = built.task.has_shared_embeddings if isinstance(built.task, LinkTask) else None
+    tied = built.task.tied_val_metric if isinstance(built.task, LinkTask) else None
     last = next((row["val"] for row in reversed(rows) if row.get("val") is not None), None)
     # Candidates in a random order would come to more than ties do, so what is as low is no model that learns slowly.
     if tied is None or last is None or not math.isclose(last, tied, rel_tol=0.01):

@@ -1,7 +1,7 @@
-"""``--trace``: spans of all ranks in one file, ``trace.json``, by the first rank's clock.
+"""``--trace``: spans of all ranks in one file, ``trace.json``, by the clock of the first rank.
 
-A coordinator and its trainers are processes of their own: each leaves its spans in the run's directory, and whoever
-started them collects them. On one machine they have one clock; trainers of other machines are not in the trace.
+The coordinator and the trainers of tma are no ranks: each writes its spans into the run directory, and their
+supervisor collects them. They use the clock of their machine; trainers of other machines are not in the trace.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ _SPANS_DIR = ".spans"
 
 
 def write_trace(world: World, run: Path) -> None:
-    """All ranks call it together; the first writes."""
+    """Collective. Write the spans of all ranks; the first rank writes the file."""
     spans, world.clock.spans = world.clock.spans or [], None
-    data = pack_spans(spans, clock_offset(world))
-    none = torch.empty(0, dtype=torch.uint8)
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    found = all_to_all_bytes(world, [own, *[none] * (world.size - 1)], what="trace")
+    own = torch.frombuffer(bytearray(pack_spans(spans, clock_offset(world))), dtype=torch.uint8)
+    nothing = torch.empty(0, dtype=torch.uint8)
+    packed = all_to_all_bytes(world, [own, *[nothing] * (world.size - 1)], what="trace")
     if world.is_first:
-        every = {f"rank {rank}": unpack_spans(each.numpy().tobytes()) for rank, each in enumerate(found)}
-        write_atomically(run / TRACE_FILE, trace_json(every).encode())
+        by_rank = {f"rank {rank}": unpack_spans(content.numpy().tobytes()) for rank, content in enumerate(packed)}
+        write_atomically(run / TRACE_FILE, trace_json(by_rank).encode())
 
 
 def write_spans(clock: PhaseTimer, run: Path, name: str) -> None:
-    """What a process of a fleet did, for ``collect_spans``."""
+    """Leave the spans of a process for ``collect_spans``."""
     (run / _SPANS_DIR).mkdir(exist_ok=True)
     write_atomically(run / _SPANS_DIR / name, pack_spans(clock.spans or []))
 
 
 def collect_spans(run: Path) -> None:
-    """The trace of a fleet that has ended; none where nothing was left."""
+    """Write the trace of processes that have ended; no file if none of them left spans."""
     if not (run / _SPANS_DIR).is_dir():
         return
-    every = {path.name: unpack_spans(path.read_bytes()) for path in sorted((run / _SPANS_DIR).iterdir())}
-    write_atomically(run / TRACE_FILE, trace_json(every).encode())
+    by_process = {path.name: unpack_spans(path.read_bytes()) for path in sorted((run / _SPANS_DIR).iterdir())}
+    write_atomically(run / TRACE_FILE, trace_json(by_process).encode())
     shutil.rmtree(run / _SPANS_DIR)
