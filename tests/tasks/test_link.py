@@ -1,4 +1,4 @@
-"""Link prediction equals a plain loop, hides what it says, and measures the same every time."""
+"""Link prediction equals a plain loop, hides the edges it should, and measures reproducibly."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from gnnfleet.training.build import BuiltRun, build
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    made = make_dataset("communities", nodes=200, mean_degree=8, seed=3)
-    return Graph(made.single_edges.edge_index(), x=made.single_nodes.x)
+    graph = make_dataset("communities", nodes=200, mean_degree=8, seed=3)
+    return Graph(graph.single_edges.edge_index(), x=graph.single_nodes.x)
 
 
 def relational(nodes: int = 40, relations: int = 6, edges: int = 60, *, links: bool = True) -> Graph:
-    made = torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> Tensor:
-        return torch.randint(0, nodes, (2, count), generator=made)
+        return torch.randint(0, nodes, (2, count), generator=random)
 
     tables = {
         EdgeType("node", f"r{i}", "node"): validated_edges(
@@ -44,55 +44,53 @@ def relational(nodes: int = 40, relations: int = 6, edges: int = 60, *, links: b
     return Graph.of({"node": validated_nodes(nodes)}, tables)
 
 
-def made(graph: Graph, **more: Any) -> tuple[BuiltRun, LinkTask]:
+def build_task(graph: Graph, **settings: Any) -> tuple[BuiltRun, LinkTask]:
     base = {"task": "link", "precision": "float64", "split": "0.8/0.1/0.1", "seed": 5}
-    model = {"hidden": 16, "layers": 2, "dropout": 0.0, **more.pop("model", {})}
-    built = build(graph, resolve({**base, "model": model, **more}))
+    model = {"hidden": 16, "layers": 2, "dropout": 0.0, **settings.pop("model", {})}
+    built = build(graph, resolve({**base, "model": model, **settings}))
     assert isinstance(built.task, LinkTask)
     return built, built.task
 
 
 @pytest.mark.parametrize("name", ["dot", "mlp", "distmult"])
-def test_decoders(name: str) -> None:
+def test_decoders_equal_their_formulas(name: str) -> None:
     config = LinkConfig.model_validate({"decoder": name, "layers": 3})
     decoder = make_decoder(config, width=8, relations=5, several=True).double()
-    made = torch.Generator().manual_seed(0)
-    src, dst = torch.randn(2, 9, 8, generator=made, dtype=torch.float64)
-    relation = torch.randint(0, 5, (9,), generator=made)
-    found = decoder(src, dst, relation)
+    random = torch.Generator().manual_seed(0)
+    src, dst = torch.randn(2, 9, 8, generator=random, dtype=torch.float64)
+    relation = torch.randint(0, 5, (9,), generator=random)
+    logits = decoder(src, dst, relation)
     if isinstance(decoder, DistMult):
-        wanted = torch.stack([(s * decoder.weight[r] * d).sum() for s, d, r in zip(src, dst, relation, strict=True)])
+        expected = torch.stack([(s * decoder.weight[r] * d).sum() for s, d, r in zip(src, dst, relation, strict=True)])
     elif isinstance(decoder, ProductMLP):
         assert len(decoder.lins) == 3
         hidden = functional.relu(decoder.lins[1](functional.relu(decoder.lins[0](src * dst))))
-        wanted = decoder.lins[2](hidden)[:, 0]
+        expected = decoder.lins[2](hidden)[:, 0]
     else:
-        wanted = torch.einsum("ij,ij->i", src, dst)
-    torch.testing.assert_close(found, wanted)
-    every = decoder.score_all(src, relation, dst)
-    torch.testing.assert_close(every.diagonal(), found)
-    one = decoder(src[2:3].expand(9, -1), dst, relation[2:3].expand(9))
-    torch.testing.assert_close(every[2], one)
+        expected = torch.einsum("ij,ij->i", src, dst)
+    torch.testing.assert_close(logits, expected)
+    all_logits = decoder.score_all(src, relation, dst)
+    torch.testing.assert_close(all_logits.diagonal(), logits)
+    repeated = decoder(src[2:3].expand(9, -1), dst, relation[2:3].expand(9))
+    torch.testing.assert_close(all_logits[2], repeated)
 
 
 @pytest.mark.parametrize("link", [{}, {"eval_negatives": 7}])
-def test_what_val_comes_to_when_all_score_alike(graph: Graph, link: dict[str, Any]) -> None:
-    built, task = made(graph, link=link)
+def test_tied_val_metric_is_the_metric_of_constant_scores(graph: Graph, link: dict[str, Any]) -> None:
+    built, task = build_task(graph, link=link)
     rows = torch.ones(graph.num_nodes, 16, dtype=torch.float64)
-    assert task.has_shared_embeddings == pytest.approx(
-        task.measure(lambda kind, ids: rows[ids], "val")["mrr"], rel=1e-12
-    )
-    assert task.has_shared_embeddings < task.measure(built.strategy.exact_lookup(), "val")["mrr"]
-    assert made(graph, link={"ranking": "filtered"})[1].has_shared_embeddings is None
-    assert made(graph, train={"metric": "hits@10"})[1].has_shared_embeddings is None
+    assert task.tied_val_metric == pytest.approx(task.measure(lambda kind, ids: rows[ids], "val")["mrr"], rel=1e-12)
+    assert task.tied_val_metric < task.measure(built.strategy.exact_lookup(), "val")["mrr"]
+    assert build_task(graph, link={"ranking": "filtered"})[1].tied_val_metric is None
+    assert build_task(graph, train={"metric": "hits@10"})[1].tied_val_metric is None
 
 
 @pytest.mark.parametrize("loss", ["bce", "softmax"])
 @pytest.mark.parametrize("mode", ["either", "shared"])
 def test_a_step_equals_a_plain_loop(graph: Graph, mode: str, loss: str) -> None:
-    words = {"negatives": 3, "negative_mode": mode, "loss": loss, "l2": 0.1}
-    built, _ = made(graph, link=words, train={"lr": 0.1, "optimizer": "sgd", "momentum": 0.0})
-    other, plain = made(graph, link=words)
+    link = {"negatives": 3, "negative_mode": mode, "loss": loss, "l2": 0.1}
+    built, _ = build_task(graph, link=link, train={"lr": 0.1, "optimizer": "sgd", "momentum": 0.0})
+    other, plain = build_task(graph, link=link)
     record = next(iter(built.strategy.train_epoch(0)))
     batch = plain.batch(plain.items("train"), DrawKey(5, 0, 0))
     assert isinstance(batch, LinkBatch)
@@ -113,9 +111,9 @@ def test_a_step_equals_a_plain_loop(graph: Graph, mode: str, loss: str) -> None:
             labels = torch.cat([torch.ones_like(positive), torch.zeros(negative.numel(), dtype=torch.float64)])
             total = total + functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
         else:
-            every = torch.cat([positive[:, None], negative], 1)
-            wanted = torch.zeros(len(every), dtype=torch.int64)
-            total = total + functional.cross_entropy(every, wanted, reduction="sum")
+            candidates = torch.cat([positive[:, None], negative], 1)
+            classes = torch.zeros(len(candidates), dtype=torch.int64)
+            total = total + functional.cross_entropy(candidates, classes, reduction="sum")
     mean = total / len(links)
     assert record.loss == pytest.approx(mean.item(), rel=1e-12) and record.count == len(links)
     mean.backward()  # type: ignore[no-untyped-call]
@@ -126,8 +124,8 @@ def test_a_step_equals_a_plain_loop(graph: Graph, mode: str, loss: str) -> None:
 
 @pytest.mark.parametrize("name", ["gcn", "sage", "gat"])
 @pytest.mark.parametrize("exclude", ["batch", "disjoint:0.4"])
-def test_a_hidden_edge_is_as_if_it_were_not_there(graph: Graph, name: str, exclude: str) -> None:
-    built, task = made(graph, model={"name": name}, link={"exclude": exclude}, strategy={"batch": 50})
+def test_a_masked_edge_has_no_effect(graph: Graph, name: str, exclude: str) -> None:
+    built, task = build_task(graph, model={"name": name}, link={"exclude": exclude}, strategy={"batch": 50})
     items = task.train_items(5, 1)[:50]
     batch, view = task.batch(items, DrawKey(5, 1, 0)), LocalView.of_graph(built.graph)
     seen = task.mask_edges(view, batch)
@@ -147,53 +145,53 @@ def test_a_hidden_edge_is_as_if_it_were_not_there(graph: Graph, name: str, exclu
     assert not torch.allclose(rows[0], rows[2])
 
 
-def test_a_target_that_is_all_there_is_cannot_be_seen() -> None:
-    """Pairs of nodes with an edge each and nothing else: seen, the edge gives itself away; hidden, nothing does."""
+def test_a_masked_target_does_not_reveal_its_answer() -> None:
+    """The graph is pairs of nodes with one edge each: rows depend on the partner only if the edge is visible."""
     a = torch.arange(0, 200, 2)
     x = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
     index = torch.cat([torch.stack([a, a + 1]), torch.stack([a + 1, a])], 1)
     losses = {}
     for exclude in ("none", "batch"):
         link = {"exclude": exclude, "avoid_edges": False}
-        built, task = made(Graph(index, x=x), link=link, strategy={"batch": 20}, model={"layers": 1})
+        built, task = build_task(Graph(index, x=x), link=link, strategy={"batch": 20}, model={"layers": 1})
         batch = task.batch(task.items("train")[:20], DrawKey(5, 0, 0))
         assert isinstance(batch, LinkBatch)
         view = task.mask_edges(LocalView.of_graph(built.graph), batch)
         rows = built.strategy.model(view, x.double())
         other = x.double().clone()
-        other[batch.links.dst] += 1  # whoever still hears of its partner changes with it
+        other[batch.links.dst] += 1  # rows that depend on their partner change
         moved = built.strategy.model(view, other)
         losses[exclude] = (moved - rows)[batch.links.src].abs().max().item()
     assert losses["none"] > 0.01 and losses["batch"] == 0
 
 
 def test_disjoint_targets_change_with_the_epoch(graph: Graph) -> None:
-    _, task = made(graph, link={"exclude": "disjoint:0.3"})
-    one, two = task.train_items(5, 0), task.train_items(5, 1)
+    _, task = build_task(graph, link={"exclude": "disjoint:0.3"})
+    first, second = task.train_items(5, 0), task.train_items(5, 1)
     total = len(task.items("train"))
-    assert 0.2 * total < len(one) < 0.4 * total and one.tolist() != two.tolist()
-    assert task.train_items(5, 0).tolist() == one.tolist()
+    assert 0.2 * total < len(first) < 0.4 * total and first.tolist() != second.tolist()
+    assert task.train_items(5, 0).tolist() == first.tolist()
 
 
-@pytest.mark.parametrize("words", [{}, {"model": {"name": "rgcn", "bases": 2}, "split": 0, "ranking": "filtered"}])
-def test_measures_the_same_every_time(graph: Graph, words: dict[str, Any]) -> None:
-    used = relational() if words else graph
-    words = {"model": {"embedding": 8}, **words}
-    words["model"] = {**words["model"], "embedding": 8}
-    ranking = words.pop("ranking", "sampled")
-    one, task = made(used, **words)
-    two, _ = made(used, **words)
+@pytest.mark.parametrize("settings", [{}, {"model": {"name": "rgcn", "bases": 2}, "split": 0, "ranking": "filtered"}])
+def test_evaluation_is_reproducible(graph: Graph, settings: dict[str, Any]) -> None:
+    used = relational() if settings else graph
+    settings = {"model": {"embedding": 8}, **settings}
+    settings["model"] = {**settings["model"], "embedding": 8}
+    ranking = settings.pop("ranking", "sampled")
+    first, task = build_task(used, **settings)
+    second, _ = build_task(used, **settings)
     assert task.ranking == ranking and task.metric == "mrr"
-    found = one.strategy.evaluate("test")
-    assert found == two.strategy.evaluate("test") == one.strategy.evaluate("test")
-    assert 0 < found["mrr"] <= 1 and found["count"] == len(task.items("test"))
+    metrics = first.strategy.evaluate("test")
+    assert metrics == second.strategy.evaluate("test") == first.strategy.evaluate("test")
+    assert 0 < metrics["mrr"] <= 1 and metrics["count"] == len(task.items("test"))
 
 
-def test_filtered_ranks_of_a_run() -> None:
-    built, task = made(relational(), model={"name": "rgcn", "bases": 2, "embedding": 8}, split=0)
+def test_filtered_mrr_of_a_run_equals_explicit_ranks() -> None:
+    built, task = build_task(relational(), model={"name": "rgcn", "bases": 2, "embedding": 8}, split=0)
     with torch.no_grad():
-        take = built.strategy.exact_lookup()
-        h = take("node", torch.arange(40))
+        lookup = built.strategy.exact_lookup()
+        h = lookup("node", torch.arange(40))
         weight = task.decoder.weight  # type: ignore[union-attr]
         triples = {
             (int(r), int(s), int(d))
@@ -203,63 +201,63 @@ def test_filtered_ranks_of_a_run() -> None:
         ranks: list[float] = []
         test = task.data.splits["test"]
         for r, s, d in zip(test.relation.tolist(), test.src.tolist(), test.dst.tolist(), strict=True):
-            for given, truth, side in ((s, d, 2), (d, s, 1)):
-                score = (h[given] * weight[r]) @ h.t()
-                asked = [(r, s, c) if side == 2 else (r, c, d) for c in range(40)]
-                rivals = [c for c in range(40) if c != truth and asked[c] not in triples]
+            for query, truth, side in ((s, d, 2), (d, s, 1)):
+                score = (h[query] * weight[r]) @ h.t()
+                candidates = [(r, s, c) if side == 2 else (r, c, d) for c in range(40)]
+                rivals = [c for c in range(40) if c != truth and candidates[c] not in triples]
                 above = sum(bool(score[c] > score[truth]) for c in rivals)
                 ranks.append(1 + above + sum(bool(score[c] == score[truth]) for c in rivals) / 2)
-    wanted = sum(1 / rank for rank in ranks) / len(ranks)
-    assert built.strategy.evaluate("test")["mrr"] == pytest.approx(wanted)
+    expected = sum(1 / rank for rank in ranks) / len(ranks)
+    assert built.strategy.evaluate("test")["mrr"] == pytest.approx(expected)
 
 
-def test_given_negatives_are_used() -> None:
-    made_by = torch.Generator().manual_seed(0)
-    draw = {n: torch.randint(0, 50, (2, k), generator=made_by) for n, k in (("val", 9), ("test", 7), ("test_neg", 30))}
-    edges = validated_edges(torch.randint(0, 50, (2, 200), generator=made_by), num_src=50, num_dst=50, links=draw)
-    graph = Graph.of({"node": validated_nodes(50, x=torch.randn(50, 4, generator=made_by))}, {EDGE: edges})
-    built, task = made(graph, split=0)
+def test_given_negatives_define_hits_at_20() -> None:
+    random = torch.Generator().manual_seed(0)
+    draw = {n: torch.randint(0, 50, (2, k), generator=random) for n, k in (("val", 9), ("test", 7), ("test_neg", 30))}
+    edges = validated_edges(torch.randint(0, 50, (2, 200), generator=random), num_src=50, num_dst=50, links=draw)
+    graph = Graph.of({"node": validated_nodes(50, x=torch.randn(50, 4, generator=random))}, {EDGE: edges})
+    built, task = build_task(graph, split=0)
     assert task.metric == "hits@20"
     with torch.no_grad():
         h = built.strategy.exact_lookup()("node", torch.arange(50))
     positive, negative = ((h[draw[n][0]] * h[draw[n][1]]).sum(1) for n in ("test", "test_neg"))
-    wanted = float((positive > negative.sort(descending=True).values[19]).double().mean())
-    assert built.strategy.evaluate("test")["hits@20"] == pytest.approx(wanted)
+    expected = float((positive > negative.sort(descending=True).values[19]).double().mean())
+    assert built.strategy.evaluate("test")["hits@20"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("aggr", ["mean", "sum"])
-def test_many_relations_in_one_sum(aggr: str) -> None:
+def test_sums_per_basis_equal_sums_per_relation(aggr: str) -> None:
     graph = add_inverse_edges(relational(links=False))
     view = LocalView.of_graph(graph)
     conv = RGCNConv(5, 4, 12, num_bases=3, aggr=aggr, relations=tuple(graph.edges)).double()
     x = torch.randn(40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     out = conv(view, x)
-    wanted = conv._relate(view, {"node": x}, only=None, aggregated=None)["node"]
-    torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-12)
+    expected = conv._relate(view, {"node": x}, only=None, aggregated=None)["node"]
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     push = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     leaves = [x, *conv.parameters()]
     for mine, theirs in zip(
-        torch.autograd.grad(out, leaves, push), torch.autograd.grad(wanted, leaves, push), strict=True
+        torch.autograd.grad(out, leaves, push), torch.autograd.grad(expected, leaves, push), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_several_node_types() -> None:
+def test_links_between_several_node_types_are_trained() -> None:
     graph = make_dataset("shop", seed=1, users=100, products=60, brands=5, buys=500, views=600)
     kind = next(kind for kind in graph.edges if kind.relation == "buys")
-    built, task = made(graph, model={"name": "rgcn", "embedding": 4}, link={"relation": str(kind)})
+    built, task = build_task(graph, model={"name": "rgcn", "embedding": 4}, link={"relation": str(kind)})
     before = built.strategy.evaluate("test")["mrr"]
     for epoch in range(3):
         record = next(iter(built.strategy.train_epoch(epoch)))
         assert record.count == len(task.items("train"))
     assert built.strategy.evaluate("test")["mrr"] != before
-    built, task = made(graph, model={"name": "rgcn", "embedding": 4})  # all relations, ends of several types
+    built, task = build_task(graph, model={"name": "rgcn", "embedding": 4})  # all relations, ends of several types
     next(iter(built.strategy.train_epoch(0)))
     assert task.ranking == "filtered" and 0 < built.strategy.evaluate("val")["mrr"] <= 1
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("settings", "message"),
     [
         ({"link": {"exclude": "batch"}}, "in a full batch would leave no edges"),
         ({"split": 0}, "no held-out links"),
@@ -269,33 +267,33 @@ def test_several_node_types() -> None:
         ({"link": {"relation": "a:b:c"}}, "no edge type a:b:c"),
     ],
 )
-def test_wrong_words(graph: Graph, words: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused(graph: Graph, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        made(graph, **words)
+        build_task(graph, **settings)
 
 
 @pytest.mark.parametrize("exclude", ["none", "batch", "disjoint:0.4"])
 @pytest.mark.parametrize("mode", ["either", "shared"])
 def test_sampling_all_neighbours_equals_the_whole_graph(graph: Graph, exclude: str, mode: str) -> None:
     link = {"exclude": exclude, "negatives": 3, "negative_mode": mode}
-    whole, _ = made(graph, link=link, strategy={"batch": 50}, model={"name": "sage", "dropout": 0.3})
-    blocks, _ = made(
+    whole, _ = build_task(graph, link=link, strategy={"batch": 50}, model={"name": "sage", "dropout": 0.3})
+    blocks, _ = build_task(
         graph, link=link, strategy={"batch": 50, "fanouts": [-1, -1]}, model={"name": "sage", "dropout": 0.3}
     )
-    for one, two in zip(whole.strategy.train_epoch(1), blocks.strategy.train_epoch(1), strict=True):
-        assert one.loss == pytest.approx(two.loss, rel=1e-9) and one.count == two.count
+    for full, sampled in zip(whole.strategy.train_epoch(1), blocks.strategy.train_epoch(1), strict=True):
+        assert full.loss == pytest.approx(sampled.loss, rel=1e-9) and full.count == sampled.count
     for mine, theirs in zip(whole.strategy.model.parameters(), blocks.strategy.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
 
 
-def test_kept_aggregates_would_show_hidden_edges(graph: Graph) -> None:
+def test_cached_inputs_are_refused_with_masked_edges(graph: Graph) -> None:
     with pytest.raises(ConfigError, match="would show hidden edges"):
-        made(graph, link={"exclude": "disjoint:0.4"}, strategy={"cache_inputs": True})
+        build_task(graph, link={"exclude": "disjoint:0.4"}, strategy={"cache_inputs": True})
 
 
-def test_sampled_targets_are_hidden_unless_told_otherwise(graph: Graph) -> None:
-    built, task = made(graph, strategy={"batch": 50, "fanouts": [5, 5]})
+def test_targets_are_masked_by_default_in_sampled_training(graph: Graph) -> None:
+    built, task = build_task(graph, strategy={"batch": 50, "fanouts": [5, 5]})
     assert task.masks_edges and not built.remarks
     for strategy in ({}, {"batch": 50}):
-        built, task = made(graph, strategy=strategy)
+        built, task = build_task(graph, strategy=strategy)
         assert not task.masks_edges and "link.exclude=none" in built.remarks[0]

@@ -1,1 +1,1 @@
-"""Learning tasks: classes of nodes, links, events; independent of how a graph is distributed."""
+"""Learning tasks: node classification, link prediction, events; independent of how a graph is distributed."""

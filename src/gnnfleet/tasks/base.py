@@ -1,7 +1,7 @@
-"""What is learnt, apart from how the graph is walked: which rows a step reads, the loss on them, the metric.
+"""Interface of a learning task: the rows a step reads, its loss and its metric, independent of distribution.
 
-A task deals in items: labelled nodes, or target edges. A strategy picks the items of a step, computes the rows their
-batch asks for and hands over a way to take them; losses are sums, whoever knows the count of all ranks divides.
+A task has items: labelled nodes or target edges. A strategy selects the items of a step, computes the rows that their
+batch needs and passes a row lookup. Losses are sums; the strategy divides by the number of items on all ranks.
 """
 
 from __future__ import annotations
@@ -24,57 +24,59 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The items of a step. ``seeds`` are the rows of output that the loss reads: {node type: ascending store ids}."""
+    """Items of a step. The loss reads the output rows ``seeds``: {node type: ascending store ids}."""
 
     items: Tensor
     seeds: Mapping[str, Tensor]
     key: DrawKey
-    global_items: Tensor  # the items of all ranks
+    global_items: Tensor  # items of all ranks
 
 
 class Task(Protocol):
-    """One thing to learn."""
+    """A prediction target with its loss and metric."""
 
     @property
     def metric(self) -> str:
-        """The name of what is measured; higher is better."""
+        """Name of the metric; higher is better."""
 
     @property
     def target(self) -> str:
-        """The node type whose rows are predicted."""
+        """Node type whose rows are predicted."""
 
     def items(self, split: str) -> Tensor:
         """[n] int64, ascending."""
 
     def reachable_mask(self) -> Tensor | None:
-        """[N] bool: rows of the target that the training loss may ever read; None for all of every type."""
+        """[N] bool: rows of the target that the training loss may read; None: all rows of all types."""
 
     def train_items(self, seed: int, epoch: int) -> Tensor:
-        """[n] int64, ascending: the training items of an epoch."""
+        """[n] int64, ascending: training items of an epoch."""
 
     def batch(self, items: Tensor, key: DrawKey, global_items: Tensor | None = None) -> Batch:
-        """What a step on some training items reads; ``every`` are those of all ranks, where this is one of several."""
+        """Build the batch of some training items; ``global_items`` are those of all ranks, by default ``items``."""
 
     def owners_of_items(self, items: Tensor) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
-        """(node type, which training items, [n] store id of a node for each): whose owner works on the items."""
+        """Yield (node type, selected items, [n] store ids of a node for each); its owner processes the item."""
 
     @property
     def masks_edges(self) -> bool:
-        """Whether ``mask_edges`` ever hides anything."""
+        """True if ``mask_edges`` may remove edges."""
 
     def mask_edges(self, view: LocalView, batch: Batch) -> LocalView:
-        """The view or block without the edges that would give the answers away; the same object where none does."""
+        """Remove edges that would reveal the answers from a view or block; without any, return the same object."""
 
     def loss(self, lookup: RowLookup, batch: Batch) -> Tensor:
-        """The sum over the batch's items."""
+        """Sum of the losses of the batch's items."""
 
     def measure(self, lookup: RowLookup, split: str) -> dict[str, float]:
-        """{"loss", "count", the metric} of exact rows, of all ranks together."""
+        """Collective. {"loss", "count", metric} of a split, from exact rows, over all ranks."""
 
     @property
     def reads_only_local_rows(self) -> bool:
-        """Whether a rank's items read rows of its own nodes only."""
+        """True if the items of a rank read rows of its own nodes only."""
 
-    def shard(self, world: World, own: Mapping[str, Tensor]) -> Task:
-        """This rank's share of the items; ``own`` are the store ids of its nodes by type. ``measure`` is then called
-        by all ranks together, and so is ``loss`` unless it ``reads_only_local_rows``."""
+    def shard(self, world: World, owned_ids: Mapping[str, Tensor]) -> Task:
+        """Restrict the task to this rank's items; ``owned_ids`` are the store ids of its nodes by type.
+
+        ``loss`` of the result is collective too, unless the task ``reads_only_local_rows``.
+        """

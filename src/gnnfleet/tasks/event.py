@@ -1,4 +1,4 @@
-"""What is learnt from events: whether there is one, or of which class it is. And what a strategy is built from."""
+"""Tasks on event streams: prediction of events (temporal links) or of their classes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from gnnfleet.nn.temporal.model import TemporalModel
 
 @dataclass(frozen=True, eq=False)
 class EventTask:
-    """Events of a stream as things to predict. ``head`` is there where their classes are, else links are predicted."""
+    """Prediction of the events of a stream: of their classes if ``head`` is set, else of links."""
 
     stream: EventStream
     parts: Mapping[str, EventStream]  # train, val, test
-    target: str  # the node type of destinations
-    negatives: NegativeSampler  # of evaluations, from all destinations
-    count: int = 1  # negatives of an event in training
+    target: str  # node type of destinations
+    negatives: NegativeSampler  # of evaluations, drawn from all destinations
+    num_negatives: int = 1  # of an event in training
     loss_name: str = "bce"
     metric_name: str = "auto"
     head: NodeHead | None = None
@@ -37,7 +37,7 @@ class EventTask:
         return "mrr" if self.metric_name == "auto" else self.metric_name
 
     def items(self, split: str) -> Tensor:
-        """[n] numbers of events; those with a label, where labels are predicted."""
+        """[n] event numbers; only events with a label if classes are predicted."""
         part = self.parts[split]
         if self.head is None:
             return part.numbers
@@ -46,45 +46,49 @@ class EventTask:
 
     @property
     def mean_gap(self) -> float:
-        """Time between events of training, on average over the middle nine tenths: a stray time decides nothing. Over
-        all where these are at once; any where all are."""
+        """Mean time between training events, over the middle 90 % so that an outlier has no effect.
+
+        If the middle has a single time, the mean is over all events; if all events have the same time, 1 / count.
+        """
         t = self.parts["train"].t
-        cut = len(t) // 20
-        if middle := float(t[-1 - cut] - t[cut]):
-            return middle / (len(t) - 1 - 2 * cut)
+        trim = len(t) // 20
+        if middle := float(t[-1 - trim] - t[trim]):
+            return middle / (len(t) - 1 - 2 * trim)
         return (float(t[-1] - t[0]) or 1.0) / len(t)
 
     @property
     def span(self) -> float:
-        """Time that training takes at this pace."""
+        """Time span of training: ``mean_gap`` times the number of events."""
         return self.mean_gap * len(self.parts["train"])
 
     def sample_negatives(self, low: int, high: int, *, sweep: int, number: int = 0) -> Tensor:
-        """[n, K] negatives of events in set ``number`` of a sweep."""
+        """[n, K] negatives of events ``low`` to ``high`` in set ``number`` of a sweep."""
         return self.negatives_of(torch.arange(low, high), sweep=sweep, number=number)
 
     def negatives_of(self, numbers: Tensor, *, sweep: int, number: int = 0) -> Tensor:
-        """The same for any events."""
+        """[n, K] negatives of any events."""
         if self.head is not None:
             return torch.empty(len(numbers), 0, dtype=torch.int64)
         positive = self.stream.dst[numbers]
-        return self._trained_on.for_training(numbers, positive, sweep=sweep, number=number, count=self.count)
+        return self._training_sampler.for_training(
+            numbers, positive, sweep=sweep, number=number, count=self.num_negatives
+        )
 
     @cached_property
-    def _trained_on(self) -> NegativeSampler:
-        """From the destinations of training events: that others are there at all is not known yet."""
+    def _training_sampler(self) -> NegativeSampler:
+        """Sampler of the destinations of training events; later destinations are unknown in training."""
         return replace(self.negatives, destinations=torch.unique(self.parts["train"].dst))
 
     def loss(
         self, model: TemporalModel, z: Tensor, low: int, high: int, pairs: Tensor | None = None
     ) -> tuple[Tensor, int]:
-        """(the sum over events, how many count) from embeddings of sources, destinations and negatives."""
+        """Return (sum of losses, number of events counted) from embeddings of sources, destinations and negatives."""
         return self.loss_of(model, z, torch.arange(low, high), pairs)
 
     def loss_of(
         self, model: TemporalModel, z: Tensor, numbers: Tensor, pairs: Tensor | None = None
     ) -> tuple[Tensor, int]:
-        """The same for any events."""
+        """Return the same for any events."""
         n = len(numbers)
         if self.head is not None:
             assert self.stream.y is not None and isinstance(model.decoder, ClassDecoder)
@@ -99,7 +103,7 @@ def link_scores(model: TemporalModel, z: Tensor, n: int, pairs: Tensor | None = 
     decoder = model.decoder
     assert isinstance(decoder, EventDecoder)
     sources, others = decoder.sources(z[:n]), decoder.destinations(z[n:])
-    # In one call, so that an event and a candidate that is its equal are not told apart by how they are rounded.
-    each = torch.cat([others[:n, None], others[n:].view(n, -1, others.shape[1])], 1)
-    logits = decoder.scores(sources[:, None], each, pairs)
+    # One call for all candidates: rounding must not separate an event from an equal candidate.
+    candidates = torch.cat([others[:n, None], others[n:].view(n, -1, others.shape[1])], 1)
+    logits = decoder.scores(sources[:, None], candidates, pairs)
     return logits[:, 0], logits[:, 1:]

@@ -22,15 +22,15 @@ from gnnfleet.tasks.base import SPLITS, Batch, RowLookup
 
 @dataclass(frozen=True, eq=False)
 class NodeTask:
-    """Classes of labelled nodes; an item is the store id of one. ``nodes`` has exactly the split that is trained on.
+    """Classification of labelled nodes; an item is a store id. ``nodes`` has exactly the split that is trained on.
 
-    Of several ranks each has its own nodes here, and ``ids`` says which.
+    A sharded task has the nodes ``ids`` of one rank.
     """
 
     target: str
     nodes: Nodes
     head: NodeHead
-    ids: Tensor | None = None  # [n] store ids of the rows of ``nodes``; None: 0 … n − 1
+    ids: Tensor | None = None  # [n] store ids of the rows of ``nodes``; None: 0 to n − 1
     world: World = field(default_factory=World)
 
     @property
@@ -40,8 +40,8 @@ class NodeTask:
     @cached_property
     def _items(self) -> dict[str, Tensor]:
         labelled = self.head.is_labelled(self._y)
-        found = {name: (self.nodes.mask(name) & labelled).nonzero()[:, 0] for name in SPLITS}
-        return found if self.ids is None else {name: self.ids[rows].sort().values for name, rows in found.items()}
+        items = {name: (self.nodes.mask(name) & labelled).nonzero()[:, 0] for name in SPLITS}
+        return items if self.ids is None else {name: self.ids[rows].sort().values for name, rows in items.items()}
 
     @cached_property
     def _y(self) -> Tensor:
@@ -49,12 +49,12 @@ class NodeTask:
         return self.nodes.y.long() if self.nodes.y.dim() == 1 else self.nodes.y
 
     @cached_property
-    def _places(self) -> RowIndex:
+    def _row_index(self) -> RowIndex:
         assert self.ids is not None
         return RowIndex(self.ids)
 
     def _labels(self, items: Tensor) -> Tensor:
-        return self._y[items if self.ids is None else self._places.rows(items)]
+        return self._y[items if self.ids is None else self._row_index.rows(items)]
 
     def items(self, split: str) -> Tensor:
         return self._items[split]
@@ -84,25 +84,25 @@ class NodeTask:
     def measure(self, lookup: RowLookup, split: str) -> dict[str, float]:
         items = self._items[split]
         logits, y = lookup(self.target, items), self._labels(items)
-        tally = self.head.metric(logits, y)
-        own = torch.tensor([float(self.head.loss(logits, y)), len(items)], dtype=torch.float64)
-        loss, count, *counts = sum_over_ranks(self.world, torch.cat([own, tally.counts])).tolist()
-        every = MetricState(
-            torch.tensor(counts, dtype=torch.float64), self._every(tally.score), self._every(tally.truth)
+        state = self.head.metric(logits, y)
+        sums = torch.tensor([float(self.head.loss(logits, y)), len(items)], dtype=torch.float64)
+        loss, count, *counts = sum_over_ranks(self.world, torch.cat([sums, state.counts])).tolist()
+        total = MetricState(
+            torch.tensor(counts, dtype=torch.float64), self._all_gather(state.score), self._all_gather(state.truth)
         )
-        return {"loss": loss / max(count, 1), "count": count, self.metric: self.head.compute(every)}
+        return {"loss": loss / max(count, 1), "count": count, self.metric: self.head.compute(total)}
 
-    def _every(self, rows: Tensor | None) -> Tensor | None:
+    def _all_gather(self, rows: Tensor | None) -> Tensor | None:
         return None if rows is None else torch.cat(all_gather_rows(self.world, rows))
 
     @property
     def reads_only_local_rows(self) -> bool:
         return True
 
-    def shard(self, world: World, own: Mapping[str, Tensor]) -> NodeTask:
-        assert self.ids is None, "shared already"
-        ids, nodes = own[self.target], self.nodes
+    def shard(self, world: World, owned_ids: Mapping[str, Tensor]) -> NodeTask:
+        assert self.ids is None, "sharded already"
+        ids, nodes = owned_ids[self.target], self.nodes
         y = None if nodes.y is None else nodes.y[ids]
         split = None if nodes.split is None else nodes.split[:, ids]
-        part = replace(nodes, count=len(ids), x=None, y=y, split=split, ids=Ids(len(ids)))
-        return replace(self, nodes=part, ids=ids, world=world)
+        owned_nodes = replace(nodes, count=len(ids), x=None, y=y, split=split, ids=Ids(len(ids)))
+        return replace(self, nodes=owned_nodes, ids=ids, world=world)
