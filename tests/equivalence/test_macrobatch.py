@@ -22,6 +22,7 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.sharded.sampling.dist_sampler import DistNeighborSampler
+from gnnfleet.strategies.macrobatch.fetch import BatchSampler
 from gnnfleet.training.build import RankContext, build
 from tests.equivalence.spread import cut_graph, plain_graph, related_graph, typed_graph
 from tests.equivalence.test_sar import close, linked
@@ -172,20 +173,20 @@ def test_half_precision_that_does_not_stay_in_memory(crew: Crew, folder: Path, t
     close(found[0], trained(open_store(tmp_path / "half"), words({"name": "sage"}, name="local")), "half")
 
 
-def test_no_batch_outlives_its_steps(folder: Path, tmp_path: Path) -> None:
+def test_no_batch_outlives_its_steps(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the collector of circles: on a large graph it would come too late."""
     parts = str(cut_graph(open_store(folder / "plain"), 1, "random", tmp_path / "parts"))
     tree = words({"name": "gcn"}, name="macrobatch", batches_per_fetch=2)
     strategy: Any = build(open_store(folder / "plain"), resolve(tree), here=here_of(World(), parts)).strategy
-    relay, seen = strategy.fetcher, list[Any]()
-    drawn = relay.sample
+    seen = list[Any]()
+    sample = BatchSampler.sample
 
-    def sample(batches: Any) -> Any:
-        plan = drawn(batches)
-        seen.extend(weakref.ref(one) for one in plan.sampled)
-        return plan
+    def sample_and_watch(self: BatchSampler, batches: Any) -> Any:
+        sampled = sample(self, batches)
+        seen.extend(weakref.ref(batch) for batch in sampled)
+        return sampled
 
-    relay.sample = sample
+    monkeypatch.setattr(BatchSampler, "sample", sample_and_watch)
     gc.collect()
     gc.disable()
     try:
@@ -271,7 +272,7 @@ def drawn_blocks(world: World, store: str, parts: str, name: str, count: int, fa
                 assert torch.equal(got.nodes[node_type].node_ids, rows.node_ids)
                 assert got.nodes[node_type].num_dst == rows.num_dst
                 reached = one.nodes[node_type]
-                everywhere = torch.cat([reached.rows, *reached.remote_ids])
+                everywhere = torch.cat([reached.rows, *reached.remote_rows])
                 assert torch.equal(everywhere.sort().values, torch.arange(reached.count))
             for edge_type, relation in want.relations.items():
                 mine = got.relations[edge_type]
@@ -366,8 +367,8 @@ def test_what_cannot_be_is_refused(crew: Crew, folder: Path, tmp_path: Path) -> 
         ({"name": "sage", "norm": "batch"}, {}, "batch norm"),
         ({"name": "sage"}, {"fanouts": [3, 2]}, "one number per layer, 3; found 2"),
         ({"name": "gat"}, {"cache_inputs": True}, "does not allow strategy.cache_inputs"),
-        ({"name": "gat"}, {"split": "columns"}, "is for sage and gcn"),
-        ({"name": "sage"}, {"split": "columns", "cache": 1000}, "strategy.cache is for features that travel"),
+        ({"name": "gat"}, {"split": "columns"}, "supports sage and gcn"),
+        ({"name": "sage"}, {"split": "columns", "cache": 1000}, "strategy.cache has no effect with strategy.split=columns"),
     ]
     for model, knobs, text in cases:
         for said in crew.run(2, refused, str(folder / "plain"), parts, model, knobs):
@@ -394,9 +395,9 @@ def kept_by_host(world: World, store: str, parts: str, hosts: list[list[int]], n
         )
         strategy = strategy.strategy
         losses = [record.loss for epoch in range(2) for record in strategy.train_epoch(epoch)]
-        tally, kept = strategy.fetcher.stats, strategy.fetcher.host_cache
+        stats, kept = strategy.stats, strategy.fetcher.host_cache
         slots = 0 if kept is None else sum(s.cache.capacity for s in kept.slots.values())
-        found.append((losses, tally.wanted, tally.hits, tally.fetched_bytes, slots))
+        found.append((losses, stats.rows_requested, stats.hits, stats.fetched_bytes, slots))
     return found
 
 

@@ -25,11 +25,11 @@ def test_rows_beyond_the_foretaste_are_never_underestimated() -> None:
 
 
 def test_as_many_as_fit() -> None:
-    assert choose_batches_per_fetch(TASTE, 109, 20, ahead=0, window=0) == 1, "one is always taken"
-    assert choose_batches_per_fetch(TASTE, 170, 20, ahead=0, window=0) == 2
-    assert choose_batches_per_fetch(TASTE, 1e9, 20, ahead=0, window=0) == 20, "an epoch has no more"
-    assert choose_batches_per_fetch(TASTE, 400, 20, ahead=0, window=0) > choose_batches_per_fetch(
-        TASTE, 400, 20, ahead=1, window=2
+    assert choose_batches_per_fetch(TASTE, 109, 20, prefetch=0, lookahead=0) == 1, "one is always taken"
+    assert choose_batches_per_fetch(TASTE, 170, 20, prefetch=0, lookahead=0) == 2
+    assert choose_batches_per_fetch(TASTE, 1e9, 20, prefetch=0, lookahead=0) == 20, "an epoch has no more"
+    assert choose_batches_per_fetch(TASTE, 400, 20, prefetch=0, lookahead=0) > choose_batches_per_fetch(
+        TASTE, 400, 20, prefetch=1, lookahead=2
     )
-    held = TASTE.bytes(3, ahead=1, window=2)
+    held = TASTE.bytes(3, prefetch=1, lookahead=2)
     assert held == 2 * 180 + 4 * 3 * 10

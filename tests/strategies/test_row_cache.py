@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gnnfleet.strategies.macrobatch.cache_policies import CacheDecision, CachePolicy, RowCache, make_cache
+from gnnfleet.strategies.macrobatch.cache_policies import CacheDecision, RowCache, make_cache
+from gnnfleet.strategies.macrobatch.config import CachePolicy
 
 POLICIES: tuple[CachePolicy, ...] = get_args(CachePolicy)
 WHOLE = 10**6
@@ -86,19 +87,19 @@ class Replay:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(trace=sets, capacity=st.integers(0, 8), foretaste=sets, window=st.integers(0, 4))
+@given(trace=sets, capacity=st.integers(0, 8), warmup=sets, window=st.integers(0, 4))
 def test_every_word_is_true(
-    policy: CachePolicy, trace: list[set[int]], capacity: int, foretaste: list[set[int]], window: int
+    policy: CachePolicy, trace: list[set[int]], capacity: int, warmup: list[set[int]], window: int
 ) -> None:
     knobs = {"delta": 2} if policy == "score" else {}
-    cache = make_cache(policy, capacity, foretaste=tensors(foretaste), **knobs)
+    cache = make_cache(policy, capacity, warmup=tensors(warmup), **knobs)
     Replay(cache, tensors(trace), window=window).run()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_larger_traces(policy: CachePolicy) -> None:
-    foretaste = skewed(9, turns=4, count=2000, each=300)
-    cache = make_cache(policy, 250, foretaste=foretaste, **({"delta": 3} if policy == "score" else {}))
+    warmup = skewed(9, turns=4, count=2000, each=300)
+    cache = make_cache(policy, 250, warmup=warmup, **({"delta": 3} if policy == "score" else {}))
     played = Replay(cache, skewed(1, turns=25, count=2000, each=300), window=3).run()
     assert played.hits > 0
 
@@ -106,11 +107,11 @@ def test_larger_traces(policy: CachePolicy) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_to_keep_and_nothing_wanted(policy: CachePolicy) -> None:
     trace = tensors([{1, 2}, {1, 2}, set(), {2}])
-    none = make_cache(policy, 0, foretaste=trace)
+    none = make_cache(policy, 0, warmup=trace)
     for turn in Replay(none, trace, window=2):
         assert bool((turn.slots == -1).all()) and not len(turn.admitted) and not len(turn.target_slots)
     assert Replay(make_cache(policy, 5), tensors([set(), set()]), window=1).run().held == set()
-    some = Replay(make_cache(policy, 5, foretaste=[ids(), ids(1, 2), ids()]), trace, window=2).run()
+    some = Replay(make_cache(policy, 5, warmup=[ids(), ids(1, 2), ids()]), trace, window=2).run()
     assert some.held == {1, 2} and some.hits == 3
 
 
@@ -123,13 +124,13 @@ def test_any_number_of_threads_decides_the_same(policy: CachePolicy) -> None:
         trace = skewed(4, turns=3, count=60_000, each=36_000)
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            cache = make_cache(policy, 34_000, foretaste=trace[1:], **({"delta": 1} if policy == "score" else {}))
+            cache = make_cache(policy, 34_000, warmup=trace[1:], **({"delta": 1} if policy == "score" else {}))
             played.append([cache.step(wanted, trace[k + 1 :]) for k, wanted in enumerate(trace)])
     finally:
         torch.set_num_threads(before)
     for one, two in zip(*played, strict=True):
         assert torch.equal(one.slots, two.slots)
-        assert torch.equal(one.admitted, two.admitted) and torch.equal(one.into, two.into)
+        assert torch.equal(one.admitted, two.admitted) and torch.equal(one.target_slots, two.target_slots)
 
 
 def elements(thing: Any) -> int:
@@ -143,8 +144,8 @@ def elements(thing: Any) -> int:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_memory_is_bounded(policy: CachePolicy) -> None:
-    capacity, foretaste = 10, [torch.arange(5000), torch.arange(5000)]
-    cache = make_cache(policy, capacity, foretaste=foretaste)
+    capacity, warmup = 10, [torch.arange(5000), torch.arange(5000)]
+    cache = make_cache(policy, capacity, warmup=warmup)
     missed: set[int] = set()
     for number in range(60):
         wanted = torch.arange(6000 + 20 * (number % 30), 6050 + 20 * (number % 30))
@@ -163,12 +164,12 @@ def test_a_knob_of_another_policy_is_refused() -> None:
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(foretaste=sets, capacity=st.integers(0, 8))
-def test_static_holds_what_was_wanted_most(foretaste: list[set[int]], capacity: int) -> None:
-    counts = Counter(row for wanted in foretaste for row in wanted)
+@given(warmup=sets, capacity=st.integers(0, 8))
+def test_static_holds_what_was_wanted_most(warmup: list[set[int]], capacity: int) -> None:
+    counts = Counter(row for wanted in warmup for row in wanted)
     most = sorted(counts, key=lambda row: (-counts[row], row))[:capacity]
     everything = set(range(10))
-    played = Replay(make_cache("static", capacity, foretaste=tensors(foretaste)), tensors([everything, everything]))
+    played = Replay(make_cache("static", capacity, warmup=tensors(warmup)), tensors([everything, everything]))
     first, second = played
     assert played.held == set(most) and played.hits == len(most)
     assert len(first.admitted) == len(most) and not len(second.admitted)
@@ -176,7 +177,7 @@ def test_static_holds_what_was_wanted_most(foretaste: list[set[int]], capacity: 
 
 def test_static_waits_for_a_row_and_never_lets_it_go() -> None:
     played = Replay(
-        make_cache("static", 2, foretaste=[ids(3, 7), ids(7)]), tensors([{3, 5}, {5}, *[{5, 6}] * 40, {3, 7}, {7}])
+        make_cache("static", 2, warmup=[ids(3, 7), ids(7)]), tensors([{3, 5}, {5}, *[{5, 6}] * 40, {3, 7}, {7}])
     ).run()
     assert played.held == {3, 7} and played.hits == 2
 
@@ -187,9 +188,9 @@ def test_static_waits_for_a_row_and_never_lets_it_go() -> None:
 class SlowScore:
     """The rule with dicts, an id at a time."""
 
-    def __init__(self, capacity: int, foretaste: Sequence[set[int]], delta: int, alpha: float) -> None:
+    def __init__(self, capacity: int, warmup: Sequence[set[int]], delta: int, alpha: float) -> None:
         self.capacity, self.delta, self.fade, self.turns = capacity, delta, 1 - alpha, 0
-        counts = Counter(row for wanted in foretaste for row in wanted)
+        counts = Counter(row for wanted in warmup for row in wanted)
         chosen = sorted(counts, key=lambda row: (-counts[row], row))[:capacity]
         self.slot = {row: place for place, row in enumerate(chosen)}
         self.score = dict.fromkeys(chosen, 1.0)
@@ -227,15 +228,15 @@ class SlowScore:
 @given(
     trace=sets,
     capacity=st.integers(0, 6),
-    foretaste=sets,
+    warmup=sets,
     delta=st.integers(1, 4),
     alpha=st.sampled_from([0.0, 0.05, 0.4]),
 )
 def test_score_follows_the_rule(
-    trace: list[set[int]], capacity: int, foretaste: list[set[int]], delta: int, alpha: float
+    trace: list[set[int]], capacity: int, warmup: list[set[int]], delta: int, alpha: float
 ) -> None:
-    slow = SlowScore(capacity, foretaste, delta, alpha)
-    cache = make_cache("score", capacity, foretaste=tensors(foretaste), delta=delta, alpha=alpha)
+    slow = SlowScore(capacity, warmup, delta, alpha)
+    cache = make_cache("score", capacity, warmup=tensors(warmup), delta=delta, alpha=alpha)
     played = Replay(cache, tensors(trace))
     for wanted, _ in zip(trace, played, strict=True):
         slow.step(wanted)
@@ -254,7 +255,7 @@ def test_score_lets_idle_rows_go_and_keeps_hot_ones(delta: int, alpha: float) ->
 def test_score_does_not_freeze_on_old_fame() -> None:
     # Popularity moves. A count of 60 would buy ln(60) / alpha idle turns, thousands of them, were it read as a score.
     delta, old, new = 5, set(range(4)), set(range(10, 14))
-    cache = make_cache("score", 4, foretaste=[ids(20, 21, 22, 23)], delta=delta, alpha=1e-3)
+    cache = make_cache("score", 4, warmup=[ids(20, 21, 22, 23)], delta=delta, alpha=1e-3)
     played = Replay(cache, tensors([*[old] * 60, *[new] * (2 * delta)]))
     for number, _ in enumerate(played, start=1):
         if number == 60:
@@ -265,7 +266,7 @@ def test_score_does_not_freeze_on_old_fame() -> None:
 def test_score_recruits_the_most_missed_first() -> None:
     # Nobody wants 1 and 2. The fourth turn swaps; of what it misses, 6 and 7 were missed before.
     trace = [{5, 6}, {5, 7}, {5, 6, 7, 8}, {6, 7, 8, 9}]
-    played = Replay(make_cache("score", 2, foretaste=[ids(1, 2)], delta=4), tensors(trace)).run()
+    played = Replay(make_cache("score", 2, warmup=[ids(1, 2)], delta=4), tensors(trace)).run()
     assert played.held == {6, 7}
 
 
@@ -276,10 +277,10 @@ def test_score_gives_up_the_lowest_score_first() -> None:
     assert played.held == {2, 9}
 
 
-def test_score_starts_from_what_the_foretaste_wants() -> None:
+def test_score_starts_from_what_the_warmup_wants() -> None:
     # 1 comes, 2 does not: its slot waits for it until it has been idle for too long.
     trace = [{1, 8}, {1, 8}, {1, 8}, {1, 8}, {1, 8}]
-    played = Replay(make_cache("score", 2, foretaste=[ids(1, 2), ids(1, 2, 8)], delta=4), tensors(trace))
+    played = Replay(make_cache("score", 2, warmup=[ids(1, 2), ids(1, 2, 8)], delta=4), tensors(trace))
     assert [turn.slots.tolist() for turn in played] == [[-1, -1], [0, -1], [0, -1], [0, -1], [0, 1]]
 
 
@@ -311,10 +312,10 @@ def test_belady_is_the_optimum(trace: list[set[int]], capacity: int) -> None:
 @pytest.mark.parametrize("capacity", [5, 40, 150])
 def test_belady_beats_the_others(seed: int, capacity: int) -> None:
     trace = skewed(seed, turns=25, count=300, each=60)
-    foretaste = trace[::4]  # an advantage for the others
+    warmup = trace[::4]  # an advantage for the others
 
     def hits(policy: CachePolicy, window: int = 0, **knobs: Any) -> int:
-        return Replay(make_cache(policy, capacity, foretaste=foretaste, **knobs), trace, window=window).run().hits
+        return Replay(make_cache(policy, capacity, warmup=warmup, **knobs), trace, window=window).run().hits
 
     best = hits("belady", WHOLE)
     assert 0 < max(hits("static"), hits("score"), hits("score", delta=4), hits("belady")) < best

@@ -1,9 +1,9 @@
-"""Sampled blocks of a graph spread over ranks: those of several batches in one relay per hop.
+"""Distributed neighbour sampling: blocks of several batches of a partitioned graph, with one exchange per hop.
 
-Whoever owns a node draws its neighbours, by (key, hop, relation, store id): blocks are those that one process would
-draw, whatever the parts and however many batches share a relay. A rank asks an owner for a node once; the owner draws
-for it in all later hops too. With its first answer comes where its in-edges are in the store and how many, so that the
-asker can tell which edges were drawn without being told. M batches, S nodes reached, E edges drawn.
+The owner of a node draws its neighbours, keyed by (hop, relation, store id): blocks are those that one process would
+draw, for any partition and any number of batches per exchange. A rank requests a node once; the owner draws for it in
+all later hops too. The first reply has the node's degree and first store edge id, so the ids of drawn edges need not be
+sent. M batches, S nodes reached, E edges drawn.
 """
 
 from __future__ import annotations
@@ -23,263 +23,260 @@ from gnnfleet.ops.csr import CSR, put_segments
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 from gnnfleet.ops.sample import Fanout, Frontier, edge_sources, sample
 from gnnfleet.sharded.full_batch.ring_view import RingView
-from gnnfleet.sharded.sampling.neighbor_index import InNeighbors, OwnNodes, build_in_neighbors
+from gnnfleet.sharded.sampling.neighbor_index import LocalNodes, build_in_neighbors
 
-_NONE = torch.empty(0, dtype=torch.int64)
+_EMPTY = torch.empty(0, dtype=torch.int64)
+
+_ByBatch = list[dict[str, Tensor]]
+"""[batch][node type]."""
 
 
 @dataclass(frozen=True, eq=False)
 class SampledNodes:
-    """The nodes of one type that a batch has reached, by where they live. Rows are those of its blocks."""
+    """The nodes of one type that a batch has reached, by owner. Rows are those of its blocks."""
 
-    rows: Tensor  # [·] rows of own nodes
-    owner_places: Tensor  # [·] their places in this part
-    remote_ids: tuple[Tensor, ...]  # by owner, rows of its nodes, in the order in which they were asked for
+    rows: Tensor  # [·] rows of local nodes
+    positions: Tensor  # [·] their positions, see ``LocalNodes``
+    remote_rows: tuple[Tensor, ...]  # by owner, rows of its nodes, in the order of the requests
 
     @classmethod
     def empty(cls, ranks: int) -> SampledNodes:
-        return cls(_NONE, _NONE, (_NONE,) * ranks)
+        return cls(_EMPTY, _EMPTY, (_EMPTY,) * ranks)
 
     @property
     def count(self) -> int:
-        return len(self.rows) + sum(map(len, self.remote_ids))
+        return len(self.rows) + sum(map(len, self.remote_rows))
 
-    def extended(self, first: int, owner: Tensor, rank: int, places: Tensor) -> SampledNodes:
-        """With new nodes from row ``first`` on; ``places`` are those of own ones."""
-        new = [torch.cat([old, (owner == q).nonzero()[:, 0] + first]) for q, old in enumerate(self.remote_ids)]
-        own, new[rank] = torch.cat([self.rows, new[rank]]), _NONE
-        return SampledNodes(own, torch.cat([self.owner_places, places]), tuple(new))
+    def extended(self, first: int, owner: Tensor, rank: int, positions: Tensor) -> SampledNodes:
+        """Add nodes from row ``first`` on; ``positions`` are those of the local ones."""
+        rows = [torch.cat([old, (owner == q).nonzero()[:, 0] + first]) for q, old in enumerate(self.remote_rows)]
+        local_rows, rows[rank] = torch.cat([self.rows, rows[rank]]), _EMPTY
+        return SampledNodes(local_rows, torch.cat([self.positions, positions]), tuple(rows))
 
 
 @dataclass(eq=False)
 class SampledBatch:
-    """One batch: its blocks, and where the nodes they read live, by type."""
+    """One batch: its blocks, and the owners of the nodes they read, by type."""
 
     key: DrawKey
     nodes: dict[str, SampledNodes]
     views: list[LocalView] = field(default_factory=list)
-    degrees: dict[str, Callable[[bool], Tensor]] = field(default_factory=dict)  # filled in by whoever fetches rows
-    scratch: int = 0  # bytes that drawing took, kept for the next relay
+    degrees: dict[str, Callable[[bool], Tensor]] = field(default_factory=dict)  # set when the batch's rows are fetched
+    scratch: int = 0  # bytes of working memory for sampling, kept for the next call
 
     @property
     def ids(self) -> dict[str, Tensor]:
         """Store ids of the nodes whose features are read."""
         return {kind: rows.node_ids for kind, rows in self.views[0].nodes.items()}
 
+    def remote_ids(self, kind: str) -> Tensor:
+        """Store ids of the nodes of other partitions whose features are read."""
+        return self.ids[kind][torch.cat(self.nodes[kind].remote_rows)]
+
     def degrees_of(self, kind: str, ids: Tensor) -> Callable[[bool], Tensor]:
-        """Of the first rows, once they are known."""
-        degrees = self.degrees  # not self: the views know this function, and a circle would keep a batch in memory
+        """Degrees of the first rows, for views to call once rows are fetched."""
+        degrees = self.degrees  # not self: views keep this function, and a cycle would keep the batch in memory
         return lambda weighted: degrees[kind](weighted)[: len(ids)]
 
 
 @dataclass(eq=False)
 class _RemoteDegrees:
-    """What owners told of nodes of theirs, for one batch and edge type: by owner, in the order of ``SampledNodes.remote_ids``."""
+    """Replies of owners about one batch and edge type: by owner, in the order of ``SampledNodes.remote_rows``."""
 
-    first: list[Tensor]
+    first: list[Tensor]  # store edge id of each node's first in-edge
     degree: list[Tensor]
 
     @classmethod
     def empty(cls, ranks: int) -> _RemoteDegrees:
-        return cls([_NONE] * ranks, [_NONE] * ranks)
+        return cls([_EMPTY] * ranks, [_EMPTY] * ranks)
 
 
 class DistNeighborSampler:
-    """All ranks make and call it together; serves one thread at a time. Raises ConfigError for wrong fanouts."""
+    """Collective, as is ``blocks``; one thread at a time may use it. Raises ConfigError for wrong fanouts."""
 
     def __init__(self, view: RingView, ring: RingExchange, fanouts: Fanouts, *, replace: bool = False) -> None:
         self.hops = hop_counts(view.edge_types, fanouts)
-        self.world, self._owners, self._replace = ring.world, view.owners, replace
-        self._neighbours = build_in_neighbors(view.blocks, ring, view.owners.counts)
-        self.own = {kind: OwnNodes(rows.node_ids) for kind, rows in view.nodes.items()}
+        self.world, self.owners, self.replace = ring.world, view.owners, replace
+        self.neighbors = build_in_neighbors(view.blocks, ring, view.owners.counts)
+        self.own_nodes = {kind: LocalNodes(rows.node_ids) for kind, rows in view.nodes.items()}
         self._frontiers: list[dict[str, Frontier]] = []
-        most = max(view.owners.counts.values(), default=0)
-        self._index = torch.int32 if most <= torch.iinfo(torch.int32).max else torch.int64
+        max_count = max(view.owners.counts.values(), default=0)
+        self.index_dtype = torch.int32 if max_count <= torch.iinfo(torch.int32).max else torch.int64
 
     def blocks(
-        self, batches: Sequence[tuple[Mapping[str, Tensor], DrawKey]], *, given: bool = False
+        self, seeds_and_keys: Sequence[tuple[Mapping[str, Tensor], DrawKey]], *, given: bool = False
     ) -> list[SampledBatch]:
-        """The blocks of (seeds by node type, key) of each batch; as many batches on all ranks, perhaps without seeds.
+        """The blocks of (seeds by node type, key) of each batch. All ranks pass as many batches, perhaps without seeds.
 
-        ``given`` as in ``graph.sample.Sampler``. Two rounds per hop, however many batches.
+        ``given`` as in ``NeighborSampler.blocks``. Two rounds per hop, however many batches.
         """
-        found = [
-            SampledBatch(key, {kind: SampledNodes.empty(self.world.size) for kind in self.own}) for _, key in batches
+        batches = [
+            SampledBatch(key, {kind: SampledNodes.empty(self.world.size) for kind in self.own_nodes})
+            for _, key in seeds_and_keys
         ]
-        growths: list[BlockBuilder] = []
+        builders: list[BlockBuilder] = []
         try:
-            for one, frontiers, (seeds, key) in zip(found, self._room(len(batches)), batches, strict=True):
-                growths.append(BlockBuilder(frontiers, seeds, key, layers=len(self.hops), degrees=one.degrees_of))
-            talk = _SamplingRounds(self, found, growths)
+            for batch, frontiers, (seeds, key) in zip(
+                batches, self._take_frontiers(len(batches)), seeds_and_keys, strict=True
+            ):
+                builders.append(BlockBuilder(frontiers, seeds, key, layers=len(self.hops), degrees=batch.degrees_of))
+            rounds = _SamplingRounds(self, batches, builders)
             for hop, counts in enumerate(self.hops[:-1] if given else self.hops):
-                talk.hop(hop, counts)
-            talk.assign_owners()
-            for growth in growths if given else ():
-                growth.stop(self._neighbours)
+                rounds.add_hop(hop, counts)
+            rounds.assign_owners()
+            for builder in builders if given else ():
+                builder.stop(self.neighbors)
         finally:
-            views = [growth.finish() for growth in growths]
-        for one, blocks, frontiers in zip(found, views, self._frontiers, strict=False):
-            one.views, one.scratch = blocks, sum(frontier.nbytes for frontier in frontiers.values())
-        return found
+            views = [builder.finish() for builder in builders]
+        for batch, batch_views, frontiers in zip(batches, views, self._frontiers, strict=False):
+            batch.views = batch_views
+            batch.scratch = sum(frontier.nbytes for frontier in frontiers.values())
+        return batches
 
-    def _room(self, count: int) -> list[dict[str, Frontier]]:
+    def _take_frontiers(self, count: int) -> list[dict[str, Frontier]]:
         while len(self._frontiers) < count:
-            self._frontiers.append({kind: Frontier(nodes) for kind, nodes in self._owners.counts.items()})
+            self._frontiers.append({kind: Frontier(nodes) for kind, nodes in self.owners.counts.items()})
         return self._frontiers[:count]
 
 
 class _SamplingRounds:
-    """The relays of one call of ``blocks``."""
+    """The exchanges of one call of ``blocks``."""
 
     def __init__(
-        self, sampler: DistNeighborSampler, found: Sequence[SampledBatch], growths: Sequence[BlockBuilder]
+        self, sampler: DistNeighborSampler, batches: Sequence[SampledBatch], builders: Sequence[BlockBuilder]
     ) -> None:
-        self._sampler, self._found, self._growths = sampler, found, growths
-        self._world, self._neighbours = sampler.world, sampler._neighbours
-        self._kinds = list(sampler.own)
+        self._sampler, self._batches, self._builders = sampler, batches, builders
+        self._world, self._neighbors = sampler.world, sampler.neighbors
+        self._kinds = list(sampler.own_nodes)
         ranks = self._world.size
-        # What others have asked here: by rank, batch and node type, places; what owners told: by batch and edge type.
-        self._asked = [[dict.fromkeys(self._kinds, _NONE) for _ in found] for _ in range(ranks)]
-        self._told = [{kind: _RemoteDegrees.empty(ranks) for kind in self._neighbours} for _ in found]
+        # Positions requested by other ranks so far, [rank][batch][node type].
+        self._requested: list[_ByBatch] = [[dict.fromkeys(self._kinds, _EMPTY) for _ in batches] for _ in range(ranks)]
+        self._degrees = [{kind: _RemoteDegrees.empty(ranks) for kind in self._neighbors} for _ in batches]
 
-    def assign_owners(self) -> list[list[dict[str, Tensor]]]:
-        """Find the owners of what was reached last; by rank and batch, the new ids of others."""
+    def assign_owners(self) -> list[_ByBatch]:
+        """Find the owners of the nodes reached last; the new ids [owner][batch][node type] of remote ones."""
         rank, sampler = self._world.rank, self._sampler
-        fresh: list[list[dict[str, Tensor]]] = [[{} for _ in self._found] for _ in range(self._world.size)]
-        for m, (one, growth) in enumerate(zip(self._found, self._growths, strict=True)):
-            for kind, ids in growth.ids.items():
-                before = one.nodes[kind].count
-                new = ids[before:]
-                owner = sampler._owners.owner_of(kind, new)
-                places = sampler.own[kind].rows_of(new[owner == rank])
-                known = one.nodes[kind]
-                one.nodes[kind] = now = known.extended(before, owner, rank, places)
-                for q, rows in enumerate(now.remote_ids):
-                    fresh[q][m][kind] = ids[rows[len(known.remote_ids[q]) :]].to(sampler._index)
-        return fresh
+        new_ids: list[_ByBatch] = [[{} for _ in self._batches] for _ in range(self._world.size)]
+        for m, (batch, builder) in enumerate(zip(self._batches, self._builders, strict=True)):
+            for kind, ids in builder.ids.items():
+                before = batch.nodes[kind]
+                reached = ids[before.count :]
+                owner = sampler.owners.owner_of(kind, reached)
+                positions = sampler.own_nodes[kind].positions_of(reached[owner == rank])
+                after = batch.nodes[kind] = before.extended(before.count, owner, rank, positions)
+                for q, rows in enumerate(after.remote_rows):
+                    new_ids[q][m][kind] = ids[rows[len(before.remote_rows[q]) :]].to(sampler.index_dtype)
+        return new_ids
 
-    def hop(self, hop: int, counts: Mapping[EdgeType, int]) -> None:
+    def add_hop(self, hop: int, counts: Mapping[EdgeType, int]) -> None:
         new = self._send_requests(self.assign_owners())
-        drawn = self._serve(hop, counts, new)
-        for m, growth in enumerate(self._growths):
-            growth.add_hop({kind: self._draw(hop, kind, counts[kind], m, drawn[m]) for kind in self._neighbours})
+        replies = self._serve(hop, counts, new)
+        for m, builder in enumerate(self._builders):
+            builder.add_hop({kind: self._draw(hop, kind, counts[kind], m, replies[m]) for kind in self._neighbors})
 
-    def _send_requests(self, fresh: list[list[dict[str, Tensor]]]) -> list[list[dict[str, Tensor]]]:
-        """Tell owners what is wanted of them from now on; by rank and batch, the places newly asked for here."""
+    def _send_requests(self, new_ids: list[_ByBatch]) -> list[_ByBatch]:
+        """Send new ids to their owners; the positions [rank][batch][node type] newly requested from this rank."""
         messages = []
-        for batches in fresh:
-            parcel = ByteBuffer()
-            lists = [each[kind] for each in batches for kind in self._kinds]
-            parcel.write(torch.tensor([len(ids) for ids in lists], dtype=torch.int64))
-            for ids in lists:
-                parcel.write(ids)
-            messages.append(parcel.message)
-        new: list[list[dict[str, Tensor]]] = [[{} for _ in self._found] for _ in range(self._world.size)]
+        for batches in new_ids:
+            buffer = ByteBuffer()
+            id_lists = [by_kind[kind] for by_kind in batches for kind in self._kinds]
+            buffer.write(torch.tensor([len(ids) for ids in id_lists], dtype=torch.int64))
+            for ids in id_lists:
+                buffer.write(ids)
+            messages.append(buffer.message)
+        new: list[_ByBatch] = [[{} for _ in self._batches] for _ in range(self._world.size)]
         for q, message in enumerate(all_to_all_bytes(self._world, messages, what="nodes to draw for")):
-            parcel = ByteBuffer(message)
-            lengths = iter(parcel.read(len(self._found) * len(self._kinds), torch.int64).tolist())
-            for m in range(len(self._found)):
+            buffer = ByteBuffer(message)
+            lengths = iter(buffer.read(len(self._batches) * len(self._kinds), torch.int64).tolist())
+            for m in range(len(self._batches)):
                 for kind in self._kinds:
-                    ids = parcel.read(next(lengths), self._sampler._index).long()
-                    new[q][m][kind] = places = self._sampler.own[kind].rows_of(ids)
-                    self._asked[q][m][kind] = torch.cat([self._asked[q][m][kind], places])
+                    ids = buffer.read(next(lengths), self._sampler.index_dtype).long()
+                    new[q][m][kind] = positions = self._sampler.own_nodes[kind].positions_of(ids)
+                    self._requested[q][m][kind] = torch.cat([self._requested[q][m][kind], positions])
         return new
 
     def _serve(
-        self, hop: int, counts: Mapping[EdgeType, int], new: list[list[dict[str, Tensor]]]
+        self, hop: int, counts: Mapping[EdgeType, int], new: list[_ByBatch]
     ) -> list[dict[EdgeType, list[dict[str, Tensor]]]]:
-        """Draw for others and hear what they drew: by batch, edge type and owner, sources and data of edges."""
-        parcels = [ByteBuffer() for _ in range(self._world.size)]
-        for m in range(len(self._found)):
-            for kind, neighbours in self._neighbours.items():
-                self._pack_reply(hop, kind, neighbours, counts[kind], m, new, parcels)
-        messages = [parcel.message for parcel in parcels]
-        heard = [ByteBuffer(message) for message in all_to_all_bytes(self._world, messages, what="drawn neighbours")]
-        found: list[dict[EdgeType, list[dict[str, Tensor]]]] = [{} for _ in self._found]
-        for m in range(len(self._found)):
-            for kind, neighbours in self._neighbours.items():
-                found[m][kind] = [
-                    self._unpack_reply(parcel, kind, neighbours, counts[kind], m, q) for q, parcel in enumerate(heard)
-                ]
-        return found
+        """Draw for other ranks and receive their draws: [batch][edge type][owner] sources and data of edges."""
+        buffers = [ByteBuffer() for _ in range(self._world.size)]
+        for m in range(len(self._batches)):
+            for kind in self._neighbors:
+                self._pack_reply(hop, kind, counts[kind], m, new, buffers)
+        messages = all_to_all_bytes(self._world, [buffer.message for buffer in buffers], what="drawn neighbours")
+        received = [ByteBuffer(message) for message in messages]
+        return [
+            {
+                kind: [self._unpack_reply(buffer, kind, counts[kind], m, q) for q, buffer in enumerate(received)]
+                for kind in self._neighbors
+            }
+            for m in range(len(self._batches))
+        ]
 
     def _pack_reply(
-        self,
-        hop: int,
-        kind: EdgeType,
-        neighbours: InNeighbors,
-        count: int,
-        m: int,
-        new: list[list[dict[str, Tensor]]],
-        parcels: list[ByteBuffer],
+        self, hop: int, kind: EdgeType, count: int, m: int, new: list[_ByBatch], buffers: list[ByteBuffer]
     ) -> None:
-        asked = [by_batch[m][kind.dst] for by_batch in self._asked]
-        places = torch.cat(asked)
-        if not len(places):
+        neighbors = self._neighbors[kind]
+        by_rank = [by_batch[m][kind.dst] for by_batch in self._requested]
+        positions = torch.cat(by_rank)
+        if not len(positions):
             return
-        ids = self._sampler.own[kind.dst].ids[places]
-        offsets, positions = sample(
-            neighbours.edges, places, self._fanout(count), draws=self._draws(hop, kind, m), ids=ids
+        ids = self._sampler.own_nodes[kind.dst].ids[positions]
+        offsets, drawn = sample(
+            neighbors.edges, positions, self._fanout(count), draws=self._draws(hop, kind, m), ids=ids
         )
-        sources, data = edge_sources(neighbours.edges, positions), neighbours.data(positions)
+        sources, data = edge_sources(neighbors.edges, drawn), neighbors.edge_data(drawn)
         starts = [0]
-        for rows in asked:
-            starts.append(starts[-1] + len(rows))
+        for requested in by_rank:
+            starts.append(starts[-1] + len(requested))
         bounds = offsets[torch.tensor(starts)].tolist()
-        for q, parcel in enumerate(parcels):
-            if not len(asked[q]):
+        for q, buffer in enumerate(buffers):
+            if not len(by_rank[q]):
                 continue
             fresh = new[q][m][kind.dst]
-            parcel.write(neighbours.first[fresh])
-            parcel.write(neighbours.degree[fresh])
-            cut = slice(bounds[q], bounds[q + 1])
-            parcel.write(sources[cut])
+            buffer.write(neighbors.first[fresh])
+            buffer.write(neighbors.degree[fresh])
+            edges_of_rank = slice(bounds[q], bounds[q + 1])
+            buffer.write(sources[edges_of_rank])
             for values in data.values():
-                parcel.write(values[cut])
+                buffer.write(values[edges_of_rank])
 
-    def _unpack_reply(
-        self, parcel: ByteBuffer, kind: EdgeType, neighbours: InNeighbors, count: int, m: int, q: int
-    ) -> dict[str, Tensor]:
-        rows, told = self._found[m].nodes[kind.dst].remote_ids[q], self._told[m][kind]
-        index = neighbours.edges.col.dtype
+    def _unpack_reply(self, buffer: ByteBuffer, kind: EdgeType, count: int, m: int, q: int) -> dict[str, Tensor]:
+        neighbors = self._neighbors[kind]
+        rows, degrees = self._batches[m].nodes[kind.dst].remote_rows[q], self._degrees[m][kind]
+        index_dtype = neighbors.edges.col.dtype
         if not len(rows):
-            return {"sources": torch.empty(0, dtype=index)}
-        fresh = len(rows) - len(told.first[q])
-        told.first[q] = torch.cat([told.first[q], parcel.read(fresh, torch.int64)])
-        told.degree[q] = torch.cat([told.degree[q], parcel.read(fresh, torch.int64)])
-        edges = int(_drawn_counts(told.degree[q], self._fanout(count)).sum())
-        found = {"sources": parcel.read(edges, index)}
-        for name, values in (("weight", neighbours.weight), ("attr", neighbours.attr)):
+            return {"sources": torch.empty(0, dtype=index_dtype)}
+        fresh = len(rows) - len(degrees.first[q])
+        degrees.first[q] = torch.cat([degrees.first[q], buffer.read(fresh, torch.int64)])
+        degrees.degree[q] = torch.cat([degrees.degree[q], buffer.read(fresh, torch.int64)])
+        edges = int(_drawn_counts(degrees.degree[q], self._fanout(count)).sum())
+        data = {"sources": buffer.read(edges, index_dtype)}
+        for name, values in (("weight", neighbors.weight), ("attr", neighbors.attr)):
             if values is not None:
-                found[name] = parcel.read(edges, values.dtype, 1 if values.dim() == 1 else int(values.shape[1]))
-        return found
+                data[name] = buffer.read(edges, values.dtype, 1 if values.dim() == 1 else int(values.shape[1]))
+        return data
 
     def _draw(
-        self, hop: int, kind: EdgeType, count: int, m: int, heard: Mapping[EdgeType, list[dict[str, Tensor]]]
+        self, hop: int, kind: EdgeType, count: int, m: int, replies: Mapping[EdgeType, list[dict[str, Tensor]]]
     ) -> SampledEdges:
-        """What was drawn for all nodes of a batch, by whoever owns them."""
-        neighbours, reached, told = self._neighbours[kind], self._found[m].nodes[kind.dst], self._told[m][kind]
-        ids, fanout, draws = self._growths[m].ids[kind.dst], self._fanout(count), self._draws(hop, kind, m)
-        own = sample(neighbours.edges, reached.owner_places, fanout, draws=draws, ids=ids[reached.rows])
-        pieces = [
-            _EdgePiece(
-                reached.rows,
-                own[0],
-                neighbours.edge_ids(reached.owner_places, *own),
-                {"sources": edge_sources(neighbours.edges, own[1]), **neighbours.data(own[1])},
-            )
-        ]
+        """The edges drawn for all nodes of a batch, by this rank and by other owners."""
+        neighbors, nodes, degrees = self._neighbors[kind], self._batches[m].nodes[kind.dst], self._degrees[m][kind]
+        ids, fanout, draws = self._builders[m].ids[kind.dst], self._fanout(count), self._draws(hop, kind, m)
+        offsets, drawn = sample(neighbors.edges, nodes.positions, fanout, draws=draws, ids=ids[nodes.rows])
+        data = {"sources": edge_sources(neighbors.edges, drawn), **neighbors.edge_data(drawn)}
+        pieces = [_EdgePiece(nodes.rows, offsets, neighbors.edge_ids(nodes.positions, offsets, drawn), data)]
         degree = torch.empty(len(ids), dtype=torch.int64)
-        degree[reached.rows] = neighbours.degree[reached.owner_places]
-        for q, rows in enumerate(reached.remote_ids):
+        degree[nodes.rows] = neighbors.degree[nodes.positions]
+        for q, rows in enumerate(nodes.remote_rows):
             if not len(rows):
                 continue
-            degree[rows] = told.degree[q]
-            # Where a row's edges begin and end in the store, one pair after the other: rows 0, 2, 4 … of that list.
-            spans = torch.stack([told.first[q], told.first[q] + told.degree[q]], 1).view(-1)
-            edges = CSR(spans, torch.empty(0, dtype=torch.int64), 0)
-            again = sample(edges, 2 * torch.arange(len(rows)), fanout, draws=draws, ids=ids[rows])
-            pieces.append(_EdgePiece(rows, *again, heard[kind][q]))
+            degree[rows] = degrees.degree[q]
+            # The first and last edge id of each row, in pairs: rows 0, 2, 4 … of this CSR, whose draws are edge ids.
+            bounds = torch.stack([degrees.first[q], degrees.first[q] + degrees.degree[q]], 1).view(-1)
+            edges = CSR(bounds, torch.empty(0, dtype=torch.int64), 0)
+            offsets, edge_ids = sample(edges, 2 * torch.arange(len(rows)), fanout, draws=draws, ids=ids[rows])
+            pieces.append(_EdgePiece(rows, offsets, edge_ids, replies[kind][q]))
         offsets, edge_ids, data = _join(pieces, degree, fanout)
         weight = data.get("weight")
         return SampledEdges(
@@ -292,10 +289,10 @@ class _SamplingRounds:
         )
 
     def _fanout(self, count: int) -> Fanout:
-        return Fanout(count, self._sampler._replace)
+        return Fanout(count, self._sampler.replace)
 
     def _draws(self, hop: int, kind: EdgeType, m: int) -> Draws:
-        return self._found[m].key.draws(Purpose.SAMPLE, hop, relation=list(self._neighbours).index(kind))
+        return self._batches[m].key.draws(Purpose.SAMPLE, hop, relation=list(self._neighbors).index(kind))
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,25 +306,25 @@ class _EdgePiece:
 
 
 def _join(pieces: Sequence[_EdgePiece], degree: Tensor, fanout: Fanout) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(offsets, edge ids, everything else) by row."""
+    """(offsets, edge ids, other data) of the edges of all pieces, by row."""
     offsets = torch.zeros(len(degree) + 1, dtype=torch.int64)
     torch.cumsum(_drawn_counts(degree, fanout), 0, out=offsets[1:])
     total = int(offsets[-1])
 
-    def whole(parts: list[Tensor]) -> Tensor:
-        if len(parts) == 1 and len(pieces[0].rows) == len(degree):  # all rows, in order
-            return parts[0]
-        out = parts[0].new_empty(total, *parts[0].shape[1:])
-        for piece, part in zip(pieces, parts, strict=True):
-            put_segments(part, piece.offsets, piece.rows, into=offsets, out=out)
+    def join(columns: list[Tensor]) -> Tensor:
+        if len(columns) == 1 and len(pieces[0].rows) == len(degree):  # all rows, in order
+            return columns[0]
+        out = columns[0].new_empty(total, *columns[0].shape[1:])
+        for piece, column in zip(pieces, columns, strict=True):
+            put_segments(column, piece.offsets, piece.rows, into=offsets, out=out)
         return out
 
-    data = {name: whole([piece.data[name] for piece in pieces]) for name in pieces[0].data}
-    return offsets, whole([piece.edge_ids for piece in pieces]), data
+    data = {name: join([piece.data[name] for piece in pieces]) for name in pieces[0].data}
+    return offsets, join([piece.edge_ids for piece in pieces]), data
 
 
 def _drawn_counts(degree: Tensor, fanout: Fanout) -> Tensor:
-    """How many edges are drawn for nodes of some degrees."""
+    """The number of edges drawn for nodes of the given degrees."""
     if fanout.count < 0:
         return degree
     return torch.where(degree > 0, fanout.count, 0) if fanout.replace else degree.clamp(max=fanout.count)

@@ -1,6 +1,6 @@
-"""Rows that do not change (features, their aggregates, degrees), each with its node's owner; fetched by store id.
+"""Distributed feature store: rows that do not change (features, aggregates, degrees), fetched by store id.
 
-Several tables of several node types travel in one relay: ids go to owners, rows come back.
+Each node's rows are stored by its owner. A fetch covers all tables of all node types: ids go to owners, rows return.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from gnnfleet.comm.all_to_all import ByteBuffer, all_to_all_bytes
 from gnnfleet.comm.halo_exchange import ExchangePlan, RingExchange, RowTable
 from gnnfleet.ops.paging import drop_pages, prefetch_pages, read_rows
 from gnnfleet.sharded.full_batch.row_lookup import OwnershipMap
-from gnnfleet.sharded.sampling.neighbor_index import OwnNodes
+from gnnfleet.sharded.sampling.neighbor_index import LocalNodes
 
 NamedTables = dict[str, dict[str, Tensor]]
 """{node type: {name of a table: rows}}."""
 
-_NONE = torch.empty(0, dtype=torch.int64)
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureStore:
-    """``rows`` are those of this part, [n, F] in its order, under the same names and dtypes on all ranks."""
+    """``rows`` are those of this partition, [n, F] in its order, under the same names and dtypes on all ranks."""
 
     rows: Mapping[str, Mapping[str, Tensor]]
-    node_index: Mapping[str, OwnNodes]
+    node_index: Mapping[str, LocalNodes]
     owners: OwnershipMap
     ring: RingExchange
-    paged: frozenset[tuple[str, str]] = frozenset()  # (type, table) that lie in files and are too large for memory
+    paged: frozenset[tuple[str, str]] = frozenset()  # (node type, table) of tables on disk, too large for memory
 
     def row_bytes(self, kind: str) -> int:
-        """What one node of a type weighs."""
+        """Bytes of a node's rows in all tables."""
         return sum(table.shape[1] * table.element_size() for table in self.rows[kind].values())
 
     def paged_bytes(self, kind: str) -> int:
-        """What one of this part's nodes weighs in tables that are paged."""
-        tables = [self.rows[kind][name] for of, name in self.paged if of == kind]
+        """Bytes of a node's rows in paged tables."""
+        tables = [self.rows[kind][name] for table_kind, name in self.paged if table_kind == kind]
         return sum(table.shape[1] * table.element_size() for table in tables)
 
     def fetch(self, ids: Mapping[str, Tensor]) -> tuple[NamedTables, dict[str, Tensor]]:
-        """(rows of nodes of other parts, by node type [n] the place in ``wanted`` of each), for different store ids.
+        """Collective. (rows by owner, by node type [n] the position in ``ids`` of each row) for distinct remote ids.
 
-        Rows lie by owner, as they come. Two rounds; all ranks call it.
+        Two rounds.
         """
         world = self.ring.world
         orders, counts = {}, {}
@@ -53,65 +53,65 @@ class FeatureStore:
             owner = self.owners.owner_of(kind, ids[kind])
             orders[kind] = torch.argsort(owner, stable=True)
             counts[kind] = torch.bincount(owner, minlength=world.size).tolist()
-            assert not counts[kind][world.rank], "own rows are not fetched"
-        asked = self._request({kind: ids[kind][order] for kind, order in orders.items()}, counts)
-        found: NamedTables = {
+            assert not counts[kind][world.rank], "local rows are not fetched"
+        requested = self._request({kind: ids[kind][order] for kind, order in orders.items()}, counts)
+        fetched: NamedTables = {
             kind: {
                 name: self.ring.new_buffer((len(ids[kind]), table.shape[1]), table.dtype)
                 for name, table in tables.items()
             }
             for kind, tables in self.rows.items()
         }
-        lanes, targets = [], []
+        row_tables, targets = [], []
         for kind, tables in self.rows.items():
-            routes = ExchangePlan(tuple(asked[kind]), tuple(counts[kind]))
+            plan = ExchangePlan(tuple(requested[kind]), tuple(counts[kind]))
             for name, table in tables.items():
-                lanes.append(RowTable(routes, table))
-                targets.append(torch.split(found[kind][name], counts[kind]))
+                row_tables.append(RowTable(plan, table))
+                targets.append(torch.split(fetched[kind][name], counts[kind]))
 
-        def visit(q: int, rows: list[Tensor]) -> None:
-            for out, part in zip(targets, rows, strict=True):
+        def on_rows(q: int, received: list[Tensor]) -> None:
+            for target, rows in zip(targets, received, strict=True):
                 if q != world.rank:
-                    out[q].copy_(part)
+                    target[q].copy_(rows)
 
-        self._prefetch_pages(asked)
-        self.ring.run(lanes, visit, op="rows of nodes")
+        self._prefetch_pages(requested)
+        self.ring.run(row_tables, on_rows, op="rows of nodes")
         self.drop_pages()
-        return found, orders
+        return fetched, orders
 
     def read_own(self, kind: str, rows: Tensor) -> dict[str, Tensor]:
-        """Rows of this part ([m] ascending) from tables of a type that are paged, in the order in which they lie."""
+        """Rows of this partition ([m] ascending) from the paged tables of a type, in the order in which they lie."""
         tables = {name: table for name, table in self.rows[kind].items() if (kind, name) in self.paged}
         return {name: read_rows(table, rows) for name, table in tables.items()}
 
     def drop_pages(self) -> None:
-        """What was read of paged tables leaves memory."""
+        """Release the memory of pages read from paged tables."""
         for kind, name in self.paged:
             drop_pages(self.rows[kind][name])
 
-    def _prefetch_pages(self, asked: Mapping[str, list[Tensor]]) -> None:
-        """What others want is asked for in the order in which it lies; then it may be read in any."""
+    def _prefetch_pages(self, requested: Mapping[str, list[Tensor]]) -> None:
+        """Read requested rows ahead in the order in which they lie; the exchange may then read them in any order."""
         for kind, name in self.paged:
-            prefetch_pages(self.rows[kind][name], torch.unique(torch.cat(asked[kind])))
+            prefetch_pages(self.rows[kind][name], torch.unique(torch.cat(requested[kind])))
 
-    def _request(self, wanted: Mapping[str, Tensor], counts: Mapping[str, list[int]]) -> dict[str, list[Tensor]]:
-        """Tell owners which rows are wanted; by node type and rank, rows of this part that others want."""
+    def _request(self, ids: Mapping[str, Tensor], counts: Mapping[str, list[int]]) -> dict[str, list[Tensor]]:
+        """Send ids to their owners; by node type and rank, the rows of this partition that other ranks request."""
         world, kinds = self.ring.world, list(self.rows)
-        parts = {kind: torch.split(wanted[kind], counts[kind]) for kind in kinds}
+        ids_by_owner = {kind: torch.split(ids[kind], counts[kind]) for kind in kinds}
         messages = []
         for q in range(world.size):
-            parcel = ByteBuffer()
-            parcel.write(torch.tensor([counts[kind][q] for kind in kinds], dtype=torch.int64))
+            buffer = ByteBuffer()
+            buffer.write(torch.tensor([counts[kind][q] for kind in kinds], dtype=torch.int64))
             for kind in kinds:
-                parcel.write(parts[kind][q])
-            messages.append(parcel.message)
-        found: dict[str, list[Tensor]] = {kind: [_NONE] * world.size for kind in kinds}
+                buffer.write(ids_by_owner[kind][q])
+            messages.append(buffer.message)
+        requested: dict[str, list[Tensor]] = {kind: [_NO_ROWS] * world.size for kind in kinds}
         for q, message in enumerate(all_to_all_bytes(world, messages, what="nodes whose rows are wanted")):
             if q == world.rank:
                 continue
-            parcel = ByteBuffer(message)
-            lengths = parcel.read(len(kinds), torch.int64).tolist()
+            buffer = ByteBuffer(message)
+            lengths = buffer.read(len(kinds), torch.int64).tolist()
             for kind, length in zip(kinds, lengths, strict=True):
-                own = self.node_index[kind]
-                found[kind][q] = own.rows[own.rows_of(parcel.read(length, torch.int64))]
-        return found
+                index = self.node_index[kind]
+                requested[kind][q] = index.rows[index.positions_of(buffer.read(length, torch.int64))]
+        return requested

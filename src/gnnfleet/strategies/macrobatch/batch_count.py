@@ -1,7 +1,7 @@
-"""How many mini-batches share a relay: as many as the buffer holds, judged by a foretaste of the first ones.
+"""Choose the number of mini-batches per fetch: as many as the buffer holds, judged by sampling the first ones.
 
-Rows that several batches read travel and lie in memory once, so rows grow more slowly than batches: the rows that one
-more batch adds never increase. What is beyond the foretaste is taken to add as many as its last batch did.
+A row that several batches read is fetched once, so each further batch adds at most as many rows as the one before.
+Beyond the sampled batches, every batch is assumed to add as many rows as the last sampled one.
 """
 
 from __future__ import annotations
@@ -13,33 +13,35 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.views.local import LocalView
+from gnnfleet.sharded.sampling.dist_sampler import SampledBatch
 from gnnfleet.sharded.sampling.feature_store import FeatureStore
-from gnnfleet.strategies.macrobatch.fetch import MacrobatchPlan, remote_ids
 
 WARMUP_BATCHES = 8
-"""Batches drawn before training."""
+"""Batches sampled before training."""
 
 
 @dataclass(frozen=True)
 class WarmupSample:
-    """What the first batches would need."""
+    """Sizes of the first batches of an epoch."""
 
-    rows: tuple[float, ...]  # bytes of rows that the first 1, 2, … batches have a relay read or fetch, each row once
-    batch_rows: float  # the same of a batch by itself, on average
+    rows: tuple[float, ...]  # bytes of the distinct rows that the first 1, 2, … batches fetch or read from disk
+    batch_rows: float  # bytes of the rows of a single batch, on average
     blocks: float  # bytes of the blocks of a batch, on average
-    scratch: float = 0.0  # bytes that drawing them takes, for the relay that is being drawn
+    scratch: float = 0.0  # bytes of working memory for sampling a batch
 
     @classmethod
-    def of(cls, plan: MacrobatchPlan, tables: FeatureStore) -> WarmupSample:
-        """Rows of other parts are fetched; of this part those of paged tables are read."""
-        count = len(plan.sampled)
-        blocks, scratch = (sum(block_bytes(s.views) for s in plan.sampled), sum(s.scratch for s in plan.sampled))
-        blocks += sum(map(block_bytes, plan.first_batch))
+    def of(
+        cls, sampled: Sequence[SampledBatch], first_blocks: Sequence[Sequence[LocalView]], features: FeatureStore
+    ) -> WarmupSample:
+        """Count rows that are fetched from other ranks, and local rows that are read from files."""
+        count = len(sampled)
+        blocks = sum(block_bytes(batch.views) for batch in sampled) + sum(map(block_bytes, first_blocks))
+        scratch = sum(batch.scratch for batch in sampled)
 
         def reads() -> Iterator[tuple[list[Tensor], float]]:
-            for kind in tables.rows:
-                yield [remote_ids(one, kind) for one in plan.sampled], tables.row_bytes(kind)
-                yield [one.ids[kind][one.nodes[kind].rows] for one in plan.sampled], tables.paged_bytes(kind)
+            for kind in features.rows:
+                yield [batch.remote_ids(kind) for batch in sampled], features.row_bytes(kind)
+                yield [batch.ids[kind][batch.nodes[kind].rows] for batch in sampled], features.paged_bytes(kind)
 
         return cls.of_reads(reads(), count, blocks / count, scratch / count)
 
@@ -47,55 +49,57 @@ class WarmupSample:
     def of_reads(
         cls, reads: Iterable[tuple[Sequence[Tensor], float]], count: int, blocks: float, scratch: float = 0.0
     ) -> WarmupSample:
-        """Of so many batches, given (ids that each of them reads, bytes of a row) of every table."""
-        rows, each = [0.0] * count, 0.0
-        for ids, weight in reads:
-            first = first_list_of(ids) if weight else torch.empty(0)
+        """``reads`` has one entry per table: (ids that each of ``count`` batches reads, bytes of a row)."""
+        rows, batch_rows = [0.0] * count, 0.0
+        for ids, row_bytes in reads:
+            first = first_list_of(ids) if row_bytes else torch.empty(0)
             for m in range(count):
-                rows[m] += weight * int((first <= m).sum())
-            each += weight * sum(map(len, ids)) / count
-        return cls(tuple(rows), each, blocks, scratch)
+                rows[m] += row_bytes * int((first <= m).sum())
+            batch_rows += row_bytes * sum(map(len, ids)) / count
+        return cls(tuple(rows), batch_rows, blocks, scratch)
 
-    def rows_per_fetch(self, together: int) -> float:
-        """Bytes of rows of a relay."""
-        if together <= len(self.rows):
-            return self.rows[together - 1]
+    def rows_per_fetch(self, batches: int) -> float:
+        """Bytes of the distinct rows of one fetch."""
+        if batches <= len(self.rows):
+            return self.rows[batches - 1]
         step = self.rows[-1] - self.rows[-2] if len(self.rows) > 1 else self.rows[-1]
-        return self.rows[-1] + (together - len(self.rows)) * step
+        return self.rows[-1] + (batches - len(self.rows)) * step
 
-    def bytes(self, together: int, *, ahead: int, window: int) -> float:
-        """What relays hold: rows of those that are fetched, blocks of those that are drawn."""
-        drawn = (1 + ahead + window) * together * self.blocks + together * self.scratch
-        return (1 + ahead) * self.rows_per_fetch(together) + drawn
+    def bytes(self, batches: int, *, prefetch: int, lookahead: int) -> float:
+        """Memory of all macrobatches at a time: rows of the fetched ones, blocks of the sampled ones."""
+        blocks = (1 + prefetch + lookahead) * batches * self.blocks + batches * self.scratch
+        return (1 + prefetch) * self.rows_per_fetch(batches) + blocks
 
-    def duplication(self, together: int) -> float:
-        """How often a row that is read or fetched once would have been by batches by themselves."""
-        return together * self.batch_rows / max(self.rows_per_fetch(together), 1.0)
+    def duplication(self, batches: int) -> float:
+        """Number of uses of a fetched row."""
+        return batches * self.batch_rows / max(self.rows_per_fetch(batches), 1.0)
 
 
-def choose_batches_per_fetch(foretaste: WarmupSample, limit: float, most: int, *, ahead: int, window: int) -> int:
-    """The largest number of batches per relay that fits; 1 where none does."""
-    together = 1
-    while together < most and foretaste.bytes(together + 1, ahead=ahead, window=window) <= limit:
-        together += 1
-    return together
+def choose_batches_per_fetch(
+    warmup: WarmupSample, limit: float, max_batches: int, *, prefetch: int, lookahead: int
+) -> int:
+    """The largest number of batches per fetch within ``limit`` bytes, at least 1."""
+    batches = 1
+    while batches < max_batches and warmup.bytes(batches + 1, prefetch=prefetch, lookahead=lookahead) <= limit:
+        batches += 1
+    return batches
 
 
 def block_bytes(views: Sequence[LocalView]) -> float:
-    """What the structure of blocks takes, turned-round copies included."""
+    """Memory of the structure of blocks, transposed copies included."""
     total = 0
     for view in views:
         for relation in view.relations.values():
-            cut = relation.structure
-            edge = cut.col.element_size() + 8
-            total += cut.num_edges * edge * (1 + ("transposed" in cut.__dict__)) + 16 * cut.num_rows
+            structure = relation.structure
+            edge_bytes = structure.col.element_size() + 8
+            has_transposed = "transposed" in structure.__dict__
+            total += structure.num_edges * edge_bytes * (1 + has_transposed) + 16 * structure.num_rows
         total += 8 * sum(len(rows.node_ids) for rows in view.nodes.values())
     return float(total)
 
 
 def first_list_of(ids: Sequence[Tensor]) -> Tensor:
-    """For every distinct id, the first list that has it."""
-    every = torch.cat(list(ids))
-    which = torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(one) for one in ids]))
-    distinct, inverse = torch.unique(every, return_inverse=True)
-    return torch.full((len(distinct),), len(ids)).scatter_reduce(0, inverse, which, "amin")
+    """For every distinct id, the index of the first list that has it."""
+    list_index = torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(batch_ids) for batch_ids in ids]))
+    distinct, inverse = torch.unique(torch.cat(list(ids)), return_inverse=True)
+    return torch.full((len(distinct),), len(ids)).scatter_reduce(0, inverse, list_index, "amin")

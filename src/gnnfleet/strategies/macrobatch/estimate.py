@@ -1,6 +1,6 @@
-"""What an epoch of ``macrobatch`` takes, from the blocks that the first batches would draw.
+"""Estimate the cost of a ``macrobatch`` epoch from the blocks of the first batches.
 
-Draws go by store id, so blocks are known without ranks; what of them lies elsewhere, the parts say.
+Draws go by store id, so blocks are sampled without ranks; the partitions say which of their rows are remote.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from gnnfleet.strategies.step_costs import (
 )
 
 PROBED_BATCHES = 24
-"""Batches drawn for every worker."""
+"""Batches sampled for every worker."""
 
 BYTES_PER_PART_EDGE = 72.0
-"""Bytes of an in-edge of a part: as it is mapped, and as it is drawn from."""
+"""Bytes of an in-edge of a partition: as mapped, and in the sampler's index."""
 
 
 def estimate(config: MacrobatchConfig, outlook: PlanningContext) -> list[CostEstimate]:
-    """Every batch by itself, and as many in one relay as the buffer holds."""
+    """Estimate one batch per fetch, and as many as the buffer holds."""
     if outlook.job.model.batch_norm and outlook.workers > 1:
         raise ConfigError("batch norm would count rows that several workers compute more than once: model.norm=layer")
     epoch = _EpochEstimator(config, outlook)
     if config.batches_per_fetch != "auto":
         return [epoch.estimate(config.batches_per_fetch)]
-    return [epoch.estimate(together) for together in dict.fromkeys((1, epoch.most))]
+    return [epoch.estimate(batches) for batches in dict.fromkeys((1, epoch.max_batches))]
 
 
 @dataclass(frozen=True)
 class _ProbedBatches:
-    """What the blocks of a worker's first batches are."""
+    """Blocks of a worker's first batches."""
 
-    drawn: ProbeBlocks
-    far: Sequence[dict[str, Tensor]]  # by batch and node type, store ids of rows elsewhere
-    told: float  # bytes of questions and answers while a batch is drawn
+    blocks: ProbeBlocks
+    remote_ids: Sequence[dict[str, Tensor]]  # by batch and node type, store ids of remote rows
+    request_bytes: float  # bytes of requests and replies while a batch is sampled
 
 
 class _EpochEstimator:
@@ -63,126 +63,123 @@ class _EpochEstimator:
         self.given = caches_aggregate(self.job, config.cache_inputs) and config.split == "nodes"
         items = self.job.task.train_items(self.job.seed, 0)
         self.steps = count_batches(len(items), config.batch)
-        self.ahead = config.prefetch if config.prefetch != "auto" else int(outlook.overlaps)
+        self.prefetch = config.prefetch if config.prefetch != "auto" else int(outlook.overlaps)
         self.owner = self._owners()
-        self.tastes = [self._probe(rank, items) for rank in range(outlook.workers)]
-        foretastes = [self._warmup_sample(taste) for taste in self.tastes]
-        self.foretastes = foretastes
-        fits = [
-            choose_batches_per_fetch(each, config.buffer, self.steps, ahead=self.ahead, window=0) for each in foretastes
-        ]
-        self.most = min(fits)
-        largest = max(self.tastes, key=lambda taste: taste.drawn.num_edges_and_rows)
-        self.tensors = step_peak_bytes(self.job, largest.drawn.views[0], given=self.given)
+        self.probes = [self._probe(rank, items) for rank in range(outlook.workers)]
+        self.warmups = [self._warmup_sample(probe) for probe in self.probes]
+        self.max_batches = min(
+            choose_batches_per_fetch(warmup, config.buffer, self.steps, prefetch=self.prefetch, lookahead=0)
+            for warmup in self.warmups
+        )
+        largest = max(self.probes, key=lambda probe: probe.blocks.num_edges_and_rows)
+        self.tensor_bytes = step_peak_bytes(self.job, largest.blocks.views[0], given=self.given)
 
     def _owners(self) -> dict[str, Tensor]:
-        """[N] the part of every node, by type."""
-        found = {kind: torch.zeros(table.count, dtype=torch.int16) for kind, table in self.job.graph.nodes.items()}
+        """[N] the partition of every node, by type."""
+        owner = {kind: torch.zeros(table.count, dtype=torch.int16) for kind, table in self.job.graph.nodes.items()}
         for part, shard in enumerate(self.outlook.parts()):
             for kind in shard.node_types:
-                found[kind][shard.nodes(kind).store_ids] = part
-        return found
+                owner[kind][shard.nodes(kind).store_ids] = part
+        return owner
 
     def _probe(self, rank: int, items: Tensor) -> _ProbedBatches:
         job, config = self.job, self.config
         sampler = NeighborSampler(
             job.graph, parse_fanouts(config.fanouts, job.model.num_layers), replace=config.replace
         )
-        mine = owned_items(job.task, items, rank, lambda kind, ids: self.owner[kind][ids])
+        is_owned = owned_items(job.task, items, rank, lambda kind, ids: self.owner[kind][ids])
         views: list[Sequence[LocalView]] = []
-        far: list[dict[str, Tensor]] = []
-        told = 0.0
-        for number, every in epoch_batches(items, config.batch, seed=job.seed, epoch=0):
+        remote_ids: list[dict[str, Tensor]] = []
+        request_bytes = 0.0
+        for number, global_items in epoch_batches(items, config.batch, seed=job.seed, epoch=0):
             if number >= PROBED_BATCHES:
                 break
-            own = every[mine[torch.searchsorted(items, every)]]
-            batch = job.task.batch(own, DrawKey(job.seed, 0, number), every)
+            local_items = global_items[is_owned[torch.searchsorted(items, global_items)]]
+            batch = job.task.batch(local_items, DrawKey(job.seed, 0, number), global_items)
             blocks = sampler.blocks(batch.seeds, batch.key, given=self.given)
             if len(views) < 2:
                 views.append(blocks)
-            rows = blocks[0].nodes
-            away = {kind: self.owner[kind][each.node_ids] != rank for kind, each in rows.items()}
-            far.append({kind: rows[kind].node_ids[mask] for kind, mask in away.items()})
-            told += self._told(blocks, away)
-        return _ProbedBatches(ProbeBlocks(views), far, told / max(1, len(far)))
+            nodes = blocks[0].nodes
+            is_remote = {kind: self.owner[kind][rows.node_ids] != rank for kind, rows in nodes.items()}
+            remote_ids.append({kind: nodes[kind].node_ids[mask] for kind, mask in is_remote.items()})
+            request_bytes += self._request_bytes(blocks, is_remote)
+        return _ProbedBatches(ProbeBlocks(views), remote_ids, request_bytes / max(1, len(remote_ids)))
 
-    def _told(self, views: Sequence[LocalView], away: dict[str, Tensor]) -> float:
-        """Ids of nodes that are new in a hop go out; where their edges are comes back once, what is drawn every hop."""
-        total, known = 0.0, dict.fromkeys(away, 0)
+    def _request_bytes(self, views: Sequence[LocalView], is_remote: dict[str, Tensor]) -> float:
+        """Bytes of sampling a batch: ids of nodes new in a hop, one reply per node, and drawn edges in every hop."""
+        total, requested = 0.0, dict.fromkeys(is_remote, 0)
         for view in reversed(views[1:] if self.given else views):
             for kind, relation in view.relations.items():
                 count = len(view.nodes[kind.dst].node_ids[: view.nodes[kind.dst].num_dst])
-                elsewhere = away[kind.dst][:count]
-                total += 4.0 * float(relation.structure.indptr.diff()[elsewhere].sum())
-                total += 16.0 * (int(elsewhere.sum()) - known[kind.dst])
-            for name, mask in away.items():
-                now = int(mask[: view.nodes[name].num_dst].sum())
-                total += 4.0 * (now - known[name])
-                known[name] = now
+                remote = is_remote[kind.dst][:count]
+                total += 4.0 * float(relation.structure.indptr.diff()[remote].sum())
+                total += 16.0 * (int(remote.sum()) - requested[kind.dst])
+            for name, mask in is_remote.items():
+                reached = int(mask[: view.nodes[name].num_dst].sum())
+                total += 4.0 * (reached - requested[name])
+                requested[name] = reached
         return total
 
-    def _row(self, kind: str) -> float:
-        """Bytes of a row that is fetched: features as they are stored, their aggregate, the degree."""
+    def _row_bytes(self, kind: str) -> float:
+        """Bytes of a fetched row: features as stored, their aggregate, the degree."""
         x = self.job.graph.nodes[kind].x
-        wide = 0 if x is None else int(x.shape[1])
-        near = wide * PRECISIONS[self.job.precision].itemsize if self.given else 0
-        return (0 if x is None else wide * x.element_size()) + near + 8.0
+        width = 0 if x is None else int(x.shape[1])
+        aggregate = width * PRECISIONS[self.job.precision].itemsize if self.given else 0
+        return (0 if x is None else width * x.element_size()) + aggregate + 8.0
 
-    def _warmup_sample(self, taste: _ProbedBatches) -> WarmupSample:
-        reads = (([far[kind] for far in taste.far], self._row(kind)) for kind in self.owner)
-        return WarmupSample.of_reads(reads, len(taste.far), taste.drawn.structure_bytes)
+    def _warmup_sample(self, probe: _ProbedBatches) -> WarmupSample:
+        reads = (([ids[kind] for ids in probe.remote_ids], self._row_bytes(kind)) for kind in self.owner)
+        return WarmupSample.of_reads(reads, len(probe.remote_ids), probe.blocks.structure_bytes)
 
-    def estimate(self, together: int) -> CostEstimate:
+    def estimate(self, batches: int) -> CostEstimate:
         outlook, workers, several = self.outlook, self.outlook.workers, self.outlook.workers > 1
         pace, weights = outlook.shared_profile, WeightBytes.of(self.job.model)
-        relays = -(-self.steps // together)
-        fetched = [each.rows_per_fetch(together) * relays * (1 + 8 / self._widest()) for each in self.foretastes]
-        told = [taste.told * self.steps for taste in self.tastes]
+        fetches = -(-self.steps // batches)
+        id_overhead = 1 + 8 / max(self._row_bytes(kind) for kind in self.owner)
+        fetched = [warmup.rows_per_fetch(batches) * fetches * id_overhead for warmup in self.warmups]
+        sampled = [probe.request_bytes * self.steps for probe in self.probes]
         sums = self.steps * (weights.allreduce_bytes + PRECISIONS[self.job.precision].itemsize)
         hops = self.job.model.num_layers - self.given
-        rounds = (relays * (2 * hops + 2) + 2 * self.steps) * several
-        work = max(pace.sampled_step_seconds(taste.drawn.layer_loads) for taste in self.tastes)
-        making = max(pace.sampling_seconds * taste.drawn.num_edges_and_rows for taste in self.tastes)
-        travel = pace.transfer_seconds(max(map(sum, zip(fetched, told, strict=True))), relays * (2 * hops + 2))
-        shown = self.steps * making + travel
-        layers = self.steps * (work + pace.allreduce_seconds)
+        rounds = (fetches * (2 * hops + 2) + 2 * self.steps) * several
+        work = max(pace.block_seconds * probe.blocks.num_edges_and_rows for probe in self.probes)
+        sampling = max(pace.sampling_seconds * probe.blocks.num_edges_and_rows for probe in self.probes)
+        transfer = pace.transfer_seconds(max(map(sum, zip(fetched, sampled, strict=True))), fetches * (2 * hops + 2))
+        fetching = self.steps * sampling + transfer
+        layers = self.steps * (work + pace.allreduce_seconds(weights.nbytes))
         return CostEstimate(
-            words={
+            settings={
                 **self.config.model_dump(exclude_defaults=True),
                 "name": "macrobatch",
-                "batches_per_fetch": together,
+                "batches_per_fetch": batches,
             },
             kind="sampled",
             workers=workers,
-            memory=max(self._memory(rank, together) for rank in range(workers)),
-            bytes=(sum(fetched) + sum(told) + workers * sums) * several,
+            memory=max(self._memory(rank, batches) for rank in range(workers)),
+            bytes=(sum(fetched) + sum(sampled) + workers * sums) * several,
             rounds=rounds,
-            seconds=max(layers, shown) if self.ahead else layers + shown,
+            seconds=max(layers, fetching) if self.prefetch else layers + fetching,
             steps=self.steps,
-            relay=min(together, self.steps),
-            reasons=self._reasons(together, making, work, travel),
+            batches_per_fetch=min(batches, self.steps),
+            reasons=self._reasons(batches, sampling, work, transfer),
         )
 
-    def _widest(self) -> float:
-        return max(self._row(kind) for kind in self.owner)
-
-    def _memory(self, rank: int, together: int) -> float:
+    def _memory(self, rank: int, batches: int) -> float:
         job, pace, weights = self.job, self.outlook.shared_profile, WeightBytes.of(self.job.model)
         shard = self.outlook.parts()[rank]
         rows = sum(shard.nodes(kind).count for kind in shard.node_types)
         share = rows / max(1, job.graph.num_nodes)
         itemsize = PRECISIONS[job.precision].itemsize
         features = feature_bytes(job.graph) + self.given * 2 * feature_bytes(job.graph, itemsize)
-        held = share * (features + job.graph.num_edges * BYTES_PER_PART_EDGE)
-        relays = self.foretastes[rank].bytes(together, ahead=self.ahead, window=0)
-        most = max(self.tensors + relays, evaluation_bytes(job, rows) + share * feature_bytes(job.graph, itemsize))
-        return pace.base_memory + held + most + weights.state(share)
+        partition = share * (features + job.graph.num_edges * BYTES_PER_PART_EDGE)
+        macrobatches = self.warmups[rank].bytes(batches, prefetch=self.prefetch, lookahead=0)
+        evaluation = evaluation_bytes(job, rows) + share * feature_bytes(job.graph, itemsize)
+        return pace.base_memory + partition + max(self.tensor_bytes + macrobatches, evaluation) + weights.state(share)
 
-    def _reasons(self, together: int, making: float, work: float, travel: float) -> tuple[str, ...]:
-        duplication = max(each.duplication(together) for each in self.foretastes)
-        found = [
-            f"{self.steps} steps: blocks {making:.2g} s, layers {work:.2g} s each; rows on their way {travel:.2g} s"
+    def _reasons(self, batches: int, sampling: float, work: float, transfer: float) -> tuple[str, ...]:
+        duplication = max(warmup.duplication(batches) for warmup in self.warmups)
+        reasons = [
+            f"{self.steps} steps: sampling {sampling:.2g} s, layers {work:.2g} s each; transfer {transfer:.2g} s"
         ]
-        if together > 1:
-            found.append(f"a row comes once for {duplication:.1f} uses")
-        return tuple(found)
+        if batches > 1:
+            reasons.append(f"each fetched row is used {duplication:.1f} times")
+        return tuple(reasons)

@@ -1,9 +1,15 @@
-"""The relay of a macrobatch: blocks of several batches, then every row of other parts that any of them reads, once."""
+"""Fetch a macrobatch: sample the blocks of several batches, then fetch every remote row that they read, once.
+
+A macrobatch passes through three values in this order: the ``MacrobatchPlan`` (blocks and ids of remote rows), the
+``MacrobatchData`` (with the rows), and a ``BatchReader`` for every batch, which a step reads its inputs from.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -18,193 +24,205 @@ from gnnfleet.strategies.macrobatch.feature_parallel import FeatureColumns
 from gnnfleet.strategies.macrobatch.host_cache import HostCache, HostRequests
 from gnnfleet.tasks.base import Batch, Task
 
+DEGREE, WEIGHTED = "degree", "weighted degree"
+"""Names of tables in the feature store, beside those of features and aggregates."""
 
-@dataclass
+
+@dataclass(frozen=True)
 class FetchStats:
-    """What relays did."""
+    """Counts of one macrobatch, or sums over several."""
 
     exchanges: int = 0
-    rows_read: int = 0  # rows of other parts that batches read, each batch by itself
-    rows_requested: int = 0  # the same, once per relay
-    hits: int = 0  # of these, rows that were kept from before
+    rows_read: int = 0  # remote rows that batches read, counted for every batch
+    rows_requested: int = 0  # the same, counted once per macrobatch
+    hits: int = 0  # requested rows that were in the cache
     fetched_bytes: int = 0
-    wait_seconds: float = 0.0  # seconds in which steps waited for a relay
+
+    def __add__(self, other: FetchStats) -> FetchStats:
+        return FetchStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
 class MacrobatchPlan:
-    """A macrobatch whose blocks are known: what it needs of other parts, ascending store ids by node type."""
+    """A macrobatch whose blocks are sampled."""
 
     batches: Sequence[Batch]
     sampled: Sequence[SampledBatch]
-    remote_ids: Mapping[str, Tensor]
-    host_requests: Mapping[str, HostRequests]  # what all workers of this machine want, where they keep rows together
-    first_batch: Sequence[
-        Sequence[LocalView]
-    ] = ()  # by batch and rank, the first blocks of all ranks, where columns are split
-
-
-def owned_items(task: Task, items: Tensor, rank: int, owner: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """[n] bool: training items that a rank works on; ``owner`` gives the ranks of nodes by type and store id."""
-    found = torch.zeros(len(items), dtype=torch.bool)
-    for kind, which, ids in task.owners_of_items(items):
-        found[which] = owner(kind, ids) == rank
-    return found
-
-
-def remote_ids(one: SampledBatch, kind: str) -> Tensor:
-    """Store ids of the nodes of other parts that a batch reads."""
-    return one.ids[kind][torch.cat(one.nodes[kind].remote_ids)]
+    remote_ids: Mapping[str, Tensor]  # by node type, ascending store ids of the remote rows it reads
+    host_requests: Mapping[str, HostRequests]  # with a cache, by node type: requests of all workers of this host
+    first_blocks: Sequence[Sequence[LocalView]]  # with feature columns, by batch: the first blocks of all ranks
 
 
 @dataclass(frozen=True, eq=False)
 class MacrobatchData:
-    """A macrobatch ready to be trained on: its plan and rows of other parts, one for each of ``plan.wanted``."""
+    """A macrobatch ready for its steps."""
 
     plan: MacrobatchPlan
-    rows: Mapping[str, Mapping[str, Tensor]]
-    places: Mapping[str, Tensor]  # by node type, the place in ``rows`` of each that is wanted
-    own: Mapping[str, tuple[Tensor, Mapping[str, Tensor]]]  # (rows of this part, ascending; what paged tables have)
+    rows: Mapping[str, Mapping[str, Tensor]]  # by node type and table, the remote rows
+    positions: Mapping[str, Tensor]  # by node type, the position in ``rows`` of each of ``plan.remote_ids``
+    paged: Mapping[str, tuple[Tensor, Mapping[str, Tensor]]]  # (ascending local rows, their values in paged tables)
+    stats: FetchStats
 
 
-@dataclass(eq=False)
-class MacrobatchFetcher:
-    """All ranks make and call it together; serves one thread at a time."""
+@dataclass(frozen=True, eq=False)
+class BatchSampler:
+    """Samples the blocks of several batches, without the edges that the task hides."""
 
     sampler: DistNeighborSampler
-    features: FeatureStore
     task: Task
-    given: bool  # whether the first layer's aggregate is a table, so that the last hop is not drawn
+    skips_last_hop: bool  # the first layer's aggregate is a table of the feature store
+
+    def sample(self, batches: Sequence[Batch]) -> list[SampledBatch]:
+        """Collective. All ranks pass the same number of batches."""
+        sampled = self.sampler.blocks([(batch.seeds, batch.key) for batch in batches], given=self.skips_last_hop)
+        for blocks, batch in zip(sampled, batches, strict=True):
+            blocks.views = [self.task.mask_edges(view, batch) for view in blocks.views]
+            prepare_backward(blocks.views)
+        return sampled
+
+
+@dataclass(frozen=True, eq=False)
+class MacrobatchFetcher:
+    """Samples and fetches macrobatches. All methods are collective; one thread at a time may use them."""
+
+    sampler: BatchSampler
+    features: FeatureStore
+    batches_per_fetch: int
+    lookahead: int = 0  # macrobatches sampled ahead of the one that is fetched
     host_cache: HostCache | None = None
-    columns: FeatureColumns | None = None  # where features are split by column: nothing is fetched then
-    stats: FetchStats = field(default_factory=FetchStats)
+    columns: FeatureColumns | None = None  # with features split by column, no rows are fetched
+
+    def macrobatches(self, batches: Iterator[Batch]) -> Generator[MacrobatchData]:
+        """Fetch the batches in groups of ``batches_per_fetch``."""
+        plans: deque[MacrobatchPlan] = deque()
+        while group := list(islice(batches, self.batches_per_fetch)):
+            plans.append(self.sample(group))
+            if len(plans) > self.lookahead:
+                yield self.fetch(plans.popleft(), list(plans))
+        while plans:
+            yield self.fetch(plans.popleft(), list(plans))
 
     def sample(self, batches: Sequence[Batch]) -> MacrobatchPlan:
-        """Draw the blocks of some batches, as many on all ranks."""
-        sampled = self.sampler.blocks([(batch.seeds, batch.key) for batch in batches], given=self.given)
-        for one, batch in zip(sampled, batches, strict=True):
-            one.views = [self.task.mask_edges(view, batch) for view in one.views]
-            prepare_backward(one.views)
-        self.stats.exchanges += 1
+        """Sample the blocks of one macrobatch."""
+        sampled = self.sampler.sample(batches)
         if self.columns is not None:
-            return MacrobatchPlan(batches, sampled, {}, {}, self.columns.exchange_blocks(self.sampler.world, sampled))
-        wanted = {kind: torch.unique(torch.cat([remote_ids(one, kind) for one in sampled])) for kind in sampled[0].ids}
-        plan = MacrobatchPlan(
-            batches, sampled, wanted, {} if self.host_cache is None else self.host_cache.exchange_requests(wanted)
-        )
-        for kind, ids in plan.remote_ids.items():
-            self.stats.rows_read += sum(len(remote_ids(one, kind)) for one in sampled)
-            self.stats.rows_requested += len(ids)
-        return plan
+            first_blocks = self.columns.exchange_blocks(self.features.ring.world, sampled)
+            return MacrobatchPlan(batches, sampled, {}, {}, first_blocks)
+        remote_ids = {
+            kind: torch.unique(torch.cat([batch.remote_ids(kind) for batch in sampled])) for kind in sampled[0].ids
+        }
+        requests = {} if self.host_cache is None else self.host_cache.exchange_requests(remote_ids)
+        return MacrobatchPlan(batches, sampled, remote_ids, requests, ())
 
     def fetch(self, plan: MacrobatchPlan, future: Sequence[MacrobatchPlan] = ()) -> MacrobatchData:
-        """Get the rows; ``future`` are the plans that follow, as far as they are known."""
+        """Fetch the rows of a plan. ``future`` has the plans that follow, for the cache."""
         if self.columns is not None:
-            return MacrobatchData(plan, {}, {}, {})
+            return MacrobatchData(plan, {}, {}, {}, FetchStats(exchanges=1))
         if self.host_cache is None:
-            found, order = self.features.fetch(plan.remote_ids)
-            places = {kind: _inverse_permutation(rows) for kind, rows in order.items()}
-            fetched = {kind: len(ids) for kind, ids in plan.remote_ids.items()}
+            rows, order = self.features.fetch(plan.remote_ids)
+            positions = {kind: _inverse_permutation(sources) for kind, sources in order.items()}
+            counts, hits = {kind: len(ids) for kind, ids in plan.remote_ids.items()}, 0
         else:
-            before = self.host_cache.hits
-            found, fetched = self.host_cache.fetch(
-                plan.remote_ids, plan.host_requests, [later.host_requests for later in future]
-            )
-            places = {kind: torch.arange(len(ids)) for kind, ids in plan.remote_ids.items()}
-            self.stats.hits += self.host_cache.hits - before
-        self.stats.fetched_bytes += sum(count * self.features.row_bytes(kind) for kind, count in fetched.items())
-        return MacrobatchData(plan, found, places, self._read_own(plan))
+            later = [follower.host_requests for follower in future]
+            rows, counts, hits = self.host_cache.fetch(plan.remote_ids, plan.host_requests, later)
+            positions = {kind: torch.arange(len(ids)) for kind, ids in plan.remote_ids.items()}
+        stats = FetchStats(
+            exchanges=1,
+            rows_read=sum(len(batch.remote_ids(kind)) for kind in plan.remote_ids for batch in plan.sampled),
+            rows_requested=sum(map(len, plan.remote_ids.values())),
+            hits=hits,
+            fetched_bytes=sum(count * self.features.row_bytes(kind) for kind, count in counts.items()),
+        )
+        return MacrobatchData(plan, rows, positions, self._read_paged(plan), stats)
 
-    def _read_own(self, plan: MacrobatchPlan) -> dict[str, tuple[Tensor, Mapping[str, Tensor]]]:
-        """Rows of this part from tables that are too large for memory, each once."""
-        found: dict[str, tuple[Tensor, Mapping[str, Tensor]]] = {}
+    def _read_paged(self, plan: MacrobatchPlan) -> dict[str, tuple[Tensor, Mapping[str, Tensor]]]:
+        """Read local rows from tables that are too large for memory, each row once."""
+        paged: dict[str, tuple[Tensor, Mapping[str, Tensor]]] = {}
         for kind in dict.fromkeys(kind for kind, _ in sorted(self.features.paged)):
-            own = self.features.node_index[kind].rows
-            rows = torch.unique(torch.cat([own[one.nodes[kind].owner_places] for one in plan.sampled]))
-            found[kind] = rows, self.features.read_own(kind, rows)
+            local_rows = self.features.node_index[kind].rows
+            rows = torch.unique(torch.cat([local_rows[batch.nodes[kind].positions] for batch in plan.sampled]))
+            paged[kind] = rows, self.features.read_own(kind, rows)
         self.features.drop_pages()
-        return found
+        return paged
 
-    def fetch_ahead(self, plans: Iterator[MacrobatchPlan], window: int) -> Generator[MacrobatchData]:
-        """Plans as they are fetched, each knowing up to ``window`` that follow."""
-        known: list[MacrobatchPlan] = []
-        for plan in plans:
-            known.append(plan)
-            if len(known) > window:
-                yield self.fetch(known.pop(0), known)
-        while known:
-            yield self.fetch(known.pop(0), known)
+    def readers(self, macrobatch: MacrobatchData) -> Iterator[BatchReader]:
+        """One reader per batch. Not collective."""
+        return (BatchReader(self, macrobatch, index) for index in range(len(macrobatch.plan.batches)))
 
 
 class BatchReader:
-    """The rows that one batch of a macrobatch reads, put together from this part's and from fetched ones."""
+    """Reads the inputs of one batch from local and fetched rows."""
 
-    def __init__(self, relay: MacrobatchFetcher, fetched: MacrobatchData, place: int) -> None:
-        self.batch, self.sampled = fetched.plan.batches[place], fetched.plan.sampled[place]
-        self.first = fetched.plan.first_batch[place] if fetched.plan.first_batch else ()
-        if relay.columns is not None:
+    def __init__(self, fetcher: MacrobatchFetcher, macrobatch: MacrobatchData, index: int) -> None:
+        plan = macrobatch.plan
+        self.batch, self.sampled = plan.batches[index], plan.sampled[index]
+        self.first_blocks = plan.first_blocks[index] if plan.first_blocks else ()
+        if fetcher.columns is not None:
             for kind, ids in self.sampled.ids.items():
-                self.sampled.degrees[kind] = relay.columns.degrees_of(ids)
+                self.sampled.degrees[kind] = fetcher.columns.degrees_of(ids)
             return
-        tables = relay.features
-        self._tables, self._rows, self._own = tables, fetched.rows, fetched.own
-        self._where: dict[str, _RowSources] = {}
+        self._features, self._remote, self._paged = fetcher.features, macrobatch.rows, macrobatch.paged
+        self._sources: dict[str, _RowSources] = {}
         for kind, ids in self.sampled.ids.items():
-            reached = self.sampled.nodes[kind]
-            far = torch.cat(reached.remote_ids)
-            there = fetched.places[kind][torch.searchsorted(fetched.plan.remote_ids[kind], ids[far])]
-            self._where[kind] = _RowSources(
-                tables.node_index[kind].rows[reached.owner_places], reached.rows, there, far
-            )
+            nodes = self.sampled.nodes[kind]
+            remote_at = torch.cat(nodes.remote_rows)
+            local = self._features.node_index[kind].rows[nodes.positions]
+            remote = macrobatch.positions[kind][torch.searchsorted(plan.remote_ids[kind], ids[remote_at])]
+            self._sources[kind] = _RowSources(local, nodes.rows, remote, remote_at)
             self.sampled.degrees[kind] = self._degrees(kind)
 
-    def read(self, kind: str, name: str, *, out: Tensor | None = None) -> Tensor:
-        """[S, F] rows of a table, half precision as float32, in the order of the blocks; perhaps into some columns."""
-        own, far = self._tables.rows[kind][name], self._rows[kind][name]
-        where = self._where[kind]
-        if (kind, name) in self._tables.paged:
-            known, tables = self._own[kind]
-            own, where = tables[name], replace(where, own=torch.searchsorted(known, where.own))
-        return where.read(own, far, out=out)
+    def read(self, kind: str, table: str, *, out: Tensor | None = None) -> Tensor:
+        """[S, F] rows of a table in the order of the blocks, half precision as float32; written to ``out`` if given."""
+        local, sources = self._features.rows[kind][table], self._sources[kind]
+        if (kind, table) in self._features.paged:
+            rows, tables = self._paged[kind]
+            local, sources = tables[table], replace(sources, local=torch.searchsorted(rows, sources.local))
+        return sources.read(local, self._remote[kind][table], out=out)
 
     def _degrees(self, kind: str) -> Callable[[bool], Tensor]:
-        """Knows nothing but where degrees lie: views keep it, and rows must not outlive their batch."""
-        names = [name for name in (DEGREE, WEIGHTED) if name in self._tables.rows[kind]]
-        tables = {name: (self._tables.rows[kind][name], self._rows[kind][name]) for name in names}
-        where, known = self._where[kind], dict[str, Tensor]()
+        """Degrees of the batch's nodes. Views keep this function, so it must not refer to the reader and its rows."""
+        tables = {
+            name: (self._features.rows[kind][name], self._remote[kind][name])
+            for name in (DEGREE, WEIGHTED)
+            if name in self._features.rows[kind]
+        }
+        sources, cached = self._sources[kind], dict[str, Tensor]()
 
         def degree(weighted: bool) -> Tensor:
             name = WEIGHTED if weighted and WEIGHTED in tables else DEGREE
-            if name not in known:
-                known[name] = where.read(*tables[name])[:, 0]
-            return known[name]
+            if name not in cached:
+                cached[name] = sources.read(*tables[name])[:, 0]
+            return cached[name]
 
         return degree
 
 
 @dataclass(frozen=True, eq=False)
 class _RowSources:
-    """Where a batch finds the rows of one node type."""
+    """Positions of a batch's rows of one node type: local and remote rows, and where each goes."""
 
-    own: Tensor  # rows of this part
-    at: Tensor  # where they go
-    far: Tensor  # rows that were fetched
-    far_at: Tensor
+    local: Tensor
+    local_at: Tensor
+    remote: Tensor
+    remote_at: Tensor
 
-    def read(self, own: Tensor, far: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def read(self, local: Tensor, remote: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Rows of a table, half precision as float32."""
-        dtype = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else own.dtype
+        dtype = torch.float32 if local.dtype in (torch.float16, torch.bfloat16) else local.dtype
         if out is None:
-            out = empty_buffer((len(self.at) + len(self.far_at), own.shape[1]), dtype)
-        gather(own, self.own, dtype, out=out, at=self.at)
-        gather(far, self.far, dtype, out=out, at=self.far_at)
+            out = empty_buffer((len(self.local_at) + len(self.remote_at), local.shape[1]), dtype)
+        gather(local, self.local, dtype, out=out, at=self.local_at)
+        gather(remote, self.remote, dtype, out=out, at=self.remote_at)
         return out
 
 
+def owned_items(task: Task, items: Tensor, rank: int, owner: Callable[[str, Tensor], Tensor]) -> Tensor:
+    """[n] bool: training items that a rank works on; ``owner`` gives the ranks of nodes by type and store id."""
+    is_owned = torch.zeros(len(items), dtype=torch.bool)
+    for kind, positions, ids in task.owners_of_items(items):
+        is_owned[positions] = owner(kind, ids) == rank
+    return is_owned
+
+
 def _inverse_permutation(order: Tensor) -> Tensor:
-    """The inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-
-
-X, DEGREE, WEIGHTED = "x", "degree", "weighted degree"
-"""Names of tables; those of aggregates are the edge types'."""

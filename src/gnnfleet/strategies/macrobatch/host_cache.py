@@ -1,8 +1,7 @@
-"""Rows of other machines that stay from relay to relay, once per machine: its workers share the slots they lie in.
+"""A cache of rows of other hosts, one per host: the workers of a host share its slots.
 
-Every worker of a machine hears what all of them want and decides alike which rows are there, which are fetched, by
-whom, and where they go. Slots change only inside a relay, after everyone has copied out what is needed of them. A
-worker by itself is a machine of one. H workers on this machine.
+Every worker receives the requests of all workers of its host and runs the same policy on their union, so decisions are
+never sent. Slots change only inside a fetch, between two barriers. A lone worker is a host of one. H workers per host.
 """
 
 from __future__ import annotations
@@ -25,128 +24,137 @@ from gnnfleet.strategies.macrobatch.cache_policies import RowCache
 
 @dataclass(frozen=True, eq=False)
 class HostRequests:
-    """What the workers of this machine want of one node type, for one relay."""
+    """Requests of the workers of this host, for one node type and macrobatch. Ids are ascending."""
 
-    local_ids: Tensor  # places in this worker's list of nodes that live on this machine
-    remote_ids: Tensor  # places of the others
-    ids_by_worker: tuple[Tensor, ...]  # H lists of ids, ascending: the others of every worker
-    union: Tensor  # all of them, ascending
+    same_host: Tensor  # positions in this worker's list of ids whose owners are on this host
+    other_hosts: Tensor  # positions of the others
+    ids_by_worker: tuple[Tensor, ...]  # H lists: the ids owned by other hosts that each worker requests
+    union: Tensor  # [U] the distinct ids of these lists
 
 
 @dataclass(frozen=True, eq=False)
 class CacheSlots:
-    """Rows of one node type: which are there, and the memory they lie in, by table [capacity, F]."""
+    """The policy of one node type, and the rows in its slots by table, [capacity, F]."""
 
     cache: RowCache
     rows: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class _HostFetch:
+    """One fetch of one node type. Positions in ``union`` unless said otherwise."""
+
+    requests: HostRequests
+    missing: Tensor  # [·] ids that no slot has
+    is_local: Tensor  # [U] bool: requested by this worker
+    output_at: Tensor  # [U] positions in this worker's list of ids, -1 for ids of other workers
+
+
 class HostCache:
-    """All ranks of the run make and call it together, those of a machine with the same settings."""
+    """Collective: all ranks of the run construct and call it together, those of a host with the same settings."""
 
     def __init__(self, tables: FeatureStore, host: World, ranks: Sequence[int], caches: Mapping[str, RowCache]) -> None:
         self.tables, self.host = tables, host
-        self._here = torch.tensor(list(ranks))
+        self._host_ranks = torch.tensor(list(ranks))
         self._ring = RingExchange(host, max(1, host.size), 0, tables.ring.new_buffer)
         self.slots = {kind: CacheSlots(cache, self._allocate(kind, cache.capacity)) for kind, cache in caches.items()}
-        self.hits = 0  # of this worker's rows
 
     def _allocate(self, kind: str, capacity: int) -> dict[str, Tensor]:
-        found, at = {}, 0
+        slots, start = {}, 0
         memory = share_memory(self.host, capacity * sum(_padded(table) for table in self.tables.rows[kind].values()))
         for name, table in self.tables.rows[kind].items():
             nbytes = capacity * table.shape[1] * table.element_size()
-            found[name] = memory[at : at + nbytes].view(table.dtype).view(capacity, table.shape[1])
-            at += capacity * _padded(table)
-        return found
+            slots[name] = memory[start : start + nbytes].view(table.dtype).view(capacity, table.shape[1])
+            start += capacity * _padded(table)
+        return slots
 
-    def exchange_requests(self, wanted: Mapping[str, Tensor]) -> dict[str, HostRequests]:
-        """Tell the workers of this machine what is wanted here, and hear the same of them; one round among them."""
-        near, parcel = {}, ByteBuffer()
-        for kind, ids in wanted.items():
-            near[kind] = torch.isin(self.tables.owners.owner_of(kind, ids), self._here)
-            far = ids[~near[kind]]
-            parcel.write(torch.tensor([len(far)]))
-            parcel.write(far)
-        heard = [
-            ByteBuffer(m)
-            for m in all_to_all_bytes(self.host, [parcel.message] * self.host.size, what="nodes wanted here")
-        ]
-        found = {}
-        for kind in wanted:
-            each = tuple(one.read(int(one.read(1, torch.int64)), torch.int64) for one in heard)
-            places = near[kind].nonzero()[:, 0], (~near[kind]).nonzero()[:, 0]
-            found[kind] = HostRequests(*places, each, torch.unique(torch.cat(each)))
-        return found
+    def exchange_requests(self, ids: Mapping[str, Tensor]) -> dict[str, HostRequests]:
+        """Exchange the requested ids with the workers of this host; one round among them."""
+        on_host, buffer = {}, ByteBuffer()
+        for kind, requested in ids.items():
+            on_host[kind] = torch.isin(self.tables.owners.owner_of(kind, requested), self._host_ranks)
+            remote = requested[~on_host[kind]]
+            buffer.write(torch.tensor([len(remote)]))
+            buffer.write(remote)
+        messages = all_to_all_bytes(self.host, [buffer.message] * self.host.size, what="nodes wanted here")
+        received = [ByteBuffer(message) for message in messages]
+        requests = {}
+        for kind in ids:
+            by_worker = tuple(buffer.read(int(buffer.read(1, torch.int64)), torch.int64) for buffer in received)
+            positions = on_host[kind].nonzero()[:, 0], (~on_host[kind]).nonzero()[:, 0]
+            requests[kind] = HostRequests(*positions, by_worker, torch.unique(torch.cat(by_worker)))
+        return requests
 
     def fetch(
         self,
-        wanted: Mapping[str, Tensor],
-        wants: Mapping[str, HostRequests],
+        ids: Mapping[str, Tensor],
+        requests: Mapping[str, HostRequests],
         future: Sequence[Mapping[str, HostRequests]],
-    ) -> tuple[NamedTables, dict[str, int]]:
-        """(rows of ``wanted``, how many rows this worker fetched, for itself or for others here), by node type."""
-        turns = {k: s.cache.step(wants[k].union, [later[k].union for later in future]) for k, s in self.slots.items()}
-        missing = {kind: (turn.slots < 0).nonzero()[:, 0] for kind, turn in turns.items()}
-        shares = {kind: self._share(rows, self.host.rank) for kind, rows in missing.items()}
-        asked = {k: torch.cat([ids[wants[k].local_ids], wants[k].union[shares[k]]]) for k, ids in wanted.items()}
-        rows, order = self.tables.fetch(asked)
-        found: NamedTables = {}
-        for kind, ids in wanted.items():
-            want, turn, came = wants[kind], turns[kind], torch.argsort(order[kind])
-            mine = _among(want.union, want.ids_by_worker[self.host.rank])  # this worker's, of all that are wanted
-            place = torch.full((len(want.union),), -1)
-            place[mine] = want.remote_ids
-            hits = (mine & (turn.slots >= 0)).nonzero()[:, 0]
-            self.hits += len(hits)
-            share = {name: gather(table, came[len(want.local_ids) :]) for name, table in rows[kind].items()}
-            found[kind] = {}
-            for name, table in rows[kind].items():
-                out = found[kind][name] = self.tables.ring.new_buffer((len(ids), int(table.shape[1])), table.dtype)
-                gather(table, came[: len(want.local_ids)], out=out, at=want.local_ids)
-                gather(self.slots[kind].rows[name], turn.slots[hits], out=out, at=place[hits])
-            self._swap(want, missing[kind], mine, place, share, found[kind])
-            barrier(self.host)  # everyone has read
-            self._admit(kind, turn.admitted, turn.target_slots, missing[kind], share)
-        barrier(self.host)  # everyone has written
-        return found, {kind: len(ids) for kind, ids in asked.items()}
+    ) -> tuple[NamedTables, dict[str, int], int]:
+        """(rows of ``ids``, numbers of rows this worker fetched for this host by node type, hits of this worker)."""
+        decisions = {
+            kind: slots.cache.step(requests[kind].union, [later[kind].union for later in future])
+            for kind, slots in self.slots.items()
+        }
+        missing = {kind: (decision.slots < 0).nonzero()[:, 0] for kind, decision in decisions.items()}
+        shares = {kind: self._share(positions, self.host.rank) for kind, positions in missing.items()}
+        to_fetch = {
+            kind: torch.cat([requested[requests[kind].same_host], requests[kind].union[shares[kind]]])
+            for kind, requested in ids.items()
+        }
+        fetched, order = self.tables.fetch(to_fetch)
+        rows: NamedTables = {}
+        num_hits = 0
+        for kind, requested in ids.items():
+            request, decision = requests[kind], decisions[kind]
+            num_direct, arrived = len(request.same_host), torch.argsort(order[kind])
+            is_local = _is_among(request.union, request.ids_by_worker[self.host.rank])
+            output_at = torch.full((len(request.union),), -1)
+            output_at[is_local] = request.other_hosts
+            hits = (is_local & (decision.slots >= 0)).nonzero()[:, 0]
+            num_hits += len(hits)
+            share = {name: gather(table, arrived[num_direct:]) for name, table in fetched[kind].items()}
+            rows[kind] = {}
+            for name, table in fetched[kind].items():
+                out = self.tables.ring.new_buffer((len(requested), int(table.shape[1])), table.dtype)
+                gather(table, arrived[:num_direct], out=out, at=request.same_host)
+                gather(self.slots[kind].rows[name], decision.slots[hits], out=out, at=output_at[hits])
+                rows[kind][name] = out
+            self._swap(_HostFetch(request, missing[kind], is_local, output_at), share, rows[kind])
+            barrier(self.host)  # all workers have read their hits
+            self._admit(kind, decision.admitted, decision.target_slots, missing[kind], share)
+        barrier(self.host)  # all workers have written their slots
+        return rows, {kind: len(fetch_ids) for kind, fetch_ids in to_fetch.items()}, num_hits
 
-    def _share(self, missing: Tensor, rank: int) -> Tensor:
-        """The part of what is missing that a worker fetches."""
-        return missing[rank :: self.host.size]
+    def _share(self, missing: Tensor, worker: int) -> Tensor:
+        """The missing ids that a worker of this host fetches."""
+        return missing[worker :: self.host.size]
 
-    def _swap(
-        self,
-        want: HostRequests,
-        missing: Tensor,
-        mine: Tensor,
-        place: Tensor,
-        share: Mapping[str, Tensor],
-        out: Mapping[str, Tensor],
-    ) -> None:
-        """Give the workers here what was fetched for them, and take what they fetched."""
-        own = self._share(missing, self.host.rank)
-        give = tuple(_among(want.union, ids)[own].nonzero()[:, 0] for ids in want.ids_by_worker)
-        theirs = [self._share(missing, q) for q in range(self.host.size)]
-        need = [rows[mine[rows]] for rows in theirs]
-        routes = ExchangePlan(
-            tuple(rows[:0] if q == self.host.rank else rows for q, rows in enumerate(give)),
-            tuple(0 if q == self.host.rank else len(rows) for q, rows in enumerate(need)),
+    def _swap(self, fetch: _HostFetch, share: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """Exchange the fetched rows among the workers of this host."""
+        rank, requests = self.host.rank, fetch.requests
+        fetched = self._share(fetch.missing, rank)
+        send = tuple(_is_among(requests.union, ids)[fetched].nonzero()[:, 0] for ids in requests.ids_by_worker)
+        shares = [self._share(fetch.missing, q) for q in range(self.host.size)]
+        receive = [positions[fetch.is_local[positions]] for positions in shares]
+        plan = ExchangePlan(
+            tuple(rows[:0] if q == rank else rows for q, rows in enumerate(send)),
+            tuple(0 if q == rank else len(rows) for q, rows in enumerate(receive)),
         )
 
-        def visit(q: int, rows: list[Tensor]) -> None:
-            for table, part in zip(out.values(), rows, strict=True):
-                picked = give[q] if q == self.host.rank else torch.arange(len(part))
-                gather(part, picked, out=table, at=place[need[q]])
+        def on_rows(q: int, received: list[Tensor]) -> None:
+            for table, rows in zip(out.values(), received, strict=True):
+                picked = send[q] if q == rank else torch.arange(len(rows))
+                gather(rows, picked, out=table, at=fetch.output_at[receive[q]])
 
-        self._ring.run([RowTable(routes, share[name]) for name in out], visit, op="rows fetched here")
+        self._ring.run([RowTable(plan, share[name]) for name in out], on_rows, op="rows fetched here")
 
-    def _admit(self, kind: str, admitted: Tensor, into: Tensor, missing: Tensor, share: Mapping[str, Tensor]) -> None:
-        """Put what this worker fetched into its slots; the others do the same with theirs."""
+    def _admit(self, kind: str, admitted: Tensor, slots: Tensor, missing: Tensor, share: Mapping[str, Tensor]) -> None:
+        """Write the rows this worker fetched into their slots; the other workers write theirs."""
         number = torch.searchsorted(missing, admitted)
-        own = number % self.host.size == self.host.rank
+        is_local = number % self.host.size == self.host.rank
         for name, rows in share.items():
-            gather(rows, number[own] // self.host.size, out=self.slots[kind].rows[name], at=into[own])
+            gather(rows, number[is_local] // self.host.size, out=self.slots[kind].rows[name], at=slots[is_local])
 
 
 def _padded(table: Tensor) -> int:
@@ -154,8 +162,8 @@ def _padded(table: Tensor) -> int:
     return -(-table.shape[1] * table.element_size() // 8) * 8
 
 
-def _among(union: Tensor, ids: Tensor) -> Tensor:
-    """[n] bool: which of ``union`` are among ``ids``; both ascending."""
-    found = torch.zeros(len(union), dtype=torch.bool)
-    found[torch.searchsorted(union, ids)] = True
-    return found
+def _is_among(union: Tensor, ids: Tensor) -> Tensor:
+    """[U] bool: the members of ``union`` that are in ``ids``, a subset; both ascending."""
+    is_member = torch.zeros(len(union), dtype=torch.bool)
+    is_member[torch.searchsorted(union, ids)] = True
+    return is_member

@@ -1,13 +1,13 @@
-"""Sampled training on parts: a step's batch is spread over ranks, each works on the items whose nodes it owns.
+"""Sampled training on a partitioned graph: every rank works on the items of a batch whose nodes it owns.
 
-Blocks and rows of several batches come in one relay, perhaps while the relay before is trained on. Draws go by store
-id, so blocks, and with them results, are those of ``local``; weights are equal on all ranks after every step.
+Blocks and rows of several batches are fetched together, perhaps while the macrobatch before is trained on. Draws go by
+store id, so blocks and results are those of ``local``. Weights are equal on all ranks after every step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from itertools import islice
@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import all_gather_rows, sum_over_ranks
+from gnnfleet.comm.collectives import all_gather_rows, min_over_ranks, sum_over_ranks
 from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.comm.shared_memory import ranks_on_this_host
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.sampling.batches import count_batches, epoch_batches
 from gnnfleet.graph.sampling.prefetch import prefetch_items
 from gnnfleet.graph.views.local import LocalView
-from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
@@ -33,8 +31,9 @@ from gnnfleet.ops.paging import is_mapped, spill_to_disk
 from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.phase_timer import COMPUTE, WAIT
 from gnnfleet.sharded.full_batch.ring_view import RingView
-from gnnfleet.sharded.sampling.dist_sampler import DistNeighborSampler
+from gnnfleet.sharded.sampling.dist_sampler import DistNeighborSampler, SampledBatch
 from gnnfleet.sharded.sampling.feature_store import FeatureStore
+from gnnfleet.strategies.batch_inputs import X, aggregate_tables, read_inputs
 from gnnfleet.strategies.job import PRECISIONS, Job, autocast
 from gnnfleet.strategies.macrobatch.batch_count import WARMUP_BATCHES, WarmupSample, choose_batches_per_fetch
 from gnnfleet.strategies.macrobatch.cache_policies import make_cache
@@ -44,30 +43,22 @@ from gnnfleet.strategies.macrobatch.fetch import (
     DEGREE,
     WEIGHTED,
     BatchReader,
+    BatchSampler,
     FetchStats,
     MacrobatchData,
     MacrobatchFetcher,
-    MacrobatchPlan,
-    X,
     owned_items,
-    remote_ids,
 )
 from gnnfleet.strategies.macrobatch.host_cache import HostCache
 from gnnfleet.strategies.partitioned_strategy import PartitionedStrategy, require_shard
 from gnnfleet.strategies.protocol import StepRecord
-from gnnfleet.strategies.sampling_options import (
-    DEFAULT_FANOUT,
-    AutoSwitch,
-    PreparedBatch,
-    check_fanouts_per_layer,
-    fanouts_by_hop,
-)
+from gnnfleet.strategies.sampling_options import DEFAULT_FANOUT, AutoSwitch, check_fanouts_per_layer, fanouts_by_hop
 from gnnfleet.tasks.base import Batch, RowLookup
 from gnnfleet.units import format_size
 
 
 class MacrobatchStrategy(PartitionedStrategy):
-    """All ranks make and call it together."""
+    """All methods are collective, the constructor included."""
 
     def __init__(self, config: MacrobatchConfig, job: Job) -> None:
         shard = require_shard(job)
@@ -78,10 +69,10 @@ class MacrobatchStrategy(PartitionedStrategy):
             )
         if config.split == "columns":
             _check_columns(config, job)
-        self._config, self._here = config, ranks_on_this_host(job.world)
-        self._memory = job.memory or memory_limit() // len(self._here)
+        self._config, self._host_ranks = config, ranks_on_this_host(job.world)
+        self._memory = job.memory or memory_limit() // len(self._host_ranks)
         view = RingView.open(shard, RingExchange(job.world, 1, 1, buffers.empty_buffer))
-        super().__init__(job, view, cache_inputs=self._affordable(job, config.cache_inputs))
+        super().__init__(job, view, cache_inputs=self._choose_cache_inputs(job, config.cache_inputs))
         self._depth = self._choose_depth()
         world = _background_world(job.world) if self._depth else job.world
         ring = RingExchange(world, max(1, world.size), 0, buffers.empty_buffer)
@@ -89,234 +80,214 @@ class MacrobatchStrategy(PartitionedStrategy):
         sampler = DistNeighborSampler(view, ring, hops, replace=config.replace)
         check_fanouts_per_layer(len(sampler.hops), self.model.num_layers)
         by_columns = config.split == "columns"
-        rows: dict[str, dict[str, Tensor]] = {kind: {} for kind in view.nodes} if by_columns else self._tables()
-        tables = FeatureStore(rows, sampler.own, view.owners, ring, self._paged(rows))
-        self.fetcher = MacrobatchFetcher(sampler, tables, job.task, self._aggregated is not None)
-        self.fetcher.columns = self._columns() if by_columns else None
-        # Learnable rows change in every step, so blocks read them anew instead of having them in the relay.
+        tables: dict[str, dict[str, Tensor]] = {kind: {} for kind in view.nodes} if by_columns else self._tables()
+        self._sampler = BatchSampler(sampler, job.task, skips_last_hop=self._aggregated is not None)
+        self._features = FeatureStore(tables, sampler.own_nodes, view.owners, ring, self._paged(tables))
+        self._columns = self._redistribute_columns() if by_columns else None
+        self.stats = FetchStats()
+        self._wait_seconds = 0.0
+        # Learnable rows change in every step, so blocks read them anew instead of from a fetch.
         for module in self.model.modules():
             if isinstance(module, NodeEmbedding) and module.ids is not None:
                 module.fetch = view.for_type(module.kind if module.kind in view.nodes else self._target).gather_rows
 
     def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
-        _ = self.batches_per_fetch  # chosen before the clock starts
-        self.fetcher.stats = FetchStats()
-        started = time.perf_counter()
-        with closing(self._readers(epoch, first)) as readers:
-            for step, reader in enumerate(readers, first):
-                loss = self._step(reader)
-                yield StepRecord(epoch, step, loss, len(reader.batch.global_items), time.perf_counter() - started)
-                started = time.perf_counter()
+        fetcher = self.fetcher  # sampling for its choices is no part of the first step's time
+        self.stats, self._wait_seconds = FetchStats(), 0.0
+        step, started = first, time.perf_counter()
+        batches = self.batches(epoch, first)
+        with closing(prefetch_items(fetcher.macrobatches(batches), self._depth)) as macrobatches:
+            while (macrobatch := self._next(macrobatches)) is not None:
+                self.stats += macrobatch.stats
+                for reader in fetcher.readers(macrobatch):
+                    loss = self._step(reader)
+                    yield StepRecord(epoch, step, loss, len(reader.batch.global_items), time.perf_counter() - started)
+                    step, started = step + 1, time.perf_counter()
 
     def epoch_metrics(self) -> dict[str, float]:
-        tally = self.fetcher.stats
+        stats = self.stats
         return {
-            "relays": tally.exchanges,
-            "duplication": tally.rows_read / max(tally.rows_requested, 1),
-            "hit_rate": tally.hits / max(tally.rows_requested, 1),
-            "megabytes_fetched": tally.fetched_bytes / 1e6,
-            "waited_seconds": tally.wait_seconds,
+            "relays": stats.exchanges,
+            "duplication": stats.rows_read / max(stats.rows_requested, 1),
+            "hit_rate": stats.hits / max(stats.rows_requested, 1),
+            "megabytes_fetched": stats.fetched_bytes / 1e6,
+            "waited_seconds": self._wait_seconds,
         }
 
-    def _step(self, reader: BatchReader) -> float:
-        """The mean loss of a batch over all ranks; the weights have changed after."""
-        self.model.train()
-        views, columns = reader.sampled.views, self.fetcher.columns
-        with autocast(self._job.precision):
-            if columns is None:
-                ready = self._ready(reader)
-                out = self.model(views, ready.x, aggregated=ready.aggregated)
-            else:
-                made = columns.first_layer(self.model, reader.first, PRECISIONS[self._job.precision])
-                out = self.model(views, None, made=made)
-            loss = self._task.loss(self._block_taking(out, views[-1]), reader.batch)
-        return self._backward_and_step(loss / len(reader.batch.global_items))
-
-    def _readers(self, epoch: int, first: int) -> Generator[BatchReader]:
-        """The batches of an epoch from ``first`` on, as their relays come in."""
-        made = prefetch_items(self.fetcher.fetch_ahead(self._plans(epoch, first), self._config.lookahead), self._depth)
-        with closing(made):
-            while (fetched := self._next(made)) is not None:
-                for place in range(len(fetched.plan.batches)):
-                    yield BatchReader(self.fetcher, fetched, place)
-
-    def _next(self, made: Generator[MacrobatchData]) -> MacrobatchData | None:
-        """The next relay, waited for where a thread makes it."""
-        asked = time.perf_counter()
-        with self._world.clock.phase(WAIT if self._depth else COMPUTE, "relay"):
-            found = next(made, None)
-        self.fetcher.stats.wait_seconds += time.perf_counter() - asked
-        return found
-
-    def _plans(self, epoch: int, first: int) -> Iterator[MacrobatchPlan]:
-        waiting = self.batches(epoch, first)
-        while group := list(islice(waiting, self.batches_per_fetch)):
-            yield self.fetcher.sample(group)
-
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """This rank's share of the batches of an epoch; as many on all ranks, some perhaps without items."""
+        """This rank's share of the batches of an epoch; all ranks have the same number, some perhaps without items."""
         seed = self._job.seed
         items = self._job.task.train_items(seed, epoch)
-        mine = owned_items(self._job.task, items, self._world.rank, self._view.owners.owner_of)
-        for step, every in epoch_batches(items, self._config.batch, seed=seed, epoch=epoch, first=first):
-            own = every[mine[torch.searchsorted(items, every)]]
-            yield self._task.batch(own, DrawKey(seed, epoch, step), every)
+        is_owned = owned_items(self._job.task, items, self._world.rank, self._view.owners.owner_of)
+        for step, global_items in epoch_batches(items, self._config.batch, seed=seed, epoch=epoch, first=first):
+            local_items = global_items[is_owned[torch.searchsorted(items, global_items)]]
+            yield self._task.batch(local_items, DrawKey(seed, epoch, step), global_items)
+
+    def _next(self, macrobatches: Generator[MacrobatchData]) -> MacrobatchData | None:
+        asked = time.perf_counter()
+        with self._world.clock.phase(WAIT if self._depth else COMPUTE, "relay"):
+            macrobatch = next(macrobatches, None)
+        self._wait_seconds += time.perf_counter() - asked
+        return macrobatch
+
+    def _step(self, reader: BatchReader) -> float:
+        """Take one optimizer step; the mean loss of the batch over all ranks."""
+        self.model.train()
+        views, dtype = reader.sampled.views, PRECISIONS[self._job.precision]
+        with autocast(self._job.precision):
+            if self._columns is None:
+                tables = self._features.rows
+                features = {kind: tables[kind][X] for kind in tables if X in tables[kind]}
+                inputs = read_inputs(
+                    reader.batch, views, reader.read, features=features, aggregated=self._aggregated, dtype=dtype
+                )
+                out = self.model(views, inputs.x, aggregated=inputs.aggregated)
+            else:
+                out = self.model(
+                    views, None, precomputed_product=self._columns.first_layer(self.model, reader.first_blocks, dtype)
+                )
+            loss = self._task.loss(self._block_lookup(out, views[-1]), reader.batch)
+        return self._backward_and_step(loss / len(reader.batch.global_items))
+
+    def _block_lookup(self, out: Any, view: LocalView) -> RowLookup:
+        """Rows of a block's output by store id, in the precision of the loss."""
+
+        def lookup(kind: str, ids: Tensor) -> Tensor:
+            rows: Tensor = out[kind] if isinstance(out, dict) else out
+            return view.for_type(kind).gather_rows(rows, ids).to(PRECISIONS[self._job.precision])
+
+        return lookup
+
+    # -- the fetcher --
 
     @cached_property
-    def batches_per_fetch(self) -> int:
-        """Batches per relay; the foretaste that decides also fills the row cache's first guess."""
-        config = self._config
-        if config.batches_per_fetch != "auto" and not config.cache:
-            return config.batches_per_fetch
-        relay = self.fetcher
+    def fetcher(self) -> MacrobatchFetcher:
+        """The fetcher with its cache. Built before the first step: evaluation needs none."""
+        config, host_cache = self._config, None
+        batches_per_fetch = config.batches_per_fetch
+        if batches_per_fetch == "auto" or config.cache:
+            sampled = self._sampler.sample(list(islice(self.batches(0), WARMUP_BATCHES)))
+            if batches_per_fetch == "auto":
+                batches_per_fetch = self._choose_batches_per_fetch(sampled)
+            if config.cache:
+                host_cache = self._make_host_cache(sampled)
+        return MacrobatchFetcher(
+            self._sampler, self._features, batches_per_fetch, config.lookahead, host_cache, self._columns
+        )
+
+    def _choose_batches_per_fetch(self, sampled: Sequence[SampledBatch]) -> int:
+        """The number of batches that fits into the buffer of every rank."""
+        config, columns, world = self._config, self._columns, self._features.ring.world
+        first_blocks = () if columns is None else columns.exchange_blocks(world, sampled)
+        warmup = WarmupSample.of(sampled, first_blocks, self._features)
         total = count_batches(len(self._job.task.train_items(self._job.seed, 0)), config.batch)
-        plan = relay.sample(list(islice(self.batches(0), WARMUP_BATCHES)))
-        taste = WarmupSample.of(plan, relay.features)
-        window, together = config.lookahead, config.batches_per_fetch
-        if together == "auto":
-            own = choose_batches_per_fetch(taste, config.buffer, total, ahead=self._depth, window=window)
-            together = int(torch.cat(all_gather_rows(self._world, torch.tensor([[own]]))).min())
-            needs = taste.bytes(together, ahead=self._depth, window=window)
-            self._job.log_user(
-                f"{together} of {total} batches per relay: {format_size(needs)} of {format_size(config.buffer)}"
-                + (f"; a row comes once for {taste.duplication(together):.1f} uses" if taste.batch_rows else "")
-            )
-        if config.cache:
-            relay.host_cache = self._keep(plan)
-        return together
+        ahead = {"prefetch": self._depth, "lookahead": config.lookahead}
+        batches = int(min_over_ranks(self._world, choose_batches_per_fetch(warmup, config.buffer, total, **ahead)))
+        uses = f". Each fetched row is used {warmup.duplication(batches):.1f} times on average"
+        self._job.log_user(
+            f"fetching {batches} of {total} batches per exchange ({format_size(warmup.bytes(batches, **ahead))} of a "
+            f"{format_size(config.buffer)} buffer)" + (uses if warmup.batch_rows else "")
+        )
+        return batches
 
-    def _keep(self, plan: MacrobatchPlan) -> HostCache:
-        """Slots for rows of other machines, dealt to node types by what the foretaste wants of them; all workers of a
-        machine bring their share of the memory."""
-        config, tables = self._config, self.fetcher.features
-        weights = {kind: tables.row_bytes(kind) for kind in tables.rows}
-        ranks = self._here
-        host, here = self._world.subgroup("kept rows", ranks), torch.tensor(ranks)
+    def _make_host_cache(self, sampled: Sequence[SampledBatch]) -> HostCache:
+        """The cache for rows of other hosts. Its memory is the sum over the workers of this host; node types share it
+        in proportion to the bytes that the warm-up batches request of them."""
+        config, features, ranks = self._config, self._features, self._host_ranks
+        row_bytes = {kind: features.row_bytes(kind) for kind in features.rows}
+        host, host_ranks = self._world.subgroup("kept rows", ranks), torch.tensor(ranks)
         if len(ranks) == self._world.size > 1:
-            self._job.log_user("strategy.cache has no use here: all workers share one machine, and so its rows")
+            self._job.log_user("strategy.cache has no effect: it keeps rows of other hosts, and all workers share one")
 
-        def elsewhere(kind: str, ids: Tensor) -> Tensor:
-            return ids[~torch.isin(tables.owners.owner_of(kind, ids), here)]
+        def remote_ids(batch: SampledBatch, kind: str) -> Tensor:
+            ids = batch.remote_ids(kind)
+            return ids[~torch.isin(features.owners.owner_of(kind, ids), host_ranks)]
 
-        needs = [len(elsewhere(kind, plan.remote_ids[kind])) * weight for kind, weight in weights.items()]
-        wanted = sum_over_ranks(host, torch.tensor(needs)).tolist()
+        requests = {kind: [remote_ids(batch, kind) for batch in sampled] for kind in row_bytes}
+        nbytes = torch.tensor([len(torch.unique(torch.cat(requests[kind]))) * row_bytes[kind] for kind in row_bytes])
+        shares = sum_over_ranks(host, nbytes).tolist()
         caches = {}
-        for (kind, weight), share in zip(weights.items(), wanted, strict=True):
-            capacity = int(config.cache * len(ranks) * share / max(1, sum(wanted))) // max(1, weight)
-            first = [elsewhere(kind, remote_ids(one, kind)) for one in plan.sampled]
-            every = [torch.unique(torch.cat(all_gather_rows(host, ids))) for ids in first]
-            caches[kind] = make_cache(config.policy, capacity, foretaste=every)
-        return HostCache(tables, host, ranks, caches)
+        for (kind, width), share in zip(row_bytes.items(), shares, strict=True):
+            capacity = int(config.cache * len(ranks) * share / max(1, sum(shares))) // max(1, width)
+            warmup = [torch.unique(torch.cat(all_gather_rows(host, ids))) for ids in requests[kind]]
+            caches[kind] = make_cache(config.policy, capacity, warmup=warmup)
+        return HostCache(features, host, ranks, caches)
 
-    def _affordable(self, job: Job, wanted: AutoSwitch) -> AutoSwitch:
-        """Aggregated inputs take as much memory as features in float32: unasked only where that is a quarter of it, on
-        all ranks."""
+    # -- memory --
+
+    def _choose_cache_inputs(self, job: Job, option: AutoSwitch) -> AutoSwitch:
+        """Cached aggregates take as much memory as features in the run's precision: ``auto`` allows a quarter of the
+        memory on every rank."""
         nodes = [require_shard(job).nodes(kind).x for kind in require_shard(job).node_types]
-        each = sum(len(x) * x.shape[1] * PRECISIONS[job.precision].itemsize for x in nodes if x is not None)
+        nbytes = sum(len(x) * x.shape[1] * PRECISIONS[job.precision].itemsize for x in nodes if x is not None)
         if self._config.split == "columns":
             return False
-        return False if wanted == "auto" and _any(job.world, each > self._memory // 4) else wanted
+        return False if option == "auto" and _any(job.world, nbytes > self._memory // 4) else option
 
     def _choose_depth(self) -> int:
-        """Relays ahead; the same on all ranks."""
+        """The number of macrobatches to prefetch; the same on all ranks."""
         if self._config.prefetch != "auto":
             return self._config.prefetch
-        return int(_any(self._world, len(self._here) < self._world.size))
+        return int(_any(self._world, len(self._host_ranks) < self._world.size))
 
-    def _paged(self, rows: Mapping[str, Mapping[str, Tensor]]) -> frozenset[tuple[str, str]]:
-        """Features that are read from the disk for every relay."""
-        found = {(kind, X): tables[X] for kind, tables in rows.items() if X in tables and is_mapped(tables[X])}
-        total = sum(table.nbytes for table in found.values())
-        stays = self._fits_memory(total)
-        if self._config.features_in_memory == "auto" and not stays:
-            self._job.log_user(f"{format_size(total)} of features do not stay in memory: relays read what they need")
-        return frozenset() if stays else frozenset(found)
+    def _paged(self, tables: Mapping[str, Mapping[str, Tensor]]) -> frozenset[tuple[str, str]]:
+        """The tables of features that are read from disk in every fetch."""
+        mapped = {(kind, X): by_name[X] for kind, by_name in tables.items() if X in by_name and is_mapped(by_name[X])}
+        total = sum(table.nbytes for table in mapped.values())
+        fits = self._fits_memory(total)
+        if self._config.features_in_memory == "auto" and not fits:
+            self._job.log_user(
+                f"features take {format_size(total)}, more than half of the memory: every fetch reads its rows on disk"
+            )
+        return frozenset() if fits else frozenset(mapped)
 
     def _converted(self, rows: Tensor) -> Tensor:
-        """Features too large for memory are converted on disk; they are read there when all of them are measured."""
+        """Convert features that are too large for memory on disk; evaluation reads them there."""
         dtype = PRECISIONS[self._job.precision]
         if rows.dtype == dtype or not is_mapped(rows) or self._fits_memory(rows.numel() * dtype.itemsize):
             return super()._converted(rows)
         return spill_to_disk(rows, dtype, require_shard(self._job).bundle.path)
 
     def _fits_memory(self, nbytes: int) -> bool:
-        """Whether so many bytes of features may be in memory."""
-        return (
-            nbytes <= self._memory // 2
-            if self._config.features_in_memory == "auto"
-            else bool(self._config.features_in_memory)
-        )
+        if self._config.features_in_memory == "auto":
+            return nbytes <= self._memory // 2
+        return bool(self._config.features_in_memory)
 
-    def _columns(self) -> FeatureColumns:
+    # -- tables --
+
+    def _redistribute_columns(self) -> FeatureColumns:
         """This rank's columns of all features."""
         (kind,) = self._view.nodes
-        rows, x = self._view.nodes[kind], require_shard(self._job).nodes(kind).x
-        assert x is not None, "checked when the strategy was made"
-        degrees = {False: rows.degree(False)}
-        if any(edges.weight is not None for edges in self._job.graph.edges.values()):
-            degrees[True] = rows.degree(True)
-        found = FeatureColumns(self._world, x, rows.node_ids, degrees, self._view.owners.counts[kind])
-        columns = found.columns
-        self._job.log_user(
-            f"features are split by column: {columns.stop - columns.start} of {x.shape[1]} of all "
-            f"{len(found.rows)} nodes on this worker, {format_size(found.nbytes)}"
+        x = require_shard(self._job).nodes(kind).x
+        assert x is not None, "checked when the strategy was built"
+        columns = FeatureColumns(
+            self._world, x, self._view.nodes[kind].node_ids, self._degrees(kind), self._view.owners.counts[kind]
         )
-        return found
+        self._job.log_user(
+            f"feature-parallel: this worker holds {columns.rows.shape[1]} of {x.shape[1]} feature columns for all "
+            f"{len(columns.rows):,} nodes ({format_size(columns.nbytes)})"
+        )
+        return columns
 
     def _tables(self) -> dict[str, dict[str, Tensor]]:
-        """What others may read of this part's nodes."""
-        shard, found = require_shard(self._job), {}
-        for kind, rows in self._view.nodes.items():
-            x = shard.nodes(kind).x
-            found[kind] = {DEGREE: rows.degree(False)[:, None].contiguous()}
+        """The tables that other ranks read rows of this partition from."""
+        shard, tables = require_shard(self._job), dict[str, dict[str, Tensor]]()
+        for kind in self._view.nodes:
+            x, degrees = shard.nodes(kind).x, self._degrees(kind)
+            tables[kind] = {DEGREE: degrees[False][:, None].contiguous()}
             if x is not None:
-                found[kind][X] = x.contiguous()
-            if any(edges.weight is not None for name, edges in self._job.graph.edges.items() if name.dst == kind):
-                found[kind][WEIGHTED] = rows.degree(True)[:, None].contiguous()
-        if isinstance(self._aggregated, Tensor):
-            found[self._target][_AGGREGATE] = self._aggregated.contiguous()
-        elif self._aggregated is not None:
-            for name, near in self._aggregated.items():
-                found[name.dst][str(name)] = near.contiguous()
-        return found
+                tables[kind][X] = x.contiguous()
+            if True in degrees:
+                tables[kind][WEIGHTED] = degrees[True][:, None].contiguous()
+        for kind, name, rows in aggregate_tables(self._aggregated, self._target):
+            tables[kind][name] = rows.contiguous()
+        return tables
 
-    def _ready(self, reader: BatchReader) -> PreparedBatch:
-        if isinstance(self._aggregated, Tensor):
-            return PreparedBatch(reader.batch, reader.sampled.views, *self._read_both(reader, self._aggregated))
-        x = {kind: self._read_x(reader, kind) for kind in reader.sampled.ids}
-        near = self._read_aggregate(reader, self._aggregated)
-        return PreparedBatch(reader.batch, reader.sampled.views, x if len(x) > 1 else next(iter(x.values())), near)
-
-    def _read_both(self, reader: BatchReader, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """(x, aggregated) as neighbouring columns: a layer that multiplies both makes one product of them."""
-        kind, dtype, width = self._target, kept.dtype, kept.shape[1]
-        x = self.fetcher.features.rows[kind][X]
-        both = buffers.empty_buffer((len(reader.sampled.ids[kind]), width + x.shape[1]), dtype)
-        near = reader.read(kind, _AGGREGATE, out=both[:, :width])
-        if torch.promote_types(x.dtype, torch.float32) == dtype:
-            return reader.read(kind, X, out=both[:, width:]), near
-        return both[:, width:].copy_(reader.read(kind, X)), near
-
-    def _read_aggregate(self, reader: BatchReader, kept: Mapping[EdgeType, Tensor] | None) -> Aggregate | None:
-        return None if kept is None else {name: reader.read(name.dst, str(name)) for name in kept}
-
-    def _read_x(self, reader: BatchReader, kind: str) -> Tensor:
-        dtype = PRECISIONS[self._job.precision]
-        if X not in self.fetcher.features.rows[kind]:
-            return torch.empty(len(reader.sampled.ids[kind]), 0, dtype=dtype)
-        return reader.read(kind, X).to(dtype)
-
-    def _block_taking(self, out: Any, view: LocalView) -> RowLookup:
-        """Rows of a block's output by store id, in the precision of the loss."""
-
-        def take(kind: str, ids: Tensor) -> Tensor:
-            rows: Tensor = out[kind] if isinstance(out, dict) else out
-            return view.for_type(kind).gather_rows(rows, ids).to(PRECISIONS[self._job.precision])
-
-        return take
-
-
-_AGGREGATE = "aggregate"
+    def _degrees(self, kind: str) -> dict[bool, Tensor]:
+        """{weighted: in-degrees}; weighted only if an edge type into ``kind`` has weights."""
+        rows, edges = self._view.nodes[kind], self._job.graph.edges
+        has_weights = any(table.weight is not None for name, table in edges.items() if name.dst == kind)
+        return {weighted: rows.degree(weighted) for weighted in ((False, True) if has_weights else (False,))}
 
 
 def _check_columns(config: MacrobatchConfig, job: Job) -> None:
@@ -327,19 +298,21 @@ def _check_columns(config: MacrobatchConfig, job: Job) -> None:
         or not job.model.supports_column_split
     ):
         raise ConfigError(
-            "strategy.split=columns is for sage and gcn on nodes of one type that have features, without learnable "
+            "strategy.split=columns supports sage and gcn on nodes of one type with features, without learnable "
             "rows, input_dropout or input_norm: use strategy.split=nodes"
         )
     if config.cache or config.cache_inputs is True:
-        word = "cache" if config.cache else "cache_inputs"
-        raise ConfigError(f"strategy.{word} is for features that travel; with strategy.split=columns none do")
+        option = "cache" if config.cache else "cache_inputs"
+        raise ConfigError(
+            f"strategy.{option} has no effect with strategy.split=columns, which fetches no features: leave it out"
+        )
 
 
 def _any(world: World, flag: bool) -> bool:
-    """Whether it holds on any rank; all of them ask."""
+    """Collective. True if the flag is set on any rank."""
     return bool(sum_over_ranks(world, torch.tensor(int(flag))))
 
 
 def _background_world(world: World) -> World:
-    """The same ranks with connections of their own, for the thread that makes relays."""
+    """The same ranks with connections of their own, for the thread that prefetches."""
     return world if world.size == 1 else world.subgroup("relay", range(world.size))
