@@ -86,6 +86,25 @@ def test_a_strategy_never_imports_another() -> None:
                 assert module[1] == own or shared, f"{path} imports another strategy: what two share moves down"
 
 
+def test_only_tma_launchers_know_a_concrete_strategy() -> None:
+    """All others go through its spec, found by the registry."""
+    strategies = {path.name for path in (ROOT / "strategies").iterdir() if path.is_dir()}
+    wrong = []
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT)
+        if name.parts[0] == "strategies" or (name.parts[0] == "launch" and name.name.startswith("tma_")):
+            continue
+        concrete = {m for m in imports_of(path) if m[0] == "strategies" and len(m) > 1 and m[1] in strategies}
+        wrong += [f"{name} imports {'.'.join(module)}" for module in concrete]
+    assert not wrong, wrong
+
+
+def test_only_the_registry_loads_a_strategy_by_name() -> None:
+    for path in ROOT.rglob("*.py"):
+        if "import_module" in path.read_text() and path.relative_to(ROOT).as_posix() != "strategies/registry.py":
+            assert "strategies" not in path.read_text(), f"{path}: strategies are loaded by strategies/registry.py"
+
+
 def test_no_two_modules_import_each_other() -> None:
     graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for path in ROOT.rglob("*.py"):
