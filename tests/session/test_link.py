@@ -56,7 +56,7 @@ def test_a_model_that_died_is_remarked(
     x = scale * torch.rand(300, 3, generator=torch.Generator().manual_seed(0))
     words = {"task": "link", "split": "0.8/0.1/0.1", "model": SAGE(hidden=64, layers=3)}
     train(Graph(graph.single_edges.edge_index(), x=x), epochs=30, run_dir=tmp_path / "run", quiet=False, **words)
-    text = "all candidates score alike, or nearly so, in the last evaluation (val mrr 0.0196): try a smaller train.lr"
+    text = "All candidates have nearly the same score in the last evaluation (val mrr 0.0196): try a smaller train.lr"
     assert (text in capsys.readouterr().err) is said
     assert ((tmp_path / "run/remarks.jsonl").exists() and text in (tmp_path / "run/remarks.jsonl").read_text()) is said
 

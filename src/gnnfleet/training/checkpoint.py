@@ -1,9 +1,8 @@
 """Checkpoints: safetensors under a checksummed manifest, in a directory that is swapped in whole.
 
-A checkpoint holds everything an epoch leaves behind. Random draws are keyed by seed, epoch and step, so there is no
-generator state to keep, and a continued run ends in the same bits as one that was never interrupted. Of several ranks
-the first writes what all have, each the rows it owns; the directory appears when all are done. Rows are known by id, so
-another number of ranks finds its own again.
+Random draws are keyed by seed, epoch and step, so there is no generator state, and a resumed run ends with the same
+bits as an uninterrupted one. Rank 0 writes what all ranks share, every rank the rows it owns; the directory appears
+when all are done. Rows are stored by id, so another number of ranks can load them.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ KIND = "checkpoint"
 
 @dataclass(frozen=True)
 class TrainState:
-    """How far a run has come, and its best evaluation so far."""
+    """Progress of a run and its best evaluation so far."""
 
     epoch: int = 0  # epochs done
     step: int = 0  # optimizer steps done
-    within: int = 0  # of these, steps of the epoch that is not done yet; what they came to:
+    within: int = 0  # steps done of the unfinished epoch, and their sums:
     loss: float = 0.0  # summed over items
     count: int = 0  # items
     seconds: float = 0.0
@@ -46,9 +45,9 @@ class TrainState:
 
 
 def save_checkpoint(path: Path, state: State, position: TrainState, *, seed: int, world: World | None = None) -> None:
-    """Write a checkpoint in place of the one at ``path``; when writing fails that one stays. Raises RunError.
+    """Collective. Replace the checkpoint at ``path``; if writing fails the old one stays. Raises RunError.
 
-    All ranks call it. Where no rank owns anything, the first writes and the others go on.
+    If no rank owns rows, rank 0 writes and the others return at once.
     """
     world = world or World()
     try:
@@ -56,12 +55,12 @@ def save_checkpoint(path: Path, state: State, position: TrainState, *, seed: int
             _write(path, state, position, seed=seed, world=world)
         elif _has_sharded(state):
             folder = Path(broadcast_bytes(world, None).decode())
-            _put(folder / rank_file(world.rank), _own_file(state))
+            _put(folder / rank_file(world.rank), _rank_tensors(state))
             barrier(world)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise RunError(
-            f"cannot write checkpoint {path}: {reason}. What was written before is kept; make room and use --resume"
+            f"cannot write checkpoint {path}: {reason}. The previous one is kept; free some space and use --resume"
         ) from error
 
 
@@ -73,18 +72,18 @@ def _write(path: Path, state: State, position: TrainState, *, seed: int, world: 
         if _has_sharded(state):
             files = [out.file(rank_file(rank)) for rank in range(world.size)]
             broadcast_bytes(world, str(out.path.resolve()).encode())
-            _put(files[0], _own_file(state))
+            _put(files[0], _rank_tensors(state))
             barrier(world)  # a rank that could not write has ended the run by raising
         about = {"owners": world.size if _has_sharded(state) else 0, "private": RANK_LOCAL in state}
         out.commit({"position": asdict(position), "seed": seed, "parts": list(common), **about})
 
 
 def _has_sharded(state: State) -> bool:
-    """Whether ranks have something of their own; the same on all of them."""
+    """True if ranks have tensors of their own; equal on all ranks."""
     return SHARDED in state or RANK_LOCAL in state
 
 
-def _own_file(state: State) -> dict[str, Tensor]:
+def _rank_tensors(state: State) -> dict[str, Tensor]:
     return {**state.get(SHARDED, {}), **{f"{RANK_LOCAL}/{name}": t for name, t in state.get(RANK_LOCAL, {}).items()}}
 
 
@@ -94,51 +93,51 @@ def _put(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each with memory of its own: a model may have a layer twice, and safetensors writes no memory under two names."""
-    found, seen = dict[str, Tensor](), set[int]()
+    """Copy tensors that share memory: safetensors refuses them, and a model may use a layer twice."""
+    separate, seen = dict[str, Tensor](), set[int]()
     for name, tensor in tensors.items():
         tensor = tensor.detach().contiguous()
         memory = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if memory in seen else tensor
+        separate[name] = tensor.clone() if memory in seen else tensor
         seen.add(memory)
-    return found
+    return separate
 
 
 def load_checkpoint(path: Path) -> tuple[State, TrainState, int]:
-    """(state, position, seed) after comparing every byte with the manifest; raises RunError unless it is whole.
+    """(state, position, seed), after verifying all checksums; raises RunError for a damaged checkpoint.
 
-    The state is what all ranks have; ``load_sharded`` adds what one owns.
+    The state is what all ranks share; ``load_sharded`` reads the rows of one rank.
     """
-    with _whole(path):
+    with _as_run_error(path):
         bundle = Bundle.open(path, KIND)
         bundle.verify()
         state = {part: load_file(path / f"{part}.safetensors") for part in bundle.meta["parts"]}
         return state, _position(bundle.meta["position"]), int(bundle.meta["seed"])
 
 
-def _position(words: Mapping[str, Any]) -> TrainState:
-    """Raises TypeError for words that are not those of a position."""
-    position = TrainState(**words)
-    for name, usual in asdict(TrainState()).items():
+def _position(fields: Mapping[str, Any]) -> TrainState:
+    """Position from its JSON fields; raises TypeError for wrong fields or types."""
+    position = TrainState(**fields)
+    for name, default in asdict(TrainState()).items():
         value = getattr(position, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float) if usual is None else (type(usual), int)):
-            if value is None and usual is None:
+        if isinstance(value, bool) or not isinstance(value, (int, float) if default is None else (type(default), int)):
+            if value is None and default is None:
                 continue
             raise TypeError(f"{name} is {value!r}")
     return position
 
 
 def load_sharded(path: Path, *, rank: int, ids: Mapping[str, Tensor]) -> State:
-    """The rows a rank owns in a checkpoint, whoever wrote them: of each name those of ``ids``, in that order.
+    """Load the rows ``ids`` of every name, in that order, from the files of all ranks that wrote some.
 
-    {} where nobody owned anything. Raises RunError when a row is missing.
+    {} if no rank owned rows. Raises RunError if a row is missing.
     """
-    with _whole(path):
+    with _as_run_error(path):
         bundle = Bundle.open(path, KIND)
         owners = _owners(bundle)
-        # Where the graph is cut as it was, a rank's own file has all of its rows.
+        # With an unchanged partition, the file of this rank has all of its rows.
         ordered = sorted(owners, key=lambda owner: owner != rank)
-        picks = {name: _RowCollector(wanted) for name, wanted in ids.items()}
+        picks = {name: _RowCollector(row_ids) for name, row_ids in ids.items()}
         for file in map(rank_file, ordered):
             if all(pick.is_full for pick in picks.values()):
                 break
@@ -156,47 +155,48 @@ def load_sharded(path: Path, *, rank: int, ids: Mapping[str, Tensor]) -> State:
 
 
 def has_rank_local(path: Path, size: int) -> bool:
-    """Whether each of so many ranks finds something that only it has a use for; there is a checkpoint."""
-    with _whole(path):
+    """True if an existing checkpoint has rank-local tensors for each of ``size`` ranks."""
+    with _as_run_error(path):
         meta = Bundle.open(path, KIND).meta
         return bool(meta.get("private", False)) and meta["owners"] == size
 
 
 def load_rank_local(path: Path, rank: int) -> State:
-    """What only this rank has a use for."""
-    with _whole(path):
+    """Load the rank-local tensors of a rank."""
+    with _as_run_error(path):
         file = rank_file(rank)
         if checksum(path / file) != Bundle.open(path, KIND).files[file]["sha256"]:
             raise StoreError(f"{file} was altered")
-        found = {name: tensor for name, tensor in load_file(path / file).items() if name.startswith(f"{RANK_LOCAL}/")}
-        return {RANK_LOCAL: {name.removeprefix(f"{RANK_LOCAL}/"): tensor for name, tensor in found.items()}}
+        prefix = f"{RANK_LOCAL}/"
+        tensors = load_file(path / file).items()
+        return {RANK_LOCAL: {name.removeprefix(prefix): t for name, t in tensors if name.startswith(prefix)}}
 
 
 def sharded_ids(path: Path) -> dict[str, Tensor]:
-    """The ids of all rows that ranks own in a checkpoint, ascending, by name."""
-    with _whole(path):
-        found: dict[str, list[Tensor]] = {}
+    """Ascending ids of all rows that ranks own in a checkpoint, by name."""
+    with _as_run_error(path):
+        ids_by_name: dict[str, list[Tensor]] = {}
         for rank in _owners(Bundle.open(path, KIND)):
             with safe_open(path / rank_file(rank), "pt") as tensors:
                 for key in list(tensors.keys()):
                     if key.endswith(IDS_SUFFIX):
-                        found.setdefault(key.removesuffix(IDS_SUFFIX), []).append(tensors.get_tensor(key))
-        return {name: torch.cat(ids).sort().values for name, ids in found.items()}
+                        ids_by_name.setdefault(key.removesuffix(IDS_SUFFIX), []).append(tensors.get_tensor(key))
+        return {name: torch.cat(ids).sort().values for name, ids in ids_by_name.items()}
 
 
 def _owners(bundle: Bundle) -> range:
-    """The ranks that wrote something of their own."""
+    """Ranks that wrote a file."""
     count = bundle.meta.get("owners", 0)
     if count and rank_file(count - 1) not in bundle.files:
-        raise StoreError(f"the files of {count} ranks are not there")
+        raise StoreError(f"files of some of the {count} ranks are missing")
     return range(count)
 
 
 class _RowCollector:
-    """Rows of one name, put together from the files of several ranks."""
+    """Rows of one name, collected from the files of several ranks."""
 
-    def __init__(self, wanted: Tensor) -> None:
-        self._wanted, self._missing = wanted, len(wanted)
+    def __init__(self, ids: Tensor) -> None:
+        self._ids, self._missing = ids, len(ids)
         self._tensors: dict[str, Tensor] = {}
 
     @property
@@ -204,37 +204,36 @@ class _RowCollector:
         return not self._missing and bool(self._tensors)
 
     def add(self, file: Any, name: str) -> None:
-        """From one rank's file: the rows and what the optimizer remembers of them."""
-        here = file.get_tensor(f"{name}{IDS_SUFFIX}")
+        """Add rows and optimizer state from the file of one rank."""
+        file_ids = file.get_tensor(f"{name}{IDS_SUFFIX}")
         of_name = [key for key in list(file.keys()) if key == name or key.startswith(f"{name}/")]
         keys = [key for key in of_name if not key.endswith(IDS_SUFFIX)]
         tensors = {key.removeprefix(name): file.get_tensor(key) for key in keys}
-        if torch.equal(here, self._wanted):
+        if torch.equal(file_ids, self._ids):
             self._tensors, self._missing = tensors, 0
             return
-        there, row = _matches(self._wanted, here)
-        for word, tensor in tensors.items():
-            if word not in self._tensors:
-                self._tensors[word] = (
-                    tensor if not tensor.dim() else tensor.new_empty(len(self._wanted), *tensor.shape[1:])
-                )
+        positions, file_rows = _matches(self._ids, file_ids)
+        for suffix, tensor in tensors.items():
+            if suffix not in self._tensors:
+                shape = (len(self._ids), *tensor.shape[1:])
+                self._tensors[suffix] = tensor.new_empty(shape) if tensor.dim() else tensor
             if tensor.dim():
-                self._tensors[word][there] = tensor[row]
-        self._missing -= len(there)
+                self._tensors[suffix][positions] = tensor[file_rows]
+        self._missing -= len(positions)
 
     def result(self, name: str) -> dict[str, Tensor]:
         return {
-            f"{name}{IDS_SUFFIX}": self._wanted,
-            **{f"{name}{word}": tensor for word, tensor in self._tensors.items()},
+            f"{name}{IDS_SUFFIX}": self._ids,
+            **{f"{name}{suffix}": tensor for suffix, tensor in self._tensors.items()},
         }
 
 
-def _matches(wanted: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
-    """Places in ``wanted`` of ids that are ``here``, and their places there."""
-    ids, order = here.sort()
-    at = torch.searchsorted(ids, wanted).clamp(max=max(len(ids) - 1, 0))
-    there = (ids[at] == wanted).nonzero()[:, 0] if len(ids) else at[:0]
-    return there, order[at[there]]
+def _matches(ids: Tensor, file_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions in ``ids`` and in ``file_ids`` of the ids that both have."""
+    ascending, order = file_ids.sort()
+    nearest = torch.searchsorted(ascending, ids).clamp(max=max(len(ascending) - 1, 0))
+    positions = (ascending[nearest] == ids).nonzero()[:, 0] if len(ascending) else nearest[:0]
+    return positions, order[nearest[positions]]
 
 
 def rank_file(rank: int) -> str:
@@ -242,8 +241,8 @@ def rank_file(rank: int) -> str:
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[None]:
-    """Whatever is wrong inside becomes one RunError about the checkpoint."""
+def _as_run_error(path: Path) -> Iterator[None]:
+    """Turn any error inside into one RunError about the checkpoint."""
     try:
         yield
     except (

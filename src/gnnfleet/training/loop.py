@@ -1,8 +1,8 @@
-"""The training loop: epochs, evaluations, early stopping, checkpoints. It names no strategy.
+"""The training loop: epochs, evaluation, early stopping, checkpoints. It names no strategy.
 
-Epochs are counted from 1 in everything that is written or shown ("epochs done"); strategies count from 0. The best
-epoch is the one with the highest val metric, of equals the one with the lower val loss, of equals the first. Every
-rank runs the loop; what depends on a clock or on numbers that might differ in rounding is decided by the first.
+Files and displays count epochs from 1, strategies from 0. The best epoch has the highest val metric; ties go to the
+lower val loss, then to the earlier epoch. Every rank runs the loop. Rank 0 decides whatever depends on a clock or could
+differ by rounding.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from gnnfleet.training.phase_profiler import PhaseProfiler
 
 
 class CheckpointSink(Protocol):
-    """Where checkpoints go."""
+    """Writes checkpoints."""
 
     def save(self, name: str, state: State, position: TrainState) -> None: ...
 
 
 class NoCheckpoints:
-    """A run without a directory."""
+    """Writes nothing, for runs without a directory."""
 
     def save(self, name: str, state: State, position: TrainState) -> None:
         return None
 
 
 BroadcastFromFirst = Callable[[dict[str, Any]], dict[str, Any]]
-"""What the first rank says in place of what this one would; plain words and numbers."""
+"""Collective. Returns rank 0's argument on every rank; JSON values."""
 
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """What the loop needs to know besides the strategy."""
+    """Inputs of the loop besides the strategy."""
 
     train: TrainConfig
     metric: str
@@ -50,13 +50,13 @@ class LoopConfig:
     checkpoints: CheckpointSink = field(default_factory=NoCheckpoints)
     sinks: Sequence[MetricsSink] = ()
     display: EpochDisplay = field(default_factory=NoDisplay)
-    broadcast: BroadcastFromFirst = lambda word: word
+    broadcast: BroadcastFromFirst = lambda message: message
     profiler: PhaseProfiler = field(default_factory=PhaseProfiler)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where a run ended; the strategy then holds the weights of ``position.best_epoch``."""
+    """End of a run. The strategy then holds the weights of ``position.best_epoch``."""
 
     position: TrainState
     rows: list[dict[str, Any]]  # of the epochs run in this call
@@ -64,14 +64,14 @@ class Outcome:
 
 
 class _BestWeights:
-    """The best weights so far, copied when they were found and written when it is time."""
+    """Copy of the best weights so far; the checkpoint timer writes it."""
 
     def __init__(self, state: State | None) -> None:
         self.state = state
-        self.unsaved: TrainState | None = None  # where the run stood when they were found
-        self.averaged = False  # whether they are others than those that were trained
+        self.unsaved: TrainState | None = None  # position of a copy that is not written yet
+        self.averaged = False  # True if the copy is an average of the trained weights
 
-    def take(self, strategy: Strategy, position: TrainState) -> None:
+    def update(self, strategy: Strategy, position: TrainState) -> None:
         state = strategy.state_dict()
         self.averaged = RAW_WEIGHTS in state
         self.state = {
@@ -83,96 +83,104 @@ class _BestWeights:
 
 
 class _CheckpointTimer:
-    """When checkpoints are written, and writing them. Within an epoch the first rank says when to look again, so that
-    ranks agree without a word after every step; not after the first, for most full batches have no other."""
+    """Decides when checkpoints are written, and writes them.
 
-    def __init__(self, plan: LoopConfig, kept: _BestWeights) -> None:
-        self._plan, self._kept = plan, kept
-        self._at = time.monotonic()
-        self._wait, self._begun, self._done = _FIRST_LOOK, self._at, 0
+    Within an epoch, rank 0 says after how many steps the ranks check the clock again, so steps need no message. The
+    first check comes after the second step, because most full-batch epochs have only one.
+    """
+
+    def __init__(self, config: LoopConfig, best_weights: _BestWeights) -> None:
+        self._config, self._best_weights = config, best_weights
+        self._last_save = time.monotonic()
+        self.begin_epoch()
 
     @property
     def is_overdue(self) -> bool:
-        return time.monotonic() - self._at >= self._plan.train.checkpoint_seconds
+        return time.monotonic() - self._last_save >= self._config.train.checkpoint_seconds
 
-    def begin(self) -> None:
-        """An epoch begins."""
-        self._wait, self._begun, self._done = _FIRST_LOOK, time.monotonic(), 0
+    def begin_epoch(self) -> None:
+        self._steps_to_check, self._epoch_start, self._steps = _FIRST_CHECK, time.monotonic(), 0
 
     def after_step(self, strategy: Strategy, position: TrainState) -> float:
-        """Write a checkpoint if it is time; the seconds that took."""
-        every = self._plan.train.checkpoint_seconds
-        self._wait, self._done = self._wait - 1, self._done + 1
-        if self._wait or not every:
+        """Write a checkpoint if one is due; returns the seconds it took."""
+        interval = self._config.train.checkpoint_seconds
+        self._steps_to_check, self._steps = self._steps_to_check - 1, self._steps + 1
+        if self._steps_to_check or not interval:
             return 0.0
-        each = (time.monotonic() - self._begun) / self._done
-        word = self._plan.broadcast({"save": self.is_overdue, "wait": max(1, int(every / _LOOKS / max(each, 1e-9)))})
-        self._wait = word["wait"]
-        if not word["save"]:
+        step_seconds = max((time.monotonic() - self._epoch_start) / self._steps, 1e-9)
+        steps_to_check = max(1, int(interval / _CHECKS_PER_CHECKPOINT / step_seconds))
+        decision = self._config.broadcast({"save": self.is_overdue, "steps_to_check": steps_to_check})
+        self._steps_to_check = decision["steps_to_check"]
+        if not decision["save"]:
             return 0.0
         started = time.monotonic()
         self.save(strategy, position)
         return time.monotonic() - started
 
     def save(self, strategy: Strategy, position: TrainState) -> None:
-        """Best before last: a kill in between leaves a last from which a best is found again."""
-        kept = self._kept
-        if kept.unsaved is not None and kept.state is not None:
-            self._plan.checkpoints.save("best", kept.state, kept.unsaved)
-            kept.unsaved = None
-        self._plan.checkpoints.save("last", strategy.state_dict(), position)
-        self._at = time.monotonic()
+        """Write best before last: after a kill in between, training from last finds best again."""
+        best = self._best_weights
+        if best.unsaved is not None and best.state is not None:
+            self._config.checkpoints.save("best", best.state, best.unsaved)
+            best.unsaved = None
+        self._config.checkpoints.save("last", strategy.state_dict(), position)
+        self._last_save = time.monotonic()
 
 
-_FIRST_LOOK = 2  # steps of an epoch before the first look at the clock
-_LOOKS = 4  # looks at the clock between two checkpoints
+_FIRST_CHECK = 2  # steps of an epoch before the first check of the clock
+_CHECKS_PER_CHECKPOINT = 4
 
 
-def fit(strategy: Strategy, plan: LoopConfig, *, start: TrainState | None = None, best: State | None = None) -> Outcome:
-    """Train from ``start`` on; ends with the best weights loaded. Raises RunError when the loss is no number."""
+def fit(
+    strategy: Strategy, config: LoopConfig, *, start: TrainState | None = None, best: State | None = None
+) -> Outcome:
+    """Train from ``start``; ends with the best weights loaded. Raises RunError if the loss is not finite."""
     position = start or TrainState()
-    kept = _BestWeights(best)
+    best_weights = _BestWeights(best)
     rows: list[dict[str, Any]] = []
-    saved = _CheckpointTimer(plan, kept)
+    checkpoints = _CheckpointTimer(config, best_weights)
     last_saved = position.epoch
-    while position.epoch < plan.train.epochs and not _exhausted(position, plan):
-        position, row = _epoch(strategy, position, plan, saved)
+    while position.epoch < config.train.epochs and not _exhausted(position, config):
+        position, row = _run_epoch(strategy, position, config, checkpoints)
         row |= strategy.epoch_metrics()
-        found = _validate(strategy, plan, position, row)
-        word = plan.broadcast({"found": found, "save": saved.is_overdue, "tell": plan.profiler.is_due})
-        if word["found"] is not None:
+        scores = _validate(strategy, config, position, row)
+        decision = config.broadcast(
+            {"scores": scores, "save": checkpoints.is_overdue, "report": config.profiler.is_due}
+        )
+        if (scores := decision["scores"]) is not None:
             position = replace(position, evaluated=position.epoch)
-            if _is_better(word["found"], plan.metric, position):
-                position = _better(word["found"], plan.metric, position)
-                kept.take(strategy, position)
+            if _is_better(scores, config.metric, position):
+                best_metric, best_loss = scores[config.metric], scores["loss"]
+                position = replace(position, best_epoch=position.epoch, best_metric=best_metric, best_loss=best_loss)
+                best_weights.update(strategy, position)
         rows.append(row)
-        for sink in plan.sinks:
+        for sink in config.sinks:
             sink.write(row)
-        plan.display.show(row)
-        if word["tell"]:
-            plan.profiler.report()
-        if word["save"]:
-            saved.save(strategy, position)
+        config.display.show(row)
+        if decision["report"]:
+            config.profiler.report()
+        if decision["save"]:
+            checkpoints.save(strategy, position)
             last_saved = position.epoch
     if last_saved < position.epoch:
-        saved.save(strategy, position)
-    if kept.state is not None and (position.best_epoch != position.epoch or kept.averaged):
-        strategy.load_state_dict(kept.state)
-    if not plan.validates:
+        checkpoints.save(strategy, position)
+    if best_weights.state is not None and (position.best_epoch != position.epoch or best_weights.averaged):
+        strategy.load_state_dict(best_weights.state)
+    if not config.validates:
         position = replace(position, best_epoch=position.epoch)
-    return Outcome(position, rows, stopped_early=position.epoch < plan.train.epochs)
+    return Outcome(position, rows, stopped_early=position.epoch < config.train.epochs)
 
 
-def _epoch(
-    strategy: Strategy, position: TrainState, plan: LoopConfig, saved: _CheckpointTimer
+def _run_epoch(
+    strategy: Strategy, position: TrainState, config: LoopConfig, checkpoints: _CheckpointTimer
 ) -> tuple[TrainState, dict[str, Any]]:
-    """(where the run stands after the epoch, its row); perhaps it was begun before."""
+    """Train one epoch, or the rest of a resumed one; returns the new position and the epoch's row of metrics."""
     started = time.perf_counter() - position.seconds
-    saved.begin()
-    plan.profiler.begin()
+    checkpoints.begin_epoch()
+    config.profiler.begin()
     with closing(strategy.train_epoch(position.epoch, position.within)) as records:
         for record in records:
-            _check(record, position, plan.train)
+            _check_loss(record, position, config.train)
             position = replace(
                 position,
                 step=position.step + record.steps,
@@ -181,55 +189,49 @@ def _epoch(
                 count=position.count + record.count,
                 seconds=time.perf_counter() - started,
             )
-            plan.profiler.after_step(record.step)
-            with plan.profiler.pause("checkpoint"):
-                started += saved.after_step(strategy, position)
-    plan.profiler.end(position.epoch + 1)
+            config.profiler.after_step(record.step)
+            with config.profiler.pause("checkpoint"):
+                started += checkpoints.after_step(strategy, position)
+    config.profiler.end(position.epoch + 1)
     mean = position.loss / max(position.count, 1)
     row = {"epoch": position.epoch + 1, "step": position.step, "train_loss": mean}
     row |= {"seconds": time.perf_counter() - started}
     return replace(position, epoch=position.epoch + 1, within=0, loss=0.0, count=0, seconds=0.0), row
 
 
-def _check(record: StepRecord, position: TrainState, train: TrainConfig) -> None:
+def _check_loss(record: StepRecord, position: TrainState, train: TrainConfig) -> None:
     if not math.isfinite(record.loss):
         raise RunError(
             f"the loss is {record.loss} in epoch {position.epoch + 1}, step {record.step}: try a smaller train.lr "
-            f"(now {train.lr:g}), train.clip=1, or --precision float32; checkpoints from before are kept"
+            f"(now {train.lr:g}), train.clip=1, or --precision float32; earlier checkpoints are kept"
         )
 
 
 def _validate(
-    strategy: Strategy, plan: LoopConfig, position: TrainState, row: dict[str, Any]
+    strategy: Strategy, config: LoopConfig, position: TrainState, row: dict[str, Any]
 ) -> dict[str, float] | None:
-    """What val gives in this epoch, added to the row; None where it is not asked."""
-    due = position.epoch % plan.train.eval_every == 0 and not strategy.has_newer_weights
-    due = due or position.epoch == plan.train.epochs
-    if not plan.validates or not due:
+    """Evaluate on val if it is due, and add the scores to the row; None if it is not due."""
+    due = position.epoch % config.train.eval_every == 0 and not strategy.has_newer_weights
+    due = due or position.epoch == config.train.epochs
+    if not config.validates or not due:
         return None
     started = time.perf_counter()
-    with plan.profiler.pause("evaluation"):
-        found = strategy.validate()
-    row |= {"val": found[plan.metric], "val_loss": found["loss"], "eval_seconds": time.perf_counter() - started}
-    return found
+    with config.profiler.pause("evaluation"):
+        scores = strategy.validate()
+    row |= {"val": scores[config.metric], "val_loss": scores["loss"], "eval_seconds": time.perf_counter() - started}
+    return scores
 
 
-def _better(found: Mapping[str, float], metric: str, position: TrainState) -> TrainState:
-    return replace(position, best_epoch=position.epoch, best_metric=found[metric], best_loss=found["loss"])
-
-
-def _is_better(found: Mapping[str, float], metric: str, position: TrainState) -> bool:
+def _is_better(scores: Mapping[str, float], metric: str, position: TrainState) -> bool:
     if position.best_metric is None or position.best_loss is None:
         return True
-    if math.isnan(found[metric]):
+    if math.isnan(scores[metric]):
         return False
-    return math.isnan(position.best_metric) or (found[metric], -found["loss"]) > (
-        position.best_metric,
-        -position.best_loss,
-    )
+    best = (position.best_metric, -position.best_loss)
+    return math.isnan(position.best_metric) or (scores[metric], -scores["loss"]) > best
 
 
-def _exhausted(position: TrainState, plan: LoopConfig) -> bool:
-    """Patience counts epochs, but one that was not evaluated says nothing about it."""
+def _exhausted(position: TrainState, config: LoopConfig) -> bool:
+    """True if val has not improved for ``patience`` epochs. Only evaluated epochs end a run."""
     waited = position.epoch - position.best_epoch
-    return position.evaluated == position.epoch and bool(plan.train.patience) and waited >= plan.train.patience
+    return position.evaluated == position.epoch and bool(config.train.patience) and waited >= config.train.patience

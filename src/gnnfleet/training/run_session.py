@@ -1,6 +1,6 @@
-"""A built run from its start to its record, on every rank: where it begins, the loop, what is measured at the end.
+"""A built run from its start to its record, on every rank: training loop, final evaluation, measurements.
 
-The first rank reads and writes files and talks to the user; the others hear from it what it read.
+Rank 0 reads and writes files, talks to the user, and broadcasts what it read.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from gnnfleet.training.trace_files import write_spans, write_trace
 def run_session(
     built: BuiltRun, config: RunConfig, directory: RunDirectory | None, *, start: ResumePoint, quiet: bool
 ) -> RunRecord:
-    """Train from ``start`` and measure; the strategy then holds the best weights."""
+    """Collective. Train from ``start`` and evaluate; the strategy then holds the best weights."""
     after_build = rss()
-    aside = built.world.uncounted()
+    uncounted = built.world.uncounted()
     if start.state is not None:
         built.strategy.load_state_dict(start.state)
     traces = config.report.trace and directory is not None
     built.world.clock.spans = [] if traces else None
-    with _measuring(built, directory, start) as meter:
-        outcome, rows = _fit(built, config, directory, start, meter, quiet=quiet or not aside.is_first)
+    with _open_profiler(built, directory, start) as profiler:
+        outcome, rows = _fit(built, config, directory, start, profiler, quiet=quiet or not uncounted.is_first)
         pages = built.strategy.artifacts()
-        measured = {split: _measured(built, split) for split in ("val", "test")}
-        scores = {split: found.pop(built.task.metric) for split, found in measured.items()}
-        meter.report()
+        other_metrics = {split: _evaluate(built, split) for split in ("val", "test")}
+        scores = {split: metrics.pop(built.task.metric) for split, metrics in other_metrics.items()}
+        profiler.report()
     traffic, memory = _measure_ranks(built, config, after_build)
     record = RunRecord(
         strategy=config.strategy.name,
@@ -60,28 +60,28 @@ def run_session(
             **scores,
             "name": built.task.metric,
             "best_epoch": outcome.position.best_epoch,
-            **({"beside": measured} if any(measured.values()) else {}),
+            **({"beside": other_metrics} if any(other_metrics.values()) else {}),
         },
         traffic=traffic,
         memory=memory,
         run_dir=None if directory is None else str(directory.path),
         versions=versions(),
     )
-    if aside.is_first and (text := _model_collapsed(built, config, rows)) is not None:
+    if uncounted.is_first and (text := _model_collapsed(built, config, rows)) is not None:
         directory.log(text, quiet=quiet) if directory is not None else print_note(text, quiet=quiet)
     if directory is not None and traces:
         if config.spec.execution == "supervised":
             write_spans(built.world.clock, directory.path, "coordinator")
         else:
-            write_trace(aside, directory.path)
-    if directory is not None and aside.is_first:
+            write_trace(uncounted, directory.path)
+    if directory is not None and uncounted.is_first:
         directory.finish(record.as_json(), pages)
     return record
 
 
 @contextmanager
-def _measuring(built: BuiltRun, directory: RunDirectory | None, start: ResumePoint) -> Iterator[PhaseProfiler]:
-    """What measures the time of all ranks; the first one writes it down."""
+def _open_profiler(built: BuiltRun, directory: RunDirectory | None, start: ResumePoint) -> Iterator[PhaseProfiler]:
+    """Profiler of all ranks; rank 0 writes ranks.jsonl."""
     if directory is None:
         yield PhaseProfiler()
         return
@@ -97,16 +97,16 @@ def _fit(
     config: RunConfig,
     directory: RunDirectory | None,
     start: ResumePoint,
-    meter: PhaseProfiler,
+    profiler: PhaseProfiler,
     *,
     quiet: bool,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
-    """The outcome, and the rows of all epochs of the run."""
+    """Run the training loop; returns its outcome and the metrics of all epochs of the run."""
     sinks: list[MetricsSink] = []
     earlier: list[dict[str, Any]] = []
-    aside = built.world.uncounted()
+    uncounted = built.world.uncounted()
     with ExitStack() as stack:
-        if directory is not None and aside.is_first:
+        if directory is not None and uncounted.is_first:
             if config.report.tensorboard:
                 sinks.append(TensorBoard(directory.path / "tensorboard"))
             file = MetricsFile(directory.metrics, epochs=start.progress.epoch)
@@ -114,60 +114,60 @@ def _fit(
             sinks.append(file)
         for sink in sinks:
             stack.callback(sink.close)
-        plan = LoopConfig(
+        loop = LoopConfig(
             train=config.train,
             metric=built.task.metric,
             validates=built.has("val"),
             checkpoints=directory or NoCheckpoints(),
             sinks=sinks,
             display=stack.enter_context(show_epochs(config.train.epochs, quiet=quiet)),
-            broadcast=lambda word: broadcast_json(aside, word),
-            profiler=meter,
+            broadcast=lambda message: broadcast_json(uncounted, message),
+            profiler=profiler,
         )
-        outcome = fit(built.strategy, plan, start=start.progress, best=start.best)
+        outcome = fit(built.strategy, loop, start=start.progress, best=start.best)
     return outcome, [*earlier, *outcome.rows]
 
 
 def _model_collapsed(built: BuiltRun, config: RunConfig, rows: list[dict[str, Any]]) -> str | None:
-    """A model that tells links from nothing any more ends like any other; its numbers alone do not say so."""
+    """A remark if a link model scores all candidates alike; its metric alone does not show that."""
     tied = built.task.tied_val_metric if isinstance(built.task, LinkTask) else None
     last = next((row["val"] for row in reversed(rows) if row.get("val") is not None), None)
-    # Candidates in a random order would come to more than ties do, so what is as low is no model that learns slowly.
+    # A random order of candidates gives a higher metric than ties, so this is not a model that learns slowly.
     if tied is None or last is None or not math.isclose(last, tied, rel_tol=0.01):
         return None
     return (
-        f"all candidates score alike, or nearly so, in the last evaluation (val {built.task.metric} {last:.3g}): try a "
-        f"smaller train.lr (now {config.train.lr:g}), or scale the features"
+        f"All candidates have nearly the same score in the last evaluation (val {built.task.metric} {last:.3g}): try a "
+        f"smaller train.lr (now {config.train.lr:g}), or scale the features."
     )
 
 
 def _measure_ranks(
     built: BuiltRun, config: RunConfig, after_build: int
 ) -> tuple[Mapping[str, list[int]], Mapping[str, list[int]]]:
-    """Traffic and memory, one number per rank each."""
+    """Collective. Traffic and memory, one number per rank each."""
     sent = built.world.traffic
-    own = {"bytes_sent": sent.bytes_sent, "rounds": sent.rounds}
-    own |= {"peak_rss": peak_rss(), "rss_growth": max(0, peak_rss() - after_build), "own_rss": own_rss()}
+    figures = {"bytes_sent": sent.bytes_sent, "rounds": sent.rounds}
+    figures |= {"peak_rss": peak_rss(), "rss_growth": max(0, peak_rss() - after_build), "own_rss": own_rss()}
     if config.report.memory and config.spec.execution != "supervised":
-        own["peak_tensors"] = _peak(built.strategy, config.train.epochs)
-    rows = torch.cat(all_gather_rows(built.world.uncounted(), torch.tensor([list(own.values())]))).tolist()
-    found = {word: [row[place] for row in rows] for place, word in enumerate(own)}
-    for other in built.strategy.external_workers:
-        for word, each in found.items():
-            each.append(int(other.get(word, 0)))
-    traffic = {word: found.pop(word) for word in ("bytes_sent", "rounds")}
-    return traffic, found
+        figures["peak_tensors"] = _measure_peak_tensors(built.strategy, config.train.epochs)
+    rows = torch.cat(all_gather_rows(built.world.uncounted(), torch.tensor([list(figures.values())]))).tolist()
+    by_name = {name: [row[i] for row in rows] for i, name in enumerate(figures)}
+    for worker in built.strategy.external_workers:
+        for name, values in by_name.items():
+            values.append(int(worker.get(name, 0)))
+    traffic = {name: by_name.pop(name) for name in ("bytes_sent", "rounds")}
+    return traffic, by_name
 
 
-def _measured(built: BuiltRun, split: str) -> dict[str, float | None]:
-    """The metric of a split and what is measured beside it; None where it has no nodes or a metric no value."""
-    found = built.strategy.evaluate(split) if built.has(split) else {built.task.metric: math.nan}
-    values = {name: value for name, value in found.items() if name not in ("loss", "count")}
+def _evaluate(built: BuiltRun, split: str) -> dict[str, float | None]:
+    """All metrics of a split; None for a metric without a value, as on an empty split."""
+    metrics = built.strategy.evaluate(split) if built.has(split) else {built.task.metric: math.nan}
+    values = {name: value for name, value in metrics.items() if name not in ("loss", "count")}
     return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
-def _peak(strategy: Strategy, epoch: int) -> int:
-    """Highest tensor memory of one more epoch, whose effect is taken back."""
+def _measure_peak_tensors(strategy: Strategy, epoch: int) -> int:
+    """Peak tensor memory of one more epoch, whose effect on the weights is undone."""
     before = {
         part: {name: t.detach().clone() for name, t in tensors.items()}
         for part, tensors in strategy.state_dict().items()
