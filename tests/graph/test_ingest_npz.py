@@ -172,7 +172,7 @@ def test_edge_data_follows_its_edge(tmp_path: Path) -> None:
 def test_unknown_arrays_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         read_npz(save(tmp_path, edge_index=PAIRS, graph_id=np.zeros(4), y=np.zeros(4, dtype=int)))
-    assert "ignored: graph_id" in caplog.text and "y" not in caplog.text.split("ignored:")[1]
+    assert "ignored arrays: graph_id" in caplog.text and "y" not in caplog.text.split("ignored arrays:")[1]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_unknown_arrays_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogC
         ({"edge_index": PAIRS, "x": np.full((4, 1), np.nan)}, "x must be finite"),
         ({"edge_index": PAIRS, "test_edge": np.array([[0], [9]])}, "test_edge names node 9"),
         ({"edge_index": PAIRS, "train_mask": np.ones(4, bool), "val_mask": np.ones(4, bool)}, "val mask overlaps"),
-        (hetero(node_type_offset=np.array([0, 2, 5])), "node_type disagrees"),
+        (hetero(node_type_offset=np.array([0, 2, 5])), "node_type contradicts"),
         (hetero(target_type=np.array("venue")), "target_type"),
         (hetero(x__author=np.ones((3, 3))), "author.* x has 3 rows"),
     ],

@@ -231,7 +231,7 @@ def test_links_of_typed_nodes(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not an OGB set"):
+    with pytest.raises(InputError, match="not an OGB dataset"):
         read_ogb(tmp_path)
     folder = text_set(tmp_path / "set")
     (tmp_path / "set/split/other").mkdir()

@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_named(caplog: pytest.LogCaptureFixture) -> None:
         from_pyg(Data(edge_index=PAIRS, x=torch.ones(4, 1), y=torch.tensor([1])))
     with caplog.at_level("INFO"):
         from_pyg(Data(edge_index=PAIRS, x=torch.ones(4, 1), smiles="CC"))
-    assert "ignored: smiles" in caplog.text
+    assert "ignored attributes: smiles" in caplog.text
 
 
 @pytest.mark.parametrize("shape", ["object", "dataset", "dict"])

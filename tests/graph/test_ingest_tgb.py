@@ -65,6 +65,6 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         raise EOFError
 
     stand_in(monkeypatch, make)
-    with pytest.raises(InputError, match="TGB cannot give tgbl-wiki: EOFError"):
+    with pytest.raises(InputError, match="TGB cannot load tgbl-wiki: EOFError"):
         import_in_memory("tgb:tgbl-wiki", tmp_path / "store", ImportRules())
     assert not (tmp_path / "store").exists()

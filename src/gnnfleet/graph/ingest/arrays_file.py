@@ -1,22 +1,54 @@
-"""An ``.npz`` file, read without pickle and without believing it: headers are compared with the bytes there are."""
+"""Untrusted files of arrays, ``.npz`` and ``.pt``, read without running pickled code.
+
+Headers of ``.npz`` arrays are compared with the number of bytes in the file before anything is allocated.
+"""
 
 from __future__ import annotations
 
 import math
+import pickle
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from gnnfleet.errors import InputError
 from gnnfleet.graph.ingest.relations import Array
 
-_KINDS = "biufSUcM"  # of which gnnfleet uses the first six; the others are named in the messages of whoever asks
+_KINDS = "biufSUcM"  # gnnfleet uses the first six; readers report the others with the array's name
+
+
+@contextmanager
+def locate_errors(location: object) -> Iterator[None]:
+    """Put a file, node type or edge type in front of the InputErrors raised inside."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{location}: {error}") from error
+
+
+def load_pt(path: Path, classes: list[Any], unsafe_message: str) -> Any:
+    """Load a ``.pt`` file of tensors, plain containers and ``classes``.
+
+    Raises InputError, with ``unsafe_message`` when the file needs other classes.
+    """
+    try:
+        with torch.serialization.safe_globals(classes):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise InputError(f"no file {path}") from error
+    except pickle.UnpicklingError as error:
+        raise InputError(unsafe_message) from error
+    except Exception as error:  # a damaged file fails in many ways inside the unpickler
+        raise InputError(f"{path} cannot be read as a .pt file: {error}") from error
 
 
 class ArraysFile:
-    """The arrays of one file by name; raises InputError for whatever cannot be read."""
+    """The arrays of one ``.npz`` file by name; raises InputError for arrays that cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -24,7 +56,7 @@ class ArraysFile:
             self._zip = zipfile.ZipFile(path)
         except FileNotFoundError as error:
             raise InputError(f"no file {path}") from error
-        except Exception as error:  # a damaged list of members fails in many ways
+        except Exception as error:  # a damaged zip directory fails in many ways
             raise InputError(f"{path} cannot be read as .npz, a zip file of arrays: {error}") from error
         self.names = {info.filename.removesuffix(".npy"): info for info in self._zip.infolist()}
 
@@ -32,13 +64,10 @@ class ArraysFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._zip.close()
 
     def read(self, name: str) -> Array:
-        """An array, after its header was compared with the bytes that there are: a header may promise anything."""
+        """Read an array after comparing its header with the size of the file."""
         info = self.names[name]
         try:
             with self._zip.open(info) as file:
@@ -47,7 +76,7 @@ class ArraysFile:
                 if dtype.kind not in _KINDS or dtype.hasobject:
                     raise ValueError(f"it holds {dtype}, expected numbers or text")
                 if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize > info.file_size:
-                    raise ValueError(f"it promises {dtype} {list(shape)} in {info.file_size} bytes")
+                    raise ValueError(f"its header declares {dtype} {list(shape)} in {info.file_size} bytes")
             with self._zip.open(info) as file:
                 return np.lib.format.read_array(file, allow_pickle=False)
         except Exception as error:  # zip, zlib and numpy's headers fail in many ways

@@ -1,4 +1,4 @@
-"""Graphs that come whole, in a file of another tool: read into memory, cleaned by the same rules as tables, saved."""
+"""Import of graph files of other tools: read into memory, cleaned by the same rules as tables, saved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def import_in_memory(
 ) -> ImportReport:
     """Write a store from a ``.npz``, ``.pt``, ``.graphml`` or ``.gml`` file, an OGB directory or ``tgb:NAME``.
 
-    ``attributes`` name what nodes and edges of a ``.graphml`` or ``.gml`` file carry, see ``from_networkx``.
+    ``attributes`` are arguments of ``from_networkx`` for ``.graphml`` and ``.gml`` files.
     """
     progress = progress or NoProgress()
     started = time.monotonic()
@@ -61,18 +61,18 @@ def import_in_memory(
 
 
 def read_in_memory(source: str | Path, attributes: Mapping[str, Any]) -> Graph:
-    """The graph of a file or directory by its ending; raises InputError when there is none, or no room for it."""
+    """Read a file or directory by its ending; raises InputError if it is missing or larger than memory."""
     try:
         return _read(source, attributes)
     except MemoryError as error:
         raise InputError(
-            f"{source} says of a graph that does not fit into memory ({error}): check its numbers of nodes, or import "
-            "it as tables, which are read in pieces"
+            f"{source} describes a graph that does not fit into memory ({error}): check its numbers of nodes, or "
+            "import it as tables, which are read in batches"
         ) from error
 
 
 def _read(source: str | Path, attributes: Mapping[str, Any]) -> Graph:
-    """Readers are imported when needed: some want libraries that not everybody has."""
+    """Import readers when needed: some need optional libraries."""
     path = Path(source)
     if str(source).startswith(PREFIX):
         return read_tgb(str(source).removeprefix(PREFIX))
@@ -96,7 +96,7 @@ def _read(source: str | Path, attributes: Mapping[str, Any]) -> Graph:
 
 
 def _change_nodes(graph: Graph, rules: ImportRules) -> Graph:
-    """The dtype and the split that were asked for; where some type has labels, the split concerns such types only."""
+    """Apply the dtype and the split rule; if any type has labels, only such types are split."""
     labelled = graph.labelled_type is not None
     for kind, table in graph.nodes.items():
         if rules.dtype and table.x is not None:

@@ -1,4 +1,4 @@
-"""A graph as one ``.npz`` file in the layout that ``read_npz`` takes; what the layout cannot hold is refused."""
+"""Writer of ``.npz`` files in the layout of ``read_npz``; graphs that the layout cannot hold are rejected."""
 
 from __future__ import annotations
 
@@ -50,41 +50,42 @@ def _node_arrays(graph: Graph) -> dict[str, Array]:
 
 def _edge_arrays(graph: Graph) -> dict[str, Array]:
     offset, plain = graph.node_offsets, list(graph.edges) == [EDGE]
-    one_kind = list(graph.nodes) == [NODE]
+    has_one_node_type = list(graph.nodes) == [NODE]
     starts = {kind: torch.tensor([[offset[kind.src]], [offset[kind.dst]]]) for kind in graph.edges}
     pairs = [table.edge_index() + starts[kind] for kind, table in graph.edges.items()]
     counts = [table.count for table in graph.edges.values()]
     arrays: dict[str, Array] = {"edge_index": torch.cat([torch.empty(2, 0, dtype=torch.int64), *pairs], 1).numpy()}
     if not plain:
         arrays["edge_type"] = np.repeat(np.arange(len(counts)), counts)
-        names = [kind.relation if one_kind else "-".join(kind) for kind in graph.edges]
+        names = [kind.relation if has_one_node_type else "-".join(kind) for kind in graph.edges]
         arrays["edge_type_names"] = np.array(names, dtype=np.str_)
     for name in ("weight", "attr", "time"):
-        given = [getattr(table, name) for table in graph.edges.values()]
-        if (values := _stack(given, counts, f"edge {name}", fill=None)) is not None:
+        columns = [getattr(table, name) for table in graph.edges.values()]
+        if (values := _stack(columns, counts, f"edge {name}", fill=None)) is not None:
             arrays[f"edge_{name}"] = values
-    for name, word in _LINKS.items():
-        held = [(i, k, t.links[name]) for i, (k, t) in enumerate(graph.edges.items()) if name in t.links]
-        if held:
-            arrays[word] = torch.cat([links + starts[kind] for _, kind, links in held], 1).numpy()
+    for name, array in _LINKS.items():
+        held_out = [(i, k, t.links[name]) for i, (k, t) in enumerate(graph.edges.items()) if name in t.links]
+        if held_out:
+            arrays[array] = torch.cat([links + starts[kind] for _, kind, links in held_out], 1).numpy()
             if not plain:
-                arrays[f"{word}_type"] = np.repeat([i for i, _, _ in held], [links.shape[1] for _, _, links in held])
+                lengths = [links.shape[1] for _, _, links in held_out]
+                arrays[f"{array}_type"] = np.repeat([i for i, _, _ in held_out], lengths)
     return arrays
 
 
-def _stack(parts: list[Tensor | None], counts: list[int], what: str, *, fill: int | None) -> Array | None:
-    """The parts below each other; ``fill`` stands in for a missing one, and without it none may be missing."""
-    given = [part for part in parts if part is not None]
-    if not given:
+def _stack(tables: list[Tensor | None], counts: list[int], name: str, *, fill: int | None) -> Array | None:
+    """Concatenate the rows of all types; a missing table is filled with ``fill`` or, without it, an error."""
+    present = [table for table in tables if table is not None]
+    if not present:
         return None
-    if len({part.shape[1:] for part in given}) > 1 or (fill is None and len(given) < len(parts)):
+    if len({table.shape[1:] for table in present}) > 1 or (fill is None and len(present) < len(tables)):
         raise ConfigError(
-            f"an .npz file cannot hold {what} that differ between types: save the graph as a store instead"
+            f"an .npz file cannot hold {name} that differ between types: save the graph as a store instead"
         )
-    shape: Any = given[0].shape[1:]
+    shape: Any = present[0].shape[1:]
     rows = [
-        np.full((count, *shape), fill, dtype=_array(given[0]).dtype) if part is None else _array(part)
-        for part, count in zip(parts, counts, strict=True)
+        np.full((count, *shape), fill, dtype=_array(present[0]).dtype) if table is None else _array(table)
+        for table, count in zip(tables, counts, strict=True)
     ]
     return np.concatenate(rows)
 

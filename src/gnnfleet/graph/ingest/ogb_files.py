@@ -1,4 +1,4 @@
-"""The files of an OGB set: arrays of its raw directory behind one face, text or binary, and its CSV format."""
+"""The files of an OGB dataset: one interface to the arrays of its raw directory, text or binary, and its CSV format."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _DTYPES: dict[str, type[np.generic]] = {
 
 
 def open_raw(raw: Path) -> RawFiles:
-    """The arrays of a raw directory, whichever way they are stored."""
+    """Open the arrays of a raw directory, text or binary."""
     return _Binary(raw) if any(raw.glob("*.npz")) else _Text(raw)
 
 
 class RawFiles:
-    """Where arrays of a raw directory lie. A kind is a node type, or an edge type as ``src___relation___dst``."""
+    """Arrays of a raw directory by node type, or by edge type (``src___relation___dst`` on disk)."""
 
     def __init__(self, raw: Path) -> None:
         self.raw = raw
@@ -53,7 +53,7 @@ class RawFiles:
 
 
 class _Text(RawFiles):
-    """``edge.csv.gz`` and its neighbours; heterogeneous: one directory per relation and node type."""
+    """``edge.csv.gz`` and similar files; heterogeneous: one directory per relation and node type."""
 
     def __init__(self, raw: Path) -> None:
         super().__init__(raw)
@@ -72,8 +72,8 @@ class _Text(RawFiles):
     def edge_kinds(self) -> list[EdgeType]:
         if not self.hetero:
             return [EDGE]
-        words = dict.fromkeys(("src", "relation", "dst"), pa.string())
-        table = read_table(_need(self.raw / "triplet-type-list.csv"), types=words)
+        types = dict.fromkeys(EdgeType._fields, pa.string())
+        table = read_table(_need(self.raw / "triplet-type-list.csv"), types=types)
         return [EdgeType(**row) for row in table.to_pylist()]
 
     def node(self, kind: str, name: str) -> Array | None:
@@ -94,7 +94,7 @@ class _Text(RawFiles):
         return self.raw / "relations" / "___".join(kind) if self.hetero else self.raw
 
     def _optional(self, folder: Path, name: str) -> Array | None:
-        # The features proper and labels are spelled with a hyphen, everything else with an underscore.
+        # Features and labels are spelled with a hyphen, other arrays with an underscore.
         for spelling in (name.replace("_", "-"), name):
             if (path := find_file(folder / f"{spelling}.csv")) is not None:
                 return read_numbers(path, _DTYPES.get(name, np.int64))
@@ -131,8 +131,8 @@ class _Binary(RawFiles):
         return self._load(f"{name}_dict.npz").get("___".join(kind)) if self.hetero else self._data.get(name)
 
     def pairs(self, kind: EdgeType) -> Array:
-        found = self.edge(kind, "edge_index")
-        return (self._entry("edge_index") if found is None else found).astype(np.int64)
+        pairs = self.edge(kind, "edge_index")
+        return (self._entry("edge_index") if pairs is None else pairs).astype(np.int64)
 
     def _entry(self, name: str) -> Array:
         if name not in self._data:
@@ -151,25 +151,25 @@ class _Binary(RawFiles):
 
 def _one_graph(counts: Array, raw: Path) -> None:
     if counts.size != 1:
-        raise InputError(f"{raw} holds {counts.size} graphs; expected one (sets for whole-graph labels are not read)")
+        raise InputError(f"{raw} holds {counts.size} graphs, expected one: datasets of graph labels are not supported")
 
 
 def find_file(path: Path) -> Path | None:
-    """The file, compressed or not."""
-    packed = path.with_name(path.name + ".gz")
-    return packed if packed.is_file() else path if path.is_file() else None
+    """Find the file, compressed or not."""
+    compressed = path.with_name(path.name + ".gz")
+    return compressed if compressed.is_file() else path if path.is_file() else None
 
 
 def _need(path: Path) -> Path:
-    found = find_file(path)
-    if found is None:
+    existing = find_file(path)
+    if existing is None:
         raise InputError(f"{path}.gz is missing: expected OGB's files there")
-    return found
+    return existing
 
 
 def read_table(path: Path, *, types: Mapping[str, pa.DataType] | None = None) -> pa.Table:
-    """A CSV file with a header line, or with the given columns and no header."""
-    # Blocks of 16 MiB: a row of a thousand features does not fit pyarrow's default of 1 MiB at high precision.
+    """Read a CSV file with a header line, or with the columns of ``types`` and no header."""
+    # Blocks of 16 MiB: a row of a thousand features in full precision exceeds pyarrow's default of 1 MiB.
     options = csv.ReadOptions(column_names=None if types is None else list(types), block_size=1 << 24)
     try:
         return csv.read_csv(path, read_options=options, convert_options=csv.ConvertOptions(column_types=types))
@@ -178,7 +178,7 @@ def read_table(path: Path, *, types: Mapping[str, pa.DataType] | None = None) ->
 
 
 def read_numbers(path: Path, dtype: type[np.generic] = np.int64) -> Array:
-    """[rows, columns] of a file without header; empty cells are NaN. The type is told, not guessed from first rows."""
+    """[rows, columns] of a file without a header, all of ``dtype``; empty cells are NaN."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             first = file.readline()
@@ -187,9 +187,9 @@ def read_numbers(path: Path, dtype: type[np.generic] = np.int64) -> Array:
     columns = first.count(b",") + 1 if first.strip() else 0
     types = {f"column {i + 1}": pa.from_numpy_dtype(dtype) for i in range(columns)}
     table = read_table(path, types=types) if columns else pa.table({})
-    result = np.empty((table.num_rows, columns), dtype=dtype)
+    numbers = np.empty((table.num_rows, columns), dtype=dtype)
     for i, column in enumerate(table.columns):
         if column.null_count and not np.issubdtype(dtype, np.floating):
             raise InputError(f"{path}, column {i + 1}: expected whole numbers, found empty cells")
-        result[:, i] = column.to_numpy()
-    return result
+        numbers[:, i] = column.to_numpy()
+    return numbers

@@ -1,6 +1,6 @@
-"""Graphs from and to PyG objects. ``from_pyg`` looks at attributes only, so it needs no torch_geometric installed.
+"""Conversion from and to PyG objects. ``from_pyg`` reads attributes only and does not need torch_geometric.
 
-Read of a Data, or of each node and edge type of a HeteroData:
+Attributes read from a Data, or from each node and edge type of a HeteroData:
     nodes   x, y, class_names, train_mask/val_mask/test_mask ([N] or [N, K]), n_id or ids, num_nodes
     edges   edge_index, edge_weight, edge_attr, edge_time or time, edge_type (one edge type per relation)
     links   val_edge_index, test_edge_index, val_neg_edge_index, test_neg_edge_index
@@ -10,7 +10,6 @@ A TemporalData (src, dst, t, msg) becomes edges with times. Other attributes are
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +20,9 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EDGE, NODE, SPLITS, Edges, EdgeType, Graph, Nodes, validated_edges, validated_nodes
+from gnnfleet.graph.ingest.arrays_file import load_pt, locate_errors
 from gnnfleet.graph.ingest.clean import is_undirected
-from gnnfleet.graph.ingest.relations import NodeTypeIndex, check_links, relation_names
+from gnnfleet.graph.ingest.relations import check_links, split_relations, take_rows
 
 _log = logging.getLogger(__name__)
 _LINKS = {
@@ -38,7 +38,7 @@ _INSTALL_HINT = "torch_geometric is not installed: pip install 'gnnfleet[pyg]'"
 
 
 def from_pyg(data: Any, *, name: str = "graph") -> Graph:
-    """The graph of a Data, HeteroData or TemporalData; raises InputError naming the type and what does not fit."""
+    """Convert a Data, HeteroData or TemporalData; raises InputError naming the type and the bad attribute."""
     if hasattr(data, "node_types") and hasattr(data, "edge_types"):
         nodes = {str(kind): _read_nodes(data[kind], _count_hetero(data, kind), str(kind)) for kind in data.node_types}
         for kind in data.node_types:
@@ -47,11 +47,11 @@ def from_pyg(data: Any, *, name: str = "graph") -> Graph:
         for kind in data.edge_types:
             edge_type = EdgeType(*map(str, kind))
             _report_ignored(data[kind], str(edge_type), _EDGE_ATTRIBUTES)
-            for end in (edge_type.src, edge_type.dst):  # PyG lets edges name a type that has no store of its own
+            for end in (edge_type.src, edge_type.dst):  # PyG allows edges of a node type that has no store
                 nodes.setdefault(end, validated_nodes(_count_hetero(data, end)))
             edges[edge_type] = _read_edges(data[kind], edge_type, nodes)
         return Graph.of(nodes, edges, name=name, undirected=is_undirected(edges))
-    if all(getattr(data, word, None) is not None for word in ("src", "dst", "t")):
+    if all(getattr(data, name, None) is not None for name in ("src", "dst", "t")):
         pairs = torch.stack([data.src, data.dst])
         return Graph(pairs, edge_attr=getattr(data, "msg", None), time=data.t, name=name)
     _report_ignored(data, NODE, _NODE_ATTRIBUTES | _EDGE_ATTRIBUTES)
@@ -65,7 +65,7 @@ def from_pyg(data: Any, *, name: str = "graph") -> Graph:
 
 
 def to_pyg(graph: Graph) -> Any:
-    """A Data for one node and one edge type, else a HeteroData; edges in store order, original ids as n_id or ids."""
+    """Convert to a Data (one node and one edge type) or HeteroData; edges in store order, ids as n_id or ids."""
     try:
         from torch_geometric.data import Data, HeteroData
     except ImportError as error:
@@ -81,9 +81,9 @@ def to_pyg(graph: Graph) -> Any:
 
 
 def read_pt(path: str | Path) -> Graph:
-    """The graph of a ``.pt`` file that holds a PyG object, a one-graph dataset of PyG or a dict of tensors.
+    """Read a ``.pt`` file with a PyG object, a PyG dataset of one graph or a dict of tensors.
 
-    Loads tensors, plain containers and PyG's own classes only; raises InputError for a file that needs more.
+    Loads tensors, plain containers and PyG's own classes only; raises InputError for other files.
     """
     path = Path(path)
     try:
@@ -94,29 +94,21 @@ def read_pt(path: str | Path) -> Graph:
         raise ConfigError(_INSTALL_HINT) from error
     classes = [pyg.Data, pyg.HeteroData, pyg.TemporalData, pyg_data.DataEdgeAttr, pyg_data.DataTensorAttr]
     classes += [storage.BaseStorage, storage.NodeStorage, storage.EdgeStorage, storage.GlobalStorage]
-    try:
-        with torch.serialization.safe_globals(classes):
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise InputError(f"no file {path}") from error
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"{path} needs more than tensors and PyG's own classes, and gnnfleet runs no code from a file: "
-            "if you trust it, load it yourself and pass the object to gnnfleet.from_pyg"
-        ) from error
-    except Exception as error:  # a damaged file fails in many ways inside the unpickler
-        raise InputError(f"{path} cannot be read as a .pt file: {error}") from error
-    return from_pyg(_object_in(loaded, path, pyg), name=path.stem)
+    unsafe_message = (
+        f"{path} needs more than tensors and PyG's own classes, and gnnfleet runs no code from a file: "
+        "if you trust it, load it yourself and pass the object to gnnfleet.from_pyg"
+    )
+    return from_pyg(_unpack(load_pt(path, classes, unsafe_message), path, pyg), name=path.stem)
 
 
-def _object_in(loaded: Any, path: Path, pyg: Any) -> Any:
-    """What PyG's datasets save is (values, slices, class); slices are there when a file holds several graphs."""
+def _unpack(loaded: Any, path: Path, pyg: Any) -> Any:
+    """Extract the PyG object; datasets are saved as (values, slices, class), with slices for several graphs."""
     cls: Any = None
     if isinstance(loaded, tuple) and len(loaded) in (2, 3):
         cls = loaded[2] if len(loaded) == 3 else None
         if loaded[1] is not None:
             raise InputError(
-                f"{path} holds several graphs; expected one: load it with PyG, pass one to gnnfleet.from_pyg"
+                f"{path} holds several graphs, expected one: load it with PyG and pass one graph to gnnfleet.from_pyg"
             )
         loaded = loaded[0]
     if isinstance(loaded, (pyg.Data, pyg.HeteroData, pyg.TemporalData)):
@@ -129,8 +121,8 @@ def _object_in(loaded: Any, path: Path, pyg: Any) -> Any:
 
 
 def _count_hetero(data: Any, kind: str) -> int:
-    """The nodes of one type of a HeteroData; edges count when the type itself says nothing."""
-    own = data[kind] if kind in data.node_types else SimpleNamespace()
+    """Count the nodes of one type of a HeteroData, by its edges if the type has no sizes."""
+    store = data[kind] if kind in data.node_types else SimpleNamespace()
     ends = [
         index[side]
         for edge_type in data.edge_types
@@ -138,19 +130,19 @@ def _count_hetero(data: Any, kind: str) -> int:
         for side in (0, 1)
         if edge_type[2 * side] == kind
     ]
-    return _count_nodes(own, [SimpleNamespace(edge_index=end) for end in ends])
+    return _count_nodes(store, [SimpleNamespace(edge_index=end) for end in ends])
 
 
 def _count_nodes(store: Any, edges: list[Any]) -> int:
-    # PyG's num_nodes property warns when it has to guess, so the stored number is asked for first.
+    # PyG's num_nodes property warns when it guesses, so the stored number comes first.
     stored = store.get("num_nodes") if hasattr(store, "get") else vars(store).get("num_nodes")
     if stored is None and hasattr(store, "to_dict"):
         stored = store.to_dict().get("num_nodes")
     if stored is not None:
         return int(stored)
-    for word in ("x", "y", "n_id", "ids", *_MASKS.values()):
-        if (value := _optional(store, word)) is not None:
-            return len(value)
+    for name in ("x", "y", "n_id", "ids", *_MASKS.values()):
+        if (rows := _optional(store, name)) is not None:
+            return len(rows)
     highest = -1
     for edge in edges:
         index = _optional(edge, "edge_index")
@@ -159,17 +151,19 @@ def _count_nodes(store: Any, edges: list[Any]) -> int:
     return highest + 1
 
 
-def _optional(store: Any, word: str) -> Any:
-    value = getattr(store, word, None)
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+def _optional(store: Any, *names: str) -> Any:
+    """The first of the attributes that is set, on the CPU."""
+    attributes = (getattr(store, name, None) for name in names)
+    attribute = next((attribute for attribute in attributes if attribute is not None), None)
+    return attribute.detach().cpu() if isinstance(attribute, Tensor) else attribute
 
 
 def _read_nodes(store: Any, count: int, kind: str) -> Nodes:
-    masks = {name: mask for name, word in _MASKS.items() if (mask := _optional(store, word)) is not None}
+    masks = {split: mask for split, name in _MASKS.items() if (mask := _optional(store, name)) is not None}
     # PyG has one column per split, gnnfleet one row.
-    masks = {name: mask.T if mask.dim() == 2 else mask for name, mask in masks.items()}
-    ids = _optional(store, "n_id") if _optional(store, "n_id") is not None else _optional(store, "ids")
-    try:
+    masks = {split: mask.T if mask.dim() == 2 else mask for split, mask in masks.items()}
+    ids = _optional(store, "n_id", "ids")
+    with locate_errors(f"nodes of type {kind}"):
         return validated_nodes(
             count,
             x=_dense(_optional(store, "x")),
@@ -178,8 +172,6 @@ def _read_nodes(store: Any, count: int, kind: str) -> Nodes:
             ids=ids.cpu().numpy() if isinstance(ids, Tensor) else ids,
             classes=_optional(store, "class_names") or (),
         )
-    except InputError as error:
-        raise InputError(f"nodes of type {kind}: {error}") from error
 
 
 def _dense(x: Any) -> Any:
@@ -188,86 +180,71 @@ def _dense(x: Any) -> Any:
 
 def _read_edges(store: Any, kind: EdgeType, nodes: Mapping[str, Nodes]) -> Edges:
     num_src, num_dst = nodes[kind.src].count, nodes[kind.dst].count
-    try:
-        values, links = _edge_data(store, kind), _links(store)
+    with locate_errors(f"edges {kind}"):
+        pairs, edge_data = _edge_data(store, kind)
+        links = _links(store)
         check_links({name: pairs.numpy() for name, pairs in links.items()}, num_src, num_dst)
-        return validated_edges(values.pop("edge_index"), num_src=num_src, num_dst=num_dst, links=links, **values)
-    except InputError as error:
-        raise InputError(f"edges {kind}: {error}") from error
+        return validated_edges(pairs, num_src=num_src, num_dst=num_dst, links=links, **edge_data)
 
 
 def _read_relations(data: Any, count: int) -> dict[EdgeType, Edges]:
-    """One edge type per relation of ``edge_type``, which PyG's relational layers take as numbers."""
-    values = _edge_data(data, EDGE)
-    pairs, code = values.pop("edge_index"), torch.as_tensor(data.edge_type)
-    if code.shape != pairs.shape[1:] or code.is_floating_point() or (code.numel() and int(code.min()) < 0):
-        raise InputError(
-            f"edge_type must be {pairs.shape[1]} whole numbers from 0, found {code.dtype} {list(code.shape)}"
-        )
-    names = relation_names(int(code.max()) + 1 if code.numel() else 0)
-    if pairs.numel() and (int(pairs.min()) < 0 or int(pairs.max()) >= count):
-        raise InputError(f"edge_index must name nodes 0 to {count - 1}, found {int(pairs.min())} to {int(pairs.max())}")
-    kinds = NodeTypeIndex.single(count)
-    empty = validated_edges(torch.empty(2, 0, dtype=torch.int64), num_src=count, num_dst=count)
-    tables = {EdgeType(NODE, name, NODE): empty for name in names}
-    for kind, own in kinds.cut(pairs.numpy(), code.numpy(), names):
-        rows = torch.from_numpy(own)
-        cut = {word: None if value is None else value[rows] for word, value in values.items()}
-        tables[kind] = validated_edges(pairs[:, rows], num_src=count, num_dst=count, **cut)
+    """One edge type per relation of ``edge_type``, the relation numbers of PyG's relational layers."""
+    pairs, edge_data = _edge_data(data, EDGE)
+    codes = torch.as_tensor(data.edge_type).numpy()
+    tables = {}
+    for kind, rows in split_relations(pairs.numpy(), codes, count, "edge_type").items():
+        values = take_rows(edge_data, rows) if len(rows) else {}
+        tables[kind] = validated_edges(pairs[:, rows], num_src=count, num_dst=count, **values)
     return tables
 
 
-def _edge_data(store: Any, kind: EdgeType) -> dict[str, Any]:
+def _edge_data(store: Any, kind: EdgeType) -> tuple[Tensor, dict[str, Any]]:
+    """([2, E] pairs, edge data as arguments of ``validated_edges``)."""
     index = _optional(store, "edge_index")
     if index is None:
         if _optional(store, "adj_t") is not None:
             raise InputError(
-                "found adj_t but no edge_index: row, col, weight = data.adj_t.t().coo(); "
-                "data.edge_index = torch.stack([row, col]), then try again"
+                "found adj_t but no edge_index. Convert it: row, col, weight = data.adj_t.t().coo(); "
+                "data.edge_index = torch.stack([row, col])"
             )
         index = torch.empty(2, 0, dtype=torch.int64)
     index = torch.as_tensor(index).as_subclass(Tensor).cpu()  # PyG's EdgeIndex is a subclass with its own rules
-    time = _optional(store, "edge_time") if _optional(store, "edge_time") is not None else _optional(store, "time")
+    time = _optional(store, "edge_time", "time")
     if time is not None and len(time) != index.shape[-1]:
         if _optional(store, "edge_time") is not None:
             raise InputError(f"edge_time has {len(time)} rows, expected one for each of {index.shape[-1]} edges")
-        _log.info("edges %s: time is not one per edge, ignored", kind)
+        _log.info("edges %s: ignored time, which does not have one value per edge", kind)
         time = None
-    return {
-        "edge_index": index,
-        "weight": _optional(store, "edge_weight"),
-        "attr": _optional(store, "edge_attr"),
-        "time": time,
-    }
+    return index, {"weight": _optional(store, "edge_weight"), "attr": _optional(store, "edge_attr"), "time": time}
 
 
 def _links(store: Any) -> dict[str, Tensor]:
-    return {name: pairs for name, word in _LINKS.items() if (pairs := _optional(store, word)) is not None}
+    return {split: pairs for split, name in _LINKS.items() if (pairs := _optional(store, name)) is not None}
 
 
-def _report_ignored(store: Any, kind: str, known: set[str]) -> None:
+def _report_ignored(store: Any, kind: str, used: set[str]) -> None:
     keys = store.keys() if callable(getattr(store, "keys", None)) else vars(store)
-    ignored = sorted(set(map(str, keys)) - known)
+    ignored = sorted(set(map(str, keys)) - used)
     if ignored:
-        _log.info("%s: attributes without a meaning here, ignored: %s", kind, ", ".join(ignored))
+        _log.info("%s: ignored attributes: %s", kind, ", ".join(ignored))
 
 
 def _node_values(nodes: Nodes) -> dict[str, Any]:
     values: dict[str, Any] = {"num_nodes": nodes.count, "x": nodes.x, "y": nodes.y}
     if nodes.split is not None:
-        for name, word in _MASKS.items():
-            mask = nodes.split == SPLITS[name]
-            values[word] = mask[0] if mask.shape[0] == 1 else mask.T.contiguous()
+        for split, name in _MASKS.items():
+            mask = nodes.split == SPLITS[split]
+            values[name] = mask[0] if mask.shape[0] == 1 else mask.T.contiguous()
     if not nodes.ids.are_rows:
         ids = nodes.ids.values().to_pylist()
         values.update({"n_id": torch.tensor(ids)} if ids and isinstance(ids[0], int) else {"ids": ids})
     if nodes.classes:
         values["class_names"] = list(nodes.classes)
-    return {word: value for word, value in values.items() if value is not None}
+    return {name: attribute for name, attribute in values.items() if attribute is not None}
 
 
 def _edge_values(edges: Edges) -> dict[str, Any]:
     values: dict[str, Any] = {"edge_index": edges.edge_index(), "edge_weight": edges.weight, "edge_attr": edges.attr}
     values["edge_time"] = edges.time
-    values.update({word: edges.links.get(name) for name, word in _LINKS.items()})
-    return {word: value for word, value in values.items() if value is not None}
+    values.update({name: edges.links.get(split) for split, name in _LINKS.items()})
+    return {name: attribute for name, attribute in values.items() if attribute is not None}

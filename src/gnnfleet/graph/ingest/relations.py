@@ -1,7 +1,7 @@
-"""One list of edges between numbered nodes, cut into edge types: what .npz files, PyG's ``edge_type`` and OGB share.
+"""Splitting one list of edges into edge types, for ``.npz`` files, PyG's ``edge_type`` and OGB.
 
-Nodes are numbered through all types (*file ids*); inside a type a node has a row. An edge type is a relation between
-two node types, so one relation that joins several pairs of node types becomes several edge types.
+Nodes are numbered across all types (*file ids*); within a type a node has a row. An edge type is a relation between
+two node types, so a relation that joins several pairs of node types becomes several edge types.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SINGLE_RELATION = EDGE.relation
 
 @dataclass(frozen=True)
 class NodeTypeIndex:
-    """The type each file id belongs to (``code``), its row there (``row``), and the file ids of each type by row."""
+    """Node types by file id (``code``), rows within the type (``row``), and the file ids of each type by row."""
 
     names: tuple[str, ...]
     code: Array
@@ -38,7 +38,7 @@ class NodeTypeIndex:
 
     @classmethod
     def of(cls, names: Sequence[str], code: Array) -> NodeTypeIndex:
-        """From the type number of every node; rows follow the file's order."""
+        """Build from the type number of every node; rows follow the file's order."""
         offsets, order = group_by_code(code, len(names))
         members = tuple(order[start:stop] for start, stop in pairwise(offsets.tolist()))
         row = np.empty(len(code), dtype=np.int64)
@@ -46,8 +46,8 @@ class NodeTypeIndex:
             row[ids] = np.arange(len(ids))
         return cls(tuple(names), code.astype(np.int64), row, members)
 
-    def cut(self, pairs: Array, relation: Array, relations: Sequence[str]) -> Iterator[tuple[EdgeType, Array]]:
-        """Edge types in order of relation, each with the positions of its pairs ([2, E] file ids) in input order."""
+    def split_pairs(self, pairs: Array, relation: Array, relations: Sequence[str]) -> Iterator[tuple[EdgeType, Array]]:
+        """Edge types in order of relation, with the positions of their pairs ([2, E] file ids) in input order."""
         kinds = len(self.names)
         keys = (relation.astype(np.int64) * kinds + self.code[pairs[0]]) * kinds + self.code[pairs[1]]
         offsets, order = group_by_code(keys, len(relations) * kinds * kinds)
@@ -56,12 +56,12 @@ class NodeTypeIndex:
             yield self.name(relations[key // kinds // kinds], src, dst), order[offsets[key] : offsets[key + 1]]
 
     def name(self, relation: str, src: str, dst: str) -> EdgeType:
-        """``paper-cites-paper`` between papers is the relation ``cites``; any other name is the relation itself."""
+        """Shorten ``paper-cites-paper`` between papers to the relation ``cites``; keep any other relation name."""
         inner = relation.removeprefix(f"{src}-").removesuffix(f"-{dst}")
         return EdgeType(src, inner if relation == f"{src}-{inner}-{dst}" and inner else relation, dst)
 
     def declared(self, relation: str) -> EdgeType | None:
-        """The edge type a relation's name alone fixes, also when it has no edges."""
+        """The edge type that a relation's name determines even without edges, if any."""
         if len(self.names) == 1:
             return self.name(relation, self.names[0], self.names[0])
         for src in self.names:
@@ -72,8 +72,31 @@ class NodeTypeIndex:
 
 
 def relation_names(count: int) -> list[str]:
-    """Names for relations that have numbers only: r0, r1, …"""
+    """Names for numbered relations: r0, r1, …"""
     return [f"r{i}" for i in range(count)]
+
+
+def split_relations(pairs: Array, codes: Array, num_nodes: int, name: str) -> dict[EdgeType, Array]:
+    """Positions of the edges of each relation in a graph of one node type; ``name`` is the array of codes.
+
+    Raises InputError for codes that do not fit the edges and for nodes out of range.
+    """
+    if codes.shape != pairs.shape[1:] or codes.dtype.kind not in "biu" or codes.min(initial=0) < 0:
+        raise InputError(
+            f"{name} must be {pairs.shape[1]} whole numbers from 0, found {codes.dtype} {list(codes.shape)}"
+        )
+    if pairs.size and (pairs.min() < 0 or pairs.max() >= num_nodes):
+        raise InputError(f"edge_index must name nodes 0 to {num_nodes - 1}, found {pairs.min()} to {pairs.max()}")
+    codes = codes.astype(np.int64)
+    names = relation_names(int(codes.max(initial=-1)) + 1)
+    positions = dict(NodeTypeIndex.single(num_nodes).split_pairs(pairs, codes, names))
+    kinds = [EdgeType(NODE, name, NODE) for name in names]
+    return {kind: positions.get(kind, np.empty(0, dtype=np.int64)) for kind in kinds}
+
+
+def take_rows(arrays: Mapping[str, Any], rows: Array) -> dict[str, Any]:
+    """Select rows of every array that is not None."""
+    return {name: None if values is None else values[rows] for name, values in arrays.items()}
 
 
 def group_by_code(codes: Array, buckets: int) -> tuple[Array, Array]:
@@ -89,5 +112,6 @@ def check_links(links: Mapping[str, Array], num_src: int, num_dst: int) -> None:
             raise InputError(f"held-out links {name} must be pairs of nodes, found {pairs.dtype} {list(pairs.shape)}")
         if pairs.size and (pairs.min() < 0 or pairs[0].max() >= num_src or pairs[1].max() >= num_dst):
             raise InputError(
-                f"held-out links {name} name nodes that are not there: {num_src} sources, {num_dst} targets"
+                f"held-out links {name} name nodes that do not exist: expected sources below {num_src}, destinations "
+                f"below {num_dst}"
             )

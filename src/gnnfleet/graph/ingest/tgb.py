@@ -1,6 +1,6 @@
-"""Streams of the Temporal Graph Benchmark, through its own package: ``gnnfleet import tgb:tgbl-wiki -o wiki``.
+"""Event streams of the Temporal Graph Benchmark: ``gnnfleet import tgb:tgbl-wiki -o wiki``.
 
-Its files are pickles and tables of many kinds, so the package (extra ``tgb``) reads them; events come as it gives them.
+TGB's own package (extra ``tgb``) reads its files, which are pickles and tables in several formats.
 """
 
 from __future__ import annotations
@@ -19,43 +19,42 @@ PREFIX = "tgb:"
 
 
 def read_tgb(name: str) -> Graph:
-    """A link data set that the user has, by its name; raises ConfigError without the package, InputError without it."""
+    """Read a downloaded link dataset; raises ConfigError without the package, InputError without the dataset."""
     try:
         from tgb.linkproppred.dataset import LinkPropPredDataset
     except ImportError as error:
         raise ConfigError(
-            "reading a data set of TGB needs its package: pip install 'gnnfleet[tgb]', or import its table of events"
+            "the package of TGB is not installed: pip install 'gnnfleet[tgb]', or import the dataset's table of events"
         ) from error
     try:
-        # What it says goes where messages go: standard output is for results.
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results only
             dataset = LinkPropPredDataset(name=name, root="datasets", preprocess=True)
-    except Exception as error:  # it raises plain Exception where data is missing, and asks a terminal that may not be
+    except Exception as error:  # it raises plain Exception for missing data, and EOFError without a terminal
         raise InputError(
-            f"TGB cannot give {name}: {str(error) or type(error).__name__}. Download it with TGB first"
+            f"TGB cannot load {name}: {str(error) or type(error).__name__}. Download the dataset with TGB first"
         ) from error
     return from_tgb(dataset)
 
 
 def from_tgb(dataset: Any) -> Graph:
-    """A ``LinkPropPredDataset`` as a graph with times; nodes are numbered as there.
+    """Convert a ``LinkPropPredDataset`` to a graph with times; node numbers stay.
 
-    Its parts by time are what ``EventStream.split`` gives, and its edge labels are all 1, so neither is kept.
+    Its split by time equals ``EventStream.split`` and its edge labels are all 1, so neither is stored.
     """
-    data = dataset.full_data
-    ends = np.stack([np.asarray(data[name], dtype=np.int64) for name in ("sources", "destinations")])
-    features, known = data.get("edge_feat"), getattr(dataset, "node_feat", None)
-    count = max(int(ends.max()) + 1 if ends.size else 0, 0 if known is None else len(known))
+    events = dataset.full_data
+    pairs = np.stack([np.asarray(events[name], dtype=np.int64) for name in ("sources", "destinations")])
+    edge_attr, x = events.get("edge_feat"), getattr(dataset, "node_feat", None)
     return Graph(
-        torch.from_numpy(ends),
-        x=known,
-        edge_attr=None if features is None else np.asarray(features, dtype=np.float32).reshape(ends.shape[1], -1),
-        time=_times(np.asarray(data["timestamps"])),
-        num_nodes=count,
+        torch.from_numpy(pairs),
+        x=x,
+        edge_attr=None if edge_attr is None else np.asarray(edge_attr, dtype=np.float32).reshape(pairs.shape[1], -1),
+        time=_times(np.asarray(events["timestamps"])),
+        num_nodes=max(int(pairs.max()) + 1 if pairs.size else 0, 0 if x is None else len(x)),
         name=getattr(dataset, "name", "tgb"),
     )
 
 
-def _times(given: Any) -> Any:
-    whole = given.astype(np.int64)
-    return whole if np.array_equal(whole, given) else given.astype(np.float64)
+def _times(timestamps: Any) -> Any:
+    """Whole numbers as int64, others as float64."""
+    integers = timestamps.astype(np.int64)
+    return integers if np.array_equal(integers, timestamps) else timestamps.astype(np.float64)
