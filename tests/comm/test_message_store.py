@@ -1,4 +1,4 @@
-"""Post: letters are whole, and a connection notices that its link is cut or its server gone."""
+"""The message store: messages are whole, leave nothing behind, and a lost connection is noticed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -18,37 +19,81 @@ from gnnfleet.comm.message_store import PIECE_BYTES, TCP_USER_TIMEOUT, Address, 
 from gnnfleet.errors import ExchangeError
 
 
-def test_letters_of_several_pieces() -> None:
+def test_a_message_above_the_limit_of_the_server_is_read_whole_at_once() -> None:
     server = MessageStore.serve()
-    mine, other = server.reconnect(), server.reconnect()
+    writer, reader = server.reconnect(), server.reconnect()
     body = torch.arange(2 * PIECE_BYTES + 5, dtype=torch.int32).view(torch.uint8)
-    mine.write("large", {"number": 3}, body)
-    letter = other.read("large")
-    assert letter is not None and letter.fields == {"number": 3} and torch.equal(letter.body, body)
-    other.remove("large")
-    assert mine.read("large") is None and not mine.has("large")
-    for number in range(8):  # no answer comes to a set, so a letter might still be under way when it is written
-        mine.write(f"large{number}", {"number": number}, body)
-        assert other.has(f"large{number}")
-        other.remove(f"large{number}")
+    writer.write("large", {"number": 3}, body)
+    message = reader.read("large")
+    assert message is not None and message.fields == {"number": 3} and torch.equal(message.body, body)
+    reader.remove("large")
+    assert writer.read("large") is None and not writer.has("large")
+    for number in range(8):  # the server does not answer to set, so a message might still be on its way
+        writer.write(f"large{number}", {"number": number}, body)
+        assert reader.has(f"large{number}")
+        reader.remove(f"large{number}")
+
+
+def test_messages_are_replaced_and_numbers_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_store, "PIECE_BYTES", 10)
+    server = MessageStore.serve()
+    other = MessageStore.connect(server.address)
+    body = torch.arange(35, dtype=torch.uint8)
+    other.write("a", {"n": 1}, body)
+    message = server.read("a")
+    assert message is not None and message.fields == {"n": 1} and torch.equal(message.body, body)
+    other.write("a", {"n": 2}, body[:3])
+    message = server.read("a")
+    assert message is not None and message.fields == {"n": 2} and len(message.body) == 3
+    server.remove("a")
+    assert other.read("a") is None and not other.has("a")
+    assert [server.count("k"), other.count("k", 2), server.count("k", 0)] == [1, 3, 3]
+
+
+def test_the_server_listens_on_its_address_only() -> None:
+    server = MessageStore.serve()
+    connections = psutil.Process().net_connections("tcp")
+    assert {c.laddr.ip for c in connections if c.laddr.port == server.address.port} == {"127.0.0.1"}
+
+
+def test_a_wrong_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        Address.parse("29500")
+    monkeypatch.setattr(message_store, "CONNECT_TIMEOUT", 1.0)
+    with pytest.raises(ExchangeError, match=r"lost the coordinator's server at 127\.0\.0\.1:1"):
+        MessageStore.connect(Address("127.0.0.1", 1))
+
+
+def test_a_message_that_is_replaced_is_never_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader of the former head finds its pieces or none, never those of the new message."""
+    monkeypatch.setattr(message_store, "PIECE_BYTES", 4)
+    server = MessageStore.serve()
+    pieces = []
+    for value in (1, 2):
+        server.write("a", {"n": value}, torch.full((16,), value, dtype=torch.uint8))
+        pieces.append(server._pieces("a"))
+    assert len(pieces[0]) == len(pieces[1]) == 4 and not set(pieces[0]) & set(pieces[1])
+    assert not any(server.has(name) for name in pieces[0]), "nothing of the former message is left"
+    server.remove("a")
+    assert not any(server.has(name) for name in pieces[1])
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sockets of this process are found in /proc")
 def test_connections_give_up_links_that_carry_nothing() -> None:
     server = MessageStore.serve()
-    post = server.reconnect()
-    found = []
+    client = server.reconnect()
+    timeouts = []
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as twin:
-            if twin.getpeername()[1] == server.address.port:
-                found.append(twin.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
-    assert found and set(found) == {round(1000 * TCP_USER_TIMEOUT)} and not post.has("anything")
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as duplicate:
+            if duplicate.getpeername()[1] == server.address.port:
+                timeouts.append(duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    assert timeouts and set(timeouts) == {round(1000 * TCP_USER_TIMEOUT)} and not client.has("anything")
 
 
-def test_nobody_waits_for_a_server_that_is_gone() -> None:
-    with socket.socket() as ears:
-        ears.bind(("127.0.0.1", 0))
-        address = Address("127.0.0.1", ears.getsockname()[1])
+def test_a_server_that_is_gone_is_an_error_at_once() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = Address("127.0.0.1", unused.getsockname()[1])
     server = MessageStore.serve()
     lost = MessageStore(address, server._store)
     started = time.monotonic()
@@ -57,26 +102,23 @@ def test_nobody_waits_for_a_server_that_is_gone() -> None:
     assert time.monotonic() - started < 5
 
 
-def test_a_pulse_that_has_not_moved_since_its_predecessor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_is_not_silent_before_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is restarted needs time; without a known predecessor any heartbeat is its own."""
     now = 100.0
     monkeypatch.setattr("gnnfleet.comm.message_store.time.monotonic", lambda: now)
-    post = MessageStore.serve()
-    post.count("beat", 3)  # of somebody who has ended
-    pulse = HeartbeatReader("beat", after=3)
-    assert pulse.silent_seconds(post) == 0
+    successor, unknown = HeartbeatReader(after=3), HeartbeatReader()
+    assert successor.silent_seconds(3) == 0 and not successor.has_moved
     now = 160.0
-    assert pulse.silent_seconds(post) == 0, "whoever is started again takes its time"
-    post.count("beat")
-    assert pulse.silent_seconds(post) == 0
+    assert successor.silent_seconds(3) == 0
+    assert successor.silent_seconds(4) == 0 and successor.has_moved
     now = 167.0
-    assert pulse.silent_seconds(post) == 7
-    other = HeartbeatReader("beat")  # no predecessor is known: whoever has beaten is the one
-    assert other.silent_seconds(post) == 0
+    assert successor.silent_seconds(4) == 7
+    assert unknown.silent_seconds(4) == 0
     now = 170.0
-    assert other.silent_seconds(post) == 3
+    assert unknown.silent_seconds(4) == 3
 
 
-def test_a_post_with_patience_outlives_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patient_connection_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     server = MessageStore.serve()
     hasty, patient = server.reconnect(), server.reconnect(connect_timeout=10)
     server.write("a", {"n": 1})
@@ -85,12 +127,12 @@ def test_a_post_with_patience_outlives_its_connection(monkeypatch: pytest.Monkey
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("reset by peer")
 
-    for post in (hasty, patient):
-        monkeypatch.setattr(post, "_store", Cut())
+    for store in (hasty, patient):
+        monkeypatch.setattr(store, "_store", Cut())
     with pytest.raises(ExchangeError, match="reset by peer"):
         hasty.read("a")
-    letter = patient.read("a")
-    assert letter is not None and letter.fields == {"n": 1}
+    message = patient.read("a")
+    assert message is not None and message.fields == {"n": 1}
 
 
 @pytest.fixture

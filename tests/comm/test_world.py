@@ -1,4 +1,4 @@
-"""Seats from the environment; ranks that meet, in a store with the keys of an attempt before; grids over them."""
+"""Launch environments, the rendezvous of ranks in a store that was used before, and meshes over them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ TORCHRUN = {
 }
 
 
-def test_a_seat_is_what_torchrun_says() -> None:
-    seat = LaunchEnv(rank=3, size=4, local_rank=1, host="a", port=29500, external_store=True, attempt=2, agent=True)
-    assert LaunchEnv.from_environment(TORCHRUN) == seat
+def test_the_launch_env_of_torchrun() -> None:
+    env = LaunchEnv(rank=3, size=4, local_rank=1, host="a", port=29500, external_store=True, attempt=2, agent=True)
+    assert LaunchEnv.from_environment(TORCHRUN) == env
     assert LaunchEnv.from_environment({}) is None
     assert LaunchEnv.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) == LaunchEnv(rank=0, size=1, host="")
 
@@ -45,29 +45,29 @@ def test_a_seat_is_what_torchrun_says() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"RANK": "4"}, "below WORLD_SIZE=4, found 4"),
-        ({"RANK": "x"}, "RANK is a number from 0, found 'x'"),
+        ({"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+        ({"RANK": "x"}, "RANK='x' is not a number from 0 on"),
         ({"MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT are not"),
     ],
 )
-def test_half_a_seat_is_refused(changes: dict[str, str], message: str) -> None:
+def test_an_incomplete_launch_env_is_refused(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LaunchEnv.from_environment({**TORCHRUN, **changes})
 
 
-def test_one_rank_meets_itself() -> None:
-    with rendezvous(LaunchEnv(rank=0, size=1)) as meeting, init_world(meeting) as world:
-        assert world.size == 1 and world.group is None and world.is_first and meeting.on_one_machine
+def test_a_single_rank_is_a_world() -> None:
+    with rendezvous(LaunchEnv(rank=0, size=1)) as joined, init_world(joined) as world:
+        assert world.size == 1 and world.group is None and world.is_first and joined.on_one_machine
         assert world.subgroup("alone", [0]).size == 1
 
 
-def sit(port: int, *, attempts: tuple[int, ...]) -> list[dict[str, Any]]:
-    """One process per entry of ``attempts``, which is what its launcher says its attempt is."""
+def start_ranks(port: int, *, attempts: tuple[int, ...]) -> list[dict[str, Any]]:
+    """One process per entry of ``attempts``, which is the attempt that its launcher counts."""
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     common |= {"WORLD_SIZE": str(len(attempts)), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.comm.sitting"],
+            [sys.executable, "-m", "tests.comm.report_rank"],
             env={**common, "RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt)},
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
@@ -82,43 +82,43 @@ def sit(port: int, *, attempts: tuple[int, ...]) -> list[dict[str, Any]]:
             process.wait()
 
 
-def test_ranks_meet_again_in_a_used_store() -> None:
-    """Launchers on two machines count attempts apart, and the keys of the first attempt are still there."""
+def test_ranks_of_a_later_attempt_meet_in_the_same_store() -> None:
+    """Launchers on two machines count attempts independently, and keys of the first attempt are still there."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    store.set("hello/1", "a rank that died after this word")
-    first, second = sit(store.port, attempts=(0, 0, 0, 0)), sit(store.port, attempts=(1, 0))
-    for found in (first, second):
-        assert [one["rank"] for one in found] == list(range(len(found)))
-        assert len({one["token"] for one in found}) == 1 and len({tuple(one["pids"]) for one in found}) == 1
-        assert all(one["one machine"] and not one["default group"] for one in found)
-        assert all(one["again"] == one["once more"] == one["all"] for one in found)  # two groups of one name
-    assert [(one["all"], one["way"], one["stage"]) for one in first] == [(6, 2, 1), (6, 4, 1), (6, 2, 5), (6, 4, 5)]
-    assert [(one["all"], one["way"], one["stage"]) for one in second] == [(1, 1, 0), (1, 1, 1)]
+    store.set("hello/1", "a rank that died after this key")
+    first, second = start_ranks(store.port, attempts=(0, 0, 0, 0)), start_ranks(store.port, attempts=(1, 0))
+    for ranks in (first, second):
+        assert [rank["rank"] for rank in ranks] == list(range(len(ranks)))
+        assert len({rank["token"] for rank in ranks}) == 1 and len({tuple(rank["pids"]) for rank in ranks}) == 1
+        assert all(rank["one machine"] and not rank["default group"] for rank in ranks)
+        assert all(rank["again"] == rank["once more"] == rank["all"] for rank in ranks)  # two groups of one name
+    assert [(rank["all"], rank["way"], rank["stage"]) for rank in first] == [(6, 2, 1), (6, 4, 1), (6, 2, 5), (6, 4, 5)]
+    assert [(rank["all"], rank["way"], rank["stage"]) for rank in second] == [(1, 1, 0), (1, 1, 1)]
     assert first[0]["token"] != second[0]["token"]
 
 
-def test_who_is_missing_is_named() -> None:
+def test_missing_ranks_are_named() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    seats = [LaunchEnv(rank=rank, size=4, port=store.port, external_store=True) for rank in range(3)]
-    found: dict[int, str] = {}
+    envs = [LaunchEnv(rank=rank, size=4, port=store.port, external_store=True) for rank in range(3)]
+    errors: dict[int, str] = {}
 
-    def wait(seat: LaunchEnv) -> None:
+    def wait(env: LaunchEnv) -> None:
         try:
-            with rendezvous(seat, seconds=0.5):
+            with rendezvous(env, seconds=0.5):
                 pass
         except ExchangeError as error:
-            found[seat.rank] = str(error)
+            errors[env.rank] = str(error)
 
-    threads = [threading.Thread(target=wait, args=(seat,)) for seat in seats]
+    threads = [threading.Thread(target=wait, args=(env,)) for env in envs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert "missing: rank 3." in found[0]
-    assert all("for rank 0 and the others" in found[rank] for rank in (1, 2))
+    assert "missing rank 3 of 4" in errors[0]
+    assert all("for rank 0 and the others" in errors[rank] for rank in (1, 2))
 
 
-def test_no_store_is_an_error_that_says_where() -> None:
+def test_an_unreachable_store_is_named() -> None:
     with (
         pytest.raises(ExchangeError, match=r"cannot reach the store at 127\.0\.0\.1:1:"),
         rendezvous(LaunchEnv(rank=1, size=2, port=1, external_store=True), seconds=0.2),
@@ -126,9 +126,9 @@ def test_no_store_is_an_error_that_says_where() -> None:
         pass
 
 
-def test_a_process_is_known_from_a_later_one() -> None:
-    one, two = ProcessInfo.current(), ProcessInfo.current()
-    assert one == two and one.pid == os.getpid() and one.born
+def test_process_info_identifies_a_process() -> None:
+    first, second = ProcessInfo.current(), ProcessInfo.current()
+    assert first == second and first.pid == os.getpid() and first.born
 
 
 AXES = st.dictionaries(st.sampled_from(["offset", "lane", "copy", "way"]), st.integers(1, 4), min_size=1, max_size=3)
@@ -137,25 +137,29 @@ AXES = st.dictionaries(st.sampled_from(["offset", "lane", "copy", "way"]), st.in
 @given(AXES)
 def test_coordinates_number_the_ranks(axes: dict[str, int]) -> None:
     size = prod(axes.values())
-    found = [coordinates_of_rank(rank, axes) for rank in range(size)]
-    assert [rank_of_coordinates(places, axes) for places in found] == list(range(size))
-    assert len({tuple(places.values()) for places in found}) == size
-    assert size < 2 or found[1][[axis for axis, length in axes.items() if length > 1][-1]] == 1  # the last runs fastest
+    coordinates = [coordinates_of_rank(rank, axes) for rank in range(size)]
+    assert [rank_of_coordinates(position, axes) for position in coordinates] == list(range(size))
+    assert len({tuple(position.values()) for position in coordinates}) == size
+    assert (
+        size < 2 or coordinates[1][[axis for axis, length in axes.items() if length > 1][-1]] == 1
+    )  # the last runs fastest
 
 
 @given(AXES)
-def test_the_lines_of_an_axis_cut_the_ranks(axes: dict[str, int]) -> None:
+def test_groups_along_an_axis_partition_the_ranks(axes: dict[str, int]) -> None:
     size = prod(axes.values())
     for axis, length in axes.items():
-        lines = [ranks_along(rank, axis, axes) for rank in range(size)]
-        assert all(rank in line and len(line) == length for rank, line in enumerate(lines))
-        assert all(lines[member] == line for line in lines for member in line)
+        groups = [ranks_along(rank, axis, axes) for rank in range(size)]
+        assert all(rank in group and len(group) == length for rank, group in enumerate(groups))
+        assert all(groups[member] == group for group in groups for member in group)
         assert all(
-            coordinates_of_rank(member, axes)[axis] == place for line in lines for place, member in enumerate(line)
+            coordinates_of_rank(member, axes)[axis] == position
+            for group in groups
+            for position, member in enumerate(group)
         )
 
 
-def test_places_in_a_grid() -> None:
+def test_positions_in_a_mesh() -> None:
     from gnnfleet.comm.mesh import Mesh
 
     def at(rank: int) -> Mesh:

@@ -1,7 +1,7 @@
-"""Messages whose size only the sender knows: every rank tells every other one something, all at once.
+"""All-to-all exchange of messages whose size only the sender knows, and their packing.
 
-A relay is one round: sizes first, then what is to be said. Large messages for a rank of the same machine lie in memory
-that both map.
+One exchange is one round: sizes first, then contents. Large messages to ranks of the same machine go through shared
+memory.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from gnnfleet.comm.shm_transport import DESCRIPTOR_WORDS
 from gnnfleet.comm.world import World
 from gnnfleet.report.phase_timer import EXCHANGE
 
-_HEAD, _BODY = 4, 5
+_SIZE_TAG, _CONTENT_TAG = 4, 5
 
-_NONE = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def all_to_all_bytes(world: World, messages: Sequence[Tensor], *, what: str) -> list[Tensor]:
-    """What every rank has for this one, by rank; ``messages`` [n] uint8 are by rank, this one's own is given back.
+    """Collective. The messages of all ranks for this one, by rank.
 
-    All ranks call it together. ``what`` is for errors.
+    ``messages`` [n] uint8 are by receiving rank; the one to itself is returned as it is. ``what`` is for errors.
     """
     assert len(messages) == world.size and all(message.dtype == torch.uint8 for message in messages)
     with world.clock.phase(EXCHANGE, what):
@@ -32,59 +32,62 @@ def all_to_all_bytes(world: World, messages: Sequence[Tensor], *, what: str) -> 
 
 
 def _all_to_all(world: World, messages: Sequence[Tensor], what: str) -> list[Tensor]:
-    others = [(world.rank + offset) % world.size for offset in range(1, world.size)]
-    coming, going = f"{what}, coming", f"{what}, going"
-    heads = {peer: receive(world, torch.empty(1, dtype=torch.int64), peer, tag=_HEAD, op=coming) for peer in others}
-    sent = [send(world, torch.tensor([len(messages[peer])]), peer, tag=_HEAD, op=going) for peer in others]
-    bodies: dict[int, PendingTransfer] = {}
-    sizes = {peer: int(head.wait()) for peer, head in heads.items()}
+    peers = [(world.rank + offset) % world.size for offset in range(1, world.size)]
+    receiving, sending = f"receiving {what}", f"sending {what}"
+    incoming_sizes = {
+        peer: receive(world, torch.empty(1, dtype=torch.int64), peer, tag=_SIZE_TAG, op=receiving) for peer in peers
+    }
+    transfers = [send(world, torch.tensor([len(messages[peer])]), peer, tag=_SIZE_TAG, op=sending) for peer in peers]
+    contents: dict[int, PendingTransfer] = {}
+    sizes = {peer: int(size.wait()) for peer, size in incoming_sizes.items()}
     for peer, nbytes in sizes.items():
         if nbytes:
-            bodies[peer] = receive(world, _recv_buffer(world, peer, nbytes), peer, tag=_BODY, op=coming)
-    sent += [_send(world, messages[peer], peer, going) for peer in others if len(messages[peer])]
-    found = [_NONE] * world.size
-    found[world.rank] = messages[world.rank]
-    for peer, body in bodies.items():
-        found[peer] = _read(world, body.wait(), peer, sizes[peer])
-    for message in sent:
-        message.wait()
+            contents[peer] = receive(world, _recv_buffer(world, peer, nbytes), peer, tag=_CONTENT_TAG, op=receiving)
+    transfers += [_send(world, messages[peer], peer, sending) for peer in peers if len(messages[peer])]
+    received = [_EMPTY] * world.size
+    received[world.rank] = messages[world.rank]
+    for peer, content in contents.items():
+        received[peer] = _read(world, content.wait(), peer, sizes[peer])
+    for transfer in transfers:
+        transfer.wait()
     if world.size > 1:
         world.traffic.add_round()
-    return found
+    return received
 
 
 def _recv_buffer(world: World, peer: int, nbytes: int) -> Tensor:
-    by_shelf = world.shm is not None and world.shm.can_receive(peer, nbytes)
-    return torch.empty(DESCRIPTOR_WORDS, dtype=torch.int64) if by_shelf else torch.empty(nbytes, dtype=torch.uint8)
+    if world.shm is not None and world.shm.can_receive(peer, nbytes):
+        return torch.empty(DESCRIPTOR_WORDS, dtype=torch.int64)
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _send(world: World, message: Tensor, peer: int, doing: str) -> PendingTransfer:
-    shelf, nbytes = world.shm, len(message)
-    if shelf is None or not shelf.can_send(peer, nbytes):
-        return send(world, message, peer, tag=_BODY, op=doing)
-    slot = shelf.acquire(nbytes, peer, max_slots=2 * world.size, seconds=world.timeout)
+def _send(world: World, message: Tensor, peer: int, op: str) -> PendingTransfer:
+    shm, nbytes = world.shm, len(message)
+    if shm is None or not shm.can_send(peer, nbytes):
+        return send(world, message, peer, tag=_CONTENT_TAG, op=op)
+    slot = shm.acquire(nbytes, peer, max_slots=2 * world.size, seconds=world.timeout)
     slot.rows(nbytes).copy_(message)
-    return send(world, shelf.descriptor(slot, nbytes), peer, tag=_BODY, op=doing, counted=nbytes)
+    return send(world, shm.descriptor(slot, nbytes), peer, tag=_CONTENT_TAG, op=op, counted=nbytes)
 
 
 def _read(world: World, message: Tensor, peer: int, nbytes: int) -> Tensor:
     if world.shm is None or not world.shm.can_receive(peer, nbytes):
         return message
-    found = world.shm.open(message, peer)
-    copy = found.data.clone()
-    found.mark_read()
+    in_shm = world.shm.open(message, peer)
+    copy = in_shm.data.clone()
+    in_shm.mark_read()
     return copy
 
 
 class ByteBuffer:
-    """A message put together from tensors, or taken apart again; whoever reads knows what comes next.
+    """Packs tensors into a message or unpacks one; the reader knows counts and dtypes.
 
-    Every tensor begins at a multiple of 8 bytes, so that it can be read where it lies.
+    Every tensor begins at a multiple of 8 bytes, so that it can be viewed in place.
     """
 
     def __init__(self, message: Tensor | None = None) -> None:
         self._parts: list[Tensor] = []
-        self._message, self._at = message, 0
+        self._message, self._position = message, 0
 
     def write(self, tensor: Tensor) -> None:
         raw = tensor.contiguous().view(-1).view(torch.uint8)
@@ -94,12 +97,12 @@ class ByteBuffer:
 
     @property
     def message(self) -> Tensor:
-        return torch.cat(self._parts) if self._parts else _NONE
+        return torch.cat(self._parts) if self._parts else _EMPTY
 
     def read(self, count: int, dtype: torch.dtype, width: int | None = None) -> Tensor:
         """The next [count], or [count, width], numbers."""
         assert self._message is not None
         nbytes = count * (1 if width is None else width) * dtype.itemsize
-        piece = self._message[self._at : self._at + nbytes].view(dtype)
-        self._at += nbytes + -nbytes % 8
-        return piece if width is None else piece.view(count, width)
+        values = self._message[self._position : self._position + nbytes].view(dtype)
+        self._position += nbytes + -nbytes % 8
+        return values if width is None else values.view(count, width)

@@ -1,8 +1,8 @@
-"""How numbers are written on the wire: as they are, rounded to bfloat16, or as int8 with a scale for each row.
+"""Wire compression of rows: exact, rounded to bfloat16, or int8 with a scale per row.
 
-int8 rounds off much, so what was lost of a row is added to the same row of the same message in the next step (error
-feedback): over steps everything arrives. Messages of a step are told apart by their number, which is the same in every
-step and on every rank. Only float32 and float64 rows are rounded. F columns.
+int8 uses error feedback: the rounding error of a row is added to the same row of the same message in the next step.
+Messages of a step are identified by their number, which is the same in every step and on every rank. Only float32 and
+float64 rows are rounded. F columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INT8_MAX = 127.0
 
 @dataclass(eq=False)
 class WireCodec:
-    """One way to write rows; it remembers what int8 has lost. ``begin_step`` starts the numbers of a step anew."""
+    """Encodes rows and keeps the rounding errors of int8. ``begin_step`` restarts the numbering of messages."""
 
     format: WireFormat = "exact"
     _number: int = 0
@@ -36,33 +36,33 @@ class WireCodec:
         return self._number
 
     def encoded_shapes(self, width: int, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-        """(columns, dtype) of the tensors that rows are written as."""
+        """(columns, dtype) of the tensors that rows are encoded as."""
         if self.format == "exact" or not dtype.is_floating_point or dtype.itemsize < 4:
             return [(width, dtype)]
         return [(width, torch.bfloat16)] if self.format == "bf16" else [(width, torch.int8), (1, torch.float32)]
 
     def row_bytes(self, rows: Tensor) -> int:
-        """What a row of [n, F] takes on the wire."""
+        """Bytes of a row of [n, F] on the wire."""
         return sum(width * dtype.itemsize for width, dtype in self.encoded_shapes(int(rows.shape[1]), rows.dtype))
 
-    def encode(self, rows: Tensor, number: int, lane: int) -> list[Tensor]:
-        """[n, F] as it travels; ``lane`` tells several tables of one exchange apart."""
-        forms = self.encoded_shapes(int(rows.shape[1]), rows.dtype)
-        if len(forms) == 1:
-            return [rows.to(forms[0][1])]
-        lost = self._residuals.get((number, lane))
-        meant = rows if lost is None or lost.shape != rows.shape else rows + lost
-        highest = meant.abs().amax(1, keepdim=True) if meant.numel() else meant.new_zeros(len(meant), 1)
-        scale = highest.float().div_(_INT8_MAX)
-        written = (meant / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
-        self._residuals[number, lane] = meant - self.decode([written, scale], rows.dtype)
-        return [written, scale]
+    def encode(self, rows: Tensor, number: int, table: int) -> list[Tensor]:
+        """Encode [n, F] as table ``table`` of exchange ``number``."""
+        shapes = self.encoded_shapes(int(rows.shape[1]), rows.dtype)
+        if len(shapes) == 1:
+            return [rows.to(shapes[0][1])]
+        residual = self._residuals.get((number, table))
+        target = rows if residual is None or residual.shape != rows.shape else rows + residual
+        largest = target.abs().amax(1, keepdim=True) if target.numel() else target.new_zeros(len(target), 1)
+        scale = largest.float().div_(_INT8_MAX)
+        quantized = (target / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+        self._residuals[number, table] = target - self.decode([quantized, scale], rows.dtype)
+        return [quantized, scale]
 
-    def decode(self, written: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """What ``encode`` was given, as far as it arrived."""
-        rows = written[0] if written[0].dtype == dtype else written[0].to(dtype)
-        return rows if len(written) == 1 else rows.mul_(written[1].to(dtype))
+    def decode(self, encoded: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Rows from what ``encode`` returned, up to rounding."""
+        rows = encoded[0] if encoded[0].dtype == dtype else encoded[0].to(dtype)
+        return rows if len(encoded) == 1 else rows.mul_(encoded[1].to(dtype))
 
     def residual_bytes(self) -> int:
-        """Bytes that are kept of what was rounded off."""
+        """Bytes of the stored rounding errors."""
         return sum(tensor.nbytes for tensor in self._residuals.values())

@@ -1,4 +1,4 @@
-"""Failure: why a rank ended, as it goes to the other ranks, into a file for the launcher, and to the user."""
+"""Failure: the reason a rank ended, for the other ranks, for the launcher (a file) and for the user."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from typing import Any
 from gnnfleet.errors import ExchangeError, GnnfleetError
 
 MAX_TRACE_CHARS = 100_000
-"""A store drops values of 8 MiB; the end of a traceback says most."""
+"""A store drops values of 8 MiB; the end of a traceback matters most."""
 
 
 class FailureKind(StrEnum):
-    """What became of the rank at fault, or of the one that speaks."""
+    """State of the rank at fault, or of the one that reports."""
 
-    raised = "raised"  # an exception of its own
-    lost = "lost"  # it lost others for a reason that nobody knows
+    raised = "raised"  # an exception of the rank itself
+    lost = "lost"  # it lost peers for an unknown reason
     silent = "silent"  # no heartbeat
     cut_off = "cut off"  # it cannot reach the store
-    stopped = "stopped"  # it was told to, by a signal
+    stopped = "stopped"  # by a signal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """``ranks`` are at fault, ``found_by`` says so in ``text``: one line for people."""
+    """``ranks`` are at fault, rank ``found_by`` reports it; ``text`` is one line for the user."""
 
     kind: FailureKind
     ranks: tuple[int, ...]
     found_by: int
     text: str
-    trace: str = ""  # of an exception that is no GnnfleetError: a defect, or a machine's
+    trace: str = ""  # of an exception other than GnnfleetError
     exit_code: int = ExchangeError.exit_code
-    at: float = field(default_factory=time.time)  # for people only: clocks of machines differ
+    at: float = field(default_factory=time.time)  # for display only: clocks of machines differ
 
     @classmethod
     def from_error(cls, error: BaseException, rank: int, name: str = "") -> Failure:
-        """What an exception on a rank means before anybody has asked whether a peer is behind it."""
+        """The failure that an exception on a rank stands for; a peer may yet turn out to be its cause."""
         if isinstance(error, GnnfleetError):
             kind = FailureKind.lost if isinstance(error, ExchangeError) else FailureKind.raised
             return cls(kind=kind, ranks=(rank,), found_by=rank, text=str(error), exit_code=error.exit_code)
@@ -63,18 +63,18 @@ class Failure:
         return cls._from_dict(json.loads(text))
 
     @classmethod
-    def _from_dict(cls, words: dict[str, Any]) -> Failure:
-        return cls(**{**words, "kind": FailureKind(words["kind"]), "ranks": tuple(words["ranks"])})
+    def _from_dict(cls, fields: dict[str, Any]) -> Failure:
+        return cls(**{**fields, "kind": FailureKind(fields["kind"]), "ranks": tuple(fields["ranks"])})
 
     def write(self, path: Path) -> None:
-        """An error file as torchrun reads it, with this beside."""
-        shown = {"py_callstack": self.trace or self.text, "timestamp": str(int(self.at))}
-        content = {"message": {"message": self.text, "extraInfo": shown}, "gnnfleet": asdict(self)}
+        """Write an error file in torchrun's format, with this failure added."""
+        extra = {"py_callstack": self.trace or self.text, "timestamp": str(int(self.at))}
+        content = {"message": {"message": self.text, "extraInfo": extra}, "gnnfleet": asdict(self)}
         path.write_text(json.dumps(content))
 
     @classmethod
     def read(cls, path: Path) -> Failure | None:
-        """What ``write`` wrote; None where nothing whole is there."""
+        """Read what ``write`` wrote; None if the file is missing or incomplete."""
         try:
             return cls.from_file(json.loads(path.read_bytes()))
         except (OSError, ValueError):
@@ -82,5 +82,5 @@ class Failure:
 
     @classmethod
     def from_file(cls, content: dict[str, Any]) -> Failure | None:
-        """What ``write`` wrote, read by torchrun's API; None for anything else."""
+        """The failure in an error file; None if gnnfleet did not write it."""
         return cls._from_dict(content["gnnfleet"]) if "gnnfleet" in content else None

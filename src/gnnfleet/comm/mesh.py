@@ -1,6 +1,6 @@
-"""Grid: names for the directions in which the ranks of a World are arranged (way × stage; offset × lane × copy).
+"""Device mesh: the ranks of a World along named axes (way × stage; offset × lane × copy).
 
-Ranks lie in row-major order: the last axis runs fastest, so its neighbours are close together.
+Ranks are in row-major order: the last axis varies fastest, so its neighbours are close together.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def coordinates_of_rank(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
-    """Where a rank stands, by axis."""
-    found = {}
+    """The position of a rank on every axis."""
+    coordinates = {}
     for axis, length in reversed(list(axes.items())):
-        rank, found[axis] = divmod(rank, length)
-    return {axis: found[axis] for axis in axes}
+        rank, coordinates[axis] = divmod(rank, length)
+    return {axis: coordinates[axis] for axis in axes}
 
 
 def rank_of_coordinates(coordinates: Mapping[str, int], axes: Mapping[str, int]) -> int:
-    """The reverse of ``coordinates_of_rank``."""
+    """The inverse of ``coordinates_of_rank``."""
     rank = 0
     for axis, length in axes.items():
         assert 0 <= coordinates[axis] < length, (coordinates, axes)
@@ -31,28 +31,28 @@ def rank_of_coordinates(coordinates: Mapping[str, int], axes: Mapping[str, int])
 
 
 def ranks_along(rank: int, axis: str, axes: Mapping[str, int]) -> list[int]:
-    """The ranks that differ from this one along an axis only, itself included, in order."""
-    here = coordinates_of_rank(rank, axes)
-    return [rank_of_coordinates({**here, axis: place}, axes) for place in range(axes[axis])]
+    """The ranks that differ from this one on one axis only, itself included, in order."""
+    own = coordinates_of_rank(rank, axes)
+    return [rank_of_coordinates({**own, axis: position}, axes) for position in range(axes[axis])]
 
 
 class Mesh:
-    """The ranks of a World by named axes. Sub-Worlds are made here, once, so that all ranks make them alike."""
+    """The ranks of a World on named axes. Subgroups are created in the constructor, in the same order on all ranks."""
 
     def __init__(self, world: World, axes: Mapping[str, int]) -> None:
-        assert prod(axes.values()) == world.size, f"{dict(axes)} has not {world.size} places"
+        assert prod(axes.values()) == world.size, f"{dict(axes)} does not have {world.size} positions"
         self.world = world
         self.axes = dict(axes)
         self.coordinates = coordinates_of_rank(world.rank, self.axes)
-        self._lines = {
+        self._subgroups = {
             axis: world.subgroup(f"grid/{axis}", ranks_along(world.rank, axis, self.axes)) for axis in self.axes
         }
 
     def subgroup(self, axis: str) -> World:
-        """The World of the ranks along an axis; its ranks are the places on it."""
-        return self._lines[axis]
+        """The World of the ranks along an axis; ranks in it are positions on the axis."""
+        return self._subgroups[axis]
 
-    def rank_at(self, **places: int) -> int:
-        """The rank at some places; axes that are not named are this rank's own."""
-        assert places.keys() <= self.axes.keys(), (places, self.axes)
-        return rank_of_coordinates({**self.coordinates, **places}, self.axes)
+    def rank_at(self, **position: int) -> int:
+        """The rank at a position; axes that are left out keep this rank's coordinate."""
+        assert position.keys() <= self.axes.keys(), (position, self.axes)
+        return rank_of_coordinates({**self.coordinates, **position}, self.axes)

@@ -1,7 +1,7 @@
-"""How a worker ends when it should: with its launcher, and soon after a signal, whatever it is waiting for.
+"""End of a worker: with its launcher, and soon after a stop signal, whatever it is waiting for.
 
-A Python handler runs only between two steps of the main thread, which may be inside an exchange that never ends. So a
-thread reads the signal's number from a pipe, gives the main thread a moment to clean up, and then ends the process.
+A Python signal handler runs only between bytecodes of the main thread, which may be inside an exchange that never ends.
+So a thread reads the signal's number from a pipe, gives the main thread time to clean up, and then ends the process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Let the kernel kill this process when its parent ends, however that happens; Linux only.
+    """Let the kernel kill this process when its parent ends for any reason; Linux only.
 
-    ``parent`` is who started it: when it has another one by now, the parent is gone already.
+    ``parent`` is the pid of the starter: another parent by now means that the starter has ended.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -34,7 +34,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def end_soon_after_signals(stopping: Callable[[], None]) -> None:
-    """From now on a stop signal raises KeyboardInterrupt here and ends the process within a few seconds.
+    """Make stop signals raise KeyboardInterrupt here and end the process within a few seconds.
 
     ``stopping`` is called at once, in another thread. Call this from the main thread.
     """
@@ -43,7 +43,7 @@ def end_soon_after_signals(stopping: Callable[[], None]) -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in _STOP_SIGNALS:
         signal.signal(number, _interrupt)
-    threading.Thread(target=_wait, args=(reader, stopping), name="leash", daemon=True).start()
+    threading.Thread(target=_wait, args=(reader, stopping), name="signals", daemon=True).start()
 
 
 def _wait(reader: int, stopping: Callable[[], None]) -> NoReturn:
@@ -56,12 +56,12 @@ def _wait(reader: int, stopping: Callable[[], None]) -> NoReturn:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    # Once: a second one would tear the cleaning up.
+    # Only once: a second signal would interrupt the clean-up.
     for stop in _STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
 
 
 def prefer_huge_pages() -> None:
-    """Let torch ask for huge pages, unless the user decided: fresh tensors then cost far fewer page faults."""
+    """Let torch use huge pages unless the user decided: new tensors then cause far fewer page faults."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

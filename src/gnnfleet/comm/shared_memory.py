@@ -1,4 +1,4 @@
-"""Memory that all ranks of a World have in common; they are of one machine and see each other's processes."""
+"""Shared memory between all ranks of a World on one machine, and which ranks share a host."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from gnnfleet.errors import ExchangeError
 
 
 def share_memory(world: World, nbytes: int) -> Tensor:
-    """[nbytes] uint8: what one rank writes the others read. It goes with the last of them. All ranks call it together;
-    raises ExchangeError where there is no such memory."""
+    """Collective. [nbytes] uint8 that all ranks read and write, freed with the last of them.
+
+    Raises ExchangeError if it cannot be allocated.
+    """
     if world.size == 1 or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8)
-    assert world.shm is not None, "ranks of one machine"
+    assert world.shm is not None, "ranks are on one machine"
     try:
         if world.is_first:
             fd = create_memory(nbytes)
@@ -27,33 +29,31 @@ def share_memory(world: World, nbytes: int) -> Tensor:
             fd = open_memory(world.shm.pids[0], int(broadcast_bytes(world, None)))
         memory = map_memory(fd, nbytes)
     except OSError as error:
-        raise ExchangeError(f"rank {world.rank} has no {nbytes} bytes for rows that are kept: {error}") from error
-    barrier(world)  # all have mapped it: it needs no descriptor any more
+        raise ExchangeError(f"rank {world.rank} cannot allocate {nbytes} bytes of shared memory: {error}") from error
+    barrier(world)  # all ranks have mapped it, so the descriptor can go
     os.close(fd)
     return memory
 
 
 def ranks_by_host(world: World) -> list[list[int]]:
-    """The ranks by whose memory they share, in order; those that do not all agree are by themselves. All ranks call it
-    together."""
-    sees = torch.zeros(world.size, world.size, dtype=torch.int64)
-    sees[world.rank, world.rank] = 1
+    """Collective. The ranks grouped by shared memory, in order; a rank is alone if its group does not agree."""
+    reaches = torch.zeros(world.size, world.size, dtype=torch.int64)
+    reaches[world.rank, world.rank] = 1
     if world.shm is not None:
         for q in range(world.size):
             if world.shm.pids[q] is not None and world.shm.readers[q] is not None:
-                sees[world.rank, q] = 1
-    sees = sum_over_ranks(world, sees)
-    found: list[list[int]] = []
+                reaches[world.rank, q] = 1
+    reaches = sum_over_ranks(world, reaches)
+    hosts: list[list[int]] = []
     for rank in range(world.size):
-        here: list[int] = sees[rank].nonzero()[:, 0].tolist()
-        agreed = all(torch.equal(sees[q], sees[rank]) for q in here)
-        if not agreed:
-            found.append([rank])
-        elif here[0] == rank:
-            found.append(here)
-    return found
+        local: list[int] = reaches[rank].nonzero()[:, 0].tolist()
+        if not all(torch.equal(reaches[q], reaches[rank]) for q in local):
+            hosts.append([rank])
+        elif local[0] == rank:
+            hosts.append(local)
+    return hosts
 
 
 def ranks_on_this_host(world: World) -> list[int]:
-    """The ranks that share this one's memory, itself included, in order; itself alone where they do not all agree."""
+    """Collective. The group of ``ranks_by_host`` that this rank is in."""
     return next(ranks for ranks in ranks_by_host(world) if world.rank in ranks)

@@ -1,6 +1,6 @@
-"""World: the ranks that train together, as a value. One process is a World of size 1.
+"""World: the ranks that train together, as a value. A single process is a World of size 1.
 
-It is made in one place (``init_world``) and handed down; there is no process group behind anyone's back.
+It is created in one place (``init_world``) and passed down; there is no global process group.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gnnfleet.report.phase_timer import PhaseTimer
 from gnnfleet.report.traffic import TrafficCounter
 
 EXCHANGE_TIMEOUT = 1800.0
-"""What a single wait may take: a slow peer is healthy. Who is dead is found by the heartbeat, much earlier."""
+"""Limit of a single wait. A slow peer is healthy; the heartbeat finds a dead one much earlier."""
 
 GroupFactory = Callable[[str, int, int], ProcessGroup]
-"""(name that all of its ranks give it, rank in it, size) → a group."""
+"""(name, the same on all its ranks; rank in the group; size) → a group."""
 
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """Rank ``rank`` of ``size``. ``group`` is None exactly when there is nobody else."""
+    """Rank ``rank`` of ``size``. ``group`` is None if and only if there are no other ranks."""
 
     rank: int = 0
     size: int = 1
@@ -39,16 +39,16 @@ class World:
     traffic: TrafficCounter = field(default_factory=TrafficCounter)
     clock: PhaseTimer = field(default_factory=PhaseTimer)
     new_group: GroupFactory | None = None
-    shm: ShmTransport | None = None  # memory that ranks of this machine read in place
-    global_ranks: tuple[int, ...] | None = None  # its ranks as the World numbers them that it is a part of
+    shm: ShmTransport | None = None  # to ranks of this machine
+    global_ranks: tuple[int, ...] | None = None  # of a subgroup: its ranks in the World it is part of
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all: files, progress, the record."""
+        """True on the rank that writes files, progress and the record."""
         return self.rank == 0
 
     def global_rank(self, rank: int) -> int:
-        """The number of a rank in the whole World."""
+        """The number of a rank in the World that this one is a subgroup of."""
         return rank if self.global_ranks is None else self.global_ranks[rank]
 
     def uncounted(self) -> World:
@@ -56,72 +56,69 @@ class World:
         return replace(self, traffic=TrafficCounter())
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> World:
-        """A World of some ranks of this one, numbered as listed; all of them call it with the same words.
-
-        What it sends is counted with what this one sends.
-        """
+        """Collective. A World of some ranks of this one, numbered as listed; its traffic counts as this one's."""
         assert self.rank in ranks and len(set(ranks)) == len(ranks), (self.rank, ranks)
         rank, size = ranks.index(self.rank), len(ranks)
         group = None
         if size > 1:
-            assert self.new_group is not None, "a World of several ranks is made by join"
+            assert self.new_group is not None, "a World of several ranks comes from init_world"
             group = self.new_group(f"{name}/{'-'.join(map(str, ranks))}", rank, size)
-        shelf = None if self.shm is None else self.shm.subgroup(ranks)
-        whole = tuple(self.global_rank(each) for each in ranks)
-        return replace(self, rank=rank, size=size, group=group, new_group=None, shm=shelf, global_ranks=whole)
+        shm = None if self.shm is None else self.shm.subgroup(ranks)
+        global_ranks = tuple(self.global_rank(member) for member in ranks)
+        return replace(self, rank=rank, size=size, group=group, new_group=None, shm=shm, global_ranks=global_ranks)
 
 
 @contextmanager
 def init_world(
-    meeting: Rendezvous, *, device: torch.device | None = None, timeout: float = EXCHANGE_TIMEOUT
+    rendezvous: Rendezvous, *, device: torch.device | None = None, timeout: float = EXCHANGE_TIMEOUT
 ) -> Iterator[World]:
-    """The World of a meeting: gloo sockets between all ranks, on cuda nccl beside them."""
+    """Collective. The World of all ranks: gloo between them, on cuda also nccl."""
     device = device or torch.device("cpu")
-    seat = meeting.env
-    if seat.size == 1:
+    env = rendezvous.env
+    if env.size == 1:
         yield World(device=device, timeout=timeout)
         return
-    made: list[ProcessGroup] = []
+    groups: list[ProcessGroup] = []
     uses: dict[str, int] = {}  # of each name
-    addresses = _listen_addresses(meeting)
+    addresses = _listen_addresses(rendezvous)
 
-    def make(name: str, rank: int, size: int) -> ProcessGroup:
-        # A second group of a name would find the addresses of the first in the store. All ranks count alike.
+    def new_group(name: str, rank: int, size: int) -> ProcessGroup:
+        # A second group of the same name would read the addresses of the first. All ranks count alike.
         number = uses[name] = uses.get(name, -1) + 1
-        store = PrefixStore(f"group/{name}/{number}", meeting.store)
-        made.append(_make_group(store, rank, size, addresses=addresses, device=device, timeout=timeout))
-        return made[-1]
+        store = PrefixStore(f"group/{name}/{number}", rendezvous.store)
+        groups.append(_make_group(store, rank, size, addresses=addresses, device=device, timeout=timeout))
+        return groups[-1]
 
     try:
-        group = make("all", seat.rank, seat.size)
+        group = new_group("all", env.rank, env.size)
     except RuntimeError as error:
         raise ExchangeError(
-            f"rank {seat.rank} cannot connect to the others: {first_line(error)}. "
-            "GLOO_SOCKET_IFNAME=eth0 names the network to use"
+            f"rank {env.rank} cannot connect to the others: {first_line(error)}. "
+            "Set GLOO_SOCKET_IFNAME to the network interface to use, for example eth0"
         ) from error
-    world = World(seat.rank, seat.size, device, group, timeout, new_group=make)
-    world = replace(world, shm=_open_shm(world, meeting))
+    world = World(env.rank, env.size, device, group, timeout, new_group=new_group)
+    world = replace(world, shm=_open_shm(world, rendezvous))
     yield world
     if world.shm is not None:
         world.shm.close(timeout)
-    for group in reversed(made):
+    for group in reversed(groups):
         group.shutdown()
 
 
-def _open_shm(world: World, meeting: Rendezvous) -> ShmTransport | None:
-    own = meeting.members[world.rank]
-    shares = world.device.type == "cpu" and meeting.env.shares_memory
+def _open_shm(world: World, rendezvous: Rendezvous) -> ShmTransport | None:
+    own = rendezvous.members[world.rank]
+    uses_shm = world.device.type == "cpu" and rendezvous.env.shares_memory
     pids = [
-        member.pid if shares and rank != world.rank and member.pids == own.pids else None
-        for rank, member in enumerate(meeting.members)
+        member.pid if uses_shm and rank != world.rank and member.pids == own.pids else None
+        for rank, member in enumerate(rendezvous.members)
     ]
 
-    def total(t: torch.Tensor) -> torch.Tensor:
+    def all_reduce(t: torch.Tensor) -> torch.Tensor:
         assert world.group is not None
         world.group.allreduce([t]).wait(timedelta(seconds=world.timeout))
         return t
 
-    return open_shm_transport(world.rank, pids, total)
+    return open_shm_transport(world.rank, pids, all_reduce)
 
 
 def _make_group(
@@ -133,7 +130,7 @@ def _make_group(
     device: torch.device,
     timeout: float,
 ) -> ProcessGroup:
-    """A group that torch.distributed does not know of: it is used through its own methods or passed by name."""
+    """Create a group outside torch.distributed's registry; it is used through its own methods."""
     group = ProcessGroup(store, rank, size)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = list(addresses)
@@ -151,29 +148,31 @@ def _make_group(
     return group
 
 
-def _listen_addresses(meeting: Rendezvous) -> list[ProcessGroupGloo.Device]:
-    """The addresses this rank listens on: loopback when all ranks are on one machine, whatever interface is named;
-    else the named interfaces, or the address that leads to the store."""
-    if meeting.on_one_machine:
+def _listen_addresses(rendezvous: Rendezvous) -> list[ProcessGroupGloo.Device]:
+    """The addresses this rank listens on: loopback if all ranks are on one machine; else the interfaces of
+    GLOO_SOCKET_IFNAME, or the address with which this machine reaches the store."""
+    if rendezvous.on_one_machine:
         return [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    if meeting.env.interface is not None:
+    if rendezvous.env.interface is not None:
         try:
-            return [ProcessGroupGloo.create_device(interface=name) for name in meeting.env.interface.split(",")]
+            return [ProcessGroupGloo.create_device(interface=name) for name in rendezvous.env.interface.split(",")]
         except RuntimeError as error:
-            raise ConfigError(f"GLOO_SOCKET_IFNAME={meeting.env.interface}: this machine has no such one") from error
-    return [ProcessGroupGloo.create_device(hostname=_own_address(meeting))]
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={rendezvous.env.interface}: this machine has no such interface"
+            ) from error
+    return [ProcessGroupGloo.create_device(hostname=_own_address(rendezvous))]
 
 
-def _own_address(meeting: Rendezvous) -> str:
-    """The address others see this machine under. Its own name often means 127.0.1.1, so that is not asked."""
-    seat = meeting.env
-    family, kind, _, _, target = socket.getaddrinfo(seat.host, seat.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # connecting a datagram socket sends nothing, it only finds the way
+def _own_address(rendezvous: Rendezvous) -> str:
+    """The address at which others reach this machine. Its host name is not used: it often resolves to 127.0.1.1."""
+    env = rendezvous.env
+    family, kind, _, _, target = socket.getaddrinfo(env.host, env.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # connecting a datagram socket sends nothing, it only picks a route
         probe.connect(target)
-        found = str(probe.getsockname()[0])
-    if found.startswith("127.") or found == "::1":
+        address = str(probe.getsockname()[0])
+    if address.startswith("127.") or address == "::1":
         raise ConfigError(
-            f"{seat.host} is loopback on this machine, but ranks run on several: give torchrun its address as "
-            "--master-addr, or set GLOO_SOCKET_IFNAME"
+            f"{env.host} is a loopback address, but ranks run on several machines: pass torchrun as --master-addr an "
+            "address that all of them reach, or set GLOO_SOCKET_IFNAME"
         )
-    return found
+    return address
