@@ -20,7 +20,7 @@ def test_a_mask_names_rows(ids: Ids, kind: Any) -> None:
     found = ids.rows(kind([True, False, True]))
     assert found.tolist() == [0, 2] and found.dtype == np.int64
     assert ids.rows(kind([False] * 3)).tolist() == []
-    with pytest.raises(InputError, match=r"a mask has a value for each of the 3 nodes, found \[2\]"):
+    with pytest.raises(InputError, match=r"a mask must have one value for each of 3 nodes, found \[2\]"):
         ids.rows(kind([True, False]))
 
 
@@ -46,16 +46,16 @@ def test_rows_of_ids(ids: Ids, asked: Any, rows: list[int]) -> None:
 @pytest.mark.parametrize(
     ("ids", "asked", "message"),
     [
-        (ROWS, [1, 3], "no node with id 3: ids here are row numbers from 0 to 2"),
-        (ROWS, ["0"], "no node with id '0': ids here are row numbers"),
+        (ROWS, [1, 3], "no node with id 3: the ids are the row numbers from 0 to 2"),
+        (ROWS, ["0"], "no node with id '0': the ids are the row numbers"),
         (ROWS, [0.5], "no node with id 0.5"),
         (NUMBERS, [7, 9], "no node with id 9"),
-        (NUMBERS, ["alice"], "ids here are integers, found others"),
-        (NUMBERS, [1.5], "ids here are integers, found others"),
-        (NUMBERS, [2**70], "ids here are integers, found others"),
+        (NUMBERS, ["alice"], "ids of this node type are integers, found others"),
+        (NUMBERS, [1.5], "ids of this node type are integers, found others"),
+        (NUMBERS, [2**70], "ids of this node type are integers, found others"),
         (TEXTS, ["a", "d"], "no node with id 'd'"),
-        (TEXTS, [object()], "ids here are strings, found others"),
-        (TEXTS, [1, "a"], "ids here are strings, found others"),
+        (TEXTS, [object()], "ids of this node type are strings, found others"),
+        (TEXTS, [1, "a"], "ids of this node type are strings, found others"),
     ],
 )
 def test_what_is_no_id(ids: Ids, asked: Any, message: str) -> None:

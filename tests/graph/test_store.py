@@ -93,7 +93,7 @@ def test_edges_are_sorted_by_destination_source_and_input() -> None:
         (lambda: Graph(num_nodes=2, y=torch.tensor([0.5, 1.0])), "whole numbers"),
         (lambda: Graph(num_nodes=2, y=torch.tensor([-2, 1])), "found -2"),
         (lambda: Graph(num_nodes=2, ids=["a", "a"]), "found 'a' more than once"),
-        (lambda: Graph(num_nodes=2, ids=["a"]), "1 ids for 2 nodes"),
+        (lambda: Graph(num_nodes=2, ids=["a"]), "expected 2 ids, one per node, found 1"),
         (lambda: Graph(num_nodes=2, split=[0, 5]), "split codes"),
         (lambda: Graph(num_nodes=2, split={"train": [True, False], "test": [True, True]}), "overlaps"),
         (lambda: Graph(num_nodes=2, split={"training": [True, False]}), "found training"),

@@ -47,7 +47,7 @@ def test_learns_and_answers_by_id() -> None:
     assert torch.equal(record.logits(mask), record.logits()[mask]) and len(record.predict(mask)) == int(mask.sum())
     with pytest.raises(InputError, match="no node with id 'nobody'"):
         record.predict(["nobody"])
-    with pytest.raises(InputError, match="a mask has a value for each of the 1500 nodes"):
+    with pytest.raises(InputError, match="a mask must have one value for each of 1500 nodes"):
         record.predict(mask[1:])
 
 

@@ -1,6 +1,6 @@
 """A graph: node types and edge types with their data, as tensors in memory or memory-mapped from a store.
 
-Edges of a type are kept sorted by destination, then source, then input order (CSC): ``indptr[v]:indptr[v + 1]`` are the
+Edges of a type are sorted by destination, then source, then input order (CSC): ``indptr[v]:indptr[v + 1]`` are the
 in-edges of node v. The position in that order is the *store edge id*; the row of a node is its *store id*.
 N nodes of a type, E edges of a type, F features, K splits, C classes.
 """
@@ -23,6 +23,7 @@ from gnnfleet.ops import csr
 TRAIN, VAL, TEST, NO_SPLIT = 0, 1, 2, -1
 SPLITS = {"train": TRAIN, "val": VAL, "test": TEST}
 FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+EDGE_DATA = ("weight", "attr", "time", "y")
 
 
 class EdgeType(NamedTuple):
@@ -37,15 +38,15 @@ class EdgeType(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> EdgeType:
-        """``user:buys:product``; raises ConfigError for anything else."""
+        """Parse ``user:buys:product``; raises ConfigError for other texts."""
         fields = text.split(":")
         if len(fields) != 3 or not all(fields):
-            raise ConfigError(f"an edge type reads SRC:RELATION:DST, found {text!r}")
+            raise ConfigError(f"an edge type has the form SRC:RELATION:DST, found {text!r}")
         return cls(*fields)
 
 
 ColumnGroups = tuple[tuple[str, int], ...]
-"""Names of the table columns that features were made of, in order, each with how many features it became."""
+"""Names of the table columns that became features, in order, with their numbers of features."""
 
 NODE = "node"
 EDGE = EdgeType(NODE, "to", NODE)
@@ -61,18 +62,18 @@ class Nodes:
     classes: tuple[str, ...] = ()
     split: Tensor | None = None  # [K, N] int8: TRAIN, VAL, TEST or NO_SPLIT; most graphs have K = 1
     ids: Ids = field(default_factory=lambda: Ids(0))
-    columns: ColumnGroups = ()  # of x, where it came from a table
+    columns: ColumnGroups = ()  # of x, if it was imported from a table
 
     def __post_init__(self) -> None:
         if not len(self.ids) and self.count:
             object.__setattr__(self, "ids", Ids(self.count))
-        for name, length in (("x", self.x), ("y", self.y)):
-            if length is not None and length.shape[0] != self.count:
-                raise InputError(f"{name} has {length.shape[0]} rows, expected one for each of {self.count} nodes")
+        for name, rows in (("x", self.x), ("y", self.y)):
+            if rows is not None and rows.shape[0] != self.count:
+                raise InputError(f"{name} has {rows.shape[0]} rows, expected one for each of {self.count} nodes")
         if self.split is not None and self.split.shape[-1] != self.count:
             raise InputError(f"split covers {self.split.shape[-1]} nodes, expected {self.count}")
         if len(self.ids) != self.count:
-            raise InputError(f"found {len(self.ids)} ids for {self.count} nodes")
+            raise InputError(f"expected {self.count} ids, one per node, found {len(self.ids)}")
 
     @property
     def multilabel(self) -> bool:
@@ -99,14 +100,14 @@ class Edges:
     """One edge type. All per-edge tensors are in store order."""
 
     indptr: Tensor  # [N_dst + 1] int64
-    src: Tensor  # [E] int32, or int64 when there are more sources than int32 can name
+    src: Tensor  # [E] int32, or int64 for 2^31 sources or more
     weight: Tensor | None = None  # [E] float32
     attr: Tensor | None = None  # [E, F]
     time: Tensor | None = None  # [E] int64 or float64
-    order: Tensor | None = None  # [E] store edge ids by time, ties in input order; there when time is
+    order: Tensor | None = None  # [E] store edge ids by time, ties in input order; set if time is
     y: Tensor | None = None  # [E] int64 with −1 for no label, or [E, C] int8
     links: Mapping[str, Tensor] = field(default_factory=dict)  # val, test, val_neg, test_neg: [2, L] held-out pairs
-    columns: ColumnGroups = ()  # of attr, where it came from a table
+    columns: ColumnGroups = ()  # of attr, if it was imported from a table
 
     @property
     def count(self) -> int:
@@ -118,8 +119,13 @@ class Edges:
 
     @property
     def has_data(self) -> bool:
-        """Whether edges have more than their ends."""
-        return any(values is not None for values in (self.weight, self.attr, self.time, self.y))
+        """True if edges have weights, features, times or labels."""
+        return any(getattr(self, name) is not None for name in EDGE_DATA)
+
+    def select_data(self, rows: Tensor) -> dict[str, Any]:
+        """Weights, features, times and labels of the edges under a mask or index."""
+        columns = {name: getattr(self, name) for name in EDGE_DATA}
+        return {name: None if values is None else values[rows] for name, values in columns.items()}
 
     def dst(self) -> Tensor:
         """[E] destinations in store order."""
@@ -128,7 +134,7 @@ class Edges:
         )
 
     def edge_index(self) -> Tensor:
-        """[2, E] int64 as PyG has it, in store order."""
+        """[2, E] int64 as in PyG, in store order."""
         return torch.stack([self.src.long(), self.dst().long()])
 
     def in_degree(self) -> Tensor:
@@ -137,7 +143,7 @@ class Edges:
 
 
 class Graph:
-    """Node types and edge types. The constructor's plain arguments make a graph of one type of each.
+    """Node types and edge types. The constructor builds a graph with one node type and one edge type.
 
     >>> graph = Graph(edge_index=edge_index, x=x, y=y, split={"train": train_mask, "val": val_mask, "test": test_mask})
     """
@@ -157,12 +163,12 @@ class Graph:
         ids: Any = None,
         name: str = "graph",
     ) -> None:
-        given = [len(a) for a in (x, y, ids) if a is not None]
+        lengths = [len(a) for a in (x, y, ids) if a is not None]
         if edge_index is None:
             edge_index = torch.empty((2, 0), dtype=torch.int64)
         edge_index = torch.as_tensor(edge_index)
         if num_nodes is None:
-            num_nodes = given[0] if given else (int(edge_index.max()) + 1 if edge_index.numel() else 0)
+            num_nodes = lengths[0] if lengths else (int(edge_index.max()) + 1 if edge_index.numel() else 0)
         nodes = validated_nodes(num_nodes, x=x, y=y, split=split, ids=ids)
         edges = validated_edges(
             edge_index, num_src=num_nodes, num_dst=num_nodes, weight=edge_weight, attr=edge_attr, time=time, y=edge_y
@@ -179,7 +185,7 @@ class Graph:
         undirected: bool = False,
         store: Bundle | None = None,
     ) -> Graph:
-        """From node and edge types; raises InputError when an edge type names a node type that is not there."""
+        """Build from node and edge types; raises InputError if the node type of an edge type is missing."""
         graph = cls.__new__(cls)
         graph._set(dict(nodes), dict(edges), name=name, undirected=undirected, store=store)
         return graph
@@ -196,7 +202,7 @@ class Graph:
         for kind, table in edges.items():
             for end in (kind.src, kind.dst):
                 if end not in nodes:
-                    raise InputError(f"edges {kind} need nodes of type {end!r}; there are {', '.join(nodes) or 'none'}")
+                    raise InputError(f"edges {kind} need nodes of type {end!r}, found {', '.join(nodes) or 'none'}")
             if table.num_dst != nodes[kind.dst].count:
                 raise InputError(f"edges {kind} cover {table.num_dst} destinations, expected {nodes[kind.dst].count}")
         self.nodes = nodes
@@ -222,7 +228,7 @@ class Graph:
 
     @property
     def node_offsets(self) -> dict[str, int]:
-        """Where each node type starts when all types are numbered through, in order."""
+        """First number of each node type when all types are numbered in order."""
         offsets, start = {}, 0
         for kind, table in self.nodes.items():
             offsets[kind] = start
@@ -233,7 +239,7 @@ class Graph:
     def single_nodes(self) -> Nodes:
         """The nodes of a graph of one type; raises ConfigError for a heterogeneous one."""
         if len(self.nodes) != 1:
-            raise ConfigError(f"this graph has several node types ({', '.join(self.nodes)}): name one")
+            raise ConfigError(f"the graph has several node types ({', '.join(self.nodes)}): name one")
         return next(iter(self.nodes.values()))
 
     @property
@@ -241,7 +247,7 @@ class Graph:
         """The edges of a graph of one type; raises ConfigError for a heterogeneous one."""
         if len(self.edges) != 1:
             raise ConfigError(
-                f"this graph has {len(self.edges)} edge types ({', '.join(map(str, self.edges))}): name one"
+                f"the graph has {len(self.edges)} edge types ({', '.join(map(str, self.edges))}): name one"
             )
         return next(iter(self.edges.values()))
 
@@ -251,7 +257,7 @@ class Graph:
         return next((kind for kind, table in self.nodes.items() if table.y is not None), None)
 
     def with_nodes(self, kind: str, **changes: Any) -> Graph:
-        """The same graph with some tensors of one node type replaced; as many features keep their names."""
+        """Replace fields of one node type; feature names stay if the number of features does."""
         before, after = self.nodes[kind].x, changes.get("x", self.nodes[kind].x)
         if before is None or after is None or before.shape[1] != after.shape[1]:
             changes = {"columns": (), **changes}
@@ -262,7 +268,7 @@ class Graph:
 def validated_nodes(
     count: int, *, x: Any = None, y: Any = None, split: Any = None, ids: Any = None, classes: Sequence[str] = ()
 ) -> Nodes:
-    """Check and convert one node type's arrays; raises InputError naming what is wrong."""
+    """Check and convert the arrays of one node type; raises InputError naming the bad array."""
     return Nodes(
         count=count,
         x=None if x is None else _features(x, "x"),
@@ -286,7 +292,7 @@ def validated_edges(
 ) -> Edges:
     """Sort one edge type into store order; raises InputError for ids out of range or data of another length."""
     edge_index = torch.as_tensor(edge_index)
-    edge_index = edge_index if edge_index.numel() else edge_index.long()  # an empty list arrives as floats
+    edge_index = edge_index if edge_index.numel() else edge_index.long()  # torch converts an empty list to floats
     if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.is_floating_point():
         raise InputError(
             f"edge_index must be integers of shape [2, E], found {edge_index.dtype} {list(edge_index.shape)}"
@@ -294,8 +300,8 @@ def validated_edges(
     for row, count, end in ((edge_index[0], num_src, "source"), (edge_index[1], num_dst, "destination")):
         low, high = (int(bound) for bound in torch.aminmax(row)) if row.numel() else (0, -1)
         if low < 0 or high >= count:
-            wrong = low if low < 0 else high
-            raise InputError(f"edge_index names {end} {wrong}, but there are {count} nodes (0 to {count - 1})")
+            node = low if low < 0 else high
+            raise InputError(f"edge_index names {end} {node}, but there are {count} nodes (0 to {count - 1})")
     index = index_dtype(max(num_src, num_dst))
     indptr, order, src = csr.sort_into_rows(*edge_index.to(index), num_src=num_src, num_dst=num_dst)
     length = edge_index.shape[1]
@@ -316,15 +322,15 @@ def validated_edges(
 
 def time_order(time: Tensor, order: Tensor) -> Tensor:
     """Store edge ids by time, ties in input order; ``order[i]`` is the input position of store edge i."""
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.shape[0], dtype=order.dtype)
-    if bool((time[1:] >= time[:-1]).all()):  # streams mostly come in order
-        return place
-    return place[torch.argsort(time, stable=True)]
+    edge_of_input = torch.empty_like(order)
+    edge_of_input[order] = torch.arange(order.shape[0], dtype=order.dtype)
+    if bool((time[1:] >= time[:-1]).all()):  # most streams are sorted already
+        return edge_of_input
+    return edge_of_input[torch.argsort(time, stable=True)]
 
 
 def index_dtype(count: int) -> torch.dtype:
-    """int32 while it can name ``count`` things."""
+    """The dtype of indices below ``count``: int32 if it suffices."""
     return torch.int32 if count < 2**31 else torch.int64
 
 
@@ -364,12 +370,12 @@ def _split(split: Any, count: int) -> Tensor:
     if isinstance(split, Mapping):
         unknown = set(split) - set(SPLITS)
         if unknown:
-            raise InputError(f"a split has train, val and test masks; found {', '.join(sorted(unknown))}")
+            raise InputError(f"a split has masks train, val and test, found {', '.join(sorted(unknown))}")
         return masks_to_split({name: torch.as_tensor(mask) for name, mask in split.items()}, count)
     codes = torch.as_tensor(split).to(torch.int8)
     codes = codes[None] if codes.dim() == 1 else codes
     if codes.numel() and (int(codes.min()) < NO_SPLIT or int(codes.max()) > TEST):
-        raise InputError("split codes are 0 (train), 1 (val), 2 (test) and −1 (none)")
+        raise InputError("split codes must be 0 (train), 1 (val), 2 (test) or −1 (none)")
     return codes
 
 

@@ -1,6 +1,6 @@
-"""The ids the user came with: integers or strings, one per row, given back in every output.
+"""Original node ids: integers or strings, one per row, used in every output.
 
-A node type without ids of its own is known by its row numbers. ``Ids`` is read from Parquet on first use only.
+Row numbers are the ids of a node type without original ids. ``Ids`` reads Parquet on first use only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Ids:
 
     @classmethod
     def from_values(cls, values: Any) -> Ids:
-        """From a sequence of ints or strings; raises InputError when one is missing, repeated or of another type."""
+        """Build from integers or strings; raises InputError for missing, repeated or other ids."""
         array = pa.array(values)
         if pa.types.is_integer(array.type):
             array = array.cast(pa.int64())
@@ -41,8 +41,8 @@ class Ids:
             raise InputError(f"node ids must not be missing, found {array.null_count} without a value")
         if pc.count_distinct(array).as_py() != len(array):
             counts = pc.value_counts(array)
-            twice = next(item["values"].as_py() for item in counts if item["counts"].as_py() > 1)
-            raise InputError(f"node ids must be unique, found {twice!r} more than once")
+            repeated = next(entry["values"].as_py() for entry in counts if entry["counts"].as_py() > 1)
+            raise InputError(f"node ids must be unique, found {repeated!r} more than once")
         return cls(len(array), lambda: array)
 
     @classmethod
@@ -54,7 +54,7 @@ class Ids:
 
     @property
     def are_rows(self) -> bool:
-        """True when nodes are known by their row numbers."""
+        """True if the ids are the row numbers."""
         return self._load is None
 
     def values(self) -> pa.Array:
@@ -64,36 +64,40 @@ class Ids:
         return self._values
 
     def select(self, rows: Any) -> pa.Array:
-        """The ids of some rows."""
+        """Look up the ids of rows."""
         rows = pa.array(np.asarray(rows, dtype=np.int64))
         return rows if self._load is None else self.values().take(rows)
 
     def rows(self, ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The rows of some ids, or those a mask of all nodes names; raises InputError naming the first unknown one."""
-        wanted = np.asarray(ids)
-        if wanted.dtype == np.bool_:
-            if wanted.shape != (self.count,):
-                raise InputError(f"a mask has a value for each of the {self.count} nodes, found {list(wanted.shape)}")
-            return np.flatnonzero(wanted).astype(np.int64)
+        """Find the rows of ids, or of a mask of all nodes; raises InputError naming the first unknown id."""
+        array = np.asarray(ids)
+        if array.dtype == np.bool_:
+            if array.shape != (self.count,):
+                raise InputError(
+                    f"a mask must have one value for each of {self.count} nodes, found {list(array.shape)}"
+                )
+            return np.flatnonzero(array).astype(np.int64)
         if self._load is None:
-            unknown = [i for i in wanted.tolist() if not isinstance(i, int) or not 0 <= i < self.count]
+            unknown = [i for i in array.tolist() if not isinstance(i, int) or not 0 <= i < self.count]
             if unknown:
-                raise InputError(f"no node with id {unknown[0]!r}: ids here are row numbers from 0 to {self.count - 1}")
-            return wanted.astype(np.int64)
-        values, given = self.values(), ids.tolist() if hasattr(ids, "tolist") else list(ids)
+                raise InputError(
+                    f"no node with id {unknown[0]!r}: the ids are the row numbers from 0 to {self.count - 1}"
+                )
+            return array.astype(np.int64)
+        values, queries = self.values(), ids.tolist() if hasattr(ids, "tolist") else list(ids)
         try:
-            asked = pa.array(given).cast(values.type)
+            typed_queries = pa.array(queries).cast(values.type)
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
             kind = "integers" if pa.types.is_integer(values.type) else "strings"
-            raise InputError(f"ids here are {kind}, found others ({first_line(error)})") from error
-        found = pc.index_in(asked, value_set=values)
-        if found.null_count:
-            missing = next(i for i, row in zip(given, found, strict=True) if not row.is_valid)
+            raise InputError(f"the ids of this node type are {kind}, found others ({first_line(error)})") from error
+        rows = pc.index_in(typed_queries, value_set=values)
+        if rows.null_count:
+            missing = next(i for i, row in zip(queries, rows, strict=True) if not row.is_valid)
             raise InputError(f"no node with id {missing!r}")
-        return np.asarray(found.to_numpy(zero_copy_only=False), dtype=np.int64)
+        return np.asarray(rows.to_numpy(zero_copy_only=False), dtype=np.int64)
 
     def write(self, path: Path) -> None:
-        """One Parquet column named ``id``."""
+        """Write one Parquet column named ``id``."""
         pq.write_table(pa.table({ID_COLUMN: self.values()}), path, compression="zstd")
 
 

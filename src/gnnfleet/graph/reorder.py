@@ -1,9 +1,8 @@
-"""Rows of a graph in another order than the store's, neighbours close together: the largest lever on aggregation.
+"""Reordering of a graph's rows so that neighbours are close together, which speeds up aggregation most.
 
-Clusters inside clusters: 400 rows of 128 floats fit the second-level cache of a core, four times as many per level
-above keep what is fetched next near. A few passes over the edges, a few numbers per node.
-Draws go by store id, so results agree to rounding; store ids of rows are in ``node_ids``. Edges into a row are sorted
-by the row of their source.
+Clusters are nested: 400 rows of 128 floats fit the L2 cache of a core, and every level above has four times as many.
+The order costs a few passes over the edges and a few numbers per node. Draws use store ids (``node_ids``), so results
+agree to rounding. Edges into a row are sorted by the row of their source.
 """
 
 from __future__ import annotations
@@ -26,42 +25,44 @@ MIN_CLUSTER, CLUSTER_GROWTH, MAX_CLUSTER = 400, 4, 25_600
 
 
 def cluster_positions(scan: EdgeScan, *, seed: int = 0) -> NumpyArray:
-    """[nodes] int32: where each node goes, node types numbered through."""
+    """[nodes] int32: the new position of every node, numbered across node types."""
     caps = [MIN_CLUSTER]
     while caps[-1] < min(MAX_CLUSTER, scan.num_nodes):
         caps.append(caps[-1] * CLUSTER_GROWTH)
     levels = [cluster(scan, max_nodes=cap, seed=seed) for cap in caps]
-    place = np.empty(scan.num_nodes, dtype=np.int32)
-    place[np.lexsort(levels)] = np.arange(scan.num_nodes, dtype=np.int32)
-    return place
+    positions = np.empty(scan.num_nodes, dtype=np.int32)
+    positions[np.lexsort(levels)] = np.arange(scan.num_nodes, dtype=np.int32)
+    return positions
 
 
 def cluster_order(graph: Graph, *, seed: int = 0) -> dict[str, Tensor]:
-    """{node type: [N] int64 store ids}, clusters of neighbours one after the other."""
-    place = torch.from_numpy(cluster_positions(EdgeScan(graph), seed=seed))
+    """{node type: [N] int64 store ids}, cluster after cluster."""
+    positions = torch.from_numpy(cluster_positions(EdgeScan(graph), seed=seed))
     return {
-        kind: torch.argsort(place[start : start + graph.nodes[kind].count])
+        kind: torch.argsort(positions[start : start + graph.nodes[kind].count])
         for kind, start in graph.node_offsets.items()
     }
 
 
 def reordered_view(graph: Graph, order: Mapping[str, Tensor]) -> LocalView:
-    """The whole graph with rows in the given order of store ids."""
-    place = {}
+    """View the whole graph with rows in the given order of store ids."""
+    row_of_id = {}
     for kind, ids in order.items():
-        place[kind] = torch.empty_like(ids)
-        place[kind][ids] = torch.arange(len(ids))
+        row_of_id[kind] = torch.empty_like(ids)
+        row_of_id[kind][ids] = torch.arange(len(ids))
     whole = LocalView.of_graph(graph)
     nodes = {
         kind: NodeRows(order[kind], rows.num_dst, ReorderedDegrees(rows.degree, order[kind]))
         for kind, rows in whole.nodes.items()
     }
-    relations = {kind: _relation(edges, place[kind.src], place[kind.dst]) for kind, edges in graph.edges.items()}
+    relations = {
+        kind: _relation(edges, row_of_id[kind.src], row_of_id[kind.dst]) for kind, edges in graph.edges.items()
+    }
     return LocalView(nodes, relations)
 
 
 def limit_destinations(view: LocalView, kind: str, count: int) -> LocalView:
-    """The same sources with only the first ``count`` rows of one type as destinations: a prefix, nothing is copied."""
+    """Keep the first ``count`` rows of one type as destinations and all sources, without copying."""
     nodes = {name: replace(rows, num_dst=count) if name == kind else rows for name, rows in view.nodes.items()}
     relations = {}
     for edge_type, relation in view.relations.items():
@@ -74,24 +75,24 @@ def limit_destinations(view: LocalView, kind: str, count: int) -> LocalView:
 
 
 class ReorderedDegrees:
-    """Some rows of another table of degrees, picked once."""
+    """Degrees of some rows of a view, computed once."""
 
     def __init__(self, degree: Callable[[bool], Tensor], rows: Tensor) -> None:
         self._degree, self._rows = degree, rows
-        self._known: dict[bool, Tensor] = {}
+        self._cache: dict[bool, Tensor] = {}
 
     def __call__(self, weighted: bool) -> Tensor:
-        if weighted not in self._known:
-            self._known[weighted] = self._degree(weighted)[self._rows]
-        return self._known[weighted]
+        if weighted not in self._cache:
+            self._cache[weighted] = self._degree(weighted)[self._rows]
+        return self._cache[weighted]
 
 
-def _relation(edges: Edges, src_place: Tensor, dst_place: Tensor) -> LocalEdges:
+def _relation(edges: Edges, src_rows: Tensor, dst_rows: Tensor) -> LocalEdges:
     index = edges.src.dtype
-    src, dst = src_place.to(index)[edges.src.long()], dst_place.to(index)[edges.dst().long()]
-    indptr, edge, src = csr.sort_into_rows(src, dst, num_src=len(src_place), num_dst=len(dst_place))
+    src, dst = src_rows.to(index)[edges.src.long()], dst_rows.to(index)[edges.dst().long()]
+    indptr, edge, src = csr.sort_into_rows(src, dst, num_src=len(src_rows), num_dst=len(dst_rows))
     return LocalEdges(
-        csr.CSR(indptr, src, len(src_place)),
+        csr.CSR(indptr, src, len(src_rows)),
         edge,
         None if edges.weight is None else edges.weight[edge],
         None if edges.attr is None else edges.attr[edge],

@@ -1,7 +1,7 @@
-"""Splits made from a rule: shares of the nodes, or a number per class. Seeded, and keyed by id, not by row.
+"""Splits by a rule: shares of the nodes, or a number of nodes per class.
 
-A node's place in the draw depends on its id and the seed alone, so the same nodes in another order split the same way.
-Only labelled nodes take part where there are labels, all nodes otherwise.
+A node's draw depends on its id and the seed only, so the same nodes in another order are split the same way. If there
+are labels, only labelled nodes are split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLANETOID_VAL, PLANETOID_TEST = 500, 1000
 
 @dataclass(frozen=True)
 class SplitShares:
-    """Parts of the nodes; what they leave of 1 is in no split."""
+    """Shares of the nodes; the remainder to 1 is in no split."""
 
     train: float
     val: float
@@ -35,9 +35,9 @@ class SplitShares:
 
 @dataclass(frozen=True)
 class PerClassSplit:
-    """``count`` training nodes of each class; then 500 to val and 1,000 to test as in Planetoid.
+    """``count`` training nodes of each class, then 500 for val and 1,000 for test as in Planetoid.
 
-    Where fewer than 1,500 remain, a third of them goes to val, the rest to test. A smaller class gives all its nodes.
+    If fewer than 1,500 remain, a third of them is for val and the rest for test. A smaller class is used up.
     """
 
     count: int
@@ -47,17 +47,17 @@ SplitRule = SplitShares | PerClassSplit
 
 
 def parse_rule(text: str) -> SplitRule:
-    """``0.6/0.2/0.2`` or ``20-per-class``; raises ConfigError for anything else."""
-    found = re.fullmatch(r"(\d+)-per-class", text.strip())
-    if found and int(found[1]):
-        return PerClassSplit(int(found[1]))
+    """Parse ``0.6/0.2/0.2`` or ``20-per-class``; raises ConfigError for other texts."""
+    per_class = re.fullmatch(r"(\d+)-per-class", text.strip())
+    if per_class and int(per_class[1]):
+        return PerClassSplit(int(per_class[1]))
     try:
-        shares = [float(word) for word in text.split("/")]
+        shares = [float(share) for share in text.split("/")]
     except ValueError:
         shares = []
     if len(shares) != 3 or min(shares) < 0 or not 0 < sum(shares) <= 1 + 1e-9:
         raise ConfigError(
-            "a split reads TRAIN/VAL/TEST with shares that sum to at most 1, as 0.6/0.2/0.2, or 20-per-class; "
+            "a split has the form TRAIN/VAL/TEST with shares that sum to at most 1, as 0.6/0.2/0.2, or 20-per-class; "
             f"found {text!r}"
         )
     return SplitShares(*shares)
@@ -69,10 +69,10 @@ def split_nodes(nodes: Nodes, rule: SplitRule, *, seed: int = 0) -> Tensor:
 
 
 def make_split(rule: SplitRule, keys: NodeKeys, y: Tensor | None, *, seed: int = 0) -> Tensor:
-    """[1, N] int8 split codes for nodes with these keys and labels; raises ConfigError for labels it cannot serve."""
+    """[1, N] int8 split codes for nodes with these keys and labels; ConfigError for labels the rule cannot use."""
     if isinstance(rule, PerClassSplit) and (y is None or y.dim() != 1):
-        found = "no labels" if y is None else "several labels per node"
-        raise ConfigError(f"a split per class needs one label per node, found {found}: use shares, as 0.6/0.2/0.2")
+        labels = "no labels" if y is None else "several labels per node"
+        raise ConfigError(f"a split per class needs one label per node, found {labels}: use shares, as 0.6/0.2/0.2")
     codes = torch.full((len(keys),), NO_SPLIT, dtype=torch.int8)
     drawn = torch.from_numpy(_draw(keys, seed))
     if y is not None:
@@ -85,14 +85,14 @@ def make_split(rule: SplitRule, keys: NodeKeys, y: Tensor | None, *, seed: int =
 
 
 def id_keys(ids: Ids) -> NodeKeys:
-    """[N] a number for each node that depends on its id only."""
+    """[N] one number per node that depends on its id only."""
     if ids.are_rows:
         return np.arange(len(ids), dtype=np.uint64)
     return value_keys(ids.values())
 
 
 def value_keys(values: Any) -> NodeKeys:
-    """[n] the same for an Arrow array of ids, integers or text."""
+    """[n] keys of an Arrow array of ids, integers or text."""
     if pa.types.is_integer(values.type):
         return np.asarray(values.to_numpy(zero_copy_only=False)).astype(np.int64).view(np.uint64)
     digests = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in values.to_pylist())
@@ -100,13 +100,13 @@ def value_keys(values: Any) -> NodeKeys:
 
 
 def _draw(keys: NodeKeys, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Rows in drawn order. Distinct keys below 2^64 give distinct draws, so ties do not depend on rows."""
+    """Rows in drawn order. Distinct keys have distinct draws, so there are no ties."""
     start = mix(np.asarray([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64))
     return np.argsort(mix(keys ^ start), kind="stable")
 
 
 def mix(values: NodeKeys) -> NodeKeys:
-    """The finaliser of SplitMix64: a bijection that spreads every bit."""
+    """Apply the finaliser of SplitMix64, a bijection that spreads every bit."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -115,7 +115,7 @@ def mix(values: NodeKeys) -> NodeKeys:
 
 def _by_shares(codes: Tensor, drawn: Tensor, rule: SplitShares) -> Tensor:
     total = len(drawn)
-    # Cumulated before rounding, so that shares that sum to 1 leave nobody out.
+    # Shares are cumulated before rounding, so that shares that sum to 1 leave no node out.
     ends = [round(total * share) for share in (rule.train, rule.train + rule.val, rule.train + rule.val + rule.test)]
     for code, start, end in zip((TRAIN, VAL, TEST), [0, *ends], ends, strict=False):
         codes[drawn[start:end]] = code
