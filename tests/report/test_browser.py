@@ -77,7 +77,7 @@ def test_a_page_of_many_runs(browser: Browser, runs: list[dict[str, Any]], tmp_p
     ):
         assert name in drawn, (name, drawn)
     headings = browser.run("[...document.querySelectorAll('h2')].map(node => node.textContent)")
-    assert headings[0] == "Runs" and {"Partitions", "Rounds", "Schedules", "Settings", "What was said"} <= set(headings)
+    assert headings[0] == "Runs" and {"Partitions", "Rounds", "Schedules", "Settings", "Messages"} <= set(headings)
     assert browser.run("document.querySelectorAll('img:not([data-plot])').length") == 0, "text of users is text"
     assert browser.run("document.title") == "all" and browser.problems == []
 
@@ -99,7 +99,7 @@ def test_the_table_sorts(browser: Browser, runs: list[dict[str, Any]], tmp_path:
     assert browser.problems == []
 
 
-def test_a_run_can_be_hidden_and_pointed_at(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_a_run_can_be_hidden_and_hovered(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(render_page(page_data(runs, title="all")))
     browser.open(page.as_uri())
@@ -112,12 +112,12 @@ def test_a_run_can_be_hidden_and_pointed_at(browser: Browser, runs: list[dict[st
         "const r = box.getBoundingClientRect();"
         "box.dispatchEvent(new MouseEvent('mousemove', {clientX: r.left + r.width / 2, clientY: r.top + 20})); })()"
     )
-    said = browser.run("document.querySelector('.tip').textContent")
-    assert "sar: " in said and "epoch" in said and browser.problems == []
+    tooltip = browser.run("document.querySelector('.tip').textContent")
+    assert "sar: " in tooltip and "epoch" in tooltip and browser.problems == []
 
 
-def test_nothing_overlaps_and_nothing_is_cut_off(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Labels of a plot lie inside it, and no two of them on each other."""
+def test_labels_do_not_overlap_and_lie_inside_their_plot(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Applies to all labels of every plot."""
     page = tmp_path / "page.html"
     page.write_text(render_page(page_data(runs, title="all")))
     browser.open(page.as_uri())
@@ -137,14 +137,14 @@ def test_nothing_overlaps_and_nothing_is_cut_off(browser: Browser, runs: list[di
                 plot["name"],
                 text,
             )
-        for i, one in enumerate(plot["texts"]):
-            for two in plot["texts"][:i]:
-                apart = one[0] >= two[2] - 1 or two[0] >= one[2] - 1 or one[1] >= two[3] - 2 or two[1] >= one[3] - 2
-                assert apart, (plot["name"], one, two)
+        for i, a in enumerate(plot["texts"]):
+            for b in plot["texts"][:i]:
+                apart = a[0] >= b[2] - 1 or b[0] >= a[2] - 1 or a[1] >= b[3] - 2 or b[1] >= a[3] - 2
+                assert apart, (plot["name"], a, b)
     assert browser.run("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_curves_that_coincide_are_told_apart(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_coinciding_curves_have_different_dashes(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(render_page(page_data(runs, title="all")))
     browser.open(page.as_uri())
@@ -154,7 +154,7 @@ def test_curves_that_coincide_are_told_apart(browser: Browser, runs: list[dict[s
     assert browser.run(dashes % ".legend .sample line") == drawn, "the legend shows the same"
 
 
-def test_pictures_lie_apart(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_pictures_do_not_touch(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(render_page(page_data(runs, title="all")))
     browser.open(page.as_uri())
@@ -165,7 +165,7 @@ def test_pictures_lie_apart(browser: Browser, runs: list[dict[str, Any]], tmp_pa
     assert second[0] - first[1] >= 10
 
 
-def test_val_of_events_says_what_it_is_over(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_val_curves_of_events_name_their_candidates(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
     events = next(run for run in runs if run["name"] == "temporal")
     events["config"] |= {"strategy.eval_negatives": 49, "task": "link"}
     page = tmp_path / "page.html"
@@ -173,14 +173,15 @@ def test_val_of_events_says_what_it_is_over(browser: Browser, runs: list[dict[st
         "[...document.querySelectorAll('.card')].filter(node => node.querySelector('[data-plot^=Val]'))"
         ".map(node => node.querySelector('p')?.textContent ?? '')"
     )
-    for shown, said in ((runs, True), ([run for run in runs if run is not events], False)):
+    for shown, expected in ((runs, True), ([run for run in runs if run is not events], False)):
         page.write_text(render_page(page_data(shown, title="all")))
         browser.open(page.as_uri())
-        found = browser.run(notes)
-        assert len(found) == 2 and all(("temporal: here among 49 drawn destinations" in text) is said for text in found)
+        texts = browser.run(notes)
+        note = "temporal: curves rank among 49 sampled destinations"
+        assert len(texts) == 2 and all((note in text) is expected for text in texts)
 
 
-def test_a_served_page_draws_what_is_new(browser: Browser, tmp_path: Path) -> None:
+def test_a_served_page_draws_new_epochs(browser: Browser, tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", epochs=2)
     live = [True]
     server = PageServer(lambda: page_data([read_run(path)], title="live", live=live[0]), "127.0.0.1", 0)

@@ -1,1 +1,1 @@
-"""What people and machines read: progress, tables, records. A leaf: it knows numbers and words, no graphs."""
+"""Progress, metrics, run records and the report page. Knows plain values only, no graphs."""

@@ -1,4 +1,4 @@
-"""What people see while a run trains: a live line on a terminal, a plain line now and then elsewhere."""
+"""Display of epochs while a run trains: a live line on a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import Progress as RichProgress
 
 
 class EpochDisplay(Protocol):
-    """Told of every epoch."""
+    """Shows every epoch."""
 
     def show(self, row: Mapping[str, Any]) -> None: ...
 
@@ -35,21 +35,21 @@ class _PlainEpochs:
         now = time.monotonic()
         if now - self._last >= self._every or row["epoch"] == self._total:
             self._last = now
-            print(f"epoch {row['epoch']}/{self._total}  {_format_row(row)}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"epoch {row['epoch']}/{self._total}  {format_epoch(row)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 class _LiveEpochs:
     def __init__(self, display: RichProgress, total: int) -> None:
         self._display = display
-        self._task = display.add_task("train", total=total, words="")
+        self._task = display.add_task("train", total=total, metrics="")
 
     def show(self, row: Mapping[str, Any]) -> None:
-        self._display.update(self._task, completed=row["epoch"], words=_format_row(row))
+        self._display.update(self._task, completed=row["epoch"], metrics=format_epoch(row))
 
 
 @contextmanager
 def show_epochs(total: int, *, quiet: bool = False) -> Iterator[EpochDisplay]:
-    """The display that fits where standard error goes."""
+    """A display that suits standard error: live on a terminal, plain lines elsewhere."""
     if quiet:
         yield NoDisplay()
     elif not sys.stderr.isatty():
@@ -61,13 +61,15 @@ def show_epochs(total: int, *, quiet: bool = False) -> Iterator[EpochDisplay]:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[words]}"),
+            TextColumn("{task.fields[metrics]}"),
         )
         with RichProgress(*columns, console=Console(stderr=True)) as display:
             yield _LiveEpochs(display, total)
 
 
-def _format_row(row: Mapping[str, Any]) -> str:
-    shown = {"loss": row["train_loss"], "val": row.get("val")}
-    words = [f"{key} {value:.4f}" for key, value in shown.items() if value is not None]
-    return "  ".join([*words, f"{row['seconds']:.2f} s"])
+def format_epoch(row: Mapping[str, Any]) -> str:
+    """Loss, val metric and seconds of an epoch, as far as they are numbers."""
+    numbers = {"loss": row.get("train_loss"), "val": row.get("val")}
+    texts = [f"{key} {value:.4f}" for key, value in numbers.items() if isinstance(value, (int, float))]
+    seconds = row.get("seconds")
+    return "  ".join([*texts, *([f"{seconds:.2f} s"] if isinstance(seconds, (int, float)) else [])])

@@ -1,4 +1,4 @@
-"""The page over HTTP, for the browser of whoever trains: it asks for new data every two seconds while a run goes on."""
+"""The report page over HTTP; it fetches new data every two seconds while a run is training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers / and /data.json, nothing else. On loopback it answers requests for loopback only, so that a page from
-    elsewhere cannot read it under a name of its own."""
+    """Serves / and /data.json. On loopback it serves requests for loopback hosts only, which stops DNS rebinding."""
 
     daemon_threads = True
 
@@ -34,9 +33,9 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        asked = (self.headers.get("Host") or "").rpartition(":")[0].strip("[]")
-        if self.server.host in _LOOPBACK and asked not in _LOOPBACK:
-            self._answer(403, "text/plain", "this page is for this machine only")
+        host = (self.headers.get("Host") or "").rpartition(":")[0].strip("[]")
+        if self.server.host in _LOOPBACK and host not in _LOOPBACK:
+            self._answer(403, "text/plain", "this page is available on this machine only")
             return
         try:
             if self.path == "/":
@@ -44,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif self.path == "/data.json":
                 self._answer(200, "application/json", as_json(self.server.data()))
             else:
-                self._answer(404, "text/plain", "there is only /")
+                self._answer(404, "text/plain", "not found: the page is at /")
         except GnnfleetError as error:
             self._answer(500, "text/plain", str(error))
 
@@ -63,13 +62,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve_page(data: PageData, host: str, port: int, *, say: Callable[[str], None]) -> None:
-    """Until Ctrl-C; raises ConfigError where the port cannot be had."""
+    """Serve until Ctrl-C; raises ConfigError if the port is not available."""
     try:
         server = PageServer(data, host, port)
     except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"cannot serve on {host}:{port}: {why}: choose another --host or --port") from error
-    say(f"the page is at {server.url} (Ctrl-C ends)")
+        raise ConfigError(
+            f"cannot serve on {host}:{port}: {error.strerror or error}. Choose another --host or --port"
+        ) from error
+    say(f"the page is at {server.url} (press Ctrl-C to stop)")
     try:
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:

@@ -1,15 +1,15 @@
-"""A run in the terminal: plain lines, or a view that is drawn again and again."""
+"""A run in the terminal: plain lines, or a view that is redrawn."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from gnnfleet.report.epochs import format_epoch
 from gnnfleet.report.phase_timer import COMPUTE, EXCHANGE, PHASES, WAIT
 from gnnfleet.report.run_reader import Run, mean_phase_seconds, summarize, worker_names
 from gnnfleet.units import format_size
@@ -20,23 +20,23 @@ _WIDE = 40
 
 
 def epoch_lines_since(run: Run, epoch: int) -> list[str]:
-    """A line for each epoch after one."""
-    return [f"epoch {row['epoch']}/{run['epochs']}  {_words(row)}" for row in run["rows"] if row["epoch"] > epoch]
+    """A line for each epoch after ``epoch``."""
+    return [f"epoch {row['epoch']}/{run['epochs']}  {format_epoch(row)}" for row in run["rows"] if row["epoch"] > epoch]
 
 
 def live_view(run: Run) -> Group:
-    """Everything that is known now."""
-    rows, found = run["rows"], summarize(run)
+    """The present state of a run."""
+    rows = run["rows"]
     head = Text(f"{run['name']}  {run['strategy']}, {run['model']}, {run['workers']} workers: {run['state']}", "bold")
     if not rows:
-        return Group(head, Text("no epoch has ended yet", "dim"))
+        return Group(head, Text("no epoch has finished yet", "dim"))
     done = rows[-1]["epoch"] / max(run["epochs"], 1)
     bar = "━" * round(_WIDE * done)
-    left = (run["epochs"] - rows[-1]["epoch"]) * (found["epoch_seconds"] or 0.0)
+    left = (run["epochs"] - rows[-1]["epoch"]) * (summarize(run)["epoch_seconds"] or 0.0)
     lines = [
         head,
         Text.assemble((bar, "blue"), (" " * (_WIDE - len(bar))), f"  epoch {rows[-1]['epoch']} of {run['epochs']}"),
-        Text(_words(rows[-1]) + (f"  about {left:.0f} s to go" if run["state"] == "running" else "")),
+        Text(format_epoch(rows[-1]) + (f"  about {left:.0f} s left" if run["state"] == "running" else "")),
     ]
     for key, name in (("train_loss", "loss"), ("val", "val ")):
         values = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
@@ -46,7 +46,7 @@ def live_view(run: Run) -> Group:
 
 
 def sparkline(values: Sequence[float], width: int = _WIDE) -> str:
-    """Values as blocks, the last of each stretch where there are many."""
+    """Values as block characters; of many values the last of each interval."""
     count = min(width, len(values))
     shown = [values[(i + 1) * len(values) // count - 1] for i in range(count)]
     low, high = min(shown), max(shown)
@@ -55,17 +55,17 @@ def sparkline(values: Sequence[float], width: int = _WIDE) -> str:
 
 
 def _workers(run: Run) -> Table:
-    """What each worker does with an epoch, sent and holds."""
-    made = Table(box=None, pad_edge=False)
+    """Phase times, bytes sent and peak memory of each worker."""
+    table = Table(box=None, pad_edge=False)
     for title in ("", "compute / exchange / wait", "", "sent", "memory"):
-        made.add_column(title, justify="left" if title in ("", "compute / exchange / wait") else "right")
+        table.add_column(title, justify="left" if title in ("", "compute / exchange / wait") else "right")
     split, totals = mean_phase_seconds(run), run["totals"]
     for worker, name in enumerate(worker_names(run)):
         seconds = split[worker] if worker < len(split) else None
         sent = "" if totals is None else format_size(sum(totals["bytes"][worker]))
         peak = "" if totals is None else format_size(totals["peak_rss"][worker])
-        made.add_row(escape(name), *_split(seconds), sent, peak)
-    return made
+        table.add_row(escape(name), *_split(seconds), sent, peak)
+    return table
 
 
 def _split(seconds: dict[str, float] | None) -> tuple[Text, str]:
@@ -75,10 +75,3 @@ def _split(seconds: dict[str, float] | None) -> tuple[Text, str]:
     for phase in PHASES:
         bar.append("█" * round(24 * seconds[phase] / total), _COLOURS[phase])
     return bar, " / ".join(f"{1e3 * seconds[phase]:.1f}" for phase in PHASES) + " ms"
-
-
-def _words(row: dict[str, Any]) -> str:
-    shown = {"loss": row.get("train_loss"), "val": row.get("val")}
-    words = [f"{key} {value:.4f}" for key, value in shown.items() if isinstance(value, (int, float))]
-    seconds = row.get("seconds")
-    return "  ".join([*words, *([f"{seconds:.2f} s"] if isinstance(seconds, (int, float)) else [])])

@@ -1,4 +1,4 @@
-"""Memory of this process: resident now and at its highest, and the highest sum of live tensors."""
+"""Memory of this process: resident now and at its peak, and the peak of live tensors."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from pathlib import Path
 
 
 def rss() -> int:
-    """Resident bytes now; 0 where the system does not say."""
+    """Resident bytes now; 0 if the system does not report it."""
     return _status("VmRSS")
 
 
 def peak_rss() -> int:
-    """The most resident bytes this process has had (VmHWM)."""
+    """Peak of resident bytes (VmHWM)."""
     return _status("VmHWM")
 
 
 def own_rss() -> int:
-    """Resident bytes now that are this process's own: without the mapped pages of a store, which can be taken back."""
+    """Resident anonymous bytes now: without the mapped pages of a store, which the system can drop."""
     return _status("RssAnon")
 
 
 def memory_limit() -> int:
-    """Bytes this process may use: the machine's, or what its control group leaves of them."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for place in _groups():
+    """Bytes this process may use: those of the machine, or the limit of its control group."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _limit_files():
         with suppress(OSError, ValueError):
-            found.append(int(place.read_text()))
-    return min(found)
+            limits.append(int(file.read_text()))
+    return min(limits)
 
 
-def _groups() -> list[Path]:
-    """Where the limits of this process's control groups are written, of both kinds."""
-    root, found = Path("/sys/fs/cgroup"), []
+def _limit_files() -> list[Path]:
+    """The files with the memory limits of this process's control groups, of versions 1 and 2."""
+    root, files = Path("/sys/fs/cgroup"), []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -43,27 +43,26 @@ def _groups() -> list[Path]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            found.append(root / "memory" / path.lstrip("/") / "memory.limit_in_bytes")
+            files.append(root / "memory" / path.lstrip("/") / "memory.limit_in_bytes")
         elif not controllers:
-            found.append(root / path.lstrip("/") / "memory.max")
-    return found
+            files.append(root / path.lstrip("/") / "memory.max")
+    return files
 
 
-def _status(word: str) -> int:
+def _status(key: str) -> int:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return 0
-    found = next((line for line in lines if line.startswith(word + ":")), None)
-    return 1024 * int(found.split()[1]) if found else 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(key + ":")), 0)
 
 
 def peak_tensors(work: Callable[[], object]) -> int:
-    """The highest sum of allocations minus frees while ``work`` runs, under torch's profiler. Slow: not for timing."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would say on standard error that it starts and ends
+    """Peak of allocations minus frees while ``work`` runs, under torch's profiler. Slow: not for timing."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would announce its start and end on standard error
     from torch.profiler import ProfilerActivity, profile
 
-    gc.collect()  # circles of an earlier time that were freed meanwhile would be taken off
+    gc.collect()  # garbage freed during the measurement would be subtracted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = profiler.profiler.kineto_results.events()

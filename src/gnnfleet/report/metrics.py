@@ -1,4 +1,4 @@
-"""One JSON line per epoch, in a file that a continued run goes on with: no epoch twice, no torn line."""
+"""Metrics of epochs as JSON lines, in a file that a resumed run continues: no epoch twice, no incomplete line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gnnfleet.errors import ConfigError, RunError
 
 
 class MetricsSink(Protocol):
-    """Where the numbers of an epoch go."""
+    """Takes the numbers of an epoch."""
 
     def write(self, row: Mapping[str, Any]) -> None: ...
 
@@ -22,10 +22,10 @@ class MetricsSink(Protocol):
 
 
 class MetricsFile:
-    """``metrics.jsonl``: rows of ``epoch`` and what was measured in it."""
+    """``metrics.jsonl``: rows of ``epoch`` and its measurements."""
 
     def __init__(self, path: Path, *, epochs: int = 0) -> None:
-        """Keep the first ``epochs`` epochs of what is there, drop the rest."""
+        """Keep the first ``epochs`` epochs of an existing file, drop the rest."""
         self.path = path
         self.rows = [row for row in read_metrics(path) if type(row.get("epoch")) is int and row["epoch"] <= epochs]
         partial = path.with_name(f".{path.name}.partial")
@@ -48,7 +48,7 @@ class MetricsFile:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A full disk is the user's to cure: what is kept in checkpoints stays."""
+        """Turn a full disk into an error that the user can act on."""
         try:
             yield
         except OSError as error:
@@ -58,7 +58,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines in order, up to the first line that is torn."""
+    """The objects of a file of JSON lines in order, up to the first incomplete line."""
     rows: list[dict[str, Any]] = []
     if not path.exists():
         return rows
@@ -74,13 +74,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def none_if_not_finite(value: Any) -> Any:
-    """With None in place of what is no number: JSON has no word for it."""
+    """Replace NaN and infinities by None, since JSON cannot express them."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, Mapping):
-        return {str(key): none_if_not_finite(each) for key, each in value.items()}
+        return {str(key): none_if_not_finite(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return [none_if_not_finite(each) for each in value]
+        return [none_if_not_finite(member) for member in value]
     return value
 
 
@@ -89,7 +89,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def check_tensorboard() -> None:
-    """Raise ConfigError where TensorBoard is not installed."""
+    """Raise ConfigError if TensorBoard is not installed."""
     if find_spec("tensorboard") is None:
         raise ConfigError(
             "report.tensorboard=true needs TensorBoard: pip install 'gnnfleet[tensorboard]', or leave it out"
@@ -97,7 +97,7 @@ def check_tensorboard() -> None:
 
 
 class TensorBoard:
-    """The same numbers for TensorBoard."""
+    """Writes the same numbers for TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -1,6 +1,6 @@
-"""One HTML page about some runs: everything is in the file, nothing is fetched, text of users stays text.
+"""One HTML page about some runs, without external resources; user text never becomes markup.
 
-The data goes into the page as JSON in which no tag can begin; page.js draws it and puts words in as text only.
+The data is embedded as JSON in which no tag can begin; page.js draws it and inserts strings as text only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def page_data(
     partitions: Sequence[Mapping[str, Any]] = (),
     live: bool = False,
 ) -> dict[str, Any]:
-    """What the page shows. ``equals`` says by name of a run whether it equals local, ``partitions`` compares cuts."""
+    """The data of the page. ``equals`` compares a run, by name, with local; ``partitions`` compares partitions."""
     return {
         "title": title,
         "live": live,
@@ -46,7 +46,7 @@ def page_data(
 
 
 def render_page(data: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """The HTML of the page."""
     assets = files("gnnfleet.report") / "assets"
     style, script = (assets / "page.css").read_text(), (assets / "page.js").read_text()
     return (
@@ -60,5 +60,5 @@ def render_page(data: Mapping[str, Any]) -> str:
 
 
 def as_json(data: Mapping[str, Any]) -> str:
-    """JSON that may stand inside a script element; numbers that are none become null."""
+    """JSON that is safe inside a script element; NaN and infinities become null."""
     return json.dumps(none_if_not_finite(data), allow_nan=False).replace("<", "\\u003c")

@@ -1,8 +1,7 @@
-"""What a rank does with its time: it computes, exchanges (packs, posts, unpacks) or waits for what is under way.
+"""Phase times of a rank: compute, exchange (pack, post, unpack) and wait (for messages in flight).
 
-Phases nest and the innermost counts, so the three add up to the time that passed. Only the thread that made the clock
-is counted: what others do goes on beside the training. A trace notes every phase of every thread, where it is asked
-for.
+Phases nest and the innermost counts, so the three add up to the elapsed time. Only the thread that created the timer
+is counted: other threads run beside the training. A trace, if enabled, records the phases of all threads.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ COMPUTE, EXCHANGE, WAIT = "compute", "exchange", "wait"
 PHASES = (COMPUTE, EXCHANGE, WAIT)
 
 MAX_SPANS = 200_000
-"""Spans that a trace keeps; those after it are left out."""
+"""Number of spans that a trace keeps; later ones are left out."""
 
 
 class TraceSpan(NamedTuple):
-    """Something that a thread did."""
+    """Activity of a thread."""
 
     what: str
     kind: str  # a phase, or step, epoch, evaluation
@@ -30,7 +29,7 @@ class TraceSpan(NamedTuple):
 
 
 class PhaseTimer:
-    """Seconds of each phase since it was made."""
+    """Seconds of each phase since construction."""
 
     def __init__(self) -> None:
         self._thread, self._phase, self._since = get_ident(), COMPUTE, perf_counter()
@@ -38,7 +37,7 @@ class PhaseTimer:
         self.spans: list[TraceSpan] | None = None
 
     def phase(self, phase: str, what: str = "") -> PhaseContext:
-        """A phase, for as long as a ``with`` lasts; ``what`` is for the trace."""
+        """A context that counts as ``phase``; ``what`` names it in the trace."""
         return PhaseContext(self, phase, what)
 
     def read(self) -> dict[str, float]:
@@ -46,12 +45,12 @@ class PhaseTimer:
         return dict(self._seconds)
 
     def record(self, what: str, kind: str, begin: float, end: float | None = None) -> None:
-        """A span for the trace alone."""
+        """Add a span to the trace only."""
         if self.spans is not None and len(self.spans) < MAX_SPANS:
             self.spans.append(TraceSpan(what, kind, begin, perf_counter() if end is None else end, get_ident()))
 
     def _switch(self, phase: str) -> str:
-        """Begin a phase; the one before."""
+        """Begin a phase; returns the previous one."""
         now = perf_counter()
         self._seconds[self._phase] += now - self._since
         before, self._phase, self._since = self._phase, phase, now
@@ -59,17 +58,17 @@ class PhaseTimer:
 
 
 class PhaseContext:
-    """See ``PhaseTimer.phase``; a class of its own because it is entered for every message."""
+    """See ``PhaseTimer.phase``; a class, not a generator, because it is entered for every message."""
 
-    __slots__ = ("_before", "_begin", "_clock", "_own", "_phase", "_what")
+    __slots__ = ("_before", "_begin", "_clock", "_counted", "_phase", "_what")
 
     def __init__(self, clock: PhaseTimer, phase: str, what: str) -> None:
         self._clock, self._phase, self._what = clock, phase, what
 
     def __enter__(self) -> None:
         clock = self._clock
-        self._own = clock._thread == get_ident()
-        if self._own:
+        self._counted = clock._thread == get_ident()
+        if self._counted:
             self._before = clock._switch(self._phase)
         if clock.spans is not None:
             self._begin = perf_counter()
@@ -78,5 +77,5 @@ class PhaseContext:
         clock = self._clock
         if clock.spans is not None:
             clock.record(self._what, self._phase, self._begin)
-        if self._own:
+        if self._counted:
             clock._switch(self._before)

@@ -1,4 +1,4 @@
-"""Progress on long work: a live bar on a terminal, plain lines elsewhere, silence when asked. Always on stderr."""
+"""Progress of long work on standard error: a live bar on a terminal, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import Progress as RichProgress
 
 
 class Progress(Protocol):
-    """What long work talks to. ``stage`` opens a named stage and returns what to call with the amount done since."""
+    """Takes progress of long work. ``stage`` opens a named stage and returns a function that takes the amount done."""
 
     def stage(self, name: str, total: float | None = None) -> Callable[[float], None]: ...
 
@@ -62,7 +62,7 @@ class BarProgress:
         return lambda amount: self._display.advance(task, amount)
 
     def finish(self) -> None:
-        """Fill the bar of the stage before: stages follow each other."""
+        """Complete the bar of the previous stage."""
         if self._current is not None:
             task = self._display.tasks[self._current]
             total = task.total or max(task.completed, 1)
@@ -71,7 +71,7 @@ class BarProgress:
 
 @contextmanager
 def make_progress(quiet: bool = False) -> Iterator[Progress]:
-    """The progress that fits where standard error goes."""
+    """Progress that suits standard error: bars on a terminal, plain lines elsewhere."""
     if quiet:
         yield NoProgress()
     elif not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Remarks: sentences for the user beside a result, on standard error."""
+"""Notes for the user on standard error, beside the result on standard output."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from rich.console import Console
 
 
 def print_note(text: str, *, quiet: bool = False) -> None:
-    """A sentence for the user beside the result."""
+    """Print a note unless ``quiet``."""
     if not quiet:
         Console(stderr=True, highlight=False, emoji=False).print(text, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""A run read from its directory, as plain numbers and words, while it goes on or after; nothing of it is trusted."""
+"""Reads a run directory during or after training into plain values; its content is not trusted."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Run = dict[str, Any]
 RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
 
 IMAGES = {"schedule.svg": "schedule of the last epoch", "lanes.svg": "lanes of the last epoch"}
-"""Drawings that strategies leave in a run, and what they show."""
+"""Drawings that strategies write into a run directory, and their titles."""
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
-    """All that is known of a run; raises RunError where there is none."""
-    about = _read(path / "config.json")
-    if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
-        raise RunError(f"{path} is not a run: expected a config.json of one there")
-    config, record, totals = about["config"], _read(path / "record.json"), _read(path / "ranks.json")
+    """Read a run; raises RunError if the directory is not one."""
+    saved = _read(path / "config.json")
+    if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
+        raise RunError(f"{path} is not a run: expected a run directory with a config.json")
+    config, record, totals = saved["config"], _read(path / "record.json"), _read(path / "ranks.json")
     workers, epochs = config.get("workers", 1), _group(config, "train").get("epochs", 0)
     if not isinstance(workers, int) or not isinstance(epochs, int):
-        raise RunError(f"{path} is not a run: numbers of workers and epochs in its config.json are none")
+        raise RunError(f"{path} is not a run: workers and epochs in its config.json must be integers")
     state = RUNNING if is_running(path) else FINISHED if isinstance(record, dict) else STOPPED
     rows = [row for row in read_metrics(path / "metrics.jsonl") if _is_row(row)]
     parts = _read(path / "parts.json")
@@ -38,7 +38,7 @@ def read_run(path: Path, name: str | None = None) -> Run:
         "name": name or path.resolve().name,
         "path": str(path.resolve()),
         "state": state,
-        "store": Path(str(_group(about, "store").get("path", ""))).name,
+        "store": Path(str(_group(saved, "store").get("path", ""))).name,
         "strategy": str(_named(config.get("strategy"))),
         "model": str(_named(config.get("model"))),
         "workers": workers,
@@ -51,13 +51,13 @@ def read_run(path: Path, name: str | None = None) -> Run:
         "parts": parts if isinstance(parts, dict) and _group(parts, "quality") else None,
         "record": record if isinstance(record, dict) and state != RUNNING else None,
         "remarks": [str(row.get("text", "")) for row in read_metrics(path / "remarks.jsonl") if isinstance(row, dict)],
-        "pictures": {what: _picture(path / file) for file, what in IMAGES.items() if (path / file).is_file()},
+        "pictures": {title: _picture(path / file) for file, title in IMAGES.items() if (path / file).is_file()},
         "has_trace": (path / "trace.json").is_file(),
     }
 
 
 def is_running(path: Path) -> bool:
-    """Whether a process of this machine holds the run's lock; looking does not take it."""
+    """True if a process of this machine holds the run's lock; does not take the lock."""
     try:
         inode = (path / ".lock").stat().st_ino
         lines = Path("/proc/locks").read_text().splitlines()
@@ -70,11 +70,11 @@ def is_running(path: Path) -> bool:
 
 
 def summarize(run: Run) -> dict[str, Any]:
-    """The numbers by which runs are compared; None where there is none yet."""
+    """The numbers by which runs are compared; None if not measured yet."""
     rows, record, totals = run["rows"], run["record"] or {}, run["totals"] or {}
     metrics = _group(record, "metrics")
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), (int, float))]
-    found = [row["val"] for row in rows if isinstance(row.get("val"), (int, float))]
+    vals = [row["val"] for row in rows if isinstance(row.get("val"), (int, float))]
     traffic, memory = _group(record, "traffic"), _group(record, "memory")
     sent = _numbers(traffic.get("bytes_sent")) or [sum(row) for row in totals.get("bytes", [])]
     rounds = _numbers(traffic.get("rounds")) or totals.get("rounds")
@@ -82,7 +82,7 @@ def summarize(run: Run) -> dict[str, Any]:
     return {
         "epochs": len(rows),
         "loss": rows[-1].get("train_loss") if rows else None,
-        "val": _number(metrics.get("val")) if "val" in metrics else max(found, default=None),
+        "val": _number(metrics.get("val")) if "val" in metrics else max(vals, default=None),
         "test": _number(metrics.get("test")),
         "metric": str(metrics.get("name", "")),
         "baseline": _baseline(metrics),
@@ -96,14 +96,14 @@ def summarize(run: Run) -> dict[str, Any]:
 
 
 def _baseline(metrics: Mapping[str, Any]) -> float | None:
-    """Of a run on events what EdgeBank, which learns nothing, comes to on test: the better of its two kinds."""
+    """Test metric of EdgeBank, a baseline without parameters for runs on events: the better of its two variants."""
     beside = _group(_group(metrics, "beside"), "test")
-    found = (_number(beside.get(name)) for name in ("edgebank", "edgebank_window"))
-    return max((value for value in found if value is not None), default=None)
+    values = (_number(beside.get(name)) for name in ("edgebank", "edgebank_window"))
+    return max((value for value in values if value is not None), default=None)
 
 
 def worker_names(run: Run) -> list[str]:
-    """What the workers of a run are called, in the order of its lists."""
+    """Names of the workers of a run, in the order of its lists."""
     count = len((run["totals"] or {}).get("peak_rss", ())) or run["workers"]
     if run["strategy"] == "tma":
         return ["coordinator", *(f"trainer {i}" for i in range(count - 1))]
@@ -111,7 +111,7 @@ def worker_names(run: Run) -> list[str]:
 
 
 def mean_phase_seconds(run: Run) -> list[dict[str, float]]:
-    """Seconds of an epoch by phase, of each worker, over all epochs but the first, which also warms up."""
+    """Mean seconds per epoch by phase, for each worker, without the first epoch, which warms up."""
     rows: Sequence[Mapping[str, Any]] = run["ranks"][1:] or run["ranks"]
     if not rows:
         return []
@@ -126,8 +126,8 @@ def _read(path: Path) -> Any:
 
 
 def _group(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-    found = tree.get(key)
-    return found if isinstance(found, dict) else {}
+    group = tree.get(key)
+    return group if isinstance(group, dict) else {}
 
 
 def _number(value: Any) -> float | None:
@@ -135,7 +135,7 @@ def _number(value: Any) -> float | None:
 
 
 def _numbers(values: Any) -> list[float]:
-    return values if isinstance(values, list) and all(isinstance(each, (int, float)) for each in values) else []
+    return values if isinstance(values, list) and all(isinstance(value, (int, float)) for value in values) else []
 
 
 def _named(group: Any) -> Any:
@@ -143,10 +143,10 @@ def _named(group: Any) -> Any:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def _is_row(row: Any) -> bool:
@@ -159,17 +159,17 @@ def _is_split(row: Any) -> bool:
     )
 
 
-def _are_totals(found: Any) -> bool:
-    """A row of bytes, a number of rounds and a peak of every worker."""
-    if not isinstance(found, dict) or not isinstance(found.get("bytes"), list):
+def _are_totals(totals: Any) -> bool:
+    """True for a row of bytes, a number of rounds and a memory peak per worker."""
+    if not isinstance(totals, dict) or not isinstance(totals.get("bytes"), list):
         return False
-    count = len(found["bytes"])
-    return all(len(_numbers(row)) == count + 1 for row in found["bytes"]) and all(
-        len(_numbers(found.get(key))) == count for key in ("rounds", "peak_rss")
+    count = len(totals["bytes"])
+    return all(len(_numbers(row)) == count + 1 for row in totals["bytes"]) and all(
+        len(_numbers(totals.get(key))) == count for key in ("rounds", "peak_rss")
     )
 
 
 def _picture(path: Path) -> str:
-    """An image that runs no scripts, whatever is in it."""
+    """A data URL of an image, in which browsers run no scripts."""
     data = path.read_bytes() if path.stat().st_size < 8 << 20 else b""
     return "data:image/svg+xml;base64," + base64.b64encode(data).decode()

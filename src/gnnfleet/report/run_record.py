@@ -1,4 +1,4 @@
-"""What a run leaves behind in numbers and words: the object that ``train --json`` prints."""
+"""The record of a finished run: the object that ``train --json`` prints."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class RunRecord:
     workers: int
     model: str
     seed: int
-    epochs: int  # run, which may be fewer than asked for
+    epochs: int  # trained, perhaps fewer than requested
     steps: int
-    seconds_per_epoch: list[float]  # of training; evaluation is not in it
+    seconds_per_epoch: list[float]  # of training without evaluation
     metrics: Mapping[str, Any]  # train_loss, val, test, name; best_epoch
     traffic: Mapping[str, list[int]] = field(default_factory=lambda: {"bytes_sent": [0], "rounds": [0]})
     memory: Mapping[str, list[int]] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)  # workers without which the run went on to its end, and why
+    lost: list[str] = field(default_factory=list)  # workers that were lost before the end, with the reason
     run_dir: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """``lost`` only where there is something to tell."""
-        found = asdict(self)
-        return found if self.lost else {key: value for key, value in found.items() if key != "lost"}
+        """Leave out ``lost`` if it is empty."""
+        fields = asdict(self)
+        return fields if self.lost else {key: value for key, value in fields.items() if key != "lost"}
 
 
 def versions() -> dict[str, str]:
-    """The versions that decide a result."""
-    found = {"python": platform.python_version()}
+    """Versions of the packages that affect a result."""
+    installed = {"python": platform.python_version()}
     for package in ("gnnfleet", "torch", "numpy"):
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed

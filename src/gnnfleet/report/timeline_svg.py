@@ -1,4 +1,4 @@
-"""A picture of who worked when: a row for each worker, a box for each chunk, white where nobody worked."""
+"""SVG timelines: the pipeline schedule of an epoch, and the batches of temporal trainers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEFT, _RIGHT, _ROW, _GAP, _WIDTH, _TOP = 130, 40, 26, 6, 1000, 56
 
 
 class TimelineSlot(Protocol):
-    """Work on a chunk."""
+    """A span of work on a chunk."""
 
     @property
     def stage(self) -> int: ...
@@ -36,8 +36,8 @@ def draw_schedule(slots: Sequence[TimelineSlot], stages: int, ways: int) -> str:
     chunks = 1 + max(slot.chunk for slot in slots)
     height = _TOP + stages * ways * (_ROW + _GAP) + 34
     busy = sum(slot.end - slot.begin for slot in slots) / max((last - first) * stages * ways, 1e-9)
-    grid = f"{stages} stages" + (f" × {ways} ways" if ways > 1 else "")
-    title = f"{grid}, {last - first:.3f} s; workers were at work {busy:.0%} of it"
+    grid = f"{stages} stages" + (f" × {ways} partitions" if ways > 1 else "")
+    title = f"{grid}, {last - first:.3f} s; workers busy {busy:.0%} of the time"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + _RIGHT} {height}" '
         'font-family="sans-serif" font-size="12">',
@@ -48,18 +48,18 @@ def draw_schedule(slots: Sequence[TimelineSlot], stages: int, ways: int) -> str:
     for stage in range(stages):
         for way in range(ways):
             top = _TOP + (stage * ways + way) * (_ROW + _GAP)
-            name = f"stage {stage + 1}" + (f", way {way + 1}" if ways > 1 else "")
+            name = f"stage {stage + 1}" + (f", partition {way + 1}" if ways > 1 else "")
             parts.append(f'<text x="8" y="{top + 17}">{name}</text>')
             parts.append(f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_ROW}" fill="none" stroke="#ddd"/>')
     for slot in slots:
         top = _TOP + (slot.stage * ways + slot.way) * (_ROW + _GAP)
         left, wide = _LEFT + (slot.begin - first) * scale, max((slot.end - slot.begin) * scale, 0.5)
-        which = "backward" if slot.back else "forward"
-        word = f"chunk {slot.chunk + 1}, {which}, {slot.busy * 1e3:.1f} ms of processor time"
+        direction = "backward" if slot.back else "forward"
+        tooltip = f"chunk {slot.chunk + 1}, {direction}, {slot.busy * 1e3:.1f} ms of CPU time"
         parts.append(
             f'<rect x="{left:.2f}" y="{top}" width="{wide:.2f}" height="{_ROW}" '
             f'fill="{colour(slot.chunk, chunks, dark=slot.back)}" stroke="white" stroke-width="0.5">'
-            f"<title>{word}</title></rect>"
+            f"<title>{tooltip}</title></rect>"
         )
         if wide > 18:
             parts.append(
@@ -74,7 +74,7 @@ def draw_schedule(slots: Sequence[TimelineSlot], stages: int, ways: int) -> str:
 
 
 def colour(number: int, count: int, *, dark: bool) -> str:
-    """One of ``count`` hues, as SVG writes it."""
+    """One of ``count`` hues in SVG notation."""
     red, green, blue = colorsys.hls_to_rgb(number / max(count, 1), 0.38 if dark else 0.72, 0.6)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
@@ -98,7 +98,7 @@ class LaneCell(Protocol):
 def draw_batch_lanes(
     rows: Sequence[tuple[str, Sequence[LaneCell]]], *, title: str, batches: int, first: int = 0
 ) -> str:
-    """SVG of the iterations from ``first`` on; rows have names."""
+    """SVG of the iterations from ``first`` on, one named row per trainer."""
     columns = max(len(cells) for _, cells in rows)
     wide = min(_LANE_WIDEST, _LANE_WIDTH / max(columns, 1))
     height = _LANE_TOP + len(rows) * (_LANE_ROW + _LANE_GAP) + 30
@@ -109,7 +109,7 @@ def draw_batch_lanes(
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="8" y="20" font-size="15">{escape(title)}</text>',
         '<text x="8" y="40" fill="#555">number: batch; dark: first use, memory is read and written; light: further '
-        "uses with other negatives; line: memory is emptied</text>",
+        "uses with other negatives; line: memory is reset</text>",
     ]
     for number, (name, cells) in enumerate(rows):
         top = _LANE_TOP + number * (_LANE_ROW + _LANE_GAP)
@@ -124,16 +124,16 @@ def draw_batch_lanes(
 
 def _lane_box(cell: LaneCell, left: float, top: int, wide: float, batches: int) -> list[str]:
     fill = "white" if cell.batch is None else colour(cell.batch, batches, dark=cell.is_first)
-    word = "idle" if cell.batch is None else f"batch {cell.batch}, use {cell.use + 1}"
-    drawn = [
+    tooltip = "idle" if cell.batch is None else f"batch {cell.batch}, use {cell.use + 1}"
+    elements = [
         f'<rect x="{left:.2f}" y="{top}" width="{wide:.2f}" height="{_LANE_ROW}" fill="{fill}" stroke="#ddd" '
-        f'stroke-width="0.5"><title>{word}</title></rect>'
+        f'stroke-width="0.5"><title>{tooltip}</title></rect>'
     ]
     if cell.phase == 0:
         ends = f'y1="{top - 2}" y2="{top + _LANE_ROW + 2}"'
-        drawn.append(f'<line x1="{left:.2f}" x2="{left:.2f}" {ends} stroke="black" stroke-width="2"/>')
+        elements.append(f'<line x1="{left:.2f}" x2="{left:.2f}" {ends} stroke="black" stroke-width="2"/>')
     if cell.batch is not None and wide > 14:
         ink = "white" if cell.is_first else "black"
         middle = f'x="{left + wide / 2:.1f}" y="{top + 16}"'
-        drawn.append(f'<text {middle} text-anchor="middle" font-size="10" fill="{ink}">{cell.batch}</text>')
-    return drawn
+        elements.append(f'<text {middle} text-anchor="middle" font-size="10" fill="{ink}">{cell.batch}</text>')
+    return elements

@@ -10,25 +10,25 @@ from gnnfleet.report.phase_timer import MAX_SPANS, TraceSpan
 
 
 def pack_spans(spans: Sequence[TraceSpan], offset: float = 0.0) -> bytes:
-    """For another process, by whose clock they then are."""
+    """Serialize spans, shifted by a clock offset, for another process."""
     return json.dumps([[s.what, s.kind, s.begin + offset, s.end + offset, s.thread] for s in spans]).encode()
 
 
 def unpack_spans(data: bytes) -> list[TraceSpan]:
-    return [TraceSpan(*each) for each in json.loads(data or b"[]")]
+    return [TraceSpan(*fields) for fields in json.loads(data or b"[]")]
 
 
 def trace_json(workers: Mapping[str, Sequence[TraceSpan]]) -> str:
-    """Spans by name of the worker, all by one clock; times count from the first of them."""
+    """Spans by name of the worker, all by one clock; times are relative to the earliest span."""
     start = min((span.begin for spans in workers.values() for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     for pid, (name, spans) in enumerate(workers.items()):
-        full = ", not all of it" if len(spans) >= MAX_SPANS else ""
+        full = " (truncated)" if len(spans) >= MAX_SPANS else ""
         events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name + full}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
         threads: dict[int, int] = {}
         for thread in (span.thread for span in spans if span.kind in ("epoch", "step", "beside")):
-            threads.setdefault(thread, 0)  # the one that trains
+            threads.setdefault(thread, 0)  # the training thread
         for span in spans:
             threads.setdefault(span.thread, len(threads))
             events.append(
@@ -43,6 +43,6 @@ def trace_json(workers: Mapping[str, Sequence[TraceSpan]]) -> str:
                 }
             )
         for number in threads.values():
-            words = {"name": "training" if not number else f"beside {number}"}
-            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": number, "args": words})
+            name = "training" if not number else f"background {number}"
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": number, "args": {"name": name}})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

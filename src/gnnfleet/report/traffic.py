@@ -1,4 +1,4 @@
-"""What one rank sent to others: payload bytes, to whom, and rounds in which peers met."""
+"""Traffic of one rank: payload bytes by receiving peer, and rounds of communication."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 EVERYONE = -1
-"""To whom bytes of sums and of words from the first rank go."""
+"""Receiver of the bytes of all-reduces and broadcasts."""
 
 
 @dataclass
 class TrafficCounter:
-    """Counted where the bytes are handed over, not estimated; by several threads."""
+    """Counts payload bytes as they are sent; may be used from several threads."""
 
     bytes_sent: int = 0
     rounds: int = 0
-    bytes_by_peer: dict[int, int] = field(default_factory=dict)  # bytes by peer, as the whole World numbers them
+    bytes_by_peer: dict[int, int] = field(default_factory=dict)  # by global rank
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add_bytes(self, nbytes: int, to: int = EVERYONE) -> None:
