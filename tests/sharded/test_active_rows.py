@@ -1,4 +1,4 @@
-"""Layers that compute only what the loss needs: the same losses and weights as local, fewer rows, fewer bytes."""
+"""Layers that compute only active rows: the same losses and weights as local, fewer rows, fewer bytes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ GRAPHS = {"chain": (chain, MODELS), "typed": (typed_chain, [{"name": "rgcn"}, {"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("flow")
+    path = tmp_path_factory.mktemp("active-rows")
     for name, (make, _) in GRAPHS.items():
         save_store(make(), path / name)
     return path
@@ -104,65 +104,67 @@ def expected(folder: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def every_model(world: World, store: str, parts: str, name: str, flow: bool) -> list[dict[str, Any]]:
-    found = []
+def every_model(world: World, store: str, parts: str, name: str, restrict_rows: bool) -> list[dict[str, Any]]:
+    runs = []
     for model in GRAPHS[name][1]:
         before = world.traffic.bytes_sent
         here = RankContext(world, Partition.open(parts).shard(world.rank))
-        tree = words(model, name="sar", restrict_rows=flow)
-        found.append(trained(open_store(store), tree, here) | {"bytes": world.traffic.bytes_sent - before})
-    return found
+        tree = words(model, name="sar", restrict_rows=restrict_rows)
+        runs.append(trained(open_store(store), tree, here) | {"bytes": world.traffic.bytes_sent - before})
+    return runs
 
 
 @pytest.mark.parametrize(
     ("name", "size", "how"),
     [("chain", 1, "random"), ("chain", 2, "range"), ("chain", 3, "random"), ("typed", 3, "random")],
 )
-def test_equals_local(crew: Crew, folder: Path, expected: Any, name: str, size: int, how: str) -> None:
+def test_training_on_active_rows_equals_local(
+    crew: Crew, folder: Path, expected: Any, name: str, size: int, how: str
+) -> None:
     parts = folder / f"{name}-{size}-{how}"
     cut_graph(open_store(folder / name), size, how, parts)
-    found = crew.run(size, every_model, str(folder / name), str(parts), name, True)
-    for place, model in enumerate(GRAPHS[name][1]):
-        one = gathered([rank[place] for rank in found])
-        one.pop("bytes")
-        close(one, gathered([expected[name][place]]), f"{model}")
+    ranks = crew.run(size, every_model, str(folder / name), str(parts), name, True)
+    for index, model in enumerate(GRAPHS[name][1]):
+        run = gathered([runs[index] for runs in ranks])
+        run.pop("bytes")
+        close(run, gathered([expected[name][index]]), f"{model}")
 
 
-def test_less_travels(crew: Crew, folder: Path) -> None:
+def test_fewer_bytes_are_sent_with_active_rows(crew: Crew, folder: Path) -> None:
     parts = folder / "chain-2-travel"
     cut_graph(open_store(folder / "chain"), 2, "random", parts)
-    with_flow, without = (
-        crew.run(2, every_model, str(folder / "chain"), str(parts), "chain", flow) for flow in (True, False)
+    restricted, unrestricted = (
+        crew.run(2, every_model, str(folder / "chain"), str(parts), "chain", restrict) for restrict in (True, False)
     )
-    for place, model in enumerate(MODELS):
-        some, whole = (sum(rank[place]["bytes"] for rank in found) for found in (with_flow, without))
+    for index, model in enumerate(MODELS):
+        fewer, full = (sum(runs[index]["bytes"] for runs in ranks) for ranks in (restricted, unrestricted))
         if model.get("norm") == "batch":
-            assert some == whole
-        else:  # evaluation walks the whole graph either way, so only steps save
-            assert some < 0.8 * whole, model
+            assert fewer == full
+        else:  # evaluation reads the whole graph either way, so only steps save
+            assert fewer < 0.8 * full, model
 
 
 def levels(world: World, parts: str, layers: int) -> list[list[int]]:
     """The store ids that each level has on this rank."""
     shard = Partition.open(parts).shard(world.rank)
     ids = shard.nodes("node").store_ids
-    wanted = {"node": torch.isin(ids, torch.tensor([7, 60, 61]))}
-    flow = ActiveRows.compute(shard, RingExchange(world), wanted, layers)
-    assert flow is not None
-    return [ids[mask["node"]].tolist() for mask in flow.levels]
+    loss_rows = {"node": torch.isin(ids, torch.tensor([7, 60, 61]))}
+    active_rows = ActiveRows.compute(shard, RingExchange(world), loss_rows, layers)
+    assert active_rows is not None
+    return [ids[mask["node"]].tolist() for mask in active_rows.levels]
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_levels_are_the_neighbourhoods(crew: Crew, folder: Path, size: int) -> None:
+def test_levels_are_the_neighbourhoods_of_the_loss_rows(crew: Crew, folder: Path, size: int) -> None:
     graph = chain()
     edges = graph.single_edges
     parts = folder / f"levels-{size}"
     cut_graph(graph, size, "random", parts)
-    found = crew.run(size, levels, str(parts), LAYERS)
-    wanted = {7, 60, 61}
+    ranks = crew.run(size, levels, str(parts), LAYERS)
+    expected = {7, 60, 61}
     for level in range(LAYERS, -1, -1):
-        assert sorted(node for rank in found for node in rank[level]) == sorted(wanted)
-        wanted |= {int(s) for s, d in zip(edges.src.tolist(), edges.dst().tolist(), strict=True) if d in wanted}
+        assert sorted(node for rank in ranks for node in rank[level]) == sorted(expected)
+        expected |= {int(s) for s, d in zip(edges.src.tolist(), edges.dst().tolist(), strict=True) if d in expected}
 
 
 def sizes(world: World, store: str, parts: str) -> list[tuple[int, int]]:
@@ -171,16 +173,16 @@ def sizes(world: World, store: str, parts: str) -> list[tuple[int, int]]:
     return [(view.num_src, view.num_dst) for view in strategy._views]
 
 
-def test_layers_have_as_many_rows_as_they_need(crew: Crew, folder: Path) -> None:
+def test_sources_of_a_layer_are_the_destinations_of_the_layer_before(crew: Crew, folder: Path) -> None:
     parts = folder / "sizes"
     cut_graph(open_store(folder / "chain"), 2, "random", parts)
-    each = crew.run(2, sizes, str(folder / "chain"), str(parts))
-    totals = [tuple(sum(rank[layer][end] for rank in each) for end in (0, 1)) for layer in range(LAYERS)]
+    ranks = crew.run(2, sizes, str(folder / "chain"), str(parts))
+    totals = [tuple(sum(layers[layer][end] for layers in ranks) for end in (0, 1)) for layer in range(LAYERS)]
     assert totals[-1][1] == 3 and all(after[0] == before[1] for before, after in pairwise(totals))
     assert totals[0][0] < NODES / 2
 
 
-def test_where_most_rows_are_needed_all_are(crew: Crew, folder: Path) -> None:
+def test_without_a_restriction_if_the_loss_needs_most_rows(crew: Crew, folder: Path) -> None:
     everything = {"node": torch.ones(NODES, dtype=torch.bool)}
     parts = folder / "everything"
     cut_graph(open_store(folder / "chain"), 1, "random", parts)

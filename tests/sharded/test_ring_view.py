@@ -1,4 +1,4 @@
-"""RingView equals LocalView: outputs and the gradient of every input, for every verb, however the graph is cut."""
+"""RingView equals LocalView: outputs and the gradient of every input, for every verb and partition."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.equivalence.verbs import VERBS
 from tests.ranks import Crew, with_shelf
 
 SIZES = (1, 2, 3, 4)
-# Every cut as SAR, some in one shot, groups in between, other depths.
-WAYS = [(size, how, 1, 1) for size in SIZES for how in (CUTS if size > 1 else CUTS[:1])]
-WAYS += [(size, how, size, 1) for size, how in ((2, "random"), (3, "edgeless"), (4, "mincut"), (4, "empty"))]
-WAYS += [(2, "random", 1, 0), (2, "random", 2, 2), (3, "random", 2, 0), (3, "random", 1, 2)]
-WAYS += [(4, "random", 1, 0), (4, "random", 2, 1), (4, "random", 4, 2)]
+# (ranks, partition, group, prefetch): every partition as SAR, some in one group, groups in between, other depths.
+LAYOUTS = [(size, how, 1, 1) for size in SIZES for how in (CUTS if size > 1 else CUTS[:1])]
+LAYOUTS += [(size, how, size, 1) for size, how in ((2, "random"), (3, "edgeless"), (4, "mincut"), (4, "empty"))]
+LAYOUTS += [(2, "random", 1, 0), (2, "random", 2, 2), (3, "random", 2, 0), (3, "random", 1, 2)]
+LAYOUTS += [(4, "random", 1, 0), (4, "random", 2, 1), (4, "random", 4, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +60,12 @@ def parts_of(graph: Graph, folder: Path, name: str, size: int, how: str) -> str:
 
 def every_verb(world: World, path: str, group: int, depth: int, keep: bool = False) -> dict[str, Any]:
     view = replace(open_view(with_shelf(world) if keep else world, path, group, depth), keep_fetched=keep)
-    found = {name: run_case(view, *case) for name, case in VERBS.items()}
     ids = {"node_ids": view.node_ids.clone(), "edge_ids": view.edge_ids.clone()}
-    return {name: {"values": values, **ids} for name, values in found.items()}
+    return {name: {"values": run_case(view, *case), **ids} for name, case in VERBS.items()}
 
 
-@pytest.mark.parametrize(("size", "how", "group", "depth"), WAYS)
-def test_every_verb(
+@pytest.mark.parametrize(("size", "how", "group", "depth"), LAYOUTS)
+def test_every_verb_equals_local(
     crew: Crew, graph: Graph, expected: dict[str, Any], folder: Path, size: int, how: str, group: int, depth: int
 ) -> None:
     path = parts_of(graph, folder, "plain", size, how)
@@ -74,26 +73,26 @@ def test_every_verb(
 
 
 @pytest.mark.parametrize(("size", "how", "group"), [(2, "mincut", 1), (4, "random", 2), (3, "empty", 3)])
-def test_every_verb_with_rows_kept(
+def test_every_verb_equals_local_with_fetched_rows_cached(
     crew: Crew, graph: Graph, expected: dict[str, Any], folder: Path, size: int, how: str, group: int
 ) -> None:
     path = parts_of(graph, folder, "plain", size, how)
     check_verbs(graph, expected, crew.run(size, every_verb, path, group, 1, True))
 
 
-def check_verbs(graph: Graph, expected: dict[str, Any], found: list[Any]) -> None:
+def check_verbs(graph: Graph, expected: dict[str, Any], ranks: list[Any]) -> None:
     for name, (_, inputs) in VERBS.items():
-        together = joined(graph, inputs, [one[name] for one in found])
-        assert together.keys() == expected[name].keys()
-        for what, values in together.items():
+        joined_values = joined(graph, inputs, [verbs[name] for verbs in ranks])
+        assert joined_values.keys() == expected[name].keys()
+        for tensor, values in joined_values.items():
             torch.testing.assert_close(
-                values, expected[name][what], rtol=1e-10, atol=1e-12, msg=lambda m, w=(name, what): f"{w}: {m}"
+                values, expected[name][tensor], rtol=1e-10, atol=1e-12, msg=lambda m, at=(name, tensor): f"{at}: {m}"
             )
 
 
 def related(view: Any, x: dict[str, Tensor], coefficient: Tensor, combine: bool) -> dict[str, Tensor]:
     """Outputs and gradients of all relations, for every reduce."""
-    found = {}
+    values = {}
     for reduce in ("sum", "mean", "max"):
         leaves = {
             kind: view.for_type(kind) and x[kind][view.nodes[kind].node_ids].requires_grad_() for kind in view.nodes
@@ -101,30 +100,34 @@ def related(view: Any, x: dict[str, Tensor], coefficient: Tensor, combine: bool)
         outs = view.aggregate_relations(leaves, reduce=reduce)
         assert list(outs) == list(view.edge_types)
         sum((out * out.detach().sin()).sum() for out in outs.values()).backward()
-        found |= {f"{reduce} {kind}": out.detach() for kind, out in outs.items()}
-        found |= {f"{reduce} d{kind}": leaf.grad for kind, leaf in leaves.items() if leaf.grad is not None}
+        values |= {f"{reduce} {kind}": out.detach() for kind, out in outs.items()}
+        values |= {f"{reduce} d{kind}": leaf.grad for kind, leaf in leaves.items() if leaf.grad is not None}
         if combine and reduce != "max":
             rows = x["node"][view.node_ids].requires_grad_()
             scale = coefficient.clone().requires_grad_()
             out = view.combine_relations(rows, scale, reduce=reduce)
             (out * out.detach().sin()).sum().backward()
-            found |= {f"{reduce} combined": out.detach(), f"{reduce} dnode2": rows.grad, f"{reduce} params": scale.grad}
-    return found
+            values |= {
+                f"{reduce} combined": out.detach(),
+                f"{reduce} dnode2": rows.grad,
+                f"{reduce} params": scale.grad,
+            }
+    return values
 
 
-def relations_apart(world: World, path: str, group: int, x: dict[str, Tensor], coefficient: Tensor) -> Any:
+def related_on_rank(world: World, path: str, group: int, x: dict[str, Tensor], coefficient: Tensor) -> Any:
     view = open_view(world, path, group, 1)
     before = world.traffic.rounds
     view.aggregate_relations({kind: x[kind][view.nodes[kind].node_ids] for kind in x})
     rounds = world.traffic.rounds - before
-    found = related(view, x, coefficient, combine=len(x) == 1)
-    return found, {kind: rows.node_ids.clone() for kind, rows in view.nodes.items()}, rounds
+    values = related(view, x, coefficient, combine=len(x) == 1)
+    return values, {kind: rows.node_ids.clone() for kind, rows in view.nodes.items()}, rounds
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("how", CUTS)
 @pytest.mark.parametrize("make", [typed_graph, related_graph])
-def test_relations(crew: Crew, folder: Path, make: Any, how: str, size: int) -> None:
+def test_all_relations_in_one_exchange_equal_local(crew: Crew, folder: Path, make: Any, how: str, size: int) -> None:
     graph = make()
     random = torch.Generator().manual_seed(4)
     x = {
@@ -135,49 +138,51 @@ def test_relations(crew: Crew, folder: Path, make: Any, how: str, size: int) -> 
     expected = related(LocalView.of_graph(graph).with_step(key=KEY), x, coefficient, combine=len(x) == 1)
     path = parts_of(graph, folder, make.__name__, size, how)
     for group in [1 + CUTS.index(how) % size]:
-        found = crew.run(size, relations_apart, path, group, x, coefficient)
-        assert all(rounds == (0 if size == 1 else -(-size // group)) for _, _, rounds in found), "one exchange for all"
+        ranks = crew.run(size, related_on_rank, path, group, x, coefficient)
+        assert all(rounds == (0 if size == 1 else -(-size // group)) for _, _, rounds in ranks), "one exchange for all"
         for name, values in expected.items():
             if name.endswith("params"):
-                together = torch.stack([one[name] for one, _, _ in found]).sum(0)
+                total = torch.stack([of_rank[name] for of_rank, _, _ in ranks]).sum(0)
             else:
-                together = torch.full_like(values, torch.nan)
-                for one, ids, _ in found:
-                    together[ids[_rows_of(name, graph)]] = one[name]
-            torch.testing.assert_close(together, values, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+                total = torch.full_like(values, torch.nan)
+                for of_rank, ids, _ in ranks:
+                    total[ids[_rows_of(name, graph)]] = of_rank[name]
+            torch.testing.assert_close(total, values, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def _rows_of(name: str, graph: Graph) -> str:
-    """The node type whose rows a result has."""
-    word = name.split(" ", 1)[1]
-    return next(
-        (str(kind.dst) for kind in graph.edges if str(kind) == word), word[1:] if len(graph.nodes) > 1 else "node"
-    )
+    """The node type whose rows a tensor of ``related`` has."""
+    kind = name.split(" ", 1)[1]
+    by_edge_type = (edge_type.dst for edge_type in graph.edges if str(edge_type) == kind)
+    return str(next(by_edge_type, kind[1:] if len(graph.nodes) > 1 else "node"))
 
 
-def taking(world: World, path: str, x: Tensor, asked: list[Tensor], group: int) -> Any:
+def look_up(world: World, path: str, x: Tensor, ids: list[Tensor], group: int) -> Any:
     view = open_view(world, path, group, 1)
-    own = x[view.node_ids].requires_grad_()
-    rows = view.gather_rows(own, asked[world.rank])
+    local = x[view.node_ids].requires_grad_()
+    rows = view.gather_rows(local, ids[world.rank])
     (rows * rows.detach().cos()).sum().backward()
-    plain = view.gather_rows(x.round().int()[view.node_ids], asked[world.rank][:3])
-    return rows.detach(), own.grad, view.node_ids.clone(), plain
+    integers = view.gather_rows(x.round().int()[view.node_ids], ids[world.rank][:3])
+    return rows.detach(), local.grad, view.node_ids.clone(), integers
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("how", CUTS)
-def test_rows_by_store_id(crew: Crew, graph: Graph, folder: Path, how: str, size: int) -> None:
+def test_rows_and_gradients_of_a_row_lookup_equal_local(
+    crew: Crew, graph: Graph, folder: Path, how: str, size: int
+) -> None:
     random = torch.Generator().manual_seed(size)
     x = torch.randn(60, 2, 3, generator=random, dtype=torch.float64)
-    asked = [torch.randint(0, 60, (12 * (rank != 1),), generator=random) for rank in range(size)]
+    ids = [torch.randint(0, 60, (12 * (rank != 1),), generator=random) for rank in range(size)]
     leaf = x.clone().requires_grad_()
-    rows = LocalView.of_graph(graph).gather_rows(leaf, torch.cat(asked))
+    rows = LocalView.of_graph(graph).gather_rows(leaf, torch.cat(ids))
     (rows * rows.detach().cos()).sum().backward()
-    found = crew.run(size, taking, parts_of(graph, folder, "plain", size, how), x, asked, 1 + size // 2)
-    assert torch.equal(torch.cat([one[0] for one in found]), rows.detach())
+    ranks = crew.run(size, look_up, parts_of(graph, folder, "plain", size, how), x, ids, 1 + size // 2)
+    assert torch.equal(torch.cat([rank_rows for rank_rows, *_ in ranks]), rows.detach())
     grad = torch.full_like(x, torch.nan)
-    for _, own, ids, _ in found:
-        grad[ids] = own
+    for _, local_grad, node_ids, _ in ranks:
+        grad[node_ids] = local_grad
     assert leaf.grad is not None
     torch.testing.assert_close(grad, leaf.grad, rtol=1e-12, atol=1e-14)
-    assert torch.equal(torch.cat([one[3] for one in found]), torch.cat([x.round().int()[ids[:3]] for ids in asked]))
+    expected = torch.cat([x.round().int()[rank_ids[:3]] for rank_ids in ids])
+    assert torch.equal(torch.cat([integers for *_, integers in ranks]), expected), "dtypes without gradients too"

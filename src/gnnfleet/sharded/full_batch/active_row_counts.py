@@ -1,7 +1,7 @@
-"""What every part has to do in each layer of a step, counted from the parts alone, all of them in one process.
+"""Count the active rows and edges of every layer and partition, in one process with all partitions.
 
-The same rows and edges as ``ActiveRows`` leaves, without ranks to tell each other: a part's list of rows that it needs from q
-is in q's own numbering. L layers, P parts.
+The counts are those of ``ActiveRows``. No exchange is needed: a plan lists the rows received from q by q's numbers.
+L layers, P partitions.
 """
 
 from __future__ import annotations
@@ -21,97 +21,99 @@ from gnnfleet.sharded.step_tracer import RouteKey
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """One layer of one part."""
+    """The work of one layer on one partition."""
 
     rows: int  # destinations
     edges: int
-    sent_rows: Mapping[RouteKey, tuple[int, ...]]  # rows that go to each part
-    received_rows: Mapping[RouteKey, tuple[int, ...]]  # rows that come from each part
+    sent_rows: Mapping[RouteKey, tuple[int, ...]]  # by partition
+    received_rows: Mapping[RouteKey, tuple[int, ...]]  # by partition
 
 
 @dataclass(frozen=True)
 class ActiveRowCounts:
-    """Loads by layer and part; ``totals`` are the rows of each level, of all parts together."""
+    """Loads by layer and partition; ``totals`` are the rows of each level, summed over partitions."""
 
     loads: list[list[LayerLoad]]
     totals: list[int]  # L + 1
 
     @property
     def many(self) -> tuple[bool, ...]:
-        """Whether a layer reads many more rows than it makes (see ``RingView.for_layer``)."""
+        """True for layers that read many more rows than they compute (see ``RingView.for_layer``)."""
         return tuple(before > MANY_SOURCES * after for before, after in pairwise(self.totals))
 
 
-def count_active_rows(shards: Sequence[Shard], wanted: Sequence[Masks] | None, layers: int) -> ActiveRowCounts:
-    """``wanted`` are the rows of every part that the loss reads, None: all of them."""
-    every = [
-        {kind: torch.ones(each.nodes(kind).count, dtype=torch.bool) for kind in each.node_types} for each in shards
+def count_active_rows(shards: Sequence[Shard], loss_rows: Sequence[Masks] | None, layers: int) -> ActiveRowCounts:
+    """``loss_rows`` are the rows of every partition that the loss reads, None: all of them."""
+    all_rows = [
+        {kind: torch.ones(shard.nodes(kind).count, dtype=torch.bool) for kind in shard.node_types} for shard in shards
     ]
-    whole = [_whole(shard) for shard in shards]
-    total, level = _count(every), every if wanted is None else list(wanted)
-    found: list[list[LayerLoad]] = []
+    full_loads = [_full_load(shard) for shard in shards]
+    total, level = _count(all_rows), all_rows if loss_rows is None else list(loss_rows)
+    loads: list[list[LayerLoad]] = []
     totals: list[int] = []
     for number in range(layers, -1, -1):
         count = _count(level)
-        full = count > MAX_ACTIVE_SHARE * total
-        totals.insert(0, total if full else count)
+        is_full = count > MAX_ACTIVE_SHARE * total
+        totals.insert(0, total if is_full else count)
         if number:
-            found.insert(0, whole if full else _with_restriction(shards, level))
-            level = every if full else _source_rows(shards, level)
-    return ActiveRowCounts(found, totals)
+            loads.insert(0, full_loads if is_full else _restricted_loads(shards, level))
+            level = all_rows if is_full else _source_level(shards, level)
+    return ActiveRowCounts(loads, totals)
 
 
-def _count(masks: Sequence[Masks]) -> int:
-    return sum(int(mask.sum()) for each in masks for mask in each.values())
+def _count(level: Sequence[Masks]) -> int:
+    return sum(int(mask.sum()) for masks in level for mask in masks.values())
 
 
-def _source_rows(shards: Sequence[Shard], targets: Sequence[Masks]) -> list[Masks]:
+def _source_level(shards: Sequence[Shard], targets: Sequence[Masks]) -> list[Masks]:
     """The rows that are read to compute the targets, and the targets themselves."""
-    found = [{kind: mask.clone() for kind, mask in each.items()} for each in targets]
-    for place, (shard, each) in enumerate(zip(shards, targets, strict=True)):
-        read, own = source_masks(shard, each)
+    level = [{kind: mask.clone() for kind, mask in masks.items()} for masks in targets]
+    for p, (shard, masks) in enumerate(zip(shards, targets, strict=True)):
+        remote, local = source_masks(shard, masks)
         for kind in shard.node_types:
-            found[place][kind] |= own[kind]
-            for q, (rows, mask) in enumerate(zip(shard.plan(kind, "in").recv, read[kind], strict=True)):
-                found[q][kind][rows[mask].long()] = True
-    return found
+            level[p][kind] |= local[kind]
+            for q, (rows, mask) in enumerate(zip(shard.plan(kind, "in").recv, remote[kind], strict=True)):
+                level[q][kind][rows[mask].long()] = True
+    return level
 
 
-def _whole(shard: Shard) -> LayerLoad:
-    plans = {(kind, way): shard.plan(kind, way) for kind in shard.node_types for way in DIRECTIONS}
+def _full_load(shard: Shard) -> LayerLoad:
+    plans = {(kind, direction): shard.plan(kind, direction) for kind in shard.node_types for direction in DIRECTIONS}
     edges = sum(len(shard.block(kind, "in", q).cols) for kind in shard.edge_types for q in range(shard.parts))
     return LayerLoad(
         sum(shard.nodes(kind).count for kind in shard.node_types),
         edges,
-        {way: tuple(map(len, plan.send)) for way, plan in plans.items()},
-        {way: tuple(map(len, plan.recv)) for way, plan in plans.items()},
+        {route: tuple(map(len, plan.send)) for route, plan in plans.items()},
+        {route: tuple(map(len, plan.recv)) for route, plan in plans.items()},
     )
 
 
-def _with_restriction(shards: Sequence[Shard], targets: Sequence[Masks]) -> list[LayerLoad]:
+def _restricted_loads(shards: Sequence[Shard], targets: Sequence[Masks]) -> list[LayerLoad]:
     parts, kinds = len(shards), shards[0].node_types
-    sent = {(kind, way): torch.zeros(parts, parts, dtype=torch.int64) for kind in kinds for way in DIRECTIONS}
+    sent = {
+        (kind, direction): torch.zeros(parts, parts, dtype=torch.int64) for kind in kinds for direction in DIRECTIONS
+    }
     rows, edges = [], []
-    for p, (shard, each) in enumerate(zip(shards, targets, strict=True)):
-        read, _ = source_masks(shard, each)
+    for p, (shard, masks) in enumerate(zip(shards, targets, strict=True)):
+        remote, _ = source_masks(shard, masks)
         for kind in kinds:
-            sent[kind, "in"][:, p] = torch.tensor([int(mask.sum()) for mask in read[kind]])
-            give = shard.plan(kind, "out").send
-            sent[kind, "out"][p] = torch.tensor([int(each[kind][rows.long()].sum()) for rows in give])
-        rows.append(sum(int(mask.sum()) for mask in each.values()))
-        edges.append(sum(_edges(shard, each, q) for q in range(parts)))
+            sent[kind, "in"][:, p] = torch.tensor([int(mask.sum()) for mask in remote[kind]])
+            send_rows = shard.plan(kind, "out").send
+            sent[kind, "out"][p] = torch.tensor([int(masks[kind][sent_rows.long()].sum()) for sent_rows in send_rows])
+        rows.append(_count([masks]))
+        edges.append(sum(_count_edges(shard, masks, q) for q in range(parts)))
     return [
         LayerLoad(
             rows[p],
             edges[p],
-            {way: tuple(table[p].tolist()) for way, table in sent.items()},
-            {way: tuple(table[:, p].tolist()) for way, table in sent.items()},
+            {route: tuple(counts[p].tolist()) for route, counts in sent.items()},
+            {route: tuple(counts[:, p].tolist()) for route, counts in sent.items()},
         )
         for p in range(parts)
     ]
 
 
-def _edges(shard: Shard, targets: Masks, q: int) -> int:
+def _count_edges(shard: Shard, targets: Masks, q: int) -> int:
     total = 0
     for kind in shard.edge_types:
         block = shard.block(kind, "in", q)

@@ -1,9 +1,9 @@
-"""Message flow: every layer of a step computes only the rows that the loss needs, and fetches only what those read.
+"""Message-flow graph of a full-batch step: every layer computes only the active rows, those that the loss depends on.
 
-Rows of a part are laid out by how late they are needed: those of the last layer first, then those that the layer before
-needs besides, and so on. So the rows of a layer are the first rows of the layer before, as in sampled blocks. Ranks
-tell each other once which rows they need. Where a layer needs most rows anyway, it and those before it keep all: their
-edges are then shared. L layers; level l is what layer l − 1 makes, level 0 what the first one reads.
+Local rows are ordered by the last layer that needs them: rows of the last layer first, then the other rows of the layer
+before, and so on. So the rows of a layer are the first rows of the layer before, as in sampled blocks. Ranks exchange
+once which rows they need. A layer that needs most rows, and those before it, keep all rows and share their edges.
+L layers; level l has the rows that layer l − 1 computes, level 0 those that the first layer reads.
 """
 
 from __future__ import annotations
@@ -21,228 +21,224 @@ from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.partition.shard import HaloPlan, Shard, ShardBlock, ShardNodes
 
 MAX_ACTIVE_SHARE = 0.75
-"""A level that needs a larger share of all rows has all of them: edges of its own would cost more than they spare."""
+"""A level that needs a larger share of all rows has all of them: a copy of its edges would cost more than it saves."""
 
 Masks = dict[str, Tensor]
-"""{node type: [n] bool} of own rows."""
+"""{node type: [n] bool} of local rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class ActiveRows:
-    """The rows of a part in the order in which they are needed, and how many of them each level has."""
+    """The order of the local rows, and the rows of each level."""
 
     shard: Shard
-    order: Mapping[str, Tensor]  # [n] int64: rows of the part, by type
-    levels: Sequence[Masks]  # L + 1, in the part's own order
-    is_full: Sequence[bool]  # whether a level has all rows, on all ranks
-    totals: Sequence[float]  # rows of a level, of all ranks together
+    order: Mapping[str, Tensor]  # [n] int64: rows of the partition, by type
+    levels: Sequence[Masks]  # L + 1, in the partition's order
+    is_full: Sequence[bool]  # True for a level with all rows, on all ranks
+    totals: Sequence[float]  # rows of a level, summed over ranks
 
     @classmethod
-    def compute(cls, shard: Shard, ring: RingExchange, wanted: Masks, layers: int) -> ActiveRows | None:
-        """From what the loss reads; None where it needs most rows of every layer. All ranks call it together."""
-        every = {kind: torch.ones_like(mask) for kind, mask in wanted.items()}
-        total = _total(ring, every)
-        level = wanted
+    def compute(cls, shard: Shard, ring: RingExchange, loss_rows: Masks, layers: int) -> ActiveRows | None:
+        """Collective. Active rows, given those the loss reads; None if the last layer needs most rows."""
+        all_rows = {kind: torch.ones_like(mask) for kind, mask in loss_rows.items()}
+        total = _total(ring, all_rows)
+        level = loss_rows
         levels: list[Masks] = []
-        full: list[bool] = []
+        is_full: list[bool] = []
         totals: list[float] = []
         for number in range(layers, -1, -1):
             count = _total(ring, level)
-            full.insert(0, count > MAX_ACTIVE_SHARE * total)
-            levels.insert(0, every if full[0] else level)
-            totals.insert(0, total if full[0] else count)
+            is_full.insert(0, count > MAX_ACTIVE_SHARE * total)
+            levels.insert(0, all_rows if is_full[0] else level)
+            totals.insert(0, total if is_full[0] else count)
             if number:
-                level = every if full[0] else _sources_read(shard, ring, level)
-        if full[-1]:
+                level = all_rows if is_full[0] else _source_level(shard, ring, level)
+        if is_full[-1]:
             return None
-        late = {kind: torch.stack([masks[kind] for masks in levels]).sum(0) for kind in shard.node_types}
-        order = {kind: torch.argsort(each, descending=True, stable=True) for kind, each in late.items()}
-        return cls(shard, order, levels, full, totals)
+        last_level = {kind: torch.stack([masks[kind] for masks in levels]).sum(0) for kind in shard.node_types}
+        order = {kind: torch.argsort(last, descending=True, stable=True) for kind, last in last_level.items()}
+        return cls(shard, order, levels, is_full, totals)
 
     def all_active(self) -> RestrictedShard:
         """All rows, in this order."""
-        every = {kind: torch.ones_like(mask) for kind, mask in self.levels[0].items()}
-        return RestrictedShard(self, every, every, None)
+        all_rows = {kind: torch.ones_like(mask) for kind, mask in self.levels[0].items()}
+        return RestrictedShard(self, all_rows, all_rows, None)
 
     def layer(self, index: int, ring: RingExchange) -> RestrictedShard | None:
-        """What a layer sees; None where that is the whole. All ranks call it together."""
+        """Collective. The shard of a layer; None for a layer that computes all rows."""
         if self.is_full[index + 1]:
             return None
-        return RestrictedShard(
-            self, self.levels[index], self.levels[index + 1], _RowRequests.of(self.shard, ring, self.levels[index + 1])
-        )
+        sources, targets = self.levels[index], self.levels[index + 1]
+        return RestrictedShard(self, sources, targets, _RowRequests.of(self.shard, ring, targets))
 
     @cached_property
-    def place(self) -> dict[str, Tensor]:
-        """[n] int64: where a row of the part lies in this order."""
-        found = {}
+    def positions(self) -> dict[str, Tensor]:
+        """[n] int64: the position of each row of the partition in this order."""
+        positions = {}
         for kind, order in self.order.items():
-            found[kind] = torch.empty_like(order)
-            found[kind][order] = torch.arange(len(order))
-        return found
+            positions[kind] = torch.empty_like(order)
+            positions[kind][order] = torch.arange(len(order))
+        return positions
 
 
 @dataclass(frozen=True, eq=False)
 class _RowRequests:
-    """What ranks told each other about one layer: masks over the lists of its plans, by node type, for every rank."""
+    """The rows of one layer that are exchanged: masks over the lists of the shard's plans, by node type and rank."""
 
     recv_in: Mapping[str, Sequence[Tensor]]  # sources this rank reads
-    send_in: Mapping[str, Sequence[Tensor]]  # sources others read
-    recv_out: Mapping[str, Sequence[Tensor]]  # destinations others compute
+    send_in: Mapping[str, Sequence[Tensor]]  # sources other ranks read
+    recv_out: Mapping[str, Sequence[Tensor]]  # destinations other ranks compute
     send_out: Mapping[str, Sequence[Tensor]]  # destinations this rank computes
 
     @classmethod
     def of(cls, shard: Shard, ring: RingExchange, targets: Masks) -> _RowRequests:
         read, _ = source_masks(shard, targets)
-        need_out, give_out, give_in = {}, {}, {}
+        send_in, recv_out, send_out = {}, {}, {}
         for kind in shard.node_types:
-            give_in[kind] = _exchange_masks(ring, read[kind], [len(rows) for rows in shard.plan(kind, "in").send])
+            send_in[kind] = _exchange_masks(ring, read[kind], [len(rows) for rows in shard.plan(kind, "in").send])
             plan = shard.plan(kind, "out")
-            give_out[kind] = [targets[kind][rows.long()] for rows in plan.send]
-            need_out[kind] = _exchange_masks(ring, give_out[kind], [len(rows) for rows in plan.recv])
-        return cls(read, give_in, need_out, give_out)
+            send_out[kind] = [targets[kind][rows.long()] for rows in plan.send]
+            recv_out[kind] = _exchange_masks(ring, send_out[kind], [len(rows) for rows in plan.recv])
+        return cls(read, send_in, recv_out, send_out)
+
+    def masks(self, direction: str) -> tuple[Mapping[str, Sequence[Tensor]], Mapping[str, Sequence[Tensor]]]:
+        """(masks of received rows, of sent rows) of one direction."""
+        return (self.recv_in, self.send_in) if direction == "in" else (self.recv_out, self.send_out)
 
 
 class RestrictedShard:
-    """A part as one layer sees it: ``sources`` and ``targets`` are those of its rows that it reads and makes.
+    """The shard of one layer: ``sources`` are the local rows that it reads, ``targets`` those that it computes.
 
-    Read like a ``Shard``; blocks are made when they are first asked for.
+    Has the interface of a ``Shard``; blocks are built on first use. Without ``requests``, all rows are exchanged.
     """
 
-    def __init__(self, flow: ActiveRows, sources: Masks, targets: Masks, talk: _RowRequests | None) -> None:
-        self.source_rows = flow.shard
-        self.part, self.parts = self.source_rows.part, self.source_rows.parts
-        self.node_types, self.edge_types = self.source_rows.node_types, self.source_rows.edge_types
-        self._flow, self._talk = flow, talk
+    def __init__(self, active_rows: ActiveRows, sources: Masks, targets: Masks, requests: _RowRequests | None) -> None:
+        self._shard = active_rows.shard
+        self.part, self.parts = self._shard.part, self._shard.parts
+        self.node_types, self.edge_types = self._shard.node_types, self._shard.edge_types
+        self._active_rows, self._requests = active_rows, requests
         self._blocks: dict[tuple[EdgeType, str, int], ShardBlock] = {}
         self.num_src = {kind: int(mask.sum()) for kind, mask in sources.items()}
         self.num_dst = {kind: int(mask.sum()) for kind, mask in targets.items()}
 
     def nodes(self, kind: str) -> ShardNodes:
-        """The ids alone: features and labels are read once, for the whole part."""
-        return ShardNodes(
-            store_ids=self.source_rows.nodes(kind).store_ids[self._flow.order[kind][: self.num_src[kind]]]
-        )
+        """Store ids only: features and labels are read once, for the whole partition."""
+        rows = self._active_rows.order[kind][: self.num_src[kind]]
+        return ShardNodes(store_ids=self._shard.nodes(kind).store_ids[rows])
 
     def plan(self, kind: str, direction: str) -> HaloPlan:
-        plan, place = self.source_rows.plan(kind, direction), self._flow.place[kind].to(torch.int32)
-        need, give = list(plan.recv), list(plan.send)
-        if self._talk is not None:
-            masks = (
-                (self._talk.recv_in, self._talk.send_in)
-                if direction == "in"
-                else (self._talk.recv_out, self._talk.send_out)
-            )
-            need = [rows[mask] for rows, mask in zip(need, masks[0][kind], strict=True)]
-            give = [rows[mask] for rows, mask in zip(give, masks[1][kind], strict=True)]
-        return HaloPlan(recv=tuple(need), send=tuple(place[rows.long()] for rows in give))
+        plan, positions = self._shard.plan(kind, direction), self._active_rows.positions[kind].to(torch.int32)
+        recv, send = list(plan.recv), list(plan.send)
+        if self._requests is not None:
+            recv_masks, send_masks = self._requests.masks(direction)
+            recv = [rows[mask] for rows, mask in zip(recv, recv_masks[kind], strict=True)]
+            send = [rows[mask] for rows, mask in zip(send, send_masks[kind], strict=True)]
+        return HaloPlan(recv=tuple(recv), send=tuple(positions[rows.long()] for rows in send))
 
     def edge_data(self, kind: EdgeType, name: str) -> Tensor | None:
         blocks = [self.block(kind, "in", q) for q in range(self.parts)]
         if name == "edge_ids":
             return torch.cat([block.edge_ids for block in blocks])
-        if self.source_rows.edge_data(kind, name) is None:
+        if self._shard.edge_data(kind, name) is None:
             return None
         return torch.cat([block.data[name] for block in blocks])
 
     def block(self, kind: EdgeType, direction: str, q: int) -> ShardBlock:
         if (kind, direction, q) not in self._blocks:
-            self._blocks[kind, direction, q] = self._cut(kind, direction, q)
+            self._blocks[kind, direction, q] = self._restricted_block(kind, direction, q)
         return self._blocks[kind, direction, q]
 
-    def _cut(self, kind: EdgeType, direction: str, q: int) -> ShardBlock:
-        """A block with the rows and edges that are left."""
-        block, own = self.source_rows.block(kind, direction, q), q == self.part
-        near, far = (kind.dst, kind.src) if direction == "in" else (kind.src, kind.dst)
-        limits = (self.num_dst, self.num_src) if direction == "in" else (self.num_src, self.num_dst)
-        place = self._flow.place[near][block.rows.long()]
-        kept = (place < limits[0][near]).nonzero()[:, 0]
-        kept = kept[torch.argsort(place[kept])]
-        count = block.indptr.diff()[kept]
-        edges = concat_ranges(block.indptr[kept], count)
-        columns = self._columns(kind, direction, q)
-        cols = columns[block.cols[edges].long()]
-        stays = cols < limits[1][far] if own else cols >= 0
-        if not bool(stays.all()):
-            row = torch.repeat_interleave(torch.arange(len(kept)), count)[stays]
-            count = torch.bincount(row, minlength=len(kept))
-            edges, cols = edges[stays], cols[stays]
-            kept, count = kept[count > 0], count[count > 0]
-        indptr = torch.zeros(len(kept) + 1, dtype=torch.int64)
+    def _restricted_block(self, kind: EdgeType, direction: str, q: int) -> ShardBlock:
+        """A block of the shard with only the active rows and columns."""
+        block = self._shard.block(kind, direction, q)
+        row_type, col_type = (kind.dst, kind.src) if direction == "in" else (kind.src, kind.dst)
+        num_rows, num_cols = (self.num_dst, self.num_src) if direction == "in" else (self.num_src, self.num_dst)
+        positions = self._active_rows.positions[row_type][block.rows.long()]
+        selected = (positions < num_rows[row_type]).nonzero()[:, 0]
+        selected = selected[torch.argsort(positions[selected])]
+        count = block.indptr.diff()[selected]
+        edges = concat_ranges(block.indptr[selected], count)
+        cols = self._columns(col_type, direction, q)[block.cols[edges].long()]
+        is_active = cols < num_cols[col_type] if q == self.part else cols >= 0
+        if not bool(is_active.all()):
+            row = torch.repeat_interleave(torch.arange(len(selected)), count)[is_active]
+            count = torch.bincount(row, minlength=len(selected))
+            edges, cols = edges[is_active], cols[is_active]
+            selected, count = selected[count > 0], count[count > 0]
+        indptr = torch.zeros(len(selected) + 1, dtype=torch.int64)
         indptr[1:] = count.cumsum(0)
         return ShardBlock(
-            rows=place[kept].to(torch.int32),
+            rows=positions[selected].to(torch.int32),
             indptr=indptr,
             cols=cols.to(torch.int32),
             edge_ids=block.edge_ids[edges],
             data={name: values[edges] for name, values in block.data.items()},
         )
 
-    def _columns(self, kind: EdgeType, direction: str, q: int) -> Tensor:
-        """What the columns of a block become, −1 for those that do not come any more."""
-        far = kind.src if direction == "in" else kind.dst
+    def _columns(self, kind: str, direction: str, q: int) -> Tensor:
+        """The new column of each column of a block, −1 for rows that are not exchanged."""
         if q == self.part:
-            return self._flow.place[far]
-        if self._talk is None:
-            return torch.arange(len(self.source_rows.plan(far, direction).recv[q]))
-        mask = (self._talk.recv_in if direction == "in" else self._talk.recv_out)[far][q]
+            return self._active_rows.positions[kind]
+        if self._requests is None:
+            return torch.arange(len(self._shard.plan(kind, direction).recv[q]))
+        mask = self._requests.masks(direction)[0][kind][q]
         return torch.where(mask, mask.long().cumsum(0) - 1, -1)
 
 
 def concat_ranges(starts: Tensor, counts: Tensor) -> Tensor:
-    """The numbers starts[i] … starts[i] + counts[i] − 1 of all i, one after the other."""
-    before = counts.cumsum(0) - counts
-    return torch.repeat_interleave(starts - before, counts) + torch.arange(int(counts.sum()))
+    """Concatenate the ranges starts[i] … starts[i] + counts[i] − 1."""
+    offsets = counts.cumsum(0) - counts
+    return torch.repeat_interleave(starts - offsets, counts) + torch.arange(int(counts.sum()))
 
 
-def _sources_read(shard: Shard, ring: RingExchange, targets: Masks) -> Masks:
-    """The level below: own rows that some rank reads to compute its targets, and the targets themselves."""
-    read, own = source_masks(shard, targets)
-    found = {kind: targets[kind] | own[kind] for kind in shard.node_types}
+def _source_level(shard: Shard, ring: RingExchange, targets: Masks) -> Masks:
+    """The level below: local rows that any rank reads to compute its targets, and the targets themselves."""
+    remote, local = source_masks(shard, targets)
+    level = {kind: targets[kind] | local[kind] for kind in shard.node_types}
     for kind in shard.node_types:
-        give = shard.plan(kind, "in").send
-        for rows, mask in zip(give, _exchange_masks(ring, read[kind], [len(rows) for rows in give]), strict=True):
-            found[kind][rows[mask].long()] = True
-    return found
+        sent = shard.plan(kind, "in").send
+        for rows, mask in zip(sent, _exchange_masks(ring, remote[kind], [len(rows) for rows in sent]), strict=True):
+            level[kind][rows[mask].long()] = True
+    return level
 
 
 def source_masks(shard: Shard, targets: Masks) -> tuple[dict[str, list[Tensor]], Masks]:
-    """(masks over the rows needed from every rank, own rows): what the in-edges of the targets begin at."""
-    read = {
+    """Sources of the targets' in-edges: (masks over the rows received from every rank, local rows)."""
+    remote = {
         kind: [torch.zeros(len(rows), dtype=torch.bool) for rows in shard.plan(kind, "in").recv]
         for kind in shard.node_types
     }
-    own = {kind: torch.zeros_like(mask) for kind, mask in targets.items()}
+    local = {kind: torch.zeros_like(mask) for kind, mask in targets.items()}
     for kind in shard.edge_types:
         for q in range(shard.parts):
             block = shard.block(kind, "in", q)
-            kept = targets[kind.dst][block.rows.long()].nonzero()[:, 0]
-            cols = block.cols[concat_ranges(block.indptr[kept], block.indptr.diff()[kept])].long()
-            (own[kind.src] if q == shard.part else read[kind.src][q])[cols] = True
-    return read, own
+            selected = targets[kind.dst][block.rows.long()].nonzero()[:, 0]
+            cols = block.cols[concat_ranges(block.indptr[selected], block.indptr.diff()[selected])].long()
+            (local[kind.src] if q == shard.part else remote[kind.src][q])[cols] = True
+    return remote, local
 
 
 def _exchange_masks(ring: RingExchange, masks: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """Give a mask to every rank, and hear as many numbers from each as ``counts`` says."""
+    """Collective. Send a mask to every rank, and receive one of the given length from each."""
     rank = ring.world.rank
-    starts = torch.tensor([0, *(len(mask) for mask in masks)]).cumsum(0)
-    give = tuple(
+    starts = torch.tensor([0, *map(len, masks)]).cumsum(0)
+    send_rows = tuple(
         torch.arange(int(starts[q]), int(starts[q + 1])) if q != rank else torch.empty(0, dtype=torch.int64)
         for q in range(len(masks))
     )
-    routes = ExchangePlan(give, tuple(0 if q == rank else count for q, count in enumerate(counts)))
-    heard = [torch.zeros(count, dtype=torch.bool) for count in counts]
+    plan = ExchangePlan(send_rows, tuple(0 if q == rank else count for q, count in enumerate(counts)))
+    received_masks = [torch.zeros(count, dtype=torch.bool) for count in counts]
 
-    def hear(q: int, rows: list[Tensor]) -> None:
+    def on_rows(q: int, received: list[Tensor]) -> None:
         if q != rank:
-            heard[q] = rows[0][:, 0].bool()
+            received_masks[q] = received[0][:, 0].bool()
 
-    every = torch.cat([mask.to(torch.uint8) for mask in masks])[:, None].contiguous()
-    ring.run([RowTable(routes, every)], hear, op="rows that are needed")
-    return heard
+    table = torch.cat([mask.to(torch.uint8) for mask in masks])[:, None].contiguous()
+    ring.run([RowTable(plan, table)], on_rows, op="rows that are needed")
+    return received_masks
 
 
 def _total(ring: RingExchange, masks: Masks) -> float:
-    """Rows of all types and ranks."""
-    own = torch.tensor(sum(int(mask.sum()) for mask in masks.values()), dtype=torch.float64)
-    return float(sum_over_ranks(ring.world, own))
+    """Collective. The number of rows of all types and ranks."""
+    count = torch.tensor(sum(int(mask.sum()) for mask in masks.values()), dtype=torch.float64)
+    return float(sum_over_ranks(ring.world, count))

@@ -1,4 +1,4 @@
-"""Gradients of a rank's own rows, added up as others send them home."""
+"""Gradients of local rows, summed as other ranks return them."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from gnnfleet.ops.csr import CSR
 
 
 class GradAccumulator:
-    """What ``RingExchange.run`` needs to bring gradients home; ``totals`` are [n, F] each when it has returned.
+    """The return arguments of ``RingExchange.run``; afterwards ``totals`` are the sums, [n, F] each.
 
-    ``forms`` says for each the routes its rows took, and a tensor [·, F] of the width and dtype that travels.
+    ``tables`` has, for each sum, the plan its rows were sent by and a tensor [·, F] of their width and dtype.
     """
 
-    def __init__(self, rank: int, forms: Sequence[tuple[ExchangePlan, Tensor]]) -> None:
+    def __init__(self, rank: int, tables: Sequence[tuple[ExchangePlan, Tensor]]) -> None:
         self._rank = rank
-        self.returns = [ReturnPath(routes, int(like.shape[1]), like.dtype) for routes, like in forms]
+        self.returns = [ReturnPath(plan, int(like.shape[1]), like.dtype) for plan, like in tables]
         self.totals: list[Tensor] = []
 
-    def add(self, q: int, rows: list[Tensor]) -> None:
-        """The rank's own share comes first, with all rows, and becomes the total."""
+    def add(self, q: int, grads: list[Tensor]) -> None:
+        """The local gradients come first, with all rows, and become the totals."""
         if q == self._rank:
             assert not self.totals
-            self.totals = [part.to(accumulate_dtype(part.dtype)) for part in rows]
+            self.totals = [grad.to(accumulate_dtype(grad.dtype)) for grad in grads]
             return
-        for total, way, part in zip(self.totals, self.returns, rows, strict=True):
-            add_rows(total, way.plan.send_rows[q], part)
+        for total, path, grad in zip(self.totals, self.returns, grads, strict=True):
+            add_rows(total, path.plan.send_rows[q], grad)
 
 
 def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
-    """``total[rows] += values``; no row twice."""
+    """Compute ``total[rows] += values``; rows are distinct."""
     count = len(rows)
-    one_each = CSR(torch.arange(count + 1), torch.arange(count, dtype=torch.int32), count)
-    sum_rows(one_each, values, rows=rows.to(torch.int32).contiguous(), out=total)
+    identity = CSR(torch.arange(count + 1), torch.arange(count, dtype=torch.int32), count)
+    sum_rows(identity, values, rows=rows.to(torch.int32).contiguous(), out=total)

@@ -1,8 +1,7 @@
-"""All edge types within one node type as one list of edges that know their type.
+"""All edge types of one node type merged into one list of edges with a type each.
 
-See ``graph/views/merged_relations.py``.
-
-Weighing types against each other is then a sum with weights of one number per edge, whatever the number of types.
+A sum weighted by edge type then needs one weight per edge, for any number of types. The views of one process have the
+same in ``graph/views/merged_relations.py``.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from gnnfleet.sharded.full_batch.partition_blocks import EdgeBlock, RelationBloc
 
 @dataclass(frozen=True, eq=False)
 class MergedEdges:
-    """In-edges of all types, cut by the part of their source."""
+    """In-edges of all types, in blocks by the partition of their source."""
 
     blocks: tuple[EdgeBlock, ...]
-    relation: Tensor  # [E] int64: the number of the edge's type
+    relation: Tensor  # [E] int64: index of the edge's type
     mean: Tensor  # [E] float64: one over the number of edges of that type into the same destination
 
     @classmethod
-    def of(cls, several: Sequence[RelationBlocks]) -> MergedEdges:
-        inverse = [edges.inverse_degree(torch.float64, self_loops=False) for edges in several]
-        cuts, relations, means, start = [], [], [], 0
-        for q in range(len(several[0].in_blocks)):
-            blocks = [edges.in_blocks[q] for edges in several]
+    def of(cls, relations: Sequence[RelationBlocks]) -> MergedEdges:
+        inverse = [edges.inverse_degree(torch.float64, self_loops=False) for edges in relations]
+        merged_blocks, types, means, start = [], [], [], 0
+        for q in range(len(relations[0].in_blocks)):
+            blocks = [edges.in_blocks[q] for edges in relations]
             rows = [edge_rows(block) for block in blocks]
-            sizes = torch.tensor([len(found) for found in rows])
-            mean = torch.cat([values[found] for values, found in zip(inverse, rows, strict=True)])
-            cut, order = _join(blocks, torch.cat(rows), start)
-            cuts.append(cut)
-            relations.append(torch.repeat_interleave(torch.arange(len(several)), sizes)[order])
+            sizes = torch.tensor(list(map(len, rows)))
+            mean = torch.cat([values[block_rows] for values, block_rows in zip(inverse, rows, strict=True)])
+            merged, order = _join(blocks, torch.cat(rows), start)
+            merged_blocks.append(merged)
+            types.append(torch.repeat_interleave(torch.arange(len(relations)), sizes)[order])
             means.append(mean[order])
-            start = cut.edges.stop
-        return cls(tuple(cuts), torch.cat(relations), torch.cat(means))
+            start = merged.edges.stop
+        return cls(tuple(merged_blocks), torch.cat(types), torch.cat(means))
 
     def weight(self, coefficient: Tensor, *, reduce: str) -> Tensor:
-        """[E] what each edge's source is multiplied by; differentiable in the coefficients of the types."""
+        """[E] the weight of each edge; differentiable in the coefficients of the types."""
         weight = coefficient[self.relation]
         return weight * self.mean.to(weight.dtype) if reduce == "mean" else weight
 
@@ -54,9 +53,9 @@ def _join(blocks: Sequence[EdgeBlock], rows: Tensor, start: int) -> tuple[EdgeBl
     indptr, order = csr.counting_sort(rows, first.num_rows)
     col = torch.cat([block.structure.col for block in blocks])[order]
     edge_ids = torch.cat([block.edge_ids for block in blocks])[order]
-    busy: Tensor | None = None
+    rows_with_edges: Tensor | None = None
     if first.rows is not None:
-        busy = indptr.diff().nonzero()[:, 0].to(torch.int32)
-        indptr = torch.cat([indptr[:-1][busy.long()], indptr[-1:]])
+        rows_with_edges = indptr.diff().nonzero()[:, 0].to(torch.int32)
+        indptr = torch.cat([indptr[:-1][rows_with_edges.long()], indptr[-1:]])
     structure = CSR(indptr, col, first.structure.num_cols)
-    return EdgeBlock(structure, busy, first.num_rows, edge_ids, slice(start, start + len(col))), order
+    return EdgeBlock(structure, rows_with_edges, first.num_rows, edge_ids, slice(start, start + len(col))), order

@@ -1,14 +1,14 @@
-"""A rank's part of a graph as kernels take it: edges cut by the part of their far end, and the routes of rows.
+"""A partition of a graph as kernels take it: blocks of edges by the partition of their other end, and exchange plans.
 
-In-edges of a part are all in-edges of its nodes, so it knows their degrees. Per-edge tensors of a view have the blocks
-q = 0 … P − 1 one after the other. With self-loops the block from the part to itself has one for every row, in place of
-any the store has; the other blocks are the same. P parts, n rows of a type here, R of them with an edge in a block.
+A partition has all in-edges of its nodes, so it knows their degrees. Per-edge tensors of a view have the blocks
+q = 0 … P − 1 one after the other. With self-loops, the local block has one for every row, in place of any in the store;
+the other blocks are the same. P partitions, n local rows of a type, R of them with an edge in a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -25,40 +25,40 @@ from gnnfleet.ops.csr import CSR
 
 @dataclass(frozen=True, eq=False)
 class EdgeBlock:
-    """The edges between this part and another: rows of this part, columns at the other end as they arrive."""
+    """The edges between this partition and another. Columns are rows of the other end, in the order of arrival."""
 
     structure: CSR  # R rows
-    rows: Tensor | None  # [R] int32: rows of this part; None: all
+    rows: Tensor | None  # [R] int32: local rows; None: all
     num_rows: int  # n
-    edge_ids: Tensor  # [E] int64: store edge ids, for self-loops what stands in for them
-    edges: slice  # where these edges are in per-edge tensors of the view; of out-edges without meaning
-    weight: Tensor | None = None  # [E] the store's, for out-edges: their owner has no other way to know it
+    edge_ids: Tensor  # [E] int64: store edge ids; self-loops have ids of their own
+    edges: slice  # position in per-edge tensors of the view; meaningless for out-edges
+    weight: Tensor | None = None  # [E] the store's, for out-edges, whose owner has no other copy
 
     @cached_property
     def transposed(self) -> tuple[CSR, Tensor]:
-        """(the edges by column, whose columns are rows of this part; [E] int64 the position here of each)."""
-        # From a copy of the structure, which keeps nothing.
-        turned, positions = CSR(self.structure.indptr, self.structure.col, self.structure.num_cols).transposed
+        """(the edges by column, whose columns are local rows; [E] int64 the position in this block of each)."""
+        # A copy of the structure is transposed, so that the structure does not cache the result as well.
+        by_column, positions = CSR(self.structure.indptr, self.structure.col, self.structure.num_cols).transposed
         if self.rows is None:
-            return turned, positions
-        return CSR(turned.indptr, self.rows.index_select(0, turned.col), self.num_rows), positions
+            return by_column, positions
+        return CSR(by_column.indptr, self.rows.index_select(0, by_column.col), self.num_rows), positions
 
     def select_rows(self, values: Tensor) -> Tensor:
-        """[R, …] the values of the rows of this block, from those of all rows."""
+        """[R, …] the values of this block's rows, from those of all rows."""
         return values if self.rows is None else values.index_select(0, self.rows)
 
 
 @dataclass(frozen=True, eq=False)
 class _LoopedBlocks:
-    """In-edges with self-loops, and where those of the part's own block come from."""
+    """In-edges with self-loops, and the origin of those in the local block."""
 
     blocks: tuple[EdgeBlock, ...]
-    place: Tensor  # [E'] int64: positions in the part's own block, −1 for loops
-    own: slice  # the own block among the edges of the store
+    positions: Tensor  # [E'] int64: positions in the local block without loops, −1 for loops
+    local_edges: slice  # the local block in per-edge tensors without loops
 
 
 class BlockSource(Protocol):
-    """What a part is read from: a ``Shard``, or a ``RestrictedShard``, whose destinations are the first of its rows."""
+    """Source of a partition's blocks: a ``Shard``, or a ``RestrictedShard``, whose destinations are its first rows."""
 
     @property
     def part(self) -> int: ...
@@ -75,7 +75,7 @@ class BlockSource(Protocol):
 
 
 class RelationBlocks:
-    """Edges of one type into and out of this part. Everything is made when first asked for and kept."""
+    """Edges of one type into and out of this partition. Everything is computed on first use and cached."""
 
     def __init__(self, shard: BlockSource, kind: EdgeType, nodes: Mapping[str, NodeRows]) -> None:
         self.kind, self.part = kind, shard.part
@@ -91,9 +91,9 @@ class RelationBlocks:
 
     @cached_property
     def edge_ids(self) -> Tensor:
-        found = self._shard.edge_data(self.kind, "edge_ids")
-        assert found is not None
-        return found
+        edge_ids = self._shard.edge_data(self.kind, "edge_ids")
+        assert edge_ids is not None
+        return edge_ids
 
     @cached_property
     def weight(self) -> Tensor | None:
@@ -105,91 +105,77 @@ class RelationBlocks:
 
     @cached_property
     def in_blocks(self) -> tuple[EdgeBlock, ...]:
-        """P blocks of in-edges; the part's own has all rows, so that a sum can begin with it."""
-        return self._cuts("in", self._nodes[self.kind.dst].num_dst, len(self._nodes[self.kind.src].node_ids))
+        """P blocks of in-edges; the local one has all rows, so that a sum can begin with it."""
+        return self._edge_blocks("in", self._nodes[self.kind.dst].num_dst, len(self._nodes[self.kind.src].node_ids))
 
     @cached_property
     def out_blocks(self) -> tuple[EdgeBlock, ...]:
         """P blocks of out-edges: rows are sources here, columns destinations at q."""
-        return self._cuts("out", len(self._nodes[self.kind.src].node_ids), self._nodes[self.kind.dst].num_dst)
+        return self._edge_blocks("out", len(self._nodes[self.kind.src].node_ids), self._nodes[self.kind.dst].num_dst)
 
-    def _cuts(self, direction: str, rows: int, own_columns: int) -> tuple[EdgeBlock, ...]:
+    def _edge_blocks(self, direction: str, num_rows: int, local_columns: int) -> tuple[EdgeBlock, ...]:
         plan = self._shard.plan(self.kind.src if direction == "in" else self.kind.dst, direction)
-        start, found = 0, []
+        start, blocks = 0, []
         for q in range(self._shard.parts):
             block = self._shard.block(self.kind, direction, q)
-            own = q == self.part
-            columns = own_columns if own else len(plan.recv[q])
-            indptr = _full_indptr(block, rows) if own else block.indptr
+            if q == self.part:
+                rows, structure = None, CSR(_full_indptr(block, num_rows), block.cols, local_columns)
+            else:
+                rows, structure = block.rows, CSR(block.indptr, block.cols, len(plan.recv[q]))
             edges = slice(start, start + len(block.cols))
-            found.append(
-                EdgeBlock(
-                    CSR(indptr, block.cols, columns),
-                    None if own else block.rows,
-                    rows,
-                    block.edge_ids,
-                    edges,
-                    block.data.get("weight"),
-                )
-            )
+            blocks.append(EdgeBlock(structure, rows, num_rows, block.edge_ids, edges, block.data.get("weight")))
             start = edges.stop
-        return tuple(found)
+        return tuple(blocks)
 
     # -- self-loops --
 
     @cached_property
     def _loops(self) -> _LoopedBlocks:
-        own = self.in_blocks[self.part]
-        structure, place = own.structure.with_self_loops
-        ids = self._nodes[self.kind.dst].node_ids
-        edge_ids = torch.where(
-            place < 0, SELF_LOOP_IDS + ids[structure.col.long()], select_or_fill(own.edge_ids, place, fill=0)
-        )
-        found, shift = [], structure.num_edges - own.structure.num_edges
-        for q, cut in enumerate(self.in_blocks):
-            low, high = cut.edges.start, cut.edges.stop
+        local = self.in_blocks[self.part]
+        structure, positions = local.structure.with_self_loops
+        loop_ids = SELF_LOOP_IDS + self._nodes[self.kind.dst].node_ids[structure.col.long()]
+        edge_ids = torch.where(positions < 0, loop_ids, select_or_fill(local.edge_ids, positions, fill=0))
+        blocks, shift = [], structure.num_edges - local.structure.num_edges
+        for q, block in enumerate(self.in_blocks):
+            start, stop = block.edges.start, block.edges.stop
             if q == self.part:
-                found.append(EdgeBlock(structure, None, cut.num_rows, edge_ids, slice(low, high + shift)))
+                blocks.append(EdgeBlock(structure, None, block.num_rows, edge_ids, slice(start, stop + shift)))
             elif q < self.part:
-                found.append(cut)
+                blocks.append(block)
             else:
-                moved = slice(low + shift, high + shift)
-                found.append(EdgeBlock(cut.structure, cut.rows, cut.num_rows, cut.edge_ids, moved))
-        return _LoopedBlocks(tuple(found), place, own.edges)
+                blocks.append(replace(block, edges=slice(start + shift, stop + shift)))
+        return _LoopedBlocks(tuple(blocks), positions, local.edges)
 
     def blocks(self, *, self_loops: bool) -> tuple[EdgeBlock, ...]:
-        """The blocks of in-edges."""
         return self._loops.blocks if self_loops else self.in_blocks
 
     def out_blocks_for(self, *, self_loops: bool) -> tuple[EdgeBlock, ...]:
-        """The blocks of out-edges."""
-        return self._looped_outward if self_loops else self.out_blocks
+        return self._looped_out_blocks if self_loops else self.out_blocks
 
     @cached_property
-    def _looped_outward(self) -> tuple[EdgeBlock, ...]:
-        own = self._loops.blocks[self.part]
-        turned, positions = own.transposed
+    def _looped_out_blocks(self) -> tuple[EdgeBlock, ...]:
+        local = self._loops.blocks[self.part]
+        structure, positions = local.transposed
         weight = None
         if self.weight is not None:
-            weight = select_or_fill(self.weight[self._loops.own], self._loops.place, fill=1.0)[positions]
-        looped = EdgeBlock(turned, None, turned.num_rows, own.edge_ids[positions], own.edges, weight)
-        return tuple(looped if q == self.part else cut for q, cut in enumerate(self.out_blocks))
+            weight = select_or_fill(self.weight[self._loops.local_edges], self._loops.positions, fill=1.0)[positions]
+        looped = EdgeBlock(structure, None, structure.num_rows, local.edge_ids[positions], local.edges, weight)
+        return tuple(looped if q == self.part else block for q, block in enumerate(self.out_blocks))
 
     def append_loop_values(self, values: Tensor, *, fill: float) -> Tensor:
-        """Per-edge values with ``fill`` for self-loops; differentiable."""
-        own = self._loops.own
-        return torch.cat(
-            [values[: own.start], select_or_fill(values[own], self._loops.place, fill=fill), values[own.stop :]]
-        )
+        """Insert ``fill`` for self-loops into per-edge values; differentiable."""
+        local = self._loops.local_edges
+        looped = select_or_fill(values[local], self._loops.positions, fill=fill)
+        return torch.cat([values[: local.start], looped, values[local.stop :]])
 
     def append_mean_loop_values(self, values: Tensor) -> Tensor:
-        """Per-edge values where a self-loop has the mean of the other in-edges of its row, those of all blocks."""
-        spread = (-1, *([1] * (values.dim() - 1)))
-        given = self.append_loop_values(values, fill=0.0)
+        """Insert the mean of the row's other in-edges, over all blocks, for self-loops into per-edge values."""
+        column = (-1, *([1] * (values.dim() - 1)))
+        looped = self.append_loop_values(values, fill=0.0)
         rows = self._looped_rows
-        total = values.new_zeros(self.num_rows, *values.shape[1:]).index_add(0, rows, given)
+        total = values.new_zeros(self.num_rows, *values.shape[1:]).index_add(0, rows, looped)
         count = (self.degree(self_loops=True) - 1).clamp(min=1).to(values.dtype)
-        return torch.where(self._is_loop.view(spread), (total / count.view(spread))[rows], given)
+        return torch.where(self._is_loop.view(column), (total / count.view(column))[rows], looped)
 
     @cached_property
     def _is_loop(self) -> Tensor:
@@ -198,12 +184,12 @@ class RelationBlocks:
     @cached_property
     def _looped_rows(self) -> Tensor:
         """[E'] the destination of every edge."""
-        return torch.cat([edge_rows(cut) for cut in self._loops.blocks])
+        return torch.cat([edge_rows(block) for block in self._loops.blocks])
 
     # -- degrees --
 
     def degree(self, *, self_loops: bool) -> Tensor:
-        """[n] int64: in-edges of every row, those from other parts too."""
+        """[n] int64: in-edges of every row, remote ones included."""
         return self._looped_degree if self_loops else self._degree
 
     @cached_property
@@ -221,20 +207,20 @@ class RelationBlocks:
     def neighbor_weight(self, *, weighted: bool) -> Tensor:
         """[n] float64: the sum of the weights of in-edges, or their number, without self-loops."""
         total = torch.zeros(self.num_rows, dtype=torch.float64)
-        for q, cut in enumerate(self.in_blocks):
-            values = None if not weighted or self.weight is None else self.weight[cut.edges]
-            for rows, piece in split_block(cut):
-                value = torch.ones(len(rows), dtype=torch.float64) if values is None else values[piece].double()
+        for q, block in enumerate(self.in_blocks):
+            values = None if not weighted or self.weight is None else self.weight[block.edges]
+            for rows, piece in split_block(block):
+                weight = torch.ones(len(rows), dtype=torch.float64) if values is None else values[piece].double()
                 if q == self.part and self.kind.src == self.kind.dst:
-                    value = torch.where(rows == cut.structure.col[piece], 0.0, value)
-                total.index_add_(0, rows, value)
+                    weight = torch.where(rows == block.structure.col[piece], 0.0, weight)
+                total.index_add_(0, rows, weight)
         return total
 
 
 class PartitionBlocks:
-    """One rank's part of a graph: rows and routes by node type, edges by edge type.
+    """One rank's partition: rows and exchange plans by node type, edges by edge type.
 
-    ``of`` is the part that this one has the first rows of, as a layer that need not compute all of them: ``num_dst``.
+    ``of`` is given for a layer that has only the first rows of another ``PartitionBlocks``, and computes ``num_dst``.
     """
 
     def __init__(
@@ -247,34 +233,34 @@ class PartitionBlocks:
             degree = _PartDegrees(self, kind) if of is None else _PrefixDegrees(of.nodes[kind], len(ids))
             self.nodes[kind] = NodeRows(ids, len(ids) if num_dst is None else num_dst[kind], degree)
         self.edges = {kind: RelationBlocks(shard, kind, self.nodes) for kind in shard.edge_types}
-        self._routes: dict[tuple[str, str], ExchangePlan] = {}
+        self._plans: dict[tuple[str, str], ExchangePlan] = {}
 
     def exchange_plan(self, kind: str, direction: str) -> ExchangePlan:
-        """``in``: sources of a node type come from where they live; ``out``: destinations do."""
-        if (kind, direction) not in self._routes:
-            self._routes[kind, direction] = _exchange_plan(self.shard.plan(kind, direction))
-        return self._routes[kind, direction]
+        """Plan of an exchange: of sources of a node type (``in``), or of destinations (``out``)."""
+        if (kind, direction) not in self._plans:
+            self._plans[kind, direction] = _exchange_plan(self.shard.plan(kind, direction))
+        return self._plans[kind, direction]
 
 
 class _PartDegrees:
-    """In-degrees of the part's rows in the whole graph."""
+    """In-degrees of local rows in the whole graph."""
 
-    def __init__(self, part: PartitionBlocks, kind: str) -> None:
-        self._part, self._kind = part, kind
-        self._known: dict[bool, Tensor] = {}
+    def __init__(self, blocks: PartitionBlocks, kind: str) -> None:
+        self._blocks, self._kind = blocks, kind
+        self._cached: dict[bool, Tensor] = {}
 
     def __call__(self, weighted: bool) -> Tensor:
-        if weighted not in self._known:
-            total = torch.zeros(self._part.nodes[self._kind].num_dst, dtype=torch.float64)
-            for kind, edges in self._part.edges.items():
+        if weighted not in self._cached:
+            total = torch.zeros(self._blocks.nodes[self._kind].num_dst, dtype=torch.float64)
+            for kind, edges in self._blocks.edges.items():
                 if kind.dst == self._kind:
                     total += edges.neighbor_weight(weighted=weighted)
-            self._known[weighted] = total.float()
-        return self._known[weighted]
+            self._cached[weighted] = total.float()
+        return self._cached[weighted]
 
 
 class _PrefixDegrees:
-    """Those of the first rows of another part."""
+    """In-degrees of the first rows of another ``PartitionBlocks``."""
 
     def __init__(self, rows: NodeRows, count: int) -> None:
         self._rows, self._count = rows, count
@@ -283,9 +269,9 @@ class _PrefixDegrees:
         return self._rows.degree(weighted)[: self._count]
 
 
-def select_or_fill(values: Tensor, place: Tensor, *, fill: float) -> Tensor:
-    """``values[place]``, and ``fill`` where the place is −1: the last row."""
-    return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[place]
+def select_or_fill(values: Tensor, positions: Tensor, *, fill: float) -> Tensor:
+    """``values[positions]``, and ``fill`` where the position is −1: the last row."""
+    return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[positions]
 
 
 def _exchange_plan(plan: HaloPlan) -> ExchangePlan:
@@ -293,35 +279,35 @@ def _exchange_plan(plan: HaloPlan) -> ExchangePlan:
 
 
 def _full_indptr(block: ShardBlock, rows: int) -> Tensor:
-    """[rows + 1] where the edges of each row start, those without edges included."""
+    """[rows + 1] the start of each row's edges, rows without edges included."""
     indptr = torch.zeros(rows + 1, dtype=torch.int64)
     indptr[block.rows.long() + 1] = block.indptr.diff()
     return indptr.cumsum_(0)
 
 
-def edge_rows(cut: EdgeBlock) -> Tensor:
-    """[E] int64: the row of this part that each edge belongs to."""
-    rows = torch.arange(cut.num_rows) if cut.rows is None else cut.rows.long()
-    return torch.repeat_interleave(rows, cut.structure.indptr.diff(), output_size=cut.structure.num_edges)
+def edge_rows(block: EdgeBlock) -> Tensor:
+    """[E] int64: the local row of each edge."""
+    rows = torch.arange(block.num_rows) if block.rows is None else block.rows.long()
+    return torch.repeat_interleave(rows, block.structure.indptr.diff(), output_size=block.structure.num_edges)
 
 
-def split_block(cut: EdgeBlock, most: int = 1 << 20) -> Iterator[tuple[Tensor, slice]]:
-    """([·] int64 the rows of this part, which edges) of a block, not many more than ``most`` edges at a time."""
-    indptr, low = cut.structure.indptr, 0
+def split_block(block: EdgeBlock, max_edges: int = 1 << 20) -> Iterator[tuple[Tensor, slice]]:
+    """([·] int64 the local row of each edge, the edges) in pieces of whole rows, about ``max_edges`` edges each."""
+    indptr, low = block.structure.indptr, 0
     while low < len(indptr) - 1:
-        high = int(torch.searchsorted(indptr, indptr[low] + most, right=True)) - 1
+        high = int(torch.searchsorted(indptr, indptr[low] + max_edges, right=True)) - 1
         high = max(high, low + 1)
-        rows = torch.arange(low, high) if cut.rows is None else cut.rows[low:high].long()
+        rows = torch.arange(low, high) if block.rows is None else block.rows[low:high].long()
         start, stop = int(indptr[low]), int(indptr[high])
         yield torch.repeat_interleave(rows, indptr[low : high + 1].diff(), output_size=stop - start), slice(start, stop)
         low = high
 
 
-def _degree(cuts: tuple[EdgeBlock, ...], num_rows: int) -> Tensor:
+def _degree(blocks: tuple[EdgeBlock, ...], num_rows: int) -> Tensor:
     total = torch.zeros(num_rows, dtype=torch.int64)
-    for cut in cuts:
-        if cut.rows is None:
-            total += cut.structure.indptr.diff()
+    for block in blocks:
+        if block.rows is None:
+            total += block.structure.indptr.diff()
         else:
-            total.index_add_(0, cut.rows, cut.structure.indptr.diff())
+            total.index_add_(0, block.rows, block.structure.indptr.diff())
     return total

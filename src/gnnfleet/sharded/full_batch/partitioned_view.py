@@ -1,7 +1,7 @@
-"""The verbs of a GraphView on a part of a graph: edges cut by where their far ends are, blocks visited one by one.
+"""The verbs of a GraphView on a partition: edges are in blocks by their other end, and blocks are processed in turn.
 
-Whoever has the rows of the far ends hands them over block by block (``RowExchange``): other ranks in ``RingView``, the rest
-of a way in ``ChunkView``. Each verb begins an exchange of its own, which serves its forward and its backward.
+A ``RowExchange`` delivers the rows of the other ends block by block: from other ranks in ``RingView``, from the other
+chunks of a graph-parallel replica in ``ChunkView``. Each verb has one exchange for its forward and its backward.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from gnnfleet.sharded.full_batch.propagate import PropagateCall, propagate
 
 
 class LazyMergedEdges:
-    """Merges the edge types when first asked."""
+    """Merges the edge types on first use."""
 
-    def __init__(self, part: PartitionBlocks) -> None:
-        self._part = part
-        self._found: MergedEdges | None = None
+    def __init__(self, blocks: PartitionBlocks) -> None:
+        self._blocks = blocks
+        self._merged: MergedEdges | None = None
 
     def get(self) -> MergedEdges:
-        if self._found is None:
-            self._found = MergedEdges.of(list(self._part.edges.values()))
-        return self._found
+        if self._merged is None:
+            self._merged = MergedEdges.of(list(self._blocks.edges.values()))
+        return self._merged
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartitionedView(ViewBase[RelationBlocks]):
-    """A part of a graph; what is missing is who visits."""
+    """A partition of a graph; subclasses provide the exchange."""
 
     blocks: PartitionBlocks
     nodes: Mapping[str, NodeRows]
@@ -62,11 +62,11 @@ class PartitionedView(ViewBase[RelationBlocks]):
     layer: int = 0
     training: bool = True
     has_many_sources: bool = False
-    keep_fetched: bool = False  # rows that backward needs again are kept instead of fetched again
+    keep_fetched: bool = False  # cache rows that backward needs instead of fetching them again
 
     @abstractmethod
     def _exchange(self) -> RowExchange:
-        """Begin the exchange of one verb."""
+        """The exchange of one verb."""
 
     @property
     def edge_ids(self) -> Tensor:
@@ -104,17 +104,15 @@ class PartitionedView(ViewBase[RelationBlocks]):
     def _aggregation(self, x: Tensor, reduce: str, weight: Tensor | None, *, loops: bool) -> AggregationCall:
         edges = self._edges
         self._check_rows("features", x, edges.kind.src)
-        strand = RelationInput(
-            edges.blocks(self_loops=loops), 0, edges.degree(self_loops=loops) if reduce == "mean" else None
-        )
+        degree = edges.degree(self_loops=loops) if reduce == "mean" else None
+        relation = RelationInput(edges.blocks(self_loops=loops), 0, degree)
         reverse = None
-        # Sources know the store's weights of their out-edges, and no others.
+        # Owners of sources know the store's weights of their out-edges, and no others.
         if reduce != "max" and (weight is None or (weight is edges.weight and not weight.requires_grad)):
-            routes = self.blocks.exchange_plan(edges.kind.dst, "out")
-            reverse = BackwardPlan(edges.out_blocks_for(self_loops=loops), routes, is_weighted=weight is not None)
-        return AggregationCall(
-            self._exchange(), (self.blocks.exchange_plan(edges.kind.src, "in"),), (strand,), reverse, self.keep_fetched
-        )
+            out_plan = self.blocks.exchange_plan(edges.kind.dst, "out")
+            reverse = BackwardPlan(edges.out_blocks_for(self_loops=loops), out_plan, is_weighted=weight is not None)
+        plans = (self.blocks.exchange_plan(edges.kind.src, "in"),)
+        return AggregationCall(self._exchange(), plans, (relation,), reverse, self.keep_fetched)
 
     def aggregate_relations(
         self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
@@ -124,25 +122,22 @@ class PartitionedView(ViewBase[RelationBlocks]):
         kinds = [kind for kind in self.nodes if any(edge.src == kind for edge in relations)]
         for kind in kinds:
             self._check_rows("features", x[kind], kind)
-        strands = tuple(
+        inputs = tuple(
             RelationInput(
                 edges.in_blocks, kinds.index(kind.src), edges.degree(self_loops=False) if reduce == "mean" else None
             )
             for kind, edges in relations.items()
         )
-        call = AggregationCall(
-            self._exchange(), tuple(self.blocks.exchange_plan(kind, "in") for kind in kinds), strands
-        )
+        plans = tuple(self.blocks.exchange_plan(kind, "in") for kind in kinds)
+        call = AggregationCall(self._exchange(), plans, inputs)
         xs = [_flat(x[kind]) for kind in kinds]
-        found = aggregate_max(call, xs) if reduce == "max" else aggregate_sum(call, xs)
-        return {kind: out.view(len(out), *x[kind.src].shape[1:]) for kind, out in zip(relations, found, strict=True)}
+        outs = aggregate_max(call, xs) if reduce == "max" else aggregate_sum(call, xs)
+        return {kind: out.view(len(out), *x[kind.src].shape[1:]) for kind, out in zip(relations, outs, strict=True)}
 
     def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:
         merged = self.merged.get()
-        routes = (self.blocks.exchange_plan(self._kind, "in"),)
-        call = AggregationCall(
-            self._exchange(), routes, (RelationInput(merged.blocks, 0),), keep_fetched=self.keep_fetched
-        )
+        plans, inputs = (self.blocks.exchange_plan(self._kind, "in"),), (RelationInput(merged.blocks, 0),)
+        call = AggregationCall(self._exchange(), plans, inputs, keep_fetched=self.keep_fetched)
         (out,) = aggregate_sum(call, [x], merged.weight(coefficient, reduce=reduce))
         return out
 
@@ -162,17 +157,17 @@ class PartitionedView(ViewBase[RelationBlocks]):
     ) -> Tensor:
         edges = self._edges
         counts = RowCounts(self.num_src, self.num_dst, edges.num_edges)
-        given = AttentionInputs(value=value, src=src, dst=first_rows(dst, self.num_dst), edge=edge, vector=vector)
+        inputs = AttentionInputs(value=value, src=src, dst=first_rows(dst, self.num_dst), edge=edge, vector=vector)
         draws = self.key.draws(Purpose.ATTENTION, self.layer)
         rate = dropout if self.training else 0.0
-        form, flat = prepare(given, counts, score=score, heads=heads, slope=slope, dropout=rate, draws=draws)
+        spec, flat = prepare(inputs, counts, score=score, heads=heads, slope=slope, dropout=rate, draws=draws)
         if self_loops and flat.edge is not None:
             flat = replace(flat, edge=edges.append_mean_loop_values(flat.edge))
         if src is value:
             flat = replace(flat, src=flat.value)
         call = AttentionCall(
             self._exchange(),
-            form,
+            spec,
             edges.blocks(self_loops=self_loops),
             self.blocks.exchange_plan(edges.kind.src, "in"),
             edges.out_blocks_for(self_loops=self_loops),
@@ -180,7 +175,7 @@ class PartitionedView(ViewBase[RelationBlocks]):
             self.keep_fetched,
         )
         out = attend(call, flat)
-        return out if value.dim() == 2 else out.view(len(out), form.heads, form.channels)
+        return out if value.dim() == 2 else out.view(len(out), spec.heads, spec.channels)
 
     def propagate(
         self,
@@ -202,7 +197,7 @@ class PartitionedView(ViewBase[RelationBlocks]):
             for name, tensor in tensors.items():
                 if tensor.shape[0] != expected[group]:
                     raise ConfigError(f"{group}[{name!r}] has {tensor.shape[0]} rows, expected {expected[group]}")
-        plan = PropagateCall(
+        call = PropagateCall(
             ring=self._exchange(),
             blocks=edges.in_blocks,
             plan=self.blocks.exchange_plan(edges.kind.src, "in"),
@@ -213,12 +208,14 @@ class PartitionedView(ViewBase[RelationBlocks]):
             keep_fetched=self.keep_fetched,
             names=tuple((group, name) for group, tensors in groups.items() for name in tensors),
         )
-        return propagate(plan, groups, params)
+        return propagate(call, groups, params)
 
     def _check_rows(self, name: str, x: Tensor, kind: str) -> None:
         expected = len(self.blocks.nodes[kind].node_ids)
         if x.shape[0] != expected:
-            raise ConfigError(f"expected {expected} rows of {name}, found {x.shape[0]}")
+            raise ConfigError(
+                f"found {x.shape[0]} rows of {name}, expected {expected}: one for each local node of type {kind}"
+            )
 
 
 def _check_reduce(reduce: str, weight: Tensor | None) -> None:

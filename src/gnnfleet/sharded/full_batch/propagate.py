@@ -1,7 +1,7 @@
-"""Any differentiable message over edges whose sources live on any rank.
+"""Any differentiable message over edges whose sources are on any rank.
 
-Messages are never kept: backward rebuilds each block from sources that it fetches again, or that were kept, and sends
-their gradients home.
+Messages are never stored: backward recomputes each block from sources that are cached or fetched again, and returns
+their gradients to the owners.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnnfleet.comm.halo_exchange import ExchangePlan, FetchedRows, RowExchange, RowTable
-from gnnfleet.ops import propagate_blocks as pieces
+from gnnfleet.ops import propagate_blocks
 from gnnfleet.ops.message import Message, MessageBlock, MessageCall, check_no_captured
 from gnnfleet.sharded.full_batch.grad_accumulator import GradAccumulator
 from gnnfleet.sharded.full_batch.partition_blocks import EdgeBlock
@@ -23,7 +23,7 @@ from gnnfleet.sharded.full_batch.partition_blocks import EdgeBlock
 
 @dataclass(frozen=True, eq=False)
 class PropagateCall:
-    """Everything about a call that is not a tensor with a gradient; tensors travel beside it in one flat list."""
+    """All arguments of a call except tensors with gradients, which are passed beside it in one flat list."""
 
     ring: RowExchange
     blocks: tuple[EdgeBlock, ...]
@@ -32,7 +32,7 @@ class PropagateCall:
     message: Message
     reduce: str
     precision: torch.dtype | None
-    keep_fetched: bool = False  # sources are kept for backward, not fetched again
+    keep_fetched: bool = False  # cache sources for backward instead of fetching them again
     names: tuple[tuple[str, str], ...] = ()  # ("src" | "dst" | "edge", name) of the first tensors; parameters follow
 
     @property
@@ -40,7 +40,7 @@ class PropagateCall:
         return self.ring.world.rank
 
     def named(self, group: str, values: Sequence[Any]) -> dict[str, Any]:
-        """Those of the flat list that belong to a group."""
+        """The values of the flat list that belong to a group."""
         return {name: value for (kind, name), value in zip(self.names, values, strict=False) if kind == group}
 
     def call(self, tensors: Sequence[Tensor]) -> MessageCall:
@@ -56,22 +56,26 @@ class PropagateCall:
     def row_tables(self, tensors: Sequence[Tensor]) -> list[RowTable]:
         return [RowTable(self.plan, _flat(tensor.detach())) for tensor in self.named("src", tensors).values()]
 
-    def block(self, q: int, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> MessageBlock:
-        """The edges from q with sources as they came."""
-        cut, src = self.blocks[q], self.named("src", tensors)
-        came = {name: part.view(len(part), *src[name].shape[1:]) for name, part in zip(src, rows, strict=True)}
-        edge = {name: tensor.detach()[cut.edges] for name, tensor in self.named("edge", tensors).items()}
-        ids = cut.edge_ids
-        return MessageBlock(structure=cut.structure, edge_ids=ids, src=came, edge=edge, rows=cut.rows, ties=ids)
+    def block(self, q: int, received: Sequence[Tensor], tensors: Sequence[Tensor]) -> MessageBlock:
+        """The edges from q with their received sources."""
+        edges, src = self.blocks[q], self.named("src", tensors)
+        return MessageBlock(
+            structure=edges.structure,
+            edge_ids=edges.edge_ids,
+            src={name: rows.view(len(rows), *src[name].shape[1:]) for name, rows in zip(src, received, strict=True)},
+            edge={name: tensor.detach()[edges.edges] for name, tensor in self.named("edge", tensors).items()},
+            rows=edges.rows,
+            ties=edges.edge_ids,
+        )
 
 
 def propagate(plan: PropagateCall, groups: Mapping[str, Mapping[str, Tensor]], params: Sequence[Tensor]) -> Tensor:
-    """[n, …]; ``groups`` has the tensors of src and dst (a row for each own row) and edge. See ``ops.propagate``."""
+    """[n, …]; ``groups`` has the tensors of src and dst (of local rows) and edge. See ``ops.propagate``."""
     assert plan.names == tuple((group, name) for group, tensors in groups.items() for name in tensors)
     flat = [tensor for tensors in groups.values() for tensor in tensors.values()]
     if torch.is_grad_enabled():
-        own = [lane.rows for lane in plan.row_tables(flat)]
-        check_no_captured(plan.call([*flat, *params]), plan.block(plan.rank, own, flat))
+        local_rows = [table.rows for table in plan.row_tables(flat)]
+        check_no_captured(plan.call([*flat, *params]), plan.block(plan.rank, local_rows, flat))
     out: Tensor = _Propagate.apply(plan, *flat, *params)  # type: ignore[no-untyped-call]
     return out
 
@@ -79,15 +83,15 @@ def propagate(plan: PropagateCall, groups: Mapping[str, Mapping[str, Tensor]], p
 class _Propagate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: PropagateCall, *tensors: Tensor) -> Tensor:
-        call, state = plan.call(tensors), pieces.PropagateState()
-        ctx.kept = FetchedRows() if plan.keep_fetched and any(ctx.needs_input_grad) else None
+        call, state = plan.call(tensors), propagate_blocks.PropagateState()
+        ctx.fetched = FetchedRows() if plan.keep_fetched and any(ctx.needs_input_grad) else None
 
-        def visit(q: int, rows: list[Tensor]) -> None:
+        def on_rows(q: int, received: list[Tensor]) -> None:
             if q == plan.rank or plan.blocks[q].structure.num_edges:
-                pieces.update_propagate(state, call, plan.block(q, rows, tensors))
+                propagate_blocks.update_propagate(state, call, plan.block(q, received, tensors))
 
-        plan.ring.run(plan.row_tables(tensors), visit, fetched=ctx.kept, op="rows of propagate")
-        out, side = pieces.finish_propagate(state, call)
+        plan.ring.run(plan.row_tables(tensors), on_rows, fetched=ctx.fetched, op="rows of propagate")
+        out, side = propagate_blocks.finish_propagate(state, call)
         ctx.plan = plan
         ctx.save_for_backward(*tensors, out if plan.reduce == "softmax" else None, side)
         return out
@@ -100,9 +104,10 @@ class _Propagate(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         if not any(needs):
             return (None,) * (1 + len(tensors))
-        found = _rebuild(plan, tensors, _NeededGrads.of(plan, needs), grad, out=out, side=side, kept=ctx.kept)
-        given = zip(found, tensors, strict=True)
-        return None, *(None if total is None else total.view_as(tensor).to(tensor.dtype) for total, tensor in given)
+        needed = _NeededGrads.of(plan, needs)
+        grads = _recompute(plan, tensors, needed, grad, out=out, side=side, fetched=ctx.fetched)
+        pairs = zip(grads, tensors, strict=True)
+        return None, *(None if total is None else total.view_as(tensor).to(tensor.dtype) for total, tensor in pairs)
 
 
 @dataclass(frozen=True)
@@ -122,35 +127,36 @@ class _NeededGrads:
         return cls(src, dst, edge, [i for i, need in enumerate(needs[len(plan.names) :]) if need])
 
 
-def _rebuild(
+def _recompute(
     plan: PropagateCall,
     tensors: Sequence[Tensor],
-    wanted: _NeededGrads,
+    needed: _NeededGrads,
     grad: Tensor,
     *,
     out: Tensor | None,
     side: Tensor | None,
-    kept: FetchedRows | None,
+    fetched: FetchedRows | None,
 ) -> list[Tensor | None]:
-    """The gradient of each tensor, None where none is wanted."""
+    """The gradient of each tensor, None where none is needed."""
     call, src, edge = plan.call(tensors), plan.named("src", tensors), plan.named("edge", tensors)
-    into = pieces.open_gradients(call, dst=wanted.dst, params=wanted.params)
-    of_edges = {name: torch.zeros_like(edge[name]) for name in wanted.edge}
-    upstream = pieces.begin_backward(call, grad, out=out, side=side)
-    home = GradAccumulator(plan.rank, [(plan.plan, _flat(src[name].detach())) for name in wanted.src])
+    into = propagate_blocks.open_gradients(call, dst=needed.dst, params=needed.params)
+    edge_grads = {name: torch.zeros_like(edge[name]) for name in needed.edge}
+    upstream = propagate_blocks.begin_backward(call, grad, out=out, side=side)
+    accumulator = GradAccumulator(plan.rank, [(plan.plan, _flat(src[name].detach())) for name in needed.src])
 
-    def visit(q: int, rows: list[Tensor]) -> list[Tensor]:
-        here = {name: tensor[plan.blocks[q].edges] for name, tensor in of_edges.items()}
-        block = plan.block(q, rows, tensors)
-        made = pieces.block_backward(call, upstream, block, into=into, src=wanted.src, edge=here)
-        return [_flat(made[name]) for name in wanted.src]
+    def on_rows(q: int, received: list[Tensor]) -> list[Tensor]:
+        block_edges = {name: tensor[plan.blocks[q].edges] for name, tensor in edge_grads.items()}
+        block = plan.block(q, received, tensors)
+        grads = propagate_blocks.block_backward(call, upstream, block, into=into, src=needed.src, edge=block_edges)
+        return [_flat(grads[name]) for name in needed.src]
 
-    what = "rows of propagate, again"
-    plan.ring.run(plan.row_tables(tensors), visit, returns=home.returns, on_returns=home.add, fetched=kept, op=what)
-    of_sources = dict(zip(wanted.src, home.totals, strict=True))
-    found: dict[str, Mapping[str, Tensor]] = {"src": of_sources, "dst": into.dst, "edge": of_edges}
-    totals = [found[group].get(name) for group, name in plan.names]
-    return totals + [into.params.get(i) for i in range(len(call.params))]
+    returns, add, op = accumulator.returns, accumulator.add, "rows of propagate, again"
+    plan.ring.run(plan.row_tables(tensors), on_rows, returns=returns, on_returns=add, fetched=fetched, op=op)
+    src_grads = dict(zip(needed.src, accumulator.totals, strict=True))
+    grads: dict[str, Mapping[str, Tensor]] = {"src": src_grads, "dst": into.dst, "edge": edge_grads}
+    return [grads[group].get(name) for group, name in plan.names] + [
+        into.params.get(i) for i in range(len(call.params))
+    ]
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""RingView: the verbs of a GraphView on a graph spread over ranks.
+"""RingView: the verbs of a GraphView on a partitioned graph.
 
-Each rank calls each verb, in the same order, with rows of its own nodes. Results and gradients are those of
-``LocalView`` on the whole graph, to rounding; draws go by store id and store edge id. Rows of other ranks are in memory
-a group at a time. Whatever decides what travels (who needs a gradient, whose weights) is the same on all ranks.
+All ranks call the same verbs in the same order, with rows of their own nodes. Results and gradients are those of
+``LocalView`` on the whole graph, to rounding; draws go by store id and store edge id. Remote rows are in memory one
+group at a time. All ranks must agree on the tensors that need gradients and on the use of weights.
 """
 
 from __future__ import annotations
@@ -22,35 +22,38 @@ from gnnfleet.sharded.full_batch.row_lookup import OwnershipMap, lookup_rows
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RingView(PartitionedView):
-    """This rank's part of a graph."""
+    """This rank's partition of a graph. All verbs are collective."""
 
     ring: RingExchange
     owners: OwnershipMap
 
     @classmethod
-    def open(cls, shard: Shard, ring: RingExchange, flow: ActiveRows | None = None) -> RingView:
-        """All ranks call it together, each with the shard of its rank; with ``flow`` rows lie in its order."""
-        assert (shard.part, shard.parts) == (ring.world.rank, ring.world.size), "one part for every rank"
-        part = PartitionBlocks(shard if flow is None else flow.all_active())
-        owners = OwnershipMap(shard, part, ring)
+    def open(cls, shard: Shard, ring: RingExchange, active_rows: ActiveRows | None = None) -> RingView:
+        """Collective. Each rank passes its own shard. With ``active_rows`` the rows of the view are in its order."""
+        assert (shard.part, shard.parts) == (ring.world.rank, ring.world.size), "one partition for every rank"
+        blocks = PartitionBlocks(shard if active_rows is None else active_rows.all_active())
         return cls(
-            blocks=part, ring=ring, owners=owners, nodes=part.nodes, relations=part.edges, merged=LazyMergedEdges(part)
+            blocks=blocks,
+            ring=ring,
+            owners=OwnershipMap(shard, blocks, ring),
+            nodes=blocks.nodes,
+            relations=blocks.edges,
+            merged=LazyMergedEdges(blocks),
         )
 
-    def for_layer(self, flow: ActiveRows, index: int) -> RingView:
-        """What a layer sees that need not compute all rows; all ranks call it together."""
-        shard = flow.layer(index, self.ring)
+    def for_layer(self, active_rows: ActiveRows, index: int) -> RingView:
+        """Collective. The view of a layer that computes only its active rows."""
+        shard = active_rows.layer(index, self.ring)
         if shard is None:
             return self
-        part = PartitionBlocks(shard, of=self.blocks, num_dst=shard.num_dst)
-        many = flow.totals[index] > MANY_SOURCES * flow.totals[index + 1]
+        blocks = PartitionBlocks(shard, of=self.blocks, num_dst=shard.num_dst)
         return replace(
             self,
-            blocks=part,
-            nodes=part.nodes,
-            relations=part.edges,
-            merged=LazyMergedEdges(part),
-            has_many_sources=many,
+            blocks=blocks,
+            nodes=blocks.nodes,
+            relations=blocks.edges,
+            merged=LazyMergedEdges(blocks),
+            has_many_sources=active_rows.totals[index] > MANY_SOURCES * active_rows.totals[index + 1],
         )
 
     def _exchange(self) -> RingExchange:
@@ -58,9 +61,8 @@ class RingView(PartitionedView):
 
     def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
         self._check_rows("x", x, self._kind)
-        return lookup_rows(
-            self.ring, self.owners, self._kind, x, ids=store_ids, places=self.nodes[self._kind].row_index
-        )
+        kind = self._kind
+        return lookup_rows(self.ring, self.owners, kind, x, ids=store_ids, index=self.nodes[kind].row_index)
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
         return self.ring.sum_over_ranks(t)
