@@ -48,7 +48,7 @@ class _Fetch(torch.autograd.Function):
         def visit(q: int, rows: list[Tensor]) -> list[Tensor]:
             return [(grad[: ctx.rows] if q == rank else grad[ctx.starts[q]]).contiguous()]
 
-        ctx.ring.run([], visit, home=home.returns, collect=home.add)
+        ctx.ring.run([], visit, returns=home.returns, on_returns=home.add)
         return None, None, home.totals[0]
 
 

@@ -12,7 +12,8 @@ Cells take turns over rounds, the best round counts; finished cells are not run 
   hits/G                 hit rates of the policies on one recorded trace of two workers, and how many times less is
                          fetched than by batches by themselves; skewed: R-MAT, 2 M nodes, 50 M edges, batches of 128
 
-usage: python benchmarks/macrobatch.py [OUT] [--data DIR] [--cells small/2/batches_per_fetch=1 …] [--rounds 1] [--dgl PYTHON]
+usage: python benchmarks/macrobatch.py [OUT] [--data DIR] [--cells small/2/batches_per_fetch=1 …]
+       [--rounds 1] [--dgl PYTHON]
 About 20 minutes; cells of the large, wide and skewed graphs are run only when they are named (--cells large wide kept).
 """
 
@@ -113,8 +114,8 @@ def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[s
         started = time.perf_counter()
         seeds = sum(record.count for record in strategy.train_epoch(epoch))
         rates.append(seeds / (time.perf_counter() - started))
-    tally = strategy.fetcher.stats
-    own = torch.tensor([[peak_rss(), (world.traffic.bytes_sent - sent) // EPOCHS, tally.fetched_bytes]])
+    stats = strategy.stats
+    own = torch.tensor([[peak_rss(), (world.traffic.bytes_sent - sent) // EPOCHS, stats.fetched_bytes]])
     every = torch.cat(all_gather_rows(world, own)).tolist()
     return {
         "seeds_per_second": max(rates[WARM:]),
@@ -123,8 +124,8 @@ def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[s
         "megabytes_sent": [round(row[1] / 1e6, 1) for row in every],
         "megabytes_fetched": [round(row[2] / 1e6, 1) for row in every],
         "rounds": (world.traffic.rounds - rounds) // EPOCHS,
-        "batches_per_fetch": strategy.batches_per_fetch,
-        "duplication": tally.read / max(1, tally.wanted),
+        "batches_per_fetch": strategy.fetcher.batches_per_fetch,
+        "duplication": stats.rows_read / max(1, stats.rows_requested),
     }
 
 
@@ -135,12 +136,12 @@ def record_trace(world: Any, graph: str, store: Path, parts: Path) -> dict[str, 
     from gnnfleet.strategies.macrobatch.cache_policies import make_cache
 
     strategy = make(world, {"batches_per_fetch": 1, "batch": 128 if graph == "skewed" else 1024}, store, parts)
-    relay = strategy.fetcher
-    batches = [relay.sample([batch]) for epoch in range(3) for batch in strategy.batches(epoch)]
-    kind = next(iter(relay.features.rows))
-    width = relay.features.row_bytes(kind)
-    single = [plan.wanted[kind] for plan in batches]
-    remote = relay.features.owners.counts[kind] - len(relay.sampler.own[kind].ids)
+    fetcher = strategy.fetcher
+    batches = [fetcher.sample([batch]) for epoch in range(3) for batch in strategy.batches(epoch)]
+    kind = next(iter(fetcher.features.rows))
+    width = fetcher.features.row_bytes(kind)
+    single = [plan.remote_ids[kind] for plan in batches]
+    remote = fetcher.features.owners.counts[kind] - len(fetcher.features.node_index[kind].ids)
     plain = sum(map(len, single))
     found: list[dict[str, Any]] = []
     for together in (1, 2, 4, 8):
@@ -150,7 +151,7 @@ def record_trace(world: Any, graph: str, store: Path, parts: Path) -> dict[str, 
             capacity = int(share * remote)
             line = {"together": together, "share": share, "held": round((most + capacity) / remote, 3)}
             for policy in ("static", "score", "belady"):
-                cache = make_cache(policy, capacity, foretaste=single[:8])
+                cache = make_cache(policy, capacity, warmup=single[:8])
                 wanted = hits = 0
                 for place, ids in enumerate(groups):
                     turn = cache.step(ids, groups[place + 1 : place + 3])

@@ -103,13 +103,13 @@ def count(world: Any, store: Path, parts: Path) -> dict[str, Any]:
     strategy = make(world, {"batches_per_fetch": 1}, store, parts)
     batches = list(strategy.batches(0))
     plan = strategy.fetcher.sample(batches)
-    kind, steps = next(iter(plan.wanted)), len(batches)
+    kind, steps = next(iter(plan.remote_ids)), len(batches)
     rows = [sum(len(one.ids[kind]) for one in plan.sampled)]
     for layer in range(len(FANOUTS)):
         views = [one.views[layer] for one in plan.sampled]
         rows += [sum(view.num_dst for view in views), sum(len(view.edge_ids) for view in views)]
-    alone = sum(len(torch.cat(one.reached[kind].far)) for one in plan.sampled)
-    own = torch.tensor([[*rows, len(plan.wanted[kind]), alone]], dtype=torch.float64) / steps
+    alone = sum(len(one.remote_ids(kind)) for one in plan.sampled)
+    own = torch.tensor([[*rows, len(plan.remote_ids[kind]), alone]], dtype=torch.float64) / steps
     most = torch.cat(all_gather_rows(world, own)).mean(0).tolist()
     return {"steps": steps, "read": most[0], "layers": most[1:-2], "wanted": most[-2], "alone": most[-1]}
 

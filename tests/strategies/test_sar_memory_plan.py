@@ -1,4 +1,4 @@
-"""What sar takes within a given memory: the leanest that works, then what pays, in order; and what it says."""
+"""The settings of sar within a memory limit: the smallest peak first, then upgrades in order; and the remark."""
 
 from __future__ import annotations
 
@@ -11,53 +11,60 @@ import torch
 from gnnfleet.comm.halo_exchange import ExchangePlan
 from gnnfleet.errors import ConfigError
 from gnnfleet.sharded.step_tracer import RouteKey, StepTrace, TracedExchange
-from gnnfleet.strategies.sar.memory_plan import MEMORY_SLACK, MemoryChoice, MemoryNeeds, UserChoice, choose_memory_plan
+from gnnfleet.strategies.estimates import MEMORY_SLACK
+from gnnfleet.strategies.sar.memory_plan import MemoryChoice, MemoryNeeds, UserChoice, choose_memory_plan
 
 MIB = 2**20
 IN, OUT = ("node", "in"), ("node", "out")
 
 
-def needs(rows: list[int], trips: list[TracedExchange], resident: float = 0.0, tensors: float = 0.0) -> MemoryNeeds:
-    """A rank that gives as many rows to each of the others as it needs from it."""
+def make_needs(
+    rows: list[int], exchanges: list[TracedExchange], resident: float = 0.0, tensors: float = 0.0
+) -> MemoryNeeds:
+    """A rank that sends as many rows to each other rank as it receives from it."""
 
-    def routes(_: RouteKey) -> ExchangePlan:
+    def exchange_plan(_: RouteKey) -> ExchangePlan:
         return ExchangePlan(tuple(torch.zeros(count, dtype=torch.int32) for count in rows), tuple(rows))
 
-    return MemoryNeeds(resident * MIB, tensors * MIB, StepTrace(tuple(trips), 0.0, 0.0), routes)
+    return MemoryNeeds(resident * MIB, tensors * MIB, StepTrace(tuple(exchanges), 0.0, 0.0), exchange_plan)
 
 
-def trip(layer: int, each: int, *, kept: bool = False, again: bool = False, home: int = 0) -> TracedExchange:
-    back = ((IN, home),) if home else ()
-    return TracedExchange(layer, ((IN, each),), back, is_refetch=again, cached_bytes=kept)
+def exchange(
+    layer: int, row_bytes: int, *, cacheable: bool = False, refetch: bool = False, returned: int = 0
+) -> TracedExchange:
+    returned_bytes = ((IN, returned),) if returned else ()
+    return TracedExchange(layer, ((IN, row_bytes),), returned_bytes, is_refetch=refetch, is_cacheable=cacheable)
 
 
-def mib(wanted: MemoryNeeds, choice: MemoryChoice) -> float:
-    return wanted.bytes(choice) / MIB
+def mib(needs: MemoryNeeds, choice: MemoryChoice) -> float:
+    return needs.bytes(choice) / MIB
 
 
-def test_rows_on_their_way() -> None:
-    # The first rank is this one; it needs 1, 2 and 4 MiB from the others, and gives as much.
-    one = needs([0, 1, 2, 4], [trip(0, MIB), trip(1, MIB // 2)], resident=10, tensors=5)
-    assert mib(one, MemoryChoice(1, 0)) == pytest.approx(10 + MEMORY_SLACK * (5 + 2 * 4))
-    assert mib(one, MemoryChoice(1, 1)) == pytest.approx(10 + MEMORY_SLACK * (5 + 2 * (4 + 2)))
+def test_memory_of_exchanged_rows_grows_with_group_and_prefetch() -> None:
+    # The first rank is this one; it receives 1, 2 and 4 MiB from the others, and sends as much.
+    needs = make_needs([0, 1, 2, 4], [exchange(0, MIB), exchange(1, MIB // 2)], resident=10, tensors=5)
+    assert mib(needs, MemoryChoice(1, 0)) == pytest.approx(10 + MEMORY_SLACK * (5 + 2 * 4))
+    assert mib(needs, MemoryChoice(1, 1)) == pytest.approx(10 + MEMORY_SLACK * (5 + 2 * (4 + 2)))
     assert (
-        mib(one, MemoryChoice(2, 1)) == mib(one, MemoryChoice(4, 9)) == pytest.approx(10 + MEMORY_SLACK * (5 + 2 * 7))
+        mib(needs, MemoryChoice(2, 1))
+        == mib(needs, MemoryChoice(4, 9))
+        == pytest.approx(10 + MEMORY_SLACK * (5 + 2 * 7))
     )
-    alone = needs([0], [trip(0, MIB)], resident=1, tensors=1)
+    alone = make_needs([0], [exchange(0, MIB)], resident=1, tensors=1)
     assert mib(alone, MemoryChoice(1, 1)) == pytest.approx(1 + MEMORY_SLACK)
 
 
-def test_rows_that_are_kept() -> None:
-    trips = [
-        trip(0, MIB, kept=True),
-        trip(1, MIB, kept=True),
-        trip(1, MIB, again=True, home=MIB),
-        trip(0, MIB, again=True),
+def test_memory_of_cached_rows_replaces_a_refetch() -> None:
+    exchanges = [
+        exchange(0, MIB, cacheable=True),
+        exchange(1, MIB, cacheable=True),
+        exchange(1, MIB, refetch=True, returned=MIB),
+        exchange(0, MIB, refetch=True),
     ]
-    one = needs([0, 3], trips)
-    assert mib(one, MemoryChoice(1, 0)) == pytest.approx(MEMORY_SLACK * 2 * 6)  # there again and home, in and out
-    assert mib(one, MemoryChoice(1, 0, cached_layers=(1,))) == pytest.approx(MEMORY_SLACK * (6 + 3))
-    assert mib(one, MemoryChoice(1, 0, cached_layers=(0, 1))) == pytest.approx(MEMORY_SLACK * (6 + 6))
+    needs = make_needs([0, 3], exchanges)
+    assert mib(needs, MemoryChoice(1, 0)) == pytest.approx(MEMORY_SLACK * 2 * 6)  # sent and received, twice
+    assert mib(needs, MemoryChoice(1, 0, cached_layers=(1,))) == pytest.approx(MEMORY_SLACK * (6 + 3))
+    assert mib(needs, MemoryChoice(1, 0, cached_layers=(0, 1))) == pytest.approx(MEMORY_SLACK * (6 + 6))
 
 
 @pytest.mark.parametrize(
@@ -70,23 +77,23 @@ def test_rows_that_are_kept() -> None:
         (9, MemoryChoice(1, 0)),
     ],
 )
-def test_more_memory_buys_more(limit: float, expected: MemoryChoice) -> None:
-    one = needs([0, 2, 2, 2], [trip(0, MIB, kept=True), trip(0, MIB // 4, again=True)], tensors=1)
-    sizes = {choice: mib(one, choice) for choice in (expected,)}
-    found, why = choose_memory_plan(one, int(limit * MIB), 4, UserChoice(), lambda own: own)
-    assert found == expected, (sizes, why)
-    assert f"of {limit} MiB per worker" in why and f"{sizes[found]:.0f} MiB" in why
+def test_more_memory_allows_more_upgrades(limit: float, expected: MemoryChoice) -> None:
+    needs = make_needs([0, 2, 2, 2], [exchange(0, MIB, cacheable=True), exchange(0, MIB // 4, refetch=True)], tensors=1)
+    expected_mib = mib(needs, expected)
+    choice, remark = choose_memory_plan(needs, int(limit * MIB), 4, UserChoice(), lambda peak: peak)
+    assert choice == expected, (expected_mib, remark)
+    assert f"of {limit} MiB per worker" in remark and f"{expected_mib:.0f} MiB" in remark
 
 
-def test_the_worst_rank_decides_and_says_what_it_needs() -> None:
-    one = needs([0, 1], [trip(0, MIB)], resident=3)
-    with pytest.raises(ConfigError, match=re.escape("a worker needs 50 MiB at least (group 1, prefetch 0)")) as error:
-        choose_memory_plan(one, 10 * MIB, 2, UserChoice(), lambda own: 50.0 * MIB)
-    assert "found --memory 10 MiB: take more workers or more memory" in str(error.value)
+def test_the_worst_rank_decides_and_the_error_names_its_minimum() -> None:
+    needs = make_needs([0, 1], [exchange(0, MIB)], resident=3)
+    with pytest.raises(ConfigError, match=re.escape("a worker needs at least 50 MiB (group 1, prefetch 0)")) as error:
+        choose_memory_plan(needs, 10 * MIB, 2, UserChoice(), lambda _: 50.0 * MIB)
+    assert "found --memory 10 MiB: use more workers, more memory" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         ({"group": 2}, MemoryChoice(2, 1, (0,))),
         ({"prefetch": 3}, MemoryChoice(4, 3, (0,))),
@@ -94,6 +101,6 @@ def test_the_worst_rank_decides_and_says_what_it_needs() -> None:
         ({"cache_for_backward": True, "group": 1, "prefetch": 0}, MemoryChoice(1, 0, (0,))),
     ],
 )
-def test_what_the_user_says_stays(given: dict[str, Any], expected: MemoryChoice) -> None:
-    one = needs([0, 1, 1, 1], [trip(0, MIB, kept=True)])
-    assert choose_memory_plan(one, 2**40, 4, UserChoice(**given), lambda own: own)[0] == expected
+def test_options_of_the_user_are_never_changed(options: dict[str, Any], expected: MemoryChoice) -> None:
+    needs = make_needs([0, 1, 1, 1], [exchange(0, MIB, cacheable=True)])
+    assert choose_memory_plan(needs, 2**40, 4, UserChoice(**options), lambda peak: peak)[0] == expected

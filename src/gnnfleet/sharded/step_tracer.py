@@ -1,8 +1,8 @@
-"""Scouting: a step of a model on small stand-ins for a part, to know what one on the part itself will take.
+"""Trace a training step on small sample graphs, to predict the traffic and memory of a step on a partition.
 
-A stand-in has the part's node and edge types, widths and degrees at a fraction of its size, and is alone in its world.
-Every exchange that the step asks for is noted with the bytes of its rows, and the tensors that live at the peak are
-counted at two sizes: what grows with the rows is extrapolated. So the figures hold for any model, the user's own too.
+A sample graph has the partition's node and edge types, widths and degrees at a fraction of its size, and a single rank.
+The tracer records the row bytes of every exchange and the bytes of live tensors at the peak, at two sizes, and
+extrapolates to the rows of the partition. So it works for any model, custom ones included.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from gnnfleet.report.memory import peak_tensors
 from gnnfleet.sharded.full_batch.ring_view import RingView
 
 SAMPLE_ROWS = (3000, 6000)
-"""Rows of the two stand-ins, all types together."""
+"""Rows of the two sample graphs, summed over node types."""
 
 Precompute = Callable[[Model, RingView, Any], Aggregate | None]
-"""What of the first layer is computed once, before the steps."""
+"""Computes the cached aggregate of the first layer, if any."""
 
 RouteKey = tuple[str, str]
-"""A node type and the direction its rows travel in, as in ``Shard.plan``."""
+"""A node type and a direction, as in ``Shard.plan``."""
 
 
 @dataclass(frozen=True)
 class TracedExchange:
-    """One exchange of a step: bytes of a row on every way, there and home. ``is_refetch``: of rows that came before."""
+    """One exchange of a step: bytes of a sent row and of a returned row, by route."""
 
     layer: int
     sent_bytes: tuple[tuple[RouteKey, int], ...]
     returned_bytes: tuple[tuple[RouteKey, int], ...]
-    is_refetch: bool
-    cached_bytes: bool  # they would be kept where that is asked for
+    is_refetch: bool  # of rows that an earlier exchange has fetched
+    is_cacheable: bool  # its rows are cached if ``cache_for_backward`` is set
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What a step does: its exchanges in order, and ``base_bytes`` + ``bytes_per_row`` · rows bytes of tensors at its peak."""
+    """The exchanges of a step in order, and its peak of ``base_bytes`` + ``bytes_per_row`` · rows bytes of tensors."""
 
     exchanges: tuple[TracedExchange, ...]
     base_bytes: float
     bytes_per_row: float
-    sums: tuple[int, ...] = ()  # bytes of sums over all nodes, as batch norm's
+    sums: tuple[int, ...] = ()  # bytes of sums over all nodes, as in batch norm
 
     def peak_bytes(self, rows: int) -> float:
         return self.base_bytes + self.bytes_per_row * rows
@@ -67,31 +67,30 @@ class StepTrace:
 def trace_step(
     model: Model, shard: Shard, precision: torch.dtype, precompute: Precompute, many: Sequence[bool] = ()
 ) -> StepTrace:
-    """Sketch a training step of ``model`` on a part; the model is left as it is. ``many`` says which layers read many
-    more rows than they make: these may send other rows."""
+    """Trace a training step of ``model`` on a partition. The model stays unchanged. ``many`` has the layers that read
+    many more rows than they compute, which may exchange other rows."""
     total = max(1, sum(shard.nodes(kind).count for kind in shard.node_types))
-    (small, low, notes), (large, high, _) = (
+    (small, small_peak, recording), (large, large_peak, _) = (
         _trace_at(model, shard, rows / total, precision, precompute, many) for rows in SAMPLE_ROWS
     )
-    each = max(0.0, (high - low) / max(1, large - small))
-    return StepTrace(tuple(notes.exchanges), max(0.0, low - each * small), each, tuple(notes.sums))
+    row_bytes = max(0.0, (large_peak - small_peak) / max(1, large - small))
+    base_bytes = max(0.0, small_peak - row_bytes * small)
+    return StepTrace(tuple(recording.exchanges), base_bytes, row_bytes, tuple(recording.sums))
 
 
 @dataclass
 class _StepRecording:
-    """What was asked for in a step."""
-
     exchanges: list[TracedExchange] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
 class _RecordingRing(RingExchange):
-    """A ring of one rank that writes down what it is asked for."""
+    """A ring of one rank that records its exchanges."""
 
     layer: int = 0
     names: Mapping[int, RouteKey] = field(default_factory=dict)
-    notes: _StepRecording = field(default_factory=_StepRecording)
+    recording: _StepRecording = field(default_factory=_StepRecording)
 
     def run(
         self,
@@ -103,45 +102,46 @@ class _RecordingRing(RingExchange):
         fetched: FetchedRows | None = None,
         op: str = "rows",
     ) -> None:
-        there = tuple((self.names[id(lane.plan)], lane.rows.shape[1] * lane.rows.element_size()) for lane in tables)
-        back = tuple((self.names[id(one.plan)], one.width * one.dtype.itemsize) for one in returns)
-        again = fetched is not None and fetched.is_complete
-        self.notes.exchanges.append(TracedExchange(self.layer, there, back, again, fetched is not None and not again))
+        sent = tuple((self.names[id(table.plan)], table.rows.shape[1] * table.rows.element_size()) for table in tables)
+        returned = tuple((self.names[id(path.plan)], path.width * path.dtype.itemsize) for path in returns)
+        is_refetch = fetched is not None and fetched.is_complete
+        is_cacheable = fetched is not None and not is_refetch
+        self.recording.exchanges.append(TracedExchange(self.layer, sent, returned, is_refetch, is_cacheable))
         super().run(tables, on_rows, returns=returns, on_returns=on_returns, fetched=fetched, op=op)
 
     def sum_over_ranks(self, t: Tensor) -> Tensor:
-        self.notes.sums.append(t.nbytes)
+        self.recording.sums.append(t.nbytes)
         out = t.view_as(t)
         if out.requires_grad:
-            out.register_hook(lambda grad: self.notes.sums.append(grad.nbytes))  # type: ignore[no-untyped-call]
+            out.register_hook(lambda grad: self.recording.sums.append(grad.nbytes))  # type: ignore[no-untyped-call]
         return out
 
 
 def _trace_at(
     model: Model, shard: Shard, share: float, precision: torch.dtype, precompute: Precompute, many: Sequence[bool]
 ) -> tuple[int, int, _StepRecording]:
-    """(rows, bytes of tensors at the peak, what was asked for) of one step on a stand-in."""
-    graph = _small_shard(shard, share)
+    """(rows, bytes of tensors at the peak, recording) of one step on a sample graph."""
+    graph = _sample_graph(shard, share)
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as folder:
-        nobody = Assignment(part=np.zeros(graph.num_nodes, np.int32), parts=1, method="range")
-        write_partition(graph, nobody, Path(folder) / "parts")
-        part = Partition.open(Path(folder) / "parts").shard(0)
+        one_part = Assignment(part=np.zeros(graph.num_nodes, np.int32), parts=1, method="range")
+        write_partition(graph, one_part, Path(folder) / "parts")
+        sample = Partition.open(Path(folder) / "parts").shard(0)
         ring = RingExchange(World())
-        view = RingView.open(part, ring)
+        view = RingView.open(sample, ring)
         names = {
             id(view.blocks.exchange_plan(kind, direction)): (kind, direction)
-            for kind in part.node_types
+            for kind in sample.node_types
             for direction in ("in", "out")
         }
-        x = {kind: _features(part, kind).to(precision) for kind in part.node_types}
+        x = {kind: _features(sample, kind).to(precision) for kind in sample.node_types}
         inputs: Any = x if len(x) > 1 else next(iter(x.values()))
-        twin = resized_copy(model, {kind: nodes.count for kind, nodes in graph.nodes.items()})
-        near = precompute(twin, view, inputs)
-        notes = _StepRecording()
+        sample_model = resized_copy(model, {kind: nodes.count for kind, nodes in graph.nodes.items()})
+        aggregated = precompute(sample_model, view, inputs)
+        recording = _StepRecording()
         views = [
             replace(
                 view,
-                ring=_RecordingRing(ring.world, layer=layer, names=names, notes=notes),
+                ring=_RecordingRing(ring.world, layer=layer, names=names, recording=recording),
                 keep_fetched=True,
                 has_many_sources=layer < len(many) and many[layer],
             )
@@ -149,17 +149,17 @@ def _trace_at(
         ]
 
         def step() -> None:
-            out = twin(views, inputs, aggregated=near)
-            rows = list(out.values()) if isinstance(out, dict) else [out]
-            torch.stack([each.sum() for each in rows]).sum().backward()  # type: ignore[no-untyped-call]
+            out = sample_model(views, inputs, aggregated=aggregated)
+            tables = list(out.values()) if isinstance(out, dict) else [out]
+            torch.stack([rows.sum() for rows in tables]).sum().backward()  # type: ignore[no-untyped-call]
 
-        twin.train()
+        sample_model.train()
         with unpooled():
             peak = peak_tensors(step)
-        return graph.num_nodes, peak, notes
+        return graph.num_nodes, peak, recording
 
 
-def _small_shard(shard: Shard, share: float) -> Graph:
+def _sample_graph(shard: Shard, share: float) -> Graph:
     random = torch.Generator().manual_seed(0)
     counts = {kind: max(8, round(share * shard.nodes(kind).count)) for kind in shard.node_types}
     nodes = {}
@@ -168,29 +168,28 @@ def _small_shard(shard: Shard, share: float) -> Graph:
         nodes[kind] = validated_nodes(count, x=None if x is None else torch.randn(count, x.shape[1], generator=random))
     edges = {}
     for relation in shard.edge_types:
-        number = max(1, round(share * sum(len(shard.block(relation, "in", q).cols) for q in range(shard.parts))))
+        num_edges = max(1, round(share * sum(len(shard.block(relation, "in", q).cols) for q in range(shard.parts))))
         sizes = counts[relation.src], counts[relation.dst]
-        index = torch.stack([torch.randint(0, size, (number,), generator=random) for size in sizes])
-        weight, attr = (_like(shard.edge_data(relation, name), number) for name in ("weight", "attr"))
+        index = torch.stack([torch.randint(0, size, (num_edges,), generator=random) for size in sizes])
+        weight, attr = (_ones_like(shard.edge_data(relation, name), num_edges) for name in ("weight", "attr"))
         edges[relation] = validated_edges(index, num_src=sizes[0], num_dst=sizes[1], weight=weight, attr=attr)
     return Graph.of(nodes, edges)
 
 
-def _like(values: Tensor | None, number: int) -> Tensor | None:
-    return None if values is None else torch.ones(number, *values.shape[1:])
+def _ones_like(values: Tensor | None, rows: int) -> Tensor | None:
+    return None if values is None else torch.ones(rows, *values.shape[1:])
 
 
-def _features(part: Shard, kind: str) -> Tensor:
-    nodes = part.nodes(kind)
+def _features(shard: Shard, kind: str) -> Tensor:
+    nodes = shard.nodes(kind)
     return torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
 
 
 def resized_copy(model: Model, counts: Mapping[str, int]) -> Model:
-    """A copy of the model for other nodes, with as many learnable rows as there are of them."""
-    twin = copy.deepcopy(model)
-    most = max(counts.values())
-    for module in twin.modules():
+    """A copy of the model for other numbers of nodes, with as many learnable rows."""
+    resized = copy.deepcopy(model)
+    for module in resized.modules():
         if isinstance(module, NodeEmbedding):
             module.ids = None
-            module.weight = torch.nn.Parameter(module.weight.new_zeros(most, module.weight.shape[1]))
-    return twin
+            module.weight = torch.nn.Parameter(module.weight.new_zeros(max(counts.values()), module.weight.shape[1]))
+    return resized

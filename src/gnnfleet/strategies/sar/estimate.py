@@ -1,4 +1,4 @@
-"""What an epoch of ``sar`` takes: exchanges from a scouted step, rows and edges from the parts."""
+"""Estimate the cost of a ``sar`` epoch: exchanges from a traced step, rows and edges from the partitions."""
 
 from __future__ import annotations
 
@@ -20,136 +20,134 @@ from gnnfleet.strategies.step_costs import WeightBytes, trace_full_batch
 
 
 def estimate(config: SarConfig, outlook: PlanningContext) -> list[CostEstimate]:
-    """For the leanest way, with prefetch, with rows kept, with all parts in one group."""
+    """Estimate the settings of least memory, with prefetch, with cached rows, with all partitions in one group."""
     config.check_task(outlook.job.task)
     step = _StepEstimator(config, outlook)
-    return [step.estimate(choice) for choice in _choices(config, outlook.workers, step.sketch)]
+    return [step.estimate(choice) for choice in _choices(config, outlook.workers, step.trace)]
 
 
-def _choices(config: SarConfig, workers: int, sketch: StepTrace) -> list[MemoryChoice]:
+def _choices(config: SarConfig, workers: int, trace: StepTrace) -> list[MemoryChoice]:
     groups = [1, workers] if config.group == "auto" else [config.group]
-    ahead = [0, 1] if config.prefetch == "auto" else [config.prefetch]
-    kept = tuple(sorted({trip.layer for trip in sketch.exchanges if trip.cached_bytes}))
-    keeps = [(), kept] if config.cache_for_backward == "auto" else [kept if config.cache_for_backward else ()]
-    found = [MemoryChoice(group, depth, keep) for group in groups for depth in ahead for keep in keeps]
-    return list(dict.fromkeys(found if workers > 1 else found[-1:]))
+    depths = [0, 1] if config.prefetch == "auto" else [config.prefetch]
+    layers = tuple(sorted({exchange.layer for exchange in trace.exchanges if exchange.is_cacheable}))
+    cached = [(), layers] if config.cache_for_backward == "auto" else [layers if config.cache_for_backward else ()]
+    choices = [MemoryChoice(group, depth, cache) for group in groups for depth in depths for cache in cached]
+    return list(dict.fromkeys(choices if workers > 1 else choices[-1:]))
 
 
 class _StepEstimator:
-    """A step on every part."""
+    """A step on every partition."""
 
     def __init__(self, config: SarConfig, outlook: PlanningContext) -> None:
         self.config, self.outlook, self.job = config, outlook, outlook.job
         self.shards: Sequence[Shard] = outlook.parts()
         levels: ActiveRowCounts = outlook.cached(f"levels {config.restrict_rows}", self._levels)
         self.levels = levels.loads
-        self.sketch: StepTrace = trace_full_batch(outlook, config.cache_inputs, levels.many)
-        self.code = WireCodec(config.wire_dtype)
+        self.trace: StepTrace = trace_full_batch(outlook, config.cache_inputs, levels.many)
+        self.codec = WireCodec(config.wire_dtype)
 
     def _levels(self) -> ActiveRowCounts:
         job, reach = self.job, self.job.task.reachable_mask()
         if not self.config.restrict_rows or reach is None or job.model.batch_norm:
             return count_active_rows(self.shards, None, job.model.num_layers)
-        wanted = []
+        loss_rows = []
         for shard in self.shards:
             masks = {kind: torch.zeros(shard.nodes(kind).count, dtype=torch.bool) for kind in shard.node_types}
             masks[job.task.target] = reach[shard.nodes(job.task.target).store_ids]
-            wanted.append(masks)
-        return count_active_rows(self.shards, wanted, job.model.num_layers)
+            loss_rows.append(masks)
+        return count_active_rows(self.shards, loss_rows, job.model.num_layers)
 
     def estimate(self, choice: MemoryChoice) -> CostEstimate:
         outlook, ranks = self.outlook, range(len(self.shards))
         pace, workers = outlook.shared_profile, outlook.workers
-        sent = [sum(self._sent(trip, rank, choice) for trip in self.sketch.exchanges) for rank in ranks]
-        rounds = len(self.sketch.exchanges) * -(-workers // choice.group) if workers > 1 else 0
-        work = [pace.layer_seconds([(load.rows, load.edges) for load in self._of(rank)]) for rank in ranks]
-        seconds = max(self._seconds(*each, rounds, choice) for each in zip(work, sent, strict=True))
+        sent = [sum(self._sent_bytes(exchange, rank, choice) for exchange in self.trace.exchanges) for rank in ranks]
+        rounds = len(self.trace.exchanges) * -(-workers // choice.group) if workers > 1 else 0
+        work = [pace.full_batch_seconds([(load.rows, load.edges) for load in self._loads(rank)]) for rank in ranks]
+        seconds = max(self._seconds(*work_and_bytes, rounds, choice) for work_and_bytes in zip(work, sent, strict=True))
         weights = WeightBytes.of(self.job.model)
-        # Gradients, how many have each of them, the count of items, the loss, sums over all nodes, a norm.
-        number = PRECISIONS[self.job.precision].itemsize
+        # Gradients and the number of ranks that have each, the count of items, the loss, sums over all nodes, a norm.
+        itemsize = PRECISIONS[self.job.precision].itemsize
         clips = bool(self.job.train.clip and weights.embedding_rows)
-        extra = weights.allreduce_bytes + 8 + number * (1 + clips) + sum(self.sketch.sums)
+        extra = weights.allreduce_bytes + 8 + itemsize * (1 + clips) + sum(self.trace.sums)
         several = workers > 1
         return CostEstimate(
-            words=self._words(choice),
+            settings=self._settings(choice),
             kind="exact",
             workers=workers,
             memory=max(self._needs(rank).bytes(choice) for rank in ranks),
             bytes=sum(sent) + extra * workers * several,
-            rounds=rounds + (3 + clips + len(self.sketch.sums)) * several,
-            seconds=seconds + pace.optimizer_seconds + pace.allreduce_seconds,
+            rounds=rounds + (3 + clips + len(self.trace.sums)) * several,
+            seconds=seconds + pace.allreduce_seconds(weights.nbytes),
             reasons=self._reasons(work, sent, rounds),
         )
 
-    def _words(self, choice: MemoryChoice) -> dict[str, Any]:
-        given = self.config.model_dump(exclude_defaults=True)
+    def _settings(self, choice: MemoryChoice) -> dict[str, Any]:
         return {
-            **given,
+            **self.config.model_dump(exclude_defaults=True),
             "name": "sar",
             "group": choice.group,
             "prefetch": choice.prefetch,
             "cache_for_backward": bool(choice.cached_layers),
         }
 
-    def _of(self, rank: int) -> list[LayerLoad]:
+    def _loads(self, rank: int) -> list[LayerLoad]:
         return [level[rank] for level in self.levels]
 
-    def _sent(self, trip: TracedExchange, rank: int, choice: MemoryChoice) -> int:
-        """Bytes of an exchange that a rank hands over."""
-        load = self.levels[trip.layer][rank]
-        there = () if trip.is_refetch and trip.layer in choice.cached_layers else trip.sent_bytes
-        total = sum(sum(load.sent_rows[way]) * self._written(each) for way, each in there)
-        return total + sum(sum(load.received_rows[way]) * self._written(each) for way, each in trip.returned_bytes)
+    def _sent_bytes(self, exchange: TracedExchange, rank: int, choice: MemoryChoice) -> int:
+        """Bytes that a rank sends in an exchange."""
+        load, row_bytes = self.levels[exchange.layer][rank], self._encoded_bytes
+        sent = () if exchange.is_refetch and exchange.layer in choice.cached_layers else exchange.sent_bytes
+        total = sum(sum(load.sent_rows[route]) * row_bytes(size) for route, size in sent)
+        return total + sum(sum(load.received_rows[route]) * row_bytes(size) for route, size in exchange.returned_bytes)
 
-    def _written(self, nbytes: int) -> int:
-        """A row as it travels."""
+    def _encoded_bytes(self, nbytes: int) -> int:
+        """Bytes of a row in the wire format."""
         dtype = PRECISIONS[self.job.precision]
-        return sum(width * kind.itemsize for width, kind in self.code.encoded_shapes(nbytes // dtype.itemsize, dtype))
+        return sum(width * kind.itemsize for width, kind in self.codec.encoded_shapes(nbytes // dtype.itemsize, dtype))
 
     def _seconds(self, work: float, sent: float, rounds: int, choice: MemoryChoice) -> float:
         pace = self.outlook.shared_profile
-        travel = pace.transfer_seconds(sent, rounds)
+        transfer = pace.transfer_seconds(sent, rounds)
         if not self.outlook.overlaps or not choice.prefetch:
-            return work + travel
-        # The first rows of an exchange have nothing but own edges to hide behind.
-        return max(work, travel) + min(work, travel) / self.outlook.workers
+            return work + transfer
+        # The first rows of an exchange overlap only with the local block.
+        return max(work, transfer) + min(work, transfer) / self.outlook.workers
 
     def _needs(self, rank: int) -> MemoryNeeds:
-        shard, levels = self.shards[rank], self._of(rank)
+        shard, levels = self.shards[rank], self._loads(rank)
         rows = sum(load.rows for load in levels) / len(levels)
-        tensors = self.sketch.peak_bytes(int(rows)) + WeightBytes.of(self.job.model).state(
+        tensors = self.trace.peak_bytes(int(rows)) + WeightBytes.of(self.job.model).state(
             rows / max(1, self.job.graph.num_nodes)
         )
 
-        def routes(way: RouteKey) -> ExchangePlan:
-            plan = shard.plan(*way)
+        def exchange_plan(route: RouteKey) -> ExchangePlan:
+            plan = shard.plan(*route)
             return ExchangePlan(plan.send, tuple(map(len, plan.recv)))
 
-        return MemoryNeeds(
-            self.outlook.shared_profile.base_memory + self._held(shard, levels), tensors, self.sketch, routes
-        )
+        resident = self.outlook.shared_profile.base_memory + self._partition_bytes(shard, levels)
+        return MemoryNeeds(resident, tensors, self.trace, exchange_plan)
 
-    def _held(self, shard: Shard, levels: Sequence[LayerLoad]) -> float:
-        """Bytes of a part that is open: features and their aggregate, edges both ways and those of narrower layers."""
+    def _partition_bytes(self, shard: Shard, levels: Sequence[LayerLoad]) -> float:
+        """Memory of an open partition: features and their aggregate, edges in both directions and of active rows."""
         features = 0
         for kind in shard.node_types:
             x = shard.nodes(kind).x
             features += 0 if x is None else shard.nodes(kind).count * int(x.shape[1])
         edges = max(load.edges for load in levels)
-        narrow = sum(load.edges for load in levels if load.edges < edges)
+        active_edges = sum(load.edges for load in levels if load.edges < edges)
         itemsize = PRECISIONS[self.job.precision].itemsize
-        return features * itemsize * FEATURE_BYTES + edges * BYTES_PER_SAR_EDGE + narrow * BYTES_PER_ACTIVE_EDGE
+        return features * itemsize * FEATURE_BYTES + edges * BYTES_PER_SAR_EDGE + active_edges * BYTES_PER_ACTIVE_EDGE
 
     def _reasons(self, work: Sequence[float], sent: Sequence[int], rounds: int) -> tuple[str, ...]:
-        travel = max(self.outlook.shared_profile.transfer_seconds(each, rounds) for each in sent)
+        transfer = max(self.outlook.shared_profile.transfer_seconds(nbytes, rounds) for nbytes in sent)
         rows = [sum(load.rows for load in level) for level in self.levels]
         share = min(rows) / max(1, max(rows))
-        found = [f"layers {max(work):.2g} s, rows on their way {travel:.2g} s"]
+        reasons = [f"layers {max(work):.2g} s, transfer {transfer:.2g} s"]
         if share < 1:
-            found.append(f"labelled nodes need {share:.0%} of the rows of the last layer")
-        return tuple(found)
+            reasons.append(f"labelled nodes need {share:.0%} of the rows of the last layer")
+        return tuple(reasons)
 
 
 FEATURE_BYTES, BYTES_PER_SAR_EDGE, BYTES_PER_ACTIVE_EDGE = 4.0, 80.0, 48.0
-"""Copies of features (as mapped, in order, with their aggregate, while it is made), bytes of an in-edge with what
-backward keeps of it, and of one that a layer has for itself."""
+"""Copies of features (mapped, reordered, aggregated, and while aggregating), bytes of an in-edge with its copy for
+backward, and of an in-edge of active rows."""
