@@ -147,7 +147,7 @@ OTHERS = [
     ("predict {}/none -o {out}/a.csv", 7, "is not a run"),
     ("evaluate {}/good", 7, "is not a run"),
     ("join nowhere {}/good --trainers 1", 2, "expected HOST:PORT"),
-    ("join localhost:0 {}/good --trainers 1", 2, "nobody listens at port 0"),
+    ("join localhost:0 {}/good --trainers 1", 2, "localhost:0 has port 0: use the port"),
     ("join localhost:65536 {}/good --trainers 1", 2, "a port up to 65535"),
     ("join localhost:1 {}/none --trainers 1", 4, "no graph at"),
 ]

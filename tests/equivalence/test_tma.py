@@ -1,5 +1,5 @@
-"""tma: one trainer equals the plain loop, averaging every step of SGD equals averaging gradients, rounds of so many
-steps give the same bits every time; nothing is counted twice, and trainers that are late or gone are left out."""
+"""tma: one trainer equals the plain loop, averaging every step of SGD equals averaging gradients, rounds of a fixed
+number of steps give the same bits every time, and trainers that are late or lost are left out."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from gnnfleet.errors import ConfigError, ExchangeError
 from gnnfleet.graph.graph import Graph, validated_edges
 from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.launch import tma_subgraph as alones
+from gnnfleet.launch import tma_subgraph
 from gnnfleet.launch.tma_subgraph import make_local_training
 from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.protocol import CHECKPOINTED
+from gnnfleet.strategies.tma.protocol import RunMessages, RunState
 from gnnfleet.strategies.tma.trainer import Trainer
 from gnnfleet.training.build import RankContext, build
 from gnnfleet.training.partition_cache import ensure_clusters, trained_graph
 from tests.equivalence.spread import plain_graph, typed_graph
-from tests.equivalence.test_estimates import forecast_of
+from tests.equivalence.test_estimates import estimates_of
 from tests.equivalence.test_sar import linked
 
 BATCH = 7
@@ -45,17 +45,17 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in makes}
 
 
-def words(strategy: dict[str, Any], **more: Any) -> RunConfig:
+def run_config(strategy: dict[str, Any], **more: Any) -> RunConfig:
     model = {"name": "sage", "hidden": 8, "layers": 2, "dropout": 0.3, **more.pop("model", {})}
     train = {"lr": 0.02, "clip": 1.0, "epochs": 3, **more.pop("train", {})}
     return resolve({"model": model, "train": train, "precision": "float64", "seed": 5, "strategy": strategy, **more})
 
 
-def tma(**knobs: Any) -> dict[str, Any]:
-    return {"name": "tma", "fanouts": [3, 2], "batch": BATCH, "cache_inputs": False, "give_up": 30, **knobs}
+def tma(**options: Any) -> dict[str, Any]:
+    return {"name": "tma", "fanouts": [3, 2], "batch": BATCH, "cache_inputs": False, "give_up": 30, **options}
 
 
-def deal_of(graph: Graph, config: RunConfig) -> NodeAssignment:
+def assignment_of(graph: Graph, config: RunConfig) -> NodeAssignment:
     path = ensure_clusters(graph, trained_graph(graph, config), config)
     clusters = None if path is None else ClusterMap.open(path)
     name = "" if path is None else path.name
@@ -63,47 +63,50 @@ def deal_of(graph: Graph, config: RunConfig) -> NodeAssignment:
 
 
 @contextmanager
-def fleet(
+def trainers_in_threads(
     store: Path, config: RunConfig, *, folder: Path | None = None, only: Sequence[int] | None = None
 ) -> Iterator[Any]:
-    """A coordinator's strategy with trainers in threads of this process."""
+    """The coordinator's strategy, with trainers in threads of this process."""
     graph = open_store(store)
-    post, deal = MessageStore.serve(), deal_of(graph, config)
-    strategy: Any = build(graph, config, here=RankContext(message_store=post, assignment=deal)).strategy
-    failed: list[BaseException] = []
+    server, assignment = MessageStore.serve(), assignment_of(graph, config)
+    strategy: Any = build(graph, config, here=RankContext(message_store=server, assignment=assignment)).strategy
+    errors: list[BaseException] = []
 
-    def work(index: int) -> None:
+    def run_trainer(index: int) -> None:
         try:
             torch.set_num_threads(1)
             trainer = Trainer(
                 config.strategy,  # type: ignore[arg-type]
                 index,
-                post.reconnect(),
-                deal,
-                lambda own: make_local_training(graph, config, index, own),
+                server.reconnect(),
+                assignment,
+                lambda nodes: make_local_training(graph, config, index, nodes),
                 dtype=PRECISIONS[config.precision],
                 folder=None if folder is None else folder / str(index),
             )
-            trainer.run(lambda text: failed.append(RuntimeError(text)))
+            trainer.run(lambda text: errors.append(RuntimeError(text)))
         except BaseException as error:
-            post.reconnect().write(f"gone/{index}", {})
-            failed.append(error)
+            RunMessages(server.reconnect()).write_exit(index)
+            errors.append(error)
 
-    strategy.post = post
     indices = range(config.workers) if only is None else only
-    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in indices]
+    threads = [threading.Thread(target=run_trainer, args=(index,), daemon=True) for index in indices]
     for thread in threads:
         thread.start()
     try:
         yield strategy
     except Exception as error:
-        raise failed[0] if failed else error from error
+        raise errors[0] if errors else error from error
     finally:
         strategy.close()
-        post.write("now", {"era": 0, "round": 0, "done": True})
+        RunMessages(server).write_state(RunState(0, 0, done=True))
         for thread in threads:
             thread.join(20)
-    assert not failed, failed
+    assert not errors, errors
+
+
+def messages_of(strategy: Any) -> RunMessages:
+    return RunMessages(strategy._job.context.message_store)
 
 
 def weights_of(strategy: Any) -> dict[str, torch.Tensor]:
@@ -124,24 +127,24 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("scheme", "name", "knobs", "more"),
+    ("scheme", "name", "options", "more"),
     [("super" if place % 2 else "random", *case) for place, case in enumerate(CASES)],
 )
 def test_one_trainer_is_the_plain_loop(
-    stores: dict[str, Path], scheme: str, name: str, knobs: dict[str, Any], more: dict[str, Any]
+    stores: dict[str, Path], scheme: str, name: str, options: dict[str, Any], more: dict[str, Any]
 ) -> None:
     """To the bit; a round is an epoch where it has as many steps."""
-    local = {"name": "local", "cache_inputs": False, "batch": knobs.get("batch", BATCH)}
-    local |= {} if knobs.get("full") else {"fanouts": [3, 2]}
-    plain: Any = build(open_store(stores[name]), words(local, **more)).strategy
-    wanted = [list(plain.train_epoch(epoch)) for epoch in range(3)]
-    config = words(tma(scheme=scheme, steps=len(wanted[0]), **knobs), **more)
-    with fleet(stores[name], config) as strategy:
-        found = rounds(strategy, 0, 3)
+    local = {"name": "local", "cache_inputs": False, "batch": options.get("batch", BATCH)}
+    local |= {} if options.get("full") else {"fanouts": [3, 2]}
+    plain: Any = build(open_store(stores[name]), run_config(local, **more)).strategy
+    epochs = [list(plain.train_epoch(epoch)) for epoch in range(3)]
+    config = run_config(tma(scheme=scheme, steps=len(epochs[0]), **options), **more)
+    with trainers_in_threads(stores[name], config) as strategy:
+        records = rounds(strategy, 0, 3)
         assert strategy.evaluate("test") == plain.evaluate("test")
         for key, tensor in weights_of(strategy).items():
             assert torch.equal(tensor, plain.state_dict()["model"][key]), key
-    for record, steps in zip(found, wanted, strict=True):
+    for record, steps in zip(records, epochs, strict=True):
         assert record.steps == len(steps) and record.count == sum(step.count for step in steps)
         assert record.loss == pytest.approx(sum(step.loss * step.count for step in steps) / record.count, rel=1e-12)
 
@@ -149,10 +152,10 @@ def test_one_trainer_is_the_plain_loop(
 @pytest.mark.parametrize("scheme", ["random", "super", "psgd-pa"])
 def test_averaging_every_step_averages_gradients(stores: dict[str, Path], scheme: str) -> None:
     train = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.1, "clip": 0.0}
-    knobs = {"scheme": scheme, "steps": 1, "full": True, "batch": 0}
-    config = words(tma(**knobs), workers=3, train=train)
+    options = {"scheme": scheme, "steps": 1, "full": True, "batch": 0}
+    config = run_config(tma(**options), workers=3, train=train)
     graph = open_store(stores["plain"])
-    deal = deal_of(graph, config)
+    deal = assignment_of(graph, config)
     alone: list[Any] = [make_local_training(graph, config, i, deal.nodes_of(i, 3)).strategy for i in range(3)]
     theta = {name: t.clone() for name, t in alone[0].state_dict()["model"].items()}
     for epoch in range(3):
@@ -163,13 +166,13 @@ def test_averaging_every_step_averages_gradients(stores: dict[str, Path], scheme
             list(strategy.train_epoch(epoch))
             grads.append({name: (before[name] - t) / 0.1 for name, t in strategy.state_dict()["model"].items()})
         theta = {name: before[name] - 0.1 * sum(grad[name] for grad in grads) / 3 for name in before}
-    with fleet(stores["plain"], config) as strategy:
+    with trainers_in_threads(stores["plain"], config) as strategy:
         rounds(strategy, 0, 3)
         for name, tensor in weights_of(strategy).items():
             torch.testing.assert_close(tensor, theta[name], rtol=1e-9, atol=1e-12)
 
 
-WAYS: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     {"scheme": "random"},
     {"scheme": "super", "weighting": "edges", "optimizer": "average", "momentum": 0.5},
     {"scheme": "llcg", "weighting": "steps", "optimizer": "reset"},
@@ -177,99 +180,100 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("knobs", WAYS, ids=lambda knobs: knobs["scheme"])
-def test_the_same_bits_every_time(stores: dict[str, Path], knobs: dict[str, Any]) -> None:
-    config = words(tma(steps=2, **knobs), workers=3, train={"epochs": 4})
-    found = []
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["scheme"])
+def test_the_same_bits_every_time(stores: dict[str, Path], options: dict[str, Any]) -> None:
+    config = run_config(tma(steps=2, **options), workers=3, train={"epochs": 4})
+    records, weights = [], []
     for _ in range(2):
-        with fleet(stores["plain"], config) as strategy:
-            records = rounds(strategy, 0, 4)
-            found.append(([(r.loss, r.count, r.steps) for r in records], weights_of(strategy)))
-    assert found[0][0] == found[1][0] and all(torch.equal(t, found[1][1][name]) for name, t in found[0][1].items())
+        with trainers_in_threads(stores["plain"], config) as strategy:
+            records.append([(r.loss, r.count, r.steps) for r in rounds(strategy, 0, 4)])
+            weights.append(weights_of(strategy))
+    assert records[0] == records[1]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 @pytest.mark.parametrize(
-    ("knobs", "model"),
+    ("options", "model"),
     [
         ({"momentum": 0.3}, {"embedding": 3}),
         ({"scheme": "llcg", "correction": 3, "optimizer": "average"}, {}),
         ({"repartition_every": 2, "weighting": "edges"}, {"embedding": 3}),
     ],
 )
-def test_going_on_gives_the_same_bits(
-    stores: dict[str, Path], tmp_path: Path, knobs: dict[str, Any], model: dict[str, Any]
+def test_a_resumed_run_gives_the_same_bits(
+    stores: dict[str, Path], tmp_path: Path, options: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    """Coordinator and trainers start anew after two rounds; what trainers remember lies on disk."""
-    config = words(tma(steps=2, **knobs), workers=2, train={"epochs": 5}, model=model)
-    with fleet(stores["plain"], config, folder=tmp_path / "whole") as strategy:
+    """Coordinator and trainers are restarted after two rounds; trainers read their checkpoints."""
+    config = run_config(tma(steps=2, **options), workers=2, train={"epochs": 5}, model=model)
+    with trainers_in_threads(stores["plain"], config, folder=tmp_path / "whole") as strategy:
         rounds(strategy, 0, 5)
         whole = weights_of(strategy)
-    with fleet(stores["plain"], config, folder=tmp_path / "cut") as strategy:
+    with trainers_in_threads(stores["plain"], config, folder=tmp_path / "cut") as strategy:
         rounds(strategy, 0, 2)
         state = {part: {n: t.clone() for n, t in ts.items()} for part, ts in strategy.state_dict().items()}
-    with fleet(stores["plain"], config, folder=tmp_path / "cut") as strategy:
+    with trainers_in_threads(stores["plain"], config, folder=tmp_path / "cut") as strategy:
         strategy.load_state_dict(state)
         rounds(strategy, 2, 5)
         assert all(torch.equal(t, whole[name]) for name, t in weights_of(strategy).items())
 
 
-def test_going_on_with_another_partition(stores: dict[str, Path], tmp_path: Path) -> None:
-    """What an optimizer remembers of learnt rows is of other nodes than a trainer has now: it starts anew for them."""
-    knobs, model = tma(steps=2), {"embedding": 3}
-    with fleet(stores["plain"], words(knobs, workers=2, model=model), folder=tmp_path) as strategy:
+def test_a_run_resumes_with_another_partition(stores: dict[str, Path], tmp_path: Path) -> None:
+    """Optimizer state of embedding rows is of other nodes than a trainer has now: it starts anew for them."""
+    options, model = tma(steps=2), {"embedding": 3}
+    with trainers_in_threads(stores["plain"], run_config(options, workers=2, model=model), folder=tmp_path) as strategy:
         rounds(strategy, 0, 2)
         state = {part: {n: t.clone() for n, t in ts.items()} for part, ts in strategy.state_dict().items()}
-    found = []
-    for folder in (tmp_path, tmp_path / "nothing"):  # with what trainers have kept, and without
-        config = words(knobs, workers=2, model=model, partition="random", train={"optimizer": "adam"})
-        with fleet(stores["plain"], config, folder=folder) as strategy:
+    resumed = []
+    for folder in (tmp_path, tmp_path / "nothing"):  # with checkpoints of trainers, and without
+        config = run_config(options, workers=2, model=model, partition="random", train={"optimizer": "adam"})
+        with trainers_in_threads(stores["plain"], config, folder=folder) as strategy:
             strategy.load_state_dict(state)
             rounds(strategy, 2, 3)
-            found.append(weights_of(strategy))
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in found[0].values() if tensor.is_floating_point())
-    assert not torch.equal(*(next(iter(each.values())) for each in found)), "of weights it remembers what it did"
+            resumed.append(weights_of(strategy))
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in resumed[0].values() if tensor.is_floating_point())
+    assert not torch.equal(*(next(iter(weights.values())) for weights in resumed)), "optimizer state of weights is kept"
 
 
 def test_a_lost_connection_changes_nothing(stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer that loses its server while it hands a round over does so again; no step is made twice."""
-    config, found, failures = words(tma(steps=2), workers=2), [], []
+    """A trainer that loses its connection while it sends an update sends it again; no step is made twice."""
+    config, weights, failures = run_config(tma(steps=2), workers=2), [], []
     write = MessageStore.write
 
     def lossy(self: MessageStore, key: str, *rest: Any) -> None:
-        write(self, key, *rest)  # it arrived, but nobody knows
-        if key.startswith("give/1/1/") and key not in failures:
+        write(self, key, *rest)  # it arrived, but the trainer does not know
+        if key.startswith("update/1/1/") and key not in failures:
             failures.append(key)
             raise ExchangeError("lost")
 
     for broken in (False, True):
         if broken:
             monkeypatch.setattr(MessageStore, "write", lossy)
-        with fleet(stores["plain"], config) as strategy:
+        with trainers_in_threads(stores["plain"], config) as strategy:
             rounds(strategy, 0, 3)
-            found.append(weights_of(strategy))
-    assert sorted(failures) == ["give/1/1/0", "give/1/1/1"]
-    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+            weights.append(weights_of(strategy))
+    assert sorted(failures) == ["update/1/1/0", "update/1/1/1"]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-def test_batches_made_ahead_have_the_rows_of_their_round(
+def test_prefetched_batches_have_the_remote_rows_of_their_round(
     stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of other parts come anew with every round; results do not depend on how early batches are made."""
+    """Remote rows come with every round; results do not depend on how early batches are prepared."""
     link = {"eval_negatives": 6, "ranking": "sampled"}
-    config = words(tma(steps=2, remote=4, batch=20), workers=2, task="link", link=link)
-    found, plain = [], TmaConfig.local_settings
+    config = run_config(tma(steps=2, remote_negatives=4, batch=20), workers=2, task="link", link=link)
+    weights, plain = [], TmaConfig.local_settings
     for ahead in (0, 2):
         monkeypatch.setattr(
             TmaConfig, "local_settings", lambda self, layers, n=ahead: {**plain(self, layers), "prefetch": n}
         )
-        with fleet(stores["linked"], config) as strategy:
+        with trainers_in_threads(stores["linked"], config) as strategy:
             rounds(strategy, 0, 3)
-            found.append(weights_of(strategy))
-    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+            weights.append(weights_of(strategy))
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-def test_traffic_is_the_weights(stores: dict[str, Path]) -> None:
-    """Once up and once down for each trainer, whatever the graph; learnt rows and other rows are counted apart."""
+def test_traffic_is_one_copy_of_the_weights_each_way(stores: dict[str, Path]) -> None:
+    """For each trainer, whatever the graph; embedding rows and remote rows are counted apart."""
     cases: list[tuple[dict[str, Any], int, bool]] = [
         ({}, 0, False),
         ({"embedding": 3}, 0, False),
@@ -278,41 +282,44 @@ def test_traffic_is_the_weights(stores: dict[str, Path]) -> None:
     ]
     for model, remote, links in cases:
         more = {"task": "link", "link": {"eval_negatives": 6, "ranking": "sampled"}} if links else {}
-        config = words(tma(steps=2, remote=remote, scheme="super"), workers=3, model=model, **more)
-        with fleet(stores["linked" if links else "plain"], config) as strategy:
+        config = run_config(tma(steps=2, remote_negatives=remote, scheme="super"), workers=3, model=model, **more)
+        with trainers_in_threads(stores["linked" if links else "plain"], config) as strategy:
             rounds(strategy, 0, 2)
-            told, model_now = strategy.epoch_metrics(), strategy.state_dict()["model"]
+            metrics, model_now = strategy.epoch_metrics(), strategy.state_dict()["model"]
             sent = strategy._job.world.traffic.bytes_sent + sum(
-                each["bytes_sent"] for each in strategy.external_workers
+                report["bytes_sent"] for report in strategy.external_workers
             )
         if not links:
-            (foreseen,) = forecast_of(stores["plain"], config.model_dump(mode="json"))
+            (foreseen,) = estimates_of(stores["plain"], config.model_dump(mode="json"))
             assert 2 * foreseen.bytes == sent
         size = sum(t.numel() for name, t in model_now.items() if "embeddings" not in name) * 8
-        assert told["megabytes_up"] == told["megabytes_down"] == 3 * size / 1e6 and told["trainers"] == 3
+        assert metrics["megabytes_up"] == metrics["megabytes_down"] == 3 * size / 1e6 and metrics["trainers"] == 3
         rows = sum(t.numel() for name, t in model_now.items() if "embeddings" in name) * 8
         width = open_store(stores["plain"]).single_nodes.x.shape[1]  # type: ignore[union-attr]
         width += model.get("embedding", 0)
-        assert told["megabytes_beside"] == pytest.approx((rows + 3 * remote * width * 8) / 1e6)
+        assert metrics["megabytes_beside"] == pytest.approx((rows + 3 * remote * width * 8) / 1e6)
 
 
 def test_without_a_quorum_the_run_ends(stores: dict[str, Path]) -> None:
-    """At once where those who are missing have ended, else when patience is over."""
-    for knobs, text in (({"give_up": 60}, "and the others have ended"), ({"give_up": 2, "silence": 0.5}, "for 2 s")):
-        config = words(tma(steps=2, quorum=2, deadline=1, **knobs), workers=2)
-        with fleet(stores["plain"], config, only=[0]) as strategy:
-            if knobs["give_up"] == 60:
-                strategy.post.write("gone/1", {})
-            with pytest.raises(ExchangeError, match=rf"1 of the 2 trainers it needs {text}: trainer 1 is missing"):
+    """At once if the missing trainers have exited, else after ``give_up`` seconds."""
+    for options, text in (
+        ({"give_up": 60}, "and no other trainer is left"),
+        ({"give_up": 2, "silence": 0.5}, "for 2 s"),
+    ):
+        config = run_config(tma(steps=2, quorum=2, deadline=1, **options), workers=2)
+        with trainers_in_threads(stores["plain"], config, only=[0]) as strategy:
+            if options["give_up"] == 60:
+                messages_of(strategy).write_exit(1)
+            with pytest.raises(ExchangeError, match=rf"1 of the 2 trainers it needs: trainer 1 missing, {text}"):
                 rounds(strategy, 0, 3)
 
 
-def test_the_nodes_of_a_lost_trainer_are_dealt_to_the_others(stores: dict[str, Path]) -> None:
-    config = words(tma(steps=2, deadline=1), workers=3, train={"epochs": 4})
-    with fleet(stores["plain"], config, only=[0, 2]) as strategy:
+def test_the_nodes_of_a_lost_trainer_are_reassigned_to_the_others(stores: dict[str, Path]) -> None:
+    config = run_config(tma(steps=2, deadline=1), workers=3, train={"epochs": 4})
+    with trainers_in_threads(stores["plain"], config, only=[0, 2]) as strategy:
         rounds(strategy, 0, 1)
         first = strategy.epoch_metrics()["kept_edges"]
-        strategy.post.write("gone/1", {})
+        messages_of(strategy).write_exit(1)
         rounds(strategy, 1, 4)
         assert strategy.epoch_metrics()["kept_edges"] > first and strategy.epoch_metrics()["trainers"] == 2
 
@@ -335,11 +342,11 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "knobs", "more"), ODD)
-def test_parts_that_lack_something(
-    stores: dict[str, Path], tmp_path: Path, name: str, knobs: dict[str, Any], more: dict[str, Any]
+@pytest.mark.parametrize(("name", "options", "more"), ODD)
+def test_trainers_without_items_send_empty_updates(
+    stores: dict[str, Path], tmp_path: Path, name: str, options: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    """Nothing to train on, no node of a type, no edge to predict: such a trainer is there and gives nothing."""
+    """Parts with nothing to train on, no node of a type or no edge to predict are legal."""
     if name == "few":
         save_store(split_of(plain_graph(), 2), tmp_path / name)
     if name == "sparse":
@@ -349,8 +356,8 @@ def test_parts_that_lack_something(
         save_store(Graph.of(whole.nodes, dict.fromkeys(whole.edges, few)), tmp_path / name)
     if more.get("task") == "link":
         more = {**more, "link": {"eval_negatives": 6, "ranking": "sampled", **more.get("link", {})}}
-    config = words(tma(steps=2, **knobs), workers=4, **more)
-    with fleet(tmp_path / name if name in ("few", "sparse") else stores[name], config) as strategy:
+    config = run_config(tma(steps=2, **options), workers=4, **more)
+    with trainers_in_threads(tmp_path / name if name in ("few", "sparse") else stores[name], config) as strategy:
         records = rounds(strategy, 0, 3)
         assert strategy.epoch_metrics()["trainers"] == 4 and all(math.isfinite(record.loss) for record in records)
         assert all(bool(torch.isfinite(t).all()) for t in weights_of(strategy).values() if t.is_floating_point())
@@ -362,9 +369,9 @@ def held_out(graph: Graph) -> dict[str, torch.Tensor]:
 
 
 def test_the_baseline_that_sees_everything_is_macrobatch() -> None:
-    config = words(tma(scheme="ggs"), workers=3)
-    found = config.strategy.model_dump()
-    assert (found["name"], found["batch"], found["batches_per_fetch"], found["fanouts"]) == (
+    config = run_config(tma(scheme="ggs"), workers=3)
+    settings = config.strategy.model_dump()
+    assert (settings["name"], settings["batch"], settings["batches_per_fetch"], settings["fanouts"]) == (
         "macrobatch",
         21,
         1,
@@ -372,31 +379,34 @@ def test_the_baseline_that_sees_everything_is_macrobatch() -> None:
     )
 
 
-def test_what_cannot_be_is_refused(stores: dict[str, Path]) -> None:
+def test_options_that_exclude_each_other_are_refused(stores: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="more trainers than --workers 2"):
-        words(tma(quorum=3), workers=2)
-    with pytest.raises(ConfigError, match="more negatives for links"), fleet(stores["plain"], words(tma(remote=3))):
+        run_config(tma(quorum=3), workers=2)
+    config = run_config(tma(remote_negatives=3))
+    with pytest.raises(ConfigError, match="adds negative links"), trainers_in_threads(stores["plain"], config):
         pass
 
 
 def test_every_round_by_the_clock_has_steps(stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although making what a trainer works on, anew in every round, takes longer than a round."""
+    """Also if building the subgraphs anew in every round takes longer than a round."""
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.15)
-        return alones.make_local_training(*args)
+        return tma_subgraph.make_local_training(*args)
 
     monkeypatch.setattr(f"{__name__}.make_local_training", slowly)
-    with fleet(stores["plain"], words(tma(interval=0.02, repartition_every=1, deadline=20), workers=2)) as strategy:
+    with trainers_in_threads(
+        stores["plain"], run_config(tma(interval=0.02, repartition_every=1, deadline=20), workers=2)
+    ) as strategy:
         records = rounds(strategy, 0, 3)
     assert all(record.steps >= 2 and record.count and record.loss > 0 for record in records)
 
 
-def test_trainers_forget_rounds_before_the_newest_checkpoint(stores: dict[str, Path], tmp_path: Path) -> None:
-    config = words(tma(steps=2), workers=2, train={"epochs": 6})
-    with fleet(stores["plain"], config, folder=tmp_path) as strategy:
+def test_trainers_remove_checkpoints_before_the_newest_of_the_run(stores: dict[str, Path], tmp_path: Path) -> None:
+    config = run_config(tma(steps=2), workers=2, train={"epochs": 6})
+    with trainers_in_threads(stores["plain"], config, folder=tmp_path) as strategy:
         rounds(strategy, 0, 2)
-        strategy.post.write(CHECKPOINTED, {"round": 2})
+        messages_of(strategy).write_checkpointed(2)
         rounds(strategy, 2, 6)
     for index in range(2):
         left = sorted(int(path.stem) for path in (tmp_path / str(index)).glob("*.safetensors"))

@@ -264,7 +264,7 @@ def by_joining(shop: Workshop, case: Case) -> Outcome:
             seen = len(rows())
             until(lambda: any(row["trainers"] == 2 for row in rows()[seen:]) or gone_(first), PATIENCE, "return")
             assert first.wait(PATIENCE) == 0 and second.wait(30) == 0, (place / "first").read_text()
-            assert "closed without trainer 1" in (place / "first").read_text()
+            assert "finished without trainer 1" in (place / "first").read_text()
             assert [row["epoch"] for row in rows()] == list(range(1, 61))
             return Outcome(FINISHED, None, moment, "", busy)
         finally:

@@ -207,7 +207,7 @@ def test_join_executes_no_model_file_that_the_network_names(store: Path, model_f
     with pytest.raises(ExchangeError, match="a partition outside of"):
         join_supervised(str(server.address), store, [1], restarts=0, say=str)
     server.write("spec", {"spec": "[]"})
-    with pytest.raises(ExchangeError, match="describes no run"):
+    with pytest.raises(ExchangeError, match="not of this version of gnnfleet"):
         join_supervised(str(server.address), store, [1], restarts=0, say=str)
     assert not (tmp_path / "executed").exists()
 

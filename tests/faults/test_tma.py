@@ -13,8 +13,7 @@ from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.store import save_store
 from gnnfleet.report.metrics import read_metrics
-from tests.equivalence.test_tma import fleet as in_threads
-from tests.equivalence.test_tma import rounds
+from tests.equivalence.test_tma import rounds, trainers_in_threads
 from tests.faults.driving import MODEL, QUICK, Fleet, Machine, within
 from tests.faults.test_two_hosts import hosts
 from tests.faults.trials import PATIENCE, until
@@ -57,8 +56,8 @@ def test_two_of_four_die_and_one_pauses(fleets: list[Fleet], easy: Path, tmp_pat
     code, said = fleet.ends()
     assert code == 0, said
     for i in (2, 3):
-        assert f"trainer {i} (pid " in said and "was killed by SIGKILL" in said and "goes on without it" in said, said
-    assert "closed without trainer 1: trainer 1 is silent or late" in said, said
+        assert f"trainer {i} (pid " in said and "was killed by SIGKILL" in said and "continues without it" in said, said
+    assert "finished without trainer 1 (no heartbeat for " in said, said
     config = resolve(
         {
             "strategy": {"name": "tma", "interval": 0.2, "fanouts": [5, 5], "batch": 64},
@@ -68,7 +67,7 @@ def test_two_of_four_die_and_one_pauses(fleets: list[Fleet], easy: Path, tmp_pat
             "seed": 1,
         }
     )
-    with in_threads(easy, config) as strategy:  # where nothing happens
+    with trainers_in_threads(easy, config) as strategy:  # where nothing happens
         rounds(strategy, 0, 20)
         whole = strategy.evaluate("val")["accuracy"]
     assert max(row["val"] for row in fleet.rows if "val" in row) > whole - 0.02
@@ -89,12 +88,12 @@ def test_trainers_and_the_coordinator_are_started_again(fleets: list[Fleet], sto
     killed.member("coordinator").kill()
     code, said = killed.ends()
     assert code == 0, said
-    assert "trainer 1 (pid " in said and "it is started again" in said, said
-    assert "coordinator (pid " in said and "goes on from the last closed round" in said, said
+    assert "trainer 1 (pid " in said and "It is restarted." in said, said
+    assert "coordinator (pid " in said and "resumes from the newest checkpoint" in said, said
     assert [row["epoch"] for row in killed.rows] == list(range(1, 53)) and killed.rows[-1]["trainers"] == 2
     code, said = hangs.ends()
     assert code == 0, said
-    assert "was ended: nothing was heard of it for" in said and "goes on from the last closed round" in said, said
+    assert "was killed: no heartbeat for " in said and "resumes from the newest checkpoint" in said, said
     assert [row["epoch"] for row in hangs.rows] == list(range(1, 21))
 
 
@@ -128,7 +127,7 @@ def test_a_trainer_that_is_cut_off_comes_back(hosts: tuple[Machine, Machine], st
         two.host.mend()
         until(lambda: any(row["trainers"] == 2 for row in rows()[seen:]), PATIENCE, "return")
         assert first.wait(PATIENCE) == 0, said.read_text()
-        assert "closed without trainer 1" in said.read_text()
+        assert "finished without trainer 1" in said.read_text()
         assert second.wait(20) == 0, (tmp_path / "second").read_text()
     finally:
         for process in (first, second):

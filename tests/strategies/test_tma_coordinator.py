@@ -1,4 +1,4 @@
-"""Averages, deals and the desk: what trainers give is counted once, in its own round, whatever their delays."""
+"""The coordinator of tma: an update counts once, in its own round, whatever the delays and losses of trainers."""
 
 from __future__ import annotations
 
@@ -6,471 +6,375 @@ import math
 import random
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import psutil
 import pytest
 import torch
 
-from gnnfleet.comm import message_store as posts
-from gnnfleet.comm.message_store import Address, MessageStore
-from gnnfleet.errors import ExchangeError
-from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition.assign import Assignment, assign_nodes
-from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment, write_clusters
-from gnnfleet.graph.partition.partition_metrics import measure_partition
-from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.comm.message_store import MessageStore
+from gnnfleet.graph.partition.node_assignment import NodeAssignment
 from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable
-from gnnfleet.strategies.tma.protocol import CoordinatorClient, RunState, TrainerUpdate, write_round_ack, write_update
+from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable, TrainerState, format_trainers
+from gnnfleet.strategies.tma.protocol import RunMessages, RunState, TrainerUpdate
 from tests.faults.trials import until
-from tests.graphs import communities
-
-
-def test_letters_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posts, "PIECE_BYTES", 10)
-    post = MessageStore.serve()
-    other = MessageStore.connect(post.address)
-    body = torch.arange(35, dtype=torch.uint8)
-    other.write("a", {"n": 1}, body)
-    found = post.read("a")
-    assert found is not None and found.fields == {"n": 1} and torch.equal(found.body, body)
-    other.write("a", {"n": 2}, body[:3])
-    found = post.read("a")
-    assert found is not None and found.fields == {"n": 2} and len(found.body) == 3
-    post.remove("a")
-    assert other.read("a") is None and not other.has("a")
-    assert [post.count("k"), other.count("k", 2), post.count("k", 0)] == [1, 3, 3]
-    with pytest.raises(ValueError, match="HOST:PORT"):
-        Address.parse("29500")
-    listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == post.address.port}
-    assert listening == {"127.0.0.1"}, "nobody else can knock"
-    monkeypatch.setattr(posts, "CONNECT_TIMEOUT", 1.0)
-    with pytest.raises(ExchangeError, match=r"lost the coordinator's server at 127\.0\.0\.1:1"):
-        MessageStore.connect(Address("127.0.0.1", 1))
-
-
-def _share(graph: Graph, part: np.ndarray[tuple[int], np.dtype[np.int32]], parts: int) -> float:
-    return measure_partition(graph, part, parts).kept_edges / graph.num_edges
-
-
-def kept_share(graph: Graph, deal: NodeAssignment, among: int, number: int = 0) -> float:
-    part = torch.empty(graph.num_nodes, dtype=torch.int32)
-    for place in range(among):
-        part[deal.nodes_of(place, among, number)["node"]] = place
-    return _share(graph, part.numpy(), among)
-
-
-def test_deals(tmp_path: Path) -> None:
-    """Every node once; random keeps 1/M of the edges; fewer clusters keep more; one each keeps all but the cut."""
-    graph = communities(3000)
-    counts = {"node": graph.num_nodes}
-    loops = float((graph.single_edges.src == graph.single_edges.dst()).float().mean())
-    assert loops == 0
-    shares = []
-    for clusters in (0, 1500, 60, 3):
-        deal = NodeAssignment(counts, None, seed=4)
-        if clusters:
-            method, parts = ("mincut", 3) if clusters == 3 else ("super", 1)
-            options = {} if clusters == 3 else {"clusters": clusters}
-            found = assign_nodes(graph, parts, method, **options)
-            write_clusters(graph, found, tmp_path / str(clusters))
-            deal = NodeAssignment(counts, ClusterMap.open(tmp_path / str(clusters)), seed=4)
-        for among, number in ((3, 0), (2, 0), (3, 5)):
-            ids = [deal.nodes_of(place, among, number)["node"] for place in range(among)]
-            assert torch.equal(torch.cat(ids).sort().values, torch.arange(graph.num_nodes))
-            assert all(torch.equal(rows, rows.sort().values) for rows in ids)
-        shares.append(kept_share(graph, deal, 3))
-    assert shares[0] == pytest.approx(1 / 3, abs=0.03) and shares == sorted(shares)
-    cut = assign_nodes(graph, 3, "mincut")
-    assert shares[3] == pytest.approx(_share(graph, cut.part, 3))
-    seen = torch.zeros(graph.num_edges, dtype=torch.bool)  # of edges, over many deals
-    src, dst = graph.single_edges.edge_index()
-    deal = NodeAssignment(counts, ClusterMap.open(tmp_path / "60"), seed=4)
-    for number in range(40):
-        part = torch.empty(graph.num_nodes, dtype=torch.int64)
-        for place in range(3):
-            part[deal.nodes_of(place, 3, number)["node"]] = place
-        seen |= part[src] == part[dst]
-    assert bool(seen.all())
-
-
-def test_clusters_of_another_graph_are_refused(tmp_path: Path) -> None:
-    for name, seed in (("a", 1), ("b", 2)):
-        save_store(communities(300 + seed), tmp_path / name)
-    one, two = open_store(tmp_path / "a"), open_store(tmp_path / "b")
-    part = np.zeros(one.num_nodes, dtype=np.int32)
-    write_clusters(one, Assignment(part=part, parts=1, method="mincut"), tmp_path / "deal")
-    assert len(ClusterMap.open(tmp_path / "deal", one).sizes) == 1
-    with pytest.raises(Exception, match="another version"):
-        ClusterMap.open(tmp_path / "deal", two)
-
-
-def test_rows_of_a_trainer_that_was_started_anew_are_kept() -> None:
-    """It does not know them yet: it gives none, and finds them with the next round."""
-    post = MessageStore.serve()
-    layout = FlatLayout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
-    deal = NodeAssignment({"node": 40}, None)
-    own = [deal.nodes_of(place, 2)["node"] for place in range(2)]
-    desk = Coordinator(
-        config=TmaConfig(steps=1, give_up=20), trainers=2, store=post.reconnect(), layout=layout, first=0, last=3,
-        assignment=deal, weights=torch.zeros(2, dtype=torch.float64), outer=OuterOptimizer(0.0),
-        tables={"e": EmbeddingTable("node", torch.zeros(40, 1, dtype=torch.float64))},
-    )  # fmt: skip
-    until(lambda: post.has("now"), 10, "first weights")
-    for number in range(2):
-        for i in range(2):
-            fresh = number == 1 and i == 1
-            rows = {} if fresh else {"e": torch.full((len(own[i]), 1), 10.0 + i, dtype=torch.float64)}
-            assert post.has(f"rows/1/{number}/{i}") == (number == 0)
-            write_update(
-                post, RunState(1, number), i, TrainerUpdate(0 if fresh else 1, 1, 0.0, 1, sign(number, i), None, rows)
-            )
-        closed = desk.wait_round()
-        assert closed.rows["e"][own[1]].unique().tolist() == [11.0] and closed.rows["e"][own[0]].unique() == 10.0
-    assert post.has("rows/1/2/1") and not post.has("rows/1/2/0")
-    desk.close()
-
-
-def test_statistics_go_by_what_was_seen() -> None:
-    """The first number is learnt and averaged evenly, the second is a statistic."""
-    post = MessageStore.serve()
-    layout = FlatLayout({"w": (1,), "mean": (1,)}, {"w": torch.float64, "mean": torch.float64}, torch.float64, 1)
-    desk = Coordinator(
-        config=TmaConfig(steps=1, give_up=20), trainers=2, store=post.reconnect(), layout=layout, first=0, last=1,
-        assignment=NodeAssignment({"node": 4}, None), weights=torch.zeros(2, dtype=torch.float64), outer=OuterOptimizer(0.0),
-    )  # fmt: skip
-    until(lambda: post.has("now"), 10, "first weights")
-    for i, seen in enumerate((1, 3)):
-        write_update(
-            post, RunState(1, 0), i, TrainerUpdate(1, seen, 0.0, 1, torch.full((2,), float(i), dtype=torch.float64))
-        )
-    assert desk.wait_round().weights.tolist() == [0.5, 0.75]
-    desk.close()
-
 
 LAYOUT = FlatLayout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
+NODES = {"node": 40}
+Starter = Callable[..., Coordinator]
 
 
-def desk_of(post: MessageStore, config: TmaConfig, last: int, **more: Any) -> Coordinator:
-    """With two trainers, whose letters the test writes."""
-    desk = Coordinator(
-        config=config, trainers=2, store=post.reconnect(), layout=LAYOUT, first=0, last=last, outer=OuterOptimizer(0.0),
-        assignment=NodeAssignment({"node": 40}, None), weights=torch.zeros(2, dtype=torch.float64), **more,
-    )  # fmt: skip
-    until(lambda: post.has("now"), 10, "first weights")
-    return desk
+@pytest.fixture
+def messages() -> RunMessages:
+    return RunMessages(MessageStore.serve())
+
+
+@pytest.fixture
+def start(messages: RunMessages) -> Iterator[Starter]:
+    """Starts a coordinator of two trainers, whose messages the test writes; waits for its first weights."""
+    started: list[Coordinator] = []
+
+    def start(config: TmaConfig, last: int, **fields: Any) -> Coordinator:
+        incarnation = len(started) + 1
+        standard: dict[str, Any] = {
+            "trainers": 2,
+            "layout": LAYOUT,
+            "weights": torch.zeros(2, dtype=torch.float64),
+            "first": 0,
+            "assignment": NodeAssignment(NODES, None),
+            "outer": OuterOptimizer(0.0),
+        }
+        coordinator = Coordinator(
+            config=config, messages=messages.reconnect(), last=last, **{**standard, **fields}
+        ).start()
+        started.append(coordinator)
+        until(lambda: getattr(messages.read_state(), "incarnation", 0) == incarnation, 10, "first weights")
+        return coordinator
+
+    yield start
+    for coordinator in started:
+        coordinator.close()
+
+
+def sign(number: int, trainer: int) -> torch.Tensor:
+    """Weights that tell the round and the trainer they are of."""
+    return torch.tensor([1000.0 * number + trainer, 1.0], dtype=torch.float64)
+
+
+def constant(value: float) -> torch.Tensor:
+    return torch.full((2,), value, dtype=torch.float64)
+
+
+def update_of(number: int, trainer: int, **fields: Any) -> TrainerUpdate:
+    standard = {"steps": 1, "count": 1, "loss": 0.0, "edges": 1, "weights": sign(number, trainer)}
+    return TrainerUpdate(**{**standard, **fields})
+
+
+def send(messages: RunMessages, number: int, trainer: int, **fields: Any) -> None:
+    """Send an update of the first incarnation."""
+    messages.write_update(RunState(1, number), trainer, update_of(number, trainer, **fields))
+
+
+def members(messages: RunMessages, number: int, incarnation: int = 1) -> tuple[int, ...]:
+    """Trainers that share the nodes in a round."""
+    start = messages.read_round_start(RunState(incarnation, number), torch.float64)
+    assert start is not None
+    return start.members
+
+
+def has_rows(messages: RunMessages, number: int, trainer: int) -> bool:
+    return messages.read_rows(RunState(1, number), trainer, torch.float64) is not None
+
+
+def test_embedding_rows_of_a_restarted_trainer_are_kept(messages: RunMessages, start: Starter) -> None:
+    """It does not have them yet: it sends none, and receives them with the next round."""
+    nodes = [NodeAssignment(NODES, None).nodes_of(worker, 2)["node"] for worker in range(2)]
+    tables = {"e": EmbeddingTable("node", torch.zeros(40, 1, dtype=torch.float64))}
+    coordinator = start(TmaConfig(steps=1, give_up=20), 3, tables=tables)
+    for number in range(2):
+        for i in range(2):
+            restarted = number == 1 and i == 1
+            assert has_rows(messages, number, i) == (number == 0)
+            rows = {} if restarted else {"e": torch.full((len(nodes[i]), 1), 10.0 + i, dtype=torch.float64)}
+            send(messages, number, i, steps=int(not restarted), rows=rows)
+        _, snapshot = coordinator.wait_round()
+        assert [snapshot.rows["e"][ids].unique().tolist() for ids in nodes] == [[10.0], [11.0]]
+    assert has_rows(messages, 2, 1) and not has_rows(messages, 2, 0)
+
+
+def test_running_statistics_are_weighted_by_items(messages: RunMessages, start: Starter) -> None:
+    """The first number is a parameter and averaged evenly, the second is a statistic."""
+    layout = FlatLayout({"w": (1,), "mean": (1,)}, {"w": torch.float64, "mean": torch.float64}, torch.float64, 1)
+    coordinator = start(TmaConfig(steps=1, give_up=20), 1, layout=layout)
+    for i, count in enumerate((1, 3)):
+        send(messages, 0, i, count=count, weights=constant(i))
+    assert coordinator.wait_round()[1].weights.tolist() == [0.5, 0.75]
 
 
 @pytest.mark.parametrize(("weighting", "mean"), [("uniform", 0.5), ("edges", 0.8), ("steps", 0.9)])
-def test_trainers_count_by_their_edges_or_steps(weighting: Any, mean: float) -> None:
-    post = MessageStore.serve()
-    desk = desk_of(post, TmaConfig(steps=1, give_up=20, weighting=weighting), 1)
+def test_trainers_are_weighted_by_their_edges_or_steps(
+    messages: RunMessages, start: Starter, weighting: Any, mean: float
+) -> None:
+    coordinator = start(TmaConfig(steps=1, give_up=20, weighting=weighting), 1)
     for i, (steps, edges) in enumerate(((1, 10), (9, 40))):
-        write_update(
-            post,
-            RunState(1, 0),
-            i,
-            TrainerUpdate(steps, 1, 0.0, edges, torch.full((2,), float(i), dtype=torch.float64)),
-        )
-    torch.testing.assert_close(desk.wait_round().weights, torch.full((2,), mean, dtype=torch.float64))
-    desk.close()
+        send(messages, 0, i, steps=steps, edges=edges, weights=constant(i))
+    torch.testing.assert_close(coordinator.wait_round()[1].weights, constant(mean))
 
 
-GONE: list[tuple[Any, dict[str, Any] | None, tuple[int, ...]]] = [
-    ("reassign", {}, (0,)),
-    ("drop", {}, (0, 1)),
+LOSSES: list[tuple[Any, bool | None, tuple[int, ...]]] = [
+    ("reassign", False, (0,)),
+    ("drop", False, (0, 1)),
     ("reassign", None, (0, 1)),  # only silent: it may be back in the next round
-    ("reassign", {"raised": True}, (0, 1)),  # its nodes might bring it upon others
+    ("reassign", True, (0, 1)),  # failed: its nodes might cause the same error in another trainer
 ]
 
 
-@pytest.mark.parametrize(("lost", "gone", "left"), GONE)
-def test_nodes_are_dealt_anew_when_a_trainer_is_gone_for_good(
-    lost: Any, gone: dict[str, Any] | None, left: tuple[int, ...]
+@pytest.mark.parametrize(("on_loss", "failed", "left"), LOSSES)
+def test_nodes_are_reassigned_when_a_trainer_has_exited(
+    messages: RunMessages, start: Starter, on_loss: Any, failed: bool | None, left: tuple[int, ...]
 ) -> None:
-    post = MessageStore.serve()
-    desk = desk_of(post, TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=60, on_trainer_loss=lost), 2)
-    if gone is not None:
-        post.write("gone/1", gone)
-    write_update(post, RunState(1, 0), 0, TrainerUpdate(1, 1, 0.0, 1, sign(0, 0)))
-    assert desk.wait_round().trainers == (0,)
-    assert among(post, 1, 1) == left
-    desk.close()
-    again = desk_of(
-        post, TmaConfig(steps=1, give_up=60, on_trainer_loss=lost), 2
-    )  # a coordinator that was started again
-    until(lambda: post.has("take/2/0"), 10, "weights of another era")
-    assert among(post, 2, 0) == left
-    again.close()
+    coordinator = start(TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=60, on_trainer_loss=on_loss), 2)
+    if failed is not None:
+        messages.write_exit(1, failed=failed)
+    send(messages, 0, 0)
+    assert coordinator.wait_round()[0].trainers == (0,)
+    assert members(messages, 1) == left
+    coordinator.close()
+    start(TmaConfig(steps=1, give_up=60, on_trainer_loss=on_loss), 2)
+    assert members(messages, 0, incarnation=2) == left, "a restarted coordinator decides the same"
 
 
-def among(post: MessageStore, era: int, number: int) -> tuple[int, ...]:
-    """Who shares the nodes in a round."""
-    letter = post.read(f"take/{era}/{number}")
-    assert letter is not None
-    return tuple(letter.fields["among"])
-
-
-def test_nodes_are_dealt_anew_after_a_long_silence_and_when_it_is_over() -> None:
-    post = MessageStore.serve()
-    desk = desk_of(post, TmaConfig(steps=1, deadline=0.1, silence=0.5, give_up=1), 4)
+def test_nodes_are_reassigned_after_a_long_silence_and_when_it_is_over(messages: RunMessages, start: Starter) -> None:
+    coordinator = start(TmaConfig(steps=1, deadline=0.1, silence=0.5, give_up=1), 4)
     for _ in range(12):
-        post.count("beat/0")
+        messages.beat(0)
         time.sleep(0.1)
     for number, left in enumerate(((0,), (0, 1))):
         for i in range(number + 1):
-            post.count(f"beat/{i}")
+            messages.beat(i)
         time.sleep(0.2)
-        write_update(post, RunState(1, number), 0, TrainerUpdate(1, 1, 0.0, 1, sign(number, 0)))
-        assert desk.wait_round().trainers == (0,)
-        assert among(post, 1, number + 1) == left
-    desk.close()
+        send(messages, number, 0)
+        assert coordinator.wait_round()[0].trainers == (0,)
+        assert members(messages, number + 1) == left
 
 
-def test_who_comes_back_when_all_others_are_gone_has_nodes_again() -> None:
-    """Nothing is counted in the round in which nobody was left."""
-    post = MessageStore.serve()
-    desk = desk_of(post, TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=20), 4)
-    post.write("gone/1", {})
-    write_update(post, RunState(1, 0), 0, TrainerUpdate(1, 1, 0.0, 1, sign(0, 0)))
-    assert desk.wait_round().trainers == (0,) and among(post, 1, 1) == (0,)
-    post.remove("gone/1")
-    post.write("gone/0", {})
+def test_a_trainer_that_comes_back_when_no_other_is_left_has_nodes_again(messages: RunMessages, start: Starter) -> None:
+    """Nothing is counted in the round in which no trainer was left."""
+    coordinator = start(TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=20), 4)
+    messages.write_exit(1)
+    send(messages, 0, 0)
+    assert coordinator.wait_round()[0].trainers == (0,) and members(messages, 1) == (0,)
+    messages.clear_exit(1)
+    messages.write_exit(0)
     for _ in range(3):
-        post.count("beat/1")
+        messages.beat(1)
         time.sleep(0.1)
-    closed = desk.wait_round()
-    assert closed.trainers == () and closed.steps == 0 and torch.equal(closed.weights, sign(0, 0))
-    assert among(post, 1, 2) == (1,)
-    desk.close()
+    figures, snapshot = coordinator.wait_round()
+    assert figures.trainers == () and figures.steps == 0 and torch.equal(snapshot.weights, sign(0, 0))
+    assert members(messages, 2) == (1,)
 
 
-def test_trainers_hear_that_all_is_over_when_all_is_kept() -> None:
-    """Until then a coordinator that was lost may be started again, and needs them."""
-    post = MessageStore.serve()
-    desk = desk_of(post, TmaConfig(steps=1, give_up=20), 1)
+def test_the_run_is_done_when_the_coordinator_is_closed(messages: RunMessages, start: Starter) -> None:
+    """Before its last checkpoint is written a coordinator may be restarted, and needs trainers."""
+    coordinator = start(TmaConfig(steps=1, give_up=20), 1)
     for i in range(2):
-        write_update(post, RunState(1, 0), i, TrainerUpdate(1, 1, 0.0, 1, sign(0, i)))
-    desk.wait_round()
-    until(lambda: post.has("take/1/1"), 10, "the end of the last round")
-    now = post.read("now")
-    assert among(post, 1, 1) == () and now is not None and now.fields == {"era": 1, "round": 1, "done": False}
-    assert desk.close()
-    now = post.read("now")
-    assert now is not None and now.fields["done"]
+        send(messages, 0, i)
+    coordinator.wait_round()
+    until(lambda: messages.read_state() == RunState(1, 1), 10, "the end of the last round")
+    assert members(messages, 1) == ()
+    assert coordinator.close()
+    assert messages.read_state() == RunState(1, 1, done=True)
 
 
-def test_weights_that_are_not_finite_do_not_count() -> None:
-    post, said = MessageStore.serve(), []
-    desk = desk_of(post, TmaConfig(steps=1, give_up=20), 1, say=said.append)
+def test_weights_that_are_not_finite_do_not_count(messages: RunMessages, start: Starter) -> None:
+    logged: list[str] = []
+    coordinator = start(TmaConfig(steps=1, give_up=20), 1, log_user=logged.append)
     for i, value in enumerate((3.0, math.inf)):
-        write_update(post, RunState(1, 0), i, TrainerUpdate(1, 1, 0.0, 1, torch.full((2,), value, dtype=torch.float64)))
-    closed = desk.wait_round()
-    assert closed.weights.tolist() == [3.0, 3.0] and closed.trainers == (0,)
-    assert said == ["round 1: the weights of trainer 1 are not finite, so they are not counted"]
-    desk.close()
+        send(messages, 0, i, weights=constant(value))
+    figures, snapshot = coordinator.wait_round()
+    assert snapshot.weights.tolist() == [3.0, 3.0] and figures.trainers == (0,)
+    assert logged == ["Round 1: the weights of trainer 1 are not finite. They are left out of the average."]
 
 
-def test_who_was_late_is_waited_for_when_it_is_back() -> None:
-    """Trainer 1 beats but hangs: rounds do not wait for it, whatever the deadline, until it has begun one."""
-    post = MessageStore.serve()
-    desk = desk_of(post, TmaConfig(steps=1, deadline=600, give_up=20), 3)
-    desk._known[1].late = True  # a round has waited for it for as long as the deadline
+def test_a_late_trainer_is_awaited_again_once_it_has_begun_a_round(messages: RunMessages, start: Starter) -> None:
+    """Trainer 1 sends heartbeats but hangs: rounds do not wait for it, whatever the deadline."""
+    coordinator = start(TmaConfig(steps=1, deadline=600, give_up=20), 3)
+    coordinator._records[1].missed_deadline = True
     for number in range(2):
-        post.count("beat/1")
-        write_update(post, RunState(1, number), 0, TrainerUpdate(1, 1, 0.0, 1, sign(number, 0)))
-        assert desk.wait_round().trainers == (0,)
-    write_round_ack(post, RunState(1, 2), 1)
-    post.count("beat/1")
-    write_update(post, RunState(1, 2), 0, TrainerUpdate(1, 1, 0.0, 1, sign(2, 0)))
+        messages.beat(1)
+        send(messages, number, 0)
+        assert coordinator.wait_round()[0].trainers == (0,)
+    messages.write_ack(RunState(1, 2), 1)
+    messages.beat(1)
+    send(messages, 2, 0)
     time.sleep(0.2)
-    write_update(post, RunState(1, 2), 1, TrainerUpdate(1, 1, 0.0, 1, sign(2, 1)))
-    assert desk.wait_round().trainers == (0, 1)
-    desk.close()
+    send(messages, 2, 1)
+    assert coordinator.wait_round()[0].trainers == (0, 1)
 
 
-class Counting:
-    """A correction that knows how often it was made."""
+def test_the_state_of_a_trainer_follows_its_messages(
+    messages: RunMessages, start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of a trainer's life; the first condition that holds decides."""
+    coordinator = start(TmaConfig(interval=1000, deadline=60, silence=10, give_up=300), 1)
+    coordinator.close()  # the test looks in place of its thread
+    record, now, round_state = coordinator._records[1], 1000.0, RunState(1, 0)
+    record.last_heard = now
+    monkeypatch.setattr("gnnfleet.strategies.tma.coordinator.time.monotonic", lambda: now)
 
-    made = 0
+    def state() -> TrainerState:
+        coordinator._heartbeats_read = 0.0
+        coordinator._read_heartbeats()
+        return coordinator._state_of(1, round_state)
+
+    now += 59
+    assert state() is TrainerState.JOINING and state().is_alive and state().is_awaited
+    now += 2
+    assert state() is TrainerState.SILENT, "it has not joined before the deadline"
+    messages.beat(1)
+    assert state() is TrainerState.ACTIVE and state().is_awaited
+    now += 9
+    assert state() is TrainerState.ACTIVE
+    record.missed_deadline = True
+    assert state() is TrainerState.LATE and state().is_alive and not state().is_awaited
+    messages.write_ack(round_state, 1)
+    assert state() is TrainerState.ACTIVE, "it has begun this round"
+    now += 2
+    assert state() is TrainerState.SILENT and not state().is_alive
+    messages.write_exit(1)
+    assert state() is TrainerState.EXITED and not state().is_alive
+    messages.clear_exit(1)
+    messages.beat(1)
+    assert state() is TrainerState.ACTIVE
+
+
+class CountingCorrection:
+    """A correction that adds 1 and counts its calls."""
+
+    calls = 0
 
     def apply(self, weights: torch.Tensor, rows: Any) -> torch.Tensor:
-        self.made += 1
+        self.calls += 1
         return weights + 1
 
     def memory(self) -> dict[str, torch.Tensor]:
         return {}
 
 
-def test_rounds_in_which_nobody_worked_are_corrected_too() -> None:
-    """So that a run that goes on knows from the number of rounds which batches come next."""
-    post, correction = MessageStore.serve(), Counting()
-    desk = desk_of(post, TmaConfig(steps=1, give_up=20), 2, correction=correction)
+def test_rounds_without_steps_are_corrected_too(messages: RunMessages, start: Starter) -> None:
+    """A resumed run knows from the number of rounds which batches come next."""
+    correction = CountingCorrection()
+    coordinator = start(TmaConfig(steps=1, give_up=20), 2, correction=correction)
     for number in range(2):
         for i in range(2):
-            write_update(post, RunState(1, number), i, TrainerUpdate(number, number, 0.0, 1, sign(number, i)))
-        desk.wait_round()
-        assert correction.made == number + 1
-    desk.close()
-
-
-def test_a_coordinator_that_stands_still_is_lost() -> None:
-    """Though the server of the post, which is the launcher's, answers."""
-    post, lost = MessageStore.serve(), list[str]()
-    with CoordinatorClient(post.reconnect(), 1, give_up=1, lost=lost.append):
-        for _ in range(3):
-            post.count("beat/coordinator")
-            time.sleep(0.3)
-        post.write("gone/1", {})  # of a process that had this number before
-        assert not lost
-        until(lambda: bool(lost), 15, "the end")
-    assert "has not heard of the coordinator" in lost[0] and not post.has("gone/1")
-
-
-def test_the_last_to_sit_down_is_the_trainer() -> None:
-    """A process that was silent for so long that it was replaced finds that out and beats no more."""
-    post, lost = MessageStore.serve(), []
-    with CoordinatorClient(post.reconnect(), 1, give_up=20, lost=lost.append) as first:
-        until(lambda: post.count("beat/1", 0) > 0, 10, "a beat")
-        with CoordinatorClient(post.reconnect(), 1, give_up=20, lost=lost.append) as second:
-            until(lambda: first.replaced, 10, "the end of the first")
-            assert not second.replaced
-    assert not lost
-
-
-def test_a_letter_that_is_replaced_is_never_torn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has read the head of the old one finds its pieces or none, never those of the new one."""
-    monkeypatch.setattr(posts, "PIECE_BYTES", 4)
-    post = MessageStore.serve()
-    heads = []
-    for value in (1, 2):
-        post.write("a", {"n": value}, torch.full((16,), value, dtype=torch.uint8))
-        heads.append(post._pieces("a"))
-    assert len(heads[0]) == len(heads[1]) == 4 and not set(heads[0]) & set(heads[1])
-    assert not any(post.has(name) for name in heads[0]), "nothing of the old one is left"
-    post.remove("a")
-    assert not any(post.has(name) for name in heads[1])
-
-
-def sign(number: int, trainer: int) -> torch.Tensor:
-    """Weights that tell whose they are and of which round."""
-    return torch.tensor([1000.0 * number + trainer, 1.0], dtype=torch.float64)
+            send(messages, number, i, steps=number, count=number)
+        coordinator.wait_round()
+        assert correction.calls == number + 1
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_is_counted_twice_or_late(seed: int) -> None:
+def test_no_update_counts_twice_or_in_another_round(messages: RunMessages, start: Starter, seed: int) -> None:
     """Trainers answer after random delays, twice, for rounds that are over, or not at all for a while."""
-    post = MessageStore.serve()
-    config = TmaConfig(interval=0.03, deadline=0.06, silence=0.4, give_up=20)
-    layout = FlatLayout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
-    deal = NodeAssignment({"node": 9}, None)
     stop = threading.Event()
 
     def trainer(index: int) -> None:
-        own, dice = post.reconnect(), random.Random(f"{seed}/{index}")
+        connection, dice = messages.reconnect(), random.Random(f"{seed}/{index}")
         while not stop.is_set():
-            own.count(f"beat/{index}")
-            letter = own.read("now")
-            if letter is None:
+            connection.beat(index)
+            state = connection.read_state()
+            if state is None:
                 continue
-            now = RunState(**letter.fields)
             time.sleep(dice.uniform(0, 0.09))
-            give = TrainerUpdate(1, 1, 0.0, 1, sign(now.round, index))
             for _ in range(dice.choice([0, 1, 1, 1, 2])):
-                write_update(own, now, index, give)
-            if dice.random() < 0.3 and now.round:  # of a round that is closed
-                old = TrainerUpdate(1, 1, 0.0, 1, sign(now.round - 1, index))
-                write_update(own, RunState(now.incarnation, now.round - 1), index, old)
+                connection.write_update(state, index, update_of(state.round, index))
+            if dice.random() < 0.3 and state.round:
+                closed = RunState(state.incarnation, state.round - 1)
+                connection.write_update(closed, index, update_of(closed.round, index))
 
     threads = [threading.Thread(target=trainer, args=(index,), daemon=True) for index in range(3)]
     for thread in threads:
         thread.start()
-    desk = Coordinator(
-        config=config, trainers=3, store=post.reconnect(), layout=layout, weights=torch.zeros(2, dtype=torch.float64),
-        first=2, last=22, assignment=deal, outer=OuterOptimizer(0.0),
-    )  # fmt: skip
-    sizes, looked = set(), 0
+    config = TmaConfig(interval=0.03, deadline=0.06, silence=0.4, give_up=20)
+    coordinator = start(config, 22, trainers=3, first=2, assignment=NodeAssignment({"node": 9}, None))
+    sizes, compared = set(), 0
     for number in range(2, 22):
-        closed = desk.wait_round()
-        assert closed.round == number
-        if closed.state == number:  # else others are over too
-            wanted = torch.stack([sign(number, index) for index in closed.trainers]).mean(0)
-            torch.testing.assert_close(closed.weights, wanted)
-            looked += 1
-        sizes.add(len(closed.trainers))
+        figures, snapshot = coordinator.wait_round()
+        assert figures.round == number
+        if snapshot.round == number:  # else later rounds are closed already
+            expected = torch.stack([sign(number, index) for index in figures.trainers]).mean(0)
+            torch.testing.assert_close(snapshot.weights, expected)
+            compared += 1
+        sizes.add(len(figures.trainers))
     stop.set()
     for thread in threads:
         thread.join(5)
-    desk.close()
-    assert len(sizes) > 1, "some rounds had to do without somebody"
-    assert looked > 10
+    assert len(sizes) > 1, "some rounds were closed without all trainers"
+    assert compared > 10
 
 
-def test_a_round_by_the_clock_begins_when_trainers_do() -> None:
-    """They make what they work on first, which may take longer than a round."""
-    post = MessageStore.serve()
-    desk = desk_of(post, TmaConfig(interval=0.2, deadline=20, give_up=60), 2)
+def test_a_round_by_the_clock_begins_when_trainers_do(messages: RunMessages, start: Starter) -> None:
+    """They build their subgraphs first, which may take longer than a round."""
+    coordinator = start(TmaConfig(interval=0.2, deadline=20, give_up=60), 2)
     for i in range(2):
-        post.count(f"beat/{i}")
-    write_round_ack(post, RunState(1, 0), 0)
+        messages.beat(i)
+    messages.write_ack(RunState(1, 0), 0)
     time.sleep(0.6)
-    assert not post.has("call/1")
-    write_round_ack(post, RunState(1, 0), 1)
+    assert messages.collect_requested(1) == -1
+    messages.write_ack(RunState(1, 0), 1)
     began = time.monotonic()
-    until(lambda: post.has("call/1"), 10, "the end of the round")
+    until(lambda: messages.collect_requested(1) == 0, 10, "the end of the round")
     assert time.monotonic() - began > 0.15
     for i in range(2):
-        write_update(post, RunState(1, 0), i, TrainerUpdate(1, 1, 0.0, 1, sign(0, i)))
-    closed = desk.wait_round()
-    assert closed.seconds < 5 and time.monotonic() - began > closed.seconds, "starting is no part of it"
-    desk.close()
+        send(messages, 0, i)
+    figures, _ = coordinator.wait_round()
+    assert figures.seconds < 5 and time.monotonic() - began > figures.seconds, "starting is no part of it"
 
 
-def test_only_the_newest_round_by_the_clock_has_learnt_rows() -> None:
-    """The loop may look at one round while the clock closes many."""
-    post = MessageStore.serve()
+def test_by_the_clock_the_loop_gets_the_newest_snapshot(messages: RunMessages, start: Starter) -> None:
+    """The clock may close many rounds while the loop evaluates one: only one snapshot is held."""
     tables = {"e": EmbeddingTable("node", torch.zeros(40, 1, dtype=torch.float64))}
-    desk = desk_of(post, TmaConfig(interval=0.01, deadline=5, give_up=60), 4, tables=tables)
-    own = [NodeAssignment({"node": 40}, None).nodes_of(place, 2)["node"] for place in range(2)]
+    coordinator = start(TmaConfig(interval=0.01, deadline=5, give_up=60), 4, tables=tables)
+    nodes = [NodeAssignment(NODES, None).nodes_of(worker, 2)["node"] for worker in range(2)]
     for number in range(4):
         for i in range(2):
-            rows = {"e": torch.full((len(own[i]), 1), float(number), dtype=torch.float64)}
-            write_update(post, RunState(1, number), i, TrainerUpdate(1, 1, 0.0, 1, sign(number, i), None, rows))
-        until(lambda number=number: desk.newest == number, 10, "the end of a round")  # type: ignore[misc]
-    until(lambda: desk._closed.qsize() == 4, 10, "all rounds")
-    assert all(not each.rows for each in desk._closed.queue)  # type: ignore[union-attr]
+            send(messages, number, i, rows={"e": torch.full((len(nodes[i]), 1), float(number), dtype=torch.float64)})
+        until(lambda number=number: coordinator.newest_round == number, 10, "the end of a round")  # type: ignore[misc]
+    until(lambda: coordinator._results.qsize() == 4, 10, "all rounds")
+    assert all(snapshot is None for _, snapshot in coordinator._results.queue)  # type: ignore[misc]
     for number in range(4):
-        closed = desk.wait_round()
-        assert (closed.round, closed.state) == (number, 3) and closed.rows["e"].unique().tolist() == [3.0]
-        assert closed.weights.tolist() == [3000.5, 1.0] and closed.steps == 2
-    desk.close()
+        figures, snapshot = coordinator.wait_round()
+        assert (figures.round, snapshot.round, figures.steps) == (number, 3, 2)
+        assert snapshot.rows["e"].unique().tolist() == [3.0] and snapshot.weights.tolist() == [3000.5, 1.0]
 
 
-def test_whoever_makes_steps_is_waited_for() -> None:
-    """Rounds of so many steps: the deadline is for those that make none."""
-    post = MessageStore.serve()
-    desk = desk_of(post, TmaConfig(steps=5, deadline=0.4, silence=5, give_up=60), 1)
-    write_update(post, RunState(1, 0), 0, TrainerUpdate(5, 1, 0.0, 1, sign(0, 0)))
+def test_a_trainer_that_makes_steps_is_awaited(messages: RunMessages, start: Starter) -> None:
+    """In rounds of a fixed number of steps the deadline is for trainers that make none."""
+    coordinator = start(TmaConfig(steps=5, deadline=0.4, silence=5, give_up=60), 1)
+    send(messages, 0, 0, steps=5)
     for _ in range(12):
-        post.count("beat/1")
-        post.count("steps/1")
+        messages.beat(1)
+        messages.add_steps(1, 1)
         time.sleep(0.1)
-    write_update(post, RunState(1, 0), 1, TrainerUpdate(5, 1, 0.0, 1, sign(0, 1)))
-    assert desk.wait_round().trainers == (0, 1)
-    desk.close()
+    send(messages, 0, 1, steps=5)
+    assert coordinator.wait_round()[0].trainers == (0, 1)
 
 
-def test_who_stays_away_is_named_again_after_a_while() -> None:
-    post, said = MessageStore.serve(), []
-    desk = desk_of(
-        post, TmaConfig(steps=1, deadline=0.1, silence=0.1, give_up=60, on_trainer_loss="drop"), 45, say=said.append
-    )
+def test_a_missing_trainer_is_reported_again_after_a_while(messages: RunMessages, start: Starter) -> None:
+    logged: list[str] = []
+    config = TmaConfig(steps=1, deadline=0.1, silence=0.1, give_up=60, on_trainer_loss="drop")
+    coordinator = start(config, 45, log_user=logged.append)
     for number in range(45):
-        write_update(post, RunState(1, number), 0, TrainerUpdate(1, 1, 0.0, 1, sign(number, 0)))
-        desk.wait_round()
-    assert [text.split(" is closed")[0] for text in said] == ["round 1", "round 21", "round 41"]
-    desk.close()
+        send(messages, number, 0)
+        coordinator.wait_round()
+    assert [text.split(" finished without trainer 1 (no heartbeat for ")[0] for text in logged] == [
+        "Round 1",
+        "Round 21",
+        "Round 41",
+    ]
+    assert all(text.endswith(" s). Training continues.") for text in logged)
+
+
+def test_trainers_are_named_for_people() -> None:
+    names = [format_trainers(numbers) for numbers in ([1], [0, 2], [0, 2, 3])]
+    assert names == ["trainer 1", "trainers 0 and 2", "trainers 0, 2 and 3"]

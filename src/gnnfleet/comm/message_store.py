@@ -221,17 +221,17 @@ class MessageStore:
 
 
 class HeartbeatReader:
-    """A number that grows while somebody lives; ``after`` is where a predecessor has left it."""
+    """Measures for how long a counter of heartbeats has stood still; a predecessor left it at ``after``."""
 
-    def __init__(self, key: str, *, after: int = 0) -> None:
-        self._key, self._after, self._beats, self._moved = key, after, after, time.monotonic()
+    def __init__(self, *, after: int = 0) -> None:
+        self._after, self._beats, self._last_change = after, after, time.monotonic()
 
-    def silent_seconds(self, post: MessageStore) -> float:
-        """Seconds for which it has stood still; none before it has ever moved, so that starting takes its time."""
-        beats, now = post.count(self._key, 0), time.monotonic()
+    def silent_seconds(self, beats: int) -> float:
+        """Take a reading of the counter; 0 until it has moved for the first time, since starting takes its time."""
+        now = time.monotonic()
         if beats != self._beats or beats == self._after:
-            self._beats, self._moved = beats, now
-        return now - self._moved
+            self._beats, self._last_change = beats, now
+        return now - self._last_change
 
     @property
     def has_moved(self) -> bool:

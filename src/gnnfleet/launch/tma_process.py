@@ -1,6 +1,6 @@
-"""``python -m gnnfleet.launch.tma_process SPEC.json ADDRESS ROLE``: the coordinator of a fleet, or one of its trainers.
+"""``python -m gnnfleet.launch.tma_process SPEC.json ADDRESS ROLE``: the coordinator of a tma run or a trainer.
 
-Each is a World of its own, joined to the others by the post alone; it ends in a way that says why.
+Each is a World of its own, connected to the others by the message store only. An error file says why it failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COORDINATOR = "coordinator"
 TRAINERS_DIR = ".trainers"
-"""Where trainers keep what only they know, below the run."""
+"""Folder of the trainers' checkpoints, below the run."""
 
 
 def process_name(role: str) -> str:
@@ -51,11 +51,11 @@ def main() -> NoReturn:
     end_soon_after_signals(lambda: None)
     try:
         try:
-            post = MessageStore.connect(Address.parse(address))
+            store = MessageStore.connect(Address.parse(address))
             if role == COORDINATOR:
-                run_coordinator(spec, post)
+                run_coordinator(spec, store)
             else:
-                run_trainer(spec, post, int(role))
+                run_trainer(spec, store, int(role))
         except Exception as error:
             failure = process_failure(error, role)
             failure.write(path.with_name(f"{role}.error"))
@@ -68,46 +68,48 @@ def main() -> NoReturn:
     os._exit(code)  # threads may be waiting for a server that is gone
 
 
-def run_coordinator(spec: RunSpec, post: MessageStore) -> None:
-    """The training loop, whose steps are rounds."""
+def run_coordinator(spec: RunSpec, store: MessageStore) -> None:
+    """Run the training loop, whose steps are rounds."""
     from gnnfleet.comm.world import World
     from gnnfleet.config.resolve import resolve
     from gnnfleet.errors import ExchangeError
     from gnnfleet.nn.custom_model import annotate_model_errors
     from gnnfleet.report.progress import make_progress
-    from gnnfleet.strategies.tma.protocol import CHECKPOINTED
+    from gnnfleet.strategies.tma.protocol import RunMessages
     from gnnfleet.training.build import RankContext, build
     from gnnfleet.training.resume import find_resume_point
     from gnnfleet.training.run_dir import RunDirectory
     from gnnfleet.training.run_session import run_session
 
-    def tell(round: int) -> None:
-        with suppress(ExchangeError):
-            own.write(CHECKPOINTED, {"round": round})
+    config, messages = resolve(spec.config), RunMessages(store.reconnect(connect_timeout=2.0))
 
-    config, own = resolve(spec.config), post.reconnect(connect_timeout=2.0)
-    directory = RunDirectory(Path(spec.run_dir), seed=config.seed, kept=tell)
+    def report_checkpoint(round: int) -> None:
+        with suppress(ExchangeError):
+            messages.write_checkpointed(round)
+
+    directory = RunDirectory(Path(spec.run_dir), seed=config.seed, on_checkpoint=report_checkpoint)
     with annotate_model_errors(config.model.file):
         with make_progress(spec.quiet) as progress:
-            graph, deal = open_assignment(spec, config.seed)
-            here = RankContext(
+            graph, assignment = open_assignment(spec, config.seed)
+            context = RankContext(
                 progress=progress,
                 log_user=partial(directory.log, quiet=spec.quiet),
-                message_store=post,
-                assignment=deal,
+                message_store=store,
+                assignment=assignment,
             )
-            built = build(graph, config, here=here)
+            built = build(graph, config, here=context)
         record = run_session(built, config, directory, start=find_resume_point(directory, World()), quiet=spec.quiet)
         built.strategy.close()
     assert spec.answer is not None
     Path(spec.answer).write_text(json.dumps(record.as_json()))
 
 
-def run_trainer(spec: RunSpec, post: MessageStore, index: int) -> None:
-    """Trainer number ``index``."""
+def run_trainer(spec: RunSpec, store: MessageStore, index: int) -> None:
+    """Run trainer number ``index``."""
     from gnnfleet.config.resolve import resolve
     from gnnfleet.launch.tma_subgraph import make_local_training
     from gnnfleet.nn.custom_model import annotate_model_errors
+    from gnnfleet.report.phase_timer import PhaseTimer
     from gnnfleet.report.remarks import print_note
     from gnnfleet.strategies.job import PRECISIONS
     from gnnfleet.strategies.tma.config import TmaConfig
@@ -116,33 +118,34 @@ def run_trainer(spec: RunSpec, post: MessageStore, index: int) -> None:
 
     config = resolve(spec.config)
     assert isinstance(config.strategy, TmaConfig)
+    clock = PhaseTimer()
+    clock.spans = [] if config.report.trace else None
 
-    def lost(text: str) -> None:
+    def end_process(text: str) -> None:
         sys.stderr.write(f"error: {text}\n")
         sys.stderr.flush()
         os._exit(8)
 
     with annotate_model_errors(config.model.file):
-        graph, deal = open_assignment(spec, config.seed)
-        folder = Path(spec.run_dir) / TRAINERS_DIR / str(index)
+        graph, assignment = open_assignment(spec, config.seed)
         trainer = Trainer(
             config.strategy,
             index,
-            post,
-            deal,
-            lambda own: make_local_training(graph, config, index, own),
+            store,
+            assignment,
+            lambda nodes: make_local_training(graph, config, index, nodes),
             dtype=PRECISIONS[config.precision],
-            folder=folder,
-            say=partial(print_note, quiet=spec.quiet),
+            folder=Path(spec.run_dir) / TRAINERS_DIR / str(index),
+            log_user=partial(print_note, quiet=spec.quiet),
+            clock=clock,
         )
-        trainer.clock.spans = [] if config.report.trace else None
-        trainer.run(lost)
+        trainer.run(end_process)
         if config.report.trace:
-            write_spans(trainer.clock, Path(spec.run_dir), f"trainer {index}")
+            write_spans(clock, Path(spec.run_dir), f"trainer {index}")
 
 
 def open_assignment(spec: RunSpec, seed: int) -> tuple[Graph, NodeAssignment]:
-    """The store of a spec and how its nodes are dealt."""
+    """Open the store of a spec, and the assignment of its nodes."""
     from gnnfleet.errors import StoreError
     from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment
     from gnnfleet.graph.store import open_store
@@ -150,7 +153,7 @@ def open_assignment(spec: RunSpec, seed: int) -> tuple[Graph, NodeAssignment]:
     graph = open_store(spec.store)
     assert graph.store is not None
     if graph.store.digest != spec.digest:
-        raise StoreError(f"{graph.store.path} is another store than the coordinator's: all machines need the same one")
+        raise StoreError(f"{graph.store.path} differs from the coordinator's store: all machines need the same one")
     clusters = ClusterMap.open(graph.store.path / spec.partition) if spec.partition else None
     counts = {kind: table.count for kind, table in graph.nodes.items()}
     return graph, NodeAssignment(counts, clusters, seed, spec.partition)

@@ -1,14 +1,14 @@
-"""Trainers as Ray actors, wherever the cluster has room; the coordinator and the post stay with the launcher.
+"""Trainers as Ray actors, wherever the cluster has room; the coordinator and the message store stay in the launcher.
 
 An actor runs the same trainer as a process does, so results are the same. RAY_ADDRESS names a cluster; without it one
-is started on this machine and ended with the run.
+is started on this machine and shut down with the run.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from gnnfleet.launch.tma_process import process_failure
 
 
 class _RayTrainer:
-    """Runs in a process of Ray's."""
+    """An actor; runs in a process of Ray's."""
 
     def train(self, spec: str, address: str, index: int) -> None:
         from gnnfleet.comm.message_store import Address, MessageStore
@@ -37,18 +37,13 @@ class RayWorker:
     spec: RunSpec
     address: str
     restarts: int
+    actor: Any
+    outcome: Any  # of the actor's ``train``
     failure: Failure | None = None
-    handle: Any = field(init=False, default=None)
-    outcome: Any = field(init=False, default=None)
 
-    def start(self) -> None:
-        ray = _ray()
-        home = str(Path(gnnfleet.__file__).parents[1])
-        path = os.pathsep.join(word for word in (home, os.environ.get("PYTHONPATH")) if word)
-        variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(self.spec.threads or 1), "RES_OPTIONS": "timeout:1"}
-        made = ray.remote(_RayTrainer).options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": variables})
-        self.handle = made.remote()
-        self.outcome = self.handle.train.remote(self.spec.as_json(), self.address, int(self.role))
+    @classmethod
+    def start(cls, role: str, spec: RunSpec, address: str, restarts: int) -> RayWorker:
+        return cls(role, spec, address, restarts, *_start_actor(role, spec, address))
 
     @property
     def is_running(self) -> bool:
@@ -73,48 +68,56 @@ class RayWorker:
         if not self.restarts:
             return False
         self.restarts -= 1
-        self.start()
+        self.actor, self.outcome = _start_actor(self.role, self.spec, self.address)
         return True
 
 
+def _start_actor(role: str, spec: RunSpec, address: str) -> tuple[Any, Any]:
+    """Start a trainer: (actor, outcome)."""
+    package_root = str(Path(gnnfleet.__file__).parents[1])
+    python_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+    variables = {"PYTHONPATH": python_path, "OMP_NUM_THREADS": str(spec.threads or 1), "RES_OPTIONS": "timeout:1"}
+    actor_class = _ray().remote(_RayTrainer).options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": variables})
+    actor = actor_class.remote()
+    return actor, actor.train.remote(spec.as_json(), address, int(role))
+
+
 def open_ray() -> str:
-    """Join the cluster or start one; this machine's address in it. Raises ConfigError where Ray is not installed."""
+    """Join the cluster or start one; returns this machine's address in it."""
     ray = _ray()
     if not ray.is_initialized():
-        where = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": os.cpu_count(), "include_dashboard": False}
-        ray.init(log_to_driver=False, logging_level="error", **where)
+        local = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": os.cpu_count(), "include_dashboard": False}
+        ray.init(log_to_driver=False, logging_level="error", **local)
         _ray_started.append(True)
     return str(ray.util.get_node_ip_address())
 
 
 def count_machines() -> int:
-    """Of the cluster that was joined."""
+    """Count the machines of the cluster."""
     return len({node["NodeManagerAddress"] for node in _ray().nodes() if node["Alive"]})
 
 
 def start_actors(spec: RunSpec, address: str, roles: Sequence[str], restarts: int) -> list[RayWorker]:
-    """Trainers that find the post at ``address``, from wherever they are."""
+    """Start trainers that connect to ``address`` from any machine of the cluster."""
     spec = replace(spec, parent=None)  # actors are children of Ray's
-    actors = [RayWorker(role, spec, address, restarts) for role in roles]
-    for actor in actors:
-        actor.start()
-    return actors
+    return [RayWorker.start(role, spec, address, restarts) for role in roles]
 
 
-def end_actors(actors: Sequence[Any]) -> None:
+def end_actors(workers: Sequence[Any]) -> None:
     ray = _ray()
-    for actor in actors:
-        if actor.is_running:
-            ray.kill(actor.handle)
+    for worker in workers:
+        if worker.is_running:
+            ray.kill(worker.actor)
     if _ray_started:
         _ray_started.clear()
         ray.shutdown()
 
 
-_ray_started: list[bool] = []  # whether Ray was started here, and not by the user
+_ray_started: list[bool] = []  # not empty if Ray was started here, and not by the user
 
 
 def _ray() -> Any:
+    """Import Ray; raises ConfigError where it is not installed."""
     try:
         import ray  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:

@@ -16,7 +16,7 @@ class FlatLayout:
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
     dtype: torch.dtype  # of the row
-    embedding_names: int = 0  # numbers at the beginning that are parameters; statistics, as of batch norm, follow
+    num_learned: int = 0  # numbers at the beginning that are parameters; running statistics follow
 
     @classmethod
     def of(

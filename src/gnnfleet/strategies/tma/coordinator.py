@@ -1,8 +1,7 @@
-"""The coordinator's desk, in a thread of its own: rounds are opened, collected, averaged and published on time,
-whatever else the coordinator is busy with.
+"""The coordinator of a run, in a thread of its own: it opens, collects, averages and publishes rounds on time.
 
-A round is closed with those who are there: a trainer that is gone, silent or late is left out, and said so. Nothing is
-counted twice or in another round than its own: letters name the era and the round they are for.
+A round is closed with the trainers that are there: one that has exited, is silent or late is left out and reported.
+Messages name the incarnation and the round they are for, so nothing is counted twice or in another round.
 """
 
 from __future__ import annotations
@@ -12,101 +11,121 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.message_store import MessageStore
 from gnnfleet.errors import ExchangeError
 from gnnfleet.graph.partition.node_assignment import NodeAssignment
 from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer, medoid_weights, weighted_mean
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.protocol import (
-    COORDINATOR_HEARTBEAT,
     HEARTBEAT_SECONDS,
     POLL_INTERVAL,
     RoundStart,
+    RunMessages,
     RunState,
     TrainerUpdate,
-    format_trainers,
-    read_round_ack,
-    read_update,
-    tensor_bytes,
-    write_round_start,
 )
 
-AHEAD = 4
-"""Rounds of so many steps that may be closed before the loop has looked at them."""
+MAX_PENDING_ROUNDS = 4
+"""Rounds of a fixed number of steps that may be closed before the training loop takes the first of them."""
 
-_POLL, _HEAR = 0.005, 0.1  # seconds between looks at letters that are about to come, and at beats
-_REMIND_SECONDS = 20  # rounds without somebody after which that is said again
+_CLOCK_POLL, _HEARTBEAT_POLL = 0.005, 0.1  # seconds between looks at updates that are due, and at heartbeats
+_REMIND_ROUNDS = 20  # rounds without a trainer after which it is reported again
+
+
+class TrainerState(Enum):
+    """The coordinator's view of a trainer."""
+
+    JOINING = auto()  # no heartbeat yet, but it may still be starting
+    ACTIVE = auto()
+    LATE = auto()  # it has heartbeats, but missed a deadline and has not begun the present round
+    SILENT = auto()  # no heartbeat for too long
+    EXITED = auto()  # the launcher saw it end
+
+    @property
+    def is_alive(self) -> bool:
+        return self not in (TrainerState.SILENT, TrainerState.EXITED)
+
+    @property
+    def is_awaited(self) -> bool:
+        return self in (TrainerState.JOINING, TrainerState.ACTIVE)
 
 
 @dataclass(frozen=True, eq=False)
 class RoundResult:
-    """A round that is over, with the state after it; by the clock, where others are over too, after the last of them,
-    so that what is learnt of nodes is there once however long the loop looks elsewhere."""
+    """Figures of a closed round."""
 
     round: int
-    state: int  # the round whose state this is
-    weights: Tensor
-    velocity: Tensor | None
-    rows: Mapping[str, Tensor]  # all learnt rows of nodes, by name of the parameter
     trainers: tuple[int, ...]
     steps: int
     count: int
     loss: float
-    bytes_kept: int  # edges that were trained on
-    up: int  # bytes of weights that came
-    down: int  # bytes of weights that each trainer takes
-    external_workers: int  # bytes of learnt rows, optimizers and other parts' rows, both ways
-    correction: Mapping[str, Tensor]  # what the coordinator's own optimizer remembers
-    optimizer: Tensor | None  # the average of what the trainers' optimizers remember
-    contributors: Mapping[
-        int, Mapping[str, float]
-    ]  # by trainer, bytes it has sent in this round, what it holds, its seconds
+    edges: int  # that were trained on
+    upload_bytes: int  # weights that were received
+    download_bytes: int  # weights that each trainer takes
+    side_bytes: int  # embedding rows, optimizer state and rows of other parts, both ways
+    reports: Mapping[int, Mapping[str, float]]  # by trainer: bytes sent in this round, memory, seconds
     seconds: float
 
 
+@dataclass(frozen=True, eq=False)
+class ModelSnapshot:
+    """The model after a round, with all that a checkpoint needs."""
+
+    round: int
+    weights: Tensor
+    velocity: Tensor | None
+    rows: Mapping[str, Tensor]  # all embedding rows, by parameter name
+    correction: Mapping[str, Tensor]  # state of the correction's optimizer
+    optimizer: Tensor | None  # average of the trainers' optimizer state
+
+
 class Correction(Protocol):
-    """Steps on the whole graph after each round."""
+    """Optimizer steps on the whole graph after each round."""
 
     def apply(self, weights: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
-        """The weights after them; ``rows`` are learnt ones of all nodes."""
+        """Return the weights after the steps; ``rows`` are the embedding rows of all nodes."""
 
     def memory(self) -> dict[str, Tensor]:
-        """A copy of what its optimizer remembers."""
+        """Copy the state of its optimizer."""
 
 
 @dataclass(eq=False)
 class EmbeddingTable:
-    """Learnt rows of all nodes: a parameter, the type of its nodes, its rows."""
+    """Embedding rows of all nodes of a type."""
 
     kind: str
     rows: Tensor
 
 
 @dataclass(eq=False)
-class _TrainerStatus:
-    """What is known of a trainer."""
+class _TrainerRecord:
+    """Observations of a trainer."""
 
-    heartbeat: int = 0
-    last_heard: float | None = None  # when a beat was last new
+    last_heard: float  # when its heartbeat last moved, or the coordinator started
+    heartbeats: int = 0
     steps: int = 0
-    moved: float = 0.0  # when a step was last new
-    missing: int | None = None  # the round that was last said to be closed without it
-    late: bool = False  # it beats, but a round waited for it in vain
+    last_step: float = 0.0
+    missed_deadline: bool = False  # and has sent no update since
+    reported_missing: int | None = None  # the round it was last reported missing from
+
+    @property
+    def silent_seconds(self) -> float:
+        return time.monotonic() - self.last_heard
 
 
 @dataclass(eq=False)
 class Coordinator:
-    """Runs rounds ``first`` to ``last`` − 1 from ``weights`` on."""
+    """Runs rounds ``first`` to ``last`` − 1, beginning with ``weights``; ``start`` begins."""
 
     config: TmaConfig
     trainers: int
-    store: MessageStore
+    messages: RunMessages
     layout: FlatLayout
     weights: Tensor
     first: int
@@ -116,325 +135,354 @@ class Coordinator:
     optimizer: Tensor | None = None
     tables: Mapping[str, EmbeddingTable] = field(default_factory=dict)
     correction: Correction | None = None
-    remote_rows: Callable[[int, Mapping[str, EmbeddingTable]], Tensor] | None = (
-        None  # rows of nodes of all parts, for a round
-    )
+    remote_rows: Callable[[int, Mapping[str, EmbeddingTable]], Tensor] | None = None  # of all parts, for a round
     log_user: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
-        self._closed: queue.Queue[RoundResult | BaseException] = queue.Queue()
-        self._room = threading.Semaphore(AHEAD)
+        # By the clock the training loop may be far behind: it gets the newest snapshot only, and the queue has none.
+        self._results: queue.Queue[tuple[RoundResult, ModelSnapshot | None] | BaseException] = queue.Queue()
+        self._newest: ModelSnapshot | None = None
+        self._room = threading.Semaphore(MAX_PENDING_ROUNDS)
         self._stop = threading.Event()
-        self._known = [_TrainerStatus() for _ in range(self.trainers)]
-        self._number, self._members = 0, tuple(range(self.trainers))
-        self._own: dict[int, dict[str, Tensor]] = {}
-        self._last = self._begun = time.monotonic()
-        self._heard = 0.0
-        self._was_reassigned = True  # trainers make what they work on before they begin
-        self._newest: RoundResult | None = None
-        self._thread = threading.Thread(target=self._run, name="tma-desk", daemon=True)
-        self.newest = self.first - 1
-        threading.Thread(target=self._heartbeat_loop, name="tma-beat", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="tma-coordinator", daemon=True)
+        self._beats = threading.Thread(target=self._heartbeat_loop, name="tma-heartbeat", daemon=True)
+        self._round_began = time.monotonic()
+        self._records = [_TrainerRecord(self._round_began) for _ in range(self.trainers)]
+        self._heartbeats_read = 0.0
+        self._assignment_number, self._members = 0, tuple(range(self.trainers))
+        self._was_reassigned = True  # trainers build their subgraphs before the first round
+        self._nodes: dict[int, dict[str, Tensor]] = {}  # of trainers, in the present assignment
+
+    # -- for the training loop --
+
+    def start(self) -> Coordinator:
+        self._beats.start()
         self._thread.start()
+        return self
 
-    # -- for the loop --
+    @property
+    def newest_round(self) -> int:
+        """The last closed round, which the training loop may not have taken yet."""
+        return self.first - 1 if self._newest is None else self._newest.round
 
-    def wait_round(self) -> RoundResult:
-        """The next closed round; raises what went wrong at the desk."""
+    def wait_round(self) -> tuple[RoundResult, ModelSnapshot]:
+        """Wait for the next closed round; by the clock its snapshot is that of the newest one.
+
+        Raises the error that ended the coordinator.
+        """
         while True:
             try:
-                found = self._closed.get(timeout=0.5)
+                closed = self._results.get(timeout=0.5)
             except queue.Empty:
-                if not self._thread.is_alive() and self._closed.empty():
-                    raise ExchangeError("the desk of the coordinator ended without a word") from None
+                if not self._thread.is_alive() and self._results.empty():
+                    raise ExchangeError("the thread of the coordinator ended without an error") from None
                 continue
-            if isinstance(found, BaseException):
-                raise found
+            if isinstance(closed, BaseException):
+                raise closed
             self._room.release()
-            newest = self._newest
-            if self.config.steps or newest is None:
-                return found
-            state = ("state", "weights", "velocity", "rows", "correction", "optimizer")
-            return replace(found, **{name: getattr(newest, name) for name in state})
+            figures, snapshot = closed
+            snapshot = snapshot or self._newest
+            assert snapshot is not None
+            return figures, snapshot
 
     def close(self) -> bool:
-        """Trainers hear that all is over; False where the desk is still busy with a correction."""
+        """Tell trainers that the run is over; False if a correction is still being computed."""
         self._stop.set()
         self._thread.join(10)
         return not self._thread.is_alive()
 
-    # -- the desk itself --
+    # -- the thread --
 
     def _heartbeat_loop(self) -> None:
-        """Also while the desk corrects or the loop evaluates."""
-        post: MessageStore | None = None
+        """Send heartbeats, also during corrections and evaluations."""
+        messages: RunMessages | None = None
         while not self._stop.wait(HEARTBEAT_SECONDS):
             try:
-                post = post or self.store.reconnect()
-                post.count(COORDINATOR_HEARTBEAT)
+                messages = messages or self.messages.reconnect()
+                messages.beat()
             except ExchangeError:
-                post = None
+                messages = None
 
     def _run(self) -> None:
-        now = RunState(0, self.first)
         try:
-            now = RunState(self.store.count("era"), self.first)
-            self._assignment_for(self.first, {i for i in range(self.trainers) if not self._has_exited(i)})
-            beside = self._publish(now, every=True)
-            for number in range(self.first, self.last):
-                now = RunState(now.incarnation, number)
-                gives = self._collect(now)
-                if gives is None:
-                    break
-                closed, beside = self._close_round(now, gives, beside)
-                self.newest = number
-                while self.config.steps and not self._room.acquire(timeout=0.5):  # a clock does not wait
-                    if self._stop.is_set():
-                        break
-                if not self.config.steps:  # the loop may be far behind: only the newest has tables of all nodes
-                    self._newest = closed
-                    closed = replace(closed, rows={}, correction={}, optimizer=None)
-                self._closed.put(closed)
+            self._run_rounds()
+            self._stop.wait()  # until the last checkpoint is written: a restarted coordinator needs trainers
+        except BaseException as error:  # trainers wait: another coordinator may resume the run
+            self._results.put(error)
+        else:
+            with suppress(ExchangeError):  # trainers then notice the missing heartbeats
+                self.messages.mark_done()
+
+    def _run_rounds(self) -> None:
+        state = RunState(self.messages.begin_incarnation(), self.first)
+        self._assign_nodes(self.first, {i for i in range(self.trainers) if not self._is_lost(i)})
+        side_bytes = self._publish(state, recipients=self._members)
+        for number in range(self.first, self.last):
+            state = RunState(state.incarnation, number)
+            updates = self._collect(state)
+            if updates is None:
+                return
+            figures, snapshot, side_bytes = self._close_round(state, updates, side_bytes)
+            while self.config.steps and not self._room.acquire(timeout=0.5):  # a clock does not wait
                 if self._stop.is_set():
                     break
-            self._stop.wait()  # until all is kept: a coordinator that is started again needs trainers
-        except BaseException as error:  # trainers wait: another coordinator may go on
-            self._closed.put(error)
-        else:
-            with suppress(ExchangeError):  # then trainers find out by themselves
-                self.store.write("now", {"era": now.incarnation, "round": now.round, "done": True})
+            self._newest = snapshot
+            self._results.put((figures, snapshot if self.config.steps else None))
+            if self._stop.is_set():
+                return
 
-    def _close_round(self, now: RunState, gives: dict[int, TrainerUpdate], beside: int) -> tuple[RoundResult, int]:
-        """(what it came to, bytes that go beside the weights of the next)."""
-        lost = [i for i, give in gives.items() if not all(map(_is_finite, (give.weights, *give.rows.values())))]
-        for i in lost:
-            self.log_user(f"round {now.round + 1}: the weights of trainer {i} are not finite, so they are not counted")
-            del gives[i]
-        worked = {i: give for i, give in sorted(gives.items()) if give.steps}
-        up = sum(give.weights.nbytes for give in gives.values())
-        for i, give in gives.items():
-            beside += 0 if give.optimizer is None else give.optimizer.nbytes
-            for name, rows in give.rows.items():
-                self.tables[name].rows[self._ids(i)[self.tables[name].kind]] = rows
-                beside += rows.nbytes
-        if worked:
-            self._average(list(worked.values()))
-        if self.correction is not None:  # in every round, so that its place follows from their number
-            self.weights = self.correction.apply(
-                self.weights, {name: table.rows for name, table in self.tables.items()}
-            )
-        changed = self._assignment_for(
-            now.round + 1, {i for i in range(self.trainers) if i in gives or not self._is_lost(i)}
+    def _close_round(
+        self, state: RunState, updates: dict[int, TrainerUpdate], side_bytes: int
+    ) -> tuple[RoundResult, ModelSnapshot, int]:
+        """Average a round and publish the next: (figures, snapshot, bytes beside the weights of the next round)."""
+        self._drop_nonfinite(state, updates)
+        upload_bytes = sum(update.weights.nbytes for update in updates.values())
+        side_bytes += sum(update.nbytes for update in updates.values()) - upload_bytes
+        for i, update in updates.items():
+            for name, rows in update.rows.items():
+                self.tables[name].rows[self._nodes_of(i)[self.tables[name].kind]] = rows
+        trained = {i: update for i, update in sorted(updates.items()) if update.steps}
+        if trained:
+            self._average(list(trained.values()))
+        if self.correction is not None:  # in every round, so that the number of rounds says which batches are next
+            all_rows = {name: table.rows for name, table in self.tables.items()}
+            self.weights = self.correction.apply(self.weights, all_rows)
+        next_side_bytes = self._open_next(state, updates)
+        count = sum(update.count for update in trained.values())
+        figures = RoundResult(
+            round=state.round,
+            trainers=tuple(sorted(updates)),
+            steps=sum(update.steps for update in trained.values()),
+            count=count,
+            loss=sum(update.loss * update.count for update in trained.values()) / max(count, 1),
+            edges=sum(update.edges for update in updates.values()),
+            upload_bytes=upload_bytes,
+            download_bytes=self.weights.nbytes,
+            side_bytes=side_bytes,
+            reports={i: {"bytes_sent": u.nbytes, **u.memory, **u.seconds} for i, u in updates.items()},
+            seconds=time.monotonic() - self._round_began,
         )
-        self._was_reassigned = changed
-        after = RunState(now.incarnation, now.round + 1)
-        for i in range(self.trainers):
-            for number in (now.round - 1, now.round):  # some come after their round is closed
-                self.store.remove(f"give/{now.incarnation}/{number}/{i}")
-        # Who came back in this round does not have its rows yet.
-        absent = [i for i in range(self.trainers) if i not in gives or not gives[i].rows]
-        more = 0
-        if after.round < self.last:
-            more = self._publish(after, every=changed, absent=absent)
-        else:  # nobody has anything more to do
-            write_round_start(self.store, RoundStart(after, self.weights[:0], None, None, self._number, ()))
-        self.store.remove(f"take/{now.incarnation}/{now.round - 1}")
-        count = sum(give.count for give in worked.values())
-        closed = RoundResult(
-            round=now.round,
-            state=now.round,
+        snapshot = ModelSnapshot(
+            round=state.round,
             weights=self.weights,
             velocity=self.outer.velocity,
             rows={name: table.rows.clone() for name, table in self.tables.items()},
-            trainers=tuple(sorted(gives)),
-            steps=sum(give.steps for give in worked.values()),
-            count=count,
-            loss=sum(give.loss * give.count for give in worked.values()) / max(count, 1),
-            bytes_kept=sum(give.edges for give in gives.values()),
-            up=up,
-            down=self.weights.nbytes,
-            external_workers=beside,
             correction={} if self.correction is None else self.correction.memory(),
             optimizer=self.optimizer,
-            contributors={i: {"bytes_sent": give.nbytes, **give.memory, **give.seconds} for i, give in gives.items()},
-            seconds=time.monotonic() - self._last,
         )
-        self._last = time.monotonic()
-        return closed, more
+        self._round_began = time.monotonic()
+        return figures, snapshot, next_side_bytes
 
-    def _average(self, gives: Sequence[TrainerUpdate]) -> None:
+    def _drop_nonfinite(self, state: RunState, updates: dict[int, TrainerUpdate]) -> None:
+        for i, update in list(updates.items()):
+            if not all(map(_is_finite, (update.weights, *update.rows.values()))):
+                self.log_user(
+                    f"Round {state.round + 1}: the weights of trainer {i} are not finite. They are left out of the "
+                    "average."
+                )
+                del updates[i]
+
+    def _average(self, updates: Sequence[TrainerUpdate]) -> None:
         config = self.config
-        rows = [give.weights for give in gives]
-        weights = [
-            float(give.edges if config.weighting == "edges" else give.steps if config.weighting == "steps" else 1)
-            for give in gives
-        ]
-        if not sum(weights):
-            weights = [1.0] * len(gives)
+        rows = [update.weights for update in updates]
+        shares = {
+            "uniform": [1.0] * len(updates),
+            "edges": [float(update.edges) for update in updates],
+            "steps": [float(update.steps) for update in updates],
+        }
+        weights = shares[config.weighting] if sum(shares[config.weighting]) else shares["uniform"]
+        learned = self.layout.num_learned
         if config.combine == "soft_medoid":
-            weights = medoid_weights([row[: self.layout.embedding_names] for row in rows], weights, config.temperature)
+            weights = medoid_weights([row[:learned] for row in rows], weights, config.temperature)
         mean = weighted_mean(rows, weights)
-        cut = self.layout.embedding_names
-        if cut < len(mean):  # statistics are of rows that were seen, so they go by their number
-            counts = [float(give.count) for give in gives]
-            mean[cut:] = weighted_mean([row[cut:] for row in rows], counts if sum(counts) else weights)
-        self.weights = self.outer.step(self.weights, mean, cut)
-        known = [(give.optimizer, weight) for give, weight in zip(gives, weights, strict=True)]
-        moments = [(row, weight) for row, weight in known if row is not None]
+        if learned < len(mean):  # running statistics are weighted by the items behind them
+            counts = [float(update.count) for update in updates]
+            mean[learned:] = weighted_mean([row[learned:] for row in rows], counts if sum(counts) else weights)
+        self.weights = self.outer.step(self.weights, mean, learned)
+        moments = [
+            (update.optimizer, weight)
+            for update, weight in zip(updates, weights, strict=True)
+            if update.optimizer is not None
+        ]
         if moments and len({len(row) for row, _ in moments}) == 1:
             self.optimizer = weighted_mean(*map(list, zip(*moments, strict=True)))
 
-    def _publish(self, now: RunState, *, every: bool, absent: Sequence[int] = ()) -> int:
-        """Bytes that go beside the weights."""
-        remote = None if self.remote_rows is None else self.remote_rows(now.round, self.tables).to(self.layout.dtype)
-        beside = 0
-        for i in self._members if every else absent:
-            if self.tables and i in self._members:
-                rows = [table.rows[self._ids(i)[table.kind]] for table in self.tables.values()]
-                body = tensor_bytes(rows)
-                self.store.write(f"rows/{now.incarnation}/{now.round}/{i}", {}, body)
-                beside += len(body)
-        for i in range(self.trainers) if self.tables else ():
-            self.store.remove(f"rows/{now.incarnation}/{now.round - 2}/{i}")
-        take = RoundStart(now, self.weights, self.optimizer, remote, self._number, self._members)
-        sent = write_round_start(self.store, take)
-        return beside + (sent - self.weights.nbytes) * len(self._members)
+    def _open_next(self, state: RunState, updates: Mapping[int, TrainerUpdate]) -> int:
+        """Publish the weights after a round and remove old messages; returns the bytes beside the weights."""
+        after, before = RunState(state.incarnation, state.round + 1), RunState(state.incarnation, state.round - 1)
+        self._was_reassigned = self._assign_nodes(
+            after.round, {i for i in range(self.trainers) if i in updates or not self._is_lost(i)}
+        )
+        self.messages.remove_updates(state, self.trainers)
+        side_bytes = 0
+        if after.round < self.last:
+            # A trainer that came back in this round does not have its embedding rows yet.
+            without_rows = tuple(i for i in self._members if i not in updates or not updates[i].rows)
+            side_bytes = self._publish(after, recipients=self._members if self._was_reassigned else without_rows)
+        else:  # no trainer has anything more to do
+            start = RoundStart(after, self.weights[:0], None, None, self._assignment_number, ())
+            self.messages.write_round_start(start)
+        self.messages.remove_round(before, self.trainers)  # once more its updates: some come after their round
+        return side_bytes
 
-    def _ids(self, trainer: int) -> dict[str, Tensor]:
-        if trainer not in self._own:
-            place = self._members.index(trainer)
-            self._own[trainer] = self.assignment.nodes_of(place, len(self._members), self._number)
-        return self._own[trainer]
+    def _publish(self, state: RunState, *, recipients: Sequence[int]) -> int:
+        """Publish the weights of a round, and to ``recipients`` their embedding rows; returns the bytes beside."""
+        remote = None if self.remote_rows is None else self.remote_rows(state.round, self.tables).to(self.layout.dtype)
+        side_bytes = 0
+        for i in recipients if self.tables else ():
+            rows = {name: table.rows[self._nodes_of(i)[table.kind]] for name, table in self.tables.items()}
+            side_bytes += self.messages.write_rows(state, i, rows)
+        start = RoundStart(state, self.weights, self.optimizer, remote, self._assignment_number, self._members)
+        sent = self.messages.write_round_start(start)
+        return side_bytes + (sent - self.weights.nbytes) * len(self._members)
 
-    def _assignment_for(self, number: int, living: set[int] | None = None) -> bool:
-        """Decide who has which nodes in a round; whether that changed."""
-        before = self._number, self._members
+    def _nodes_of(self, trainer: int) -> dict[str, Tensor]:
+        if trainer not in self._nodes:
+            index = self._members.index(trainer)
+            self._nodes[trainer] = self.assignment.nodes_of(index, len(self._members), self._assignment_number)
+        return self._nodes[trainer]
+
+    def _assign_nodes(self, number: int, living: set[int]) -> bool:
+        """Assign the nodes for a round; True if that changed anything."""
+        before = self._assignment_number, self._members
         if self.config.repartition_every:
-            self._number = number // self.config.repartition_every
+            self._assignment_number = number // self.config.repartition_every
         if self.config.on_trainer_loss == "reassign" and living:
             self._members = tuple(sorted(living))
-        changed = (self._number, self._members) != before
+        if self._members != before[1]:
+            names = format_trainers(self._members)
+            self.log_user(f"Round {number + 1}: the trainers have changed. All nodes are reassigned to {names}.")
+        changed = (self._assignment_number, self._members) != before
         if changed:
-            self._own.clear()
-            if self._members != before[1]:
-                self.log_user(f"round {number + 1}: nodes are dealt among {format_trainers(self._members)}")
+            self._nodes.clear()
         return changed
 
-    def _collect(self, now: RunState) -> dict[int, TrainerUpdate] | None:
-        """What trainers give for a round, by number; None when all is to end."""
+    # -- trainers --
+
+    def _collect(self, state: RunState) -> dict[int, TrainerUpdate] | None:
+        """Wait for the updates of a round, by trainer; None if the run is to end."""
         config = self.config
         if not config.steps:
-            if self._stop.wait(max(0.0, self._round_starts(now) + config.interval - time.monotonic())):
+            if self._stop.wait(max(0.0, self._wait_begin(state) + config.interval - time.monotonic())):
                 return None
-            self.store.write(f"call/{now.incarnation}", {"round": now.round})
-        gives: dict[int, TrainerUpdate] = {}
-        called = first = short = time.monotonic()
+            self.messages.request_collect(state)
+        updates: dict[int, TrainerUpdate] = {}
+        requested = first_update = quorum_possible = time.monotonic()
 
-        def is_late(i: int) -> bool:
-            """After the call, or the first of those that make so many steps, for as long as it makes none."""
-            since = max(first, self._known[i].moved) if config.steps else called
+        def is_overdue(i: int) -> bool:
+            """By the clock: since the request. Else: since the first update, while the trainer makes no step."""
+            since = max(first_update, self._records[i].last_step) if config.steps else requested
             return time.monotonic() - since > config.deadline
 
-        while not self._stop.wait(POLL_INTERVAL if config.steps else _POLL):
+        while not self._stop.wait(POLL_INTERVAL if config.steps else _CLOCK_POLL):
             self._read_heartbeats()
             for i in self._members:
-                if i not in gives and (give := read_update(self.store, now, i, self.layout.dtype)) is not None:
-                    first = time.monotonic() if not gives else first
-                    gives[i] = give
-                    self._known[i].missing, self._known[i].late = None, False
-            waiting = [i for i in self._members if i not in gives and self._is_alive(i) and self._is_active(now, i)]
-            enough = len(gives) >= config.quorum
-            if enough and all(map(is_late, waiting)):
-                for i in waiting:
-                    self._known[i].late = True
-                self._report_missing(now, gives)
-                return gives
-            if not enough and not waiting:
-                self._fail_early(now, gives)
-                if any(i not in self._members and self._is_alive(i) for i in range(self.trainers)):
-                    return {}  # somebody came back who has no nodes: they are dealt anew
-            if len(gives) + len(waiting) >= config.quorum:  # they may take their time
-                short = time.monotonic()
-            if time.monotonic() - short > config.give_up:
-                self._fail(now, gives, f"for {config.give_up:g} s")
+                if i not in updates and (update := self.messages.read_update(state, i, self.layout.dtype)) is not None:
+                    first_update = time.monotonic() if not updates else first_update
+                    updates[i] = update
+                    self._records[i].reported_missing, self._records[i].missed_deadline = None, False
+            awaited = [i for i in self._members if i not in updates and self._state_of(i, state).is_awaited]
+            has_quorum = len(updates) >= config.quorum
+            if has_quorum and all(map(is_overdue, awaited)):
+                for i in awaited:
+                    self._records[i].missed_deadline = True
+                self._report_missing(state, updates)
+                return updates
+            if not has_quorum and not awaited:
+                exited = sum(self._state_of(i, state) is TrainerState.EXITED for i in range(self.trainers))
+                if self.trainers - exited < config.quorum:
+                    self._fail(state, updates, "and no other trainer is left")
+                others = (i for i in range(self.trainers) if i not in self._members)
+                if any(self._state_of(i, state).is_alive for i in others):
+                    return {}  # a trainer without nodes came back: the nodes are reassigned
+            if len(updates) + len(awaited) >= config.quorum:  # they may take their time
+                quorum_possible = time.monotonic()
+            if time.monotonic() - quorum_possible > config.give_up:
+                self._fail(state, updates, f"for {config.give_up:g} s")
         return None
 
-    def _round_starts(self, now: RunState) -> float:
-        """When a round by the clock begins: after the one before, or, where nodes were dealt anew, when all that are
-        waited for have made what they work on. Those who have train meanwhile."""
-        if self._was_reassigned:
-            until = time.monotonic() + self.config.deadline
-            while time.monotonic() < until and not self._stop.wait(POLL_INTERVAL):
-                self._read_heartbeats()
-                if not any(self._is_alive(i) and not self._has_begun(now, i) for i in self._members):
-                    break
-            if now.round == self.first:  # processes have started: that is no part of a round
-                self._last = time.monotonic()
-            return time.monotonic()
-        return self._last
+    def _wait_begin(self, state: RunState) -> float:
+        """Wait until a round by the clock begins; returns when that was.
 
-    def _has_begun(self, now: RunState, i: int) -> bool:
-        return read_round_ack(self.store, i) == now or self.store.has(f"give/{now.incarnation}/{now.round}/{i}")
+        It begins with the end of the round before. After a reassignment it begins when all living trainers have built
+        their subgraphs; trainers that are ready earlier train meanwhile.
+        """
+        if not self._was_reassigned:
+            return self._round_began
+        deadline = time.monotonic() + self.config.deadline
+        while time.monotonic() < deadline and not self._stop.wait(POLL_INTERVAL):
+            self._read_heartbeats()
+            if not any(self._state_of(i, state).is_alive and not self._has_begun(i, state) for i in self._members):
+                break
+        if state.round == self.first:  # starting processes is no part of a round
+            self._round_began = time.monotonic()
+        return time.monotonic()
+
+    def _has_begun(self, i: int, state: RunState) -> bool:
+        return self.messages.has_acked(state, i) or self.messages.has_update(state, i)
 
     def _read_heartbeats(self) -> None:
-        """Beats and steps, not more often than they come."""
-        if time.monotonic() - self._heard < _HEAR:
+        """Read heartbeats and steps, not more often than they come."""
+        now = time.monotonic()
+        if now - self._heartbeats_read < _HEARTBEAT_POLL:
             return
-        self._heard = time.monotonic()
-        for i, trainer in enumerate(self._known):
-            beats = self.store.count(f"beat/{i}", 0)
-            if beats != trainer.heartbeat:
-                trainer.heartbeat, trainer.last_heard = beats, time.monotonic()
-                steps = self.store.count(f"steps/{i}", 0)
-                if steps != trainer.steps:
-                    trainer.steps, trainer.moved = steps, time.monotonic()
+        self._heartbeats_read = now
+        for i, record in enumerate(self._records):
+            heartbeats = self.messages.heartbeats(i)
+            if heartbeats != record.heartbeats:
+                record.heartbeats, record.last_heard = heartbeats, time.monotonic()
+                steps = self.messages.steps(i)
+                if steps != record.steps:
+                    record.steps, record.last_step = steps, time.monotonic()
 
-    def _is_alive(self, i: int) -> bool:
-        """Whether a round waits for it; at the beginning also for one that has not said anything yet."""
-        if self.store.has(f"gone/{i}"):
-            return False
-        heard = self._known[i].last_heard
-        patience = self.config.silence if heard is not None else self.config.deadline
-        return time.monotonic() - (self._begun if heard is None else heard) < patience
+    def _state_of(self, i: int, state: RunState) -> TrainerState:
+        """The state of a trainer in the present round."""
+        record = self._records[i]
+        if self.messages.read_exit(i) is not None:
+            return TrainerState.EXITED
+        if record.silent_seconds >= (self.config.silence if record.heartbeats else self.config.deadline):
+            return TrainerState.SILENT
+        if record.missed_deadline and not self.messages.has_acked(state, i):  # it may hang
+            return TrainerState.LATE
+        return TrainerState.ACTIVE if record.heartbeats else TrainerState.JOINING
 
     def _is_lost(self, i: int) -> bool:
-        """Whether others take over its nodes: it has ended for good, or was not heard for as long as a run waits."""
-        heard = self._known[i].last_heard
-        silent = time.monotonic() - (self._begun if heard is None else heard)
-        return self._has_exited(i) if self.store.has(f"gone/{i}") else silent > self.config.give_up
+        """True if the nodes of a trainer are to be reassigned: it has exited, or was silent for ``give_up``.
 
-    def _has_exited(self, i: int) -> bool:
-        """Not by an error of its own, which its nodes might bring upon whoever takes them over."""
-        letter = self.store.read(f"gone/{i}")
-        return letter is not None and not letter.fields.get("raised")
+        The nodes of a trainer that failed stay with it: they might cause the same error in another trainer.
+        """
+        notice = self.messages.read_exit(i)
+        return self._records[i].silent_seconds > self.config.give_up if notice is None else not notice.failed
 
-    def _is_active(self, now: RunState, i: int) -> bool:
-        """Who was waited for in vain, though it lives, may hang: it is not again until it has begun the round."""
-        return not self._known[i].late or read_round_ack(self.store, i) == now
+    def _report_missing(self, state: RunState, updates: Mapping[int, TrainerUpdate]) -> None:
+        missing = []
+        for i in self._members:
+            record = self._records[i]
+            last = record.reported_missing
+            if i in updates or (last is not None and state.round - last < _REMIND_ROUNDS):
+                continue
+            record.reported_missing = state.round
+            reasons = {
+                TrainerState.EXITED: "exited",
+                TrainerState.SILENT: f"no heartbeat for {record.silent_seconds:.0f} s",
+            }
+            reason = reasons.get(self._state_of(i, state), f"no update within {self.config.deadline:g} s")
+            missing.append(f"trainer {i} ({reason})")
+        if missing:
+            self.log_user(f"Round {state.round + 1} finished without {', '.join(missing)}. Training continues.")
 
-    def _report_missing(self, now: RunState, gives: Mapping[int, TrainerUpdate]) -> None:
-        known = self._known
-        without = [i for i in self._members if i not in gives]
-        new = [i for i in without if (last := known[i].missing) is None or now.round - last >= _REMIND_SECONDS]
-        for i in new:
-            known[i].missing = now.round
-        if new:
-            why = {i: "has ended" if self.store.has(f"gone/{i}") else "is silent or late" for i in new}
-            said = ", ".join(f"trainer {i} {why[i]}" for i in new)
-            self.log_user(f"round {now.round + 1} is closed without {format_trainers(new)}: {said}; the run goes on")
-
-    def _fail_early(self, now: RunState, gives: Mapping[int, TrainerUpdate]) -> None:
-        """Those who are gone for good cannot make up a quorum."""
-        gone = [i for i in range(self.trainers) if self.store.has(f"gone/{i}")]
-        if self.trainers - len(gone) < self.config.quorum:
-            self._fail(now, gives, "and the others have ended")
-
-    def _fail(self, now: RunState, gives: Mapping[int, TrainerUpdate], why: str) -> None:
-        missing = [i for i in range(self.trainers) if i not in gives]
+    def _fail(self, state: RunState, updates: Mapping[int, TrainerUpdate], reason: str) -> NoReturn:
+        missing = format_trainers([i for i in range(self.trainers) if i not in updates])
         raise ExchangeError(
-            f"round {now.round + 1} has {len(gives)} of the {self.config.quorum} trainers it needs {why}: "
-            f"{format_trainers(missing)} {'is' if len(missing) == 1 else 'are'} missing; go on with --resume"
+            f"round {state.round + 1} has updates of {len(updates)} of the {self.config.quorum} trainers it needs: "
+            f"{missing} missing, {reason}; continue with --resume"
         )
+
+
+def format_trainers(numbers: Sequence[int]) -> str:
+    """Name trainers by number, for people."""
+    *others, last = map(str, numbers)
+    return f"trainers {', '.join(others)} and {last}" if others else f"trainer {last}"
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -1,55 +1,50 @@
-"""What trainers and the coordinator write to each other.
+"""Messages of a run between its launcher, its coordinator and its trainers: every key and every layout.
 
-era                      a number: how often a coordinator has begun; letters of former ones count for nothing
-now                      {era, round, done}: the newest weights, and whether all is over
-call/ERA                 {round}: trainers are to give what they have (only where a clock says when)
-take/ERA/ROUND           weights before a round, {deal, …}
-rows/ERA/ROUND/TRAINER   learnt rows of a trainer's nodes, for one that does not have them
-took/TRAINER             {era, round}: what the trainer works on
-give/ERA/ROUND/TRAINER   weights after a round, {steps, loss, …}
-beat/TRAINER             a number that grows while the trainer lives
-beat/coordinator         the same of the coordinator
-seat/TRAINER             {token}: which process is this trainer; the last that sat down
-gone/TRAINER             {raised}: left by whoever saw it end, perhaps with an error of its own
+incarnation                        number of coordinators started so far; messages of former ones are ignored
+state                              {incarnation, round, done}: the newest weights; done: the run is over
+collect/INCARNATION                {round}: trainers are to send their updates (only rounds by the clock)
+weights/INCARNATION/ROUND          weights at the start of a round, {assignment, members, …}
+rows/INCARNATION/ROUND/TRAINER     embedding rows of a trainer's nodes, for a trainer that does not have them
+ack/TRAINER                        {incarnation, round}: the round that a trainer works on
+update/INCARNATION/ROUND/TRAINER   weights after a round, {steps, loss, …}
+heartbeat/ROLE                     a number that grows while a trainer or the coordinator lives
+steps/TRAINER                      optimizer steps made so far
+lease/TRAINER                      {token}: the process that is this trainer; the last one to take the lease
+exited/TRAINER                     {failed}: left by the launcher when it ends, perhaps by an error of its own
+checkpointed                       {round}: the round of the newest checkpoint
+spec, failed                       the run, for trainers that join; that it ended without a result
 """
 
 from __future__ import annotations
 
-import secrets
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.message_store import RETRY_INTERVAL, HeartbeatReader, MessageStore, StoredMessage
-from gnnfleet.errors import ExchangeError
+from gnnfleet.comm.message_store import MessageStore
 
-COORDINATOR_HEARTBEAT = "beat/coordinator"
 HEARTBEAT_SECONDS = 0.5
 POLL_INTERVAL = 0.02
 
 
-def tensor_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype as bytes, one after the other."""
-    flat = [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors if t.numel()]
-    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
-
-
 @dataclass(frozen=True)
 class RunState:
-    """Where the run stands: ``round`` is the one whose weights are newest."""
+    """Progress of the run: ``round`` is the one whose weights are newest."""
 
     incarnation: int
     round: int
     done: bool = False
 
+    @property
+    def path(self) -> str:
+        return f"{self.incarnation}/{self.round}"
+
 
 @dataclass(frozen=True, eq=False)
 class RoundStart:
-    """Weights to begin a round with."""
+    """Weights at the start of a round, and the assignment of nodes that it is trained with."""
 
     state: RunState
     weights: Tensor
@@ -61,7 +56,7 @@ class RoundStart:
 
 @dataclass(frozen=True, eq=False)
 class TrainerUpdate:
-    """What a trainer made of a round."""
+    """Contribution of a trainer to a round."""
 
     steps: int
     count: int  # items
@@ -69,177 +64,210 @@ class TrainerUpdate:
     edges: int
     weights: Tensor
     optimizer: Tensor | None = None
-    rows: Mapping[str, Tensor] = field(default_factory=dict)  # learnt rows of own nodes, by name of the parameter
-    memory: Mapping[str, int] = field(default_factory=dict)  # what the trainer holds, for the record
-    seconds: Mapping[str, float] = field(default_factory=dict)  # what it did with its time since it last gave
+    rows: Mapping[str, Tensor] = field(default_factory=dict)  # embedding rows of its nodes, by parameter name
+    memory: Mapping[str, int] = field(default_factory=dict)  # memory of the trainer, for the record
+    seconds: Mapping[str, float] = field(default_factory=dict)  # seconds by phase since its last update
 
     @property
     def nbytes(self) -> int:
-        more = sum(rows.nbytes for rows in self.rows.values())
-        return self.weights.nbytes + more + (0 if self.optimizer is None else self.optimizer.nbytes)
+        row_bytes = sum(rows.nbytes for rows in self.rows.values())
+        return self.weights.nbytes + row_bytes + (0 if self.optimizer is None else self.optimizer.nbytes)
 
 
-def write_round_start(post: MessageStore, take: RoundStart) -> int:
-    """Publish; bytes of it."""
-    extra = [t for t in (take.optimizer, take.remote) if t is not None]
-    words = {
-        "deal": take.assignment,
-        "among": take.members,
-        "weights": take.weights.nbytes,
-        "optimizer": None if take.optimizer is None else take.optimizer.nbytes,
-        "remote": None if take.remote is None else list(take.remote.shape),
+@dataclass(frozen=True)
+class TrainerExit:
+    """Notice that a trainer has ended; ``failed``: by an error of its own."""
+
+    failed: bool
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A run as trainers on other machines find it: its spec as JSON, and the source of its model file."""
+
+    spec: str
+    model_source: bytes
+
+
+class RunMessages:
+    """Typed access to the messages of a run. Like the connection inside, it serves one thread."""
+
+    def __init__(self, store: MessageStore) -> None:
+        self.store = store
+
+    def reconnect(self, *, connect_timeout: float = 0.0) -> RunMessages:
+        return RunMessages(self.store.reconnect(connect_timeout=connect_timeout))
+
+    # -- the run --
+
+    def publish_run(self, run: PublishedRun) -> None:
+        source = torch.frombuffer(bytearray(run.model_source), dtype=torch.uint8) if run.model_source else None
+        self.store.write("spec", {"spec": run.spec}, source)
+
+    def read_run(self) -> PublishedRun | None:
+        message = self.store.read("spec")
+        return None if message is None else PublishedRun(message.fields["spec"], message.body.numpy().tobytes())
+
+    def mark_failed(self) -> None:
+        self.store.write("failed", {})
+
+    def has_failed(self) -> bool:
+        return self.store.has("failed")
+
+    def begin_incarnation(self) -> int:
+        return self.store.count("incarnation")
+
+    def write_state(self, state: RunState) -> None:
+        self.store.write("state", {"incarnation": state.incarnation, "round": state.round, "done": state.done})
+
+    def read_state(self) -> RunState | None:
+        message = self.store.read("state")
+        return None if message is None else RunState(**message.fields)
+
+    def mark_done(self) -> None:
+        """Tell all trainers that the run is over, if it has begun."""
+        if (state := self.read_state()) is not None:
+            self.write_state(replace(state, done=True))
+
+    def write_checkpointed(self, round: int) -> None:
+        self.store.write("checkpointed", {"round": round})
+
+    def read_checkpointed(self) -> int | None:
+        """Read the round of the newest checkpoint: trainers keep nothing of rounds before it."""
+        message = self.store.read("checkpointed")
+        return None if message is None else int(message.fields["round"])
+
+    # -- rounds --
+
+    def write_round_start(self, start: RoundStart) -> int:
+        """Publish the weights of a round and make it the newest; returns the bytes of the message."""
+        tensors = {"weights": start.weights, "optimizer": start.optimizer, "remote": start.remote}
+        shapes, body = _pack(tensors)
+        fields = {"assignment": start.assignment, "members": start.members, "shapes": shapes}
+        self.store.write(f"weights/{start.state.path}", fields, body)
+        self.write_state(start.state)
+        return len(body)
+
+    def read_round_start(self, state: RunState, dtype: torch.dtype) -> RoundStart | None:
+        message = self.store.read(f"weights/{state.path}")
+        if message is None:
+            return None
+        fields, tensors = message.fields, _unpack(message.fields["shapes"], message.body, dtype)
+        optional = tensors.get("optimizer"), tensors.get("remote")
+        return RoundStart(state, tensors["weights"], *optional, fields["assignment"], tuple(fields["members"]))
+
+    def write_rows(self, state: RunState, trainer: int, rows: Mapping[str, Tensor]) -> int:
+        """Send a trainer the embedding rows of its nodes; returns the bytes of the message."""
+        shapes, body = _pack(rows)
+        self.store.write(f"rows/{state.path}/{trainer}", {"shapes": shapes}, body)
+        return len(body)
+
+    def read_rows(self, state: RunState, trainer: int, dtype: torch.dtype) -> dict[str, Tensor] | None:
+        message = self.store.read(f"rows/{state.path}/{trainer}")
+        return None if message is None else _unpack(message.fields["shapes"], message.body, dtype)
+
+    def request_collect(self, state: RunState) -> None:
+        self.store.write(f"collect/{state.incarnation}", {"round": state.round})
+
+    def collect_requested(self, incarnation: int) -> int:
+        """Read the last round whose updates are due; −1 before the first."""
+        message = self.store.read(f"collect/{incarnation}")
+        return -1 if message is None else int(message.fields["round"])
+
+    def write_ack(self, state: RunState, trainer: int) -> None:
+        self.store.write(f"ack/{trainer}", {"incarnation": state.incarnation, "round": state.round})
+
+    def has_acked(self, state: RunState, trainer: int) -> bool:
+        """True if a trainer has begun this round and no later one."""
+        message = self.store.read(f"ack/{trainer}")
+        return message is not None and RunState(**message.fields) == state
+
+    def write_update(self, state: RunState, trainer: int, update: TrainerUpdate) -> int:
+        """Send the update of a round; returns the bytes of the message."""
+        rows = {f"rows/{name}": rows for name, rows in update.rows.items()}
+        shapes, body = _pack({"weights": update.weights, "optimizer": update.optimizer, **rows})
+        fields = {
+            "figures": [update.steps, update.count, update.loss, update.edges],
+            "memory": dict(update.memory),
+            "seconds": dict(update.seconds),
+            "shapes": shapes,
+        }
+        self.store.write(f"update/{state.path}/{trainer}", fields, body)
+        return len(body)
+
+    def read_update(self, state: RunState, trainer: int, dtype: torch.dtype) -> TrainerUpdate | None:
+        message = self.store.read(f"update/{state.path}/{trainer}")
+        if message is None:
+            return None
+        fields, tensors = message.fields, _unpack(message.fields["shapes"], message.body, dtype)
+        weights, optimizer = tensors.pop("weights"), tensors.pop("optimizer", None)
+        rows = {name.removeprefix("rows/"): rows for name, rows in tensors.items()}
+        steps, count, loss, edges = fields["figures"]
+        report = fields["memory"], fields["seconds"]
+        return TrainerUpdate(steps, count, loss, edges, weights, optimizer, rows, *report)
+
+    def has_update(self, state: RunState, trainer: int) -> bool:
+        return self.store.has(f"update/{state.path}/{trainer}")
+
+    def remove_updates(self, state: RunState, trainers: int) -> None:
+        for trainer in range(trainers):
+            self.store.remove(f"update/{state.path}/{trainer}")
+
+    def remove_round(self, state: RunState, trainers: int) -> None:
+        """Remove all messages of a round."""
+        self.remove_updates(state, trainers)
+        for trainer in range(trainers):
+            self.store.remove(f"rows/{state.path}/{trainer}")
+        self.store.remove(f"weights/{state.path}")
+
+    # -- liveness --
+
+    def beat(self, role: int | str = "coordinator") -> int:
+        """Add a heartbeat of a trainer or the coordinator; returns their number."""
+        return self.store.count(f"heartbeat/{role}")
+
+    def heartbeats(self, role: int | str = "coordinator") -> int:
+        return self.store.count(f"heartbeat/{role}", 0)
+
+    def add_steps(self, trainer: int, steps: int) -> None:
+        self.store.count(f"steps/{trainer}", steps)
+
+    def steps(self, trainer: int) -> int:
+        return self.store.count(f"steps/{trainer}", 0)
+
+    def take_lease(self, trainer: int, token: str) -> None:
+        self.store.write(f"lease/{trainer}", {"token": token})
+
+    def holds_lease(self, trainer: int, token: str) -> bool:
+        """False once another process has taken this trainer's number."""
+        message = self.store.read(f"lease/{trainer}")
+        return message is None or message.fields["token"] == token
+
+    def write_exit(self, trainer: int, *, failed: bool = False) -> None:
+        self.store.write(f"exited/{trainer}", {"failed": failed})
+
+    def read_exit(self, trainer: int) -> TrainerExit | None:
+        message = self.store.read(f"exited/{trainer}")
+        return None if message is None else TrainerExit(**message.fields)
+
+    def clear_exit(self, trainer: int) -> None:
+        """Withdraw the notice that a former process of this trainer has ended."""
+        if self.store.has(key := f"exited/{trainer}"):
+            self.store.remove(key)
+
+
+def _pack(tensors: Mapping[str, Tensor | None]) -> tuple[dict[str, list[int]], Tensor]:
+    """Put tensors of one dtype into the body of a message: ({name: shape}, bytes)."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    flat = [t.detach().contiguous().view(-1).view(torch.uint8) for t in present.values() if t.numel()]
+    body = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+    return {name: list(tensor.shape) for name, tensor in present.items()}, body
+
+
+def _unpack(shapes: Mapping[str, list[int]], body: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Undo ``_pack``."""
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape in shapes.values()]
+    pieces = torch.split(body, sizes)
+    return {
+        name: piece.clone().view(dtype).view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)
     }
-    body = tensor_bytes([take.weights, *extra])
-    post.write(f"take/{take.state.incarnation}/{take.state.round}", words, body)
-    post.write("now", {"era": take.state.incarnation, "round": take.state.round, "done": take.state.done})
-    return len(body)
-
-
-def read_round_start(post: MessageStore, now: RunState, dtype: torch.dtype) -> RoundStart | None:
-    letter = post.read(f"take/{now.incarnation}/{now.round}")
-    if letter is None:
-        return None
-    words, parts = letter.fields, _BodyReader(letter)
-    weights = parts.next(words["weights"], dtype)
-    optimizer = None if words["optimizer"] is None else parts.next(words["optimizer"], dtype)
-    remote = None
-    if words["remote"] is not None:
-        shape = words["remote"]
-        remote = parts.next(shape[0] * shape[1] * dtype.itemsize, dtype).view(shape)
-    return RoundStart(now, weights, optimizer, remote, words["deal"], tuple(words["among"]))
-
-
-CHECKPOINTED = "kept"
-"""The letter that says which round has the newest checkpoint: what trainers remember of rounds before it can go."""
-
-
-def write_round_ack(post: MessageStore, now: RunState, trainer: int) -> None:
-    post.write(f"took/{trainer}", {"era": now.incarnation, "round": now.round})
-
-
-def read_round_ack(post: MessageStore, trainer: int) -> RunState | None:
-    """The round that a trainer has begun last."""
-    letter = post.read(f"took/{trainer}")
-    return None if letter is None else RunState(letter.fields["era"], letter.fields["round"])
-
-
-def write_update(post: MessageStore, now: RunState, trainer: int, give: TrainerUpdate) -> int:
-    """Hand over a round; bytes of it."""
-    extra = [] if give.optimizer is None else [give.optimizer]
-    words = {
-        "steps": give.steps,
-        "count": give.count,
-        "loss": give.loss,
-        "edges": give.edges,
-        "memory": dict(give.memory),
-        "seconds": dict(give.seconds),
-        "weights": give.weights.nbytes,
-        "optimizer": None if give.optimizer is None else give.optimizer.nbytes,
-        "rows": {name: list(rows.shape) for name, rows in give.rows.items()},
-    }
-    body = tensor_bytes([give.weights, *extra, *give.rows.values()])
-    post.write(f"give/{now.incarnation}/{now.round}/{trainer}", words, body)
-    return len(body)
-
-
-def read_update(post: MessageStore, now: RunState, trainer: int, dtype: torch.dtype) -> TrainerUpdate | None:
-    letter = post.read(f"give/{now.incarnation}/{now.round}/{trainer}")
-    if letter is None:
-        return None
-    words, parts = letter.fields, _BodyReader(letter)
-    weights = parts.next(words["weights"], dtype)
-    optimizer = None if words["optimizer"] is None else parts.next(words["optimizer"], dtype)
-    rows = {}
-    for name, shape in words["rows"].items():
-        rows[name] = parts.next(shape[0] * shape[1] * dtype.itemsize, dtype).view(shape)
-    numbers = words["steps"], words["count"], words["loss"], words["edges"]
-    return TrainerUpdate(*numbers, weights, optimizer, rows, words["memory"], words["seconds"])
-
-
-class _BodyReader:
-    """The body of a letter, piece by piece."""
-
-    def __init__(self, letter: StoredMessage) -> None:
-        self._body, self._at = letter.body, 0
-
-    def next(self, nbytes: int, dtype: torch.dtype) -> Tensor:
-        piece = self._body[self._at : self._at + nbytes].clone().view(dtype)
-        self._at += nbytes
-        return piece
-
-
-class CoordinatorClient:
-    """A trainer's eye on the coordinator, in a thread of its own: beats, and knows the newest state and call.
-
-    ``lost`` is called, in that thread, when nothing was heard of the coordinator for ``give_up`` seconds: the server of
-    the post is not its own, and answers when it is paused. Whoever sits down
-    takes the trainer's number over: a process that was silent and replaced finds ``replaced`` when it is back.
-    """
-
-    def __init__(self, post: MessageStore, trainer: int, *, give_up: float, lost: Callable[[str], None]) -> None:
-        self.state: RunState | None = None
-        self.replaced = False
-        self._token = secrets.token_hex(8)
-        self.collect_requested = -1  # the round that is asked for, in the present era
-        self.steps = 0  # that the trainer has made; told with the next beat
-        self._post, self._trainer = post, trainer
-        self._give_up, self._lost = give_up, lost
-        self._stop = threading.Event()
-        self._seen = time.monotonic()
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._look, self._guard)]
-
-    def __enter__(self) -> CoordinatorClient:
-        self._post.write(f"seat/{self._trainer}", {"token": self._token})
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._threads[0].join(5)
-
-    def _look(self) -> None:
-        post, beat, told, pulse = self._post, 0.0, 0, HeartbeatReader(COORDINATOR_HEARTBEAT)
-        while not self._stop.is_set():
-            try:
-                if time.monotonic() - beat >= HEARTBEAT_SECONDS:
-                    seat = post.read(f"seat/{self._trainer}")
-                    if seat is not None and seat.fields["token"] != self._token:
-                        self.replaced = True
-                        return
-                    post.count(f"beat/{self._trainer}")
-                    if (more := self.steps - told) > 0:
-                        post.count(f"steps/{self._trainer}", more)
-                        told += more
-                    if post.has(gone := f"gone/{self._trainer}"):  # of another process with this number
-                        post.remove(gone)
-                    beat = time.monotonic()
-                    self._seen = beat - pulse.silent_seconds(post)
-                letter = post.read("now")
-                if letter is not None:
-                    now = RunState(**letter.fields)
-                    call = post.read(f"call/{now.incarnation}")
-                    self.collect_requested = -1 if call is None else int(call.fields["round"])
-                    self.state = now
-            except ExchangeError:
-                self._stop.wait(RETRY_INTERVAL)
-                try:
-                    post = self._post.reconnect()
-                except ExchangeError:
-                    continue
-            self._stop.wait(POLL_INTERVAL)
-
-    def _guard(self) -> None:
-        before = 0.0  # a process that was paused looks silent until it has looked again
-        while not self._stop.wait(1.0) and not self.replaced:
-            silent, last = time.monotonic() - self._seen, before
-            before = silent
-            if last > self._give_up and silent > self._give_up + 3:
-                self._lost(f"trainer {self._trainer} has not heard of the coordinator for {silent:.0f} s")
-                return
-
-
-def format_trainers(present: Sequence[int]) -> str:
-    """Trainers by number, for people."""
-    names = ", ".join(map(str, present))
-    return f"trainer {names}" if len(present) == 1 else f"trainers {names}"

@@ -1,7 +1,7 @@
-"""The coordinator: a round is a step; evaluation is exact, on the whole graph, while trainers go on.
+"""The coordinator's strategy: a round is a step; evaluation is exact, on the whole graph, while trainers train.
 
-The desk closes rounds in a thread of its own; here they are taken up one by one, evaluated, and kept as checkpoints by
-the loop. Without a post, as when a trained run is asked something, this is ``local``.
+The coordinator closes rounds in a thread of its own; the training loop takes them one by one, evaluates and writes
+checkpoints. Without a message store, as for predictions of a trained run, this is strategy ``local``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,97 +19,90 @@ from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.draws import Draws, Purpose
 from gnnfleet.report.phase_timer import PHASES, WAIT
 from gnnfleet.strategies.job import PRECISIONS, Job
-from gnnfleet.strategies.protocol import Prediction, State, StepRecord, Strategy
+from gnnfleet.strategies.protocol import NodeStrategy, Prediction, Reporting, State, StepRecord, Strategy
 from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable, RoundResult
+from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable, ModelSnapshot, RoundResult
+from gnnfleet.strategies.tma.protocol import RunMessages
 from gnnfleet.tasks.base import RowLookup
 from gnnfleet.tasks.link import LinkTask
 
 VELOCITY, MOMENTS, CORRECTION = "outer/velocity", "average/moments", "correction/"
-"""Names, or their beginnings, of what a checkpoint has beside weights."""
+"""Names, or prefixes of names, of tensors that a checkpoint has beside weights."""
 
 
-class TmaStrategy:
-    """``whole`` evaluates the model on the whole graph; ``correcting`` makes a strategy that trains a copy of it."""
+class TmaStrategy(Reporting):
+    """``evaluator`` has the model on the whole graph; ``corrector`` trains a copy of it there."""
 
-    def __init__(self, config: TmaConfig, job: Job, whole: Strategy, correcting: Strategy | None) -> None:
+    def __init__(self, config: TmaConfig, job: Job, evaluator: NodeStrategy, corrector: Strategy | None) -> None:
         self.model = job.model
-        self._config, self._job, self._evaluator, self._make_correction = config, job, whole, correcting
-        self._tables = _tables(job)
+        self._config, self._job, self._evaluator, self._corrector = config, job, evaluator, corrector
+        self._tables = _embedding_types(job)
         names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         dtype = PRECISIONS[job.precision]
-        self._layout = FlatLayout.of(self.model.state_dict(), dtype, without=tuple(self._tables), parameters=names)
+        self._layout = FlatLayout.of(self.model.state_dict(), dtype, without=self._tables, parameters=names)
         self._velocity: Tensor | None = None
-        self._correction_memory: dict[str, Tensor] = {}
+        self._correction_state: dict[str, Tensor] = {}
         self._moments: Tensor | None = None
         self._coordinator: Coordinator | None = None
-        self._corrects: _Correction | None = None
-        self._closed: RoundResult | None = None
-        begun: dict[str, float] = dict.fromkeys(("bytes_sent", "rounds", *PHASES), 0)
-        self._told = [dict(begun) for _ in range(job.workers)]
+        self._correction: _Correction | None = None
+        self._round: RoundResult | None = None
+        zeros: dict[str, float] = dict.fromkeys(("bytes_sent", "rounds", *PHASES), 0)
+        self._reports = [dict(zeros) for _ in range(job.workers)]
         if config.remote_negatives and config.full:
             raise ConfigError("strategy.remote_negatives needs sampled blocks: leave out strategy.full")
-        if config.repartition_every and job.assignment is not None and not job.assignment.can_reassign(job.workers):
+        assignment = job.context.assignment
+        if config.repartition_every and assignment is not None and not assignment.can_reassign(job.workers):
             raise ConfigError(
-                "strategy.repartition_every would deal the same parts again: use strategy.scheme=super or random"
+                "strategy.repartition_every would assign the same parts again: use strategy.scheme=super or random"
             )
         if config.remote_negatives and not isinstance(job.task, LinkTask):
-            raise ConfigError(
-                "strategy.remote_negatives gives more negatives for links: leave it out, or use --task link"
-            )
+            raise ConfigError("strategy.remote_negatives adds negative links: leave it out, or use --task link")
 
     def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         if self._coordinator is None:
-            self._coordinator = self._open(epoch)
+            self._coordinator = self._make_coordinator(epoch).start()
         with self._job.world.clock.phase(WAIT, "round"):
-            closed = self._coordinator.wait_round()
-        assert closed.round == epoch, "rounds come one after the other"
-        self._closed, self._velocity = closed, closed.velocity
-        self._correction_memory, self._moments = dict(closed.correction), closed.optimizer
-        self._record_round(closed)
-        self._load(closed.weights, closed.rows)
-        yield StepRecord(epoch, 0, closed.loss, closed.count, closed.seconds, steps=closed.steps)
-
-    def artifacts(self) -> dict[str, str]:
-        return {}
+            figures, snapshot = self._coordinator.wait_round()
+        assert figures.round == epoch, "rounds come one after the other"
+        self._record_round(figures)
+        self._load(snapshot)
+        yield StepRecord(epoch, 0, figures.loss, figures.count, figures.seconds, steps=figures.steps)
 
     def epoch_metrics(self) -> dict[str, float]:
-        closed = self._closed
-        if closed is None:
+        figures = self._round
+        if figures is None:
             return {}
         return {
-            "trainers": len(closed.trainers),
-            "steps": closed.steps,
-            "round_seconds": closed.seconds,
-            "kept_edges": closed.bytes_kept / max(self._job.graph.num_edges, 1),
-            "megabytes_up": closed.up / 1e6,
-            "megabytes_down": closed.down * len(closed.trainers) / 1e6,
-            "megabytes_beside": closed.external_workers / 1e6,
+            "trainers": len(figures.trainers),
+            "steps": figures.steps,
+            "round_seconds": figures.seconds,
+            "kept_edges": figures.edges / max(self._job.graph.num_edges, 1),
+            "megabytes_up": figures.upload_bytes / 1e6,
+            "megabytes_down": figures.download_bytes * len(figures.trainers) / 1e6,
+            "megabytes_beside": figures.side_bytes / 1e6,
         }
 
-    def _record_round(self, closed: RoundResult) -> None:
-        """Count what travelled: down from here, up from each trainer."""
-        for i in closed.trainers:
-            self._job.world.traffic.add_bytes(closed.down, to=i + 1)
+    def _record_round(self, figures: RoundResult) -> None:
+        """Count the messages of a round: weights from here to each trainer, updates from each trainer."""
+        self._round = figures
+        for i in figures.trainers:
+            self._job.world.traffic.add_bytes(figures.download_bytes, to=i + 1)
         self._job.world.traffic.add_round()
-        for i, gave in closed.contributors.items():
-            told = self._told[i]
-            told |= {**gave, **{word: told[word] + gave.get(word, 0) for word in ("bytes_sent", *PHASES)}}
-            told["rounds"] += 1
+        for i, report in figures.reports.items():
+            total = self._reports[i]
+            total |= {**report, **{key: total[key] + report.get(key, 0) for key in ("bytes_sent", *PHASES)}}
+            total["rounds"] += 1
 
     @property
     def external_workers(self) -> list[dict[str, float]]:
-        return self._told
+        return self._reports
 
     @property
     def has_newer_weights(self) -> bool:
-        return bool(
-            self._coordinator
-            and self._closed
-            and not self._config.steps
-            and self._coordinator.newest > self._closed.round
-        )
+        if self._coordinator is None or self._round is None or self._config.steps:
+            return False
+        return self._coordinator.newest_round > self._round.round
 
     def evaluate(self, split: str) -> dict[str, float]:
         return self._evaluator.evaluate(split)
@@ -133,91 +125,95 @@ class TmaStrategy:
             "optimizer": {
                 **({} if self._velocity is None else {VELOCITY: self._velocity}),
                 **({} if self._moments is None else {MOMENTS: self._moments}),
-                **{CORRECTION + name: tensor for name, tensor in self._correction_memory.items()},
+                **{CORRECTION + name: tensor for name, tensor in self._correction_state.items()},
             },
         }
 
     def load_state_dict(self, state: State) -> None:
         self._evaluator.load_state_dict({"model": state["model"]})
         if "optimizer" in state:
-            kept = state["optimizer"]
-            self._velocity, self._moments = kept.get(VELOCITY), kept.get(MOMENTS)
-            self._correction_memory = {
-                name.removeprefix(CORRECTION): tensor for name, tensor in kept.items() if name.startswith(CORRECTION)
+            saved = state["optimizer"]
+            self._velocity, self._moments = saved.get(VELOCITY), saved.get(MOMENTS)
+            self._correction_state = {
+                name.removeprefix(CORRECTION): tensor for name, tensor in saved.items() if name.startswith(CORRECTION)
             }
 
     def close(self) -> None:
-        idle = self._coordinator is None or self._coordinator.close()
+        is_idle = self._coordinator is None or self._coordinator.close()
         self._evaluator.close()
-        if self._corrects is not None and idle:
-            self._corrects.close()
-        if self._make_correction is not None and idle:
-            self._make_correction.close()
+        if self._correction is not None and is_idle:
+            self._correction.close()
+        if self._corrector is not None and is_idle:
+            self._corrector.close()
 
-    def _open(self, first: int) -> Coordinator:
+    def _make_coordinator(self, first: int) -> Coordinator:
         job, config = self._job, self._config
-        if job.message_store is None or job.assignment is None:
-            raise ConfigError("tma trains with a coordinator and trainers, found none: use gnnfleet train or gf.train")
+        store, assignment = job.context.message_store, job.context.assignment
+        if store is None or assignment is None:
+            raise ConfigError("strategy tma trains with a coordinator and trainers: use gnnfleet train or gf.train")
         state = self.model.state_dict()
-        self._corrects = None if self._make_correction is None else self._correction(self._make_correction, first)
+        self._correction = None if self._corrector is None else self._make_correction(self._corrector, first)
         return Coordinator(
             config=config,
             trainers=job.workers,
-            store=job.message_store.reconnect(connect_timeout=config.give_up),
+            messages=RunMessages(store).reconnect(connect_timeout=config.give_up),
             layout=self._layout,
             weights=self._layout.pack(state),
             first=first,
             last=job.train.epochs,
-            assignment=job.assignment,
+            assignment=assignment,
             outer=OuterOptimizer(config.momentum, self._velocity),
             optimizer=self._moments,
             tables={name: EmbeddingTable(kind, state[name].detach().clone()) for name, kind in self._tables.items()},
-            correction=self._corrects,
-            remote_rows=self._remote if config.remote_negatives else None,
+            correction=self._correction,
+            remote_rows=self._remote_rows if config.remote_negatives else None,
             log_user=job.log_user,
         )
 
-    def _load(self, weights: Tensor, rows: Any) -> None:
-        self._evaluator.load_state_dict({"model": {**self.model.state_dict(), **self._layout.unpack(weights), **rows}})
+    def _load(self, snapshot: ModelSnapshot) -> None:
+        self._velocity, self._moments = snapshot.velocity, snapshot.optimizer
+        self._correction_state = dict(snapshot.correction)
+        weights = self._layout.unpack(snapshot.weights)
+        self._evaluator.load_state_dict({"model": {**self.model.state_dict(), **weights, **snapshot.rows}})
 
-    def _correction(self, strategy: Strategy, rounds: int) -> _Correction:
-        """That goes on after so many rounds."""
+    def _make_correction(self, strategy: Strategy, rounds: int) -> _Correction:
+        """Resume the correction after a number of rounds."""
         steps = self._config.correction_steps
         epoch, first = 0, rounds * steps
         while first >= (count := self._batches(epoch)):
             epoch, first = epoch + 1, first - count
-        if self._correction_memory:
-            strategy.load_state_dict({**strategy.state_dict(), "optimizer": self._correction_memory})
+        if self._correction_state:
+            strategy.load_state_dict({**strategy.state_dict(), "optimizer": self._correction_state})
         return _Correction(strategy, self._layout, steps, (epoch, first))
 
     def _batches(self, epoch: int) -> int:
-        """Steps of an epoch on the whole graph."""
+        """Count the steps of an epoch on the whole graph."""
         items = self._job.task.train_items(self._job.seed, epoch)
         return max(1, count_batches(len(items), self._config.batch))
 
-    def _remote(self, number: int, tables: Mapping[str, EmbeddingTable]) -> Tensor:
-        """[G, ·] features and learnt rows of some nodes of the target's type, others in every round."""
+    def _remote_rows(self, number: int, tables: Mapping[str, EmbeddingTable]) -> Tensor:
+        """[G, ·] features and embedding rows of some nodes of the target's type, drawn anew for every round."""
         job, kind = self._job, self._job.task.target
         count = job.graph.nodes[kind].count
         ids = (Draws(job.seed, Purpose.REMOTE, epoch=number).uniforms(self._config.remote_negatives) * count).long()
         x = job.graph.nodes[kind].x
-        parts = [] if x is None else [x[ids].to(self._layout.dtype)]
-        parts += [table.rows[ids] for table in tables.values() if table.kind == kind]
-        return torch.cat(parts, 1) if parts else torch.empty(len(ids), 0)
+        columns = [] if x is None else [x[ids].to(self._layout.dtype)]
+        columns += [table.rows[ids] for table in tables.values() if table.kind == kind]
+        return torch.cat(columns, 1) if columns else torch.empty(len(ids), 0)
 
 
 class _Correction:
-    """Some steps of a strategy on the whole graph, from given weights on; in the desk's thread, on a model of its own.
+    """Some steps of a strategy on the whole graph, in the coordinator's thread and on a model of its own.
 
-    ``start`` is the epoch and the step that come first.
+    ``start`` is the (epoch, step) that comes first.
     """
 
     def __init__(self, strategy: Strategy, layout: FlatLayout, steps: int, start: tuple[int, int]) -> None:
         self._strategy, self._layout, self._steps = strategy, layout, steps
-        self._records = self._forever(*start)
+        self._records = self._stream(*start)
 
     def apply(self, weights: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
-        """What becomes of the weights; learnt rows of nodes are their owners' to change."""
+        """Return the corrected weights; embedding rows are only changed by trainers."""
         state = self._strategy.state_dict()
         model = {**state["model"], **self._layout.unpack(weights), **rows}
         self._strategy.load_state_dict({**state, "model": model})
@@ -232,22 +228,22 @@ class _Correction:
     def memory(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self._strategy.state_dict()["optimizer"].items()}
 
-    def _forever(self, epoch: int, first: int) -> Generator[StepRecord]:
+    def _stream(self, epoch: int, first: int) -> Generator[StepRecord]:
         while True:
             yield from self._strategy.train_epoch(epoch, first)
             epoch, first = epoch + 1, 0
 
 
-def _tables(job: Job) -> dict[str, str]:
-    """{name of a parameter of learnt rows: the type of its nodes}; raises ConfigError where that is not known."""
-    found, kinds = {}, list(job.graph.nodes)
+def _embedding_types(job: Job) -> dict[str, str]:
+    """{name of an embedding: type of its nodes}; raises ConfigError for an embedding without a type."""
+    types, kinds = {}, list(job.graph.nodes)
     for name, module in job.model.named_modules():
         if not isinstance(module, NodeEmbedding):
             continue
         if module.kind not in kinds and len(kinds) > 1:
             raise ConfigError(
-                f"tma deals learnt rows by node type: write NodeEmbedding(…, kind={kinds[0]!r}) for {name!r}, found "
-                f"{module.kind!r}; there are {', '.join(kinds)}"
+                f"the embedding {name!r} has the node type {module.kind!r}, and strategy tma needs one of "
+                f"{', '.join(kinds)}: write NodeEmbedding(…, kind={kinds[0]!r})"
             )
-        found[f"{name}.weight"] = module.kind if module.kind in kinds else kinds[0]
-    return found
+        types[f"{name}.weight"] = module.kind if module.kind in kinds else kinds[0]
+    return types

@@ -1,19 +1,17 @@
-"""A trainer: the subgraph of its own nodes, trained at its own pace, weights given and taken round by round.
+"""A trainer: trains on the subgraph of its own nodes at its own pace, and exchanges weights round by round.
 
-It may be late, paused, cut off or started anew: it then takes the newest weights and goes on with them.
+A trainer that was late, paused, cut off or restarted takes the newest weights and continues with them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -29,335 +27,343 @@ from gnnfleet.report.phase_timer import EXCHANGE, WAIT, PhaseTimer
 from gnnfleet.strategies.protocol import StepRecord, Strategy
 from gnnfleet.strategies.tma.averaging import FlatLayout, is_state_of
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.protocol import (
-    CHECKPOINTED,
-    POLL_INTERVAL,
-    CoordinatorClient,
-    RoundStart,
-    RunState,
-    TrainerUpdate,
-    read_round_start,
-    write_round_ack,
-    write_update,
-)
+from gnnfleet.strategies.tma.coordinator_client import CoordinatorClient
+from gnnfleet.strategies.tma.protocol import POLL_INTERVAL, RoundStart, RunMessages, RunState, TrainerUpdate
 
-_IDLE = 1000  # epochs in a row without anything to train on
+_MAX_IDLE_EPOCHS = 1000  # in a row, without anything to train on
 
 
 @dataclass(frozen=True, eq=False)
 class LocalTraining:
-    """What a trainer works on."""
+    """Training on the subgraph of a trainer's nodes."""
 
     strategy: Strategy
-    edges: int  # of its subgraph
-    rows: dict[str, Tensor]  # {name of a parameter of learnt rows: [n] store ids}; perhaps rows of other nodes follow
+    edges: int  # of the subgraph
+    rows: dict[str, Tensor]  # {name of an embedding: [n] store ids}; rows for nodes of other parts may follow
     show: Callable[[Tensor], None]  # takes rows of nodes of all parts, as more negatives
-    items: Callable[[int], int]  # how many there are to train on in an epoch
+    items: Callable[[int], int]  # number of items to train on in an epoch
 
 
 AssignmentKey = tuple[str, int, tuple[int, ...]]
-"""A deal: how nodes are cut, its number, who shares them."""
+"""An assignment of nodes: name of the clusters, number, trainers that share the nodes."""
+
+Position = tuple[int, int]
+"""(epoch, step) that comes next."""
 
 
 @dataclass(frozen=True, eq=False)
 class _TrainerCheckpoint:
-    """What only a trainer knows: its optimizer's memory, the step that comes next, the deal it worked on."""
+    """State that only a trainer has."""
 
-    tensors: dict[str, Tensor]
-    place: tuple[int, int]
-    held: AssignmentKey
+    optimizer: dict[str, Tensor]
+    position: Position
+    key: AssignmentKey
+
+
+class _Workload:
+    """The subgraph of one assignment in training."""
+
+    def __init__(self, key: AssignmentKey, local: LocalTraining, dtype: torch.dtype, position: Position) -> None:
+        self.key, self.local, self.position, self._dtype = key, local, position, dtype
+        # A layer that a model uses twice has two names in its state; both are parameters.
+        names = [name for name, _ in local.strategy.model.named_parameters(remove_duplicate=False)]
+        self.layout = FlatLayout.of(local.strategy.state_dict()["model"], dtype, without=local.rows, parameters=names)
+        self.has_rows = not local.rows  # whether the embedding rows of its nodes have been received
+        self.records = self._stream()
+
+    def restart_stream(self) -> None:
+        """Drop batches that were prepared ahead."""
+        self.records.close()
+        self.records = self._stream()
+
+    def optimizer_layout(self, tensors: dict[str, Tensor]) -> FlatLayout:
+        return FlatLayout.of(tensors, self._dtype, without=self.local.rows)
+
+    def pack_weights(self) -> Tensor:
+        return self.layout.pack(self.local.strategy.state_dict()["model"])
+
+    def _stream(self) -> Generator[StepRecord]:
+        """Make optimizer steps without end, epoch after epoch; ends if there is nothing to train on."""
+        (epoch, first), idle = self.position, 0
+        while idle < _MAX_IDLE_EPOCHS:
+            idle += 1
+            if self.local.items(epoch):
+                with closing(self.local.strategy.train_epoch(epoch, first)) as records:
+                    for record in records:
+                        self.position, idle = (epoch, record.step + 1), 0
+                        yield record
+            epoch, first = epoch + 1, 0
 
 
 class Trainer:
-    """Number ``index`` of those that share the nodes. ``make`` builds what is trained on some of them."""
+    """Trainer ``index`` of a run; ``build`` makes the training on given nodes, by type and store id."""
 
     def __init__(
         self,
         config: TmaConfig,
         index: int,
-        post: MessageStore,
-        deal: NodeAssignment,
-        make: Callable[[dict[str, Tensor]], LocalTraining],
+        store: MessageStore,
+        assignment: NodeAssignment,
+        build: Callable[[dict[str, Tensor]], LocalTraining],
         *,
         dtype: torch.dtype,
         folder: Path | None = None,
-        say: Callable[[str], None] = lambda text: None,
+        log_user: Callable[[str], None] = lambda text: None,
+        clock: PhaseTimer | None = None,
     ) -> None:
-        self._config, self._index, self._post, self._deal = config, index, post, deal
-        self._make, self._dtype, self._folder = make, dtype, folder
-        self._held: AssignmentKey | None = None  # the deal that is worked on
+        self._config, self._index, self._messages, self._assignment = config, index, RunMessages(store), assignment
+        self._build, self._dtype, self._log_user = build, dtype, log_user
+        self._folder = folder if config.steps else None  # rounds by the clock are not repeated exactly
+        self._work: _Workload | None = None
         self._incarnation: int | None = None
-        self._local: LocalTraining | None = None
-        self._layout: FlatLayout | None = None
-        self._records: Generator[StepRecord] | None = None
-        self._place = (0, 0)  # (epoch, step) that comes next
-        self._knows_rows = False
-        self._strayed = False  # whether what it gave last was not finite
-        self._dropped = 0  # the round before which nothing of its own lies on disk
-        self._say = say
-        self._built = 0  # resident memory after building
-        self.clock = PhaseTimer()
-        self._given = self.clock.read()  # when it last gave
+        self._diverged = False  # whether its last update was not finite
+        self._oldest_checkpoint = 0
+        self._rss_after_build = 0
+        self._clock = PhaseTimer() if clock is None else clock
+        self._reported_seconds = self._clock.read()
 
-    def run(self, lost: Callable[[str], None]) -> None:
-        """Until all is over; ``lost`` is told when the coordinator is out of reach for good."""
-        self._post.remove(f"gone/{self._index}")
-        with CoordinatorClient(self._post.reconnect(), self._index, give_up=self._config.give_up, lost=lost) as watch:
+    def run(self, on_lost: Callable[[str], None]) -> None:
+        """Train until the run is over; ``on_lost`` is called when the coordinator is out of reach for good."""
+        self._messages.clear_exit(self._index)
+        with CoordinatorClient(
+            self._messages.reconnect(), self._index, give_up=self._config.give_up, on_lost=on_lost
+        ) as client:
             last: RunState | None = None
             while True:
-                with self.clock.phase(WAIT, "weights"):
-                    now = _wait_newer(watch, last)
-                if now is None:
-                    self._say(f"trainer {self._index} was replaced by another process, so this one ends")
+                with self._clock.phase(WAIT, "weights"):
+                    state = _wait_newer(client, last)
+                if state is None:
+                    self._log_user(f"Trainer {self._index} was replaced by another process. This one exits.")
                     break
-                if now.done:
+                if state.done:
                     break
                 try:
-                    took = self._round(now, watch)
-                except ExchangeError:  # the watch ends the process when the coordinator is gone for good
-                    self._post = _reconnected(self._post)
+                    took_weights = self._run_round(state, client)
+                except ExchangeError:  # the client ends the process when the coordinator is gone for good
+                    self._messages = _reconnected(self._messages)
                     continue
-                if took or watch.state != now:
-                    last = now
+                if took_weights or client.state != state:
+                    last = state
                 else:  # a server that is slow to answer: its weights are still there
                     time.sleep(POLL_INTERVAL)
-        if self._records is not None:
-            self._records.close()
+        if self._work is not None:
+            self._work.records.close()
 
-    def _round(self, now: RunState, watch: CoordinatorClient) -> bool:
-        """False where its weights could not be read."""
-        with self.clock.phase(EXCHANGE, "weights"):
-            take = read_round_start(self._post, now, self._dtype)
-        if take is None:
+    def _run_round(self, state: RunState, client: CoordinatorClient) -> bool:
+        """Train a round; False if its weights could not be read."""
+        with self._clock.phase(EXCHANGE, "weights"):
+            start = self._messages.read_round_start(state, self._dtype)
+        if start is None:
             return False
-        if self._index not in take.members:
+        if self._index not in start.members:
             return True
-        if not self._start_round(take):  # so that the next round comes with what is missing
-            assert self._local is not None and self._layout is not None
-            weights = self._layout.pack(self._local.strategy.state_dict()["model"])
-            write_update(self._post, now, self._index, TrainerUpdate(0, 0, 0.0, self._local.edges, weights))
+        work = self._start_round(start)
+        if not work.has_rows:  # an empty update, so that the missing rows come with the next round
+            update = TrainerUpdate(0, 0, 0.0, work.local.edges, work.pack_weights())
+            self._messages.write_update(state, self._index, update)
             return True
-        write_round_ack(self._post, now, self._index)
-        give = self._train(now, watch)
-        if give is not None:
-            self._checkpoint(now.round)
-            with self.clock.phase(EXCHANGE, "weights"):
-                self._submit(now, give, watch)
-            self._drop()
+        self._messages.write_ack(state, self._index)
+        trained = self._train(work, state, client)
+        if trained is not None:
+            self._save_checkpoint(work, state.round + 1)
+            with self._clock.phase(EXCHANGE, "weights"):
+                self._submit(state, trained, client)
+            self._remove_checkpoints()
         return True
 
-    def _submit(self, now: RunState, give: TrainerUpdate, watch: CoordinatorClient) -> None:
-        """Also after a connection was lost, for as long as the round is open: its steps are not made twice."""
-        while watch.state == now and not watch.replaced:
+    def _submit(self, state: RunState, update: TrainerUpdate, client: CoordinatorClient) -> None:
+        """Send an update, again after a lost connection, while the round is open: its steps are not repeated."""
+        while client.state == state and not client.replaced:
             try:
-                write_update(self._post, now, self._index, give)
+                self._messages.write_update(state, self._index, update)
             except ExchangeError:
-                self._post = _reconnected(self._post)
+                self._messages = _reconnected(self._messages)
             else:
                 return
 
-    def _start_round(self, take: RoundStart) -> bool:
-        """Begin a round; False where the learnt rows of own nodes are not known here."""
-        began = (
-            self._incarnation is not None and self._incarnation != take.state.incarnation
-        )  # a coordinator of another era, perhaps of the past
-        fresh = self._held != (self._deal.name, take.assignment, take.members) or (began and bool(self._config.steps))
-        if fresh:
-            self._begin(take, anew=began and bool(self._config.steps))
-        self._incarnation = take.state.incarnation
-        assert self._local is not None and self._layout is not None
-        strategy = self._local.strategy
-        state = strategy.state_dict()
-        weights = {**state["model"], **self._layout.unpack(take.weights)}
-        letter = (
-            self._post.read(f"rows/{take.state.incarnation}/{take.state.round}/{self._index}")
-            if self._local.rows
-            else None
-        )
-        self._knows_rows = letter is not None or (self._knows_rows and not fresh)
-        if self._local.rows and not self._knows_rows:
-            return False
-        at = 0
-        for name, ids in self._local.rows.items() if letter is not None else ():
-            assert letter is not None
-            rows = weights[name].clone()
-            nbytes = len(ids) * rows.shape[1] * self._dtype.itemsize
-            rows[: len(ids)] = letter.body[at : at + nbytes].clone().view(self._dtype).view(len(ids), rows.shape[1])
-            weights[name], at = rows, at + nbytes
-        kept = dict(state["optimizer"])
-        if self._config.optimizer == "reset" or self._strayed:  # moments of steps that were no numbers
-            kept = {}
-        elif take.optimizer is not None and self._memory(kept).nbytes == take.optimizer.nbytes:
-            kept |= self._memory(kept).unpack(take.optimizer)
-        strategy.load_state_dict({"model": weights, "optimizer": kept})
-        if take.remote is not None:
-            if self._records is not None:  # batches that were made ahead have the rows before
-                self._records.close()
-            self._local.show(take.remote)
-            self._records = self._stream(*self._place)
-        return True
+    def _start_round(self, start: RoundStart) -> _Workload:
+        """Take the weights of a round; ``has_rows`` of the workload says whether it can be trained."""
+        # Another coordinator may have resumed the run from an earlier round.
+        repeats = bool(self._config.steps) and self._incarnation not in (None, start.state.incarnation)
+        work = self._work
+        if work is None or repeats or work.key != self._key_of(start):
+            work = self._begin(start, repeats=repeats)
+        self._incarnation = start.state.incarnation
+        strategy, embeddings = work.local.strategy, work.local.rows
+        model, optimizer = strategy.state_dict()["model"], dict(strategy.state_dict()["optimizer"])
+        weights = {**model, **work.layout.unpack(start.weights)}
+        received = self._messages.read_rows(start.state, self._index, self._dtype) if embeddings else None
+        if received is not None:
+            for name, rows in received.items():
+                weights[name] = torch.cat([rows, model[name][len(rows) :]])
+            work.has_rows = True
+        if not work.has_rows:
+            return work
+        if self._config.optimizer == "reset" or self._diverged:
+            optimizer = {}
+        elif start.optimizer is not None:
+            layout = work.optimizer_layout(optimizer)
+            if layout.nbytes == start.optimizer.nbytes:
+                optimizer |= layout.unpack(start.optimizer)
+        strategy.load_state_dict({"model": weights, "optimizer": optimizer})
+        if start.remote is not None:  # batches that were prepared ahead have the rows of the round before
+            work.records.close()
+            work.local.show(start.remote)
+            work.restart_stream()
+        return work
 
-    def _begin(self, take: RoundStart, *, anew: bool) -> None:
-        """Work on the nodes of another deal, or go on where another process, or this one with ``anew``, ended.
+    def _key_of(self, start: RoundStart) -> AssignmentKey:
+        return self._assignment.name, start.assignment, start.members
 
-        What the optimizer remembers of weights stays; of learnt rows it does where the nodes are the same.
+    def _begin(self, start: RoundStart, *, repeats: bool) -> _Workload:
+        """Build the training on newly assigned nodes, or resume where this or another process left off.
+
+        Optimizer state of weights is kept; that of embedding rows only if the nodes are the same.
         """
-        if self._records is not None:
-            self._records.close()
-        held, same = (self._deal.name, take.assignment, take.members), True
-        kept: dict[str, Tensor] = {}
-        place = (0, 0)
-        if self._local is not None and not anew:
-            kept, place, same = dict(self._local.strategy.state_dict()["optimizer"]), self._place, False
-        elif (saved := self._saved(take.state.round)) is not None:
-            kept, place, same = saved.tensors, saved.place, saved.held == held
-        elif take.state.round:
-            place = take.state.round, 0  # other batches than those of the beginning
+        key, same_nodes, position = self._key_of(start), True, (0, 0)
+        optimizer: dict[str, Tensor] = {}
+        if self._work is not None:
+            self._work.records.close()
+        if self._work is not None and not repeats:
+            optimizer, position = dict(self._work.local.strategy.state_dict()["optimizer"]), self._work.position
+            same_nodes = False
+        elif (saved := self._load_checkpoint(start.state.round)) is not None:
+            optimizer, position, same_nodes = saved.optimizer, saved.position, saved.key == key
+        elif start.state.round:
+            position = start.state.round, 0  # other batches than those of the first rounds
             if self._config.steps:
-                self._say(
-                    f"trainer {self._index} finds nothing of its own before round {take.state.round + 1}: its "
-                    "optimizer starts anew, so the numbers are not those of an uninterrupted run"
+                self._log_user(
+                    f"Trainer {self._index} has no checkpoint for round {start.state.round + 1}. Its optimizer starts "
+                    "anew, so the results differ from those of an uninterrupted run."
                 )
-        own = self._deal.nodes_of(take.members.index(self._index), len(take.members), take.assignment)
-        self._local, self._knows_rows = None, False  # before another part is in memory
-        self._local = self._make(own)
-        strategy = self._local.strategy
-        if not same:
-            kept = {name: t for name, t in kept.items() if not is_state_of(name, self._local.rows)}
-        strategy.load_state_dict({**strategy.state_dict(), "optimizer": kept})
-        # A layer that is there twice has two names in a state; both are learnt.
-        names = [name for name, _ in strategy.model.named_parameters(remove_duplicate=False)]
-        model = strategy.state_dict()["model"]
-        self._layout = FlatLayout.of(model, self._dtype, without=tuple(self._local.rows), parameters=names)
-        self._place = place if same else (place[0] + 1, 0)
-        self._records = self._stream(*self._place)
-        self._held, self._built = held, rss()
+        nodes = self._assignment.nodes_of(start.members.index(self._index), len(start.members), start.assignment)
+        self._work = None  # frees the former subgraph before another one is built
+        local = self._build(nodes)
+        if not same_nodes:
+            optimizer = {name: t for name, t in optimizer.items() if not is_state_of(name, local.rows)}
+            position = position[0] + 1, 0
+        local.strategy.load_state_dict({**local.strategy.state_dict(), "optimizer": optimizer})
+        self._work = _Workload(key, local, self._dtype, position)
+        self._rss_after_build = rss()
+        return self._work
 
-    def _memory(self, tensors: dict[str, Tensor]) -> FlatLayout:
-        assert self._local is not None
-        return FlatLayout.of(tensors, self._dtype, without=tuple(self._local.rows))
-
-    def _stream(self, epoch: int, first: int) -> Generator[StepRecord]:
-        """Steps without end, epoch after epoch; none where there is nothing to train on."""
-        alone, idle = self._local, 0
-        assert alone is not None
-        while idle < _IDLE:
-            idle += 1
-            if alone.items(epoch):
-                with closing(alone.strategy.train_epoch(epoch, first)) as records:
-                    for record in records:
-                        self._place, idle = (epoch, record.step + 1), 0
-                        yield record
-            epoch, first = epoch + 1, 0
-
-    def _train(self, now: RunState, watch: CoordinatorClient) -> TrainerUpdate | None:
-        """Steps until they are asked for; None where the round was closed without them."""
-        assert self._local is not None and self._records is not None and self._layout is not None
-        steps, count, loss, wanted = 0, 0, 0.0, self._config.steps
+    def _train(self, work: _Workload, state: RunState, client: CoordinatorClient) -> TrainerUpdate | None:
+        """Make the steps of a round; None if the round was closed meanwhile."""
+        steps, count, loss = 0, 0, 0.0
+        # By the clock a trainer makes one step even if the round is over before it begins.
+        required = self._config.steps or 1
         began = time.perf_counter()
-        # By the clock a round has a step, too, for whoever is so slow to begin that it is over by then.
-        while watch.state == now and not watch.replaced and (steps < (wanted or 1) or self._is_open(now, watch)):
-            record = next(self._records, None)
+        while _is_current(state, client) and (steps < required or self._is_open(state, client)):
+            record = next(work.records, None)
             if record is None:
-                if not self._is_open(now, watch):
+                if not self._is_open(state, client):
                     break
                 time.sleep(POLL_INTERVAL)
                 continue
             if not math.isfinite(record.loss):
                 raise RunError(
-                    f"the loss of trainer {self._index} is {record.loss} in round {now.round + 1}: try a smaller "
+                    f"the loss of trainer {self._index} is {record.loss} in round {state.round + 1}: try a smaller "
                     "train.lr, or train.clip=1"
                 )
-            self.clock.record(f"step {record.step + 1}", "step", began)
+            self._clock.record(f"step {record.step + 1}", "step", began)
             began = time.perf_counter()
             steps, count, loss = steps + 1, count + record.count, loss + record.loss * record.count
-            watch.steps += 1
-        if watch.state != now or watch.replaced:
+            client.count_step()
+        if not _is_current(state, client):
             return None
-        state = self._local.strategy.state_dict()
-        kept = state["optimizer"]
-        optimizer = self._memory(kept).pack(kept) if self._config.optimizer == "average" and kept else None
-        rows = {name: state["model"][name][: len(ids)] for name, ids in self._local.rows.items()}
-        mean = loss / count if count else 0.0
-        memory = {"peak_rss": peak_rss(), "rss_growth": max(0, peak_rss() - self._built), "own_rss": own_rss()}
-        weights = self._layout.pack(state["model"])
-        self._strayed = not all(bool(torch.isfinite(tensor).all()) for tensor in (weights, *rows.values()))
-        return TrainerUpdate(
-            steps, count, mean, self._local.edges, weights, optimizer, rows, memory, self._phase_seconds()
+        model, optimizer = (work.local.strategy.state_dict()[part] for part in ("model", "optimizer"))
+        average_optimizer = self._config.optimizer == "average" and bool(optimizer)
+        update = TrainerUpdate(
+            steps=steps,
+            count=count,
+            loss=loss / count if count else 0.0,
+            edges=work.local.edges,
+            weights=work.layout.pack(model),
+            optimizer=work.optimizer_layout(optimizer).pack(optimizer) if average_optimizer else None,
+            rows={name: model[name][: len(ids)] for name, ids in work.local.rows.items()},
+            memory={
+                "peak_rss": peak_rss(),
+                "rss_growth": max(0, peak_rss() - self._rss_after_build),
+                "own_rss": own_rss(),
+            },
+            seconds=self._phase_seconds(),
         )
+        self._diverged = not all(bool(torch.isfinite(t).all()) for t in (update.weights, *update.rows.values()))
+        return update
 
-    def _is_open(self, now: RunState, watch: CoordinatorClient) -> bool:
-        """Whether the clock asks for more steps."""
-        return not self._config.steps and watch.collect_requested < now.round
+    def _is_open(self, state: RunState, client: CoordinatorClient) -> bool:
+        """True if the clock has not yet ended the round."""
+        return not self._config.steps and client.collect_requested < state.round
 
     def _phase_seconds(self) -> dict[str, float]:
-        """Seconds by phase since it last gave."""
-        before, self._given = self._given, self.clock.read()
-        return {phase: seconds - before[phase] for phase, seconds in self._given.items()}
+        """Seconds by phase since the last update."""
+        before, self._reported_seconds = self._reported_seconds, self._clock.read()
+        return {phase: seconds - before[phase] for phase, seconds in self._reported_seconds.items()}
 
-    # -- going on where another process ended, with rounds of so many steps --
+    # -- checkpoints, with rounds of a fixed number of steps --
 
-    def _checkpoint(self, number: int) -> None:
-        """Write what only this trainer knows after a round: the coordinator may begin again with a checkpoint of
-        before."""
-        if self._folder is None or not self._config.steps:
+    def _save_checkpoint(self, work: _Workload, round: int) -> None:
+        """Write what only this trainer has: a restarted coordinator may resume before ``round``."""
+        if self._folder is None:
             return
-        assert self._local is not None and self._held is not None
-        words = {"next": number + 1, "place": self._place, "deal": self._held}
-        tensors = {name: t.contiguous() for name, t in self._local.strategy.state_dict()["optimizer"].items()}
+        fields = {"next": round, "place": work.position, "deal": work.key}
+        optimizer = {name: t.contiguous() for name, t in work.local.strategy.state_dict()["optimizer"].items()}
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._file(number + 1), tensors_to_bytes(tensors, metadata={"trainer": json.dumps(words)}))
+        content = tensors_to_bytes(optimizer, metadata={"trainer": json.dumps(fields)})
+        write_atomically(_checkpoint_file(self._folder, round), content)
 
-    def _drop(self) -> None:
-        """Remove what belongs to rounds before the newest checkpoint."""
-        if self._folder is None or not self._config.steps:
+    def _remove_checkpoints(self) -> None:
+        """Remove checkpoints of rounds before the newest checkpoint of the run."""
+        if self._folder is None:
             return
         with suppress(ExchangeError):
-            letter = self._post.read(CHECKPOINTED)
-            if letter is None or letter.fields["round"] == self._dropped:
+            newest = self._messages.read_checkpointed()
+            if newest is None or newest == self._oldest_checkpoint:
                 return
-            self._dropped = int(letter.fields["round"])
+            self._oldest_checkpoint = newest
             for path in self._folder.glob("*.safetensors"):
-                if path.stem.isdecimal() and int(path.stem) < self._dropped:
+                if path.stem.isdecimal() and int(path.stem) < newest:
                     path.unlink(missing_ok=True)
 
-    def _saved(self, number: int) -> _TrainerCheckpoint | None:
-        """What was written before this round, if it was."""
-        path = self._file(number)
-        if self._folder is None or not self._config.steps or not path.exists():
+    def _load_checkpoint(self, round: int) -> _TrainerCheckpoint | None:
+        """Read what was written before ``round``; None if nothing was."""
+        if self._folder is None or not (path := _checkpoint_file(self._folder, round)).exists():
             return None
         with safe_open(path, framework="pt") as file:
-            words = json.loads(file.metadata()["trainer"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if words["next"] != number:
+            fields = json.loads(file.metadata()["trainer"])
+            optimizer = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if fields["next"] != round:
             return None
-        return _TrainerCheckpoint(tensors, (words["place"][0], words["place"][1]), _assignment_key(words["deal"]))
-
-    def _file(self, number: int) -> Path:
-        return (self._folder or Path(os.devnull)) / f"{number}.safetensors"
+        (epoch, step), (name, number, members) = fields["place"], fields["deal"]
+        return _TrainerCheckpoint(optimizer, (epoch, step), (name, number, tuple(members)))
 
 
-def _assignment_key(words: Sequence[Any]) -> AssignmentKey:
-    name, number, among = words
-    return name, number, tuple(among)
+def _checkpoint_file(folder: Path, round: int) -> Path:
+    return folder / f"{round}.safetensors"
 
 
-def _reconnected(post: MessageStore) -> MessageStore:
-    """A connection in place of one that was lost, whenever it can be made."""
+def _is_current(state: RunState, client: CoordinatorClient) -> bool:
+    return client.state == state and not client.replaced
+
+
+def _reconnected(messages: RunMessages) -> RunMessages:
+    """Replace a lost connection, however long that takes."""
     while True:
         time.sleep(RETRY_INTERVAL)
         try:
-            return post.reconnect()
+            return messages.reconnect()
         except ExchangeError:
             continue
 
 
-def _wait_newer(watch: CoordinatorClient, last: RunState | None) -> RunState | None:
-    """The state after ``last``, whenever it comes, None for who was replaced; the watch ends the process when nothing
-    does."""
-    while not watch.replaced:
-        now = watch.state
-        if now is not None and (now.done or last is None or replace(now, done=False) != replace(last, done=False)):
-            return now
+def _wait_newer(client: CoordinatorClient, last: RunState | None) -> RunState | None:
+    """Wait for the state after ``last``; None if another process has replaced this one.
+
+    The client ends the process when no state comes.
+    """
+    while not client.replaced:
+        state = client.state
+        if state is not None and (state.done or last is None or state != replace(last, done=False)):
+            return state
         time.sleep(POLL_INTERVAL / 4)
     return None
