@@ -128,13 +128,13 @@ def test_a_changed_or_missing_file_says_what_to_do(folder: Path) -> None:
     train(folder / "store", model=model(folder), epochs=2, run_dir=folder / "run")
     file, copy, graph = folder / "mine.py", folder / "run" / "model.py", open_store(folder / "store")
     file.write_text(MINE + "# another word\n")
-    wanted = rf"model file {file} changed since the run began: put its copy {copy} back there, or start another run"
+    wanted = rf"model file {file} changed since the run started: restore it from the copy {copy}, or start a new run"
     with pytest.raises(RunError, match=wanted):
         open_trained_run(folder / "run", graph)
-    with pytest.raises(RunError, match="changed since the run began"):
+    with pytest.raises(RunError, match="changed since the run started"):
         train(folder / "store", epochs=4, run_dir=folder / "run", resume=True)
     file.unlink()
-    with pytest.raises(RunError, match=rf"model file {file} of this run is gone: put its copy {copy} back there"):
+    with pytest.raises(RunError, match=rf"model file {file} of this run is missing: restore it from the copy {copy}"):
         open_trained_run(folder / "run", graph)
     file.write_bytes(copy.read_bytes())  # what the message says
     train(folder / "store", epochs=4, run_dir=folder / "run", resume=True)

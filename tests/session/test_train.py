@@ -166,7 +166,7 @@ def test_runs_are_not_mixed_up(store: Path, finished: tuple[Path, dict[str, Any]
     with pytest.raises(ConfigError, match=r"started with model\.hidden=32"):
         train(store, model={"hidden": 8}, run_dir=path, resume=True)
     other = save_store(Graph([[0, 1], [1, 0]], x=[[0.0], [1.0]], y=[0, 1], split=[0, 1]), tmp_path / "other")
-    with pytest.raises(RunError, match="changed since the run began"):
+    with pytest.raises(RunError, match="changed since the run started"):
         train(other, run_dir=path, resume=True)
     assert "trained on 64 features per node, this store has 1" in fails(
         "evaluate", path, "--store", tmp_path / "other", code=7

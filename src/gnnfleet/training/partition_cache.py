@@ -1,7 +1,7 @@
-"""Partitions kept in a store: found again by what was asked for, made when there is none.
+"""Partitions cached in a store, by method and options; made when missing.
 
-``python -m gnnfleet.training.partition_cache`` makes one in a process of its own, for a rank that must
-go on beating: METIS holds Python's lock for as long as it takes.
+``python -m gnnfleet.training.partition_cache`` makes one in another process, for ranks that must keep sending
+heartbeats: METIS holds Python's lock while it runs.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from gnnfleet.report.progress import NoProgress, Progress, make_progress
 from gnnfleet.report.remarks import print_note
 
 SEED = 0
-"""Of partitions that are made unasked: runs that differ in their own seed share one."""
+"""Seed of cached partitions, independent of the run's seed, so that runs share them."""
 
 
 def partition_name(method: str, parts: int, balance: str, seed: int, options: dict[str, Any]) -> str:
-    """Where a store keeps a partition: the same request finds the same directory."""
-    words = [str(method), str(parts), str(balance), f"seed{seed}"]
-    return "-".join([*words, *(f"{key}{value}" for key, value in sorted(options.items()))])
+    """Directory name of a partition inside a store."""
+    fields = [str(method), str(parts), str(balance), f"seed{seed}"]
+    return "-".join([*fields, *(f"{key}{value}" for key, value in sorted(options.items()))])
 
 
 def empty_parts_warning(graph: Graph, parts: int) -> str | None:
-    """What the user should know where some parts can have no nodes: that is legal, and seldom meant."""
+    """A warning if there are more parts than nodes, which is legal but rarely intended."""
     nodes = sum(table.count for table in graph.nodes.values())
     return f"{parts} parts of {nodes} nodes: at least {parts - nodes} are empty" if parts > nodes else None
 
@@ -50,7 +50,7 @@ def empty_parts_warning(graph: Graph, parts: int) -> str | None:
 def ensure_placement(
     graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
 ) -> Path | None:
-    """What the strategy of a run needs of this kind; None where that is nothing."""
+    """The partition, clusters or chunk layouts that the strategy of a run needs; None if it needs nothing."""
     if config.spec.placement == "none":
         return None
     ensure = {"partition": ensure_partition, "clusters": ensure_clusters, "chunks": ensure_layouts}
@@ -60,31 +60,31 @@ def ensure_placement(
 def ensure_partition(
     graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
 ) -> Path:
-    """The partition of a run in its store, one part per worker; made if it is not there, damaged or of other data.
+    """The partition of a run in its store, one part per worker; made if missing, damaged or of other data.
 
-    ``trained`` is what is cut: the store's graph, or for links the one that messages run over. Two processes that want
-    the same one make it once. Raises StoreError where the store cannot be written.
+    ``trained`` is the graph to partition: the store's graph, or for links the one without held-out links. Of two
+    processes that need the same partition, one makes it. Raises StoreError if the store cannot be written.
     """
     method = config.partition or config.strategy.partitioner
-    folder, trained, known = _folder(graph, trained, config)
+    folder, trained, stored_graph = _folder(graph, trained, config)
     path = folder / partition_name(method, config.workers, "nodes", SEED, {})
 
     def make() -> None:
         assignment = assign_nodes(trained, config.workers, method, seed=SEED, progress=progress)
         write_partition(trained, assignment, path, overwrite=path.exists(), progress=progress)
 
-    _ensure(path, lambda: Partition.open(path, known), make, quiet=quiet)
+    _ensure(path, lambda: Partition.open(path, stored_graph), make, quiet=quiet)
     return path
 
 
 def ensure_clusters(
     graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
 ) -> Path | None:
-    """The clusters in which nodes are dealt, kept in the store like partitions; None where nodes go one by one."""
+    """The clusters that are assigned to trainers, cached like partitions; None if nodes are assigned one by one."""
     method, clusters = config.partition or config.strategy.partitioner, config.strategy.num_clusters
     if method == "random":
         return None
-    folder, trained, known = _folder(graph, trained, config)
+    folder, trained, stored_graph = _folder(graph, trained, config)
     options: dict[str, Any] = {"clusters": clusters} if clusters and method == "super" else {}
     parts = config.workers if method != "super" else 1
     path = folder / f"deal-{partition_name(method, parts, 'nodes', SEED, options)}"
@@ -92,76 +92,83 @@ def ensure_clusters(
     def make() -> None:
         write_clusters(trained, assign_nodes(trained, parts, method, seed=SEED, progress=progress, **options), path)
 
-    _ensure(path, lambda: ClusterMap.open(path, known), make, quiet=quiet)
+    _ensure(path, lambda: ClusterMap.open(path, stored_graph), make, quiet=quiet)
     return path
 
 
 def ensure_layouts(
     graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
 ) -> Path:
-    """The chunks that nodes may stream in, for every number of ways that may be planned with."""
+    """Chunk layouts for every degree of graph parallelism that the strategy may choose."""
     if len(graph.nodes) > 1:
-        raise ConfigError(f"strategy pipe works on one node type, found {', '.join(graph.nodes)}: use sar")
-    method, stays = config.partition or config.strategy.partitioner, config.task != "link"
-    wanted = config.strategy.layout_candidates(config.workers, local_rows_only=stays)
-    folder, trained, known = _folder(graph, trained, config)
-    path = folder / f"chunks-{method}-{'-'.join(f'{ways}x{chunks}' for ways, chunks in wanted)}"
+        raise ConfigError(
+            f"strategy {config.strategy.name} supports one node type, found {', '.join(graph.nodes)}: use sar"
+        )
+    method = config.partition or config.strategy.partitioner
+    candidates = config.strategy.layout_candidates(config.workers, local_rows_only=config.task != "link")
+    folder, trained, stored_graph = _folder(graph, trained, config)
+    path = folder / f"chunks-{method}-{'-'.join(f'{replicas}x{chunks}' for replicas, chunks in candidates)}"
 
     def make() -> None:
-        found = [build_chunk_layout(trained, ways, chunks, method=method, progress=progress) for ways, chunks in wanted]
-        write_chunk_layouts(trained, found, path)
+        layouts = [
+            build_chunk_layout(trained, replicas, chunks, method=method, progress=progress)
+            for replicas, chunks in candidates
+        ]
+        write_chunk_layouts(trained, layouts, path)
 
-    _ensure(path, lambda: open_chunk_layouts(path, known), make, quiet=quiet)
+    _ensure(path, lambda: open_chunk_layouts(path, stored_graph), make, quiet=quiet)
     return path
 
 
-def _ensure(path: Path, look: Callable[[], object], make: Callable[[], None], *, quiet: bool) -> None:
-    """Make what is not there, or damaged; of two processes one does."""
+def _ensure(path: Path, open_it: Callable[[], object], make: Callable[[], None], *, quiet: bool) -> None:
+    """Make what is missing or damaged; only one of several processes does."""
 
-    def is_there() -> bool:
+    def is_usable() -> bool:
         try:
-            return bool(path.is_dir() and look())
+            return bool(path.is_dir() and open_it())
         except PartitionError:
             return False
 
-    if not is_there():
+    if not is_usable():
         with _file_lock(path, quiet):
-            if not is_there():
+            if not is_usable():
                 make()
 
 
 def _folder(graph: Graph, trained: Graph, config: RunConfig) -> tuple[Path, Graph, Graph | None]:
-    """(where cuts of the graph that is trained on are kept, that graph, the store's graph where it is that)."""
+    """(cache directory, graph to partition, the store's graph if it is the same)."""
     store = _store(graph)
     if _same_edges(graph, trained):
         return store.path / "parts", graph, graph
-    # Apart from those of the store's own graph; the name says what these were made from.
+    # Held-out links make another graph; the directory name is a digest of what decides them.
     return store.path / "parts" / f"links-{_links_key(store, config)}", trained, None
 
 
 def ensure_placement_in_subprocess(graph: Graph, config: RunConfig, *, quiet: bool) -> Path | None:
-    """``ensure_placement`` in another process, whose errors are raised here."""
+    """Run ``ensure_placement`` in another process; its errors are raised here."""
     if config.spec.placement == "none":
         return None
-    words = json.dumps({"store": str(_store(graph).path), "config": config.model_dump(mode="json"), "quiet": quiet})
+    request = json.dumps({"store": str(_store(graph).path), "config": config.model_dump(mode="json"), "quiet": quiet})
     command = [sys.executable, "-m", "gnnfleet.training.partition_cache"]
-    done = subprocess.run(command, input=words, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, input=request, stdout=subprocess.PIPE, text=True, check=False)
     try:
         answer = json.loads(done.stdout)
     except ValueError as error:
-        raise PartitionError(f"partitioning ended with exit code {done.returncode}: see above") from error
+        raise PartitionError(
+            f"the partitioning process ended with exit code {done.returncode}: see its output above"
+        ) from error
     if "error" in answer:
         raise error_for_exit_code(answer["exit_code"])(answer["error"])
     return None if answer["path"] is None else Path(answer["path"])
 
 
 def error_for_exit_code(exit_code: int) -> type[GnnfleetError]:
-    """The error that ends with an exit code."""
+    """The error class of an exit code."""
     return next((kind for kind in GnnfleetError.__subclasses__() if kind.exit_code == exit_code), GnnfleetError)
 
 
 def trained_graph(graph: Graph, config: RunConfig) -> Graph:
-    """The graph that messages run over in training."""
+    """The graph used for message passing in training."""
     if config.task != "link":
         return graph
     from gnnfleet.training.build_link import build_links
@@ -171,35 +178,35 @@ def trained_graph(graph: Graph, config: RunConfig) -> Graph:
 
 
 def _store(graph: Graph) -> Bundle:
-    assert graph.store is not None, "a graph in memory is stored before it is cut"
+    assert graph.store is not None, "a graph in memory is saved before it is partitioned"
     return graph.store
 
 
-def _same_edges(one: Graph, two: Graph) -> bool:
-    return one.edges.keys() == two.edges.keys() and all(two.edges[kind] is edges for kind, edges in one.edges.items())
+def _same_edges(a: Graph, b: Graph) -> bool:
+    return a.edges.keys() == b.edges.keys() and all(b.edges[kind] is edges for kind, edges in a.edges.items())
 
 
 def _links_key(store: Bundle, config: RunConfig) -> str:
-    """What decides which edges are held out."""
-    words = [store.digest, config.split, config.seed, config.link.model_dump(mode="json"), config.model.name]
-    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:8]
+    """Digest of everything that decides which edges are held out."""
+    fields = [store.digest, config.split, config.seed, config.link.model_dump(mode="json"), config.model.name]
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
 
 @contextmanager
 def _file_lock(path: Path, quiet: bool) -> Iterator[None]:
-    """The kernel's lock: a process that is killed leaves none behind."""
+    """A lock of the kernel: it disappears with its process."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = (path.parent / f".{path.name}.lock").open("w")
     except OSError as error:
         raise StoreError(
-            f"cannot keep a partition in {path.parent}: {error.strerror}. Make the store writable or copy it"
+            f"cannot save a partition in {path.parent}: {error.strerror}. Make the store writable or copy it"
         ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            print_note(f"another process is cutting this store ({path.name}): waiting for it", quiet=quiet)
+            print_note(f"another process is partitioning this store ({path.name}): waiting for it", quiet=quiet)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -208,12 +215,12 @@ def _main() -> None:
     from gnnfleet.graph.store import open_store
 
     die_with_parent()
-    words = json.loads(sys.stdin.read())
+    request = json.loads(sys.stdin.read())
     try:
-        graph, config = open_store(words["store"]), resolve(words["config"])
-        with make_progress(words["quiet"]) as progress:
+        graph, config = open_store(request["store"]), resolve(request["config"])
+        with make_progress(request["quiet"]) as progress:
             trained = trained_graph(graph, config)
-            path = ensure_placement(graph, trained, config, progress=progress, quiet=words["quiet"])
+            path = ensure_placement(graph, trained, config, progress=progress, quiet=request["quiet"])
         answer: dict[str, Any] = {"path": None if path is None else str(path)}
     except GnnfleetError as error:
         answer = {"error": str(error), "exit_code": error.exit_code}

@@ -1,4 +1,4 @@
-"""Resuming: where a run begins, read by the first rank and shared with the others."""
+"""Resuming: rank 0 reads the last checkpoint and shares it with the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gnnfleet.training.run_dir import RunDirectory
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins: at the beginning, or at a checkpoint."""
+    """Start of a run: epoch 0, or a checkpoint."""
 
     progress: TrainState
     state: State | None = None
@@ -28,34 +28,32 @@ class ResumePoint:
 def find_resume_point(
     directory: RunDirectory | None, world: World, ids: Mapping[str, Tensor] | None = None
 ) -> ResumePoint:
-    """Where a run begins; the first rank reads, others need to see its disk only where they own rows (``ids``)."""
+    """Collective. The start of a run. Rank 0 reads; other ranks read files only for rows they own (``ids``)."""
     if directory is None:
         return ResumePoint(TrainState())
     start = read_resume_point(directory) if world.is_first else ResumePoint(TrainState())
     ids = ids or {}
     if world.size == 1 and start.state is None:
         return start
-    there = start.state is not None
-    private = there and directory.has_rank_local("last", world.size)
-    word = broadcast_json(
+    has_last = start.state is not None
+    has_local = has_last and directory.has_rank_local("last", world.size)
+    summary = broadcast_json(
         world,
-        {"position": asdict(start.progress), "last": there, "best": bool(start.best), "private": private},
+        {"position": asdict(start.progress), "last": has_last, "best": bool(start.best), "rank_local": has_local},
     )
-    if not word["last"]:
+    if not summary["last"]:
         return start
     state = {**broadcast_state(world, start.state), **directory.load_sharded("last", world.rank, ids)}
-    if word["private"]:
+    if summary["rank_local"]:
         state |= directory.load_rank_local("last", world.rank)
-    best = (
-        {**broadcast_state(world, start.best), **directory.load_sharded("best", world.rank, ids)}
-        if word["best"]
-        else None
-    )
-    return ResumePoint(TrainState(**word["position"]), state, best)
+    best = None
+    if summary["best"]:
+        best = {**broadcast_state(world, start.best), **directory.load_sharded("best", world.rank, ids)}
+    return ResumePoint(TrainState(**summary["position"]), state, best)
 
 
 def read_resume_point(directory: RunDirectory) -> ResumePoint:
-    """What all ranks have of where a run stands; raises RunError for a damaged checkpoint."""
+    """The part of a resume point that all ranks share; raises RunError for a damaged checkpoint."""
     last = directory.load("last")
     if last is None:
         return ResumePoint(TrainState())
@@ -63,13 +61,13 @@ def read_resume_point(directory: RunDirectory) -> ResumePoint:
     best = directory.load("best")
     if best is not None and best[1].best_epoch == position.best_epoch:
         return ResumePoint(position, state, best[0])
-    # A kill between the two leaves a best from later than last. Training finds it again where it repeats itself, and
-    # another where it goes by a clock; what was best before that is gone, so the next evaluation begins anew.
+    # A kill between the two writes leaves a best that is newer than last. The best before it is overwritten, so
+    # the search for the best epoch starts again; training that is deterministic finds the same one.
     return ResumePoint(replace(position, evaluated=0, best_epoch=0, best_metric=None, best_loss=None), state)
 
 
 def broadcast_state(world: World, state: State | None) -> State:
-    """What the first rank has; the others give None."""
+    """Collective. The state of rank 0; the others pass None."""
     if world.size == 1:
         assert state is not None
         return state
@@ -77,8 +75,8 @@ def broadcast_state(world: World, state: State | None) -> State:
     if world.is_first:
         assert state is not None
         flat = tensors_to_bytes({f"{part}/{name}": t for part, tensors in state.items() for name, t in tensors.items()})
-    found: State = {}
+    received: State = {}
     for key, tensor in tensors_from_bytes(broadcast_bytes(world, flat)).items():
         part, _, name = key.partition("/")
-        found.setdefault(part, {})[name] = tensor
-    return found
+        received.setdefault(part, {})[name] = tensor
+    return received

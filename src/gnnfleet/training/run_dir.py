@@ -1,6 +1,6 @@
-"""The directory of a run: config.json, metrics.jsonl, ranks.jsonl, checkpoints/{last,best}, record.json, perhaps more.
+"""Directory of a run: config.json, metrics.jsonl, ranks.jsonl, checkpoints/{last,best}, record.json.
 
-A run belongs to one process at a time: the lock is the kernel's, so a killed process leaves none behind.
+One process at a time may use it, by a lock of the kernel that disappears with its process.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from gnnfleet.training.checkpoint import (
 from gnnfleet.training.output_schema import OutputSchema
 
 MODEL_COPY = "model.py"
-"""The file of the user's own model as it was when the run began. It is the original that is run."""
+"""Copy of a custom model file as it was when the run started. Runs execute the original, not the copy."""
 
 
 class RunDirectory:
-    """An opened run; also what the loop hands checkpoints to. ``kept`` hears the epoch of the newest."""
+    """A run on disk, and its checkpoint sink. ``on_checkpoint`` is called with the epoch of each new ``last``."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class RunDirectory:
         *,
         seed: int = 0,
         world: World | None = None,
-        kept: Callable[[int], None] = lambda epoch: None,
+        on_checkpoint: Callable[[int], None] = lambda epoch: None,
     ) -> None:
         self.path = path
         self.seed = seed
-        self._kept = kept
+        self._on_checkpoint = on_checkpoint
         self.world = world or World()  # the ranks that write checkpoints together
         self._lock: TextIO | None = None
 
@@ -66,11 +66,11 @@ class RunDirectory:
 
     @property
     def is_initialized(self) -> bool:
-        """Whether a config was saved here: a process killed before that leaves nothing to go on with."""
+        """True if a config was saved: a run killed before that cannot be resumed."""
         return (self.path / "config.json").is_file()
 
     def lock(self) -> None:
-        """Refuse a second process; raises RunError."""
+        """Lock the directory; raises RunError if another process uses it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("w")
@@ -91,15 +91,15 @@ class RunDirectory:
 
     @contextmanager
     def open_for_resume(self, *, quiet: bool) -> Iterator[None]:
-        """While a run goes on that is kept: whoever interrupts it is told how to go on."""
+        """On Ctrl-C inside, tell the user how to resume."""
         try:
             yield
         except KeyboardInterrupt:
-            print_note(f"the run is kept: go on with the same command and --run-dir {self.path} --resume", quiet=quiet)
+            print_note(f"run saved: to resume, repeat the command with --run-dir {self.path} --resume", quiet=quiet)
             raise
 
     def initialize(self, config: RunConfig, graph: Graph, output: OutputSchema | None) -> None:
-        """Save what the run is about."""
+        """Save config, output schema, model file and versions."""
         store = None if graph.store is None else {"path": str(graph.store.path.resolve()), "digest": graph.store.digest}
         file = config.model.file
         content = {
@@ -114,7 +114,7 @@ class RunDirectory:
         self._write("config.json", json.dumps({**content, "digest": manifest_digest(content)}, indent=1).encode())
 
     def info(self) -> SettingsTree:
-        """What ``initialize`` saved; raises RunError when this is no run or its config is damaged."""
+        """Content saved by ``initialize``; raises RunError if this is not a run or its config is damaged."""
         if not self.path.is_dir() or not self.is_initialized:
             raise RunError(f"{self.path} is not a run: config.json is missing")
         try:
@@ -129,42 +129,42 @@ class RunDirectory:
         return resolve(self.info()["config"])
 
     def output(self) -> OutputSchema:
-        """What the run predicts; raises RunError when that is damaged."""
+        """Output schema of the run; raises RunError if it is damaged."""
         try:
             return OutputSchema.from_json(self.info()["output"])
         except (KeyError, TypeError) as error:
             raise RunError(f"{self.path / 'config.json'} is damaged: restore it or train again") from error
 
     def check_model_file(self) -> None:
-        """Raise RunError when the file of the user's own model is gone or not the one the run began with."""
-        known = self.info().get("model_file")
-        if known is None or not (self.path / "checkpoints").exists():  # nothing was learnt with it yet
+        """Raise RunError if the custom model file is missing or differs from the start of the run."""
+        saved = self.info().get("model_file")
+        if saved is None or not (self.path / "checkpoints").exists():  # no weights depend on it yet
             return
-        path, copy = Path(known["path"]), self.path / MODEL_COPY
+        path, copy = Path(saved["path"]), self.path / MODEL_COPY
         if not path.is_file():
-            raise RunError(f"the model file {path} of this run is gone: put its copy {copy} back there")
-        if file_digest(path) != known["sha256"]:
+            raise RunError(f"the model file {path} of this run is missing: restore it from the copy {copy}")
+        if file_digest(path) != saved["sha256"]:
             raise RunError(
-                f"the model file {path} changed since the run began: put its copy {copy} back there, "
-                "or start another run"
+                f"the model file {path} changed since the run started: restore it from the copy {copy}, "
+                "or start a new run"
             )
 
     def check_graph(self, graph: Graph) -> None:
-        """Raise RunError when the store is not the one the run began with."""
+        """Raise RunError if the store is not the one the run started with."""
         store = self.info()["store"]
         if store is not None and graph.store is not None and store["digest"] != graph.store.digest:
             raise RunError(
-                f"{graph.store.path} changed since the run began (or is another store): start another run, "
-                "or bring the store back"
+                f"{graph.store.path} changed since the run started, or is another store: start a new run, "
+                "or restore the store"
             )
 
     def save(self, name: str, state: State, position: TrainState) -> None:
         save_checkpoint(self.path / "checkpoints" / name, state, position, seed=self.seed, world=self.world)
         if name == "last":
-            self._kept(position.epoch)
+            self._on_checkpoint(position.epoch)
 
     def load(self, name: str) -> tuple[State, TrainState] | None:
-        """A checkpoint, None when there is none; raises RunError when it is damaged."""
+        """Load a checkpoint; None if there is none. Raises RunError if it is damaged."""
         path = self.path / "checkpoints" / name
         if not path.exists():
             return None
@@ -174,44 +174,45 @@ class RunDirectory:
         return state, position
 
     def load_sharded(self, name: str, rank: int, ids: Mapping[str, Tensor]) -> State:
-        """The rows a rank owns in a checkpoint that the first rank has found; raises RunError."""
+        """Load the rows that a rank owns; raises RunError."""
         path = self.path / "checkpoints" / name
         return load_sharded(path, rank=rank, ids=ids) if ids else {}
 
     def has_rank_local(self, name: str, size: int) -> bool:
-        """Whether a checkpoint has something for each of so many ranks alone."""
+        """True if a checkpoint has rank-local tensors for each of ``size`` ranks."""
         return has_rank_local(self.path / "checkpoints" / name, size)
 
     def load_rank_local(self, name: str, rank: int) -> State:
-        """What a checkpoint has for one rank alone."""
+        """Load the rank-local tensors of a rank."""
         return load_rank_local(self.path / "checkpoints" / name, rank)
 
     def load_weights(self, name: str) -> tuple[State, TrainState] | None:
-        """The weights alone of a checkpoint, whole in this process though ranks may own rows of them."""
-        found = self.load(name)
-        if found is None:
+        """Load only the weights, including rows owned by any rank."""
+        checkpoint = self.load(name)
+        if checkpoint is None:
             return None
+        state, position = checkpoint
         path = self.path / "checkpoints" / name
-        every = sharded_ids(path)
-        own = load_sharded(path, rank=0, ids=every)[SHARDED] if every else {}
-        return {"model": {**found[0]["model"], **{key: own[key] for key in every}}}, found[1]
+        ids = sharded_ids(path)
+        rows = load_sharded(path, rank=0, ids=ids)[SHARDED] if ids else {}
+        return {"model": {**state["model"], **{key: rows[key] for key in ids}}}, position
 
     def finish(self, record: Mapping[str, Any], pages: Mapping[str, str] | None = None) -> None:
-        """The end of a run: its record, and files that show how it went."""
+        """Write the record of a finished run, and its artifacts."""
         for name, text in (pages or {}).items():
             self._write(name, text.encode())
         self._write("record.json", json.dumps(record, indent=1).encode())
 
-    def append_rank_rows(self, found: Mapping[str, Any]) -> None:
-        """What workers have sent and held until now."""
-        self._write("ranks.json", json.dumps(found).encode())
+    def append_rank_rows(self, totals: Mapping[str, Any]) -> None:
+        """Write traffic and memory of all workers so far."""
+        self._write("ranks.json", json.dumps(totals).encode())
 
     def write_partition_info(self, method: str, quality: Mapping[str, Any]) -> None:
-        """How the graph is cut."""
+        """Write the method and quality of the partition."""
         self._write("parts.json", json.dumps({"method": method, "quality": quality}).encode())
 
     def log(self, text: str, *, quiet: bool) -> None:
-        """A sentence for the user, which is kept as well: whoever looks at the run later reads it."""
+        """Print a message for the user and append it to remarks.jsonl."""
         print_note(text, quiet=quiet)
         with suppress(OSError), (self.path / "remarks.jsonl").open("a") as file:
             file.write(json.dumps({"time": time.time(), "text": text}) + "\n")
@@ -224,7 +225,7 @@ class RunDirectory:
 
 
 def new_directory(parent: Path, store: str, model: str) -> Path:
-    """``parent/<store>-<model>-<n>`` with the first free n, created; ``parent/last`` then points to it."""
+    """Create ``parent/<store>-<model>-<n>`` with the first free n; ``parent/last`` then points to it."""
     parent.mkdir(parents=True, exist_ok=True)
     stem = re.sub(r"[^\w.+-]+", "_", f"{store}-{model}")
     number = 1
@@ -240,7 +241,7 @@ def new_directory(parent: Path, store: str, model: str) -> Path:
 
 
 def link_last(path: Path) -> None:
-    """Make ``last`` beside a run point to it; left alone where ``last`` is something else."""
+    """Let the link ``last`` in the parent directory point to a run, unless ``last`` is not a link."""
     link = path.parent / "last"
     if link.exists() and not link.is_symlink():
         return
@@ -251,7 +252,7 @@ def link_last(path: Path) -> None:
 
 
 def choose_directory(run_dir: Path | None, *, resume: bool, store: str, model: str) -> RunDirectory:
-    """Where a run goes: the given directory, the last one when it is continued, otherwise a new one below runs/."""
+    """Directory of a run: ``run_dir`` if given, runs/last to resume, otherwise a new one below runs/."""
     if run_dir is None:
         last = Path("runs") / "last"
         if resume and not last.is_dir():
@@ -260,11 +261,11 @@ def choose_directory(run_dir: Path | None, *, resume: bool, store: str, model: s
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is a file: choose another --run-dir")
     if not resume and run_dir.is_dir() and any(run_dir.iterdir()):
-        raise ConfigError(f"{run_dir} is not empty: pass --resume to go on with it, or choose another --run-dir")
+        raise ConfigError(f"{run_dir} is not empty: pass --resume to continue it, or choose another --run-dir")
     if resume and run_dir.is_dir() and any(run_dir.iterdir()):
-        known = {"config.json", "checkpoints", "tensorboard", MODEL_COPY}
-        known |= {"metrics.jsonl", "ranks.jsonl", "ranks.json", "parts.json", "remarks.jsonl", "record.json"}
-        foreign = [p.name for p in run_dir.iterdir() if p.name not in known and not p.name.startswith(".")]
+        expected = {"config.json", "checkpoints", "tensorboard", MODEL_COPY}
+        expected |= {"metrics.jsonl", "ranks.jsonl", "ranks.json", "parts.json", "remarks.jsonl", "record.json"}
+        foreign = [p.name for p in run_dir.iterdir() if p.name not in expected and not p.name.startswith(".")]
         if foreign and not (run_dir / "config.json").is_file():
             raise ConfigError(f"{run_dir} is not a run (it has {foreign[0]}): choose another --run-dir")
     return RunDirectory(run_dir)
