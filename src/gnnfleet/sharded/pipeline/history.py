@@ -213,7 +213,7 @@ class HistoryStore:
     def _slot_of(self, chunk: Chunk) -> int:
         return int(self._pass.slots["in"][chunk.low]) if chunk.rows else 0
 
-    def widths(self) -> tuple[int, int, int]:
+    def row_bytes(self) -> tuple[int, int, int]:
         """Bytes of a row of the tables of this pass as they travel: of sources, of destinations in backward, and of
         what goes home."""
 

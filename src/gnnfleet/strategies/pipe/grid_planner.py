@@ -1,15 +1,16 @@
-"""Ways × stages × chunks: what an epoch would take for every candidate, from measured layers and a measured network.
+"""Estimate an epoch on every grid of graph parallelism × stages × chunks, and choose the fastest.
 
-A layer on a chunk takes some seconds anyway, and some for every row and every edge. Stages work side by side: n chunks
-of a way need n + S − 1 slots, each as long as the dearest stage or the transfer beside it, and where workers share
-processors no shorter than these need for all that is at work. Between the ways of a stage the rows that another way
-mirrors travel in every layer, forward and back. N rows, S stages, W ways, C chunks.
+A layer takes a fixed time per chunk and a time per row and in-edge. Stages work side by side: n chunks need n + S − 1
+slots, each as long as the slowest stage or the transfer beside it. Workers that share cores take at least as long as
+their total work needs. Graph-parallel ranks of a stage exchange halo rows in every layer, forward and backward.
+N rows, S stages, W graph-parallel ranks, C chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gnnfleet.strategies.pipe.schedule import split_layers
 from gnnfleet.units import format_size
@@ -17,82 +18,80 @@ from gnnfleet.units import format_size
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer takes, forward and backward, of a worker with processors to itself; bytes are as they travel."""
+    """Seconds of a layer, forward and backward; bytes of a row as sent."""
 
     base: float  # seconds of any chunk
-    per_row: float  # seconds of a row of it
-    per_edge: float  # seconds of an edge to it
-    output_bytes: int  # bytes of a row it hands on, what it carries past layers included
-    forward_bytes: int  # bytes of a source row that other ways mirror
-    by_source_bytes: int  # bytes of a destination row that they mirror for backward
-    return_bytes: int  # bytes of a row that goes home to its source
+    per_load: float  # seconds of a row or of an in-edge of a chunk
+    output_bytes: int  # passed to the next stage, the tensor carried past layers included
+    forward_bytes: int  # of a source row in the halo
+    by_source_bytes: int  # of a destination row in the halo, for backward
+    return_bytes: int  # of a gradient that returns to its source row
+    parameters: tuple[str, ...] = ()  # that the layer uses
 
-    def seconds(self, rows: float, edges: float) -> float:
-        return self.base + self.per_row * rows + self.per_edge * edges
+    def seconds(self, load: float) -> float:
+        return self.base + self.per_load * load
 
     @property
     def exchanges(self) -> int:
-        """How often the ways of a stage wait for each other's rows."""
+        """Number of halo exchanges per chunk."""
         return bool(self.forward_bytes) + bool(self.by_source_bytes) + bool(self.return_bytes)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a row between stages: its activation forward, the gradient of it backward."""
+        return 2 * self.output_bytes
+
+    def halo_bytes(self, grid: GridCandidate) -> int:
+        """Bytes of an epoch between the graph-parallel ranks of a stage."""
+        sources, destinations = grid.halo_rows
+        return sources * (self.forward_bytes + self.return_bytes) + destinations * self.by_source_bytes
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model takes."""
+    """Measured layers of a model and the bytes that each parameter adds to a sum of gradients."""
 
     layers: tuple[LayerCost, ...]
-    per_pass: float = (
-        0.0  # seconds of a row of the way, once in a pass: tables of all layers that every pass makes anew
-    )
-    optimizer_seconds: float = 0.0  # seconds of the optimizer
+    parameter_bytes: Mapping[str, int]
+    speedup_alone: float = 1.0  # of a worker that has the threads of those that wait
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> ModelCost:
+        layers = tuple(LayerCost(**{**layer, "parameters": tuple(layer["parameters"])}) for layer in fields["layers"])
+        return cls(layers, fields["parameter_bytes"], fields["speedup_alone"])
 
-@dataclass(frozen=True)
-class ParameterUse:
-    """Parameters by name: which layers use them, and the bytes that a worker hands to the sum of their gradients."""
+    def owners(self, stages: Sequence[range]) -> dict[str, list[int]]:
+        """{parameter: the stages that use it}; one that no layer uses reads the output, so the last stage has it."""
+        owners = {}
+        for name in self.parameter_bytes:
+            users = [
+                number
+                for number, stage in enumerate(stages)
+                if any(name in self.layers[index].parameters for index in stage)
+            ]
+            owners[name] = users or [len(stages) - 1]
+        return owners
 
-    layers: tuple[frozenset[str], ...]
-    sizes: Mapping[str, int]
-
-    def owners(self, split: Sequence[range]) -> dict[str, list[int]]:
-        """{name: the stages whose layers use it}; what belongs to no layer reads the output: the last's."""
-        found = {}
-        for name in self.sizes:
-            stages = [place for place, each in enumerate(split) if any(name in self.layers[index] for index in each)]
-            found[name] = stages or [len(split) - 1]
-        return found
-
-    def allreduce_bytes(self, candidate: GridCandidate, split: Sequence[range]) -> int:
-        """Bytes of all sums: among the ways of a stage, and of what several stages use among all of these."""
-        owners = self.owners(split)
-        inside = (
-            sum(len(stages) * self.sizes[name] for name, stages in owners.items())
-            if candidate.graph_parallel > 1
-            else 0
-        )
-        tied = sum(self.sizes[name] for name, stages in owners.items() if len(stages) > 1)
-        return candidate.graph_parallel * inside + candidate.workers * tied
+    def allreduce_bytes(self, grid: GridCandidate, stages: Sequence[range]) -> int:
+        """Bytes of all sums: over the ranks of a stage, and over the stages that share a parameter."""
+        owners = self.owners(stages)
+        within = sum(len(users) * self.parameter_bytes[name] for name, users in owners.items())
+        across = sum(self.parameter_bytes[name] for name, users in owners.items() if len(users) > 1)
+        return (grid.graph_parallel * within if grid.graph_parallel > 1 else 0) + grid.workers * across
 
 
 @dataclass(frozen=True)
 class ClusterProfile:
-    """What was measured of the workers together."""
+    """Links between workers and the cores that they share."""
 
-    bandwidth: float  # bytes per second that a worker sends, all of them at once
-    latency: float  # seconds of a message
-    oversubscription: float = 1.0  # how many times as long a layer takes while all workers compute
-    workers: int = 1
-    sync_latency: float = 0.0  # seconds that all workers lose by waiting for each other once, bytes apart
-
-    def slowdown(self, active: int) -> float:
-        """How many times as long work takes that so many workers have at once: workers / crowding of them get on as if
-        alone, more share what these have."""
-        return 1.0 if active == 1 else max(1.0, self.oversubscription * active / self.workers)
+    bandwidth: float = float("inf")  # bytes per second that a worker sends while all do
+    latency: float = 0.0  # seconds of a message
+    oversubscription: float = 1.0  # slowdown while all workers compute
 
 
 @dataclass(frozen=True)
 class GridCandidate:
-    """A grid; ``halo_rows`` are the rows that other ways mirror, (sources, destinations)."""
+    """A grid; ``halo_rows`` are (sources, destinations) that other graph-parallel ranks read."""
 
     graph_parallel: int
     stages: int
@@ -115,8 +114,8 @@ class GridCandidate:
         if self.workers == 1:
             return "one worker"
         if self.stages == 1:
-            return f"graph parallel, {self.graph_parallel} ways"
-        kind = "pipeline" if self.graph_parallel == 1 else f"hybrid, {self.graph_parallel} ways ×"
+            return f"graph parallel, {self.graph_parallel} workers"
+        kind = "pipeline" if self.graph_parallel == 1 else f"hybrid, {self.graph_parallel} graph-parallel workers ×"
         return f"{kind} {self.stages} stages, {self.chunks} chunks"
 
 
@@ -125,94 +124,65 @@ class GridEstimate:
     """An epoch of a candidate."""
 
     candidate: GridCandidate
-    layers: tuple[range, ...]
+    layers: tuple[range, ...]  # of each stage
     seconds: float
-    bytes: int
+    bytes: int  # sent by all workers
 
     def __str__(self) -> str:
-        exact = "exact" if self.candidate.is_exact else "with history"
-        return f"{self.candidate} ({exact}): {self.seconds:.3g} s, {format_size(self.bytes)} sent per epoch"
-
-
-def bytes_per_epoch(layers: Sequence[LayerCost], split: Sequence[range], candidate: GridCandidate, rows: int) -> int:
-    """Bytes that all workers send in the steps of an epoch, the sums of gradients apart."""
-    ends = sum(2 * rows * layers[each[-1]].output_bytes for each in split[:-1])
-    return ends + sum(_halo_bytes(layer, candidate) for layer in layers)
-
-
-def _halo_bytes(layer: LayerCost, candidate: GridCandidate) -> int:
-    """Bytes of a layer between the ways of its stage."""
-    inward, outward = candidate.halo_rows
-    return inward * (layer.forward_bytes + layer.return_bytes) + outward * layer.by_source_bytes
+        exactness = "exact" if self.candidate.is_exact else "with history"
+        return f"{self.candidate} ({exactness}): {self.seconds:.3g} s, {format_size(self.bytes)} sent per epoch"
 
 
 def estimate_grid(
-    work: ModelCost,
-    candidate: GridCandidate,
-    machine: ClusterProfile,
-    *,
-    loads: Sequence[tuple[int, int]],
-    weights: ParameterUse,
+    model: ModelCost, grid: GridCandidate, cluster: ClusterProfile, *, rows: int, loads: Sequence[int]
 ) -> GridEstimate:
-    """An epoch of a model on chunks of so many (rows, edges), those of a way next to each other."""
-    layers, chunks = work.layers, candidate.chunks
-    rows, edges = sum(each for each, _ in loads), sum(each for _, each in loads)
-    costs = [layer.seconds(rows / chunks, edges / chunks) for layer in layers]
-    split = split_layers(costs, candidate.stages)
-    dearest = max(sum(costs[index] for index in each) for each in split) * _imbalance_seconds(layers, candidate, loads)
-    # Ways wait for each other's rows in every layer, forward and back: that takes turns with computing, while the rows
-    # of a chunk pass from stage to stage beside it.
-    apart = max(_halo_seconds(layers, each, candidate, machine) for each in split)
-    hop = 0.0
-    for each in split[:-1]:
-        sent = 2 * rows / chunks * layers[each[-1]].output_bytes
-        hop = max(hop, sent / machine.bandwidth + 2 * machine.latency)
-    seconds = 0.0
-    for slot in range(candidate.chunks_per_partition + candidate.stages - 1):
-        active = min(slot + 1, candidate.stages, candidate.chunks_per_partition + candidate.stages - 1 - slot)
-        shared = sum(costs) / candidate.stages * machine.slowdown(active * candidate.graph_parallel)
-        seconds += max(max(dearest, shared) + apart, hop)
-    # The first chunk that comes back waits for the tables of one stage after the other.
-    held = (rows + max(candidate.halo_rows)) / candidate.graph_parallel
-    seconds += held * work.per_pass * machine.slowdown(candidate.graph_parallel)
-    seconds += work.optimizer_seconds * max(map(len, split)) / len(layers) * machine.slowdown(candidate.workers)
-    summed = weights.allreduce_bytes(candidate, split)
-    if candidate.graph_parallel > 1:
-        seconds += 2 * summed / candidate.workers / machine.bandwidth + machine.latency
-    return GridEstimate(candidate, tuple(split), seconds, bytes_per_epoch(layers, split, candidate, rows) + summed)
+    """An epoch on chunks of these loads (rows plus in-edges), those of a partition next to each other."""
+    layers = model.layers
+    mean_load = sum(loads) / grid.chunks
+    costs = [layer.seconds(mean_load) for layer in layers]
+    stages = split_layers(costs, grid.stages)
+    slot = max(sum(costs[index] for index in stage) for stage in stages) * _imbalance(grid, loads)
+    sent_rows = rows / grid.chunks
+    # Transfers between stages overlap with computation, halo exchanges within a stage do not.
+    transfer = max(
+        (sent_rows * layers[stage[-1]].stage_bytes / cluster.bandwidth + 2 * cluster.latency for stage in stages[:-1]),
+        default=0.0,
+    )
+    halo = max(_halo_seconds(layers, stage, grid, cluster) for stage in stages)
+    slots = grid.chunks_per_partition + grid.stages - 1
+    work = grid.chunks * sum(costs)
+    if grid.workers == 1:
+        compute = work / model.speedup_alone
+    else:
+        compute = max(slots * max(slot, transfer), work * cluster.oversubscription / grid.workers)
+    allreduce_bytes = model.allreduce_bytes(grid, stages)
+    allreduce = 2 * allreduce_bytes / grid.workers / cluster.bandwidth
+    between_stages = sum(rows * layers[stage[-1]].stage_bytes for stage in stages[:-1])
+    nbytes = between_stages + sum(layer.halo_bytes(grid) for layer in layers) + allreduce_bytes
+    return GridEstimate(grid, tuple(stages), compute + slots * halo + allreduce, nbytes)
 
 
-def _imbalance_seconds(
-    layers: Sequence[LayerCost], candidate: GridCandidate, loads: Sequence[tuple[int, int]]
-) -> float:
-    """What chunks that are not alike cost, for chunks that are. Of those that ways work on at once the dearest counts
-    (they come in random order; here the dearest with the dearest), and stages fill and drain at the pace of the dearest
-    of all."""
-    costs = [sum(layer.seconds(*load) for layer in layers) for load in loads]
-    ways = [
-        sorted(costs[way * candidate.chunks_per_partition : (way + 1) * candidate.chunks_per_partition])
-        for way in range(candidate.graph_parallel)
+def _imbalance(grid: GridCandidate, loads: Sequence[int]) -> float:
+    """Slowdown by unequal chunks: graph-parallel ranks wait for the largest of those they work on together."""
+    per_partition = grid.chunks_per_partition
+    partitions = [
+        sorted(loads[number * per_partition : (number + 1) * per_partition]) for number in range(grid.graph_parallel)
     ]
-    slots = [max(at_once) for at_once in zip(*ways, strict=True)]
-    mean, more = sum(costs) / len(costs), candidate.stages - 1
-    return (sum(slots) + more * max(slots)) / (len(slots) + more) / mean if mean > 0 else 1.0
+    largest: list[int] = [max(together) for together in zip(*partitions, strict=True)]
+    return float(sum(largest) * grid.graph_parallel / max(1, sum(loads)))
 
 
-def _halo_seconds(
-    layers: Sequence[LayerCost], stage: range, candidate: GridCandidate, machine: ClusterProfile
-) -> float:
-    """Seconds in which the ways of a stage exchange rows of a chunk each."""
-    if candidate.graph_parallel == 1:
+def _halo_seconds(layers: Sequence[LayerCost], stage: range, grid: GridCandidate, cluster: ClusterProfile) -> float:
+    """Seconds that the halo exchanges of a stage add to a slot."""
+    if grid.graph_parallel == 1:
         return 0.0
-    sent = sum(_halo_bytes(layers[index], candidate) for index in stage)
-    met = machine.sync_latency * (candidate.graph_parallel - 1) / max(machine.workers - 1, 1)
-    return sent / candidate.chunks / machine.bandwidth + sum(layers[index].exchanges for index in stage) * met
+    nbytes = sum(layers[index].halo_bytes(grid) for index in stage) / grid.chunks
+    messages = sum(layers[index].exchanges for index in stage) * (grid.graph_parallel - 1)
+    return nbytes / cluster.bandwidth + messages * cluster.latency
 
 
-def choose_grid(forecasts: Sequence[GridEstimate]) -> tuple[GridEstimate, list[str]]:
-    """(the fastest, of equals the one that sends least; why, in words)."""
-    best = min(forecasts, key=lambda each: (each.seconds, each.bytes))
-    ordered = sorted(forecasts, key=lambda each: each.seconds)
-    lines = [f"plan: {best}"]
-    lines += [f"  rather than {each}" for each in ordered if each is not best]
-    return best, lines
+def choose_grid(estimates: Sequence[GridEstimate]) -> tuple[GridEstimate, list[str]]:
+    """(the fastest, of equals the one that sends least; the estimates as lines of text)."""
+    best = min(estimates, key=lambda estimate: (estimate.seconds, estimate.bytes))
+    ordered = sorted(estimates, key=lambda estimate: estimate.seconds)
+    return best, [f"plan: {best}", *(f"  rather than {estimate}" for estimate in ordered if estimate is not best)]

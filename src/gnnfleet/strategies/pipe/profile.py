@@ -1,129 +1,222 @@
-"""What layers and the network take, measured before the work is dealt to stages.
+"""Measure what the choice of a grid needs: every layer on one chunk, the links between workers, the cores they share.
 
-The first worker tries layers by itself (``single_threaded.py``), then all workers do at the same time (``crowd.py``).
+The first rank times the layers and broadcasts the figures: clocks differ, and all ranks must choose the same grid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
-from gnnfleet.comm.collectives import barrier, broadcast_json
+from gnnfleet.comm.collectives import all_gather_json, all_gather_numbers, barrier, broadcast_json
 from gnnfleet.comm.compression import WireCodec
+from gnnfleet.comm.p2p import receive, send
+from gnnfleet.comm.rendezvous import ProcessInfo
 from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
-from gnnfleet.nn.base import Model
-from gnnfleet.sharded.pipeline.chunked_partition import ChunkedPartition
-from gnnfleet.strategies.job import Job
+from gnnfleet.nn.base import Aggregate
+from gnnfleet.ops.draws import DrawKey
+from gnnfleet.sharded.pipeline.chunk_view import ChunkView
+from gnnfleet.sharded.pipeline.chunked_partition import Chunk, ChunkedPartition
+from gnnfleet.sharded.pipeline.history import HistoryStore, PipelineSlot
+from gnnfleet.sharded.pipeline.stage_halo import StageHalo
+from gnnfleet.strategies.job import Job, autocast
 from gnnfleet.strategies.pipe.config import PipeConfig
-from gnnfleet.strategies.pipe.contention_profile import profile_together
-from gnnfleet.strategies.pipe.cpu_affinity import CpuShare
-from gnnfleet.strategies.pipe.grid_planner import ClusterProfile, GridCandidate, LayerCost, ModelCost, ParameterUse
-from gnnfleet.strategies.pipe.layer_bench import BenchSetup, LayerHarness, limit_chunk, num_in_edges, pick_chunk
-from gnnfleet.strategies.pipe.layer_profile import profile_alone
+from gnnfleet.strategies.pipe.grid_planner import ClusterProfile, LayerCost, ModelCost
 from gnnfleet.strategies.pipe.pipeline_rank import partition_features, should_cache_inputs
+
+MAX_SAMPLE_ROWS, MAX_SAMPLE_EDGES = 40_000, 1_000_000
+"""Limits of the part of a chunk that layers are timed on."""
+
+REPEATS = 3
+"""Timed runs after a first one that allocates; the median counts."""
+
+MESSAGE_ROWS, MESSAGE_WIDTH = 1 << 14, 64  # float32: 4 MiB
+_TAG = 31
 
 
 @dataclass(frozen=True)
-class ProfileResult:
-    """A model, layer by layer, and the workers together."""
+class CpuShare:
+    """Cores that a worker computes on, and the threads of all workers on the same cores."""
 
-    work: ModelCost
-    single: ModelCost  # of one worker for all of the graph, if that was tried
-    weights: ParameterUse
-    machine: ClusterProfile
-
-    def cost_of(self, candidate: GridCandidate) -> ModelCost:
-        return self.single if candidate.workers == candidate.chunks == 1 else self.work
-
-    def as_json(self) -> dict[str, Any]:
-        used = [sorted(names) for names in self.weights.layers]
-        return {
-            "work": asdict(self.work),
-            "single": asdict(self.single),
-            "weights": {"layers": used, "sizes": dict(self.weights.sizes)},
-            "machine": asdict(self.machine),
-        }
+    cores: int
+    threads: int  # of this worker
+    threads_sharing: int  # of all workers on these cores, this one included
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> ProfileResult:
-        weights = told["weights"]
-        work, single = (
-            ModelCost(**{**told[name], "layers": tuple(LayerCost(**layer) for layer in told[name]["layers"])})
-            for name in ("work", "single")
+    def detect(cls, world: World) -> CpuShare:
+        """Collective."""
+        cores = (
+            sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
         )
-        return cls(
-            work,
-            single,
-            ParameterUse(tuple(map(frozenset, weights["layers"])), weights["sizes"]),
-            ClusterProfile(**told["machine"]),
-        )
+        # Simulated hosts of one machine share its cores; containers have limits of their own.
+        machine, threads = [ProcessInfo.current().pids, cores], torch.get_num_threads()
+        sharing = [other for *place, other in all_gather_json(world, [*machine, threads]) if place == machine]
+        return cls(len(cores), threads, sum(sharing))
+
+    @property
+    def oversubscription(self) -> float:
+        """Threads per core, at least 1: the slowdown while all workers compute."""
+        return max(1.0, self.threads_sharing / self.cores)
+
+    @property
+    def threads_alone(self) -> int:
+        """Threads of a worker while the others wait."""
+        return max(self.threads, min(self.cores, self.threads_sharing))
 
 
-def chunk_loads(graph: Graph, layout: ChunkLayout) -> list[tuple[int, int]]:
-    """(rows, edges to them) of every chunk."""
-    degree = torch.zeros(len(layout.order), dtype=torch.int64)
+def chunk_loads(graph: Graph, layout: ChunkLayout) -> list[int]:
+    """Rows plus in-edges of every chunk."""
+    load = torch.ones(len(layout.order), dtype=torch.int64)
     for edges in graph.edges.values():
-        degree += edges.in_degree()
-    before = torch.cat([degree[:1].new_zeros(1), degree[layout.order].cumsum(0)])
-    rows, edges_to = layout.starts.diff().tolist(), before[layout.starts].diff().tolist()
-    return list(zip(rows, edges_to, strict=True))
+        load += edges.in_degree()
+    before = torch.cat([load.new_zeros(1), load[layout.order].cumsum(0)])
+    loads: list[int] = before[layout.starts].diff().tolist()
+    return loads
 
 
-def profile_on_layout(
-    config: PipeConfig, job: Job, layout: ChunkLayout, *, cores: CpuShare | None = None, single: bool = False
-) -> ProfileResult:
-    """The layers of a model on chunks of a layout; all ranks of the job call it. ``single``: one worker for all of the
-    graph is tried as well."""
-    number, which = divmod(job.world.rank, layout.partitions)
-    way = ChunkedPartition(job.graph, _with_rows(layout, which, 2) if job.model.batch_norm else layout, which)
-    cached, code = should_cache_inputs(config, job), WireCodec(config.wire_dtype)
-    trial = BenchSetup(way, partial(partition_features, job, way), job.precision, cached, code, job.train)
-    cores = cores or CpuShare.detect(job.world.uncounted())
-    return profile_layers(job.world, job.model, trial, cores, number=number, single=single)
+def profile_cluster(world: World, cpu: CpuShare) -> ClusterProfile:
+    """Collective. Time messages between neighbouring ranks while all of them send."""
+    if world.size == 1:
+        return ClusterProfile(oversubscription=cpu.oversubscription)
+    seconds = [_message_seconds(world, rows) for rows in (1, MESSAGE_ROWS)]
+    oversubscription = cpu.oversubscription
+    latency, transfer, oversubscription = (
+        statistics.mean(column) for column in zip(*all_gather_numbers(world, [*seconds, oversubscription]), strict=True)
+    )
+    nbytes = MESSAGE_ROWS * MESSAGE_WIDTH * 4
+    return ClusterProfile(nbytes / max(transfer - latency, 1e-9), latency, oversubscription)
 
 
-def _with_rows(layout: ChunkLayout, way: int, least: int) -> ChunkLayout:
-    """The same, but a way that has fewer rows takes some of those beside it: batch norm counts the rows of all ways in
-    a run, in a trial its own alone."""
-    low, high = layout.partition_range(way)
-    low = min(low, max(0, len(layout.order) - least))
-    starts = layout.starts.clone()
-    starts[: way * layout.chunks_per_partition + 1].clamp_(max=low)
-    starts[(way + 1) * layout.chunks_per_partition :].clamp_(min=min(max(high, low + least), len(layout.order)))
-    return replace(layout, starts=starts)
+def _message_seconds(world: World, rows: int) -> float:
+    """Seconds until a message from the rank before has arrived."""
+    outgoing, seconds = torch.zeros(rows, MESSAGE_WIDTH), []
+    for _ in range(1 + REPEATS):
+        barrier(world)
+        started = time.perf_counter()
+        incoming = receive(world, torch.empty_like(outgoing), (world.rank - 1) % world.size, tag=_TAG, op="bandwidth")
+        send(world, outgoing, (world.rank + 1) % world.size, tag=_TAG, op="bandwidth").wait()
+        incoming.wait()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
 
 
-def profile_layers(
-    world: World, model: Model, trial: BenchSetup, cores: CpuShare, *, number: int = 0, single: bool = False
-) -> ProfileResult:
-    """Try every layer; all ranks call it, ``number`` is the stage they would have. All find what the first does."""
-    aside = world.uncounted()
-    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    way = trial.partition
-    # Batch norm needs all rows, and more than one.
-    chunk = way.as_one_chunk if model.batch_norm else limit_chunk(way, pick_chunk(way, number))
-    tried = LayerHarness(model, trial, chunk)
-    sizes = {name: weight.nbytes + weight.element_size() for name, weight in model.named_parameters()}
-    weights, machine = ParameterUse(tuple(tried.parameters), sizes), ClusterProfile(float("inf"), 0.0)
-    barrier(aside)
-    found = ProfileResult(*profile_alone(tried, cores, single=single), weights, machine) if world.is_first else None
-    heard = _from_first(aside, found)  # until then the others wait
-    if world.size > 1:
-        foreseen = [layer.seconds(chunk.rows, num_in_edges(chunk)) for layer in heard.work.layers]
-        machine = profile_together(aside, tried, foreseen, cores, number)
-        heard = _from_first(aside, replace(heard, machine=machine) if world.is_first else None)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(kept[name])
+def profile_model(config: PipeConfig, job: Job, layout: ChunkLayout, cpu: CpuShare) -> ModelCost:
+    """Collective. Time every layer on a sample of a chunk."""
+    model = _profile_layers(config, job, layout, cpu) if job.world.is_first else None
+    return ModelCost.from_json(broadcast_json(job.world.uncounted(), asdict(model) if model else {}))
+
+
+def _profile_layers(config: PipeConfig, job: Job, layout: ChunkLayout, cpu: CpuShare) -> ModelCost:
+    """The layers on a chunk of the largest partition, and on one row of it; gradients and modes are left as new."""
+    bounds = [layout.partition_range(number) for number in range(layout.partitions)]
+    largest = max(range(layout.partitions), key=lambda number: bounds[number][1] - bounds[number][0])
+    partition = ChunkedPartition(job.graph, layout, largest)
+    sample = _sample_chunk(partition)
+    row = partition.new_chunk(sample.low, min(sample.low + 1, sample.high), -2)
+    full = _time_layers(config, job, sample)
+    base = [timing.seconds for timing in _time_layers(config, job, row)]
+    speedup = 1.0
+    if cpu.threads_alone != cpu.threads:
+        with _limit_threads(cpu.threads_alone):
+            alone = sum(timing.seconds for timing in _time_layers(config, job, sample))
+        speedup = sum(timing.seconds for timing in full) / max(alone, 1e-9)
+    load = max(1, sample.rows + num_in_edges(sample) - row.rows - num_in_edges(row))
+    layers = tuple(
+        LayerCost(fixed, max(0.0, timing.seconds - fixed) / load, *timing.nbytes, timing.parameters)
+        for timing, fixed in zip(full, base, strict=True)
+    )
+    # The sum of gradients also counts, for each parameter, the ranks that have one.
+    sizes = {name: weight.nbytes + weight.element_size() for name, weight in job.model.named_parameters()}
+    return ModelCost(layers, sizes, speedup)
+
+
+def _sample_chunk(partition: ChunkedPartition) -> Chunk:
+    """The largest chunk, cut to a size that takes little time."""
+    chunk = max(partition.chunks, key=lambda chunk: chunk.rows)
+    ends = _edges_before(partition)[chunk.low : chunk.high + 1]
+    rows = int(torch.searchsorted(ends, ends[0] + MAX_SAMPLE_EDGES, right=True)) - 1
+    rows = max(1, min(rows, MAX_SAMPLE_ROWS))
+    return chunk if rows >= chunk.rows else partition.new_chunk(chunk.low, chunk.low + rows, -3)
+
+
+def _edges_before(partition: ChunkedPartition) -> Tensor:
+    """[n + 1] in-edges of all rows before each row."""
+    before = torch.zeros(partition.rows + 1, dtype=torch.int64)
+    for kind in partition.graph.edges:
+        before += partition.edges(kind, "in").indptr
+    return before
+
+
+def num_in_edges(chunk: Chunk) -> int:
+    return int(_edges_before(chunk.partition)[[chunk.low, chunk.high]].diff())
+
+
+@dataclass(frozen=True)
+class _LayerTiming:
+    seconds: float  # forward and backward
+    nbytes: tuple[int, int, int, int]  # of a row: output, forward, by source, return, as in LayerCost
+    parameters: tuple[str, ...]  # that received a gradient
+
+
+def _time_layers(config: PipeConfig, job: Job, chunk: Chunk) -> list[_LayerTiming]:
+    """Run the layers one by one, each on the output of the one before; rows outside of the chunk are zeros."""
+    partition, codec, model = chunk.partition, WireCodec(config.wire_dtype), job.model
+    halo, slots = StageHalo(World(), partition, codec), torch.zeros(len(partition.layout.order), dtype=torch.int64)
+    view = ChunkView.open(chunk, HistoryStore(partition, halo))
+    inputs = [partition_features(job, partition, chunk.span)]
+    aggregated: Aggregate | None = None
+    if should_cache_inputs(config, job):
+        view.history.begin(slots)
+        aggregated = model.precompute(view.with_step(key=DrawKey()), inputs[0])
+    model.eval()  # batch norm reads running statistics, which need no other rows
+    timings = []
+    for index in range(model.num_layers):
+        model.zero_grad(set_to_none=True)
+        history, seconds = HistoryStore(partition, halo), []
+        history.begin(slots)
+        for slot in range(1 + REPEATS):
+            started = time.perf_counter()
+            step = view.in_slot(PipelineSlot(slot, (-1,)), history)
+            outputs = _run_layer(job, index, step, inputs, None if index else aggregated)
+            seconds.append(time.perf_counter() - started)
+        names = tuple(name for name, weight in model.named_parameters() if weight.grad is not None)
+        nbytes = (sum(map(codec.row_bytes, outputs)), *history.row_bytes())
+        timings.append(_LayerTiming(statistics.median(seconds[1:]), nbytes, names))
+        inputs = [tensor.detach() for tensor in outputs]
+    model.train()
     model.zero_grad(set_to_none=True)
-    return heard
+    return timings
 
 
-def _from_first(aside: World, found: ProfileResult | None) -> ProfileResult:
-    """What the first rank has found: clocks differ, and all have to plan the same."""
-    return ProfileResult.from_json(broadcast_json(aside, {} if found is None else found.as_json()))
+def _run_layer(
+    job: Job, index: int, view: ChunkView, inputs: Sequence[Tensor], aggregated: Aggregate | None
+) -> list[Tensor]:
+    """Forward and backward from ones; (output, carry if any)."""
+    rows = [tensor.detach().requires_grad_(index > 0) for tensor in inputs]
+    carry = rows[1] if len(rows) > 1 else None
+    with autocast(job.precision):
+        layer = job.model.layer(index, view.with_step(key=DrawKey()), rows[0], carry, aggregated=aggregated)
+    outputs = [tensor for tensor in layer if isinstance(tensor, Tensor)]
+    differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+    torch.autograd.backward(differentiable, [torch.ones_like(tensor) for tensor in differentiable])
+    view.history.restore(view.slot.slot)
+    return outputs
+
+
+@contextmanager
+def _limit_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -25,11 +25,16 @@ from gnnfleet.report.timeline_svg import draw_schedule
 from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.pipe.config import PipeConfig
-from gnnfleet.strategies.pipe.cpu_affinity import CpuShare
 from gnnfleet.strategies.pipe.gradient_check import ExactnessMonitor, GradientComparison
-from gnnfleet.strategies.pipe.grid_planner import GridCandidate, GridEstimate, choose_grid, estimate_grid
+from gnnfleet.strategies.pipe.grid_planner import (
+    ClusterProfile,
+    GridCandidate,
+    GridEstimate,
+    choose_grid,
+    estimate_grid,
+)
 from gnnfleet.strategies.pipe.pipeline_rank import PipelineRank
-from gnnfleet.strategies.pipe.profile import chunk_loads, profile_on_layout
+from gnnfleet.strategies.pipe.profile import CpuShare, chunk_loads, profile_cluster, profile_model
 from gnnfleet.strategies.pipe.schedule import ChunkSpan, bubble_share
 from gnnfleet.strategies.pipe.stage import LossFn
 from gnnfleet.strategies.protocol import RANK_LOCAL, Prediction, State, StepRecord
@@ -54,14 +59,10 @@ class PipeStrategy:
         self.model = job.model
         self._layouts = _layouts(config, job)
         grids = self._candidates()
-        self._cores = CpuShare.detect(self._aside)
-        self._found = profile_on_layout(
-            config,
-            job,
-            self._layouts[-1],
-            cores=self._cores,
-            single=config.graph_parallel == "auto" and job.world.size > 1,
-        )
+        self._cpu = CpuShare.detect(self._aside)
+        self._cost = profile_model(config, job, self._layouts[-1], self._cpu)
+        # Without a choice of grids nothing depends on the links.
+        self._cluster = profile_cluster(self._aside, self._cpu) if len(grids) > 1 else ClusterProfile()
         self._forecasts = [self._estimate_grid(grid) for grid in grids]  # the same on all ranks
         self._optimizer = make_optimizer(self.model, job.train)
         self._monitor = ExactnessMonitor.begin(config.exactness_check_every, config.tolerance, 0)
@@ -91,19 +92,17 @@ class PipeStrategy:
         return fit
 
     def _estimate_grid(self, grid: GridCandidate) -> GridEstimate:
-        found, loads = self._found, chunk_loads(self._job.graph, self._layout(grid))
-        return estimate_grid(found.cost_of(grid), grid, found.machine, loads=loads, weights=found.weights)
+        graph = self._job.graph
+        loads = chunk_loads(graph, self._layout(grid))
+        return estimate_grid(self._cost, grid, self._cluster, rows=graph.num_nodes, loads=loads)
 
     def _plan(self) -> GridEstimate:
-        """The only grid there is, or what is predicted to be the fastest."""
+        """The fastest grid by estimate; the choice is shown to the user."""
         best, lines = choose_grid(self._forecasts)
         if len(self._forecasts) > 1:
-            machine = self._found.machine
-            measured = (
-                f"  measured: {machine.bandwidth / 1e6:.0f} MB/s between workers, layers take {machine.oversubscription:.1f}× "
-                f"as long when all work, a meeting of all {machine.sync_latency * 1e3:.1f} ms"
-            )
-            for line in [*lines, measured]:
+            bandwidth, slowdown = self._cluster.bandwidth / 1e6, self._cluster.oversubscription
+            lines.append(f"  measured: {bandwidth:.0f} MB/s between workers; {slowdown:.1f} threads per core")
+            for line in lines:
                 self._job.log_user(line)
         return best
 
@@ -112,17 +111,17 @@ class PipeStrategy:
         self.grid_estimate, self.grid = plan, plan.candidate
         self._known: tuple[Tensor, Tensor] | None = None
         self._spans: list[ChunkSpan] = []
-        self._owners = self._found.weights.owners(plan.layers)
+        self._owners = self._cost.owners(plan.layers)
         self._pipeline_rank: PipelineRank | None = None
         if self._world.rank < self.grid.workers:
-            self._use(self._cores.free if self.grid.workers < self._world.size else self._cores.threads)
+            self._use(self._cpu.threads_alone if self.grid.workers < self._world.size else self._cpu.threads)
             layout, number = self._layout(self.grid), self._grids
             self._pipeline_rank = PipelineRank(self._config, self._job, plan, layout, self._owners, number=number)
         self._grids += 1
 
     def _use(self, threads: int) -> None:
         """Who works alone has the threads of those that wait on its machine."""
-        if self._cores.free != self._cores.threads:
+        if self._cpu.threads_alone != self._cpu.threads:
             torch.set_num_threads(threads)
 
     def _layout(self, grid: GridCandidate) -> ChunkLayout:
@@ -415,14 +414,14 @@ class PipeStrategy:
 
     def close(self) -> None:
         self._known = None
-        self._use(self._cores.threads)
+        self._use(self._cpu.threads)
 
 
 def _layouts(config: PipeConfig, job: Job) -> list[ChunkLayout]:
-    if job.layouts is None:
+    if job.context.layouts is None:
         raise ConfigError("this strategy works on chunks of a graph, found none: use gnnfleet train")
     wanted = config.layout_candidates(job.world.size, local_rows_only=job.task.reads_only_local_rows)
-    return [layout for layout in job.layouts if (layout.partitions, layout.chunks) in wanted]
+    return [layout for layout in job.context.layouts if (layout.partitions, layout.chunks) in wanted]
 
 
 def _refusal(grid: GridCandidate, layers: int) -> str:
