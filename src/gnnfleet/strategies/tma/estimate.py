@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from gnnfleet.comm.collectives import barrier, max_over_ranks
-from gnnfleet.comm.world import World
 from gnnfleet.graph.sampling.batches import count_batches
 from gnnfleet.graph.subgraph import induced_subgraph
 from gnnfleet.nn.embedding import NodeEmbedding
-from gnnfleet.strategies.estimates import CostEstimate, PlanningContext
+from gnnfleet.strategies.estimates import CostEstimate, MachineProfile, PlanningContext
 from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.step_costs import (
     BYTES_PER_EDGE,
@@ -28,106 +23,51 @@ from gnnfleet.strategies.step_costs import (
 )
 from gnnfleet.strategies.tma.averaging import FlatLayout
 from gnnfleet.strategies.tma.config import PARTITIONER_OF_SCHEME, TmaConfig
-from gnnfleet.strategies.tma.trainer import LocalTraining
 from gnnfleet.tasks.node import NodeTask
 
 
-def estimate(config: TmaConfig, outlook: PlanningContext) -> list[CostEstimate]:
-    """For every scheme, or the one that is asked for."""
+def estimate(config: TmaConfig, context: PlanningContext) -> list[CostEstimate]:
+    """Every scheme, or the one that is set."""
     names = [config.scheme] if "scheme" in config.model_fields_set else list(PARTITIONER_OF_SCHEME)
-    schemes = [config.model_copy(update={"scheme": scheme}) for scheme in names]
-    steps = [_step(scheme, outlook) for scheme in schemes]
-    tried = _tried(schemes, outlook) if outlook.run_trials is not None and max(steps) <= LONG_STEP_SECONDS else {}
-    return [
-        _scheme(scheme, outlook, step, tried.get(scheme.partitioner, 0.0))
-        for scheme, step in zip(schemes, steps, strict=True)
-    ]
+    return [_estimate_scheme(config.model_copy(update={"scheme": scheme}), context) for scheme in names]
 
 
-def _step(config: TmaConfig, outlook: PlanningContext) -> float:
-    """Seconds of a step of a trainer, by the paces of layers."""
-    pace, trainer = outlook.shared_profile, _first(config, outlook)
-    if not config.full:
-        return (
-            pace.sampled_step_seconds(trainer.blocks.layer_loads)
-            + pace.sampling_seconds * trainer.blocks.num_edges_and_rows
-        )
-    graph, model = trainer.job.graph, trainer.job.model
-    return (
-        pace.layer_seconds([(float(graph.num_nodes), float(graph.num_edges))] * model.num_layers)
-        + pace.optimizer_seconds
-    )
-
-
-def _tried(schemes: Sequence[TmaConfig], outlook: PlanningContext) -> dict[str, float]:
-    """{how nodes are cut: seconds of a step, as all trainers found together}."""
-    assert outlook.run_trials is not None
-    by = {scheme.partitioner: scheme for scheme in schemes}  # those that are cut alike train alike
-    return {name: float(said["step"]) for name, said in zip(by, outlook.run_trials(list(by.values())), strict=True)}
-
-
-def _first(config: TmaConfig, outlook: PlanningContext) -> _TrainerEstimate:
-    found: _TrainerEstimate = outlook.cached(f"trainer {config.partitioner}", lambda: _trainer(config, outlook))
-    return found
-
-
-def _scheme(config: TmaConfig, outlook: PlanningContext, foreseen: float, tried: float) -> CostEstimate:
-    job, pace, workers, trainer = outlook.job, outlook.shared_profile, outlook.workers, _first(config, outlook)
-    step = tried or foreseen
-    how = f" (tried; foreseen were {foreseen:.2g} s)" if tried else ""
-    steps = count_batches(trainer.items, config.batch)
-    # Weights go down and come up again while nobody trains; corrections are made meanwhile.
+def _estimate_scheme(config: TmaConfig, context: PlanningContext) -> CostEstimate:
+    job, profile, workers = context.job, context.shared_profile, context.workers
+    trainer: _TrainerEstimate = context.cached(f"trainer {config.partitioner}", lambda: _trainer(config, context))
+    step = _step_seconds(config, trainer, profile)
+    # Trainers wait while weights are sent to and from the coordinator and corrected there.
     packed = _packed(job)
-    beside = (
-        2 * packed / pace.bandwidth * workers + MESSAGE_SECONDS + config.correction_steps * _correction(config, outlook)
-    )
-    a_round = beside + (config.steps * step if config.steps else config.interval)
-    made = config.steps if config.steps else max(1.0, (config.interval - beside) / step)
-    learnt = WeightBytes.of(job.model).embedding_rows
+    waiting = 2 * packed / profile.bandwidth * workers + MESSAGE_SECONDS
+    waiting += config.correction_steps * _correction(config, context)
+    steps = config.steps or max(1.0, (config.interval - waiting) / step)
     return CostEstimate(
-        words={**config.model_dump(exclude_defaults=True, exclude={"scheme"}), "name": "tma", "scheme": config.scheme},
+        settings={
+            **config.model_dump(exclude_defaults=True, exclude={"scheme"}),
+            "name": "tma",
+            "scheme": config.scheme,
+        },
         kind="approximate",
         workers=workers,
-        memory=max(trainer.memory, _coordinator_memory(outlook)),
-        bytes=workers * (2 * packed + _moments(config, job)) + learnt,
+        memory=max(trainer.memory, _coordinator_memory(context)),
+        bytes=workers * (2 * packed + _moments(config, job)) + WeightBytes.of(job.model).embedding_rows,
         rounds=1,
-        seconds=a_round,
-        passes=made / steps,
-        steps=int(made * workers),
-        is_walk=False,
+        seconds=waiting + (config.steps * step if config.steps else config.interval),
+        passes=steps / count_batches(trainer.items, config.batch),
+        steps=int(steps * workers),
+        is_synchronous=False,
         reasons=(
-            f"{trainer.kept:.0%} of the edges are inside parts",
-            f"a step takes {step:.2g} s{how}, so a round has {made:.0f} of each trainer",
+            f"{trainer.kept:.0%} of the edges are inside partitions",
+            f"each trainer takes {steps:.0f} steps of {step:.2g} s in a round",
         ),
     )
 
 
-LONG_STEP_SECONDS, TIMED_SECONDS, WARMUP_STEPS, MIN_TIMED_STEPS = 1.0, 1.5, 2, 3
-"""Seconds of a step that is not tried; seconds of steps that are timed, steps before them, steps at least."""
-
-
-def time_steps(alone: LocalTraining, world: World) -> dict[str, Any]:
-    """Seconds of a step of the slowest trainer, while all of them make steps; 0 where nobody has anything to do."""
-    walk = _forever(alone)
-    barrier(world)
-    began, made = time.perf_counter(), -WARMUP_STEPS
-    for _ in walk:
-        made += 1
-        if made == 0:
-            began = time.perf_counter()
-        if made >= MIN_TIMED_STEPS and time.perf_counter() - began > TIMED_SECONDS:
-            break
-    each = (time.perf_counter() - began) / made if made > 0 else 0.0
-    slowest = max_over_ranks(world, each)
-    alone.strategy.close()
-    return {"step": slowest}
-
-
-def _forever(alone: LocalTraining) -> Iterator[Any]:
-    epoch = 0
-    while alone.items(epoch):
-        yield from alone.strategy.train_epoch(epoch)
-        epoch += 1
+def _step_seconds(config: TmaConfig, trainer: _TrainerEstimate, profile: MachineProfile) -> float:
+    if not config.full:
+        return (profile.block_seconds + profile.sampling_seconds) * max(1.0, trainer.blocks.num_edges_and_rows)
+    graph = trainer.job.graph
+    return profile.full_batch_seconds([(float(graph.num_nodes), float(graph.num_edges))] * trainer.job.model.num_layers)
 
 
 MESSAGE_SECONDS = 0.05
@@ -194,7 +134,7 @@ def _correction(config: TmaConfig, outlook: PlanningContext) -> float:
     given = caches_aggregate(job, config.cache_inputs)
     items = job.task.train_items(job.seed, 0)
     blocks = sample_probe_blocks(job, items, config.batch, fanouts=config.fanouts, given=given)
-    return pace.sampled_step_seconds(blocks.layer_loads) + pace.sampling_seconds * blocks.num_edges_and_rows
+    return (pace.block_seconds + pace.sampling_seconds) * blocks.num_edges_and_rows
 
 
 def _trainer_memory(part: Job, outlook: PlanningContext, tensors: float, given: bool) -> float:
