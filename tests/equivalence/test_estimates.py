@@ -1,7 +1,8 @@
-"""What strategies foresee of an epoch is what ranks then count: bytes and rounds, to the last one."""
+"""Estimated bytes and rounds of an epoch equal those that ranks count."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.partition.chunk_layout import build_chunk_layout
 from gnnfleet.graph.partition.node_assignment import NodeAssignment
@@ -19,10 +21,15 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.sharded.full_batch.active_row_counts import LayerLoad, count_active_rows
 from gnnfleet.sharded.full_batch.active_rows import ActiveRows
 from gnnfleet.sharded.full_batch.ring_view import RingView
-from gnnfleet.strategies.estimates import CostEstimate, LayerCostModel, MachineProfile, PlanningContext
+from gnnfleet.strategies.config import StrategyConfig
+from gnnfleet.strategies.estimates import (
+    CostEstimate,
+    EventPlanningContext,
+    MachineProfile,
+    PlanningContext,
+    TrialTiming,
+)
 from gnnfleet.strategies.registry import build_strategy, estimate_costs
-from gnnfleet.strategies.temporal.config import TemporalConfig
-from gnnfleet.strategies.temporal.estimate import EventTrialResult, run_event_trials
 from gnnfleet.strategies.temporal.layout_planner import all_layouts
 from gnnfleet.training.build import RankContext, build, make_event_job, make_job, validate
 from tests.equivalence.spread import cut_graph, plain_graph, typed_graph
@@ -41,34 +48,32 @@ PIPE: list[tuple[dict[str, Any], int, int, int]] = [
 ]
 
 
-def outlook(store: Path, tree: dict[str, Any], parts: Path | None = None, *, pace: MachineProfile | None = None) -> Any:
-    """(what a strategy is told, its config), with a pace that is made up."""
+def planning_context(store: Path, tree: dict[str, Any], parts: Path | None = None) -> tuple[PlanningContext, RunConfig]:
+    """(the inputs of an estimate with an invented machine profile, the config)."""
     graph, config = open_store(store), resolve(tree)
-    checked = validate(graph, config)
-    each = (LayerCostModel(1e-3, 1e-6, 1e-7),) * checked.model.num_layers
-    pace = pace or MachineProfile(config.workers, each, 1e-3, 1e-3, 1.0, 1e-7, 1e9, 1e9, 1e-4, 3e8)
+    profile = MachineProfile(config.workers, 1e-6, 1e-7, 1e-6, 1e-7, base_memory=3e8)
 
-    def shards() -> Any:
+    def shards() -> list[Any]:
         assert parts is not None
         return [Partition.open(parts).shard(part) for part in range(config.workers)]
 
-    found = PlanningContext(
-        job=make_job(checked, config, RankContext()),
-        single_profile=pace,
-        shared_profile=pace,
+    context = PlanningContext(
+        job=make_job(validate(graph, config), config, RankContext()),
+        single_profile=profile,
+        shared_profile=profile,
         overlaps=False,
         parts=shards,
         assignment=lambda _: NodeAssignment({kind: table.count for kind, table in graph.nodes.items()}, None),
         layouts=lambda strategy: [
-            build_chunk_layout(graph, *each) for each in strategy.layout_candidates(config.workers)
+            build_chunk_layout(graph, *sizes) for sizes in strategy.layout_candidates(config.workers)
         ],
     )
-    return found, config
+    return context, config
 
 
-def forecast_of(store: Path, tree: dict[str, Any], parts: Path | None = None) -> list[CostEstimate]:
-    found, config = outlook(store, tree, parts)
-    return estimate_costs(config.strategy, found)
+def estimates_of(store: Path, tree: dict[str, Any], parts: Path | None = None) -> list[CostEstimate]:
+    context, config = planning_context(store, tree, parts)
+    return estimate_costs(config.strategy, context)
 
 
 def counted(world: World, store: str, trees: list[dict[str, Any]], parts: str | None) -> list[tuple[int, int]]:
@@ -104,7 +109,7 @@ def test_sar(crew: Crew, tmp_path: Path, make: Any, cases: list[Any]) -> None:
     ]
     ranks = crew.run(3, counted, str(tmp_path / "store"), trees, str(parts))
     for place, tree in enumerate(trees):
-        (foreseen,) = forecast_of(tmp_path / "store", tree, parts)
+        (foreseen,) = estimates_of(tmp_path / "store", tree, parts)
         assert foreseen.bytes == sum(rank[place][0] for rank in ranks), tree
         assert {rank[place][1] for rank in ranks} == {foreseen.rounds}, tree
 
@@ -116,7 +121,7 @@ def test_pipe(crew: Crew, tmp_path: Path) -> None:
             "workers": workers
         }
         parts = cut_graph(store, workers, "range", tmp_path / f"parts-{workers}")
-        (foreseen,) = forecast_of(tmp_path / "store", tree, parts)
+        (foreseen,) = estimates_of(tmp_path / "store", tree, parts)
         ranks = crew.run(workers, counted, str(tmp_path / "store"), [tree], None)
         assert foreseen.bytes == sum(rank[0][0] for rank in ranks), model
         if ways == workers:  # how layers are dealt to several stages goes by the clock
@@ -124,36 +129,42 @@ def test_pipe(crew: Crew, tmp_path: Path) -> None:
         assert foreseen.kind == ("exact" if ways == chunks else "approximate")
 
 
-def events_counted(world: World, store: str, tree: dict[str, Any]) -> list[tuple[EventTrialResult, int, int, int]]:
-    """Of every arrangement what was rehearsed, and (steps, bytes, rounds) of this rank in its second epoch."""
+def count_event_traffic(world: World, store: str, tree: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """(steps, bytes, rounds) of this rank in the second epoch of every parallel layout."""
     config, graph = resolve(tree), open_store(store)
-    assert isinstance(config.strategy, TemporalConfig)
-    shapes, here = all_layouts(world.size), RankContext(with_shelf(world))
-    found = []
-    for shape, took in zip(
-        shapes, run_event_trials(config.strategy, make_event_job(graph, config, here), shapes), strict=True
-    ):
-        strategy = build_strategy(config.strategy.model_copy(update=vars(shape)), make_event_job(graph, config, here))
+    context = RankContext(with_shelf(world))
+    counts = []
+    for layout in all_layouts(world.size):
+        settings = config.strategy.model_copy(update=vars(layout))
+        strategy = build_strategy(settings, make_event_job(graph, config, context))
         list(strategy.train_epoch(0))
         before = world.traffic.bytes_sent, world.traffic.rounds
         steps = len(list(strategy.train_epoch(1)))
-        found.append((took, steps, world.traffic.bytes_sent - before[0], world.traffic.rounds - before[1]))
-    return found
+        counts.append((steps, world.traffic.bytes_sent - before[0], world.traffic.rounds - before[1]))
+    return counts
 
 
-def test_temporal(crew: Crew, tmp_path: Path) -> None:
-    """A few iterations tell what an epoch takes, but for the words with which a sweep over the stream begins."""
-    events = make_dataset("events", users=40, items=20, events=900, features=2, seed=3)
-    save_store(events, tmp_path / "store")
+def test_event_traffic_is_as_estimated_but_for_the_start_of_a_sweep(crew: Crew, tmp_path: Path) -> None:
+    graph = make_dataset("events", users=40, items=20, events=900, features=2, seed=3)
+    save_store(graph, tmp_path / "store")
     strategy = {"name": "temporal", "batch": 20, "static": False, "eval_negatives": 3}
     tree = {"strategy": strategy, "model": {"hidden": 8, "neighbours": 3}, "workers": 2}
-    ranks = crew.run(2, events_counted, str(tmp_path / "store"), tree)
-    for place, shape in enumerate(all_layouts(2)):
-        took, steps, _, _ = ranks[0][place]
-        assert not took.refused and took.memory > 0 and took.seconds > 0 and abs(took.iterations - steps) <= 1
-        sent, rounds = sum(rank[place][2] for rank in ranks), max(rank[place][3] for rank in ranks)
-        assert took.begin[0] + steps * took.bytes == pytest.approx(sent, rel=0.01), shape
-        assert took.begin[1] + steps * took.rounds == pytest.approx(rounds, abs=2), shape
+    config = resolve(tree)
+
+    def run_trials(workers: int, candidates: Sequence[tuple[StrategyConfig, int]]) -> list[TrialTiming]:
+        return [TrialTiming(1.0, 1e8) for _ in candidates]
+
+    job = make_event_job(open_store(tmp_path / "store"), config, RankContext())
+    alone, *estimates = estimate_costs(config.strategy, EventPlanningContext(job, 2, run_trials))
+    assert alone.workers == 1 and alone.bytes == alone.rounds == 0
+    ranks = crew.run(2, count_event_traffic, str(tmp_path / "store"), tree)
+    for place, (layout, estimate) in enumerate(zip(all_layouts(2), estimates, strict=True)):
+        assert {axis: estimate.settings[axis] for axis in vars(layout)} == vars(layout)
+        steps = ranks[0][place][0]
+        sent, rounds = sum(rank[place][1] for rank in ranks), max(rank[place][2] for rank in ranks)
+        assert abs(estimate.steps - steps) <= 1
+        assert steps / estimate.steps * estimate.bytes == pytest.approx(sent, rel=0.01), layout
+        assert steps / estimate.steps * estimate.rounds == pytest.approx(rounds, abs=2), layout
 
 
 def layer_loads(world: World, parts: str, wanted: list[int], layers: int) -> list[LayerLoad]:

@@ -12,10 +12,9 @@ from gnnfleet.strategies.config import EventConfig, StrategyConfig
 from gnnfleet.strategies.spec import StrategySpec
 
 if TYPE_CHECKING:
-    from gnnfleet.strategies.estimates import CostEstimate, PlanningContext
+    from gnnfleet.strategies.estimates import CostEstimate, EventPlanningContext, PlanningContext
     from gnnfleet.strategies.job import EventJob, Job
     from gnnfleet.strategies.protocol import Strategy
-    from gnnfleet.strategies.temporal.estimate import EventPlanningContext
 
 STRATEGIES = ("local", "sar", "macrobatch", "tma", "pipe", "temporal")
 AUTO = "auto"

@@ -9,10 +9,9 @@ from gnnfleet.strategies.spec import Settings, StrategySpec
 from gnnfleet.strategies.temporal.config import TemporalConfig
 
 if TYPE_CHECKING:
-    from gnnfleet.strategies.estimates import CostEstimate
+    from gnnfleet.strategies.estimates import CostEstimate, EventPlanningContext
     from gnnfleet.strategies.job import EventJob
     from gnnfleet.strategies.protocol import Strategy
-    from gnnfleet.strategies.temporal.estimate import EventPlanningContext
 
 
 def _build(config: TemporalConfig, job: EventJob) -> Strategy:
