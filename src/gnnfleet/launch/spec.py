@@ -21,7 +21,7 @@ class RunSpec:
     threads: int | None = None  # of every worker; None leaves it to the environment
     parent: int | None = None  # the process that workers do not outlive
     question: dict[str, Any] | None = None  # to a run that is trained; None trains
-    rehearsal: dict[str, Any] | None = None  # what is timed for a plan; nothing of it is kept
+    trials: list[dict[str, Any]] | None = None  # of a plan; None trains
     output: dict[str, Any] | None = None  # with a question on nodes: what the run predicts
     answer: str | None = None  # the file that the first rank writes it to
 

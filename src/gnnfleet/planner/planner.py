@@ -1,22 +1,20 @@
-"""Which strategy for this graph, model and cluster: forecasts of all of them, what fits, and what is recommended.
+"""Recommend a strategy for a graph, a model and a number of workers.
 
-Nothing of what is trained is kept. Cuts that strategies need are made and kept in the store, as ``train`` would; layers
-are timed on a piece of the graph, by one process and by all workers at once, or with a bandwidth that is given for
-workers that have a machine like this one each. Where all workers are here, epochs that are short are tried.
+Every strategy estimates the epochs of its candidate settings. Short epochs are then tried on this machine, unless each
+worker has a machine of its own (``--bandwidth``). Partitions, clusters and chunks are made and stored as by ``train``.
 """
 
 from __future__ import annotations
 
 import difflib
 import tempfile
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.errors import ConfigError, GnnfleetError, first_line
@@ -29,40 +27,37 @@ from gnnfleet.graph.store import save_store
 from gnnfleet.nn.config import TEMPORAL_MODELS
 from gnnfleet.nn.custom_model import annotate_model_errors
 from gnnfleet.planner.profiler import SamplingProbe, profile_machine
-from gnnfleet.planner.remote_profile import (
-    NETWORK_LATENCY,
-    as_separate_machines,
-    profile_workers,
-    run_epoch_trials,
-    run_event_layout_trials,
-    run_strategy_trials,
+from gnnfleet.planner.trial_runs import (
+    WARMUP_STEPS,
+    TrialRun,
+    apply_trials,
+    launch_trials,
+    run_trial,
+    trial_candidates,
+    trial_length,
 )
-from gnnfleet.planner.trial_runs import TrialOutcome, TrialRun, apply_trials, run_trial, trial_candidates, trial_length
 from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.progress import Progress, make_progress
 from gnnfleet.report.remarks import print_note
 from gnnfleet.strategies.config import StrategyConfig
-from gnnfleet.strategies.estimates import CostEstimate, MachineProfile, PlanningContext
+from gnnfleet.strategies.estimates import CostEstimate, EventPlanningContext, PlanningContext, TrialTiming
 from gnnfleet.strategies.registry import AUTO, all_specs, estimate_costs
 from gnnfleet.strategies.sampling_options import DEFAULT_BATCH
-from gnnfleet.strategies.step_costs import WeightBytes
-from gnnfleet.strategies.temporal.estimate import EventPlanningContext, EventTrialResult
-from gnnfleet.strategies.temporal.schedule import ParallelLayout
-from gnnfleet.training.build import RankContext, ValidatedRun, make_job, validate, validate_events
+from gnnfleet.training.build import RankContext, ValidatedRun, make_event_job, make_job, validate, validate_events
 from gnnfleet.training.partition_cache import ensure_clusters, ensure_layouts, ensure_partition, ensure_placement
 from gnnfleet.units import format_size
 
-EVENTS = "temporal"
-"""The strategy for streams of events: planned where they are trained on, and no other there."""
+GRAPH_GOALS = {"exact": "exact full-batch strategies", "sampled": "sampled strategies", "any": "all strategies"}
+EVENT_GOALS = {"exact": "exact layouts", "sampled": "sampled layouts", "any": "all layouts"}
+"""What a goal selects among, on graphs and on event streams."""
 
-GOALS = {"exact": "exact full batch", "sampled": "sampled batches", "any": "all"}
-ON_EVENTS = {"exact": "exact arrangements", "sampled": "sampled arrangements", "any": "all arrangements"}
-"""The same where there is one strategy, and no full batch."""
+EVENT_TIMED_STEPS = 12
+"""Timed steps of a trial on events, in the middle of the stream."""
 
 
 @dataclass(frozen=True)
 class StrategyPlan:
-    """Forecasts, the fastest first; ``refused`` are those that cannot be done, with the reason in words."""
+    """Estimates that fit, fastest first; ``refused`` are those that do not fit or cannot train."""
 
     fits: tuple[CostEstimate, ...]
     refused: tuple[CostEstimate, ...]
@@ -71,319 +66,314 @@ class StrategyPlan:
     why: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
+        best = self.best
         return {
             "goal": self.goal,
-            "recommended": None
-            if self.best is None
-            else {"strategy": dict(self.best.words), "workers": self.best.workers},
+            "recommended": best and {"strategy": dict(best.settings), "workers": best.workers},
             "why": list(self.why),
-            "fits": [{**asdict(each), "seconds_per_pass": each.seconds_per_pass} for each in self.fits],
-            "refused": [asdict(each) for each in self.refused],
+            "fits": [{**asdict(estimate), "seconds_per_pass": estimate.seconds_per_pass} for estimate in self.fits],
+            "refused": [asdict(estimate) for estimate in self.refused],
         }
 
 
-def is_auto_strategy(words: Mapping[str, Any]) -> bool:
-    """Whether the words of a run leave the strategy to a plan."""
-    strategy = words.get("strategy")
+def is_auto_strategy(settings: Mapping[str, Any]) -> bool:
+    """True if the settings of a run leave the strategy to a plan."""
+    strategy = settings.get("strategy")
     return (strategy.get("name") if isinstance(strategy, Mapping) else strategy) == AUTO
 
 
-def choose_strategy(graph: Graph, words: Mapping[str, Any], *, quiet: bool) -> tuple[SettingsTree, StrategyPlan]:
-    """The words of a run with what a plan recommends in place of ``auto``; raises ConfigError where nothing fits."""
-    plan = make_plan(graph, words, quiet=quiet)
+def choose_strategy(graph: Graph, settings: Mapping[str, Any], *, quiet: bool) -> tuple[SettingsTree, StrategyPlan]:
+    """The settings of a run with the recommended strategy instead of ``auto``; raises ConfigError if nothing fits."""
+    plan = make_plan(graph, settings, quiet=quiet)
     if plan.best is None:
         raise ConfigError("; ".join(plan.why))
-    return {**words, "strategy": dict(plan.best.words), "workers": plan.best.workers}, plan
+    return {**settings, "strategy": dict(plan.best.settings), "workers": plan.best.workers}, plan
 
 
 def make_plan(
     graph: Graph,
-    words: Mapping[str, Any],
+    settings: Mapping[str, Any],
     *,
     bandwidth: float | None = None,
     only: Sequence[str] = (),
     quiet: bool = True,
 ) -> StrategyPlan:
-    """Of a run with these words, whose group ``strategy`` may have words of any strategy, and ``goal``."""
-    given = words.get("strategy", {})
-    own = dict(given) if isinstance(given, Mapping) else {}
-    own.pop("name", None)
-    goal = str(own.pop("goal", "sampled" if "fanouts" in own else "exact"))
-    if goal not in GOALS:
-        raise ConfigError(f"strategy.goal={goal}: expected {', '.join(GOALS)}")
-    on_events = _is_on_events(graph, words, only)
-    configs, cannot = _configs(words, own, only, on_events=on_events)
-    taken = {word for config in configs for word in type(config.strategy).model_fields}
+    """Plan a run. The group ``strategy`` of its settings may have ``goal`` and options of any strategy."""
+    group = settings.get("strategy", {})
+    options = {key: value for key, value in group.items() if key != "name"} if isinstance(group, Mapping) else {}
+    goal = str(options.pop("goal", "sampled" if "fanouts" in options else "exact"))
+    if goal not in GRAPH_GOALS:
+        raise ConfigError(f"strategy.goal={goal}: expected {', '.join(GRAPH_GOALS)}")
+    on_events = _plans_events(graph, settings, only)
+    configs, refused = _candidate_configs(settings, options, only, on_events=on_events)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gnnfleet-")))
         stored = graph if graph.store is not None else save_store(graph, scratch / "store")
-        base = configs[0] if on_events else resolve({**_without_strategy(words), "strategy": {"name": "sar"}})
+        base = configs[0] if on_events else resolve({**_without_strategy(settings), "strategy": {"name": "sar"}})
         stack.enter_context(annotate_model_errors(base.model.file))
         progress = stack.enter_context(make_progress(quiet))
-        planner: _StrategyPlanner | _EventStrategyPlanner
         if on_events:
-            planner = _EventStrategyPlanner(stored, base, bandwidth, scratch, progress)
+            estimates = _EventPlanner(stored, base, bandwidth, scratch, progress).estimate(base)
         else:
-            planner = _StrategyPlanner(stored, base, _among(taken, own), bandwidth, scratch, progress, quiet)
-        every = [forecast for config in configs for forecast in planner.estimates(config)]
-        if isinstance(planner, _StrategyPlanner) and bandwidth is None:
-            every = planner.with_trials(every, words)
-    return _recommend([*every, *cannot], base.memory, goal, on_events=on_events)
+            accepted = {option for config in configs for option in type(config.strategy).model_fields}
+            valid = {option: value for option, value in options.items() if option in accepted}
+            probe = SamplingProbe(valid.get("fanouts"), valid.get("batch") or DEFAULT_BATCH)
+            planner = _GraphPlanner(stored, base, probe, bandwidth, scratch, progress, quiet)
+            estimates = [estimate for config in configs for estimate in planner.estimate(config)]
+            if bandwidth is None:
+                estimates = planner.with_trials(estimates, _without_strategy(settings))
+    return _recommend([*estimates, *refused], base.memory, goal, EVENT_GOALS if on_events else GRAPH_GOALS)
 
 
-def _is_on_events(graph: Graph, words: Mapping[str, Any], only: Sequence[str]) -> bool:
-    """Whether a stream is what would be trained on: as strategy, model or task say, or else as the graph is."""
+def _plans_events(graph: Graph, settings: Mapping[str, Any], only: Sequence[str]) -> bool:
+    """True if an event stream is to be trained on, by the strategies, the model or the task, or else by the graph."""
+    specs = all_specs()
+    for_events = [name for name in only if name in specs and specs[name].input == "events"]
+    if for_events and len(set(only)) > 1:
+        raise ConfigError(f"{for_events[0]} trains on events and the others on nodes or links: plan it by itself")
     if only:
-        if EVENTS in only and len(set(only)) > 1:
-            raise ConfigError(f"{EVENTS} trains on events and the others on nodes or links: plan it by itself")
-        return EVENTS in only
-    model = words.get("model", {})
+        return bool(for_events)
+    model = settings.get("model", {})
     name = model.get("name") if isinstance(model, Mapping) else model
-    if name is not None or "task" in words:
-        return name in TEMPORAL_MODELS or words.get("task") == "edge"
+    if name is not None or "task" in settings:
+        return name in TEMPORAL_MODELS or settings.get("task") == "edge"
     return is_event_graph(graph)
 
 
-def _without_strategy(words: Mapping[str, Any]) -> SettingsTree:
-    return {key: value for key, value in words.items() if key != "strategy"}
+def _without_strategy(settings: Mapping[str, Any]) -> SettingsTree:
+    return {key: value for key, value in settings.items() if key != "strategy"}
 
 
-def _configs(
-    words: Mapping[str, Any], own: Mapping[str, Any], only: Sequence[str], *, on_events: bool
+def _candidate_configs(
+    settings: Mapping[str, Any], options: Mapping[str, Any], only: Sequence[str], *, on_events: bool
 ) -> tuple[list[RunConfig], list[CostEstimate]]:
-    """A config of every strategy, each with those of the words that it knows; of those that refuse one, why."""
-    specs = {name: spec for name, spec in all_specs().items() if spec.estimate is not None}
-    able = {name: spec.config for name, spec in specs.items() if on_events == (spec.input == "events")}
-    known = {key for kind in able.values() for key in kind.model_fields}
-    for word in own:
-        if word not in known:
-            near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-            raise ConfigError(f"no strategy has a setting {word!r}" + (f": did you mean {near[0]}?" if near else ""))
+    """(a config of every strategy with those of the options that it has, refusals of strategies that reject one)."""
+    specs = {
+        name: spec
+        for name, spec in all_specs().items()
+        if spec.estimate is not None and on_events == (spec.input == "events")
+    }
+    known = {option for spec in specs.values() for option in spec.config.model_fields}
+    for option in options:
+        if option not in known:
+            similar = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+            hint = f": did you mean {similar[0]}?" if similar else ""
+            raise ConfigError(f"no strategy has a setting {option!r}{hint}")
     for name in only:
-        if name not in able:
-            raise ConfigError(f"no forecast of a strategy {name!r}; this version has {', '.join(able)}")
-    workers, found, cannot = words.get("workers", 1), list[RunConfig](), list[CostEstimate]()
+        if name not in specs:
+            raise ConfigError(f"strategy {name!r} cannot be planned: choose among {', '.join(specs)}")
+    workers = settings.get("workers", 1)
     if only and workers == 1 and not on_events and "local" not in only:
         raise ConfigError(f"with one worker only local is planned, found {', '.join(only)}: pass --workers")
-    errors: list[ConfigError] = []
-    for name, kind in able.items():
-        if (only and name not in only) or (name not in ("local", EVENTS) and workers == 1):
+    configs, refused, errors = list[RunConfig](), list[CostEstimate](), list[ConfigError]()
+    for name, spec in specs.items():
+        if (only and name not in only) or (workers == 1 and not on_events and spec.execution != "single"):
             continue
-        tree = {**_without_strategy(words), "strategy": {"name": name, **_among(kind.model_fields, own)}}
-        if name == "local":
+        group = {"name": name, **{key: value for key, value in options.items() if key in spec.config.model_fields}}
+        tree = {**_without_strategy(settings), "strategy": group}
+        if spec.execution == "single":
             tree = {**tree, "workers": 1, "partition": None}
         try:
-            found.append(resolve(tree))
+            configs.append(resolve(tree))
         except ConfigError as error:
             errors.append(error)
-            on = tree.get("workers", 1)
-            cannot.append(CostEstimate(words={"name": name}, kind="exact", workers=on, memory=0.0, refused=str(error)))
-    if not found:
+            refused.append(_refusal(name, tree.get("workers", 1), error))
+    if not configs:
         raise errors[0]
-    return found, cannot
+    return configs, refused
 
 
-def _among(known: Container[str], words: Mapping[str, Any]) -> SettingsTree:
-    return {key: value for key, value in words.items() if key in known}
+def _refusal(name: str, workers: int, error: ConfigError) -> CostEstimate:
+    return CostEstimate(settings={"name": name}, kind="exact", workers=workers, memory=0.0, refused=str(error))
 
 
-class _StrategyPlanner:
-    """What forecasts are made from, each thing made when it is first asked for."""
+class _GraphPlanner:
+    """Estimates and trials on a graph."""
 
     def __init__(
         self,
         graph: Graph,
         base: RunConfig,
-        own: Mapping[str, Any],
+        probe: SamplingProbe,
         bandwidth: float | None,
         scratch: Path,
         progress: Progress,
         quiet: bool,
     ) -> None:
-        self.graph, self.base, self.bandwidth, self.scratch = graph, base, bandwidth, scratch
-        self.progress, self.quiet = progress, quiet
-        self.draw = SamplingProbe(own.get("fanouts"), own.get("batch") or DEFAULT_BATCH)
-        self.checked: ValidatedRun = validate(graph, base)
+        self._graph, self._base, self._probe, self._bandwidth, self._scratch = graph, base, probe, bandwidth, scratch
+        self._progress, self._quiet = progress, quiet
+        self._validated: ValidatedRun = validate(graph, base)
 
-    def estimates(self, config: RunConfig) -> list[CostEstimate]:
-        """Of a strategy; one that says why it cannot be done where that is so."""
+    def estimate(self, config: RunConfig) -> list[CostEstimate]:
+        """The candidates of a strategy; a single refused one if it cannot train at all."""
         try:
-            self.progress.stage(f"forecast of {config.strategy.name}")
-            return estimate_costs(config.strategy, self.context)
+            self._progress.stage(f"estimate of {config.strategy.name}")
+            return estimate_costs(config.strategy, self._context)
         except ConfigError as error:
-            words = {"name": config.strategy.name}
-            return [CostEstimate(words=words, kind="exact", workers=config.workers, memory=0.0, refused=str(error))]
-
-    def with_trials(self, every: Sequence[CostEstimate], words: Mapping[str, Any]) -> list[CostEstimate]:
-        """Forecasts again, with the seconds of epochs that were tried."""
-        room = min(memory_limit(), self.base.memory or memory_limit())
-        chosen = trial_candidates(every, {1: room, self.base.workers: min(room, memory_limit() / self.base.workers)})
-        found: dict[int, TrialOutcome] = {}
-        several = [each for each in chosen if each.workers > 1]
-        for each in chosen:
-            if each.workers == 1:
-                self.progress.stage(f"trial of {estimate_label(each)}")
-                found[id(each)] = self._took_alone(each, self._trial(each, words))
-        if several:
-            took = self._took(several, [self._trial(each, words) for each in several])
-            found |= {id(each): seconds for each, seconds in zip(several, took, strict=True)}
-        return apply_trials(every, found)
-
-    def _took(self, several: Sequence[CostEstimate], trials: Sequence[TrialRun]) -> list[TrialOutcome]:
-        """All in one launch, for starting workers takes as long as a trial; each by itself where that one dies."""
-        names = [each.name for each in several] if len(several) > 1 else [estimate_label(each) for each in several]
-        self.progress.stage(f"trial of {', '.join(dict.fromkeys(names))}")
-        try:
-            return run_epoch_trials(self.graph, self.base, trials, scratch=self.scratch)
-        except GnnfleetError as error:
-            if len(several) == 1:
-                return [self._failed(several[0], error)]
-            return [self._took([each], [trial])[0] for each, trial in zip(several, trials, strict=True)]
-
-    def _took_alone(self, forecast: CostEstimate, trial: TrialRun) -> TrialOutcome:
-        try:
-            return run_trial(self.graph, trial)
-        except (GnnfleetError, RuntimeError, MemoryError) as error:  # torch says so when there is no memory
-            return self._failed(forecast, error)
-
-    def _failed(self, forecast: CostEstimate, error: Exception) -> str:
-        why = f"a trial of it failed: {first_line(error)}"
-        print_note(f"{estimate_label(forecast)}: {why}", quiet=self.quiet)
-        return why
-
-    def _trial(self, forecast: CostEstimate, words: Mapping[str, Any]) -> TrialRun:
-        tree = {**_without_strategy(words), "strategy": dict(forecast.words), "workers": forecast.workers}
-        config = resolve(tree if forecast.workers > 1 else {**tree, "partition": None})
-        cut = ensure_placement(self.graph, self.checked.graph, config, progress=self.progress, quiet=self.quiet)
-        length = trial_length(forecast)
-        assert length is not None and self.graph.store is not None
-        below = None if cut is None else str(cut.relative_to(self.graph.store.path))
-        return TrialRun(config.model_dump(mode="json"), below, forecast.steps, *length)
+            return [_refusal(config.strategy.name, config.workers, error)]
 
     @cached_property
-    def context(self) -> PlanningContext:
-        job = make_job(self.checked, self.base, RankContext(progress=self.progress))
+    def _context(self) -> PlanningContext:
+        workers = self._base.workers
+        job = make_job(self._validated, self._base, RankContext(progress=self._progress))
         partition = ensure_partition(
-            self.graph, self.checked.graph, self.base, progress=self.progress, quiet=self.quiet
+            self._graph, self._validated.graph, self._base, progress=self._progress, quiet=self._quiet
         )
-        shards = [Partition.open(partition).shard(part) for part in range(self.base.workers)]
-        self.progress.stage("rehearsal")
-        alone = profile_machine(World(), job, shards[0], self.draw)
+        shards = [Partition.open(partition).shard(part) for part in range(workers)]
+        self._progress.stage("profile of this machine")
+        single = profile_machine(job, shards[0], self._probe)
+        least = workers * single.base_memory
+        if self._bandwidth is None and workers > 1 and least > memory_limit():
+            raise ConfigError(
+                f"{workers} workers need {format_size(least)} before training, this machine has "
+                f"{format_size(memory_limit())}: set --bandwidth if each worker has a machine of its own"
+            )
+        linked = self._bandwidth is not None
         return PlanningContext(
             job=job,
-            single_profile=alone,
-            shared_profile=self._together(alone, partition),
-            overlaps=self.bandwidth is not None,
+            single_profile=single,
+            shared_profile=single.linked(workers, self._bandwidth) if self._bandwidth else single.shared_by(workers),
+            overlaps=linked,
             parts=lambda: shards,
-            assignment=self._deal,
-            layouts=lambda config: open_chunk_layouts(self._cut(config)),
-            run_trials=None if self.bandwidth is not None else self._tried,
+            assignment=self._assignment,
+            layouts=lambda strategy: open_chunk_layouts(
+                ensure_layouts(
+                    self._graph,
+                    self._validated.graph,
+                    self._with(strategy),
+                    progress=self._progress,
+                    quiet=self._quiet,
+                )
+            ),
         )
 
-    def _together(self, alone: MachineProfile, partition: Path) -> MachineProfile:
-        workers = self.base.workers
-        if workers == 1:
-            return alone
-        least = workers * alone.base_memory
-        if self.bandwidth is None and least > memory_limit():
-            raise ConfigError(
-                f"{workers} workers on this machine take {format_size(least)} before they begin, it has "
-                f"{format_size(memory_limit())}: say --bandwidth where each has a machine of its own"
-            )
-        if self.bandwidth is not None:
-            return as_separate_machines(alone, workers, self.bandwidth, WeightBytes.of(self.checked.model).nbytes)
-        return profile_workers(self.graph, self.base, partition, self.draw, scratch=self.scratch)
+    def _with(self, strategy: StrategyConfig) -> RunConfig:
+        return self._base.model_copy(update={"strategy": strategy})
 
-    def _tried(self, strategies: Sequence[StrategyConfig]) -> list[dict[str, Any]]:
-        configs = [self.base.model_copy(update={"strategy": strategy}) for strategy in strategies]
-        cuts = [
-            self._cut(each.strategy) if each.spec.placement == "chunks" else self._clusters(each)
-            for each in configs
-        ]
-        self.progress.stage(f"trial of {strategies[0].name}")
-        try:
-            return run_strategy_trials(self.graph, configs, cuts, scratch=self.scratch)
-        except ConfigError:
-            raise
-        except GnnfleetError as error:  # the others can be planned without this one
-            raise ConfigError(f"a rehearsal of it failed: {first_line(error)}") from error
-
-    def _cut(self, strategy: StrategyConfig) -> Path:
-        config = self.base.model_copy(update={"strategy": strategy})
-        return ensure_layouts(self.graph, self.checked.graph, config, progress=self.progress, quiet=self.quiet)
-
-    def _clusters(self, config: RunConfig) -> Path | None:
-        return ensure_clusters(self.graph, self.checked.graph, config, progress=self.progress, quiet=self.quiet)
-
-    def _deal(self, strategy: StrategyConfig) -> NodeAssignment:
-        config = self.base.model_copy(update={"strategy": strategy})
-        path = self._clusters(config)
-        counts = {kind: table.count for kind, table in self.graph.nodes.items()}
+    def _assignment(self, strategy: StrategyConfig) -> NodeAssignment:
+        config = self._with(strategy)
+        path = ensure_clusters(self._graph, self._validated.graph, config, progress=self._progress, quiet=self._quiet)
+        counts = {kind: table.count for kind, table in self._graph.nodes.items()}
         return NodeAssignment(counts, None if path is None else ClusterMap.open(path), config.seed)
 
+    def with_trials(self, estimates: Sequence[CostEstimate], settings: SettingsTree) -> list[CostEstimate]:
+        """The estimates with the seconds of trials, for candidates whose epochs are short."""
+        limit, workers = min(memory_limit(), self._base.memory or memory_limit()), self._base.workers
+        candidates = trial_candidates(estimates, {1: limit, workers: min(limit, memory_limit() / workers)})
+        timings: dict[int, TrialTiming] = {}
+        for estimate in candidates:
+            if estimate.workers == 1:
+                self._progress.stage(f"trial of {estimate_label(estimate)}")
+                timings[id(estimate)] = self._run_alone(estimate, self._trial(estimate, settings))
+        distributed = [estimate for estimate in candidates if estimate.workers > 1]
+        if distributed:
+            outcomes = self._launch(distributed, [self._trial(estimate, settings) for estimate in distributed])
+            timings |= {id(estimate): timing for estimate, timing in zip(distributed, outcomes, strict=True)}
+        return apply_trials(estimates, timings)
 
-class _EventStrategyPlanner:
-    """The same for a stream of events."""
+    def _trial(self, estimate: CostEstimate, settings: SettingsTree) -> TrialRun:
+        tree = {**settings, "strategy": dict(estimate.settings), "workers": estimate.workers}
+        config = resolve(tree if estimate.workers > 1 else {**tree, "partition": None})
+        path = ensure_placement(self._graph, self._validated.graph, config, progress=self._progress, quiet=self._quiet)
+        length = trial_length(estimate)
+        assert length is not None and self._graph.store is not None
+        placement = None if path is None else str(path.relative_to(self._graph.store.path))
+        return TrialRun(config.model_dump(mode="json"), placement, estimate.steps, **length)
+
+    def _launch(self, candidates: Sequence[CostEstimate], trials: Sequence[TrialRun]) -> list[TrialTiming]:
+        """Run all in one launch, since starting workers takes as long as a trial. If it dies, launch each by itself."""
+        single = len(candidates) == 1
+        names = [estimate_label(estimate) if single else estimate.name for estimate in candidates]
+        self._progress.stage(f"trial of {', '.join(dict.fromkeys(names))}")
+        try:
+            return launch_trials(self._graph, self._base, trials, scratch=self._scratch)
+        except GnnfleetError as error:
+            if single:
+                return [self._failed(candidates[0], error)]
+            return [self._launch([estimate], [trial])[0] for estimate, trial in zip(candidates, trials, strict=True)]
+
+    def _run_alone(self, estimate: CostEstimate, trial: TrialRun) -> TrialTiming:
+        try:
+            return run_trial(self._graph, trial)
+        except (GnnfleetError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError if memory is short
+            return self._failed(estimate, error)
+
+    def _failed(self, estimate: CostEstimate, error: Exception) -> TrialTiming:
+        reason = f"its trial failed: {first_line(error)}"
+        print_note(f"{estimate_label(estimate)}: {reason}", quiet=self._quiet)
+        return TrialTiming(refused=reason)
+
+
+class _EventPlanner:
+    """Estimates on an event stream, all of them from trials."""
 
     def __init__(
         self, graph: Graph, base: RunConfig, bandwidth: float | None, scratch: Path, progress: Progress
     ) -> None:
-        self.graph, self.base, self.bandwidth, self.scratch, self.progress = graph, base, bandwidth, scratch, progress
+        self._graph, self._base, self._bandwidth, self._scratch = graph, base, bandwidth, scratch
+        self._progress = progress
         validate_events(graph, base)
 
-    def estimates(self, config: RunConfig) -> list[CostEstimate]:
-        return estimate_costs(
-            config.strategy, EventPlanningContext(config.workers, self._rehearsed, self.bandwidth, NETWORK_LATENCY)
-        )
+    def estimate(self, config: RunConfig) -> list[CostEstimate]:
+        job = make_event_job(self._graph, config, RankContext(progress=self._progress))
+        context = EventPlanningContext(job, config.workers, self._run_trials, self._bandwidth)
+        return estimate_costs(config.strategy, context)
 
-    def _rehearsed(self, workers: int, shapes: Sequence[ParallelLayout]) -> list[EventTrialResult]:
-        self.progress.stage(f"rehearsal of {workers}")
-        strategy = self.base.strategy.model_copy(
-            update={"batch_parallel": "auto", "epoch_parallel": "auto", "memory_parallel": "auto"}
-        )
-        config = self.base.model_copy(update={"workers": workers, "strategy": strategy})
-        return run_event_layout_trials(self.graph, config, shapes, scratch=self.scratch)
+    def _run_trials(self, workers: int, candidates: Sequence[tuple[StrategyConfig, int]]) -> list[TrialTiming]:
+        self._progress.stage(f"trial of {workers} workers")
+        trials = []
+        for strategy, steps in candidates:
+            config = self._base.model_copy(update={"workers": workers, "strategy": strategy})
+            warmup = min(WARMUP_STEPS, steps - 1)
+            first = max(0, min(steps // 2, steps - warmup - EVENT_TIMED_STEPS))
+            fields = config.model_dump(mode="json")
+            trials.append(TrialRun(fields, None, steps, first, warmup, timed_steps=EVENT_TIMED_STEPS))
+        base = resolve(dict(trials[0].config))
+        return launch_trials(self._graph, base, trials, scratch=self._scratch)
 
 
 def _recommend(
-    every: Sequence[CostEstimate], memory: int | None, goal: str, *, on_events: bool = False
+    estimates: Sequence[CostEstimate], memory: int | None, goal: str, goals: Mapping[str, str] = GRAPH_GOALS
 ) -> StrategyPlan:
     fits: list[CostEstimate] = []
     refused: list[CostEstimate] = []
-    for each in every:
-        if not each.refused and memory is not None and each.memory > memory:
-            text = f"needs {format_size(each.memory)}, {format_size(each.memory - memory)} more than --memory"
-            each = replace(each, refused=text)
-        (refused if each.refused else fits).append(each)
-    fits.sort(key=lambda each: (each.seconds_per_pass, each.memory))
-    best, why = _fastest_of_goal(fits, goal, ON_EVENTS[goal] if on_events else GOALS[goal])
+    for estimate in estimates:
+        if not estimate.refused and memory is not None and estimate.memory > memory:
+            excess = format_size(estimate.memory - memory)
+            reason = f"needs {format_size(estimate.memory)}, {excess} more than --memory"
+            estimate = replace(estimate, refused=reason)
+        (refused if estimate.refused else fits).append(estimate)
+    fits.sort(key=lambda estimate: (estimate.seconds_per_pass, estimate.memory))
+    best, why = _fastest(fits, goal, goals[goal])
     if best is None and memory is not None and refused:
-        least = min((each for each in refused if each.memory), key=lambda each: each.memory, default=None)
-        more = "" if least is None else f"; the least that any needs is {format_size(least.memory)} ({least.name})"
-        why = (f"nothing fits into --memory {format_size(memory)}{more}: take more workers or more memory",)
+        least = min((estimate for estimate in refused if estimate.memory), key=lambda e: e.memory, default=None)
+        need = "" if least is None else f"; the least that any needs is {format_size(least.memory)} ({least.name})"
+        why = (f"nothing fits into --memory {format_size(memory)}{need}: set more workers or more memory",)
     return StrategyPlan(tuple(fits), tuple(refused), goal, best, why)
 
 
-def _fastest_of_goal(fits: Sequence[CostEstimate], goal: str, what: str) -> tuple[CostEstimate | None, tuple[str, ...]]:
-    """The fastest of the kind that is asked for, in words ``what``, else the fastest of all that fit."""
-    asked = [each for each in fits if goal == "any" or each.kind == goal]
-    best = next(iter(asked or fits), None)
+def _fastest(fits: Sequence[CostEstimate], goal: str, description: str) -> tuple[CostEstimate | None, tuple[str, ...]]:
+    """(the fastest candidate of the goal, else the fastest of all that fit; the reasons)."""
+    matching = [estimate for estimate in fits if goal == "any" or estimate.kind == goal]
+    best = next(iter(matching or fits), None)
     if best is None:
         return None, ("no strategy can train this",)
-    why = [f"{estimate_label(best)}: the fastest of {what} that fit, {seconds_text(best)}"]
-    if not asked:
-        why = [f"{estimate_label(best)}: of {what} nothing fits; the fastest of the others, {seconds_text(best)}"]
+    label, seconds = estimate_label(best), seconds_text(best)
+    if matching:
+        why = [f"{label}: the fastest of {description} that fit, {seconds}"]
+    else:
+        why = [f"{label}: none of {description} fits; the fastest of the others, {seconds}"]
     why += best.reasons
-    other = next((each for each in (asked or fits) if each.name != best.name), None)
-    if other is not None:
-        why.append(f"next is {estimate_label(other)}: {seconds_text(other)}, {format_size(other.memory)}")
+    second = next((estimate for estimate in (matching or fits) if estimate.name != best.name), None)
+    if second is not None:
+        why.append(f"next is {estimate_label(second)}: {seconds_text(second)}, {format_size(second.memory)}")
     return best, tuple(why)
 
 
-def estimate_label(forecast: CostEstimate) -> str:
-    """The strategy and its words, for people."""
-    words = [f"{key}={_short(value)}" for key, value in forecast.words.items() if key != "name"]
-    return " ".join([forecast.name, *words])
+def estimate_label(estimate: CostEstimate) -> str:
+    """The strategy and its settings, for people."""
+    options = [f"{key}={_short(value)}" for key, value in estimate.settings.items() if key != "name"]
+    return " ".join([estimate.name, *options])
 
 
 def _short(value: Any) -> str:
@@ -392,5 +382,5 @@ def _short(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def seconds_text(forecast: CostEstimate) -> str:
-    return f"{forecast.seconds_per_pass:.3g} s per epoch"
+def seconds_text(estimate: CostEstimate) -> str:
+    return f"{estimate.seconds_per_pass:.3g} s per epoch"

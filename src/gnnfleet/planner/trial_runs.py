@@ -1,7 +1,7 @@
-"""Epochs that are short are tried before they are planned with: by as many processes as would train, on the real parts.
+"""Trials: short real epochs, run by as many processes as would train, on the real parts.
 
-A rehearsal times layers and links one by one; what they take from each other in an epoch, only an epoch tells. Of every
-strategy the fastest settings are tried, the others follow their mean.
+The fastest candidates of every strategy are tried, as far as their epochs are short. Their measured seconds replace the
+estimates; the estimates of the strategy's other candidates are scaled by the mean ratio.
 """
 
 from __future__ import annotations
@@ -10,136 +10,159 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from gnnfleet.comm.collectives import barrier
+from gnnfleet.comm.collectives import barrier, max_over_ranks
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
+from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.launch.rank_main import with_placement
-from gnnfleet.strategies.estimates import CostEstimate
+from gnnfleet.launch.local_launcher import launch
+from gnnfleet.launch.rank_main import open_same_store, with_placement
+from gnnfleet.launch.spec import RunSpec
+from gnnfleet.nn.custom_model import annotate_model_errors
+from gnnfleet.report.memory import peak_rss
+from gnnfleet.strategies.estimates import CostEstimate, TrialTiming
 from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.training.build import RankContext, build
 
 MAX_TRIALS = 3
-"""Settings of a strategy that are tried."""
+"""Candidates of a strategy that are tried."""
 
 MIN_TIMED_SECONDS, MAX_TRIAL_SECONDS = 1.5, 6.0
-"""Seconds that are timed, and that a trial may take with what comes before them."""
+"""Seconds that are timed, and seconds of a whole trial, warm-up included."""
 
-EPOCHS, WARMUP_STEPS = 3, 4
-"""At most so many whole epochs; steps that are not timed, where an epoch has many."""
+MAX_EPOCHS, WARMUP_STEPS = 3, 4
+"""Whole epochs that are timed at most; steps before the timed ones, if an epoch has many."""
 
 
 @dataclass(frozen=True)
 class TrialRun:
-    """One setting: how many steps of an epoch are timed after how many others, or whole epochs where ``warm`` is 0."""
+    """One candidate: ``timed_steps`` after ``warmup_steps``, or ``timed_epochs`` after one if ``timed_steps`` is 0."""
 
     config: Mapping[str, Any]  # of the run
-    cut: str | None  # what the strategy needs of the kind, below the store
-    steps: int  # of an epoch
-    warm: int
-    timed: int
+    placement: str | None  # the partition, clusters or chunk layouts, relative to the store
+    epoch_steps: int
+    first_step: int = 0
+    warmup_steps: int = 0
+    timed_steps: int = 0
+    timed_epochs: int = 0
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def trial_length(forecast: CostEstimate) -> tuple[int, int] | None:
-    """(steps before, steps timed) of a trial, (0, epochs) where an epoch has too few; None where it would take long."""
-    each, relay = forecast.seconds / forecast.steps, forecast.relay
-    warm = relay * -(-WARMUP_STEPS // relay)
-    timed = relay * max(1, int(MIN_TIMED_SECONDS / max(each * relay, 1e-9)))
-    timed = min(timed, (forecast.steps - warm) // relay * relay)
+def trial_length(estimate: CostEstimate) -> dict[str, int] | None:
+    """The number of warm-up and timed steps or epochs of a trial; None if it would take too long."""
+    step_seconds, fetch = estimate.seconds / estimate.steps, estimate.batches_per_fetch
+    warmup = fetch * -(-WARMUP_STEPS // fetch)
+    timed = fetch * max(1, int(MIN_TIMED_SECONDS / max(step_seconds * fetch, 1e-9)))
+    timed = min(timed, (estimate.steps - warmup) // fetch * fetch)
     if timed > 0:
-        return (warm, timed) if (warm + timed) * each <= MAX_TRIAL_SECONDS else None
-    epochs = max(1, min(EPOCHS, int(MIN_TIMED_SECONDS / max(forecast.seconds, 1e-9))))
-    return (0, epochs) if (1 + epochs) * forecast.seconds <= MAX_TRIAL_SECONDS else None
+        seconds = (warmup + timed) * step_seconds
+        return {"warmup_steps": warmup, "timed_steps": timed} if seconds <= MAX_TRIAL_SECONDS else None
+    epochs = max(1, min(MAX_EPOCHS, int(MIN_TIMED_SECONDS / max(estimate.seconds, 1e-9))))
+    return {"timed_epochs": epochs} if (1 + epochs) * estimate.seconds <= MAX_TRIAL_SECONDS else None
 
 
-def trial_candidates(every: Sequence[CostEstimate], most: Mapping[int, float]) -> list[CostEstimate]:
-    """The fastest of every strategy; ``most`` is the memory that a worker of so many may take."""
-    found: dict[str, list[CostEstimate]] = {}
-    for each in sorted(every, key=lambda each: each.seconds):
-        fits = not each.refused and each.memory <= most.get(each.workers, 0.0)
-        if (
-            fits
-            and each.is_walk
-            and trial_length(each) is not None
-            and len(found.setdefault(each.name, [])) < MAX_TRIALS
-        ):
-            found[each.name].append(each)
-    return [each for some in found.values() for each in some]
+def trial_candidates(estimates: Sequence[CostEstimate], memory_limits: Mapping[int, float]) -> list[CostEstimate]:
+    """The fastest candidates of every strategy; ``memory_limits`` of a worker, by the number of workers."""
+    candidates: dict[str, list[CostEstimate]] = {}
+    for estimate in sorted(estimates, key=lambda estimate: estimate.seconds):
+        fits = not estimate.refused and estimate.memory <= memory_limits.get(estimate.workers, 0.0)
+        chosen = candidates.setdefault(estimate.name, [])
+        if fits and estimate.is_synchronous and len(chosen) < MAX_TRIALS and trial_length(estimate) is not None:
+            chosen.append(estimate)
+    return [estimate for chosen in candidates.values() for estimate in chosen]
 
 
-TrialOutcome = float | str
-"""Seconds of an epoch, or why it cannot be trained after all."""
-
-
-def apply_trials(every: Sequence[CostEstimate], tried: Mapping[int, TrialOutcome]) -> list[CostEstimate]:
-    """Forecasts with the seconds that were found (by id of a forecast), those of a strategy's others in proportion."""
+def apply_trials(estimates: Sequence[CostEstimate], timings: Mapping[int, TrialTiming]) -> list[CostEstimate]:
+    """The estimates with measured seconds (by id of an estimate); those of untried candidates are scaled."""
     ratios: dict[str, list[float]] = {}
-    for each in every:
-        took = tried.get(id(each))
-        if isinstance(took, float):
-            ratios.setdefault(each.name, []).append(took / max(each.seconds, 1e-9))
-    made = []
-    for each in every:
-        took = tried.get(id(each))
-        if isinstance(took, str):
-            each = replace(each, refused=took)
-        elif took is not None:
-            reason = f"an epoch was tried: {took:.2g} s; foreseen were {each.seconds:.2g} s"
-            each = replace(each, seconds=took, reasons=(*each.reasons, reason))
-        elif each.name in ratios and not each.refused and each.is_walk:
-            each = replace(each, seconds=each.seconds * mean(ratios[each.name]))
-        made.append(each)
-    return made
+    for estimate in estimates:
+        timing = timings.get(id(estimate))
+        if timing is not None and not timing.refused:
+            ratios.setdefault(estimate.name, []).append(timing.seconds / max(estimate.seconds, 1e-9))
+    return [_corrected(estimate, timings.get(id(estimate)), ratios.get(estimate.name)) for estimate in estimates]
 
 
-def run_trial(graph: Graph, trial: TrialRun, world: World | None = None) -> TrialOutcome:
-    """All ranks call it together."""
-    try:
-        return _seconds(graph, trial, world)
-    except ConfigError as error:
-        return str(error)
+def _corrected(estimate: CostEstimate, timing: TrialTiming | None, ratios: Sequence[float] | None) -> CostEstimate:
+    if timing is not None and timing.refused:
+        return replace(estimate, refused=timing.refused)
+    if timing is not None:
+        reason = f"trial epoch: {timing.seconds:.2g} s (estimate: {estimate.seconds:.2g} s)"
+        return replace(estimate, seconds=timing.seconds, reasons=(*estimate.reasons, reason))
+    if ratios and not estimate.refused and estimate.is_synchronous:
+        return replace(estimate, seconds=estimate.seconds * mean(ratios))
+    return estimate
 
 
-def _seconds(graph: Graph, trial: TrialRun, world: World | None) -> float:
-    aside = (world or World()).uncounted()
+def launch_trials(graph: Graph, config: RunConfig, trials: Sequence[TrialRun], *, scratch: Path) -> list[TrialTiming]:
+    """Run trials one after the other by ``config.workers`` processes of one launch."""
+    assert graph.store is not None
+    spec = RunSpec(
+        store=str(graph.store.path.resolve()),
+        digest=graph.store.digest,
+        partition="",
+        run_dir=str(scratch),
+        config=config.model_dump(mode="json"),
+        trials=[asdict(trial) for trial in trials],
+    )
+    timings = launch(
+        spec,
+        folder=scratch / "launch",
+        workers=config.workers,
+        advice="try again",
+        module="gnnfleet.planner.trial_worker",
+    )
+    return [TrialTiming(**timing) for timing in timings["timings"]]
+
+
+def run_trial_spec(spec: RunSpec, world: World) -> dict[str, Any]:
+    """Collective. Run the trials of a spec on this rank."""
+    graph = open_same_store(spec, world)
+    with annotate_model_errors(resolve(spec.config).model.file):
+        return {"timings": [asdict(run_trial(graph, TrialRun(**trial), world)) for trial in spec.trials or ()]}
+
+
+def run_trial(graph: Graph, trial: TrialRun, world: World | None = None) -> TrialTiming:
+    """Collective. Time one candidate; a ConfigError becomes the reason of its refusal."""
+    world = (world or World()).uncounted()
     config = resolve(dict(trial.config))
     assert graph.store is not None
-    cut = None if trial.cut is None else graph.store.path / trial.cut
-    strategy = build(graph, config, here=with_placement(RankContext(aside), config, cut)).strategy
+    placement = None if trial.placement is None else graph.store.path / trial.placement
     try:
-        return _window(strategy, trial, aside) if trial.warm else _epochs(strategy, trial, aside)
-    finally:
-        strategy.close()
+        strategy = build(graph, config, here=with_placement(RankContext(world), config, placement)).strategy
+        try:
+            seconds = _time_steps(strategy, trial, world) if trial.timed_steps else _time_epochs(strategy, trial, world)
+        finally:
+            strategy.close()
+    except ConfigError as error:
+        return TrialTiming(refused=str(error))
+    return TrialTiming(seconds, max_over_ranks(world, float(peak_rss())))
 
 
-def _window(strategy: Strategy, trial: TrialRun, world: World) -> float:
-    walk = strategy.train_epoch(0)
+def _time_steps(strategy: Strategy, trial: TrialRun, world: World) -> float:
+    """Seconds of an epoch, from some of its steps."""
+    steps = strategy.train_epoch(0, trial.first_step)
     try:
-        for _ in islice(walk, trial.warm):
+        for _ in islice(steps, trial.warmup_steps):
             pass
         barrier(world)
         started = time.perf_counter()
-        for _ in islice(walk, trial.timed):
-            pass
-        took = time.perf_counter() - started
+        timed = sum(1 for _ in islice(steps, trial.timed_steps))
+        seconds = time.perf_counter() - started
     finally:
-        walk.close()
-    return took * trial.steps / trial.timed
+        steps.close()
+    return seconds * trial.epoch_steps / max(1, timed)
 
 
-def _epochs(strategy: Strategy, trial: TrialRun, world: World) -> float:
-    found = []
-    for epoch in range(1 + trial.timed):
+def _time_epochs(strategy: Strategy, trial: TrialRun, world: World) -> float:
+    seconds = []
+    for epoch in range(1 + trial.timed_epochs):
         barrier(world)
         started = time.perf_counter()
         for _ in strategy.train_epoch(epoch):
             pass
-        found.append(time.perf_counter() - started)
-    return median(found[1:])
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[1:])

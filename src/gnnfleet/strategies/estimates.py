@@ -1,34 +1,37 @@
-"""What a strategy says of an epoch before it is trained, and what it is told for that.
+"""Predicted costs of an epoch, and the measurements and files of a graph that strategies predict them from.
 
-Bytes and rounds are counted from the parts of the graph; seconds come from a short rehearsal (``profiler``). A strategy
-has ``estimate.py`` in its folder with ``foresee(config, outlook)``: forecasts for every setting worth a thought of what
-the config leaves open. It raises ConfigError where it cannot train at all.
+Bytes and rounds are counted from the parts of the graph. Seconds come from one profile of this machine (``planner.
+profiler``) and are within about 30 %; the planner replaces them by those of real epochs where epochs are short.
+``StrategySpec.estimate`` returns an estimate for every candidate of the settings that a config leaves open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.graph.partition.node_assignment import NodeAssignment
 from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.strategies.config import StrategyConfig
-from gnnfleet.strategies.job import Job
+from gnnfleet.strategies.job import EventJob, Job
 
 Exactness = Literal["exact", "sampled", "approximate"]
-"""What an epoch learns: what the full batch of one process would, what its sampled batches would, or neither."""
+"""Equal to the full batch of one process, to the sampled batches of one process, or to neither."""
 
 MEMORY_SLACK = 1.3
-"""Memory of a step by its tensors: what allocators and kernels hold besides."""
+"""Memory of a step relative to its tensors: allocators and kernels hold more."""
+
+LOCAL_BANDWIDTH, LATENCY = 1e9, 1e-4
+"""Bytes per second between workers of one machine, and seconds of a message: assumed, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostEstimate:
-    """An epoch of a strategy with some of its words set."""
+    """An epoch of a strategy under some settings."""
 
-    words: Mapping[str, Any]  # the strategy group of the config that would train so
+    settings: Mapping[str, Any]  # the strategy group of the config
     kind: Exactness
     workers: int
     memory: float  # bytes of the largest worker
@@ -37,81 +40,100 @@ class CostEstimate:
     seconds: float = 0.0  # of an epoch
     passes: float = 1.0  # over the training items in an epoch; a round of tma may have any number
     steps: int = 1  # of the optimizer in an epoch
-    relay: int = 1  # steps that share what they fetch
-    is_walk: bool = True  # whether all workers take every step together: such an epoch can be tried
-    reasons: tuple[str, ...] = ()  # what decides
-    refused: str = ""  # why it cannot be done at all
+    batches_per_fetch: int = 1  # steps that share an exchange
+    is_synchronous: bool = True  # all workers take each step together, so that an epoch can be tried
+    reasons: tuple[str, ...] = ()
+    refused: str = ""  # the reason why these settings cannot train
 
     @property
     def name(self) -> str:
-        return str(self.words["name"])
+        return str(self.settings["name"])
 
     @property
     def seconds_per_pass(self) -> float:
-        """Seconds to see every training item once: what strategies are compared by."""
+        """Seconds to see every training item once; strategies are compared by it."""
         return self.seconds / max(self.passes, 1e-9)
 
 
 @dataclass(frozen=True)
-class LayerCostModel:
-    """Seconds of a layer, forward and backward: of next to nothing, of a destination row, of an edge."""
-
-    base: float
-    per_row: float
-    per_edge: float
-
-    def seconds(self, rows: float, edges: float) -> float:
-        return self.base + self.per_row * rows + self.per_edge * edges
-
-
-@dataclass(frozen=True)
 class MachineProfile:
-    """What was measured of ``workers`` processes that compute at the same time."""
+    """Speed and memory of one of ``workers`` processes."""
 
     workers: int
-    layers: tuple[LayerCostModel, ...]
-    optimizer_seconds: float  # seconds of the optimizer
-    allreduce_seconds: float  # seconds of a sum of all gradients over workers
-    block_slowdown: float  # how many times as long a layer takes on sampled blocks as on as much of the graph
-    sampling_seconds: float  # seconds for each edge drawn and row read, to make blocks
-    bandwidth: float  # bytes that a worker sends in a second while all do; rows of one machine lie in shared memory
-    socket_bandwidth: float  # the same through sockets alone
-    latency: float  # seconds of a round without rows
-    base_memory: float  # bytes of a process that has not begun
+    row_seconds: float  # full batch, forward and backward: a row of a layer
+    edge_seconds: float  # full batch, forward and backward: an edge of a layer
+    block_seconds: float  # sampled step with its optimizer: a row read or an edge drawn
+    sampling_seconds: float  # to make blocks: a row read or an edge drawn
+    base_memory: float  # bytes of a process before training
+    bandwidth: float = LOCAL_BANDWIDTH  # bytes per second that a worker sends while all do
+    latency: float = LATENCY  # seconds of a round without rows
 
-    def layer_seconds(self, loads: Sequence[tuple[float, float]]) -> float:
-        """Seconds of all layers, given (rows, edges) of each."""
-        return sum(pace.seconds(*load) for pace, load in zip(self.layers, loads, strict=True))
+    def shared_by(self, workers: int) -> MachineProfile:
+        """The profile of each of ``workers`` processes that share the cores of this machine."""
+        return MachineProfile(
+            workers,
+            self.row_seconds * workers,
+            self.edge_seconds * workers,
+            self.block_seconds * workers,
+            self.sampling_seconds * workers,
+            self.base_memory,
+        )
 
-    def sampled_step_seconds(self, loads: Sequence[tuple[float, float]]) -> float:
-        """Seconds of a step on blocks."""
-        return self.block_slowdown * self.layer_seconds(loads) + self.optimizer_seconds
+    def linked(self, workers: int, bandwidth: float) -> MachineProfile:
+        """The profile of each of ``workers`` machines like this one."""
+        return replace(self, workers=workers, bandwidth=bandwidth)
+
+    def full_batch_seconds(self, loads: Sequence[tuple[float, float]]) -> float:
+        """Seconds of a step, given (rows, edges) of every layer."""
+        return sum(self.row_seconds * rows + self.edge_seconds * edges for rows, edges in loads)
 
     def transfer_seconds(self, nbytes: float, rounds: float) -> float:
-        """Seconds that rows take, nothing else going on."""
+        """Seconds of an exchange that nothing overlaps."""
         return nbytes / self.bandwidth + rounds * self.latency if self.workers > 1 else 0.0
+
+    def allreduce_seconds(self, nbytes: float) -> float:
+        """Seconds of a sum of gradients over all workers."""
+        return self.transfer_seconds(2 * nbytes, 2)
 
 
 @dataclass(frozen=True, eq=False)
 class PlanningContext:
-    """What a strategy is told to foresee an epoch. ``job`` has the graph, the model and the task of all workers."""
+    """Inputs of an estimate. ``job`` has the graph, the model and the task of all workers."""
 
     job: Job
-    single_profile: MachineProfile  # one process by itself
-    shared_profile: MachineProfile  # all workers at once
-    overlaps: bool  # whether rows travel while workers compute: not where these share processors
+    single_profile: MachineProfile  # of one process by itself
+    shared_profile: MachineProfile  # of each of all workers at once
+    overlaps: bool  # exchanges overlap with computation: not where workers share cores
     parts: Callable[[], Sequence[Shard]]  # of ``partition``, or mincut; a part for every worker
     assignment: Callable[[StrategyConfig], NodeAssignment]
     layouts: Callable[[StrategyConfig], Sequence[ChunkLayout]]
-    # What workers say who try strategies together on this machine, one after the other; None where each has a machine.
-    run_trials: Callable[[Sequence[StrategyConfig]], Sequence[Mapping[str, Any]]] | None = None
-    cache: dict[str, Any] = field(default_factory=dict)  # what several forecasts need, found once
+    cache: dict[str, Any] = field(default_factory=dict)  # computed once for several estimates
 
     @property
     def workers(self) -> int:
         return self.job.workers
 
-    def cached(self, name: str, find: Callable[[], Any]) -> Any:
+    def cached(self, name: str, compute: Callable[[], Any]) -> Any:
         if name not in self.cache:
-            self.cache[name] = find()
+            self.cache[name] = compute()
         return self.cache[name]
+
+
+@dataclass(frozen=True)
+class TrialTiming:
+    """Outcome of a trial; ``refused`` is the reason why the settings cannot be trained."""
+
+    seconds: float = 0.0  # of an epoch
+    memory: float = 0.0  # peak bytes of the largest worker
+    refused: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class EventPlanningContext:
+    """Inputs of an estimate on an event stream; ``bandwidth`` is set if every worker has a machine of its own."""
+
+    job: EventJob
+    workers: int
+    # Trials on this machine: (number of workers, [(settings of the strategy, steps of an epoch)]).
+    run_trials: Callable[[int, Sequence[tuple[StrategyConfig, int]]], Sequence[TrialTiming]]
+    bandwidth: float | None = None

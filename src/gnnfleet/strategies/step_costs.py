@@ -102,12 +102,6 @@ class ProbeBlocks:
     views: Sequence[Sequence[LocalView]]
 
     @property
-    def layer_loads(self) -> list[tuple[float, float]]:
-        """(rows, edges) of every layer, on average."""
-        each = torch.tensor([loads_of(views) for views in self.views], dtype=torch.float64)
-        return [(rows, edges) for rows, edges in each.mean(0).tolist()]
-
-    @property
     def num_edges_and_rows(self) -> float:
         """Edges drawn and rows read, on average."""
         return sum(num_drawn(views) for views in self.views) / len(self.views)
@@ -145,10 +139,6 @@ def step_peak_bytes(job: Job, views: Sequence[LocalView], *, given: bool) -> flo
     job.model.zero_grad(set_to_none=True)
     inputs = float(sum(each.nbytes for each in (x.values() if isinstance(x, dict) else [x])))
     return MEMORY_SLACK * (peak + inputs * (2 if given else 1))
-
-
-SAMPLE_EDGES, SAMPLE_ROWS = 1_000_000, 40_000
-"""The largest piece that layers are timed on."""
 
 
 def loads_of(views: Sequence[LocalView]) -> list[tuple[float, float]]:

@@ -54,11 +54,11 @@ def _full(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
     tensors = trace_full_batch(outlook, config.cache_inputs).peak_bytes(int(rows))
     most = max(MEMORY_SLACK * tensors, evaluation_bytes(job, graph.num_nodes))
     return CostEstimate(
-        words={**config.model_dump(exclude_defaults=True), "name": "local"},
+        settings={**config.model_dump(exclude_defaults=True), "name": "local"},
         kind="exact",
         workers=1,
         memory=pace.base_memory + held + most + WeightBytes.of(job.model).state(),
-        seconds=steps * (pace.layer_seconds(loads) + pace.optimizer_seconds),
+        seconds=steps * pace.full_batch_seconds(loads),
         steps=steps,
         reasons=("one process, the whole graph in every step",),
     )
@@ -72,7 +72,7 @@ def _sampled(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
         job, items, config.batch_size, fanouts=config.fanouts, given=given, replace=config.replace
     )
     steps = count_batches(len(items), config.batch_size)
-    work, making = pace.sampled_step_seconds(blocks.layer_loads), pace.sampling_seconds * blocks.num_edges_and_rows
+    work, making = (seconds * blocks.num_edges_and_rows for seconds in (pace.block_seconds, pace.sampling_seconds))
     features = feature_bytes(job.graph)
     ahead = auto_depth(int(features)) if config.prefetch == "auto" else config.prefetch
     itemsize = PRECISIONS[job.precision].itemsize
@@ -80,7 +80,7 @@ def _sampled(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
     step = step_peak_bytes(job, blocks.views[0], given=given) + (1 + ahead) * blocks.structure_bytes
     most = max(step, evaluation_bytes(job, job.graph.num_nodes) + feature_bytes(job.graph, itemsize))
     return CostEstimate(
-        words={**config.model_dump(exclude_defaults=True), "name": "local"},
+        settings={**config.model_dump(exclude_defaults=True), "name": "local"},
         kind="sampled",
         workers=1,
         memory=pace.base_memory + held + most + WeightBytes.of(job.model).state(),

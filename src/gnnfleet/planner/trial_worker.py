@@ -1,4 +1,4 @@
-"""``python -m gnnfleet.planner.profile_worker SPEC.json``: a worker that profiles for a plan and trains nothing."""
+"""``python -m gnnfleet.planner.trial_worker SPEC.json``: a worker that runs trials for a plan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def _load() -> Callable[[RunSpec, World], Any]:
-    from gnnfleet.planner.remote_profile import run_profile_spec
+    from gnnfleet.planner.trial_runs import run_trial_spec
 
-    return run_profile_spec
+    return run_trial_spec
 
 
 if __name__ == "__main__":
