@@ -185,9 +185,11 @@ def _check_config(contest: Comparison, name: str) -> RunConfig:
 
 def _chosen_settings(run: Path, config: RunConfig) -> SettingsTree:
     """Settings that the strategy chose in a run."""
-    directory = open_own_run(run)
     choice = config.spec.chosen
-    if choice is None or directory.load("last") is None or not directory.has_rank_local("last", config.workers):
+    if choice is None:
+        return {}
+    directory = open_own_run(run)
+    if directory.load("last") is None or not directory.has_rank_local("last", config.workers):
         return {}
     return choice(directory.load_rank_local("last", 0)[RANK_LOCAL])
 

@@ -1,8 +1,8 @@
-"""Inputs a strategy is built from, and the precision it computes in."""
+"""Inputs that a strategy is built from, and the precision it computes in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,57 +24,80 @@ from gnnfleet.tasks.event import EventTask
 from gnnfleet.tasks.train_options import TrainConfig
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
-"""The dtype of weights and features; bf16 is for what dense products give, and read where the CPU multiplies it."""
+"""Dtype of weights and features. bf16 stores the results of dense products, and their operands where the CPU can."""
 
-MEMORY = 4 << 30
-"""Bytes of activations an evaluation may hold at a time, unless a run says otherwise."""
+EVALUATION_MEMORY = 4 << 30
+"""Bytes of activations an evaluation may hold at a time, by default."""
+
+OwnedIds = Mapping[str, Tensor] | None
+"""Store ids by node type: the nodes for which a rank holds learnable rows; None: all."""
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """What a strategy is built from; the graph has exactly the split that is trained on."""
+class RankContext:
+    """Where a strategy is built: this rank, and the placement that its spec asks for."""
+
+    world: World = field(default_factory=World)
+    shard: Shard | None = None  # placement partition: this rank's part
+    progress: Progress = NoProgress()
+    log_user: Callable[[str], None] = lambda text: None  # shows a line to the user, on the first rank
+    message_store: MessageStore | None = None  # execution supervised: connects the coordinator to its trainers
+    assignment: NodeAssignment | None = None  # placement clusters: the nodes of each trainer
+    layouts: Sequence[ChunkLayout] | None = None  # placement chunks
+
+    @property
+    def owned_ids(self) -> OwnedIds:
+        """Store ids of the nodes of this rank's part."""
+        shard = self.shard
+        return None if shard is None else {kind: shard.nodes(kind).store_ids for kind in shard.node_types}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _BaseJob:
+    train: TrainConfig
+    seed: int = 0
+    precision: str = "float32"
+    memory: int | None = None  # bytes; each strategy defines what they limit
+    context: RankContext = field(default_factory=RankContext)
+
+    @property
+    def world(self) -> World:
+        return self.context.world
+
+    @property
+    def progress(self) -> Progress:
+        return self.context.progress
+
+    def log_user(self, text: str) -> None:
+        self.context.log_user(text)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Job(_BaseJob):
+    """Inputs of a strategy; the graph has exactly the split that is trained on."""
 
     graph: Graph
     model: Model
     task: Task
-    train: TrainConfig
-    seed: int = 0
-    precision: str = "float32"
-    memory: int | None = None  # bytes; what it limits is the strategy's to say
-    partition: str | None = None  # the partitioner that is asked for; None leaves it to the strategy
-    progress: Progress = NoProgress()
-    world: World = field(default_factory=World)
-    shard: Shard | None = None  # this rank's part of the graph, for strategies that use parts
+    partition: str | None = None  # partitioner that the user set; None leaves it to the strategy
     workers: int = 1
-    processes: int = 1  # that train beside each other on this machine, each in a world of its own
-    message_store: MessageStore | None = None  # how workers that come and go are reached
-    assignment: NodeAssignment | None = None  # who of them has which nodes
-    layouts: Sequence[ChunkLayout] | None = None  # how nodes may be cut into chunks
-    log_user: Callable[[str], None] = lambda text: None  # to the user, on the rank that speaks
+    processes: int = 1  # on this machine that train at the same time, each in a world of its own
 
     @property
     def evaluation_memory(self) -> int:
         """Bytes of activations an evaluation may hold at a time."""
-        return MEMORY if self.memory is None else self.memory
+        return EVALUATION_MEMORY if self.memory is None else self.memory
 
 
-def autocast(precision: str) -> AbstractContextManager[Any]:
-    """Where bf16 applies: results of dense products are stored in it, operands rounded to it where the CPU multiplies
-    it; weights stay float32, sums over edges are taken in it."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
-
-
-@dataclass(frozen=True, eq=False)
-class EventJob:
-    """What the strategy is built from: a stream in place of a graph."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EventJob(_BaseJob):
+    """Inputs of a strategy on events: a stream in place of a graph."""
 
     model: TemporalModel
     task: EventTask
-    train: TrainConfig
-    features: Tensor | None = None  # [V, S] what is known of nodes, before any is learnt
-    seed: int = 0
-    precision: str = "float32"
-    memory: int | None = None
-    world: World = field(default_factory=World)
-    progress: Progress = NoProgress()
-    log_user: Callable[[str], None] = lambda text: None
+    features: Tensor | None = None  # [V, S] given features of nodes
+
+
+def autocast(precision: str) -> AbstractContextManager[Any]:
+    """Apply bf16: it holds operands and results of dense products. Weights and sums over edges stay float32."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")

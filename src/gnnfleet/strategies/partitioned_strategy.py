@@ -172,6 +172,6 @@ class PartitionedStrategy(Reporting):
 
 def require_shard(job: Job) -> Shard:
     """This rank's part; raises ConfigError where there is none."""
-    if job.shard is None:
+    if job.context.shard is None:
         raise ConfigError("this strategy works on a part of a partitioned graph, found none: use gnnfleet train")
-    return job.shard
+    return job.context.shard

@@ -5,29 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.message_store import MessageStore
 from gnnfleet.comm.world import World
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.events.event_stream import is_event_graph
 from gnnfleet.graph.graph import NO_SPLIT, TEST, Graph, Nodes
-from gnnfleet.graph.partition.chunk_layout import ChunkLayout
-from gnnfleet.graph.partition.node_assignment import NodeAssignment
-from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.graph.split import parse_rule, split_nodes
 from gnnfleet.nn.base import Model
 from gnnfleet.nn.custom_model import build_custom_model
 from gnnfleet.nn.model import build_model
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.report.progress import NoProgress, Progress
-from gnnfleet.strategies.job import PRECISIONS, EventJob, Job
+from gnnfleet.strategies.job import PRECISIONS, EventJob, Job, OwnedIds
+from gnnfleet.strategies.job import RankContext as RankContext
 from gnnfleet.strategies.protocol import EventPredictor, NodePredictor, Strategy
 from gnnfleet.strategies.registry import build_strategy
 from gnnfleet.tasks.event import EventTask
@@ -76,30 +72,6 @@ class BuiltRun:
     def has(self, split: str) -> bool:
         """Whether a split has anything to learn from or measure."""
         return bool(len(self.task.items(split)))
-
-
-OwnedIds = Mapping[str, Tensor] | None
-"""Store ids by node type: the nodes for which a rank holds learnable rows; None: all."""
-
-
-@dataclass(frozen=True, eq=False)
-class RankContext:
-    """Where a strategy is built: which of the ranks this is, and its part of the graph where there are parts."""
-
-    world: World = field(default_factory=World)
-    shard: Shard | None = None
-    progress: Progress = NoProgress()
-    log_user: Callable[[str], None] = lambda text: None  # to the user
-    message_store: MessageStore | None = None  # how workers that come and go are reached
-    assignment: NodeAssignment | None = None  # who of them has which nodes
-    layouts: Sequence[ChunkLayout] | None = None  # how nodes may be cut into chunks
-
-    @property
-    def owned_ids(self) -> OwnedIds:
-        """The nodes of this part."""
-        return (
-            None if self.shard is None else {kind: self.shard.nodes(kind).store_ids for kind in self.shard.node_types}
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,9 +137,15 @@ def make_event_job(graph: Graph, config: RunConfig, here: RankContext) -> EventJ
     """What the strategy for events is made of, here."""
     task, model, features = validate_events(graph, config)
     return EventJob(
-        model, task, config.train, features, seed=config.seed, precision=config.precision, memory=config.memory,
-        world=here.world, progress=here.progress, log_user=here.log_user,
-    )  # fmt: skip
+        model=model,
+        task=task,
+        features=features,
+        train=config.train,
+        seed=config.seed,
+        precision=config.precision,
+        memory=config.memory,
+        context=here,
+    )
 
 
 def rebuild(
@@ -237,14 +215,8 @@ def make_job(checked: ValidatedRun, config: RunConfig, here: RankContext) -> Job
         precision=config.precision,
         memory=config.memory,
         partition=config.partition,
-        progress=here.progress,
-        world=here.world,
-        shard=here.shard,
-        log_user=here.log_user,
         workers=config.workers,
-        message_store=here.message_store,
-        assignment=here.assignment,
-        layouts=here.layouts,
+        context=here,
     )
 
 

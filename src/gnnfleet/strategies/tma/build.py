@@ -21,7 +21,7 @@ def build(config: TmaConfig, job: Job) -> TmaStrategy:
 
 def _correction_strategy(config: TmaConfig, job: Job) -> Strategy | None:
     """The strategy that trains a copy of the model on the whole graph between rounds."""
-    if not config.correction_steps or job.message_store is None:
+    if not config.correction_steps or job.context.message_store is None:
         return None
     model = copy.deepcopy(job.model)
     task = replace(job.task, decoder=model.decoder) if isinstance(job.task, LinkTask) else job.task  # type: ignore[arg-type]
