@@ -249,6 +249,34 @@ def test_the_state_of_a_trainer_follows_its_messages(
     assert state() is TrainerState.ACTIVE
 
 
+def test_a_restarted_coordinator_removes_the_messages_of_former_ones(messages: RunMessages, start: Starter) -> None:
+    """Also of one that ended before its first weights were the newest, and updates that came after its end."""
+    former = start(TmaConfig(interval=0.01, give_up=20), 4)
+    for number in range(2):
+        for i in range(2):
+            send(messages, number, i)
+        former.wait_round()
+    former._stop.set()  # killed: it does not tell that the run is over
+    former._thread.join()
+    messages.write_state(RunState(1, 2))
+    messages.write_update(RunState(1, 2), 0, update_of(2, 0))
+    assert messages.begin_incarnation() == 2
+    coordinator = Coordinator(
+        config=TmaConfig(steps=1, give_up=20), trainers=2, messages=messages.reconnect(), layout=LAYOUT,
+        weights=sign(1, 0), first=2, last=4, assignment=NodeAssignment(NODES, None), outer=OuterOptimizer(0.0),
+    ).start()  # fmt: skip
+    until(lambda: messages.read_state() == RunState(3, 2), 10, "first weights")
+    for i in range(2):
+        messages.write_update(RunState(3, 2), i, update_of(2, i))
+    coordinator.wait_round()
+    coordinator.close()
+    for number in range(4):
+        state = RunState(1, number)
+        assert messages.read_round_start(state, torch.float64) is None, "weights of a former coordinator"
+        assert not any(messages.has_update(state, i) for i in range(2)), "updates for a former coordinator"
+    assert messages.collect_requested(1) == -1
+
+
 class CountingCorrection:
     """A correction that adds 1 and counts its calls."""
 
