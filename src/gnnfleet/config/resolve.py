@@ -1,7 +1,7 @@
-"""The words of a run: TOML file, ``--set a.b=c`` and keyword arguments, resolved into one frozen value.
+"""Settings of a run: TOML file, ``--set a.b=c`` and keyword arguments, resolved into one frozen RunConfig.
 
-Unknown words are refused with the nearest known one. The resolved config is saved with the run, so a run can be
-repeated from its directory alone.
+An unknown setting is refused with the nearest known one. The resolved config is saved with the run, so the run
+directory alone is enough to repeat it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
         spec = find_spec(str(settings.get("name", "local")))
         strategy = spec.config(**settings)
     except ValidationError as error:
-        raise ConfigError(explain(error, spec.config, prefix="strategy.")) from None
+        raise ConfigError(explain(error, spec, prefix="strategy.")) from None
     tree = overlay(spec.defaults, tree)
     if tree.get("task") == "link" and isinstance(tree.get("train", {}), Mapping):
         tree["train"] = {"weight_decay": 0.0, **tree.get("train", {})}  # it would shrink rarely used rows to nothing
     try:
         config = RunConfig(strategy=strategy, **tree)
     except ValidationError as error:
-        raise ConfigError(explain(error, spec.config)) from None
+        raise ConfigError(explain(error, spec)) from None
     _check_input(config)
     strategy.check_workers(config.workers)
     if spec.execution == "single" and config.workers != 1:
@@ -65,7 +65,7 @@ def resolve(tree: Mapping[str, Any]) -> RunConfig:
             f"or --strategy {'|'.join(others)}"
         )
     if config.partition is not None and spec.placement == "none":
-        raise ConfigError(f"strategy {spec.name} uses no parts: leave out --partition {config.partition}")
+        raise ConfigError(f"strategy {spec.name} uses no partition: leave out --partition {config.partition}")
     return config
 
 
@@ -83,11 +83,11 @@ def _check_input(config: RunConfig) -> None:
     subject = f"model {model.name}" if model.is_temporal else "task edge" if config.task == "edge" else ""
     if subject:
         others = "|".join(other for other, spec in all_specs().items() if spec.input == "events")
-        raise ConfigError(f"{subject} is for streams of events: use --strategy {others}, found {name}")
+        raise ConfigError(f"{subject} is for event streams: use --strategy {others}, found {name}")
 
 
 def named_group(key: str, value: Any) -> SettingsTree:
-    """``model = "gcn"`` is short for a table with that name."""
+    """Expand ``model = "gcn"``, which is short for a table with that name."""
     if isinstance(value, str):
         return {"name": value}
     if not isinstance(value, Mapping):
@@ -96,7 +96,7 @@ def named_group(key: str, value: Any) -> SettingsTree:
 
 
 def read_toml(path: Path) -> SettingsTree:
-    """The words of a config file."""
+    """Read a config file; raises ConfigError."""
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
@@ -106,7 +106,7 @@ def read_toml(path: Path) -> SettingsTree:
 
 
 def parse_value(text: str) -> Any:
-    """``256``, ``0.01``, ``true``, ``[10, 5]`` as TOML reads them; anything else is text."""
+    """Parse ``256``, ``0.01``, ``true``, ``[10, 5]`` as TOML does; anything else is text."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -114,48 +114,55 @@ def parse_value(text: str) -> Any:
 
 
 def unflatten(settings: Mapping[str, Any]) -> SettingsTree:
-    """``{"train.lr": 0.1}`` as ``{"train": {"lr": 0.1}}``; raises ConfigError for a word that is also a group."""
+    """Turn ``{"train.lr": 0.1}`` into ``{"train": {"lr": 0.1}}``; raises ConfigError if a group has a value."""
     tree: SettingsTree = {}
     for key, value in settings.items():
         *groups, last = key.split(".")
-        at = tree
+        subtree = tree
         for group in groups:
-            at = at.setdefault(group, {})
-            if not isinstance(at, dict):
+            subtree = subtree.setdefault(group, {})
+            if not isinstance(subtree, dict):
                 raise ConfigError(f"{key} cannot be set: {group} has a value already")
-        at[last] = value
+        subtree[last] = value
     return tree
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> SettingsTree:
-    """``base`` with what ``over`` says in its place. Another strategy keeps nothing of the former's words; words
-    that belong to none yet are kept."""
+    """Merge nested settings; ``over`` wins. If it names another strategy, the settings of the former one are dropped.
+
+    Settings of a strategy that ``base`` does not name are kept.
+    """
     tree = dict(base)
     for key, value in over.items():
-        below = tree.get(key)
-        if key in ("strategy", "model") and below is not None:
-            value, below = named_group(key, value), named_group(key, below)
-            former = below.get("name")
-            if key == "strategy" and former is not None and value.get("name", former) != former:
-                below = None
-        tree[key] = overlay(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        replaced = tree.get(key)
+        if key in ("strategy", "model") and replaced is not None:
+            value, replaced = named_group(key, value), named_group(key, replaced)
+            name = replaced.get("name")
+            if key == "strategy" and name is not None and value.get("name", name) != name:
+                replaced = None
+        both = isinstance(replaced, Mapping) and isinstance(value, Mapping)
+        tree[key] = overlay(replaced, value) if both else value
     return tree
 
 
-def merge_settings(file: Mapping[str, Any], given: Mapping[str, Any], options: Mapping[str, Any]) -> SettingsTree:
-    """The words of a file, of ``--set`` and of options, later ones winning. Where options name another strategy than
-    the file, its words go, those of ``--set`` stay: they are meant for the one that is named."""
+def merge_settings(file: Mapping[str, Any], flat: Mapping[str, Any], options: Mapping[str, Any]) -> SettingsTree:
+    """Merge the settings of a file, of ``--set`` (``flat``) and of options; later ones win.
+
+    If the options name another strategy than the file, strategy settings of the file are dropped. Those of ``--set``
+    stay: they are meant for the strategy that the options name.
+    """
     strategy = named_group("strategy", options.get("strategy") or {})
-    first = overlay(file, {"strategy": {"name": strategy["name"]}}) if "name" in strategy else file
-    words = overlay(first, unflatten(given))
-    said = words.get("strategy")
-    if "name" in strategy and isinstance(said, Mapping):
-        words["strategy"] = {**said, "name": strategy["name"]}
-    return overlay(words, options)
+    if "name" not in strategy:
+        return overlay(overlay(file, unflatten(flat)), options)
+    name = {"name": strategy["name"]}
+    merged = overlay(overlay(file, {"strategy": name}), unflatten(flat))
+    if isinstance(merged["strategy"], Mapping):
+        merged["strategy"] = {**merged["strategy"], **name}
+    return overlay(merged, options)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> SettingsTree:
-    """The reverse of ``unflatten``."""
+    """Reverse ``unflatten``."""
     flat: SettingsTree = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -166,13 +173,13 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> SettingsTree:
 
 
 def check_resumable(old: RunConfig, new: RunConfig) -> None:
-    """Raise ConfigError when ``new`` would make a continued run differ from an uninterrupted one."""
+    """Raise ConfigError if ``new`` would make a resumed run differ from an uninterrupted one."""
     before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     resumable = {*_RESUMABLE, *(f"strategy.{option}" for option in old.spec.resumable)}
     changed = [key for key in {**after, **before} if key not in resumable and before.get(key) != after.get(key)]
     if changed:
         key = changed[0]
         raise ConfigError(
-            f"the run was started with {key}={before.get(key)}, found {after.get(key)}: a run continues as it began; "
-            "leave it out, or start another run"
+            f"the run was started with {key}={before.get(key)}, found {after.get(key)}: a resumed run keeps its "
+            "settings; leave it out, or start another run"
         )

@@ -22,7 +22,7 @@ DEFAULT_SILENCE_LIMIT = 10.0
 
 
 class ReportConfig(BaseModel, frozen=True, extra="forbid"):
-    """What is measured and shown beside the metrics."""
+    """Measurements and outputs besides the metrics."""
 
     memory: bool = False  # one more, untimed epoch under torch's profiler for peak_tensors
     tensorboard: bool = False
@@ -41,14 +41,14 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     workers: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
     precision: Literal["float32", "bf16", "float64"] = "float32"
-    # local, tma: bytes of activations an evaluation may hold, 4GiB by default. sar, auto: all that a worker may hold.
-    # macrobatch: decides whether features and their aggregate stay in memory. temporal: what copies of the memory may
-    # take on a machine.
-    memory: Annotated[int | None, BeforeValidator(lambda given: None if given is None else parse_size(given))] = None
+    # local, tma: bytes of activations an evaluation may hold, 4GiB by default. sar, auto: memory budget of a worker.
+    # macrobatch: decides if features and their aggregate stay in memory. temporal: budget for copies of the node memory
+    # on a machine.
+    memory: Annotated[int | None, BeforeValidator(lambda size: None if size is None else parse_size(size))] = None
     # Seconds without a heartbeat after which a rank is declared dead. tma has strategy.silence.
     silence_limit: float = Field(default=DEFAULT_SILENCE_LIMIT, ge=3)
-    partition: str | None = None  # how nodes are dealt to workers; None leaves it to the strategy
-    # The number of a split of the store, or a rule that makes one of nodes (0.6/0.2/0.2, 20-per-class) or of links.
+    partition: str | None = None  # assigns nodes to workers; None leaves it to the strategy
+    # Number of a split of the store, or a rule that splits nodes (0.6/0.2/0.2, 20-per-class) or links.
     split: int | str = 0
 
     @property
@@ -58,11 +58,11 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
 
     @field_validator("partition")
     @classmethod
-    def _known(cls, method: str | None) -> str | None:
+    def _check_partitioner(cls, method: str | None) -> str | None:
         from gnnfleet.graph.partition.assign import PARTITIONERS
 
         if method is not None and method not in PARTITIONERS:
-            near = difflib.get_close_matches(method, PARTITIONERS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PARTITIONERS)}"
+            closest = difflib.get_close_matches(method, PARTITIONERS, n=1, cutoff=0.5)
+            hint = f"did you mean {closest[0]}?" if closest else f"choose one of {', '.join(PARTITIONERS)}"
             raise ConfigError(f"no partitioner {method!r}: {hint}")
         return method

@@ -11,72 +11,74 @@ from pydantic import BaseModel, ValidationError
 
 from gnnfleet.config.renamed import new_name, new_value
 from gnnfleet.config.schema import RunConfig
-from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.registry import all_specs
+from gnnfleet.strategies.spec import StrategySpec
+
+_UNION_MEMBERS = ("int", "float", "bool", "str")
+"""Parts of pydantic's error paths that name a type of a union and no setting."""
 
 
-def settings_ending_in(word: str) -> list[str]:
-    """The settings, of any strategy, whose last part is ``word``."""
-    found = [
-        name for spec in all_specs().values() for name in _settings(spec.config) if name.rpartition(".")[2] == word
+def settings_ending_in(option: str) -> list[str]:
+    """Full names of the settings, of any strategy, whose last part is ``option``."""
+    matches = [
+        name for spec in all_specs().values() for name in _setting_names(spec) if name.rpartition(".")[2] == option
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(matches))
 
 
-def explain(error: ValidationError, kind: type[StrategyConfig], prefix: str = "") -> str:
+def explain(error: ValidationError, spec: StrategySpec[Any], prefix: str = "") -> str:
+    """Describe the first error of a config with this strategy."""
     first = error.errors()[0]
-    words = _error_path(first)
-    key = prefix + ".".join(words)
+    path = _error_path(first)
+    key = prefix + ".".join(path)
     if first["type"] == "extra_forbidden":
-        return f"no setting {key!r}: {_suggestion(key, kind)}"
-    if name := new_value(str(kind.model_fields["name"].default), key.removeprefix("strategy."), first["input"]):
+        return f"no setting {key!r}: {_suggestion(key, spec)}"
+    if name := new_value(spec.name, key.removeprefix("strategy."), first["input"]):
         return f"{key}={first['input']} is called {key}={name} since version 0.2"
     if first["type"] == "value_error":
         return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
-    said = dict.fromkeys(each["msg"].lower() for each in error.errors() if _error_path(each) == words)
-    return f"{key}={_short(first['input'])}: {' or '.join(said).replace(' or input should be ', ' or ')}"
+    messages = dict.fromkeys(other["msg"].lower() for other in error.errors() if _error_path(other) == path)
+    return f"{key}={_shortened(first['input'])}: {' or '.join(messages).replace(' or input should be ', ' or ')}"
 
 
 def _error_path(error: Mapping[str, Any]) -> list[str]:
-    """The words that lead to a value; of one that may be of several kinds these are no part."""
+    """Path of a setting, without the parts that name a member of a union."""
+    path = [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden":
-        return [str(word) for word in error["loc"]]
-    return [str(word) for word in error["loc"] if not re.search(r"[\[\-]", str(word)) and word not in _KINDS]
+        return path
+    return [part for part in path if not re.search(r"[\[\-]", part) and part not in _UNION_MEMBERS]
 
 
-_KINDS = ("int", "float", "bool", "str")
-
-
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-def _suggestion(key: str, kind: type[StrategyConfig]) -> str:
-    """What to say of an unknown setting: the same word elsewhere comes before one that only looks like it."""
-    group, _, word = key.rpartition(".")
-    known = _settings(kind)
-    if group == "strategy" and (name := new_name(str(kind.model_fields["name"].default), word)):
+def _suggestion(key: str, spec: StrategySpec[Any]) -> str:
+    """Suggest a setting in place of an unknown one: the same name in another group, else the most similar name."""
+    group, _, option = key.rpartition(".")
+    if group == "strategy" and (name := new_name(spec.name, option)):
         return f"it is called strategy.{name} since version 0.2"
-    same = [name for name in known if name.rpartition(".")[2] == word]
+    names = _setting_names(spec)
+    same = [name for name in names if name.rpartition(".")[2] == option]
     if same:
         return f"did you mean {' or '.join(same)}?"
-    others = [name for name, spec in all_specs().items() if word in spec.config.model_fields]
+    others = [name for name, other in all_specs().items() if option in other.config.model_fields]
     if others and group in ("", "strategy"):
-        mine = kind.model_fields["name"].default
-        return f"strategy {mine} has none such, strategy.{word} is a setting of {', '.join(others)}"
-    inside = [name for name in known if not group or name.startswith(f"{group}.")]
-    near = {name.rpartition(".")[2]: name for name in reversed(inside)}
-    close = difflib.get_close_matches(word, near, n=1, cutoff=0.5)
-    here = [name.rpartition(".")[2] for name in inside if name.rpartition(".")[0] == group]
-    return f"did you mean {near[close[0]]}?" if close else f"known: {', '.join(here)}"
+        return f"strategy {spec.name} has no such setting, strategy.{option} is a setting of {', '.join(others)}"
+    in_group = [name for name in names if not group or name.startswith(f"{group}.")]
+    by_option = {name.rpartition(".")[2]: name for name in reversed(in_group)}
+    closest = difflib.get_close_matches(option, by_option, n=1, cutoff=0.5)
+    if closest:
+        return f"did you mean {by_option[closest[0]]}?"
+    return "known: " + ", ".join(name.rpartition(".")[2] for name in in_group if name.rpartition(".")[0] == group)
 
 
-def _settings(kind: type[StrategyConfig]) -> list[str]:
-    """The full names of all settings of a run with a strategy, groups included."""
-    found = list(RunConfig.model_fields)
+def _setting_names(spec: StrategySpec[Any]) -> list[str]:
+    """Full names of all settings of a run with a strategy, groups included."""
+    names = list(RunConfig.model_fields)
     for name, field in RunConfig.model_fields.items():
-        group = kind if name == "strategy" else field.annotation
+        group = spec.config if name == "strategy" else field.annotation
         if isinstance(group, type) and issubclass(group, BaseModel):
-            found += [f"{name}.{word}" for word in group.model_fields]
-    return found
+            names += [f"{name}.{option}" for option in group.model_fields]
+    return names
