@@ -1,6 +1,5 @@
-// Bindings of stream.h and kway.h.
+// Bindings of stream.h.
 #include "bind.h"
-#include "kway.h"
 #include "stream.h"
 
 namespace {
@@ -98,17 +97,6 @@ void bind_whole(nb::module_& m) {
         return pins_volume(as_pins(pins, bits), static_cast<int64_t>(pins.shape(0)));
       },
       "pins"_a.noconvert(), "bits"_a);
-  m.def(
-      "partition_kway",
-      [](In<int32_t> indptr, In<int32_t> neighbour, In<int32_t> weight, In<int64_t> load, In<int64_t> size, int parts,
-         int64_t load_cap, int64_t size_cap, uint64_t seed, Out<int32_t> part) {
-        const KwayGraph graph{static_cast<int32_t>(indptr.shape(0)) - 1, indptr.data(), neighbour.data(), weight.data(),
-                              load.data(), size.data()};
-        nb::gil_scoped_release unlocked;
-        partition_kway(graph, parts, {load_cap, size_cap}, seed, part.data());
-      },
-      "indptr"_a.noconvert(), "neighbour"_a.noconvert(), "weight"_a.noconvert(), "load"_a.noconvert(),
-      "size"_a.noconvert(), "parts"_a, "load_cap"_a, "size_cap"_a, "seed"_a, "part"_a.noconvert());
   m.def(
       "stream_fill_lightest",
       [](In<int64_t> order, In<int64_t> mass, Out<int32_t> part, Out<int64_t> load) {

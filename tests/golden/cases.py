@@ -119,7 +119,7 @@ CASES: tuple[Case, ...] = (
     _sar("sage-pool", "sage", 3, model__aggr="pool"),
     _sar("gat", "gat", 2, group=1, prefetch=1),
     _sar("gatv2", "gatv2", 3, keep="true", group=2),
-    _sar("gcn", "gcn", 2, model__dropout=0.6, model__residual="true", top__partition="stream"),
+    _sar("gcn", "gcn", 2, model__dropout=0.6, model__residual="true", top__partition="super"),
     _sar("gcn", "gcn", 3, flow="false", cache_inputs="false", prefetch=0),
     _sar("int8", "gat", 2, wire="int8"),
     _sar("link", "gcn", 2, **LINKS, link__exclude="none", model__embedding=4),
