@@ -120,7 +120,7 @@ def test_a_heartbeat_is_not_silent_before_it_has_moved(monkeypatch: pytest.Monke
 
 def test_a_patient_connection_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     server = MessageStore.serve()
-    hasty, patient = server.reconnect(), server.reconnect(connect_timeout=10)
+    hasty, patient = server.reconnect(), server.reconnect(retry_seconds=10)
     server.write("a", {"n": 1})
 
     class Cut:
@@ -184,7 +184,7 @@ def test_an_interrupted_writer_leaves_nothing_behind(
     server = MessageStore.serve()
     keys = server._store.num_keys()
     for again in ("same", "other", "none"):
-        writer = server.reconnect(connect_timeout=10 if again == "same" else 0)
+        writer = server.reconnect(retry_seconds=10 if again == "same" else 0)
         server.write("a", {"n": 0}, small_pieces[:9])
         monkeypatch.setattr(writer, "_store", Interrupted(writer._store, calls))
         with suppress(ExchangeError):

@@ -60,7 +60,7 @@ def rank(number: int, order: dict[str, Any]) -> NoReturn:
         (folder / f"rank-{number}.ready").touch()
         run_spec(RunSpec.from_json(order["spec"]), world)
 
-    run_rank(seat, work, speaks=True)
+    run_rank(seat, work, print_errors=True)
 
 
 def _sabotage(_: int, frame: FrameType | None) -> None:

@@ -66,5 +66,5 @@ def test_a_cut_link_ends_the_workers_on_both_sides(hosts: tuple[Machine, Machine
     until(lambda: all(gone(worker) for worker in workers), 15, "end of the workers")
     assert time.monotonic() - begun > 5
     near, far = (host.said.read_text() for host in hosts)
-    assert f"error: rank 0 ends: rank 1 (pid {workers[1].pid}" in near and "sent no heartbeat for 10 s" in near, near
+    assert f"error: rank 0 exits: rank 1 (pid {workers[1].pid}" in near and "sent no heartbeat for 10 s" in near, near
     assert "error: rank 1 has not reached the store" in far, far

@@ -221,7 +221,7 @@ VERDICTS: list[tuple[dict[int, Any], type[GnnfleetError], str]] = [
         "^nan$",
     ),
     ({0: failed(143), 1: failed(5, told(FailureKind.raised, 1, 1, "cut", 5))}, PartitionError, "^cut$"),
-    ({1: failed(8, told(FailureKind.lost, 1, 1, "rows")), 0: failed(143)}, ExchangeError, "rows; go on"),
+    ({1: failed(8, told(FailureKind.lost, 1, 1, "rows")), 0: failed(143)}, ExchangeError, "rows; continue"),
     ({1: failed(143), 0: failed(143)}, ExchangeError, "rank 1 .* code 143"),
     ({0: failed(1, told(FailureKind.raised, 0, 0, "oops", 1))}, GnnfleetError, "^oops$"),
 ]
@@ -229,7 +229,7 @@ VERDICTS: list[tuple[dict[int, Any], type[GnnfleetError], str]] = [
 
 @pytest.mark.parametrize(("failures", "kind", "text"), VERDICTS)
 def test_one_error_for_several_workers(failures: dict[int, Any], kind: type[GnnfleetError], text: str) -> None:
-    error = combine_failures(failures, "go on with --resume")
+    error = combine_failures(failures, "continue with --resume")
     assert type(error) is kind
     assert re.search(text, str(error))
     assert getattr(error, "__notes__", []) == (["T"] if kind is GnnfleetError else [])

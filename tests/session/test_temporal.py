@@ -83,7 +83,7 @@ def test_ranks_of_torchrun_that_share_batches_train_as_one(place: Path) -> None:
 
 def test_ranks_cannot_ask_a_stream(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = SimpleNamespace(store=SimpleNamespace(set=lambda *words: pytest.fail("nothing is prepared")))
-    monkeypatch.setattr(query, "run_rank", lambda seat, work, speaks: work(World(), meeting))
+    monkeypatch.setattr(query, "run_rank", lambda env, work, print_errors: work(World(), meeting))
     question = query.Query(run=str(place / "through"), split="test")
     with pytest.raises(ConfigError, match="asked by one process: leave torchrun out"):
         query.run_query_as_rank(

@@ -1,9 +1,8 @@
-"""Post: letters of any size between processes that may come, go and come back, through one small server.
+"""A message store: messages of any size between processes that may come, go and come back, through one small server.
 
-A letter is a few words and perhaps tensors as bytes; it is there as a whole or not at all. The server is torch's
-TCPStore, which drops values above 8 MiB, so bodies go in pieces. Nobody waits inside the server: whoever waits looks
-again; and nobody waits for a link that is cut: the connection counts as lost within seconds, so that a new one is there
-soon after the link is. Serves one thread; threads open connections of their own.
+A message has JSON fields and perhaps a body of bytes; it is there as a whole or not at all. The server is torch's
+TCPStore, which drops values above 8 MiB, so bodies are split. No call waits inside the server: callers poll. A link
+that is cut counts as lost within seconds, so a new connection is there soon after the link is.
 """
 
 from __future__ import annotations
@@ -31,34 +30,33 @@ from gnnfleet.comm.store_server import local_address, serve_store
 from gnnfleet.errors import ExchangeError, first_line
 
 PIECE_BYTES = 4 << 20
-"""Bytes of a body that go in one value."""
+"""Bytes of a body in one value of the server."""
 
 UNFINISHED = "#unfinished"
 """Suffix of the key under which a writer lists the pieces that are to be removed if it does not finish."""
 
 CONNECT_TIMEOUT = 30.0
-"""Seconds a connection may take to be made."""
+"""Seconds until an attempt to connect fails."""
 
 READ_TIMEOUT = 2.0
-"""Seconds a value may take to be there."""
+"""Seconds until reading a value fails."""
 
 TCP_USER_TIMEOUT = 3.0
-"""Seconds for which a link may carry nothing of what was sent before its connection counts as lost. TCP itself waits
-twice as long after every try, so that after a cut of ten seconds it is silent for another ten."""
+"""Seconds without an acknowledgement after which a connection counts as lost. TCP itself doubles its waits: after a cut
+of ten seconds it would be silent for another ten."""
 
 PROBE_TIMEOUT = 1.5
-"""Seconds a server may take to answer whoever had a connection before: one packet may be lost."""
-
+"""Seconds in which a server has to answer a client that reconnects: one packet may be lost."""
 
 RETRY_INTERVAL = 0.1
-"""Before a lost connection is made again."""
+"""Seconds between attempts to reconnect."""
 
 MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server is."""
+    """Host and port of a server."""
 
     host: str
     port: int
@@ -68,7 +66,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises ValueError for anything but HOST:PORT."""
+        """Parse HOST:PORT; raises ValueError for anything else."""
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal() or int(port) > MAX_PORT:
             raise ValueError(f"expected HOST:PORT with a port up to {MAX_PORT}, found {text!r}")
@@ -77,7 +75,7 @@ class Address:
 
 @dataclass(frozen=True, eq=False)
 class StoredMessage:
-    """Words, and bytes."""
+    """Fields and body of a message."""
 
     fields: Mapping[str, Any]
     body: Tensor  # [n] uint8
@@ -88,14 +86,14 @@ R = TypeVar("R")
 
 
 def _retried(method: Callable[Concatenate[MessageStore, P], R]) -> Callable[Concatenate[MessageStore, P], R]:
-    """Done again on another connection where this one was lost, for as long as the post has patience."""
+    """Repeat a call on a new connection after a lost one, for ``retry_seconds`` seconds."""
 
     @wraps(method)
-    def call(self: MessageStore, /, *args: P.args, **words: P.kwargs) -> R:
-        until = time.monotonic() + self._connect_timeout
+    def call(self: MessageStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        until = time.monotonic() + self._retry_seconds
         while True:
             try:
-                return method(self, *args, **words)
+                return method(self, *args, **kwargs)
             except ExchangeError:
                 if time.monotonic() >= until:
                     raise
@@ -107,21 +105,24 @@ def _retried(method: Callable[Concatenate[MessageStore, P], R]) -> Callable[Conc
 
 
 class MessageStore:
-    """A connection to the server; raises ExchangeError when it is lost, ``patience`` seconds after it was where it
-    could not be made again. A number that was counted then may have been counted twice."""
+    """A connection to the server, for one thread.
 
-    def __init__(self, address: Address, store: TCPStore, *, connect_timeout: float = 0.0) -> None:
-        self.address, self._store, self._connect_timeout = address, store, connect_timeout
-        store.set_timeout(timedelta(seconds=READ_TIMEOUT))  # of a value that was taken away since it was seen
+    Calls raise ExchangeError when the connection is lost and cannot be made again within ``retry_seconds`` seconds.
+    A call of ``count`` that was repeated may have counted twice.
+    """
+
+    def __init__(self, address: Address, store: TCPStore, *, retry_seconds: float = 0.0) -> None:
+        self.address, self._store, self._retry_seconds = address, store, retry_seconds
+        store.set_timeout(timedelta(seconds=READ_TIMEOUT))  # of a value that was removed since it was seen
 
     @classmethod
     def serve(cls, host: str = "127.0.0.1", port: int = 0) -> MessageStore:
-        """Start a server, which lives as long as this object, and connect to it. Raises OSError."""
+        """Start a server that lives as long as this object, and connect to it. Raises OSError."""
         store, bound = serve_store(host, port, seconds=CONNECT_TIMEOUT)
         return cls(Address(host, bound), store)
 
     @classmethod
-    def connect(cls, address: Address) -> MessageStore:
+    def connect(cls, address: Address, *, retry_seconds: float = 0.0) -> MessageStore:
         with _connection_lost(address):
             store = TCPStore(
                 address.host,
@@ -131,16 +132,13 @@ class MessageStore:
                 timeout=timedelta(seconds=CONNECT_TIMEOUT),
             )
         _detect_dead_connections(address.port)
-        return cls(address, store)
+        return cls(address, store, retry_seconds=retry_seconds)
 
-    def reconnect(self, *, connect_timeout: float = 0.0) -> MessageStore:
-        """A connection of its own, for another thread or in place of one that was lost; not made where nobody answers
-        at once."""
+    def reconnect(self, *, retry_seconds: float = 0.0) -> MessageStore:
+        """Open another connection, for another thread or in place of a lost one; fails if no server answers at once."""
         with _connection_lost(self.address):
             socket.create_connection((local_address(self.address.host), self.address.port), PROBE_TIMEOUT).close()
-        made = MessageStore.connect(self.address)
-        made._connect_timeout = connect_timeout
-        return made
+        return MessageStore.connect(self.address, retry_seconds=retry_seconds)
 
     @_retried
     def has(self, key: str) -> bool:
@@ -173,26 +171,26 @@ class MessageStore:
             if pieces or obsolete:
                 self._store.delete_key(key + UNFINISHED)
             else:
-                self._store.check([key])  # the server does not answer to set, so wait until it has come to this
+                self._store.check([key])  # the server does not answer to set: wait until it has handled it
 
     @_retried
     def read(self, key: str) -> StoredMessage | None:
-        """A letter, None where there is none."""
+        """Read a message; None if there is none."""
         with _connection_lost(self.address):
             head = self._head(key)
             if head is None:
                 return None
             body = torch.empty(head["bytes"], dtype=torch.uint8)
-            for room, name in zip(torch.split(body, PIECE_BYTES), head["pieces"], strict=False):
+            for target, name in zip(torch.split(body, PIECE_BYTES), head["pieces"], strict=False):
                 piece = self._value(name)
-                if len(piece) != len(room):
-                    return None  # it was taken away while it was read
-                room.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
+                if len(piece) != len(target):
+                    return None  # it was replaced or removed meanwhile
+                target.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
         return StoredMessage(head["fields"], body)
 
     @_retried
     def remove(self, key: str) -> None:
-        """Take a letter away."""
+        """Remove a message, if it is there."""
         with _connection_lost(self.address):
             for name in (*self._pieces(key), key, key + UNFINISHED):  # the lists last: removal may be interrupted, too
                 self._store.delete_key(name)
@@ -207,7 +205,7 @@ class MessageStore:
         return dict(json.loads(value)) if value else None
 
     def _value(self, key: str) -> bytes:
-        """What lies there; of a value that is not there, or is taken away meanwhile, nothing."""
+        """Read a value; empty if it is missing, or removed meanwhile."""
         try:
             return bytes(self._store.get(key)) if self._store.check([key]) else b""
         except torch.distributed.DistStoreError:
@@ -215,7 +213,7 @@ class MessageStore:
 
     @_retried
     def count(self, key: str, more: int = 1) -> int:
-        """Add to a number and get it; it begins with 0."""
+        """Add to a number that begins with 0, and return it."""
         with _connection_lost(self.address):
             return int(self._store.add(key, more))
 
@@ -247,16 +245,16 @@ def _connection_lost(address: Address) -> Iterator[None]:
 
 
 def _detect_dead_connections(port: int) -> None:
-    """Tell the connections of this process to a port to give up soon; torch does not hand out its sockets."""
+    """Set timeouts on the connections of this process to a port; torch does not hand out its sockets."""
     if not sys.platform.startswith("linux"):
         return
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(int(path.name))) as twin:
-                if twin.family in (socket.AF_INET, socket.AF_INET6) and twin.getpeername()[1] == port:
-                    twin.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-                    twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-                    twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * TCP_USER_TIMEOUT))
+            with socket.socket(fileno=os.dup(int(path.name))) as duplicate:
+                if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.getpeername()[1] == port:
+                    duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+                    duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+                    duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * TCP_USER_TIMEOUT))

@@ -112,7 +112,7 @@ def run_query_as_rank(
         if world.is_first:
             show(found)
 
-    run_rank(seat, work, speaks=True)
+    run_rank(seat, work, print_errors=True)
 
 
 def run_query_spec(spec: RunSpec, world: World) -> dict[str, Any]:

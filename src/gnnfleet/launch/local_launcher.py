@@ -1,6 +1,6 @@
-"""Workers on this machine, through torchrun's Python API: started, watched, started again, ended with the launcher.
+"""Workers on this machine through torchrun's Python API: started, watched, restarted, ended with the launcher.
 
-What went wrong comes back as one error. Nothing outlives a launch: no process, no port, no signal handler.
+Failures of several workers become one error. No process, port or signal handler outlives a launch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gnnfleet.launch.spec import RunSpec
 from gnnfleet.training.partition_cache import error_for_exit_code
 
 SHUTDOWN_SECONDS = 5
-"""From asking workers to end until they are killed; they need two at most."""
+"""Seconds between asking workers to end and killing them; they need two at most."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -38,14 +38,13 @@ def launch(
     folder: Path,
     workers: int,
     restarts: int = 0,
-    advice: str = "go on with --resume",
+    advice: str = "continue with --resume",
     module: str = "gnnfleet.launch.worker",
 ) -> dict[str, Any]:
-    """Run a spec on ``workers`` processes; what they answer. ``folder`` is there for as long as they are.
+    """Run a spec on ``workers`` processes of ``python -m module``; returns the answer of the first rank.
 
-    Workers run ``python -m module``.
-
-    Raises the error of the worker at fault, with ``advice`` where it died, and KeyboardInterrupt for a signal.
+    ``folder`` exists while they run. Raises the error of the worker at fault, with ``advice`` if it died, and
+    KeyboardInterrupt for a signal.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -69,19 +68,19 @@ def launch(
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
-    failed: Mapping[int, Any] = {}
+    failures: Mapping[int, Any] = {}
     try:
         with _signals_restored(), worker_environment(), _silence_torchrun():
             elastic_launch(config, sys.executable)("-m", module, str(folder / "SPEC.json"))
         return dict(json.loads(answer.read_bytes()))
     except ChildFailedError as error:
-        failed = error.failures
+        failures = error.failures
     except SignalException:
         raise KeyboardInterrupt from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        gc.collect()  # torchrun's objects point at each other; the store's port is free when they are gone
-    raise combine_failures(failed, advice)
+        gc.collect()  # torchrun's objects refer to each other, and the store's port is free once they are gone
+    raise combine_failures(failures, advice)
 
 
 def threads_per_worker(workers: int) -> int:
@@ -89,27 +88,28 @@ def threads_per_worker(workers: int) -> int:
 
 
 def combine_failures(failures: Mapping[int, Any], advice: str) -> GnnfleetError:
-    """The one error behind several failed workers; ``failures`` are torchrun's, in the order they were noticed.
+    """Find the one error behind several failed workers; ``failures`` are torchrun's, in the order they were noticed.
 
-    A worker that is gone takes others along, so what they say of each other counts only where none of them went first.
+    A lost worker ends the others, so their reports about each other count only if there is no better explanation.
     """
-    found = [f for f in (Failure.from_file(failure.error_file_data) for failure in failures.values()) if f is not None]
-    silent = next((failure for failure in found if failure.kind is FailureKind.silent), None)
+    files = (Failure.from_file(failure.error_file_data) for failure in failures.values())
+    reports = [report for report in files if report is not None]
+    silent = next((report for report in reports if report.kind is FailureKind.silent), None)
     if silent is not None:
         return _error(silent, advice)
-    # Workers end themselves when they are told to; whoever dies of another signal was killed from outside or crashed.
+    # Workers exit by themselves when they are asked to: any other signal came from outside, or was a crash.
     for rank, failure in failures.items():
         if failure.exitcode < 0 and -failure.exitcode not in _SIGNALS:
             name = failure.signal_name()
-            why = ", perhaps for want of memory" if -failure.exitcode == signal.SIGKILL else ""
-            return ExchangeError(f"rank {rank} (pid {failure.pid}) was killed by {name}{why}; {advice}")
+            hint = ", perhaps for lack of memory" if -failure.exitcode == signal.SIGKILL else ""
+            return ExchangeError(f"rank {rank} (pid {failure.pid}) was killed by {name}{hint}; {advice}")
     for kinds in ((FailureKind.raised,), (FailureKind.cut_off, FailureKind.stopped), (FailureKind.lost,)):
-        told = [failure for failure in found if failure.kind in kinds]
-        own = [failure for failure in told if failure.found_by in failure.ranks]
-        if told:
-            return _error((own or told)[0], advice)
+        matching = [report for report in reports if report.kind in kinds]
+        first_hand = [report for report in matching if report.found_by in report.ranks]
+        if matching:
+            return _error((first_hand or matching)[0], advice)
     rank, failure = next(iter(failures.items()))
-    return ExchangeError(f"rank {rank} (pid {failure.pid}) ended with exit code {failure.exitcode}; {advice}")
+    return ExchangeError(f"rank {rank} (pid {failure.pid}) exited with code {failure.exitcode}; {advice}")
 
 
 def _error(failure: Failure, advice: str) -> GnnfleetError:
@@ -118,7 +118,7 @@ def _error(failure: Failure, advice: str) -> GnnfleetError:
 
 
 def failure_error(failure: Failure, text: str = "") -> GnnfleetError:
-    """A failure as an error to raise."""
+    """Make the error to raise for a failure."""
     error = error_for_exit_code(failure.exit_code)(text or failure.text)
     if failure.trace:
         error.add_note(failure.trace)
@@ -127,7 +127,7 @@ def failure_error(failure: Failure, text: str = "") -> GnnfleetError:
 
 @contextmanager
 def _signals_restored() -> Iterator[None]:
-    """torchrun takes over signals, and leaves them so."""
+    """Restore the signal handlers that torchrun replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -142,13 +142,13 @@ def _signals_restored() -> Iterator[None]:
 
 @contextmanager
 def worker_environment() -> Iterator[None]:
-    """What workers inherit: this package's place, and short questions to name servers.
+    """Set the environment that workers inherit: the path of this package, and short timeouts of name servers.
 
-    The store asks for the name behind every address that connects, and answers nobody meanwhile.
+    The store looks up the name of every address that connects, and does not answer meanwhile.
     """
-    home = str(Path(gnnfleet.__file__).parents[1])
+    package_root = str(Path(gnnfleet.__file__).parents[1])
     before = dict(os.environ)
-    os.environ["PYTHONPATH"] = os.pathsep.join(word for word in (home, before.get("PYTHONPATH")) if word)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, before.get("PYTHONPATH"))))
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     try:
         yield
@@ -161,7 +161,7 @@ def worker_environment() -> Iterator[None]:
 
 @contextmanager
 def _silence_torchrun() -> Iterator[None]:
-    """Its loggers report every worker that ends; the user hears of it once, from us."""
+    """Silence torchrun's report of every worker that ends: the launcher reports one error."""
     logger = logging.getLogger("torch.distributed")
     before = logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [logging.NullHandler()], False

@@ -1,6 +1,6 @@
-"""One rank of a run: takes its seat, lives as long as the others, trains, and ends in a way that says why.
+"""One rank of a run: it joins the others, trains, ends with them, and reports why it failed.
 
-``run_rank`` never returns: it skips Python's own way of ending, in which threads inside the network code would abort.
+``run_rank`` never returns: at a normal exit of Python, threads inside the network code would abort.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ from gnnfleet.training.run_session import run_session
 
 
 def run_spec(spec: RunSpec, world: World, *, store: Path | None = None) -> RunRecord:
-    """Train this rank's part; the first rank writes checkpoints and the record. ``store`` is where it lies here."""
+    """Collective. Train a run; the first rank writes checkpoints and the record.
+
+    ``store`` is the path of the store on this machine.
+    """
     config = resolve(spec.config)
     quiet = spec.quiet or not world.is_first
     directory = RunDirectory(Path(spec.run_dir), seed=config.seed, world=world.uncounted())
@@ -49,77 +52,77 @@ def run_spec(spec: RunSpec, world: World, *, store: Path | None = None) -> RunRe
         with make_progress(quiet) as progress:
             graph = open_same_store(spec, world, store=store)
             assert graph.store is not None
-            say = partial(directory.log, quiet=quiet) if world.is_first else (lambda text: None)
-            here = with_placement(
-                RankContext(world, progress=progress, log_user=say), config, graph.store.path / spec.partition
-            )
-            built = build(graph, config, here=here)
+            log_user = partial(directory.log, quiet=quiet) if world.is_first else (lambda text: None)
+            context = RankContext(world, progress=progress, log_user=log_user)
+            context = with_placement(context, config, graph.store.path / spec.partition)
+            built = build(graph, config, here=context)
         start = find_resume_point(directory, world.uncounted(), embedding_ids(built.strategy.model))
         record = run_session(built, config, directory, start=start, quiet=quiet)
         built.strategy.close()
     return record
 
 
-def with_placement(here: RankContext, config: RunConfig, cut: Path | None) -> RankContext:
-    """With what a strategy needs of a cut: its part, or all layouts of chunks."""
-    if cut is None or config.spec.placement == "none":
-        return here
+def with_placement(context: RankContext, config: RunConfig, placement: Path | None) -> RankContext:
+    """Add what a strategy needs of a placement: this rank's part, or all chunk layouts."""
+    if placement is None or config.spec.placement == "none":
+        return context
     if config.spec.placement == "chunks":
-        return replace(here, layouts=open_chunk_layouts(cut))
-    return replace(here, shard=open_validated_part(cut, here.world.rank))
+        return replace(context, layouts=open_chunk_layouts(placement))
+    return replace(context, shard=open_validated_part(placement, context.world.rank))
 
 
 def open_own_part(spec: RunSpec, world: World) -> tuple[Graph, Shard]:
-    """The store of a spec and this rank's part of it."""
+    """Open the store of a spec and this rank's part of it."""
     graph = open_same_store(spec, world)
     assert graph.store is not None
     return graph, open_validated_part(graph.store.path / spec.partition, world.rank)
 
 
 def open_same_store(spec: RunSpec, world: World, *, store: Path | None = None) -> Graph:
-    """The store of a spec; raises StoreError when it is another one than on the first rank."""
+    """Open the store of a spec; raises StoreError if it differs from the one on the first rank."""
     graph = open_store(store or Path(spec.store))
     assert graph.store is not None
     if graph.store.digest != spec.digest:
         raise StoreError(
-            f"{graph.store.path} on rank {world.rank} is another store than on rank 0: all machines need the same one"
+            f"{graph.store.path} on rank {world.rank} differs from the store on rank 0: all machines need the same one"
         )
     return graph
 
 
 def run_rank(
-    seat: LaunchEnv,
+    env: LaunchEnv,
     work: Callable[[World, Rendezvous], object],
     *,
-    speaks: bool,
+    print_errors: bool,
     silence_limit: float = DEFAULT_SILENCE_LIMIT,
 ) -> NoReturn:
-    """Do ``work`` as a rank and end the process; with ``speaks`` it says on standard error why it failed.
+    """Do ``work`` as a rank and end the process.
 
-    Without, whoever launched it reads that from the file that torchrun's environment names.
+    With ``print_errors`` a failure is printed. Otherwise the launcher reads it from the error file of torchrun.
     """
 
     def report(failure: Failure) -> None:
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             with suppress(OSError):
                 failure.write(Path(path))
-        if speaks:
+        if print_errors:
             print_note(failure.trace, quiet=not failure.trace)
-            ends = "" if seat.rank in failure.ranks else f"rank {seat.rank} ends: "
-            print_note(f"error: {ends}{failure.text}")
+            prefix = "" if env.rank in failure.ranks else f"rank {env.rank} exits: "
+            print_note(f"error: {prefix}{failure.text}")
 
-    watch: list[FailureDetector] = []
-    end_soon_after_signals(lambda: watch[0].stopping() if watch else None)
+    detectors: list[FailureDetector] = []  # one, once this rank has joined
+    end_soon_after_signals(lambda: detectors[0].stopping() if detectors else None)
     try:
         try:
-            with rendezvous(seat) as meeting:
-                watch.append(FailureDetector(meeting, report, config=HeartbeatConfig(timeout=silence_limit)))
-                with watch[0], init_world(meeting) as world:
-                    work(world, meeting)
+            with rendezvous(env) as joined:
+                detector = FailureDetector(joined, report, config=HeartbeatConfig(timeout=silence_limit))
+                detectors.append(detector)
+                with detector, init_world(joined) as world:
+                    work(world, joined)
         except Exception as error:
-            if watch:
-                watch[0].fail(error)
-            failure = Failure.from_error(error, seat.rank)
+            for detector in detectors:
+                detector.fail(error)
+            failure = Failure.from_error(error, env.rank)
             report(failure)
             _exit(failure.exit_code)
     except KeyboardInterrupt as stop:

@@ -1,4 +1,4 @@
-"""Spec: all that the ranks of a run need to know, settled by whoever started it. Nothing heavy is imported here."""
+"""The spec of a run, as its launcher hands it to all processes. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One run. ``partition`` is where the parts lie below the store."""
+    """One run; ``partition`` is the path of the parts below the store."""
 
     store: str
     digest: str  # of the store: every rank must read the same
@@ -20,10 +20,10 @@ class RunSpec:
     quiet: bool = True
     threads: int | None = None  # of every worker; None leaves it to the environment
     parent: int | None = None  # the process that workers do not outlive
-    question: dict[str, Any] | None = None  # to a run that is trained; None trains
+    question: dict[str, Any] | None = None  # to a trained run; None trains
     trials: list[dict[str, Any]] | None = None  # of a plan; None trains
-    output: dict[str, Any] | None = None  # with a question on nodes: what the run predicts
-    answer: str | None = None  # the file that the first rank writes it to
+    output: dict[str, Any] | None = None  # with a question on nodes: the schema of predictions
+    answer: str | None = None  # the file that the first rank writes its answer to
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))

@@ -40,7 +40,7 @@ def main() -> NoReturn:
     path, address, role = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     spec = RunSpec.read(path)
     die_with_parent(spec.parent)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is the launcher's, for the result
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is for the launcher's result
     prefer_huge_pages()
     if spec.threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
@@ -81,7 +81,7 @@ def run_coordinator(spec: RunSpec, store: MessageStore) -> None:
     from gnnfleet.training.run_dir import RunDirectory
     from gnnfleet.training.run_session import run_session
 
-    config, messages = resolve(spec.config), RunMessages(store.reconnect(connect_timeout=2.0))
+    config, messages = resolve(spec.config), RunMessages(store.reconnect(retry_seconds=2.0))
 
     def report_checkpoint(round: int) -> None:
         with suppress(ExchangeError):

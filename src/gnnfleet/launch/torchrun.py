@@ -1,4 +1,4 @@
-"""Specs shared by ranks that torchrun started: the first rank prepares, the others wait."""
+"""The spec of ranks that torchrun started: the first rank prepares it, the others wait."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from gnnfleet.launch.confirmed_model import check_model_path
 from gnnfleet.launch.spec import RunSpec
 
 PREPARE_TIMEOUT = 24 * 3600.0
-"""How long the others wait for the first rank to cut the graph. Whether it lives is known all the while."""
+"""Seconds that other ranks wait for the first rank to partition the graph; heartbeats go on meanwhile."""
 
 
 def broadcast_spec(
-    world: World, meeting: Rendezvous, prepare: Callable[[], RunSpec], local_model_files: Callable[[], frozenset[Path]]
+    world: World,
+    rendezvous: Rendezvous,
+    prepare: Callable[[], RunSpec],
+    local_model_files: Callable[[], frozenset[Path]],
 ) -> RunSpec:
-    """What the first rank prepares, while the others wait; they execute no model file but their own."""
+    """Collective. The spec that the first rank prepares; other ranks execute no model file but their own."""
     if world.is_first:
         spec = prepare()
-        meeting.store.set("spec", spec.as_json())
+        rendezvous.store.set("spec", spec.as_json())
         return spec
-    spec = RunSpec.from_json(_poll_key(meeting, "spec"))
+    spec = RunSpec.from_json(_poll_key(rendezvous, "spec"))
     check_model_path(spec.config, local_model_files())
     return spec
 
 
-def _poll_key(meeting: Rendezvous, key: str) -> bytes:
-    """A word in the store. Asked for again and again: a call that waits would hang with the network."""
+def _poll_key(rendezvous: Rendezvous, key: str) -> bytes:
+    """Wait for a key of the store by polling: a call that blocks would hang with the network."""
     deadline = time.monotonic() + PREPARE_TIMEOUT
-    while not meeting.store.check([key]):
+    while not rendezvous.store.check([key]):
         if time.monotonic() > deadline:
             raise ExchangeError(f"rank 0 has not prepared the run within {PREPARE_TIMEOUT / 3600:.0f} hours")
         time.sleep(0.1)
-    return meeting.store.get(key)
+    return rendezvous.store.get(key)

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def run_worker(load: Callable[[], Callable[[RunSpec, World], Any]]) -> NoReturn:
-    """Serve as a worker. ``load`` imports what answers its spec, once threads and the allocator are set."""
+    """Run as a worker. ``load`` imports the function that answers its spec, once threads and the allocator are set."""
     spec = RunSpec.read(Path(sys.argv[1]))
     die_with_parent(spec.parent)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is the launcher's, for the result
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is for the launcher's result
     prefer_huge_pages()
     if spec.threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what the network says of a dead peer is said better here
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is reported by the failure detector
     from gnnfleet.comm.launch_env import LaunchEnv
     from gnnfleet.config.schema import DEFAULT_SILENCE_LIMIT
     from gnnfleet.launch.rank_main import run_rank
@@ -35,13 +35,13 @@ def run_worker(load: Callable[[], Callable[[RunSpec, World], Any]]) -> NoReturn:
     answer = load()
 
     def work(world: World, _: object) -> None:
-        found = answer(spec, world)
+        content = answer(spec, world)
         if world.is_first and spec.answer is not None:
-            Path(spec.answer).write_text(json.dumps(found))
+            Path(spec.answer).write_text(json.dumps(content))
 
-    seat = LaunchEnv.from_environment()
-    assert seat is not None, "started by gnnfleet"
-    run_rank(seat, work, speaks=False, silence_limit=spec.config.get("silence_limit", DEFAULT_SILENCE_LIMIT))
+    env = LaunchEnv.from_environment()
+    assert env is not None, "started by gnnfleet"
+    run_rank(env, work, print_errors=False, silence_limit=spec.config.get("silence_limit", DEFAULT_SILENCE_LIMIT))
 
 
 def _load_training() -> Callable[[RunSpec, World], Any]:

@@ -49,7 +49,7 @@ def train_as_rank(
             if world.is_first:
                 show(record, resolve(spec.config))
 
-    run_rank(seat, work, speaks=True, silence_limit=_silence_limit(words, place))
+    run_rank(seat, work, print_errors=True, silence_limit=_silence_limit(words, place))
 
 
 def _silence_limit(words: Mapping[str, Any], place: RunLocation) -> float:

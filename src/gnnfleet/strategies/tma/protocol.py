@@ -95,8 +95,8 @@ class RunMessages:
     def __init__(self, store: MessageStore) -> None:
         self.store = store
 
-    def reconnect(self, *, connect_timeout: float = 0.0) -> RunMessages:
-        return RunMessages(self.store.reconnect(connect_timeout=connect_timeout))
+    def reconnect(self, *, retry_seconds: float = 0.0) -> RunMessages:
+        return RunMessages(self.store.reconnect(retry_seconds=retry_seconds))
 
     # -- the run --
 

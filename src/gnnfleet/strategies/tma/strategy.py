@@ -156,7 +156,7 @@ class TmaStrategy(Reporting):
         return Coordinator(
             config=config,
             trainers=job.workers,
-            messages=RunMessages(store).reconnect(connect_timeout=config.give_up),
+            messages=RunMessages(store).reconnect(retry_seconds=config.give_up),
             layout=self._layout,
             weights=self._layout.pack(state),
             first=first,
