@@ -1,1 +1,1 @@
-"""The Python face of the kernels: argument checks and allocation; the work is done in csrc/."""
+"""Python wrappers of the kernels in csrc/: argument checks and allocation."""

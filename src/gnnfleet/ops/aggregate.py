@@ -1,7 +1,7 @@
 """Aggregation over the in-edges of every row: sum, mean and max, differentiable in features and weights.
 
-Forward and backward of one function are the same kernel on the structure and on its transpose: the row that receives
-collects, so there are no atomics and sums have one order whatever the number of threads.
+Backward is the forward kernel on the transposed structure: every row collects its own inputs, so there are no atomics,
+and sums have the same order for any number of threads.
 R rows, C columns, E edges, F features.
 """
 
@@ -34,8 +34,8 @@ def aggregate(
     """[R, F]: for each row the sum, mean or maximum of ``weight[e] * x[col[e]]``; 0 for rows without edges.
 
     bfloat16 rows are summed in float32 and give float32. ``mean`` divides by the number of edges, weighted or not. Max
-    takes no weight; of equal values the edge with the lowest of ``ties`` ([E] int64, 0 or more, none twice in a row;
-    the positions unless given) gets the gradient, and NaN is above everything.
+    takes no weight; of equal values the edge with the lowest of ``ties`` ([E] int64, 0 or more, distinct within
+    a row; by default the positions) gets the gradient. NaN counts as the largest value.
     """
     if reduce not in REDUCES:
         raise ConfigError(f"cannot reduce by {reduce!r}: choose one of {', '.join(REDUCES)}")
@@ -72,19 +72,20 @@ class _Sum(torch.autograd.Function):
         grad = grad.contiguous()
         dx = dweight = None
         if ctx.needs_input_grad[1]:
-            turned, order = structure.transposed
-            turned_weight = None if weight is None else weight[order]
-            dx = sum_rows(turned, grad, weight=turned_weight, col_scale=scale, dtype=ctx.dtype)
+            transposed, order = structure.transposed
+            transposed_weight = None if weight is None else weight[order]
+            dx = sum_rows(transposed, grad, weight=transposed_weight, col_scale=scale, dtype=ctx.dtype)
         if ctx.needs_input_grad[2]:
             dweight = edge_dot(structure, grad, x.to(grad.dtype), row_scale=scale).to(weight.dtype).view_as(weight)
         return None, dx, dweight, None
 
 
 def aggregate_with_self(structure: CSR, x: Tensor, *, mean: bool) -> tuple[Tensor, Tensor]:
-    """(sum or mean [R, F], the first R rows of x). One function, because both gradients end in one tensor: added up
-    apart, the second costs a pass over rows that are mostly zeros.
+    """(sum or mean [R, F], the first R rows of x) as one function, so that both gradients are added in one tensor.
 
-    Both are for products, so where the CPU multiplies bfloat16 the sums of bfloat16 rows are rounded at once."""
+    Separately, the second would cost a pass over rows that are mostly zeros. Both feed products, so where the CPU
+    multiplies bfloat16 the sums of bfloat16 rows are rounded at once.
+    """
     assert x.device.type == "cpu" and x.dim() == 2 and structure.num_rows <= structure.num_cols == x.shape[0]
     both: tuple[Tensor, Tensor] = _SumWithSelf.apply(structure, x, mean)  # type: ignore[no-untyped-call]
     return both
@@ -100,14 +101,14 @@ class _SumWithSelf(torch.autograd.Function):
         return sum_rows(structure, x, row_scale=scale, dtype=dtype), x[: structure.num_rows]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, own: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_self: Tensor | None) -> tuple[Any, ...]:
         structure: CSR = ctx.structure
         if grad is None:
-            assert own is not None
-            return None, torch.nn.functional.pad(own, (0, 0, 0, structure.num_cols - structure.num_rows)), None
-        turned, _ = structure.transposed
+            assert grad_self is not None
+            return None, torch.nn.functional.pad(grad_self, (0, 0, 0, structure.num_cols - structure.num_rows)), None
+        transposed, _ = structure.transposed
         scale = inverse_degree(structure, accumulate_dtype(grad.dtype)) if ctx.mean else None
-        return None, sum_rows(turned, grad, col_scale=scale, base=own, dtype=ctx.dtype), None
+        return None, sum_rows(transposed, grad, col_scale=scale, base=grad_self, dtype=ctx.dtype), None
 
 
 class _Max(torch.autograd.Function):
@@ -122,8 +123,8 @@ class _Max(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         winner, ties = ctx.saved_tensors
-        turned, positions = ctx.structure.transposed
-        return None, max_backward(turned, grad, winner, ties=ties, positions=positions).to(ctx.dtype), None
+        transposed, positions = ctx.structure.transposed
+        return None, max_backward(transposed, grad, winner, ties=ties, positions=positions).to(ctx.dtype), None
 
 
 def sum_rows(
@@ -138,10 +139,10 @@ def sum_rows(
     base: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``out[rows[i]] += row_scale[i] Σ_e weight[e] col_scale[col[e]] x[col[e]]``; a fresh output when none is given.
+    """``out[rows[i]] += row_scale[i] Σ_e weight[e] col_scale[col[e]] x[col[e]]``; a new output if none is given.
 
-    ``base`` is what a fresh output starts from: its first rows, zeros beyond. ``dtype`` is the fresh output's: that of
-    the sums, or bfloat16 for sums in float32.
+    ``base`` initializes the first rows of a new output, the others are zero. ``dtype`` is that of the new output: the
+    dtype of the sums, or bfloat16 for sums in float32.
     """
     x = x.contiguous()
     kind = accumulate_dtype(x.dtype)
@@ -162,10 +163,10 @@ def sum_rows(
 
 @dataclass(frozen=True, eq=False)
 class MaxState:
-    """A running maximum; true at any time, so that it needs no end."""
+    """A running maximum; valid at any time."""
 
     out: Tensor  # [R, F] float32 or float64, 0 without edges
-    winner: Tensor  # [R, F] int64: the edge's number among ``ties``, −1 without edges
+    winner: Tensor  # [R, F] int64: ``ties`` of the edge, −1 without edges
 
 
 def init_max(num_rows: int, width: int, dtype: torch.dtype) -> MaxState:
@@ -179,15 +180,15 @@ def init_max(num_rows: int, width: int, dtype: torch.dtype) -> MaxState:
 def update_max(
     state: MaxState, structure: CSR, x: Tensor, *, ties: Tensor | None = None, rows: Tensor | None = None
 ) -> None:
-    """Add edges, in place: row i of the structure is row ``rows[i]`` of the state ([R] int32, none twice).
+    """Add edges in place: row i of the structure is row ``rows[i]`` of the state ([R] int32, distinct).
 
-    Blocks may come in any order where ``ties`` numbers the edges of all of them; positions number those of one.
+    Blocks may come in any order if ``ties`` numbers the edges of all blocks; by default it numbers those of one.
     """
     _max(state, structure, x, ties=ties, rows=rows, merge=True)
 
 
 def max_rows(structure: CSR, x: Tensor, *, ties: Tensor | None = None) -> MaxState:
-    """``init_max`` and ``update_max`` with every edge in one pass."""
+    """``init_max`` and ``update_max`` with all edges in one pass."""
     state = _empty_max(structure.num_rows, x.shape[1], x.dtype)
     _max(state, structure, x, ties=ties, rows=None, merge=False)
     return state
@@ -214,7 +215,7 @@ def _max(state: MaxState, structure: CSR, x: Tensor, *, ties: Tensor | None, row
 
 
 def max_backward(
-    turned: CSR,
+    transposed: CSR,
     grad: Tensor,
     winner: Tensor,
     *,
@@ -223,19 +224,19 @@ def max_backward(
     rows: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``out[rows[j]] += Σ_e grad[col[e]]`` where the winner is e; a fresh output when none is given.
+    """``out[rows[j]] += Σ_e grad[col[e]]`` where the winner is e; a new output if none is given.
 
-    ``turned`` has a row per source and columns that are rows of ``grad`` and ``winner``. The number of edge e is
-    ``ties[positions[e]]``, as for the forward pass; without ties the position, without positions the place in turned.
+    ``transposed`` has a row per source and columns that are rows of ``grad`` and ``winner``. The number of edge e is
+    ``ties[positions[e]]``, as in the forward pass; without ties the position, without positions its index in transposed.
     """
     add = out is not None
     if out is None:
         assert rows is None, "compact rows need an output to add to"
-        out = empty_buffer((turned.num_rows, grad.shape[1]), grad.dtype)
+        out = empty_buffer((transposed.num_rows, grad.shape[1]), grad.dtype)
     numbers = None if ties is None else ties.contiguous()
-    work = num_threads(turned.num_edges * grad.shape[1])
+    work = num_threads(transposed.num_edges * grad.shape[1])
     _native.aggregate_max_back(
-        turned.indptr, turned.col, rows, numbers, positions, grad.contiguous(), winner, out, add, work
+        transposed.indptr, transposed.col, rows, numbers, positions, grad.contiguous(), winner, out, add, work
     )
     return out
 
@@ -264,7 +265,7 @@ def inverse_degree(structure: CSR, dtype: torch.dtype) -> Tensor:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of this dtype are kept in."""
+    """The dtype of sums of this dtype."""
     if dtype == torch.bfloat16:
         return torch.float32
     if dtype not in (torch.float32, torch.float64):

@@ -1,7 +1,7 @@
-"""Edge-softmax attention, differentiable, in one process: out_i = Σ_j k_ij softmax_j(s_ij) value_j over in-edges j → i.
+"""Edge-softmax attention in one process, differentiable: out_i = Σ_j k_ij softmax_j(s_ij) value_j over in-edges j → i.
 
-Nothing of size edges × heads outlives the forward pass: backward rebuilds the weights from the inputs and lse. The
-pieces it is made of are in ``attend_pieces``; the plain version is ``reference.attend``.
+Nothing of size edges × heads is kept for backward, which rebuilds the weights from the inputs and the log-sum-exp.
+``attend_blocks`` has the operations on blocks of edges, ``reference.attend`` the plain version.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.ops import attend_blocks as pieces
+from gnnfleet.ops import attend_blocks as blocks
 from gnnfleet.ops import reference
 from gnnfleet.ops.attend_blocks import SCORES, AttentionBlock, AttentionInputs, AttentionSpec
 from gnnfleet.ops.csr import CSR
@@ -41,29 +41,29 @@ def attend(
     """Attention over the in-edges of each row of ``structure``, [N_dst, H·C] or [N_dst, H, C] as ``value`` is.
 
     ``score`` "add": LeakyReLU(src_j + dst_i + edge_ij), [N, H] each; "v2": <vector, LeakyReLU(the same)>,
-    [N, H·D] each; "dot": scale · <src_j, dst_i>, scale 1/√D unless given. The number of heads comes from ``heads`` or
-    from an input that has a dimension of its own for them. Dropout goes by ``edge_ids`` (default: positions). Rows
-    without in-edges give 0, edges of score −inf weigh nothing. Raises ConfigError.
+    [N, H·D] each; "dot": scale · <src_j, dst_i>, scale 1/√D unless inputs. The number of heads comes from ``heads`` or
+    from an input that has a dimension for them. Dropout is keyed by ``edge_ids`` (default: positions). Rows without
+    in-edges give 0, edges of score −inf have weight 0. Raises ConfigError.
     """
     structure.check()
-    given = AttentionInputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=edge_ids)
+    inputs = AttentionInputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=edge_ids)
     counts = RowCounts(structure.num_cols, structure.num_rows, structure.num_edges)
-    form, flat = prepare(
-        given, counts, score=score, heads=heads, slope=slope, dropout=dropout, draws=draws, scale=scale
+    spec, flat = prepare(
+        inputs, counts, score=score, heads=heads, slope=slope, dropout=dropout, draws=draws, scale=scale
     )
     if value.device.type == "cpu":
-        plan = _AttentionPlan(structure, form, edge_ids)
+        plan = _AttentionPlan(structure, spec, edge_ids)
         out: Tensor = _Attend.apply(flat.value, flat.src, flat.dst, flat.edge, flat.vector, plan)  # type: ignore[no-untyped-call]
     else:
-        terms = {"vector": flat.vector, "edge": flat.edge, "heads": form.heads, "edge_ids": edge_ids, "draws": draws}
-        rule = {"score": score, "slope": slope, "dropout": dropout, "scale": form.scale}
+        terms = {"vector": flat.vector, "edge": flat.edge, "heads": spec.heads, "edge_ids": edge_ids, "draws": draws}
+        rule = {"score": score, "slope": slope, "dropout": dropout, "scale": spec.scale}
         out = reference.attend(structure, flat.value, src=flat.src, dst=flat.dst, **terms, **rule)  # type: ignore[arg-type]
-    return out if value.dim() == 2 else out.view(structure.num_rows, form.heads, form.channels)
+    return out if value.dim() == 2 else out.view(structure.num_rows, spec.heads, spec.channels)
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How many rows inputs must have."""
+    """Number of rows that inputs must have."""
 
     sources: int
     destinations: int
@@ -81,23 +81,23 @@ def prepare(
     draws: Draws | None,
     scale: float | None = None,
 ) -> tuple[AttentionSpec, AttentionInputs]:
-    """(what is computed, the inputs with two dimensions each and ``vector`` with one); see ``attend``.
+    """(the specification, the inputs with two dimensions each and ``vector`` with one); see ``attend``.
 
-    Raises ConfigError for what does not fit.
+    Raises ConfigError for inputs that do not match.
     """
     if score not in SCORES:
         raise ConfigError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
     _check_types(inputs, score)
-    form = _form(inputs, score, _heads(inputs, score) if heads is None else heads)
-    form = replace(form, slope=slope, scale=1 / math.sqrt(form.depth) if scale is None else scale)
-    _check_shapes(counts, inputs, form)
-    return replace(form, dropout=dropout, dropout_key=_dropout_args(dropout, draws)), _flatten(inputs)
+    spec = _shape_spec(inputs, score, _heads(inputs, score) if heads is None else heads)
+    spec = replace(spec, slope=slope, scale=1 / math.sqrt(spec.depth) if scale is None else scale)
+    _check_shapes(counts, inputs, spec)
+    return replace(spec, dropout=dropout, dropout_key=_dropout_args(dropout, draws)), _flatten(inputs)
 
 
 @dataclass(frozen=True, eq=False)
 class _AttentionPlan:
     structure: CSR
-    form: AttentionSpec
+    spec: AttentionSpec
     edge_ids: Tensor | None
 
 
@@ -113,9 +113,9 @@ class _Attend(torch.autograd.Function):
         plan: _AttentionPlan,
     ) -> Tensor:
         inputs = AttentionInputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=plan.edge_ids)
-        local = plan.form.score == "add" and edge is None
-        state = pieces.attention_pass(
-            plan.form, inputs, AttentionBlock(plan.structure), positive=local and ctx.needs_input_grad[2]
+        local = plan.spec.score == "add" and edge is None
+        state = blocks.attention_pass(
+            plan.spec, inputs, AttentionBlock(plan.structure), positive=local and ctx.needs_input_grad[2]
         )
         ctx.save_for_backward(value, src, dst, edge, vector, state.num, state.max, state.pos, state.mass)
         ctx.plan = plan
@@ -129,18 +129,20 @@ class _Attend(torch.autograd.Function):
         inputs = AttentionInputs(value=value, src=src, dst=dst, edge=edge, vector=vector, edge_ids=plan.edge_ids)
         grad = grad.contiguous()
         needs = ctx.needs_input_grad
-        side, d_dst = pieces.destination_gradient(plan.form, pieces.AttentionState(out, lse, lse, pos, mass), grad, dst)
+        side, d_dst = blocks.destination_gradient(plan.spec, blocks.AttentionState(out, lse, lse, pos, mass), grad, dst)
         d_value = d_src = d_edge = d_vector = None
         if needs[0] or needs[1]:
             transposed, positions = plan.structure.transposed
-            there = inputs if plan.form.score != "add" else replace(inputs, dst=side.packed[:, : plan.form.heads])
-            piece = AttentionBlock(transposed, positions=positions)
-            d_value, d_src = pieces.source_gradient(plan.form, there, piece, grad=grad, side=side.lse_dee)
+            source_inputs = (
+                inputs if plan.spec.score != "add" else replace(inputs, dst=side.packed[:, : plan.spec.heads])
+            )
+            block = AttentionBlock(transposed, positions=positions)
+            d_value, d_src = blocks.source_gradient(plan.spec, source_inputs, block, grad=grad, side=side.lse_dee)
             d_value = d_value.to(value.dtype)
         if d_dst is None and (needs[2] or needs[3] or needs[4]):
-            wanted = bool(needs[3]), bool(needs[4])
-            target = pieces.target_gradient(
-                plan.form, inputs, AttentionBlock(plan.structure), grad=grad, side=side.lse_dee, wanted=wanted
+            needs_edge_vector = bool(needs[3]), bool(needs[4])
+            target = blocks.target_gradient(
+                plan.spec, inputs, AttentionBlock(plan.structure), grad=grad, side=side.lse_dee, needs=needs_edge_vector
             )
             d_dst, d_edge, d_vector = target.dst, target.edge, target.vector
         return d_value, d_src, d_dst, d_edge, d_vector, None
@@ -174,10 +176,10 @@ def _heads(inputs: AttentionInputs, score: str) -> int:
         return inputs.src.shape[1]
     if inputs.vector is not None and inputs.vector.dim() == 2:
         return inputs.vector.shape[0]
-    raise ConfigError("the number of heads is not clear: give heads=, or value as [rows, heads, channels]")
+    raise ConfigError("the number of heads is ambiguous: pass heads=, or value as [rows, heads, channels]")
 
 
-def _form(inputs: AttentionInputs, score: str, heads: int) -> AttentionSpec:
+def _shape_spec(inputs: AttentionInputs, score: str, heads: int) -> AttentionSpec:
     width, inner = math.prod(inputs.value.shape[1:]), math.prod(inputs.src.shape[1:])
     if heads < 1 or width < heads or inner < heads or width % heads or inner % heads:
         raise ConfigError(f"value and src must have a multiple of {heads} heads columns, got {width} and {inner}")
@@ -186,18 +188,18 @@ def _form(inputs: AttentionInputs, score: str, heads: int) -> AttentionSpec:
     return AttentionSpec(score=score, heads=heads, channels=width // heads, depth=inner // heads)
 
 
-def _check_shapes(counts: RowCounts, inputs: AttentionInputs, form: AttentionSpec) -> None:
-    inner = form.heads * form.depth
-    expected = {"value": (counts.sources, form.heads * form.channels), "src": (counts.sources, inner)}
+def _check_shapes(counts: RowCounts, inputs: AttentionInputs, spec: AttentionSpec) -> None:
+    inner = spec.heads * spec.depth
+    expected = {"value": (counts.sources, spec.heads * spec.channels), "src": (counts.sources, inner)}
     expected |= {"dst": (counts.destinations, inner), "edge": (counts.edges, inner)}
     for name, shape in expected.items():
         tensor: Tensor | None = getattr(inputs, name)
         if tensor is None:
             continue
         if (tensor.shape[0], math.prod(tensor.shape[1:])) != shape or (
-            tensor.dim() == 3 and tensor.shape[1] != form.heads
+            tensor.dim() == 3 and tensor.shape[1] != spec.heads
         ):
-            raise ConfigError(f"{name} must be {list(shape)} for {form.heads} heads, got {list(tensor.shape)}")
+            raise ConfigError(f"{name} must be {list(shape)} for {spec.heads} heads, got {list(tensor.shape)}")
     if inputs.vector is not None and inputs.vector.numel() != inner:
         raise ConfigError(f"vector must have {inner} numbers, got {list(inputs.vector.shape)}")
     ids = inputs.edge_ids
@@ -211,12 +213,12 @@ def _dropout_args(dropout: float, draws: Draws | None) -> tuple[int, int]:
     if not dropout:
         return 0, 0
     if draws is None:
-        raise ConfigError("dropout needs draws, the key its mask comes from")
-    return draws.words
+        raise ConfigError("dropout needs draws: pass the key of its mask")
+    return draws.kernel_args
 
 
 def _flatten(inputs: AttentionInputs) -> AttentionInputs:
-    """Two dimensions each, ``vector`` one."""
+    """The inputs with two dimensions each, ``vector`` with one."""
 
     def flat(tensor: Tensor) -> Tensor:
         return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))

@@ -1,7 +1,7 @@
-"""Attention of queries over their latest events, without a projected row for any event.
+"""Attention of queries over their latest events, without a projected row per event.
 
-A score is a dot product of the query with [row of the other end, features, cosines of the time], so keys need no
-product of their own: whoever calls folds them into the query, and values into what comes out.
+A score is a dot product of the query with [row of the other end, features, cosines of the time]. Callers fold the key
+projection into the query, and the value projection into the output.
 Q queries, k events each, H heads, W = D + F + T columns.
 """
 
@@ -22,7 +22,7 @@ from gnnfleet.ops.native import _native, num_threads
 
 @dataclass(frozen=True, eq=False)
 class RecentEvents:
-    """What queries look at. ``neighbors`` is −1 where a query has fewer events; there ``edge`` is any row."""
+    """Events of the queries. ``neighbors`` is −1 where a query has fewer events; there ``edge`` is any row."""
 
     rows: Tensor  # [R, D]
     neighbors: Tensor  # [Q, k] rows of ``rows``
@@ -35,7 +35,7 @@ class RecentEvents:
 
 @dataclass(frozen=True, eq=False)
 class AttentionDropout:
-    """Dropout of attention, by query."""
+    """Dropout of attention weights, keyed by query id."""
 
     p: float
     ids: Tensor  # [Q] int64
@@ -45,44 +45,44 @@ class AttentionDropout:
 def attend_recent(
     query: Tensor, offset: Tensor, recent: RecentEvents, *, slope: float, drop: AttentionDropout | None
 ) -> tuple[Tensor, Tensor]:
-    """([Q, H, W] what each head gathers, [Q, H] its weights summed), zeros for a query without events.
+    """([Q, H, W] weighted sum per head, [Q, H] sum of the weights), zeros for a query without events.
 
     A score is LeakyReLU(query · [row, features, cos(since · weight + bias)] + offset); query [Q, H, W], offset [Q, H].
     Features have no gradient.
     """
     if query.device.type != "cpu" or not recent.neighbors.numel():
         return attend_recent_reference(query, offset, recent, slope=slope, drop=drop)
-    found: tuple[Tensor, Tensor] = _AttendRecent.apply(  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, Tensor] = _AttendRecent.apply(  # type: ignore[no-untyped-call]
         (recent, slope, drop), query, offset, recent.rows, recent.weight, recent.bias
     )
-    return found
+    return outputs
 
 
 def attend_recent_reference(
     query: Tensor, offset: Tensor, recent: RecentEvents, *, slope: float, drop: AttentionDropout | None
 ) -> tuple[Tensor, Tensor]:
-    """The same in torch: the twin of the kernel, and the path on other devices."""
-    seen = recent.neighbors >= 0
+    """The same in torch: reference of the kernel, and the path on other devices."""
+    valid = recent.neighbors >= 0
     parts = [recent.rows[recent.neighbors.clamp(min=0)]]
     if recent.features is not None:
         parts.append(recent.features[recent.edge].to(query.dtype))
     parts.append(torch.cos(recent.since[..., None] * recent.weight + recent.bias))
     x = torch.cat(parts, 2)
     score = functional.leaky_relu(query @ x.transpose(1, 2) + offset[..., None], slope)
-    score = score.masked_fill(~seen[:, None], -torch.inf)
-    score = torch.where(seen.any(1)[:, None, None], score, 0.0)
-    share = torch.softmax(score, 2) * seen[:, None]
+    score = score.masked_fill(~valid[:, None], -torch.inf)
+    score = torch.where(valid.any(1)[:, None, None], score, 0.0)
+    share = torch.softmax(score, 2) * valid[:, None]
     if drop is not None and drop.p:
         share = dropout(share, drop.p, ids=drop.ids, draws=drop.draws)
     return share @ x, share.sum(2)
 
 
-def _words(
-    given: tuple[RecentEvents, float, AttentionDropout | None], query: Tensor, offset: Tensor, rows: Tensor
+def _kernel_args(
+    spec: tuple[RecentEvents, float, AttentionDropout | None], query: Tensor, offset: Tensor, rows: Tensor
 ) -> dict[str, Any]:
-    """What forward and backward tell the kernel."""
-    recent, slope, drop = given
-    key, place = (0, 0) if drop is None else drop.draws.words
+    """Arguments that forward and backward share."""
+    recent, slope, drop = spec
+    key, stream = (0, 0) if drop is None else drop.draws.kernel_args
     p = 0.0 if drop is None else drop.p
     width = query.shape[2] - rows.shape[1] - len(recent.weight)
     return {
@@ -98,7 +98,7 @@ def _words(
         "slope": slope,
         "ids": None if drop is None else drop.ids,
         "key": key,
-        "place": place,
+        "place": stream,
         "threshold": drop_threshold(p) if p else 0,
         "scale": 1 / (1 - p),
         "threads": num_threads(query.numel() * recent.neighbors.shape[1]),
@@ -109,7 +109,7 @@ class _AttendRecent(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        given: tuple[RecentEvents, float, AttentionDropout | None],
+        spec: tuple[RecentEvents, float, AttentionDropout | None],
         query: Tensor,
         offset: Tensor,
         rows: Tensor,
@@ -118,9 +118,9 @@ class _AttendRecent(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         query, offset, rows = query.contiguous(), offset.contiguous(), rows.contiguous()
         out, total = empty_buffer(query.shape, query.dtype), torch.empty_like(offset)
-        score = torch.empty(*offset.shape, given[0].neighbors.shape[1], dtype=query.dtype)
-        _native.attend_recent(**_words(given, query, offset, rows), score=score, out=out, weight=total)
-        ctx.given = given
+        score = torch.empty(*offset.shape, spec[0].neighbors.shape[1], dtype=query.dtype)
+        _native.attend_recent(**_kernel_args(spec, query, offset, rows), score=score, out=out, weight=total)
+        ctx.spec = spec
         ctx.save_for_backward(query, offset, rows, score)
         return out, total
 
@@ -128,12 +128,12 @@ class _AttendRecent(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> tuple[Any, ...]:
         query, offset, rows, score = ctx.saved_tensors
-        weight = ctx.given[0].weight
+        weight = ctx.spec[0].weight
         dquery, doffset = empty_buffer(query.shape, query.dtype), torch.empty_like(offset)
         drows = empty_buffer(rows.shape, rows.dtype) if ctx.needs_input_grad[3] else None
         dweight, dbias = (torch.empty(len(weight), dtype=query.dtype) for _ in range(2))
         _native.attend_recent_back(
-            **_words(ctx.given, query, offset, rows),
+            **_kernel_args(ctx.spec, query, offset, rows),
             score=score,
             grad_out=grad.contiguous(),
             grad_weight=grad_total.contiguous(),

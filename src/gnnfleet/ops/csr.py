@@ -1,4 +1,4 @@
-"""Compressed rows: sorting edges by destination, turning rows into columns, cutting rows out."""
+"""Compressed sparse rows: sorting edges by destination, transposing, copying segments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops.native import _native, num_threads
 
-# Waking a second thread on a busy machine takes longer than sorting this many keys with one.
+# On a busy machine, waking a second thread takes longer than sorting this many keys.
 _SINGLE_THREAD_EDGES = 1 << 18
 
 
@@ -32,7 +32,7 @@ class CSR:
         return int(self.col.shape[0])
 
     def check(self) -> None:
-        """Raise ConfigError unless the arrays are what they should be; kernels trust them. Costs one pass, once."""
+        """Raise ConfigError unless the arrays are valid, which kernels rely on. Costs one pass, once."""
         if self._fault:
             raise ConfigError(self._fault)
 
@@ -112,13 +112,13 @@ def sort_sources(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tup
 
 
 def distinct_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(indptr, sources, times): int32 edges in store order, each once, and how often it was there ([E] int32)."""
-    indptr, every = sort_sources(src, dst, num_src=num_src, num_dst=num_dst)
+    """(indptr, sources, counts): distinct int32 edges in store order, and the multiplicity of each ([E] int32)."""
+    indptr, sources = sort_sources(src, dst, num_src=num_src, num_dst=num_dst)
     distinct = torch.empty_like(indptr)
-    _native.count_distinct(indptr, every, distinct, num_threads())
+    _native.count_distinct(indptr, sources, distinct, num_threads())
     out = torch.empty(int(distinct[-1]), dtype=torch.int32)
     times = torch.empty_like(out)
-    _native.take_distinct(indptr, every, distinct, out, times, num_threads())
+    _native.take_distinct(indptr, sources, distinct, out, times, num_threads())
     return distinct, out, times
 
 
@@ -132,12 +132,12 @@ def counting_sort(keys: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
 
 
 def put_segments(values: Tensor, offsets: Tensor, rows: Tensor, *, into: Tensor, out: Tensor) -> None:
-    """Copy segment i of values ([E, …], between ``offsets``) over segment ``rows[i]`` of out (between ``into``).
+    """Copy segment i of values ([E, …], split at ``offsets``) to segment ``rows[i]`` of out (split at ``into``).
 
-    Raises ValueError where their lengths differ.
+    Raises ValueError if lengths differ.
     """
     if not values.numel():
         return
-    raw, room = (t.contiguous().view(t.shape[0], -1).view(torch.uint8) for t in (values, out))
-    assert room.data_ptr() == out.data_ptr() and values.dtype == out.dtype
-    _native.put_segments(raw, offsets, rows, into, room, num_threads(len(values)))
+    source, target = (t.contiguous().view(t.shape[0], -1).view(torch.uint8) for t in (values, out))
+    assert target.data_ptr() == out.data_ptr() and values.dtype == out.dtype
+    _native.put_segments(source, offsets, rows, into, target, num_threads(len(values)))

@@ -1,6 +1,6 @@
-"""Random draws as a function of what they are for: Philox4x32-10 under a key, a purpose, a layer, a relation and an id.
+"""Keyed random draws: Philox4x32-10 of a key, purpose, layer, relation and id.
 
-Nothing is advanced by drawing: the same words give the same numbers, whatever the thread count and the order of calls.
+There is no generator state: the same arguments give the same numbers for any number of threads and order of calls.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from gnnfleet.ops.native import _native, num_threads
 
-# Calls of the generator whose counters are in memory at a time.
+# Generator calls whose counters are in memory at a time.
 _AT_ONCE = 1 << 18
 
 
 class Purpose(IntEnum):
-    """What a draw is for; numbers are part of what makes runs repeatable, so they stay."""
+    """Purpose of a draw; the values affect results, so they never change."""
 
     GENERATE = 1
     ATTENTION = 2
@@ -29,12 +29,12 @@ class Purpose(IntEnum):
     NEGATIVE = 7  # ends of negative edges
     HOLD_OUT = 8  # edges kept from message passing
     DEAL = 9  # nodes to workers
-    REMOTE = 10  # nodes that all workers hear of
+    REMOTE = 10  # nodes that all workers get
 
 
 @dataclass(frozen=True)
 class Draws:
-    """A family of draws. ``id`` i of a family always gives the same number; ``first`` shifts the ids."""
+    """A family of draws. Id i of a family always gives the same number; ``first`` shifts the ids."""
 
     seed: int
     purpose: Purpose
@@ -51,39 +51,39 @@ class Draws:
         return replace(self, layer=layer, relation=relation)
 
     @property
-    def words(self) -> tuple[int, int]:
-        """(key, place) as the kernels take them."""
+    def kernel_args(self) -> tuple[int, int]:
+        """(key, stream) as the kernels take them; the stream packs purpose, layer and relation."""
         key = _native.draw_key(self.seed % 2**64, self.epoch, self.step)
         return key, _native.draw_place(int(self.purpose), self.layer, self.relation)
 
     def uniforms(self, count: int, *, first: int = 0) -> Tensor:
         """[count] float64 in [0, 1)."""
         out = torch.empty(count, dtype=torch.float64)
-        _native.draw_uniforms(*self.words, first, out, num_threads())
+        _native.draw_uniforms(*self.kernel_args, first, out, num_threads())
         return out
 
     def exponentials(self, count: int, *, first: int = 0) -> Tensor:
         """[count] float64 of mean 1."""
         out = torch.empty(count, dtype=torch.float64)
-        _native.draw_exponentials(*self.words, first, out, num_threads())
+        _native.draw_exponentials(*self.kernel_args, first, out, num_threads())
         return out
 
     def uniforms_at(self, ids: Tensor, columns: int = 1) -> Tensor:
-        """[n, columns] float64 in [0, 1) for int64 ids in any order; column 0 is what ``uniforms`` gives them."""
-        turns = -(-columns // 2)  # four words of 32 bits are two numbers
-        size = max(1, _AT_ONCE // turns)
+        """[n, columns] float64 in [0, 1) for int64 ids in any order; column 0 equals ``uniforms``."""
+        calls = -(-columns // 2)  # four 32-bit integers are two numbers
+        size = max(1, _AT_ONCE // calls)
         if ids.shape[0] > size:
             starts = range(0, ids.shape[0], size)
             return torch.cat([self.uniforms_at(ids[low : low + size], columns) for low in starts])
-        key, place = self.words
-        counters = torch.empty(ids.shape[0], turns, 4, dtype=torch.int64)
+        key, stream = self.kernel_args
+        counters = torch.empty(ids.shape[0], calls, 4, dtype=torch.int64)
         counters[..., 0] = (ids & 0xFFFFFFFF)[:, None]
         counters[..., 1] = (ids >> 32)[:, None]
-        counters[..., 2] = torch.arange(turns)
-        counters[..., 3] = place
-        words = philox(counters.view(-1, 4).to(torch.uint32), key).to(torch.int64).view(-1, 2, 2)
-        high = words[..., 1] << 21 | words[..., 0] >> 11
-        return (high.double() * 2.0**-53).view(ids.shape[0], 2 * turns)[:, :columns]
+        counters[..., 2] = torch.arange(calls)
+        counters[..., 3] = stream
+        integers = philox(counters.view(-1, 4).to(torch.uint32), key).to(torch.int64).view(-1, 2, 2)
+        high = integers[..., 1] << 21 | integers[..., 0] >> 11
+        return (high.double() * 2.0**-53).view(ids.shape[0], 2 * calls)[:, :columns]
 
     def normals_at(self, ids: Tensor, columns: int) -> Tensor:
         """[n, columns] float64 of mean 0 and variance 1, from pairs of uniforms (Box and Muller)."""
@@ -92,15 +92,15 @@ class Draws:
         return torch.stack([length * angle.cos(), length * angle.sin()], 2).view(len(ids), -1)[:, :columns]
 
     def permutation(self, count: int) -> Tensor:
-        """[count] int32: where each of 0 … count − 1 goes."""
+        """[count] int32: the position of each of 0 … count − 1."""
         out = torch.empty(count, dtype=torch.int32)
-        _native.draw_permutation(*self.words, out, num_threads())
+        _native.draw_permutation(*self.kernel_args, out, num_threads())
         return out
 
 
 @dataclass(frozen=True)
 class DrawKey:
-    """What all draws of one training step share."""
+    """The key of all draws of a training step."""
 
     seed: int = 0
     epoch: int = 0
@@ -111,7 +111,7 @@ class DrawKey:
 
 
 def philox(counters: Tensor, key: int) -> Tensor:
-    """[n, 4] uint32: the bare generator on [n, 4] uint32 counters."""
+    """[n, 4] uint32: the generator on [n, 4] uint32 counters."""
     out = torch.empty_like(counters)
     _native.philox(key, counters.contiguous(), out)
     return out

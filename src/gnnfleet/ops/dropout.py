@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of store id, column and key: the same on any rank, and rebuilt in backward."""
+"""Dropout whose mask depends on store id, column and key only: equal on all ranks, rebuilt in backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gnnfleet.ops.native import _native, num_threads
 def dropout(x: Tensor, p: float, *, ids: Tensor, draws: Draws) -> Tensor:
     """``x`` [n, …] with elements zeroed with probability ``p`` and the others scaled by 1 / (1 − p); ids [n] int64."""
     if not 0 <= p < 1:
-        raise ConfigError(f"dropout is a probability below 1, found {p}")
+        raise ConfigError(f"dropout must be at least 0 and below 1, found {p}")
     if p == 0:
         return x
     if x.device.type != "cpu":
@@ -29,7 +29,7 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, ids: Tensor, draws: Draws) -> Tensor:
         ctx.rule = p, ids, draws
-        ctx.set_materialize_grads(False)  # no gradient stays none: optimizers tell it from zeros
+        ctx.set_materialize_grads(False)  # None stays None: optimizers treat it differently from zeros
         return _drop(x, *ctx.rule)
 
     @staticmethod
@@ -41,25 +41,25 @@ def _drop(x: Tensor, p: float, ids: Tensor, draws: Draws) -> Tensor:
     kind = torch.float32 if x.dtype == torch.float16 else x.dtype
     rows = x.to(kind).flatten(1).contiguous()
     out = empty_buffer(rows.shape, kind)
-    key, place = draws.words
-    _native.dropout_rows(rows, ids, key, place, drop_threshold(p), 1 / (1 - p), out, num_threads(rows.numel()))
+    key, stream = draws.kernel_args
+    _native.dropout_rows(rows, ids, key, stream, drop_threshold(p), 1 / (1 - p), out, num_threads(rows.numel()))
     return out.view(x.shape).to(x.dtype)
 
 
 def drop_threshold(p: float) -> int:
-    """Words below this are dropped."""
+    """The bound of 32-bit draws below which elements are dropped."""
     return min(round(p * 2**32), 2**32 - 1)
 
 
 def dropout_mask(shape: torch.Size, p: float, *, ids: Tensor, draws: Draws) -> Tensor:
-    """The factors in plain torch: the twin of the kernel, and the path on other devices."""
+    """The factors in plain torch: reference of the kernel, and the path on other devices."""
     width = shape[1:].numel()
     groups = -(-width // 4)
-    key, place = draws.words
+    key, stream = draws.kernel_args
     counters = torch.empty(shape[0], groups, 4, dtype=torch.int64)
     counters[..., 0] = (ids.cpu() & 0xFFFFFFFF)[:, None]
     counters[..., 1] = (ids.cpu() >> 32)[:, None]
     counters[..., 2] = torch.arange(groups)
-    counters[..., 3] = place
-    words = philox(counters.view(-1, 4).to(torch.uint32), key).to(torch.int64).view(shape[0], 4 * groups)[:, :width]
-    return ((words >= drop_threshold(p)).double() / (1 - p)).view(shape)
+    counters[..., 3] = stream
+    integers = philox(counters.view(-1, 4).to(torch.uint32), key).to(torch.int64).view(shape[0], 4 * groups)[:, :width]
+    return ((integers >= drop_threshold(p)).double() / (1 - p)).view(shape)

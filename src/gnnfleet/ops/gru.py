@@ -1,4 +1,4 @@
-"""A GRU cell in products and one pass over its gates (``csrc/gates.cpp``), forward and back.
+"""A GRU cell: matrix products and one fused pass over its gates (``csrc/gates.cpp``), forward and backward.
 
 n rows, D columns of a memory.
 """
@@ -16,56 +16,61 @@ from gnnfleet.ops.native import _native, num_threads
 from gnnfleet.ops.rounded_matmul import rounded_matmul, rounds_operands
 
 _GATE = 16
-"""Multiply-adds that a number costs in the gates."""
+"""Multiply-adds that an element costs in the gates."""
 
 
-def gru(known: Sequence[Tensor], memory: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """[n, D] of a GRU cell that reads ``known`` [n, …] side by side and holds ``memory`` [n, D].
+def gru(inputs: Sequence[Tensor], memory: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """[n, D] output of a GRU cell with concatenated ``inputs`` [n, …] and hidden state ``memory`` [n, D].
 
     ``weights`` are those of torch.nn.GRUCell: weight_ih, weight_hh, bias_ih, bias_hh.
     """
     if memory.device.type != "cpu":
-        made: Tensor = torch.gru_cell(torch.cat(list(known), 1), memory, *weights)
-        return made
-    out: Tensor = _Gru.apply(rounds_operands(*known, memory, *weights), memory, *weights, *known)  # type: ignore[no-untyped-call]
+        return torch.gru_cell(torch.cat(list(inputs), 1), memory, *weights)
+    out: Tensor = _Gru.apply(rounds_operands(*inputs, memory, *weights), memory, *weights, *inputs)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Gru(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rounded: bool, memory: Tensor, *tensors: Tensor) -> Tensor:
-        (by_known, by_memory, known_bias, memory_bias), known = tensors[:4], [x.contiguous() for x in tensors[4:]]
+        (weight_ih, weight_hh, bias_ih, bias_hh), inputs = tensors[:4], [x.contiguous() for x in tensors[4:]]
         memory = memory.contiguous()
-        given, kept = (empty_buffer((len(memory), len(weight)), memory.dtype) for weight in (by_known, by_memory))
-        pieces = by_known.split_with_sizes([x.shape[1] for x in known], 1)
-        for number, (x, weight) in enumerate(zip(known, pieces, strict=True)):
-            rounded_matmul(given, x, weight.t(), rounded=rounded, add=number > 0, bias=None if number else known_bias)
-        rounded_matmul(kept, memory, by_memory.t(), rounded=rounded, bias=memory_bias)
+        gates_ih, gates_hh = (
+            empty_buffer((len(memory), len(weight)), memory.dtype) for weight in (weight_ih, weight_hh)
+        )
+        columns = weight_ih.split_with_sizes([x.shape[1] for x in inputs], 1)
+        for number, (x, weight) in enumerate(zip(inputs, columns, strict=True)):
+            rounded_matmul(gates_ih, x, weight.t(), rounded=rounded, add=number > 0, bias=None if number else bias_ih)
+        rounded_matmul(gates_hh, memory, weight_hh.t(), rounded=rounded, bias=bias_hh)
         out = torch.empty_like(memory)
-        _native.gates(given, kept, memory, out, num_threads(given.numel() * _GATE))
+        _native.gates(gates_ih, gates_hh, memory, out, num_threads(gates_ih.numel() * _GATE))
         ctx.rounded = rounded
-        ctx.save_for_backward(memory, by_known, by_memory, given, kept, *known)
+        ctx.save_for_backward(memory, weight_ih, weight_hh, gates_ih, gates_hh, *inputs)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        memory, by_known, by_memory, given, kept, *known = ctx.saved_tensors
+        memory, weight_ih, weight_hh, gates_ih, gates_hh, *inputs = ctx.saved_tensors
         rounded, grad = ctx.rounded, grad.contiguous()
-        dgiven, dkept = (empty_buffer(each.shape, each.dtype) for each in (given, kept))
-        _native.gates_back(given, kept, memory, grad, dgiven, dkept, num_threads(given.numel() * _GATE))
-        widths = [x.shape[1] for x in known]
-        dby_known, dby_memory = torch.empty_like(by_known), torch.empty_like(by_memory)
-        for x, part in zip(known, dby_known.split_with_sizes(widths, 1), strict=True):
-            rounded_matmul(part, dgiven.t(), x, rounded=rounded)
-        rounded_matmul(dby_memory, dkept.t(), memory, rounded=rounded)
+        dgates_ih, dgates_hh = (empty_buffer(gates.shape, gates.dtype) for gates in (gates_ih, gates_hh))
+        _native.gates_back(
+            gates_ih, gates_hh, memory, grad, dgates_ih, dgates_hh, num_threads(gates_ih.numel() * _GATE)
+        )
+        widths = [x.shape[1] for x in inputs]
+        dweight_ih, dweight_hh = torch.empty_like(weight_ih), torch.empty_like(weight_hh)
+        for x, part in zip(inputs, dweight_ih.split_with_sizes(widths, 1), strict=True):
+            rounded_matmul(part, dgates_ih.t(), x, rounded=rounded)
+        rounded_matmul(dweight_hh, dgates_hh.t(), memory, rounded=rounded)
         dmemory = None
         if ctx.needs_input_grad[1]:
             width = memory.shape[1]
-            dmemory = grad * given[:, width : 2 * width]  # the gate that keeps
-            rounded_matmul(dmemory, dkept, by_memory, rounded=rounded, add=True)
-        dknown = [
-            rounded_matmul(torch.empty_like(x), dgiven, part, rounded=rounded) if want else None
-            for x, part, want in zip(known, by_known.split_with_sizes(widths, 1), ctx.needs_input_grad[6:], strict=True)
+            dmemory = grad * gates_ih[:, width : 2 * width]  # the update gate
+            rounded_matmul(dmemory, dgates_hh, weight_hh, rounded=rounded, add=True)
+        dinputs = [
+            rounded_matmul(torch.empty_like(x), dgates_ih, part, rounded=rounded) if want else None
+            for x, part, want in zip(
+                inputs, weight_ih.split_with_sizes(widths, 1), ctx.needs_input_grad[6:], strict=True
+            )
         ]
-        return None, dmemory, dby_known, dby_memory, dgiven.sum(0), dkept.sum(0), *dknown
+        return None, dmemory, dweight_ih, dweight_hh, dgates_ih.sum(0), dgates_hh.sum(0), *dinputs

@@ -1,9 +1,9 @@
-"""Messages of a user's making, built for some edges at a time: what goes in, what may come out.
+"""User-defined messages, built for some edges at a time.
 
 A message is a function of per-edge tensors: ``message(src, dst, edge, *params)`` with ``src[name]`` the rows of the
 sources of some edges, ``dst[name]`` those of their destinations, ``edge[name]`` the edges' own data and ``edge["id"]``
-their store edge ids. It must not draw random numbers but by those ids, and must not capture parameters: those are
-passed in, so that their gradients are gradients of the function's inputs. R destinations, E edges, H heads.
+their store edge ids. It must key random numbers by those ids, and must not capture parameters: they are passed in, so
+that their gradients are gradients of the function's inputs. R destinations, E edges, H heads.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Leaves = dict[LeafKey, Tensor]
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """What autocast computes in here; none when it is off."""
+    """The dtype of autocast; None if it is off."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MessageCall:
-    """What all blocks of a call share. Made in forward and used again in backward, where autocast may be off."""
+    """Arguments that all blocks of a call share, created in forward: in backward autocast may be off."""
 
     message: Message
     reduce: str
@@ -48,8 +48,8 @@ class MessageCall:
 class MessageBlock:
     """Some of the edges.
 
-    ``rows`` ([n] int32) says which destinations the rows of the structure are, when it holds only some; no row twice.
-    ``ties`` ([E] int64, 0 or more) numbers edges for max, over all blocks; without it the positions do, for one block.
+    ``rows`` ([n] int32, distinct) maps rows of the structure to destinations, if it has only some of them.
+    ``ties`` ([E] int64, 0 or more) numbers the edges of all blocks for max; by default positions, for a single block.
     """
 
     structure: CSR
@@ -69,12 +69,12 @@ class MessageBlock:
 
 @dataclass(frozen=True, eq=False)
 class MessageChunk:
-    """Some edges of a block that follow one another; a row may begin before them and end after."""
+    """Consecutive edges of a block; a row may extend beyond them."""
 
     edges: slice
-    target: slice | Tensor  # the destinations they have
-    runs: Tensor  # [n + 1] where the edges of each of those start, counted from the chunk's first edge
-    row: Tensor  # [E] which of those an edge belongs to
+    target: slice | Tensor  # their destinations
+    runs: Tensor  # [n + 1] offsets of the edges of each destination in the chunk
+    row: Tensor  # [E] position of an edge's destination in ``target``
     dst: Tensor  # [E] its destination
 
     @property
@@ -85,7 +85,7 @@ class MessageChunk:
 
 
 def message_chunks(block: MessageBlock) -> Iterator[MessageChunk]:
-    """All edges of a block, as many at a time as memory is meant for."""
+    """All edges of a block, at most ``EDGES_AT_ONCE`` at a time."""
     count = block.structure.num_edges
     for low in range(0, count, EDGES_AT_ONCE):
         yield chunk_of(block, low, min(low + EDGES_AT_ONCE, count))
@@ -105,19 +105,19 @@ def chunk_of(block: MessageBlock, low: int, high: int) -> MessageChunk:
 
 
 def build_message(
-    call: MessageCall, block: MessageBlock, chunk: MessageChunk, wanted: Collection[LeafKey] = ()
+    call: MessageCall, block: MessageBlock, chunk: MessageChunk, needs_grad: Collection[LeafKey] = ()
 ) -> tuple[tuple[Tensor, ...], Leaves]:
     """The message of some edges ((value,), or (score, value) for softmax), and the leaves it was built from.
 
-    The wanted leaves have gradients. Raises ConfigError when the message returns something else, or depends on a tensor
-    with a gradient that was not passed in.
+    Leaves in ``needs_grad`` require gradients. Raises ConfigError if the message returns something else, or depends on
+    a tensor with a gradient that was not passed in.
     """
     col = block.structure.col[chunk.edges]
     leaves: Leaves = {("src", name): tensor.detach().index_select(0, col) for name, tensor in block.src.items()}
     leaves |= {("dst", name): tensor.detach().index_select(0, chunk.dst) for name, tensor in call.dst.items()}
     leaves |= {("edge", name): tensor.detach()[chunk.edges] for name, tensor in block.edge.items()}
     leaves |= {("params", i): tensor.detach() for i, tensor in enumerate(call.params)}
-    for key in wanted:
+    for key in needs_grad:
         leaves[key].requires_grad_()
     src, dst, edge = (
         {str(name): leaf for (group, name), leaf in leaves.items() if group == kind} for kind in ("src", "dst", "edge")
@@ -126,14 +126,14 @@ def build_message(
     params = [leaves["params", i] for i in range(len(call.params))]
     with torch.autocast("cpu", dtype=call.precision or torch.bfloat16, enabled=call.precision is not None):
         parts = _parts(call, call.message(src, dst, edge, *params), chunk.count)
-    _refuse_strangers(parts, leaves)
+    _check_captured(parts, leaves)
     return parts, leaves
 
 
 def check_no_captured(call: MessageCall, block: MessageBlock) -> None:
-    """Raise ConfigError when the message uses a tensor with a gradient that was not passed in.
+    """Raise ConfigError if the message uses a tensor with a gradient that was not passed in.
 
-    For forward, which looks at a few edges: a call whose inputs need no gradient has no backward that could notice.
+    Forward checks a few edges, since a call whose inputs need no gradient has no backward that could notice.
     """
     some = min(block.structure.num_edges, 16)
     if some:
@@ -147,7 +147,7 @@ def empty_message(call: MessageCall, block: MessageBlock) -> tuple[Tensor, ...]:
         return build_message(call, block, chunk_of(block, 0, 0))[0]
     except RuntimeError as error:
         raise ConfigError(
-            f"the message fails where there are no edges: name sizes instead of −1 ({first_line(error)})"
+            f"the message fails on zero edges ({first_line(error)}): write sizes instead of −1 in its shapes"
         ) from error
 
 
@@ -155,8 +155,8 @@ def _parts(call: MessageCall, built: Any, count: int) -> tuple[Tensor, ...]:
     parts: tuple[Any, ...] = built if isinstance(built, tuple) else (built,)
     for part in parts:
         if not isinstance(part, Tensor) or not part.is_floating_point() or part.shape[:1] != (count,):
-            found = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
-            raise ConfigError(f"a message is a float tensor with a row for each of {count} edges, found {found}")
+            actual = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+            raise ConfigError(f"a message is a float tensor with a row for each of {count} edges, found {actual}")
     shapes = [list(part.shape) for part in parts]
     if call.reduce == "softmax":
         if len(parts) != 2 or len(shapes[0]) != 2 or shapes[1][:2] != shapes[0]:
@@ -166,11 +166,11 @@ def _parts(call: MessageCall, built: Any, count: int) -> tuple[Tensor, ...]:
     return parts
 
 
-def _refuse_strangers(parts: tuple[Tensor, ...], leaves: Leaves) -> None:
-    """Walk the message's graph: a leaf that was not passed in would lose its gradient without a word."""
-    known = {id(leaf) for leaf in leaves.values()}
+def _check_captured(parts: tuple[Tensor, ...], leaves: Leaves) -> None:
+    """Walk the autograd graph: a leaf that was not passed in would silently lose its gradient."""
+    passed = {id(leaf) for leaf in leaves.values()}
     todo = [part.grad_fn for part in parts if part.grad_fn is not None]
-    strangers = [part for part in parts if part.grad_fn is None and part.requires_grad and id(part) not in known]
+    captured = [part for part in parts if part.grad_fn is None and part.requires_grad and id(part) not in passed]
     seen = set()
     while todo:
         node = todo.pop()
@@ -178,9 +178,9 @@ def _refuse_strangers(parts: tuple[Tensor, ...], leaves: Leaves) -> None:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            strangers.append(variable)
+        if variable is not None and id(variable) not in passed:
+            captured.append(variable)
         todo += [following for following, _ in node.next_functions if following is not None]
-    if strangers:
-        shape = list(strangers[0].shape)
+    if captured:
+        shape = list(captured[0].shape)
         raise ConfigError(f"the message uses a parameter of shape {shape} that was not passed in: add it to params=(…)")

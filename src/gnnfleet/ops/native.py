@@ -1,6 +1,6 @@
-"""The compiled kernels, or a clear word on how to build them.
+"""The compiled kernels, or an error that says how to build them.
 
-torch is imported first, so that the extension binds to the OpenMP runtime torch has loaded.
+torch is imported first, so that the extension binds to torch's OpenMP runtime.
 """
 
 import threading
@@ -24,7 +24,7 @@ except ImportError as error:
 __all__ = ["_native", "has_bf16", "num_threads", "single_threaded"]
 
 
-# Below this much work (multiply-adds, say) waking a second thread takes longer than doing it alone.
+# With less work (in multiply-adds) waking a second thread takes longer than it saves.
 _SMALL = 1 << 17
 
 
@@ -36,7 +36,7 @@ _local = _Local()
 
 
 def num_threads(work: int = _SMALL) -> int:
-    """How many threads a kernel may use: torch's setting, passed on because OpenMP's own is per calling thread."""
+    """Number of threads for a kernel: torch's setting, passed on because OpenMP's own is per calling thread."""
     if _local.single_threaded:
         return 1
     return torch.get_num_threads() if work >= _SMALL else 1
@@ -44,7 +44,7 @@ def num_threads(work: int = _SMALL) -> int:
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Kernels called from this thread use no other: threads in the background would each get a team of their own."""
+    """Run kernels of this thread single-threaded: background threads would each start their own OpenMP team."""
     before, _local.single_threaded = _local.single_threaded, True
     try:
         yield
@@ -54,7 +54,7 @@ def single_threaded() -> Iterator[None]:
 
 @cache
 def has_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 by itself; elsewhere torch emulates it, slower than float32."""
+    """True if the CPU multiplies bfloat16 natively; otherwise torch emulates it, slower than float32."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

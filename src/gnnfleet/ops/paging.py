@@ -1,4 +1,4 @@
-"""Tables that are mapped from files and larger than memory: their pages asked for in order, and given back."""
+"""Memory-mapped tables larger than memory: prefetching, gathering in file order and dropping of pages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ WINDOW_BYTES = 64 << 20  # bytes of a mapped table that may be in memory at a ti
 
 
 def read_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """``table[rows]`` of a mapped table ([n, F]; rows [m] int64, ascending), read in the order in which they lie.
-
-    Pages are asked for before the first is needed, so that the disk works ahead.
-    """
+    """``table[rows]`` of a mapped table ([n, F]; rows [m] int64, ascending); all pages are prefetched first."""
     if len(rows) and table.shape[1]:
         _native.read_ahead(_raw(table), rows.contiguous())
     return gather(table, rows)
@@ -32,40 +29,40 @@ def read_rows(table: Tensor, rows: Tensor) -> Tensor:
 def gather_by_window(
     table: Tensor, rows: Tensor, dtype: torch.dtype | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """``gather`` from a table that ``is_paged``, rows in any order: window by window, each let go when it was read.
+    """``gather`` from a table that ``is_paged``, rows in any order: window by window, dropping each after reading.
 
-    A page that is touched brings its neighbours into memory, so rows here and there would soon have brought them all.
+    A page fault also loads neighbouring pages, so scattered rows would soon load the whole table.
     """
     if out is None:
         out = empty_buffer((rows.shape[0], *table.shape[1:]), table.dtype if dtype is None else dtype)
     high = max(1, WINDOW_BYTES // (table.shape[1:].numel() * table.element_size()))  # rows of a window
     offsets, order = counting_sort(rows // high, -(-table.shape[0] // high))
-    picked = rows[order]
+    sorted_rows = rows[order]
     for window, (first, end) in enumerate(pairwise(offsets.tolist())):
         if end > first:
-            gather(table, picked[first:end], dtype, out=out, at=order[first:end])
+            gather(table, sorted_rows[first:end], dtype, out=out, at=order[first:end])
             drop_pages(table[window * high : (window + 1) * high])
     return out
 
 
 def prefetch_pages(table: Tensor, rows: Tensor) -> int:
-    """Ask for the pages of some rows ([m] int64, ascending) and do not wait; how many requests that took."""
+    """Prefetch the pages of some rows ([m] int64, ascending) without waiting; returns the number of requests."""
     return int(_native.read_ahead(_raw(table), rows.contiguous())) if len(rows) and table.shape[1] else 0
 
 
 def drop_pages(table: Tensor) -> None:
-    """Give back the pages of a table that ``is_mapped`` and was never written to; touching them reads them again."""
+    """Drop the pages of a table that ``is_mapped`` and was never written to; access reads them again."""
     if table.numel():
         _native.let_go(_raw(table))
 
 
-def spill_to_disk(table: Tensor, dtype: torch.dtype, near: Path) -> Tensor:
-    """A copy of a table in another dtype that lies on disk, beside ``near`` where that can be written to.
+def spill_to_disk(table: Tensor, dtype: torch.dtype, beside: Path) -> Tensor:
+    """A copy of a table in another dtype in an unnamed file, in directory ``beside`` if it is writable.
 
-    It has no name and is gone with the tensor.
+    The file is deleted with the tensor.
     """
-    place = near if os.access(near, os.W_OK) else None
-    with tempfile.TemporaryFile(dir=place) as file:
+    folder = beside if os.access(beside, os.W_OK) else None
+    with tempfile.TemporaryFile(dir=folder) as file:
         step = max(1, _SPILL // max(1, table.shape[1] * dtype.itemsize))
         for low in range(0, table.shape[0], step):
             file.write(table[low : low + step].to(dtype).contiguous().view(torch.uint8).numpy().tobytes())
@@ -80,25 +77,25 @@ _SPILL = 32 << 20  # bytes converted at a time
 
 
 def is_paged(table: Tensor) -> bool:
-    """Whether a table lies in a file and is too large to be kept in memory unasked."""
+    """True if a table is mapped from a file and larger than a window."""
     return table.nbytes > WINDOW_BYTES and is_mapped(table)
 
 
 def is_mapped(table: Tensor) -> bool:
-    """Whether a tensor lies in a file, all of it, and as it is there; what is in memory alone must never be let go."""
+    """True if all of a tensor is mapped from a file and unchanged; other pages must never be dropped."""
     first, last = table.data_ptr(), table.data_ptr() + table.nbytes
     try:
         lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     except OSError:
         return False
     for line in lines:
-        span, *words = line.split()
+        span, *fields = line.split()
         if span.endswith(":"):
             continue
         low, high = (int(end, 16) for end in span.split("-"))
         if low <= first < high:
-            changed = next(int(each.split()[1]) for each in lines if each.startswith("Anonymous:"))
-            return bool(table.numel()) and last <= high and int(words[3]) != 0 and not changed
+            changed = next(int(entry.split()[1]) for entry in lines if entry.startswith("Anonymous:"))
+            return bool(table.numel()) and last <= high and int(fields[3]) != 0 and not changed
     return False
 
 

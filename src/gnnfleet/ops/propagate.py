@@ -1,6 +1,6 @@
-"""Any differentiable message over edges, in one process and in bounded memory: rebuilt in backward, never kept.
+"""Message passing with any differentiable message, in one process: messages are rebuilt in backward, not stored.
 
-What a message is stands in ``message``; the pieces this is made of in ``propagate_pieces``. E edges, R rows.
+``message`` defines messages, ``propagate_blocks`` has the operations on blocks of edges. E edges, R rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.ops import propagate_blocks as pieces
+from gnnfleet.ops import propagate_blocks as blocks
 from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.message import REDUCES, Message, MessageBlock, MessageCall, autocast_dtype, check_no_captured
 
@@ -35,7 +35,7 @@ def propagate(
 
     For ``softmax`` the message returns (score [E, H], value [E, H, …]). Rows without edges give 0; messages of 16 bits
     give float32. Of equal maxima the edge with the lowest of ``ties`` gets the gradient, as in ``aggregate``. Raises
-    ConfigError, also when the message depends on a tensor that was not passed in.
+    ConfigError, also if the message depends on a tensor with a gradient that was not passed in.
     """
     if reduce not in REDUCES:
         raise ConfigError(f"cannot reduce by {reduce!r}: choose one of {', '.join(REDUCES)}")
@@ -50,14 +50,14 @@ def propagate(
     plan = _PropagatePlan(structure, message, reduce, names, ids, ties, autocast_dtype())
     flat = [tensor for tensors in groups.values() for tensor in tensors.values()]
     if torch.is_grad_enabled():
-        check_no_captured(*plan.laid_out([*flat, *params]))
+        check_no_captured(*plan.as_call([*flat, *params]))
     out: Tensor = _Propagate.apply(plan, *flat, *params)  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True, eq=False)
 class _PropagatePlan:
-    """Everything about a call that is not a tensor with a gradient; tensors travel beside it in one flat list."""
+    """The arguments of a call without the differentiable tensors, which are passed as one flat list."""
 
     structure: CSR
     message: Message
@@ -68,10 +68,10 @@ class _PropagatePlan:
     precision: torch.dtype | None
 
     def named(self, group: str, values: Sequence[Any]) -> dict[str, Any]:
-        """Those of the flat list that belong to a group."""
+        """The entries of the flat list that belong to a group."""
         return {name: value for (kind, name), value in zip(self.names, values, strict=False) if kind == group}
 
-    def laid_out(self, tensors: Sequence[Tensor]) -> tuple[MessageCall, MessageBlock]:
+    def as_call(self, tensors: Sequence[Tensor]) -> tuple[MessageCall, MessageBlock]:
         src, dst, edge = (self.named(group, tensors) for group in ("src", "dst", "edge"))
         call = MessageCall(
             message=self.message,
@@ -87,10 +87,10 @@ class _PropagatePlan:
 class _Propagate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: _PropagatePlan, *tensors: Tensor) -> Tensor:
-        call, block = plan.laid_out(tensors)
-        state = pieces.PropagateState()
-        pieces.update_propagate(state, call, block)
-        out, side = pieces.finish_propagate(state, call)
+        call, block = plan.as_call(tensors)
+        state = blocks.PropagateState()
+        blocks.update_propagate(state, call, block)
+        out, side = blocks.finish_propagate(state, call)
         ctx.plan = plan
         ctx.save_for_backward(*tensors, out if plan.reduce == "softmax" else None, side)
         return out
@@ -100,18 +100,18 @@ class _Propagate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan: _PropagatePlan = ctx.plan
         *tensors, out, side = ctx.saved_tensors
-        call, block = plan.laid_out(tensors)
+        call, block = plan.as_call(tensors)
         needs = ctx.needs_input_grad[1:]
         src, dst, edge = (
             [name for name, need in plan.named(group, needs).items() if need] for group in ("src", "dst", "edge")
         )
         params = [i for i, need in enumerate(needs[len(plan.names) :]) if need]
-        into = pieces.open_gradients(call, dst=dst, params=params)
+        into = blocks.open_gradients(call, dst=dst, params=params)
         of_edges = {name: torch.zeros_like(block.edge[name]) for name in edge}
-        upstream = pieces.begin_backward(call, grad, out=out, side=side)
-        of_sources = pieces.block_backward(call, upstream, block, into=into, src=src, edge=of_edges)
-        found = {"src": of_sources, "dst": into.dst, "edge": of_edges}
-        totals = [found[group].get(name) for group, name in plan.names]
+        upstream = blocks.begin_backward(call, grad, out=out, side=side)
+        of_sources = blocks.block_backward(call, upstream, block, into=into, src=src, edge=of_edges)
+        gradients = {"src": of_sources, "dst": into.dst, "edge": of_edges}
+        totals = [gradients[group].get(name) for group, name in plan.names]
         totals += [into.params.get(i) for i in range(len(call.params))]
-        given = zip(totals, tensors, strict=True)
-        return None, *(None if total is None else total.to(tensor.dtype) for total, tensor in given)
+        pairs = zip(totals, tensors, strict=True)
+        return None, *(None if total is None else total.to(tensor.dtype) for total, tensor in pairs)

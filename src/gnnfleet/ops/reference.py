@@ -1,4 +1,4 @@
-"""The kernels in plain torch: the oracle in tests, and the path on devices the compiled kernels do not serve."""
+"""The kernels in plain torch: reference in tests, and the path on devices without compiled kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sort_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple
 
 
 def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """See ``normal_rows.gather``."""
+    """See ``gather.gather``."""
     return table[rows.long()].to(table.dtype if dtype is None else dtype)
 
 
@@ -60,12 +60,12 @@ def aggregate(
 
 def running_max(best: tuple[Tensor, Tensor], rows: Tensor, values: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
     """(maximum [R, …], the lowest number of an edge that reaches it), from those so far and more edges."""
-    place = rows.view(-1, *([1] * (values.dim() - 1))).expand_as(values)
-    top = best[0].scatter_reduce(0, place, values, "amax")
+    index = rows.view(-1, *([1] * (values.dim() - 1))).expand_as(values)
+    top = best[0].scatter_reduce(0, index, values, "amax")
     none = torch.iinfo(torch.int64).max
-    here = torch.where(_equal(values, top[rows]), number.view(-1, *([1] * (values.dim() - 1))), none)
+    numbers = torch.where(_equal(values, top[rows]), number.view(-1, *([1] * (values.dim() - 1))), none)
     before = torch.where(_equal(best[0], top), best[1], none)
-    return top, before.scatter_reduce(0, place, here, "amin")
+    return top, before.scatter_reduce(0, index, numbers, "amin")
 
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:
@@ -127,11 +127,14 @@ def _scores(
 
 
 def keep_factors(draws: Draws, ids: Tensor, *, heads: int, dropout: float) -> Tensor:
-    """[E, heads] float64: 0 with chance ``dropout``, otherwise 1 / (1 − dropout); by edge id, four heads a turn."""
-    key, place = draws.words
-    turns = [philox([ids & _LOW, ids >> 32 & _LOW, turn, place], key) for turn in range((heads + 3) // 4)]
-    words = torch.stack([word for turn in turns for word in turn][:heads], 1)
-    return (words >= min(round(dropout * 2**32), 2**32 - 1)).double() / (1 - dropout)
+    """[E, heads] float64: 0 with probability ``dropout``, otherwise 1 / (1 − dropout).
+
+    Keyed by edge id; a generator call serves four heads.
+    """
+    key, stream = draws.kernel_args
+    calls = [philox([ids & _LOW, ids >> 32 & _LOW, call, stream], key) for call in range((heads + 3) // 4)]
+    integers = torch.stack([column for call in calls for column in call][:heads], 1)
+    return (integers >= min(round(dropout * 2**32), 2**32 - 1)).double() / (1 - dropout)
 
 
 _LOW = 0xFFFFFFFF
@@ -140,7 +143,7 @@ _LOW = 0xFFFFFFFF
 def philox(counter: list[Tensor | int], key: int) -> list[Tensor]:
     """Philox4x32-10 on words held in int64; products wrap, which leaves both halves right."""
     shape = next(word for word in counter if isinstance(word, Tensor))
-    x0, x1, x2, x3 = (word if isinstance(word, Tensor) else torch.full_like(shape, word) for word in counter)
+    x0, x1, x2, x3 = (part if isinstance(part, Tensor) else torch.full_like(shape, part) for part in counter)
     key0, key1 = key & _LOW, key >> 32
     for _ in range(10):
         p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
@@ -153,8 +156,8 @@ def philox(counter: list[Tensor | int], key: int) -> list[Tensor]:
 def sample(
     structure: CSR, seeds: Tensor, count: int, *, replace: bool, draws: Draws, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See ``sample.sample``; one node after the other, one draw after the other."""
-    found: list[list[int]] = []
+    """See ``sample.sample``; node by node, draw by draw."""
+    edges_of: list[list[int]] = []
     for node in seeds.tolist():
         first, last = int(structure.indptr[node]), int(structure.indptr[node + 1])
         chances = None if weight is None else weight[first:last].double()
@@ -162,84 +165,85 @@ def sample(
             picked = list(range(last - first)) if count else []
         else:
             picked = _pick_edges(_stream(draws, node), last - first, count, replace=replace, chances=chances)
-        found.append([first + edge for edge in sorted(picked)])
-    offsets = torch.tensor([0, *(len(edges) for edges in found)]).cumsum(0)
-    return offsets, torch.tensor([edge for edges in found for edge in edges], dtype=torch.int64)
+        edges_of.append([first + edge for edge in sorted(picked)])
+    offsets = torch.tensor([0, *(len(edges) for edges in edges_of)]).cumsum(0)
+    return offsets, torch.tensor([edge for edges in edges_of for edge in edges], dtype=torch.int64)
 
 
 def _pick_edges(
-    word: Callable[[], int], degree: int, count: int, *, replace: bool, chances: Tensor | None
+    next_integer: Callable[[], int], degree: int, count: int, *, replace: bool, chances: Tensor | None
 ) -> list[int]:
-    """Edges 0 … degree − 1 of one node by the words of its stream."""
+    """Edges 0 … degree − 1 of a node, drawn with the integers of its stream."""
     if chances is not None:
         possible = int((chances > 0).sum())
         if replace:
             ends, total = chances.cumsum(0), chances.sum()
-            at = [_unit(word) * total for _ in range(count if possible else 0)]
+            at = [_unit(next_integer) * total for _ in range(count if possible else 0)]
             return [int(torch.searchsorted(ends, u, right=True)) for u in at]
         if possible == degree <= count:
             return list(range(degree))
-        drawn = [-math.log(1 - _unit(word)) for _ in range(degree)]
+        drawn = [-math.log(1 - _unit(next_integer)) for _ in range(degree)]
         keys = [e / chance if chance > 0 else math.inf for e, chance in zip(drawn, chances.tolist(), strict=True)]
         return sorted(range(degree), key=keys.__getitem__)[: min(count, possible)]
     if replace:
-        return [_below(word, degree) for _ in range(count if degree else 0)]
+        return [_below(next_integer, degree) for _ in range(count if degree else 0)]
     if degree <= count:
         return list(range(degree))
     taken: set[int] = set()
     for j in range(degree - count, degree):  # Floyd
-        t = _below(word, j + 1)
+        t = _below(next_integer, j + 1)
         taken.add(j if t in taken else t)
     return list(taken)
 
 
 def _stream(draws: Draws, node: int) -> Callable[[], int]:
-    """The words of a node, one per call."""
-    key, place = draws.words
+    """The 32-bit integers of a node, one per call."""
+    key, stream = draws.kernel_args
 
-    def words() -> Iterator[int]:
-        for turn in count_on():
-            yield from (int(word) for word in philox([torch.tensor(node & _LOW), node >> 32, turn, place], key))
+    def integers() -> Iterator[int]:
+        for call in count_on():
+            yield from map(int, philox([torch.tensor(node & _LOW), node >> 32, call, stream], key))
 
-    return words().__next__
-
-
-def _unit(word: Callable[[], int]) -> float:
-    low = word()
-    return float(((word() << 32 | low) >> 11) * 2.0**-53)
+    return integers().__next__
 
 
-def _below(word: Callable[[], int], limit: int) -> int:
-    """0 … limit − 1, exactly even."""
+def _unit(next_integer: Callable[[], int]) -> float:
+    low = next_integer()
+    return float(((next_integer() << 32 | low) >> 11) * 2.0**-53)
+
+
+def _below(next_integer: Callable[[], int], limit: int) -> int:
+    """0 … limit − 1, exactly uniform."""
     while True:
-        product = word() * limit
+        product = next_integer() * limit
         if product & _LOW >= (2**32 - limit) % limit:
             return product >> 32
 
 
 def temporal_neighbors(
     events: tuple[Tensor, Tensor, Tensor],
-    asked: tuple[Tensor, Tensor],
+    queries: tuple[Tensor, Tensor],
     k: int,
     *,
     visible: int | None = None,
     draws: tuple[Draws, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``temporal_neighbors.TemporalNeighbors``: events are (src, dst, t), asked (nodes, times); draws with how many nodes."""
+    """See ``temporal_neighbors.TemporalNeighbors``: events are (src, dst, t), queries
+    (nodes, times), draws (family, number of nodes)."""
     ends = list(zip(*(part.tolist() for part in events[:2]), strict=True))
     times = events[2].tolist()
-    neighbours = torch.full((len(asked[0]), k), -1)
-    numbers = torch.full((len(asked[0]), k), -1)
-    for row, (node, time) in enumerate(zip(*(part.tolist() for part in asked), strict=True)):
+    neighbours = torch.full((len(queries[0]), k), -1)
+    numbers = torch.full((len(queries[0]), k), -1)
+    for row, (node, time) in enumerate(zip(*(part.tolist() for part in queries), strict=True)):
         before = [e for e, t in enumerate(times) if t < time and (visible is None or e < visible)]
-        own = [e for e in before if node in ends[e]]
-        if draws is not None and len(own) > k:
+        candidates = [e for e in before if node in ends[e]]
+        if draws is not None and len(candidates) > k:
             family, num_nodes = draws
             picked = _pick_edges(
-                _stream(family, len(before) * num_nodes + node), len(own), k, replace=False, chances=None
+                _stream(family, len(before) * num_nodes + node), len(candidates), k, replace=False, chances=None
             )
-            own = [own[place] for place in sorted(picked)]
-        for column, event in enumerate(reversed(own[-k:] if k else [])):
+            candidates = [candidates[index] for index in sorted(picked)]
+        for column, event in enumerate(reversed(candidates[-k:] if k else [])):
             src, dst = ends[event]
             neighbours[row, column] = dst if node == src else src
             numbers[row, column] = event

@@ -1,7 +1,7 @@
-"""Products whose results stay float32: under autocast to bfloat16 their operands are rounded, and nothing else is.
+"""Products with float32 results: under autocast to bfloat16 only their operands are rounded.
 
-Rounding is part of the copies that a product makes of its operands (``csrc/product.cpp``): no tensor is converted.
-Where the CPU does not multiply bfloat16 the operands are rounded and multiplied in float32. n rows.
+The product rounds while it packs its operands (``csrc/product.cpp``), so no tensor is converted. If the CPU does not
+multiply bfloat16, operands are rounded and multiplied in float32. n rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gnnfleet.ops.native import _native, num_threads
 
 
 def rounds_operands(*operands: Tensor) -> bool:
-    """Whether products of these are to round them."""
+    """True if products round these operands."""
     return torch.is_autocast_enabled("cpu") and all(
         x.dtype == torch.float32 and x.device.type == "cpu" for x in operands
     )
@@ -27,7 +27,7 @@ def rounds_operands(*operands: Tensor) -> bool:
 def rounded_matmul(
     out: Tensor, a: Tensor, b: Tensor, *, rounded: bool, add: bool = False, bias: Tensor | None = None
 ) -> Tensor:
-    """``out = a b (+ bias)``, or ``out += a b``; every operand has rows or columns without gaps."""
+    """``out = a b (+ bias)``, or ``out += a b``; operands have contiguous rows or columns."""
     if rounded and _native.has_product():
         _native.product(a, b, out, bias, add, num_threads(out.numel() * a.shape[1]))
         return out
@@ -39,11 +39,11 @@ def rounded_matmul(
 
 
 def sum_linear_float32(terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) -> Tensor:
-    """``Σ x Wᵀ + bias`` over terms (x [n, in], W [out, in]), in float32 whatever autocast says, or as operands are."""
-    flat = [each for term in terms for each in term]
-    if not rounds_operands(*flat):
-        made = sum_linear(terms, bias)
-        return made.float() if made.dtype == torch.bfloat16 else made
+    """``Σ x Wᵀ + bias`` over terms (x [n, in], W [out, in]), in float32 even under autocast; float64 stays float64."""
+    operands = [operand for term in terms for operand in term]
+    if not rounds_operands(*operands):
+        plain = sum_linear(terms, bias)
+        return plain.float() if plain.dtype == torch.bfloat16 else plain
     out: Tensor = _RoundedSumLinear.apply(bias, *(x for x, _ in terms), *(w for _, w in terms))  # type: ignore[no-untyped-call]
     return out
 

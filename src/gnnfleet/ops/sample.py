@@ -1,7 +1,7 @@
-"""Neighbour sampling for one hop and one relation, and the rows that what was sampled gets.
+"""Neighbour sampling for one hop and one relation, and the rows of sampled nodes.
 
-What is drawn for a node depends on the family of draws and its store id alone: not on threads, nor on the other seeds.
-S seeds, E edges drawn.
+The edges drawn for a node depend on the draws and its store id only: not on threads, nor on the other seeds.
+S seeds, E drawn edges.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.draws import Draws
 from gnnfleet.ops.native import _native, num_threads
 
-# A seed costs about as much as this many multiply-adds; see ``native.num_threads``.
+# Cost of a seed in multiply-adds; see ``native.num_threads``.
 _WORK = 32
 
 
 @dataclass(frozen=True)
 class Fanout:
-    """How many in-edges of a node are drawn (−1: all of them), and whether one may be drawn twice."""
+    """Number of in-edges drawn per node (−1: all), with or without replacement."""
 
     count: int
     replace: bool = False
@@ -39,19 +39,19 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """(offsets [S + 1], positions [E] of edges, ascending within a seed), both int64; seeds are [S] int64 rows.
 
-    Without replacement every subset of ``count`` edges of a node is as likely as another, and a node with no more edges
-    than that gives all. With weights ([edges] float32, not negative) edges are drawn one after the other, in proportion
-    to them; an edge of weight 0 is drawn with ``count`` −1 only. ``ids`` ([S] int64) are the seeds' store ids, which
-    draws go by, where rows are numbered otherwise: a part of a graph then draws what the whole would.
+    Without replacement every subset of ``count`` edges of a node is equally likely, and a node with at most ``count``
+    edges gives all. With weights ([edges] float32, not negative) edges are drawn successively, in proportion to them;
+    an edge of weight 0 is drawn only if ``count`` is −1. ``ids`` ([S] int64) are the store ids of the seeds, which key
+    the draws, if rows are not store ids: a part of a graph then draws the same as the whole.
     """
-    key, place = draws.words
-    team = num_threads(seeds.shape[0] * _WORK)
-    asked = (edges.indptr, weight, seeds, ids, fanout.count, fanout.replace, key, place)
+    key, stream = draws.kernel_args
+    threads = num_threads(seeds.shape[0] * _WORK)
+    query = (edges.indptr, weight, seeds, ids, fanout.count, fanout.replace, key, stream)
     offsets = torch.empty(seeds.shape[0] + 1, dtype=torch.int64)
-    _native.count_samples(*asked, offsets, team)
-    found = torch.empty(int(offsets[-1]), dtype=torch.int64)
-    _native.draw_samples(*asked, offsets, found, team)
-    return offsets, found
+    _native.count_samples(*query, offsets, threads)
+    positions = torch.empty(int(offsets[-1]), dtype=torch.int64)
+    _native.draw_samples(*query, offsets, positions, threads)
+    return offsets, positions
 
 
 def edge_sources(edges: CSR, positions: Tensor) -> Tensor:
@@ -62,20 +62,20 @@ def edge_sources(edges: CSR, positions: Tensor) -> Tensor:
 
 
 class Frontier:
-    """The nodes of one type that a batch reads, each with a row: seeds first, then each hop's new nodes, ascending.
+    """Rows of the nodes of one type that a batch reads: seeds first, then the new nodes of each hop, ascending.
 
-    Memory goes by the nodes of the largest batch, however many there are (``count``, which ids are below). One is made
-    for many batches; it serves one thread at a time.
+    Memory is proportional to the largest batch, not to ``count``, the number of nodes. An instance serves many
+    batches, and one thread at a time.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._table = _native.Frontier(count)
-        self._met: list[tuple[Tensor, Tensor]] = []  # sources and their places in the table
+        self._added: list[tuple[Tensor, Tensor]] = []  # sources and their positions in the table
         self.ids = torch.empty(0, dtype=torch.int64)
 
     def start(self, seeds: Tensor) -> None:
-        """Begin a batch; raises InputError for a seed that does not exist or comes twice."""
+        """Begin a batch; raises InputError for a missing or repeated seed."""
         self.clear()
         wrong = self._table.start(seeds)
         if wrong >= 0:
@@ -85,13 +85,13 @@ class Frontier:
         self.ids = seeds
 
     def add(self, sources: Tensor) -> None:
-        """Those of [E] store ids (int32 or int64) that have no row get one in ``assign_rows``. IndexError: no such node."""
+        """Register [E] store ids (int32 or int64) for ``assign_rows``; raises IndexError for a missing node."""
         places = torch.empty(sources.shape[0], dtype=torch.int32)
         self._table.meet(sources, places, num_threads(sources.shape[0] * _WORK))
-        self._met.append((sources, places))
+        self._added.append((sources, places))
 
     def assign_rows(self) -> None:
-        """Give rows to the nodes that were met, in ascending order, whoever met them first."""
+        """Assign rows to the registered nodes without one, in ascending order."""
         before, new = self.ids.shape[0], self._table.grow()
         ids = torch.empty(before + new, dtype=torch.int64)
         ids[:before] = self.ids
@@ -99,9 +99,9 @@ class Frontier:
         self.ids = ids
 
     def rows(self, sources: Tensor) -> Tensor:
-        """[E] int32 the rows of nodes, −1 for one that was not met; ValueError between ``add`` and ``assign_rows``.
+        """[E] int32 rows of nodes, −1 for unknown ones; ValueError between ``add`` and ``assign_rows``.
 
-        Quickest, once, for the very tensor that was met: where its nodes are was noted, and only becomes rows.
+        Fastest, once, for a tensor object that was passed to ``add``: its table positions are cached.
         """
         places = self._places(sources)
         out = torch.empty(sources.shape[0], dtype=torch.int32) if places is None else places
@@ -110,18 +110,18 @@ class Frontier:
 
     @property
     def nbytes(self) -> int:
-        """What it holds, also after it has forgotten."""
+        """Allocated bytes, also after ``clear``."""
         return int(self._table.bytes)
 
     def clear(self) -> None:
         """Forget the batch."""
         self._table.clear()
-        self._met.clear()
+        self._added.clear()
         self.ids = torch.empty(0, dtype=torch.int64)
 
     def _places(self, sources: Tensor) -> Tensor | None:
-        for at, (met, places) in enumerate(self._met):
-            if met is sources:
-                del self._met[at]
+        for index, (added, places) in enumerate(self._added):
+            if added is sources:
+                del self._added[index]
                 return places
         return None

@@ -1,4 +1,4 @@
-"""Times as vectors, cosines of many frequencies: sines are made in the same pass and kept for the way back."""
+"""Cosine features of times; the sines for backward are computed in the same pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from gnnfleet.ops.native import _native, num_threads
 
 _WORK = 16
-"""Multiply-adds that a cosine is worth."""
+"""Cost of a cosine in multiply-adds."""
 
 
 def time_features(since: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
