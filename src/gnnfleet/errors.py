@@ -1,20 +1,20 @@
-"""What can go wrong because of the user, the data or the machine.
+"""Errors caused by the user, the data or the machine.
 
     GnnfleetError
-    ├── ConfigError       a word or value on the command line, in a config or in an argument; a fault in a model file
+    ├── ConfigError       an option or value of the command line, a config or an argument; a fault in a model file
     ├── InputError        a row, column or file of the data being imported
     ├── StoreError        a graph on disk: missing, incomplete, altered, of another version
     ├── PartitionError    an assignment or a partition on disk
     ├── NativeError       the compiled kernels are missing or do not fit the machine
-    ├── RunError          a training run: its directory, its checkpoints, a loss that is no number
-    └── ExchangeError     a peer that died, stopped answering or sent something else than agreed
+    ├── RunError          a training run: its directory, its checkpoints, a loss that is not finite
+    └── ExchangeError     a peer that died, stopped answering or sent an unexpected message
 
-Each message says what was expected, what was found and what to do. Mistakes of a programmer are asserts, not errors.
+Each message says what happened, what was expected and what to do. Programming errors are asserts, not errors.
 """
 
 
 class GnnfleetError(Exception):
-    """Root of the family; ``exit_code`` is what the command line ends with."""
+    """Base class; ``exit_code`` is the exit code of the command line."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: ``4GiB``, ``500 MB``; a plain number is bytes."""
+"""Sizes and rates as users write them: ``4GiB``, ``500 MB``, ``1Gbit``; a plain number is bytes."""
 
 from __future__ import annotations
 
@@ -21,32 +21,29 @@ UNITS = {
 
 def parse_size(text: object) -> int:
     """Bytes; raises ConfigError for anything that is not a positive amount."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower()) if _is_size(text) else None
-    unit = UNITS.get(found[2] or "b") if found else None
-    amount = int(float(found[1]) * unit) if found and unit else 0
+    is_size = isinstance(text, (str, int)) and not isinstance(text, bool)
+    amount = int(_parse_amount(str(text).strip().lower())) if is_size else 0
     if amount < 1:
-        raise ConfigError(f"memory reads as 4GiB, 500MB or a number of bytes, found {text!r}")
+        raise ConfigError(f"memory {text!r} is not a size: write 4GiB, 500MB or a number of bytes")
     return amount
+
+
+def _parse_amount(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text)
+    unit = UNITS.get(match[2] or "b") if match else None
+    return float(match[1]) * unit if match and unit else 0.0
 
 
 def parse_rate(text: object) -> float:
     """Bytes per second from ``1Gbit``, ``800 Mbit`` or ``125MB``, each per second; raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s)?", str(text).strip().lower())
-    if found:
-        rate = float(found[1]) * 1000.0 ** " kmgt".index(found[2] or " ") / 8
-    else:
-        plain = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*?)(?:/s)?", str(text).strip().lower())
-        unit = UNITS.get(plain[2] or "b") if plain else None
-        rate = float(plain[1]) * unit if plain and unit else 0.0
+    amount = str(text).strip().lower().removesuffix("/s")
+    bits = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit", amount)
+    rate = float(bits[1]) * 1000.0 ** " kmgt".index(bits[2] or " ") / 8 if bits else _parse_amount(amount)
     if rate <= 0:
-        raise ConfigError(f"a bandwidth reads as 1Gbit, 800Mbit or 125MB, found {text!r}")
-    return float(rate)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, (str, int)) and not isinstance(value, bool)
+        raise ConfigError(f"{text!r} is not a bandwidth: write 1Gbit, 800Mbit or 125MB")
+    return rate
 
 
 def format_size(count: float) -> str:
-    """Bytes as people read them."""
+    """Bytes in MiB or GiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

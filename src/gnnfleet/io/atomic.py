@@ -1,4 +1,4 @@
-"""Files and directories replaced in one step, and what killed writers left removed."""
+"""Atomic replacement of files and directories, and removal of what killed writers left behind."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ PARTIAL = ".partial-"
 def exchange_directories(new: Path, old: Path) -> None:
     """Swap two directories in one step, so that a kill in between loses neither."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2 is None or renameat2(here, os.fsencode(new), here, os.fsencode(old), exchange) != 0:
-        # A file system or kernel without it: two renames, with a moment in which the target does not exist.
-        aside = new.with_name(new.name + "-old")
-        old.rename(aside)
+    at_fdcwd, rename_exchange = -100, 2
+    if renameat2 is None or renameat2(at_fdcwd, os.fsencode(new), at_fdcwd, os.fsencode(old), rename_exchange) != 0:
+        # Some file systems and kernels lack it: after the first rename the target does not exist for a moment.
+        backup = new.with_name(new.name + "-old")
+        old.rename(backup)
         new.rename(old)
-        aside.rename(new)
+        backup.rename(new)
+
+
+def partial_path(target: Path) -> Path:
+    """A new path for the partial output of ``target``, after removing partial outputs of killed writers."""
+    remove_stale(target)
+    return target.parent / f".{target.name}{PARTIAL}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 def remove_stale(target: Path) -> None:
-    """Remove what killed writers of the same target on this host left behind."""
+    """Remove partial outputs of ``target`` by killed writers on this host."""
     for path in target.parent.glob(f".{target.name}{PARTIAL}*"):
         host, _, pid = path.name.split(PARTIAL, 1)[1].rpartition("-")[0].rpartition("-")
         if host == socket.gethostname() and pid.isdigit() and not _process_exists(int(pid)):
@@ -44,7 +50,7 @@ def _process_exists(pid: int) -> bool:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file so that a reader sees the old or the new one, never a part."""
+    """Replace a file so that a reader sees the old or the new content, never a part."""
     partial = path.with_name(f".{path.name}{PARTIAL}{secrets.token_hex(3)}")
     try:
         with partial.open("wb") as file:

@@ -1,8 +1,8 @@
-"""A directory of plain arrays under one checksummed manifest: the shape of stores and partitions on disk.
+"""A directory of plain arrays with one checksummed manifest: the format of stores and partitions on disk.
 
-Nothing is pickled. A bundle is written in a sibling directory whose name marks it as partial, the manifest last, and
-then renamed: at no moment does an incomplete directory open. Opening checks that every file is there with its exact
-size and header; ``verify`` reads every byte.
+Nothing is pickled. A bundle is written to a sibling directory whose name marks it as partial, the manifest last, and
+then renamed, so an incomplete directory can never be opened. Opening checks the size and header of every file;
+``verify`` reads every byte.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ import hashlib
 import io
 import json
 import math
-import os
-import secrets
 import shutil
-import socket
 import types
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +23,10 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import StoreError
-from gnnfleet.io.atomic import PARTIAL, exchange_directories, flush, remove_stale, sync_directory, write_atomically
+from gnnfleet.io.atomic import PARTIAL, exchange_directories, flush, partial_path, sync_directory, write_atomically
 from gnnfleet.io.manifest import VERSION, manifest_digest, read_manifest
 
-# Name in the manifest → (torch dtype, numpy dtype in the .npy file). numpy has no bfloat16: its bits travel as uint16.
+# Name in the manifest → (torch dtype, numpy dtype in the .npy file). numpy has no bfloat16: bits are stored as uint16.
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "float64": (torch.float64, "<f8"),
     "float32": (torch.float32, "<f4"),
@@ -44,14 +41,14 @@ _NAME_OF = {torch_dtype: name for name, (torch_dtype, _) in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The manifest's word for a dtype; raises StoreError for one that cannot be stored."""
+    """The manifest's name of a dtype; raises StoreError for a dtype that cannot be stored."""
     if dtype not in _NAME_OF:
         raise StoreError(f"arrays of {dtype} cannot be stored; expected one of {', '.join(DTYPES)}")
     return _NAME_OF[dtype]
 
 
 class Bundle:
-    """A complete directory, opened for reading. Arrays are memory-mapped and copied on write, so the files stay."""
+    """A complete directory, opened for reading. Arrays are memory-mapped copy-on-write, so files never change."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path
@@ -62,11 +59,12 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | Path, kind: str) -> Self:
-        """Read ``<kind>.json`` and check every file's size and extent; raises StoreError unless all is whole."""
+        """Read ``<kind>.json`` and check the size of every file; raises StoreError for a damaged directory."""
         path = Path(path)
         if PARTIAL in path.name:
             raise StoreError(
-                f"{path} is what an interrupted command left behind, not a {kind}: remove it and run it again"
+                f"{path} is the partial output of an interrupted command, not a {kind}: remove it and run the command "
+                "again"
             )
         manifest = read_manifest(path, kind)
         for name, entry in manifest["files"].items():
@@ -77,7 +75,7 @@ class Bundle:
         return name in self.files
 
     def tensor(self, name: str) -> Tensor:
-        """The array as a memory-mapped tensor; writing to it changes memory, never the file."""
+        """Map an array as a tensor; writing to it changes memory, never the file."""
         if name not in self._mapped:
             self._mapped[name] = self._map(name)
         return self._mapped[name]
@@ -90,7 +88,7 @@ class Bundle:
             return torch.empty(shape, dtype=torch_dtype)
         try:
             array = np.load(self.path / name, mmap_mode="c", allow_pickle=False)
-        except Exception as error:  # numpy's reader of headers fails in many ways
+        except Exception as error:  # numpy's header parser fails in many ways
             raise StoreError(
                 f"{self.path / name} cannot be read as an array ({error}): make it again from the source"
             ) from error
@@ -103,7 +101,7 @@ class Bundle:
         return tensor.view(torch_dtype) if torch_dtype is torch.bfloat16 else tensor
 
     def array_file(self, name: str) -> tuple[Path, int, np.dtype[Any], int]:
-        """Where an array's bytes lie, for readers in bounded buffers: path, offset, dtype, count."""
+        """Locate an array's bytes for buffered readers: path, offset, dtype, count."""
         entry = self.files[name]
         _, numpy_dtype = DTYPES[entry["dtype"]]
         dtype = np.dtype(numpy_dtype)
@@ -111,16 +109,14 @@ class Bundle:
         return self.path / name, entry["bytes"] - count * dtype.itemsize, dtype, count
 
     def verify(self, advance: Callable[[int], None] = lambda _: None, *, names: Collection[str] | None = None) -> None:
-        """Compare files with their checksums, all or those named; raises StoreError naming all that differ."""
-        wrong, chosen = [], list(self.files if names is None else names)
+        """Compare files (by default all) with their checksums; raises StoreError naming all that differ."""
+        chosen = list(self.files if names is None else names)
         with ThreadPoolExecutor(max_workers=2) as pool:
             sums = pool.map(lambda name: checksum(self.path / name, advance), chosen)
-            for name, found in zip(chosen, sums, strict=True):
-                if found != self.files[name]["sha256"]:
-                    wrong.append(name)
-        if wrong:
+            altered = [name for name, sha in zip(chosen, sums, strict=True) if sha != self.files[name]["sha256"]]
+        if altered:
             raise StoreError(
-                f"{self.path}: altered since it was written: {', '.join(wrong)}. Make it again from the source."
+                f"{self.path}: altered since it was written: {', '.join(altered)}. Make it again from the source."
             )
 
     @property
@@ -129,10 +125,9 @@ class Bundle:
 
 
 class ArrayWriter:
-    """One ``.npy`` file that grows by rows; its header is written last, when the number of rows is known."""
+    """One ``.npy`` file that grows by rows; its header is written last, with the final number of rows."""
 
-    # Room for the header of any array; numpy pads headers to a multiple of 64 anyway.
-    HEADER = 128
+    HEADER = 128  # bytes; numpy pads headers to a multiple of 64
 
     def __init__(self, path: Path, dtype: torch.dtype, columns: tuple[int, ...] = ()) -> None:
         self.path = path
@@ -144,7 +139,7 @@ class ArrayWriter:
         self._file.seek(self.HEADER)
 
     def append(self, rows: Tensor) -> None:
-        """Write ``rows`` ([n, *columns]) behind what is there, cast to the array's dtype."""
+        """Append ``rows`` ([n, *columns]), cast to the array's dtype."""
         assert tuple(rows.shape[1:]) == self.columns, (rows.shape, self.columns)
         rows = rows.detach().to(device="cpu", dtype=self.dtype).contiguous()
         raw = rows.view(torch.uint16) if self.dtype is torch.bfloat16 else rows
@@ -152,12 +147,12 @@ class ArrayWriter:
         self.rows += rows.shape[0]
 
     def close(self) -> None:
-        """Write the header and bring the bytes to the disk."""
+        """Write the header and flush the file to disk."""
         head = io.BytesIO()
         fields = {"descr": DTYPES[dtype_name(self.dtype)][1], "fortran_order": False, "shape": self.shape}
         np.lib.format.write_array_header_1_0(head, fields)
         text = head.getvalue()
-        assert len(text) <= self.HEADER, "header outgrew its room"
+        assert len(text) <= self.HEADER, "the header exceeds its reserved space"
         if len(text) < self.HEADER:  # version 1.0: magic, two bytes of length, text padded with spaces, newline
             text = text[:8] + (self.HEADER - 10).to_bytes(2, "little") + text[10:-1].ljust(self.HEADER - 11) + b"\n"
         self._file.seek(0)
@@ -174,7 +169,7 @@ class ArrayWriter:
 
 
 class BundleWriter:
-    """Collects arrays and files in a partial directory; ``commit`` makes it whole, leaving without it removes it.
+    """Collects arrays and files in a partial directory; ``commit`` completes it, exit without ``commit`` removes it.
 
     >>> with BundleWriter("shop", kind="graph") as out:
     ...     out.put("nodes/user/x.npy", x)
@@ -186,58 +181,56 @@ class BundleWriter:
         self.kind = kind
         self.overwrite = overwrite
         check_target(self.target, kind, overwrite)
-        remove_stale(self.target)
-        marker = f"{PARTIAL}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self.path = self.target.parent / f".{self.target.name}{marker}"
+        self.path = partial_path(self.target)
         self._arrays: dict[str, ArrayWriter] = {}
         self._entries: dict[str, dict[str, Any]] = {}
         self._read: dict[str, Tensor] = {}
-        self._done = False
+        self._is_committed = False
 
     def __enter__(self) -> Self:
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
-        except OSError as error:  # it names a directory that nobody asked for
-            reason = f"{error.strerror}, the directory cannot be made"
+        except OSError as error:  # name the target, not the partial directory
+            reason = f"{error.strerror}, the directory cannot be created"
             raise OSError(error.errno, reason, str(self.target)) from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        if not self._done:
+        if not self._is_committed:
             for writer in self._arrays.values():
                 writer.abort()
             shutil.rmtree(self.path, ignore_errors=True)
 
     def array(self, name: str, dtype: torch.dtype, columns: tuple[int, ...] = ()) -> ArrayWriter:
-        """A growing array; closed by ``commit``."""
+        """Open a growing array; ``commit`` closes it."""
         writer = ArrayWriter(self.path / name, dtype, columns)
         self._arrays[name] = writer
         return writer
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """A whole array at once."""
+        """Write a whole array."""
         writer = self.array(name, tensor.dtype, tuple(tensor.shape[1:]))
         writer.append(tensor)
         self._close(name)
 
     def file(self, name: str) -> Path:
-        """A path for a file that somebody else writes (Parquet) before ``commit``."""
+        """Register a file that the caller writes (Parquet) before ``commit``; returns its path."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         self._entries[name] = {}
         return path
 
     def scratch_dir(self) -> Path:
-        """A directory for temporary files, gone with ``commit`` or failure."""
+        """A directory for temporary files, removed by ``commit`` or on failure."""
         path = self.path / "scratch"
         path.mkdir(exist_ok=True)
         return path
 
     def written(self, name: str) -> Tensor:
-        """An array already written, memory-mapped: what a later stage of the same import reads back."""
+        """Map an array that was written before, for a later stage of the same import."""
         if name in self._arrays:
             self._close(name)
         if name not in self._read:
@@ -246,7 +239,7 @@ class BundleWriter:
         return self._read[name]
 
     def commit(self, meta: Mapping[str, Any]) -> None:
-        """Checksum everything, write the manifest, rename into place."""
+        """Compute checksums, write the manifest and rename the directory into place."""
         for name in list(self._arrays):
             self._close(name)
         shutil.rmtree(self.path / "scratch", ignore_errors=True)
@@ -261,7 +254,7 @@ class BundleWriter:
         body["digest"] = manifest_digest(body)
         write_atomically(self.path / f"{self.kind}.json", json.dumps(body, indent=1).encode())
         self._move_into_place()
-        self._done = True
+        self._is_committed = True
 
     def _close(self, name: str) -> None:
         writer = self._arrays.pop(name)
@@ -271,7 +264,7 @@ class BundleWriter:
     def _move_into_place(self) -> None:
         check_target(self.target, self.kind, self.overwrite)
         if self.target.exists():
-            exchange_directories(self.path, self.target)  # now self.path is the old bundle
+            exchange_directories(self.path, self.target)  # self.path is the old bundle from here on
             shutil.rmtree(self.path, ignore_errors=True)
         else:
             self.path.rename(self.target)
@@ -279,7 +272,7 @@ class BundleWriter:
 
 
 def check_target(target: Path, kind: str, overwrite: bool) -> None:
-    """Refuse to write over anything but a bundle of the same kind, and over that only when asked."""
+    """Raise StoreError unless the target is free, or a bundle of the same kind that may be overwritten."""
     if not target.exists():
         return
     if target.is_dir() and not any(target.iterdir()):
@@ -288,21 +281,21 @@ def check_target(target: Path, kind: str, overwrite: bool) -> None:
     if not (target / f"{kind}.json").exists():
         raise StoreError(f"{target} exists and is not a {kind}: choose another output or remove it")
     if not overwrite:
-        raise StoreError(f"{target} exists already: choose another output or pass --overwrite")
+        raise StoreError(f"{target} already exists: choose another output or pass --overwrite")
 
 
 def checksum(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
-    """SHA-256 of a file, read in bounded pieces."""
+    """SHA-256 of a file, read in blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-            advance(len(piece))
+        while block := file.read(1 << 22):
+            digest.update(block)
+            advance(len(block))
     return digest.hexdigest()
 
 
 def _check_extent(path: Path, entry: Mapping[str, Any]) -> None:
-    """Raise StoreError unless an array as described is as long as its file; a .npy file starts with its header."""
+    """Raise StoreError unless the size of a .npy file matches its dtype and shape in the manifest."""
     if path.suffix != ".npy":
         return
     if entry["dtype"] not in DTYPES:

@@ -1,8 +1,7 @@
-"""The manifest of a bundle: read, and not believed before every word of it has the shape it must have.
+"""The manifest of a bundle, validated before use.
 
-A manifest may have been damaged, or written by somebody who wants a reader to open other files or to ask for memory
-that no machine has. So names stay inside the directory, numbers are whole and agree with the files, and its digest
-covers all of it.
+A manifest may be damaged, or written by an attacker who wants a reader to open other files or to allocate too much
+memory. So names must stay inside the directory, sizes must match the files, and a digest covers the whole manifest.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from gnnfleet.errors import StoreError
 
 VERSION = 1
 MAX_BYTES = 1 << 28
-"""Of a manifest. Names of classes are in it, never anything that grows with nodes or edges."""
+"""The largest accepted manifest. It holds class names, but nothing that grows with the number of nodes or edges."""
 
 
 def read_manifest(path: Path, kind: str) -> dict[str, Any]:
-    """``<kind>.json`` of a directory; raises StoreError unless it is whole and describes the files that are there."""
+    """Read ``<kind>.json`` of a directory; raises StoreError unless it is valid and matches the files."""
     file = path / f"{kind}.json"
     if not path.is_dir():
         raise StoreError(f"no {kind} at {path}: the directory does not exist")
@@ -33,12 +32,12 @@ def read_manifest(path: Path, kind: str) -> dict[str, Any]:
         if file.stat().st_size > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
         manifest = json.loads(file.read_bytes())
-        found, version, digest = manifest["kind"], manifest["version"], manifest["digest"]
+        actual_kind, version, digest = manifest["kind"], manifest["version"], manifest["digest"]
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise StoreError(f"{file} is damaged ({error}): make the {kind} again from its source") from error
-    if found != kind or version != VERSION:
+    if actual_kind != kind or version != VERSION:
         raise StoreError(
-            f"{file} is a {str(found)[:40]} of version {str(version)[:40]}, this gnnfleet reads {kind} version "
+            f"{file} is a {str(actual_kind)[:40]} of version {str(version)[:40]}, this gnnfleet reads {kind} version "
             f"{VERSION}: make it again"
         )
     if manifest_digest(manifest) != digest:
@@ -53,27 +52,27 @@ def read_manifest(path: Path, kind: str) -> dict[str, Any]:
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of everything in a manifest but the digest itself."""
+    """SHA-256 of a manifest without its digest."""
     body = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def check_size(path: Path, expected: int) -> None:
-    """Raise StoreError unless a plain file of that size is there: whoever opened a pipe would wait for ever."""
+    """Raise StoreError unless the path is a regular file of that size; opening a pipe would block for ever."""
     try:
-        found = path.stat()
+        info = path.stat()
     except OSError as error:
         raise StoreError(f"{path} is missing: the directory is damaged, make it again from the source") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise StoreError(f"{path} is not a plain file: the directory is damaged, make it again from the source")
-    if found.st_size != expected:
+    if not stat.S_ISREG(info.st_mode):
+        raise StoreError(f"{path} is not a regular file: the directory is damaged, make it again from the source")
+    if info.st_size != expected:
         raise StoreError(
-            f"{path} has {found.st_size} bytes, expected {expected}: the file is damaged, make it again from the source"
+            f"{path} has {info.st_size} bytes, expected {expected}: the file is damaged, make it again from the source"
         )
 
 
 def _problem(name: str, entry: Any) -> str | None:
-    """What is wrong with a file's name and what is said of it."""
+    """The first problem with a file's name or entry, if any."""
     pure = PurePosixPath(name)
     if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in name:
         return "is not a name inside the directory"
@@ -88,5 +87,5 @@ def _problem(name: str, entry: Any) -> str | None:
     return None
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 62
