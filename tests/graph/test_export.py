@@ -99,7 +99,7 @@ def test_graphs_in_memory_go_out_too(tmp_path: Path, dtype: torch.dtype) -> None
     assert nodes["id"].to_pylist() == [0, 1, 2] and nodes["label"].to_pylist() == [0, None, 2]
     assert nodes["split_1"].to_pylist() == ["test", None, "train"]
     assert torch.equal(torch.tensor(nodes["x"].to_pylist()), graph.single_nodes.x.float())
-    with pytest.raises(StoreError, match="exists already"):
+    with pytest.raises(StoreError, match="already exists"):
         export_tables(graph, tmp_path / "out")
     export_tables(Graph(num_nodes=0), tmp_path / "empty")
     assert pq.read_table(tmp_path / "empty" / "edges.parquet").num_rows == 0

@@ -357,7 +357,9 @@ def refused(spec: TableSpec, tmp_path: Path, words: Sequence[str]) -> None:
 def test_other_refusals(tmp_path: Path) -> None:
     text = write(tmp_path / "text.parquet", {"id": ["1", "2"]})
     numbers = write(tmp_path / "numbers.parquet", {"src": [1, 2], "dst": [2, 1]})
-    refused(spec_of(text, numbers), tmp_path, ["id types of two tables differ", "text.parquet", "numbers.parquet", "BIGINT"])
+    refused(
+        spec_of(text, numbers), tmp_path, ["id types of two tables differ", "text.parquet", "numbers.parquet", "BIGINT"]
+    )
     loops = write(tmp_path / "loops.parquet", {"src": [1, 2, 2], "dst": [2, 2, 2]})
     refused(spec_of(None, loops, self_loops="error"), tmp_path, ["row 2", "2 such rows", "--self-loops"])
     refused(spec_of(None, loops, duplicates="error"), tmp_path, ["row 3", "--duplicates"])

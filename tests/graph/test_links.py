@@ -82,7 +82,7 @@ def test_shares_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must sum to 1"):
         split_links(graph, SplitShares(0.5, 0.1, 0.1), seed=0)
     parted = split_links(graph, RULE, seed=0)
-    with pytest.raises(ConfigError, match="held-out links already"):
+    with pytest.raises(ConfigError, match="already has held-out links"):
         split_links(parted, RULE, seed=0)
     with pytest.raises(ConfigError, match="no edge type a:b:c"):
         link_data(parted, [EdgeType("a", "b", "c")])

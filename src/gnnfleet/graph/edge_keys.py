@@ -1,7 +1,6 @@
-"""Edges known by their ends: one number for (edge type, source, destination), to look edges up and to leave them out.
+"""Edge keys: one number for (edge type, source, destination), to look up edges and to mask them.
 
-Leaving out is what keeps link prediction honest: a message over the very edge that is to be predicted, or over its
-reverse, gives the answer away.
+Link prediction masks its target edges: a message over a target edge or its reverse would reveal the answer.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from gnnfleet.graph.links import Links
 from gnnfleet.graph.views.local import LocalEdges, LocalView
 from gnnfleet.ops.csr import CSR
 
-# Bits of the table that most edges of a view are dismissed by, before any is searched for.
+# Slots of the table that dismisses most edges of a view before a search.
 _SIEVE = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
 class EdgeKeys:
-    """Numbers edges of a graph; edge types and nodes as the graph numbers them."""
+    """Keys for the edges of a graph; edge types and nodes are numbered as in the graph."""
 
     edge_types: tuple[EdgeType, ...]
     width: int  # nodes of the largest type
@@ -34,42 +33,41 @@ class EdgeKeys:
     def of(cls, graph: Graph) -> EdgeKeys:
         width = max([1, *(nodes.count for nodes in graph.nodes.values())])
         if len(graph.edges) * width**2 >= 2**63:
-            raise ConfigError(f"{width} nodes and {len(graph.edges)} edge types are too many to look edges up by ends")
+            raise ConfigError(f"{width} nodes and {len(graph.edges)} edge types are too many for 64-bit edge keys")
         return cls(tuple(graph.edges), width)
 
     def keys(self, relation: Tensor | int, src: Tensor, dst: Tensor) -> Tensor:
-        """[n] int64, different for different edges; ascending in store order within an edge type."""
+        """[n] int64, unique per edge; ascending in store order within an edge type."""
         return (relation * self.width + dst) * self.width + src
 
     def of_links(self, links: Links) -> Tensor:
-        """[L] the keys of links."""
         return self.keys(links.relation, links.src, links.dst)
 
     def of_reversed_links(self, links: Links) -> Tensor:
-        """Keys of the reverse of links: in the inverse edge type where there is one, else in the same, if it can be."""
+        """Keys of reversed links, in the inverse edge type or else in the same type if its ends allow it."""
         number = {kind: i for i, kind in enumerate(self.edge_types)}
-        turned = [number.get(inverse_type(kind), i if kind.src == kind.dst else -1) for i, kind in enumerate(number)]
-        relation = torch.tensor(turned, dtype=torch.int64)[links.relation]
+        inverse = [number.get(inverse_type(kind), i if kind.src == kind.dst else -1) for i, kind in enumerate(number)]
+        relation = torch.tensor(inverse, dtype=torch.int64)[links.relation]
         keep = relation >= 0
         return self.keys(relation[keep], links.dst[keep], links.src[keep])
 
     def of_all_edges(self, graph: Graph) -> Tensor:
-        """[E] ascending: every edge of the graph. Eight bytes an edge."""
-        parts = [self.keys(i, e.src.long(), e.dst().long()) for i, e in enumerate(graph.edges.values())]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        """[E] ascending keys of all edges, eight bytes per edge."""
+        keys = [self.keys(i, e.src.long(), e.dst().long()) for i, e in enumerate(graph.edges.values())]
+        return torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64)
 
 
-def contains(keys: Tensor, wanted: Tensor) -> Tensor:
-    """[n] bool: which of ``wanted`` are among ``keys``, which are ascending."""
+def contains(keys: Tensor, queries: Tensor) -> Tensor:
+    """[n] bool: True for queries that are among the ascending ``keys``."""
     if not len(keys):
-        return torch.zeros_like(wanted, dtype=torch.bool)
-    place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
-    return keys[place] == wanted
+        return torch.zeros_like(queries, dtype=torch.bool)
+    position = torch.searchsorted(keys, queries).clamp_(max=len(keys) - 1)
+    return keys[position] == queries
 
 
 @dataclass(frozen=True, eq=False)
 class EdgeMask:
-    """Edges that a view shall not have: some links and their reverses. Made once, used on many views or blocks."""
+    """Links and their reverses to hide from views or blocks."""
 
     keys: EdgeKeys
     hidden: Tensor  # ascending keys
@@ -77,13 +75,13 @@ class EdgeMask:
 
     @classmethod
     def of(cls, keys: EdgeKeys, links: Links) -> EdgeMask:
-        gone: Tensor = torch.unique(torch.cat([keys.of_links(links), keys.of_reversed_links(links)]))
+        hidden: Tensor = torch.unique(torch.cat([keys.of_links(links), keys.of_reversed_links(links)]))
         sieve = torch.zeros(_SIEVE, dtype=torch.bool)
-        sieve[_slot(gone)] = True
-        return cls(keys, gone, sieve)
+        sieve[_slot(hidden)] = True
+        return cls(keys, hidden, sieve)
 
     def apply(self, view: LocalView) -> LocalView:
-        """The view (whole graph or block) without them, also in its degrees."""
+        """Remove the hidden edges from a view (whole graph or block) and from its degrees."""
         relations = {}
         lost = {name: torch.zeros(len(rows.node_ids)) for name, rows in view.nodes.items()}
         for number, kind in enumerate(self.keys.edge_types):
@@ -94,29 +92,29 @@ class EdgeMask:
             span = torch.searchsorted(self.hidden, torch.tensor([low, low + self.keys.width**2]))
             if span[0] == span[1]:
                 continue
-            cut = relation.structure
-            src, dst = view.nodes[kind.src].node_ids[cut.col.long()], view.nodes[kind.dst].node_ids[cut.row.long()]
+            csr = relation.structure
+            src, dst = view.nodes[kind.src].node_ids[csr.col.long()], view.nodes[kind.dst].node_ids[csr.row.long()]
             hidden = self._among(self.keys.keys(number, src, dst))
             relations[kind] = select_edges(relation, ~hidden)
             if kind.src == kind.dst:  # degrees do not count self-loops
                 hidden &= src != dst
-            lost[kind.dst] += torch.bincount(cut.row[hidden], minlength=len(lost[kind.dst]))
+            lost[kind.dst] += torch.bincount(csr.row[hidden], minlength=len(lost[kind.dst]))
         nodes = {
             name: replace(rows, degree=_MaskedDegrees(rows.degree, lost[name])) for name, rows in view.nodes.items()
         }
         return replace(view, nodes=nodes, relations=relations)
 
     def _among(self, keys: Tensor) -> Tensor:
-        maybe = self.sieve[_slot(keys)].nonzero()[:, 0]
-        found = torch.zeros(len(keys), dtype=torch.bool)
-        found[maybe[contains(self.hidden, keys[maybe])]] = True
-        return found
+        candidates = self.sieve[_slot(keys)].nonzero()[:, 0]
+        is_hidden = torch.zeros(len(keys), dtype=torch.bool)
+        is_hidden[candidates[contains(self.hidden, keys[candidates])]] = True
+        return is_hidden
 
 
 class _MaskedDegrees:
-    """Degrees without the hidden edges: a count would give away what the messages no longer say.
+    """Degrees without the hidden edges, which would otherwise reveal the answer.
 
-    Weighted degrees keep them. In a sampled block only hidden edges that were sampled are taken off.
+    Weighted degrees still include them. In a sampled block only the hidden edges that were sampled are subtracted.
     """
 
     def __init__(self, degree: Callable[[bool], Tensor], lost: Tensor) -> None:
@@ -127,13 +125,13 @@ class _MaskedDegrees:
 
 
 def select_edges(relation: LocalEdges, keep: Tensor) -> LocalEdges:
-    """The edges of a view under a mask [E]."""
-    kept = torch.zeros(len(keep) + 1, dtype=torch.int64)
-    torch.cumsum(keep, 0, out=kept[1:])
-    cut = relation.structure
-    return relation.cut(CSR(kept[cut.indptr], cut.col[keep], cut.num_cols), keep, relation.sampling_scale)
+    """Select the edges of a view under a mask [E]."""
+    offsets = torch.zeros(len(keep) + 1, dtype=torch.int64)
+    torch.cumsum(keep, 0, out=offsets[1:])
+    csr = relation.structure
+    return relation.cut(CSR(offsets[csr.indptr], csr.col[keep], csr.num_cols), keep, relation.sampling_scale)
 
 
 def _slot(keys: Tensor) -> Tensor:
-    """A spread of keys over the sieve; collisions only cost a search."""
+    """Hash keys to slots of the sieve; collisions only cost a search."""
     return (keys * 0x9E3779B1 >> 11) & (_SIEVE - 1)

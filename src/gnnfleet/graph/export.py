@@ -1,4 +1,4 @@
-"""A graph back to Parquet: nodes and edges with the ids the user came with, in batches, all files or none.
+"""Export of a graph to Parquet: nodes and edges with their original ids, in batches, all files or none.
 
     nodes.parquet   id, x (list), label (class name or number), split
     edges.parquet   src, dst, weight, time, x (list), label (class number)
@@ -8,10 +8,7 @@ A heterogeneous graph has one file per type: ``nodes-user.parquet``, ``edges-use
 
 from __future__ import annotations
 
-import os
-import secrets
 import shutil
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,35 +21,31 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import StoreError
-from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes
+from gnnfleet.graph.graph import SPLITS, Edges, EdgeType, Graph, Nodes
 from gnnfleet.graph.store import edge_dir, node_dir
-from gnnfleet.io.atomic import PARTIAL, remove_stale
+from gnnfleet.io.atomic import partial_path
 from gnnfleet.report.progress import NoProgress, Progress
 
-_ROWS = 1 << 17
-_CELLS = 1 << 23
-_WORDS = ("train", "val", "test")
+_ROWS_PER_BATCH = 1 << 17
+_VALUES_PER_BATCH = 1 << 23
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The files written, with their rows."""
+    """The files that were written, with their numbers of rows."""
 
     path: Path
     files: dict[str, int]
 
 
 def export_tables(graph: Graph, directory: str | Path, *, progress: Progress | None = None) -> ExportReport:
-    """Write a graph as tables into a new directory; raises StoreError when it is there already and not empty."""
+    """Write a graph as tables to a new directory; raises StoreError if it exists and is not empty."""
     progress = progress or NoProgress()
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise StoreError(f"{target} exists already: choose another output or remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale(target)
-    marker = f"{PARTIAL}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    partial = target.parent / f".{target.name}{marker}"
-    partial.mkdir()
+        raise StoreError(f"{target} already exists: choose another output or remove it")
+    partial = partial_path(target)
+    partial.mkdir(parents=True)
     files: dict[str, int] = {}
     try:
         for node_type, nodes in graph.nodes.items():
@@ -88,8 +81,8 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], advance: Any) -> int:
 
 
 def _ranges(count: int, width: int) -> Iterator[tuple[int, int]]:
-    """Pieces of rows; one empty piece where there is nothing, so that the file gets its columns."""
-    step = min(_ROWS, max(1024, _CELLS // max(width, 1)))
+    """Row ranges of batches; one empty range for no rows, so that the file gets its columns."""
+    step = min(_ROWS_PER_BATCH, max(1024, _VALUES_PER_BATCH // max(width, 1)))
     for start in range(0, max(count, 1), step):
         yield start, min(start + step, count)
 
@@ -119,12 +112,12 @@ def _labels(y: Tensor, classes: Sequence[str] = ()) -> pa.Array:
 
 def _split_columns(split: Tensor) -> dict[str, pa.Array]:
     """One column per split: ``split``, or ``split_0``, ``split_1``, … where there are several."""
-    words = pa.array(_WORDS)
-    made = {}
+    names = pa.array(list(SPLITS))
+    columns = {}
     for k, codes in enumerate(split):
-        name = "split" if len(split) == 1 else f"split_{k}"
-        made[name] = words.take(pa.array(np.asarray(codes).astype(np.int64), mask=np.asarray(codes < 0)))
-    return made
+        column = "split" if len(split) == 1 else f"split_{k}"
+        columns[column] = names.take(pa.array(np.asarray(codes).astype(np.int64), mask=np.asarray(codes < 0)))
+    return columns
 
 
 def _edge_batches(graph: Graph, kind: EdgeType) -> Iterator[pa.RecordBatch]:
@@ -132,7 +125,7 @@ def _edge_batches(graph: Graph, kind: EdgeType) -> Iterator[pa.RecordBatch]:
     order = edges.order if edges.order is not None and _parallel_edges_follow_time(edges) else None
     src_ids, dst_ids = graph.nodes[kind.src].ids, graph.nodes[kind.dst].ids
     for start, stop in _ranges(edges.count, 0 if edges.attr is None else edges.attr.shape[1]):
-        # Timed edges go out in time order, so that events of the same time keep theirs when imported again.
+        # Timed edges are written in time order, so that simultaneous events keep their order in a later import.
         at = torch.arange(start, stop) if order is None else order[start:stop]
         columns: dict[str, Any] = {
             "src": src_ids.select(edges.src[at]),
@@ -154,10 +147,10 @@ def _destinations(edges: Edges, at: Tensor) -> Tensor:
 
 
 def _parallel_edges_follow_time(edges: Edges) -> bool:
-    """Whether time order keeps the store's order of edges between the same two nodes."""
+    """True if edges between the same two nodes are in time order in the store."""
     assert edges.time is not None
-    for start in range(0, edges.count - 1, _ROWS):
-        at = torch.arange(start, min(start + _ROWS + 1, edges.count))
+    for start in range(0, edges.count - 1, _ROWS_PER_BATCH):
+        at = torch.arange(start, min(start + _ROWS_PER_BATCH + 1, edges.count))
         src, dst, time = edges.src[at], _destinations(edges, at), edges.time[at]
         same = (src[1:] == src[:-1]) & (dst[1:] == dst[:-1])
         if bool((same & (time[1:] < time[:-1])).any()):
@@ -166,7 +159,7 @@ def _parallel_edges_follow_time(edges: Edges) -> bool:
 
 
 def _lists(rows: Tensor, missing: Any = None) -> pa.Array:
-    """[n, F] as a column of lists; half precision, which few tools read, as float32."""
+    """[n, F] as a column of lists; half precision becomes float32, which more tools can read."""
     rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     values = pa.array(np.ascontiguousarray(rows).reshape(-1))
     offsets = pa.array(np.arange(rows.shape[0] + 1, dtype=np.int64) * rows.shape[1])

@@ -1,4 +1,4 @@
-"""The graph on disk: write a Graph as a bundle of arrays, open one as memory-mapped tensors.
+"""Graph stores: write a Graph as a bundle of arrays, open it as memory-mapped tensors.
 
 docs/formats.md describes the files. Both directions go through ``NODE_ARRAYS`` and ``EDGE_ARRAYS``, so a tensor of a
 node or edge type is stored under its own name.
@@ -25,7 +25,7 @@ MAX_NODES = 1 << 48
 
 
 def open_store(path: str | Path) -> Graph:
-    """Open a store without reading its arrays; raises StoreError when it is not whole."""
+    """Open a store without reading its arrays; raises StoreError if it is incomplete or damaged."""
     bundle = Bundle.open(path, KIND)
     try:
         nodes = {entry["type"]: _open_nodes(bundle, entry) for entry in bundle.meta["nodes"]}
@@ -35,13 +35,13 @@ def open_store(path: str | Path) -> Graph:
     except KeyError as error:
         raise StoreError(f"{path}/{KIND}.json lacks {error}: make the store again from its source") from error
     except (TypeError, ValueError, AttributeError, IndexError, InputError) as error:
-        raise StoreError(f"{path}/{KIND}.json does not fit ({error}): make the store again from its source") from error
+        raise StoreError(f"{path}/{KIND}.json is invalid ({error}): make the store again from its source") from error
 
 
 def save_store(
     graph: Graph, path: str | Path, *, overwrite: bool = False, advance: Callable[[int], None] = lambda _: None
 ) -> Graph:
-    """Write a graph and open what was written; ``advance`` is told the bytes as they go out."""
+    """Write a graph and open the store; ``advance`` is called with the number of bytes written."""
     with BundleWriter(path, kind=KIND, overwrite=overwrite) as out:
         for node_type, nodes in graph.nodes.items():
             for name in NODE_ARRAYS:
@@ -74,12 +74,12 @@ def graph_meta(graph: Graph) -> dict[str, Any]:
 def store_meta(
     *, name: str, undirected: bool, nodes: list[dict[str, Any]], edges: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The ``meta`` of a store's manifest, for writers that never hold a Graph."""
+    """The ``meta`` of a store's manifest, for writers without a Graph."""
     return {"name": name, "undirected": undirected, "nodes": nodes, "edges": edges}
 
 
 def node_entry(node_type: str, count: int, classes: Sequence[str], columns: ColumnGroups) -> dict[str, Any]:
-    """A node type in the ``meta`` of a manifest; features without names are not mentioned."""
+    """A node type in the ``meta`` of a manifest; ``columns`` is left out for features without names."""
     return {"type": node_type, "count": count, "classes": list(classes), **_names(columns)}
 
 
@@ -96,12 +96,12 @@ def node_dir(node_type: str) -> str:
 
 
 def edge_dir(edge_type: EdgeType) -> str:
-    return "edges/" + "+".join(_safe(word) for word in edge_type)
+    return "edges/" + "+".join(map(_safe, edge_type))
 
 
-def _safe(word: str) -> str:
-    """A type's name as a file name; different names stay different."""
-    return quote(word, safe="").replace(".", "%2E")
+def _safe(name: str) -> str:
+    """Encode a type's name as a unique file name."""
+    return quote(name, safe="").replace(".", "%2E")
 
 
 def _open_nodes(bundle: Bundle, entry: dict[str, Any]) -> Nodes:
@@ -131,11 +131,11 @@ def _open_edges(bundle: Bundle, entry: dict[str, Any]) -> Edges:
 
 
 def _open_columns(entry: dict[str, Any], values: Tensor | None) -> ColumnGroups:
-    """Stores of before, and features that came without names, have none."""
+    """Names of feature columns; older stores and features without names have none."""
     columns = tuple((name, width) for name, width in entry.get("columns", ()))
     if not all(isinstance(name, str) and isinstance(width, int) and width >= 0 for name, width in columns):
-        raise ValueError(f"columns of {entry['type']} are no names with widths")
-    named, found = sum(width for _, width in columns), 0 if values is None else values.shape[1]
-    if columns and named != found:
-        raise ValueError(f"columns of {entry['type']} name {named} features, found {found}")
+        raise ValueError(f"columns of {entry['type']} must be names with widths")
+    named, stored = sum(width for _, width in columns), 0 if values is None else values.shape[1]
+    if columns and named != stored:
+        raise ValueError(f"columns of {entry['type']} name {named} features, found {stored}")
     return columns

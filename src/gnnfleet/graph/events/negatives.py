@@ -37,8 +37,7 @@ class NegativeSampler:
         return self._others(DrawKey(self.seed).draws(Purpose.NEGATIVE, EVALUATION), events, positive, count)
 
     def one_of(self, events: Tensor, count: int) -> Tensor:
-        """[n] which of ``for_evaluation``'s columns is an event's one negative: all others are as likely, which those of a
-        column are not."""
+        """[n] column of ``for_evaluation`` to use as the single negative of each event, drawn uniformly."""
         return (DrawKey(self.seed).draws(Purpose.NEGATIVE, ONE).uniforms_at(events)[:, 0] * count).long()
 
     def _others(self, draws: Draws, events: Tensor, positive: Tensor, count: int) -> Tensor:

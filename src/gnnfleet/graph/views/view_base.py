@@ -33,7 +33,7 @@ class NodeRows:
 
 
 class ViewBase(Generic[EdgeStorage]):
-    """The base of views, which are frozen dataclasses with these fields. ``EdgeStorage`` is how one keeps an edge type."""
+    """Base of views: frozen dataclasses with these fields. ``EdgeStorage`` stores one edge type."""
 
     nodes: Mapping[str, NodeRows]
     relations: Mapping[EdgeType, EdgeStorage]
