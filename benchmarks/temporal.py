@@ -86,18 +86,18 @@ def parts_of_a_step(
     """(milliseconds of a batch by part, events attended to per event): the steps of the strategy with a clock."""
     strategy, task = make_ours(events, count, queries, precision)
     clock, edges, key = Clock(), 0, DrawKey()
-    model, memory, lookout, optimizer = (
+    model, memory, builder, optimizer = (
         strategy.model,
         strategy.scheduler.shared.memory,
-        strategy._lookout,
+        strategy._builder,
         strategy._optimizer,
     )
     bounds = [bound for bound in strategy.scheduler.bounds if bound <= upto]
     model.train()
     for low, high in itertools.pairwise(bounds):
         with clock.part("sampling"):
-            batch = lookout.batch(low, high, task.drawn(low, high, sweep=0))
-        edges += int((batch.block.hops[-1].near >= 0).sum())
+            batch = builder.batch(low, high, task.sample_negatives(low, high, sweep=0))
+        edges += int((batch.block.hops[-1].neighbors >= 0).sum())
         with autocast(precision):
             with clock.part("memory"):
                 rows = memory.read(batch.block.nodes)

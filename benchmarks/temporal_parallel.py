@@ -38,7 +38,8 @@ def words_of(cell: str, epochs: int) -> dict[str, Any]:
         "strategy": {
             "name": "temporal", "batch": 200, "static": True,
             "queries": "batch", "lr_decay": 0, "warmup": 0,
-            "batch_parallel": share, "epoch_parallel": lanes, "memory_parallel": copies, "lr_scale": scale[0] if scale else "linear",
+            "batch_parallel": share, "epoch_parallel": lanes, "memory_parallel": copies,
+            "lr_scale": scale[0] if scale else "linear",
         },
         "model": {"name": "tgn", "pairs": False},  # with them one trainer has learnt all within an epoch
         "train": {"epochs": epochs, "lr": 2.5e-4},

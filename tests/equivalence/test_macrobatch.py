@@ -368,7 +368,11 @@ def test_what_cannot_be_is_refused(crew: Crew, folder: Path, tmp_path: Path) -> 
         ({"name": "sage"}, {"fanouts": [3, 2]}, "one number per layer, 3; found 2"),
         ({"name": "gat"}, {"cache_inputs": True}, "does not allow strategy.cache_inputs"),
         ({"name": "gat"}, {"split": "columns"}, "supports sage and gcn"),
-        ({"name": "sage"}, {"split": "columns", "cache": 1000}, "strategy.cache has no effect with strategy.split=columns"),
+        (
+            {"name": "sage"},
+            {"split": "columns", "cache": 1000},
+            "strategy.cache has no effect with strategy.split=columns",
+        ),
     ]
     for model, knobs, text in cases:
         for said in crew.run(2, refused, str(folder / "plain"), parts, model, knobs):

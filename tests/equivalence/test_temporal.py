@@ -1,4 +1,4 @@
-"""Training on events against a plain loop: dictionaries, scans over the whole past, one query at a time."""
+"""Temporal training against a plain loop with dictionaries, scans of all past events and single queries."""
 
 from __future__ import annotations
 
@@ -20,79 +20,83 @@ from gnnfleet.strategies.temporal import evaluation
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
 from gnnfleet.training.build import build
 
-EVENTS, BATCH, NEAR, SCORED = 48, 8, 3, 3
+EVENTS, BATCH, NEIGHBOURS, EVAL_BATCH = 48, 8, 3, 3
 
 
-def made(**words: object) -> TemporalStrategy:
+def build_strategy(**model: object) -> TemporalStrategy:
     graph = make_dataset("events", users=12, items=8, events=EVENTS, features=3, topics=2, ties=0.3, seed=3)
-    base = {
+    settings = {
         "strategy": {
             "name": "temporal",
             "batch": BATCH,
             "static": False,
             "lr_decay": 0,
-            "eval_batch": SCORED,
+            "eval_batch": EVAL_BATCH,
             "average": 0,
         },
-        "model": {"hidden": 8, "neighbours": NEAR, "time_width": 4, "dropout": 0.0, **words},
+        "model": {"hidden": 8, "neighbours": NEIGHBOURS, "time_width": 4, "dropout": 0.0, **model},
         "train": {"optimizer": "sgd", "momentum": 0.0, "lr": 0.05},
         "link": {"negatives": 2},
         "precision": "float64",
     }
-    strategy = build(graph, resolve(base)).strategy
+    strategy = build(graph, resolve(settings)).strategy
     assert isinstance(strategy, TemporalStrategy)
     return strategy
 
 
 @dataclass
 class Plain:
-    """The state of every node, by node."""
+    """Node memory as dictionaries by node."""
 
     strategy: TemporalStrategy
     memory: dict[int, Tensor] = field(default_factory=dict)
     mail: dict[int, Tensor] = field(default_factory=dict)
     mail_event: dict[int, int] = field(default_factory=dict)
     memory_event: dict[int, int] = field(default_factory=dict)
-    begin: int = 0  # of the batch: events before it are seen
+    begin: int = 0  # of the batch; only events before it are visible
 
     def __post_init__(self) -> None:
         self.model: TemporalModel = self.strategy.model
         self.task = self.strategy.task
         self.stream = self.task.stream
 
-    def now(self, node: int) -> Tensor:
-        """The node's memory with its mail taken in."""
+    def updated_memory(self, node: int) -> Tensor:
+        """Memory of a node after its mail."""
         zeros = torch.zeros(1, self.model.width, dtype=torch.float64)
         if node not in self.mail:
             return zeros[0]
-        event, before = self.mail_event[node], self.memory_event.get(node)
-        since = int(self.stream.t[event] - self.stream.t[0 if before is None else before])
+        event, previous = self.mail_event[node], self.memory_event.get(node)
+        time_delta = int(self.stream.t[event] - self.stream.t[0 if previous is None else previous])
         assert self.stream.msg is not None
         edge = self.stream.msg[event].double()[None]
         old = self.memory[node][None] if node in self.memory else zeros
-        return self.model.update(self.mail[node][None], edge, torch.tensor([since]).double(), old)[0]
+        return self.model.update(self.mail[node][None], edge, torch.tensor([time_delta]).double(), old)[0]
 
     def past(self, node: int, time: int) -> list[int]:
-        """The latest events before the batch and before a time, latest first."""
-        ends = [each[: self.begin].tolist() for each in (self.stream.src, self.stream.dst, self.stream.t)]
-        found = [number for number, (u, v, t) in enumerate(zip(*ends, strict=True)) if node in (u, v) and t < time]
-        return found[::-1][:NEAR]
+        """Latest events before the batch and before a time, latest first."""
+        columns = [column[: self.begin].tolist() for column in (self.stream.src, self.stream.dst, self.stream.t)]
+        events = [number for number, (u, v, t) in enumerate(zip(*columns, strict=True)) if node in (u, v) and t < time]
+        return events[::-1][:NEIGHBOURS]
 
     def embed(self, node: int, time: int, layers: int) -> Tensor:
         if layers == 0 or not self.model.has_attention:
-            return self.now(node) if self.model.has_memory else torch.zeros(self.model.width, dtype=torch.float64)
-        rows, near, edge, since = [self.embed(node, time, layers - 1)], [], [], []
+            return (
+                self.updated_memory(node)
+                if self.model.has_memory
+                else torch.zeros(self.model.width, dtype=torch.float64)
+            )
+        rows, neighbors, edge, time_delta = [self.embed(node, time, layers - 1)], [], [], []
         for event in self.past(node, time):
-            u, v, t = (int(each[event]) for each in (self.stream.src, self.stream.dst, self.stream.t))
-            near.append(len(rows))
+            u, v, t = (int(column[event]) for column in (self.stream.src, self.stream.dst, self.stream.t))
+            neighbors.append(len(rows))
             rows.append(self.embed(v if u == node else u, t, layers - 1))
             edge.append(event)
-            since.append(float(time - t))
+            time_delta.append(float(time - t))
         hop = Hop(
             torch.tensor([0]),
-            torch.tensor([near], dtype=torch.int64).view(1, -1),
+            torch.tensor([neighbors], dtype=torch.int64).view(1, -1),
             torch.tensor([edge], dtype=torch.int64).view(1, -1),
-            torch.tensor([since], dtype=torch.float64).view(1, -1),
+            torch.tensor([time_delta], dtype=torch.float64).view(1, -1),
             torch.tensor([0]),
         )
         assert self.stream.msg is not None
@@ -113,72 +117,72 @@ class Plain:
         self.begin, total = low, torch.zeros((), dtype=torch.float64)
         negatives = self.task.sample_negatives(low, high, sweep=epoch)
         for number in range(low, high):
-            u, v, t = (int(each[number]) for each in (self.stream.src, self.stream.dst, self.stream.t))
+            u, v, t = (int(column[number]) for column in (self.stream.src, self.stream.dst, self.stream.t))
             for node, truth in [(v, 1.0), *((int(other), 0.0) for other in negatives[number - low])]:
                 logit = self.score(u, node, t)
                 total = total + functional.binary_cross_entropy_with_logits(logit, torch.tensor(truth).double())
         return total / (high - low)
 
     def rank(self, number: int, *, full: bool) -> float:
-        """Among all destinations, by the full rule without those its source meets at the same time."""
-        src, dst, t = (each.tolist() for each in (self.stream.src, self.stream.dst, self.stream.t))
+        """Rank among all destinations; the full rule leaves out those the source meets at the same time."""
+        src, dst, t = (column.tolist() for column in (self.stream.src, self.stream.dst, self.stream.t))
         u, time = src[number], t[number]
-        met = {dst[e] for e in range(len(dst)) if full and (src[e], t[e]) == (u, time)} | {dst[number]}
-        own = float(self.score(u, dst[number], time))
-        others = [node for node in self.stream.destinations.tolist() if node not in met]
-        ahead = [float(self.score(u, node, time)) - own for node in others]
-        return 1 + sum(lead > 1e-9 for lead in ahead) + sum(abs(lead) <= 1e-9 for lead in ahead) / 2
+        excluded = {dst[e] for e in range(len(dst)) if full and (src[e], t[e]) == (u, time)} | {dst[number]}
+        score = float(self.score(u, dst[number], time))
+        others = [node for node in self.stream.destinations.tolist() if node not in excluded]
+        leads = [float(self.score(u, node, time)) - score for node in others]
+        return 1 + sum(lead > 1e-9 for lead in leads) + sum(abs(lead) <= 1e-9 for lead in leads) / 2
 
     def mrr(self, split: str) -> dict[bool, float]:
-        """By the full rule and without it; some events are scored, then become known."""
+        """MRR by the full rule and without it; batches of events are scored, then replayed."""
         part = self.task.parts[split]
         first, end = part.first, part.first + len(part)
-        found: dict[bool, list[float]] = {True: [], False: []}
-        for low in range(first, end, SCORED):
-            self.begin, high = low, min(low + SCORED, end)
-            for full, each in found.items():
-                each += [1 / self.rank(number, full=full) for number in range(low, high)]
-            self.move(low, high)
-        return {full: sum(each) / len(each) for full, each in found.items()}
+        reciprocal: dict[bool, list[float]] = {True: [], False: []}
+        for low in range(first, end, EVAL_BATCH):
+            self.begin, high = low, min(low + EVAL_BATCH, end)
+            for full, ranks in reciprocal.items():
+                ranks += [1 / self.rank(number, full=full) for number in range(low, high)]
+            self.replay(low, high)
+        return {full: sum(ranks) / len(ranks) for full, ranks in reciprocal.items()}
 
     def pair(self, u: int, v: int, time: int) -> Tensor:
-        """What two nodes had to do with each other before the batch began."""
-        src, dst, t = (each.tolist() for each in (self.stream.src, self.stream.dst, self.stream.t))
+        """Features of a pair of nodes from events before the batch."""
+        src, dst, t = (column.tolist() for column in (self.stream.src, self.stream.dst, self.stream.t))
         count = len(self.task.parts["train"])
         cut = count // 20
         unit = (t[count - 1 - cut] - t[cut]) / (count - 1 - 2 * cut)
-        known = [e for e in range(self.begin) if t[e] < time]
-        mine, theirs = ([e for e in known if node in (src[e], dst[e])] for node in (u, v))
-        met = [e for e in mine if {src[e], dst[e]} == {u, v}]
-        gap = len([e for e in mine if e >= met[-1]]) if met else 0
-        found = [
+        events = [e for e in range(self.begin) if t[e] < time]
+        of_source, of_destination = ([e for e in events if node in (src[e], dst[e])] for node in (u, v))
+        met = [e for e in of_source if {src[e], dst[e]} == {u, v}]
+        gap = len([e for e in of_source if e >= met[-1]]) if met else 0
+        features = [
             bool(met),
             math.log1p(len(met)) / 3,
             math.log1p((time - t[met[-1]]) / unit if met else 0) / 10,
-            len(met) / max(len(mine), 1),
+            len(met) / max(len(of_source), 1),
             math.log1p(gap) / 4,
             gap == 1,
             math.exp(-gap / 3) if met else 0,
             bool(met) and src[met[-1]] == u,
-            bool(theirs),
-            math.log1p(len(theirs)) / 5,
-            math.log1p((time - t[theirs[-1]]) / unit if theirs else 0) / 10,
-            math.log1p(len(known) - theirs[-1] if theirs else 0) / 10,
+            bool(of_destination),
+            math.log1p(len(of_destination)) / 5,
+            math.log1p((time - t[of_destination[-1]]) / unit if of_destination else 0) / 10,
+            math.log1p(len(events) - of_destination[-1] if of_destination else 0) / 10,
         ]
-        return torch.tensor(found, dtype=torch.float64)
+        return torch.tensor(features, dtype=torch.float64)
 
-    def move(self, low: int, high: int) -> None:
-        """Past a batch: the last event of each node counts."""
+    def replay(self, low: int, high: int) -> None:
+        """Advance past a batch; the last event of each node counts."""
         last = {}
         for number in range(low, high):
             u, v = int(self.stream.src[number]), int(self.stream.dst[number])
             last[u], last[v] = (number, v), (number, u)
-        fresh = {node: self.now(node).detach() for node in last}
+        memories = {node: self.updated_memory(node).detach() for node in last}
         for node, (number, other) in last.items():
             if node in self.mail_event:
                 self.memory_event[node] = self.mail_event[node]
-            self.memory[node] = fresh[node]
-            self.mail[node] = torch.cat([fresh[node], fresh[other]])
+            self.memory[node] = memories[node]
+            self.mail[node] = torch.cat([memories[node], memories[other]])
             self.mail_event[node] = number
 
 
@@ -187,8 +191,8 @@ class Plain:
     [("tgn", 1, False), ("tgn", 2, False), ("tgn-id", 1, False), ("tgn-id", 1, True), ("tgat", 1, False)],
 )
 def test_training_equals_a_plain_loop(name: str, layers: int, pairs: bool) -> None:
-    ours, theirs = (made(name=name, layers=layers, pairs=pairs) for _ in range(2))
-    near = 1e-6 if pairs else 1e-10  # features of pairs are float32
+    ours, theirs = (build_strategy(name=name, layers=layers, pairs=pairs) for _ in range(2))
+    tolerance = 1e-6 if pairs else 1e-10  # features of pairs are float32
     optimizer = torch.optim.SGD(theirs.model.parameters(), lr=0.05)
     plain = Plain(theirs)
     records = list(ours.train_epoch(0))
@@ -197,15 +201,15 @@ def test_training_equals_a_plain_loop(name: str, layers: int, pairs: bool) -> No
     for record, (low, high) in zip(records, pairwise(bounds), strict=True):
         loss = plain.loss(low, high, 0)
         if theirs.model.has_memory:
-            plain.move(low, high)
+            plain.replay(low, high)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        assert record.loss == pytest.approx(float(loss.detach()), rel=near)
+        assert record.loss == pytest.approx(float(loss.detach()), rel=tolerance)
         assert record.count == high - low
     for (key, mine), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(
-            mine, other, rtol=1e-7, atol=max(1e-8, near), msg=lambda text, key=key: f"{key}: {text}"
+            mine, other, rtol=1e-7, atol=max(1e-8, tolerance), msg=lambda text, key=key: f"{key}: {text}"
         )
     if name == "tgat":
         return
@@ -214,25 +218,29 @@ def test_training_equals_a_plain_loop(name: str, layers: int, pairs: bool) -> No
         assert int(state["mail_event"][node]) == plain.mail_event.get(node, -1)
         assert int(state["memory_event"][node]) == plain.memory_event.get(node, -1)
         if node in plain.mail:
-            torch.testing.assert_close(state["memory"][node], plain.memory[node], rtol=1e-7, atol=max(1e-9, near))
-            torch.testing.assert_close(state["mail"][node], plain.mail[node], rtol=1e-7, atol=max(1e-9, near))
+            torch.testing.assert_close(state["memory"][node], plain.memory[node], rtol=1e-7, atol=max(1e-9, tolerance))
+            torch.testing.assert_close(state["mail"][node], plain.mail[node], rtol=1e-7, atol=max(1e-9, tolerance))
         else:
             assert not state["memory"][node].any() and not state["mail"][node].any()
 
 
-@pytest.mark.parametrize(("name", "layers", "at_once"), [("tgn", 1, 1 << 15), ("tgn", 2, 20), ("tgn-id", 1, 20)])
-def test_evaluation_equals_a_plain_loop(name: str, layers: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many nodes are looked at together."""
-    monkeypatch.setattr(evaluation, "QUERIES_AT_ONCE", at_once)
-    strategy = made(name=name, layers=layers, pairs=False)
+@pytest.mark.parametrize(
+    ("name", "layers", "queries_at_once"), [("tgn", 1, 1 << 15), ("tgn", 2, 20), ("tgn-id", 1, 20)]
+)
+def test_evaluation_equals_a_plain_loop(
+    name: str, layers: int, queries_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For any number of queries at a time."""
+    monkeypatch.setattr(evaluation, "QUERIES_AT_ONCE", queries_at_once)
+    strategy = build_strategy(name=name, layers=layers, pairs=False)
     list(strategy.train_epoch(0))
     few, val, test = strategy.validate(), strategy.evaluate("val"), strategy.evaluate("test")
     plain = Plain(strategy)
-    assert min(len(plain.task.parts[split]) for split in ("val", "test")) > SCORED
+    assert min(len(plain.task.parts[split]) for split in ("val", "test")) > EVAL_BATCH
     with torch.no_grad():
         for low, high in pairwise(strategy.scheduler.bounds):
-            plain.move(low, high)
+            plain.replay(low, high)
         expected, last = plain.mrr("val"), plain.mrr("test")
-    # Fewer destinations than are drawn: all others are.
+    # There are fewer destinations than sampled negatives, so all others are negatives.
     assert few["mrr"] == pytest.approx(expected[False]) and val["mrr"] == pytest.approx(expected[True])
     assert test["mrr"] == pytest.approx(last[True])

@@ -1,4 +1,4 @@
-"""Plans of temporal: what batches capture, how trainers are arranged, how fast they learn."""
+"""Planning of temporal: capture of batches, choice of the layout, learning rate."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from gnnfleet.strategies.temporal.layout_planner import (
 from gnnfleet.strategies.temporal.schedule import ParallelLayout
 
 
-def test_a_batch_captures_enough() -> None:
+def test_the_largest_batch_that_captures_enough_is_chosen() -> None:
     assert CaptureCurve(((100, 0.5), (200, 0.4), (300, 0.31), (400, 0.29))).batch == 300
     times = torch.arange(2000)
-    nobody_twice = EventStream.from_arrays(times, times + 2000, times)
-    assert CaptureCurve.of(nobody_twice).batch == 800  # there are two at least
-    always_the_same = EventStream.from_arrays(times * 0, times * 0 + 1, times)
-    assert CaptureCurve.of(always_the_same).batch == 100
+    distinct_nodes = EventStream.from_arrays(times, times + 2000, times)
+    assert CaptureCurve.of(distinct_nodes).batch == 800  # at least two batches
+    one_pair = EventStream.from_arrays(times * 0, times * 0 + 1, times)
+    assert CaptureCurve.of(one_pair).batch == 100
 
 
 MANY, OPEN = TrainerResources((8,), copy_bytes=10, memory_limit=1000), ParallelLayout(0, 0, 0)
 
 
-def test_copies_are_preferred_to_lanes_and_pieces_are_large() -> None:
+def test_memory_copies_are_preferred_to_lanes_and_shares_are_large() -> None:
     assert choose_layout(MANY, 600, OPEN)[0] == ParallelLayout(1, 1, 8)
     assert choose_layout(MANY, 2 * MIN_EVENTS_PER_TRAINER, OPEN)[0] == ParallelLayout(2, 1, 4)
     assert choose_layout(TrainerResources((8,), 10, 20), 600, OPEN)[0] == ParallelLayout(1, 4, 2)
@@ -45,30 +45,30 @@ def test_copies_are_preferred_to_lanes_and_pieces_are_large() -> None:
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=3), st.integers(1, 40), st.integers(100, 4000))
-def test_every_trainer_has_a_place_and_a_copy_one_machine(machines: list[int], held: int, batch: int) -> None:
-    trainers = TrainerResources(tuple(machines), 1, held)
+def test_all_trainers_are_used_and_a_copy_is_on_one_machine(machines: list[int], max_copies: int, batch: int) -> None:
+    resources = TrainerResources(tuple(machines), 1, max_copies)
     try:
-        shape, _ = choose_layout(trainers, batch, OPEN)
+        layout, _ = choose_layout(resources, batch, OPEN)
     except ConfigError:
-        assert held < max(machines)
+        assert max_copies < max(machines)
         return
-    assert shape.workers == sum(machines)
-    together = shape.batch_parallel * shape.epoch_parallel
-    assert all(count % together == 0 and count // together <= held for count in machines)
+    assert layout.workers == sum(machines)
+    trainers_of_copy = layout.batch_parallel * layout.epoch_parallel
+    assert all(count % trainers_of_copy == 0 and count // trainers_of_copy <= max_copies for count in machines)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"strategy\.lanes=3 does not fit 8 workers"):
+def test_layouts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.epoch_parallel=3 does not fit 8 workers"):
         choose_layout(MANY, 600, ParallelLayout(0, 3, 0))
     with pytest.raises(ConfigError, match="share one memory"):
         choose_layout(TrainerResources((2, 2), 10, 1000), 600, ParallelLayout(0, 4, 0))
-    with pytest.raises(ConfigError, match="10 MiB each and 20 MiB are free"):
+    with pytest.raises(ConfigError, match="takes 10 MiB, and a machine has 20 MiB for copies"):
         choose_layout(TrainerResources((8,), 10 << 20, 20 << 20), 600, ParallelLayout(0, 1, 0))
 
 
-def test_the_rate_grows_to_what_it_stays() -> None:
-    pace = LrSchedule(0.1, factor=4.0, warmup=10)
-    rates = [pace.at(iteration) for iteration in range(12)]
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    schedule = LrSchedule(0.1, factor=4.0, warmup=10)
+    rates = [schedule.at(iteration) for iteration in range(12)]
     assert rates[0] == 0.1 and rates == sorted(rates) and rates[10] == rates[11] == pytest.approx(0.4)
     assert LrSchedule(0.1).at(0) == LrSchedule(0.1).at(50) == 0.1
     falling = LrSchedule(0.1, decay=1.0, epoch=10.0)

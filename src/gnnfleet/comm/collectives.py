@@ -21,18 +21,25 @@ from gnnfleet.report.phase_timer import EXCHANGE
 _ALL_GATHER_TAG = 3
 
 
-def sum_gradients(world: World, parameters: Iterable[torch.nn.Parameter]) -> None:
+def sum_gradients(world: World, parameters: Iterable[torch.nn.Parameter], *, extra: Tensor | None = None) -> None:
     """Collective. Replace every gradient by its sum over ranks, in one message per dtype.
 
-    A gradient missing on this rank counts as zeros. One missing on all ranks stays None: optimizers skip it.
+    A gradient missing on this rank counts as zeros. One missing on all ranks stays None: optimizers skip it. ``extra``
+    is summed in place, in the message of its dtype.
     """
     if world.size == 1:
         return
+    carriers = [] if extra is None else [torch.nn.Parameter(extra)]
     by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
+    for carrier in carriers:
+        carrier.grad = extra
+    for parameter in [*parameters, *carriers]:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for dtype, same_dtype in by_dtype.items():
         _sum_flat(world, same_dtype, dtype)
+    for carrier in carriers:
+        assert carrier.grad is not None
+        carrier.data.copy_(carrier.grad)
 
 
 def _sum_flat(world: World, parameters: list[torch.nn.Parameter], dtype: torch.dtype) -> None:

@@ -78,7 +78,8 @@ class RowExchange(Protocol):
     """Hands over remote rows block by block; see ``RingExchange``."""
 
     @property
-    def world(self) -> World: ...
+    def local_block(self) -> int:
+        """The block whose rows are here."""
 
     def run(
         self,
@@ -107,6 +108,10 @@ class RingExchange:
 
     def __post_init__(self) -> None:
         assert self.group >= 1 and self.depth >= 0
+
+    @property
+    def local_block(self) -> int:
+        return self.world.rank
 
     @property
     def slots(self) -> int:

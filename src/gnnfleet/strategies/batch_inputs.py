@@ -49,8 +49,8 @@ def read_inputs(
         kind: read(kind, X).to(dtype) if kind in features else torch.empty(len(rows.node_ids), 0, dtype=dtype)
         for kind, rows in views[0].nodes.items()
     }
-    near = None if aggregated is None else {name: read(name.dst, str(name)) for name in aggregated}
-    return PreparedBatch(batch, views, x if len(x) > 1 else next(iter(x.values())), near)
+    rows = None if aggregated is None else {name: read(name.dst, str(name)) for name in aggregated}
+    return PreparedBatch(batch, views, x if len(x) > 1 else next(iter(x.values())), rows)
 
 
 def _read_adjacent(
@@ -60,7 +60,7 @@ def _read_adjacent(
     ((kind, rows),) = view.nodes.items()
     x, width = features[kind], aggregated.shape[1]
     both = empty_buffer((len(rows.node_ids), width + x.shape[1]), aggregated.dtype)
-    near = read(kind, AGGREGATE, out=both[:, :width])
+    aggregated_rows = read(kind, AGGREGATE, out=both[:, :width])
     if torch.promote_types(x.dtype, torch.float32) == both.dtype:
-        return read(kind, X, out=both[:, width:]), near
-    return both[:, width:].copy_(read(kind, X)), near
+        return read(kind, X, out=both[:, width:]), aggregated_rows
+    return both[:, width:].copy_(read(kind, X)), aggregated_rows

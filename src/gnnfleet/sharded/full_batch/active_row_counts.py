@@ -123,39 +123,39 @@ def _count_edges(shard: Shard, targets: Masks, q: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class SubPartition:
-    """The first rows of a part with all their in-edges, numbered by themselves: [2, E] ends by edge type."""
+    """The first rows of a partition with all their in-edges, relabelled; [2, E] by edge type."""
 
-    rows: Mapping[str, int]  # destinations, which come first
+    rows: Mapping[str, int]  # destinations; they come first
     sources: Mapping[str, int]  # all rows
     edge_index: Mapping[tuple[str, str, str], Tensor]
 
 
 def sub_partition(shard: Shard, share: float) -> SubPartition:
-    """A share of the rows of every node type."""
-    rows = {kind: max(1, min(each, round(share * each))) for kind, each in _counts(shard).items()}
-    far: dict[str, list[Tensor]] = {kind: [torch.empty(0, dtype=torch.int64)] for kind in rows}
-    raw: dict[tuple[str, str, str], tuple[Tensor, Tensor]] = {}
+    """A share of the rows of every node type, with their in-edges."""
+    rows = {kind: max(1, min(count, round(share * count))) for kind, count in _counts(shard).items()}
+    remote: dict[str, list[Tensor]] = {kind: [torch.empty(0, dtype=torch.int64)] for kind in rows}
+    ends: dict[tuple[str, str, str], tuple[Tensor, Tensor]] = {}
     for kind in shard.edge_types:
         start, lists = _counts(shard)[kind.src], []
         for q in range(shard.parts):
             block = shard.block(kind, "in", q)
-            kept = (block.rows < rows[kind.dst]).nonzero()[:, 0]
-            count = block.indptr.diff()[kept]
-            cols = block.cols[concat_ranges(block.indptr[kept], count)].long()
-            # Rows of other parts are numbered after those of this one, part by part.
-            lists.append((cols if q == shard.part else cols + start, block.rows[kept].long().repeat_interleave(count)))
+            selected = (block.rows < rows[kind.dst]).nonzero()[:, 0]
+            count = block.indptr.diff()[selected]
+            cols = block.cols[concat_ranges(block.indptr[selected], count)].long()
+            dst = block.rows[selected].long().repeat_interleave(count)
+            # Remote rows are numbered after local ones, partition by partition.
+            lists.append((cols if q == shard.part else cols + start, dst))
             start += 0 if q == shard.part else len(shard.plan(kind.src, "in").recv[q])
-        src, dst = (torch.cat(each) for each in zip(*lists, strict=True))
-        raw[kind.src, kind.relation, kind.dst] = src, dst
-        far[kind.src].append(src[src >= rows[kind.src]])
-    beyond = {kind: torch.unique(torch.cat(lists)) for kind, lists in far.items()}
-    ends = {}
-    for (src_kind, name, dst_kind), (src, dst) in raw.items():
-        own = rows[src_kind]
-        ends[src_kind, name, dst_kind] = torch.stack(
-            [torch.where(src < own, src, own + torch.searchsorted(beyond[src_kind], src)), dst]
-        )
-    return SubPartition(rows, {kind: count + len(beyond[kind]) for kind, count in rows.items()}, ends)
+        src, dst = (torch.cat(tensors) for tensors in zip(*lists, strict=True))
+        ends[kind.src, kind.relation, kind.dst] = src, dst
+        remote[kind.src].append(src[src >= rows[kind.src]])
+    remote_rows = {kind: torch.unique(torch.cat(src_rows)) for kind, src_rows in remote.items()}
+    edge_index = {}
+    for edge_type, (src, dst) in ends.items():
+        local = rows[edge_type[0]]
+        relabelled = torch.where(src < local, src, local + torch.searchsorted(remote_rows[edge_type[0]], src))
+        edge_index[edge_type] = torch.stack([relabelled, dst])
+    return SubPartition(rows, {kind: count + len(remote_rows[kind]) for kind, count in rows.items()}, edge_index)
 
 
 def _counts(shard: Shard) -> dict[str, int]:

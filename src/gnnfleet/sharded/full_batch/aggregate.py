@@ -59,7 +59,7 @@ class AggregationCall:
 
     @property
     def rank(self) -> int:
-        return self.ring.world.rank
+        return self.ring.local_block
 
     def row_tables(self, xs: Sequence[Tensor]) -> list[RowTable]:
         return [RowTable(plan, x.detach().contiguous()) for plan, x in zip(self.plans, xs, strict=True)]
@@ -170,7 +170,7 @@ def _sum_by_source(
     def on_rows(q: int, received: list[Tensor]) -> None:
         block = reverse.blocks[q]
         weight = block.weight if reverse.is_weighted else None
-        if q == ring.world.rank:
+        if q == ring.local_block:
             totals.append(sum_rows(block.structure, received[0], weight=weight, base=base))
         elif block.structure.num_edges:
             sum_rows(block.structure, received[0], weight=weight, rows=block.rows, out=totals[0])

@@ -36,7 +36,7 @@ class AttentionCall:
 
     @property
     def rank(self) -> int:
-        return self.ring.world.rank
+        return self.ring.local_block
 
     def dropout_ids(self, block: EdgeBlock) -> Tensor | None:
         return block.edge_ids if self.spec.dropout else None

@@ -37,7 +37,7 @@ class PropagateCall:
 
     @property
     def rank(self) -> int:
-        return self.ring.world.rank
+        return self.ring.local_block
 
     def named(self, group: str, values: Sequence[Any]) -> dict[str, Any]:
         """The values of the flat list that belong to a group."""

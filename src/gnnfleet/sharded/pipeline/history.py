@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from gnnfleet.comm.halo_exchange import FetchedRows, OnReturns, OnRows, ReturnPath, RowTable
-from gnnfleet.comm.world import World
 from gnnfleet.ops.gather import gather
 from gnnfleet.sharded.full_batch.grad_accumulator import add_rows
 from gnnfleet.sharded.pipeline.chunked_partition import LOCAL, REMOTE, Chunk, ChunkedPartition, ChunkExchangePlan
@@ -71,8 +70,6 @@ class _Pass:
 
 class HistoryStore:
     """The tables of one way and stage."""
-
-    world = World(rank=LOCAL, size=2)  # blocks take the place of ranks
 
     def __init__(
         self, way: ChunkedPartition, mirrors: StageHalo, gradient: GradientRule = "double", *, remembers: bool = True
@@ -256,8 +253,8 @@ class ChunkExchange:
     is_backward: bool = False
 
     @property
-    def world(self) -> World:
-        return self.stream.world
+    def local_block(self) -> int:
+        return LOCAL
 
     def run(
         self,

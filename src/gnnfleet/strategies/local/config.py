@@ -1,4 +1,4 @@
-"""The knobs of ``local``."""
+"""Options of strategy ``local``."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, AutoSwitch, Fano
 
 
 class LocalConfig(StrategyConfig, frozen=True, extra="forbid"):
-    """One process: every step on the whole graph, or with ``fanouts`` on sampled blocks."""
+    """Training in one process: on the whole graph, or with ``fanouts`` on sampled blocks."""
 
     name: Literal["local"] = "local"
-    # Neighbours drawn per node, the hop next to the seeds first, −1 for all; by SRC:RELATION:DST where they differ.
-    # Without it the whole graph is walked.
+    # Neighbours sampled per node, the hop next to the seeds first, −1 for all; by SRC:RELATION:DST where they differ.
+    # Unset: full batch.
     fanouts: FanoutOption = None
-    replace: bool = False  # whether a neighbour may be drawn twice
-    # Items (labelled nodes, target edges) of a step; 0: all in one step an epoch. By default 0, and 1024 with fanouts.
+    replace: bool = False  # sample neighbours with replacement
+    # Items (labelled nodes, target edges) of a step; 0: one step per epoch. Default 0, and 1024 with fanouts.
     batch: int | None = Field(default=None, ge=0)
-    # Batches that a thread in the background makes ahead; 0 for none. Results are the same. auto: 2 where that thread
-    # does not take a core from the products, or features do not fit the memory.
+    # Batches that a background thread prepares ahead; 0 for none. Results are the same. auto: 2 if a core is free for
+    # that thread or features do not fit into memory.
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    # The first layer's aggregate of all neighbours, computed once; with fanouts the last hop is then neither drawn nor
-    # read. auto: where the model allows it.
+    # Cache the first layer's aggregate of all neighbours; with fanouts the last hop is then neither sampled nor read.
+    # auto: where the model and the memory allow it.
     cache_inputs: AutoSwitch = "auto"
-    # How rows lie in memory; results agree to rounding. auto: cluster above 50,000 nodes, where it pays for itself;
-    # store with fanouts.
+    # Order of rows in memory; results agree to rounding. auto: cluster above 50,000 nodes; store with fanouts.
     order: Literal["auto", "store", "cluster"] = "auto"
 
     @property

@@ -1,4 +1,4 @@
-"""What an epoch of ``local`` takes: full batch, and on sampled blocks."""
+"""Estimate the cost of a ``local`` epoch, full batch and sampled."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from gnnfleet.strategies.step_costs import (
 
 
 def estimate(config: LocalConfig, outlook: PlanningContext) -> list[CostEstimate]:
-    """Both ways; only the sampled one where fanouts are given."""
+    """Estimate full batch and sampled training; only the latter if fanouts are set."""
     fanouts = config.fanouts or (DEFAULT_FANOUT,) * outlook.job.model.num_layers
     sampled = config.model_copy(update={"fanouts": fanouts})
     if config.batch is None:
         sampled = sampled.model_copy(update={"batch": DEFAULT_BATCH})
-    found = [] if config.is_sampled else [_full(config, outlook)]
-    return [*found, _sampled(sampled, outlook)]
+    full_batch = [] if config.is_sampled else [_full_batch(config, outlook)]
+    return [*full_batch, _sampled(sampled, outlook)]
 
 
-def _full(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
+def _full_batch(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
     job, pace = outlook.job, outlook.single_profile
     graph, layers = job.graph, job.model.num_layers
     ordered = config.order == "cluster" or (config.order == "auto" and graph.num_nodes > REORDER_MIN_NODES)
@@ -39,25 +39,24 @@ def _full(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
     reach = job.task.reachable_mask()
     if ordered and reach is not None and not job.model.batch_norm and layers > 1:
         target = job.task.target
-        edges = sum(
-            int(each.indptr.diff()[reach].sum()) if kind.dst == target else each.count
-            for kind, each in graph.edges.items()
+        num_edges = sum(
+            int(edges.indptr.diff()[reach].sum()) if kind.dst == target else edges.count
+            for kind, edges in graph.edges.items()
         )
-        loads[-1] = float(reach.sum()), float(edges)
+        loads[-1] = float(reach.sum()), float(num_edges)
     steps = count_batches(len(job.task.train_items(job.seed, 0)), config.batch_size)
     rows = sum(rows for rows, _ in loads) / layers
     itemsize = PRECISIONS[job.precision].itemsize
-    keeps = caches_aggregate(job, config.cache_inputs)
-    held = (
-        feature_bytes(graph) + feature_bytes(graph, itemsize) * (1 + 2 * keeps) + graph.num_edges * 3 * BYTES_PER_EDGE
-    )
+    is_cached = caches_aggregate(job, config.cache_inputs)
+    features = feature_bytes(graph) + feature_bytes(graph, itemsize) * (1 + 2 * is_cached)
+    resident = features + graph.num_edges * 3 * BYTES_PER_EDGE
     tensors = trace_full_batch(outlook, config.cache_inputs).peak_bytes(int(rows))
-    most = max(MEMORY_SLACK * tensors, evaluation_bytes(job, graph.num_nodes))
+    peak = max(MEMORY_SLACK * tensors, evaluation_bytes(job, graph.num_nodes))
     return CostEstimate(
         settings={**config.model_dump(exclude_defaults=True), "name": "local"},
         kind="exact",
         workers=1,
-        memory=pace.base_memory + held + most + WeightBytes.of(job.model).state(),
+        memory=pace.base_memory + resident + peak + WeightBytes.of(job.model).state(),
         seconds=steps * pace.full_batch_seconds(loads),
         steps=steps,
         reasons=("one process, the whole graph in every step",),
@@ -66,25 +65,25 @@ def _full(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
 
 def _sampled(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
     job, pace = outlook.job, outlook.single_profile
-    given = caches_aggregate(job, config.cache_inputs)
+    is_cached = caches_aggregate(job, config.cache_inputs)
     items = job.task.train_items(job.seed, 0)
     blocks = sample_probe_blocks(
-        job, items, config.batch_size, fanouts=config.fanouts, given=given, replace=config.replace
+        job, items, config.batch_size, fanouts=config.fanouts, given=is_cached, replace=config.replace
     )
     steps = count_batches(len(items), config.batch_size)
-    work, making = (seconds * blocks.num_edges_and_rows for seconds in (pace.block_seconds, pace.sampling_seconds))
+    work, sampling = (seconds * blocks.num_edges_and_rows for seconds in (pace.block_seconds, pace.sampling_seconds))
     features = feature_bytes(job.graph)
-    ahead = auto_depth(int(features)) if config.prefetch == "auto" else config.prefetch
+    prefetch = auto_depth(int(features)) if config.prefetch == "auto" else config.prefetch
     itemsize = PRECISIONS[job.precision].itemsize
-    held = features + given * 2 * feature_bytes(job.graph, itemsize) + job.graph.num_edges * BYTES_PER_EDGE
-    step = step_peak_bytes(job, blocks.views[0], given=given) + (1 + ahead) * blocks.structure_bytes
-    most = max(step, evaluation_bytes(job, job.graph.num_nodes) + feature_bytes(job.graph, itemsize))
+    resident = features + is_cached * 2 * feature_bytes(job.graph, itemsize) + job.graph.num_edges * BYTES_PER_EDGE
+    step = step_peak_bytes(job, blocks.views[0], given=is_cached) + (1 + prefetch) * blocks.structure_bytes
+    peak = max(step, evaluation_bytes(job, job.graph.num_nodes) + feature_bytes(job.graph, itemsize))
     return CostEstimate(
         settings={**config.model_dump(exclude_defaults=True), "name": "local"},
         kind="sampled",
         workers=1,
-        memory=pace.base_memory + held + most + WeightBytes.of(job.model).state(),
-        seconds=steps * (max(work, making) if ahead else work + making),
+        memory=pace.base_memory + resident + peak + WeightBytes.of(job.model).state(),
+        seconds=steps * (max(work, sampling) if prefetch else work + sampling),
         steps=steps,
-        reasons=(f"{steps} steps: blocks {making:.2g} s, layers {work:.2g} s each",),
+        reasons=(f"{steps} steps: sampling {sampling:.2g} s, layers {work:.2g} s each",),
     )

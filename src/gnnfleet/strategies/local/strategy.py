@@ -1,6 +1,7 @@
-"""One process: every step walks the whole graph, or sampled blocks of it. Evaluation is exact either way.
+"""Training in one process, full batch or sampled. Evaluation is exact in both modes.
 
-Rows may lie in cluster order; what leaves here is in store order. Draws go by store id, so order decides rounding only.
+Rows may be in cluster order internally; results are in store order. Draws go by store id, so the order affects rounding
+only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from gnnfleet.strategies.protocol import Prediction, Reporting, State, StepRecor
 from gnnfleet.strategies.sampling_options import PreparedBatch
 from gnnfleet.tasks.base import RowLookup
 
-# Below this many nodes the features fit the caches and clustering costs more than it gains.
+# Below this number of nodes the features fit the CPU caches and clustering costs more than it gains.
 REORDER_MIN_NODES = 50_000
 
 
@@ -52,36 +53,36 @@ class LocalStrategy(Reporting):
         self._aggregated = self._precompute()
         self._sampled = None if config.fanouts is None else MiniBatchMaker(config, job, self._aggregated)
         if self._sampled is None:
-            _ = self._last, self._x  # made now, not in the first step
+            _ = self._last_view, self._x  # computed before the first step is timed
             self._aggregated, self.__dict__["_x"] = concat_columns(self._aggregated, self._x)
-        self._known: tuple[Any, Any] | None = None  # exact output and last input of the present weights
+        self._cached_outputs: tuple[Any, Any] | None = None  # exact output and last input of the current weights
 
     def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         started = time.perf_counter()
-        with closing(self._batches(epoch, first)) as made:
-            for step, ready in enumerate(made, first):
-                self._known = None
-                loss = self._step(ready)
-                yield StepRecord(epoch, step, loss, len(ready.batch.items), time.perf_counter() - started)
+        with closing(self._batches(epoch, first)) as batches:
+            for step, inputs in enumerate(batches, first):
+                self._cached_outputs = None
+                loss = self._step(inputs)
+                yield StepRecord(epoch, step, loss, len(inputs.batch.items), time.perf_counter() - started)
                 started = time.perf_counter()
 
     def _batches(self, epoch: int, first: int) -> Generator[PreparedBatch]:
-        """What the steps of an epoch run on, from ``first`` on."""
+        """The inputs of an epoch's steps, from step ``first`` on."""
         if self._sampled is not None:
             yield from self._sampled.epoch(epoch, first)
             return
         task, seed = self._job.task, self._job.seed
-        every = task.train_items(seed, epoch)
-        for step, items in epoch_batches(every, self._config.batch_size, seed=seed, epoch=epoch, first=first):
+        train_items = task.train_items(seed, epoch)
+        for step, items in epoch_batches(train_items, self._config.batch_size, seed=seed, epoch=epoch, first=first):
             batch = task.batch(items, DrawKey(seed, epoch, step))
-            seen = task.mask_edges(self._view, batch)
-            last = seen if self._last is self._view else task.mask_edges(self._last, batch)
-            views = [seen.with_step(key=batch.key)] * (self.model.num_layers - 1) + [last.with_step(key=batch.key)]
+            view = task.mask_edges(self._view, batch)
+            last = view if self._last_view is self._view else task.mask_edges(self._last_view, batch)
+            views = [view.with_step(key=batch.key)] * (self.model.num_layers - 1) + [last.with_step(key=batch.key)]
             yield PreparedBatch(batch, views, self._x, self._aggregated)
 
-    def _step(self, ready: PreparedBatch) -> float:
-        """The mean loss of a batch; the weights have changed after."""
-        loss = self._loss(ready) / len(ready.batch.items)
+    def _step(self, inputs: PreparedBatch) -> float:
+        """Take one optimizer step; the mean loss of the batch."""
+        loss = self._loss(inputs) / len(inputs.batch.items)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._job.train.clip:
@@ -89,35 +90,33 @@ class LocalStrategy(Reporting):
         self._optimizer.step()
         return float(loss.detach())
 
-    def _loss(self, ready: PreparedBatch) -> Tensor:
-        """The sum over the items of a batch."""
+    def _loss(self, inputs: PreparedBatch) -> Tensor:
+        """The loss summed over the items of a batch."""
         self.model.train()
         with autocast(self._job.precision):
-            out = self.model(ready.views, ready.x, aggregated=ready.aggregated)
-            return self._job.task.loss(self._row_lookup(out, ready.views[-1]), ready.batch)
+            out = self.model(inputs.views, inputs.x, aggregated=inputs.aggregated)
+            return self._job.task.loss(self._row_lookup(out, inputs.views[-1]), inputs.batch)
 
-    def gradients(self, epoch: int, most: int | None = None) -> tuple[float, int, dict[str, Tensor]]:
-        """(mean loss, items, {parameter: gradient of that mean}) over the batches of an epoch, or the first ``most`` of
-        them, at the present weights.
+    def gradients(self, epoch: int, max_batches: int | None = None) -> tuple[float, int, dict[str, Tensor]]:
+        """(mean loss, items, {parameter: gradient of that mean}) over the first batches of an epoch, without clipping.
 
-        Draws are those of the epoch's steps, nothing is clipped. Weights, running statistics and the optimizer stay
-        as they are.
+        Draws are those of the epoch's steps. Weights, running statistics and the optimizer stay unchanged.
         """
         named = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         sums = {name: torch.zeros_like(weight) for name, weight in named.items()}
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         total, count = 0.0, 0
         if len(self._job.task.train_items(self._job.seed, epoch)):
-            with closing(self._batches(epoch, 0)) as made:
-                for ready in islice(made, most):
-                    loss = self._loss(ready)
-                    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-                    for place, gradient in zip(sums.values(), found, strict=True):
-                        place += 0 if gradient is None else gradient
-                    total, count = total + float(loss.detach()), count + len(ready.batch.items)
+            with closing(self._batches(epoch, 0)) as batches:
+                for inputs in islice(batches, max_batches):
+                    loss = self._loss(inputs)
+                    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+                    for grad_sum, grad in zip(sums.values(), grads, strict=True):
+                        grad_sum += 0 if grad is None else grad
+                    total, count = total + float(loss.detach()), count + len(inputs.batch.items)
         for name, buffer in self.model.named_buffers():
             buffer.copy_(buffers[name])
-        return total / max(count, 1), count, {name: place / max(count, 1) for name, place in sums.items()}
+        return total / max(count, 1), count, {name: grad_sum / max(count, 1) for name, grad_sum in sums.items()}
 
     def evaluate(self, split: str) -> dict[str, float]:
         if not len(self._job.task.items(split)):
@@ -132,115 +131,118 @@ class LocalStrategy(Reporting):
         return self._row_lookup(self._outputs()[0], self._view)
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
-        logits, inputs = (self._only(rows) for rows in self._outputs())
+        logits, inputs = (self._target_rows(rows) for rows in self._outputs())
         return Prediction(self._to_store_order(logits), self._to_store_order(inputs) if embeddings else None)
 
     def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
         view = self._view.for_type(self._target)
-        logits, inputs = (self._only(rows) for rows in self._outputs())
+        logits, inputs = (self._target_rows(rows) for rows in self._outputs())
         return Prediction(view.gather_rows(logits, ids), view.gather_rows(inputs, ids) if embeddings else None)
 
     def state_dict(self) -> State:
         return {"model": dict(self.model.state_dict()), "optimizer": optimizer_tensors(self.model, self._optimizer)}
 
     def load_state_dict(self, state: State) -> None:
-        self._known = None
+        self._cached_outputs = None
         self.model.load_state_dict(state["model"])
         if "optimizer" in state:
             load_optimizer(self.model, self._optimizer, state["optimizer"])
 
     def close(self) -> None:
-        self._known = None
+        self._cached_outputs = None
 
     @property
     def _dtype(self) -> torch.dtype:
         return PRECISIONS[self._job.precision]
 
     def _outputs(self) -> tuple[Any, Any]:
-        """(output, what the last layer read), exact; kept until the weights change."""
-        if self._known is None:
+        """(output, input of the last layer), exact; cached until the weights change."""
+        if self._cached_outputs is None:
             self.model.eval()
             limit = self._job.evaluation_memory
             with torch.no_grad(), autocast(self._job.precision):
                 if layer_bytes(self._view, self._width()) > limit:
-                    self._known = layerwise_inference(self.model, self._view, self._x, target=self._target, limit=limit)
+                    self._cached_outputs = layerwise_inference(
+                        self.model, self._view, self._x, target=self._target, limit=limit
+                    )
                 else:
-                    self._known = self.model.exact(self._view, self._x, aggregated=self._aggregated)
-        return self._known
+                    self._cached_outputs = self.model.exact(self._view, self._x, aggregated=self._aggregated)
+        return self._cached_outputs
 
     def _row_lookup(self, out: Any, view: LocalView) -> RowLookup:
         """Rows of a view's output by store id, in the precision of the loss."""
 
-        def take(kind: str, ids: Tensor) -> Tensor:
+        def lookup(kind: str, ids: Tensor) -> Tensor:
             rows: Tensor = out[kind] if isinstance(out, dict) else out
             return view.for_type(kind).gather_rows(rows, ids).to(self._dtype)
 
-        return take
+        return lookup
 
-    def _only(self, rows: Any) -> Tensor:
-        found: Tensor = rows[self._target] if isinstance(rows, dict) else rows
-        return found
+    def _target_rows(self, rows: Any) -> Tensor:
+        target: Tensor = rows[self._target] if isinstance(rows, dict) else rows
+        return target
 
     def _width(self) -> int:
-        given = self._x.values() if isinstance(self._x, dict) else [self._x]
-        return max([self.model.width, *(int(x.shape[1]) for x in given)])
+        tables = self._x.values() if isinstance(self._x, dict) else [self._x]
+        return max([self.model.width, *(int(x.shape[1]) for x in tables)])
 
     @cached_property
     def _view(self) -> LocalView:
-        """The whole graph; sampled training does without until it is evaluated."""
+        """The whole graph; sampled training needs it for evaluation only."""
         graph = self._job.graph
         return LocalView.of_graph(graph) if self._order is None else reordered_view(graph, self._order)
 
     @cached_property
     def _x(self) -> Any:
-        """x as the model takes it: a tensor, or one per node type; of width 0 where learnable rows stand in."""
-        found = {}
+        """The model's input: a tensor, or one per node type; of width 0 for types without features."""
+        tables = {}
         for kind, nodes in self._job.graph.nodes.items():
             x = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
-            found[kind] = self._to_row_order(kind, x.to(self._dtype))
-        return found if len(found) > 1 else found[self._target]
+            tables[kind] = self._to_row_order(kind, x.to(self._dtype))
+        return tables if len(tables) > 1 else tables[self._target]
 
     def _precompute(self) -> Aggregate | None:
-        """The first layer's aggregate of all rows, where the config wants it and the model allows it."""
-        task, wanted = self._job.task, self._config.cache_inputs
-        if not should_cache_aggregate(wanted, hides=task.masks_edges) or (wanted == "auto" and not self._affordable()):
+        """The first layer's aggregate of all rows, if the config and the model allow caching it."""
+        task, option = self._job.task, self._config.cache_inputs
+        if not should_cache_aggregate(option, hides=task.masks_edges) or (option == "auto" and not self._fits_memory()):
             return None
-        return precompute_aggregate(wanted, self.model, self._view, self._x)
+        return precompute_aggregate(option, self.model, self._view, self._x)
 
-    def _affordable(self) -> bool:
-        """Whether aggregated inputs may be kept unasked: few edge types, and on sampled blocks within ``memory``."""
+    def _fits_memory(self) -> bool:
+        """True if ``auto`` may cache aggregates: few edge types and, for sampled training, little memory."""
         graph = self._job.graph
         if len(graph.edges) > MAX_CACHED_RELATIONS:
             return False
-        rows = sum(graph.nodes[kind.dst].count * self._has_wide_features(kind.src) for kind in graph.edges)
-        return self._config.fanouts is None or rows * self._dtype.itemsize <= self._job.evaluation_memory
+        numbers = sum(graph.nodes[kind.dst].count * self._feature_width(kind.src) for kind in graph.edges)
+        return self._config.fanouts is None or numbers * self._dtype.itemsize <= self._job.evaluation_memory
 
-    def _has_wide_features(self, kind: str) -> int:
+    def _feature_width(self, kind: str) -> int:
         x = self._job.graph.nodes[kind].x
         return 0 if x is None else int(x.shape[1])
 
     def _choose_order(self) -> dict[str, Tensor] | None:
-        order, sampled = self._config.order, self._config.fanouts is not None
+        order, is_sampled = self._config.order, self._config.is_sampled
         if order == "auto":
-            order = "cluster" if self._job.graph.num_nodes > REORDER_MIN_NODES and not sampled else "store"
-        if order == "cluster" and sampled:
+            order = "cluster" if self._job.graph.num_nodes > REORDER_MIN_NODES and not is_sampled else "store"
+        if order == "cluster" and is_sampled:
             raise ConfigError("strategy.order=cluster is for full batch: leave it out, or leave out strategy.fanouts")
         if order == "store":
             return None
         self._job.progress.stage("cluster order")
-        found = cluster_order(self._job.graph)
-        # Rows that the loss reads come first: the last layer then needs no others (``_last``).
+        rows = cluster_order(self._job.graph)
+        # Rows that the loss may read come first: the last layer then computes only these (``_last_view``).
         reach = self._job.task.reachable_mask()
         if reach is not None:
-            wanted = reach[found[self._target]]
-            found[self._target] = torch.cat([found[self._target][wanted], found[self._target][~wanted]])
-        return found
+            target_rows = rows[self._target]
+            is_read = reach[target_rows]
+            rows[self._target] = torch.cat([target_rows[is_read], target_rows[~is_read]])
+        return rows
 
     @cached_property
-    def _last(self) -> LocalView:
-        """What the last layer of a step sees: rows the loss may read as destinations, where they come first.
+    def _last_view(self) -> LocalView:
+        """The view of a step's last layer, with only the rows that the loss may read as destinations.
 
-        Not under batch norm, which looks at all rows, and not in a single layer, whose aggregate is kept for all rows.
+        All rows with batch norm, which reads all of them, and for a single layer, whose aggregate covers all rows.
         """
         reach = self._job.task.reachable_mask()
         if self._order is None or reach is None or self.model.batch_norm or self.model.num_layers == 1:

@@ -60,7 +60,7 @@ class _ProbedBatches:
 class _EpochEstimator:
     def __init__(self, config: MacrobatchConfig, outlook: PlanningContext) -> None:
         self.config, self.outlook, self.job = config, outlook, outlook.job
-        self.given = caches_aggregate(self.job, config.cache_inputs) and config.split == "nodes"
+        self.is_cached = caches_aggregate(self.job, config.cache_inputs) and config.split == "nodes"
         items = self.job.task.train_items(self.job.seed, 0)
         self.steps = count_batches(len(items), config.batch)
         self.prefetch = config.prefetch if config.prefetch != "auto" else int(outlook.overlaps)
@@ -72,7 +72,7 @@ class _EpochEstimator:
             for warmup in self.warmups
         )
         largest = max(self.probes, key=lambda probe: probe.blocks.num_edges_and_rows)
-        self.tensor_bytes = step_peak_bytes(self.job, largest.blocks.views[0], given=self.given)
+        self.tensor_bytes = step_peak_bytes(self.job, largest.blocks.views[0], given=self.is_cached)
 
     def _owners(self) -> dict[str, Tensor]:
         """[N] the partition of every node, by type."""
@@ -96,7 +96,7 @@ class _EpochEstimator:
                 break
             local_items = global_items[is_owned[torch.searchsorted(items, global_items)]]
             batch = job.task.batch(local_items, DrawKey(job.seed, 0, number), global_items)
-            blocks = sampler.blocks(batch.seeds, batch.key, given=self.given)
+            blocks = sampler.blocks(batch.seeds, batch.key, given=self.is_cached)
             if len(views) < 2:
                 views.append(blocks)
             nodes = blocks[0].nodes
@@ -108,7 +108,7 @@ class _EpochEstimator:
     def _request_bytes(self, views: Sequence[LocalView], is_remote: dict[str, Tensor]) -> float:
         """Bytes of sampling a batch: ids of nodes new in a hop, one reply per node, and drawn edges in every hop."""
         total, requested = 0.0, dict.fromkeys(is_remote, 0)
-        for view in reversed(views[1:] if self.given else views):
+        for view in reversed(views[1:] if self.is_cached else views):
             for kind, relation in view.relations.items():
                 count = len(view.nodes[kind.dst].node_ids[: view.nodes[kind.dst].num_dst])
                 remote = is_remote[kind.dst][:count]
@@ -124,7 +124,7 @@ class _EpochEstimator:
         """Bytes of a fetched row: features as stored, their aggregate, the degree."""
         x = self.job.graph.nodes[kind].x
         width = 0 if x is None else int(x.shape[1])
-        aggregate = width * PRECISIONS[self.job.precision].itemsize if self.given else 0
+        aggregate = width * PRECISIONS[self.job.precision].itemsize if self.is_cached else 0
         return (0 if x is None else width * x.element_size()) + aggregate + 8.0
 
     def _warmup_sample(self, probe: _ProbedBatches) -> WarmupSample:
@@ -139,7 +139,7 @@ class _EpochEstimator:
         fetched = [warmup.rows_per_fetch(batches) * fetches * id_overhead for warmup in self.warmups]
         sampled = [probe.request_bytes * self.steps for probe in self.probes]
         sums = self.steps * (weights.allreduce_bytes + PRECISIONS[self.job.precision].itemsize)
-        hops = self.job.model.num_layers - self.given
+        hops = self.job.model.num_layers - self.is_cached
         rounds = (fetches * (2 * hops + 2) + 2 * self.steps) * several
         work = max(pace.block_seconds * probe.blocks.num_edges_and_rows for probe in self.probes)
         sampling = max(pace.sampling_seconds * probe.blocks.num_edges_and_rows for probe in self.probes)
@@ -169,7 +169,7 @@ class _EpochEstimator:
         rows = sum(shard.nodes(kind).count for kind in shard.node_types)
         share = rows / max(1, job.graph.num_nodes)
         itemsize = PRECISIONS[job.precision].itemsize
-        features = feature_bytes(job.graph) + self.given * 2 * feature_bytes(job.graph, itemsize)
+        features = feature_bytes(job.graph) + self.is_cached * 2 * feature_bytes(job.graph, itemsize)
         partition = share * (features + job.graph.num_edges * BYTES_PER_PART_EDGE)
         macrobatches = self.warmups[rank].bytes(batches, prefetch=self.prefetch, lookahead=0)
         evaluation = evaluation_bytes(job, rows) + share * feature_bytes(job.graph, itemsize)

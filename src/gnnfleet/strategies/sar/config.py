@@ -1,4 +1,4 @@
-"""The knobs of ``sar``."""
+"""Options of strategy ``sar``."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ if TYPE_CHECKING:
 
 
 class SarConfig(StrategyConfig, frozen=True, extra="forbid"):
-    """Every step on the whole graph, each rank with its part; results are those of ``local``, to rounding."""
+    """Full-batch training on a partitioned graph; results are those of ``local``, to rounding."""
 
     name: Literal["sar"] = "sar"
-    # Parts whose rows are in memory at a time: 1 is SAR, the number of workers fetches all at once. More is faster
-    # where waiting for peers costs more than computing, and takes more memory. auto: 1, or what --memory allows.
+    # Partitions whose rows are in memory at a time: 1 is SAR, the number of workers fetches all at once. Larger groups
+    # save rounds and take more memory. auto: 1, or what --memory allows.
     group: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    # Groups fetched ahead of the one that is worked on. auto: 1, or 0 where --memory does not allow it.
+    # Groups fetched ahead. auto: 1, or 0 if --memory does not allow it.
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    # Whether rows that backward needs again (GATv2, edge features, messages of your own) are kept, not fetched again;
+    # Cache rows that backward needs again (GATv2, edge features, custom messages) instead of fetching them again.
     # auto: in as many layers as --memory allows, in none without it.
     cache_for_backward: AutoSwitch = "auto"
-    # How rows are written on the wire in steps: as they are, rounded to bfloat16, or as int8 with error feedback.
-    # Evaluation is exact.
+    # Encoding of rows exchanged in steps: exact, rounded to bfloat16, or int8 with error feedback. Evaluation is exact.
     wire_dtype: Literal["exact", "bf16", "int8"] = "exact"
-    restrict_rows: bool = True  # layers compute only the rows that labelled nodes need, and fetch only what those read
-    cache_inputs: AutoSwitch = "auto"  # the first layer's aggregate, computed once; auto: where it can be
+    restrict_rows: bool = True  # compute and fetch only the rows that labelled nodes depend on
+    cache_inputs: AutoSwitch = "auto"  # cache the first layer's aggregate; auto: where the model allows it
 
     def check_task(self, task: Task) -> None:
         if task.masks_edges:

@@ -1,7 +1,7 @@
-"""One batch of events: what it looks at, what it makes of memories, what it leaves behind.
+"""A mini-batch of events: neighbourhood lookup, memory update, memory write, embeddings.
 
-Serial and parallel training call the same functions in the same order: ``NeighborhoodBuilder.batch``, a read of ``block.nodes``,
-``update_memory``, a write, ``embed``. n events, K negatives each, Q queries, R nodes read, D columns.
+Serial and parallel training call the same functions in the same order: ``NeighborhoodBuilder.batch``, a read of
+``block.nodes``, ``update_memory``, a write, ``embed``. n events, K negatives each, Q queries, R nodes read, D columns.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from gnnfleet.ops.temporal_neighbors import TemporalNeighbors
 from gnnfleet.strategies.temporal.memory import MemoryRows, MemoryUpdate, NodeMemory
 
 QueryTime = Literal["event", "batch"]
-"""When nodes are looked at: each at its event's time, or once per batch, when it begins. No query sees its batch."""
+"""Time of a query: that of its event, or the start of the batch, once per node. No query sees events of its batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryTargets:
-    """Whom a batch leaves a mail: each node once, with its last event; ``own_rows`` and ``other_rows`` are rows of the block."""
+    """Nodes to which a batch sends a mail, each with its last event. ``node_rows``, ``other_rows`` index the block."""
 
     ids: Tensor
     event: Tensor
-    own_rows: Tensor
+    node_rows: Tensor
     other_rows: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class EventBatch:
-    """Events ``first`` to ``end`` of a stream, and all about them that no weight decides."""
+    """Events ``first`` to ``end`` of a stream with all inputs that do not depend on weights."""
 
     first: int
     end: int
-    negatives: Tensor  # [n, K] nodes set against the destinations
+    negatives: Tensor  # [n, K] nodes in place of the destinations
     block: EventBlock
-    places: Tensor | None  # [n (2 + K)] the query of each source, destination and negative; None: 0, 1, 2, …
+    query_index: Tensor | None  # [n (2 + K)] query of each source, destination and negative; None: 0, 1, 2, …
     targets: MemoryTargets
     pairs: Tensor | None = None  # [n, 1 + K, P] features of sources with destinations and with negatives
 
@@ -53,7 +53,7 @@ class EventBatch:
 
 @dataclass(frozen=True, eq=False)
 class NeighborhoodBuilder:
-    """Finds what batches of a stream look at; may be called from another thread."""
+    """Builds the inputs of mini-batches; may be called from another thread."""
 
     stream: EventStream
     history: TemporalNeighbors
@@ -61,112 +61,119 @@ class NeighborhoodBuilder:
     num_hops: int
     dtype: torch.dtype
     queries: QueryTime = "event"
-    pair_unit: float = 0.0  # of times between meetings of pairs; 0: nobody asks for those
-    drawn: int | None = None  # the seed by which events of a node are drawn; None: its latest are looked at
+    pair_unit: float = 0.0  # unit of times in features of pairs; 0: no such features
+    sample_seed: int | None = None  # events of a node are sampled with this seed; None: the latest events are read
 
     def batch(
-        self, low: int, high: int, negatives: Tensor, *, sweep: int = 0, whole: tuple[int, int] | None = None
+        self, low: int, high: int, negatives: Tensor, *, sweep: int = 0, global_batch: tuple[int, int] | None = None
     ) -> EventBatch:
-        """In the pass ``sweep``; ``whole`` is the global batch, where this is a share. None of its events is seen."""
-        stream, begin = self.stream, low if whole is None else whole[0]
+        """Build events ``low`` to ``high`` of a global batch, by default all of it, in the pass ``sweep``."""
+        stream, begin = self.stream, low if global_batch is None else global_batch[0]
         src, dst = stream.src[low:high], stream.dst[low:high]
-        asked, places = torch.cat([src, dst, negatives.flatten()]), None
+        nodes, query_index = torch.cat([src, dst, negatives.flatten()]), None
         if self.queries == "batch":
-            asked, places = distinct(asked, stream.num_nodes)
-            when = stream.t[begin].repeat(len(asked))
-            ids = (stream.first + begin) * stream.num_nodes + asked  # a node draws anew in every batch
+            nodes, query_index = unique_nodes(nodes, stream.num_nodes)
+            times = stream.t[begin].repeat(len(nodes))
+            ids = (stream.first + begin) * stream.num_nodes + nodes  # a node has other draws in every batch
         else:
-            when, numbers = times_of(stream.t[low:high], negatives), stream.first + torch.arange(low, high)
-            ids = draw_ids(numbers, negatives)
-        block = self.block(asked, when, ids, sweep=sweep, visible=begin)
-        left = self._memory_targets(block, low, high, whole)
-        return EventBatch(low, high, negatives, block, places, left, self._pairs(low, high, negatives, begin))
+            times = query_times(stream.t[low:high], negatives)
+            ids = draw_ids(stream.first + torch.arange(low, high), negatives)
+        block = self.block(nodes, times, ids, sweep=sweep, visible=begin)
+        targets = self._memory_targets(block, low, high, global_batch)
+        pairs = self._pair_features(low, high, negatives, begin)
+        return EventBatch(low, high, negatives, block, query_index, targets, pairs)
 
-    def _pairs(self, low: int, high: int, negatives: Tensor, visible: int) -> Tensor | None:
-        """As they stood when the batch began, as memories do."""
+    def _pair_features(self, low: int, high: int, negatives: Tensor, visible: int) -> Tensor | None:
         if not self.pair_unit:
             return None
         stream = self.stream
         dst = torch.cat([stream.dst[low:high, None], negatives], 1)
-        made = PairFeatures(self.history, stream.src, self.pair_unit)
-        return made.of(stream.src[low:high], dst, stream.t[low:high], visible=visible)
+        features = PairFeatures(self.history, stream.src, self.pair_unit)
+        return features.of(stream.src[low:high], dst, stream.t[low:high], visible=visible)
 
     def block(
-        self, asked: Tensor, when: Tensor, ids: Tensor, *, sweep: int = 0, visible: int | None = None
+        self, nodes: Tensor, times: Tensor, ids: Tensor, *, sweep: int = 0, visible: int | None = None
     ) -> EventBlock:
-        """What nodes at times look at, from the last hop back to the one that reads memories."""
+        """Build the hops of queries (nodes at times), from the last hop back to the one that reads memories.
+
+        ``ids`` key the random draws. Only events before number ``visible`` are read.
+        """
         hops: list[Hop] = []
-        for ahead in range(self.num_hops - 1, -1, -1):
-            if self.drawn is None:
-                near, event = self.history.latest(asked, when, self.neighbours, visible=visible)
+        for hop in range(self.num_hops - 1, -1, -1):
+            if self.sample_seed is None:
+                neighbors, event = self.history.latest(nodes, times, self.neighbours, visible=visible)
             else:
-                key = DrawKey(self.drawn, sweep)
-                near, event = self.history.sample_uniform(asked, when, self.neighbours, key, hop=ahead, visible=visible)
-            seen, event = near >= 0, event.clamp_(min=0)
-            then = self.stream.t[event]
-            since = (when[:, None] - then).to(self.dtype)
-            if not ahead:
-                hops.append(Hop(asked, near, event, since, ids))
+                key = DrawKey(self.sample_seed, sweep)
+                neighbors, event = self.history.sample_uniform(
+                    nodes, times, self.neighbours, key, hop=hop, visible=visible
+                )
+            exists, event = neighbors >= 0, event.clamp_(min=0)
+            event_time = self.stream.t[event]
+            time_delta = (times[:, None] - event_time).to(self.dtype)
+            if not hop:
+                hops.append(Hop(nodes, neighbors, event, time_delta, ids))
                 break
-            count, k = near.shape
+            count, k = neighbors.shape
             rows = count + torch.arange(count * k).view(count, k)
-            hops.append(Hop(torch.arange(count), torch.where(seen, rows, -1), event, since, ids))
-            asked = torch.cat([asked, torch.where(seen, near, asked[:, None]).flatten()])
-            when = torch.cat([when, torch.where(seen, then, when[:, None]).flatten()])
+            hops.append(Hop(torch.arange(count), torch.where(exists, rows, -1), event, time_delta, ids))
+            nodes = torch.cat([nodes, torch.where(exists, neighbors, nodes[:, None]).flatten()])
+            times = torch.cat([times, torch.where(exists, event_time, times[:, None]).flatten()])
             ids = torch.cat([ids * (k + 1), (ids[:, None] * (k + 1) + 1 + torch.arange(k)).flatten()])
         if not hops:
-            nothing = torch.empty(len(asked), 0, dtype=torch.int64)
-            hops.append(Hop(asked, nothing, nothing, nothing.to(self.dtype), ids))
-        return self._numbered(hops)
+            empty = torch.empty(len(nodes), 0, dtype=torch.int64)
+            hops.append(Hop(nodes, empty, empty, empty.to(self.dtype), ids))
+        return self._relabelled(hops)
 
-    def _numbered(self, hops: list[Hop]) -> EventBlock:
-        """The first hop's nodes by their rows among those that are read."""
+    def _relabelled(self, hops: list[Hop]) -> EventBlock:
+        """Replace the nodes of the first hop by their rows among the nodes that are read."""
         first = hops[-1]
-        seen = first.neighbors >= 0
-        every = torch.cat([first.query, torch.where(seen, first.neighbors, first.query[:, None]).flatten()])
-        nodes, row = distinct(every, self.stream.num_nodes)
-        query, near = row[: len(first.query)], row[len(first.query) :].view(seen.shape)
-        hops[-1] = replace(first, query=query, neighbors=torch.where(seen, near, -1))
+        exists = first.neighbors >= 0
+        all_nodes = torch.cat([first.query, torch.where(exists, first.neighbors, first.query[:, None]).flatten()])
+        nodes, row = unique_nodes(all_nodes, self.stream.num_nodes)
+        query, neighbors = row[: len(first.query)], row[len(first.query) :].view(exists.shape)
+        hops[-1] = replace(first, query=query, neighbors=torch.where(exists, neighbors, -1))
         return EventBlock(nodes, tuple(reversed(hops)), self.stream.msg)
 
-    def _memory_targets(self, block: EventBlock, low: int, high: int, whole: tuple[int, int] | None) -> MemoryTargets:
-        ids, event, other = last_events(self.stream, *(whole or (low, high)))
-        if whole is not None:
-            mine = (event >= low) & (event < high)
-            ids, event, other = ids[mine], event[mine], other[mine]
+    def _memory_targets(
+        self, block: EventBlock, low: int, high: int, global_batch: tuple[int, int] | None
+    ) -> MemoryTargets:
+        ids, event, other = last_events(self.stream, *(global_batch or (low, high)))
+        if global_batch is not None:
+            is_local = (event >= low) & (event < high)
+            ids, event, other = ids[is_local], event[is_local], other[is_local]
         return MemoryTargets(ids, event, torch.searchsorted(block.nodes, ids), torch.searchsorted(block.nodes, other))
 
 
-def distinct(ids: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """(those that occur, ascending, the row of each among them), as torch.unique; a table where that is cheaper."""
+def unique_nodes(ids: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Return torch.unique(ids, return_inverse=True), from a table over all nodes if that is cheaper."""
     if num_nodes > 64 * len(ids):
-        found, row = torch.unique(ids, return_inverse=True)
-        return found, row
-    there = torch.zeros(num_nodes, dtype=torch.bool)
-    there[ids] = True
-    found = there.nonzero()[:, 0]
+        nodes, row = torch.unique(ids, return_inverse=True)
+        return nodes, row
+    occurs = torch.zeros(num_nodes, dtype=torch.bool)
+    occurs[ids] = True
+    nodes = occurs.nonzero()[:, 0]
     row = torch.empty(num_nodes, dtype=torch.int64)
-    row[found] = torch.arange(len(found))
-    return found, row[ids]
+    row[nodes] = torch.arange(len(nodes))
+    return nodes, row[ids]
 
 
-def times_of(t: Tensor, negatives: Tensor) -> Tensor:
-    """[n (2 + K)]: when sources, destinations and negatives of events are looked at."""
+def query_times(t: Tensor, negatives: Tensor) -> Tensor:
+    """[n (2 + K)] query times of the sources, destinations and negatives of events."""
     return torch.cat([t, t, t.repeat_interleave(negatives.shape[1])])
 
 
 def draw_ids(numbers: Tensor, negatives: Tensor) -> Tensor:
-    """[n (2 + K)]: a number for each of them, whatever the batch it comes in."""
+    """[n (2 + K)] ids of random draws of the sources, destinations and negatives, independent of the batch."""
     count = negatives.shape[1]
     event = numbers * (2 + count)
     return torch.cat([event, event + 1, (event[:, None] + 2 + torch.arange(count)).flatten()])
 
 
 def last_events(stream: EventStream, low: int, high: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(nodes ascending, the last event of each among ``low`` to ``high``, its other end)."""
+    """Return (ascending nodes, the last event of each among ``low`` to ``high``, its other end)."""
     src, dst = stream.src[low:high], stream.dst[low:high]
     ends, others = torch.stack([src, dst], 1).flatten(), torch.stack([dst, src], 1).flatten()
-    nodes, row = distinct(ends, stream.num_nodes)
+    nodes, row = unique_nodes(ends, stream.num_nodes)
     last = torch.zeros(len(nodes), dtype=torch.int64)
     last.scatter_reduce_(0, row, torch.arange(len(ends)), "amax", include_self=False)
     return nodes, low + last // 2, others[last]
@@ -175,45 +182,45 @@ def last_events(stream: EventStream, low: int, high: int) -> tuple[Tensor, Tenso
 def update_memory(
     model: TemporalModel, stream: EventStream, batch: EventBatch, rows: MemoryRows
 ) -> tuple[Tensor | None, MemoryUpdate | None]:
-    """([R, D] memories of the block's nodes with their mails taken in, what the batch leaves behind)."""
+    """Return ([R, D] memories of the block's nodes after their mails, the memory write of the batch)."""
     if not model.has_memory:
         return None, None
     memory = apply_mail(model, stream, rows)
-    return memory, _written(memory.detach(), batch.targets)
+    return memory, _memory_write(memory.detach(), batch.targets)
 
 
 def replay(model: TemporalModel, stream: EventStream, memory: NodeMemory, low: int, high: int) -> None:
-    """Move the state past some events, as training on them as one batch does."""
+    """Advance the node memory past a batch of events, as training on it does."""
     if not model.has_memory:
         return
     ids, event, other = last_events(stream, low, high)
-    # Both ends of an event are among the nodes of the batch.
-    left = MemoryTargets(ids, event, torch.arange(len(ids)), torch.searchsorted(ids, other))
+    # The other end of an event is among ``ids`` too.
+    targets = MemoryTargets(ids, event, torch.arange(len(ids)), torch.searchsorted(ids, other))
     with torch.no_grad():
-        memory.write(_written(apply_mail(model, stream, memory.read(ids)), left))
+        memory.write(_memory_write(apply_mail(model, stream, memory.read(ids)), targets))
 
 
-def _written(memory: Tensor, left: MemoryTargets) -> MemoryUpdate:
-    own, other = memory[left.own_rows], memory[left.other_rows]
-    return MemoryUpdate(left.ids, own, torch.cat([own, other], 1), left.event)
+def _memory_write(memory: Tensor, targets: MemoryTargets) -> MemoryUpdate:
+    node, other = memory[targets.node_rows], memory[targets.other_rows]
+    return MemoryUpdate(targets.ids, node, torch.cat([node, other], 1), targets.event)
 
 
 def apply_mail(model: TemporalModel, stream: EventStream, rows: MemoryRows) -> Tensor:
-    """[n, D]: memories after their mails; rows without a mail stay as they are."""
-    has = (rows.mail_event >= 0).nonzero()[:, 0]
-    event, before = rows.mail_event[has], rows.memory_event[has]
-    # A first mail counts from the beginning of the stream: when a node came is all that is known of it so far.
-    since = (stream.t[event] - stream.t[before.clamp(min=0)]).to(rows.memory.dtype)
+    """[n, D] memories after their mails; rows without a mail are unchanged."""
+    has_mail = (rows.mail_event >= 0).nonzero()[:, 0]
+    event, previous = rows.mail_event[has_mail], rows.memory_event[has_mail]
+    # The time of a first mail counts from the start of the stream: it is the only information about the node so far.
+    time_delta = (stream.t[event] - stream.t[previous.clamp(min=0)]).to(rows.memory.dtype)
     edge = None if stream.msg is None else stream.msg.index_select(0, event)
-    fresh = model.update(rows.mail[has], edge, since, rows.memory[has])
-    return rows.memory.index_copy(0, has, fresh)
+    updated = model.update(rows.mail[has_mail], edge, time_delta, rows.memory[has_mail])
+    return rows.memory.index_copy(0, has_mail, updated)
 
 
 def embed(
     model: TemporalModel, batch: EventBatch, memory: Tensor | None, static: Tensor | None, key: DrawKey
 ) -> Tensor:
-    """[n (2 + K), D]: embeddings of sources, destinations and negatives, in this order; ``static`` [V, S]."""
+    """[n (2 + K), D] embeddings of sources, destinations and negatives, in this order; ``static`` [V, S]."""
     nodes = batch.block.nodes
     h = model.combine_static(memory, None if static is None else static[nodes], rows=len(nodes))
     z = model.embed(batch.block, h, key)
-    return z if batch.places is None else z[batch.places]
+    return z if batch.query_index is None else z[batch.query_index]

@@ -1,4 +1,4 @@
-"""The knobs of ``temporal``."""
+"""Settings of ``temporal``."""
 
 from __future__ import annotations
 
@@ -16,49 +16,50 @@ AutoCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 
 
 class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
-    """Events in the order of time; every node has a memory that its events change."""
+    """Settings of memory-based training on event streams."""
 
     name: Literal["temporal"] = "temporal"
-    # Events of a batch, more where the last ones happen at the same time. auto: as many as leave enough updates.
+    # Events of a mini-batch, plus further ones at the time of the last. auto: the largest that captures enough updates.
     batch: AutoCount = 600
-    # A node hears of the last of its events in a batch only. Batches end before a larger share of such updates is lost
-    # than this; 1: they never do.
+    # Only the last event of a node in a batch updates its memory. Batches end before a larger share of updates is lost;
+    # 1: no limit.
     max_lost_updates: float = Field(default=1.0, ge=0, le=1, allow_inf_nan=False)
-    # Trainers of one batch × passes over one memory at a time × memories = workers. auto: planned.
+    # DistTGL's mini-batch × epoch × memory parallelism; the product is the number of workers. auto: planned.
     batch_parallel: AutoCount = "auto"
     epoch_parallel: AutoCount = "auto"
     memory_parallel: AutoCount = "auto"
-    # A step of several lanes and copies is a mean over as many batches: the rate grows with them, over so many epochs.
+    # A step averages epoch_parallel · memory_parallel batches; the learning rate grows with it over ``warmup`` epochs.
     lr_scale: Literal["linear", "sqrt", "none"] = "sqrt"
     warmup: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    # The rate after e epochs is 1 / (1 + lr_decay · e) of what it would be.
+    # The learning rate after e epochs is multiplied by 1 / (1 + lr_decay · e).
     lr_decay: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    # Evaluations and what is kept are of a mean of weights, of which a batch leaves this share; 0: of the last weights.
+    # Decay per batch of the EMA of weights that evaluations and checkpoints use; 0: the last weights.
     average: float = Field(default=0.99, ge=0, lt=1, allow_inf_nan=False)
-    relation: str = ""  # the edge type whose events are predicted, where several have times
-    # When nodes are looked at: each at the time of its event, or once per batch, when it begins, which is cheaper and
-    # knows no time within it. Both see the events before the batch.
+    relation: str = ""  # edge type whose events are predicted, if several have times
+    # Query time of a node: that of its event, or the start of the batch, once per node, which is cheaper. Both see the
+    # events before the batch.
     queries: Literal["event", "batch"] = "event"
-    # Which events of a node attention looks at: its latest, or some of all it has had, drawn anew in every pass.
+    # Events of a node that attention reads: the latest, or a uniform sample of all earlier ones, other in every pass.
     events: Literal["latest", "drawn"] = "latest"
-    # Rows learnt for nodes beforehand, from training events in any order, as what is known of them. auto: where nodes
-    # have no features.
+    # Train a static embedding table first, from training events in any order. auto: if nodes have no features.
     static: AutoSwitch = "auto"
     static_epochs: int = Field(default=10, ge=1)
     static_lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
-    eval_batch: int = Field(default=200, ge=1)  # events between updates of the state in evaluations, as TGB has it
-    eval_negatives: int = Field(default=49, ge=1)  # in evaluations during training; at the end all destinations
-    # Batches looked up ahead by a thread; results are the same. auto: where it has a core of its own.
+    eval_batch: int = Field(default=200, ge=1)  # events between memory updates in evaluations, as in TGB
+    eval_negatives: int = Field(
+        default=49, ge=1
+    )  # in evaluations during training; the final one ranks among all destinations
+    # Batches built ahead by a thread; results are the same. auto: if the thread has a core to itself.
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
 
     @property
     def batch_size(self) -> int:
-        assert self.batch != "auto", "decided with the stream"
+        assert self.batch != "auto", "resolved from the stream"
         return self.batch
 
     @property
     def requested_layout(self) -> ParallelLayout:
-        """What is decided of the arrangement; 0 is open."""
+        """Layout with 0 for each degree that is planned."""
         return ParallelLayout(
             *(
                 0 if size == "auto" else size
@@ -68,15 +69,19 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
 
     @property
     def single_trainer(self) -> TemporalConfig:
-        """The same for one trainer."""
+        """The same settings for one trainer."""
         return self.model_copy(update={"batch_parallel": 1, "epoch_parallel": 1, "memory_parallel": 1})
 
     def learns_static(self, features: bool) -> bool:
-        """Whether rows are learnt beforehand, for nodes with or without features."""
+        """True if a static embedding table is trained first; ``features``: the nodes have features."""
         return not features if self.static == "auto" else self.static
 
     def check_workers(self, workers: int) -> None:
-        sizes = [size for size in vars(self.requested_layout).values() if size]
-        if workers % prod(sizes) or (len(sizes) == len(vars(self.requested_layout)) and prod(sizes) != workers):
-            words = " × ".join(f"{name}={size}" for name, size in vars(self.requested_layout).items() if size)
-            raise ConfigError(f"strategy.batch_parallel × lanes × copies are the workers, found {words} of {workers}")
+        degrees = {name: degree for name, degree in vars(self.requested_layout).items() if degree}
+        product = prod(degrees.values())
+        if workers % product or (len(degrees) == 3 and product != workers):
+            requested = " × ".join(f"{name}={degree}" for name, degree in degrees.items())
+            raise ConfigError(
+                "strategy.batch_parallel × epoch_parallel × memory_parallel must be the number of workers, "
+                f"found {requested} for {workers} workers"
+            )

@@ -1,7 +1,7 @@
-"""A mean of weights over the latest steps, beside those that are trained.
+"""Exponential moving average (EMA) of the weights.
 
-Memories that are walked through with it are all made by one cell, and it moves little from step to step: the last
-weights of an epoch are as good as their last batches happened to leave them.
+An evaluation replays all memories with one set of weights. The EMA moves little from step to step, while the last
+weights of an epoch depend on its last batches.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ import torch
 from torch import Tensor
 
 STEPS = "average/steps"
-"""How many steps it has seen, among the weights that are trained in a state."""
+"""Key of the number of steps in ``RAW_WEIGHTS`` of a state."""
 
-_SOON = 9
-"""At first it is a mean over about a tenth of all steps so far."""
+_WARMUP_STEPS = 9
+"""Early on the EMA covers about a tenth of all steps so far."""
 
 
 class WeightEMA:
-    """Of the parameters of a model; ``keep`` is the share of it that a step leaves, 0 for none at all."""
+    """EMA of the parameters of a model with ``decay`` per step; 0 disables it."""
 
-    def __init__(self, model: torch.nn.Module, keep: float) -> None:
-        self._parameters, self._decay = dict(model.named_parameters()), keep
-        self._mean: list[Tensor] = []  # none before the first step
+    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        self._parameters, self._decay = dict(model.named_parameters()), decay
+        self._mean: list[Tensor] = []  # empty before the first step
         self._steps = 0
 
     @torch.no_grad()
     def update(self) -> None:
-        """The weights have moved."""
+        """Update the EMA after an optimizer step."""
         if not self._decay:
             return
         weights = [weight.detach() for weight in self._parameters.values()]
         self._mean = self._mean or [weight.clone() for weight in weights]
         self._steps += 1
-        torch._foreach_lerp_(self._mean, weights, 1 - min(self._decay, self._steps / (self._steps + _SOON)))
+        torch._foreach_lerp_(self._mean, weights, 1 - min(self._decay, self._steps / (self._steps + _WARMUP_STEPS)))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model has the mean in place of its weights meanwhile."""
+        """Replace the weights of the model by their EMA within the context."""
         self._swap()
         try:
             yield
@@ -48,11 +48,11 @@ class WeightEMA:
 
     def _swap(self) -> None:
         if self._mean:
-            for place, weight in enumerate(self._parameters.values()):
-                weight.data, self._mean[place] = self._mean[place], weight.data
+            for index, weight in enumerate(self._parameters.values()):
+                weight.data, self._mean[index] = self._mean[index], weight.data
 
     def state(self) -> dict[str, Tensor]:
-        """The weights that are trained, where the model's are their mean; nothing where there is none."""
+        """Raw weights and number of steps, for a state whose model is the EMA; empty without an EMA."""
         if not self._mean:
             return {}
         weights = {name: weight.detach() for name, weight in self._parameters.items()}
@@ -60,7 +60,7 @@ class WeightEMA:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """The model has been given the mean; what is trained is in ``state``, if anything is."""
+        """Restore from a model that holds the EMA and the raw weights in ``state``, which may be empty."""
         self._mean, self._steps = [], 0
         if state and self._decay:
             self._mean = [weight.detach().clone() for weight in self._parameters.values()]

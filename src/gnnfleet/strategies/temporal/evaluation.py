@@ -1,6 +1,7 @@
-"""Measured as TGB does: an event is ranked among other destinations, in batches that do not see themselves, and the
-state moves on with what truly happened. Ties share the middle of their places. A batch may end within a moment, as
-TGB's do: memories then know of events of the same time, which neighbours never do.
+"""Evaluation by TGB's rule: events are ranked among destinations in batches, then update the memory.
+
+A batch does not see its events. Ties share the middle rank. A batch may end between events of the same time, as in TGB:
+memories of the next batch then include events of the same time, neighbours never do.
 
 n events of a batch, N destinations, K negatives.
 """
@@ -32,15 +33,15 @@ from gnnfleet.strategies.temporal.memory import NodeMemory
 from gnnfleet.tasks.event import EventTask, link_scores
 
 QUERIES_AT_ONCE, PAIRS_AT_ONCE = 1 << 15, 1 << 17
-"""Nodes at times that are looked at together, pairs that are scored together where each node is looked at once; they
-decide the memory of an evaluation, not its result."""
+"""Queries built at a time, and pairs scored at a time if each node is queried once per batch. They limit memory and do
+not change results."""
 
 
 @dataclass(frozen=True, eq=False)
 class EventEvaluator:
-    """Walks a stream with the present weights. ``batch`` events are scored, then become known.
+    """Evaluates a stream in order with fixed weights: ``batch`` events are scored, then replayed.
 
-    Of several ranks each scores a piece of every batch; all of them move the state past all of it.
+    Each rank scores a share of every batch; all ranks replay the whole batch.
     """
 
     model: TemporalModel
@@ -52,44 +53,50 @@ class EventEvaluator:
     world: World = field(default_factory=World)
 
     def measure(self, memory: NodeMemory, static: Tensor | None, split: str, *, full: bool) -> dict[str, float]:
-        """{"loss", "count", metrics}; ``memory`` stands where the split begins and ends where it ends.
+        """Collective. {"loss", "count", metrics} of a split; ``memory`` advances from its start to its end.
 
-        ``full``: among all destinations, else among a few drawn ones, the same in every evaluation.
+        ``full``: rank among all destinations, else among sampled ones, the same in every evaluation.
         """
         part = self.task.parts[split]
         if self.task.head is not None:
             return self._classes(memory, static, part)
         rows = []
-        for low, high, whole in self._pieces(part):
-            rows.append(self._ranked(memory, static, (low, high), whole, full=full))
-            self._replay_batch(memory, *whole)
-        found = torch.cat(all_gather_rows(self.world, torch.cat(rows)))
-        _, positive, negative, ranks = found[torch.argsort(found[:, 0])].t()
-        measured = {"loss": float(link_loss(positive, negative[:, None])) / len(part), "count": float(len(part))}
-        measured |= {"mrr": mrr(ranks), "ap": average_precision(positive, negative)}
-        return measured | self._edgebank(split, full=full)
+        for share, global_batch in self._shares(part):
+            rows.append(self._ranked(memory, static, share, global_batch, full=full))
+            self._replay_batch(memory, *global_batch)
+        table = torch.cat(all_gather_rows(self.world, torch.cat(rows)))
+        _, positive, negative, ranks = table[torch.argsort(table[:, 0])].t()
+        metrics = {"loss": float(link_loss(positive, negative[:, None])) / len(part), "count": float(len(part))}
+        metrics |= {"mrr": mrr(ranks), "ap": average_precision(positive, negative)}
+        return metrics | self._edgebank(split, full=full)
 
     def _ranked(
-        self, memory: NodeMemory, static: Tensor | None, piece: tuple[int, int], whole: tuple[int, int], *, full: bool
+        self,
+        memory: NodeMemory,
+        static: Tensor | None,
+        share: tuple[int, int],
+        global_batch: tuple[int, int],
+        *,
+        full: bool,
     ) -> Tensor:
-        """[n, 4] float64: number, logit, that of one negative, and rank of each event."""
-        low, high = piece
+        """[n, 4] float64: number, logit, logit of one negative, and rank of each event."""
+        low, high = share
         if low == high:
             return torch.empty(0, 4, dtype=torch.float64)
         numbers = torch.arange(low, high)
         rule = self.task.negatives
-        drawn = rule.for_evaluation(numbers, self.task.stream.dst[low:high], count=self._count)
-        others = self._all.destinations if full else drawn
-        positive, among = self._scores(memory, static, piece, whole, others)
-        ranks = ranks_in_own_list(positive, among, self._all.mask(low, high) if full else None)
-        place = rule.one_of(numbers, self._count)[:, None]
+        sampled = rule.for_evaluation(numbers, self.task.stream.dst[low:high], count=self._count)
+        candidates = self._all.destinations if full else sampled
+        positive, scores = self._scores(memory, static, share, global_batch, candidates)
+        ranks = ranks_in_own_list(positive, scores, self._all.mask(low, high) if full else None)
+        column = rule.one_of(numbers, self._count)[:, None]
         if full:
-            place = torch.searchsorted(self._all.destinations, drawn.gather(1, place))
-        one = among.gather(1, place)[:, 0]
-        return torch.stack([numbers.double(), positive.double(), one.double(), ranks.double()], 1)
+            column = torch.searchsorted(self._all.destinations, sampled.gather(1, column))
+        negative = scores.gather(1, column)[:, 0]
+        return torch.stack([numbers.double(), positive.double(), negative.double(), ranks.double()], 1)
 
     def replay(self, memory: NodeMemory, bounds: Sequence[int]) -> None:
-        """Move the state past batches of events without scoring them."""
+        """Replay the batches between ``bounds`` without scoring them."""
         for low, high in itertools.pairwise(bounds):
             self._replay_batch(memory, low, high)
 
@@ -98,62 +105,69 @@ class EventEvaluator:
         for low, high in itertools.pairwise(bounds):
             yield part.first + low, part.first + high
 
-    def _pieces(self, part: EventStream) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """This rank's events of every batch, and the batch."""
+    def _shares(self, part: EventStream) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        """Yield (this rank's share of a batch, the batch)."""
         rank, size = self.world.rank, self.world.size
         for low, high in self._batches(part):
-            yield low + (high - low) * rank // size, low + (high - low) * (rank + 1) // size, (low, high)
+            yield (low + (high - low) * rank // size, low + (high - low) * (rank + 1) // size), (low, high)
 
     def _replay_batch(self, memory: NodeMemory, low: int, high: int) -> None:
         with autocast(self.precision):
             replay(self.model, self.task.stream, memory, low, high)
 
     def _scores(
-        self, memory: NodeMemory, static: Tensor | None, piece: tuple[int, int], whole: tuple[int, int], others: Tensor
+        self,
+        memory: NodeMemory,
+        static: Tensor | None,
+        share: tuple[int, int],
+        global_batch: tuple[int, int],
+        candidates: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """([n], [n, K]) logits of events and of others in place of their destinations: [K] for all, or [n, K]."""
-        low, high = piece
-        near = (self.builder.neighbours + 1) ** max(self.builder.num_hops - 1, 0)
-        most = PAIRS_AT_ONCE if self.builder.queries == "batch" else QUERIES_AT_ONCE // near
-        size = max(1, most // (others.shape[-1] + 2))
-        found = []
+        """([n], [n, K]) logits of events and of candidate destinations: [K] for all events, or [n, K]."""
+        low, high = share
+        rows_per_query = (self.builder.neighbours + 1) ** max(self.builder.num_hops - 1, 0)
+        limit = PAIRS_AT_ONCE if self.builder.queries == "batch" else QUERIES_AT_ONCE // rows_per_query
+        size = max(1, limit // (candidates.shape[-1] + 2))
+        scores = []
         for first in range(low, high, size):
             last = min(first + size, high)
-            each = others[first - low : last - low] if others.dim() == 2 else others.expand(last - first, -1)
-            found.append(self._piece(memory, static, first, last, each, whole))
-        positive, negative = zip(*found, strict=True)
+            is_shared = candidates.dim() == 1
+            chunk = candidates.expand(last - first, -1) if is_shared else candidates[first - low : last - low]
+            batch, z = self._embedded(memory, static, first, last, chunk, global_batch)
+            with torch.no_grad(), autocast(self.precision):
+                scores.append(link_scores(self.model, z, batch.count, batch.pairs))
+        positive, negative = zip(*scores, strict=True)
         return torch.cat(positive), torch.cat(negative)
 
-    def _piece(
-        self, memory: NodeMemory, static: Tensor | None, low: int, high: int, others: Tensor, whole: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        batch, z = self._embedded(memory, static, low, high, others, whole)
-        with torch.no_grad(), autocast(self.precision):
-            return link_scores(self.model, z, batch.count, batch.pairs)
-
     def _embedded(
-        self, memory: NodeMemory, static: Tensor | None, low: int, high: int, others: Tensor, whole: tuple[int, int]
+        self,
+        memory: NodeMemory,
+        static: Tensor | None,
+        low: int,
+        high: int,
+        candidates: Tensor,
+        global_batch: tuple[int, int],
     ) -> tuple[EventBatch, Tensor]:
         self.model.eval()
-        batch = self.builder.batch(low, high, others, whole=whole)
+        batch = self.builder.batch(low, high, candidates, global_batch=global_batch)
         with torch.no_grad(), autocast(self.precision):
-            fresh, _ = update_memory(self.model, self.task.stream, batch, memory.read(batch.block.nodes))
-            return batch, embed(self.model, batch, fresh, static, DrawKey())
+            updated, _ = update_memory(self.model, self.task.stream, batch, memory.read(batch.block.nodes))
+            return batch, embed(self.model, batch, updated, static, DrawKey())
 
     def probabilities(self, memory: NodeMemory, static: Tensor | None, low: int, high: int) -> Tensor:
-        """[n], or [n, C] of classes, of events that are then known; ``memory`` stands before them."""
-        nobody = torch.empty(high - low, 0, dtype=torch.int64)
+        """[n] probabilities of events, or [n, C] of their classes; ``memory`` advances past them."""
         if self.task.head is None:
-            found = torch.sigmoid(self._scores(memory, static, (low, high), (low, high), nobody)[0])
+            no_candidates = torch.empty(high - low, 0, dtype=torch.int64)
+            logits = self._scores(memory, static, (low, high), (low, high), no_candidates)[0]
         else:
             logits = self._logits(memory, static, low, high)
-            found = torch.sigmoid(logits) if self.task.head.multilabel else torch.softmax(logits, 1)
+        softmax = self.task.head is not None and not self.task.head.multilabel
         self._replay_batch(memory, low, high)
-        return found
+        return torch.softmax(logits, 1) if softmax else torch.sigmoid(logits)
 
     def _logits(self, memory: NodeMemory, static: Tensor | None, low: int, high: int) -> Tensor:
-        nobody = torch.empty(high - low, 0, dtype=torch.int64)
-        batch, z = self._embedded(memory, static, low, high, nobody, (low, high))
+        no_candidates = torch.empty(high - low, 0, dtype=torch.int64)
+        batch, z = self._embedded(memory, static, low, high, no_candidates, (low, high))
         assert isinstance(self.model.decoder, ClassDecoder)
         with torch.no_grad(), autocast(self.precision):
             logits: Tensor = self.model.decoder(z[: batch.count], z[batch.count :])
@@ -162,42 +176,40 @@ class EventEvaluator:
     def _classes(self, memory: NodeMemory, static: Tensor | None, part: EventStream) -> dict[str, float]:
         head, y = self.task.head, self.task.stream.y
         assert head is not None and y is not None
-        tally: MetricState | None = None
+        state: MetricState | None = None
         loss, count = 0.0, 0.0
         for low, high in self._batches(part):
-            logits = self._logits(memory, static, low, high)
-            found = head.metric(logits, y[low:high])
-            tally = found if tally is None else tally + found
-            loss, count = (
-                loss + float(head.loss(logits, y[low:high])),
-                count + float(head.is_labelled(y[low:high]).sum()),
-            )
+            logits, labels = self._logits(memory, static, low, high), y[low:high]
+            batch_state = head.metric(logits, labels)
+            state = batch_state if state is None else state + batch_state
+            loss += float(head.loss(logits, labels))
+            count += float(head.is_labelled(labels).sum())
             self._replay_batch(memory, low, high)
-        value = float("nan") if tally is None else head.compute(tally)
-        return {"loss": loss / max(count, 1.0), "count": count, head.name: value}
+        metric = float("nan") if state is None else head.compute(state)
+        return {"loss": loss / max(count, 1.0), "count": count, head.name: metric}
 
     def _edgebank(self, split: str, *, full: bool) -> dict[str, float]:
-        """What the baseline without weights comes to, by the same rule."""
+        """MRR of the EdgeBank baseline by the same rule."""
         key = split, full
-        if key not in self._known:
-            window = time_window(self.task.parts["train"])
-            rule = self._all if full else self.task.negatives
-            part, stream = self.task.parts[split], self.task.stream
-            self._known[key] = {
-                name: mrr(
-                    edgebank_ranks(stream, part, window=width, negatives=rule, batch=self.batch, count=self._count)
+        if key not in self._edgebank_cache:
+            part, rule = self.task.parts[split], self._all if full else self.task.negatives
+            windows = {"edgebank": None, "edgebank_window": time_window(self.task.parts["train"])}
+            ranks = {
+                name: edgebank_ranks(
+                    self.task.stream, part, window=window, negatives=rule, batch=self.batch, count=self._count
                 )
-                for name, width in (("edgebank", None), ("edgebank_window", window))
+                for name, window in windows.items()
             }
-        return self._known[key]
+            self._edgebank_cache[key] = {name: mrr(values) for name, values in ranks.items()}
+        return self._edgebank_cache[key]
 
     @property
     def _count(self) -> int:
-        """Negatives of an event, where there are as many."""
+        """Number of sampled negatives of an event; at most the number of other destinations."""
         return min(self.negatives, len(self.task.negatives.destinations) - 1)
 
     @cached_property
-    def _known(self) -> dict[tuple[str, bool], dict[str, float]]:
+    def _edgebank_cache(self) -> dict[tuple[str, bool], dict[str, float]]:
         return {}
 
     @cached_property

@@ -1,7 +1,7 @@
-"""What is remembered of every node: its memory, the mail of its last event, and which events these come from.
+"""Node memory (TGN): per node a memory, the mail of its last event, and the events that both come from.
 
-Times are not kept: they are the stream's, at the positions kept here, so nothing is lost to rounding. Everything is
-written in place; tables that lie in shared memory serve as well as others.
+Times are not stored: they are read from the stream by event, without rounding. Tables are written in place and may lie
+in shared memory.
 V nodes, n rows, D columns of a memory.
 """
 
@@ -14,28 +14,25 @@ import torch
 from torch import Tensor
 
 NO_EVENT = -1
-"""In place of an event: there was none."""
+"""Event number of a node without events."""
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryRows:
-    """What is remembered of some nodes, all zeros for one that has had no event. Events are positions in the stream."""
+    """Memory and mail of some nodes, zeros for a node without events. Events are positions in the stream."""
 
     memory: Tensor  # [n, D]
     mail: Tensor  # [n, 2 D]: memories of the node and of the other end of its last event
-    mail_event: Tensor  # [n] int64: that event
-    memory_event: Tensor  # [n] int64: the event whose mail went into the memory, so the memory's time
+    mail_event: Tensor  # [n] int64: the last event
+    memory_event: Tensor  # [n] int64: event of the last applied mail; its time is the time of the memory
 
     def select(self, index: Tensor) -> MemoryRows:
-        """Some of the rows."""
-        return MemoryRows(
-            *(each.index_select(0, index) for each in (self.memory, self.mail, self.mail_event, self.memory_event))
-        )
+        return MemoryRows(**{name: table.index_select(0, index) for name, table in vars(self).items()})
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryUpdate:
-    """What a batch leaves behind: every node at most once, with its last event of the (global) batch."""
+    """Memory write of a batch: each node at most once, with its last event of the global batch."""
 
     ids: Tensor  # [n] int64
     memory: Tensor  # [n, D]
@@ -44,14 +41,14 @@ class MemoryUpdate:
 
 
 class NodeMemory:
-    """The state of a stream up to some event. ``tables`` are the live tensors, by name."""
+    """Node memory after some prefix of a stream. ``tables`` are the live tensors by name."""
 
     def __init__(self, tables: Mapping[str, Tensor]) -> None:
         self.tables = dict(tables)
 
     @classmethod
     def empty(cls, num_nodes: int, width: int, dtype: torch.dtype = torch.float32) -> NodeMemory:
-        """Before the first event."""
+        """Allocate the memory before the first event."""
         memory = cls({name: torch.empty(size, dtype=kind) for name, size, kind in cls.layout(num_nodes, width, dtype)})
         memory.reset()
         return memory
@@ -67,26 +64,26 @@ class NodeMemory:
         ]
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Return to the state before the first event."""
         for name, table in self.tables.items():
             table.fill_(NO_EVENT) if name.endswith("event") else table.zero_()
 
     def read(self, ids: Tensor) -> MemoryRows:
-        """Copies of some rows."""
+        """Copy some rows."""
         return MemoryRows(**{name: table.index_select(0, ids) for name, table in self.tables.items()})
 
-    def write(self, writes: MemoryUpdate) -> None:
-        """After a batch: the mail that was read has gone into the memory, a new one takes its place."""
-        tables, ids = self.tables, writes.ids
+    def write(self, update: MemoryUpdate) -> None:
+        """Write the memories and mails of a batch; the previous mails are part of the new memories."""
+        tables, ids = self.tables, update.ids
         mailed = tables["mail_event"][ids]
-        # Without a mail a memory may have a time all the same: one that begins within the stream (``MemoryScheduler.begin``).
+        # A memory without a mail has a time if it starts within the stream (``MemoryScheduler.begin``).
         tables["memory_event"][ids] = torch.where(mailed == NO_EVENT, tables["memory_event"][ids], mailed)
-        tables["mail_event"][ids] = writes.event
-        tables["memory"][ids] = writes.memory
-        tables["mail"][ids] = writes.mail
+        tables["mail_event"][ids] = update.event
+        tables["memory"][ids] = update.memory
+        tables["mail"][ids] = update.mail
 
     def copy(self) -> NodeMemory:
-        """The same in tables of its own."""
+        """Copy all tables."""
         return NodeMemory({name: table.clone() for name, table in self.tables.items()})
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""A trainer's place in the schedule: the pieces of batches it looks up, the memory it shares, what it holds in between.
+"""Memory reads and writes of a trainer, by the schedule.
 
-A lane reads once for all uses of a batch: every node that any of them looks at, as it was before the batch. What it
-read stays with it until the last use, since the memory moves on.
+A lane reads the memory once for all uses of a batch: all nodes that any use needs, as they were before the batch. It
+keeps these rows until the last use, because the memory advances in between.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from gnnfleet.strategies.temporal.shared_memory import SharedNodeMemory, TableLa
 MEMORY_PREFIX, CACHED_PREFIX = "memory/", "held/"
 
 
-class LookUp(Protocol):
-    """Finds what events ``low`` to ``high`` of a batch ``whole`` look at in a pass over the stream."""
+class BatchBuilder(Protocol):
+    """Builds events ``low`` to ``high`` of a global batch for a pass over the stream."""
 
-    def __call__(self, low: int, high: int, number: int, *, whole: tuple[int, int]) -> EventBatch: ...
+    def __call__(self, low: int, high: int, pass_number: int, *, global_batch: tuple[int, int]) -> EventBatch: ...
 
 
 @dataclass(frozen=True, eq=False)
 class WorkItem:
-    """What a trainer does in an iteration."""
+    """Work of a trainer in an iteration."""
 
     iteration: int
     plan: IterationPlan
-    batch: EventBatch | None = None  # its piece; None: idle, or there are fewer events than trainers
-    memory_ids: Tensor | None = None  # [n] nodes ascending: where memory is read, those that any use looks at
+    batch: EventBatch | None = None  # its share; None: idle, or the batch has fewer events than trainers
+    memory_ids: Tensor | None = None  # [n] ascending nodes of all uses, if memory is read now
 
 
 @dataclass(frozen=True, eq=False)
 class CachedRead:
-    """What was read for a batch in an iteration."""
+    """Memory rows that were read for a batch in an iteration."""
 
     iteration: int
     ids: Tensor
@@ -53,40 +53,42 @@ class CachedRead:
 
 
 class MemoryScheduler:
-    """All ranks make it together. ``bounds`` are those of batches, ``T + 1`` of them."""
+    """Collective on construction. ``bounds`` [T + 1] delimit the global batches."""
 
     def __init__(
         self,
         world: World,
         schedule: Schedule,
         bounds: Sequence[int],
-        look_up: LookUp,
+        build_batch: BatchBuilder,
         layout: TableLayout,
         stream: EventStream,
     ) -> None:
-        self.schedule, self.bounds, self._look_up = schedule, bounds, look_up
+        self.schedule, self.bounds, self._build_batch = schedule, bounds, build_batch
         self._rank, self._stream = world.rank, stream
-        grid = Mesh(world, schedule.layout.axes)
-        self._offset = grid.coordinates["offset"]
-        self.shared = SharedNodeMemory(grid, layout)
-        self._held: CachedRead | None = None
+        mesh = Mesh(world, schedule.layout.axes)
+        self._share = mesh.coordinates["batch"]
+        self.shared = SharedNodeMemory(mesh, layout)
+        self._cached: CachedRead | None = None
 
     def items(self, begin: int, end: int) -> Generator[WorkItem]:
-        """What this trainer does in some iterations; may be asked for ahead, in a thread."""
-        uses: list[EventBatch | None] = []  # those to come of the batch it is at
+        """Yield the work of iterations ``begin`` to ``end``; may run ahead in a thread."""
+        uses: list[EventBatch | None] = []  # remaining uses of the current batch
         for iteration in range(begin, end):
-            turn = self.schedule.iteration_plan(self._rank, iteration)
-            if turn.is_first or (iteration == begin and self._goes_on(turn, iteration)):
-                uses = self._uses(turn)
-            if not uses:  # idle, or nothing was read for a batch that was begun before
-                yield WorkItem(iteration, IterationPlan(turn.memory_copy, turn.sweep, turn.phase, None))
+            plan = self.schedule.iteration_plan(self._rank, iteration)
+            if plan.is_first or (iteration == begin and self._continues_batch(plan, iteration)):
+                uses = self._uses(plan)
+            if not uses:  # idle, or memory was not read for a batch that had started before
+                yield WorkItem(iteration, IterationPlan(plan.memory_copy, plan.sweep, plan.phase, None))
                 continue
-            nodes = _union([use.block.nodes for use in uses if use is not None]) if turn.is_first else None
-            yield WorkItem(iteration, turn, uses.pop(0), nodes)
+            nodes = _union([use.block.nodes for use in uses if use is not None]) if plan.is_first else None
+            yield WorkItem(iteration, plan, uses.pop(0), nodes)
 
     def begin(self, iteration: int) -> None:
-        """Before the first of some iterations, by all ranks. A memory that begins within the stream is empty, but knows
-        when its nodes had their last events: a mail says how long ago that was, or when a node came."""
+        """Collective. Prepare the memory before the first of some iterations.
+
+        A memory that starts within the stream is empty, but has the times of its nodes' last events. Mails need them.
+        """
         phase = self.schedule.iteration_plan(self._rank, iteration).phase
         if self.shared.trainers.is_first and 0 < phase < self.schedule.batches:
             tables = self.shared.memory.tables
@@ -96,56 +98,58 @@ class MemoryScheduler:
         self.shared.begin(iteration)
 
     def read(self, work: WorkItem) -> MemoryRows | None:
-        """What is remembered of the nodes that a piece looks at; None where there is no piece."""
+        """Memory rows of the nodes of a work item's block; None without a batch."""
         if work.memory_ids is not None:
             rows = self.shared.read(work.plan, work.iteration, work.memory_ids)
-            self._held = CachedRead(work.iteration, work.memory_ids, rows)
+            self._cached = CachedRead(work.iteration, work.memory_ids, rows)
         if work.batch is None:
             return None
-        assert self._held is not None
-        return self._held.select(work.batch.block.nodes)
+        assert self._cached is not None
+        return self._cached.select(work.batch.block.nodes)
 
-    def write(self, work: WorkItem, writes: MemoryUpdate | None) -> None:
-        """What a piece leaves behind; called in every iteration, it writes in those where memory was read."""
+    def write(self, work: WorkItem, update: MemoryUpdate | None) -> None:
+        """Write the memory in iterations that read it; call it in every iteration."""
         if work.plan.is_first:
-            self.shared.write(work.iteration, writes)
+            self.shared.write(work.iteration, update)
 
     def state(self) -> dict[str, Tensor]:
-        """What this trainer needs to go on, live tensors: of a copy its first trainer keeps the memory."""
-        found = {"shape": torch.tensor(list(self.schedule.layout.axes.values()))}
+        """Live tensors from which this trainer can resume; the first trainer of a memory has its tables."""
+        state = {"shape": torch.tensor(list(self.schedule.layout.axes.values()))}
         if self.shared.trainers.is_first:
-            found |= {MEMORY_PREFIX + name: table for name, table in self.shared.memory.state_dict().items()}
-        if self._held is not None and self.schedule.layout.epoch_parallel > 1:
-            at = torch.tensor(self._held.iteration)
-            found |= {f"{CACHED_PREFIX}iteration": at, f"{CACHED_PREFIX}nodes": self._held.ids}
-            found |= {CACHED_PREFIX + name: rows for name, rows in vars(self._held.rows).items()}
-        return found
+            state |= {MEMORY_PREFIX + name: table for name, table in self.shared.memory.state_dict().items()}
+        if self._cached is not None and self.schedule.layout.epoch_parallel > 1:
+            state[f"{CACHED_PREFIX}iteration"] = torch.tensor(self._cached.iteration)
+            state[f"{CACHED_PREFIX}nodes"] = self._cached.ids
+            state |= {CACHED_PREFIX + name: rows for name, rows in vars(self._cached.rows).items()}
+        return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """The reverse of ``state``, on all ranks before ``begin``; nothing where trainers were arranged otherwise."""
+        """Restore ``state`` on all ranks before ``begin``; ignored if the layout has changed."""
         if state["shape"].tolist() != list(self.schedule.layout.axes.values()):
             return
-        if tables := _below(MEMORY_PREFIX, state):
+        if tables := _without_prefix(MEMORY_PREFIX, state):
             self.shared.memory.load_state_dict(tables)
-        held = _below(CACHED_PREFIX, state)
-        self._held = None
-        if held:
-            at, ids = int(held.pop("iteration")), held.pop("nodes")
-            self._held = CachedRead(at, ids.clone(), MemoryRows(**{name: rows.clone() for name, rows in held.items()}))
+        cached = _without_prefix(CACHED_PREFIX, state)
+        self._cached = None
+        if cached:
+            iteration, ids = int(cached.pop("iteration")), cached.pop("nodes")
+            rows = MemoryRows(**{name: tensor.clone() for name, tensor in cached.items()})
+            self._cached = CachedRead(iteration, ids.clone(), rows)
 
-    def _goes_on(self, turn: IterationPlan, iteration: int) -> bool:
-        return turn.batch is not None and self._held is not None and self._held.iteration == iteration - turn.use
+    def _continues_batch(self, plan: IterationPlan, iteration: int) -> bool:
+        return plan.batch is not None and self._cached is not None and self._cached.iteration == iteration - plan.use
 
-    def _uses(self, turn: IterationPlan) -> list[EventBatch | None]:
-        """This trainer's piece for the present use of a batch and those that follow."""
-        assert turn.batch is not None
-        share = self.schedule.layout.batch_parallel
-        whole = self.bounds[turn.batch], self.bounds[turn.batch + 1]
-        low, high = (whole[0] + (whole[1] - whole[0]) * at // share for at in (self._offset, self._offset + 1))
+    def _uses(self, plan: IterationPlan) -> list[EventBatch | None]:
+        """Build this trainer's share of a batch for its present use and those that follow."""
+        assert plan.batch is not None
+        shares = self.schedule.layout.batch_parallel
+        first, end = self.bounds[plan.batch], self.bounds[plan.batch + 1]
+        low, high = (first + (end - first) * share // shares for share in (self._share, self._share + 1))
+        remaining = self.schedule.layout.epoch_parallel - plan.use
         if low == high:
-            return [None] * (self.schedule.layout.epoch_parallel - turn.use)
-        numbers = range(turn.number, turn.number + self.schedule.layout.epoch_parallel - turn.use)
-        return [self._look_up(low, high, number, whole=whole) for number in numbers]
+            return [None] * remaining
+        passes = range(plan.pass_number, plan.pass_number + remaining)
+        return [self._build_batch(low, high, pass_number, global_batch=(first, end)) for pass_number in passes]
 
 
 def _union(nodes: Sequence[Tensor]) -> Tensor:
@@ -154,5 +158,5 @@ def _union(nodes: Sequence[Tensor]) -> Tensor:
     return nodes[0] if len(nodes) == 1 else torch.unique(torch.cat(list(nodes)))
 
 
-def _below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _without_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}

@@ -1,9 +1,9 @@
-"""A memory that the trainers of one copy share: they are of one machine, map its tables, and take turns.
+"""Node memory shared by trainers of one machine, which map its tables.
 
-No process serves it. In an iteration one batch is new (``schedule``); its trainers read, wait for each other, and write
-the rows whose last event each of them has. The sum of gradients that ends an iteration is passed by nobody who has not
-written, so the next batch is read after it. What is left to go wrong is noticed by a number that every writer leaves
-in front of the tables: the iteration it wrote in. Waiting is the network's, with its timeouts, liveness and errors.
+No process serves the memory. In an iteration one batch is new (``schedule``): its trainers read, meet at a barrier, and
+write the nodes whose last event each of them has. The sum of gradients that ends the iteration orders these writes
+before the next read. A number in front of the tables, the iteration of each writer's last write, detects trainers out
+of step. All waiting is done by collectives, with their timeouts, failure detection and errors.
 """
 
 from __future__ import annotations
@@ -26,51 +26,51 @@ _ALIGNED = 64
 
 
 class SharedNodeMemory:
-    """One copy. Its trainers make and call it together; a single trainer is the case of nobody to wait for."""
+    """One copy of the node memory. Collective calls are over its trainers; it may have a single one."""
 
-    def __init__(self, grid: Mesh, layout: TableLayout) -> None:
-        axes = grid.axes
-        ranks = [grid.rank_at(lane=lane, offset=at) for lane in range(axes["lane"]) for at in range(axes["offset"])]
-        self.trainers = grid.world.subgroup("copy", ranks)
-        self._sharers = grid.subgroup("offset")
+    def __init__(self, mesh: Mesh, layout: TableLayout) -> None:
+        lanes, sharers = mesh.axes["epoch"], mesh.axes["batch"]
+        ranks = [mesh.rank_at(epoch=lane, batch=index) for lane in range(lanes) for index in range(sharers)]
+        self.trainers = mesh.world.subgroup("memory", ranks)
+        self._sharers = mesh.subgroup("batch")  # trainers of the same batch
         sizes = [(name, shape, dtype, _bytes(shape, dtype)) for name, shape, dtype in layout]
-        head = -(-8 * axes["offset"] // _ALIGNED) * _ALIGNED
-        whole = share_memory(self.trainers, head + sum(nbytes for *_, nbytes in sizes))
-        self._written = whole[: 8 * axes["offset"]].view(torch.int64)  # [share] the iteration after the last write
-        tables, at = {}, head
+        offset = -(-8 * sharers // _ALIGNED) * _ALIGNED
+        buffer = share_memory(self.trainers, offset + sum(nbytes for *_, nbytes in sizes))
+        self._next_iteration = buffer[: 8 * sharers].view(torch.int64)  # [i] the iteration after each last write
+        tables = {}
         for name, shape, dtype, nbytes in sizes:
-            tables[name] = whole[at : at + nbytes].view(dtype)[: _count(shape)].view(shape)
-            at += nbytes
+            tables[name] = buffer[offset : offset + nbytes].view(dtype)[: _count(shape)].view(shape)
+            offset += nbytes
         self.memory = NodeMemory(tables)
         if self.trainers.is_first:
             self.memory.reset()
 
     def begin(self, iteration: int) -> None:
-        """Before some iterations, by all trainers: what is there now is what the first of them reads."""
+        """Collective. Start at an iteration: its read accepts the present tables."""
         if self.trainers.is_first:
-            self._written.fill_(iteration)
+            self._next_iteration.fill_(iteration)
         barrier(self.trainers)
 
-    def read(self, turn: IterationPlan, iteration: int, ids: Tensor) -> MemoryRows:
-        """Rows for a batch that is used for the first time, as its predecessor left them."""
-        if turn.starts_sweep:
+    def read(self, plan: IterationPlan, iteration: int, ids: Tensor) -> MemoryRows:
+        """Collective over the trainers of a batch. Read rows for its first use, after the previous batch's write."""
+        if plan.starts_sweep:
             if self._sharers.is_first:
                 self.memory.reset()
-                self._written.fill_(iteration)
+                self._next_iteration.fill_(iteration)
             barrier(self._sharers)
-        if not bool((self._written == iteration).all()):
+        if not bool((self._next_iteration == iteration).all()):
             raise ExchangeError(
-                f"the memory of copy {turn.memory_copy} was written in iterations {self._written.tolist()}, expected "
-                f"{iteration}: its trainers are out of step"
+                f"trainers of memory copy {plan.memory_copy} are out of step: their last writes were before iterations "
+                f"{self._next_iteration.tolist()}, expected {iteration}"
             )
         return self.memory.read(ids)
 
-    def write(self, iteration: int, writes: MemoryUpdate | None) -> None:
-        """What a trainer's piece of a batch leaves behind; no node is in two pieces' writes."""
-        barrier(self._sharers)  # they have read
-        if writes is not None:
-            self.memory.write(writes)
-        self._written[self._sharers.rank] = iteration + 1
+    def write(self, iteration: int, update: MemoryUpdate | None) -> None:
+        """Collective over the trainers of a batch. Write a trainer's share; no node is in two shares."""
+        barrier(self._sharers)  # all of them have read
+        if update is not None:
+            self.memory.write(update)
+        self._next_iteration[self._sharers.rank] = iteration + 1
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -1,8 +1,8 @@
-"""Events in the order of time, one batch after the other on one memory, or on several by several trainers.
+"""Memory-based training on events in the order of time, by one trainer or several (DistTGL).
 
-A step reads memories and mails of all nodes it looks at, takes the mails in, writes the rows of the batch's own nodes,
-then computes embeddings, loss and gradients, which are summed over trainers. A sweep over the training events begins
-with nothing. An epoch has as many uses of events as there are; of one trainer it is a sweep.
+A step reads memories and mails of the nodes it queries, applies the mails, writes the nodes of the batch, then computes
+embeddings, loss and gradients, which are summed over trainers. A sweep over the training events starts with an empty
+memory. An epoch uses as many events as there are; for one trainer it is a sweep.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ from gnnfleet.strategies.temporal.batch_step import EventBatch, NeighborhoodBuil
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.ema import WeightEMA
 from gnnfleet.strategies.temporal.evaluation import EventEvaluator
-from gnnfleet.strategies.temporal.layout_planner import CaptureCurve, LrSchedule, TrainerResources, choose_layout
+from gnnfleet.strategies.temporal.layout_planner import (
+    PRODUCT,
+    CaptureCurve,
+    LrSchedule,
+    TrainerResources,
+    choose_layout,
+)
 from gnnfleet.strategies.temporal.memory import NodeMemory
 from gnnfleet.strategies.temporal.memory_access import MemoryScheduler, WorkItem
 from gnnfleet.strategies.temporal.schedule import Schedule
@@ -43,26 +49,26 @@ from gnnfleet.strategies.temporal.static_embedding import train_static_embedding
 from gnnfleet.tasks.event import EventTask
 
 STATIC_TABLE = "static.table"
-"""The name of what was learnt of nodes, beside the weights in a state."""
+"""Key of the static embedding table, next to the weights in a state."""
 
 MAX_ITERATIONS_SHOWN = 60
-"""Iterations in the picture of an epoch."""
+"""Number of iterations in the timeline of an epoch."""
 
 
 class TemporalStrategy(Reporting):
-    """The oracle of temporal training."""
+    """Temporal training; with one trainer it is the reference of the parallel layouts."""
 
     def __init__(self, config: TemporalConfig, job: EventJob) -> None:
         self.model: TemporalModel = job.model
         if config.batch == "auto":
             curve = CaptureCurve.of(job.task.parts["train"])
-            job.log_user(f"plan: batches of {curve.batch}; of all ends of events a batch leaves a mail to {curve}")
+            job.log_user(f"Batch size {curve.batch}. Share of node updates kept by batch size: {curve}.")
             config = config.model_copy(update={"batch": curve.batch})
         self._config, self._job = config, job
-        self._aside = job.world.uncounted()  # for what is no part of training
+        self._uncounted = job.world.uncounted()
         self._optimizer = make_optimizer(self.model, job.train, fused=True)
         stream, dtype = job.task.stream, PRECISIONS[job.precision]
-        self._lookout = NeighborhoodBuilder(
+        self._builder = NeighborhoodBuilder(
             stream,
             stream.neighbours(),
             self.model.neighbours,
@@ -73,242 +79,239 @@ class TemporalStrategy(Reporting):
             job.seed if config.events == "drawn" else None,
         )
         self.scheduler = self._choose_layout()
-        self._together = (
-            self.scheduler.schedule.layout.epoch_parallel * self.scheduler.schedule.layout.memory_parallel
-        )  # batches of a step
-        self._pace = self._paced()
-        self._average = WeightEMA(self.model, config.average**self._together)
-        self._tally = torch.nn.Parameter(torch.zeros(2, dtype=dtype))  # loss and count, summed as gradients are
-        self._shown = 0  # the epoch that was trained last
-        self._table: Tensor | None = None  # learnt of nodes; made when it is first needed
-        self._known: tuple[int, NodeMemory] | None = None  # the state of the present weights after so many events
-        self._evaluator = self._evaluating(job.task, self._lookout)
-        self._walker = self._evaluator  # with the events scored since training, too
+        layout = self.scheduler.schedule.layout
+        self._batches_per_step = layout.epoch_parallel * layout.memory_parallel
+        self._lr_schedule = self._make_lr_schedule()
+        self._ema = WeightEMA(self.model, config.average**self._batches_per_step)
+        self._last_epoch = 0
+        self._static_table: Tensor | None = None  # trained when it is first needed
+        self._replayed: tuple[int, NodeMemory] | None = None  # number of events, memory after them with these weights
+        self._evaluator = self._make_evaluator(job.task, self._builder)
+        self._scorer = self._evaluator  # its stream has the events scored since training, too
 
     @property
     def task(self) -> EventTask:
-        """With all events that are known, those scored since training included."""
-        return self._walker.task
+        """Task with all known events, including those scored since training."""
+        return self._scorer.task
 
     @property
     def relation(self) -> str:
         return self._config.relation
 
     def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
-        self._known, self._shown = None, epoch
-        static, schedule = self._static(), self.scheduler.schedule
+        self._replayed, self._last_epoch = None, epoch
+        static, schedule = self._static_rows(), self.scheduler.schedule
         start, end = schedule.start(epoch), schedule.start(epoch + 1)
         self.scheduler.begin(start + first)
         started = time.perf_counter()
-        with closing(prefetch_items(self.scheduler.items(start + first, end), self._ahead)) as made:
-            for work in made:
+        with closing(prefetch_items(self.scheduler.items(start + first, end), self._prefetch_depth)) as items:
+            for work in items:
                 loss, count = self._step(work, static)
                 yield StepRecord(epoch, work.iteration - start, loss, count, time.perf_counter() - started)
                 started = time.perf_counter()
 
     def _step(self, work: WorkItem, static: Tensor | None) -> tuple[float, int]:
-        """(mean loss, events that count), of all trainers."""
+        """Take an optimizer step; return (mean loss, number of events) of all trainers."""
         self._optimizer.zero_grad(set_to_none=True)
-        loss, own = self._loss(work, static)
-        if own:
+        loss, local_count = self._loss(work, static)
+        if local_count:
             loss.backward()  # type: ignore[no-untyped-call]
-        self._tally.grad = torch.stack([loss.detach(), loss.new_tensor(own)])
-        sum_gradients(self._job.world, [*self.model.parameters(), self._tally])
-        total, count = self._tally.grad.tolist()
+        totals = torch.stack([loss.detach(), loss.new_tensor(local_count)])
+        sum_gradients(self._job.world, self.model.parameters(), extra=totals)
+        total, count = totals.tolist()
         if count:
             grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             torch._foreach_div_(grads, count)
             if self._job.train.clip:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._job.train.clip)
             for group in self._optimizer.param_groups:
-                group["lr"] = self._pace.at(work.iteration)
+                group["lr"] = self._lr_schedule.at(work.iteration)
             self._optimizer.step()
-            self._average.update()
+            self._ema.update()
         return total / max(count, 1), int(count)
 
     def _loss(self, work: WorkItem, static: Tensor | None) -> tuple[Tensor, int]:
-        """(the sum over this trainer's events, how many count); the state has moved past them at their first use."""
+        """Return (sum over this trainer's events, number of events); their first use advances the memory."""
         self.model.train()
         job, batch, rows = self._job, work.batch, self.scheduler.read(work)
         if batch is None or rows is None:
             self.scheduler.write(work, None)
             return torch.zeros((), dtype=PRECISIONS[job.precision]), 0
         with autocast(job.precision):
-            memory, writes = update_memory(self.model, job.task.stream, batch, rows)
-            self.scheduler.write(work, writes)
-            z = embed(self.model, batch, memory, static, DrawKey(job.seed, work.plan.number, 0))
+            memory, update = update_memory(self.model, job.task.stream, batch, rows)
+            self.scheduler.write(work, update)
+            z = embed(self.model, batch, memory, static, DrawKey(job.seed, work.plan.pass_number, 0))
             return job.task.loss(self.model, z, batch.first, batch.end, batch.pairs)
 
     def _choose_layout(self) -> MemoryScheduler:
-        """How trainers are arranged, and this one's place."""
+        """Collective. Choose the layout and set up this trainer's schedule and memory."""
         job, config = self._job, self._config
-        nodes, width, dtype = self._sizes
-        room = memory_limit() // 2 if job.memory is None else job.memory
-        each = ranks_by_host(self._aside)
-        self._here = next(len(ranks) for ranks in each if job.world.rank in ranks)  # trainers that share the cores
-        trainers = TrainerResources(
-            trainers_by_host=tuple(map(len, each)),
+        nodes, width, dtype = self._memory_shape
+        memory = memory_limit() // 2 if job.memory is None else job.memory
+        hosts = ranks_by_host(self._uncounted)
+        self._trainers_on_host = next(len(ranks) for ranks in hosts if job.world.rank in ranks)
+        resources = TrainerResources(
+            trainers_by_host=tuple(map(len, hosts)),
             copy_bytes=nodes * (3 * width * dtype.itemsize + 16),
-            memory_limit=int(min_over_ranks(self._aside, room)),
+            memory_limit=int(min_over_ranks(self._uncounted, memory)),
         )
-        shape, why = choose_layout(trainers, config.batch_size, config.requested_layout)
+        layout, reason = choose_layout(resources, config.batch_size, config.requested_layout)
         if job.world.size > 1:
-            job.log_user(why)
+            job.log_user(reason)
         bounds = self._bounds()
-        layout = NodeMemory.layout(nodes, width, dtype)
-        schedule = Schedule(shape, len(bounds) - 1)
-        return MemoryScheduler(job.world, schedule, bounds, self._look_up, layout, job.task.stream)
+        tables = NodeMemory.layout(nodes, width, dtype)
+        schedule = Schedule(layout, len(bounds) - 1)
+        return MemoryScheduler(job.world, schedule, bounds, self._build_batch, tables, job.task.stream)
 
     def _bounds(self) -> list[int]:
-        """Of the batches that are trained on."""
+        """Bounds of the training batches."""
         train, size, lost = self._job.task.parts["train"], self._config.batch_size, self._config.max_lost_updates
         if lost == 1:
             return train.batches(size)
         bounds = train.bounded_loss_batches(lost, most=size)
         mean = len(train) / max(len(bounds) - 1, 1)
         self._job.log_user(
-            f"plan: batches of {mean:.0f} events on average, at most {size}, that lose {lost:.0%} of updates"
+            f"Batches have {mean:.0f} events on average and at most {size}, to lose at most {lost:.0%} of node updates."
         )
         return bounds
 
-    def _paced(self) -> LrSchedule:
-        """How fast trainers learn together."""
-        config, together = self._config, self._together
-        factor = {"linear": float(together), "sqrt": together**0.5, "none": 1.0}[config.lr_scale]
-        epoch = max(self.scheduler.schedule.sweep / together, 1.0)
+    def _make_lr_schedule(self) -> LrSchedule:
+        config, batches = self._config, self._batches_per_step
+        factor = {"linear": float(batches), "sqrt": batches**0.5, "none": 1.0}[config.lr_scale]
+        epoch = max(self.scheduler.schedule.sweep / batches, 1.0)
         warmup = round(config.warmup * epoch) if factor > 1 else 0
         return LrSchedule(self._job.train.lr, factor, warmup, config.lr_decay, epoch)
 
     @property
-    def _ahead(self) -> int:
-        """Batches looked up ahead: none where the thread would have no core of its own."""
+    def _prefetch_depth(self) -> int:
+        """Number of batches built ahead; 0 if the thread would not have a core to itself."""
         if self._config.prefetch != "auto":
             return self._config.prefetch
-        return auto_depth(0, processes=self._here)
+        return auto_depth(0, processes=self._trainers_on_host)
 
-    def _look_up(self, low: int, high: int, number: int, *, whole: tuple[int, int]) -> EventBatch:
-        drawn = self._job.task.sample_negatives(low, high, sweep=number)
-        return self._lookout.batch(low, high, drawn, sweep=number, whole=whole)
+    def _build_batch(self, low: int, high: int, pass_number: int, *, global_batch: tuple[int, int]) -> EventBatch:
+        negatives = self._job.task.sample_negatives(low, high, sweep=pass_number)
+        return self._builder.batch(low, high, negatives, sweep=pass_number, global_batch=global_batch)
 
     def artifacts(self) -> dict[str, str]:
-        """Who used which batch when in the last epoch, as far as it fits."""
+        """Timeline of batches and trainers in the first iterations of the last epoch."""
         schedule = self.scheduler.schedule
-        start = schedule.start(self._shown)
-        end = min(schedule.start(self._shown + 1), start + MAX_ITERATIONS_SHOWN)
+        layout, start = schedule.layout, schedule.start(self._last_epoch)
+        end = min(schedule.start(self._last_epoch + 1), start + MAX_ITERATIONS_SHOWN)
         rows = []
-        for rank in range(schedule.layout.workers):
-            place = coordinates_of_rank(rank, schedule.layout.axes)
-            name = ", ".join(f"{axis} {place[axis] + 1}" for axis, size in schedule.layout.axes.items() if size > 1)
-            rows.append(
-                (name or "trainer", [schedule.iteration_plan(rank, iteration) for iteration in range(start, end)])
-            )
-        title = f"share × lanes × copies = {schedule.layout}, {schedule.batches} batches: from iteration {start} on"
+        for rank in range(layout.workers):
+            coordinates = coordinates_of_rank(rank, layout.axes)
+            name = ", ".join(f"{axis} {coordinates[axis] + 1}" for axis, size in layout.axes.items() if size > 1)
+            plans = [schedule.iteration_plan(rank, iteration) for iteration in range(start, end)]
+            rows.append((name or "trainer", plans))
+        title = f"{PRODUCT} = {layout}, {schedule.batches} batches: from iteration {start} on"
         return {"lanes.svg": draw_batch_lanes(rows, title=title, batches=schedule.batches, first=start)}
 
     def validate(self) -> dict[str, float]:
-        """On val with few negatives, after the state that the present weights are in."""
+        """Collective. Evaluate val among sampled negatives."""
         return self._measure("val", full=False)
 
     def evaluate(self, split: str) -> dict[str, float]:
         if not len(self._job.task.items(split)):
             raise ConfigError(f"the {split} split is empty: choose another --split")
         if split == "train":
-            raise ConfigError("events are evaluated on val or test, found --split train")
+            raise ConfigError("events are evaluated on val or test, found --split train: choose one of them")
         return self._measure(split, full=True)
 
     def _measure(self, split: str, *, full: bool) -> dict[str, float]:
-        part, static = self._job.task.parts[split], self._static()
-        with self._average.applied():
-            memory = self._after(part.first)
-            found = self._evaluator.measure(memory, static, split, full=full)
-        self._known = part.first + len(part), memory
-        return found
+        part, static = self._job.task.parts[split], self._static_rows()
+        with self._ema.applied():
+            memory = self._memory_after(part.first)
+            metrics = self._evaluator.measure(memory, static, split, full=full)
+        self._replayed = part.first + len(part), memory
+        return metrics
 
     def score(self, events: EventStream) -> Tensor:
-        """[n] probabilities of new events, or [n, C] of their classes; each batch knows all events before it.
+        """[n] probabilities of new events, or [n, C] of their classes, given all events before each batch.
 
-        They follow the stream: none may be earlier than its last one. The state moves on and the stream grows, so the
-        next call goes on behind them.
+        Events must not be earlier than the last one of the stream. They are appended to it for the next call.
         """
-        first, static = len(self.task.stream), self._static()
+        first, static = len(self.task.stream), self._static_rows()
         task = replace(self.task, stream=self.task.stream.concat(events))
         bounds = events.batches(self._config.eval_batch, keep_ties=False)
-        with self._average.applied():
-            memory = self._after(first)
-            self._lookout.history.append(events.src, events.dst, events.t)
-            self._walker = self._evaluating(task, replace(self._lookout, stream=task.stream))
-            found = [
-                self._walker.probabilities(memory, static, first + low, first + high)
+        with self._ema.applied():
+            memory = self._memory_after(first)
+            self._builder.history.append(events.src, events.dst, events.t)
+            self._scorer = self._make_evaluator(task, replace(self._builder, stream=task.stream))
+            probabilities = [
+                self._scorer.probabilities(memory, static, first + low, first + high)
                 for low, high in itertools.pairwise(bounds)
             ]
-        self._known = first + len(events), memory
-        return torch.cat(found) if found else torch.empty(0)
+        self._replayed = first + len(events), memory
+        return torch.cat(probabilities) if probabilities else torch.empty(0)
 
-    def _after(self, count: int) -> NodeMemory:
-        """The state that the present weights are in after the first events: walked through from the start, training
-        events in batches as they were trained on, the others as they are evaluated."""
-        train, known = self.scheduler.bounds, self._known
-        self._known = None  # the state is given away
-        if known is None or not train[-1] <= known[0] <= count:
-            memory, at = NodeMemory.empty(*self._sizes), 0
-            if count:  # nobody asks for a state within training, but for the empty one
-                self._walker.replay(memory, train)
-                at = train[-1]
+    def _memory_after(self, count: int) -> NodeMemory:
+        """Node memory of these weights after the first ``count`` events, replayed from the start if necessary.
+
+        Training events are replayed in the batches of training, later ones in those of evaluations.
+        """
+        train, replayed = self.scheduler.bounds, self._replayed
+        self._replayed = None  # the caller advances the memory
+        if replayed is not None and train[-1] <= replayed[0] <= count:
+            start, memory = replayed
         else:
-            at, memory = known
-        self._walker.replay(memory, [*range(at, count, self._config.eval_batch), count])
+            memory, start = NodeMemory.empty(*self._memory_shape), 0
+            if count:  # only the end of training and later positions are asked for, or 0
+                self._scorer.replay(memory, train)
+                start = train[-1]
+        self._scorer.replay(memory, [*range(start, count, self._config.eval_batch), count])
         return memory
 
     @property
-    def _sizes(self) -> tuple[int, int, torch.dtype]:
+    def _memory_shape(self) -> tuple[int, int, torch.dtype]:
         width = self.model.width if self.model.has_memory else 0
         return self._job.task.stream.num_nodes, width, PRECISIONS[self._job.precision]
 
-    def _static(self) -> Tensor | None:
-        """[V, S] all that is known of nodes at any time."""
+    def _static_rows(self) -> Tensor | None:
+        """[V, S] features and static table of the nodes; trains the table on the first call."""
         features = self._job.features
-        if self._config.learns_static(features is not None) and self._table is None:
-            self._table = self._learnt()
-        parts = [part for part in (features, self._table) if part is not None]
-        return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        if self._config.learns_static(features is not None) and self._static_table is None:
+            self._static_table = self._train_static_table()
+        columns = [rows for rows in (features, self._static_table) if rows is not None]
+        return None if not columns else columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
-    def _learnt(self) -> Tensor:
-        """By the first trainer, for all."""
-        world, told = self._aside, None
+    def _train_static_table(self) -> Tensor:
+        """Collective. Train the table on rank 0 and broadcast it."""
+        world, payload = self._uncounted, None
         if world.is_first:
-            told = tensors_to_bytes({STATIC_TABLE: train_static_embedding(self._config, self._job, self._lookout)})
-        return tensors_from_bytes(broadcast_bytes(world, told))[STATIC_TABLE]
+            payload = tensors_to_bytes({STATIC_TABLE: train_static_embedding(self._config, self._job, self._builder)})
+        return tensors_from_bytes(broadcast_bytes(world, payload))[STATIC_TABLE]
 
-    def _evaluating(self, task: EventTask, lookout: NeighborhoodBuilder) -> EventEvaluator:
+    def _make_evaluator(self, task: EventTask, builder: NeighborhoodBuilder) -> EventEvaluator:
         config = self._config
         return EventEvaluator(
-            self.model, task, lookout, config.eval_batch, config.eval_negatives, self._job.precision, self._aside
+            self.model, task, builder, config.eval_batch, config.eval_negatives, self._job.precision, self._uncounted
         )
 
     def state_dict(self) -> State:
-        self._static()
-        table = {} if self._table is None else {STATIC_TABLE: self._table}
-        with self._average.applied():
+        self._static_rows()
+        table = {} if self._static_table is None else {STATIC_TABLE: self._static_table}
+        with self._ema.applied():
             model = {**self.model.state_dict(), **table}
-        trained = self._average.state()
+        raw_weights = self._ema.state()
         return {
             "model": model,
             "optimizer": optimizer_tensors(self.model, self._optimizer),
             RANK_LOCAL: self.scheduler.state(),
-            **({RAW_WEIGHTS: trained} if trained else {}),
+            **({RAW_WEIGHTS: raw_weights} if raw_weights else {}),
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._known = None
+        self._replayed = None
         weights = dict(state["model"])
         if STATIC_TABLE in weights:
-            self._table = weights.pop(STATIC_TABLE).clone()
+            self._static_table = weights.pop(STATIC_TABLE).clone()
         self.model.load_state_dict(weights)
-        self._average.load(state.get(RAW_WEIGHTS, {}))
+        self._ema.load(state.get(RAW_WEIGHTS, {}))
         if "optimizer" in state:
             load_optimizer(self.model, self._optimizer, state["optimizer"])
         if RANK_LOCAL in state:
             self.scheduler.load(state[RANK_LOCAL])
 
     def close(self) -> None:
-        self._known = None
+        self._replayed = None
