@@ -52,11 +52,13 @@ negatives = 3
 WORDS = [
     "seed", "workers", "memory", "split", "partition", "precision", "task", "strategy", "strategy.name",
     "strategy.batch",
-    "strategy.fanouts", "strategy.interval", "strategy.group", "strategy.graph_parallel", "strategy.chunks", "strategy.listen",
+    "strategy.fanouts", "strategy.interval", "strategy.group", "strategy.graph_parallel", "strategy.chunks",
+    "strategy.listen",
     "strategy.quorum", "model", "model.name", "model.hidden", "model.layers", "model.heads", "model.dropout",
     "model.embedding", "train", "train.epochs", "train.lr", "train.patience", "train.weight_decay", "train.schedule",
     "train.checkpoint_seconds", "train.optimizer", "link.negatives", "link", "report.memory", "x", "", ".", "model.",
-    "a.b.c.d", "strategy.batches_per_fetch", "strategy.scheme", "strategy.deadline", "strategy.wire_dtype", "strategy.gradient",
+    "a.b.c.d", "strategy.batches_per_fetch", "strategy.scheme", "strategy.deadline", "strategy.wire_dtype",
+    "strategy.gradient",
 ]  # fmt: skip
 VALUES = [
     "0", "-1", "1", "3", "1e400", "nan", "inf", "-inf", "1e-320", str(2**63), str(2**64), "9" * 5000, "true", "''",

@@ -116,7 +116,9 @@ def test_a_run_can_be_hidden_and_hovered(browser: Browser, runs: list[dict[str, 
     assert "sar: " in tooltip and "epoch" in tooltip and browser.problems == []
 
 
-def test_labels_do_not_overlap_and_lie_inside_their_plot(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_labels_do_not_overlap_and_lie_inside_their_plot(
+    browser: Browser, runs: list[dict[str, Any]], tmp_path: Path
+) -> None:
     """Applies to all labels of every plot."""
     page = tmp_path / "page.html"
     page.write_text(render_page(page_data(runs, title="all")))
@@ -165,7 +167,9 @@ def test_pictures_do_not_touch(browser: Browser, runs: list[dict[str, Any]], tmp
     assert second[0] - first[1] >= 10
 
 
-def test_val_curves_of_events_name_their_candidates(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_val_curves_of_events_name_their_candidates(
+    browser: Browser, runs: list[dict[str, Any]], tmp_path: Path
+) -> None:
     events = next(run for run in runs if run["name"] == "temporal")
     events["config"] |= {"strategy.eval_negatives": 49, "task": "link"}
     page = tmp_path / "page.html"

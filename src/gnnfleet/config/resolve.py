@@ -140,8 +140,8 @@ def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> SettingsTree:
             name = replaced.get("name")
             if key == "strategy" and name is not None and value.get("name", name) != name:
                 replaced = None
-        both = isinstance(replaced, Mapping) and isinstance(value, Mapping)
-        tree[key] = overlay(replaced, value) if both else value
+        nested = isinstance(replaced, Mapping) and isinstance(value, Mapping)
+        tree[key] = overlay(replaced, value) if nested and replaced is not None else value
     return tree
 
 

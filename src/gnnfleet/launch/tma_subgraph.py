@@ -76,7 +76,7 @@ def _task(checked: ValidatedRun, part: Graph) -> NodeTask | LinkTask:
     numbers = torch.unique(task.data.splits["train"].relation).tolist()
     kinds = [task.data.edge_types[number] for number in numbers]
     config = task.config.model_copy(update={"ranking": "sampled"})  # trainers rank nothing
-    return replace(task, data=link_data(part, kinds), config=config, held_out_share={}, kinds=tuple(kinds))
+    return replace(task, data=link_data(part, kinds), config=config, held_out_cache={}, kinds=tuple(kinds))
 
 
 def _embedding_rows(model: Model, own: Mapping[str, Tensor], target: str) -> dict[str, Tensor]:

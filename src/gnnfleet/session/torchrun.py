@@ -86,9 +86,9 @@ def _prepare(
         raise ConfigError(f"strategy {config.strategy.name} runs in one process, found {seat.size} ranks")
     if config.spec.execution == "supervised":
         raise ConfigError(
-            f"the trainers of {config.strategy.name} come and go, ranks of torchrun do not: on one machine gnnfleet "
-            "train STORE --strategy tma --workers N --set strategy.local_trainers=K --set strategy.listen=HOST:PORT, on the "
-            "others gnnfleet join HOST:PORT STORE"
+            f"strategy {config.strategy.name} does not run under torchrun. On the first machine: gnnfleet train STORE "
+            "--strategy tma --workers N --set strategy.local_trainers=K --set strategy.listen=HOST:PORT. On the others: "
+            "gnnfleet join HOST:PORT STORE"
         )
     spec, _ = stack.enter_context(prepare_run(graph, config, directory, place=place, quiet=quiet, apart=True))
     return spec
