@@ -35,7 +35,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"strategy": "tma"}, "tma come and go, ranks of torchrun do not: .*strategy.listen=HOST:PORT.*gnnfleet join"),
+        ({"strategy": "tma"}, "tma does not run under torchrun.*strategy.listen=HOST:PORT.*gnnfleet join"),
         ({"strategy": "local"}, "runs in one process, found"),
         ({"strategy": "sar", "workers": 3}, "torchrun started 2 workers, found --workers 3: leave it out"),
     ],

@@ -227,7 +227,7 @@ def max_backward(
     """``out[rows[j]] += Σ_e grad[col[e]]`` where the winner is e; a new output if none is given.
 
     ``transposed`` has a row per source and columns that are rows of ``grad`` and ``winner``. The number of edge e is
-    ``ties[positions[e]]``, as in the forward pass; without ties the position, without positions its index in transposed.
+    ``ties[positions[e]]``, as in forward; without ties the position, without positions its index in transposed.
     """
     add = out is not None
     if out is None:

@@ -87,7 +87,7 @@ def _prepare(
     if config.spec.execution == "supervised":
         raise ConfigError(
             f"strategy {config.strategy.name} does not run under torchrun. On the first machine: gnnfleet train STORE "
-            "--strategy tma --workers N --set strategy.local_trainers=K --set strategy.listen=HOST:PORT. On the others: "
+            "--strategy tma --workers N --set strategy.local_trainers=K --set strategy.listen=HOST:PORT. On others: "
             "gnnfleet join HOST:PORT STORE"
         )
     spec, _ = stack.enter_context(prepare_run(graph, config, directory, place=place, quiet=quiet, apart=True))

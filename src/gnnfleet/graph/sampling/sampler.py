@@ -3,7 +3,7 @@
 In every view destinations come first; they are the sources of the next view, in the same order. A hop draws for every
 node it has reached, also for those an earlier hop drew for: a layer computes all rows that the next one reads.
 A draw goes by (key, hop, relation, store id), hops counted from the seeds. Sums over neighbours drawn evenly are scaled
-up to all of them (``LocalEdges.sampling_scale``); weighted draws already stand for the weights, so sums stay as they are.
+up to all of them (``LocalEdges.sampling_scale``); weighted draws already contain the weights, so sums stay unscaled.
 """
 
 from __future__ import annotations
