@@ -1,1 +1,1 @@
-"""How training is distributed: one folder per strategy, each behind the few methods of base.Strategy."""
+"""Ways to distribute training: one folder per strategy, each with a ``SPEC``."""

@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
 from gnnfleet.strategies.sampling_options import DEFAULT_FANOUT
-from gnnfleet.strategies.spec import Settings, StrategySpec
-
-if TYPE_CHECKING:
-    from gnnfleet.strategies.estimates import CostEstimate, PlanningContext
-    from gnnfleet.strategies.job import Job
-    from gnnfleet.strategies.protocol import Strategy
-
-
-def _build(config: MacrobatchConfig, job: Job) -> Strategy:
-    from gnnfleet.strategies.macrobatch.strategy import MacrobatchStrategy
-
-    return MacrobatchStrategy(config, job)
-
-
-def _estimate(config: MacrobatchConfig, context: PlanningContext) -> list[CostEstimate]:
-    from gnnfleet.strategies.macrobatch.estimate import estimate
-
-    return estimate(config, context)
+from gnnfleet.strategies.spec import Settings, StrategySpec, lazy
 
 
 def _reference(config: MacrobatchConfig, layers: int) -> Settings:
@@ -33,8 +14,8 @@ def _reference(config: MacrobatchConfig, layers: int) -> Settings:
 
 SPEC = StrategySpec(
     config=MacrobatchConfig,
-    build=_build,
+    build=lazy("gnnfleet.strategies.macrobatch.strategy:MacrobatchStrategy"),
     placement="partition",
-    estimate=_estimate,
+    estimate=lazy("gnnfleet.strategies.macrobatch.estimate:estimate"),
     reference=_reference,
 )

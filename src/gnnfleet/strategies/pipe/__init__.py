@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from gnnfleet.strategies.pipe.config import PipeConfig
-from gnnfleet.strategies.spec import Settings, StrategySpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from gnnfleet.strategies.estimates import CostEstimate, PlanningContext
-    from gnnfleet.strategies.job import Job
-    from gnnfleet.strategies.protocol import Strategy
-
-
-def _build(config: PipeConfig, job: Job) -> Strategy:
-    from gnnfleet.strategies.pipe.strategy import PipeStrategy
-
-    return PipeStrategy(config, job)
-
-
-def _estimate(config: PipeConfig, context: PlanningContext) -> list[CostEstimate]:
-    from gnnfleet.strategies.pipe.estimate import estimate
-
-    return estimate(config, context)
+from gnnfleet.strategies.spec import Settings, StrategySpec, lazy
 
 
 def _chosen(state: Mapping[str, Any]) -> Settings:
@@ -35,9 +17,9 @@ def _chosen(state: Mapping[str, Any]) -> Settings:
 
 SPEC = StrategySpec(
     config=PipeConfig,
-    build=_build,
+    build=lazy("gnnfleet.strategies.pipe.strategy:PipeStrategy"),
     placement="chunks",
-    estimate=_estimate,
+    estimate=lazy("gnnfleet.strategies.pipe.estimate:estimate"),
     reference=lambda config, layers: {"name": "local"},
     chosen=_chosen,
 )

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gnnfleet.strategies.sampling_options import DEFAULT_BATCH
-from gnnfleet.strategies.spec import Settings, StrategySpec
+from gnnfleet.strategies.spec import Settings, StrategySpec, lazy
 from gnnfleet.strategies.tma.config import TmaConfig
-
-if TYPE_CHECKING:
-    from gnnfleet.strategies.estimates import CostEstimate, PlanningContext
-    from gnnfleet.strategies.job import Job
-    from gnnfleet.strategies.protocol import Strategy
-
-
-def _build(config: TmaConfig, job: Job) -> Strategy:
-    from gnnfleet.strategies.tma.build import build
-
-    return build(config, job)
-
-
-def _estimate(config: TmaConfig, context: PlanningContext) -> list[CostEstimate]:
-    from gnnfleet.strategies.tma.estimate import estimate
-
-    return estimate(config, context)
 
 
 def _expand(settings: Settings, workers: Any) -> Settings:
-    """Translate scheme ``ggs``, the baseline that sees the whole graph.
+    """Translate scheme ``ggs``, the baseline that sees the whole graph, to macrobatch with one batch per fetch.
 
-    It draws batches that are as many times larger as there are workers, and fetches each by itself.
+    All workers share a batch, so it is as many times larger as there are workers.
     """
     if settings.get("scheme") != "ggs":
         return settings
@@ -53,10 +36,10 @@ def _one_pass(config: TmaConfig, items: int, workers: int) -> Settings:
 
 SPEC = StrategySpec(
     config=TmaConfig,
-    build=_build,
+    build=lazy("gnnfleet.strategies.tma.build:build"),
     execution="supervised",
     placement="clusters",
-    estimate=_estimate,
+    estimate=lazy("gnnfleet.strategies.tma.estimate:estimate"),
     expand=_expand,
     one_pass=_one_pass,
     resumable=(
