@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
+import pytest
+
 import gnnfleet
+from gnnfleet.strategies.registry import STRATEGIES
 
 ROOT = Path(gnnfleet.__file__).parent
 
@@ -99,10 +103,17 @@ def test_only_tma_launchers_know_a_concrete_strategy() -> None:
     assert not wrong, wrong
 
 
-def test_only_the_registry_loads_a_strategy_by_name() -> None:
+def test_only_the_registry_and_specs_load_a_strategy_by_name() -> None:
+    loaders = {"strategies/registry.py", "strategies/spec.py"}
     for path in ROOT.rglob("*.py"):
-        if "import_module" in path.read_text() and path.relative_to(ROOT).as_posix() != "strategies/registry.py":
+        if "import_module" in path.read_text() and path.relative_to(ROOT).as_posix() not in loaders:
             assert "strategies" not in path.read_text(), f"{path}: strategies are loaded by strategies/registry.py"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_spec_loads_its_own_strategy_only(name: str) -> None:
+    paths = re.findall(r'lazy\("(.*?):', (ROOT / "strategies" / name / "__init__.py").read_text())
+    assert paths and all(path.startswith(f"gnnfleet.strategies.{name}.") for path in paths)
 
 
 def test_no_two_modules_import_each_other() -> None:
