@@ -27,7 +27,7 @@ from gnnfleet.sharded.step_tracer import resized_copy
 from gnnfleet.strategies.estimates import MachineProfile
 from gnnfleet.strategies.input_cache import should_cache_aggregate
 from gnnfleet.strategies.job import PRECISIONS, Job
-from gnnfleet.strategies.optim import make_optimizer
+from gnnfleet.strategies.optim import Adam, make_optimizer
 from gnnfleet.strategies.sampling_options import FanoutOption
 from gnnfleet.strategies.step_costs import can_precompute, gather_inputs, num_drawn, parse_fanouts, run_step_on_blocks
 
@@ -57,7 +57,7 @@ def profile_machine(job: Job, shard: Shard, probe: SamplingProbe) -> MachineProf
 def _base_memory() -> float:
     """Resident bytes of a process after a first step, which loads a good deal of torch from disk."""
     layer = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.Adam(layer.parameters(), foreach=False)
+    optimizer = Adam(layer.parameters(), foreach=False)
     layer(torch.ones(256, 64)).relu().sum().backward()
     optimizer.step()
     return float(rss())

@@ -16,6 +16,7 @@ from gnnfleet.graph.sampling.batches import epoch_batches
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 from gnnfleet.strategies.job import PRECISIONS, EventJob, autocast
+from gnnfleet.strategies.optim import Adam
 from gnnfleet.strategies.temporal.batch_step import NeighborhoodBuilder, draw_ids, query_times
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.tasks.event import EventTask
@@ -34,7 +35,7 @@ def train_static_embedding(config: TemporalConfig, job: EventJob, builder: Neigh
         model = TemporalModel(model_config, replace(job.model.dims, static=width, has_features=False)).to(dtype)
     initial = Draws(job.seed, Purpose.PARAMETERS).normals_at(torch.arange(stream.num_nodes), width)
     table = torch.nn.Parameter(initial.to(dtype) * 0.1)
-    optimizer = torch.optim.Adam([table, *model.parameters()], lr=config.static_lr, foreach=False)
+    optimizer = Adam([table, *model.parameters()], lr=config.static_lr, foreach=False)
     builder = replace(builder, queries="event", neighbours=model_config.neighbours, num_hops=model.num_hops)
     advance = job.progress.stage("static memory", config.static_epochs)
     for epoch in range(config.static_epochs):
