@@ -1,4 +1,4 @@
-"""Generated graphs: what was asked for is there, measured; the same seed gives the same bits."""
+"""Generated graphs have the properties that their parameters set; equal seeds give equal bits."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ SMALL = {
 
 
 def tensors(graph: Graph) -> dict[str, torch.Tensor]:
-    found = {f"{kind}/{name}": getattr(nodes, name) for kind, nodes in graph.nodes.items() for name in NODE_ARRAYS}
-    found |= {f"{kind}/{name}": getattr(edges, name) for kind, edges in graph.edges.items() for name in EDGE_ARRAYS}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    arrays = {f"{kind}/{name}": getattr(nodes, name) for kind, nodes in graph.nodes.items() for name in NODE_ARRAYS}
+    arrays |= {f"{kind}/{name}": getattr(edges, name) for kind, edges in graph.edges.items() for name in EDGE_ARRAYS}
+    return {name: tensor for name, tensor in arrays.items() if tensor is not None}
 
 
-def same(one: Graph, other: Graph) -> bool:
-    a, b = tensors(one), tensors(other)
+def same(first: Graph, second: Graph) -> bool:
+    a, b = tensors(first), tensors(second)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_seed_decides_everything(name, tmp_path):
+def test_a_graph_depends_on_its_seed_alone(name, tmp_path):
     first = make_dataset(name, **SMALL[name])
     assert same(first, make_dataset(name, **SMALL[name]))
     other = tensors(make_dataset(name, **SMALL[name], seed=1))
@@ -52,15 +52,17 @@ def test_seed_decides_everything(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_threads_do_not_matter(name):
+def test_the_number_of_threads_has_no_influence(name):
     before = torch.get_num_threads()
-    made = []
+    made_graphs = []
     for count in (1, 2, 4):
         torch.set_num_threads(count)
         # Larger than torch's grain, so that torch's own loops are split as well.
-        made.append(make_dataset(name, **{**SMALL[name], **({"nodes": 40_000} if name == "communities" else {})}))
+        made_graphs.append(
+            make_dataset(name, **{**SMALL[name], **({"nodes": 40_000} if name == "communities" else {})})
+        )
     torch.set_num_threads(before)
-    assert same(made[0], made[1]) and same(made[0], made[2])
+    assert same(made_graphs[0], made_graphs[1]) and same(made_graphs[0], made_graphs[2])
 
 
 def assert_simple(graph: Graph, *, symmetric: bool) -> None:
@@ -79,7 +81,7 @@ def tail_exponent(degrees: torch.Tensor, lowest: int) -> float:
 
 
 @pytest.mark.parametrize("homophily", [0.0, 0.35, 0.9])
-def test_communities_have_exactly_the_homophily_and_edges_asked(homophily):
+def test_communities_have_the_configured_homophily_and_edges(homophily):
     graph = make_dataset("communities", nodes=5000, edges=60_000, classes=7, homophily=homophily, features=0)
     assert_simple(graph, symmetric=True)
     assert graph.num_edges == 60_000 and graph.undirected and graph.single_nodes.x is None
@@ -113,19 +115,19 @@ def neighbour_means(graph: Graph) -> torch.Tensor:
     return torch.zeros_like(x).index_add_(0, dst, x[src]) / graph.single_edges.in_degree().clamp(min=1)[:, None]
 
 
-def test_communities_features_tell_and_neighbours_tell_more():
+def test_communities_neighbours_predict_the_class_better_than_features():
     graph = make_dataset("communities", nodes=10_000)
     x = graph.single_nodes.x
     assert x is not None
-    alone, together = nearest_mean_accuracy(x, graph), nearest_mean_accuracy(x + 3 * neighbour_means(graph), graph)
-    assert 0.25 < alone < 0.8  # chance is 0.1, or the share of the largest class
-    assert together > alone + 0.15
-    silent = make_dataset("communities", nodes=10_000, signal=0.0)
-    assert silent.single_nodes.x is not None
-    assert nearest_mean_accuracy(silent.single_nodes.x, silent) < 0.2
+    by_node = nearest_mean_accuracy(x, graph)
+    assert 0.25 < by_node < 0.8  # chance is 0.1, or the share of the largest class
+    assert nearest_mean_accuracy(x + 3 * neighbour_means(graph), graph) > by_node + 0.15
+    noise = make_dataset("communities", nodes=10_000, signal=0.0)
+    assert noise.single_nodes.x is not None
+    assert nearest_mean_accuracy(noise.single_nodes.x, noise) < 0.2
 
 
-def test_communities_have_heavy_tailed_sizes_ids_without_order_and_exact_splits():
+def test_communities_have_power_law_sizes_permuted_ids_and_exact_splits():
     graph = make_dataset(
         "communities", nodes=20_000, classes=50, communities=50, train=0.25, val=0.05, dtype="bfloat16"
     )
@@ -137,14 +139,14 @@ def test_communities_have_heavy_tailed_sizes_ids_without_order_and_exact_splits(
     assert [int(nodes.mask(split).sum()) for split in ("train", "val", "test")] == [5000, 1000, 14_000]
 
 
-def test_rmat_is_skewed_simple_or_raw():
+def test_rmat_degrees_are_skewed_and_edges_are_distinct_unless_repeats_are_set():
     directed = make_dataset("rmat", nodes=3000, edges=30_000)
     assert_simple(directed, symmetric=False)
     assert directed.num_nodes == 3000 and directed.num_edges == 30_000 and not directed.undirected
     degrees = directed.single_edges.in_degree()
     assert int(degrees.max()) > 15 * 10 and int((degrees == 0).sum()) > 300
     assert float(degrees.sort(descending=True).values[:30].double().sum()) > 0.1 * 30_000
-    # Scrambled: the heavy nodes are not the low ids.
+    # Ids are permuted: low ids do not have high degrees.
     assert float(degrees[:300].double().mean()) < 3 * 10
     symmetric = make_dataset("rmat", scale=11, edge_factor=8, symmetric=True, classes=3, features=2)
     assert_simple(symmetric, symmetric=True)
@@ -159,18 +161,18 @@ def test_shop_has_types_ids_times_and_weights():
     assert set(graph.edges) == {BUYS, VIEWS, MADE_BY, *REVERSE.values()}
     assert graph.nodes["user"].ids.select([0, 123]).to_pylist() == ["user-000000", "user-000123"]
     assert graph.nodes["brand"].x is None and graph.nodes["user"].y is None and graph.nodes["product"].split is not None
-    buys, views, made = graph.edges[BUYS], graph.edges[VIEWS], graph.edges[MADE_BY]
+    buys, views, made_by = graph.edges[BUYS], graph.edges[VIEWS], graph.edges[MADE_BY]
     assert buys.count == 20_000 and buys.time is not None and int(buys.time.min()) >= 0 and buys.order is not None
     assert int(buys.time.max()) < 365 * 86_400
     assert views.weight is not None and float(views.weight.sum()) == 30_000 and views.count < 30_000
-    assert sorted(made.src.tolist()) == list(range(600))
-    for kind, back in REVERSE.items():
-        forth, other = graph.edges[kind].edge_index(), graph.edges[back].edge_index().flip(0)
-        assert sorted(forth.T.tolist()) == sorted(other.T.tolist())
+    assert sorted(made_by.src.tolist()) == list(range(600))
+    for kind, reverse in REVERSE.items():
+        pairs, flipped = graph.edges[kind].edge_index(), graph.edges[reverse].edge_index().flip(0)
+        assert sorted(pairs.T.tolist()) == sorted(flipped.T.tolist())
     assert len(make_dataset("shop", reverse=False).edges) == 3
 
 
-def test_shop_tells_categories_by_features_brands_and_buyers():
+def test_shop_buyers_and_brands_follow_categories_at_the_configured_rates():
     graph = make_dataset("shop", labels="both", taste=0.9, loyalty=0.9)
     favourite, category = graph.nodes["user"].y, graph.nodes["product"].y
     assert favourite is not None and category is not None and graph.nodes["product"].classes[3] == "category-3"
@@ -180,30 +182,31 @@ def test_shop_tells_categories_by_features_brands_and_buyers():
     assert float((category[product] == brand % 8).double().mean()) == pytest.approx(0.9 + 0.1 / 8, abs=0.04)
 
 
-def quarters(graph: Graph) -> list[torch.Tensor]:
+def item_popularity_by_quarter(graph: Graph) -> list[torch.Tensor]:
     edges = graph.edges[INTERACTS]
     assert edges.order is not None
-    counts = [torch.bincount(part, minlength=edges.num_dst) for part in edges.dst().long()[edges.order].chunk(4)]
-    return [torch.log1p(part.double()) for part in counts]
+    counts = [torch.bincount(dst, minlength=edges.num_dst) for dst in edges.dst().long()[edges.order].chunk(4)]
+    return [torch.log1p(count.double()) for count in counts]
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack([a, b]))[0, 1])
 
 
-def test_events_drift():
-    def near_and_far(drift: float) -> tuple[float, float]:
-        parts = quarters(make_dataset("events", events=80_000, drift=drift, repeat=0.2))
-        return min(correlation(parts[i], parts[i + 1]) for i in range(3)), correlation(parts[0], parts[3])
+def test_events_popularity_drifts():
+    def correlations(drift: float) -> tuple[float, float]:
+        quarters = item_popularity_by_quarter(make_dataset("events", events=80_000, drift=drift, repeat=0.2))
+        adjacent = min(correlation(quarters[i], quarters[i + 1]) for i in range(3))
+        return adjacent, correlation(quarters[0], quarters[3])
 
-    near, far = near_and_far(0.9)
-    assert far < near - 0.2
-    near, far = near_and_far(0.0)
-    assert far > near - 0.1
+    adjacent, distant = correlations(0.9)
+    assert distant < adjacent - 0.2
+    adjacent, distant = correlations(0.0)
+    assert distant > adjacent - 0.1
 
 
 @pytest.mark.parametrize("repeat", [0.0, 0.6])
-def test_events_repeat_at_the_asked_rate(repeat):
+def test_events_repeat_at_the_configured_rate(repeat):
     graph = make_dataset("events", users=300, items=20_000, events=60_000, repeat=repeat, ties=0.1, taste=0.5)
     edges = graph.edges[INTERACTS]
     assert edges.order is not None and edges.time is not None and edges.attr is not None
@@ -220,7 +223,7 @@ def test_events_repeat_at_the_asked_rate(repeat):
     assert repeats / 60_000 == pytest.approx(repeat, abs=0.03)
 
 
-def test_events_features_tell_topics_and_users_are_split_by_arrival():
+def test_events_features_follow_items_and_users_are_split_by_first_event():
     graph = make_dataset("events", users=1000, events=20_000, signal=1.0)
     edges, users = graph.edges[INTERACTS], graph.nodes["user"]
     assert edges.attr is not None and edges.order is not None and users.y is not None
@@ -230,10 +233,9 @@ def test_events_features_tell_topics_and_users_are_split_by_arrival():
     rows = edges.attr[dst == busy]
     assert correlation(rows[::2].mean(0).double(), rows[1::2].mean(0).double()) > 0.8
     first: dict[int, int] = {}
-    for at, user in enumerate(edges.src[edges.order].tolist()):
-        first.setdefault(user, at)
-    came = torch.tensor(sorted(first))
-    assert torch.equal((users.y >= 0).nonzero().flatten(), came)
+    for number, user in enumerate(edges.src[edges.order].tolist()):
+        first.setdefault(user, number)
+    assert torch.equal((users.y >= 0).nonzero().flatten(), torch.tensor(sorted(first)))
     last_train = max(first[int(u)] for u in users.mask("train").nonzero())
     assert last_train < min(first[int(u)] for u in users.mask("val").nonzero())
     assert int(users.mask("train").sum()) == round(0.7 * len(first))
@@ -243,13 +245,13 @@ def test_events_features_tell_topics_and_users_are_split_by_arrival():
 def test_events_taste_follows_the_users_topic():
     loyal = make_dataset("events", drift=0.0, taste=1.0, repeat=0.0, events=20_000, topics=4)
     src, dst = loyal.edges[INTERACTS].edge_index()
-    seen = torch.zeros(2000, 1000).index_put_((src, dst), torch.tensor(1.0), accumulate=True)
+    counts = torch.zeros(2000, 1000).index_put_((src, dst), torch.tensor(1.0), accumulate=True)
     # Users of one taste share items, users of different tastes share none: items fall into four groups.
-    together = (seen.T @ seen) > 0
+    connected = (counts.T @ counts) > 0
     group = torch.arange(1000)
     for _ in range(30):
-        group = torch.where(together, group[None, :], 1000).min(1).values.minimum(group)
-    bought = seen.sum(0) > 0
+        group = torch.where(connected, group[None, :], 1000).min(1).values.minimum(group)
+    bought = counts.sum(0) > 0
     assert len(set(group[bought].tolist())) == 4
 
 
@@ -257,49 +259,49 @@ def test_events_taste_follows_the_users_topic():
     ("name", "settings", "message"),
     [
         ("comunities", {}, "no dataset 'comunities': did you mean 'communities'"),
-        ("xyz", {}, "there are communities, rmat, shop, events, debian"),
+        ("xyz", {}, "choose one of communities, rmat, shop, events, debian"),
         ("communities", {"node": 5}, "communities has no parameter 'node': did you mean 'nodes'"),
-        ("communities", {"qqqq": 5}, "there are seed, train"),
+        ("communities", {"qqqq": 5}, "choose one of seed, train"),
         ("communities", {"nodes": "many"}, "communities: nodes: input should be a valid integer.*found 'many'"),
         ("communities", {"homophily": 1.5}, "homophily: input should be less than or equal to 1, found 1.5"),
-        ("communities", {"edges": 10, "mean_degree": 3}, "edges and mean_degree say the same thing"),
-        ("communities", {"classes": 9, "communities": 3}, "communities must be at least classes, found 3"),
+        ("communities", {"edges": 10, "mean_degree": 3}, "edges and mean_degree exclude each other"),
+        ("communities", {"classes": 9, "communities": 3}, "communities must be at least as many as classes, found 3"),
         ("communities", {"nodes": 20}, "nodes must be at least 3 per community"),
         ("communities", {"classes": 1}, "homophily must be 1"),
         ("communities", {"nodes": 100, "mean_degree": 90}, "communities have room for .* fewer edges"),
         ("communities", {"train": 0.8, "val": 0.3}, "train \\+ val must be at most 1"),
         ("communities", {"dtype": "int8"}, "dtype: input should be 'float32'"),
         ("rmat", {"a": 0.9}, "a \\+ b \\+ c must be at most 1"),
-        ("rmat", {"nodes": 5, "scale": 3}, "nodes and scale say the same thing"),
-        ("rmat", {"nodes": 10, "edges": 91}, "only .* different edges were found of 91"),
-        ("events", {"items": 3}, "items must be at least topics"),
+        ("rmat", {"nodes": 5, "scale": 3}, "nodes and scale exclude each other"),
+        ("rmat", {"nodes": 10, "edges": 91}, "only .* of 91 different edges could be drawn"),
+        ("events", {"items": 3}, "items must be at least as many as topics"),
         ("shop", {"users": 0}, "users: input should be greater than or equal to 1"),
     ],
 )
-def test_what_is_wrong_is_named(name, settings, message):
+def test_messages_name_the_wrong_parameter(name, settings, message):
     with pytest.raises(ConfigError, match=message):
         make_dataset(name, **settings)
 
 
-def test_extremes():
-    whole = make_dataset("rmat", nodes=10, edges=90, a=0.25, b=0.25, c=0.25)
-    assert_simple(whole, symmetric=False)
+def test_extreme_parameters():
+    complete = make_dataset("rmat", nodes=10, edges=90, a=0.25, b=0.25, c=0.25)
+    assert_simple(complete, symmetric=False)
     assert make_dataset("communities", classes=1, homophily=1.0, nodes=300).num_edges == 6000
     assert make_dataset("communities", nodes=30, classes=2, edges=2).num_edges == 2
     assert make_dataset("events", events=0).num_edges == 0
     assert make_dataset("events", events=1, users=1, items=2, topics=2).num_edges == 1
-    lonely = make_dataset("shop", users=1, products=1, brands=1, buys=0, views=3, categories=5)
-    assert lonely.edges[VIEWS].count == 1 and lonely.edges[BUYS].count == 0
+    tiny = make_dataset("shop", users=1, products=1, brands=1, buys=0, views=3, categories=5)
+    assert tiny.edges[VIEWS].count == 1 and tiny.edges[BUYS].count == 0
 
 
-def test_numbered_ids():
+def test_prefixed_ids_are_padded_numbers():
     assert prefixed_ids("a", 0).values().to_pylist() == []
     ids = prefixed_ids("item", 1_000_001)
     assert ids.select([0, 999_999, 1_000_000]).to_pylist() == ["item-0000000", "item-0999999", "item-1000000"]
     assert ids.rows(["item-0000042"]).tolist() == [42]
 
 
-def test_parameters_are_documented():
+def test_all_parameters_have_a_type_and_a_description():
     for dataset in DATASETS.values():
         for parameter in dataset.parameters:
             assert parameter.meaning and parameter.kind, (dataset.name, parameter.name)

@@ -1,4 +1,4 @@
-"""The package graph, from a tiny directory of lists."""
+"""The package graph, built from a small directory of lists."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def edges_of(graph, relation):
     return {(names[s], names[d]) for s, d in zip(src, dst, strict=True)}
 
 
-def test_packages_and_relations(lists, tmp_path):
+def test_packages_sections_and_relations_are_read(lists, tmp_path):
     graph = make_dataset("debian", **lists)
     assert graph.single_nodes.ids.values().to_pylist() == ["alpha", "beta", "delta", "epsilon", "gamma"]
     depends = {("alpha", "beta"), ("alpha", "gamma"), ("alpha", "delta"), ("alpha", "epsilon"), ("beta", "alpha")}
@@ -81,7 +81,7 @@ def test_packages_and_relations(lists, tmp_path):
     assert save_store(graph, tmp_path / "store").single_nodes.ids.select([0]).to_pylist() == ["alpha"]
 
 
-def test_features_are_the_words(lists):
+def test_features_are_buckets_of_words(lists):
     x = make_dataset("debian", **lists, dtype="float32").single_nodes.x
     assert torch.allclose(x.norm(dim=1), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]))
     # alpha: letters of the old alphabet with second line (single letters are no words); beta: letters again
@@ -90,28 +90,28 @@ def test_features_are_the_words(lists):
 
 
 def test_packages_of_one_source_share_a_split(lists):
-    seen = set()
+    splits = set()
     for seed in range(12):
         split = make_dataset("debian", **lists, seed=seed, train=0.5, val=0.25).single_nodes.split[0].tolist()
         assert split[0] == split[1]
-        seen.add(tuple(split))
-    assert len(seen) > 3
+        splits.add(tuple(split))
+    assert len(splits) > 3
 
 
-@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".lz4", None), ("", bytes)])
-def test_packed_lists(lists, suffix, pack):
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".lz4", None), ("", bytes)])
+def test_compressed_lists_are_read(lists, suffix, compress):
     plain = make_dataset("debian", **lists)
     (lists["lists"] / "a_main_Packages").unlink()
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, "lz4") as stream:
         stream.write(MAIN.encode())
-    packed = pack(MAIN.encode()) if pack else sink.getvalue().to_pybytes()
-    (lists["lists"] / f"a_main_Packages{suffix}").write_bytes(packed)
+    compressed = compress(MAIN.encode()) if compress else sink.getvalue().to_pybytes()
+    (lists["lists"] / f"a_main_Packages{suffix}").write_bytes(compressed)
     again = make_dataset("debian", **lists)
     assert torch.equal(plain.single_nodes.x, again.single_nodes.x) and plain.num_edges == again.num_edges
 
 
-def test_no_lists_or_damaged_ones(tmp_path, lists):
+def test_missing_and_damaged_lists_are_reported(tmp_path, lists):
     with pytest.raises(InputError, match=r"no package lists .* Debian machine"):
         make_dataset("debian", lists=tmp_path / "absent")
     (lists["lists"] / "a_main_Packages.xz").write_bytes(b"not packed")
@@ -119,7 +119,7 @@ def test_no_lists_or_damaged_ones(tmp_path, lists):
         make_dataset("debian", **lists)
 
 
-def test_empty_lists(tmp_path):
+def test_empty_lists_are_reported(tmp_path):
     (tmp_path / "x_Packages").write_text("\n")
-    with pytest.raises(InputError, match="name no package"):
+    with pytest.raises(InputError, match="have no package"):
         make_dataset("debian", lists=tmp_path, status=tmp_path / "none")

@@ -1,4 +1,4 @@
-"""Streams of events: sorted stably, sliced without copies, split and cut by the rules, the same whatever the offset."""
+"""Event streams: stable sorting, slices without copies, splits by time and batch boundaries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_unsorted_events_are_sorted_stably(dtype: torch.dtype) -> None:
         assert stream.msg is not None and torch.equal(stream.msg, msg[order])
         assert stream.num_nodes == 9 and torch.equal(stream.destinations, torch.unique(dst))
     edges = Graph(torch.stack([src, dst]), num_nodes=9).single_edges
-    assert torch.equal(edges.src[from_graph.edge_ids].long(), src[order]), "ids of the store come back"
+    assert torch.equal(edges.src[from_graph.edge_ids].long(), src[order]), "edge_ids are store edge ids"
 
 
 def shop(times: tuple[bool, bool]) -> Graph:
@@ -52,15 +52,15 @@ def shop(times: tuple[bool, bool]) -> Graph:
     return Graph.of({"user": Nodes(count=2), "item": Nodes(count=4)}, kinds)
 
 
-def test_types_are_numbered_through_and_destinations_are_the_type() -> None:
+def test_nodes_of_all_types_share_one_numbering_and_destinations_are_one_type() -> None:
     stream = EventStream.of(shop((True, False)))
     assert stream.src.tolist() == [1, 1, 0] and stream.dst.tolist() == [2, 5, 5] and stream.t.tolist() == [3, 4, 5]
     assert stream.num_nodes == 6 and stream.destinations.tolist() == [2, 3, 4, 5]
     assert EventStream.of(shop((True, True)), "user:likes:item").dst.tolist() == [2, 5, 5]
 
 
-def test_what_is_no_stream() -> None:
-    with pytest.raises(ConfigError, match="no edges with times"):
+def test_graphs_without_a_clear_event_type_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no edges have times"):
         EventStream.of(shop((False, False)))
     with pytest.raises(ConfigError, match=r"user:buys:item, user:likes:item.*name one"):
         EventStream.of(shop((True, True)))
@@ -70,15 +70,15 @@ def test_what_is_no_stream() -> None:
         EventStream.from_arrays(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
 
 
-def test_slices_are_views_with_the_numbers_of_the_whole() -> None:
+def test_slices_are_views_that_keep_event_numbers() -> None:
     src, dst, t = random_events(50)
     stream = EventStream.from_arrays(src, dst, t, msg=torch.rand(50, 2), y=torch.arange(50))
     part = stream.slice(10, 40).slice(5, 100)
     assert len(part) == 25 and part.numbers.tolist() == list(range(15, 40))
     for name in ("src", "dst", "t", "msg", "y", "edge_ids"):
-        mine, whole = getattr(part, name), getattr(stream, name)
-        assert torch.equal(mine, whole[15:40])
-        assert mine.data_ptr() == whole[15:].data_ptr(), "no copy"
+        sliced, column = getattr(part, name), getattr(stream, name)
+        assert torch.equal(sliced, column[15:40])
+        assert sliced.data_ptr() == column[15:].data_ptr(), "no copy"
 
 
 @given(st.lists(st.sampled_from([0, 0, 1, 2]), min_size=1, max_size=60), st.sampled_from([0, 1_700_000_000]))
@@ -89,15 +89,15 @@ def test_the_split_is_by_quantiles_of_time(gaps: list[int], start: int) -> None:
     parts = EventStream.from_arrays(ends, ends, t).split()
     times = t.numpy()
     first, second = np.quantile(times, [0.70, 0.85])  # as TGB has it
-    expected = [int(found.sum()) for found in (times <= first, (times > first) & (times <= second), times > second)]
+    expected = [int(mask.sum()) for mask in (times <= first, (times > first) & (times <= second), times > second)]
     assert [len(part) for part in parts] == expected
     far = EventStream.from_arrays(ends, ends, t + 2**62).split()
-    assert [len(part) for part in far] == expected, "also where float64 cannot hold the times"
+    assert [len(part) for part in far] == expected, "also if float64 cannot hold the times"
 
 
 @given(st.lists(st.sampled_from([0, 0, 0, 1]), max_size=60), st.integers(1, 12))
 @settings(max_examples=100, deadline=None)
-def test_batches(gaps: list[int], size: int) -> None:
+def test_batches_end_between_times_unless_ties_are_cut(gaps: list[int], size: int) -> None:
     t = torch.tensor(gaps, dtype=torch.int64).cumsum(0)
     ends = torch.zeros(len(gaps), dtype=torch.int64)
     stream = EventStream.from_arrays(ends, ends, t)
@@ -113,30 +113,30 @@ def test_batches(gaps: list[int], size: int) -> None:
         assert hi - lo <= size
 
 
-def brute_captured(src: Tensor, dst: Tensor, bounds: list[int]) -> int:
+def count_distinct_ends(src: Tensor, dst: Tensor, bounds: list[int]) -> int:
     return sum(len(set(src[lo:hi].tolist()) | set(dst[lo:hi].tolist())) for lo, hi in itertools.pairwise(bounds))
 
 
 @given(seed=st.integers(0, 50), count=st.integers(1, 80), size=st.integers(1, 90))
 @settings(max_examples=60, deadline=None)
-def test_captured_counts_distinct_ends(seed: int, count: int, size: int) -> None:
+def test_capture_ratio_is_the_share_of_distinct_ends(seed: int, count: int, size: int) -> None:
     src, dst, t = random_events(count, seed=seed)
     stream = EventStream.from_arrays(src, dst, t)
-    expected = brute_captured(stream.src, stream.dst, stream.batches(size, keep_ties=False)) / (2 * count)
+    expected = count_distinct_ends(stream.src, stream.dst, stream.batches(size, keep_ties=False)) / (2 * count)
     assert stream.capture_ratio([size, 1])[0] == expected
 
 
 @given(seed=st.integers(0, 50), count=st.integers(1, 80), loss=st.sampled_from([0.0, 0.2, 0.5, 0.9]))
 @settings(max_examples=60, deadline=None)
-def test_batches_within_a_loss_are_as_long_as_they_may_be(seed: int, count: int, loss: float) -> None:
+def test_bounded_loss_batches_are_as_long_as_allowed(seed: int, count: int, loss: float) -> None:
     src, dst, t = random_events(count, seed=seed, nodes=15)
     stream = EventStream.from_arrays(src, dst, t)
-    bounds = stream.bounded_loss_batches(loss, most=20)
+    bounds = stream.bounded_loss_batches(loss, max_size=20)
     assert bounds[0] == 0 and bounds[-1] == count
 
     def fits(lo: int, hi: int) -> bool:
         whole_ties = hi == count or bool(stream.t[hi] > stream.t[hi - 1])
-        kept = brute_captured(stream.src, stream.dst, [lo, hi])
+        kept = count_distinct_ends(stream.src, stream.dst, [lo, hi])
         return whole_ties and 2 * (hi - lo) - kept <= loss * 2 * (hi - lo)
 
     for lo, hi in itertools.pairwise(bounds):
@@ -146,15 +146,15 @@ def test_batches_within_a_loss_are_as_long_as_they_may_be(seed: int, count: int,
         assert hi == (allowed[-1] if allowed else tie)
 
 
-def test_an_empty_stream() -> None:
+def test_an_empty_stream_has_empty_batches_and_splits() -> None:
     none = torch.empty(0, dtype=torch.int64)
     stream = EventStream.from_arrays(none, none, none)
-    assert stream.batches(5) == [0] and stream.bounded_loss_batches(0.5, most=5) == [0]
+    assert stream.batches(5) == [0] and stream.bounded_loss_batches(0.5, max_size=5) == [0]
     assert [len(part) for part in stream.split()] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("typed", [False, True])
-def test_wikipedia_by_one_import(shared_data: Path, tmp_path: Path, typed: bool) -> None:
+def test_wikipedia_is_imported_from_one_table(shared_data: Path, tmp_path: Path, typed: bool) -> None:
     path = str(shared_data / "temporal" / "ml_wikipedia.txt")
     if typed:
         table = EdgeTable(files=(path,), columns="src,dst,time")
@@ -163,22 +163,22 @@ def test_wikipedia_by_one_import(shared_data: Path, tmp_path: Path, typed: bool)
         spec = classify_tables([path], columns="src,dst,time")
     import_tables(spec, tmp_path / "wiki")
     stream = EventStream.of(open_store(tmp_path / "wiki"))
-    given = np.loadtxt(path, dtype=np.int64)
-    assert np.array_equal(stream.src.numpy(), given[:, 0] - 1) and np.array_equal(stream.dst.numpy(), given[:, 1] - 1)
-    assert np.array_equal(stream.t.numpy(), given[:, 2])
+    rows = np.loadtxt(path, dtype=np.int64)
+    assert np.array_equal(stream.src.numpy(), rows[:, 0] - 1) and np.array_equal(stream.dst.numpy(), rows[:, 1] - 1)
+    assert np.array_equal(stream.t.numpy(), rows[:, 2])
     assert stream.destinations.tolist() == list(range(8227, 9227))
     assert [len(part) for part in stream.split()] == [110_232, 23_621, 23_621]
     assert [round(share, 3) for share in stream.capture_ratio([100, 200, 600, 4800])] == [0.443, 0.366, 0.273, 0.147]
 
 
-def test_bitcoin_comes_unsorted_with_a_header(shared_data: Path, tmp_path: Path) -> None:
+def test_bitcoin_is_imported_unsorted_with_a_header(shared_data: Path, tmp_path: Path) -> None:
     path = shared_data / "temporal" / "soc-sign-bitcoinalpha.csv"
     import_tables(classify_tables([str(path)]), tmp_path / "bitcoin")
     graph = open_store(tmp_path / "bitcoin")
     stream = EventStream.of(graph)
-    given = np.loadtxt(path, dtype=np.int64, delimiter=",", skiprows=1)
-    given = given[np.argsort(given[:, 3], kind="stable")]
+    rows = np.loadtxt(path, dtype=np.int64, delimiter=",", skiprows=1)
+    rows = rows[np.argsort(rows[:, 3], kind="stable")]
     ids = graph.single_nodes.ids.select(torch.cat([stream.src, stream.dst])).to_pylist()
-    assert ids == given[:, 0].tolist() + given[:, 1].tolist()
-    assert stream.msg is not None and stream.msg[:, 0].tolist() == given[:, 2].tolist()
-    assert np.array_equal(stream.t.numpy(), given[:, 3])
+    assert ids == rows[:, 0].tolist() + rows[:, 1].tolist()
+    assert stream.msg is not None and stream.msg[:, 0].tolist() == rows[:, 2].tolist()
+    assert np.array_equal(stream.t.numpy(), rows[:, 3])

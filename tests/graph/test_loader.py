@@ -1,4 +1,4 @@
-"""The loader covers its nodes, repeats itself, and its thread neither hides an error nor outlives its use."""
+"""The loader covers its nodes reproducibly; its thread reports errors and ends with the loop."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def graph() -> Graph:
     return make_dataset("communities", nodes=300, mean_degree=8, seed=3)
 
 
-def same(one: MiniBatch, two: MiniBatch) -> bool:
-    assert isinstance(one.x, torch.Tensor) and isinstance(two.x, torch.Tensor)
-    assert one.y is not None and two.y is not None and one.key == two.key
+def same(first: MiniBatch, second: MiniBatch) -> bool:
+    assert isinstance(first.x, torch.Tensor) and isinstance(second.x, torch.Tensor)
+    assert first.y is not None and second.y is not None and first.key == second.key
     return (
-        torch.equal(one.seeds, two.seeds)
-        and torch.equal(one.x, two.x)
-        and torch.equal(one.y, two.y)
-        and all(torch.equal(a.edge_ids, b.edge_ids) for a, b in zip(one.views, two.views, strict=True))
+        torch.equal(first.seeds, second.seeds)
+        and torch.equal(first.x, second.x)
+        and torch.equal(first.y, second.y)
+        and all(torch.equal(a.edge_ids, b.edge_ids) for a, b in zip(first.views, second.views, strict=True))
     )
 
 
-def test_an_epoch_has_every_node_once(graph: Graph) -> None:
+def test_an_epoch_contains_every_node_once(graph: Graph) -> None:
     nodes = graph.single_nodes
     assert nodes.x is not None and nodes.y is not None
     train = nodes.mask("train").nonzero()[:, 0]
     loader = NeighborLoader(graph, [4, 3], batch_size=32, input_nodes="train")
-    made = list(loader)
-    assert len(made) == len(loader)
-    assert torch.equal(torch.cat([batch.seeds for batch in made]).sort().values, train)
-    for batch in made:
+    batches = list(loader)
+    assert len(batches) == len(loader)
+    assert torch.equal(torch.cat([batch.seeds for batch in batches]).sort().values, train)
+    for batch in batches:
         assert isinstance(batch.n_id, torch.Tensor) and isinstance(batch.x, torch.Tensor) and batch.y is not None
         assert torch.equal(batch.n_id[: batch.batch_size], batch.seeds)
         assert torch.equal(batch.x, nodes.x[batch.n_id])
@@ -64,23 +64,23 @@ def test_a_store_read_by_windows_gives_the_same_batches(
     mapped = open_store(tmp_path / "store")
     x, edges = mapped.single_nodes.x, mapped.single_edges
     assert x is not None and is_paged(x) and is_paged(edges.src) and not is_paged(edges.indptr)
-    for one, two in zip(*(NeighborLoader(g, [4, 3], batch_size=32) for g in (graph, mapped)), strict=True):
-        assert same(one, two)
+    loaders = [NeighborLoader(g, [4, 3], batch_size=32) for g in (graph, mapped)]
+    assert all(same(in_memory, paged) for in_memory, paged in zip(*loaders, strict=True))
 
 
-def test_the_seed_and_the_epoch_decide(graph: Graph) -> None:
-    one = NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", shuffle=True, prefetch=2)
-    two = NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", shuffle=True, prefetch=0)
-    epochs = [(list(one), list(two)) for _ in range(2)]
+def test_batches_depend_on_the_seed_and_the_epoch_alone(graph: Graph) -> None:
+    prefetching = NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", shuffle=True, prefetch=2)
+    plain = NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", shuffle=True, prefetch=0)
+    epochs = [(list(prefetching), list(plain)) for _ in range(2)]
     assert all(same(a, b) for first, second in epochs for a, b in zip(first, second, strict=True))
     assert not torch.equal(epochs[0][0][0].seeds, epochs[1][0][0].seeds)
-    two.epoch = 1
-    assert all(same(a, b) for a, b in zip(epochs[1][0], two, strict=True))
+    plain.epoch = 1
+    assert all(same(a, b) for a, b in zip(epochs[1][0], plain, strict=True))
     other = next(iter(NeighborLoader(graph, [4, 3], batch_size=8, input_nodes="train", shuffle=True, seed=1)))
     assert not torch.equal(other.seeds, epochs[0][0][0].seeds)
 
 
-def test_overlapping_loops_do_not_meet(graph: Graph) -> None:
+def test_overlapping_loops_are_independent(graph: Graph) -> None:
     loader = NeighborLoader(graph, [4, 3], batch_size=32)
     first, second = iter(loader), iter(loader)
     pairs = list(zip(first, second, strict=True))
@@ -89,7 +89,7 @@ def test_overlapping_loops_do_not_meet(graph: Graph) -> None:
     assert all(same(a, b) for (_, a), b in zip(pairs, fresh, strict=True))
 
 
-def test_the_order_given_is_kept_without_shuffling(graph: Graph) -> None:
+def test_without_shuffling_seeds_keep_their_order(graph: Graph) -> None:
     ids = torch.tensor([7, 3, 200, 9, 1])
     loader = NeighborLoader(graph, [2], batch_size=2, input_nodes=ids, drop_last=True)
     assert [batch.seeds.tolist() for batch in loader] == [[7, 3], [200, 9]] and len(loader) == 2
@@ -111,7 +111,7 @@ def test_half_precision_becomes_float32(graph: Graph, dtype: torch.dtype) -> Non
     assert torch.equal(batch.x, x.to(dtype)[batch.n_id].to(wide)) and batch.x.dtype == wide
 
 
-def test_several_node_types() -> None:
+def test_batches_of_several_node_types_are_dicts() -> None:
     graph = make_dataset("shop", seed=1, users=60, products=40, brands=5, buys=400, views=600)
     batch = next(iter(NeighborLoader(graph, [3, 3], batch_size=8, input_nodes=("user", [5, 2]), shuffle=True)))
     assert isinstance(batch.x, dict) and isinstance(batch.n_id, dict)
@@ -134,23 +134,22 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "error", "message"), WRONG)
-def test_wrong_words(graph: Graph, words: dict[str, Any], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG)
+def test_wrong_arguments_are_refused(
+    graph: Graph, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        NeighborLoader(graph, [2], **words)
-
-
-# -- the thread --
+        NeighborLoader(graph, [2], **arguments)
 
 
 def prefetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "gnnfleet-prefetch"]
 
 
-def numbers(stop: int, seen: list[int]) -> Iterator[int]:
+def numbers(stop: int, computed: list[int]) -> Iterator[int]:
     for i in range(stop):
         assert num_threads() == 1 or threading.current_thread() is threading.main_thread()
-        seen.append(i)
+        computed.append(i)
         yield i
 
 
@@ -162,21 +161,20 @@ def wait_for_end() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
-def test_things_come_whole_and_in_order(depth: int) -> None:
-    seen: list[int] = []
-    assert list(prefetch_items(numbers(20, seen), depth)) == list(range(20))
+def test_prefetched_values_are_complete_and_in_order(depth: int) -> None:
+    assert list(prefetch_items(numbers(20, []), depth)) == list(range(20))
     wait_for_end()
 
 
-def test_no_more_is_made_ahead_than_asked_for() -> None:
-    seen: list[int] = []
-    ahead = prefetch_items(numbers(100, seen), 2)
-    assert next(ahead) == 0
+def test_no_more_than_depth_values_are_prefetched() -> None:
+    computed: list[int] = []
+    values = prefetch_items(numbers(100, computed), 2)
+    assert next(values) == 0
     time.sleep(0.3)
-    assert len(seen) <= 4  # one given, two waiting, one in the maker's hand
-    ahead.close()
+    assert len(computed) <= 4  # one in use, two waiting, one in progress
+    values.close()
     wait_for_end()
-    assert len(seen) <= 4
+    assert len(computed) <= 4
 
 
 def broken() -> Iterator[int]:
@@ -184,12 +182,14 @@ def broken() -> Iterator[int]:
     raise ValueError("no such batch")
 
 
-def test_an_error_is_raised_where_it_is_waited_for() -> None:
-    ahead = prefetch_items(broken(), 2)
-    assert next(ahead) == 1
+def test_an_error_of_the_thread_is_raised_in_the_loop() -> None:
+    values = prefetch_items(broken(), 2)
+    assert next(values) == 1
     with pytest.raises(ValueError, match="no such batch") as caught:
-        next(ahead)
-    assert "in broken" in "".join(traceback.format_tb(caught.value.__traceback__)), "with the thread's own traceback"
+        next(values)
+    assert "in broken" in "".join(traceback.format_tb(caught.value.__traceback__)), (
+        "the traceback of the thread is missing"
+    )
     wait_for_end()
 
 
@@ -206,8 +206,8 @@ def test_an_abandoned_loop_ends_its_thread(graph: Graph) -> None:
     wait_for_end()
 
 
-def test_an_interrupt_is_heard() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs have it ignored
+def test_an_interrupt_ends_the_loop() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 
     def slow() -> Iterator[int]:
         yield 0

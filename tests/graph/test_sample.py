@@ -1,4 +1,4 @@
-"""Blocks hold what was drawn, chain up, and with every neighbour equal the whole graph: outputs and gradients."""
+"""Sampled blocks contain the drawn edges; with all neighbours, outputs and gradients equal those of the whole graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def some_seeds(graph: Graph, seed: int) -> dict[str, Tensor]:
 
 @given(graph=graphs(), seed=st.integers(0, 99), count=st.integers(-1, 4), replace=st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_blocks_hold_what_was_drawn(graph: Graph, seed: int, count: int, replace: bool) -> None:
+def test_blocks_contain_the_drawn_edges_and_their_data(graph: Graph, seed: int, count: int, replace: bool) -> None:
     seeds = some_seeds(graph, seed)
     views = sample_blocks(graph, seeds, [count, 2], KEY, replace=replace)
     assert len(views) == 2
@@ -57,28 +57,28 @@ def test_blocks_hold_what_was_drawn(graph: Graph, seed: int, count: int, replace
             expected = degree if fanout < 0 else (degree > 0) * fanout if replace else degree.clamp(max=fanout)
             assert torch.equal(structure.indptr.diff(), expected)
             for name in ("weight", "attr"):
-                mine, every = getattr(relation, name), getattr(edges, name)
-                assert (mine is None) == (every is None)
-                assert mine is None or torch.equal(mine, every[relation.edge_ids])
-        whole = LocalView.of_graph(graph)
+                sampled, column = getattr(relation, name), getattr(edges, name)
+                assert (sampled is None) == (column is None)
+                assert sampled is None or torch.equal(sampled, column[relation.edge_ids])
+        full_view = LocalView.of_graph(graph)
         for kind, rows in view.nodes.items():
-            assert torch.equal(rows.degree(False), whole.nodes[kind].degree(False)[rows.node_ids])
+            assert torch.equal(rows.degree(False), full_view.nodes[kind].degree(False)[rows.node_ids])
 
 
 def test_a_node_draws_the_same_in_any_batch() -> None:
     graph = make_dataset("communities", nodes=500, mean_degree=20, seed=2)
     sampler = NeighborSampler(graph, [3, 4])
-    every = sampler.blocks({"node": torch.arange(500)}, KEY)[-1]
-    drawn = every.edge_ids.split(every.in_degree.tolist())
+    all_nodes = sampler.blocks({"node": torch.arange(500)}, KEY)[-1]
+    drawn = all_nodes.edge_ids.split(all_nodes.in_degree.tolist())
     for seed in range(3):
         seeds = torch.randperm(500, generator=torch.Generator().manual_seed(seed))[:50]
         view = sampler.blocks({"node": seeds}, KEY)[-1]
         assert torch.equal(view.edge_ids, torch.cat([drawn[node] for node in seeds.tolist()]))
     other = sampler.blocks({"node": torch.arange(500)}, DrawKey(3, 1, 5))[-1]
-    assert not torch.equal(other.edge_ids, every.edge_ids)
+    assert not torch.equal(other.edge_ids, all_nodes.edge_ids)
 
 
-def test_weights_decide_what_is_drawn() -> None:
+def test_weighted_draws_never_take_edges_of_weight_zero() -> None:
     graph = Graph(
         torch.tensor([[1, 2, 3, 4], [0, 0, 0, 0]]), num_nodes=5, edge_weight=torch.tensor([0.0, 1.0, 0.0, 2.0])
     )
@@ -86,9 +86,9 @@ def test_weights_decide_what_is_drawn() -> None:
     assert sample_blocks(graph, seeds, [3], KEY, weighted=True)[0].edge_ids.tolist() == [1, 3]
     assert len(sample_blocks(graph, seeds, [3], KEY)[0].edge_ids) == 3
     assert sample_blocks(graph, seeds, [-1], KEY, weighted=True)[0].edge_ids.tolist() == [0, 1, 2, 3]
-    broken = Graph(torch.tensor([[1], [0]]), edge_weight=torch.tensor([-1.0]))
-    with pytest.raises(ConfigError, match="weights of 0 or more"):
-        NeighborSampler(broken, [3], weighted=True)
+    negative = Graph(torch.tensor([[1], [0]]), edge_weight=torch.tensor([-1.0]))
+    with pytest.raises(ConfigError, match="finite weights that are not negative"):
+        NeighborSampler(negative, [3], weighted=True)
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -100,13 +100,13 @@ def test_sums_estimate_all_neighbours_without_bias(plain: Graph, replace: bool, 
     assert weight is not None
     weight = weight.double()
     expected = LocalView.of_graph(plain).aggregate(x, weight=weight, self_loops=loops)[seeds]
-    found = []
+    estimates = []
     for step in range(times):
         (view,) = sampler.blocks({"node": seeds}, DrawKey(0, 0, step))
-        found.append(view.aggregate(x[view.node_ids], weight=weight[view.edge_ids], self_loops=loops))
-    every = torch.stack(found)
-    error = every.std(0) / times**0.5
-    assert bool(((every.mean(0) - expected).abs() <= 5 * error + 1e-12).all())
+        estimates.append(view.aggregate(x[view.node_ids], weight=weight[view.edge_ids], self_loops=loops))
+    sums = torch.stack(estimates)
+    error = sums.std(0) / times**0.5
+    assert bool(((sums.mean(0) - expected).abs() <= 5 * error + 1e-12).all())
     (view,) = sampler.blocks({"node": seeds}, DrawKey(0, 0, 0))
     ones = view.aggregate(torch.ones(view.num_src, 1))
     assert torch.allclose(ones[:, 0], plain.single_edges.in_degree()[seeds].float()), (
@@ -114,7 +114,7 @@ def test_sums_estimate_all_neighbours_without_bias(plain: Graph, replace: bool, 
     )
 
 
-def test_fanouts_by_edge_type() -> None:
+def test_fanouts_may_differ_by_edge_type() -> None:
     graph = make_dataset("shop", seed=1, users=60, products=40, brands=5, buys=400, views=600)
     fanouts = {kind: [hop + 1, 0] for hop, kind in enumerate(graph.edges)}
     views = sample_blocks(graph, {"product": torch.arange(40)}, fanouts, KEY)
@@ -123,9 +123,9 @@ def test_fanouts_by_edge_type() -> None:
         assert not len(counts) or int(counts.max()) <= fanouts[kind][0]
         assert views[0].relations[kind].structure.num_edges == 0
     wrong: list[Any] = [[], [-2], [1.5], {EdgeType("a", "b", "c"): [1]}, {**fanouts, next(iter(fanouts)): [1]}]
-    for bad in wrong:
+    for wrong_fanouts in wrong:
         with pytest.raises(ConfigError, match="fanout"):
-            NeighborSampler(graph, bad)
+            NeighborSampler(graph, wrong_fanouts)
     with pytest.raises(ConfigError, match="no nodes of type"):
         sample_blocks(graph, {"shop": torch.arange(2)}, [1], KEY)
 
@@ -157,8 +157,8 @@ MODELS = [
 
 @pytest.fixture(scope="module")
 def plain() -> Graph:
-    made = make_dataset("communities", nodes=300, mean_degree=6, seed=3)
-    nodes, index = made.single_nodes, made.single_edges.edge_index()
+    graph = make_dataset("communities", nodes=300, mean_degree=6, seed=3)
+    nodes, index = graph.single_nodes, graph.single_edges.edge_index()
     index = torch.cat([index, index[:, :40], torch.tensor([[7, 9], [7, 9]])], 1)  # parallel edges and self-loops
     weight = torch.rand(index.shape[1], generator=torch.Generator().manual_seed(1))
     assert nodes.x is not None
@@ -172,30 +172,33 @@ def results(model: GNN, views: Any, x: Any, rows: Tensor) -> tuple[Tensor, dict[
     return out.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def assert_same(one: tuple[Tensor, dict[str, Tensor | None]], two: tuple[Tensor, dict[str, Tensor | None]]) -> None:
-    torch.testing.assert_close(one[0], two[0], rtol=1e-10, atol=1e-12)
-    for name, gradient in one[1].items():
+Results = tuple[Tensor, dict[str, Tensor | None]]
+
+
+def assert_same(actual: Results, expected: Results) -> None:
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-10, atol=1e-12)
+    for name, gradient in actual[1].items():
         torch.testing.assert_close(
-            gradient, two[1][name], rtol=1e-10, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}"
+            gradient, expected[1][name], rtol=1e-10, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
-@pytest.mark.parametrize("words", MODELS, ids=lambda m: "-".join(map(str, m.values())))
-def test_every_neighbour_equals_the_whole_graph(plain: Graph, words: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", MODELS, ids=lambda m: "-".join(map(str, m.values())))
+def test_with_all_neighbours_a_model_equals_itself_on_the_whole_graph(plain: Graph, settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = build_model(ModelConfig.model_validate({"hidden": 8, "layers": 3, "dropout": 0.3, **words}), plain).double()
+    config = ModelConfig.model_validate({"hidden": 8, "layers": 3, "dropout": 0.3, **settings})
+    model = build_model(config, plain).double()
     x = plain.single_nodes.x
     assert x is not None
     x = x.double()
-    whole = LocalView.of_graph(plain).with_step(key=KEY)
+    full_view = LocalView.of_graph(plain).with_step(key=KEY)
     for seeds in (torch.arange(300), torch.randperm(300, generator=torch.Generator().manual_seed(1))[:20]):
         views = sample_blocks(plain, {"node": seeds}, [-1, -1, -1], KEY)
-        expected = results(model, whole, x, seeds)
-        found = results(model, views, x[views[0].node_ids], torch.arange(len(seeds)))
-        assert_same(found, expected)
+        expected = results(model, full_view, x, seeds)
+        assert_same(results(model, views, x[views[0].node_ids], torch.arange(len(seeds))), expected)
 
 
-def test_every_neighbour_of_several_types_equals_the_whole_graph() -> None:
+def test_with_all_neighbours_a_heterogeneous_model_equals_itself_on_the_whole_graph() -> None:
     graph = make_dataset("shop", seed=1, users=120, products=80, brands=5, buys=700, views=900)
     target = graph.labelled_type
     assert target is not None
@@ -205,19 +208,19 @@ def test_every_neighbour_of_several_types_equals_the_whole_graph() -> None:
     x = {kind: table.x.double() for kind, table in graph.nodes.items() if table.x is not None}
     seeds = torch.randperm(graph.nodes[target].count, generator=torch.Generator().manual_seed(1))[:15]
     views = sample_blocks(graph, {target: seeds}, [-1, -1], KEY)
-    read = {kind: rows[views[0].nodes[kind].node_ids] for kind, rows in x.items()}
+    sampled_x = {kind: rows[views[0].nodes[kind].node_ids] for kind, rows in x.items()}
     expected = results(model, LocalView.of_graph(graph).with_step(key=KEY), x, seeds)
-    assert_same(results(model, views, read, torch.arange(15)), expected)
+    assert_same(results(model, views, sampled_x, torch.arange(15)), expected)
 
 
-def test_take_finds_rows_by_store_id(plain: Graph) -> None:
+def test_gather_rows_looks_up_store_ids(plain: Graph) -> None:
     view = sample_blocks(plain, {"node": torch.tensor([40, 7, 200])}, [3, 3], KEY)[0]
     x = torch.randn(view.num_src, 2)
     ids = view.node_ids[torch.tensor([2, 0, 2, view.num_src - 1])]
     assert torch.equal(view.gather_rows(x, ids), x[[2, 0, 2, view.num_src - 1]])
-    strange = next(node for node in range(300) if node not in view.node_ids)
+    absent = next(node for node in range(300) if node not in view.node_ids)
     with pytest.raises(InputError, match="is not in this view"):
-        view.gather_rows(x, torch.tensor([7, strange]))
+        view.gather_rows(x, torch.tensor([7, absent]))
 
 
 def test_isolated_seeds_and_graphs_without_edges() -> None:

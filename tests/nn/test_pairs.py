@@ -15,7 +15,7 @@ def stream(shift: int = 0, unit: int = 1) -> EventStream:
 
 
 def features(events: EventStream, numbers: torch.Tensor, *, visible: int, unit: float = 1.0) -> torch.Tensor:
-    pairs = PairFeatures(events.neighbours(), events.src, unit)
+    pairs = PairFeatures(events.temporal_neighbors(), events.src, unit)
     all_nodes = torch.arange(12).expand(len(numbers), -1)
     return pairs.of(events.src[numbers], all_nodes, events.t[numbers], visible=visible)
 
@@ -42,7 +42,7 @@ def test_neither_offset_nor_unit_of_time_matters() -> None:
 def test_features_of_a_short_stream_have_their_defined_values() -> None:
     src, dst = torch.tensor([0, 0, 3, 0]), torch.tensor([1, 2, 0, 1])
     events = EventStream.from_arrays(src, dst, torch.tensor([1, 2, 3, 9]), num_nodes=5)
-    pairs = PairFeatures(events.neighbours(), events.src, 1.0)
+    pairs = PairFeatures(events.temporal_neighbors(), events.src, 1.0)
     values = pairs.of(torch.tensor([0]), torch.arange(5)[None], torch.tensor([9]), visible=4)[0]
     assert values[:, 0].tolist() == [0, 1, 1, 1, 0], "met"
     assert values[:, 5].tolist() == [0, 0, 0, 1, 0], "at the latest event"

@@ -273,7 +273,7 @@ def test_an_event_stream_is_planned_for_temporal_only(events: Path) -> None:
         make_plan(graph, EVENT_WORDS, only=["temporal", "sar"])
     with pytest.raises(ConfigError, match="no strategy has a setting 'fanouts'"):
         make_plan(graph, {"strategy": {"fanouts": [3]}})  # a stream without features: nothing else is thought of
-    with pytest.raises(ConfigError, match="no edges with times"):
+    with pytest.raises(ConfigError, match="no edges have times"):
         make_plan(make_dataset("communities", nodes=60, mean_degree=4), {"model": {"name": "tgn"}})
 
 

@@ -263,7 +263,7 @@ def test_the_negative_of_ap_is_the_same_by_both_rules() -> None:
     memory, share = strategy._memory_after(part.first), (part.first, part.first + len(part))
     few, full_rule = (evaluator._ranked(memory, None, share, share, full=full) for full in (False, True))
     torch.testing.assert_close(few[:, :3], full_rule[:, :3])
-    column = rule.one_of(part.numbers, 4)[:, None]
+    column = rule.single_column(part.numbers, 4)[:, None]
     assert len(torch.unique(column)) == 4
     negative = rule.for_evaluation(part.numbers, part.dst, count=4).gather(1, column)
     torch.testing.assert_close(evaluator._scores(memory, None, share, share, negative)[1][:, 0], few[:, 2])

@@ -132,7 +132,7 @@ def _profile_blocks(job: Job, probe: SamplingProbe, cached: bool) -> tuple[float
         number, batch_items = batches[step % len(batches)]
         started = time.perf_counter()
         batch = task.batch(batch_items, DrawKey(job.seed, 0, number))
-        views = sampler.blocks(batch.seeds, batch.key, given=precomputed)
+        views = sampler.blocks(batch.seeds, batch.key, skip_last_hop=precomputed)
         views = [task.mask_edges(view, batch) for view in views]
         prepare_backward(views)
         x, aggregated = gather_inputs(graph, model, views[0], job.precision, precomputed)

@@ -120,7 +120,7 @@ def sample_probe_blocks(
     found = []
     for number, part in islice(epoch_batches(items, size, seed=job.seed, epoch=0), count):
         batch = job.task.batch(part, DrawKey(job.seed, 0, number))
-        found.append(sampler.blocks(batch.seeds, batch.key, given=given))
+        found.append(sampler.blocks(batch.seeds, batch.key, skip_last_hop=given))
     return ProbeBlocks(found)
 
 

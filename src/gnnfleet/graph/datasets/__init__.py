@@ -1,17 +1,16 @@
-"""Generated graphs by name: a registry of configurations and the functions that make a Graph of one.
+"""Generators of graphs by name.
 
 >>> graph = make_dataset("communities", nodes=1000, homophily=0.9, seed=1)
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.datasets.base import DatasetConfig, configure
+from gnnfleet.graph.datasets.base import DatasetConfig, configure, suggest
 from gnnfleet.graph.datasets.communities import CommunitiesConfig, make_communities
 from gnnfleet.graph.datasets.debian import DebianConfig, make_debian
 from gnnfleet.graph.datasets.events import EventsConfig, make_events
@@ -23,7 +22,7 @@ from gnnfleet.report.progress import NoProgress, Progress
 
 @dataclass(frozen=True)
 class Parameter:
-    """One thing that can be set."""
+    """A parameter of a generator."""
 
     name: str
     kind: str
@@ -33,7 +32,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A generator: ``make(config, progress)`` gives a Graph."""
+    """A generator: ``make(config, progress)`` returns a Graph."""
 
     name: str
     summary: str
@@ -41,7 +40,7 @@ class Dataset:
     make: Callable[[Any, Progress], Graph]
 
     def configure(self, settings: dict[str, Any]) -> DatasetConfig:
-        """Raises ConfigError naming the parameter that is wrong."""
+        """Validate settings; raises ConfigError naming the wrong parameter."""
         return configure(self.config, self.name, settings)
 
     @property
@@ -56,26 +55,28 @@ class Dataset:
 DATASETS: dict[str, Dataset] = {
     entry.name: entry
     for entry in (
-        Dataset("communities", "communities, power-law degrees, features, labels", CommunitiesConfig, make_communities),
-        Dataset("rmat", "recursive matrix as in Graph500: very skewed, for scale", RmatConfig, make_rmat),
-        Dataset("shop", "users, products and brands: six relations, string ids", ShopConfig, make_shop),
-        Dataset("events", "users and items in time: repeats and drift", EventsConfig, make_events),
-        Dataset("debian", "packages of this Debian machine's archive: a real graph", DebianConfig, make_debian),
+        Dataset(
+            "communities", "communities, power-law degrees, features and labels", CommunitiesConfig, make_communities
+        ),
+        Dataset(
+            "rmat", "recursive matrix as in Graph500: very skewed degrees, for tests at scale", RmatConfig, make_rmat
+        ),
+        Dataset("shop", "users, products and brands: six edge types, string ids", ShopConfig, make_shop),
+        Dataset("events", "timed events between users and items: repeats and drift", EventsConfig, make_events),
+        Dataset("debian", "packages in the lists of this Debian machine: a real graph", DebianConfig, make_debian),
     )
 }
 
 
 def find_dataset(name: str) -> Dataset:
-    """Raises ConfigError for an unknown name, with the nearest one."""
-    if name in DATASETS:
-        return DATASETS[name]
-    near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(DATASETS)}"
-    raise ConfigError(f"no dataset {name!r}: {hint}")
+    """Look up a generator; raises ConfigError for an unknown name."""
+    if name not in DATASETS:
+        raise ConfigError(f"no dataset {name!r}: {suggest(name, DATASETS)}")
+    return DATASETS[name]
 
 
 def make_dataset(name: str, *, progress: Progress = NoProgress(), **settings: Any) -> Graph:
-    """Generate a graph; raises ConfigError for an unknown name or parameter."""
+    """Generate a graph; raises ConfigError for an unknown name or a wrong parameter."""
     dataset = find_dataset(name)
     return dataset.make(dataset.configure(settings), progress)
 
@@ -84,5 +85,5 @@ def _kind(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return "|".join(schema["enum"])
     kinds = [option["type"] for option in schema.get("anyOf", [schema])]
-    words = {"integer": "int", "number": "float", "boolean": "bool", "string": "text"}
-    return "|".join(words.get(kind, kind) for kind in kinds if kind != "null")
+    names = {"integer": "int", "number": "float", "boolean": "bool", "string": "text"}
+    return "|".join(names.get(kind, kind) for kind in kinds if kind != "null")

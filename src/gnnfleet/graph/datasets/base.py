@@ -1,13 +1,13 @@
-"""What the generators share: configuration with helpful errors, splits, readable ids, whole-numbered weights.
+"""Shared parts of the generators: configuration, splits, string ids and integer weights.
 
 A generator is a frozen configuration and a function from it to a Graph. All randomness is keyed (``ops.draws``):
-the same configuration gives the same graph, bit for bit, whatever the number of threads.
+the same configuration gives the same graph, bit for bit, for any number of threads.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -23,18 +23,17 @@ from gnnfleet.ops.draws import Draws, Purpose
 from gnnfleet.ops.generate import integer_weights, pareto
 
 FeatureDtype = Literal["float32", "float16", "bfloat16"]
-TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MAX_COUNT = 2**31 - 1  # nodes of a type, so that int32 names them
-# Slots a thing of the smallest weight has; more follow its weight more closely, at 4 bytes each.
+MAX_COUNT = 2**31 - 1  # nodes of a type, so that int32 numbers them
+# Slots of the smallest weight. More slots follow the real weights more closely, at 4 bytes per slot.
 _SLOTS = 3.0
 
 
 class DatasetConfig(BaseModel):
-    """Parameters every generator has."""
+    """Parameters of every generator."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    seed: int = Field(0, ge=0, lt=2**64, description="another seed, another graph")
+    seed: int = Field(0, ge=0, lt=2**64, description="seed of all random draws")
 
     @property
     def draws(self) -> Draws:
@@ -42,10 +41,12 @@ class DatasetConfig(BaseModel):
 
 
 class SplitConfig(DatasetConfig):
-    """Parameters of generators whose nodes are split."""
+    """Parameters of generators that split nodes."""
 
     train: float = Field(0.1, ge=0, le=1, description="share of labelled nodes to train on")
-    val: float = Field(0.1, ge=0, le=1, description="share of labelled nodes to validate on; the rest is for the test")
+    val: float = Field(
+        0.1, ge=0, le=1, description="share of labelled nodes to validate on; the others are for the test"
+    )
 
     @model_validator(mode="after")
     def _shares_fit(self) -> Self:
@@ -58,7 +59,7 @@ ConfigClass = TypeVar("ConfigClass", bound=DatasetConfig)
 
 
 def configure(kind: type[ConfigClass], name: str, settings: Mapping[str, Any]) -> ConfigClass:
-    """A configuration from words or values; raises ConfigError naming the key, and the nearest one for an unknown."""
+    """Build a configuration from texts or values; raises ConfigError naming the wrong parameter."""
     try:
         return kind(**settings)
     except ValidationError as error:
@@ -73,36 +74,39 @@ def _explain(error: ValidationError, kind: type[DatasetConfig], name: str) -> st
     key = str(first["loc"][0])
     if first["type"] != "extra_forbidden":
         return f"{name}: {key}: {message[:1].lower()}{message[1:]}, found {first['input']!r}"
-    near = difflib.get_close_matches(key, kind.model_fields, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(kind.model_fields)}"
-    return f"{name} has no parameter {key!r}: {hint}"
+    return f"{name} has no parameter {key!r}: {suggest(key, kind.model_fields)}"
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """The most similar choice to an unknown name, or all choices, for a message."""
+    similar = difflib.get_close_matches(name, choices := list(choices), n=1, cutoff=0.5)
+    return f"did you mean {similar[0]!r}?" if similar else f"choose one of {', '.join(choices)}"
 
 
 def split_at_random(draws: Draws, count: int, *, train: float, val: float) -> Tensor:
-    """[1, count] int8 codes with exact shares."""
+    """[1, count] int8 split codes with exact shares."""
     return split_by_rank(draws.permutation(count), count, train=train, val=val)
 
 
 def split_by_rank(rank: Tensor, count: int, *, train: float, val: float) -> Tensor:
-    """[1, N] int8 codes: the lowest of ``count`` ranks train, the next validate; ranks beyond are in no split."""
-    first, second = round(train * count), round((train + val) * count)
+    """[1, N] int8 split codes: low ranks train, the next validate, those from ``count`` on are in no split."""
     codes = torch.full(rank.shape, TEST, dtype=torch.int8)
-    codes[rank < second] = VAL
-    codes[rank < first] = TRAIN
+    codes[rank < round((train + val) * count)] = VAL
+    codes[rank < round(train * count)] = TRAIN
     codes[rank >= count] = NO_SPLIT
     return codes[None]
 
 
 def heavy_weights(draws: Draws, count: int, *, exponent: float, limit: float) -> Tensor:
-    """[count] int64 weights with a power-law tail; ``draws`` and its next relation are used."""
+    """[count] int64 weights with a power-law tail, drawn from ``draws`` and its next relation."""
     tail = pareto(draws, count, shape=exponent - 1, limit=limit)
     return integer_weights(draws.at(draws.layer, draws.relation + 1), tail, scale=_SLOTS)
 
 
-def prefixed_ids(word: str, count: int) -> Ids:
-    """``user-000123``: strings made of bytes at once, since a million Python strings take a second."""
+def prefixed_ids(prefix: str, count: int) -> Ids:
+    """Ids such as ``user-000123``, written as bytes: a million Python strings take a second."""
     digits = max(6, len(str(max(count - 1, 0))))
-    head = np.frombuffer(f"{word}-".encode(), dtype=np.uint8)
+    head = np.frombuffer(f"{prefix}-".encode(), dtype=np.uint8)
     text = np.empty((count, len(head) + digits), dtype=np.uint8)
     text[:, : len(head)] = head
     rest = np.arange(count)

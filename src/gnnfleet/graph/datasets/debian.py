@@ -1,8 +1,8 @@
-"""Debian: a real graph from the package lists of a Debian machine. Packages depend on, recommend and suggest packages.
+"""A real graph from the package lists of a Debian machine: packages depend on, recommend and suggest packages.
 
-Features are hashed words of the description, the class is the section, ids are package names. An edge goes from the
-package that names another to the one it names; alternatives all count, virtual packages do not. Packages built from one
-source are in one split: they describe themselves in the same words.
+Features are hashed words of the description, the class is the section, ids are package names. An edge goes from a
+package to one that it names. All alternatives become edges, virtual packages are ignored. Packages of one source have
+similar descriptions, so they belong to the same split.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from pydantic import Field
 from torch import Tensor
 
 from gnnfleet.errors import InputError
-from gnnfleet.graph.datasets.base import TORCH_DTYPES, FeatureDtype, SplitConfig, split_by_rank
+from gnnfleet.graph.datasets.base import FeatureDtype, SplitConfig, split_by_rank
 from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes
 from gnnfleet.graph.ids import Ids
+from gnnfleet.io.bundle import DTYPES
 from gnnfleet.ops import csr
 from gnnfleet.report.progress import NoProgress, Progress
 
@@ -34,45 +35,45 @@ _SPLIT = 0
 _LISTS = re.compile(r".*_Packages(\.lz4|\.xz|\.gz)?")
 _WORD = re.compile(r"[a-z][a-z0-9+]+")
 _NAME = re.compile(r"[a-z0-9][a-z0-9+.-]+")
-_KEPT = {"Package", "Source", "Section", "Description"}.union(*RELATIONS.values())
+_FIELDS = {"Package", "Source", "Section", "Description"}.union(*RELATIONS.values())
 
 
 class DebianConfig(SplitConfig):
     """Parameters of ``debian``."""
 
     train: float = Field(0.6, ge=0, le=1, description="share of source packages to train on")
-    val: float = Field(0.2, ge=0, le=1, description="share of source packages to validate on; the rest is for the test")
+    val: float = Field(
+        0.2, ge=0, le=1, description="share of source packages to validate on; the others are for the test"
+    )
     lists: Path = Field(
         Path("/var/lib/apt/lists"), description="directory with files *_Packages, plain, .lz4, .xz or .gz"
     )
-    status: Path = Field(
-        Path("/var/lib/dpkg/status"), description="list of installed packages, read too if it is there"
-    )
-    features: int = Field(512, ge=1, le=2**20, description="width of the node features: buckets for hashed words")
+    status: Path = Field(Path("/var/lib/dpkg/status"), description="list of installed packages, read if it exists")
+    features: int = Field(512, ge=1, le=2**20, description="width of the node features: buckets of hashed words")
     dtype: FeatureDtype = Field("float32", description="float32, float16 or bfloat16 features")
-    reverse: bool = Field(False, description="add the three relations backwards")
+    reverse: bool = Field(False, description="add the reverse of the three relations")
 
 
 class _Package(NamedTuple):
     source: str
     section: str
     description: str
-    names: dict[str, set[str]]  # relation → names of packages
+    targets: dict[str, set[str]]  # relation → names of packages
 
 
 def make_debian(config: DebianConfig, progress: Progress = NoProgress()) -> Graph:
-    """One node type, three relations; raises InputError where there are no package lists."""
-    packages = _read(config, progress)
+    """Generate one node type and three edge types; raises InputError if there are no package lists."""
+    packages = _read_packages(config, progress)
     advance = progress.stage("generate", 2)
     names = sorted(packages)
     rows = {name: row for row, name in enumerate(names)}
     edges: dict[EdgeType, Edges] = {}
     for relation in RELATIONS:
         pairs = [
-            (rows[name], rows[other])
+            (rows[name], rows[target])
             for name in names
-            for other in packages[name].names[relation]
-            if other in rows and other != name
+            for target in packages[name].targets[relation]
+            if target in rows and target != name
         ]
         src, dst = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).T
         edges[EdgeType(PACKAGE, relation, PACKAGE)] = _edges(src, dst, len(names))
@@ -93,13 +94,13 @@ def make_debian(config: DebianConfig, progress: Progress = NoProgress()) -> Grap
     return Graph.of({PACKAGE: nodes}, edges, name="debian")
 
 
-def _read(config: DebianConfig, progress: Progress) -> dict[str, _Package]:
-    """All packages by name; the first list that has one wins."""
+def _read_packages(config: DebianConfig, progress: Progress) -> dict[str, _Package]:
+    """Read all packages by name; the first of several with the same name counts."""
     files = sorted(path for path in config.lists.glob("*_Packages*") if _LISTS.fullmatch(path.name))
     if not files:
         raise InputError(
-            f"no package lists (*_Packages) in {config.lists}: this dataset is made from a Debian machine's own lists. "
-            "Run apt-get update there, or name a directory with --set lists=DIR"
+            f"no package lists (*_Packages) in {config.lists}: this dataset needs the lists of a Debian machine. "
+            "Run apt-get update on one, or name a directory of lists: --set lists=DIR"
         )
     advance = progress.stage("read package lists", len(files))
     packages: dict[str, _Package] = {}
@@ -109,12 +110,12 @@ def _read(config: DebianConfig, progress: Progress) -> dict[str, _Package]:
                 packages.setdefault(fields["Package"], _package(fields))
         advance(1)
     if not packages:
-        raise InputError(f"the package lists in {config.lists} name no package: run apt-get update")
+        raise InputError(f"the package lists in {config.lists} have no package: run apt-get update")
     return packages
 
 
 def _paragraphs(path: Path) -> Iterator[dict[str, str]]:
-    """The fields of each paragraph that matter here; continued lines are joined."""
+    """Yield the ``_FIELDS`` of each paragraph, with continuation lines joined."""
     for paragraph in re.split(r"\n\s*\n", _text(path)):
         fields: dict[str, str] = {}
         key = ""
@@ -124,7 +125,7 @@ def _paragraphs(path: Path) -> Iterator[dict[str, str]]:
                     fields[key] += line
                 continue
             key, _, value = line.partition(":")
-            if key in _KEPT:
+            if key in _FIELDS:
                 fields[key] = value.strip()
         yield fields
 
@@ -148,18 +149,17 @@ def _package(fields: dict[str, str]) -> _Package:
         source=fields.get("Source", fields["Package"]).split(" ")[0],
         section=fields.get("Section", "unknown").rpartition("/")[2],
         description=fields.get("Description", ""),
-        names={
-            relation: {name for key in keys for name in _names(fields.get(key, ""))}
+        targets={
+            relation: {name for key in keys for name in _targets(fields.get(key, ""))}
             for relation, keys in RELATIONS.items()
         },
     )
 
 
-def _names(relation: str) -> Iterator[str]:
-    """``a (>= 1), b:any | c`` names a, b and c."""
-    for term in re.split(r"[,|]", relation):
-        if found := _NAME.match(term.strip()):
-            yield found.group()
+def _targets(relation: str) -> list[str]:
+    """Parse names: ``a (>= 1), b:any | c`` gives a, b and c."""
+    matches = [_NAME.match(term.strip()) for term in re.split(r"[,|]", relation)]
+    return [match.group() for match in matches if match]
 
 
 def _edges(src: Tensor, dst: Tensor, count: int) -> Edges:
@@ -168,22 +168,16 @@ def _edges(src: Tensor, dst: Tensor, count: int) -> Edges:
 
 
 def _features(descriptions: list[str], config: DebianConfig) -> Tensor:
-    """[N, F]: 1 for each bucket a word falls into, rows scaled to length 1. CRC-32 is the same on every machine."""
-    buckets: dict[str, int] = {}
-    rows, columns = [], []
-    for row, text in enumerate(descriptions):
-        for word in set(_WORD.findall(text.lower())):
-            if word not in buckets:
-                buckets[word] = zlib.crc32(word.encode()) % config.features
-            rows.append(row)
-            columns.append(buckets[word])
+    """[N, F]: 1 in the bucket of each word, rows scaled to length 1. CRC-32 is the same on every machine."""
     x = torch.zeros(len(descriptions), config.features)
-    x[torch.tensor(rows, dtype=torch.int64), torch.tensor(columns, dtype=torch.int64)] = 1
-    return torch.nn.functional.normalize(x).to(TORCH_DTYPES[config.dtype])
+    for row, text in enumerate(descriptions):
+        buckets = {zlib.crc32(word.encode()) % config.features for word in _WORD.findall(text.lower())}
+        x[row, list(buckets)] = 1
+    return torch.nn.functional.normalize(x).to(DTYPES[config.dtype][0])
 
 
 def _split(sources: list[str], config: DebianConfig) -> Tensor:
     order = {source: i for i, source in enumerate(sorted(set(sources)))}
     rank = config.draws.at(_SPLIT).permutation(len(order))
-    mine = rank[torch.tensor([order[source] for source in sources], dtype=torch.int64)]
-    return split_by_rank(mine, len(order), train=config.train, val=config.val)
+    ranks = rank[torch.tensor([order[source] for source in sources], dtype=torch.int64)]
+    return split_by_rank(ranks, len(order), train=config.train, val=config.val)

@@ -1,11 +1,10 @@
-"""Exactly so many different edges: draw, sort, drop repeats, draw again what is missing, drop at random what is over.
+"""An exact number of distinct edges: draw, sort, drop repeats, draw the missing ones, drop the surplus at random.
 
-Edges are drawn by index and dropped by a keyed number of the pair, so the number of threads does not matter.
+Edges are drawn by index and dropped by a keyed hash of the pair, so the number of threads has no influence.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,49 +25,50 @@ Pairs = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class EdgeQuota:
-    """So many edges of one kind."""
+    """The number of edges of one group."""
 
     name: str
     count: int
-    draw: Callable[[int, int], Pairs]  # (first, count) → int32 ends, possibly fewer: what does not belong is left out
+    draw: Callable[[int, int], Pairs]  # (first, count) → int32 ends of at most ``count`` edges
 
 
-EdgeClassifier = Callable[[Tensor, Tensor], Tensor]  # (src, dst) → number of the quota each pair belongs to
-
-
-def single_quota(src: Tensor, dst: Tensor) -> Tensor:
-    """For a single quota."""
+def _single_quota(src: Tensor, dst: Tensor) -> Tensor:
     return torch.zeros_like(src, dtype=torch.int8)
 
 
 def draw_distinct(
-    quotas: Sequence[EdgeQuota], draws: Draws, *, kind: EdgeClassifier, nodes: int, directed: bool
+    quotas: Sequence[EdgeQuota],
+    draws: Draws,
+    *,
+    nodes: int,
+    directed: bool,
+    quota_of: Callable[[Tensor, Tensor], Tensor] = _single_quota,
 ) -> Pairs:
-    """Ends of different edges without self-loops, as many as the quotas say; undirected ones once, lower end first.
+    """Draw distinct edges without self-loops until all quotas are met; undirected ones once, lower end first.
 
-    Raises ConfigError when the pairs run out.
+    ``quota_of`` maps (src, dst) to the index of the quota of each pair. Raises ConfigError if the pairs run out.
     """
     src = dst = torch.empty(0, dtype=torch.int32)
-    kinds = torch.empty(0, dtype=torch.int8)
-    drawn, found, worth = [0] * len(quotas), [0] * len(quotas), [1.0] * len(quotas)
-    for turn in itertools.count():
-        missing = [max(quota.count - n, 0) for quota, n in zip(quotas, found, strict=True)]
+    groups = torch.empty(0, dtype=torch.int8)
+    drawn, counts, yields = [0] * len(quotas), [0] * len(quotas), [1.0] * len(quotas)
+    for attempt in range(_ROUNDS + 1):
+        missing = [max(quota.count - count, 0) for quota, count in zip(quotas, counts, strict=True)]
         if not any(missing):
-            return _drop_surplus(quotas, kinds, src=src, dst=dst, numbers=pair_hash(draws, src, dst))
-        if turn == _ROUNDS:
+            return _drop_surplus(quotas, groups, src=src, dst=dst, hashes=pair_hash(draws, src, dst))
+        if attempt == _ROUNDS:
             break
-        asked = [int(count / w * _SPARE) + 16 if count else 0 for count, w in zip(missing, worth, strict=True)]
-        fresh = [q.draw(first, count) for q, first, count in zip(quotas, drawn, asked, strict=True) if count]
+        sizes = [int(count / y * _SPARE) + 16 if count else 0 for count, y in zip(missing, yields, strict=True)]
+        fresh = [q.draw(first, size) for q, first, size in zip(quotas, drawn, sizes, strict=True) if size]
         src, dst = _distinct([(src, dst), *fresh], nodes, directed)
-        kinds = kind(src, dst)
-        before, found = found, [int((kinds == k).sum()) for k in range(len(quotas))]
-        for k, count in enumerate(asked):
-            drawn[k] += count
-            if count:
-                worth[k] = min(1.0, max((found[k] - before[k]) / count, 0.05))
-    quota, n = next((quota, n) for quota, n in zip(quotas, found, strict=True) if n < quota.count)
+        groups = quota_of(src, dst)
+        before, counts = counts, [int((groups == k).sum()) for k in range(len(quotas))]
+        for k, size in enumerate(sizes):
+            drawn[k] += size
+            if size:
+                yields[k] = min(1.0, max((counts[k] - before[k]) / size, 0.05))
+    quota, count = next((quota, count) for quota, count in zip(quotas, counts, strict=True) if count < quota.count)
     raise ConfigError(
-        f"only {n:,} different {quota.name} were found of {quota.count:,} wanted: ask for fewer edges or more nodes"
+        f"only {count:,} of {quota.count:,} different {quota.name} could be drawn: set fewer edges or more nodes"
     )
 
 
@@ -81,19 +81,19 @@ def _distinct(pieces: Sequence[Pairs], nodes: int, directed: bool) -> Pairs:
     return src, Edges(indptr=indptr, src=src).dst()
 
 
-def _drop_surplus(quotas: Sequence[EdgeQuota], kinds: Tensor, *, src: Tensor, dst: Tensor, numbers: Tensor) -> Pairs:
+def _drop_surplus(quotas: Sequence[EdgeQuota], groups: Tensor, *, src: Tensor, dst: Tensor, hashes: Tensor) -> Pairs:
     keep = torch.zeros(src.shape[0], dtype=torch.bool)
     for k, quota in enumerate(quotas):
         if quota.count:
-            of_kind = kinds == k
-            bound = torch.kthvalue(numbers[of_kind], quota.count).values
-            keep |= of_kind & (numbers <= bound)
+            in_group = groups == k
+            bound = torch.kthvalue(hashes[in_group], quota.count).values
+            keep |= in_group & (hashes <= bound)
     return src[keep], dst[keep]
 
 
-def store_edges(src: Tensor, dst: Tensor, *, nodes: int, both: bool) -> Edges:
-    """One homogeneous edge type without data in store order; ``both`` adds the other direction."""
-    if both:
+def store_edges(src: Tensor, dst: Tensor, *, nodes: int, symmetric: bool) -> Edges:
+    """Sort edges between nodes of one type into store order; ``symmetric`` adds the other direction."""
+    if symmetric:
         src, dst = torch.cat([src, dst]), torch.cat([dst, src])
     indptr, src = csr.sort_sources(src, dst, num_src=nodes, num_dst=nodes)
     return Edges(indptr=indptr, src=src)

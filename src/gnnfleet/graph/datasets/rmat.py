@@ -1,15 +1,15 @@
-"""R-MAT: a recursive matrix as in Graph500, for scale. Very skewed degrees, hardly any communities, ids scrambled."""
+"""R-MAT, a recursive matrix as in Graph500: very skewed degrees, hardly any communities, permuted ids."""
 
 from __future__ import annotations
 
 from typing import Self
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
-from gnnfleet.graph.datasets.base import MAX_COUNT, TORCH_DTYPES, FeatureDtype, SplitConfig, split_at_random
-from gnnfleet.graph.datasets.distinct import EdgeQuota, Pairs, draw_distinct, single_quota, store_edges
+from gnnfleet.graph.datasets.base import MAX_COUNT, FeatureDtype, SplitConfig, split_at_random
+from gnnfleet.graph.datasets.distinct import EdgeQuota, Pairs, draw_distinct, store_edges
 from gnnfleet.graph.graph import EDGE, NODE, Graph, Nodes
+from gnnfleet.io.bundle import DTYPES
 from gnnfleet.ops.generate import normal_rows, rmat
 from gnnfleet.report.progress import NoProgress, Progress
 
@@ -21,24 +21,22 @@ class RmatConfig(SplitConfig):
 
     scale: int = Field(14, ge=1, le=30, description="2^scale nodes")
     edge_factor: float = Field(16.0, gt=0, description="stored edges per node")
-    nodes: int | None = Field(None, ge=2, le=MAX_COUNT, description="number of nodes, in place of scale")
-    edges: int | None = Field(None, ge=1, description="stored edges, in place of edge_factor")
-    a: float = Field(0.57, ge=0, le=1, description="share of the quadrant of low sources and low destinations")
-    b: float = Field(0.19, ge=0, le=1, description="share of low sources, high destinations")
-    c: float = Field(
-        0.19, ge=0, le=1, description="share of high sources, low destinations; the rest is the fourth quadrant's"
-    )
+    nodes: int | None = Field(None, ge=2, le=MAX_COUNT, description="number of nodes, instead of scale")
+    edges: int | None = Field(None, ge=1, description="stored edges, instead of edge_factor")
+    a: float = Field(0.57, ge=0, le=1, description="share of edges with low sources and low destinations")
+    b: float = Field(0.19, ge=0, le=1, description="share of edges with low sources and high destinations")
+    c: float = Field(0.19, ge=0, le=1, description="share with high sources and low destinations; d is 1 - a - b - c")
     symmetric: bool = Field(False, description="store both directions of every edge")
     repeats: bool = Field(False, description="keep self-loops and repeated edges, as Graph500 does")
     features: int = Field(0, ge=0, le=2**20, description="width of random node features; 0 for none")
     dtype: FeatureDtype = Field("float32", description="float32, float16 or bfloat16 features")
-    classes: int = Field(0, ge=0, description="number of classes, drawn at random; 0 for no labels and no split")
+    classes: int = Field(0, ge=0, description="number of random classes; 0 for no labels and no split")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        for one, other in (("nodes", "scale"), ("edges", "edge_factor")):
-            if getattr(self, one) is not None and other in self.model_fields_set:
-                raise ValueError(f"{one} and {other} say the same thing: give one")
+        for size, default in (("nodes", "scale"), ("edges", "edge_factor")):
+            if getattr(self, size) is not None and default in self.model_fields_set:
+                raise ValueError(f"{size} and {default} exclude each other: set one")
         if self.a + self.b + self.c > 1 + 1e-9:
             raise ValueError(f"a + b + c must be at most 1, found {self.a} + {self.b} + {self.c}")
         return self
@@ -53,23 +51,19 @@ class RmatConfig(SplitConfig):
 
 
 def make_rmat(config: RmatConfig, progress: Progress = NoProgress()) -> Graph:
-    """A directed or symmetric graph; features and labels, if asked for, know nothing of the edges."""
+    """Generate a directed or symmetric graph; its features and labels are independent of the edges."""
     advance = progress.stage("generate", 2)
     draws, count = config.draws, config.num_nodes
     src, dst = _draw_pairs(config)
     ids = draws.at(_IDS).permutation(count)
-    edges = store_edges(ids[src], ids[dst], nodes=count, both=config.symmetric)
+    edges = store_edges(ids[src], ids[dst], nodes=count, symmetric=config.symmetric)
     advance(1)
-    y: Tensor | None = None
-    split: Tensor | None = None
+    x = y = split = None
+    if config.features:
+        x = normal_rows(draws.at(_FEATURES), count, config.features, dtype=DTYPES[config.dtype][0])
     if config.classes:
         y = (draws.at(_LABELS).uniforms(count) * config.classes).long()
         split = split_at_random(draws.at(_SPLIT), count, train=config.train, val=config.val)
-    x = (
-        normal_rows(draws.at(_FEATURES), count, config.features, dtype=TORCH_DTYPES[config.dtype])
-        if config.features
-        else None
-    )
     advance(1)
     nodes = Nodes(count=count, x=x, y=y, split=split)
     return Graph.of({NODE: nodes}, {EDGE: edges}, name="rmat", undirected=config.symmetric)
@@ -77,15 +71,12 @@ def make_rmat(config: RmatConfig, progress: Progress = NoProgress()) -> Graph:
 
 def _draw_pairs(config: RmatConfig) -> Pairs:
     quadrants = (config.a, config.b, config.c, max(0.0, 1 - config.a - config.b - config.c))
-    wanted = config.num_edges // 2 if config.symmetric else config.num_edges
+    count = config.num_edges // 2 if config.symmetric else config.num_edges
 
     def draw(first: int, count: int) -> Pairs:
         return rmat(config.draws.at(_EDGES), count, nodes=config.num_nodes, quadrants=quadrants, first=first)
 
     if config.repeats:
-        return draw(0, wanted)
-    directed = not config.symmetric
-    quota = EdgeQuota("edges", wanted, draw)
-    return draw_distinct(
-        [quota], config.draws.at(_SURPLUS), kind=single_quota, nodes=config.num_nodes, directed=directed
-    )
+        return draw(0, count)
+    quota = EdgeQuota("edges", count, draw)
+    return draw_distinct([quota], config.draws.at(_SURPLUS), nodes=config.num_nodes, directed=not config.symmetric)

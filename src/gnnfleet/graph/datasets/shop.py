@@ -1,11 +1,12 @@
-"""Shop: a heterogeneous graph. Users buy and view products, brands make them; a product's category is its class.
+"""A heterogeneous graph: users buy and view products, brands make them; the category of a product is its class.
 
-Users have a favourite category, brands a home category, products a popularity. Ids are strings (``product-000123``),
-brands have no features, buys have times, views have weights (how often).
+Users have a favourite category, brands a home category, products a popularity. Ids are strings (``product-000123``).
+Brands have no features. Edges ``buys`` have times; the weights of ``views`` are numbers of views.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from gnnfleet.graph.datasets.base import (
     MAX_COUNT,
-    TORCH_DTYPES,
     FeatureDtype,
     SplitConfig,
     heavy_weights,
@@ -22,6 +22,7 @@ from gnnfleet.graph.datasets.base import (
     split_at_random,
 )
 from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes, validated_edges
+from gnnfleet.io.bundle import DTYPES
 from gnnfleet.ops import csr
 from gnnfleet.ops.generate import WeightedChoice, normal_rows, normal_rows_around
 from gnnfleet.report.progress import NoProgress, Progress
@@ -52,54 +53,57 @@ class ShopConfig(SplitConfig):
     products: int = Field(2_000, ge=1, le=MAX_COUNT, description="number of products")
     brands: int = Field(100, ge=1, le=MAX_COUNT, description="number of brands")
     categories: int = Field(8, ge=1, le=MAX_COUNT, description="number of categories: the classes")
-    buys: int = Field(50_000, ge=0, description="edges user:buys:product; the same user may buy a product again")
+    buys: int = Field(50_000, ge=0, description="edges user:buys:product; a user may buy a product several times")
     views: int = Field(
-        150_000, ge=0, description="views; edges user:views:product are fewer, each with its number of views"
+        150_000, ge=0, description="number of views; views of the same pair become one edge with a weight"
     )
-    taste: float = Field(
-        0.7, ge=0, le=1, description="share of buys in the user's favourite category; views half as faithful"
+    taste: float = Field(0.7, ge=0, le=1, description="share of buys in the user's favourite category; of views, half")
+    loyalty: float = Field(0.8, ge=0, le=1, description="share of products whose brand has the same home category")
+    exponent: float = Field(
+        2.2, gt=1.5, le=10, description="frequency of activity or popularity k is proportional to k^-exponent"
     )
-    loyalty: float = Field(0.8, ge=0, le=1, description="share of products whose brand is at home in their category")
-    exponent: float = Field(2.2, gt=1.5, le=10, description="activity and popularity k are as frequent as k^-exponent")
     features: int = Field(32, ge=0, le=2**20, description="width of the products' features; 0 for none")
     user_features: int = Field(0, ge=0, le=2**20, description="width of the users' features; 0 for none")
-    signal: float = Field(0.2, ge=0, description="strength of the category in a feature, against noise of 1")
+    signal: float = Field(0.2, ge=0, description="strength of the category in a feature; noise has 1")
     dtype: FeatureDtype = Field("float32", description="float32, float16 or bfloat16 features")
     labels: Literal["products", "users", "both"] = Field(
-        "products", description="who is classified: products by category, users by favourite category, or both"
+        "products", description="labelled types: products by category, users by favourite category"
     )
     reverse: bool = Field(True, description="add bought_by, viewed_by and makes")
-    days: int = Field(365, ge=1, le=2**31, description="buys fall into so many days; times are seconds")
+    days: int = Field(365, ge=1, le=2**31, description="days that the buys cover; times are in seconds")
 
 
-class _Types(NamedTuple):
+class _Choices(NamedTuple):
     category: Tensor  # [products] int32
     favourite: Tensor  # [users] int32
-    shelf: WeightedChoice  # products by category
-    visits: WeightedChoice  # users by activity
+    products: WeightedChoice  # in groups by category
+    users: WeightedChoice
 
 
 def make_shop(config: ShopConfig, progress: Progress = NoProgress()) -> Graph:
-    """Three node types; three edge types, or six with their reverses."""
+    """Generate three node types and three edge types, or six with their reverses."""
     advance = progress.stage("generate", 3)
     draws = config.draws
     category = (draws.at(_CATEGORY).uniforms(config.products) * config.categories).to(torch.int32)
     favourite = (draws.at(_TASTE).uniforms(config.users) * config.categories).to(torch.int32)
     popularity = heavy_weights(draws.at(_POPULARITY), config.products, exponent=config.exponent, limit=_HUB)
     activity = heavy_weights(draws.at(_ACTIVITY), config.users, exponent=config.exponent, limit=_HUB)
-    types = _Types(
-        category, favourite, WeightedChoice.of(popularity, category, config.categories), WeightedChoice.of(activity)
-    )
+    products = WeightedChoice.of(popularity, category, config.categories)
+    choices = _Choices(category, favourite, products, WeightedChoice.of(activity))
     advance(1)
+    sizes = {USER: config.users, PRODUCT: config.products, BRAND: config.brands}
     edges: dict[EdgeType, Edges] = {}
-    for kind, (src, dst), data in (_buys(config, types), _views(config, types), _makers(config, types)):
-        sizes = {USER: config.users, PRODUCT: config.products, BRAND: config.brands}
+    for kind, (src, dst), data in (_buys(config, choices), _views(config, choices), _makers(config, category)):
         edges[kind] = validated_edges(torch.stack([src, dst]), num_src=sizes[kind.src], num_dst=sizes[kind.dst], **data)
         if config.reverse:
-            back = torch.stack([dst, src])
-            edges[REVERSE[kind]] = validated_edges(back, num_src=sizes[kind.dst], num_dst=sizes[kind.src], **data)
+            pairs = torch.stack([dst, src])
+            edges[REVERSE[kind]] = validated_edges(pairs, num_src=sizes[kind.dst], num_dst=sizes[kind.src], **data)
     advance(1)
-    nodes = _nodes(config, types)
+    nodes = {
+        USER: _labelled_nodes(config, USER, favourite, width=config.user_features, layer=_USERS),
+        PRODUCT: _labelled_nodes(config, PRODUCT, category, width=config.features, layer=_PRODUCTS),
+        BRAND: Nodes(count=config.brands, ids=prefixed_ids(BRAND, config.brands)),
+    }
     advance(1)
     return Graph.of(nodes, edges, name="shop")
 
@@ -107,61 +111,49 @@ def make_shop(config: ShopConfig, progress: Progress = NoProgress()) -> Graph:
 _Relation = tuple[EdgeType, tuple[Tensor, Tensor], dict[str, Any]]
 
 
-def _choose(config: ShopConfig, types: _Types, layer: int, count: int) -> tuple[Tensor, Tensor]:
-    """A user by activity, then a product by popularity: from the favourite category, or from anywhere."""
+def _choose(config: ShopConfig, choices: _Choices, layer: int, count: int) -> tuple[Tensor, Tensor]:
+    """Draw users by activity, and for each a product by popularity, of the favourite category or of any."""
     draws = config.draws
-    user = types.visits.draw_any(draws.at(layer), count)
-    faithful = config.taste if layer == _BUYS else config.taste / 2
-    at_home = draws.at(layer, 1).uniforms(count) < faithful
-    liked = types.shelf.draw(draws.at(layer, 2), types.favourite[user])
-    anything = types.shelf.draw_any(draws.at(layer, 3), count)
-    # A small shop may have no product in somebody's favourite category.
-    return user, torch.where(at_home & (liked >= 0), liked, anything)
+    user = choices.users.draw_any(draws.at(layer), count)
+    from_favourite = draws.at(layer, 1).uniforms(count) < (config.taste if layer == _BUYS else config.taste / 2)
+    liked = choices.products.draw(draws.at(layer, 2), choices.favourite[user])
+    other = choices.products.draw_any(draws.at(layer, 3), count)
+    # A category of a small shop may have no product.
+    return user, torch.where(from_favourite & (liked >= 0), liked, other)
 
 
-def _buys(config: ShopConfig, types: _Types) -> _Relation:
+def _buys(config: ShopConfig, choices: _Choices) -> _Relation:
     time = (config.draws.at(_TIMES).uniforms(config.buys) * (config.days * _DAY)).long()
-    return BUYS, _choose(config, types, _BUYS, config.buys), {"time": time}
+    return BUYS, _choose(config, choices, _BUYS, config.buys), {"time": time}
 
 
-def _views(config: ShopConfig, types: _Types) -> _Relation:
-    user, product = _choose(config, types, _VIEWS, config.views)
-    indptr, src, times = csr.distinct_edges(user, product, num_src=config.users, num_dst=config.products)
-    return VIEWS, (src, Edges(indptr=indptr, src=src).dst()), {"weight": times.to(torch.float32)}
+def _views(config: ShopConfig, choices: _Choices) -> _Relation:
+    user, product = _choose(config, choices, _VIEWS, config.views)
+    indptr, src, repeats = csr.distinct_edges(user, product, num_src=config.users, num_dst=config.products)
+    return VIEWS, (src, Edges(indptr=indptr, src=src).dst()), {"weight": repeats.to(torch.float32)}
 
 
-def _makers(config: ShopConfig, types: _Types) -> _Relation:
+def _makers(config: ShopConfig, category: Tensor) -> _Relation:
     draws, count = config.draws, config.products
     weights = heavy_weights(draws.at(_MAKER), config.brands, exponent=config.exponent, limit=_HUB)
     home = torch.arange(config.brands, dtype=torch.int32) % config.categories
     makers = WeightedChoice.of(weights, home, config.categories)
-    loyal = makers.draw(draws.at(_MAKER, 2), types.category)
-    anyone = makers.draw_any(draws.at(_MAKER, 3), count)
-    brand = torch.where((draws.at(_MAKER, 4).uniforms(count) < config.loyalty) & (loyal >= 0), loyal, anyone)
+    loyal = makers.draw(draws.at(_MAKER, 2), category)
+    other = makers.draw_any(draws.at(_MAKER, 3), count)
+    brand = torch.where((draws.at(_MAKER, 4).uniforms(count) < config.loyalty) & (loyal >= 0), loyal, other)
     return MADE_BY, (torch.arange(count, dtype=torch.int32), brand), {}
 
 
-def _nodes(config: ShopConfig, types: _Types) -> dict[str, Nodes]:
-    def labelled(kind: str, category: Tensor, *, width: int, layer: int) -> Nodes:
-        draws, count, x = config.draws, category.shape[0], None
-        if width:
-            centres = normal_rows(draws.at(_CENTRES, layer), config.categories, width)
-            x = normal_rows_around(
-                draws.at(layer), centres, category, scale=config.signal, dtype=TORCH_DTYPES[config.dtype]
-            )
-        has_labels = config.labels in (f"{kind}s", "both")
+def _labelled_nodes(config: ShopConfig, kind: str, category: Tensor, *, width: int, layer: int) -> Nodes:
+    draws, count = config.draws, category.shape[0]
+    nodes = Nodes(count=count, ids=prefixed_ids(kind, count))
+    if width:
+        centres = normal_rows(draws.at(_CENTRES, layer), config.categories, width)
+        dtype = DTYPES[config.dtype][0]
+        x = normal_rows_around(draws.at(layer), centres, category, scale=config.signal, dtype=dtype)
+        nodes = replace(nodes, x=x)
+    if config.labels in (f"{kind}s", "both"):
+        classes = tuple(f"category-{i}" for i in range(config.categories))
         split = split_at_random(draws.at(_SPLIT, layer), count, train=config.train, val=config.val)
-        return Nodes(
-            count=count,
-            x=x,
-            y=category.long() if has_labels else None,
-            classes=tuple(f"category-{i}" for i in range(config.categories)) if has_labels else (),
-            split=split if has_labels else None,
-            ids=prefixed_ids(kind, count),
-        )
-
-    return {
-        USER: labelled(USER, types.favourite, width=config.user_features, layer=_USERS),
-        PRODUCT: labelled(PRODUCT, types.category, width=config.features, layer=_PRODUCTS),
-        BRAND: Nodes(count=config.brands, ids=prefixed_ids(BRAND, config.brands)),
-    }
+        nodes = replace(nodes, y=category.long(), classes=classes, split=split)
+    return nodes

@@ -1,7 +1,7 @@
-"""Making the next things while the present one is used: one thread, a short queue.
+"""Prefetching: the next values are computed in a thread while the present one is used.
 
-An error of the thread is raised where the things are used, with its traceback. Leaving the loop, dropping the iterator
-or ending the program ends the thread; nothing waits without a limit, so Ctrl-C is heard.
+An error of the thread is raised in the loop, with its traceback. Leaving the loop, dropping the iterator or ending the
+program ends the thread. All waits have a limit, so Ctrl-C is handled.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 DEFAULT_DEPTH = 2
 
-_POLL = 0.1  # seconds between looks at whether anyone is still there
-_JOIN = 30.0  # seconds a thread gets to finish the thing it is making
+_POLL_SECONDS = 0.1
+_JOIN_SECONDS = 30.0  # limit for the value that the thread is computing
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class _End:
     error: BaseException | None = None
 
 
-def prefetch_items(things: Generator[T], depth: int) -> Generator[T]:
-    """``things``, up to ``depth`` of them made ahead in a thread of their own; 0 makes each when it is asked for.
+def prefetch_items(source: Generator[T], depth: int) -> Generator[T]:
+    """Yield from ``source``, which runs in a thread up to ``depth`` values ahead; with depth 0 it runs in the loop.
 
-    With those in use at most ``depth`` + 1 are in memory: the next is begun when one is taken. Close it where the loop
-    may end early: one that is only dropped waits for its thread where no interrupt can be heard.
+    At most ``depth`` + 1 values are in memory. Close the generator if the loop may end early: a generator that is only
+    dropped waits for its thread where no interrupt is handled.
     """
-    return _ahead(things, depth) if depth else things
+    return _prefetch(source, depth) if depth else source
 
 
-def _ahead(things: Iterator[T], depth: int) -> Generator[T]:
+def _prefetch(source: Iterator[T], depth: int) -> Generator[T]:
     ready: queue.Queue[_Item[T] | _End] = queue.Queue()
-    room, stop = threading.Semaphore(depth), threading.Event()
+    slots, stop = threading.Semaphore(depth), threading.Event()
     # Not a daemon: the interpreter kills those inside compiled code. ``_produce`` ends with the main thread instead.
-    thread = threading.Thread(target=_produce, args=(things, ready, room, stop), name="gnnfleet-prefetch")
+    thread = threading.Thread(target=_produce, args=(source, ready, slots, stop), name="gnnfleet-prefetch")
     thread.start()
     try:
         while True:
@@ -57,55 +57,49 @@ def _ahead(things: Iterator[T], depth: int) -> Generator[T]:
                 if item.error is not None:
                     raise item.error
                 return
-            room.release()
+            slots.release()
             yield item.value
             del item
     finally:
         stop.set()
-        thread.join(_JOIN)
+        thread.join(_JOIN_SECONDS)
 
 
 def _next(ready: queue.Queue[_Item[T] | _End], thread: threading.Thread) -> _Item[T] | _End:
     while True:
         try:
-            return ready.get(timeout=_POLL)
+            return ready.get(timeout=_POLL_SECONDS)
         except queue.Empty:
-            assert thread.is_alive() or not ready.empty(), "the prefetch thread ended without a word"
+            assert thread.is_alive() or not ready.empty(), "the prefetch thread ended without a result or an error"
 
 
 def _produce(
-    things: Iterator[T], ready: queue.Queue[_Item[T] | _End], room: threading.Semaphore, stop: threading.Event
+    source: Iterator[T], ready: queue.Queue[_Item[T] | _End], slots: threading.Semaphore, stop: threading.Event
 ) -> None:
     with single_threaded():
         try:
-            while _wait(room, stop):
-                thing = next(things, _NOTHING)
-                if thing is _NOTHING:
-                    ready.put(_End())
-                    return
-                ready.put(_Item(thing))  # type: ignore[arg-type]
-                del thing
+            while _wait(slots, stop):
+                ready.put(_Item(next(source)))
+        except StopIteration:
+            ready.put(_End())
         except BaseException as error:
             ready.put(_End(error))
 
 
-_NOTHING = object()
-
-
-def _wait(room: threading.Semaphore, stop: threading.Event) -> bool:
-    """Whether there is room and someone will take what is made."""
+def _wait(slots: threading.Semaphore, stop: threading.Event) -> bool:
+    """Wait for a free slot; False once the loop or the program has ended."""
     while not stop.is_set() and threading.main_thread().is_alive():
-        if room.acquire(timeout=_POLL):
+        if slots.acquire(timeout=_POLL_SECONDS):
             return True
     return False
 
 
-def auto_depth(read: int, *, processes: int = 1) -> int:
-    """How far ahead to work where each step reads some of ``read`` bytes, in each of some processes of this machine.
+def auto_depth(num_bytes: int, *, processes: int = 1) -> int:
+    """Depth for steps that read some of ``num_bytes``, in each of several processes of this machine.
 
-    A thread beside as many busy ones as there are cores makes all of them wait for it; it pays for itself where there
-    is a core for it, or where most of what is read comes from the disk.
+    A thread in addition to as many busy ones as there are cores slows all of them down. It pays off if there is a core
+    for it, or if most of the bytes come from the disk.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return DEFAULT_DEPTH if cores > processes * torch.get_num_threads() or read > memory // 2 else 0
+    return DEFAULT_DEPTH if cores > processes * torch.get_num_threads() or num_bytes > memory // 2 else 0

@@ -104,11 +104,11 @@ class DistNeighborSampler:
         self.index_dtype = torch.int32 if max_count <= torch.iinfo(torch.int32).max else torch.int64
 
     def blocks(
-        self, seeds_and_keys: Sequence[tuple[Mapping[str, Tensor], DrawKey]], *, given: bool = False
+        self, seeds_and_keys: Sequence[tuple[Mapping[str, Tensor], DrawKey]], *, skip_last_hop: bool = False
     ) -> list[SampledBatch]:
         """The blocks of (seeds by node type, key) of each batch. All ranks pass as many batches, perhaps without seeds.
 
-        ``given`` as in ``NeighborSampler.blocks``. Two rounds per hop, however many batches.
+        ``skip_last_hop`` as in ``NeighborSampler.blocks``. Two rounds per hop, however many batches.
         """
         batches = [
             SampledBatch(key, {kind: SampledNodes.empty(self.world.size) for kind in self.own_nodes})
@@ -121,11 +121,11 @@ class DistNeighborSampler:
             ):
                 builders.append(BlockBuilder(frontiers, seeds, key, layers=len(self.hops), degrees=batch.degrees_of))
             rounds = _SamplingRounds(self, batches, builders)
-            for hop, counts in enumerate(self.hops[:-1] if given else self.hops):
+            for hop, counts in enumerate(self.hops[:-1] if skip_last_hop else self.hops):
                 rounds.add_hop(hop, counts)
             rounds.assign_owners()
-            for builder in builders if given else ():
-                builder.stop(self.neighbors)
+            for builder in builders if skip_last_hop else ():
+                builder.add_empty_hop(self.neighbors)
         finally:
             views = [builder.finish() for builder in builders]
         for batch, batch_views, frontiers in zip(batches, views, self._frontiers, strict=False):

@@ -51,7 +51,7 @@ class MiniBatchMaker:
             yield self._prepare(task.batch(batch_items, DrawKey(seed, epoch, step)))
 
     def _prepare(self, batch: Batch) -> PreparedBatch:
-        blocks = self._sampler.blocks(batch.seeds, batch.key, given=self._aggregated is not None)
+        blocks = self._sampler.blocks(batch.seeds, batch.key, skip_last_hop=self._aggregated is not None)
         views = [self._job.task.mask_edges(view, batch) for view in blocks]
         prepare_backward(views)
 

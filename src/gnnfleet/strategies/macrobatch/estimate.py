@@ -96,7 +96,7 @@ class _EpochEstimator:
                 break
             local_items = global_items[is_owned[torch.searchsorted(items, global_items)]]
             batch = job.task.batch(local_items, DrawKey(job.seed, 0, number), global_items)
-            blocks = sampler.blocks(batch.seeds, batch.key, given=self.is_cached)
+            blocks = sampler.blocks(batch.seeds, batch.key, skip_last_hop=self.is_cached)
             if len(views) < 2:
                 views.append(blocks)
             nodes = blocks[0].nodes

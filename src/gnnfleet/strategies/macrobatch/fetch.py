@@ -74,7 +74,9 @@ class BatchSampler:
 
     def sample(self, batches: Sequence[Batch]) -> list[SampledBatch]:
         """Collective. All ranks pass the same number of batches."""
-        sampled = self.sampler.blocks([(batch.seeds, batch.key) for batch in batches], given=self.skips_last_hop)
+        sampled = self.sampler.blocks(
+            [(batch.seeds, batch.key) for batch in batches], skip_last_hop=self.skips_last_hop
+        )
         for blocks, batch in zip(sampled, batches, strict=True):
             blocks.views = [self.task.mask_edges(view, batch) for view in blocks.views]
             prepare_backward(blocks.views)

@@ -89,7 +89,7 @@ class EventEvaluator:
         candidates = self._all.destinations if full else sampled
         positive, scores = self._scores(memory, static, share, global_batch, candidates)
         ranks = ranks_in_own_list(positive, scores, self._all.mask(low, high) if full else None)
-        column = rule.one_of(numbers, self._count)[:, None]
+        column = rule.single_column(numbers, self._count)[:, None]
         if full:
             column = torch.searchsorted(self._all.destinations, sampled.gather(1, column))
         negative = scores.gather(1, column)[:, 0]

@@ -70,7 +70,7 @@ class TemporalStrategy(Reporting):
         stream, dtype = job.task.stream, PRECISIONS[job.precision]
         self._builder = NeighborhoodBuilder(
             stream,
-            stream.neighbours(),
+            stream.temporal_neighbors(),
             self.model.neighbours,
             self.model.num_hops,
             dtype,
@@ -168,7 +168,7 @@ class TemporalStrategy(Reporting):
         train, size, lost = self._job.task.parts["train"], self._config.batch_size, self._config.max_lost_updates
         if lost == 1:
             return train.batches(size)
-        bounds = train.bounded_loss_batches(lost, most=size)
+        bounds = train.bounded_loss_batches(lost, max_size=size)
         mean = len(train) / max(len(bounds) - 1, 1)
         self._job.log_user(
             f"Batches have {mean:.0f} events on average and at most {size}, to lose at most {lost:.0%} of node updates."
