@@ -24,8 +24,8 @@ LISTS: list[tuple[str, str, str, type[BaseModel]]] = [
     ("defaults", "All strategies", "train.", TrainConfig),
     ("defaults", "All strategies", "report.", ReportConfig),
     *(("defaults", name, "strategy.", spec.config) for name, spec in all_specs().items()),
-    ("link", "Words", "link.", LinkConfig),
-    ("models", "Words", "model.", ModelConfig),
+    ("link", "Options", "link.", LinkConfig),
+    ("models", "Options", "model.", ModelConfig),
 ]
 
 
