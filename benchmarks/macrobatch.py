@@ -97,7 +97,7 @@ def make(world: Any, words: dict[str, Any], store: Path, parts: Path) -> Any:
     from gnnfleet.training.build import RankContext, build
 
     here = RankContext(world, open_part(parts, world.rank))
-    return build(open_store(store), resolve(tree_of(words)), here=here).strategy
+    return build(open_store(store), resolve(tree_of(words)), context=here).strategy
 
 
 def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[str, Any]:

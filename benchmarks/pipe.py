@@ -91,7 +91,7 @@ def train(world: Any, cell: str, epochs: int, work: Path) -> dict[str, Any]:
             world, layouts=open_chunk_layouts(work / name / f"chunks-{world.size}-{side}"), log_user=said.append
         )
     tree = {**words_of(model, **knobs), "workers": world.size}
-    strategy: Any = build(open_store(work / name / "store"), resolve(tree), here=here).strategy
+    strategy: Any = build(open_store(work / name / "store"), resolve(tree), context=here).strategy
     seconds, bubbles, sent = [], [], 0
     for epoch in range(1 + epochs):
         before, started = world.traffic.bytes_sent, time.perf_counter()

@@ -72,7 +72,7 @@ def strategy_of(graph: Any, tree: dict[str, Any], said: list[str], *, method: st
     knobs, here = tree["strategy"], None
     if knobs["name"] == "pipe":
         here = RankContext(layouts=[layout_of(graph, knobs["chunks"], method)], log_user=said.append)
-    return build(graph, resolve(tree), here=here).strategy
+    return build(graph, resolve(tree), context=here).strategy
 
 
 known_graph = cache(graph_of)

@@ -121,7 +121,7 @@ def train(world: Any, graph: str, store: Path, cut: Path | None, words: dict[str
             if is_chunks
             else RankContext(world, open_part(cut, world.rank))
         )
-    strategy = build(open_store(store), config, here=here).strategy
+    strategy = build(open_store(store), config, context=here).strategy
     seconds, sent, rounds = [], 0, 0
     for epoch in range(WARM + epochs):
         before, started = (world.traffic.bytes_sent, world.traffic.rounds), time.perf_counter()

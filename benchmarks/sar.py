@@ -63,7 +63,8 @@ def train(world: Any, model: str, settings: dict[str, Any], epochs: int, store: 
         "train": {"weight_decay": 0.0},
         "strategy": {"name": "sar", **settings},
     }
-    strategy = build(open_store(store), resolve(tree), here=RankContext(world, open_part(parts, world.rank))).strategy
+    context = RankContext(world, open_part(parts, world.rank))
+    strategy = build(open_store(store), resolve(tree), context=context).strategy
     seconds, losses = [], []
     for epoch in range(WARM + epochs):
         sent, rounds, started = world.traffic.bytes_sent, world.traffic.rounds, time.perf_counter()

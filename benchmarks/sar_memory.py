@@ -65,7 +65,7 @@ def measure(world: Any, model: str, mode: str, store: Path, parts: Path) -> dict
         "strategy": {"name": "sar", "group": group, "prefetch": 1, "restrict_rows": False, "cache_inputs": False},
     }
     shard = open_part(parts, world.rank)
-    strategy: Any = build(open_store(store), resolve(words), here=RankContext(world, shard)).strategy
+    strategy: Any = build(open_store(store), resolve(words), context=RankContext(world, shard)).strategy
     if mode == "classical":
         strategy.__dict__["_views"] = [ClassicalView.made_from(view) for view in strategy._views]
     losses = [record.loss for record in strategy.train_epoch(0)]
@@ -122,7 +122,7 @@ def train_within(world: Any, mode: str, store: Path, parts: Path, mebibytes: int
         strategy |= {"group": world.size}
     words = {"model": {"name": "sage", "hidden": WIDTH, "layers": 3, "dropout": 0.0}, "strategy": strategy}
     here = None if mode == "local" else RankContext(world, open_part(parts, world.rank))
-    made = build(open_store(store), resolve(words), here=here).strategy
+    made = build(open_store(store), resolve(words), context=here).strategy
     return {"losses": [record.loss for epoch in range(2) for record in made.train_epoch(epoch)]}
 
 

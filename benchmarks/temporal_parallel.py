@@ -66,7 +66,7 @@ def train(world: Any, cell: str, given: argparse.Namespace) -> dict[str, Any]:
     from gnnfleet.training.build import RankContext, build
 
     config = resolve(words_of(cell, given.epochs))
-    built = build(graph_of(cell, given.data, given.events), config, here=RankContext(world))
+    built = build(graph_of(cell, given.data, given.events), config, context=RankContext(world))
     strategy: Any = built.strategy
     rows, events, steps, seconds = [], 0, 0, 0.0
     for epoch in range(given.epochs):

@@ -102,7 +102,7 @@ def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[Any]:
         (scratch / "SPEC.json").write_text(spec.as_json())
         clusters = ClusterMap.open(store / spec.partition) if spec.partition else None
         deal = NodeAssignment({kind: table.count for kind, table in graph.nodes.items()}, clusters, config.seed)
-        built = build(graph, config, here=RankContext(message_store=post, assignment=deal))
+        built = build(graph, config, context=RankContext(message_store=post, assignment=deal))
         members = start_processes(scratch, str(post.address), [str(i) for i in range(TRAINERS)], 0)
         try:
             yield built
@@ -127,7 +127,7 @@ def run_ggs(world: Any, name: str, scheme: str, seed: int, seconds: float, store
 
     graph, config = open_store(store), resolve(words_of(name, scheme, seed))
     part = open_part(_cut(graph, config), world.rank)
-    built = build(graph, config, here=RankContext(world, part))
+    built = build(graph, config, context=RankContext(world, part))
     strategy, metric = built.strategy, built.task.metric
     line: list[tuple[float, float, int]] = []
     at, steps, last, epoch, spent, over = 0.0, 0, 0.0, 0, 0.0, False

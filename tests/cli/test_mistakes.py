@@ -1,4 +1,4 @@
-"""Every mistake on the command line: one line, the right exit code, nothing left behind that was not there before."""
+"""Mistakes on the command line print one line, exit with the right code and write nothing."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     good = communities(120)
     edges, nodes = good.edges, good.single_nodes
     save_store(good, folder / "good")
-    some: dict[str, Any] = {"y": nodes.y, "split": nodes.split}
-    save_store(Graph.of({"node": validated_nodes(120, **some)}, edges), folder / "bare")
+    labels: dict[str, Any] = {"y": nodes.y, "split": nodes.split}
+    save_store(Graph.of({"node": validated_nodes(120, **labels)}, edges), folder / "bare")
     assert nodes.y is not None and nodes.split is not None
     wrong = good.with_nodes("node", y=nodes.y + 3)
     save_store(wrong, folder / "wrong")
@@ -45,7 +45,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Words after "train"; exit code; part of the message. {} is the folder of stores.
+# Arguments of "train"; exit code; part of the message. {} is the folder of stores.
 CASES = [
     ("{}/good --set train.epoch=3", 2, "no setting 'train.epoch': did you mean train.epochs?"),
     ("{}/good --set epochs=5", 2, "no setting 'epochs': did you mean train.epochs?"),
@@ -77,8 +77,8 @@ CASES = [
     ("{}/good --config {}/none.toml", 2, "cannot read config"),
     ("{}/good --model sagee", 2, "did you mean 'sage'?"),
     ("{}/good --model none.py:make", 2, "cannot read the model file"),
-    ("{}/good --model none.py", 2, "reads file.py:factory"),
-    ("{}/good --memory lots", 2, "memory reads as 4GiB"),
+    ("{}/good --model none.py", 2, "a custom model is named file.py:factory"),
+    ("{}/good --memory lots", 2, "memory 'lots' is not a size"),
     ("{}/good --partition mincut", 2, "strategy local uses no partition"),
     ("{}/good --partition mincat", 2, "did you mean mincut?"),
     ("{}/good --strategy temporal", 2, "no edges have times"),
@@ -87,8 +87,8 @@ CASES = [
     ("{}/good --strategy temporal --partition mincut", 2, "uses no partition"),
     ("{}/good --workers 2", 2, "use --workers 1, or --strategy sar|macrobatch|tma|pipe"),
     ("{}/good --precision half", 2, "half"),
-    ("{}/good --split 3", 2, "numbered 0 to 0, found --split 3"),
-    ("{}/good --split half", 2, "a split reads TRAIN/VAL/TEST"),
+    ("{}/good --split 3", 2, "split 3 does not exist: this graph has splits 0 to 0"),
+    ("{}/good --split half", 2, "a split has the form TRAIN/VAL/TEST"),
     ("{}/good --resume", 2, "there is no runs/last to resume"),
     ("{}/good --run-dir {}", 2, "is not empty"),
     ("{}/good --run-dir {}/wrong.toml", 2, "is a file"),
@@ -108,13 +108,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "message"), CASES)
-def test_one_line_and_an_exit_code(
-    words: str, code: int, message: str, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("arguments", "code", "message"), CASES)
+def test_mistakes_of_train_print_one_line(
+    arguments: str, code: int, message: str, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = sorted(stores.rglob("*"))
-    done = call("train", *words.replace("{}", str(stores)).split())
+    done = call("train", *arguments.replace("{}", str(stores)).split())
     assert done.returncode == code, done.stderr
     lines = done.stderr.strip().splitlines()
     assert message in lines[-1] and lines[-1].startswith("error: ") and not done.stdout
@@ -122,7 +122,7 @@ def test_one_line_and_an_exit_code(
     assert not list(tmp_path.iterdir()) and sorted(stores.rglob("*")) == before
 
 
-# The same for other commands. {out} is an empty directory that stays so.
+# The same for other commands. {out} is an empty directory that stays empty.
 OTHERS = [
     (
         "train {}/good -s macrobatch -w 2 --set strategy.batches_per_fetch=0",
@@ -131,7 +131,7 @@ OTHERS = [
     ),
     ("train {}/events -s temporal --set strategy.relation=a:b:c", 2, "edges a:b:c have no times"),
     ("plan {}/good --strategies temporal", 2, "no edges have times"),
-    ("plan {}/good --bandwidth fast", 2, "a bandwidth reads as 1Gbit"),
+    ("plan {}/good --bandwidth fast", 2, "'fast' is not a bandwidth: write 1Gbit"),
     ("compare {}/good --strategies sar --set sar.grup=1 -o {out}/c", 2, "did you mean strategy.group?"),
     ("compare {}/good --strategies local -o /proc/none", 2, "cannot write to /proc/none"),
     ("demo --set nodes=0 -o {out}/d", 2, "nodes: input should be greater than"),
@@ -153,10 +153,12 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "message"), OTHERS)
-def test_other_commands(words: str, code: int, message: str, stores: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arguments", "code", "message"), OTHERS)
+def test_mistakes_of_other_commands_print_one_line(
+    arguments: str, code: int, message: str, stores: Path, tmp_path: Path
+) -> None:
     before = sorted(stores.rglob("*"))
-    done = call(*words.replace("{out}", str(tmp_path)).replace("{}", str(stores)).split())
+    done = call(*arguments.replace("{out}", str(tmp_path)).replace("{}", str(stores)).split())
     assert done.returncode == code, done.stderr
     lines = done.stderr.strip().splitlines()
     assert (
@@ -167,45 +169,54 @@ def test_other_commands(words: str, code: int, message: str, stores: Path, tmp_p
 
 def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    (tmp_path / "taken").mkdir()
-    done = call("report", run, "-o", tmp_path / "taken")
+    (tmp_path / "folder").mkdir()
+    done = call("report", run, "-o", tmp_path / "folder")
     assert done.returncode == 2 and "Is a directory: choose another --output" in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]
 
 
-def test_a_loss_that_is_no_number(stores: Path, tmp_path: Path) -> None:
-    words = ["--set", "train.lr=1e30", "--set", "train.optimizer=sgd", "--set", "model.hidden=8", "-q"]
-    done = call("train", stores / "good", *words, "--run-dir", tmp_path / "run")
+def test_an_infinite_loss_ends_the_run(stores: Path, tmp_path: Path) -> None:
+    options = ["--set", "train.lr=1e30", "--set", "train.optimizer=sgd", "--set", "model.hidden=8", "-q"]
+    done = call("train", stores / "good", *options, "--run-dir", tmp_path / "run")
     assert done.returncode == 7 and "try a smaller train.lr" in done.stderr
     assert not (tmp_path / "run/record.json").exists()
 
 
-@pytest.mark.parametrize(("stopped", "words"), [("run_session", ""), ("launch", "-s sar -w 2")])
-def test_an_interrupted_run_says_how_to_go_on(
-    stopped: str, words: str, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("stopped", "options"), [("run_session", ""), ("launch", "-s sar -w 2")])
+def test_an_interrupted_run_says_how_to_resume_it(
+    stopped: str, options: str, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(training, stopped, stop)
-    done = call("train", stores / "good", *words.split(), "--run-dir", tmp_path / "run")
-    *_, said, last = done.stderr.splitlines()
+    done = call("train", stores / "good", *options.split(), "--run-dir", tmp_path / "run")
+    *_, advice, last = done.stderr.splitlines()
     assert done.returncode == 130 and last.startswith("error: interrupted") and not done.stdout
-    assert said.endswith(f"--run-dir {tmp_path / 'run'} --resume"), done.stderr
+    assert advice.endswith(f"--run-dir {tmp_path / 'run'} --resume"), done.stderr
 
 
-def test_resuming_nothing_begins_and_says_so(stores: Path, tmp_path: Path) -> None:
-    words = ["--set", "train.epochs=1", "--set", "model.hidden=8", "--resume", "--run-dir", tmp_path / "run"]
-    done = call("train", stores / "good", *words)
-    assert done.returncode == 0 and f"there is no run in {tmp_path / 'run'} to go on with" in done.stderr
-    assert "to go on with" not in call("train", stores / "good", *words).stderr
+def test_resume_without_a_run_starts_a_new_one(stores: Path, tmp_path: Path) -> None:
+    arguments = [
+        stores / "good",
+        "--set",
+        "train.epochs=1",
+        "--set",
+        "model.hidden=8",
+        "--resume",
+        "--run-dir",
+        tmp_path / "run",
+    ]
+    done = call("train", *arguments)
+    assert done.returncode == 0 and f"no run in {tmp_path / 'run'} to resume: starting a new one" in done.stderr
+    assert "no run in" not in call("train", *arguments).stderr
 
 
-def test_help_explains_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_names_models_partitioners_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     done = call("train", "--help")
-    words = (*MODELS, "file.py:factory", *PARTITIONERS, "--memory", "4GiB", "--partition")
-    assert done.returncode == 0 and all(word in done.stdout for word in words)
+    terms = (*MODELS, "file.py:factory", *PARTITIONERS, "--memory", "4GiB", "--partition")
+    assert done.returncode == 0 and all(term in done.stdout for term in terms)
 
 
 KILLED = """
@@ -214,14 +225,14 @@ from pathlib import Path
 from gnnfleet.training import checkpoint
 from gnnfleet.api import train
 
-write, left = checkpoint.save_file, 5
+write, remaining = checkpoint.save_file, 5
 
 def killed(tensors, path):
-    global left
-    left -= 1
+    global remaining
+    remaining -= 1
     write(tensors, path)
-    if not left:
-        os.truncate(path, os.path.getsize(path) // 2)  # as if the write had got that far
+    if not remaining:
+        os.truncate(path, os.path.getsize(path) // 2)  # as if the kill had interrupted the write
         os.kill(os.getpid(), signal.SIGKILL)
 
 checkpoint.save_file = killed
@@ -230,14 +241,14 @@ train(store, model={"hidden": 8, "layers": 2}, epochs=8, lr=0.03, checkpoint_sec
 """
 
 
-def test_killed_in_the_middle_of_a_checkpoint(stores: Path, tmp_path: Path) -> None:
-    words: dict[str, Any] = {"model": {"hidden": 8, "layers": 2}, "epochs": 8, "lr": 0.03, "checkpoint_seconds": 0}
-    train(stores / "good", **words, run_dir=tmp_path / "whole")
+def test_a_run_killed_while_writing_a_checkpoint_is_resumed_bit_for_bit(stores: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"model": {"hidden": 8, "layers": 2}, "epochs": 8, "lr": 0.03, "checkpoint_seconds": 0}
+    train(stores / "good", **settings, run_dir=tmp_path / "uninterrupted")
     done = subprocess.run(
         [sys.executable, "-c", KILLED, stores / "good", tmp_path / "run"], env={"PYTHONPATH": ":".join(sys.path)}
     )
     assert done.returncode == -signal.SIGKILL
-    train(stores / "good", **words, run_dir=tmp_path / "run", resume=True)
+    train(stores / "good", **settings, run_dir=tmp_path / "run", resume=True)
     for name in ("last", "best"):
-        assert_same_checkpoint(tmp_path / "run/checkpoints" / name, tmp_path / "whole/checkpoints" / name)
+        assert_same_checkpoint(tmp_path / "run/checkpoints" / name, tmp_path / "uninterrupted/checkpoints" / name)
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["best", "last"]

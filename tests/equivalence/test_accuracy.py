@@ -24,7 +24,7 @@ def metrics(world: World, store: str, parts: str | None, precision: str) -> list
     model = {"name": "gcn", "hidden": 16, "layers": 2, "dropout": 0.5, "input_norm": "sum"}
     strategy = "local" if parts is None else "sar"
     tree: dict[str, Any] = {"model": model, "precision": precision, "strategy": strategy, "seed": 1}
-    made = build(open_store(store), resolve(tree), here=here).strategy
+    made = build(open_store(store), resolve(tree), context=here).strategy
     for epoch in range(EPOCHS):
         list(made.train_epoch(epoch))
     return [made.evaluate(split) for split in ("train", "val", "test")]

@@ -88,7 +88,7 @@ def counted(world: World, store: str, trees: list[dict[str, Any]], parts: str | 
             )
         else:
             here = RankContext(world, Partition.open(parts).shard(world.rank))
-        strategy = build(graph, config, here=here).strategy
+        strategy = build(graph, config, context=here).strategy
         list(strategy.train_epoch(0))
         before = world.traffic.bytes_sent, world.traffic.rounds
         list(strategy.train_epoch(1))

@@ -53,7 +53,7 @@ def words(model: dict[str, Any], **strategy: Any) -> dict[str, Any]:
 
 
 def trained(graph: Graph, tree: dict[str, Any], here: RankContext | None = None) -> dict[str, Any]:
-    strategy = build(graph, resolve(tree), here=here).strategy
+    strategy = build(graph, resolve(tree), context=here).strategy
     losses = [
         (record.loss, record.count, record.step) for epoch in range(EPOCHS) for record in strategy.train_epoch(epoch)
     ]
@@ -177,7 +177,7 @@ def test_no_batch_outlives_its_steps(folder: Path, tmp_path: Path, monkeypatch: 
     """Without the collector of circles: on a large graph it would come too late."""
     parts = str(cut_graph(open_store(folder / "plain"), 1, "random", tmp_path / "parts"))
     tree = words({"name": "gcn"}, name="macrobatch", batches_per_fetch=2)
-    strategy: Any = build(open_store(folder / "plain"), resolve(tree), here=here_of(World(), parts)).strategy
+    strategy: Any = build(open_store(folder / "plain"), resolve(tree), context=here_of(World(), parts)).strategy
     seen = list[Any]()
     sample = BatchSampler.sample
 
@@ -331,7 +331,7 @@ def every_link(world: World, folder: str, parts: dict[str, str], strategy: str) 
         here = here_of(world, parts[store]) if parts else None
         strategy_words = {"batches_per_fetch": 2} if parts else {}
         tree = link_words(name, name=strategy, **strategy_words)
-        strategy_made = build(open_store(f"{folder}/{store}"), resolve(tree), here=here).strategy
+        strategy_made = build(open_store(f"{folder}/{store}"), resolve(tree), context=here).strategy
         losses = [(record.loss, record.count) for epoch in range(EPOCHS) for record in strategy_made.train_epoch(epoch)]
         found.append({"losses": torch.tensor(losses), "test": strategy_made.evaluate("test")})
     return found
@@ -355,7 +355,7 @@ def test_links_equal_local(crew: Crew, folder: Path) -> None:
 
 def refused(world: World, store: str, parts: str, model: dict[str, Any], knobs: dict[str, Any]) -> str:
     try:
-        build(open_store(store), resolve(words(model, name="macrobatch", **knobs)), here=here_of(world, parts))
+        build(open_store(store), resolve(words(model, name="macrobatch", **knobs)), context=here_of(world, parts))
     except ConfigError as error:
         return str(error)
     return ""
@@ -395,7 +395,7 @@ def kept_by_host(world: World, store: str, parts: str, hosts: list[list[int]], n
     for cache, policy in ((0, "belady"), (1500, "belady"), (1500, "score"), (10**6, "static")):
         knobs = {"batches_per_fetch": 2, "cache": cache, "policy": policy, "cache_lookahead": 1}
         strategy: Any = build(
-            open_store(store), resolve(words(GRAPHS[name][1][0], name="macrobatch", **knobs)), here=here
+            open_store(store), resolve(words(GRAPHS[name][1][0], name="macrobatch", **knobs)), context=here
         )
         strategy = strategy.strategy
         losses = [record.loss for epoch in range(2) for record in strategy.train_epoch(epoch)]

@@ -385,7 +385,7 @@ def bytes_of_a_step(world: World, folder: str, ways: int, chunks: int, wire: str
         tree = words(
             model, name="pipe", graph_parallel=ways, chunks=chunks, wire_dtype=wire, exactness_check_every=0
         ) | {"workers": world.size}
-        strategy = build(graph, resolve(tree), here=here).strategy
+        strategy = build(graph, resolve(tree), context=here).strategy
         assert isinstance(strategy, PipeStrategy)
         list(strategy.train_epoch(0))
         before = world.traffic.bytes_sent

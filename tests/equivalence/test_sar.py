@@ -64,7 +64,7 @@ def words(model: dict[str, Any], **strategy: Any) -> dict[str, Any]:
 
 def trained(graph: Graph, tree: dict[str, Any], here: RankContext | None = None) -> dict[str, Any]:
     """A few epochs with evaluations in between, and everything that can be asked after."""
-    strategy = build(graph, resolve(tree), here=here).strategy
+    strategy = build(graph, resolve(tree), context=here).strategy
     losses, metrics = [], []
     for epoch in range(EPOCHS):
         losses += [(record.loss, record.count) for record in strategy.train_epoch(epoch)]
@@ -208,7 +208,7 @@ def test_links_equal_local(crew: Crew, folder: Path, size: int) -> None:
 def wrong_parts(world: World, store: str, parts: str) -> str:
     here = RankContext(world, Partition.open(parts).shard(world.rank))
     try:
-        build(open_store(store), resolve(words({"name": "sage"}, name="sar")), here=here)
+        build(open_store(store), resolve(words({"name": "sage"}, name="sar")), context=here)
     except PartitionError as error:
         return str(error)
     return ""
@@ -226,7 +226,7 @@ def predicted(world: World, store: str, parts: str | None, path: str) -> int:
     prediction.ROWS_AT_ONCE = 16
     here = None if parts is None else RankContext(world, Partition.open(parts).shard(world.rank))
     tree = words({"name": "gat", "heads": 2}, name="local" if parts is None else "sar")
-    built = build(open_store(store), resolve(tree), here=here)
+    built = build(open_store(store), resolve(tree), context=here)
     list(built.strategy.train_epoch(0))
     return prediction.write_predictions(built, Path(path), prediction.OutputColumns(logits=True, embeddings=True))
 
@@ -250,7 +250,7 @@ def rounded(world: World, store: str, parts: str | None, precision: str) -> list
     losses = []
     for model in MODELS:
         tree = words(model, name="local" if parts is None else "sar") | {"precision": precision}
-        strategy = build(open_store(store), resolve(tree), here=here).strategy
+        strategy = build(open_store(store), resolve(tree), context=here).strategy
         losses += [record.loss for epoch in range(2) for record in strategy.train_epoch(epoch)]
     return losses
 
@@ -275,7 +275,7 @@ def on_wire(world: World, store: str, parts: str, wire: str) -> list[tuple[list[
     found = []
     for model in MODELS:
         here = RankContext(world, Partition.open(parts).shard(world.rank))
-        strategy = build(open_store(store), resolve(words(model, name="sar", wire_dtype=wire)), here=here).strategy
+        strategy = build(open_store(store), resolve(words(model, name="sar", wire_dtype=wire)), context=here).strategy
         first = strategy.evaluate("val")["loss"]
         before = world.traffic.bytes_sent
         losses = [record.loss for epoch in range(4) for record in strategy.train_epoch(epoch)]

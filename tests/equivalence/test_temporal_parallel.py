@@ -55,7 +55,7 @@ def build_strategy(
     }
     config = resolve(settings)
     train = config.train.model_copy(update={"lr": lr})  # users cannot set 0
-    built = build(graph, config.model_copy(update={"train": train}), here=RankContext(with_shelf(world))).strategy
+    built = build(graph, config.model_copy(update={"train": train}), context=RankContext(with_shelf(world))).strategy
     assert isinstance(built, TemporalStrategy)
     return built
 

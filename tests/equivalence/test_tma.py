@@ -69,7 +69,7 @@ def trainers_in_threads(
     """The coordinator's strategy, with trainers in threads of this process."""
     graph = open_store(store)
     server, assignment = MessageStore.serve(), assignment_of(graph, config)
-    strategy: Any = build(graph, config, here=RankContext(message_store=server, assignment=assignment)).strategy
+    strategy: Any = build(graph, config, context=RankContext(message_store=server, assignment=assignment)).strategy
     errors: list[BaseException] = []
 
     def run_trainer(index: int) -> None:

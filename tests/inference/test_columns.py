@@ -85,7 +85,7 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path, columns: Any) -> None
     manifest = json.loads(file.read_text())
     manifest["meta"]["nodes"][0]["columns"] = columns
     file.write_text(json.dumps({**manifest, "digest": manifest_digest(manifest)}))
-    with pytest.raises(StoreError, match="does not fit"):
+    with pytest.raises(StoreError, match="is invalid"):
         open_store(file.parent)
 
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.graph import validated_nodes
+from gnnfleet.errors import ConfigError
 from gnnfleet.nn.heads import NodeHead, mean_roc_auc, roc_auc
 
 
@@ -108,12 +107,13 @@ def test_accuracy_and_binary_auc_equal_their_definitions() -> None:
     )
 
 
-def test_head_follows_the_labels_of_a_graph() -> None:
-    assert NodeHead.of(validated_nodes(4, y=[0, 1, 2, -1])) == NodeHead(3)
-    assert NodeHead.of(validated_nodes(2, y=[[0, 1], [1, 1]])) == NodeHead(2, True, "micro_f1")
-    with pytest.raises(InputError, match="no labels"):
-        NodeHead.of(validated_nodes(4))
+def test_the_default_metric_follows_the_kind_of_labels() -> None:
+    assert NodeHead(3, name="auto") == NodeHead(3, name="accuracy")
+    assert NodeHead(2, True, "auto") == NodeHead(2, True, "micro_f1")
+
+
+def test_metrics_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="two classes or several labels"):
-        NodeHead.of(validated_nodes(4, y=[0, 1, 2, 2]), "roc_auc")
+        NodeHead(3, name="roc_auc")
     with pytest.raises(ConfigError, match="no metric 'f1'"):
         NodeHead(2, name="f1")

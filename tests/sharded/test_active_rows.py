@@ -169,7 +169,7 @@ def test_levels_are_the_neighbourhoods_of_the_loss_rows(crew: Crew, folder: Path
 
 def sizes(world: World, store: str, parts: str) -> list[tuple[int, int]]:
     here = RankContext(world, Partition.open(parts).shard(world.rank))
-    strategy: Any = build(open_store(store), resolve(words({"name": "sage"}, name="sar")), here=here).strategy
+    strategy: Any = build(open_store(store), resolve(words({"name": "sage"}, name="sar")), context=here).strategy
     return [(view.num_src, view.num_dst) for view in strategy._views]
 
 

@@ -39,7 +39,7 @@ def predicted_and_sent(
     for model in models:
         here = RankContext(world, Partition.open(parts).shard(world.rank))
         tree = words(model, name="sar", restrict_rows=False, cache_for_backward=keep) | {"train": {"optimizer": "sgd"}}
-        strategy: Any = build(open_store(store), resolve(tree), here=here).strategy
+        strategy: Any = build(open_store(store), resolve(tree), context=here).strategy
         blocks = strategy._view.blocks
         predicted = 0
         for exchange in strategy._memory_needs().trace.exchanges:
@@ -79,7 +79,7 @@ def test_memory_of_a_step_is_predicted(tmp_path: Path, model: dict[str, Any]) ->
         "strategy": {"name": "sar", "restrict_rows": False},
     }
     here = RankContext(World(), Partition.open(parts).shard(0))
-    strategy: Any = build(open_store(tmp_path / "store"), resolve(tree), here=here).strategy
+    strategy: Any = build(open_store(tmp_path / "store"), resolve(tree), context=here).strategy
     with unpooled():
         measured = peak_tensors(lambda: list(strategy.train_epoch(0)))
     assert strategy._memory_needs().peak_bytes == pytest.approx(measured, rel=0.25)
@@ -90,6 +90,6 @@ def test_a_memory_limit_below_the_minimum_is_refused(tmp_path: Path) -> None:
     parts = cut_graph(open_store(tmp_path / "store"), 1, "range", tmp_path / "parts")
     tree = {"strategy": {"name": "sar"}, "memory": "1MB"}
     here = RankContext(World(), Partition.open(parts).shard(0))
-    strategy = build(open_store(tmp_path / "store"), resolve(tree), here=here).strategy
+    strategy = build(open_store(tmp_path / "store"), resolve(tree), context=here).strategy
     with pytest.raises(ConfigError, match=r"a worker needs at least .* \(group 1, prefetch 0\), found --memory 1 MiB"):
         list(strategy.train_epoch(0))

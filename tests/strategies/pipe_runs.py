@@ -27,7 +27,7 @@ def pipe(store: str, world: World, *, chunks: int = 4, ways: int = 1, method: st
         layouts=[build_chunk_layout(graph, ways, chunks, method=method)],
         log_user=words.pop("say", lambda text: None),
     )
-    return build(graph, resolve(tree | words), here=here).strategy
+    return build(graph, resolve(tree | words), context=here).strategy
 
 
 def copied(run: Strategy) -> State:

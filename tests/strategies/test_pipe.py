@@ -136,7 +136,7 @@ def more_workers(world: World, store: str, checkpoint: str) -> tuple[list[str], 
     here = RankContext(
         world, layouts=[build_chunk_layout(graph, 1, 8), build_chunk_layout(graph, 2, 2)], log_user=said.append
     )
-    run = build(graph, resolve(tree | {"train": {"lr": 0.01}}), here=here).strategy
+    run = build(graph, resolve(tree | {"train": {"lr": 0.01}}), context=here).strategy
     assert isinstance(run, PipeStrategy)
     run._open_grid(next(each for each in run._forecasts if not each.candidate.is_exact))
     said.clear()  # plans
@@ -185,7 +185,7 @@ def spare(world: World, store: str) -> tuple[float, dict[str, float], int, list[
         tree = {"strategy": {"name": "pipe"}, "model": {"name": "sage", "hidden": 8}, "workers": 2, "seed": 1}
         here = RankContext(world, layouts=[build_chunk_layout(graph, 1, 8), build_chunk_layout(graph, 2, 2)])
         threads = [torch.get_num_threads()]
-        run = build(graph, resolve(tree), here=here).strategy
+        run = build(graph, resolve(tree), context=here).strategy
         threads.append(torch.get_num_threads())
         loss = [record.loss for epoch in range(2) for record in run.train_epoch(epoch)][-1]
         assert isinstance(run, PipeStrategy) and here.layouts is not None

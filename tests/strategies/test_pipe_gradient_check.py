@@ -170,7 +170,7 @@ def falls_back(world: World, store: str) -> tuple[list[str], list[str], State, f
     here = RankContext(
         world, layouts=[build_chunk_layout(graph, 1, 8), build_chunk_layout(graph, 2, 2)], log_user=said.append
     )
-    run = build(graph, resolve(tree), here=here).strategy
+    run = build(graph, resolve(tree), context=here).strategy
     assert isinstance(run, PipeStrategy)
     run._open_grid(next(each for each in run._forecasts if not each.candidate.is_exact))
     grids = []

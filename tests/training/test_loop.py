@@ -53,7 +53,7 @@ class Keeper:
 
 def run(store: str, strategy: dict[str, Any], keeper: Keeper, here: RankContext, before: Keeper | None = None) -> Any:
     config = resolve({**WORDS, "strategy": strategy})
-    built = build(open_store(store), config, here=here)
+    built = build(open_store(store), config, context=here)
     start, best = None, None
     if before is not None:
         state, start = before.kept["last"]

@@ -125,7 +125,7 @@ def run_query_spec(spec: RunSpec, world: World) -> dict[str, Any]:
         with make_progress(quiet) as progress:
             graph, shard = open_own_part(spec, world)
             output = OutputSchema.from_json(spec.output) if spec.output is not None else None
-            built = _build(graph, config, output, split=question.split, here=RankContext(world, shard, progress))
+            built = _build(graph, config, output, split=question.split, context=RankContext(world, shard, progress))
         aside = world.uncounted()
         state, position, name = _weights(directory, question.checkpoint) if world.is_first else ({}, TrainState(), "")
         word = broadcast_json(aside, {"position": asdict(position), "name": name})
@@ -156,14 +156,14 @@ def open_trained_run(
     state, position, name = _weights(directory, checkpoint, whole=True)
     output = _output(directory, config) if config.task == "node" else None
     with make_progress(quiet) as progress:
-        built = _build(graph, config, output, split=split, here=RankContext(progress=progress))
+        built = _build(graph, config, output, split=split, context=RankContext(progress=progress))
     _load_state(built, state, str(path), name)
     return built, position, name
 
 
 def reopen_run(graph: Graph, config: RunConfig, output: OutputSchema | None, state: State) -> BuiltRun:
     """A run that has just ended, in this process alone."""
-    built = _build(graph, _query_workers(config, 1), output, here=RankContext())
+    built = _build(graph, _query_workers(config, 1), output, context=RankContext())
     built.strategy.load_state_dict(state)
     return built
 
@@ -270,15 +270,15 @@ def _spec(question: Query, config: RunConfig, graph: Graph, *, quiet: bool, apar
 
 
 def _build(
-    graph: Graph, config: RunConfig, output: OutputSchema | None, *, split: str | None = None, here: RankContext
+    graph: Graph, config: RunConfig, output: OutputSchema | None, *, split: str | None = None, context: RankContext
 ) -> BuiltRun:
     if config.spec.input == "events":
-        return build(graph, config, here=here)
+        return build(graph, config, context=context)
     if output is not None:
-        return rebuild(graph, config, output, split=split, here=here)
+        return rebuild(graph, config, output, split=split, context=context)
     if split == "all":
         raise ConfigError("links are evaluated on train, val or test, found --split all")
-    return rebuild_links(graph, config, here=here)
+    return rebuild_links(graph, config, context=context)
 
 
 def _weights(directory: RunDirectory, checkpoint: str, *, whole: bool = False) -> tuple[State, TrainState, str]:

@@ -55,7 +55,7 @@ def run_spec(spec: RunSpec, world: World, *, store: Path | None = None) -> RunRe
             log_user = partial(directory.log, quiet=quiet) if world.is_first else (lambda text: None)
             context = RankContext(world, progress=progress, log_user=log_user)
             context = with_placement(context, config, graph.store.path / spec.partition)
-            built = build(graph, config, here=context)
+            built = build(graph, config, context=context)
         start = find_resume_point(directory, world.uncounted(), embedding_ids(built.strategy.model))
         record = run_session(built, config, directory, start=start, quiet=quiet)
         built.strategy.close()

@@ -97,7 +97,7 @@ def run_coordinator(spec: RunSpec, store: MessageStore) -> None:
                 message_store=store,
                 assignment=assignment,
             )
-            built = build(graph, config, here=context)
+            built = build(graph, config, context=context)
         record = run_session(built, config, directory, start=find_resume_point(directory, World()), quiet=spec.quiet)
         built.strategy.close()
     assert spec.answer is not None

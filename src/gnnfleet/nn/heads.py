@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.graph import Nodes
+from gnnfleet.errors import ConfigError
 
 METRICS = ("accuracy", "roc_auc", "micro_f1")
 
@@ -42,23 +41,18 @@ class NodeHead:
 
     num_classes: int
     multilabel: bool = False
-    name: str = "accuracy"
+    name: str = "accuracy"  # auto: accuracy, or micro_f1 for several labels per node
     smoothing: float = 0.0  # share of the target that is spread over all classes
 
     def __post_init__(self) -> None:
+        if self.name == "auto":
+            object.__setattr__(self, "name", "micro_f1" if self.multilabel else "accuracy")
         if self.smoothing and self.multilabel:
             raise ConfigError("label smoothing needs one label per node, found several: set train.label_smoothing=0")
         if self.name not in METRICS:
             raise ConfigError(f"there is no metric {self.name!r}: choose one of {', '.join(METRICS)}")
         if self.name == "roc_auc" and not self.multilabel and self.num_classes != 2:
             raise ConfigError(f"roc_auc needs two classes or several labels per node, found {self.num_classes} classes")
-
-    @classmethod
-    def of(cls, nodes: Nodes, metric: str | None = None) -> NodeHead:
-        """The head for a labelled node type; by default accuracy, or micro-F1 for several labels per node."""
-        if nodes.y is None:
-            raise InputError("the nodes have no labels to train on: import the graph with y")
-        return cls(nodes.num_classes, nodes.multilabel, metric or ("micro_f1" if nodes.multilabel else "accuracy"))
 
     def is_labelled(self, y: Tensor) -> Tensor:
         """[n] bool: rows that have a label."""

@@ -132,7 +132,7 @@ def run_trial(graph: Graph, trial: TrialRun, world: World | None = None) -> Tria
     assert graph.store is not None
     placement = None if trial.placement is None else graph.store.path / trial.placement
     try:
-        strategy = build(graph, config, here=with_placement(RankContext(world), config, placement)).strategy
+        strategy = build(graph, config, context=with_placement(RankContext(world), config, placement)).strategy
         try:
             seconds = _time_steps(strategy, trial, world) if trial.timed_steps else _time_epochs(strategy, trial, world)
         finally:

@@ -26,7 +26,7 @@ from gnnfleet.report.progress import make_progress
 from gnnfleet.report.remarks import print_note
 from gnnfleet.report.run_record import RunRecord
 from gnnfleet.session.prepare import RunLocation, choose_run_dir, prepare_run, resolve_run
-from gnnfleet.training.build import BuiltRun, build
+from gnnfleet.training.build import BuiltRun, RankContext, build
 from gnnfleet.training.checkpoint import TrainState
 from gnnfleet.training.resume import ResumePoint, find_resume_point
 from gnnfleet.training.run_dir import RunDirectory
@@ -72,7 +72,7 @@ def run_training(
     with ExitStack() as stack:
         stack.enter_context(annotate_model_errors(config.model.file))
         with make_progress(quiet) as progress:
-            built = build(graph, config, progress=progress)
+            built = build(graph, config, context=RankContext(progress=progress))
         stack.callback(built.strategy.close)
         for text in built.remarks:
             print_note(text, quiet=quiet)

@@ -1,4 +1,4 @@
-"""A run on events: the stream of a graph, its parts by time, the model, the task; new events from a table."""
+"""Runs on events: the event stream of a graph, its parts by time, the model, the task."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ LINK_METRICS = ("mrr", "ap")
 
 
 def build_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalModel, Tensor | None]:
-    """(the task, the model with its first weights, what is known of nodes); raises ConfigError or InputError."""
+    """(task, model with its first weights, [V, S] node features); raises ConfigError or InputError."""
     strategy = config.strategy
     assert isinstance(strategy, EventConfig)
     kind = event_edge_type(graph, strategy.relation or None)
     stream, dtype = EventStream.of(graph, kind), PRECISIONS[config.precision]
-    wanted = stream.msg is not None and config.model.edge_features
-    stream = replace(stream, msg=stream.msg.to(dtype) if wanted and stream.msg is not None else None)
-    task = _task(stream, _parts(stream, config), config, target=kind.dst)
-    features = node_features(graph, dtype)
+    msg = stream.msg if config.model.edge_features else None
+    stream = replace(stream, msg=None if msg is None else msg.to(dtype))
+    task = _task(stream, _split_by_time(stream, config), config, target=kind.dst)
+    features = _node_features(graph, dtype)
     width = 0 if features is None else features.shape[1]
-    sizes = EventDims(
-        edge=0 if stream.msg is None else stream.msg.shape[1],
+    dims = EventDims(
+        edge=0 if msg is None else msg.shape[1],
         static=width + (config.model.hidden if strategy.learns_static(bool(width)) else 0),
         has_features=width > 0,
         classes=0 if task.head is None else task.head.num_classes,
@@ -43,12 +43,12 @@ def build_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalMo
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = TemporalModel(config.model, sizes)
+        model = TemporalModel(config.model, dims)
     return task, model.to(dtype), features
 
 
-def _parts(stream: EventStream, config: RunConfig) -> dict[str, EventStream]:
-    """By time: TGB's shares, or those of the split that is asked for."""
+def _split_by_time(stream: EventStream, config: RunConfig) -> dict[str, EventStream]:
+    """Parts of the stream by the shares of the config, or by default by those of TGB."""
     if config.split in (0, "0"):
         train, val, test = stream.split()
     else:
@@ -61,30 +61,29 @@ def _parts(stream: EventStream, config: RunConfig) -> dict[str, EventStream]:
 
 def _task(stream: EventStream, parts: dict[str, EventStream], config: RunConfig, *, target: str) -> EventTask:
     if not len(parts["train"]):
-        raise ConfigError("there is no event to train on: choose another --split, as 0.7/0.15/0.15")
+        raise ConfigError("the training split has no events: choose another --split, as 0.7/0.15/0.15")
     head, metric = None, config.train.metric
     if config.task == "edge":
         if stream.y is None:
             raise ConfigError("the events have no labels to predict: --task link predicts events, or import labels")
-        several = stream.y.dim() == 2
-        classes = stream.y.shape[1] if several else int(stream.y.max()) + 1 if len(stream) else 0
-        name = ("micro_f1" if several else "accuracy") if metric == "auto" else metric
-        head = NodeHead(classes, several, name, config.train.label_smoothing)
+        multilabel = stream.y.dim() == 2
+        classes = stream.y.shape[1] if multilabel else int(stream.y.max()) + 1 if len(stream) else 0
+        head = NodeHead(classes, multilabel, metric, config.train.label_smoothing)
     elif metric not in ("auto", *LINK_METRICS):
-        raise ConfigError(f"events are measured by {' or '.join(LINK_METRICS)}, found train.metric={metric}")
+        raise ConfigError(f"train.metric of events is {' or '.join(LINK_METRICS)}, found {metric}")
     negatives = NegativeSampler(stream.destinations, config.seed)
     return EventTask(stream, parts, target, negatives, config.link.negatives, config.link.loss, metric, head)
 
 
-def node_features(graph: Graph, dtype: torch.dtype) -> Tensor | None:
-    """[V, S] features of all nodes, those of each type in columns of their own; None where there are none."""
+def _node_features(graph: Graph, dtype: torch.dtype) -> Tensor | None:
+    """[V, S] features of all nodes, with separate columns for each node type; None if there are none."""
     widths = {kind: 0 if nodes.x is None else int(nodes.x.shape[1]) for kind, nodes in graph.nodes.items()}
     if not sum(widths.values()):
         return None
-    known, column = torch.zeros(graph.num_nodes, sum(widths.values()), dtype=dtype), 0
+    features, column = torch.zeros(graph.num_nodes, sum(widths.values()), dtype=dtype), 0
     for kind, nodes in graph.nodes.items():
         if nodes.x is not None:
             first = graph.node_offsets[kind]
-            known[first : first + nodes.count, column : column + widths[kind]] = nodes.x.to(dtype)
+            features[first : first + nodes.count, column : column + widths[kind]] = nodes.x.to(dtype)
         column += widths[kind]
-    return known
+    return features

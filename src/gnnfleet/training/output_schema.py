@@ -1,7 +1,7 @@
-"""What a run predicts and what it read, kept with it: enough to predict on a store that has no labels.
+"""Output schema: the classes and feature columns of a run, saved with it to predict on stores without labels.
 
-Classes and feature columns are known by name where they have names, so a store whose labels were numbered otherwise,
-or whose columns come in another order, is read rightly.
+Classes and feature columns are matched by name if they have names, so a store may number its labels differently, or
+have its columns in another order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_NAMES_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSchema:
-    """The labelled node type and its classes; feature widths, node counts and edge types of the graph trained on."""
+    """The labelled node type and its classes; feature widths, node counts and edge types of the training graph."""
 
     target: str
     num_classes: int
@@ -33,12 +33,12 @@ class OutputSchema:
     widths: Mapping[str, int]
     counts: Mapping[str, int]
     edge_types: tuple[str, ...]
-    columns: Mapping[str, ColumnGroups] = field(default_factory=dict)  # of node types whose features have names
-    edge_columns: Mapping[str, ColumnGroups] = field(default_factory=dict)  # likewise of edge types
+    columns: Mapping[str, ColumnGroups] = field(default_factory=dict)  # by node type, if the features have names
+    edge_columns: Mapping[str, ColumnGroups] = field(default_factory=dict)  # by edge type
 
     @classmethod
     def of(cls, graph: Graph) -> OutputSchema:
-        """Of a graph with labels; raises InputError without any."""
+        """The schema of a graph with labels; raises InputError without labels."""
         target = graph.labelled_type
         if target is None:
             raise InputError("the graph has no labels: give y to Graph(...) or name a label column in the import")
@@ -60,19 +60,17 @@ class OutputSchema:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> OutputSchema:
-        words = {**content, "classes": tuple(content["classes"]), "edge_types": tuple(content["edge_types"])}
-        for name in ("columns", "edge_columns"):  # runs of before have none
-            words[name] = {kind: tuple(map(tuple, found)) for kind, found in words.get(name, {}).items()}
-        return cls(**words)
+        fields = {**content, "classes": tuple(content["classes"]), "edge_types": tuple(content["edge_types"])}
+        for name in ("columns", "edge_columns"):  # runs of earlier versions have none
+            fields[name] = {kind: tuple(map(tuple, columns)) for kind, columns in fields.get(name, {}).items()}
+        return cls(**fields)
 
     def head(self, *, metric: str, smoothing: float) -> NodeHead:
-        """What the output is trained on and measured by; ``auto`` chooses the metric."""
-        if metric == "auto":
-            metric = "micro_f1" if self.multilabel else "accuracy"
+        """Loss and metric of the output; ``auto`` chooses the metric."""
         return NodeHead(self.num_classes, self.multilabel, metric, smoothing)
 
     def target_in(self, graph: Graph) -> str:
-        """The node type of a graph that the run predicts; an only type may have another name."""
+        """The node type that the run predicts in a graph; a single type may have another name."""
         if len(graph.nodes) == len(self.widths) == 1:
             return next(iter(graph.nodes))
         if self.target not in graph.nodes:
@@ -82,25 +80,25 @@ class OutputSchema:
             )
         return self.target
 
-    def fit(self, graph: Graph, *, learnt: Collection[str] = ()) -> Graph:
-        """A graph as the run's model reads it: labels under the run's numbers, or none; no other type is labelled.
+    def fit(self, graph: Graph, *, embedded: Collection[str] = ()) -> Graph:
+        """The graph as the model of the run reads it: labels under the run's class numbers, other types unlabelled.
 
-        ``learnt`` names the node types of which the model has a row for every node. Raises RunError where the graph
-        differs from what was trained on in more than nodes and edges.
+        ``embedded`` names the node types with a learnable embedding per node. Raises RunError if the graph differs from
+        the training graph in more than nodes and edges.
         """
         graph = self.adapt(graph)
         target = self.target_in(graph)
-        self._check(graph, target, learnt)
+        self._check(graph, target, embedded)
         for kind, nodes in graph.nodes.items():
             if kind != target and nodes.y is not None:
                 graph = graph.with_nodes(kind, y=None, classes=())
         return graph.with_nodes(target, y=self._labels(graph.nodes[target]), classes=self.classes)
 
     def adapt(self, graph: Graph) -> Graph:
-        """A graph with features and edge types in the order of the run; itself where it has them so.
+        """The graph with features and edge types in the order of the run; ``graph`` itself if they are already.
 
-        Edge types of the run that a store lacks have no edges there yet, unless it has others, which may be misspelt.
-        Features are turned in memory; raises RunError where there are too many, or for columns with other names.
+        Edge types of the run that the store lacks become empty, unless the store has unknown ones: a name may be
+        misspelt. Features are reordered in memory. Raises RunError if they are too large or have other names.
         """
         orders, absent = self._orders(graph), self._absent(graph)
         edges = {**graph.edges, **{kind: self._no_edges(graph, kind) for kind in absent}}
@@ -111,13 +109,13 @@ class OutputSchema:
         nodes = dict(graph.nodes)
         for kind, (order, columns) in orders.items():
             if isinstance(kind, EdgeType):
-                edges[kind] = replace(edges[kind], attr=_turned(edges[kind].attr, order), columns=columns)
+                edges[kind] = replace(edges[kind], attr=_reordered(edges[kind].attr, order), columns=columns)
             else:
-                nodes[kind] = replace(nodes[kind], x=_turned(nodes[kind].x, order), columns=columns)
+                nodes[kind] = replace(nodes[kind], x=_reordered(nodes[kind].x, order), columns=columns)
         return Graph.of(nodes, edges, name=graph.name, undirected=graph.undirected)
 
     def _orders(self, graph: Graph) -> dict[str | EdgeType, tuple[Tensor, ColumnGroups]]:
-        """Of node and edge types with features in another order: where the run's are found, and its columns."""
+        """(positions of the run's features, the run's columns) by node or edge type, for features in another order."""
         target, several = self.target_in(graph), len(graph.nodes) > 1
         tables: list[tuple[str | EdgeType, Nodes | Edges, ColumnGroups]] = [
             (kind, nodes, self.columns.get(self.target if kind == target else kind, ()))
@@ -125,23 +123,23 @@ class OutputSchema:
         ]
         only = self.edge_types[0] if len(self.edge_types) == len(graph.edges) == 1 else None
         tables += [(kind, edges, self.edge_columns.get(only or str(kind), ())) for kind, edges in graph.edges.items()]
-        found: dict[str | EdgeType, tuple[Tensor, ColumnGroups]] = {}
-        for kind, table, known in tables:
-            of = f" of {kind}" if several or isinstance(kind, EdgeType) else ""
-            order = column_order(known, table.columns, of)
+        orders: dict[str | EdgeType, tuple[Tensor, ColumnGroups]] = {}
+        for kind, table, columns in tables:
+            suffix = f" of {kind}" if several or isinstance(kind, EdgeType) else ""
+            order = column_order(columns, table.columns, suffix)
             if order is not None:
-                found[kind] = order, known
-        return found
+                orders[kind] = order, columns
+        return orders
 
     def _absent(self, graph: Graph) -> list[EdgeType]:
-        """Edge types of the run that may be taken for empty."""
-        known = [EdgeType.parse(name) for name in self.edge_types if name.count(":") == 2]
-        if len(self.edge_types) == len(known) == 1 and len(graph.nodes) == 1:
+        """Edge types of the run that the graph lacks and that count as empty."""
+        run_types = [EdgeType.parse(name) for name in self.edge_types if name.count(":") == 2]
+        if len(self.edge_types) == len(run_types) == 1 and len(graph.nodes) == 1:
             only = next(iter(graph.nodes))
-            return [] if graph.edges else [known[0]._replace(src=only, dst=only)]
-        if not set(graph.edges) <= set(known):
+            return [] if graph.edges else [run_types[0]._replace(src=only, dst=only)]
+        if not set(graph.edges) <= set(run_types):
             return []
-        return [kind for kind in known if kind not in graph.edges and {kind.src, kind.dst} <= set(graph.nodes)]
+        return [kind for kind in run_types if kind not in graph.edges and {kind.src, kind.dst} <= set(graph.nodes)]
 
     def _no_edges(self, graph: Graph, kind: EdgeType) -> Edges:
         only = self.edge_types[0] if len(self.edge_types) == 1 else str(kind)
@@ -157,7 +155,7 @@ class OutputSchema:
             columns=columns,
         )
 
-    def _check(self, graph: Graph, target: str, learnt: Collection[str]) -> None:
+    def _check(self, graph: Graph, target: str, embedded: Collection[str]) -> None:
         if len(self.widths) > 1 and set(self.widths) != set(graph.nodes):
             raise RunError(
                 f"the run was trained on nodes of types {', '.join(self.widths)}, this store has "
@@ -170,94 +168,92 @@ class OutputSchema:
                 f"{', '.join(map(str, graph.edges)) or 'none'}: import a table of them, if only with a header src,dst"
             )
         for kind, nodes in graph.nodes.items():
-            known = self.target if kind == target else kind
-            of = f" of {kind}" if len(graph.nodes) > 1 else ""
-            if _width(nodes) != self.widths[known]:
+            run_kind = self.target if kind == target else kind
+            suffix = f" of {kind}" if len(graph.nodes) > 1 else ""
+            if _width(nodes) != self.widths[run_kind]:
                 raise RunError(
-                    f"the run was trained on {self.widths[known]} features{of} per node, this store has "
+                    f"the run was trained on {self.widths[run_kind]} features{suffix} per node, this store has "
                     f"{_width(nodes)}: import it with the same feature columns"
                 )
-            if known in learnt and nodes.count != self.counts[known]:
+            if run_kind in embedded and nodes.count != self.counts[run_kind]:
                 raise RunError(
-                    f"the run learnt a row for each of its {self.counts[known]} nodes{of} and cannot serve the "
-                    f"{nodes.count} nodes of this store: train without model.embedding, on features"
+                    f"the run has an embedding for each of its {self.counts[run_kind]} nodes{suffix} and cannot serve "
+                    f"the {nodes.count} nodes of this store: train without model.embedding, on features"
                 )
 
     def _labels(self, nodes: Nodes) -> Tensor | None:
-        y = nodes.y
+        """Labels under the run's class numbers."""
+        y, renamed = nodes.y, bool(nodes.classes and self.classes and nodes.classes != self.classes)
         if y is None:
             return None
         if nodes.multilabel != self.multilabel:
-            one, several = "one label per node", "several labels per node"
-            wanted, found = (several, one) if self.multilabel else (one, several)
-            raise RunError(f"the run was trained on {wanted}, this store has {found}")
+            kinds = ("one label per node", "several labels per node")
+            raise RunError(f"the run was trained on {kinds[self.multilabel]}, this store has {kinds[nodes.multilabel]}")
         if self.multilabel:
             if y.shape[1] != self.num_classes:
                 raise RunError(
                     f"the run was trained on {self.num_classes} labels per node, this store has {y.shape[1]}"
                 )
-            if nodes.classes and self.classes and nodes.classes != self.classes:
-                wrong = next(
-                    i for i, pair in enumerate(zip(nodes.classes, self.classes, strict=True)) if len({*pair}) > 1
-                )
+            if renamed:
+                column = next(i for i, name in enumerate(self.classes) if nodes.classes[i] != name)
                 raise RunError(
-                    f"label {wrong} of the run is {self.classes[wrong]!r}, of this store {nodes.classes[wrong]!r}: "
+                    f"label {column} of the run is {self.classes[column]!r}, of this store {nodes.classes[column]!r}: "
                     "import it with the same labels in the same order"
                 )
             return y
-        if nodes.classes and self.classes and nodes.classes != self.classes:
-            return self._by_name(nodes.classes, y)
+        if renamed:
+            return self._renumber(y, nodes.classes)
         if y.numel() and int(y.max()) >= self.num_classes:
-            raise RunError(f"the run knows classes 0 to {self.num_classes - 1}, this store has class {int(y.max())}")
+            raise RunError(f"the run has classes 0 to {self.num_classes - 1}, this store has class {int(y.max())}")
         return y
 
-    def _by_name(self, names: tuple[str, ...], y: Tensor) -> Tensor:
-        number = {name: i for i, name in enumerate(self.classes)}
+    def _renumber(self, y: Tensor, names: tuple[str, ...]) -> Tensor:
+        numbers = {name: i for i, name in enumerate(self.classes)}
         used = set(torch.unique(y).tolist()) - {-1}
-        strange = [name for i, name in enumerate(names) if i in used and name not in number]
-        if strange:
-            raise RunError(f"class {strange[0]!r} of this store is not among those the run was trained on")
-        table = torch.tensor([*(number.get(name, -1) for name in names), -1])  # the last is for no label
+        unknown = [name for i, name in enumerate(names) if i in used and name not in numbers]
+        if unknown:
+            raise RunError(f"class {unknown[0]!r} of this store is not among those the run was trained on")
+        table = torch.tensor([*(numbers.get(name, -1) for name in names), -1])  # the last is for no label
         return table[y]
 
 
-def column_order(known: ColumnGroups, found: ColumnGroups, of: str = "") -> Tensor | None:
-    """[F] where a run finds its features among those of a store; None where they are as they were, or without names.
+def column_order(run: ColumnGroups, store: ColumnGroups, suffix: str = "") -> Tensor | None:
+    """[F] positions of the run's features among those of a store; None if the order is the same or has no names.
 
-    The items of a single list have no names of their own: what its column is called says nothing of their order.
-    Raises RunError for other columns.
+    A single list column has one name for all its features, which does not tell their order. Raises RunError if the
+    columns differ; ``suffix`` names their table.
     """
-    if known == found or any(len(side) == 0 or (len(side) == 1 and side[0][1] != 1) for side in (known, found)):
+    if run == store or any(not groups or (len(groups) == 1 and groups[0][1] != 1) for groups in (run, store)):
         return None
-    if sorted(known) != sorted(found):
-        without, more = (
-            [column for column in one if column not in two] for one, two in ((known, found), (found, known))
-        )
-        differing = [f"{word} {_shown(each)}" for word, each in (("without", without), ("with", more)) if each]
+    if sorted(run) != sorted(store):
+        missing = [column for column in run if column not in store]
+        added = [column for column in store if column not in run]
+        sides = (("without", missing), ("with", added))
+        differences = [f"{word} {_shown(columns)}" for word, columns in sides if columns]
         raise RunError(
-            f"the run was trained on feature columns{of} {_shown(known)}; this store has {_shown(found)} "
-            f"({', '.join(differing)}): import it with the same feature columns, --features names them"
+            f"the run was trained on feature columns{suffix} {_shown(run)}; this store has {_shown(store)} "
+            f"({', '.join(differences)}): import it with the same feature columns, --features names them"
         )
     start, starts = 0, {}
-    for name, width in found:
+    for name, width in store:
         starts[name] = start
         start += width
-    return torch.cat([torch.arange(starts[name], starts[name] + width) for name, width in known])
+    return torch.cat([torch.arange(starts[name], starts[name] + width) for name, width in run])
 
 
-def _turned(values: Tensor | None, order: Tensor) -> Tensor:
+def _reordered(values: Tensor | None, order: Tensor) -> Tensor:
     assert values is not None
     if values.nbytes > FULL_CHECK_BYTES:
         raise RunError(
-            "feature columns of this store are in another order than those of the run and too many to be turned in "
+            "feature columns of this store are in another order than those of the run and too large to reorder in "
             "memory: import it with --features (of edges --edge-features) naming them in the order of the run"
         )
     return values[:, order]
 
 
 def _shown(columns: Iterable[tuple[str, int]]) -> str:
-    words = [name if width == 1 else f"{name} [{width}]" for name, width in columns]
-    return ", ".join(words[:MAX_NAMES_SHOWN]) + (f", … ({len(words)} in all)" if len(words) > MAX_NAMES_SHOWN else "")
+    names = [name if width == 1 else f"{name} [{width}]" for name, width in columns]
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (f", … ({len(names)} in all)" if len(names) > MAX_NAMES_SHOWN else "")
 
 
 def _width(nodes: Nodes) -> int:

@@ -174,7 +174,7 @@ def trained_graph(graph: Graph, config: RunConfig) -> Graph:
     from gnnfleet.training.build_link import build_links
 
     none = {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes}
-    return build_links(graph, config, training=True, own=none)[0].data.graph
+    return build_links(graph, config, training=True, owned_ids=none)[0].data.graph
 
 
 def _store(graph: Graph) -> Bundle:
