@@ -28,8 +28,8 @@ from gnnfleet.strategies.estimates import MachineProfile
 from gnnfleet.strategies.input_cache import should_cache_aggregate
 from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.optim import Adam, make_optimizer
-from gnnfleet.strategies.sampling_options import FanoutOption
-from gnnfleet.strategies.step_costs import can_precompute, gather_inputs, num_drawn, parse_fanouts, run_step_on_blocks
+from gnnfleet.strategies.sampling_options import FanoutOption, parse_fanouts
+from gnnfleet.strategies.step_costs import can_precompute, gather_inputs, num_edges_and_rows, run_step_on_blocks
 
 MAX_SAMPLE_ROWS, MAX_SAMPLE_EDGES = 40_000, 400_000
 """Limits of the sample of a part that the full-batch step is timed on."""
@@ -142,7 +142,7 @@ def _profile_blocks(job: Job, probe: SamplingProbe, cached: bool) -> tuple[float
         if step:  # the first one allocates
             compute_seconds += time.perf_counter() - sampled
             sampling_seconds += sampled - started
-            drawn += num_drawn(views)
+            drawn += num_edges_and_rows(views)
     model.load_state_dict(before)
     model.zero_grad(set_to_none=True)
     return compute_seconds / max(1.0, drawn), sampling_seconds / max(1.0, drawn)

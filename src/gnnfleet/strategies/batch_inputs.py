@@ -1,21 +1,31 @@
-"""Read the inputs of a sampled batch: features and, where it is cached, the first layer's aggregate."""
+"""Read the inputs of a sampled batch: features and, if it is cached, the first layer's aggregate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gnnfleet.graph.views.local import LocalView
-from gnnfleet.nn.base import Aggregate
+from gnnfleet.nn.base import Aggregate, Features
 from gnnfleet.ops.buffers import empty_buffer
-from gnnfleet.strategies.sampling_options import PreparedBatch
 from gnnfleet.tasks.base import Batch
 
 X, AGGREGATE = "x", "aggregate"
 """Names of tables. With several edge types, each has a table of aggregates under its own name."""
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedBatch:
+    """A batch with all inputs of the model."""
+
+    batch: Batch
+    views: Sequence[LocalView]
+    x: Features
+    aggregated: Aggregate | None
 
 
 class RowReader(Protocol):
@@ -56,7 +66,7 @@ def read_inputs(
 def _read_adjacent(
     view: LocalView, read: RowReader, features: Mapping[str, Tensor], aggregated: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(x, aggregated) as columns of one tensor: a layer that multiplies both makes one product of them."""
+    """(x, aggregated) as columns of one tensor: a layer that multiplies both computes one product."""
     ((kind, rows),) = view.nodes.items()
     x, width = features[kind], aggregated.shape[1]
     both = empty_buffer((len(rows.node_ids), width + x.shape[1]), aggregated.dtype)

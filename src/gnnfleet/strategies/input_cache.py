@@ -1,4 +1,4 @@
-"""What strategies do with static features: aggregate them once, lay them side by side with their aggregate."""
+"""The first layer's aggregate of static features, computed once and cached."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from gnnfleet.nn.base import Aggregate, Model
 
 CacheInputs = Literal["auto"] | bool
 
-# Above this many edge types, a row of aggregated inputs for each of them takes too much memory to be kept unasked.
 MAX_CACHED_RELATIONS = 8
+"""Edge types up to which ``auto`` caches an aggregate for each: more take too much memory."""
 
 
-def should_cache_aggregate(wanted: CacheInputs, *, hides: bool) -> bool:
-    """Whether to try: what is aggregated beforehand would include edges that are hidden later. Raises ConfigError."""
-    if hides and wanted is True:
+def should_cache_aggregate(option: CacheInputs, *, hides: bool) -> bool:
+    """True unless steps hide edges, which a cached aggregate would include; raises ConfigError if that was set."""
+    if hides and option is True:
         raise ConfigError("strategy.cache_inputs=true would show hidden edges: use it with link.exclude=none")
-    return bool(wanted) and not hides
+    return bool(option) and not hides
 
 
-def precompute_aggregate(wanted: CacheInputs, model: Model, view: GraphView, x: Any) -> Aggregate | None:
-    """The first layer's aggregate of all rows, where the model allows it; raises ConfigError where it has to."""
-    found = model.precompute(view, x)
-    if wanted is True and found is None:
+def precompute_aggregate(option: CacheInputs, model: Model, view: GraphView, x: Any) -> Aggregate | None:
+    """The first layer's aggregate of all rows; None, or ConfigError if it was set, if the model does not allow it."""
+    aggregate = model.precompute(view, x)
+    if option is True and aggregate is None:
         raise ConfigError(
             "this model does not allow strategy.cache_inputs=true: its first layer reads neighbours through "
             "parameters, learnable rows or dropout"
         )
-    return found
+    return aggregate
 
 
-def concat_columns(near: Aggregate | None, x: Any) -> tuple[Aggregate | None, Any]:
-    """Features and their aggregate as columns of one tensor: a layer that multiplies both makes one product of them."""
-    if not isinstance(near, Tensor) or not isinstance(x, Tensor) or near.dtype != x.dtype:
-        return near, x
-    both, width = torch.cat([near, x], 1), near.shape[1]
+def concat_columns(aggregated: Aggregate | None, x: Any) -> tuple[Aggregate | None, Any]:
+    """(aggregate, features) as columns of one tensor: a layer that multiplies both computes one product."""
+    if not isinstance(aggregated, Tensor) or not isinstance(x, Tensor) or aggregated.dtype != x.dtype:
+        return aggregated, x
+    both, width = torch.cat([aggregated, x], 1), aggregated.shape[1]
     return both[:, :width], both[:, width:]

@@ -1,4 +1,4 @@
-"""Optimizers: made from the options of training, their state saved and loaded."""
+"""Optimizers: built from the training options, their state saved and loaded."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ AdamW = _without_dynamo(torch.optim.AdamW)
 
 
 def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What an optimizer remembers, as {parameter name/word: tensor}; settings come from the config."""
+    """State of an optimizer as {parameter name/key: tensor}; its settings come from the config."""
     return {
-        f"{name}/{word}": value
+        f"{name}/{key}": value
         for name, parameter in model.named_parameters()
-        for word, value in optimizer.state.get(parameter, {}).items()
+        for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
 
 
 def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """The reverse of ``optimizer_tensors``; dtypes stay as they were saved."""
+    """Load what ``optimizer_tensors`` returned; dtypes stay as they were saved."""
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
-    for key, tensor in tensors.items():
-        name, _, word = key.rpartition("/")
-        optimizer.state[parameters[name]][word] = tensor.clone()
+    for path, tensor in tensors.items():
+        name, _, key = path.rpartition("/")
+        optimizer.state[parameters[name]][key] = tensor.clone()

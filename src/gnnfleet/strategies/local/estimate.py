@@ -21,18 +21,18 @@ from gnnfleet.strategies.step_costs import (
 )
 
 
-def estimate(config: LocalConfig, outlook: PlanningContext) -> list[CostEstimate]:
+def estimate(config: LocalConfig, context: PlanningContext) -> list[CostEstimate]:
     """Estimate full batch and sampled training; only the latter if fanouts are set."""
-    fanouts = config.fanouts or (DEFAULT_FANOUT,) * outlook.job.model.num_layers
+    fanouts = config.fanouts or (DEFAULT_FANOUT,) * context.job.model.num_layers
     sampled = config.model_copy(update={"fanouts": fanouts})
     if config.batch is None:
         sampled = sampled.model_copy(update={"batch": DEFAULT_BATCH})
-    full_batch = [] if config.is_sampled else [_full_batch(config, outlook)]
-    return [*full_batch, _sampled(sampled, outlook)]
+    full_batch = [] if config.is_sampled else [_full_batch(config, context)]
+    return [*full_batch, _sampled(sampled, context)]
 
 
-def _full_batch(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
-    job, pace = outlook.job, outlook.single_profile
+def _full_batch(config: LocalConfig, context: PlanningContext) -> CostEstimate:
+    job, profile = context.job, context.single_profile
     graph, layers = job.graph, job.model.num_layers
     ordered = config.order == "cluster" or (config.order == "auto" and graph.num_nodes > REORDER_MIN_NODES)
     loads = [(float(graph.num_nodes), float(graph.num_edges))] * layers
@@ -50,28 +50,30 @@ def _full_batch(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
     is_cached = caches_aggregate(job, config.cache_inputs)
     features = feature_bytes(graph) + feature_bytes(graph, itemsize) * (1 + 2 * is_cached)
     resident = features + graph.num_edges * 3 * BYTES_PER_EDGE
-    tensors = trace_full_batch(outlook, config.cache_inputs).peak_bytes(int(rows))
+    tensors = trace_full_batch(context, config.cache_inputs).peak_bytes(int(rows))
     peak = max(MEMORY_SLACK * tensors, evaluation_bytes(job, graph.num_nodes))
     return CostEstimate(
         settings={**config.model_dump(exclude_defaults=True), "name": "local"},
         kind="exact",
         workers=1,
-        memory=pace.base_memory + resident + peak + WeightBytes.of(job.model).state(),
-        seconds=steps * pace.full_batch_seconds(loads),
+        memory=profile.base_memory + resident + peak + WeightBytes.of(job.model).state(),
+        seconds=steps * profile.full_batch_seconds(loads),
         steps=steps,
         reasons=("one process, the whole graph in every step",),
     )
 
 
-def _sampled(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
-    job, pace = outlook.job, outlook.single_profile
+def _sampled(config: LocalConfig, context: PlanningContext) -> CostEstimate:
+    job, profile = context.job, context.single_profile
     is_cached = caches_aggregate(job, config.cache_inputs)
     items = job.task.train_items(job.seed, 0)
     blocks = sample_probe_blocks(
         job, items, config.batch_size, fanouts=config.fanouts, given=is_cached, replace=config.replace
     )
     steps = count_batches(len(items), config.batch_size)
-    work, sampling = (seconds * blocks.num_edges_and_rows for seconds in (pace.block_seconds, pace.sampling_seconds))
+    work, sampling = (
+        seconds * blocks.num_edges_and_rows for seconds in (profile.block_seconds, profile.sampling_seconds)
+    )
     features = feature_bytes(job.graph)
     prefetch = auto_depth(int(features)) if config.prefetch == "auto" else config.prefetch
     itemsize = PRECISIONS[job.precision].itemsize
@@ -82,7 +84,7 @@ def _sampled(config: LocalConfig, outlook: PlanningContext) -> CostEstimate:
         settings={**config.model_dump(exclude_defaults=True), "name": "local"},
         kind="sampled",
         workers=1,
-        memory=pace.base_memory + resident + peak + WeightBytes.of(job.model).state(),
+        memory=profile.base_memory + resident + peak + WeightBytes.of(job.model).state(),
         seconds=steps * (max(work, sampling) if prefetch else work + sampling),
         steps=steps,
         reasons=(f"{steps} steps: sampling {sampling:.2g} s, layers {work:.2g} s each",),

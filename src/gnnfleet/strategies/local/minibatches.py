@@ -17,10 +17,10 @@ from gnnfleet.graph.sampling.sampler import NeighborSampler
 from gnnfleet.nn.base import Aggregate
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.gather import gather
-from gnnfleet.strategies.batch_inputs import X, aggregate_tables, read_inputs
+from gnnfleet.strategies.batch_inputs import PreparedBatch, X, aggregate_tables, read_inputs
 from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.local.config import LocalConfig
-from gnnfleet.strategies.sampling_options import PreparedBatch, check_fanouts_per_layer, fanouts_by_hop
+from gnnfleet.strategies.sampling_options import check_fanouts_per_layer, parse_fanouts
 from gnnfleet.tasks.base import Batch
 
 
@@ -29,8 +29,8 @@ class MiniBatchMaker:
 
     def __init__(self, config: LocalConfig, job: Job, aggregated: Aggregate | None) -> None:
         self._config, self._job, self._aggregated = config, job, aggregated
-        assert config.fanouts is not None
-        self._sampler = NeighborSampler(job.graph, fanouts_by_hop(config.fanouts), replace=config.replace)
+        fanouts = parse_fanouts(config.fanouts, job.model.num_layers)
+        self._sampler = NeighborSampler(job.graph, fanouts, replace=config.replace)
         self._features = {kind: nodes.x for kind, nodes in job.graph.nodes.items() if nodes.x is not None}
         self._readers = {kind: FeatureGather(x) for kind, x in self._features.items()}
         self._aggregates = {(kind, name): rows for kind, name, rows in aggregate_tables(aggregated, job.task.target)}

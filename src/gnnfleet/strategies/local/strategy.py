@@ -23,6 +23,7 @@ from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.layerwise import layer_bytes, layerwise_inference
 from gnnfleet.ops.draws import DrawKey
+from gnnfleet.strategies.batch_inputs import PreparedBatch
 from gnnfleet.strategies.input_cache import (
     MAX_CACHED_RELATIONS,
     concat_columns,
@@ -34,7 +35,6 @@ from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.local.minibatches import MiniBatchMaker
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.protocol import Prediction, Reporting, State, StepRecord
-from gnnfleet.strategies.sampling_options import PreparedBatch
 from gnnfleet.tasks.base import RowLookup
 
 # Below this number of nodes the features fit the CPU caches and clustering costs more than it gains.

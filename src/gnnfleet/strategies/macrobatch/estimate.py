@@ -21,13 +21,13 @@ from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.macrobatch.batch_count import WarmupSample, choose_batches_per_fetch
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
 from gnnfleet.strategies.macrobatch.fetch import owned_items
+from gnnfleet.strategies.sampling_options import parse_fanouts
 from gnnfleet.strategies.step_costs import (
     ProbeBlocks,
     WeightBytes,
     caches_aggregate,
     evaluation_bytes,
     feature_bytes,
-    parse_fanouts,
     step_peak_bytes,
 )
 
@@ -38,11 +38,11 @@ BYTES_PER_PART_EDGE = 72.0
 """Bytes of an in-edge of a partition: as mapped, and in the sampler's index."""
 
 
-def estimate(config: MacrobatchConfig, outlook: PlanningContext) -> list[CostEstimate]:
+def estimate(config: MacrobatchConfig, context: PlanningContext) -> list[CostEstimate]:
     """Estimate one batch per fetch, and as many as the buffer holds."""
-    if outlook.job.model.batch_norm and outlook.workers > 1:
+    if context.job.model.batch_norm and context.workers > 1:
         raise ConfigError("batch norm would count rows that several workers compute more than once: model.norm=layer")
-    epoch = _EpochEstimator(config, outlook)
+    epoch = _EpochEstimator(config, context)
     if config.batches_per_fetch != "auto":
         return [epoch.estimate(config.batches_per_fetch)]
     return [epoch.estimate(batches) for batches in dict.fromkeys((1, epoch.max_batches))]
@@ -58,14 +58,14 @@ class _ProbedBatches:
 
 
 class _EpochEstimator:
-    def __init__(self, config: MacrobatchConfig, outlook: PlanningContext) -> None:
-        self.config, self.outlook, self.job = config, outlook, outlook.job
+    def __init__(self, config: MacrobatchConfig, context: PlanningContext) -> None:
+        self.config, self.context, self.job = config, context, context.job
         self.is_cached = caches_aggregate(self.job, config.cache_inputs) and config.split == "nodes"
         items = self.job.task.train_items(self.job.seed, 0)
         self.steps = count_batches(len(items), config.batch)
-        self.prefetch = config.prefetch if config.prefetch != "auto" else int(outlook.overlaps)
+        self.prefetch = config.prefetch if config.prefetch != "auto" else int(context.overlaps)
         self.owner = self._owners()
-        self.probes = [self._probe(rank, items) for rank in range(outlook.workers)]
+        self.probes = [self._probe(rank, items) for rank in range(context.workers)]
         self.warmups = [self._warmup_sample(probe) for probe in self.probes]
         self.max_batches = min(
             choose_batches_per_fetch(warmup, config.buffer, self.steps, prefetch=self.prefetch, lookahead=0)
@@ -77,7 +77,7 @@ class _EpochEstimator:
     def _owners(self) -> dict[str, Tensor]:
         """[N] the partition of every node, by type."""
         owner = {kind: torch.zeros(table.count, dtype=torch.int16) for kind, table in self.job.graph.nodes.items()}
-        for part, shard in enumerate(self.outlook.parts()):
+        for part, shard in enumerate(self.context.parts()):
             for kind in shard.node_types:
                 owner[kind][shard.nodes(kind).store_ids] = part
         return owner
@@ -132,20 +132,20 @@ class _EpochEstimator:
         return WarmupSample.of_reads(reads, len(probe.remote_ids), probe.blocks.structure_bytes)
 
     def estimate(self, batches: int) -> CostEstimate:
-        outlook, workers, several = self.outlook, self.outlook.workers, self.outlook.workers > 1
-        pace, weights = outlook.shared_profile, WeightBytes.of(self.job.model)
+        context, workers, several = self.context, self.context.workers, self.context.workers > 1
+        profile, weights = context.shared_profile, WeightBytes.of(self.job.model)
         fetches = -(-self.steps // batches)
         id_overhead = 1 + 8 / max(self._row_bytes(kind) for kind in self.owner)
         fetched = [warmup.rows_per_fetch(batches) * fetches * id_overhead for warmup in self.warmups]
         sampled = [probe.request_bytes * self.steps for probe in self.probes]
-        sums = self.steps * (weights.allreduce_bytes + PRECISIONS[self.job.precision].itemsize)
+        sums = self.steps * (weights.allreduce + PRECISIONS[self.job.precision].itemsize)
         hops = self.job.model.num_layers - self.is_cached
         rounds = (fetches * (2 * hops + 2) + 2 * self.steps) * several
-        work = max(pace.block_seconds * probe.blocks.num_edges_and_rows for probe in self.probes)
-        sampling = max(pace.sampling_seconds * probe.blocks.num_edges_and_rows for probe in self.probes)
-        transfer = pace.transfer_seconds(max(map(sum, zip(fetched, sampled, strict=True))), fetches * (2 * hops + 2))
+        work = max(profile.block_seconds * probe.blocks.num_edges_and_rows for probe in self.probes)
+        sampling = max(profile.sampling_seconds * probe.blocks.num_edges_and_rows for probe in self.probes)
+        transfer = profile.transfer_seconds(max(map(sum, zip(fetched, sampled, strict=True))), fetches * (2 * hops + 2))
         fetching = self.steps * sampling + transfer
-        layers = self.steps * (work + pace.allreduce_seconds(weights.nbytes))
+        layers = self.steps * (work + profile.allreduce_seconds(weights.replicated))
         return CostEstimate(
             settings={
                 **self.config.model_dump(exclude_defaults=True),
@@ -164,8 +164,8 @@ class _EpochEstimator:
         )
 
     def _memory(self, rank: int, batches: int) -> float:
-        job, pace, weights = self.job, self.outlook.shared_profile, WeightBytes.of(self.job.model)
-        shard = self.outlook.parts()[rank]
+        job, profile, weights = self.job, self.context.shared_profile, WeightBytes.of(self.job.model)
+        shard = self.context.parts()[rank]
         rows = sum(shard.nodes(kind).count for kind in shard.node_types)
         share = rows / max(1, job.graph.num_nodes)
         itemsize = PRECISIONS[job.precision].itemsize
@@ -173,7 +173,9 @@ class _EpochEstimator:
         partition = share * (features + job.graph.num_edges * BYTES_PER_PART_EDGE)
         macrobatches = self.warmups[rank].bytes(batches, prefetch=self.prefetch, lookahead=0)
         evaluation = evaluation_bytes(job, rows) + share * feature_bytes(job.graph, itemsize)
-        return pace.base_memory + partition + max(self.tensor_bytes + macrobatches, evaluation) + weights.state(share)
+        return (
+            profile.base_memory + partition + max(self.tensor_bytes + macrobatches, evaluation) + weights.state(share)
+        )
 
     def _reasons(self, batches: int, sampling: float, work: float, transfer: float) -> tuple[str, ...]:
         duplication = max(warmup.duplication(batches) for warmup in self.warmups)

@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.sampling.batches import count_batches, epoch_batches
 from gnnfleet.graph.sampling.prefetch import prefetch_items
-from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
@@ -52,8 +50,8 @@ from gnnfleet.strategies.macrobatch.fetch import (
 from gnnfleet.strategies.macrobatch.host_cache import HostCache
 from gnnfleet.strategies.partitioned_strategy import PartitionedStrategy, require_shard
 from gnnfleet.strategies.protocol import StepRecord
-from gnnfleet.strategies.sampling_options import DEFAULT_FANOUT, AutoSwitch, check_fanouts_per_layer, fanouts_by_hop
-from gnnfleet.tasks.base import Batch, RowLookup
+from gnnfleet.strategies.sampling_options import AutoSwitch, check_fanouts_per_layer, parse_fanouts
+from gnnfleet.tasks.base import Batch
 from gnnfleet.units import format_size
 
 
@@ -76,7 +74,7 @@ class MacrobatchStrategy(PartitionedStrategy):
         self._depth = self._choose_depth()
         world = _background_world(job.world) if self._depth else job.world
         ring = RingExchange(world, max(1, world.size), 0, buffers.empty_buffer)
-        hops = fanouts_by_hop(config.fanouts or (DEFAULT_FANOUT,) * self.model.num_layers)
+        hops = parse_fanouts(config.fanouts, self.model.num_layers)
         sampler = DistNeighborSampler(view, ring, hops, replace=config.replace)
         check_fanouts_per_layer(len(sampler.hops), self.model.num_layers)
         by_columns = config.split == "columns"
@@ -146,17 +144,8 @@ class MacrobatchStrategy(PartitionedStrategy):
                 out = self.model(
                     views, None, precomputed_product=self._columns.first_layer(self.model, reader.first_blocks, dtype)
                 )
-            loss = self._task.loss(self._block_lookup(out, views[-1]), reader.batch)
+            loss = self._task.loss(self._row_lookup(out, views[-1]), reader.batch)
         return self._backward_and_step(loss / len(reader.batch.global_items))
-
-    def _block_lookup(self, out: Any, view: LocalView) -> RowLookup:
-        """Rows of a block's output by store id, in the precision of the loss."""
-
-        def lookup(kind: str, ids: Tensor) -> Tensor:
-            rows: Tensor = out[kind] if isinstance(out, dict) else out
-            return view.for_type(kind).gather_rows(rows, ids).to(PRECISIONS[self._job.precision])
-
-        return lookup
 
     # -- the fetcher --
 

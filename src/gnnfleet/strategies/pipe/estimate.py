@@ -81,6 +81,6 @@ def _memory(config: PipeConfig, context: PlanningContext, model: ModelCost, grid
     aggregates = len(graph.edges) if should_cache_inputs(config, job) else 1  # one for every edge type
     features = rows * width * itemsize * (2 + aggregates if stage.start == 0 else 1)
     structure = graph.num_edges * (BYTES_PER_GRAPH_EDGE + BYTES_PER_PARTITION_EDGE / grid.graph_parallel)
-    peak = max(MEMORY_SLACK * activations + history, evaluation_bytes(job, rows, in_pieces=False))
+    peak = max(MEMORY_SLACK * activations + history, evaluation_bytes(job, rows, layerwise=False))
     base = context.shared_profile.base_memory
     return base + features + structure + peak + WeightBytes.of(job.model).state()

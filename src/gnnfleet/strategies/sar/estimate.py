@@ -19,11 +19,11 @@ from gnnfleet.strategies.sar.memory_plan import MemoryChoice, MemoryNeeds
 from gnnfleet.strategies.step_costs import WeightBytes, trace_full_batch
 
 
-def estimate(config: SarConfig, outlook: PlanningContext) -> list[CostEstimate]:
+def estimate(config: SarConfig, context: PlanningContext) -> list[CostEstimate]:
     """Estimate the settings of least memory, with prefetch, with cached rows, with all partitions in one group."""
-    config.check_task(outlook.job.task)
-    step = _StepEstimator(config, outlook)
-    return [step.estimate(choice) for choice in _choices(config, outlook.workers, step.trace)]
+    config.check_task(context.job.task)
+    step = _StepEstimator(config, context)
+    return [step.estimate(choice) for choice in _choices(config, context.workers, step.trace)]
 
 
 def _choices(config: SarConfig, workers: int, trace: StepTrace) -> list[MemoryChoice]:
@@ -38,12 +38,12 @@ def _choices(config: SarConfig, workers: int, trace: StepTrace) -> list[MemoryCh
 class _StepEstimator:
     """A step on every partition."""
 
-    def __init__(self, config: SarConfig, outlook: PlanningContext) -> None:
-        self.config, self.outlook, self.job = config, outlook, outlook.job
-        self.shards: Sequence[Shard] = outlook.parts()
-        levels: ActiveRowCounts = outlook.cached(f"levels {config.restrict_rows}", self._levels)
+    def __init__(self, config: SarConfig, context: PlanningContext) -> None:
+        self.config, self.context, self.job = config, context, context.job
+        self.shards: Sequence[Shard] = context.parts()
+        levels: ActiveRowCounts = context.cached(f"levels {config.restrict_rows}", self._levels)
         self.levels = levels.loads
-        self.trace: StepTrace = trace_full_batch(outlook, config.cache_inputs, levels.many)
+        self.trace: StepTrace = trace_full_batch(context, config.cache_inputs, levels.many)
         self.codec = WireCodec(config.wire_dtype)
 
     def _levels(self) -> ActiveRowCounts:
@@ -58,17 +58,17 @@ class _StepEstimator:
         return count_active_rows(self.shards, loss_rows, job.model.num_layers)
 
     def estimate(self, choice: MemoryChoice) -> CostEstimate:
-        outlook, ranks = self.outlook, range(len(self.shards))
-        pace, workers = outlook.shared_profile, outlook.workers
+        context, ranks = self.context, range(len(self.shards))
+        profile, workers = context.shared_profile, context.workers
         sent = [sum(self._sent_bytes(exchange, rank, choice) for exchange in self.trace.exchanges) for rank in ranks]
         rounds = len(self.trace.exchanges) * -(-workers // choice.group) if workers > 1 else 0
-        work = [pace.full_batch_seconds([(load.rows, load.edges) for load in self._loads(rank)]) for rank in ranks]
+        work = [profile.full_batch_seconds([(load.rows, load.edges) for load in self._loads(rank)]) for rank in ranks]
         seconds = max(self._seconds(*work_and_bytes, rounds, choice) for work_and_bytes in zip(work, sent, strict=True))
         weights = WeightBytes.of(self.job.model)
         # Gradients and the number of ranks that have each, the count of items, the loss, sums over all nodes, a norm.
         itemsize = PRECISIONS[self.job.precision].itemsize
         clips = bool(self.job.train.clip and weights.embedding_rows)
-        extra = weights.allreduce_bytes + 8 + itemsize * (1 + clips) + sum(self.trace.sums)
+        extra = weights.allreduce + 8 + itemsize * (1 + clips) + sum(self.trace.sums)
         several = workers > 1
         return CostEstimate(
             settings=self._settings(choice),
@@ -77,7 +77,7 @@ class _StepEstimator:
             memory=max(self._needs(rank).bytes(choice) for rank in ranks),
             bytes=sum(sent) + extra * workers * several,
             rounds=rounds + (3 + clips + len(self.trace.sums)) * several,
-            seconds=seconds + pace.allreduce_seconds(weights.nbytes),
+            seconds=seconds + profile.allreduce_seconds(weights.replicated),
             reasons=self._reasons(work, sent, rounds),
         )
 
@@ -106,12 +106,12 @@ class _StepEstimator:
         return sum(width * kind.itemsize for width, kind in self.codec.encoded_shapes(nbytes // dtype.itemsize, dtype))
 
     def _seconds(self, work: float, sent: float, rounds: int, choice: MemoryChoice) -> float:
-        pace = self.outlook.shared_profile
-        transfer = pace.transfer_seconds(sent, rounds)
-        if not self.outlook.overlaps or not choice.prefetch:
+        profile = self.context.shared_profile
+        transfer = profile.transfer_seconds(sent, rounds)
+        if not self.context.overlaps or not choice.prefetch:
             return work + transfer
         # The first rows of an exchange overlap only with the local block.
-        return max(work, transfer) + min(work, transfer) / self.outlook.workers
+        return max(work, transfer) + min(work, transfer) / self.context.workers
 
     def _needs(self, rank: int) -> MemoryNeeds:
         shard, levels = self.shards[rank], self._loads(rank)
@@ -124,7 +124,7 @@ class _StepEstimator:
             plan = shard.plan(*route)
             return ExchangePlan(plan.send, tuple(map(len, plan.recv)))
 
-        resident = self.outlook.shared_profile.base_memory + self._partition_bytes(shard, levels)
+        resident = self.context.shared_profile.base_memory + self._partition_bytes(shard, levels)
         return MemoryNeeds(resident, tensors, self.trace, exchange_plan)
 
     def _partition_bytes(self, shard: Shard, levels: Sequence[LayerLoad]) -> float:
@@ -139,7 +139,7 @@ class _StepEstimator:
         return features * itemsize * FEATURE_BYTES + edges * BYTES_PER_SAR_EDGE + active_edges * BYTES_PER_ACTIVE_EDGE
 
     def _reasons(self, work: Sequence[float], sent: Sequence[int], rounds: int) -> tuple[str, ...]:
-        transfer = max(self.outlook.shared_profile.transfer_seconds(nbytes, rounds) for nbytes in sent)
+        transfer = max(self.context.shared_profile.transfer_seconds(nbytes, rounds) for nbytes in sent)
         rows = [sum(load.rows for load in level) for level in self.levels]
         share = min(rows) / max(1, max(rows))
         reasons = [f"layers {max(work):.2g} s, transfer {transfer:.2g} s"]

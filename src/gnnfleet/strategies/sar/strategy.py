@@ -63,7 +63,8 @@ class SarStrategy(PartitionedStrategy):
         with autocast(self._job.precision):
             x, aggregated = self._step_inputs
             out = self.model([view.with_step(key=batch.key) for view in views], x, aggregated=aggregated)
-            loss = self._task.loss(self._taking(out, stays=self._task.reads_only_local_rows), batch) / count
+            lookup = self._row_lookup(out, self._view, local_only=self._task.reads_only_local_rows)
+            loss = self._task.loss(lookup, batch) / count
         yield StepRecord(epoch, 0, self._backward_and_step(loss), count, time.perf_counter() - started)
 
     def _compute_active_rows(self, job: Job, ring: RingExchange) -> ActiveRows | None:
