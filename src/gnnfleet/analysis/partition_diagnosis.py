@@ -167,7 +167,7 @@ def _measure_part(
     strategy = alone.strategy
     seen: list[tuple[float, Tensor] | None] = []
     for at in moments:
-        mine = {name: at.weights[name][ids] for name, ids in alone.rows.items()}
+        mine = {name: at.weights[name][ids] for name, ids in alone.embeddings.items()}
         strategy.load_state_dict({"model": {**at.weights, **mine}})
         loss, count, gradient = _flat(strategy, at.batches)
         _check_finite(loss)

@@ -1,8 +1,7 @@
-"""A message store: messages of any size between processes that may come, go and come back, through one small server.
+"""A message store: messages of any size between processes that may leave and return, through one small server.
 
-A message has JSON fields and perhaps a body of bytes; it is there as a whole or not at all. The server is torch's
-TCPStore, which drops values above 8 MiB, so bodies are split. No call waits inside the server: callers poll. A link
-that is cut counts as lost within seconds, so a new connection is there soon after the link is.
+A message has JSON fields and perhaps a body of bytes; readers get all of it or nothing. The server is torch's TCPStore,
+which drops values above 8 MiB, so bodies are split. No call waits inside the server: callers poll.
 """
 
 from __future__ import annotations
@@ -32,14 +31,8 @@ from gnnfleet.errors import ExchangeError, first_line
 PIECE_BYTES = 4 << 20
 """Bytes of a body in one value of the server."""
 
-UNFINISHED = "#unfinished"
-"""Suffix of the key under which a writer lists the pieces that are to be removed if it does not finish."""
-
-CONNECT_TIMEOUT = 30.0
-"""Seconds until an attempt to connect fails."""
-
-READ_TIMEOUT = 2.0
-"""Seconds until reading a value fails."""
+# Seconds until an attempt to connect, or a read, fails; and between attempts to reconnect.
+CONNECT_TIMEOUT, READ_TIMEOUT, RETRY_INTERVAL = 30.0, 2.0, 0.1
 
 TCP_USER_TIMEOUT = 3.0
 """Seconds without an acknowledgement after which a connection counts as lost. TCP itself doubles its waits: after a cut
@@ -47,9 +40,6 @@ of ten seconds it would be silent for another ten."""
 
 PROBE_TIMEOUT = 1.5
 """Seconds in which a server has to answer a client that reconnects: one packet may be lost."""
-
-RETRY_INTERVAL = 0.1
-"""Seconds between attempts to reconnect."""
 
 MAX_PORT = 65535
 
@@ -86,7 +76,7 @@ R = TypeVar("R")
 
 
 def _retried(method: Callable[Concatenate[MessageStore, P], R]) -> Callable[Concatenate[MessageStore, P], R]:
-    """Repeat a call on a new connection after a lost one, for ``retry_seconds`` seconds."""
+    """Repeat a call on a new connection after a lost one, for up to ``retry_seconds`` seconds."""
 
     @wraps(method)
     def call(self: MessageStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -107,13 +97,13 @@ def _retried(method: Callable[Concatenate[MessageStore, P], R]) -> Callable[Conc
 class MessageStore:
     """A connection to the server, for one thread.
 
-    Calls raise ExchangeError when the connection is lost and cannot be made again within ``retry_seconds`` seconds.
-    A call of ``count`` that was repeated may have counted twice.
+    Calls raise ExchangeError if the connection is lost and cannot be replaced within ``retry_seconds`` seconds.
+    A repeated call of ``count`` may count twice.
     """
 
     def __init__(self, address: Address, store: TCPStore, *, retry_seconds: float = 0.0) -> None:
         self.address, self._store, self._retry_seconds = address, store, retry_seconds
-        store.set_timeout(timedelta(seconds=READ_TIMEOUT))  # of a value that was removed since it was seen
+        store.set_timeout(timedelta(seconds=READ_TIMEOUT))  # a value may be removed just before it is read
 
     @classmethod
     def serve(cls, host: str = "127.0.0.1", port: int = 0) -> MessageStore:
@@ -135,7 +125,7 @@ class MessageStore:
         return cls(address, store, retry_seconds=retry_seconds)
 
     def reconnect(self, *, retry_seconds: float = 0.0) -> MessageStore:
-        """Open another connection, for another thread or in place of a lost one; fails if no server answers at once."""
+        """Open another connection, for another thread or in place of a lost one; the server has to answer at once."""
         with _connection_lost(self.address):
             socket.create_connection((local_address(self.address.host), self.address.port), PROBE_TIMEOUT).close()
         return MessageStore.connect(self.address, retry_seconds=retry_seconds)
@@ -146,66 +136,62 @@ class MessageStore:
             return bool(self._store.check([key]))
 
     def write(self, key: str, fields: Mapping[str, Any], body: Tensor | None = None) -> None:
-        """Publish a message in place of a former one. One writer per key at a time.
+        """Publish a message in place of a previous one. A reader of the previous message may find none meanwhile.
 
-        A reader that is in the middle of the former message finds none.
+        A key has one writer at a time.
         """
         pieces = () if body is None or not len(body) else torch.split(body, PIECE_BYTES)
-        # Named once, so that a repeated attempt overwrites what the interrupted one has left.
+        # Named once, so that a repeated attempt overwrites the pieces of the interrupted one.
         names = [f"{key}#{secrets.token_hex(4)}#{index}" for index in range(len(pieces))]
         self._write(key, dict(fields), dict(zip(names, pieces, strict=True)))
 
     @_retried
     def _write(self, key: str, fields: Mapping[str, Any], pieces: Mapping[str, Tensor]) -> None:
         with _connection_lost(self.address):
-            obsolete = sorted(set(self._pieces(key)) - pieces.keys())
-            if pieces or obsolete:
-                # A writer that is killed from here on leaves a list of what the next one has to remove.
-                self._store.set(key + UNFINISHED, json.dumps([*obsolete, *pieces]))
+            obsolete = [name for name in self._pieces(key) if name not in pieces]
             for name, piece in pieces.items():
                 self._store.set(name, piece.numpy().tobytes())  # type: ignore[arg-type]
             nbytes = sum(len(piece) for piece in pieces.values())
             self._store.set(key, json.dumps({"fields": fields, "pieces": list(pieces), "bytes": nbytes}))
             for name in obsolete:
                 self._store.delete_key(name)
-            if pieces or obsolete:
-                self._store.delete_key(key + UNFINISHED)
-            else:
-                self._store.check([key])  # the server does not answer to set: wait until it has handled it
+            self._store.check([key])  # the server does not answer to set: wait until it has handled it
 
     @_retried
     def read(self, key: str) -> StoredMessage | None:
         """Read a message; None if there is none."""
         with _connection_lost(self.address):
-            head = self._head(key)
-            if head is None:
+            value = self._value(key)
+            if not value:
                 return None
+            head = json.loads(value)
             body = torch.empty(head["bytes"], dtype=torch.uint8)
             for target, name in zip(torch.split(body, PIECE_BYTES), head["pieces"], strict=False):
                 piece = self._value(name)
                 if len(piece) != len(target):
-                    return None  # it was replaced or removed meanwhile
+                    return None  # the message was replaced or removed meanwhile
                 target.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
         return StoredMessage(head["fields"], body)
 
     @_retried
     def remove(self, key: str) -> None:
-        """Remove a message, if it is there."""
+        """Remove a message, if there is one."""
         with _connection_lost(self.address):
-            for name in (*self._pieces(key), key, key + UNFINISHED):  # the lists last: removal may be interrupted, too
+            for name in (*self._pieces(key), key):
                 self._store.delete_key(name)
 
-    def _pieces(self, key: str) -> list[str]:
-        """Names of all pieces of a message, those of interrupted writers included."""
-        head, unfinished = self._head(key), self._value(key + UNFINISHED)
-        return [*([] if head is None else head["pieces"]), *(json.loads(unfinished) if unfinished else [])]
+    @_retried
+    def keys(self) -> set[str]:
+        """Keys of all messages and counters, also of messages whose writer was interrupted."""
+        with _connection_lost(self.address):
+            return {name.partition("#")[0] for name in self._store.list_keys()}
 
-    def _head(self, key: str) -> dict[str, Any] | None:
-        value = self._value(key)
-        return dict(json.loads(value)) if value else None
+    def _pieces(self, key: str) -> list[str]:
+        """Names of all pieces of a message, also of those that interrupted writers have left."""
+        return [name for name in self._store.list_keys() if name.startswith(f"{key}#")]
 
     def _value(self, key: str) -> bytes:
-        """Read a value; empty if it is missing, or removed meanwhile."""
+        """Read a value; empty if there is none."""
         try:
             return bytes(self._store.get(key)) if self._store.check([key]) else b""
         except torch.distributed.DistStoreError:
@@ -213,19 +199,19 @@ class MessageStore:
 
     @_retried
     def count(self, key: str, more: int = 1) -> int:
-        """Add to a number that begins with 0, and return it."""
+        """Add to a counter that starts at 0, and return it."""
         with _connection_lost(self.address):
             return int(self._store.add(key, more))
 
 
 class HeartbeatReader:
-    """Measures for how long a counter of heartbeats has stood still; a predecessor left it at ``after``."""
+    """Measures how long a counter of heartbeats has not changed. A previous process left it at ``after``."""
 
     def __init__(self, *, after: int = 0) -> None:
         self._after, self._beats, self._last_change = after, after, time.monotonic()
 
     def silent_seconds(self, beats: int) -> float:
-        """Take a reading of the counter; 0 until it has moved for the first time, since starting takes its time."""
+        """Seconds since the counter changed; 0 until its first change, since a process takes time to start."""
         now = time.monotonic()
         if beats != self._beats or beats == self._after:
             self._beats, self._last_change = beats, now
@@ -245,7 +231,7 @@ def _connection_lost(address: Address) -> Iterator[None]:
 
 
 def _detect_dead_connections(port: int) -> None:
-    """Set timeouts on the connections of this process to a port; torch does not hand out its sockets."""
+    """Set timeouts on the connections of this process to a port; torch does not give access to its sockets."""
     if not sys.platform.startswith("linux"):
         return
     for path in Path("/proc/self/fd").iterdir():

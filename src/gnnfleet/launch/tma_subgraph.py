@@ -1,4 +1,4 @@
-"""What a trainer of ``tma`` works on by itself: the subgraph of its nodes, with the task and the model on it."""
+"""Training of one ``tma`` trainer: the subgraph of its nodes, with the task, the model and a local strategy on it."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from gnnfleet.tasks.node import NodeTask
 from gnnfleet.training.build import RankContext, ValidatedRun, make_job, validate
 
 SEED_STRIDE = 1_000_003
-"""Between the seeds of two trainers: the first has the run's own."""
+"""Difference between the seeds of two trainers; the first has the seed of the run."""
 
 
-def make_local_training(graph: Graph, config: RunConfig, index: int, own: Mapping[str, Tensor]) -> LocalTraining:
-    """For trainer ``index`` with these nodes, by type and store id."""
+def make_local_training(graph: Graph, config: RunConfig, index: int, nodes: Mapping[str, Tensor]) -> LocalTraining:
+    """Build the training of trainer ``index`` on ``nodes``: store ids by node type."""
     strategy = config.strategy
     assert isinstance(strategy, TmaConfig)
-    checked = validate(graph, config, own)
-    part = induced_subgraph(checked.graph, own)
-    target = checked.task.target
-    rows = _embedding_rows(checked.model, own, target)
-    if strategy.remote_negatives:
-        part = _with_isolated(part, target, strategy.remote_negatives)
-    _localize_embeddings(checked.model, target, strategy.remote_negatives)
-    task = _task(checked, part)
-    local = make_config(strategy.local_settings(checked.model.num_layers))
+    checked = validate(graph, config, nodes)
+    model, target, num_remote = checked.model, checked.task.target, strategy.remote_negatives
+    subgraph = induced_subgraph(checked.graph, nodes)
+    embeddings = _shard_embeddings(model, nodes, target)
+    if num_remote:
+        subgraph = _with_isolated(subgraph, target, num_remote)
+    _localize_embeddings(model, target, num_remote)
+    task = _task(checked, subgraph)
+    local = make_config(strategy.local_settings(model.num_layers))
     if isinstance(task, LinkTask) and task.config.exclude == "batch" and local.batch_size >= len(task.items("train")):
         # A batch of all edges would leave none for messages.
         local = local.model_copy(update={"batch": max(1, (len(task.items("train")) + 1) // 2)})
     job = Job(
-        graph=part,
-        model=checked.model,
+        graph=subgraph,
+        model=model,
         task=task,
         train=config.train,
         seed=config.seed + index * SEED_STRIDE,
@@ -53,75 +53,77 @@ def make_local_training(graph: Graph, config: RunConfig, index: int, own: Mappin
         memory=config.memory,
         processes=max(1, config.workers if strategy.local_trainers is None else strategy.local_trainers),
     )
-    made = build_strategy(local, job)
-
-    def show(far: Tensor) -> None:
-        _load_remote_rows(part, checked.model, target, far)
-
-    return LocalTraining(made, part.num_edges, rows, show, lambda epoch: len(task.train_items(job.seed, epoch)))
+    return LocalTraining(
+        strategy=build_strategy(local, job),
+        edges=subgraph.num_edges,
+        embeddings=embeddings,
+        set_remote_rows=lambda rows: _set_remote_rows(subgraph, model, target, rows),
+        count_items=lambda epoch: len(task.train_items(job.seed, epoch)),
+    )
 
 
 def make_global_training(graph: Graph, config: RunConfig) -> Strategy:
-    """A trainer's strategy on the whole graph."""
+    """Build a trainer's strategy on the whole graph."""
     assert isinstance(config.strategy, TmaConfig)
     checked = validate(graph, config)
     local = make_config(config.strategy.local_settings(checked.model.num_layers))
     return build_strategy(local, make_job(checked, config, RankContext()))
 
 
-def _task(checked: ValidatedRun, part: Graph) -> NodeTask | LinkTask:
+def _task(checked: ValidatedRun, subgraph: Graph) -> NodeTask | LinkTask:
     task = checked.task
     if isinstance(task, NodeTask):
-        return replace(task, nodes=part.nodes[task.target])
-    numbers = torch.unique(task.data.splits["train"].relation).tolist()
-    kinds = [task.data.edge_types[number] for number in numbers]
-    config = task.config.model_copy(update={"ranking": "sampled"})  # trainers rank nothing
-    return replace(task, data=link_data(part, kinds), config=config, held_out_cache={}, kinds=tuple(kinds))
+        return replace(task, nodes=subgraph.nodes[task.target])
+    relations = torch.unique(task.data.splits["train"].relation).tolist()
+    kinds = [task.data.edge_types[relation] for relation in relations]
+    config = task.config.model_copy(update={"ranking": "sampled"})  # trainers do not evaluate
+    return replace(task, data=link_data(subgraph, kinds), config=config, held_out_cache={}, kinds=tuple(kinds))
 
 
-def _embedding_rows(model: Model, own: Mapping[str, Tensor], target: str) -> dict[str, Tensor]:
-    """{name of a parameter of learnt rows: store ids}; a model of the user's own has those of all nodes until now."""
+def _shard_embeddings(model: Model, nodes: Mapping[str, Tensor], target: str) -> dict[str, Tensor]:
+    """{parameter name: store ids of its rows}. A custom model has rows for all nodes: the others are removed."""
     for module in model.modules():
         if isinstance(module, NodeEmbedding) and module.ids is None:
-            module.ids = own[module.kind or target]
+            module.ids = nodes[module.kind or target]
             module.weight = torch.nn.Parameter(module.weight.detach()[module.ids])
     return embedding_ids(model)
 
 
-def _localize_embeddings(model: Model, target: str, remote: int) -> None:
-    """Learnable rows are those of the subgraph's nodes, in their order; of the target rows for other parts' follow."""
+def _localize_embeddings(model: Model, target: str, num_remote: int) -> None:
+    """Index embedding rows by the nodes of the subgraph; for the target type, rows of remote nodes follow."""
     for module in model.modules():
         if isinstance(module, NodeEmbedding):
-            assert module.ids is not None
-            more = remote if module.kind in ("", target) else 0
-            if more:
-                room = module.weight.new_zeros(more, module.weight.shape[1])
-                module.weight = torch.nn.Parameter(torch.cat([module.weight.detach(), room]))
+            if num_remote and module.kind in ("", target):
+                remote = module.weight.new_zeros(num_remote, module.weight.shape[1])
+                module.weight = torch.nn.Parameter(torch.cat([module.weight.detach(), remote]))
             module.ids, module.num_nodes = None, len(module.weight)
 
 
 def _with_isolated(graph: Graph, kind: str, count: int) -> Graph:
-    """With more nodes of a type, that have features of their own and no edges."""
+    """The graph with ``count`` more nodes of a type, without edges, labels and splits."""
     table = graph.nodes[kind]
     x = None if table.x is None else torch.cat([table.x, table.x.new_zeros(count, table.x.shape[1])])
-    nodes = {**graph.nodes, kind: Nodes(count=table.count + count, x=x)}
 
-    def longer(edges: Edges) -> Edges:
+    def extended(edges: Edges) -> Edges:
         return replace(edges, indptr=torch.cat([edges.indptr, edges.indptr[-1:].expand(count)]))
 
-    edges = {name: longer(each) if name.dst == kind else each for name, each in graph.edges.items()}
-    return Graph.of(nodes, edges, name=graph.name, undirected=graph.undirected)
+    return Graph.of(
+        {**graph.nodes, kind: Nodes(count=table.count + count, x=x)},
+        {name: extended(edges) if name.dst == kind else edges for name, edges in graph.edges.items()},
+        name=graph.name,
+        undirected=graph.undirected,
+    )
 
 
-def _load_remote_rows(part: Graph, model: Model, kind: str, far: Tensor) -> None:
-    """Put rows of other parts' nodes into the last places: features, then learnt rows."""
-    x, at = part.nodes[kind].x, 0
+def _set_remote_rows(graph: Graph, model: Model, kind: str, rows: Tensor) -> None:
+    """Write features and embeddings of remote nodes, the columns of ``rows``, to the last rows of their tables."""
+    x, column = graph.nodes[kind].x, 0
     if x is not None:
-        x[-len(far) :] = far[:, : x.shape[1]].to(x.dtype)
-        at = x.shape[1]
+        column = x.shape[1]
+        x[-len(rows) :] = rows[:, :column].to(x.dtype)
     for module in model.modules():
         if isinstance(module, NodeEmbedding) and module.kind in ("", kind):
             width = module.weight.shape[1]
             with torch.no_grad():
-                module.weight[-len(far) :] = far[:, at : at + width]
-            at += width
+                module.weight[-len(rows) :] = rows[:, column : column + width]
+            column += width

@@ -1,4 +1,4 @@
-"""Weights of several trainers made into one: as one flat row each, so that a round is one message either way."""
+"""Averages of the trainers' weights, packed into one flat row per trainer, so that an update is one message."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each tensor lies in a flat row. Numbers that are not floating point, as counters of batches, stay."""
+    """Positions of tensors in a flat row. Integer tensors, such as batch counters, are left out."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
     dtype: torch.dtype  # of the row
-    num_learned: int = 0  # numbers at the beginning that are parameters; running statistics follow
+    num_learned: int = 0  # leading numbers that are parameters; running statistics follow
 
     @classmethod
     def of(
@@ -27,15 +27,15 @@ class FlatLayout:
         parameters: Collection[str] | None = None,
     ) -> FlatLayout:
         """The layout of a state, without some parameters and their optimizer state; ``parameters`` come first."""
-        known = set(tensors if parameters is None else parameters)
-        kept = {
+        learned = set(tensors if parameters is None else parameters)
+        packed = {
             name: t
-            for name, t in sorted(tensors.items(), key=lambda item: (item[0] not in known, item[0]))
+            for name, t in sorted(tensors.items(), key=lambda item: (item[0] not in learned, item[0]))
             if t.is_floating_point() and not is_state_of(name, without)
         }
-        learnt = sum(t.numel() for name, t in kept.items() if name in known)
-        shapes, dtypes = {name: tuple(t.shape) for name, t in kept.items()}, {n: t.dtype for n, t in kept.items()}
-        return cls(shapes, dtypes, dtype, learnt)
+        shapes = {name: tuple(t.shape) for name, t in packed.items()}
+        num_learned = sum(t.numel() for name, t in packed.items() if name in learned)
+        return cls(shapes, {name: t.dtype for name, t in packed.items()}, dtype, num_learned)
 
     @property
     def nbytes(self) -> int:
@@ -50,22 +50,19 @@ class FlatLayout:
         flat = [tensors[name].detach().reshape(-1).to(self.dtype) for name in self.shapes]
         return torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype)
 
-    def unpack(self, flat: Tensor) -> dict[str, Tensor]:
-        """By name, parts of ``flat``."""
-        pieces = torch.split(flat, self._sizes)
-        return {
-            name: piece.view(self.shapes[name]).to(self.dtypes[name])
-            for name, piece in zip(self.shapes, pieces, strict=True)
-        }
+    def unpack(self, row: Tensor) -> dict[str, Tensor]:
+        """Tensors by name; views of ``row`` where dtypes agree."""
+        tensors = zip(self.shapes.items(), torch.split(row, self._sizes), strict=True)
+        return {name: flat.view(shape).to(self.dtypes[name]) for (name, shape), flat in tensors}
 
 
 def is_state_of(key: str, parameters: Collection[str]) -> bool:
-    """True for the name of one of the parameters, and for "name/word": what the optimizer holds of one."""
+    """True for the name of one of the parameters, and for ``name/key``: a tensor of its optimizer state."""
     return key in parameters or key.rpartition("/")[0] in parameters
 
 
 def weighted_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The weighted mean, summed in the order given; of one row that row, to the bit."""
+    """The weighted mean, summed in the order of ``rows``. The mean of one row is that row, bit for bit."""
     total = sum(weights)
     assert rows and total > 0
     mean = rows[0] * (weights[0] / total)
@@ -75,26 +72,29 @@ def weighted_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def medoid_weights(rows: Sequence[Tensor], weights: Sequence[float], temperature: float) -> list[float]:
-    """Less for rows that are far from the others: exp(−Σ_j |row − row_j| / T), T in units of the mean of these sums."""
-    far = [float(sum(torch.linalg.vector_norm((row - other).double()) for other in rows)) for row in rows]
-    mean = sum(far) / len(far)
+    """Reduce the weights of rows far from the others, by exp(−d / T). d is the sum of a row's distances to all rows.
+
+    T is ``temperature`` times the mean of d.
+    """
+    distances = [float(sum(torch.linalg.vector_norm((row - other).double()) for other in rows)) for row in rows]
+    mean = sum(distances) / len(distances)
     if not mean:
         return list(weights)
-    near = torch.softmax(-torch.tensor(far, dtype=torch.float64) / (temperature * mean), 0)
-    return [weight * float(share) for weight, share in zip(weights, near, strict=True)]
+    factors = torch.softmax(-torch.tensor(distances, dtype=torch.float64) / (temperature * mean), 0)
+    return [weight * float(factor) for weight, factor in zip(weights, factors, strict=True)]
 
 
 @dataclass
 class OuterOptimizer:
-    """What becomes of the average: taken over as it is, or with a momentum from round to round."""
+    """Turns averages into the next weights, perhaps with momentum from round to round."""
 
     momentum: float
     velocity: Tensor | None = None
 
-    def step(self, before: Tensor, mean: Tensor, learnt: int) -> Tensor:
-        """The next weights, the first ``learnt`` of which have a momentum; ``velocity`` is replaced, not written to."""
+    def step(self, before: Tensor, mean: Tensor, num_learned: int) -> Tensor:
+        """The next weights. The first ``num_learned`` have momentum; ``velocity`` is replaced, not written to."""
         if not self.momentum:
             return mean
-        moved = mean[:learnt] - before[:learnt]
-        self.velocity = moved if self.velocity is None else self.momentum * self.velocity + moved
-        return torch.cat([before[:learnt] + self.velocity, mean[learnt:]])
+        change = mean[:num_learned] - before[:num_learned]
+        self.velocity = change if self.velocity is None else self.momentum * self.velocity + change
+        return torch.cat([before[:num_learned] + self.velocity, mean[num_learned:]])

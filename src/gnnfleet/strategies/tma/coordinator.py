@@ -214,7 +214,6 @@ class Coordinator:
                 self.messages.mark_done()
 
     def _run_rounds(self) -> None:
-        former = self.messages.read_state()
         state = RunState(self.messages.begin_incarnation(), self.first)
         self._assign_nodes(self.first, {i for i in range(self.trainers) if not self._is_lost(i)})
         side_bytes = self._publish(state, recipients=self._members)
@@ -225,7 +224,7 @@ class Coordinator:
                 return
             figures, snapshot, side_bytes = self._close_round(state, updates, side_bytes)
             if number == self.first:  # by now trainers have left the rounds of former coordinators
-                self.messages.remove_former(former, state, self.trainers)
+                self.messages.remove_former(state)
             while self.config.steps and not self._room.acquire(timeout=0.5):  # a clock does not wait
                 if self._stop.is_set():
                     break

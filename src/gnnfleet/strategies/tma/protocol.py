@@ -220,13 +220,12 @@ class RunMessages:
             self.store.remove(f"rows/{state.path}/{trainer}")
         self.store.remove(f"weights/{state.path}")
 
-    def remove_former(self, former: RunState | None, state: RunState, trainers: int) -> None:
-        """Remove what the coordinators before ``state`` have left; ``former`` is what was newest when it began."""
-        rounds = {state.round} if former is None else {state.round, *range(former.round - 1, former.round + 2)}
-        for incarnation in range(former.incarnation if former else 1, state.incarnation):
-            for round in rounds:
-                self.remove_round(RunState(incarnation, round), trainers)
-            self.store.remove(f"collect/{incarnation}")
+    def remove_former(self, state: RunState) -> None:
+        """Remove all messages of incarnations before that of ``state``."""
+        for key in self.store.keys():
+            kind, *path = key.split("/")
+            if kind in ("collect", "weights", "rows", "update") and int(path[0]) < state.incarnation:
+                self.store.remove(key)
 
     # -- liveness --
 

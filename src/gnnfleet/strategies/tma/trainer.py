@@ -1,6 +1,6 @@
-"""A trainer: trains on the subgraph of its own nodes at its own pace, and exchanges weights round by round.
+"""A trainer: trains on the subgraph of its nodes at its own pace, and exchanges weights with the coordinator in rounds.
 
-A trainer that was late, paused, cut off or restarted takes the newest weights and continues with them.
+A trainer that was late, paused, disconnected or restarted continues with the newest weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.coordinator_client import CoordinatorClient
 from gnnfleet.strategies.tma.protocol import POLL_INTERVAL, RoundStart, RunMessages, RunState, TrainerUpdate
 
-_MAX_IDLE_EPOCHS = 1000  # in a row, without anything to train on
+_MAX_IDLE_EPOCHS = 1000  # in a row, without items to train on
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,21 +39,21 @@ class LocalTraining:
 
     strategy: Strategy
     edges: int  # of the subgraph
-    rows: dict[str, Tensor]  # {name of an embedding: [n] store ids}; rows for nodes of other parts may follow
-    show: Callable[[Tensor], None]  # takes rows of nodes of all parts, as more negatives
-    items: Callable[[int], int]  # number of items to train on in an epoch
+    embeddings: dict[str, Tensor]  # {parameter name: [n] store ids of its first rows}; rows of remote nodes may follow
+    set_remote_rows: Callable[[Tensor], None]  # rows of nodes of all partitions, as additional negatives
+    count_items: Callable[[int], int]  # items to train on in an epoch
 
 
 AssignmentKey = tuple[str, int, tuple[int, ...]]
-"""An assignment of nodes: name of the clusters, number, trainers that share the nodes."""
+"""An assignment of nodes: name of the clusters, number of the assignment, trainers that share the nodes."""
 
 Position = tuple[int, int]
-"""(epoch, step) that comes next."""
+"""The next (epoch, step)."""
 
 
 @dataclass(frozen=True, eq=False)
 class _TrainerCheckpoint:
-    """State that only a trainer has."""
+    """State of a trainer that the coordinator does not have."""
 
     optimizer: dict[str, Tensor]
     position: Position
@@ -61,14 +61,14 @@ class _TrainerCheckpoint:
 
 
 class _Workload:
-    """The subgraph of one assignment in training."""
+    """Training on the subgraph of one assignment."""
 
     def __init__(self, key: AssignmentKey, local: LocalTraining, dtype: torch.dtype, position: Position) -> None:
         self.key, self.local, self.position, self._dtype = key, local, position, dtype
         # A layer that a model uses twice has two names in its state; both are parameters.
         names = [name for name, _ in local.strategy.model.named_parameters(remove_duplicate=False)]
-        self.layout = FlatLayout.of(local.strategy.state_dict()["model"], dtype, without=local.rows, parameters=names)
-        self.has_rows = not local.rows  # whether the embedding rows of its nodes have been received
+        self.layout = FlatLayout.of(local.strategy.state_dict()["model"], dtype, without=local.embeddings, parameters=names)
+        self.has_rows = not local.embeddings  # embedding rows come from the coordinator
         self.records = self._stream()
 
     def restart_stream(self) -> None:
@@ -77,17 +77,17 @@ class _Workload:
         self.records = self._stream()
 
     def optimizer_layout(self, tensors: dict[str, Tensor]) -> FlatLayout:
-        return FlatLayout.of(tensors, self._dtype, without=self.local.rows)
+        return FlatLayout.of(tensors, self._dtype, without=self.local.embeddings)
 
     def pack_weights(self) -> Tensor:
         return self.layout.pack(self.local.strategy.state_dict()["model"])
 
     def _stream(self) -> Generator[StepRecord]:
-        """Make optimizer steps without end, epoch after epoch; ends if there is nothing to train on."""
+        """Take optimizer steps, epoch after epoch, without end. Stops only if there are no items to train on."""
         (epoch, first), idle = self.position, 0
         while idle < _MAX_IDLE_EPOCHS:
             idle += 1
-            if self.local.items(epoch):
+            if self.local.count_items(epoch):
                 with closing(self.local.strategy.train_epoch(epoch, first)) as records:
                     for record in records:
                         self.position, idle = (epoch, record.step + 1), 0
@@ -96,7 +96,7 @@ class _Workload:
 
 
 class Trainer:
-    """Trainer ``index`` of a run; ``build`` makes the training on given nodes, by type and store id."""
+    """Trainer ``index`` of a run; ``build`` makes the training on nodes, given as store ids by type."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class Trainer:
         self._folder = folder if config.steps else None  # rounds by the clock are not repeated exactly
         self._work: _Workload | None = None
         self._incarnation: int | None = None
-        self._diverged = False  # whether its last update was not finite
+        self._diverged = False  # its last update was not finite
         self._oldest_checkpoint = 0
         self._rss_after_build = 0
         self._clock = PhaseTimer() if clock is None else clock
         self._reported_seconds = self._clock.read()
 
     def run(self, on_lost: Callable[[str], None]) -> None:
-        """Train until the run is over; ``on_lost`` is called when the coordinator is out of reach for good."""
+        """Train until the run is over; ``on_lost`` is called when the coordinator is lost."""
         self._messages.clear_exit(self._index)
         with CoordinatorClient(
             self._messages.reconnect(), self._index, give_up=self._config.give_up, on_lost=on_lost
@@ -139,12 +139,12 @@ class Trainer:
                     break
                 try:
                     took_weights = self._run_round(state, client)
-                except ExchangeError:  # the client ends the process when the coordinator is gone for good
+                except ExchangeError:  # the client ends the process when the coordinator is lost
                     self._messages = _reconnected(self._messages)
                     continue
                 if took_weights or client.state != state:
                     last = state
-                else:  # a server that is slow to answer: its weights are still there
+                else:  # the server was slow to answer: these are still the newest weights
                     time.sleep(POLL_INTERVAL)
         if self._work is not None:
             self._work.records.close()
@@ -172,7 +172,7 @@ class Trainer:
         return True
 
     def _submit(self, state: RunState, update: TrainerUpdate, client: CoordinatorClient) -> None:
-        """Send an update, again after a lost connection, while the round is open: its steps are not repeated."""
+        """Send an update, again after a lost connection, until the round is closed: its steps are not repeated."""
         while client.state == state and not client.replaced:
             try:
                 self._messages.write_update(state, self._index, update)
@@ -182,17 +182,17 @@ class Trainer:
                 return
 
     def _start_round(self, start: RoundStart) -> _Workload:
-        """Take the weights of a round; ``has_rows`` of the workload says whether it can be trained."""
+        """Load the weights of a round. It can be trained if ``has_rows`` of the workload is set."""
         # Another coordinator may have resumed the run from an earlier round.
         repeats = bool(self._config.steps) and self._incarnation not in (None, start.state.incarnation)
         work = self._work
         if work is None or repeats or work.key != self._key_of(start):
             work = self._begin(start, repeats=repeats)
         self._incarnation = start.state.incarnation
-        strategy, embeddings = work.local.strategy, work.local.rows
+        strategy = work.local.strategy
         model, optimizer = strategy.state_dict()["model"], dict(strategy.state_dict()["optimizer"])
         weights = {**model, **work.layout.unpack(start.weights)}
-        received = self._messages.read_rows(start.state, self._index, self._dtype) if embeddings else None
+        received = self._messages.read_rows(start.state, self._index, self._dtype) if work.local.embeddings else None
         if received is not None:
             for name, rows in received.items():
                 weights[name] = torch.cat([rows, model[name][len(rows) :]])
@@ -206,9 +206,9 @@ class Trainer:
             if layout.nbytes == start.optimizer.nbytes:
                 optimizer |= layout.unpack(start.optimizer)
         strategy.load_state_dict({"model": weights, "optimizer": optimizer})
-        if start.remote is not None:  # batches that were prepared ahead have the rows of the round before
+        if start.remote is not None:  # prefetched batches have the rows of the previous round
             work.records.close()
-            work.local.show(start.remote)
+            work.local.set_remote_rows(start.remote)
             work.restart_stream()
         return work
 
@@ -216,9 +216,9 @@ class Trainer:
         return self._assignment.name, start.assignment, start.members
 
     def _begin(self, start: RoundStart, *, repeats: bool) -> _Workload:
-        """Build the training on newly assigned nodes, or resume where this or another process left off.
+        """Build the training on newly assigned nodes, or resume from this trainer's checkpoint.
 
-        Optimizer state of weights is kept; that of embedding rows only if the nodes are the same.
+        Optimizer state of weights is kept, that of embedding rows only if the nodes are the same.
         """
         key, same_nodes, position = self._key_of(start), True, (0, 0)
         optimizer: dict[str, Tensor] = {}
@@ -230,7 +230,7 @@ class Trainer:
         elif (saved := self._load_checkpoint(start.state.round)) is not None:
             optimizer, position, same_nodes = saved.optimizer, saved.position, saved.key == key
         elif start.state.round:
-            position = start.state.round, 0  # other batches than those of the first rounds
+            position = start.state.round, 0  # not the batches of the first rounds again
             if self._config.steps:
                 self._log_user(
                     f"Trainer {self._index} has no checkpoint for round {start.state.round + 1}. Its optimizer starts "
@@ -240,7 +240,7 @@ class Trainer:
         self._work = None  # frees the former subgraph before another one is built
         local = self._build(nodes)
         if not same_nodes:
-            optimizer = {name: t for name, t in optimizer.items() if not is_state_of(name, local.rows)}
+            optimizer = {name: t for name, t in optimizer.items() if not is_state_of(name, local.embeddings)}
             position = position[0] + 1, 0
         local.strategy.load_state_dict({**local.strategy.state_dict(), "optimizer": optimizer})
         self._work = _Workload(key, local, self._dtype, position)
@@ -248,9 +248,9 @@ class Trainer:
         return self._work
 
     def _train(self, work: _Workload, state: RunState, client: CoordinatorClient) -> TrainerUpdate | None:
-        """Make the steps of a round; None if the round was closed meanwhile."""
+        """Take the steps of a round; None if the round was closed meanwhile."""
         steps, count, loss = 0, 0, 0.0
-        # By the clock a trainer makes one step even if the round is over before it begins.
+        # By the clock, a trainer takes one step even if the round is over before it begins.
         required = self._config.steps or 1
         began = time.perf_counter()
         while _is_current(state, client) and (steps < required or self._is_open(state, client)):
@@ -280,7 +280,7 @@ class Trainer:
             edges=work.local.edges,
             weights=work.layout.pack(model),
             optimizer=work.optimizer_layout(optimizer).pack(optimizer) if average_optimizer else None,
-            rows={name: model[name][: len(ids)] for name, ids in work.local.rows.items()},
+            rows={name: model[name][: len(ids)] for name, ids in work.local.embeddings.items()},
             memory={
                 "peak_rss": peak_rss(),
                 "rss_growth": max(0, peak_rss() - self._rss_after_build),
@@ -303,7 +303,7 @@ class Trainer:
     # -- checkpoints, with rounds of a fixed number of steps --
 
     def _save_checkpoint(self, work: _Workload, round: int) -> None:
-        """Write what only this trainer has: a restarted coordinator may resume before ``round``."""
+        """Write the checkpoint from which round ``round`` can be repeated after a restart."""
         if self._folder is None:
             return
         fields = {"next": round, "place": work.position, "deal": work.key}
@@ -326,7 +326,7 @@ class Trainer:
                     path.unlink(missing_ok=True)
 
     def _load_checkpoint(self, round: int) -> _TrainerCheckpoint | None:
-        """Read what was written before ``round``; None if nothing was."""
+        """Read the checkpoint written before ``round``; None if there is none."""
         if self._folder is None or not (path := _checkpoint_file(self._folder, round)).exists():
             return None
         with safe_open(path, framework="pt") as file:
@@ -347,7 +347,7 @@ def _is_current(state: RunState, client: CoordinatorClient) -> bool:
 
 
 def _reconnected(messages: RunMessages) -> RunMessages:
-    """Replace a lost connection, however long that takes."""
+    """Replace a lost connection; retries without limit."""
     while True:
         time.sleep(RETRY_INTERVAL)
         try:
@@ -357,10 +357,7 @@ def _reconnected(messages: RunMessages) -> RunMessages:
 
 
 def _wait_newer(client: CoordinatorClient, last: RunState | None) -> RunState | None:
-    """Wait for the state after ``last``; None if another process has replaced this one.
-
-    The client ends the process when no state comes.
-    """
+    """Wait for the state after ``last``; None if another process has replaced this one."""
     while not client.replaced:
         state = client.state
         if state is not None and (state.done or last is None or state != replace(last, done=False)):
