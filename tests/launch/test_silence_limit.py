@@ -43,8 +43,7 @@ def test_workers_read_it_from_their_spec(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path / "spec.json")])
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(worker, "die_with_parent", lambda parent: None)
-    monkeypatch.setattr(worker.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(worker, "set_up_worker", lambda parent, threads: None)
     passed: dict[str, Any] = {}
     monkeypatch.setattr(rank_main, "run_rank", lambda *_, **options: passed.update(options))
     worker.run_worker(lambda: lambda spec, world: None)

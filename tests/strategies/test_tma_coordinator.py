@@ -171,8 +171,8 @@ def test_a_trainer_that_comes_back_when_no_other_is_left_has_nodes_again(message
     for _ in range(3):
         messages.beat(1)
         time.sleep(0.1)
-    figures, snapshot = coordinator.wait_round()
-    assert figures.trainers == () and figures.steps == 0 and torch.equal(snapshot.weights, sign(0, 0))
+    stats, snapshot = coordinator.wait_round()
+    assert stats.trainers == () and stats.steps == 0 and torch.equal(snapshot.weights, sign(0, 0))
     assert members(messages, 2) == (1,)
 
 
@@ -193,8 +193,8 @@ def test_weights_that_are_not_finite_do_not_count(messages: RunMessages, start: 
     coordinator = start(TmaConfig(steps=1, give_up=20), 1, log_user=logged.append)
     for i, value in enumerate((3.0, math.inf)):
         send(messages, 0, i, weights=constant(value))
-    figures, snapshot = coordinator.wait_round()
-    assert snapshot.weights.tolist() == [3.0, 3.0] and figures.trainers == (0,)
+    stats, snapshot = coordinator.wait_round()
+    assert snapshot.weights.tolist() == [3.0, 3.0] and stats.trainers == (0,)
     assert logged == ["Round 1: the weights of trainer 1 are not finite. They are left out of the average."]
 
 
@@ -272,7 +272,7 @@ def test_a_restarted_coordinator_removes_the_messages_of_former_ones(messages: R
         messages.write_update(RunState(3, 2), i, update_of(2, i))
     coordinator.wait_round()
     coordinator.close()
-    assert not [key for key in messages.store.keys() if re.match(r"(weights|rows|update|collect)/[12]\b", key)]
+    assert not [key for key in messages.store.list_keys() if re.match(r"(weights|rows|update|collect)/[12]\b", key)]
 
 
 class CountingCorrection:
@@ -325,13 +325,13 @@ def test_no_update_counts_twice_or_in_another_round(messages: RunMessages, start
     coordinator = start(config, 22, trainers=3, first=2, assignment=NodeAssignment({"node": 9}, None))
     sizes, compared = set(), 0
     for number in range(2, 22):
-        figures, snapshot = coordinator.wait_round()
-        assert figures.round == number
+        stats, snapshot = coordinator.wait_round()
+        assert stats.round == number
         if snapshot.round == number:  # else later rounds are closed already
-            expected = torch.stack([sign(number, index) for index in figures.trainers]).mean(0)
+            expected = torch.stack([sign(number, index) for index in stats.trainers]).mean(0)
             torch.testing.assert_close(snapshot.weights, expected)
             compared += 1
-        sizes.add(len(figures.trainers))
+        sizes.add(len(stats.trainers))
     stop.set()
     for thread in threads:
         thread.join(5)
@@ -353,8 +353,8 @@ def test_a_round_by_the_clock_begins_when_trainers_do(messages: RunMessages, sta
     assert time.monotonic() - began > 0.15
     for i in range(2):
         send(messages, 0, i)
-    figures, _ = coordinator.wait_round()
-    assert figures.seconds < 5 and time.monotonic() - began > figures.seconds, "starting is no part of it"
+    stats, _ = coordinator.wait_round()
+    assert stats.seconds < 5 and time.monotonic() - began > stats.seconds, "starting is no part of it"
 
 
 def test_by_the_clock_the_loop_gets_the_newest_snapshot(messages: RunMessages, start: Starter) -> None:
@@ -369,8 +369,8 @@ def test_by_the_clock_the_loop_gets_the_newest_snapshot(messages: RunMessages, s
     until(lambda: coordinator._results.qsize() == 4, 10, "all rounds")
     assert all(snapshot is None for _, snapshot in coordinator._results.queue)  # type: ignore[misc]
     for number in range(4):
-        figures, snapshot = coordinator.wait_round()
-        assert (figures.round, snapshot.round, figures.steps) == (number, 3, 2)
+        stats, snapshot = coordinator.wait_round()
+        assert (stats.round, snapshot.round, stats.steps) == (number, 3, 2)
         assert snapshot.rows["e"].unique().tolist() == [3.0] and snapshot.weights.tolist() == [3000.5, 1.0]
 
 

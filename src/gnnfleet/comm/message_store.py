@@ -181,7 +181,7 @@ class MessageStore:
                 self._store.delete_key(name)
 
     @_retried
-    def keys(self) -> set[str]:
+    def list_keys(self) -> set[str]:
         """Keys of all messages and counters, also of messages whose writer was interrupted."""
         with _connection_lost(self.address):
             return {name.partition("#")[0] for name in self._store.list_keys()}

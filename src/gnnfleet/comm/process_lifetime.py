@@ -1,4 +1,4 @@
-"""End of a worker: with its launcher, and soon after a stop signal, whatever it is waiting for.
+"""Start and end of a worker process: it ends with its launcher, and soon after a stop signal even if it is waiting.
 
 A Python signal handler runs only between bytecodes of the main thread, which may be inside an exchange that never ends.
 So a thread reads the signal's number from a pipe, gives the main thread time to clean up, and then ends the process.
@@ -13,18 +13,44 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
 GRACE_PERIOD = 2.0
+"""Seconds between a stop signal and the end of the process."""
+
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def set_up_worker(parent: int | None, threads: int | None) -> None:
+    """Prepare a process that a launcher started, before torch is imported: its end, its output, threads, memory."""
+    die_with_parent(parent)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is for the launcher's result
+    prefer_huge_pages()
+    if threads is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # lost peers are reported by gnnfleet
+
+
+def exit_process(code: int) -> NoReturn:
+    """End the process without exit handlers: threads may be waiting inside network code."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def interrupt_code(interrupt: KeyboardInterrupt) -> int:
+    """The exit code after a stop signal, or Ctrl-C."""
+    return 128 + int(interrupt.args[0]) if interrupt.args else 130
 
 
 def die_with_parent(parent: int | None = None) -> None:
     """Let the kernel kill this process when its parent ends for any reason; Linux only.
 
-    ``parent`` is the pid of the starter: another parent by now means that the starter has ended.
+    ``parent`` is the pid of the starter. If the parent is another process by now, the starter has ended.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -56,7 +82,7 @@ def _wait(reader: int, stopping: Callable[[], None]) -> NoReturn:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    # Only once: a second signal would interrupt the clean-up.
+    # Only once: a second signal would interrupt the cleanup.
     for stop in _STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     raise KeyboardInterrupt(number)

@@ -1,12 +1,11 @@
-"""One rank of a run: it joins the others, trains, ends with them, and reports why it failed.
+"""One rank of a run: it joins the others, trains, ends with them, and reports its failure.
 
-``run_rank`` never returns: at a normal exit of Python, threads inside the network code would abort.
+``run_rank`` never returns: at a normal exit of Python, threads inside network code would abort.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import NoReturn
 from gnnfleet.comm.failure import Failure
 from gnnfleet.comm.heartbeat import FailureDetector, HeartbeatConfig
 from gnnfleet.comm.launch_env import LaunchEnv
-from gnnfleet.comm.process_lifetime import end_soon_after_signals
+from gnnfleet.comm.process_lifetime import end_soon_after_signals, exit_process, interrupt_code
 from gnnfleet.comm.rendezvous import Rendezvous, rendezvous
 from gnnfleet.comm.world import World, init_world
 from gnnfleet.config.resolve import resolve
@@ -63,7 +62,7 @@ def run_spec(spec: RunSpec, world: World, *, store: Path | None = None) -> RunRe
 
 
 def with_placement(context: RankContext, config: RunConfig, placement: Path | None) -> RankContext:
-    """Add what a strategy needs of a placement: this rank's part, or all chunk layouts."""
+    """Open the placement of a strategy: this rank's part, or all chunk layouts."""
     if placement is None or config.spec.placement == "none":
         return context
     if config.spec.placement == "chunks":
@@ -79,7 +78,7 @@ def open_own_part(spec: RunSpec, world: World) -> tuple[Graph, Shard]:
 
 
 def open_same_store(spec: RunSpec, world: World, *, store: Path | None = None) -> Graph:
-    """Open the store of a spec; raises StoreError if it differs from the one on the first rank."""
+    """Open the store of a spec; raises StoreError if it differs from the store on rank 0."""
     graph = open_store(store or Path(spec.store))
     assert graph.store is not None
     if graph.store.digest != spec.digest:
@@ -96,7 +95,7 @@ def run_rank(
     print_errors: bool,
     silence_limit: float = DEFAULT_SILENCE_LIMIT,
 ) -> NoReturn:
-    """Do ``work`` as a rank and end the process.
+    """Run ``work`` as a rank and end the process.
 
     With ``print_errors`` a failure is printed. Otherwise the launcher reads it from the error file of torchrun.
     """
@@ -124,14 +123,7 @@ def run_rank(
                 detector.fail(error)
             failure = Failure.from_error(error, env.rank)
             report(failure)
-            _exit(failure.exit_code)
+            exit_process(failure.exit_code)
     except KeyboardInterrupt as stop:
-        _exit(128 + int(stop.args[0]) if stop.args else 130)
-    _exit(0)
-
-
-def _exit(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+        exit_process(interrupt_code(stop))
+    exit_process(0)

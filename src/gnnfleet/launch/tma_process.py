@@ -1,12 +1,11 @@
 """``python -m gnnfleet.launch.tma_process SPEC.json ADDRESS ROLE``: the coordinator of a tma run or a trainer.
 
-Each is a World of its own, connected to the others by the message store only. An error file says why it failed.
+Each is a World of its own, connected to the others by the message store only. It writes its failure to an error file.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import suppress
 from functools import partial
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from gnnfleet.comm.failure import Failure
-from gnnfleet.comm.process_lifetime import die_with_parent, end_soon_after_signals, prefer_huge_pages
+from gnnfleet.comm.process_lifetime import end_soon_after_signals, exit_process, interrupt_code, set_up_worker
 from gnnfleet.launch.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -32,19 +31,14 @@ def process_name(role: str) -> str:
 
 
 def process_failure(error: BaseException, role: str) -> Failure:
-    """The failure of a process without a rank; numbered as in records: the coordinator 0, trainer i as i + 1."""
+    """The failure of a process that is no rank, numbered as in records: the coordinator 0, trainer i as i + 1."""
     return Failure.from_error(error, 0 if role == COORDINATOR else int(role) + 1, process_name(role))
 
 
 def main() -> NoReturn:
     path, address, role = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     spec = RunSpec.read(path)
-    die_with_parent(spec.parent)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is for the launcher's result
-    prefer_huge_pages()
-    if spec.threads is not None:
-        os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    set_up_worker(spec.parent, spec.threads)
     from gnnfleet.comm.message_store import Address, MessageStore
 
     code = 0
@@ -61,11 +55,8 @@ def main() -> NoReturn:
             failure.write(path.with_name(f"{role}.error"))
             code = failure.exit_code
     except KeyboardInterrupt as stop:
-        code = 128 + int(stop.args[0]) if stop.args else 130
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)  # threads may be waiting for a server that is gone
+        code = interrupt_code(stop)
+    exit_process(code)
 
 
 def run_coordinator(spec: RunSpec, store: MessageStore) -> None:
@@ -107,6 +98,7 @@ def run_coordinator(spec: RunSpec, store: MessageStore) -> None:
 def run_trainer(spec: RunSpec, store: MessageStore, index: int) -> None:
     """Run trainer number ``index``."""
     from gnnfleet.config.resolve import resolve
+    from gnnfleet.errors import ExchangeError
     from gnnfleet.launch.tma_subgraph import make_local_training
     from gnnfleet.nn.custom_model import annotate_model_errors
     from gnnfleet.report.phase_timer import PhaseTimer
@@ -122,9 +114,8 @@ def run_trainer(spec: RunSpec, store: MessageStore, index: int) -> None:
     clock.spans = [] if config.report.trace else None
 
     def end_process(text: str) -> None:
-        sys.stderr.write(f"error: {text}\n")
-        sys.stderr.flush()
-        os._exit(8)
+        print_note(f"error: {text}")
+        exit_process(ExchangeError.exit_code)
 
     with annotate_model_errors(config.model.file):
         graph, assignment = open_assignment(spec, config.seed)

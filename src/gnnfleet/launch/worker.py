@@ -6,13 +6,12 @@ Threads and the allocator are set before torch is loaded; nothing heavy is impor
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gnnfleet.comm.process_lifetime import die_with_parent, prefer_huge_pages
+from gnnfleet.comm.process_lifetime import set_up_worker
 from gnnfleet.launch.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -22,12 +21,7 @@ if TYPE_CHECKING:
 def run_worker(load: Callable[[], Callable[[RunSpec, World], Any]]) -> NoReturn:
     """Run as a worker. ``load`` imports the function that answers its spec, once threads and the allocator are set."""
     spec = RunSpec.read(Path(sys.argv[1]))
-    die_with_parent(spec.parent)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is for the launcher's result
-    prefer_huge_pages()
-    if spec.threads is not None:
-        os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is reported by the failure detector
+    set_up_worker(spec.parent, spec.threads)
     from gnnfleet.comm.launch_env import LaunchEnv
     from gnnfleet.config.schema import DEFAULT_SILENCE_LIMIT
     from gnnfleet.launch.rank_main import run_rank

@@ -37,6 +37,13 @@ class FlatLayout:
         num_learned = sum(t.numel() for name, t in packed.items() if name in learned)
         return cls(shapes, {name: t.dtype for name, t in packed.items()}, dtype, num_learned)
 
+    @classmethod
+    def of_model(cls, model: torch.nn.Module, dtype: torch.dtype, *, without: Collection[str]) -> FlatLayout:
+        """The layout of a model's state, without some embeddings."""
+        # A layer that is used twice has two names in the state; both are parameters.
+        parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        return cls.of(model.state_dict(), dtype, without, parameters)
+
     @property
     def nbytes(self) -> int:
         return sum(self._sizes) * self.dtype.itemsize

@@ -1,7 +1,7 @@
-"""The coordinator of a run, in a thread of its own: it opens, collects, averages and publishes rounds on time.
+"""The coordinator of a run: in a thread, it collects and averages the updates of each round and publishes the weights.
 
-A round is closed with the trainers that are there: one that has exited, is silent or late is left out and reported.
-Messages name the incarnation and the round they are for, so nothing is counted twice or in another round.
+A round is closed without trainers that have exited, are silent or late; they are reported. Messages name their
+incarnation and round, so no update counts twice or in another round.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from gnnfleet.strategies.tma.protocol import (
 )
 
 MAX_PENDING_ROUNDS = 4
-"""Rounds of a fixed number of steps that may be closed before the training loop takes the first of them."""
+"""Rounds of a fixed number of steps that may be closed before the training loop has taken the first of them."""
 
-_CLOCK_POLL, _HEARTBEAT_POLL = 0.005, 0.1  # seconds between looks at updates that are due, and at heartbeats
+_UPDATE_POLL, _HEARTBEAT_POLL = 0.005, 0.1  # seconds between reads of updates that are due, and of heartbeats
 _REMIND_ROUNDS = 20  # rounds without a trainer after which it is reported again
 
 
@@ -57,8 +57,8 @@ class TrainerState(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class RoundResult:
-    """Figures of a closed round."""
+class RoundStats:
+    """Statistics of a closed round."""
 
     round: int
     trainers: tuple[int, ...]
@@ -67,15 +67,15 @@ class RoundResult:
     loss: float
     edges: int  # that were trained on
     upload_bytes: int  # weights that were received
-    download_bytes: int  # weights that each trainer takes
-    side_bytes: int  # embedding rows, optimizer state and rows of other parts, both ways
+    download_bytes: int  # weights that each trainer receives
+    side_bytes: int  # embedding rows, optimizer state and remote rows, in both directions
     reports: Mapping[int, Mapping[str, float]]  # by trainer: bytes sent in this round, memory, seconds
     seconds: float
 
 
 @dataclass(frozen=True, eq=False)
 class ModelSnapshot:
-    """The model after a round, with all that a checkpoint needs."""
+    """The model after a round, with everything that a checkpoint needs."""
 
     round: int
     weights: Tensor
@@ -111,7 +111,7 @@ class _TrainerRecord:
     heartbeats: int = 0
     steps: int = 0
     last_step: float = 0.0
-    missed_deadline: bool = False  # and has sent no update since
+    missed_deadline: bool = False  # without an update since
     reported_missing: int | None = None  # the round it was last reported missing from
 
     @property
@@ -121,7 +121,7 @@ class _TrainerRecord:
 
 @dataclass(eq=False)
 class Coordinator:
-    """Runs rounds ``first`` to ``last`` − 1, beginning with ``weights``; ``start`` begins."""
+    """Runs rounds ``first`` to ``last`` − 1, starting with ``weights``."""
 
     config: TmaConfig
     trainers: int
@@ -135,12 +135,12 @@ class Coordinator:
     optimizer: Tensor | None = None
     tables: Mapping[str, EmbeddingTable] = field(default_factory=dict)
     correction: Correction | None = None
-    remote_rows: Callable[[int, Mapping[str, EmbeddingTable]], Tensor] | None = None  # of all parts, for a round
+    remote_rows: Callable[[int, Mapping[str, EmbeddingTable]], Tensor] | None = None  # of all partitions, for a round
     log_user: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
-        # By the clock the training loop may be far behind: it gets the newest snapshot only, and the queue has none.
-        self._results: queue.Queue[tuple[RoundResult, ModelSnapshot | None] | BaseException] = queue.Queue()
+        # By the clock, the training loop may be far behind: it gets only the newest snapshot, and the queue has none.
+        self._results: queue.Queue[tuple[RoundStats, ModelSnapshot | None] | BaseException] = queue.Queue()
         self._newest: ModelSnapshot | None = None
         self._room = threading.Semaphore(MAX_PENDING_ROUNDS)
         self._stop = threading.Event()
@@ -165,8 +165,8 @@ class Coordinator:
         """The last closed round, which the training loop may not have taken yet."""
         return self.first - 1 if self._newest is None else self._newest.round
 
-    def wait_round(self) -> tuple[RoundResult, ModelSnapshot]:
-        """Wait for the next closed round; by the clock its snapshot is that of the newest one.
+    def wait_round(self) -> tuple[RoundStats, ModelSnapshot]:
+        """Wait for the next closed round; by the clock, its snapshot is that of the newest round.
 
         Raises the error that ended the coordinator.
         """
@@ -180,13 +180,12 @@ class Coordinator:
             if isinstance(closed, BaseException):
                 raise closed
             self._room.release()
-            figures, snapshot = closed
-            snapshot = snapshot or self._newest
+            snapshot = closed[1] or self._newest
             assert snapshot is not None
-            return figures, snapshot
+            return closed[0], snapshot
 
     def close(self) -> bool:
-        """Tell trainers that the run is over; False if a correction is still being computed."""
+        """Mark the run as done; False if a correction is still being computed."""
         self._stop.set()
         self._thread.join(10)
         return not self._thread.is_alive()
@@ -207,7 +206,7 @@ class Coordinator:
         try:
             self._run_rounds()
             self._stop.wait()  # until the last checkpoint is written: a restarted coordinator needs trainers
-        except BaseException as error:  # trainers wait: another coordinator may resume the run
+        except BaseException as error:  # the run is not done: another coordinator may resume it
             self._results.put(error)
         else:
             with suppress(ExchangeError):  # trainers then notice the missing heartbeats
@@ -222,21 +221,21 @@ class Coordinator:
             updates = self._collect(state)
             if updates is None:
                 return
-            figures, snapshot, side_bytes = self._close_round(state, updates, side_bytes)
-            if number == self.first:  # by now trainers have left the rounds of former coordinators
+            stats, snapshot, side_bytes = self._close_round(state, updates, side_bytes)
+            if number == self.first:  # trainers have left the rounds of former coordinators by now
                 self.messages.remove_former(state)
-            while self.config.steps and not self._room.acquire(timeout=0.5):  # a clock does not wait
+            while self.config.steps and not self._room.acquire(timeout=0.5):  # by the clock, rounds never wait
                 if self._stop.is_set():
                     break
             self._newest = snapshot
-            self._results.put((figures, snapshot if self.config.steps else None))
+            self._results.put((stats, snapshot if self.config.steps else None))
             if self._stop.is_set():
                 return
 
     def _close_round(
         self, state: RunState, updates: dict[int, TrainerUpdate], side_bytes: int
-    ) -> tuple[RoundResult, ModelSnapshot, int]:
-        """Average a round and publish the next: (figures, snapshot, bytes beside the weights of the next round)."""
+    ) -> tuple[RoundStats, ModelSnapshot, int]:
+        """Average a round and publish the next: (statistics, snapshot, side bytes of the next round)."""
         self._drop_nonfinite(state, updates)
         upload_bytes = sum(update.weights.nbytes for update in updates.values())
         side_bytes += sum(update.nbytes for update in updates.values()) - upload_bytes
@@ -246,12 +245,12 @@ class Coordinator:
         trained = {i: update for i, update in sorted(updates.items()) if update.steps}
         if trained:
             self._average(list(trained.values()))
-        if self.correction is not None:  # in every round, so that the number of rounds says which batches are next
+        if self.correction is not None:  # in every round, so that the next batches follow from the number of rounds
             all_rows = {name: table.rows for name, table in self.tables.items()}
             self.weights = self.correction.apply(self.weights, all_rows)
         next_side_bytes = self._open_next(state, updates)
         count = sum(update.count for update in trained.values())
-        figures = RoundResult(
+        stats = RoundStats(
             round=state.round,
             trainers=tuple(sorted(updates)),
             steps=sum(update.steps for update in trained.values()),
@@ -273,7 +272,7 @@ class Coordinator:
             optimizer=self.optimizer,
         )
         self._round_began = time.monotonic()
-        return figures, snapshot, next_side_bytes
+        return stats, snapshot, next_side_bytes
 
     def _drop_nonfinite(self, state: RunState, updates: dict[int, TrainerUpdate]) -> None:
         for i, update in list(updates.items()):
@@ -310,7 +309,7 @@ class Coordinator:
             self.optimizer = weighted_mean(*map(list, zip(*moments, strict=True)))
 
     def _open_next(self, state: RunState, updates: Mapping[int, TrainerUpdate]) -> int:
-        """Publish the weights after a round and remove old messages; returns the bytes beside the weights."""
+        """Publish the weights after a round and remove old messages; returns the side bytes."""
         after, before = RunState(state.incarnation, state.round + 1), RunState(state.incarnation, state.round - 1)
         self._was_reassigned = self._assign_nodes(
             after.round, {i for i in range(self.trainers) if i in updates or not self._is_lost(i)}
@@ -318,17 +317,17 @@ class Coordinator:
         self.messages.remove_updates(state, self.trainers)
         side_bytes = 0
         if after.round < self.last:
-            # A trainer that came back in this round does not have its embedding rows yet.
+            # A trainer that returned in this round does not have its embedding rows yet.
             without_rows = tuple(i for i in self._members if i not in updates or not updates[i].rows)
             side_bytes = self._publish(after, recipients=self._members if self._was_reassigned else without_rows)
-        else:  # no trainer has anything more to do
+        else:  # the last round
             start = RoundStart(after, self.weights[:0], None, None, self._assignment_number, ())
             self.messages.write_round_start(start)
-        self.messages.remove_round(before, self.trainers)  # once more its updates: some come after their round
+        self.messages.remove_round(before, self.trainers)  # with updates that came after their round
         return side_bytes
 
     def _publish(self, state: RunState, *, recipients: Sequence[int]) -> int:
-        """Publish the weights of a round, and to ``recipients`` their embedding rows; returns the bytes beside."""
+        """Publish the weights of a round, and to ``recipients`` their embedding rows; returns the side bytes."""
         remote = None if self.remote_rows is None else self.remote_rows(state.round, self.tables).to(self.layout.dtype)
         side_bytes = 0
         for i in recipients if self.tables else ():
@@ -345,7 +344,7 @@ class Coordinator:
         return self._nodes[trainer]
 
     def _assign_nodes(self, number: int, living: set[int]) -> bool:
-        """Assign the nodes for a round; True if that changed anything."""
+        """Assign the nodes for a round; True if the assignment changed."""
         before = self._assignment_number, self._members
         if self.config.repartition_every:
             self._assignment_number = number // self.config.repartition_every
@@ -372,11 +371,11 @@ class Coordinator:
         requested = first_update = quorum_possible = time.monotonic()
 
         def is_overdue(i: int) -> bool:
-            """By the clock: since the request. Else: since the first update, while the trainer makes no step."""
+            """True if the deadline has passed since the request or, with fixed steps, since the last step or update."""
             since = max(first_update, self._records[i].last_step) if config.steps else requested
             return time.monotonic() - since > config.deadline
 
-        while not self._stop.wait(POLL_INTERVAL if config.steps else _CLOCK_POLL):
+        while not self._stop.wait(POLL_INTERVAL if config.steps else _UPDATE_POLL):
             self._read_heartbeats()
             for i in self._members:
                 if i not in updates and (update := self.messages.read_update(state, i, self.layout.dtype)) is not None:
@@ -396,18 +395,18 @@ class Coordinator:
                     self._fail(state, updates, "and no other trainer is left")
                 others = (i for i in range(self.trainers) if i not in self._members)
                 if any(self._state_of(i, state).is_alive for i in others):
-                    return {}  # a trainer without nodes came back: the nodes are reassigned
-            if len(updates) + len(awaited) >= config.quorum:  # they may take their time
+                    return {}  # a trainer without nodes returned: the nodes are reassigned
+            if len(updates) + len(awaited) >= config.quorum:
                 quorum_possible = time.monotonic()
             if time.monotonic() - quorum_possible > config.give_up:
                 self._fail(state, updates, f"for {config.give_up:g} s")
         return None
 
     def _wait_begin(self, state: RunState) -> float:
-        """Wait until a round by the clock begins; returns when that was.
+        """Wait until a round by the clock begins; returns its start.
 
-        It begins with the end of the round before. After a reassignment it begins when all living trainers have built
-        their subgraphs; trainers that are ready earlier train meanwhile.
+        It begins at the end of the previous round or, after a reassignment, when all living trainers have built their
+        subgraphs. Trainers that are ready earlier train meanwhile.
         """
         if not self._was_reassigned:
             return self._round_began
@@ -416,7 +415,7 @@ class Coordinator:
             self._read_heartbeats()
             if not any(self._state_of(i, state).is_alive and not self._has_begun(i, state) for i in self._members):
                 break
-        if state.round == self.first:  # starting processes is no part of a round
+        if state.round == self.first:  # the time to start processes is no part of a round
             self._round_began = time.monotonic()
         return time.monotonic()
 
@@ -424,7 +423,7 @@ class Coordinator:
         return self.messages.has_acked(state, i) or self.messages.has_update(state, i)
 
     def _read_heartbeats(self) -> None:
-        """Read heartbeats and steps, not more often than they come."""
+        """Read heartbeats and steps, at most once per interval."""
         now = time.monotonic()
         if now - self._heartbeats_read < _HEARTBEAT_POLL:
             return
@@ -438,7 +437,7 @@ class Coordinator:
                     record.steps, record.last_step = steps, time.monotonic()
 
     def _state_of(self, i: int, state: RunState) -> TrainerState:
-        """The state of a trainer in the present round."""
+        """The state of a trainer in the current round."""
         record = self._records[i]
         if self.messages.read_exit(i) is not None:
             return TrainerState.EXITED
@@ -449,9 +448,9 @@ class Coordinator:
         return TrainerState.ACTIVE if record.heartbeats else TrainerState.JOINING
 
     def _is_lost(self, i: int) -> bool:
-        """True if the nodes of a trainer are to be reassigned: it has exited, or was silent for ``give_up``.
+        """True if the nodes of a trainer should be reassigned: it has exited, or was silent for ``give_up``.
 
-        The nodes of a trainer that failed stay with it: they might cause the same error in another trainer.
+        A trainer that failed keeps its nodes: they might cause the same error in another trainer.
         """
         notice = self.messages.read_exit(i)
         return self._records[i].silent_seconds > self.config.give_up if notice is None else not notice.failed
@@ -482,7 +481,7 @@ class Coordinator:
 
 
 def format_trainers(numbers: Sequence[int]) -> str:
-    """Name trainers by number, for people."""
+    """Format numbers of trainers for messages, as in "trainers 0, 2 and 3"."""
     *others, last = map(str, numbers)
     return f"trainers {', '.join(others)} and {last}" if others else f"trainer {last}"
 

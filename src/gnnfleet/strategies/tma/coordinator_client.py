@@ -1,4 +1,4 @@
-"""A trainer's view of the coordinator: heartbeats, and the newest state of the run, polled in a thread of its own."""
+"""A trainer's view of the coordinator: heartbeats, and the newest state of the run, polled in a thread."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gnnfleet.strategies.tma.protocol import HEARTBEAT_SECONDS, POLL_INTERVAL, R
 class CoordinatorClient:
     """Sends a trainer's heartbeats and polls the state of the run.
 
-    ``on_lost`` is called, in another thread, after ``give_up`` seconds without a heartbeat of the coordinator. The
-    message store is no sign of life: it belongs to the launcher, and answers while the coordinator is paused.
-    A process that was silent and has been replaced by another one with its number finds ``replaced`` set.
+    ``on_lost`` is called in another thread after ``give_up`` seconds without a heartbeat of the coordinator. Answers of
+    the message store do not count: it belongs to the launcher. ``replaced`` is set if another process has taken this
+    trainer's number while this one was silent.
     """
 
     def __init__(self, messages: RunMessages, trainer: int, *, give_up: float, on_lost: Callable[[str], None]) -> None:

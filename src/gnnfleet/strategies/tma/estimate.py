@@ -75,9 +75,8 @@ def _step_seconds(config: TmaConfig, trainer: _TrainerEstimate, profile: Machine
 
 def _weight_bytes(job: Job) -> int:
     """Bytes of the weights in a message."""
-    names = [name for name, _ in job.model.named_parameters(remove_duplicate=False)]
-    embeddings = tuple(name for name in names if _is_embedding(job, name))
-    return FlatLayout.of(job.model.state_dict(), PRECISIONS[job.precision], without=embeddings, parameters=names).nbytes
+    embeddings = [name for name, _ in job.model.named_parameters(remove_duplicate=False) if _is_embedding(job, name)]
+    return FlatLayout.of_model(job.model, PRECISIONS[job.precision], without=embeddings).nbytes
 
 
 def _moment_bytes(config: TmaConfig, job: Job) -> int:

@@ -1,18 +1,18 @@
-"""Messages of a run between its launcher, its coordinator and its trainers: every key and every layout.
+"""Messages between the launcher, the coordinator and the trainers of a run: every key and every layout.
 
 incarnation                        number of coordinators started so far; messages of former ones are ignored
 state                              {incarnation, round, done}: the newest weights; done: the run is over
-collect/INCARNATION                {round}: trainers are to send their updates (only rounds by the clock)
+collect/INCARNATION                {round}: updates of this round are due (only rounds by the clock)
 weights/INCARNATION/ROUND          weights at the start of a round, {assignment, members, …}
-rows/INCARNATION/ROUND/TRAINER     embedding rows of a trainer's nodes, for a trainer that does not have them
+rows/INCARNATION/ROUND/TRAINER     embedding rows of a trainer's nodes, if the trainer does not have them
 ack/TRAINER                        {incarnation, round}: the round that a trainer works on
 update/INCARNATION/ROUND/TRAINER   weights after a round, {steps, loss, …}
-heartbeat/ROLE                     a number that grows while a trainer or the coordinator lives
-steps/TRAINER                      optimizer steps made so far
-lease/TRAINER                      {token}: the process that is this trainer; the last one to take the lease
-exited/TRAINER                     {failed}: left by the launcher when it ends, perhaps by an error of its own
+heartbeat/ROLE                     a counter of heartbeats of a trainer or the coordinator
+steps/TRAINER                      a counter of optimizer steps
+lease/TRAINER                      {token}: the process with this trainer's number; the last to take the lease
+exited/TRAINER                     {failed}: written by the launcher when a trainer has ended, perhaps by its own error
 checkpointed                       {round}: the round of the newest checkpoint
-spec, failed                       the run, for trainers that join; that it ended without a result
+spec, failed                       the run, for trainers that join; a mark that it failed
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RoundStart:
     state: RunState
     weights: Tensor
     optimizer: Tensor | None
-    remote: Tensor | None  # [G, ·] rows of nodes of all parts
+    remote: Tensor | None  # [G, ·] rows of nodes of all partitions
     assignment: int
     members: tuple[int, ...]
 
@@ -76,21 +76,21 @@ class TrainerUpdate:
 
 @dataclass(frozen=True)
 class TrainerExit:
-    """Notice that a trainer has ended; ``failed``: by an error of its own."""
+    """Notice that a trainer has ended; ``failed``: by its own error."""
 
     failed: bool
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A run as trainers on other machines find it: its spec as JSON, and the source of its model file."""
+    """A run for trainers on other machines: its spec as JSON, and the source of its model file."""
 
     spec: str
     model_source: bytes
 
 
 class RunMessages:
-    """Typed access to the messages of a run. Like the connection inside, it serves one thread."""
+    """Typed access to the messages of a run, for one thread."""
 
     def __init__(self, store: MessageStore) -> None:
         self.store = store
@@ -125,7 +125,7 @@ class RunMessages:
         return None if message is None else RunState(**message.fields)
 
     def mark_done(self) -> None:
-        """Tell all trainers that the run is over, if it has begun."""
+        """Mark the run as over, if it has begun."""
         if (state := self.read_state()) is not None:
             self.write_state(replace(state, done=True))
 
@@ -222,7 +222,7 @@ class RunMessages:
 
     def remove_former(self, state: RunState) -> None:
         """Remove all messages of incarnations before that of ``state``."""
-        for key in self.store.keys():
+        for key in self.store.list_keys():
             kind, *path = key.split("/")
             if kind in ("collect", "weights", "rows", "update") and int(path[0]) < state.incarnation:
                 self.store.remove(key)
@@ -258,13 +258,13 @@ class RunMessages:
         return None if message is None else TrainerExit(**message.fields)
 
     def clear_exit(self, trainer: int) -> None:
-        """Withdraw the notice that a former process of this trainer has ended."""
+        """Remove the notice that a former process of this trainer has ended."""
         if self.store.has(key := f"exited/{trainer}"):
             self.store.remove(key)
 
 
 def _pack(tensors: Mapping[str, Tensor | None]) -> tuple[dict[str, list[int]], Tensor]:
-    """Put tensors of one dtype into the body of a message: ({name: shape}, bytes)."""
+    """Pack tensors of one dtype into the body of a message: ({name: shape}, bytes)."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     flat = [t.detach().contiguous().view(-1).view(torch.uint8) for t in present.values() if t.numel()]
     body = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)

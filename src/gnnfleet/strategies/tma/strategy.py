@@ -1,7 +1,7 @@
-"""The coordinator's strategy: a round is a step; evaluation is exact, on the whole graph, while trainers train.
+"""The coordinator's strategy: a round is an epoch of one step; evaluation is exact, while trainers train.
 
-The coordinator closes rounds in a thread of its own; the training loop takes them one by one, evaluates and writes
-checkpoints. Without a message store, as for predictions of a trained run, this is strategy ``local``.
+The coordinator closes rounds in a thread; the training loop takes them one by one, evaluates and writes checkpoints.
+Without a message store, as for predictions of a trained run, this is strategy ``local``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.protocol import NodeStrategy, Prediction, Reporting, State, StepRecord, Strategy
 from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable, ModelSnapshot, RoundResult
+from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable, ModelSnapshot, RoundStats
 from gnnfleet.strategies.tma.protocol import RunMessages
 from gnnfleet.tasks.base import RowLookup
 from gnnfleet.tasks.link import LinkTask
 
 VELOCITY, MOMENTS, CORRECTION = "outer/velocity", "average/moments", "correction/"
-"""Names, or prefixes of names, of tensors that a checkpoint has beside weights."""
+"""Names or prefixes of tensors in a checkpoint, beside weights."""
 
 
 class TmaStrategy(Reporting):
@@ -38,15 +38,13 @@ class TmaStrategy(Reporting):
         self.model = job.model
         self._config, self._job, self._evaluator, self._corrector = config, job, evaluator, corrector
         self._tables = _embedding_types(job)
-        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
-        dtype = PRECISIONS[job.precision]
-        self._layout = FlatLayout.of(self.model.state_dict(), dtype, without=self._tables, parameters=names)
+        self._layout = FlatLayout.of_model(self.model, PRECISIONS[job.precision], without=self._tables)
         self._velocity: Tensor | None = None
         self._correction_state: dict[str, Tensor] = {}
         self._moments: Tensor | None = None
         self._coordinator: Coordinator | None = None
         self._correction: _Correction | None = None
-        self._round: RoundResult | None = None
+        self._round: RoundStats | None = None
         zeros: dict[str, float] = dict.fromkeys(("bytes_sent", "rounds", *PHASES), 0)
         self._reports = [dict(zeros) for _ in range(job.workers)]
         if config.remote_negatives and config.full:
@@ -63,33 +61,33 @@ class TmaStrategy(Reporting):
         if self._coordinator is None:
             self._coordinator = self._make_coordinator(epoch).start()
         with self._job.world.clock.phase(WAIT, "round"):
-            figures, snapshot = self._coordinator.wait_round()
-        assert figures.round == epoch, "rounds come one after the other"
-        self._record_round(figures)
+            stats, snapshot = self._coordinator.wait_round()
+        assert stats.round == epoch, "rounds arrive in order"
+        self._record_round(stats)
         self._load(snapshot)
-        yield StepRecord(epoch, 0, figures.loss, figures.count, figures.seconds, steps=figures.steps)
+        yield StepRecord(epoch, 0, stats.loss, stats.count, stats.seconds, steps=stats.steps)
 
     def epoch_metrics(self) -> dict[str, float]:
-        figures = self._round
-        if figures is None:
+        stats = self._round
+        if stats is None:
             return {}
         return {
-            "trainers": len(figures.trainers),
-            "steps": figures.steps,
-            "round_seconds": figures.seconds,
-            "kept_edges": figures.edges / max(self._job.graph.num_edges, 1),
-            "megabytes_up": figures.upload_bytes / 1e6,
-            "megabytes_down": figures.download_bytes * len(figures.trainers) / 1e6,
-            "megabytes_beside": figures.side_bytes / 1e6,
+            "trainers": len(stats.trainers),
+            "steps": stats.steps,
+            "round_seconds": stats.seconds,
+            "kept_edges": stats.edges / max(self._job.graph.num_edges, 1),
+            "megabytes_up": stats.upload_bytes / 1e6,
+            "megabytes_down": stats.download_bytes * len(stats.trainers) / 1e6,
+            "megabytes_beside": stats.side_bytes / 1e6,
         }
 
-    def _record_round(self, figures: RoundResult) -> None:
-        """Count the messages of a round: weights from here to each trainer, updates from each trainer."""
-        self._round = figures
-        for i in figures.trainers:
-            self._job.world.traffic.add_bytes(figures.download_bytes, to=i + 1)
+    def _record_round(self, stats: RoundStats) -> None:
+        """Count the messages of a round: weights to each trainer, updates from each trainer."""
+        self._round = stats
+        for i in stats.trainers:
+            self._job.world.traffic.add_bytes(stats.download_bytes, to=i + 1)
         self._job.world.traffic.add_round()
-        for i, report in figures.reports.items():
+        for i, report in stats.reports.items():
             total = self._reports[i]
             total |= {**report, **{key: total[key] + report.get(key, 0) for key in ("bytes_sent", *PHASES)}}
             total["rounds"] += 1
@@ -192,7 +190,7 @@ class TmaStrategy(Reporting):
         return max(1, count_batches(len(items), self._config.batch))
 
     def _remote_rows(self, number: int, tables: Mapping[str, EmbeddingTable]) -> Tensor:
-        """[G, ·] features and embedding rows of some nodes of the target's type, drawn anew for every round."""
+        """[G, ·] features and embedding rows of random nodes of the target type, drawn for every round."""
         job, kind = self._job, self._job.task.target
         count = job.graph.nodes[kind].count
         ids = (Draws(job.seed, Purpose.REMOTE, epoch=number).uniforms(self._config.remote_negatives) * count).long()
@@ -203,9 +201,9 @@ class TmaStrategy(Reporting):
 
 
 class _Correction:
-    """Some steps of a strategy on the whole graph, in the coordinator's thread and on a model of its own.
+    """Steps of a strategy on the whole graph, on a copy of the model and in the coordinator's thread.
 
-    ``start`` is the (epoch, step) that comes first.
+    ``start`` is the first (epoch, step).
     """
 
     def __init__(self, strategy: Strategy, layout: FlatLayout, steps: int, start: tuple[int, int]) -> None:
@@ -213,7 +211,7 @@ class _Correction:
         self._records = self._stream(*start)
 
     def apply(self, weights: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
-        """Return the corrected weights; embedding rows are only changed by trainers."""
+        """Return the corrected weights; only trainers change embedding rows."""
         state = self._strategy.state_dict()
         model = {**state["model"], **self._layout.unpack(weights), **rows}
         self._strategy.load_state_dict({**state, "model": model})

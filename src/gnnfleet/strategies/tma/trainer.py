@@ -65,16 +65,9 @@ class _Workload:
 
     def __init__(self, key: AssignmentKey, local: LocalTraining, dtype: torch.dtype, position: Position) -> None:
         self.key, self.local, self.position, self._dtype = key, local, position, dtype
-        # A layer that a model uses twice has two names in its state; both are parameters.
-        names = [name for name, _ in local.strategy.model.named_parameters(remove_duplicate=False)]
-        self.layout = FlatLayout.of(local.strategy.state_dict()["model"], dtype, without=local.embeddings, parameters=names)
+        self.layout = FlatLayout.of_model(local.strategy.model, dtype, without=local.embeddings)
         self.has_rows = not local.embeddings  # embedding rows come from the coordinator
-        self.records = self._stream()
-
-    def restart_stream(self) -> None:
-        """Drop batches that were prepared ahead."""
-        self.records.close()
-        self.records = self._stream()
+        self.records = self.stream()
 
     def optimizer_layout(self, tensors: dict[str, Tensor]) -> FlatLayout:
         return FlatLayout.of(tensors, self._dtype, without=self.local.embeddings)
@@ -82,7 +75,7 @@ class _Workload:
     def pack_weights(self) -> Tensor:
         return self.layout.pack(self.local.strategy.state_dict()["model"])
 
-    def _stream(self) -> Generator[StepRecord]:
+    def stream(self) -> Generator[StepRecord]:
         """Take optimizer steps, epoch after epoch, without end. Stops only if there are no items to train on."""
         (epoch, first), idle = self.position, 0
         while idle < _MAX_IDLE_EPOCHS:
@@ -209,7 +202,7 @@ class Trainer:
         if start.remote is not None:  # prefetched batches have the rows of the previous round
             work.records.close()
             work.local.set_remote_rows(start.remote)
-            work.restart_stream()
+            work.records = work.stream()
         return work
 
     def _key_of(self, start: RoundStart) -> AssignmentKey:
