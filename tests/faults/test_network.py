@@ -193,7 +193,7 @@ def test_join_executes_no_model_file_that_the_network_names(store: Path, model_f
     other = tmp_path / "other.py"
     other.write_bytes(source + b"# edited")
     refused: dict[str, dict[str, str]] = {
-        "nothing a network names is executed": {},
+        "which is not executed without your consent": {},
         f"SHA-256 {digest}, not the one you confirmed": {"model_sha256": "0" * 64},
         "takes the 64 hexadecimal digits": {"model_sha256": digest[:12]},
         "differs from the coordinator's model file": {"model": f"{other}:make"},
@@ -202,13 +202,13 @@ def test_join_executes_no_model_file_that_the_network_names(store: Path, model_f
     }
     for message, options in refused.items():
         with pytest.raises(ConfigError, match=message):
-            join_supervised(str(server.address), store, [1], restarts=0, say=str, **options)
+            join_supervised(str(server.address), store, [1], restarts=0, log_user=str, **options)
     server.write("spec", {"spec": json.dumps({**asdict(spec), "partition": "../elsewhere"})})
     with pytest.raises(ExchangeError, match="a partition outside of"):
-        join_supervised(str(server.address), store, [1], restarts=0, say=str)
+        join_supervised(str(server.address), store, [1], restarts=0, log_user=str)
     server.write("spec", {"spec": "[]"})
     with pytest.raises(ExchangeError, match="not of this version of gnnfleet"):
-        join_supervised(str(server.address), store, [1], restarts=0, say=str)
+        join_supervised(str(server.address), store, [1], restarts=0, log_user=str)
     assert not (tmp_path / "executed").exists()
 
 

@@ -52,7 +52,13 @@ def join(
         print_note(text, quiet=quiet)
 
     join_supervised(
-        address, store, parse_numbers(trainers), restarts=max_restarts, say=say, model=model, model_sha256=model_sha256
+        address,
+        store,
+        parse_numbers(trainers),
+        restarts=max_restarts,
+        log_user=say,
+        model=model,
+        model_sha256=model_sha256,
     )
 
 

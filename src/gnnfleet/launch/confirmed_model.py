@@ -1,7 +1,7 @@
-"""Model files named over the network: code runs on this machine only if its user passed or confirmed it.
+"""Model files of runs on other machines: a file is executed only if the user of this machine passed or confirmed it.
 
-A path that arrives in a message is never opened. The user of this machine either names a file of their own, or accepts
-the coordinator's copy by its SHA-256, which ``gnnfleet train`` printed on the first machine.
+A path in a message is never opened. The user passes a file of this machine, or confirms the coordinator's copy by its
+SHA-256, which ``gnnfleet train`` printed on the first machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def read_model_file(config: Mapping[str, Any]) -> bytes:
-    """The source of a run's model file; empty for a built-in model."""
+    """Read the source of a run's model file; empty for a built-in model."""
     file = make_config(str(config["model"]["name"])).file
     return b"" if file is None else file.read_bytes()
 
@@ -29,10 +29,10 @@ def read_model_file(config: Mapping[str, Any]) -> bytes:
 def confirm_model_file(
     config: Mapping[str, Any], source: bytes, *, model: str | None, sha256: str | None, folder: Path
 ) -> dict[str, Any]:
-    """The config of a run that another machine sent, with a model file that this machine's user vouches for.
+    """The config of a run on another machine, with a model file that this machine's user passed or confirmed.
 
-    ``source`` is the coordinator's copy of the file. It is written to ``folder`` when ``sha256`` confirms it.
-    Raises ConfigError when the run needs a model file and neither ``model`` nor ``sha256`` covers it.
+    ``source`` is the coordinator's copy of the file. It is written to ``folder`` if ``sha256`` confirms it. Raises
+    ConfigError if the run needs a model file that neither ``model`` nor ``sha256`` provides.
     """
     settings = dict(config["model"])
     sent = make_config(str(settings["name"]))
@@ -44,24 +44,24 @@ def confirm_model_file(
     if model is not None and sha256 is not None:
         raise ConfigError("--model and --model-sha256 exclude each other: pass one of them")
     if model is not None:
-        settings["name"] = _own_file(model, sent.factory, hashlib.sha256(source).hexdigest())
+        settings["name"] = _local_file(model, sent.factory, hashlib.sha256(source).hexdigest())
     else:
         settings["name"] = f"{_confirmed_copy(source, sent.label, sha256, folder)}:{sent.factory}"
     return {**config, "model": settings}
 
 
-def _own_file(model: str, factory: str, expected: str) -> str:
-    own = make_config(model)
-    if own.file is None or own.factory != factory:
+def _local_file(model: str, factory: str, expected: str) -> str:
+    local = make_config(model)
+    if local.file is None or local.factory != factory:
         raise ConfigError(
             f"the run's model is a file with the factory {factory!r}, found --model {model}: pass FILE.py:{factory}"
         )
-    if (digest := file_digest(own.file)) != expected:
+    if (digest := file_digest(local.file)) != expected:
         raise ConfigError(
-            f"{own.file} differs from the coordinator's model file (SHA-256 {digest[:12]}…, there {expected[:12]}…): "
+            f"{local.file} differs from the coordinator's model file (SHA-256 {digest[:12]}…, there {expected[:12]}…): "
             "all machines need the same file"
         )
-    return own.name
+    return local.name
 
 
 def _confirmed_copy(source: bytes, label: str, sha256: str | None, folder: Path) -> Path:
@@ -69,8 +69,8 @@ def _confirmed_copy(source: bytes, label: str, sha256: str | None, folder: Path)
     if sha256 is None:
         factory = label.rpartition(":")[2]
         raise ConfigError(
-            f"the run uses the model file {label}, and nothing a network names is executed: pass your own copy with "
-            f"--model FILE.py:{factory}, or accept the coordinator's with --model-sha256, if gnnfleet train printed "
+            f"the run needs the model file {label}, which is not executed without your consent: pass your copy with "
+            f"--model FILE.py:{factory}, or accept the coordinator's copy with --model-sha256, if gnnfleet train printed "
             f"{digest} there"
         )
     if not _SHA256.fullmatch(sha256.lower()):
@@ -88,7 +88,7 @@ def _confirmed_copy(source: bytes, label: str, sha256: str | None, folder: Path)
 
 
 def check_model_path(config: Mapping[str, Any], local: frozenset[Path]) -> None:
-    """Raise ConfigError when another rank named a model file that this rank's own command line or run does not."""
+    """Raise ConfigError if another rank named a model file that this rank's command line or run does not."""
     sent = make_config(str(config["model"]["name"])).file
     if sent is not None and sent not in local:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Trainers as Ray actors, wherever the cluster has room; the coordinator and the message store stay in the launcher.
+"""Trainers as Ray actors anywhere in a cluster; the coordinator and the message store stay with the launcher.
 
 An actor runs the same trainer as a process does, so results are the same. RAY_ADDRESS names a cluster; without it one
 is started on this machine and shut down with the run.
@@ -20,7 +20,7 @@ from gnnfleet.launch.tma_process import process_failure
 
 
 class _RayTrainer:
-    """An actor; runs in a process of Ray's."""
+    """An actor, in a process that Ray starts."""
 
     def train(self, spec: str, address: str, index: int) -> None:
         from gnnfleet.comm.message_store import Address, MessageStore
@@ -31,7 +31,7 @@ class _RayTrainer:
 
 @dataclass(eq=False)
 class RayWorker:
-    """A trainer as an actor."""
+    """The launcher's handle of an actor."""
 
     role: str
     spec: RunSpec
@@ -60,7 +60,7 @@ class RayWorker:
         except ray.exceptions.RayTaskError as error:
             self.failure = process_failure(error.cause or error, self.role)
             return f"trainer {self.role} failed: {self.failure.text}"
-        except ray.exceptions.RayError as error:  # no room for it, or nowhere to start it
+        except ray.exceptions.RayError as error:  # it could not be started
             return f"trainer {self.role} was lost: {type(error).__name__}: {first_line(error)}"
         return None
 
@@ -113,7 +113,7 @@ def end_actors(workers: Sequence[Any]) -> None:
         ray.shutdown()
 
 
-_ray_started: list[bool] = []  # not empty if Ray was started here, and not by the user
+_ray_started: list[bool] = []  # not empty if Ray was started here, not by the user
 
 
 def _ray() -> Any:

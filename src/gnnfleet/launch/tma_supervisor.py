@@ -1,6 +1,6 @@
-"""The launcher of a tma run: a coordinator and trainers as processes, of which one that ends does not end the others.
+"""The launcher of a tma run: it starts, watches and restarts a coordinator and trainers.
 
-The message store is served here, so it outlives each of them. No process and no port outlives the launcher.
+It serves the message store, which outlives them. No process and no port outlives the launcher.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class WorkerHandle(Protocol):
     def is_running(self) -> bool: ...
 
     def exit_status(self) -> str | None:
-        """Describe how it ended; None while it runs and after success."""
+        """Describe its end; None while it runs and after success."""
 
     def restart(self) -> bool:
-        """Start it again if restarts are left."""
+        """Start it again; False if no restarts are left."""
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class LocalProcess:
     restarts: int
     process: subprocess.Popen[bytes]
     failure: Failure | None = None
-    kill_reason: str = ""  # set if it was killed here
+    kill_reason: str = ""  # set if the launcher killed it
 
     @classmethod
     def start(cls, role: str, command: list[str], folder: Path, restarts: int) -> LocalProcess:
@@ -100,13 +100,13 @@ class LocalProcess:
 
 
 def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
-    # Ctrl-C is for the launcher, which ends the others in order.
+    # Ctrl-C goes to the launcher, which ends the processes in order.
     return subprocess.Popen(command, start_new_session=True)
 
 
 @worker_environment()
 def launch_supervised(
-    spec: RunSpec, *, folder: Path, workers: int, restarts: int, say: Callable[[str], None]
+    spec: RunSpec, *, folder: Path, workers: int, restarts: int, log_user: Callable[[str], None]
 ) -> dict[str, Any]:
     """Run a spec with a coordinator and trainers; returns the answer of the coordinator.
 
@@ -131,12 +131,12 @@ def launch_supervised(
     if num_local < workers:
         confirm = f" --model-sha256 {hashlib.sha256(model_source).hexdigest()}" if model_source else ""
         numbers = f"{num_local}-{workers - 1}"
-        say(f"Waiting for trainers {numbers}: gnnfleet join {store.address} STORE --trainers {numbers}{confirm}")
+        log_user(f"Waiting for trainers {numbers}: gnnfleet join {store.address} STORE --trainers {numbers}{confirm}")
     (coordinator,) = start_processes(folder, reachable_address(store.address), [COORDINATOR], restarts)
     trainers: Sequence[WorkerHandle] = []
     try:
         trainers = _start_trainers(spec, folder, store.address, num_local, restarts)
-        lost = _supervise(coordinator, trainers, messages, settings["give_up"], say)
+        lost = _supervise(coordinator, trainers, messages, settings["give_up"], log_user)
         return {**loads(answer.read_bytes()), "lost": [lost[role] for role in sorted(lost, key=int)]}
     finally:
         with suppress(ExchangeError):  # trainers on other machines need not wait for a missing heartbeat
@@ -158,18 +158,18 @@ def _supervise(
     trainers: Sequence[WorkerHandle],
     messages: RunMessages,
     give_up: float,
-    say: Callable[[str], None],
+    log_user: Callable[[str], None],
 ) -> dict[str, str]:
-    """Restart processes until the coordinator has finished; returns {number: how it ended} of lost trainers."""
+    """Restart processes until the coordinator has finished; returns {number: exit status} of lost trainers."""
     watchdog, lost = _CoordinatorWatchdog(messages, give_up), dict[str, str]()
     while coordinator.process.poll() is None or coordinator.process.returncode:
         status = coordinator.exit_status()
         if status is not None:
             if not coordinator.restart():
                 _raise_run_error(coordinator, status, trainers)
-            say(f"{status}. It is restarted and resumes from the newest checkpoint.")
+            log_user(f"{status}. It is restarted and resumes from the newest checkpoint.")
             watchdog.begin()
-        lost |= restart_failed([trainer for trainer in trainers if trainer.role not in lost], messages, say)
+        lost |= restart_failed([trainer for trainer in trainers if trainer.role not in lost], messages, log_user)
         if (silent := watchdog.overdue_seconds()) is not None:
             coordinator.kill(f"no heartbeat for {silent:.0f} s")
         time.sleep(_POLL)
@@ -179,8 +179,7 @@ def _supervise(
 class _CoordinatorWatchdog:
     """Checks the heartbeat of the coordinator.
 
-    While a restarted one is loading, which may take long, the launcher sends heartbeats in its place: trainers would
-    give up.
+    While a restarted coordinator loads the graph, the launcher sends heartbeats in its place: trainers would give up.
     """
 
     def __init__(self, messages: RunMessages, give_up: float) -> None:
@@ -190,12 +189,12 @@ class _CoordinatorWatchdog:
         self._last_beat = 0.0
 
     def begin(self) -> None:
-        """Begin anew after a restart."""
+        """Start again after a restart of the coordinator."""
         self._silent, self._restarted = 0.0, time.monotonic()
         self._beat_on_behalf()
 
     def overdue_seconds(self) -> float | None:
-        """Return the seconds without a heartbeat if the coordinator has to be killed."""
+        """Seconds without a heartbeat, if the coordinator has to be killed for it."""
         before, now = self._silent, time.monotonic()
         self._silent = self._reader.silent_seconds(self._messages.heartbeats())
         if self._restarted is not None and not self._reader.has_moved:
@@ -203,7 +202,7 @@ class _CoordinatorWatchdog:
                 return now - self._restarted
             if now - self._last_beat > 1.0:
                 self._beat_on_behalf()
-        # Half of the time after which trainers give up: another coordinator has to begin before that.
+        # Half of the time after which trainers give up: another coordinator has to start before that.
         return self._silent if min(before, self._silent) > self._give_up / 2 else None
 
     def _beat_on_behalf(self) -> None:
@@ -211,9 +210,9 @@ class _CoordinatorWatchdog:
 
 
 def restart_failed(
-    trainers: Sequence[WorkerHandle], messages: RunMessages, say: Callable[[str], None]
+    trainers: Sequence[WorkerHandle], messages: RunMessages, log_user: Callable[[str], None]
 ) -> dict[str, str]:
-    """Restart trainers that have failed; returns {number: how it ended} of those without restarts left."""
+    """Restart trainers that have failed; returns {number: exit status} of those without restarts left."""
     lost: dict[str, str] = {}
     for trainer in trainers:
         status = trainer.exit_status()
@@ -224,9 +223,9 @@ def restart_failed(
             lost[trainer.role] = status
             with suppress(ExchangeError):
                 messages.write_exit(int(trainer.role), failed=trainer.failure is not None)
-        say(f"{status}. {'It is restarted.' if restarted else 'Training continues without it.'}")
+        log_user(f"{status}. {'It is restarted.' if restarted else 'Training continues without it.'}")
         if trainer.failure is not None and trainer.failure.trace:
-            say(trainer.failure.trace.rstrip())
+            log_user(trainer.failure.trace.rstrip())
     return lost
 
 
@@ -237,13 +236,13 @@ def join_supervised(
     trainers: Sequence[int],
     *,
     restarts: int,
-    say: Callable[[str], None],
+    log_user: Callable[[str], None],
     model: str | None = None,
     model_sha256: str | None = None,
 ) -> None:
     """Run trainers on this machine for a coordinator on another one, until the run is over.
 
-    A model file runs here only as ``model``, this machine's own, or as the coordinator's copy with ``model_sha256``.
+    A model file is executed only if it is ``model``, of this machine, or the coordinator's copy with ``model_sha256``.
     """
     try:
         server = Address.parse(address)
@@ -283,8 +282,8 @@ def join_supervised(
         lost: dict[str, str] = {}
         run_failed = False
         try:
-            while left := [p for p in processes if p.role not in lost and not exited_cleanly(p)]:
-                lost |= restart_failed(left, messages, say)
+            while unfinished := [p for p in processes if p.role not in lost and not exited_cleanly(p)]:
+                lost |= restart_failed(unfinished, messages, log_user)
                 with suppress(ExchangeError):
                     run_failed = run_failed or messages.has_failed()
                 time.sleep(_POLL)
@@ -301,9 +300,9 @@ def exited_cleanly(worker: WorkerHandle) -> bool:
 
 
 def check_trainers_free(messages: RunMessages, trainers: Sequence[int], workers: int) -> None:
-    """Raise ConfigError for numbers that the run does not have, or that another process uses."""
-    if unknown := [i for i in trainers if i >= workers]:
-        raise ConfigError(f"trainer {unknown[0]} does not exist: the run has trainers 0 to {workers - 1}")
+    """Raise ConfigError for a number that the run does not have, or that another process uses."""
+    if max(trainers) >= workers:
+        raise ConfigError(f"trainer {max(trainers)} does not exist: the run has trainers 0 to {workers - 1}")
     before = [messages.heartbeats(i) for i in trainers]
     time.sleep(2.0)  # heartbeats come every half second
     for i, beats in zip(trainers, before, strict=True):
@@ -331,24 +330,24 @@ def start_processes(folder: Path, address: str, roles: Sequence[str], restarts: 
     processes: list[LocalProcess] = []
     try:
         processes.extend(LocalProcess.start(role, [*command, role], folder, restarts) for role in roles)
-    except BaseException:  # the machine has no room for another process, or Ctrl-C
+    except BaseException:  # no memory for another process, or Ctrl-C
         end_processes(processes)
         raise
     return processes
 
 
 def end_processes(workers: Sequence[LocalProcess]) -> None:
-    """Terminate the processes that are left, and kill those that do not end."""
-    left = [worker.process for worker in workers if worker.is_running]
-    deadline = time.monotonic() + 1.0  # trainers end by themselves when all is over
-    while any(process.poll() is None for process in left) and time.monotonic() < deadline:
+    """Terminate running processes, and kill those that do not end."""
+    running = [worker.process for worker in workers if worker.is_running]
+    deadline = time.monotonic() + 1.0  # trainers end by themselves when the run is over
+    while any(process.poll() is None for process in running) and time.monotonic() < deadline:
         time.sleep(_POLL)
-    for process in left:
+    for process in running:
         if process.poll() is None:
             process.send_signal(signal.SIGCONT)
             process.terminate()
     deadline = time.monotonic() + SHUTDOWN_SECONDS
-    for process in left:
+    for process in running:
         try:
             process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -357,14 +356,14 @@ def end_processes(workers: Sequence[LocalProcess]) -> None:
 
 
 def remove_trainer_checkpoints(run: Path, rounds: int) -> None:
-    """Remove the checkpoints of trainers of a finished run, except those that more rounds would begin with."""
+    """Remove the trainers' checkpoints of a finished run, except those from which more rounds would start."""
     for path in (run / TRAINERS_DIR).glob("*/*.safetensors"):
         if path.stem != str(rounds):
             path.unlink(missing_ok=True)
 
 
 def reachable_address(address: Address, machine: str = "127.0.0.1") -> str:
-    """Where to connect to a server of this machine, which others reach as ``machine``."""
+    """HOST:PORT of a server of this machine, which others reach as ``machine``."""
     host = machine if address.host in ("0.0.0.0", "::", "") else address.host
     return f"{host}:{address.port}"
 

@@ -120,7 +120,7 @@ def _on_workers(
         if config.spec.execution == "supervised":
             say = partial(found.log, quiet=quiet)
             told = launch_supervised(
-                spec, folder=found.path / LAUNCH_DIR, workers=config.workers, restarts=restarts, say=say
+                spec, folder=found.path / LAUNCH_DIR, workers=config.workers, restarts=restarts, log_user=say
             )
             record = RunRecord(**told)
             if record.lost:
