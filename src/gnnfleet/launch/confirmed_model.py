@@ -70,7 +70,7 @@ def _confirmed_copy(source: bytes, label: str, sha256: str | None, folder: Path)
         factory = label.rpartition(":")[2]
         raise ConfigError(
             f"the run needs the model file {label}, which is not executed without your consent: pass your copy with "
-            f"--model FILE.py:{factory}, or accept the coordinator's copy with --model-sha256, if gnnfleet train printed "
+            f"--model FILE.py:{factory}, or accept the coordinator's with --model-sha256, if gnnfleet train printed "
             f"{digest} there"
         )
     if not _SHA256.fullmatch(sha256.lower()):

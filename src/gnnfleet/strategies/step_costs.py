@@ -114,20 +114,20 @@ class ProbeBlocks:
 
 
 def sample_probe_blocks(
-    job: Job, items: Tensor, size: int, *, fanouts: FanoutOption, given: bool, replace: bool = False
+    job: Job, items: Tensor, size: int, *, fanouts: FanoutOption, is_cached: bool, replace: bool = False
 ) -> ProbeBlocks:
     """Sample the blocks of the first two batches of ``size`` items."""
     sampler = NeighborSampler(job.graph, parse_fanouts(fanouts, job.model.num_layers), replace=replace)
     views = []
     for number, batch_items in islice(epoch_batches(items, size, seed=job.seed, epoch=0), 2):
         batch = job.task.batch(batch_items, DrawKey(job.seed, 0, number))
-        views.append(sampler.blocks(batch.seeds, batch.key, skip_last_hop=given))
+        views.append(sampler.blocks(batch.seeds, batch.key, skip_last_hop=is_cached))
     return ProbeBlocks(views)
 
 
-def step_peak_bytes(job: Job, views: Sequence[LocalView], *, given: bool) -> float:
+def step_peak_bytes(job: Job, views: Sequence[LocalView], *, is_cached: bool) -> float:
     """Measure the peak bytes of tensors in a step on blocks. The model stays unchanged."""
-    x, aggregated = gather_inputs(job.graph, job.model, views[0], job.precision, given)
+    x, aggregated = gather_inputs(job.graph, job.model, views[0], job.precision, is_cached)
     before = {name: buffer.clone() for name, buffer in job.model.named_buffers()}
     with buffers.unpooled():
         peak = peak_tensors(lambda: run_step_on_blocks(job.model, views, x, aggregated, job.precision))
@@ -135,7 +135,7 @@ def step_peak_bytes(job: Job, views: Sequence[LocalView], *, given: bool) -> flo
         buffer.copy_(before[name])
     job.model.zero_grad(set_to_none=True)
     inputs = float(sum(rows.nbytes for rows in (x.values() if isinstance(x, dict) else [x])))
-    return MEMORY_SLACK * (peak + inputs * (2 if given else 1))
+    return MEMORY_SLACK * (peak + inputs * (2 if is_cached else 1))
 
 
 def num_edges_and_rows(views: Sequence[LocalView]) -> float:
@@ -161,7 +161,7 @@ def can_precompute(model: Model, graph: Graph) -> bool:
 
 
 def gather_inputs(
-    graph: Graph, model: Model, view: LocalView, precision: str, given: bool
+    graph: Graph, model: Model, view: LocalView, precision: str, is_cached: bool
 ) -> tuple[Any, Aggregate | None]:
     """(features, aggregate) that a block reads; features stand in for the aggregate, which has the same width."""
     dtype, x = PRECISIONS[precision], {}
@@ -170,13 +170,13 @@ def gather_inputs(
         count = len(rows.node_ids)
         x[kind] = torch.empty(count, 0, dtype=dtype) if table is None else FeatureGather(table)(rows.node_ids).to(dtype)
     aggregated: Aggregate | None = None
-    if given and len(x) == 1:
+    if is_cached and len(x) == 1:
         (features,) = x.values()
         width = int(features.shape[1])
         both = buffers.empty_buffer((len(features), 2 * width), dtype)
         both[:, :width], both[:, width:] = features, features
         return both[:, width:], both[:, :width]
-    if given:
+    if is_cached:
         aggregated = {kind: x[kind.src][:1].expand(len(x[kind.dst]), -1).contiguous() for kind in view.relations}
     return x if len(x) > 1 else next(iter(x.values())), aggregated
 

@@ -68,7 +68,7 @@ def _sampled(config: LocalConfig, context: PlanningContext) -> CostEstimate:
     is_cached = caches_aggregate(job, config.cache_inputs)
     items = job.task.train_items(job.seed, 0)
     blocks = sample_probe_blocks(
-        job, items, config.batch_size, fanouts=config.fanouts, given=is_cached, replace=config.replace
+        job, items, config.batch_size, fanouts=config.fanouts, is_cached=is_cached, replace=config.replace
     )
     steps = count_batches(len(items), config.batch_size)
     work, sampling = (
@@ -78,7 +78,7 @@ def _sampled(config: LocalConfig, context: PlanningContext) -> CostEstimate:
     prefetch = auto_depth(int(features)) if config.prefetch == "auto" else config.prefetch
     itemsize = PRECISIONS[job.precision].itemsize
     resident = features + is_cached * 2 * feature_bytes(job.graph, itemsize) + job.graph.num_edges * BYTES_PER_EDGE
-    step = step_peak_bytes(job, blocks.views[0], given=is_cached) + (1 + prefetch) * blocks.structure_bytes
+    step = step_peak_bytes(job, blocks.views[0], is_cached=is_cached) + (1 + prefetch) * blocks.structure_bytes
     peak = max(step, evaluation_bytes(job, job.graph.num_nodes) + feature_bytes(job.graph, itemsize))
     return CostEstimate(
         settings={**config.model_dump(exclude_defaults=True), "name": "local"},

@@ -72,7 +72,7 @@ class _EpochEstimator:
             for warmup in self.warmups
         )
         largest = max(self.probes, key=lambda probe: probe.blocks.num_edges_and_rows)
-        self.tensor_bytes = step_peak_bytes(self.job, largest.blocks.views[0], given=self.is_cached)
+        self.tensor_bytes = step_peak_bytes(self.job, largest.blocks.views[0], is_cached=self.is_cached)
 
     def _owners(self) -> dict[str, Tensor]:
         """[N] the partition of every node, by type."""

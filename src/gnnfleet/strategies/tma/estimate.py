@@ -121,11 +121,11 @@ def _trainer(config: TmaConfig, context: PlanningContext) -> _TrainerEstimate:
         items if len(items) else torch.arange(1),
         config.batch,
         fanouts=config.fanouts,
-        given=is_cached,
+        is_cached=is_cached,
         replace=config.replace,
     )
     count = len(items) if probed is local_job else len(items) // context.workers
-    tensors = step_peak_bytes(probed, blocks.views[0], given=is_cached) + blocks.structure_bytes
+    tensors = step_peak_bytes(probed, blocks.views[0], is_cached=is_cached) + blocks.structure_bytes
     memory = _trainer_memory(local_job, context, tensors, is_cached)
     inner_edges = graph.num_edges * context.workers / max(1, job.graph.num_edges)
     return _TrainerEstimate(local_job, max(1, count), blocks, memory, inner_edges)
@@ -138,7 +138,7 @@ def _correction_seconds(config: TmaConfig, context: PlanningContext) -> float:
     job, profile = context.job, context.single_profile
     is_cached = caches_aggregate(job, config.cache_inputs)
     items = job.task.train_items(job.seed, 0)
-    blocks = sample_probe_blocks(job, items, config.batch, fanouts=config.fanouts, given=is_cached)
+    blocks = sample_probe_blocks(job, items, config.batch, fanouts=config.fanouts, is_cached=is_cached)
     return (profile.block_seconds + profile.sampling_seconds) * blocks.num_edges_and_rows
 
 
