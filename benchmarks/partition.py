@@ -65,10 +65,10 @@ class CountedScan(EdgeScan):
 
     edges_read = 0
 
-    def chunks(self, limit: int = 1 << 20) -> Iterator[EdgeSlice]:
-        for chunk in super().chunks(limit):
-            self.edges_read += len(chunk.src)
-            yield chunk
+    def slices(self, limit: int = 1 << 20) -> Iterator[EdgeSlice]:
+        for edges in super().slices(limit):
+            self.edges_read += len(edges.src)
+            yield edges
 
 
 def run_cell(store: Path, name: str, parts: int, method: str) -> Cell:
@@ -101,9 +101,9 @@ def run_cell(store: Path, name: str, parts: int, method: str) -> Cell:
 
 def in_memory(graph: Graph) -> baselines.Whole:
     """All edges by destination, edge types merged."""
-    chunks = list(EdgeScan(graph).chunks())
-    degrees = np.concatenate([np.diff(chunk.indptr) for chunk in chunks])
-    return baselines.Whole(np.concatenate([[0], np.cumsum(degrees)]), np.concatenate([c.src for c in chunks]))
+    slices = list(EdgeScan(graph).slices())
+    degrees = np.concatenate([np.diff(edges.indptr) for edges in slices])
+    return baselines.Whole(np.concatenate([[0], np.cumsum(degrees)]), np.concatenate([edges.src for edges in slices]))
 
 
 def timed(work: Callable[[], Parts]) -> tuple[Parts, dict[str, int | float]]:

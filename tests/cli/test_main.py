@@ -118,7 +118,7 @@ def test_a_table_of_ids_is_whole_or_not_there(store: Path, tmp_path: Path) -> No
     [
         (("info", "nowhere"), 4, "does not exist"),
         (("partition", "nowhere", "--parts", "2"), 4, "does not exist"),
-        (("partition", "STORE", "--parts", "0"), 2, "at least one part"),
+        (("partition", "STORE", "--parts", "0"), 2, "expected at least 1"),
         (("partition", "STORE", "--parts", "two"), 2, "--parts"),
         (("partition", "STORE", "--parts", "2", "--method", "magic"), 2, "magic"),
         (("partition", "STORE"), 2, "--parts"),

@@ -20,7 +20,7 @@ WORKERS = 3
 
 
 def _part_of_node(graph: Graph, assignment: NodeAssignment, version: int = 0) -> torch.Tensor:
-    """[nodes] the worker of each."""
+    """[nodes] the worker of each node."""
     part = torch.empty(graph.num_nodes, dtype=torch.int32)
     for worker in range(WORKERS):
         part[assignment.nodes_of(worker, WORKERS, version)["node"]] = worker
@@ -63,7 +63,7 @@ def test_every_node_is_assigned_once(
 
 
 def test_fewer_clusters_keep_more_edges(graph: Graph, assignments: dict[int, NodeAssignment]) -> None:
-    """Single nodes keep one edge in as many as there are workers, one cluster each keeps all but the cut."""
+    """Single nodes keep one edge in ``WORKERS``, one cluster per worker keeps all but the min-cut."""
     assert not bool((graph.single_edges.src == graph.single_edges.dst()).any())
     shares = [_kept_share(graph, _part_of_node(graph, assignment).numpy()) for assignment in assignments.values()]
     assert shares[0] == pytest.approx(1 / WORKERS, abs=0.03) and shares == sorted(shares)
@@ -71,12 +71,12 @@ def test_fewer_clusters_keep_more_edges(graph: Graph, assignments: dict[int, Nod
 
 
 def test_reassignments_bring_every_edge_into_a_part(graph: Graph, assignments: dict[int, NodeAssignment]) -> None:
-    seen = torch.zeros(graph.num_edges, dtype=torch.bool)
+    was_kept = torch.zeros(graph.num_edges, dtype=torch.bool)
     src, dst = graph.single_edges.edge_index()
     for version in range(40):
         part = _part_of_node(graph, assignments[60], version)
-        seen |= part[src] == part[dst]
-    assert bool(seen.all())
+        was_kept |= part[src] == part[dst]
+    assert bool(was_kept.all())
 
 
 def test_clusters_of_another_graph_are_refused(tmp_path: Path) -> None:

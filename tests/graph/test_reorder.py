@@ -1,3 +1,5 @@
+"""Laws of reordered views: the order is a permutation, neighbours are close, results do not depend on the order."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -19,15 +21,15 @@ from tests.graph.strategies import graphs
 
 @given(graph=graphs())
 @settings(max_examples=30, deadline=None)
-def test_every_node_has_one_place_and_the_seed_decides(graph: Graph) -> None:
+def test_positions_are_a_permutation_that_the_seed_determines(graph: Graph) -> None:
     scan = EdgeScan(graph)
-    place = cluster_positions(scan, seed=1)
-    assert sorted(place.tolist()) == list(range(graph.num_nodes))
-    assert np.array_equal(place, cluster_positions(scan, seed=1))
+    position = cluster_positions(scan, seed=1)
+    assert sorted(position.tolist()) == list(range(graph.num_nodes))
+    assert np.array_equal(position, cluster_positions(scan, seed=1))
 
 
-def test_neighbours_come_close() -> None:
-    """Forty cliques of fifty nodes, shuffled: the ends of an edge were 700 places apart on average."""
+def test_reordering_brings_neighbours_close() -> None:
+    """In forty shuffled cliques of fifty nodes, the ends of an edge are 700 positions apart on average."""
     random = torch.Generator().manual_seed(0)
     name = torch.randperm(2000, generator=random)
     base = torch.arange(2000) // 50 * 50
@@ -35,12 +37,12 @@ def test_neighbours_come_close() -> None:
         [torch.arange(2000).repeat(20), (base + torch.randint(0, 50, (20, 2000), generator=random)).flatten()]
     )
     graph = Graph(name[index], num_nodes=2000)
-    place = torch.from_numpy(cluster_positions(EdgeScan(graph)))
-    apart = (place[name[index[0]]] - place[name[index[1]]]).abs().float()
-    assert float(apart.mean()) < 60
+    position = torch.from_numpy(cluster_positions(EdgeScan(graph)))
+    distance = (position[name[index[0]]] - position[name[index[1]]]).abs().float()
+    assert float(distance.mean()) < 60
 
 
-def drawn_order(graph: Graph, seed: int) -> dict[str, torch.Tensor]:
+def random_order(graph: Graph, seed: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     return {kind: torch.randperm(table.count, generator=random) for kind, table in graph.nodes.items()}
 
@@ -48,34 +50,34 @@ def drawn_order(graph: Graph, seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("loops", [False, True])
 @given(graph=graphs(hetero=False), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
-def test_no_order_of_rows_decides_between_equal_maxima(graph: Graph, seed: int, loops: bool) -> None:
-    """The lowest store edge id does, also in a prefix of the rows and in a block of them."""
-    order = drawn_order(graph, seed)
+def test_the_lowest_store_edge_id_decides_between_equal_maxima(graph: Graph, seed: int, loops: bool) -> None:
+    """The order of rows does not matter, also with a prefix of the rows as destinations and in a block."""
+    order = random_order(graph, seed)
     ids = order["node"]
     count = graph.num_nodes // 2
     ordered = reordered_view(graph, order)
     block = full_block(ordered, {"node": (0, count)})
     x = torch.randint(0, 2, (graph.num_nodes, 3), generator=torch.Generator().manual_seed(seed)).double()
     grad = torch.randint(-9, 9, x.shape, generator=torch.Generator().manual_seed(seed)).double()
-    kept = torch.zeros_like(grad)
-    kept[ids[:count]] = grad[ids[:count]]
-    whole = LocalView.of_graph(graph)
-    for view, rows, pushed in (
+    partial_grad = torch.zeros_like(grad)
+    partial_grad[ids[:count]] = grad[ids[:count]]
+    store_view = LocalView.of_graph(graph)
+    for view, rows, grad_out in (
         (ordered, ids, grad),
-        (limit_destinations(ordered, "node", count), ids, kept),
-        (block.view, ids[block.rows["node"]], kept),
+        (limit_destinations(ordered, "node", count), ids, partial_grad),
+        (block.view, ids[block.rows["node"]], partial_grad),
     ):
-        for verb in _maxima(loops):
-            expected, mine = x.clone().requires_grad_(), x[rows].requires_grad_()
-            wanted, found = verb(whole, expected), verb(view, mine)
-            assert torch.equal(found, wanted[rows[: view.num_dst]])
-            wanted.backward(pushed)
-            found.backward(pushed[rows[: view.num_dst]])
-            assert expected.grad is not None and mine.grad is not None
-            assert torch.equal(torch.zeros_like(x).index_copy(0, rows, mine.grad), expected.grad)
+        for verb in _max_verbs(loops):
+            store_x, view_x = x.clone().requires_grad_(), x[rows].requires_grad_()
+            expected, actual = verb(store_view, store_x), verb(view, view_x)
+            assert torch.equal(actual, expected[rows[: view.num_dst]])
+            expected.backward(grad_out)
+            actual.backward(grad_out[rows[: view.num_dst]])
+            assert store_x.grad is not None and view_x.grad is not None
+            assert torch.equal(torch.zeros_like(x).index_copy(0, rows, view_x.grad), store_x.grad)
 
 
-def _maxima(loops: bool):
+def _max_verbs(loops: bool):
     yield lambda view, x: view.aggregate(x, reduce="max", self_loops=loops)
     if not loops:
         yield lambda view, x: view.propagate(lambda src, dst, edge: src["x"], src={"x": x}, reduce="max")
@@ -83,18 +85,18 @@ def _maxima(loops: bool):
 
 @given(graph=graphs(), seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
-def test_relations_know_whether_they_are_in_store_order(graph: Graph, seed: int) -> None:
+def test_edges_marked_as_store_order_ascend_in_every_row(graph: Graph, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    every = {kind: torch.arange(table.count) for kind, table in graph.nodes.items()}
-    ordered, whole = reordered_view(graph, drawn_order(graph, seed)), LocalView.of_graph(graph)
+    all_ids = {kind: torch.arange(table.count) for kind, table in graph.nodes.items()}
+    ordered, store_view = reordered_view(graph, random_order(graph, seed)), LocalView.of_graph(graph)
     spans = {kind: (0, table.count // 2) for kind, table in graph.nodes.items()}
-    views = [whole, LocalView.induced(graph, {kind: ids[::2] for kind, ids in every.items()})]
-    views += [full_block(view, spans).view for view in (whole, ordered)]
-    views += sample_blocks(graph, every, [2, -1], DrawKey(seed), replace=True)
+    views = [store_view, LocalView.induced(graph, {kind: ids[::2] for kind, ids in all_ids.items()})]
+    views += [full_block(view, spans).view for view in (store_view, ordered)]
+    views += sample_blocks(graph, all_ids, [2, -1], DrawKey(seed), replace=True)
     for relation in [relation for view in [*views, ordered] for relation in view.relations.values()]:
-        kept = select_edges(relation, torch.rand(len(relation.edge_ids), generator=random) < 0.5)
-        for one in (relation, kept):
-            assert not one.is_store_order or ascending(one)
+        selected = select_edges(relation, torch.rand(len(relation.edge_ids), generator=random) < 0.5)
+        for edges in (relation, selected):
+            assert not edges.is_store_order or ascending(edges)
     assert all(relation.is_store_order for view in (*views[:3], *views[4:]) for relation in view.relations.values())
     assert not any(relation.is_store_order for relation in ordered.relations.values())
 

@@ -30,11 +30,11 @@ class ArrayScan:
             indptr = np.concatenate([[0], np.cumsum(np.bincount(dst, minlength=nodes))]).astype(np.int64)
             self._types.append((indptr, src[order].astype(dtype)))
 
-    def chunks(self, limit_edges: int) -> Iterator[EdgeSlice]:
+    def slices(self, limit: int) -> Iterator[EdgeSlice]:
         for indptr, src in self._types:
             begin = 0
             while begin < self.num_nodes:
-                end = int(np.searchsorted(indptr, indptr[begin] + limit_edges, side="right")) - 1
+                end = int(np.searchsorted(indptr, indptr[begin] + limit, side="right")) - 1
                 end = min(self.num_nodes, max(end, begin + 1))
                 yield EdgeSlice(begin, indptr[begin : end + 1] - indptr[begin], src[indptr[begin] : indptr[end]])
                 begin = end
@@ -191,13 +191,13 @@ def test_refinement_never_raises_the_volume(parts: int, integers: int, bits: int
     size = load.copy()
     pins = np.empty((nodes, integers), np.uint64)
     _native.stream_pins_reset(pins, bits, part)
-    for c in scan.chunks(1000):
-        _native.stream_pins(c.first, c.indptr, c.src, pins, bits, part)
+    for edges in scan.slices(1000):
+        _native.stream_pins(*edges, pins, bits, part)
     assert _native.stream_pins_volume(pins, bits) == volume(src, dst, part)
     before = volume(src, dst, part)
     for _ in range(4):
-        for c in scan.chunks(1000):
-            _native.stream_refine(c.first, c.indptr, c.src, pins, bits, part, load, size, None, None, nodes, nodes, 0)
+        for edges in scan.slices(1000):
+            _native.stream_refine(*edges, pins, bits, part, load, size, None, None, nodes, nodes, 0)
             after = volume(src, dst, part)
             assert after <= before
             assert np.array_equal(load, np.bincount(part, minlength=parts))
@@ -211,8 +211,8 @@ def test_full_quotient_table_keeps_the_heaviest_pairs() -> None:
     src = np.concatenate([np.repeat(heavy, 100), rng.integers(20, 2000, 3000)])
     dst = np.concatenate([np.repeat(heavy + 1, 100), rng.integers(20, 2000, 3000)])
     key, count, used = np.zeros(256, np.uint64), np.zeros(256, np.uint32), 0
-    for c in ArrayScan(2000, (src, dst)).chunks(500):
-        used = _native.stream_quotient(c.first, c.indptr, c.src, np.arange(2000, dtype=np.int32), key, count, used)
+    for edges in ArrayScan(2000, (src, dst)).slices(500):
+        used = _native.stream_quotient(*edges, np.arange(2000, dtype=np.int32), key, count, used)
     assert used == np.count_nonzero(count) <= 128
     assert sorted(key[count >= 90] >> np.uint64(32)) == heavy.tolist()
 

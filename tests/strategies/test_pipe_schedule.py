@@ -82,22 +82,22 @@ def test_the_bubble_of_equal_slots() -> None:
     assert bubble_share(spans[:16], 1) == pytest.approx(0.0)
 
 
-def test_layouts_are_kept_and_checked(tmp_path: Path) -> None:
+def test_layouts_are_read_back_and_damage_is_noticed(tmp_path: Path) -> None:
     graph = communities(120)
-    made = [build_chunk_layout(graph, 1, 4), build_chunk_layout(graph, 2, 6)]
-    for layout in made:
+    layouts = [build_chunk_layout(graph, 1, 4), build_chunk_layout(graph, 2, 6)]
+    for layout in layouts:
         assert sorted(layout.order.tolist()) == list(range(120))
         assert torch.equal(layout.order[layout.position], torch.arange(120))
-    write_chunk_layouts(graph, made, tmp_path / "cut")
-    for found, layout in zip(open_chunk_layouts(tmp_path / "cut"), made, strict=True):
-        assert torch.equal(found.order, layout.order) and torch.equal(found.starts, layout.starts)
-        assert (found.partitions, found.halo_rows, found.chunks_per_partition) == (
+    write_chunk_layouts(graph, layouts, tmp_path / "cut")
+    for opened, layout in zip(open_chunk_layouts(tmp_path / "cut"), layouts, strict=True):
+        assert torch.equal(opened.order, layout.order) and torch.equal(opened.starts, layout.starts)
+        assert (opened.partitions, opened.halo_rows, opened.chunks_per_partition) == (
             layout.partitions,
             layout.halo_rows,
             layout.chunks_per_partition,
         )
-        assert torch.equal(found.digest, layout.digest)
-    assert not torch.equal(made[0].digest, build_chunk_layout(graph, 1, 4, method="random").digest)
+        assert torch.equal(opened.digest, layout.digest)
+    assert not torch.equal(layouts[0].digest, build_chunk_layout(graph, 1, 4, method="random").digest)
     with pytest.raises(PartitionError, match="evenly"):
         build_chunk_layout(graph, 2, 5)
     with pytest.raises(PartitionError, match="one node type"):

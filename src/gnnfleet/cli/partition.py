@@ -96,7 +96,7 @@ def partition(
         assignment = assign_nodes(graph, parts, method, seed=seed, balance=balance, progress=progress, **options)
         quality = measure_partition(graph, assignment.part, parts, progress=progress)
         if not dry_run:
-            write_partition(graph, assignment, target, overwrite=overwrite, quality=quality, progress=progress)
+            write_partition(graph, assignment, target, overwrite=overwrite, metrics=quality, progress=progress)
         if ids is not None:
             write_ids(graph, assignment, ids)
     result = {

@@ -1,7 +1,7 @@
-"""Partitioners: functions from a graph to the part of every node, chosen by name.
+"""Partitioners by name: functions from a graph to the part of every node.
 
-A partitioner sees the node types numbered through (``EdgeScan``). ``balance`` says what the parts share evenly:
-``nodes``, ``edges`` (in-edges, the work of aggregation) or ``train`` (training nodes, the work of sampled training).
+``balance`` selects the quantity that parts share evenly: ``nodes``, ``edges`` (in-edges, the work of aggregation) or
+``train`` (training nodes, the work of sampled training).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BALANCE_TARGETS = ("nodes", "edges", "train")
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The part of every node, and for ``super`` the mini-cluster it was dealt in."""
+    """The part of every node and, for ``super``, its mini-cluster."""
 
     part: NumpyArray  # [nodes] int32
     parts: int
@@ -58,26 +58,25 @@ def assign_nodes(
     progress: Progress | None = None,
     **options: Any,
 ) -> Assignment:
-    """Assign every node to one of ``parts`` parts; raises ConfigError for words it does not know."""
+    """Assign every node to one of ``parts`` parts; raises ConfigError for invalid arguments."""
     if method not in PARTITIONERS:
         raise ConfigError(f"no partitioner {method!r}: choose one of {', '.join(PARTITIONERS)}")
     if parts < 1:
-        raise ConfigError(f"a graph is cut into at least one part, asked for {parts}")
-    scan = EdgeScan(graph)
+        raise ConfigError(f"the number of parts is {parts}, expected at least 1")
     request = PartitionRequest(parts=parts, weights=node_weights(graph, balance), seed=seed, **options)
-    part, cluster = PARTITIONERS[method](scan, request, progress or NoProgress())
-    check_assignment(part, graph.num_nodes, parts)
+    part, cluster = PARTITIONERS[method](EdgeScan(graph), request, progress or NoProgress())
+    _check_parts(part, graph.num_nodes, parts)
     return Assignment(part=part, parts=parts, method=method, seed=seed, balance=balance, cluster=cluster)
 
 
 def node_weights(graph: Graph, balance: str) -> NumpyArray:
-    """[nodes] int64: each node's share of what is to be balanced."""
+    """[nodes] int64: the weight of each node in the quantity to balance."""
     if balance not in BALANCE_TARGETS:
         raise ConfigError(f"cannot balance by {balance!r}: choose one of {', '.join(BALANCE_TARGETS)}")
     if balance == "nodes":
         return np.ones(graph.num_nodes, dtype=np.int64)
     if balance == "edges":
-        # The node itself costs something too, and a part of isolated nodes must not grow without bound.
+        # A node has a cost of its own: otherwise a part of isolated nodes could grow without bound.
         return EdgeScan(graph).in_degree() + 1
     weights = train_mask(graph).astype(np.int64)
     if not weights.any():
@@ -85,9 +84,8 @@ def node_weights(graph: Graph, balance: str) -> NumpyArray:
     return weights
 
 
-def check_assignment(part: NumpyArray, num_nodes: int, parts: int) -> None:
-    """Refuse an assignment that does not give every node a part."""
+def _check_parts(part: NumpyArray, num_nodes: int, parts: int) -> None:
     if part.shape != (num_nodes,) or part.dtype != np.int32:
-        raise PartitionError(f"an assignment is {num_nodes} int32 numbers, found {part.dtype} {list(part.shape)}")
+        raise PartitionError(f"the assignment is {part.dtype} {list(part.shape)}, expected int32 [{num_nodes}]")
     if num_nodes and (part.min() < 0 or part.max() >= parts):
-        raise PartitionError(f"parts are numbered 0 to {parts - 1}, found {part.min()} to {part.max()}")
+        raise PartitionError(f"the assignment has parts {part.min()} to {part.max()}, expected 0 to {parts - 1}")

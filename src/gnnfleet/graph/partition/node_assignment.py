@@ -1,7 +1,7 @@
-"""Who gets which nodes when they are dealt, and dealt again, to workers that each keep their own.
+"""Assignment of nodes to workers that train on separate subgraphs, and reassignment during a run.
 
-Nodes go one by one (``random``), or in clusters: many small ones (``super``), or one for each worker (``mincut``). A
-deal is a function of the seed, its number and how many share it; no array of the graph's size is held.
+Nodes are assigned one by one (``random``) or in clusters: many small ones (``super``), or one per worker (``mincut``).
+An assignment is a function of seed, version and number of workers, computed without arrays of the graph's size.
 """
 
 from __future__ import annotations
@@ -14,97 +14,88 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import PartitionError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.assign import Assignment
 from gnnfleet.graph.partition.metis import balance_weights
-from gnnfleet.graph.partition.shard import partition_errors
+from gnnfleet.graph.partition.shard import check_store_digest, partition_errors
 from gnnfleet.io.bundle import Bundle, BundleWriter
 from gnnfleet.ops.draws import Draws, Purpose
 
 KIND = "gnnfleet clusters"
-NODES_AT_ONCE = 1 << 20
-"""Nodes looked at at a time."""
+_NODES_PER_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class ClusterMap:
-    """The cluster of every node, mapped from a file; node types are numbered through."""
+    """The cluster of every node, memory-mapped from a file."""
 
-    cluster_of_node: Tensor  # [nodes] int32
+    cluster_of_node: Tensor  # [nodes] int32, numbered across node types
     sizes: Tensor  # [C] int64
     method: str
 
     @classmethod
     def open(cls, path: Path, graph: Graph | None = None) -> ClusterMap:
-        """Raises PartitionError for a damaged file, or one of another graph."""
+        """Open a file of ``write_clusters``; raises PartitionError if it is damaged or was made from another graph."""
         with partition_errors(path):
             bundle = Bundle.open(path, KIND)
             bundle.verify()
-            found = cls(bundle.tensor("cluster.npy"), bundle.tensor("sizes.npy"), str(bundle.meta["method"]))
-            if len(found.cluster_of_node) and not 0 <= int(found.cluster_of_node.min()) <= int(
-                found.cluster_of_node.max()
-            ) < len(found.sizes):
-                raise ValueError("clusters that are not there")
-            made_from = bundle.meta["store"]
-        if graph is not None and graph.store is not None and made_from != graph.store.digest:
-            raise PartitionError(f"{path} was made from another version of this graph")
-        return found
+            cluster, sizes = bundle.tensor("cluster.npy"), bundle.tensor("sizes.npy")
+            if len(cluster) and not 0 <= int(cluster.min()) <= int(cluster.max()) < len(sizes):
+                raise ValueError(f"clusters outside 0 to {len(sizes) - 1}")
+            check_store_digest(bundle, graph)
+            return cls(cluster, sizes, str(bundle.meta["method"]))
 
 
 def write_clusters(graph: Graph, assignment: Assignment, path: Path) -> None:
-    """Keep the clusters of an assignment, or its parts where it has none; whole or not at all."""
-    found = torch.from_numpy(assignment.part if assignment.cluster is None else assignment.cluster)
-    count = assignment.parts if assignment.cluster is None else int(found.max()) + 1 if len(found) else 0
+    """Write the clusters of an assignment, or its parts if it has none; an interrupted write leaves nothing."""
+    cluster = torch.from_numpy(assignment.part if assignment.cluster is None else assignment.cluster)
+    count = assignment.parts if assignment.cluster is None else int(cluster.max()) + 1 if len(cluster) else 0
     with BundleWriter(path, kind=KIND, overwrite=path.exists()) as out:
-        out.put("cluster.npy", found)
-        out.put("sizes.npy", torch.bincount(found.long(), minlength=count))
+        out.put("cluster.npy", cluster)
+        out.put("sizes.npy", torch.bincount(cluster.long(), minlength=count))
         out.commit({"method": assignment.method, "store": None if graph.store is None else graph.store.digest})
 
 
 @dataclass(frozen=True, eq=False)
 class NodeAssignment:
-    """Deals the nodes of a graph; without clusters one by one."""
+    """Assigns the nodes of a graph to workers, in clusters or one by one."""
 
     counts: Mapping[str, int]  # nodes by type
     clusters: ClusterMap | None
     seed: int = 0
-    name: str = ""  # of the clusters: what is remembered of one deal does not fit another
+    name: str = ""  # identifies the clusters: state saved with one assignment does not fit another
 
     def can_reassign(self, num_workers: int) -> bool:
-        """Whether another deal puts other nodes together."""
+        """True if another version groups nodes differently."""
         return self.clusters is None or len(self.clusters.sizes) > num_workers
 
     def nodes_of(self, worker: int, num_workers: int, version: int = 0) -> dict[str, Tensor]:
-        """{node type: ascending store ids} of one of ``among`` who share the nodes, in the deal of that number."""
+        """{node type: ascending store ids} of a worker in a version of the assignment."""
         assert 0 <= worker < num_workers
         total = sum(self.counts.values())
-        chosen = (
-            None if self.clusters is None else torch.from_numpy(self._cluster_owners(num_workers, version) == worker)
-        )
-        found = []
-        for low in range(0, total, NODES_AT_ONCE):
-            high = min(low + NODES_AT_ONCE, total)
-            if chosen is None:
+        blocks = [torch.empty(0, dtype=torch.int64)]
+        owners = None if self.clusters is None else self._cluster_owners(self.clusters, num_workers, version)
+        for low in range(0, total, _NODES_PER_BLOCK):
+            high = min(low + _NODES_PER_BLOCK, total)
+            if self.clusters is None or owners is None:
                 draws = Draws(self.seed, Purpose.DEAL, epoch=version)
                 mine = (draws.uniforms(high - low, first=low) * num_workers).long() == worker
             else:
-                assert self.clusters is not None
-                mine = chosen[self.clusters.cluster_of_node[low:high].long()]
-            found.append(mine.nonzero()[:, 0] + low)
-        every = torch.cat([torch.empty(0, dtype=torch.int64), *found])
+                mine = owners[self.clusters.cluster_of_node[low:high].long()] == worker
+            blocks.append(mine.nonzero()[:, 0] + low)
+        nodes = torch.cat(blocks)
         ids, start = {}, 0
-        for kind, count in self.counts.items():
-            low, high = torch.searchsorted(every, torch.tensor([start, start + count])).tolist()
-            ids[kind] = every[low:high] - start
+        for node_type, count in self.counts.items():
+            low, high = torch.searchsorted(nodes, torch.tensor([start, start + count])).tolist()
+            ids[node_type] = nodes[low:high] - start
             start += count
         return ids
 
-    def _cluster_owners(self, among: int, number: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """[C] who gets each cluster."""
-        assert self.clusters is not None
-        count = len(self.clusters.sizes)
-        if count == among and not number:  # one each
-            return np.arange(count, dtype=np.int32)
-        words = [self.seed, among, count] + [number] * (number > 0)
-        return balance_weights(self.clusters.sizes.numpy().astype(float), among, np.random.default_rng(words))
+    def _cluster_owners(self, clusters: ClusterMap, num_workers: int, version: int) -> Tensor:
+        """[C] int32: the worker of each cluster."""
+        count = len(clusters.sizes)
+        if count == num_workers and not version:
+            return torch.arange(count, dtype=torch.int32)
+        seeds = [self.seed, num_workers, count] + [version] * (version > 0)
+        sizes = clusters.sizes.numpy().astype(float)
+        return torch.from_numpy(balance_weights(sizes, num_workers, np.random.default_rng(seeds)))

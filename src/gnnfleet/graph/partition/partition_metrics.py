@@ -1,8 +1,7 @@
-"""What an assignment costs: edges kept and cut, rows that travel, how even the parts are. Counted, never estimated.
+"""Metrics of an assignment: edges kept and cut, rows sent between parts, balance. All are exact counts.
 
-Net j is node j and everything it sends to; it touches λ_j parts, so row j travels λ_j − 1 times in each layer. The
-sum over nodes is the true volume of full-graph training, and ``need[p][q]`` says which of it part p takes from part q.
-A row that several relations need travels once.
+Net j is node j with its out-neighbours. If it touches λ_j parts, row j is sent λ_j − 1 times in each layer, once even
+if several relations need it. The sum over nodes is the communication volume of full-graph training.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from gnnfleet.report.progress import NoProgress, Progress
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionMetrics:
-    """The figures of an assignment to P parts."""
+    """Metrics of an assignment to P parts."""
 
     num_nodes: int
-    nodes: NumpyArray  # [P] nodes owned
-    train: NumpyArray  # [P] training nodes owned (of the first split)
+    nodes: NumpyArray  # [P]
+    train: NumpyArray  # [P] training nodes of the first split
     edges: NumpyArray  # [P, P] edges from part q into part p
     halo_rows: NumpyArray  # [P, P] distinct rows part p needs from part q; 0 on the diagonal
 
@@ -43,12 +42,14 @@ class PartitionMetrics:
 
     @property
     def replication(self) -> float:
-        """Mean number of parts that hold a node, as owner or as copy."""
+        """Mean number of parts that hold a node, as its owner or in their halo."""
         return 1.0 + self.volume / self.num_nodes if self.num_nodes else 1.0
 
-    def summary(self, widths: tuple[int, ...] = (64, 128, 256)) -> dict[str, Any]:
-        """The report as plain numbers; bytes are float32 rows of one layer's forward pass."""
+    def summary(self) -> dict[str, Any]:
+        """All metrics as plain numbers; bytes are of float32 rows in the forward pass of one layer."""
         total = int(self.edges.sum())
+        edges, halo = self.edges.sum(axis=1), self.halo_rows.sum(axis=1)
+        max_halo = int(halo.max(initial=0))
         return {
             "parts": len(self.nodes),
             "num_nodes": self.num_nodes,
@@ -57,26 +58,23 @@ class PartitionMetrics:
             "kept_share": self.kept_edges / total if total else 1.0,
             "cut_edges": self.cut_edges,
             "volume": self.volume,
-            "volume_max_part": int(self.halo_rows.sum(axis=1).max(initial=0)),
+            "volume_max_part": max_halo,
             "replication": self.replication,
             "balance": {
                 "nodes": imbalance(self.nodes),
-                "edges": imbalance(self.edges.sum(axis=1)),
+                "edges": imbalance(edges),
                 "train": imbalance(self.train),
             },
             "per_part": {
                 "nodes": self.nodes.tolist(),
                 "train": self.train.tolist(),
-                "edges": self.edges.sum(axis=1).tolist(),
-                "halo": self.halo_rows.sum(axis=1).tolist(),
+                "edges": edges.tolist(),
+                "halo": halo.tolist(),
             },
             "need": self.halo_rows.tolist(),
             "bytes_per_layer": {
-                str(width): {
-                    "total": 4 * width * self.volume,
-                    "max_part": 4 * width * int(self.halo_rows.sum(axis=1).max(initial=0)),
-                }
-                for width in widths
+                str(width): {"total": 4 * width * self.volume, "max_part": 4 * width * max_halo}
+                for width in (64, 128, 256)
             },
         }
 
@@ -84,27 +82,27 @@ class PartitionMetrics:
 def measure_partition(
     graph: Graph, part: NumpyArray, parts: int, *, progress: Progress | None = None
 ) -> PartitionMetrics:
-    """Count an assignment ([nodes] int32) exactly, in one pass over the edges for each 64 parts."""
+    """Measure an assignment ([nodes] int32), in one pass over the edges per 64 parts."""
     scan = EdgeScan(graph)
     edges = np.zeros((parts, parts), dtype=np.int64)
-    need = np.zeros((parts, parts), dtype=np.int64)
+    halo_rows = np.zeros((parts, parts), dtype=np.int64)
     advance = (progress or NoProgress()).stage("count", scan.num_edges * -(-parts // 64))
     for base in range(0, parts, 64):
-        seen = np.zeros(scan.num_nodes, dtype=np.uint64)
-        for chunk in scan.chunks():
-            _native.count_traffic(chunk.first, chunk.indptr, chunk.src, part, base, seen, edges, need)
-            advance(len(chunk.src))
+        reached_parts = np.zeros(scan.num_nodes, dtype=np.uint64)  # one bit per part
+        for edge_slice in scan.slices():
+            _native.count_traffic(*edge_slice, part, base, reached_parts, edges, halo_rows)
+            advance(len(edge_slice.src))
     return PartitionMetrics(
         num_nodes=scan.num_nodes,
         nodes=np.bincount(part, minlength=parts),
         train=np.bincount(part[train_mask(graph)], minlength=parts),
         edges=edges,
-        halo_rows=need,
+        halo_rows=halo_rows,
     )
 
 
 def train_mask(graph: Graph) -> NumpyArray:
-    """[nodes] bool over all types: training nodes of the first split."""
+    """[nodes] bool, numbered across node types: training nodes of the first split."""
     mask = np.zeros(graph.num_nodes, dtype=bool)
     for kind, start in graph.node_offsets.items():
         nodes = graph.nodes[kind]
@@ -114,5 +112,5 @@ def train_mask(graph: Graph) -> NumpyArray:
 
 
 def imbalance(load: NumpyArray) -> float:
-    """Heaviest part over the mean; 1 is perfect, and what nothing is divided into."""
+    """Heaviest part over the mean; 1 if all parts are empty."""
     return float(load.max() * len(load) / load.sum()) if load.sum() else 1.0

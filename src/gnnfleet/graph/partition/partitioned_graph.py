@@ -1,14 +1,15 @@
-"""A partitioned graph on disk: one directory per part (``Shard``), the assignment, and what it costs.
+"""A partitioned graph on disk: one directory per part (``Shard``), the assignment and its metrics.
 
-Writing goes part by part: memory is a few numbers per node plus the edges of one part. First the in-edges of every part
-are cut by the part of their source; the block q → p written there is then turned round to become q's out-edges for p,
-so the whole graph is never transposed.
+Parts are written one at a time, in memory for a few numbers per node and the edges of one part. First the in-edges of
+every part are grouped by the part of their source. The block q → p is then transposed to the out-edges of q, so the
+whole graph is never transposed.
+P parts, T edge types.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,22 @@ from gnnfleet.graph.partition.assign import Assignment
 from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
 from gnnfleet.graph.partition.partition_metrics import PartitionMetrics, measure_partition
 from gnnfleet.graph.partition.shard import KIND as PART
-from gnnfleet.graph.partition.shard import Shard, edge_data_path, halo_plan_dir, partition_errors
+from gnnfleet.graph.partition.shard import (
+    Shard,
+    check_store_digest,
+    edge_data_path,
+    halo_plan_dir,
+    partition_errors,
+)
 from gnnfleet.graph.reorder import cluster_positions
 from gnnfleet.graph.store import node_dir
 from gnnfleet.io.bundle import Bundle, BundleWriter
 from gnnfleet.ops import csr
-from gnnfleet.ops import gather as rows
+from gnnfleet.ops.gather import gather
 from gnnfleet.ops.native import _native
 from gnnfleet.report.progress import NoProgress, Progress
 
 KIND = "partition"
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where the nodes of one type go: ``owner[v]`` is the part, ``local[v]`` the row there; ``members`` reverses it."""
-
-    owner: NumpyArray  # [n] int32
-    row: NumpyArray  # [n] int32
-    members: tuple[NumpyArray, ...]  # P lists of store ids in part order, int64
 
 
 class Partition:
@@ -53,18 +51,16 @@ class Partition:
 
     @classmethod
     def open(cls, path: str | Path, graph: Graph | None = None) -> Partition:
-        """Open and check every part; raises PartitionError when damaged or made from another store than ``graph``'s."""
+        """Open every part; raises PartitionError if one is damaged or ``graph`` is from another store."""
         with partition_errors(path):
             partition = cls(Bundle.open(path, KIND))
             for part in range(partition.parts):
                 partition.shard(part)
-            made_from = partition.bundle.meta["store"]
-        if graph is not None and graph.store is not None and made_from != graph.store.digest:
-            raise PartitionError(f"{path} was made from another version of this graph: partition it again")
+            check_store_digest(partition.bundle, graph)
         return partition
 
     def shard(self, part: int) -> Shard:
-        """Open one part; raises PartitionError when its manifest is not the one this partition was written with."""
+        """Open one part; raises PartitionError if it was written with another partition."""
         with partition_errors(self.bundle.path):
             shard = Shard.open(self.bundle.path / part_dir(part))
             digest = self.bundle.meta["part_digests"][part]
@@ -73,24 +69,24 @@ class Partition:
         return shard
 
     def part_bundles(self) -> list[Bundle]:
-        """The partition's own files and those of all parts."""
+        """The bundles of the partition and of all its parts."""
         return [self.bundle, *(self.shard(part).bundle for part in range(self.parts))]
 
     def assignment(self) -> Tensor:
-        """[nodes] int32: the part of every node, node types numbered through."""
+        """[nodes] int32: the part of every node, numbered across node types."""
         with partition_errors(self.bundle.path):
             self.bundle.verify(names=["assignment.npy"])
             return self.bundle.tensor("assignment.npy")
 
 
 def assignment_of(shard: Shard) -> Tensor:
-    """``Partition.assignment`` of the partition a part lies in; raises PartitionError where it lies alone."""
+    """``Partition.assignment`` from the directory above a part; raises PartitionError if only the part was copied."""
     with partition_errors(shard.bundle.path.parent):
         return Partition(Bundle.open(shard.bundle.path.parent, KIND)).assignment()
 
 
 def open_part(path: str | Path, part: int) -> Shard:
-    """One part of a partition, where the others need not be; raises PartitionError."""
+    """Open one part of a partition whose other parts may be missing; raises PartitionError."""
     with partition_errors(path):
         return Partition(Bundle.open(path, KIND)).shard(part)
 
@@ -101,39 +97,40 @@ def write_partition(
     path: str | Path,
     *,
     overwrite: bool = False,
-    quality: PartitionMetrics | None = None,
+    metrics: PartitionMetrics | None = None,
     progress: Progress | None = None,
 ) -> Partition:
-    """Cut the graph's data along an assignment and write it, whole or not at all."""
+    """Write the parts of an assignment; an interrupted write leaves nothing at ``path``."""
     progress = progress or NoProgress()
-    quality = quality or measure_partition(graph, assignment.part, assignment.parts, progress=progress)
+    parts = assignment.parts
+    metrics = metrics or measure_partition(graph, assignment.part, parts, progress=progress)
     progress.stage("order")
-    places = place_nodes(graph, assignment)
+    placements = _place_nodes(graph, assignment)
     with BundleWriter(path, kind=KIND, overwrite=overwrite) as out, ExitStack() as stack:
-        writers = [
-            stack.enter_context(BundleWriter(out.path / part_dir(p), kind=PART)) for p in range(assignment.parts)
-        ]
-        advance = progress.stage("in-edges", assignment.parts)
-        for part, writer in enumerate(writers):
-            _write_nodes(graph, places, part, writer)
-            _write_in_edges(graph, places, part, writer)
+        writers = [stack.enter_context(BundleWriter(out.path / part_dir(p), kind=PART)) for p in range(parts)]
+        shards = _ShardWriter(graph, placements, writers)
+        advance = progress.stage("in-edges", parts)
+        for part in range(parts):
+            shards.write_nodes(part)
+            shards.write_in_edges(part)
             advance(1)
-        advance = progress.stage("out-edges", assignment.parts)
-        for part in range(assignment.parts):
-            _write_out_edges(graph, places, part, writers)
+        advance = progress.stage("out-edges", parts)
+        for part in range(parts):
+            shards.write_out_edges(part)
             advance(1)
         for part, writer in enumerate(writers):
-            writer.commit(_part_meta(graph, part, assignment.parts))
+            edge_types = [list(edge_type) for edge_type in graph.edges]
+            writer.commit({"part": part, "parts": parts, "node_types": list(graph.nodes), "edge_types": edge_types})
         out.put("assignment.npy", torch.from_numpy(assignment.part))
         out.commit(
             {
-                "parts": assignment.parts,
+                "parts": parts,
                 "method": assignment.method,
                 "balance": assignment.balance,
                 "seed": assignment.seed,
                 "store": graph.store.digest if graph.store else None,
                 "part_digests": [Bundle.open(writer.target, PART).digest for writer in writers],
-                "quality": quality.summary(),
+                "quality": metrics.summary(),
             }
         )
     return Partition.open(path)
@@ -143,167 +140,171 @@ def part_dir(part: int) -> str:
     return f"part-{part:05d}"
 
 
-def place_nodes(graph: Graph, assignment: Assignment) -> dict[str, Placement]:
-    """Number every type's nodes inside their parts, neighbours close together."""
-    near = cluster_positions(EdgeScan(graph), seed=assignment.seed)
-    places = {}
-    for kind, start in graph.node_offsets.items():
-        own = slice(start, start + graph.nodes[kind].count)
-        part = assignment.part[own]
-        order = np.argsort(near[own])
+@dataclass(frozen=True)
+class _Placement:
+    """The part and the row of every node of one type."""
+
+    owner: NumpyArray  # [n] int32: the part
+    row: NumpyArray  # [n] int32: the row in that part
+    members: tuple[NumpyArray, ...]  # P lists of store ids by row, int64
+
+
+def _place_nodes(graph: Graph, assignment: Assignment) -> dict[str, _Placement]:
+    """Number the nodes of every type within their parts, neighbours close together."""
+    position = cluster_positions(EdgeScan(graph), seed=assignment.seed)
+    placements = {}
+    for node_type, start in graph.node_offsets.items():
+        span = slice(start, start + graph.nodes[node_type].count)
+        part = assignment.part[span]
+        order = np.argsort(position[span])
         order = order[np.argsort(part[order], kind="stable")]
         bounds = np.searchsorted(part[order], np.arange(assignment.parts + 1))
-        local = np.empty(len(part), dtype=np.int32)
-        local[order] = np.arange(len(part)) - bounds[part[order]]
+        row = np.empty(len(part), dtype=np.int32)
+        row[order] = np.arange(len(part)) - bounds[part[order]]
         members = tuple(order[bounds[p] : bounds[p + 1]] for p in range(assignment.parts))
-        places[kind] = Placement(np.ascontiguousarray(part), local, members)
-    return places
+        placements[node_type] = _Placement(np.ascontiguousarray(part), row, members)
+    return placements
 
 
-def _part_meta(graph: Graph, part: int, parts: int) -> dict[str, Any]:
-    return {
-        "part": part,
-        "parts": parts,
-        "node_types": list(graph.nodes),
-        "edge_types": [list(kind) for kind in graph.edges],
-    }
+@dataclass(frozen=True)
+class _BlockArrays:
+    """Arrays of the T × P blocks of one direction, ordered by edge type and then part."""
+
+    rows: list[NumpyArray] = field(default_factory=list)
+    degrees: list[NumpyArray] = field(default_factory=list)
+    remote_rows: list[NumpyArray] = field(default_factory=list)  # [E] rows of the other ends in their part
+    edge_ids: list[NumpyArray] = field(default_factory=list)
 
 
-def _write_nodes(graph: Graph, places: dict[str, Placement], part: int, out: BundleWriter) -> None:
-    for kind, nodes in graph.nodes.items():
-        members = torch.from_numpy(places[kind].members[part])
-        folder = node_dir(kind)
-        out.put(f"{folder}/store_ids.npy", members)
-        for name, table in (("x", nodes.x), ("y", nodes.y)):
-            if table is not None:
-                out.put(f"{folder}/{name}.npy", rows.gather(table, members))
-        if nodes.split is not None:
-            out.put(f"{folder}/split.npy", nodes.split[:, members])
+class _ShardWriter:
+    """Writes the parts of a partition: nodes and in-edges of all parts first, then out-edges."""
+
+    def __init__(self, graph: Graph, placements: dict[str, _Placement], writers: list[BundleWriter]) -> None:
+        self._graph, self._placements, self._writers = graph, placements, writers
+        self._parts = len(writers)
+
+    def write_nodes(self, part: int) -> None:
+        out = self._writers[part]
+        for node_type, nodes in self._graph.nodes.items():
+            members = torch.from_numpy(self._placements[node_type].members[part])
+            folder = node_dir(node_type)
+            out.put(f"{folder}/store_ids.npy", members)
+            for name, table in (("x", nodes.x), ("y", nodes.y)):
+                if table is not None:
+                    out.put(f"{folder}/{name}.npy", gather(table, members))
+            if nodes.split is not None:
+                out.put(f"{folder}/split.npy", nodes.split[:, members])
+
+    def write_in_edges(self, part: int) -> None:
+        blocks = _BlockArrays()
+        for edge_type, edges in self._graph.edges.items():
+            source = self._placements[edge_type.src]
+            members = self._placements[edge_type.dst].members[part]
+            arguments = (edges.indptr, edges.src, members, source.owner, source.row)
+            num_edges, num_rows = np.zeros(self._parts, dtype=np.int64), np.zeros(self._parts, dtype=np.int64)
+            _native.count_blocks(*arguments, num_edges, num_rows)
+            edge_end, row_end = np.cumsum(num_edges), np.cumsum(num_rows)
+            row, degree = np.empty(num_rows.sum(), np.int32), np.empty(num_rows.sum(), np.int64)
+            remote_row, edge_id = np.empty(num_edges.sum(), np.int32), np.empty(num_edges.sum(), np.int64)
+            edge_start, row_start = edge_end - num_edges, row_end - num_rows  # the kernel moves both in place
+            _native.fill_blocks(*arguments, edge_start, row_start, row, degree, remote_row, edge_id)
+            blocks.rows.extend(np.split(row, row_end[:-1]))
+            blocks.degrees.extend(np.split(degree, row_end[:-1]))
+            blocks.remote_rows.extend(np.split(remote_row, edge_end[:-1]))
+            blocks.edge_ids.extend(np.split(edge_id, edge_end[:-1]))
+        self._write_blocks(part, "in", blocks)
+
+    def write_out_edges(self, part: int) -> None:
+        """Transpose the in-edges that all parts have from this part."""
+        blocks = _BlockArrays()
+        for number, edge_type in enumerate(self._graph.edges):
+            num_sources = len(self._placements[edge_type.src].members[part])
+            for q in range(self._parts):
+                row, indptr, col, edge_id = self._written_block(q, number, part)
+                source = col if q == part else self._written_recv(q, edge_type.src, part)[col.long()]
+                offsets, order = csr.counting_sort(source.contiguous(), num_sources)
+                degree = offsets.diff().numpy()
+                rows = np.flatnonzero(degree)
+                destination = torch.repeat_interleave(row, indptr.diff(), output_size=len(col))
+                blocks.rows.append(rows.astype(np.int32))
+                blocks.degrees.append(degree[rows])
+                blocks.remote_rows.append(destination[order].numpy())
+                blocks.edge_ids.append(edge_id[order].numpy())
+        self._write_blocks(part, "out", blocks)
+        out = self._writers[part]
+        for node_type in self._graph.nodes:
+            # This part sends the rows that others receive; lists are ascending on both sides.
+            sources = [self._written_recv(q, node_type, part).numpy() for q in range(self._parts)]
+            _put_lists(out, halo_plan_dir("in", node_type), "give", sources)
+            edge_types = self._edge_types("dst", node_type)
+            destinations = [np.empty(0, np.int32)] * self._parts
+            for q in range(self._parts):
+                if edge_types and q != part:
+                    by_type = [self._written_block(part, number, q)[0].numpy() for number in edge_types]
+                    destinations[q] = np.unique(np.concatenate(by_type))
+            _put_lists(out, halo_plan_dir("out", node_type), "give", destinations)
+
+    def _write_blocks(self, part: int, direction: str, blocks: _BlockArrays) -> None:
+        out = self._writers[part]
+        for node_type in self._graph.nodes:
+            edge_types = self._edge_types("src" if direction == "in" else "dst", node_type)
+            recv_rows = [np.empty(0, np.int32)] * self._parts
+            for q in range(self._parts):
+                if q == part:
+                    continue
+                numbers = [number * self._parts + q for number in edge_types]
+                rank = np.empty(len(self._placements[node_type].members[q]), np.int32)
+                _native.rank_distinct(_concatenate([blocks.remote_rows[b] for b in numbers], np.int32), rank)
+                recv_rows[q] = np.flatnonzero(rank >= 0).astype(np.int32)
+                for b in numbers:
+                    blocks.remote_rows[b] = rank[blocks.remote_rows[b]]
+            _put_lists(out, halo_plan_dir(direction, node_type), "need", recv_rows)
+        degrees = _concatenate(blocks.degrees, np.int64)
+        arrays = {
+            "row_start": np.cumsum([0, *map(len, blocks.rows)]),
+            "indptr": np.concatenate([[0], np.cumsum(degrees)]).astype(np.int64),
+            "rows": _concatenate(blocks.rows, np.int32),
+            "cols": _concatenate(blocks.remote_rows, np.int32),
+            "edge_ids": _concatenate(blocks.edge_ids, np.int64),
+        }
+        for name, array in arrays.items():
+            out.put(f"{direction}/{name}.npy", torch.from_numpy(array))
+        self._write_edge_data(part, direction, blocks)
+
+    def _write_edge_data(self, part: int, direction: str, blocks: _BlockArrays) -> None:
+        # Weights are stored in both directions, since backward passes read out-edges.
+        names = ("weight", "attr", "time") if direction == "in" else ("weight",)
+        for number, edges in enumerate(self._graph.edges.values()):
+            of_type = slice(number * self._parts, (number + 1) * self._parts)
+            edge_ids = torch.from_numpy(np.concatenate(blocks.edge_ids[of_type]))
+            for name in names:
+                if (table := getattr(edges, name)) is not None:
+                    self._writers[part].put(edge_data_path(direction, number, name), gather(table, edge_ids))
+
+    def _edge_types(self, end: str, node_type: str) -> list[int]:
+        """Numbers of the edge types that have ``node_type`` at their end ``src`` or ``dst``."""
+        return [i for i, edge_type in enumerate(self._graph.edges) if getattr(edge_type, end) == node_type]
+
+    def _written_recv(self, part: int, node_type: str, q: int) -> Tensor:
+        """The rows of part q that a part receives for its in-edges, as written."""
+        writer, folder = self._writers[part], halo_plan_dir("in", node_type)
+        low, high = writer.written(f"{folder}/need_start.npy")[q : q + 2].tolist()
+        return writer.written(f"{folder}/need.npy")[low:high]
+
+    def _written_block(self, part: int, number: int, q: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(rows, indptr, cols, edge ids) of the in-edges of edge type ``number`` from part q, as written."""
+        writer, block = self._writers[part], number * self._parts + q
+        low, high = writer.written("in/row_start.npy")[block : block + 2].tolist()
+        indptr = writer.written("in/indptr.npy")[low : high + 1]
+        first, last = int(indptr[0]), int(indptr[-1])
+        row, col, edge_id = (writer.written(f"in/{name}.npy") for name in ("rows", "cols", "edge_ids"))
+        return row[low:high], indptr - first, col[first:last], edge_id[first:last]
 
 
-@dataclass
-class _BlocksInProgress:
-    """Blocks of one direction while they are made: T × P of them in order, far ends by type and part."""
-
-    rows: list[NumpyArray]
-    degrees: list[NumpyArray]
-    remote_rows: list[NumpyArray]  # rows at the far part
-    edge_ids: list[NumpyArray]
-
-    def far_of(self, places_in_list: list[int]) -> NumpyArray:
-        return (
-            np.concatenate([self.remote_rows[b] for b in places_in_list]) if places_in_list else np.empty(0, np.int32)
-        )
-
-
-def _write_in_edges(graph: Graph, places: dict[str, Placement], part: int, out: BundleWriter) -> None:
-    parts = len(next(iter(places.values())).members) if places else 1
-    blocks = _BlocksInProgress([], [], [], [])
-    for kind, edges in graph.edges.items():
-        source = places[kind.src]
-        arguments = (edges.indptr, edges.src, places[kind.dst].members[part], source.owner, source.row)
-        num_edges, num_rows = np.zeros(parts, dtype=np.int64), np.zeros(parts, dtype=np.int64)
-        _native.count_blocks(*arguments, num_edges, num_rows)
-        edge_start, row_start = np.cumsum(num_edges) - num_edges, np.cumsum(num_rows) - num_rows
-        row, degree = np.empty(num_rows.sum(), np.int32), np.empty(num_rows.sum(), np.int64)
-        far, edge_id = np.empty(num_edges.sum(), np.int32), np.empty(num_edges.sum(), np.int64)
-        _native.fill_blocks(*arguments, edge_start, row_start, row, degree, far, edge_id)
-        # The kernel moved both starts to the ends of their blocks.
-        for whole, pieces, ends in (
-            (row, blocks.rows, row_start),
-            (degree, blocks.degrees, row_start),
-            (far, blocks.remote_rows, edge_start),
-            (edge_id, blocks.edge_ids, edge_start),
-        ):
-            pieces.extend(np.split(whole, ends[:-1]))
-    _write_blocks(graph, places, part, blocks, "in", out)
-
-
-def _write_out_edges(graph: Graph, places: dict[str, Placement], part: int, writers: list[BundleWriter]) -> None:
-    parts = len(writers)
-    blocks = _BlocksInProgress([], [], [], [])
-    for number, kind in enumerate(graph.edges):
-        own_rows = len(places[kind.src].members[part])
-        for q in range(parts):
-            row, indptr, col, edge_id = _written_block(writers[q], number * parts + part)
-            near = col if q == part else _written_list(writers[q], "in", kind.src, "need", part)[col.long()]
-            offsets, order = csr.counting_sort(near.contiguous(), own_rows)
-            degree = offsets.diff().numpy()
-            busy = np.flatnonzero(degree)
-            far = torch.repeat_interleave(row, indptr.diff(), output_size=len(col))[order]
-            blocks.rows.append(busy.astype(np.int32))
-            blocks.degrees.append(degree[busy])
-            blocks.remote_rows.append(far.numpy())
-            blocks.edge_ids.append(edge_id[order].numpy())
-    _write_blocks(graph, places, part, blocks, "out", writers[part])
-    for node_type in graph.nodes:
-        # What this part gives is what the others said they need; both lists were made ascending.
-        given = [_written_list(writers[q], "in", node_type, "need", part).numpy() for q in range(parts)]
-        _put_lists(writers[part], halo_plan_dir("in", node_type), "give", given)
-        into = [number for number, edge_type in enumerate(graph.edges) if edge_type.dst == node_type]
-        given = [
-            np.unique(np.concatenate([_written_block(writers[part], n * parts + q)[0].numpy() for n in into]))
-            if into and q != part
-            else np.empty(0, np.int32)
-            for q in range(parts)
-        ]
-        _put_lists(writers[part], halo_plan_dir("out", node_type), "give", given)
-
-
-def _write_blocks(
-    graph: Graph, places: dict[str, Placement], part: int, blocks: _BlocksInProgress, direction: str, out: BundleWriter
-) -> None:
-    parts = len(next(iter(places.values())).members) if places else 1
-    for kind in graph.nodes:
-        mine = [n for n, t in enumerate(graph.edges) if (t.src if direction == "in" else t.dst) == kind]
-        needed = []
-        for q in range(parts):
-            here = [number * parts + q for number in mine]
-            if q == part:
-                needed.append(np.empty(0, np.int32))
-                continue
-            rank = np.empty(len(places[kind].members[q]), np.int32)
-            _native.rank_distinct(blocks.far_of(here), rank)
-            needed.append(np.flatnonzero(rank >= 0).astype(np.int32))
-            for block in here:
-                blocks.remote_rows[block] = rank[blocks.remote_rows[block]]
-        _put_lists(out, halo_plan_dir(direction, kind), "need", needed)
-    row_start = np.cumsum([0, *(len(r) for r in blocks.rows)])
-    degrees = np.concatenate(blocks.degrees) if blocks.degrees else np.empty(0, np.int64)
-    out.put(f"{direction}/row_start.npy", torch.from_numpy(row_start))
-    out.put(f"{direction}/indptr.npy", torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)]).astype(np.int64)))
-    for name, pieces, dtype in (
-        ("rows", blocks.rows, np.int32),
-        ("cols", blocks.remote_rows, np.int32),
-        ("edge_ids", blocks.edge_ids, np.int64),
-    ):
-        out.put(f"{direction}/{name}.npy", torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, dtype)))
-    _write_edge_data(graph, parts, blocks, direction, out)
-
-
-def _write_edge_data(graph: Graph, parts: int, blocks: _BlocksInProgress, direction: str, out: BundleWriter) -> None:
-    """Weights go with both copies of an edge, as backward passes read out-edges; features and times with in-edges."""
-    for number, edges in enumerate(graph.edges.values()):
-        edge_ids = torch.from_numpy(np.concatenate(blocks.edge_ids[number * parts : (number + 1) * parts]))
-        for name in ("weight", "attr", "time") if direction == "in" else ("weight",):
-            if (table := getattr(edges, name)) is not None:
-                out.put(edge_data_path(direction, number, name), rows.gather(table, edge_ids))
+def _concatenate(arrays: list[NumpyArray], dtype: type) -> NumpyArray:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
 def _put_lists(out: BundleWriter, folder: str, name: str, lists: list[NumpyArray]) -> None:
     out.put(f"{folder}/{name}.npy", torch.from_numpy(np.concatenate(lists).astype(np.int32)))
-    out.put(f"{folder}/{name}_start.npy", torch.from_numpy(np.cumsum([0, *(len(rows) for rows in lists)])))
-
-
-def _written_list(writer: BundleWriter, direction: str, kind: str, name: str, q: int) -> Tensor:
-    folder = halo_plan_dir(direction, kind)
-    low, high = writer.written(f"{folder}/{name}_start.npy")[q : q + 2].tolist()
-    return writer.written(f"{folder}/{name}.npy")[low:high]
-
-
-def _written_block(writer: BundleWriter, place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    low, high = writer.written("in/row_start.npy")[place : place + 2].tolist()
-    indptr = writer.written("in/indptr.npy")[low : high + 1]
-    first, last = int(indptr[0]), int(indptr[-1])
-    row, col, edge_id = writer.written("in/rows.npy"), writer.written("in/cols.npy"), writer.written("in/edge_ids.npy")
-    return row[low:high], indptr - first, col[first:last], edge_id[first:last]
+    out.put(f"{folder}/{name}_start.npy", torch.from_numpy(np.cumsum([0, *map(len, lists)])))

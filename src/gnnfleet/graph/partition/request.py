@@ -1,4 +1,4 @@
-"""What every partitioner is asked for."""
+"""The arguments that all partitioners share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gnnfleet.graph.partition.edge_scan import NumpyArray
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRequest:
-    """What a partitioner is asked for. ``weights`` is the share of work of every node, never all zero."""
+    """Number of parts, and how to balance and search."""
 
     parts: int
-    weights: NumpyArray
+    weights: NumpyArray  # [nodes] balanced over the parts, never all zero
     seed: int = 0
     imbalance: float = 0.03  # heaviest part over the mean, minus one: METIS's own default
-    clusters: int | None = None  # super: how many mini-clusters
-    tries: int = 5  # mincut: how many seeds, best kept
+    clusters: int | None = None  # super: number of mini-clusters
+    tries: int = 5  # mincut: number of seeds; the smallest cut is used

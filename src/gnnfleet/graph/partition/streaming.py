@@ -3,7 +3,7 @@
 Three steps: streaming clustering (capped label propagation), METIS on the small quotient graph between clusters, and
 restreaming refinement of every node on the communication volume sum (lambda - 1). SPRING (SDT-GNN, CATGNN) is the
 ancestor; the last two steps replace its merge and its assignment by node count. The volume is that of Demirci et al.,
-https://arxiv.org/abs/2212.05009. Edges are never held beyond one chunk, and every array kept is per node.
+https://arxiv.org/abs/2212.05009. Memory holds one slice of edges and arrays with one entry per node.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-CHUNK_EDGES = 1 << 18
-"""Edges in memory at a time: 1 or 2 MiB."""
+SLICE_EDGES = 1 << 18
+"""Edges in memory at once: 1 or 2 MiB."""
 
 CLUSTERS_PER_PART = 64
 """A cluster weighs at most one part divided by this: heavy enough to matter, light enough to balance."""
@@ -47,7 +47,7 @@ SIZE_SLACK = 1.3
 """Node counts may reach this multiple of the mean when something else is balanced."""
 
 SLOTS_PER_NODE = 1
-"""Slots of the quotient table for a large graph, rounded down to a power of two; a slot costs 12 bytes."""
+"""Slots of the quotient table for a large graph, rounded down to a power of two; a slot takes 12 bytes."""
 
 
 class RepeatableScan(Protocol):
@@ -59,7 +59,7 @@ class RepeatableScan(Protocol):
     @property
     def num_edges(self) -> int: ...
 
-    def chunks(self, limit: int) -> Iterator[EdgeSlice]: ...
+    def slices(self, limit: int) -> Iterator[EdgeSlice]: ...
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class _CountingScan:
         self.num_nodes, self.num_edges = scan.num_nodes, scan.num_edges
         self._scan, self._advance = scan, advance
 
-    def chunks(self, limit: int) -> Iterator[EdgeSlice]:
-        for chunk in self._scan.chunks(limit):
-            yield chunk
-            self._advance(len(chunk.src))
+    def slices(self, limit: int) -> Iterator[EdgeSlice]:
+        for edges in self._scan.slices(limit):
+            yield edges
+            self._advance(len(edges.src))
 
 
 def stream(
@@ -143,7 +143,7 @@ def stream(
     balance.enforce()
     if not balance.holds():
         log.warning(
-            "no balanced assignment exists nearby: heaviest part %d, cap %d", balance.load.max(), balance.load_cap
+            "parts are not balanced: the heaviest weighs %d, expected at most %d", balance.load.max(), balance.load_cap
         )
     return balance.part
 
@@ -182,15 +182,15 @@ def _checked_weights(
 
 def _graph_traits(scan: RepeatableScan) -> GraphTraits:
     asymmetry, end, split_destinations = 0, 0, False
-    for c in scan.chunks(CHUNK_EDGES):
+    for edges in scan.slices(SLICE_EDGES):
         # The kernels of later passes use these numbers as indices unchecked.
-        if c.src.size and (int(c.src.min()) < 0 or int(c.src.max()) >= scan.num_nodes):
+        if edges.src.size and (int(edges.src.min()) < 0 or int(edges.src.max()) >= scan.num_nodes):
             raise PartitionError(
-                f"sources are {c.src.min()} to {c.src.max()}, expected values in [0, {scan.num_nodes})"
+                f"sources are {edges.src.min()} to {edges.src.max()}, expected values in [0, {scan.num_nodes})"
             )
-        asymmetry += _native.stream_asymmetry(c.first, c.indptr, c.src)
-        split_destinations |= c.first < end
-        end = c.first + len(c.indptr) - 1
+        asymmetry += _native.stream_asymmetry(*edges)
+        split_destinations |= edges.first < end
+        end = edges.first + len(edges.indptr) - 1
     return GraphTraits(symmetric=asymmetry % (1 << 64) == 0, split_destinations=split_destinations)
 
 
@@ -226,8 +226,8 @@ def _propagate(
         vote, vote_count = np.zeros(nodes, np.int32), np.zeros(nodes, np.int32)
     for sweep in range(passes):
         moves = 0
-        for c in scan.chunks(CHUNK_EDGES):
-            moves += _native.stream_cluster(c.first, c.indptr, c.src, label, mass, weight, vote, vote_count, cap, seed)
+        for edges in scan.slices(SLICE_EDGES):
+            moves += _native.stream_cluster(*edges, label, mass, weight, vote, vote_count, cap, seed)
         if vote_count is not None:
             vote_count //= 2  # old votes count less: their labels may no longer exist
         log.debug("clustering pass %d: %d moves", sweep, moves)
@@ -251,8 +251,8 @@ def _quotient(scan: RepeatableScan, label: Int32Array, clusters: int, weight: In
     slots = max(MIN_PAIRS, SLOTS_PER_NODE << scan.num_nodes.bit_length() - 1)
     slots = min(slots, 2 << (2 * scan.num_edges).bit_length())
     key, count, used = np.zeros(slots, np.uint64), np.zeros(slots, np.uint32), 0
-    for c in scan.chunks(CHUNK_EDGES):
-        used = _native.stream_quotient(c.first, c.indptr, c.src, label, key, count, used)
+    for edges in scan.slices(SLICE_EDGES):
+        used = _native.stream_quotient(*edges, label, key, count, used)
     indptr = np.empty(clusters + 1, np.int32)
     neighbour, edge_weight = np.empty(2 * used, np.int32), np.empty(2 * used, np.int32)
     _native.stream_quotient_csr(key, count, indptr, neighbour, edge_weight)
@@ -352,9 +352,9 @@ def _refine(scan: RepeatableScan, traits: GraphTraits, balance: _BalancedAssignm
         # A part above its cap first loses the nodes that cost least; the limit on the cost grows with each pass.
         max_loss = 1 << 2 * sweep
         moves = 0
-        for c in scan.chunks(CHUNK_EDGES):
+        for edges in scan.slices(SLICE_EDGES):
             moves += _native.stream_refine(
-                c.first, c.indptr, c.src, pins, bits, balance.part, balance.load, balance.size, balance.weight,
+                *edges, pins, bits, balance.part, balance.load, balance.size, balance.weight,
                 degree, balance.load_cap, balance.size_cap, max_loss,
             )  # fmt: skip
         if traits.split_destinations:
@@ -373,23 +373,23 @@ def _refine(scan: RepeatableScan, traits: GraphTraits, balance: _BalancedAssignm
 
 def _in_degree(scan: RepeatableScan) -> Int32Array:
     degree = np.zeros(scan.num_nodes, np.int32)
-    for c in scan.chunks(CHUNK_EDGES):
-        degree[c.first : c.first + len(c.indptr) - 1] += np.diff(c.indptr).astype(np.int32)
+    for edges in scan.slices(SLICE_EDGES):
+        degree[edges.first : edges.first + len(edges.indptr) - 1] += np.diff(edges.indptr).astype(np.int32)
     return degree
 
 
 def _count_pins(scan: RepeatableScan, pins: npt.NDArray[np.uint64], bits: int, part: Int32Array) -> None:
     _native.stream_pins_reset(pins, bits, part)
-    for c in scan.chunks(CHUNK_EDGES):
-        _native.stream_pins(c.first, c.indptr, c.src, pins, bits, part)
+    for edges in scan.slices(SLICE_EDGES):
+        _native.stream_pins(*edges, pins, bits, part)
 
 
 def _refine_cut(scan: RepeatableScan, balance: _BalancedAssignment, *, passes: int, seed: int) -> None:
     """Refine the cut by label propagation with parts as labels, which needs no counters (for very many parts)."""
     for _ in range(passes):
-        for c in scan.chunks(CHUNK_EDGES):
+        for edges in scan.slices(SLICE_EDGES):
             _native.stream_cluster(
-                c.first, c.indptr, c.src, balance.part, balance.load, balance.weight, None, None,
+                *edges, balance.part, balance.load, balance.weight, None, None,
                 balance.load_cap, seed,
             )  # fmt: skip
     balance.size[:] = _sum_by(balance.part, None, balance.parts)
