@@ -230,7 +230,7 @@ def test_the_command(store: Path) -> None:
         (("--scheme", "magic"), "magic"),
         (("--scheme", "random", "--clusters", "5"), "--scheme super"),
         (("--clusters", "2"), "too few for 3 workers"),
-        (("--set", "strategy.scheme=ggs"), "deals no nodes"),
+        (("--set", "strategy.scheme=ggs"), "assigns no nodes"),
         (("--split", "9-per-magic"), "9-per-magic"),
     ],
 )

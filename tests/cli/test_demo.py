@@ -1,4 +1,4 @@
-"""What the demo shows; training itself is left out here, it takes minutes."""
+"""Output of the demo. Training, which takes minutes, is replaced by written run directories."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from tests.report.runs import write_run
 from tests.shell import fails, run_json
 
 
-def test_every_strategy_and_every_partitioner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_shows_every_strategy_and_partitioner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[RunConfig] = []
 
-    def pretend(store: Path, config: RunConfig, run_dir: Path, **_: Any) -> None:
+    def write_fake_run(store: Path, config: RunConfig, run_dir: Path, **_: Any) -> None:
         trained.append(config)
         write_run(run_dir, strategy=config.strategy.name, workers=config.workers)
 
-    monkeypatch.setattr(compare, "_train", pretend)
-    monkeypatch.setattr(compare, "_difference", lambda one, two: 1e-12)
-    for _ in range(2):  # another demo replaces what the first has left
-        found = run_json("demo", "-o", tmp_path / "demo", "--set", "nodes=400", "-q")
+    monkeypatch.setattr(compare, "_train", write_fake_run)
+    monkeypatch.setattr(compare, "_difference", lambda *_: 1e-12)
+    for _ in range(2):  # the second demo replaces the first
+        result = run_json("demo", "-o", tmp_path / "demo", "--set", "nodes=400", "-q")
     names = ["local", "sar", "macrobatch", "tma", "pipe", "temporal"]
-    assert [run["strategy"] for run in found["runs"]] == names
-    assert [run["workers"] for run in found["runs"]][:5] == [1, 2, 2, 2, 2]
-    main = [config for config in trained if config.precision == "float32" and config.strategy.name != "temporal"]
-    assert all((each.model, each.seed, each.train) == (main[0].model, main[0].seed, main[0].train) for each in main)
-    assert [run.get("equals_local") for run in found["runs"]] == [False, True, True, False, True, False]
-    page = Path(found["page"]).read_text()
+    assert [run["strategy"] for run in result["runs"]] == names
+    assert [run["workers"] for run in result["runs"]][:5] == [1, 2, 2, 2, 2]
+    configs = [config for config in trained if config.precision == "float32" and config.strategy.name != "temporal"]
+    first = configs[0]
+    assert all((c.model, c.seed, c.train) == (first.model, first.seed, first.train) for c in configs)
+    assert [run.get("equals_local") for run in result["runs"]] == [False, True, True, False, True, False]
+    page = Path(result["page"]).read_text()
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert [run["name"] for run in data["runs"]] == names
-    assert [cut["method"] for cut in data["partitions"]] == list(PARTITIONERS)
+    assert [partition["method"] for partition in data["partitions"]] == list(PARTITIONERS)
 
 
-def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
-    for name in ("communities", "thesis.tex"):  # the first might be a store of the user's own
+def test_a_directory_with_foreign_files_is_not_replaced(tmp_path: Path) -> None:
+    for name in ("communities", "thesis.tex"):  # the first might be a store of the user
         (tmp_path / name).mkdir()
         assert "not empty" in fails("demo", "-o", tmp_path, "-q", code=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["communities", "thesis.tex"]

@@ -94,20 +94,20 @@ def test_several_patterns_of_one_table(shop: Path) -> None:
     assert open_store(shop / "store").nodes["user"].classes == ("h1", "h2")
 
 
-def test_named_columns(shop: Path) -> None:
-    words = ("--src", "who", "--dst", "what", "--time", "none")
-    report = call("import", shop / "orders.csv", "-o", shop / "store", *words)
+def test_columns_are_named_by_options(shop: Path) -> None:
+    options = ("--src", "who", "--dst", "what", "--time", "none")
+    report = call("import", shop / "orders.csv", "-o", shop / "store", *options)
     assert report["nodes"]["node"]["ids"] == "text"
     assert open_store(shop / "store").single_nodes.ids.values().to_pylist() == ["7", "8", "u1", "u2"]
 
 
-def test_events_without_a_header(shop: Path) -> None:
+def test_tables_without_a_header_are_read(shop: Path) -> None:
     call("import", shop / "events.txt", "-o", shop / "store", "--columns", "src,dst,time")
     graph = open_store(shop / "store")
     edges = graph.single_edges
     assert graph.single_nodes.ids.values().to_pylist() == [7, 8, 9]
     assert edges.edge_index().tolist() == [[0, 0, 2], [0, 1, 1]] and edges.time.tolist() == [2, 2, 1]
-    assert edges.order.tolist() == [2, 1, 0], "by time, then as given"
+    assert edges.order.tolist() == [2, 1, 0], "by time, then in input order"
     typed = f"user:edits:page={shop / 'events.txt'},columns=src dst time"
     report = call("import", "-o", shop / "typed", "--edges", typed)
     assert report["nodes"]["user"]["count"] == 2 and report["nodes"]["page"]["count"] == 2
@@ -118,13 +118,13 @@ def test_events_without_a_header(shop: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "match"),
+    ("arguments", "error", "match"),
     [
         (["orders.csv"], ConfigError, "expected columns src and dst"),
-        (["e.parquet", "--nodes", "user=n.parquet"], ConfigError, "either plainly"),
+        (["e.parquet", "--nodes", "user=n.parquet"], ConfigError, "named both with and without --nodes"),
         (["--nodes", "n.parquet"], ConfigError, "expected --nodes TYPE=FILES"),
         (["--edges", "user:product=orders.csv"], ConfigError, "SRC:RELATION:DST"),
-        (["--nodes", "user=n.parquet,key=id"], ConfigError, "'key' is no column"),
+        (["--nodes", "user=n.parquet,key=id"], ConfigError, "'key' is not a column"),
         ([], ConfigError, "nothing to import"),
         (["nowhere.parquet"], InputError, "no such file"),
         (
@@ -150,55 +150,55 @@ def test_events_without_a_header(shop: Path) -> None:
         (["short.txt", "--columns", "src,dst,time"], InputError, "line 2: expected 3 values, found 2"),
     ],
 )
-def test_what_cannot_be(shop: Path, monkeypatch: Any, words: list[str], error: Any, match: str) -> None:
+def test_wrong_imports_are_refused(shop: Path, monkeypatch: Any, arguments: list[str], error: Any, match: str) -> None:
     monkeypatch.chdir(shop)
     before = sorted(shop.iterdir())
     with pytest.raises(error, match=match):
-        call("import", *words, "-o", "store")
+        call("import", *arguments, "-o", "store")
     assert sorted(shop.iterdir()) == before
 
 
-def test_people_get_tables_and_remarks(shop: Path) -> None:
+def test_import_prints_tables_and_notes(shop: Path) -> None:
     result = CliRunner().invoke(app, ["import", str(shop / "e.parquet"), "-o", str(shop / "store")])
     assert result.exit_code == 0 and "self-loops" in result.stdout
-    assert "columns not used: note" in result.stderr and "is ready" in result.stderr
+    assert "columns not used: note" in result.stderr and "saved to" in result.stderr
     assert "no edges" not in result.stderr
-    helped = CliRunner().invoke(app, ["import", "--help"], env={"COLUMNS": "200"})
-    assert "gnnfleet import nodes.parquet edges.parquet -o shop" in helped.stdout
+    help_text = CliRunner().invoke(app, ["import", "--help"], env={"COLUMNS": "200"})
+    assert "gnnfleet import nodes.parquet edges.parquet -o shop" in help_text.stdout
 
 
 def test_the_report_names_feature_columns(shop: Path) -> None:
     names = [f"f{i}" for i in range(9)]
     (shop / "wide.csv").write_text(f"id,{','.join(names)}\nu1,{','.join('1' * 9)}\nu2,{','.join('2' * 9)}\n")
     (shop / "rated.csv").write_text("src,dst,rating\nu1,u2,3\n")
-    words = ["import", str(shop / "wide.csv"), str(shop / "rated.csv"), "-o", str(shop / "store")]
-    result = CliRunner().invoke(app, words)
+    arguments = ["import", str(shop / "wide.csv"), str(shop / "rated.csv"), "-o", str(shop / "store")]
+    result = CliRunner().invoke(app, arguments)
     assert "9 (f0, f1, f2, f3, f4, …)" in result.stdout and "1 feature (rating)" in result.stdout
-    report = call(*words, "--overwrite")
+    report = call(*arguments, "--overwrite")
     assert report["nodes"]["node"]["columns"] == [[name, 1] for name in names]
     assert report["edges"][str(EDGE)]["columns"] == [["rating", 1]]
 
 
-def test_a_store_without_edges_is_remarked_on(shop: Path) -> None:
+def test_a_store_without_edges_gives_a_note(shop: Path) -> None:
     result = CliRunner().invoke(app, ["import", str(shop / "n.parquet"), "-o", str(shop / "store")])
     assert result.exit_code == 0 and "this store has no edges" in result.stderr
 
 
-def test_a_place_that_cannot_be_written_is_named_as_given(shop: Path) -> None:
+def test_an_output_that_cannot_be_written_is_named(shop: Path) -> None:
     (shop / "file").write_text("")
-    for place in (Path("/proc/none"), shop / "file" / "store"):
-        with pytest.raises(OSError, match=f", the directory cannot be made: '{place}'$"):
-            call("import", shop / "e.parquet", "-o", place)
+    for output in (Path("/proc/none"), shop / "file" / "store"):
+        with pytest.raises(OSError, match=f", the directory cannot be created: '{output}'$"):
+            call("import", shop / "e.parquet", "-o", output)
 
 
-def test_export_gives_the_ids_back(shop: Path) -> None:
+def test_export_writes_the_original_ids(shop: Path) -> None:
     call("import", shop / "n.parquet", shop / "e.parquet", "-o", shop / "store")
     report = call("export", shop / "store", "-o", shop / "tables")
     assert report["files"] == {"nodes.parquet": 3, "edges.parquet": 2}
     assert pq.read_table(shop / "tables" / "edges.parquet")["dst"].to_pylist() == ["u2", "u3"]
 
 
-def test_an_export_is_imported_again(shop: Path) -> None:
+def test_exported_tables_are_imported_to_an_equal_store(shop: Path) -> None:
     """The commands of docs/import.md, with the names that export gives."""
     call("import", shop / "n.parquet", shop / "e.parquet", "-o", shop / "first")
     call("export", shop / "first", "-o", shop / "tables")
@@ -210,9 +210,9 @@ def test_an_export_is_imported_again(shop: Path) -> None:
     tables = shop / "typed tables"
     files = call("export", shop / "typed", "-o", tables)["files"]
     assert list(files) == ["nodes-user.parquet", "nodes-product.parquet", "edges-user+buys+product.parquet"]
-    words = [f"--nodes={kind}={tables}/nodes-{kind}.parquet" for kind in ("user", "product")]
-    words.append(f"--edges=user:buys:product={tables}/edges-user+buys+product.parquet")
-    call("import", "-o", shop / "typed again", *words)
+    arguments = [f"--nodes={kind}={tables}/nodes-{kind}.parquet" for kind in ("user", "product")]
+    arguments.append(f"--edges=user:buys:product={tables}/edges-user+buys+product.parquet")
+    call("import", "-o", shop / "typed again", *arguments)
     assert_equal(open_store(shop / "typed"), open_store(shop / "typed again"))
 
 
@@ -251,7 +251,7 @@ def write_ogb(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("write", [write_npz, write_pt, write_graphml, write_ogb])
-def test_graphs_of_other_tools(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+def test_graphs_of_other_tools_are_imported(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     """The same three edges from every format; undirected drops the parallel one and its reverse."""
     labels = ["--label", "y"] if write is write_graphml else []
     report = call("import", write(tmp_path), "-o", tmp_path / "store", "--undirected", *labels)
@@ -278,7 +278,7 @@ def test_interrupted_imports_leave_nothing_that_opens(tmp_path: Path, number: si
         assert process.poll() is None
     time.sleep(0.2)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     if number is signal.SIGKILL:
         assert not (out / "store").exists()
         for path in out.iterdir():
@@ -287,7 +287,7 @@ def test_interrupted_imports_leave_nothing_that_opens(tmp_path: Path, number: si
         call("import", shop_edges(tmp_path), "-o", out / "store")
         assert [path.name for path in out.iterdir()] == ["store"], "the next import cleans up"
     else:
-        assert process.returncode == 130 and not list(out.iterdir()), said
+        assert process.returncode == 130 and not list(out.iterdir()), errors
 
 
 def shop_edges(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""One module per group of commands; each defines functions that cli.py hangs into the application.
+"""The commands, one module each; ``main`` assembles them.
 
 torch and the kernels are imported inside the functions, so that ``--help`` answers at once.
 """

@@ -1,4 +1,4 @@
-"""``gnnfleet compare``: train with several strategies on one store; one table, one page."""
+"""``gnnfleet compare``: train with several strategies on one store and show them in one table and on one page."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ gnnfleet compare shop/ --strategies local,sar,macrobatch,tma,pipe --workers 2 --
 
 gnnfleet compare shop/ --strategies sar,pipe --workers 4 --model gcn2 --set model.layers=16
 
-gnnfleet compare shop/ --strategies sar,pipe --workers 4 --set pipe.graph_parallel=2     an option of one strategy
+gnnfleet compare shop/ --strategies sar,pipe --workers 4 --set pipe.graph_parallel=2  # for one strategy only
 """
 PAGE, RUNS, MARK = "page.html", "strategies", ".compared"
-"""Contents of the output directory: the page, one run per strategy, a marker that gnnfleet may replace all of it."""
+"""Contents of the output directory: the page, the runs, and a marker that gnnfleet may replace all of it."""
 
 
 def compare(
@@ -52,7 +52,7 @@ def compare(
     ] = "local,sar,macrobatch,tma,pipe",
     workers: Annotated[
         int | None,
-        typer.Option("--workers", "-w", metavar="N", min=1, help="Workers of every strategy but local. Default 2."),
+        typer.Option("--workers", "-w", metavar="N", min=1, help="Workers of every strategy except local. Default 2."),
     ] = None,
     model: Annotated[str | None, ModelOption] = None,
     task: Annotated[str | None, TaskOption] = None,
@@ -66,7 +66,7 @@ def compare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier comparison.")] = False,
     check: Annotated[
         bool,
-        typer.Option("--check/--no-check", help="Check each strategy against local, in two more epochs each."),
+        typer.Option("--check/--no-check", help="Compare each strategy with local in two extra epochs."),
     ] = True,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -113,9 +113,9 @@ def compare(
 
 
 def prepare_folder(folder: Path, *, overwrite: bool, extra: Sequence[str] = ()) -> None:
-    """Make an empty directory for runs, page and ``extra`` files; raises ConfigError if it holds anything else.
+    """Make an empty directory for runs, page and ``extra`` files; raises ConfigError if it is not empty.
 
-    Only a directory that gnnfleet made (it has the marker) and that nothing was added to is replaced.
+    With ``overwrite`` an earlier comparison is replaced: a directory with the marker and without foreign files.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         expected = {RUNS, PAGE, MARK, *extra}
@@ -158,7 +158,7 @@ def write_page(
 def show_runs(
     runs: Sequence[Run], checks: Mapping[str, EqualityCheck], page: Path, *, as_json: bool, quiet: bool
 ) -> None:
-    """Print the table, or the same as one JSON object."""
+    """Print the table, or its content as one JSON object."""
     from gnnfleet.report.run_reader import summarize
 
     results = []

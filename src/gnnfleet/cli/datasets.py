@@ -15,12 +15,9 @@ if TYPE_CHECKING:
     from gnnfleet.graph.datasets import Dataset
     from gnnfleet.graph.graph import Edges, Graph
 
-app = typer.Typer(name="datasets", help="Generate graphs from a seed.", no_args_is_help=True)
-
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a generator; see gnnfleet datasets list.")]
 
 
-@app.command("list")
 def list_datasets(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show the parameters of this generator.")] = None,
     as_json: JsonFlag = False,
@@ -35,7 +32,6 @@ def list_datasets(
     print_result(result, as_json=as_json, human=[f"{entry.name:<12} {entry.summary}" for entry in DATASETS.values()])
 
 
-@app.command("show")
 def show_dataset(name: NameArgument, as_json: JsonFlag = False) -> None:
     """Show the parameters of a generator with their defaults."""
     from gnnfleet.graph.datasets import find_dataset
@@ -46,7 +42,6 @@ def show_dataset(name: NameArgument, as_json: JsonFlag = False) -> None:
     print_result(_describe(dataset), as_json=as_json, human=[listed])
 
 
-@app.command("make")
 def make_dataset(
     name: NameArgument,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory of the new store.")],

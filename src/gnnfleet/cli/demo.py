@@ -1,4 +1,4 @@
-"""``gnnfleet demo``: every strategy on generated data; one table, one page."""
+"""``gnnfleet demo``: train every strategy on generated data and show them in one table and on one page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def demo(
         Path,
         typer.Option("--output", "-o", help="Directory for stores, runs and page. An earlier demo there is replaced."),
     ] = Path("demo"),
-    workers: Annotated[int, typer.Option("--workers", "-w", metavar="N", min=2, help="Workers of each strategy.")] = 2,
+    workers: Annotated[
+        int, typer.Option("--workers", "-w", metavar="N", min=2, help="Workers of every strategy except local.")
+    ] = 2,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the generated graph. Repeatable."),

@@ -1,4 +1,4 @@
-"""``gnnfleet diagnose``: how alike independent trainers would be, for several ways to deal the nodes to them."""
+"""``gnnfleet diagnose``: compare schemes that assign nodes to the independent trainers of tma, before training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DIAGNOSE_EXAMPLES = """\
 gnnfleet diagnose shop/ --workers 4 --split 0.6/0.2/0.2
 
-gnnfleet diagnose shop/ --scheme super --clusters 50 --clusters 500 --clusters 5000     how many super-nodes?
+gnnfleet diagnose shop/ --scheme super --clusters 50 --clusters 500 --clusters 5000  # how many clusters?
 """
 WORKERS = 3
 
@@ -47,10 +47,10 @@ class SchemeChoice(StrEnum):
 def diagnose(
     store: StoreArgument,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-w", metavar="N", help="Trainers that share the nodes. Default 3.")
+        int | None, typer.Option("--workers", "-w", metavar="N", help="Number of trainers. Default 3.")
     ] = None,
     schemes: Annotated[
-        list[SchemeChoice] | None, typer.Option("--scheme", help="How nodes are dealt; repeatable. Default all three.")
+        list[SchemeChoice] | None, typer.Option("--scheme", help="Assignment scheme. Repeatable. Default: all three.")
     ] = None,
     clusters: Annotated[
         list[int] | None,
@@ -58,14 +58,12 @@ def diagnose(
             "--clusters",
             metavar="C",
             min=1,
-            help="super: number of super-nodes, a row for each; repeatable. Default a tenth of the nodes.",
+            help="super: number of clusters; one row for each. Repeatable. Default nodes / 10.",
         ),
     ] = None,
-    steps: Annotated[
-        int, typer.Option(metavar="K", min=0, help="Steps on the whole graph before the second look.")
-    ] = 20,
+    steps: Annotated[int, typer.Option(metavar="K", min=0, help="Training steps before the second measurement.")] = 20,
     batches: Annotated[
-        int, typer.Option(metavar="B", min=1, help="Batches of an epoch that losses and gradients are taken over.")
+        int, typer.Option(metavar="B", min=1, help="Batches used to measure losses and gradients.")
     ] = 100,
     model: Annotated[str | None, ModelOption] = None,
     task: Annotated[str | None, TaskOption] = None,
@@ -76,20 +74,20 @@ def diagnose(
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Measure ways to deal nodes to independent trainers (strategy tma), before training.
+    """Compare schemes that assign nodes to the independent trainers of strategy tma, before training.
 
-    Each trainer has the subgraph of its own nodes. Parts that keep more edges lose less; parts that are more alike
-    pull the weights the same way.
+    Each trainer has the subgraph of its own nodes. Good parts keep many edges and resemble each other, so that
+    gradients agree.
 
-    kept      edges with both ends in one part, of all
-    balance   nodes of the largest part over the mean
-    labels    how far the labels of a part are from those of the graph, 0 to 1
-    features  how far the mean of a part is from that of the graph, in standard deviations
-    loss ±    how much losses differ between trainers at equal weights, of the mean
-    cosine    between their gradients at equal weights, mean over pairs
-    aim       cosine of the average of their gradients with the gradient on the whole graph
+    kept      share of the edges with both ends in one part
+    balance   nodes of the largest part / mean
+    labels    distance between the label distributions of a part and of the graph, 0 to 1
+    features  distance between the feature means of a part and of the graph, in standard deviations
+    loss ±    spread of the losses of trainers with equal weights, relative to the mean
+    cosine    mean cosine between the gradients of two trainers with equal weights
+    aim       cosine between the mean gradient of the trainers and the gradient of the whole graph
 
-    The last three are given at the first weights and after --steps on the whole graph.
+    The last three are measured with the initial weights and after --steps on the whole graph.
     """
     from gnnfleet.analysis.partition_diagnosis import SCHEMES, recommend
     from gnnfleet.analysis.partition_diagnosis import diagnose as measure
@@ -97,9 +95,9 @@ def diagnose(
     from gnnfleet.nn.custom_model import annotate_model_errors
     from gnnfleet.report.progress import make_progress
 
-    chosen = [str(scheme) for scheme in schemes or SCHEMES]
-    if clusters and "super" not in chosen:
-        raise ConfigError("--clusters is the number of super-nodes: leave it out, or add --scheme super")
+    names = [str(scheme) for scheme in schemes or SCHEMES]
+    if clusters and "super" not in names:
+        raise ConfigError("--clusters applies to --scheme super: add it, or leave out --clusters")
     options = {
         "workers": workers,
         "model": None if model is None else {"name": model},
@@ -110,7 +108,7 @@ def diagnose(
     resolved = _resolve(config, settings, {key: value for key, value in options.items() if value is not None})
     graph = open_validated_store(store)
     with annotate_model_errors(resolved.model.file), make_progress(quiet or as_json) as progress:
-        rows = measure(graph, resolved, chosen, clusters or (), steps, batches=batches, progress=progress)
+        rows = measure(graph, resolved, names, clusters or (), steps, batches=batches, progress=progress)
     best = recommend(rows)
     result: dict[str, Any] = {
         "workers": resolved.workers,
@@ -119,24 +117,24 @@ def diagnose(
         "rows": [asdict(row) for row in rows],
         "recommended": None if best is None else {"scheme": best.scheme, "clusters": best.clusters},
     }
-    name = f"{resolved.model.name} on {store.resolve().name}, {resolved.workers} trainers"
-    print_result(
-        result, as_json=as_json, human=[_shown(name, rows, steps), *([] if best is None else [_sentence(best, rows)])]
-    )
+    title = f"{resolved.model.name} on {store.resolve().name}, {resolved.workers} trainers"
+    advice = [] if best is None else [_recommendation(best, rows)]
+    print_result(result, as_json=as_json, human=[_table(title, rows, steps), *advice])
 
 
 def _resolve(file: Path | None, settings: Sequence[str] | None, options: dict[str, Any]) -> RunConfig:
     from gnnfleet.config.resolve import merge_settings, parse_value, read_toml, resolve
 
-    given = {key: parse_value(value) for key, value in parse_settings(settings).items()}
-    words = merge_settings({} if file is None else read_toml(file), given, {**options, "strategy": {"name": "tma"}})
-    resolved = resolve({"workers": WORKERS, **words})
+    from_file = {} if file is None else read_toml(file)
+    from_set = {key: parse_value(value) for key, value in parse_settings(settings).items()}
+    tree = merge_settings(from_file, from_set, {**options, "strategy": {"name": "tma"}})
+    resolved = resolve({"workers": WORKERS, **tree})
     if resolved.spec.placement != "clusters":
-        raise ConfigError("strategy.scheme=ggs deals no nodes: leave it out")
+        raise ConfigError("strategy.scheme=ggs assigns no nodes to trainers: leave it out")
     return resolved
 
 
-def _shown(name: str, rows: Sequence[DiagnosisRow], steps: int) -> Any:
+def _table(title: str, rows: Sequence[DiagnosisRow], steps: int) -> Any:
     later = f"after {steps}"
     # Short enough for 120 characters: a table that is too wide breaks headings within words.
     columns = ["scheme", "clusters", "kept", "balance", "labels", "features"]
@@ -158,16 +156,16 @@ def _shown(name: str, rows: Sequence[DiagnosisRow], steps: int) -> Any:
         )
         for row in rows
     ]
-    return table(name, columns, cells)
+    return table(title, columns, cells)
 
 
-def _sentence(best: DiagnosisRow, rows: Sequence[DiagnosisRow]) -> str:
+def _recommendation(best: DiagnosisRow, rows: Sequence[DiagnosisRow]) -> str:
     from gnnfleet.analysis.partition_diagnosis import COSINE_MARGIN
 
-    words = {"random": "strategy.scheme=random", "mincut": "strategy.scheme=psgd-pa"}
-    setting = words.get(best.scheme, f"strategy.clusters={best.clusters}")
+    settings = {"random": "strategy.scheme=random", "mincut": "strategy.scheme=psgd-pa"}
+    setting = settings.get(best.scheme, f"strategy.clusters={best.clusters}")
     highest = max(row.trained.aim for row in rows if row.trained.aim is not None)
     return (
-        f"recommended: {setting}. Its trainers agree most (cosine {best.trained.cosine:.3f}) of those whose aim is at "
+        f"recommended: {setting}. It has the highest cosine ({best.trained.cosine:.3f}) of the schemes whose aim is at "
         f"least {COSINE_MARGIN:.0%} of the best ({best.trained.aim:.3f} of {highest:.3f})."
     )

@@ -9,9 +9,9 @@ from gnnfleet.cli.output import print_result, table
 
 
 def doctor(as_json: JsonFlag = False) -> None:
-    """Check this machine: torch, kernels, OpenMP, shared memory, ports, network interface, limits.
+    """Check torch, kernels, OpenMP, shared memory, ports, network interface and limits of this machine.
 
-    Exits with 1 if something would prevent training.
+    The exit code is 1 if a problem prevents training.
     """
     from gnnfleet.analysis.doctor import as_record, run_checks
 

@@ -1,4 +1,4 @@
-"""``gnnfleet evaluate``: the exact metric of a run on one split."""
+"""``gnnfleet evaluate``: evaluate a run exactly on one split."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def evaluate(
 ) -> None:
     """Evaluate a trained run on a split, with full neighbourhoods.
 
-    --store evaluates on other nodes: that store needs labels and the same feature columns. Classes are matched by name.
+    Another store (--store) needs labels and the same feature columns. Classes are matched by name.
+
     On several machines: torchrun … -m gnnfleet evaluate RUN, with run and store under the same path on each.
     """
     run_query_command(

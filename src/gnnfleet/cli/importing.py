@@ -1,4 +1,4 @@
-"""``gnnfleet import`` and ``gnnfleet export``: tables and graphs of other tools to a store, and back to tables."""
+"""``gnnfleet import`` makes a store from tables or a graph of another tool; ``gnnfleet export`` writes tables."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from gnnfleet.report import remarks
 if TYPE_CHECKING:
     from gnnfleet.graph.ingest.spec import ImportReport, TableSpec
 
-IMPORT_EXAMPLES = """Examples
+IMPORT_EXAMPLES = """\
+gnnfleet import nodes.parquet edges.parquet -o shop  # two tables whose columns have the usual names
 
-[bold]gnnfleet import nodes.parquet edges.parquet -o shop[/bold]   two tables; columns found by their usual names
+gnnfleet import 'parts/*.csv' -o shop --undirected  # many files; tables with src and dst are edges
 
-[bold]gnnfleet import 'parts/*.csv' -o shop --undirected[/bold]   many files; tables with src and dst are edges
+gnnfleet import edges.csv -o mail --src sender --dst receiver --time sent  # nodes are taken from the edges
 
-[bold]gnnfleet import edges.csv -o mail --src sender --dst receiver --time sent[/bold]   nodes are taken from the edges
+gnnfleet import ml_wikipedia.txt -o wiki --columns src,dst,time  # events, no header, separated by spaces
 
-[bold]gnnfleet import ml_wikipedia.txt -o wiki --columns src,dst,time[/bold]   events, no header, separated by spaces
+gnnfleet import people.csv links.csv -o s --label job --features 'f*,age' --split 0.6/0.2/0.2
 
-[bold]gnnfleet import people.csv links.csv -o s --label job --features 'f*,age' --split 0.6/0.2/0.2[/bold]
+gnnfleet import -o shop --nodes user='users/*.parquet' --nodes product=products.csv,id=sku \\
+  --edges user:buys:product=orders.csv,src=customer,dst=sku,time=day  # several node and edge types
 
-[bold]gnnfleet import -o shop --nodes user='users/*.parquet' --nodes product=products.csv,id=sku
---edges user:buys:product=orders.csv,src=customer,dst=sku,time=day[/bold]   several node and edge types
-
-[bold]gnnfleet import cora.npz -o cora[/bold]   also .pt, .graphml, .gml, an OGB directory, tgb:tgbl-wiki
+gnnfleet import cora.npz -o cora  # also .pt, .graphml, .gml, an OGB directory, tgb:tgbl-wiki
 """
 
 _TABLES, _GRAPH = "Columns of tables", "The graph"
@@ -225,12 +224,12 @@ def import_graph(
 
 
 def export_graph(
-    store: Annotated[Path, typer.Argument(help="A store.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the new store.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Directory of a store.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="New directory for the tables.")],
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Write a store as Parquet tables, nodes and edges, with the original ids."""
+    """Write nodes and edges of a store as Parquet tables, with the original ids."""
     from gnnfleet.graph.export import export_tables
     from gnnfleet.graph.validate import open_validated_store
     from gnnfleet.report.progress import make_progress
@@ -275,9 +274,7 @@ def _table_spec(
 
     node_columns, edge_columns = columns
     if sources and any(typed):
-        raise ConfigError(
-            "list tables without options (one node type), or all of them with --nodes and --edges; found both"
-        )
+        raise ConfigError("tables were named both with and without --nodes or --edges: name all in one way")
     if not sources:
         return TableSpec(
             nodes={
@@ -318,7 +315,7 @@ def _parse(arguments: Sequence[str], option: str, table: type[Any]) -> list[tupl
         if not equals or not kind or not files:
             raise ConfigError(f"expected {option}=FILES, found {argument!r}")
         if kind in tables:
-            raise ConfigError(f"{kind!r} is given twice: list all its files in one {option}=FILE,FILE or a glob")
+            raise ConfigError(f"{kind!r} is named twice: list all its files in one {option}=FILE,FILE or a glob")
         tables[kind] = {"files": tuple(files), **columns}
     return list(tables.items())
 
@@ -347,11 +344,11 @@ def _show(report: ImportReport, *, as_json: bool, quiet: bool) -> None:
         if columns:
             remarks.print_note(f"{kind}: columns not used: {', '.join(columns)}", quiet=quiet)
     if not any(counts.count for counts in report.edges.values()):
-        remarks.print_note("this store has no edges: if there are any, import their table too", quiet=quiet)
-    changed = [f"{what.replace('_', ' ')} {count:,}" for what, count in report.cleaned.items() if count]
+        remarks.print_note("this store has no edges: import a table of edges too if there is one", quiet=quiet)
+    changed = [f"{name.replace('_', ' ')} {count:,}" for name, count in report.cleaned.items() if count]
     if changed:
         remarks.print_note(f"cleaned: {', '.join(changed)}", quiet=quiet)
-    remarks.print_note(f"{report.path} is ready ({report.seconds:.1f} s)", quiet=quiet)
+    remarks.print_note(f"saved to {report.path} ({report.seconds:.1f} s)", quiet=quiet)
 
 
 def _splits(counts: Any) -> str | None:

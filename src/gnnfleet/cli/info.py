@@ -1,4 +1,4 @@
-"""``gnnfleet info``: what is in a store or a partition, and whether it is whole."""
+"""``gnnfleet info``: describe a store or a partition, and verify its checksums."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
     from gnnfleet.io.bundle import Bundle
 
 MAX_PARTS = 64
-"""Largest number of rows in the table; of more parts the first and the last are shown."""
+"""Largest number of rows in the table; a longer one shows the first and the last parts."""
 
 
 def info(
-    path: Annotated[Path, typer.Argument(help="A store, or a partition of one.", callback=check_is_directory)],
-    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
-    head: Annotated[int, typer.Option(help="Show the first rows of every node type, with original ids.")] = 0,
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="Directory of a store or partition.", callback=check_is_directory)
+    ],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all files and compare checksums.")] = False,
+    head: Annotated[
+        int, typer.Option(metavar="N", help="Show the first N nodes of every type, with original ids.")
+    ] = 0,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Show what is in a store or a partition.
-
-    With --verify every file, those of the store's partitions included, is compared with its checksum.
-    """
+    """Describe a store with its partitions, or one partition."""
     from gnnfleet.graph.partition.partitioned_graph import KIND, Partition
     from gnnfleet.graph.store import open_store
 
@@ -53,7 +54,7 @@ def info(
     result["verified"] = verify
     print_result(result, as_json=as_json, human=human)
     if verify:
-        print_note(f"all {sum(len(b.files) for b in bundles)} files agree with their checksums", quiet=quiet)
+        print_note(f"all {sum(len(b.files) for b in bundles)} files match their checksums", quiet=quiet)
 
 
 def partition_paths(store: Path) -> list[Path]:
@@ -145,7 +146,7 @@ def _describe_edges(edges: Edges) -> dict[str, Any]:
 
 
 def graph_tables(result: dict[str, Any]) -> list[Any]:
-    """Tables of ``info``."""
+    """Tables of a description by ``describe_graph``."""
     title = f"{result['name']}: {result['num_nodes']:,} nodes, {result['num_edges']:,} edges, "
     title += format_bytes(result["bytes"])
     node_rows = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,23 +18,23 @@ MAX_TRAINERS = 1024
 JOIN_EXAMPLES = """\
 gnnfleet train /data/shop --strategy tma --workers 8 --set strategy.listen=0.0.0.0:29500 --set strategy.local_trainers=4
 
-gnnfleet join first-machine:29500 /data/shop --trainers 4-7                    on the second machine
+gnnfleet join first-machine:29500 /data/shop --trainers 4-7  # on the second machine
 """
 
 
 def join(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address of the coordinator.")],
     store: Annotated[Path, typer.Argument(metavar="STORE", help="Path of the same store on this machine.")],
-    trainers: Annotated[str, typer.Option(metavar="NUMBERS", help="Trainers to run here, for example 4-7 or 4,6.")],
+    trainers: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Trainers to run on this machine, for example 4-7 or 4,6.")
+    ],
     model: Annotated[
         str | None,
         typer.Option(metavar="FILE.py:FACTORY", help="Your copy of the run's model file. Needed if it uses one."),
     ] = None,
     model_sha256: Annotated[
         str | None,
-        typer.Option(
-            metavar="HEX", help="Instead of --model: run the coordinator's copy, if its SHA-256 is the one given."
-        ),
+        typer.Option(metavar="HEX", help="Instead of --model: run the coordinator's copy if it has this SHA-256."),
     ] = None,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", metavar="N", help="Restart each trainer up to N times after a failure.")
@@ -48,15 +49,12 @@ def join(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # gnnfleet reports an unreachable coordinator once, by itself
     from gnnfleet.launch.tma_supervisor import join_supervised
 
-    def say(text: str) -> None:
-        print_note(text, quiet=quiet)
-
     join_supervised(
         address,
         store,
         parse_numbers(trainers),
         restarts=max_restarts,
-        log_user=say,
+        log_user=partial(print_note, quiet=quiet),
         model=model,
         model_sha256=model_sha256,
     )

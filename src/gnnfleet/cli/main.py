@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import version
 from itertools import pairwise
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
-from gnnfleet.cli import datasets
 from gnnfleet.cli.compare import COMPARE_EXAMPLES, compare
+from gnnfleet.cli.datasets import list_datasets, make_dataset, show_dataset
 from gnnfleet.cli.demo import demo
 from gnnfleet.cli.diagnose import DIAGNOSE_EXAMPLES, diagnose
 from gnnfleet.cli.doctor import doctor
@@ -34,8 +36,24 @@ from gnnfleet.report.remarks import print_note
 
 INTERRUPTED = "interrupted; no partial files were left"
 
-# Base class of the parser's errors: click's ClickException, which newer releases of typer carry under another name.
-_UsageProblem: Any = typer.BadParameter.__mro__[2]
+
+class Command(TyperCommand):
+    """A command that accepts --debug, which is an option of ``gnnfleet`` itself."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        shared = (parameter for parameter in ctx.find_root().command.params if parameter.name == "debug")
+        return [*super().get_params(ctx), *shared]
+
+
+def _help(function: Callable[..., Any]) -> str:
+    """Docstring as help text: prose wraps at the width of the terminal, tables keep their lines."""
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    return "\n\n".join(text if "  " in text else text.replace("\n", " ") for text in paragraphs)
+
+
+def _add_command(group: typer.Typer, name: str, function: Callable[..., Any], examples: str | None = None) -> None:
+    group.command(name, cls=Command, help=_help(function), epilog=examples)(function)
+
 
 app = typer.Typer(
     name="gnnfleet",
@@ -45,55 +63,59 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("import", epilog=IMPORT_EXAMPLES)(import_graph)
-app.command("export")(export_graph)
-app.add_typer(datasets.app)
-app.command()(info)
-app.command()(partition)
-app.command(epilog=DIAGNOSE_EXAMPLES)(diagnose)
-app.command(epilog=PLAN_EXAMPLES)(plan)
-app.command(epilog=TRAIN_EXAMPLES)(train)
-app.command(epilog=JOIN_EXAMPLES)(join)
-app.command()(evaluate)
-app.command()(predict)
-app.command(epilog=COMPARE_EXAMPLES)(compare)
-app.command()(watch)
-app.command(epilog=REPORT_EXAMPLES)(report)
-app.command()(doctor)
-app.command()(demo)
+datasets = typer.Typer(name="datasets", help="Generate graphs from a seed.", no_args_is_help=True)
+_add_command(datasets, "list", list_datasets)
+_add_command(datasets, "show", show_dataset)
+_add_command(datasets, "make", make_dataset)
+_add_command(app, "demo", demo)
+_add_command(app, "import", import_graph, IMPORT_EXAMPLES)
+_add_command(app, "export", export_graph)
+_add_command(app, "info", info)
+_add_command(app, "partition", partition)
+_add_command(app, "plan", plan, PLAN_EXAMPLES)
+_add_command(app, "train", train, TRAIN_EXAMPLES)
+_add_command(app, "join", join, JOIN_EXAMPLES)
+_add_command(app, "watch", watch)
+_add_command(app, "report", report, REPORT_EXAMPLES)
+_add_command(app, "evaluate", evaluate)
+_add_command(app, "predict", predict)
+_add_command(app, "compare", compare, COMPARE_EXAMPLES)
+_add_command(app, "diagnose", diagnose, DIAGNOSE_EXAMPLES)
+_add_command(app, "doctor", doctor)
+app.add_typer(datasets)
 
 
 def main() -> NoReturn:
     """Run a command. Exit codes: 0 success, 1 defect of gnnfleet, 130 interrupted, otherwise as in errors.py."""
     signal.signal(signal.SIGTERM, _terminate)
-    debug = "--debug" in sys.argv
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    flags: set[str] = set()
     try:
-        returned = app(args=arguments, prog_name="gnnfleet", standalone_mode=False)
+        returned = app(args=sys.argv[1:], prog_name="gnnfleet", standalone_mode=False, obj=flags)
         code = returned if isinstance(returned, int) else 0
         if code == 130:  # some versions of typer catch Ctrl-C themselves and print nothing
-            _fail(INTERRUPTED, code, debug)
+            _fail(INTERRUPTED, code, flags)
     except GnnfleetError as error:
         for note in getattr(error, "__notes__", ()):  # the traceback of a worker
             print_note(note)
-        code = _fail(str(error), error.exit_code, debug)
+        code = _fail(str(error), error.exit_code, flags)
     except typer.Exit as error:
         code = error.exit_code
-    except _UsageProblem as error:
-        # A command group called without arguments has shown its help; its message is empty.
-        code = ConfigError.exit_code
-        if error.format_message():
-            _fail(_show_usage_error(error, arguments), code, debug)
     except (KeyboardInterrupt, typer.Abort):
-        code = _fail(INTERRUPTED, 130, debug)
+        code = _fail(INTERRUPTED, 130, flags)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except OSError as error:
-        code = _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1, debug)
+        code = _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1, flags)
     except Exception as error:
-        print_note("".join(traceback.format_exception(error)))
-        code = _fail(f"unexpected {type(error).__name__}: {error}. This is a defect of gnnfleet.", 1, False)
+        if hasattr(error, "format_message"):  # a usage error: click and typer have no common base class for it
+            code = ConfigError.exit_code
+            # A command group called without arguments has shown its help; its message is empty.
+            if error.format_message():
+                _fail(_show_usage_error(error, sys.argv[1:]), code, flags)
+        else:
+            print_note("".join(traceback.format_exception(error)))
+            code = _fail(f"unexpected {type(error).__name__}: {error}. This is a defect of gnnfleet.", 1)
     sys.exit(code)
 
 
@@ -123,8 +145,8 @@ def _as_setting(option: str, arguments: Sequence[str]) -> str | None:
     return f"no option {option}: use " + " or ".join(f"--set {name}={value}" for name in names)
 
 
-def _fail(message: str, code: int, debug: bool) -> int:
-    if debug:
+def _fail(message: str, code: int, flags: Collection[str] = ()) -> int:
+    if "debug" in flags:
         traceback.print_exc()
     print_note(f"error: {message}")
     return code
@@ -141,11 +163,21 @@ def _show_version(requested: bool) -> None:
         raise typer.Exit
 
 
+def _set_debug(context: typer.Context, requested: bool) -> None:
+    if requested:
+        context.obj.add("debug")
+
+
 @app.callback()
 def _options(
     show_version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug", is_eager=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
+        ),
+    ] = False,
 ) -> None:
     """Train graph neural networks on graphs that do not fit on one machine."""

@@ -13,17 +13,17 @@ from gnnfleet.errors import ConfigError, StoreError
 
 
 def check_is_directory(path: Path) -> Path:
-    """Refuse a file where a store is expected: it is data that was not imported yet."""
+    """Raise StoreError for a file: it is probably a table that was not imported yet."""
     if path.is_file():
         raise StoreError(f"{path} is a file, not a store: import it first (gnnfleet import --help)")
     return path
 
 
 StoreArgument = Annotated[
-    Path, typer.Argument(metavar="STORE", help="The store to train on.", callback=check_is_directory)
+    Path, typer.Argument(metavar="STORE", help="Directory of a store.", callback=check_is_directory)
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on standard output.")]
-QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress and no remarks.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Hide progress and notes.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter. Repeatable.")]
 
 
@@ -39,18 +39,18 @@ def parse_settings(settings: Sequence[str] | None) -> dict[str, str]:
 
 
 def read_settings(config: Path | None, settings: Sequence[str] | None, **options: Any) -> dict[str, Any]:
-    """The configuration of a run: command-line ``options`` win over ``--set``, which wins over the ``--config`` file.
+    """Settings of a run: command-line ``options`` override ``--set``, which overrides the ``--config`` file.
 
-    Options that are None were not given; ``model`` is a name.
+    Options that are None are not set; ``model`` is a name.
     """
     from gnnfleet.config.resolve import merge_settings, parse_value, read_toml
 
     from_file = {} if config is None else read_toml(config)
     from_set = {key: parse_value(value) for key, value in parse_settings(settings).items()}
-    given = {key: value for key, value in options.items() if value is not None}
-    if "model" in given:
-        given["model"] = {"name": given["model"]}
-    return merge_settings(from_file, from_set, given)
+    from_options = {key: value for key, value in options.items() if value is not None}
+    if "model" in from_options:
+        from_options["model"] = {"name": from_options["model"]}
+    return merge_settings(from_file, from_set, from_options)
 
 
 MODEL_PANEL, EXECUTION_PANEL, OUTPUT_PANEL = "Model and data", "Execution", "Output"
@@ -72,15 +72,15 @@ TaskOption = _option(MODEL_PANEL, "TASK", "node: classify nodes (default); link:
 SplitOption = _option(
     MODEL_PANEL,
     "RULE",
-    "Shares for train/val/test such as 0.6/0.2/0.2, or 20-per-class, or the number of a split in the store. Default 0.",
+    "Shares of train/val/test such as 0.6/0.2/0.2, or 20-per-class, or the number of a split in the store. Default 0.",
 )
 SettingsOption = _option(
     MODEL_PANEL,
     "KEY=VALUE",
-    "Set one option, for example train.lr=0.01. Repeatable. All options: docs/defaults.md.",
+    "Set one parameter, for example train.lr=0.01. Repeatable. All parameters: docs/defaults.md.",
     "--set",
 )
-ConfigOption = _option(MODEL_PANEL, "FILE", "Read options from a TOML file.", "--config", "-c")
+ConfigOption = _option(MODEL_PANEL, "FILE", "Read settings from a TOML file.", "--config", "-c")
 SeedOption = _option(
     MODEL_PANEL, "N", "Random seed. The same seed and number of threads give the same weights, bit for bit. Default 0."
 )
@@ -96,7 +96,7 @@ StrategyOption = _option(
 TrainWorkersOption = _option(
     EXECUTION_PANEL,
     "N",
-    "Number of worker processes on this machine. Default 1. For several machines see the examples.",
+    "Worker processes on this machine. Default 1. For several machines see the examples.",
     "--workers",
     "-w",
 )
@@ -115,16 +115,15 @@ LauncherOption = _option(
 PartitionOption = _option(
     EXECUTION_PANEL,
     "METHOD",
-    "Partition method: mincut, super, random, stream or range. The default depends on the strategy.",
+    "Partition method: mincut, super, random, stream or range. Default: chosen by the strategy.",
 )
 TrainMemoryOption = _option(
     EXECUTION_PANEL,
     "SIZE",
-    "As 500MB. local, tma: what an evaluation may hold of activations; a larger one goes in chunks; default 4GiB. "
-    "sar: what each worker may hold in all; it chooses how to train within it, or refuses. macrobatch: decides whether "
-    "features and their aggregate stay in memory; default a worker's share of what there is. temporal: what copies of "
-    "the memory may take on a machine; default half of it. auto: what each worker may hold in all. pipe: "
-    "nothing.",
+    "Memory budget, for example 4GiB. sar, auto: total memory of a worker; plans that exceed it are rejected. "
+    "local, tma: activations of an evaluation, which is split into chunks; default 4GiB. macrobatch: features and "
+    "their aggregate per worker; default its share of the free memory. temporal: copies of the node memory per "
+    "machine; default half of its memory. pipe: not used.",
 )
 RunDirOption = _option(OUTPUT_PANEL, "DIR", "Directory of the run. Default runs/STORE-MODEL-N; runs/last points to it.")
 
@@ -132,16 +131,14 @@ RunDirOption = _option(OUTPUT_PANEL, "DIR", "Directory of the run. Default runs/
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, for example runs/last.")]
 MemoryOption = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Bytes of activations to hold at a time, as 4GiB or 500MB. Default the run's."),
+    typer.Option(metavar="SIZE", help="Memory for activations, for example 4GiB. Default: as in training."),
 ]
-StoreOption = Annotated[Path | None, typer.Option(help="Use this store instead of the one the run was trained on.")]
+StoreOption = Annotated[Path | None, typer.Option(metavar="STORE", help="Use this store instead of the run's own.")]
 
 
 WorkersOption = Annotated[
     int | None,
-    typer.Option(
-        "--workers", "-w", metavar="N", help="Number of worker processes on this machine. Default: as in training."
-    ),
+    typer.Option("--workers", "-w", metavar="N", help="Worker processes on this machine. Default: as in training."),
 ]
 
 

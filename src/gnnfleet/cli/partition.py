@@ -34,10 +34,10 @@ class BalanceChoice(StrEnum):
 
 
 def partition(
-    store: Annotated[Path, typer.Argument(help="The store to partition.", callback=check_is_directory)],
-    parts: Annotated[int, typer.Option("--parts", "-p", help="Number of parts, usually one per worker.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Directory of a store.", callback=check_is_directory)],
+    parts: Annotated[int, typer.Option("--parts", "-p", metavar="N", help="Number of parts, usually one per worker.")],
     method: Annotated[
-        MethodChoice, typer.Option("--method", "-m", help="Partition method, see above.")
+        MethodChoice, typer.Option("--method", "-m", help="Partition method; see above.")
     ] = MethodChoice.mincut,
     balance: Annotated[BalanceChoice, typer.Option(help="Quantity to balance over parts.")] = BalanceChoice.nodes,
     seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same parts.")] = 0,
@@ -117,7 +117,7 @@ def check_writable(path: Path) -> None:
     """Raise ConfigError if no file can be written there. Creates nothing."""
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(f"--ids {path} cannot be written: expected a file in a directory that exists or can be made")
+        raise ConfigError(f"--ids {path} cannot be written: expected a file in a writable directory")
 
 
 def write_ids(graph: Graph, assignment: Assignment, path: Path) -> None:

@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from gnnfleet.strategies.estimates import CostEstimate
 
 PLAN_EXAMPLES = """\
-gnnfleet plan shop/ --workers 4                                     four processes on this machine
+gnnfleet plan shop/ --workers 4  # four processes on this machine
 
-gnnfleet plan shop/ --model gat --workers 8 --memory 4GiB --bandwidth 1Gbit     eight such machines
+gnnfleet plan shop/ --model gat --workers 8 --memory 4GiB --bandwidth 1Gbit  # eight such machines
 
 gnnfleet plan shop/ --workers 4 --goal sampled --set 'strategy.fanouts=[15,10,5]'
 
 gnnfleet plan shop/ --workers 4 --strategies sar,pipe --json
 
-gnnfleet train shop/ --strategy auto --workers 4                    train what the plan recommends
+gnnfleet train shop/ --strategy auto --workers 4  # train what the plan recommends
 """
 
 
@@ -52,7 +52,7 @@ def plan(
     store: StoreArgument,
     model: Annotated[str | None, ModelOption] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-w", metavar="N", help="Number of workers to plan for. Default 1.")
+        int | None, typer.Option("--workers", "-w", metavar="N", help="Workers to plan for. Default 1.")
     ] = None,
     memory: Annotated[
         str | None,
@@ -64,14 +64,14 @@ def plan(
         str | None,
         typer.Option(
             metavar="RATE",
-            help="Network bandwidth per second, for example 1Gbit or 125MB, each worker on its own machine. Without "
-            "it all workers run on this machine, and the links between them are measured.",
+            help="Plan for one worker per machine on a network of this bandwidth per second, for example 1Gbit or "
+            "125MB. By default all workers run on this machine.",
         ),
     ] = None,
     goal: Annotated[
         GoalChoice | None,
         typer.Option(
-            help="Recommend the fastest exact full batch (exact, default), sampled mini-batches (sampled), or any."
+            help="Recommend the fastest of: exact full batch (exact, default), sampled mini-batches (sampled), any."
         ),
     ] = None,
     strategies: Annotated[
@@ -88,7 +88,7 @@ def plan(
 ) -> None:
     """Estimate memory, traffic, rounds and seconds per epoch of every strategy, and recommend one.
 
-    The graph is partitioned as train would do it. Options of strategies (--set 'strategy.fanouts=[10,5]') apply to all
+    The graph is partitioned as in training. Parameters of strategies (--set 'strategy.fanouts=[10,5]') apply to all
     strategies that have them.
     """
     prefer_huge_pages()

@@ -1,4 +1,4 @@
-"""``gnnfleet predict``: classes and embeddings of nodes, scores of pairs and events, with original ids."""
+"""``gnnfleet predict``: write classes or embeddings of nodes, or scores of pairs or events, with original ids."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def predict(
     logits: Annotated[bool, typer.Option("--logits", help="Add a column of logits.")] = False,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Add a column of embeddings.")] = False,
     pairs: Annotated[
-        Path | None, typer.Option("--pairs", metavar="FILE", help="Score these pairs: CSV or Parquet with src and dst.")
+        Path | None,
+        typer.Option("--pairs", metavar="FILE", help="Score these pairs: CSV or Parquet with columns src and dst."),
     ] = None,
     events: Annotated[
         Path | None,
         typer.Option(
             "--events",
             metavar="FILE",
-            help="Score these events: CSV or Parquet with src, dst, time and the features of the run's events.",
+            help="Score these events: CSV or Parquet with columns src, dst, time and the features of the run.",
         ),
     ] = None,
     relation: Annotated[str, typer.Option(help="With --pairs: the edge type, for example user:buys:product.")] = "",
@@ -54,7 +55,8 @@ def predict(
     For multi-label data, prediction is a list and probabilities has one number per class. A link run writes id and
     embedding of every node, or with --pairs the probability of each pair. An event run writes the probability of each
     event of --events, given all earlier events.
-    --store predicts other nodes: that store needs the same feature columns, in any order, and no labels.
+
+    Another store (--store) needs the same feature columns, in any order, and no labels.
     """
     run_query_command(
         {

@@ -1,4 +1,4 @@
-"""``gnnfleet report``: one page about runs, written to a file or served while they train."""
+"""``gnnfleet report``: show runs on one page, in a file or served while they train."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gnnfleet.report.remarks import print_note
 REPORT_EXAMPLES = """\
 gnnfleet report runs/last -o page.html
 
-gnnfleet report runs/shop-sage-* -o compared.html                   several runs side by side
+gnnfleet report runs/shop-sage-* -o compared.html  # several runs side by side
 
-gnnfleet report runs/last --serve                                   in the browser, while it trains
+gnnfleet report runs/last --serve  # in the browser, while it trains
 """
 
 
@@ -29,7 +29,7 @@ def report(
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the page over HTTP; it refreshes by itself.")] = False,
     host: Annotated[
-        str, typer.Option(help="Address to serve on. The default is reachable from this machine only.")
+        str, typer.Option(help="Address to serve on. With 127.0.0.1 only this machine can connect.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0 picks a free one.")] = 0,
     as_json: JsonFlag = False,
@@ -52,7 +52,7 @@ def report(
     current = read()
     if serve:
         if output is not None:
-            raise ConfigError("--serve writes no file: leave out --output, or --serve")
+            raise ConfigError("--serve writes no file: leave out --output or --serve")
         from gnnfleet.report.http import serve_page
 
         def data() -> dict[str, Any]:

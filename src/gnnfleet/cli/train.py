@@ -1,4 +1,4 @@
-"""``gnnfleet train``: a store, a strategy, a model; a run directory and one record."""
+"""``gnnfleet train``: train a model on a store into a run directory."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ if TYPE_CHECKING:
 TRAIN_EXAMPLES = """\
 gnnfleet train shop/ --model gcn --set model.hidden=64 --set train.lr=0.01 --split 20-per-class
 
-gnnfleet train shop/ --model my_model.py:factory --set model.settings.depth=4 your own model, docs/models.md
+gnnfleet train shop/ --model my_model.py:factory --set model.settings.depth=4  # your own model, docs/models.md
 
 gnnfleet train shop/ --config run.toml --seed 1 --run-dir runs/first --resume
 
-gnnfleet train shop/ --strategy sar --workers 4 --max-restarts 3               four processes on this machine
+gnnfleet train shop/ --strategy sar --workers 4 --max-restarts 3  # four processes on this machine
 
 gnnfleet train shop/ --strategy macrobatch --workers 4 --set 'strategy.fanouts=[15,10,5]'
 
-gnnfleet train shop/ --strategy tma --workers 3 --set strategy.interval=10     three independent trainers
+gnnfleet train shop/ --strategy tma --workers 3 --set strategy.interval=10  # three independent trainers
 
-gnnfleet train events/ --strategy temporal --model tgn                         an event stream
+gnnfleet train events/ --strategy temporal --model tgn  # an event stream
 
 torchrun --nnodes 4 --node-rank I --rdzv-backend static --master-addr HOST --master-port 29400 \\
-  -m gnnfleet train shop/ --strategy sar                                       four machines, docs/two-machines.md
+  -m gnnfleet train shop/ --strategy sar  # four machines, docs/two-machines.md
 """
 
 
@@ -84,8 +84,7 @@ def train(
         PrecisionChoice | None,
         typer.Option(
             rich_help_panel=EXECUTION_PANEL,
-            help="float32 (default), float64, or bf16: mixed precision, dense products in bfloat16, weights and sums "
-            "in float32.",
+            help="float32 (default), float64, or bf16: dense products in bfloat16, weights and sums in float32.",
         ),
     ] = None,
     memory: Annotated[str | None, TrainMemoryOption] = None,
@@ -103,15 +102,15 @@ def train(
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Train a model. Keep the weights with the best validation metric and evaluate them on the test split.
+    """Train a model and evaluate the weights of the best epoch, by validation metric, on the test split.
 
-    An interrupted run continues with --resume and ends with the same weights.
-    Command-line options override --set, which overrides --config. Common options and their defaults:
+    An interrupted run continues with --resume and ends with the same weights. Command-line options override --set,
+    which overrides --config. Common parameters and their defaults:
 
     model.hidden=256  model.layers=3  model.dropout=0.5  model.norm=none
     train.epochs=100  train.lr=0.01  train.weight_decay=0.0005  train.patience=0
 
-    All options: docs/defaults.md. Models: docs/models.md.
+    All parameters: docs/defaults.md. Models: docs/models.md.
     """
     prefer_huge_pages()
     launch_env = LaunchEnv.from_environment()
@@ -122,11 +121,11 @@ def train(
     from gnnfleet.session.prepare import RunLocation
     from gnnfleet.session.training import run_training
 
-    chosen = {"name": strategy, "launcher": launcher}
+    strategy_options = {"name": strategy, "launcher": launcher}
     tree = read_settings(
         config,
         settings,
-        strategy={key: value for key, value in chosen.items() if value is not None} or None,
+        strategy={key: value for key, value in strategy_options.items() if value is not None} or None,
         workers=workers,
         model=model,
         task=task,
@@ -160,7 +159,7 @@ def train(
 
 
 def _summary(name: str, record: RunRecord) -> list[Any]:
-    several = " (largest worker)" if record.workers > 1 else ""
+    suffix = " (largest worker)" if record.workers > 1 else ""
     rows = [
         ("epochs", record.epochs),
         ("best epoch", record.metrics["best_epoch"]),
@@ -172,9 +171,9 @@ def _summary(name: str, record: RunRecord) -> list[Any]:
             for name, value in metrics.items()
         ),
         ("seconds per epoch (median)", median(record.seconds_per_epoch) if record.seconds_per_epoch else None),
-        ("peak memory" + several, format_bytes(max(record.memory["peak_rss"]))),
+        ("peak memory" + suffix, format_bytes(max(record.memory["peak_rss"]))),
     ]
     if record.workers > 1:
         rows.append(("sent by all workers", format_bytes(sum(record.traffic["bytes_sent"]))))
-    on = f", {record.workers} workers" if record.workers > 1 else ""
-    return [f"{record.model} on {name}, strategy {record.strategy}{on}", table(None, ["", "value"], rows)]
+    workers = f", {record.workers} workers" if record.workers > 1 else ""
+    return [f"{record.model} on {name}, strategy {record.strategy}{workers}", table(None, ["", "value"], rows)]
