@@ -1,4 +1,4 @@
-"""The message store: messages are whole, leave nothing behind, and a lost connection is noticed."""
+"""The message store: messages are complete, leave nothing behind, and a lost connection is detected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gnnfleet.comm.message_store import PIECE_BYTES, TCP_USER_TIMEOUT, Address, 
 from gnnfleet.errors import ExchangeError
 
 
-def test_a_message_above_the_limit_of_the_server_is_read_whole_at_once() -> None:
+def test_a_message_above_the_limit_of_the_server_is_complete_at_once() -> None:
     server = MessageStore.serve()
     writer, reader = server.reconnect(), server.reconnect()
     body = torch.arange(2 * PIECE_BYTES + 5, dtype=torch.int32).view(torch.uint8)
@@ -34,7 +34,7 @@ def test_a_message_above_the_limit_of_the_server_is_read_whole_at_once() -> None
         reader.remove(f"large{number}")
 
 
-def test_messages_are_replaced_and_numbers_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_replaced_and_counters_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_store, "PIECE_BYTES", 10)
     server = MessageStore.serve()
     other = MessageStore.connect(server.address)
@@ -65,7 +65,7 @@ def test_a_wrong_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_message_that_is_replaced_is_never_torn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader of the former head finds its pieces or none, never those of the new message."""
+    """A reader of the previous head reads its pieces or none, never those of the new message."""
     monkeypatch.setattr(message_store, "PIECE_BYTES", 4)
     server = MessageStore.serve()
     pieces = []
@@ -73,13 +73,13 @@ def test_a_message_that_is_replaced_is_never_torn(monkeypatch: pytest.MonkeyPatc
         server.write("a", {"n": value}, torch.full((16,), value, dtype=torch.uint8))
         pieces.append(server._pieces("a"))
     assert len(pieces[0]) == len(pieces[1]) == 4 and not set(pieces[0]) & set(pieces[1])
-    assert not any(server.has(name) for name in pieces[0]), "nothing of the former message is left"
+    assert not any(server.has(name) for name in pieces[0]), "nothing of the previous message remains"
     server.remove("a")
     assert not any(server.has(name) for name in pieces[1])
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sockets of this process are found in /proc")
-def test_connections_give_up_links_that_carry_nothing() -> None:
+def test_connections_without_acknowledgements_time_out() -> None:
     server = MessageStore.serve()
     client = server.reconnect()
     timeouts = []
@@ -90,7 +90,7 @@ def test_connections_give_up_links_that_carry_nothing() -> None:
     assert timeouts and set(timeouts) == {round(1000 * TCP_USER_TIMEOUT)} and not client.has("anything")
 
 
-def test_a_server_that_is_gone_is_an_error_at_once() -> None:
+def test_a_lost_server_is_an_error_at_once() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = Address("127.0.0.1", unused.getsockname()[1])
@@ -103,7 +103,7 @@ def test_a_server_that_is_gone_is_an_error_at_once() -> None:
 
 
 def test_a_heartbeat_is_not_silent_before_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is restarted needs time; without a known predecessor any heartbeat is its own."""
+    """A restarted process needs time; without a predecessor's count, any heartbeat is its own."""
     now = 100.0
     monkeypatch.setattr("gnnfleet.comm.message_store.time.monotonic", lambda: now)
     successor, unknown = HeartbeatReader(after=3), HeartbeatReader()
@@ -118,20 +118,20 @@ def test_a_heartbeat_is_not_silent_before_it_has_moved(monkeypatch: pytest.Monke
     assert unknown.silent_seconds(4) == 3
 
 
-def test_a_patient_connection_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_with_retries_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     server = MessageStore.serve()
-    hasty, patient = server.reconnect(), server.reconnect(retry_seconds=10)
+    single, retrying = server.reconnect(), server.reconnect(retry_seconds=10)
     server.write("a", {"n": 1})
 
     class Cut:
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("reset by peer")
 
-    for store in (hasty, patient):
+    for store in (single, retrying):
         monkeypatch.setattr(store, "_store", Cut())
     with pytest.raises(ExchangeError, match="reset by peer"):
-        hasty.read("a")
-    message = patient.read("a")
+        single.read("a")
+    message = retrying.read("a")
     assert message is not None and message.fields == {"n": 1}
 
 
@@ -142,7 +142,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     return torch.arange(18, dtype=torch.uint8)
 
 
-def test_a_message_without_a_body_removes_the_pieces_of_the_former_one(small_pieces: torch.Tensor) -> None:
+def test_a_message_without_a_body_removes_the_pieces_of_the_previous_one(small_pieces: torch.Tensor) -> None:
     server = MessageStore.serve()
     keys = server._store.num_keys()
     server.write("a", {"n": 1}, small_pieces)
@@ -180,7 +180,7 @@ class Interrupted:
 def test_an_interrupted_writer_leaves_nothing_behind(
     small_pieces: torch.Tensor, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    """Wherever it was interrupted: when it writes again, when another one writes, when the message is removed."""
+    """After any call: when it writes again, when another writer does, or when the message is removed."""
     server = MessageStore.serve()
     keys = server._store.num_keys()
     for again in ("same", "other", "none"):

@@ -39,10 +39,10 @@ BATCH = 7
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("stores")
-    makes = {"plain": plain_graph, "typed": typed_graph, "linked": lambda: linked(plain_graph)}
-    for name, make in makes.items():
-        save_store(make(), folder / name)
-    return {name: folder / name for name in makes}
+    graphs = {"plain": plain_graph(), "typed": typed_graph(), "linked": linked(plain_graph)}
+    for name, graph in graphs.items():
+        save_store(graph, folder / name)
+    return {name: folder / name for name in graphs}
 
 
 def run_config(strategy: dict[str, Any], **more: Any) -> RunConfig:
@@ -113,6 +113,10 @@ def weights_of(strategy: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in strategy.state_dict()["model"].items()}
 
 
+def state_of(strategy: Any) -> dict[str, dict[str, torch.Tensor]]:
+    return {part: {n: t.clone() for n, t in tensors.items()} for part, tensors in strategy.state_dict().items()}
+
+
 def rounds(strategy: Any, first: int, last: int) -> list[Any]:
     return [record for number in range(first, last) for record in strategy.train_epoch(number)]
 
@@ -128,12 +132,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("scheme", "name", "options", "more"),
-    [("super" if place % 2 else "random", *case) for place, case in enumerate(CASES)],
+    [("super" if index % 2 else "random", *case) for index, case in enumerate(CASES)],
 )
 def test_one_trainer_is_the_plain_loop(
     stores: dict[str, Path], scheme: str, name: str, options: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    """To the bit; a round is an epoch where it has as many steps."""
+    """Bit for bit; a round with as many steps as an epoch is an epoch."""
     local = {"name": "local", "cache_inputs": False, "batch": options.get("batch", BATCH)}
     local |= {} if options.get("full") else {"fanouts": [3, 2]}
     plain: Any = build(open_store(stores[name]), run_config(local, **more)).strategy
@@ -155,16 +159,16 @@ def test_averaging_every_step_averages_gradients(stores: dict[str, Path], scheme
     options = {"scheme": scheme, "steps": 1, "full": True, "batch": 0}
     config = run_config(tma(**options), workers=3, train=train)
     graph = open_store(stores["plain"])
-    deal = assignment_of(graph, config)
-    alone: list[Any] = [make_local_training(graph, config, i, deal.nodes_of(i, 3)).strategy for i in range(3)]
-    theta = {name: t.clone() for name, t in alone[0].state_dict()["model"].items()}
+    nodes = [assignment_of(graph, config).nodes_of(i, 3) for i in range(3)]
+    trainers: list[Any] = [make_local_training(graph, config, i, nodes[i]).strategy for i in range(3)]
+    theta = {name: t.clone() for name, t in trainers[0].state_dict()["model"].items()}
     for epoch in range(3):
         before = theta
         grads = []
-        for strategy in alone:
-            strategy.load_state_dict({"model": before, "optimizer": {}})
-            list(strategy.train_epoch(epoch))
-            grads.append({name: (before[name] - t) / 0.1 for name, t in strategy.state_dict()["model"].items()})
+        for trainer in trainers:
+            trainer.load_state_dict({"model": before, "optimizer": {}})
+            list(trainer.train_epoch(epoch))
+            grads.append({name: (before[name] - t) / 0.1 for name, t in trainer.state_dict()["model"].items()})
         theta = {name: before[name] - 0.1 * sum(grad[name] for grad in grads) / 3 for name in before}
     with trainers_in_threads(stores["plain"], config) as strategy:
         rounds(strategy, 0, 3)
@@ -181,7 +185,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["scheme"])
-def test_the_same_bits_every_time(stores: dict[str, Path], options: dict[str, Any]) -> None:
+def test_rounds_of_fixed_steps_give_the_same_bits_every_time(stores: dict[str, Path], options: dict[str, Any]) -> None:
     config = run_config(tma(steps=2, **options), workers=3, train={"epochs": 4})
     records, weights = [], []
     for _ in range(2):
@@ -205,24 +209,24 @@ def test_a_resumed_run_gives_the_same_bits(
 ) -> None:
     """Coordinator and trainers are restarted after two rounds; trainers read their checkpoints."""
     config = run_config(tma(steps=2, **options), workers=2, train={"epochs": 5}, model=model)
-    with trainers_in_threads(stores["plain"], config, folder=tmp_path / "whole") as strategy:
+    with trainers_in_threads(stores["plain"], config, folder=tmp_path / "uninterrupted") as strategy:
         rounds(strategy, 0, 5)
-        whole = weights_of(strategy)
-    with trainers_in_threads(stores["plain"], config, folder=tmp_path / "cut") as strategy:
+        expected = weights_of(strategy)
+    with trainers_in_threads(stores["plain"], config, folder=tmp_path / "resumed") as strategy:
         rounds(strategy, 0, 2)
-        state = {part: {n: t.clone() for n, t in ts.items()} for part, ts in strategy.state_dict().items()}
-    with trainers_in_threads(stores["plain"], config, folder=tmp_path / "cut") as strategy:
+        state = state_of(strategy)
+    with trainers_in_threads(stores["plain"], config, folder=tmp_path / "resumed") as strategy:
         strategy.load_state_dict(state)
         rounds(strategy, 2, 5)
-        assert all(torch.equal(t, whole[name]) for name, t in weights_of(strategy).items())
+        assert all(torch.equal(t, expected[name]) for name, t in weights_of(strategy).items())
 
 
 def test_a_run_resumes_with_another_partition(stores: dict[str, Path], tmp_path: Path) -> None:
-    """Optimizer state of embedding rows is of other nodes than a trainer has now: it starts anew for them."""
+    """Optimizer state of embedding rows starts anew: it is of other nodes than a trainer has now."""
     options, model = tma(steps=2), {"embedding": 3}
     with trainers_in_threads(stores["plain"], run_config(options, workers=2, model=model), folder=tmp_path) as strategy:
         rounds(strategy, 0, 2)
-        state = {part: {n: t.clone() for n, t in ts.items()} for part, ts in strategy.state_dict().items()}
+        state = state_of(strategy)
     resumed = []
     for folder in (tmp_path, tmp_path / "nothing"):  # with checkpoints of trainers, and without
         config = run_config(options, workers=2, model=model, partition="random", train={"optimizer": "adam"})
@@ -235,7 +239,7 @@ def test_a_run_resumes_with_another_partition(stores: dict[str, Path], tmp_path:
 
 
 def test_a_lost_connection_changes_nothing(stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer that loses its connection while it sends an update sends it again; no step is made twice."""
+    """A trainer that loses its connection while it sends an update sends it again. No step is repeated."""
     config, weights, failures = run_config(tma(steps=2), workers=2), [], []
     write = MessageStore.write
 
@@ -273,7 +277,7 @@ def test_prefetched_batches_have_the_remote_rows_of_their_round(
 
 
 def test_traffic_is_one_copy_of_the_weights_each_way(stores: dict[str, Path]) -> None:
-    """For each trainer, whatever the graph; embedding rows and remote rows are counted apart."""
+    """Per trainer; embedding rows and remote rows are counted separately."""
     cases: list[tuple[dict[str, Any], int, bool]] = [
         ({}, 0, False),
         ({"embedding": 3}, 0, False),
@@ -290,8 +294,8 @@ def test_traffic_is_one_copy_of_the_weights_each_way(stores: dict[str, Path]) ->
                 report["bytes_sent"] for report in strategy.external_workers
             )
         if not links:
-            (foreseen,) = estimates_of(stores["plain"], config.model_dump(mode="json"))
-            assert 2 * foreseen.bytes == sent
+            (estimate,) = estimates_of(stores["plain"], config.model_dump(mode="json"))
+            assert 2 * estimate.bytes == sent
         size = sum(t.numel() for name, t in model_now.items() if "embeddings" not in name) * 8
         assert metrics["megabytes_up"] == metrics["megabytes_down"] == 3 * size / 1e6 and metrics["trainers"] == 3
         rows = sum(t.numel() for name, t in model_now.items() if "embeddings" in name) * 8
@@ -325,7 +329,7 @@ def test_the_nodes_of_a_lost_trainer_are_reassigned_to_the_others(stores: dict[s
 
 
 def split_of(graph: Graph, count: int) -> Graph:
-    """With so many nodes to train on, and one to evaluate."""
+    """The graph with ``count`` training nodes and one validation node."""
     split = torch.full((1, graph.num_nodes), -1, dtype=torch.int8)
     split[0, :count], split[0, count] = 0, 1
     return graph.with_nodes("node", split=split)
@@ -346,14 +350,15 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_trainers_without_items_send_empty_updates(
     stores: dict[str, Path], tmp_path: Path, name: str, options: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    """Parts with nothing to train on, no node of a type or no edge to predict are legal."""
+    """Partitions without training items, without nodes of a type or without edges to predict are legal."""
     if name == "few":
         save_store(split_of(plain_graph(), 2), tmp_path / name)
     if name == "sparse":
-        whole = linked(plain_graph)
-        count = whole.num_nodes
-        few = validated_edges(torch.tensor([[0, 1, 2], [1, 0, 3]]), num_src=count, num_dst=count, links=held_out(whole))
-        save_store(Graph.of(whole.nodes, dict.fromkeys(whole.edges, few)), tmp_path / name)
+        graph = linked(plain_graph)
+        ((kind, edges),) = graph.edges.items()
+        count, ends = graph.num_nodes, torch.tensor([[0, 1, 2], [1, 0, 3]])
+        few = validated_edges(ends, num_src=count, num_dst=count, links=dict(edges.links))
+        save_store(Graph.of(graph.nodes, {kind: few}), tmp_path / name)
     if more.get("task") == "link":
         more = {**more, "link": {"eval_negatives": 6, "ranking": "sampled", **more.get("link", {})}}
     config = run_config(tma(steps=2, **options), workers=4, **more)
@@ -364,19 +369,11 @@ def test_trainers_without_items_send_empty_updates(
         assert math.isfinite(strategy.evaluate("val")["loss"])
 
 
-def held_out(graph: Graph) -> dict[str, torch.Tensor]:
-    return dict(next(iter(graph.edges.values())).links)
-
-
-def test_the_baseline_that_sees_everything_is_macrobatch() -> None:
-    config = run_config(tma(scheme="ggs"), workers=3)
-    settings = config.strategy.model_dump()
-    assert (settings["name"], settings["batch"], settings["batches_per_fetch"], settings["fanouts"]) == (
-        "macrobatch",
-        21,
-        1,
-        (3, 2),
-    )
+def test_the_baseline_that_sees_the_whole_graph_is_macrobatch() -> None:
+    config = run_config(tma(scheme="ggs"), workers=3).strategy
+    assert config.name == "macrobatch" and config.model_dump(exclude_defaults=True) == {
+        "batch": 21, "batches_per_fetch": 1, "fanouts": (3, 2), "cache_inputs": False
+    }  # fmt: skip
 
 
 def test_options_that_exclude_each_other_are_refused(stores: dict[str, Path]) -> None:
@@ -388,7 +385,7 @@ def test_options_that_exclude_each_other_are_refused(stores: dict[str, Path]) ->
 
 
 def test_every_round_by_the_clock_has_steps(stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if building the subgraphs anew in every round takes longer than a round."""
+    """Also if building new subgraphs in every round takes longer than a round."""
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.15)
@@ -409,5 +406,5 @@ def test_trainers_remove_checkpoints_before_the_newest_of_the_run(stores: dict[s
         messages_of(strategy).write_checkpointed(2)
         rounds(strategy, 2, 6)
     for index in range(2):
-        left = sorted(int(path.stem) for path in (tmp_path / str(index)).glob("*.safetensors"))
-        assert left == [2, 3, 4, 5, 6]
+        remaining = sorted(int(path.stem) for path in (tmp_path / str(index)).glob("*.safetensors"))
+        assert remaining == [2, 3, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""A tma run as its user starts it: the record, the same bits with Ray, restarts, and numbers of trainers."""
+"""A tma run as a user starts it: the record, the same bits with Ray, restarts, and numbers of trainers."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_the_record_has_all_rounds_and_one_entry_per_process(tmp_path: Path) -> 
     assert [row["trainers"] for row in rows] == [2, 2, 2] and record.metrics["test"] > 0
     assert len(record.predict(["n0", "n1"])) == 2
     assert not (tmp_path / "run" / ".launch").exists()
-    left = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run" / ".trainers").glob("*/*"))
-    assert left == [".trainers/0/3.safetensors", ".trainers/1/3.safetensors"], "only what another round would need"
+    remaining = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run" / ".trainers").glob("*/*"))
+    assert remaining == [".trainers/0/3.safetensors", ".trainers/1/3.safetensors"], "more rounds start from these"
     memory = record.summary.memory  # trainers have no epoch that could be repeated for a measurement
     assert "peak_tensors" not in memory and len(memory["peak_rss"]) == 3 and min(memory["peak_rss"]) > 0
 
@@ -72,7 +72,7 @@ def test_ray_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "here", "elsewhere"),
+    ("host", "local", "remote"),
     [
         ("0.0.0.0", "127.0.0.1:7", "10.0.0.5:7"),
         ("::", "127.0.0.1:7", "10.0.0.5:7"),
@@ -80,8 +80,8 @@ def test_ray_gives_the_same_bits(tmp_path: Path) -> None:
         ("127.0.0.1", "127.0.0.1:7", "127.0.0.1:7"),
     ],
 )
-def test_a_server_on_all_interfaces_is_reached_by_its_machine(host: str, here: str, elsewhere: str) -> None:
-    assert (reachable_address(Address(host, 7)), reachable_address(Address(host, 7), "10.0.0.5")) == (here, elsewhere)
+def test_a_server_on_all_interfaces_is_reached_by_its_machine(host: str, local: str, remote: str) -> None:
+    assert (reachable_address(Address(host, 7)), reachable_address(Address(host, 7), "10.0.0.5")) == (local, remote)
 
 
 def test_actors_get_an_address_that_other_machines_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -104,12 +104,13 @@ def test_actors_get_an_address_that_other_machines_reach(monkeypatch: pytest.Mon
 
 
 def test_join_refuses_an_address_without_a_port(tmp_path: Path) -> None:
-    done = call("join", "nowhere", tmp_path, "--trainers", "1")
-    assert done.returncode == 2 and "expected HOST:PORT with a port up to 65535, found 'nowhere'" in done.stderr
+    process = call("join", "nowhere", tmp_path, "--trainers", "1")
+    assert process.returncode == 2
+    assert "expected HOST:PORT with a port up to 65535, found 'nowhere'" in process.stderr
 
 
 class FailingTrainer:
-    """Ends as often as it is started."""
+    """A trainer that exits after every start."""
 
     def __init__(self, restarts: int, failure: Failure | None = None) -> None:
         self.role, self.restarts, self.failure = "1", restarts, failure
@@ -128,14 +129,14 @@ class FailingTrainer:
 
 @pytest.mark.parametrize(("role", "number"), [("coordinator", 0), ("0", 1), ("2", 3)])
 def test_an_unexpected_error_names_the_coordinator_or_the_trainer(role: str, number: int) -> None:
-    """Numbered as in records: the coordinator first."""
+    """They are numbered as in records: the coordinator first."""
     failure = process_failure(ValueError("rows"), role)
     name = role if role == "coordinator" else f"trainer {role}"
     assert failure.text.startswith(f"unexpected ValueError on {name}: rows") and failure.ranks == (number,)
 
 
 def test_a_trainer_is_restarted_until_it_has_no_restarts_left() -> None:
-    """With the same message each time; then its exit is published. The traceback of its error is shown."""
+    """Each time with the same message and the traceback of its error; then its exit is published."""
     messages, shown = RunMessages(MessageStore.serve()), list[str]()
     try:
         raise KeyError("rows")
@@ -191,7 +192,7 @@ def test_a_coordinator_that_restarts_has_time_and_one_that_hangs_is_killed(monke
     messages.beat()
     assert watchdog.overdue_seconds() is None
     now = 111.0
-    assert watchdog.overdue_seconds() is None, "one look may come late"
+    assert watchdog.overdue_seconds() is None, "one read may be late"
     assert watchdog.overdue_seconds() == 11.0
     watchdog.begin()
     before = messages.heartbeats()

@@ -1,4 +1,4 @@
-"""The coordinator of tma: an update counts once, in its own round, whatever the delays and losses of trainers."""
+"""The coordinator of tma: an update counts once and in its own round, also if trainers are late, lost or restarted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def messages() -> RunMessages:
 
 @pytest.fixture
 def start(messages: RunMessages) -> Iterator[Starter]:
-    """Starts a coordinator of two trainers, whose messages the test writes; waits for its first weights."""
+    """Starts a coordinator of two trainers and waits for its first weights; the test writes the trainers' messages."""
     started: list[Coordinator] = []
 
     def start(config: TmaConfig, last: int, **fields: Any) -> Coordinator:
@@ -59,7 +59,7 @@ def start(messages: RunMessages) -> Iterator[Starter]:
 
 
 def sign(number: int, trainer: int) -> torch.Tensor:
-    """Weights that tell the round and the trainer they are of."""
+    """Weights that identify their round and their trainer."""
     return torch.tensor([1000.0 * number + trainer, 1.0], dtype=torch.float64)
 
 
@@ -89,7 +89,7 @@ def has_rows(messages: RunMessages, number: int, trainer: int) -> bool:
 
 
 def test_embedding_rows_of_a_restarted_trainer_are_kept(messages: RunMessages, start: Starter) -> None:
-    """It does not have them yet: it sends none, and receives them with the next round."""
+    """It sends none, since it does not have them yet, and receives them with the next round."""
     nodes = [NodeAssignment(NODES, None).nodes_of(worker, 2)["node"] for worker in range(2)]
     tables = {"e": EmbeddingTable("node", torch.zeros(40, 1, dtype=torch.float64))}
     coordinator = start(TmaConfig(steps=1, give_up=20), 3, tables=tables)
@@ -105,7 +105,7 @@ def test_embedding_rows_of_a_restarted_trainer_are_kept(messages: RunMessages, s
 
 
 def test_running_statistics_are_weighted_by_items(messages: RunMessages, start: Starter) -> None:
-    """The first number is a parameter and averaged evenly, the second is a statistic."""
+    """The first number is a parameter, which is averaged evenly; the second is a running statistic."""
     layout = FlatLayout({"w": (1,), "mean": (1,)}, {"w": torch.float64, "mean": torch.float64}, torch.float64, 1)
     coordinator = start(TmaConfig(steps=1, give_up=20), 1, layout=layout)
     for i, count in enumerate((1, 3)):
@@ -126,24 +126,24 @@ def test_trainers_are_weighted_by_their_edges_or_steps(
 LOSSES: list[tuple[Any, bool | None, tuple[int, ...]]] = [
     ("reassign", False, (0,)),
     ("drop", False, (0, 1)),
-    ("reassign", None, (0, 1)),  # only silent: it may be back in the next round
+    ("reassign", None, (0, 1)),  # only silent: it may return in the next round
     ("reassign", True, (0, 1)),  # failed: its nodes might cause the same error in another trainer
 ]
 
 
-@pytest.mark.parametrize(("on_loss", "failed", "left"), LOSSES)
+@pytest.mark.parametrize(("on_loss", "failed", "remaining"), LOSSES)
 def test_nodes_are_reassigned_when_a_trainer_has_exited(
-    messages: RunMessages, start: Starter, on_loss: Any, failed: bool | None, left: tuple[int, ...]
+    messages: RunMessages, start: Starter, on_loss: Any, failed: bool | None, remaining: tuple[int, ...]
 ) -> None:
     coordinator = start(TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=60, on_trainer_loss=on_loss), 2)
     if failed is not None:
         messages.write_exit(1, failed=failed)
     send(messages, 0, 0)
     assert coordinator.wait_round()[0].trainers == (0,)
-    assert members(messages, 1) == left
+    assert members(messages, 1) == remaining
     coordinator.close()
     start(TmaConfig(steps=1, give_up=60, on_trainer_loss=on_loss), 2)
-    assert members(messages, 0, incarnation=2) == left, "a restarted coordinator decides the same"
+    assert members(messages, 0, incarnation=2) == remaining, "a restarted coordinator decides the same"
 
 
 def test_nodes_are_reassigned_after_a_long_silence_and_when_it_is_over(messages: RunMessages, start: Starter) -> None:
@@ -151,17 +151,17 @@ def test_nodes_are_reassigned_after_a_long_silence_and_when_it_is_over(messages:
     for _ in range(12):
         messages.beat(0)
         time.sleep(0.1)
-    for number, left in enumerate(((0,), (0, 1))):
+    for number, remaining in enumerate(((0,), (0, 1))):
         for i in range(number + 1):
             messages.beat(i)
         time.sleep(0.2)
         send(messages, number, 0)
         assert coordinator.wait_round()[0].trainers == (0,)
-        assert members(messages, number + 1) == left
+        assert members(messages, number + 1) == remaining
 
 
-def test_a_trainer_that_comes_back_when_no_other_is_left_has_nodes_again(messages: RunMessages, start: Starter) -> None:
-    """Nothing is counted in the round in which no trainer was left."""
+def test_a_trainer_that_returns_when_no_other_remains_has_nodes_again(messages: RunMessages, start: Starter) -> None:
+    """The round without trainers counts nothing."""
     coordinator = start(TmaConfig(steps=1, deadline=0.2, silence=0.2, give_up=20), 4)
     messages.write_exit(1)
     send(messages, 0, 0)
@@ -177,7 +177,7 @@ def test_a_trainer_that_comes_back_when_no_other_is_left_has_nodes_again(message
 
 
 def test_the_run_is_done_when_the_coordinator_is_closed(messages: RunMessages, start: Starter) -> None:
-    """Before its last checkpoint is written a coordinator may be restarted, and needs trainers."""
+    """Not earlier: until its last checkpoint is written, a coordinator may be restarted and needs trainers."""
     coordinator = start(TmaConfig(steps=1, give_up=20), 1)
     for i in range(2):
         send(messages, 0, i)
@@ -199,7 +199,7 @@ def test_weights_that_are_not_finite_do_not_count(messages: RunMessages, start: 
 
 
 def test_a_late_trainer_is_awaited_again_once_it_has_begun_a_round(messages: RunMessages, start: Starter) -> None:
-    """Trainer 1 sends heartbeats but hangs: rounds do not wait for it, whatever the deadline."""
+    """Trainer 1 sends heartbeats but hangs: rounds do not wait for it, even with a long deadline."""
     coordinator = start(TmaConfig(steps=1, deadline=600, give_up=20), 3)
     coordinator._records[1].missed_deadline = True
     for number in range(2):
@@ -217,9 +217,9 @@ def test_a_late_trainer_is_awaited_again_once_it_has_begun_a_round(messages: Run
 def test_the_state_of_a_trainer_follows_its_messages(
     messages: RunMessages, start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of a trainer's life; the first condition that holds decides."""
+    """In the order of a trainer's life."""
     coordinator = start(TmaConfig(interval=1000, deadline=60, silence=10, give_up=300), 1)
-    coordinator.close()  # the test looks in place of its thread
+    coordinator.close()  # the test calls it instead of its thread
     record, now, round_state = coordinator._records[1], 1000.0, RunState(1, 0)
     record.last_heard = now
     monkeypatch.setattr("gnnfleet.strategies.tma.coordinator.time.monotonic", lambda: now)
@@ -257,7 +257,7 @@ def test_a_restarted_coordinator_removes_the_messages_of_former_ones(messages: R
         for i in range(2):
             send(messages, number, i)
         former.wait_round()
-    former._stop.set()  # killed: it does not tell that the run is over
+    former._stop.set()  # killed: it does not mark the run as done
     former._thread.join()
     messages.write_state(RunState(1, 2))
     messages.write_update(RunState(1, 2), 0, update_of(2, 0))
@@ -289,7 +289,7 @@ class CountingCorrection:
 
 
 def test_rounds_without_steps_are_corrected_too(messages: RunMessages, start: Starter) -> None:
-    """A resumed run knows from the number of rounds which batches come next."""
+    """A resumed run computes the next batches from the number of rounds."""
     correction = CountingCorrection()
     coordinator = start(TmaConfig(steps=1, give_up=20), 2, correction=correction)
     for number in range(2):
@@ -301,7 +301,7 @@ def test_rounds_without_steps_are_corrected_too(messages: RunMessages, start: St
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_update_counts_twice_or_in_another_round(messages: RunMessages, start: Starter, seed: int) -> None:
-    """Trainers answer after random delays, twice, for rounds that are over, or not at all for a while."""
+    """Trainers answer after random delays, twice, for closed rounds, or not at all for a while."""
     stop = threading.Event()
 
     def trainer(index: int) -> None:
@@ -327,7 +327,7 @@ def test_no_update_counts_twice_or_in_another_round(messages: RunMessages, start
     for number in range(2, 22):
         stats, snapshot = coordinator.wait_round()
         assert stats.round == number
-        if snapshot.round == number:  # else later rounds are closed already
+        if snapshot.round == number:  # otherwise later rounds are closed already
             expected = torch.stack([sign(number, index) for index in stats.trainers]).mean(0)
             torch.testing.assert_close(snapshot.weights, expected)
             compared += 1
@@ -340,7 +340,7 @@ def test_no_update_counts_twice_or_in_another_round(messages: RunMessages, start
 
 
 def test_a_round_by_the_clock_begins_when_trainers_do(messages: RunMessages, start: Starter) -> None:
-    """They build their subgraphs first, which may take longer than a round."""
+    """Trainers first build their subgraphs, which may take longer than a round."""
     coordinator = start(TmaConfig(interval=0.2, deadline=20, give_up=60), 2)
     for i in range(2):
         messages.beat(i)
@@ -354,11 +354,11 @@ def test_a_round_by_the_clock_begins_when_trainers_do(messages: RunMessages, sta
     for i in range(2):
         send(messages, 0, i)
     stats, _ = coordinator.wait_round()
-    assert stats.seconds < 5 and time.monotonic() - began > stats.seconds, "starting is no part of it"
+    assert stats.seconds < 5 and time.monotonic() - began > stats.seconds, "the start is no part of the round"
 
 
 def test_by_the_clock_the_loop_gets_the_newest_snapshot(messages: RunMessages, start: Starter) -> None:
-    """The clock may close many rounds while the loop evaluates one: only one snapshot is held."""
+    """Many rounds may be closed while the loop evaluates one: only one snapshot is in memory."""
     tables = {"e": EmbeddingTable("node", torch.zeros(40, 1, dtype=torch.float64))}
     coordinator = start(TmaConfig(interval=0.01, deadline=5, give_up=60), 4, tables=tables)
     nodes = [NodeAssignment(NODES, None).nodes_of(worker, 2)["node"] for worker in range(2)]
@@ -375,7 +375,7 @@ def test_by_the_clock_the_loop_gets_the_newest_snapshot(messages: RunMessages, s
 
 
 def test_a_trainer_that_makes_steps_is_awaited(messages: RunMessages, start: Starter) -> None:
-    """In rounds of a fixed number of steps the deadline is for trainers that make none."""
+    """In rounds of a fixed number of steps, the deadline applies to trainers that make no step."""
     coordinator = start(TmaConfig(steps=5, deadline=0.4, silence=5, give_up=60), 1)
     send(messages, 0, 0, steps=5)
     for _ in range(12):
@@ -401,6 +401,6 @@ def test_a_missing_trainer_is_reported_again_after_a_while(messages: RunMessages
     assert all(text.endswith(" s). Training continues.") for text in logged)
 
 
-def test_trainers_are_named_for_people() -> None:
+def test_numbers_of_trainers_are_formatted_for_messages() -> None:
     names = [format_trainers(numbers) for numbers in ([1], [0, 2], [0, 2, 3])]
     assert names == ["trainer 1", "trainers 0 and 2", "trainers 0, 2 and 3"]

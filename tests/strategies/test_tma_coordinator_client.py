@@ -30,7 +30,7 @@ def test_a_coordinator_without_heartbeats_is_lost_though_the_store_answers(messa
 
 
 def test_the_last_process_to_take_a_number_is_the_trainer(messages: RunMessages) -> None:
-    """A process that was silent for so long that it was replaced finds that out and sends no more heartbeats."""
+    """A process that was silent and has been replaced notices it and sends no more heartbeats."""
     errors: list[str] = []
     with CoordinatorClient(messages.reconnect(), 1, give_up=20, on_lost=errors.append) as first:
         until(lambda: messages.heartbeats(1) > 0, 10, "a heartbeat")

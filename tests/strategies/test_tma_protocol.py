@@ -1,4 +1,4 @@
-"""Messages of tma: what is read is what was written, to the bit and with all optional parts."""
+"""Messages of tma are read as they were written, bit for bit and with all optional parts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_a_round_start_is_read_as_written(messages: RunMessages, dtype: torch.dt
     start = messages.read_round_start(STATE, dtype)
     assert start is not None and (start.state, start.assignment, start.members) == (STATE, 4, (0, 2))
     for name in ("weights", "optimizer", "remote"):
-        one, other = getattr(start, name), getattr(written, name)
-        assert (one is None) if other is None else torch.equal(one, other)
+        tensor, expected = getattr(start, name), getattr(written, name)
+        assert (tensor is None) if expected is None else torch.equal(tensor, expected)
     messages.remove_round(STATE, 3)
     assert messages.read_round_start(STATE, dtype) is None
 
@@ -92,7 +92,7 @@ def test_a_run_is_published_with_its_model_file(messages: RunMessages, source: b
     assert messages.read_run() == PublishedRun("{}", source)
 
 
-def test_heartbeats_of_roles_are_counted_apart(messages: RunMessages) -> None:
+def test_heartbeats_of_roles_are_counted_separately(messages: RunMessages) -> None:
     assert [messages.beat(), messages.beat(), messages.beat(0)] == [1, 2, 1]
     assert [messages.heartbeats(), messages.heartbeats(0), messages.heartbeats(1)] == [2, 1, 0]
     messages.add_steps(1, 4)

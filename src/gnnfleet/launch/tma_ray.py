@@ -37,13 +37,16 @@ class RayWorker:
     spec: RunSpec
     address: str
     restarts: int
-    actor: Any
-    outcome: Any  # of the actor's ``train``
     failure: Failure | None = None
 
-    @classmethod
-    def start(cls, role: str, spec: RunSpec, address: str, restarts: int) -> RayWorker:
-        return cls(role, spec, address, restarts, *_start_actor(role, spec, address))
+    def __post_init__(self) -> None:
+        package_root = str(Path(gnnfleet.__file__).parents[1])
+        python_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+        threads = str(self.spec.threads or 1)
+        variables = {"PYTHONPATH": python_path, "OMP_NUM_THREADS": threads, "RES_OPTIONS": "timeout:1"}
+        options = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables}}
+        self.actor = _ray().remote(_RayTrainer).options(**options).remote()
+        self.outcome = self.actor.train.remote(self.spec.as_json(), self.address, int(self.role))
 
     @property
     def is_running(self) -> bool:
@@ -68,18 +71,8 @@ class RayWorker:
         if not self.restarts:
             return False
         self.restarts -= 1
-        self.actor, self.outcome = _start_actor(self.role, self.spec, self.address)
+        self.__post_init__()
         return True
-
-
-def _start_actor(role: str, spec: RunSpec, address: str) -> tuple[Any, Any]:
-    """Start a trainer: (actor, outcome)."""
-    package_root = str(Path(gnnfleet.__file__).parents[1])
-    python_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
-    variables = {"PYTHONPATH": python_path, "OMP_NUM_THREADS": str(spec.threads or 1), "RES_OPTIONS": "timeout:1"}
-    actor_class = _ray().remote(_RayTrainer).options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": variables})
-    actor = actor_class.remote()
-    return actor, actor.train.remote(spec.as_json(), address, int(role))
 
 
 def open_ray() -> str:
@@ -100,7 +93,7 @@ def count_machines() -> int:
 def start_actors(spec: RunSpec, address: str, roles: Sequence[str], restarts: int) -> list[RayWorker]:
     """Start trainers that connect to ``address`` from any machine of the cluster."""
     spec = replace(spec, parent=None)  # actors are children of Ray's
-    return [RayWorker.start(role, spec, address, restarts) for role in roles]
+    return [RayWorker(role, spec, address, restarts) for role in roles]
 
 
 def end_actors(workers: Sequence[Any]) -> None:

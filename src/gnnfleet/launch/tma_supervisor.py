@@ -57,13 +57,12 @@ class LocalProcess:
     command: list[str]
     folder: Path
     restarts: int
-    process: subprocess.Popen[bytes]
     failure: Failure | None = None
     kill_reason: str = ""  # set if the launcher killed it
 
-    @classmethod
-    def start(cls, role: str, command: list[str], folder: Path, restarts: int) -> LocalProcess:
-        return cls(role, command, folder, restarts, _spawn(command))
+    def __post_init__(self) -> None:
+        # Ctrl-C goes to the launcher, which ends the processes in order.
+        self.process = subprocess.Popen(self.command, start_new_session=True)
 
     @property
     def is_running(self) -> bool:
@@ -95,13 +94,8 @@ class LocalProcess:
         self.restarts -= 1
         (self.folder / f"{self.role}.error").unlink(missing_ok=True)
         self.kill_reason = ""
-        self.process = _spawn(self.command)
+        self.__post_init__()
         return True
-
-
-def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
-    # Ctrl-C goes to the launcher, which ends the processes in order.
-    return subprocess.Popen(command, start_new_session=True)
 
 
 @worker_environment()
@@ -329,7 +323,7 @@ def start_processes(folder: Path, address: str, roles: Sequence[str], restarts: 
     command = [sys.executable, "-m", "gnnfleet.launch.tma_process", str(folder / "SPEC.json"), address]
     processes: list[LocalProcess] = []
     try:
-        processes.extend(LocalProcess.start(role, [*command, role], folder, restarts) for role in roles)
+        processes.extend(LocalProcess(role, [*command, role], folder, restarts) for role in roles)
     except BaseException:  # no memory for another process, or Ctrl-C
         end_processes(processes)
         raise

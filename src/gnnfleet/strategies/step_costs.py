@@ -68,8 +68,8 @@ def caches_aggregate(job: Job, option: CacheInputs) -> bool:
     return should_cache_aggregate(option, hides=job.task.masks_edges) and can_precompute(job.model, job.graph)
 
 
-def trace_full_batch(context: PlanningContext, option: CacheInputs, many: Sequence[bool] = ()) -> StepTrace:
-    """Trace a full-batch step on a miniature of a partition; ``many`` as for ``trace_step``."""
+def trace_full_batch(context: PlanningContext, option: CacheInputs, has_many_sources: Sequence[bool] = ()) -> StepTrace:
+    """Trace a full-batch step on a miniature of a partition; ``has_many_sources`` has an entry per layer, or none."""
     job = context.job
     is_cached = caches_aggregate(job, option)
 
@@ -78,9 +78,9 @@ def trace_full_batch(context: PlanningContext, option: CacheInputs, many: Sequen
 
     def trace() -> StepTrace:
         with autocast(job.precision):
-            return trace_step(job.model, context.parts()[0], PRECISIONS[job.precision], precompute, many)
+            return trace_step(job.model, context.parts()[0], PRECISIONS[job.precision], precompute, has_many_sources)
 
-    step: StepTrace = context.cached(f"step trace {is_cached} {tuple(many)}", trace)
+    step: StepTrace = context.cached(f"step trace {is_cached} {tuple(has_many_sources)}", trace)
     return step
 
 

@@ -12,7 +12,7 @@ from gnnfleet.units import parse_size
 
 CachePolicy = Literal["static", "score", "belady"]
 
-ByteSize = Annotated[int, BeforeValidator(lambda given: 0 if given in (0, "0") else parse_size(given))]
+ByteSize = Annotated[int, BeforeValidator(lambda size: 0 if size in (0, "0") else parse_size(size))]
 
 
 class MacrobatchConfig(StrategyConfig, frozen=True, extra="forbid"):

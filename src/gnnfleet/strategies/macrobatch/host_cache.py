@@ -76,7 +76,7 @@ class HostCache:
             remote = requested[~on_host[kind]]
             buffer.write(torch.tensor([len(remote)]))
             buffer.write(remote)
-        messages = all_to_all_bytes(self.host, [buffer.message] * self.host.size, what="nodes wanted here")
+        messages = all_to_all_bytes(self.host, [buffer.message] * self.host.size, what="requests of this host")
         received = [ByteBuffer(message) for message in messages]
         requests = {}
         for kind in ids:
@@ -147,7 +147,7 @@ class HostCache:
                 picked = send[q] if q == rank else torch.arange(len(rows))
                 gather(rows, picked, out=table, at=fetch.output_at[receive[q]])
 
-        self._ring.run([RowTable(plan, share[name]) for name in out], on_rows, op="rows fetched here")
+        self._ring.run([RowTable(plan, share[name]) for name in out], on_rows, op="rows for this host")
 
     def _admit(self, kind: str, admitted: Tensor, slots: Tensor, missing: Tensor, share: Mapping[str, Tensor]) -> None:
         """Write the rows this worker fetched into their slots; the other workers write theirs."""

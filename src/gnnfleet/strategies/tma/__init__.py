@@ -36,7 +36,7 @@ def _one_pass(config: TmaConfig, items: int, workers: int) -> Settings:
 
 SPEC = StrategySpec(
     config=TmaConfig,
-    build=lazy("gnnfleet.strategies.tma.build:build"),
+    build=lazy("gnnfleet.strategies.tma.strategy:TmaStrategy"),
     execution="supervised",
     placement="clusters",
     estimate=lazy("gnnfleet.strategies.tma.estimate:estimate"),

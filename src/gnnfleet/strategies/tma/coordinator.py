@@ -276,7 +276,7 @@ class Coordinator:
 
     def _drop_nonfinite(self, state: RunState, updates: dict[int, TrainerUpdate]) -> None:
         for i, update in list(updates.items()):
-            if not all(map(_is_finite, (update.weights, *update.rows.values()))):
+            if not all(bool(torch.isfinite(t).all()) for t in (update.weights, *update.rows.values())):
                 self.log_user(
                     f"Round {state.round + 1}: the weights of trainer {i} are not finite. They are left out of the "
                     "average."
@@ -484,7 +484,3 @@ def format_trainers(numbers: Sequence[int]) -> str:
     """Format numbers of trainers for messages, as in "trainers 0, 2 and 3"."""
     *others, last = map(str, numbers)
     return f"trainers {', '.join(others)} and {last}" if others else f"trainer {last}"
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())

@@ -6,8 +6,10 @@ Without a message store, as for predictions of a trained run, this is strategy `
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -19,7 +21,8 @@ from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.draws import Draws, Purpose
 from gnnfleet.report.phase_timer import PHASES, WAIT
 from gnnfleet.strategies.job import PRECISIONS, Job
-from gnnfleet.strategies.protocol import NodeStrategy, Prediction, Reporting, State, StepRecord, Strategy
+from gnnfleet.strategies.protocol import NodePredictor, NodeStrategy, Prediction, Reporting, State, StepRecord, Strategy
+from gnnfleet.strategies.registry import build_strategy, make_config
 from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable, ModelSnapshot, RoundStats
@@ -32,11 +35,15 @@ VELOCITY, MOMENTS, CORRECTION = "outer/velocity", "average/moments", "correction
 
 
 class TmaStrategy(Reporting):
-    """``evaluator`` has the model on the whole graph; ``corrector`` trains a copy of it there."""
+    """Evaluation and corrections use strategies ``local`` on the whole graph."""
 
-    def __init__(self, config: TmaConfig, job: Job, evaluator: NodeStrategy, corrector: Strategy | None) -> None:
+    def __init__(self, config: TmaConfig, job: Job) -> None:
         self.model = job.model
-        self._config, self._job, self._evaluator, self._corrector = config, job, evaluator, corrector
+        self._config, self._job = config, job
+        evaluator = build_strategy(make_config({"name": "local", "cache_inputs": False, "order": "store"}), job)
+        assert isinstance(evaluator, NodePredictor)
+        self._evaluator: NodeStrategy = evaluator
+        self._corrector = self._build_corrector()
         self._tables = _embedding_types(job)
         self._layout = FlatLayout.of_model(self.model, PRECISIONS[job.precision], without=self._tables)
         self._velocity: Tensor | None = None
@@ -56,6 +63,17 @@ class TmaStrategy(Reporting):
             )
         if config.remote_negatives and not isinstance(job.task, LinkTask):
             raise ConfigError("strategy.remote_negatives adds negative links: leave it out, or use --task link")
+
+    def _build_corrector(self) -> Strategy | None:
+        """The strategy that trains a copy of the model on the whole graph between rounds."""
+        config, job = self._config, self._job
+        if not config.correction_steps or job.context.message_store is None:
+            return None
+        model = copy.deepcopy(job.model)
+        task = replace(job.task, decoder=model.decoder) if isinstance(job.task, LinkTask) else job.task  # type: ignore[arg-type]
+        train = job.train.model_copy(update={"lr": config.correction_lr or job.train.lr})
+        local = make_config(config.local_settings(model.num_layers))
+        return build_strategy(local, replace(job, model=model, task=task, train=train))
 
     def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         if self._coordinator is None:
