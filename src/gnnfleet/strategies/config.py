@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
     """Settings of a strategy; ``name`` selects it."""
 
-    partitioner: ClassVar[str] = "mincut"  # assigns nodes to workers unless ``--partition`` names another
+    partitioner: ClassVar[str] = "mincut"  # the default of ``--partition``
 
     name: str
 
@@ -48,7 +48,7 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
         """Raise ConfigError for a number of workers that does not fit."""
 
     def check_task(self, task: Task) -> None:
-        """Raise ConfigError for a task that this strategy cannot learn."""
+        """Raise ConfigError for a task that this strategy does not support."""
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
-"""Predicted costs of an epoch, and the measurements and files of a graph that strategies predict them from.
+"""Cost estimates of an epoch, and the measurements and partitions that strategies compute them from.
 
-Bytes and rounds are counted from the parts of the graph. Seconds come from one profile of this machine (``planner.
-profiler``) and are within about 30 %; the planner replaces them by those of real epochs where epochs are short.
+Bytes and rounds are counted from the partitions of the graph. Seconds come from one profile of this machine (``planner.
+profiler``) and are within about 30 %; if epochs are short, the planner measures real ones instead.
 ``StrategySpec.estimate`` returns an estimate for every candidate of the settings that a config leaves open.
 """
 
@@ -41,9 +41,9 @@ class CostEstimate:
     passes: float = 1.0  # over the training items in an epoch; a round of tma may have any number
     steps: int = 1  # of the optimizer in an epoch
     batches_per_fetch: int = 1  # steps that share an exchange
-    is_synchronous: bool = True  # all workers take each step together, so that an epoch can be tried
+    is_synchronous: bool = True  # all workers take each step together, so that a trial can measure an epoch
     reasons: tuple[str, ...] = ()
-    refused: str = ""  # the reason why these settings cannot train
+    refused: str = ""  # reason why these settings cannot train
 
     @property
     def name(self) -> str:
@@ -80,7 +80,7 @@ class MachineProfile:
         )
 
     def linked(self, workers: int, bandwidth: float) -> MachineProfile:
-        """The profile of each of ``workers`` machines like this one."""
+        """The profile of each of ``workers`` machines of this kind."""
         return replace(self, workers=workers, bandwidth=bandwidth)
 
     def full_batch_seconds(self, loads: Sequence[tuple[float, float]]) -> float:
@@ -88,7 +88,7 @@ class MachineProfile:
         return sum(self.row_seconds * rows + self.edge_seconds * edges for rows, edges in loads)
 
     def transfer_seconds(self, nbytes: float, rounds: float) -> float:
-        """Seconds of an exchange that nothing overlaps."""
+        """Seconds of an exchange without overlap."""
         return nbytes / self.bandwidth + rounds * self.latency if self.workers > 1 else 0.0
 
     def allreduce_seconds(self, nbytes: float) -> float:
@@ -102,12 +102,12 @@ class PlanningContext:
 
     job: Job
     single_profile: MachineProfile  # of one process by itself
-    shared_profile: MachineProfile  # of each of all workers at once
-    overlaps: bool  # exchanges overlap with computation: not where workers share cores
-    parts: Callable[[], Sequence[Shard]]  # of ``partition``, or mincut; a part for every worker
+    shared_profile: MachineProfile  # of each worker, while all run
+    overlaps: bool  # exchanges overlap with computation: workers do not share cores
+    parts: Callable[[], Sequence[Shard]]  # a part for every worker, by ``partition`` or mincut
     assignment: Callable[[StrategyConfig], NodeAssignment]
     layouts: Callable[[StrategyConfig], Sequence[ChunkLayout]]
-    cache: dict[str, Any] = field(default_factory=dict)  # computed once for several estimates
+    cache: dict[str, Any] = field(default_factory=dict)  # values shared by several estimates
 
     @property
     def workers(self) -> int:
@@ -121,16 +121,16 @@ class PlanningContext:
 
 @dataclass(frozen=True)
 class TrialTiming:
-    """Outcome of a trial; ``refused`` is the reason why the settings cannot be trained."""
+    """Measurements of a trial."""
 
     seconds: float = 0.0  # of an epoch
     memory: float = 0.0  # peak bytes of the largest worker
-    refused: str = ""
+    refused: str = ""  # reason why these settings cannot train
 
 
 @dataclass(frozen=True, eq=False)
 class EventPlanningContext:
-    """Inputs of an estimate on an event stream; ``bandwidth`` is set if every worker has a machine of its own."""
+    """Inputs of an estimate on an event stream; ``bandwidth`` is set if every worker has its own machine."""
 
     job: EventJob
     workers: int

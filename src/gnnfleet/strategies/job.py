@@ -27,15 +27,15 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.
 """Dtype of weights and features. bf16 stores the results of dense products, and their operands where the CPU can."""
 
 EVALUATION_MEMORY = 4 << 30
-"""Bytes of activations an evaluation may hold at a time, by default."""
+"""Default limit of an evaluation's activations, in bytes."""
 
 OwnedIds = Mapping[str, Tensor] | None
-"""Store ids by node type: the nodes for which a rank holds learnable rows; None: all."""
+"""Store ids by node type: the nodes whose embedding rows a rank holds; None: all."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankContext:
-    """Where a strategy is built: this rank, and the placement that its spec asks for."""
+    """This rank, and the placement that the strategy's spec requires."""
 
     world: World = field(default_factory=World)
     shard: Shard | None = None  # placement partition: this rank's part
@@ -74,7 +74,7 @@ class _BaseJob:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job(_BaseJob):
-    """Inputs of a strategy; the graph has exactly the split that is trained on."""
+    """Inputs of a strategy; the graph has only the split that is trained on."""
 
     graph: Graph
     model: Model
@@ -85,13 +85,13 @@ class Job(_BaseJob):
 
     @property
     def evaluation_memory(self) -> int:
-        """Bytes of activations an evaluation may hold at a time."""
+        """Limit of an evaluation's activations, in bytes."""
         return EVALUATION_MEMORY if self.memory is None else self.memory
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EventJob(_BaseJob):
-    """Inputs of a strategy on events: a stream in place of a graph."""
+    """Inputs of a strategy on events."""
 
     model: TemporalModel
     task: EventTask

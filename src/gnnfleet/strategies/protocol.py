@@ -1,6 +1,6 @@
 """Interfaces between a strategy and its callers: training, reporting, prediction.
 
-The loop asks for steps, evaluations and state. The strategy owns the model, the optimizer and the moments at which
+The loop requests steps, evaluations and state. The strategy owns the model and the optimizer, and decides when
 parameters change. Files, launching and early stopping belong to the loop.
 """
 
@@ -43,7 +43,7 @@ class StepRecord:
     loss: float
     count: int
     seconds: float
-    steps: int = 1  # more where several workers made steps of their own
+    steps: int = 1  # more if workers take steps independently
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +64,11 @@ class Reporting(Protocol):
 
     @property
     def external_workers(self) -> Sequence[Mapping[str, float]]:
-        """Statistics of workers that are no ranks of this world: bytes_sent, rounds, peak_rss, seconds by phase, …"""
+        """Statistics of workers that are not ranks of this world: bytes_sent, rounds, peak_rss, seconds by phase, …"""
         return ()
 
     def epoch_metrics(self) -> dict[str, float]:
-        """Figures of the last epoch for its row in the metrics."""
+        """Statistics of the last epoch, for its row in the metrics."""
         return {}
 
     def artifacts(self) -> dict[str, str]:
@@ -77,7 +77,7 @@ class Reporting(Protocol):
 
 
 class Strategy(Reporting, Protocol):
-    """One way to train. Epochs count from 0 here: the number is part of the key of every draw."""
+    """One way to train. Epochs count from 0: the number is part of the key of every draw."""
 
     @property
     def model(self) -> torch.nn.Module: ...
@@ -89,7 +89,7 @@ class Strategy(Reporting, Protocol):
         """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""
 
     def validate(self) -> dict[str, float]:
-        """Measure what epochs are compared by: ``evaluate("val")``, or a cheaper estimate of it."""
+        """Metrics that epochs are compared by: ``evaluate("val")``, or a cheaper estimate of it."""
 
     def state_dict(self) -> State:
         """The live tensors, not copies."""
@@ -103,7 +103,7 @@ class Strategy(Reporting, Protocol):
 
 @runtime_checkable
 class NodePredictor(Protocol):
-    """Exact output rows of nodes at the present weights."""
+    """Exact output rows of nodes at the current weights."""
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         """Collective. Predictions for all nodes in store order on the first rank, no rows on the others."""
@@ -121,23 +121,23 @@ class NodeStrategy(Strategy, NodePredictor, Protocol):
 
 @runtime_checkable
 class EventPredictor(Protocol):
-    """Scores of new events, in the order of time."""
+    """Scores of new events, in temporal order."""
 
     @property
     def relation(self) -> str:
-        """The edge type whose events are predicted; empty where only one has times."""
+        """The edge type whose events are predicted; empty if only one has times."""
 
     @property
     def task(self) -> EventTask:
         """The task with all known events, including those scored since training."""
 
     def score(self, events: EventStream) -> Tensor:
-        """[n] probabilities, or [n, C] of classes; the events are known afterwards."""
+        """[n] probabilities, or [n, C] of classes. The events are part of the stream afterwards."""
 
 
 @runtime_checkable
 class GradientSource(Protocol):
-    """Gradients without a change of the weights."""
+    """Gradients at fixed weights."""
 
-    def gradients(self, epoch: int, most: int | None = None) -> tuple[float, int, dict[str, Tensor]]:
-        """(mean loss, items, {parameter: gradient of that mean}) over the first ``most`` batches of an epoch."""
+    def gradients(self, epoch: int, max_batches: int | None = None) -> tuple[float, int, dict[str, Tensor]]:
+        """(mean loss, items, {parameter: gradient of that mean}) over the first batches of an epoch."""

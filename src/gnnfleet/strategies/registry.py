@@ -27,7 +27,7 @@ def find_spec(name: str) -> StrategySpec[Any]:
     if name == AUTO:
         raise ConfigError(
             "strategy auto is planned on one machine before training: use gnnfleet train or gf.train with workers, or "
-            "ask gnnfleet plan and name what it recommends"
+            "choose a strategy that gnnfleet plan recommends"
         )
     if name not in STRATEGIES:
         raise ConfigError(f"no strategy {name!r}; this version has {', '.join(STRATEGIES)}")
@@ -46,7 +46,7 @@ def find_config(name: str) -> type[StrategyConfig]:
 
 
 def make_config(settings: Mapping[str, Any]) -> StrategyConfig:
-    """Settings of the strategy that ``settings`` name."""
+    """The settings object of the strategy ``settings["name"]``."""
     return find_config(settings["name"])(**settings)
 
 
@@ -63,23 +63,20 @@ def strategy_options(name: str) -> list[str]:
 
 
 def estimate_costs(config: StrategyConfig, context: PlanningContext | EventPlanningContext) -> list[CostEstimate]:
-    """Predicted costs of every candidate of the settings that a config leaves open; raises ConfigError."""
+    """Estimate the cost of every candidate of the settings that a config leaves open; raises ConfigError."""
     estimate = find_spec(config.name).estimate
     assert estimate is not None
     return estimate(config, context)
 
 
 def reference_config(config: StrategyConfig, layers: int) -> StrategyConfig | None:
-    """Settings of one process that takes the same steps; None for a strategy that does not aim at that."""
+    """Settings of one process that takes the same steps; None for strategies without such a reference."""
     settings = find_spec(config.name).reference(config, layers)
     return None if settings is None else make_config(settings)
 
 
 def inference_config(config: StrategyConfig, workers: int) -> StrategyConfig:
-    """Settings under which ``workers`` processes compute exact outputs of a trained run.
-
-    Exact outputs do not depend on the strategy of the training.
-    """
+    """Settings for exact outputs of a trained run on ``workers`` processes; any exact strategy gives the same."""
     if isinstance(config, EventConfig):
         return config.single_trainer
     if workers == 1:
