@@ -95,7 +95,7 @@ def _fleet(store: Path, words: dict[str, Any], scratch: Path) -> Iterator[Any]:
     graph, config = open_store(store), resolve(words)
     with (
         worker_environment(),
-        prepare_run(graph, config, None, place=RunLocation(scratch / "run"), quiet=True) as (spec, _),
+        prepare_run(graph, config, None, location=RunLocation(scratch / "run"), quiet=True) as (spec, _),
     ):
         post = MessageStore.serve()
         spec = replace(spec, parent=os.getpid(), threads=threads_per_worker(TRAINERS))

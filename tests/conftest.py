@@ -14,8 +14,8 @@ from tests.ranks import Crew
 # five seconds each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# One thread per process: tests run beside their own ranks, and OpenMP threads that wait for each other on busy cores take
-# ten times as long. Tests of thread counts set their own.
+# One thread per process: tests run beside their own ranks, and OpenMP threads that wait for each other on busy cores
+# take ten times as long. Tests of thread counts set their own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

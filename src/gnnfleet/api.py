@@ -1,4 +1,4 @@
-"""``gf.train``: the words of the command line as keyword arguments, and a record that answers questions.
+"""``gf.train``: the options of the command line as keyword arguments, and a record of the finished run.
 
 >>> record = gf.train(graph, model=gf.nn.SAGE(hidden=256, layers=3), epochs=100, lr=0.01, seed=0)
 >>> record.metrics["test"], record.model, record.predict(["alice", "bob"])
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store
-from gnnfleet.inference.predict import class_names
+from gnnfleet.inference.predict import END_COLUMNS, class_names
 from gnnfleet.inference.predict_events import score_events
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.report.run_record import RunRecord
@@ -43,21 +44,21 @@ NodeSelection = Sequence[int] | Sequence[str] | Tensor | np.ndarray[Any, Any] | 
 
 
 class Record:
-    """A finished run: its numbers, its model with the best weights, predictions by original id."""
+    """A finished run: its metrics, its model with the best weights, predictions by original id."""
 
-    def __init__(self, trained: TrainingResult) -> None:
-        self.summary: RunRecord = trained.record
-        self.config: RunConfig = trained.config
-        self.stopped_early: bool = trained.stopped_early
-        self._trained = trained
+    def __init__(self, result: TrainingResult) -> None:
+        self.summary: RunRecord = result.record
+        self.config: RunConfig = result.config
+        self.stopped_early: bool = result.record.epochs < result.config.train.epochs
+        self._reopen = result.reopen
 
     def __repr__(self) -> str:
         s = self.summary
         return f"Record({s.strategy}, {s.model}, epochs={s.epochs}, {s.metrics['name']} test={s.metrics['test']})"
 
-    @property
+    @cached_property
     def _built(self) -> BuiltRun:
-        return self._trained.built
+        return self._reopen()
 
     @property
     def metrics(self) -> Mapping[str, Any]:
@@ -73,45 +74,48 @@ class Record:
         return self.summary.run_dir
 
     def predict(self, ids: NodeSelection = None) -> list[Any]:
-        """The class of each id (all nodes without ``ids``): its name, or its number where classes have no names.
+        """The class of each node (of all nodes without ``ids``): its name, or its number if classes have no names.
 
-        With several labels per node, a list of classes for each id. A mask of all nodes stands for the ids of those
-        it names. Raises InputError for an unknown id.
+        For multi-label data a list of classes per node. Raises InputError for an unknown id.
         """
-        if isinstance(self._built.task, EventTask):
+        task = self._built.task
+        if isinstance(task, EventTask):
             raise ConfigError("this run predicts events: use record.score(events)")
-        if not isinstance(self._built.task, NodeTask):
+        if not isinstance(task, NodeTask):
             raise ConfigError("this run predicts links: use record.score(pairs) or record.embeddings(ids)")
-        return class_names(self._built.task.head, self._built.nodes, self.logits(ids))
+        return class_names(task.head, self._built.nodes, self.logits(ids))
 
     def score(self, pairs: Sequence[tuple[Any, ...]], relation: str = "") -> Tensor:
-        """[n]: for each pair of ids (source, destination) the probability of a link; for runs with ``task="link"``.
+        """[n] probability of a link for each pair of ids (source, destination), from a run with ``task="link"``.
 
-        A run on events takes (source, destination, time, features …) in the order of time; the state moves on, so the
-        next call is about what comes after. Where it classifies events, [n, C].
+        An event run scores (source, destination, time, features …) in the order of time, as [n], or [n, C] for classes.
+        It adds them to its stream, so events of the next call must be later.
         """
-        if isinstance(self._built.task, EventTask):
-            names = ["src", "dst", "time", *(f"f{place}" for place in range(len(pairs[0]) - 3))] if pairs else []
-            columns = dict(zip(names, map(list, zip(*pairs, strict=True)), strict=True))
-            return score_events(self._built, pa.table(columns)) if pairs else torch.empty(0)
-        if not isinstance(self._built.task, LinkTask):
+        task = self._built.task
+        if isinstance(task, EventTask):
+            if not pairs:
+                return torch.empty(0)
+            names = [*END_COLUMNS, "time", *(f"f{index}" for index in range(len(pairs[0]) - 3))]
+            columns = map(list, zip(*pairs, strict=True))
+            return score_events(self._built, pa.table(dict(zip(names, columns, strict=True))))
+        if not isinstance(task, LinkTask):
             raise ConfigError("this run classifies nodes: pairs are scored by a run with task='link'")
-        return score_pairs(self._built.node_predictor, self._built.task, pairs, relation)
+        return score_pairs(self._built.node_predictor, task, pairs, relation)
 
     def logits(self, ids: NodeSelection = None) -> Tensor:
         """[n, C]."""
-        return self._rows(self._built.node_predictor.predict().logits, ids)
+        return self._select(self._built.node_predictor.predict().logits, ids)
 
     def embeddings(self, ids: NodeSelection = None) -> Tensor:
-        """[n, hidden]: what the last layer reads; of a run on links, what its decoder reads."""
+        """[n, hidden] input of the last layer, or for a link run of its decoder."""
         if isinstance(self._built.task, LinkTask):
-            return self._rows(self._built.node_predictor.predict().logits, ids)
-        found = self._built.node_predictor.predict(embeddings=True).embeddings
-        assert found is not None
-        return self._rows(found, ids)
+            return self.logits(ids)
+        embeddings = self._built.node_predictor.predict(embeddings=True).embeddings
+        assert embeddings is not None
+        return self._select(embeddings, ids)
 
-    def _rows(self, values: Tensor, ids: NodeSelection) -> Tensor:
-        return values if ids is None else values[self._built.nodes.ids.rows(ids)]
+    def _select(self, rows: Tensor, ids: NodeSelection) -> Tensor:
+        return rows if ids is None else rows[self._built.nodes.ids.rows(ids)]
 
 
 def train(
@@ -128,53 +132,53 @@ def train(
 ) -> Record:
     """Train a model on a graph or a store and return its record.
 
-    ``settings`` are the words of the config: ``seed``, ``split``, ``precision``, ``workers``; of its group train
-    (``epochs``, ``lr``, ``patience``, …) and of the strategy by their own names; any other by its full name, as in
-    ``**{"report.memory": True}``. Without ``strategy`` it is the one of ``config``, or local; ``strategy="auto"`` plans
-    first and trains what is fastest within ``memory``. Files are written only where ``run_dir`` is given. With
-    ``workers`` processes are started on this machine; ``max_restarts`` is how often they may be started again when one
-    is lost. A word that another group has too (``split``, ``optimizer``, ``momentum``) means that one's; the strategy's
-    goes by its full name, as in ``**{"strategy.momentum": 0.5}``.
+    ``settings`` are options of the run (``seed``, ``split``, ``precision``, ``workers``), of the group train
+    (``epochs``, ``lr``, ``patience``, …) or of the strategy, in this order of precedence. Any other goes by its full
+    name, as in ``**{"report.memory": True}`` or ``**{"strategy.momentum": 0.5}``. They override ``config``.
+
+    ``strategy`` is local by default. ``strategy="auto"`` plans first and trains with the fastest that fits ``memory``.
+    Files are written only if ``run_dir`` is given. ``workers`` processes are started on this machine, and restarted up
+    to ``max_restarts`` times after a failure.
     """
-    seat = LaunchEnv.from_environment()
-    if seat is not None and seat.size > 1:
+    env = LaunchEnv.from_environment()
+    if env is not None and env.size > 1:
         raise ConfigError(
             "gf.train starts its own workers (workers=N): run the script without torchrun, or torchrun … -m gnnfleet "
             "train STORE for ranks of several machines"
         )
     if resume and run_dir is None:
-        raise ConfigError("resume needs run_dir: the directory of the run to go on with")
-    found = graph if isinstance(graph, Graph) else open_store(graph)
+        raise ConfigError("resume needs run_dir, the directory of the run to resume")
+    graph = graph if isinstance(graph, Graph) else open_store(graph)
     base = {} if config is None else config if isinstance(config, Mapping) else read_toml(Path(config))
-    given: SettingsTree = {} if strategy is None else {"strategy": _plain(strategy)}
+    groups: SettingsTree = {} if strategy is None else {"strategy": _as_settings(strategy)}
     if model is not None:
-        given["model"] = {"name": model} if isinstance(model, str) else _plain(model)
-    words = overlay(base, given)
-    words = overlay(words, group_settings(settings, words.get("strategy", {})))
-    place = RunLocation(run_dir=None if run_dir is None else Path(run_dir), resume=resume)
-    trained = run_training(found, words, place=place, quiet=quiet, restarts=max_restarts)
-    for how in trained.record.lost:
-        warnings.warn(f"the run went on without a trainer: {how}", RuntimeWarning, stacklevel=2)
-    return Record(trained)
+        groups["model"] = {"name": model} if isinstance(model, str) else _as_settings(model)
+    tree = overlay(base, groups)
+    tree = overlay(tree, group_settings(settings, tree.get("strategy", {})))
+    location = RunLocation(None if run_dir is None else Path(run_dir), resume=resume)
+    result = run_training(graph, tree, location=location, quiet=quiet, restarts=max_restarts)
+    for reason in result.record.lost:
+        warnings.warn(f"the run continued without a trainer: {reason}", RuntimeWarning, stacklevel=2)
+    return Record(result)
 
 
 def group_settings(settings: Mapping[str, Any], strategy: Any) -> SettingsTree:
-    """Keyword arguments in the groups they belong to; raises ConfigError with the nearest word for an unknown one."""
-    own = strategy_options(str(named_group("strategy", strategy).get("name", "local")))
-    full = {}
+    """Sort keyword arguments into their groups; raises ConfigError with the nearest name for an unknown one."""
+    options = strategy_options(str(named_group("strategy", strategy).get("name", "local")))
+    by_full_name = {}
     for key, value in settings.items():
         if "." in key or key in RunConfig.model_fields:
-            full[key] = _plain(value)
+            by_full_name[key] = _as_settings(value)
         elif key in TrainConfig.model_fields:
-            full[f"train.{key}"] = value
-        elif key in own:
-            full[f"strategy.{key}"] = value
+            by_full_name[f"train.{key}"] = value
+        elif key in options:
+            by_full_name[f"strategy.{key}"] = value
         else:
-            known = [*RunConfig.model_fields, *TrainConfig.model_fields, *own]
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            raise ConfigError(f"no setting {key!r}" + (f": did you mean {close[0]}?" if close else ""))
-    return unflatten(full)
+            valid = [*RunConfig.model_fields, *TrainConfig.model_fields, *options]
+            similar = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+            raise ConfigError(f"no setting {key!r}" + (f": did you mean {similar[0]}?" if similar else ""))
+    return unflatten(by_full_name)
 
 
-def _plain(value: Any) -> Any:
+def _as_settings(value: Any) -> Any:
     return value.model_dump() if isinstance(value, (ModelConfig, StrategyConfig)) else value

@@ -1,4 +1,4 @@
-"""Strategies side by side: trained alike, equal to local where that is their aim, on one page."""
+"""``gnnfleet compare``: strategies with the same settings, checked against local, in one table and on one page."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import gnnfleet
 from gnnfleet.analysis import compare
 from gnnfleet.analysis.compare import (
     Comparison,
@@ -33,7 +34,7 @@ from gnnfleet.strategies.local.config import LocalConfig
 from tests.graphs import communities
 from tests.shell import fails, run_json
 
-WORDS = ("--set", "model.hidden=8", "--set", "model.layers=2", "--set", "train.epochs=3", "-q")
+OPTIONS = ("--set", "model.hidden=8", "--set", "model.layers=2", "--set", "train.epochs=3", "-q")
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +44,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train_here(store: Path, config: RunConfig, run_dir: Path, **_: Any) -> None:
-    """In this process: a new one takes seconds to load torch."""
-    run_training(open_store(store), config.model_dump(mode="json"), place=RunLocation(run_dir))
+def train_in_process(store: Path, config: RunConfig, run_dir: Path, **_: Any) -> None:
+    """Train in this process: a new one takes seconds to load torch."""
+    run_training(open_store(store), config.model_dump(mode="json"), location=RunLocation(run_dir))
 
 
-def test_exact_ones_equal_local(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "_train", train_here)
+def test_exact_strategies_equal_local(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "_train", train_in_process)
     out = tmp_path / "out"
-    found = run_json("compare", store, *WORDS, "-w", "1", "--strategies", "local,sar,macrobatch", "-o", out)
-    local, sar, sampled = found["runs"]
-    assert [run["strategy"] for run in found["runs"]] == ["local", "sar", "macrobatch"]
+    runs = run_json("compare", store, *OPTIONS, "-w", "1", "--strategies", "local,sar,macrobatch", "-o", out)["runs"]
+    local, sar, sampled = runs
+    assert [run["strategy"] for run in runs] == ["local", "sar", "macrobatch"]
     assert local["test"] == sar["test"] and local["difference"] is None
     assert sar["equals_local"] and sar["difference"] < 1e-9
     assert sampled["equals_local"] and sampled["loss"] != local["loss"], "compared with local on the same samples"
@@ -61,80 +62,85 @@ def test_exact_ones_equal_local(store: Path, tmp_path: Path, monkeypatch: pytest
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert [run["name"] for run in data["runs"]] == ["local", "sar", "macrobatch"]
     assert data["runs"][1]["equals"].startswith("yes")
-    assert "not empty" in fails("compare", store, *WORDS, "-o", out, code=2)
-    (out / "mine").touch()
-    said = fails("compare", store, *WORDS, "--overwrite", "-o", out, code=2)
-    assert "not empty" in said and "or --overwrite" not in said
-    assert (out / "strategies" / "sar").is_dir(), "what somebody has added is a reason to leave all of it"
+    assert "not empty" in fails("compare", store, *OPTIONS, "-o", out, code=2)
+    (out / "notes").touch()
+    message = fails("compare", store, *OPTIONS, "--overwrite", "-o", out, code=2)
+    assert "not empty" in message and "or --overwrite" not in message
+    assert (out / "strategies" / "sar").is_dir(), "nothing is deleted if the directory holds other files"
 
 
-def test_other_weights_are_seen(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said to equal local is compared with it: a counterpart that samples is another training."""
-    monkeypatch.setattr(compare, "_train", train_here)
+def test_different_weights_do_not_equal_local(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are really compared: a reference that samples neighbours gives other weights."""
+    monkeypatch.setattr(compare, "_train", train_in_process)
     monkeypatch.setattr(compare, "reference_config", lambda config, layers: LocalConfig(fanouts=(2,) * layers))
-    contest = Comparison(store, tmp_path, ["sar"], 1, {"model": {"hidden": 8, "layers": 2}})
-    verdict = compare.check_all(contest, ["sar"])["sar"]
-    assert verdict.difference is not None and verdict.difference > 1e-6 and not verdict.equals
+    comparison = Comparison(store, tmp_path, ["sar"], 1, {"model": {"hidden": 8, "layers": 2}})
+    check = compare.check_all(comparison, ["sar"])["sar"]
+    assert check.difference is not None and check.difference > 1e-6 and not check.equals
 
 
-def test_what_could_not_be_checked_is_said(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of what was trained is not lost for it."""
+def test_a_check_that_fails_is_shown_with_its_reason(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results of training are shown all the same."""
 
-    def train(store: Path, config: RunConfig, run_dir: Path, **words: Any) -> None:
+    def train(store: Path, config: RunConfig, run_dir: Path, **_: Any) -> None:
         if config.precision == "float64":
             raise ConfigError("a worker needs 1.4 GiB at least")
-        train_here(store, config, run_dir)
+        train_in_process(store, config, run_dir)
 
     monkeypatch.setattr(compare, "_train", train)
-    found = run_json("compare", store, *WORDS, "-w", "1", "--strategies", "local,sar", "-o", tmp_path / "out")
-    assert [run["strategy"] for run in found["runs"]] == ["local", "sar"]
-    assert found["runs"][1]["equals_local"] is None and found["runs"][1]["not_checked"].startswith("a worker needs")
+    options = (*OPTIONS, "-w", "1", "--strategies", "local,sar", "-o", tmp_path / "out")
+    local, sar = run_json("compare", store, *options)["runs"]
+    assert (local["strategy"], sar["strategy"]) == ("local", "sar")
+    assert sar["equals_local"] is None and sar["not_checked"].startswith("a worker needs")
     assert "not checked: a worker needs 1.4 GiB" in (tmp_path / "out" / "page.html").read_text()
 
 
-def test_workers_and_partition_of_a_config(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A partition is for those that have parts; a strategy that the file is about is none of those compared."""
-    monkeypatch.setattr(compare, "_train", train_here)
+def test_strategies_use_workers_and_partition_of_a_config_file(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strategies without parts ignore the partition; the strategy in the file is not compared."""
+    monkeypatch.setattr(compare, "_train", train_in_process)
     file, out = tmp_path / "run.toml", tmp_path / "out"
     file.write_text('workers = 1\n[strategy]\nname = "tma"\ninterval = 3.0\n')
-    line = ["compare", store, *WORDS, "--config", file, "--strategies", "local,sar", "--no-check", "-o", out]
-    found = run_json(*line, "--set", "partition=random")
-    assert [run["workers"] for run in found["runs"]] == [1, 1] and "equals_local" not in found["runs"][1]
-    kept = [json.loads((out / "strategies" / name / "config.json").read_text()) for name in ("local", "sar")]
-    assert [about["config"]["partition"] for about in kept] == [None, "random"]
+    line = ["compare", store, *OPTIONS, "--config", file, "--strategies", "local,sar", "--no-check", "-o", out]
+    runs = run_json(*line, "--set", "partition=random")["runs"]
+    assert [run["workers"] for run in runs] == [1, 1] and "equals_local" not in runs[1]
+    saved = [json.loads((out / "strategies" / name / "config.json").read_text()) for name in ("local", "sar")]
+    assert [info["config"]["partition"] for info in saved] == [None, "random"]
     file.write_text('workers = "two"\n')
-    said = fails("compare", store, "--config", file, "--strategies", "sar", "-o", tmp_path / "none", code=2)
-    assert "workers='two'" in said and not (tmp_path / "none").exists()
+    message = fails("compare", store, "--config", file, "--strategies", "sar", "-o", tmp_path / "none", code=2)
+    assert "workers='two'" in message and not (tmp_path / "none").exists()
 
 
-def test_streams_are_compared_with_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "_train", train_here)
+def test_temporal_is_not_checked_against_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "_train", train_in_process)
     save_store(make_dataset("events", users=20, items=10, events=300, features=2, seed=3), tmp_path / "events")
-    words = ["train.epochs=1", "model.hidden=8", "temporal.batch=50", "temporal.static=false"]
-    line = [f"--set={word}" for word in (*words, "temporal.eval_negatives=4")]
+    settings = ["train.epochs=1", "model.hidden=8", "temporal.batch=50", "temporal.static=false"]
+    line = [f"--set={setting}" for setting in (*settings, "temporal.eval_negatives=4")]
     line += ["--strategies", "temporal", "--model", "tgn", "-w", "1", "-q", "-o", tmp_path / "out"]
-    (found,) = run_json("compare", tmp_path / "events", *line)["runs"]
-    assert found["strategy"] == "temporal" and found["equals_local"] is False and found["difference"] is None
+    (run,) = run_json("compare", tmp_path / "events", *line)["runs"]
+    assert run["strategy"] == "temporal" and run["equals_local"] is False and run["difference"] is None
 
 
-def test_a_run_in_a_process_of_its_own(store: Path, tmp_path: Path) -> None:
-    contest = Comparison(store, tmp_path, ["local"], 1, {"model": {"hidden": 8, "layers": 2}, "train": {"epochs": 2}})
-    assert compare.train_all(contest, say=print) == ["local"]
+def test_a_compared_run_trains_in_its_own_process(store: Path, tmp_path: Path) -> None:
+    settings = {"model": {"hidden": 8, "layers": 2}, "train": {"epochs": 2}}
+    assert compare.train_all(Comparison(store, tmp_path, ["local"], 1, settings), say=print) == ["local"]
     assert len(read_metrics(tmp_path / "local" / "metrics.jsonl")) == 2
 
 
-def test_its_error_is_raised_here(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_compared_run_are_reported(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'a remark' >&2\necho 'error: the loss is nan' >&2\nexit 7\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
-    said: list[str] = []
+    notes: list[str] = []
     with pytest.raises(RunError, match=r"^the loss is nan$"):
-        compare.train_all(Comparison(store, tmp_path, ["local", "sar"], 2), say=said.append)
-    assert said == ["local is left out: the loss is nan", "sar is left out: the loss is nan"]
+        compare.train_all(Comparison(store, tmp_path, ["local", "sar"], 2), say=notes.append)
+    assert notes == ["local is skipped: the loss is nan", "sar is skipped: the loss is nan"]
 
 
-def test_mistakes_of_compare(store: Path, tmp_path: Path) -> None:
+def test_mistakes_get_one_message(store: Path, tmp_path: Path) -> None:
     out = ("-o", tmp_path / "out")
     assert "different names" in fails("compare", store, "--strategies", "sar,sar", *out, code=2)
     assert "no strategy 'fast'" in fails("compare", store, "--strategies", "fast", *out, code=2)
@@ -143,7 +149,7 @@ def test_mistakes_of_compare(store: Path, tmp_path: Path) -> None:
     assert "no setting" in fails("compare", store, "--strategies", "sar", "--set", "sar.magic=2", "-q", *out, code=2)
 
 
-def test_words_of_one_strategy() -> None:
+def test_settings_of_one_strategy_have_its_name_as_prefix() -> None:
     assert split_settings({"train.lr": 0.1, "sar.group": 2, "seed": 3}) == (
         {"train.lr": 0.1, "seed": 3},
         {"sar": {"group": 2}},
@@ -153,41 +159,35 @@ def test_words_of_one_strategy() -> None:
         parse_strategies(",")
 
 
-def test_a_round_of_tma_is_a_pass(store: Path) -> None:
+def test_a_round_of_tma_is_one_pass_unless_its_length_is_set(store: Path) -> None:
     graph = open_store(store)
     train = int((graph.single_nodes.split == 0).sum())
-    contest = Comparison(store, store, ["tma"], 2, {}, {"tma": {"batch": 4}})
-    assert one_epoch_steps(graph, contest.config("tma")) == {"steps": -(-train // 8)}
-    for own in ({"steps": 7}, {"interval": 2.0}):
-        assert one_epoch_steps(graph, Comparison(store, store, ["tma"], 2, {}, {"tma": own}).config("tma")) == {}
-    drawn = Comparison(store, store, ["tma"], 2, {"split": "0.5/0.25/0.25"}, {"tma": {"batch": 4}})
-    assert one_epoch_steps(graph, drawn.config("tma")) == {"steps": -(-(graph.num_nodes // 2) // 8)}
-    assert (
-        one_epoch_steps(graph, Comparison(store, store, ["tma"], 2, {}, {"tma": {"scheme": "ggs"}}).config("tma")) == {}
-    )
+
+    def steps(options: dict[str, Any], **settings: Any) -> dict[str, Any]:
+        return one_epoch_steps(graph, Comparison(store, store, ["tma"], 2, settings, {"tma": options}).config("tma"))
+
+    assert steps({"batch": 4}) == {"steps": -(-train // 8)}
+    assert steps({"batch": 4}, split="0.5/0.25/0.25") == {"steps": -(-(graph.num_nodes // 2) // 8)}
+    for options in ({"steps": 7}, {"interval": 2.0}, {"scheme": "ggs"}):
+        assert steps(options) == {}
 
 
-def test_a_config_survives_the_command_line() -> None:
-    """What a run is started with says the same as the config it came from."""
-    for words in (
+@pytest.mark.parametrize(
+    "settings",
+    [
         {"strategy": {"name": "macrobatch", "fanouts": [5, 3]}, "workers": 2, "split": "0.6/0.2/0.2", "seed": 4},
         {"strategy": {"name": "macrobatch", "fanouts": {"a:to:b": [5, 3]}}, "model": {"name": "gat", "heads": 2}},
-        {
-            "task": "link",
-            "memory": "1GiB",
-            "train": {"optimizer": "sgd"},
-            "strategy": {"name": "sar"},
-            "precision": "float64",
-        },
-    ):
-        config = resolve(words)
-        typed = {
-            key: json.dumps(value) for key, value in flatten(_non_default_settings(config)).items() if value is not None
-        }
-        assert resolve(unflatten({key: parse_value(text) for key, text in typed.items()})) == config
+        {"task": "link", "memory": "1GiB", "strategy": {"name": "sar"}, "train": {"optimizer": "sgd"}},
+    ],
+)
+def test_a_config_is_the_same_after_the_command_line(settings: dict[str, Any]) -> None:
+    config = resolve(settings)
+    options = flatten(_non_default_settings(config)).items()
+    parsed = {key: parse_value(json.dumps(value)) for key, value in options if value is not None}
+    assert resolve(unflatten(parsed)) == config
 
 
-def test_a_verdict_in_words() -> None:
+def test_a_check_is_shown_as_text_and_json() -> None:
     assert [str(EqualityCheck(d)) for d in (1e-13, 0.3, None)] == ["yes (1e-13)", "no (3e-01)", "no, by design"]
     assert str(EqualityCheck(reason="no room")) == "not checked: no room"
     assert EqualityCheck(1e-13).as_json() == {"equals_local": True, "difference": 1e-13}
@@ -201,7 +201,10 @@ def test_a_verdict_in_words() -> None:
 def test_a_compared_run_ends_with_the_process_that_started_it() -> None:
     """The child sees to that itself, since code between fork and exec may deadlock while other threads run."""
     command = compare.gnnfleet_command("--version")
-    shown = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert shown.stdout.startswith("gnnfleet ")
-    orphan = ["1" if word == str(os.getpid()) else word for word in command]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("gnnfleet ")
+    orphan = ["1" if argument == str(os.getpid()) else argument for argument in command]
     assert subprocess.run(orphan, capture_output=True, check=False).returncode == 128 + signal.SIGKILL
+
+
+def test_no_code_runs_between_fork_and_exec() -> None:
+    assert not [path for path in Path(gnnfleet.__file__).parent.rglob("*.py") if "preexec_fn" in path.read_text()]

@@ -23,7 +23,7 @@ def test_the_demo_shows_every_strategy_and_partitioner(tmp_path: Path, monkeypat
         write_run(run_dir, strategy=config.strategy.name, workers=config.workers)
 
     monkeypatch.setattr(compare, "_train", write_fake_run)
-    monkeypatch.setattr(compare, "_difference", lambda *_: 1e-12)
+    monkeypatch.setattr(compare, "_largest_difference", lambda *_: 1e-12)
     for _ in range(2):  # the second demo replaces the first
         result = run_json("demo", "-o", tmp_path / "demo", "--set", "nodes=400", "-q")
     names = ["local", "sar", "macrobatch", "tma", "pipe", "temporal"]

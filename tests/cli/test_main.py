@@ -213,6 +213,21 @@ def test_doctor_finds_no_problem_on_this_machine() -> None:
     assert {"torch", "kernels", "shared memory", "ports", "interface", "open files"} <= set(checks)
 
 
+def test_doctor_does_not_resolve_the_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks listen on the interface that reaches the store, so a host name without an address is no problem."""
+
+    def unknown(*_: object) -> str:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(doctor.socket, "gethostbyname", unknown)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    checks = {result.check: result for result in doctor._network()}
+    assert checks["interface"].level == "ok" and not checks["interface"].advice
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth99")
+    checks = {result.check: result for result in doctor._network()}
+    assert checks["interface"].level == "warn" and "there is no eth99" in checks["interface"].advice
+
+
 def test_doctor_warns_if_shared_memory_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")

@@ -228,7 +228,7 @@ def predicted(world: World, store: str, parts: str | None, path: str) -> int:
     tree = words({"name": "gat", "heads": 2}, name="local" if parts is None else "sar")
     built = build(open_store(store), resolve(tree), context=here)
     list(built.strategy.train_epoch(0))
-    return prediction.write_predictions(built, Path(path), prediction.OutputColumns(logits=True, embeddings=True))
+    return prediction.write_predictions(built, Path(path), logits=True, embeddings=True)
 
 
 def test_the_first_rank_writes_what_local_writes(crew: Crew, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

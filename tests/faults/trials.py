@@ -102,9 +102,9 @@ class Forks:
 def spec_of(store: Graph, run_dir: Path, base: dict[str, Any], **train: Any) -> RunSpec:
     """A run ready for its ranks: begun, or gone on with where its directory is there."""
     words = {**base, "train": {**base["train"], **train}}
-    place = RunLocation(run_dir, resume=run_dir.exists())
-    config, directory = resolve_run(store, words, place)
-    with prepare_run(store, config, directory, place=place, quiet=True) as (spec, _):
+    location = RunLocation(run_dir, resume=run_dir.exists())
+    config, directory = resolve_run(store, words, location)
+    with prepare_run(store, config, directory, location=location, quiet=True) as (spec, _):
         return spec
 
 

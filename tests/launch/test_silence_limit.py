@@ -33,18 +33,18 @@ def test_ranks_of_torchrun_read_it_from_options_or_the_resumed_run(tmp_path: Pat
     RunDirectory(tmp_path / "run").initialize(resolve({**SAR, "silence_limit": 30}), graph, None)
     assert torchrun._silence_limit(SAR, place) == 30
     assert torchrun._silence_limit({**SAR, "silence_limit": 20}, place) == 20
-    assert torchrun._silence_limit({"strategy": "no such"}, place) == 10
+    assert torchrun._silence_limit({**SAR, "silence_limit": "long"}, place) == 10
 
 
 def test_workers_read_it_from_their_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve({**SAR, "silence_limit": 30}).model_dump(mode="json")
     spec = RunSpec(store="s", digest="d", partition="p", run_dir="r", config=config)
     (tmp_path / "spec.json").write_text(spec.as_json())
-    monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path / "spec.json")])
+    monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path / "spec.json"), "gnnfleet.launch.rank_main:train_rank"])
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(worker, "set_up_worker", lambda parent, threads: None)
     passed: dict[str, Any] = {}
     monkeypatch.setattr(rank_main, "run_rank", lambda *_, **options: passed.update(options))
-    worker.run_worker(lambda: lambda spec, world: None)
+    worker.main()
     assert passed["silence_limit"] == 30

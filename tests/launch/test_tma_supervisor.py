@@ -171,7 +171,7 @@ def test_the_record_names_lost_trainers(monkeypatch: pytest.MonkeyPatch) -> None
     assert lost.as_json()["lost"] == ["trainer 1 (pid 7) was killed by SIGKILL"]
     trained = TrainingResult(lost, resolve({}), lambda: pytest.fail("no query"))
     monkeypatch.setattr(api, "run_training", lambda *args, **kwargs: trained)
-    with pytest.warns(RuntimeWarning, match="went on without a trainer: trainer 1 .* killed by SIGKILL"):
+    with pytest.warns(RuntimeWarning, match="continued without a trainer: trainer 1 .* killed by SIGKILL"):
         assert train(communities(), strategy=STRATEGY).summary.lost == lost.lost
 
 

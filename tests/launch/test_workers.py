@@ -41,7 +41,7 @@ def test_more_workers_than_nodes_are_remarked(tmp_path: Path, capsys: pytest.Cap
     graph = save_store(ring, tmp_path / "store")
     for workers, has_remark in ((16, True), (12, False)):
         config = resolve({**MODEL, "strategy": {"name": "sar"}, "workers": workers, "partition": "random"})
-        with prepare_run(graph, config, None, place=RunLocation(tmp_path / f"run{workers}"), quiet=False):
+        with prepare_run(graph, config, None, location=RunLocation(tmp_path / f"run{workers}"), quiet=False):
             assert ("16 parts of 12 nodes: at least 4 are empty" in capsys.readouterr().err) is has_remark
 
 

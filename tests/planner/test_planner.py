@@ -53,7 +53,7 @@ def test_a_candidate_that_does_not_fit_says_how_much_memory_is_missing() -> None
     assert texts["sar"] == "needs 572 MiB, 48 MiB more than --memory" and texts["pipe"] == "as many layers"
     nothing = _recommend(ESTIMATES, 1 << 20, "exact")
     assert nothing.best is None
-    assert nothing.why[0].startswith("nothing fits into --memory 1 MiB; the least that any needs is 381 MiB (tma)")
+    assert nothing.reasons[0].startswith("nothing fits into --memory 1 MiB; the least that any needs is 381 MiB (tma)")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_bandwidth_is_read_in_bytes_per_second(text: str, rate: float) -> None
 
 @pytest.mark.parametrize("text", ["fast", "0Gbit", "1Gbyte", ""])
 def test_a_bandwidth_that_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="a bandwidth reads as 1Gbit"):
+    with pytest.raises(ConfigError, match="is not a bandwidth: write 1Gbit"):
         parse_rate(text)
 
 
@@ -140,12 +140,12 @@ def test_an_option_that_a_strategy_rejects_refuses_only_that_strategy(store: Pat
     """If all strategies that are to be planned reject it, it is an error."""
     graph, words = gf.open(store), {"model": MODEL, "workers": 2}
     plan = make_plan(graph, {**words, "strategy": {"quorum": 5}}, bandwidth=1e9, only=["sar", "tma"])
-    assert {each.name for each in plan.fits} == {"sar"}
-    texts = {each.name: each.refused for each in plan.refused}
+    assert {candidate.name for candidate in plan.fits} == {"sar"}
+    texts = {candidate.name: candidate.refused for candidate in plan.refused}
     assert "strategy.quorum=5 asks for more trainers" in texts["tma"]
     plan = make_plan(graph, {**words, "strategy": {"fanouts": "many"}}, bandwidth=1e9, only=["local", "sar"])
-    texts = {each.name: each.refused for each in plan.refused}
-    assert {each.name for each in plan.fits} == {"sar"} and "expected whole numbers" in texts["local"]
+    texts = {candidate.name: candidate.refused for candidate in plan.refused}
+    assert {candidate.name for candidate in plan.fits} == {"sar"} and "expected whole numbers" in texts["local"]
     with pytest.raises(ConfigError, match=r"strategy\.quorum=5 asks for more trainers"):
         make_plan(graph, {**words, "strategy": {"quorum": 5}}, only=["tma"])
 
@@ -154,20 +154,20 @@ def test_workers_come_from_the_config_file_unless_they_are_an_option(store: Path
     file = tmp_path / "run.toml"
     file.write_text('workers = 2\n[strategy]\nname = "tma"\ninterval = 3.0\n[model]\nhidden = 8\nlayers = 2\n')
     line = ["plan", store, "--config", file, "--strategies", "sar", "--bandwidth", "1Gbit", "-q"]
-    assert {each["workers"] for each in run_json(*line)["fits"]} == {2}
-    assert {each["workers"] for each in run_json(*line, "-w", "3")["fits"]} == {3}
+    assert {candidate["workers"] for candidate in run_json(*line)["fits"]} == {2}
+    assert {candidate["workers"] for candidate in run_json(*line, "-w", "3")["fits"]} == {3}
 
 
 def test_on_linked_machines_every_strategy_is_planned_and_slow_links_cost_more(store: Path) -> None:
     graph, words = gf.open(store), {"model": MODEL, "workers": 4, "strategy": {"steps": 3, "batch": 64}}
     plan = make_plan(graph, words, bandwidth=1e9)
-    names = {each.name for each in plan.fits}
+    names = {candidate.name for candidate in plan.fits}
     assert names == {"local", "sar", "macrobatch", "tma", "pipe"}
-    assert all(each.memory > 0 and each.seconds > 0 for each in plan.fits)
+    assert all(candidate.memory > 0 and candidate.seconds > 0 for candidate in plan.fits)
     slow = make_plan(graph, words, bandwidth=1e3, only=["sar"])
     fast = make_plan(graph, words, bandwidth=1e12, only=["sar"])
-    assert min(each.seconds for each in slow.fits) > max(each.seconds for each in fast.fits)
-    assert {each.bytes for each in slow.fits} == {each.bytes for each in fast.fits}
+    assert min(candidate.seconds for candidate in slow.fits) > max(candidate.seconds for candidate in fast.fits)
+    assert {candidate.bytes for candidate in slow.fits} == {candidate.bytes for candidate in fast.fits}
 
 
 def test_trials_of_a_launch_that_dies_are_launched_one_by_one(
@@ -204,7 +204,7 @@ def test_a_trial_that_runs_out_of_memory_in_one_process_refuses_its_candidate(
     plan = make_plan(gf.open(store), {"model": MODEL})
     reasons = [candidate.refused for candidate in plan.refused]
     assert reasons == ["its trial failed: DefaultCPUAllocator: can't allocate memory"]
-    assert plan.best is not None and "none of exact full-batch strategies fits" in plan.why[0]
+    assert plan.best is not None and "none of exact full-batch strategies fits" in plan.reasons[0]
 
 
 def test_auto_trains_what_is_recommended(store: Path, tmp_path: Path) -> None:
@@ -221,13 +221,15 @@ def test_auto_trains_what_is_recommended(store: Path, tmp_path: Path) -> None:
     assert more.returncode == 0, more.stderr
 
 
-def test_restarts_of_one_process_that_was_chosen(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asked for one process: it is a remark, not an error."""
+def test_restarts_have_no_effect_on_one_planned_process(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user did not choose one process, so it is a note, not an error."""
     chosen = {"strategy": {"name": "local"}, "workers": 1}
-    monkeypatch.setattr(training, "_with_strategy", lambda graph, words, place, quiet: {**words, **chosen})
+    monkeypatch.setattr(training, "_with_strategy", lambda graph, settings, location, quiet: {**settings, **chosen})
     words = ["--set", "model.hidden=8", "--set", "model.layers=2", "--set", "train.epochs=1", "--max-restarts", "2"]
     done = call("train", store, *words, "--strategy", "auto", "--run-dir", tmp_path / "run")
-    assert done.returncode == 0 and "one process was chosen, which nobody starts again" in done.stderr, done.stderr
+    assert done.returncode == 0 and "so --max-restarts has no effect" in done.stderr, done.stderr
 
 
 def test_a_plan_in_which_nothing_fits_is_an_error(store: Path) -> None:
@@ -240,7 +242,7 @@ def test_a_plan_in_which_nothing_fits_is_an_error(store: Path) -> None:
     assert shown.returncode == 2 and "rejected" in shown.stdout and "error: nothing fits" in shown.stderr
 
 
-def test_auto_that_does_not_fit(store: Path) -> None:
+def test_auto_in_which_nothing_fits_is_an_error(store: Path) -> None:
     with pytest.raises(ConfigError, match="nothing fits into --memory 1 MiB"):
         gf.train(store, strategy="auto", model=MODEL, epochs=1, memory="1MiB")
 
@@ -255,14 +257,13 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Path:
 EVENT_WORDS = {"model": {"name": "tgn", "hidden": 8}, "strategy": {"batch": 50, "static": False, "eval_negatives": 4}}
 
 
-def test_events_on_machines_with_links(events: Path) -> None:
-    """Only copies of the memory may be on several machines; gradients travel."""
+def test_on_linked_machines_only_memory_parallel_event_layouts_are_planned(events: Path) -> None:
     plan = make_plan(gf.open(events), {**EVENT_WORDS, "workers": 2}, bandwidth=1e6)
-    shapes = {(each.workers, each.settings["memory_parallel"]): each for each in plan.fits}
-    assert set(shapes) == {(1, 1), (2, 2)} and {each.kind for each in plan.fits} == {"exact", "approximate"}
-    assert all("on one machine" in each.refused for each in plan.refused) and len(plan.refused) == 2
+    shapes = {(candidate.workers, candidate.settings["memory_parallel"]): candidate for candidate in plan.fits}
+    assert set(shapes) == {(1, 1), (2, 2)} and {candidate.kind for candidate in plan.fits} == {"exact", "approximate"}
+    assert all("on one machine" in candidate.refused for candidate in plan.refused) and len(plan.refused) == 2
     alone, copies = shapes[1, 1], shapes[2, 2]
-    assert "the fastest of exact layouts that fit" in plan.why[0], plan.why
+    assert "the fastest of exact layouts that fit" in plan.reasons[0], plan.reasons
     assert alone.bytes == 0 and alone.memory > 0 and copies.steps == alone.steps // 2
     assert copies.bytes > 0 and copies.seconds / copies.steps > alone.seconds / alone.steps
 
@@ -272,7 +273,7 @@ def test_an_event_stream_is_planned_for_temporal_only(events: Path) -> None:
     with pytest.raises(ConfigError, match="plan it by itself"):
         make_plan(graph, EVENT_WORDS, only=["temporal", "sar"])
     with pytest.raises(ConfigError, match="no strategy has a setting 'fanouts'"):
-        make_plan(graph, {"strategy": {"fanouts": [3]}})  # a stream without features: nothing else is thought of
+        make_plan(graph, {"strategy": {"fanouts": [3]}})  # a stream without features: only temporal is planned
     with pytest.raises(ConfigError, match="no edges have times"):
         make_plan(make_dataset("communities", nodes=60, mean_degree=4), {"model": {"name": "tgn"}})
 

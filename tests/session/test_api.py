@@ -1,4 +1,4 @@
-"""gf.train: learning, early stopping, resuming after any checkpoint, one clear message for every mistake."""
+"""gf.train: learning, early stopping, resuming after any checkpoint, one message for every mistake."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def graph() -> Graph:
     return communities()
 
 
-def test_learns_and_answers_by_id() -> None:
+def test_a_run_learns_and_predicts_by_id() -> None:
     graph = communities(1500)
     record = train(graph, model=SAGE(hidden=32, layers=2), epochs=30, lr=0.01, seed=0)
     assert record.metrics["test"] > 0.6  # one class in ten is right by chance
@@ -51,7 +51,7 @@ def test_learns_and_answers_by_id() -> None:
         record.predict(mask[1:])
 
 
-def test_the_best_weights_are_kept_and_patience_stops(graph: Graph, tmp_path: Path) -> None:
+def test_patience_stops_training_and_the_best_weights_are_kept(graph: Graph, tmp_path: Path) -> None:
     record = train(graph, model=SMALL, epochs=300, patience=5, lr=0.05, run_dir=tmp_path / "run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     best = max(rows, key=lambda row: (row["val"], -row["val_loss"]))
@@ -67,8 +67,8 @@ def test_evaluates_every_k_epochs(graph: Graph, tmp_path: Path) -> None:
     assert [row["epoch"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "val" in row] == [3, 6, 8]
 
 
-def test_a_best_of_which_last_knows_nothing(graph: Graph, tmp_path: Path) -> None:
-    """Killed between the two, and what followed does not come again: the record is about weights that are there."""
+def test_a_best_checkpoint_newer_than_the_last_is_replaced(graph: Graph, tmp_path: Path) -> None:
+    """A kill between the two writes leaves such a best; the record must be about weights that exist."""
     path = tmp_path / "run"
     settings: dict[str, Any] = {"model": SMALL, "patience": 3, "checkpoint_seconds": 0}
     train(graph, epochs=4, run_dir=path, **settings)
@@ -82,8 +82,8 @@ def test_a_best_of_which_last_knows_nothing(graph: Graph, tmp_path: Path) -> Non
     chosen = max(rows, key=lambda row: (row["val"], -row["val_loss"]))
     assert len(rows) == 3 and record.metrics["best_epoch"] == chosen["epoch"]
     assert record.metrics["val"] == pytest.approx(chosen["val"])
-    built, found, name = open_trained_run(path, graph)
-    assert name == "best" and found.best_epoch == chosen["epoch"]
+    built, position, name = open_trained_run(path, graph)
+    assert name == "best" and position.best_epoch == chosen["epoch"]
     assert torch.equal(built.strategy.predict().logits, record.logits())
 
 
@@ -104,19 +104,19 @@ def test_a_full_disk_at_any_write_can_be_resumed(
 
 
 def _full_after(writes: int, write: Callable[..., None]) -> Callable[..., None]:
-    left = writes
+    remaining = writes
 
-    def wrapped(*words: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+    def wrapped(*arguments: Any) -> None:
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(*words)
+        write(*arguments)
 
     return wrapped
 
 
-def test_more_epochs_equal_one_longer_run(graph: Graph, tmp_path: Path) -> None:
+def test_resuming_with_more_epochs_equals_one_longer_run(graph: Graph, tmp_path: Path) -> None:
     train(graph, model=SMALL, epochs=9, run_dir=tmp_path / "long")
     train(graph, model=SMALL, epochs=4, run_dir=tmp_path / "short")
     record = train(graph, model=SMALL, epochs=9, run_dir=tmp_path / "short", resume=True)
@@ -125,9 +125,7 @@ def test_more_epochs_equal_one_longer_run(graph: Graph, tmp_path: Path) -> None:
     assert again.metrics == record.metrics and torch.equal(again.logits(), record.logits())
 
 
-def test_a_run_has_one_process(graph: Graph, tmp_path: Path) -> None:
-    from gnnfleet.training.run_dir import RunDirectory
-
+def test_only_one_process_may_use_a_run(graph: Graph, tmp_path: Path) -> None:
     train(graph, model=SMALL, epochs=1, run_dir=tmp_path / "run")
     holder = RunDirectory(tmp_path / "run")
     holder.lock()
@@ -147,7 +145,7 @@ def test_a_damaged_checkpoint_is_refused(graph: Graph, tmp_path: Path) -> None:
         train(graph, epochs=4, run_dir=tmp_path / "run", resume=True)
 
 
-def test_several_labels_per_node(tmp_path: Path) -> None:
+def test_multi_label_runs_predict_lists_of_classes(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(200, 8, generator=draw)
     y = (x[:, :3] > 0).to(torch.int8)
@@ -161,22 +159,22 @@ def test_several_labels_per_node(tmp_path: Path) -> None:
     assert train(graph, model=SMALL, epochs=1, split="0.6/0.2/0.2", metric="roc_auc").metrics["name"] == "roc_auc"
 
 
-def test_without_val_the_last_weights_stay(graph: Graph, tmp_path: Path) -> None:
+def test_without_val_nodes_the_last_weights_are_used(graph: Graph, tmp_path: Path) -> None:
     record = train(graph, model=SMALL, epochs=3, split="0.8/0/0.2", run_dir=tmp_path / "run")
     assert record.metrics["val"] is None and record.metrics["best_epoch"] == 3
     assert open_trained_run(tmp_path / "run", graph)[2] == "last"
 
 
-def test_learnable_rows_stand_in_for_features() -> None:
-    made = make_dataset("communities", nodes=300, mean_degree=8, seed=1)
-    bare = Graph.of({"node": validated_nodes(300, y=made.single_nodes.y, split=made.single_nodes.split)}, made.edges)
-    record = train(bare, model=SAGE(hidden=16, layers=2, embedding=8), epochs=5)
+def test_learnable_rows_replace_features() -> None:
+    graph = make_dataset("communities", nodes=300, mean_degree=8, seed=1)
+    nodes = validated_nodes(300, y=graph.single_nodes.y, split=graph.single_nodes.split)
+    record = train(Graph.of({"node": nodes}, graph.edges), model=SAGE(hidden=16, layers=2, embedding=8), epochs=5)
     assert record.logits().shape == (300, 10)
 
 
 def _graph(**changes: Any) -> Graph:
-    words: dict[str, Any] = {"x": torch.randn(6, 3), "y": [0, 1, 0, 1, 0, 1], "split": [0, 0, 1, 1, 2, 2], **changes}
-    return Graph([[0, 1, 2, 3], [1, 2, 3, 4]], num_nodes=6, **words)
+    fields: dict[str, Any] = {"x": torch.randn(6, 3), "y": [0, 1, 0, 1, 0, 1], "split": [0, 0, 1, 1, 2, 2], **changes}
+    return Graph([[0, 1, 2, 3], [1, 2, 3, 4]], num_nodes=6, **fields)
 
 
 def _out_of_range() -> Graph:
@@ -192,7 +190,7 @@ MISTAKES: list[tuple[Callable[[], Graph], dict[str, Any], type[GnnfleetError], s
     (lambda: _graph(split=None), {}, ConfigError, "the graph has no split"),
     (lambda: _graph(split=[1, 1, 1, 1, 2, 2]), {}, ConfigError, "training split has no labelled nodes"),
     (lambda: _graph(split=[0] * 6), {"patience": 3}, ConfigError, "train.patience needs val nodes"),
-    (_graph, {"split": "0.6/0.6/0.2"}, ConfigError, "a split reads TRAIN/VAL/TEST"),
+    (_graph, {"split": "0.6/0.6/0.2"}, ConfigError, "a split has the form TRAIN/VAL/TEST"),
     (_graph, {"metric": "roc_auc", "y": 3}, ConfigError, "no setting 'y'"),
     (_graph, {"epoch": 3}, ConfigError, "did you mean epochs?"),
     (_graph, {"lr": 1e30, "optimizer": "sgd", "epochs": 50}, RunError, r"the loss is (nan|inf) in epoch \d+, step 0"),
@@ -204,18 +202,18 @@ MISTAKES: list[tuple[Callable[[], Graph], dict[str, Any], type[GnnfleetError], s
 def test_mistakes_get_one_message(
     make: Callable[[], Graph], settings: dict[str, Any], kind: type[GnnfleetError], message: str, tmp_path: Path
 ) -> None:
-    place = {} if "resume" in settings else {"run_dir": tmp_path / "run"}
+    run_dir = {} if "resume" in settings else {"run_dir": tmp_path / "run"}
     with pytest.raises(kind, match=message) as caught:
-        train(make(), model=SAGE(hidden=4, layers=2), **settings, **place)  # type: ignore[arg-type]
+        train(make(), model=SAGE(hidden=4, layers=2), **settings, **run_dir)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
     if kind is not RunError:
         assert not list(tmp_path.iterdir())
 
 
-def test_a_store_is_as_good_as_a_graph(graph: Graph, tmp_path: Path) -> None:
+def test_a_store_and_a_graph_give_the_same_results(graph: Graph, tmp_path: Path) -> None:
     save_store(graph, tmp_path / "store")
-    one, two = train(graph, model=SMALL, epochs=3), train(str(tmp_path / "store"), model=SMALL, epochs=3)
-    assert torch.equal(one.logits(), two.logits())
+    records = [train(source, model=SMALL, epochs=3) for source in (graph, str(tmp_path / "store"))]
+    assert torch.equal(records[0].logits(), records[1].logits())
 
 
 def test_the_strategy_of_a_config_stays_unless_another_is_named(graph: Graph, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model of one's own through a whole run: train, resume, evaluate and predict from another folder; faults by line."""
+"""A custom model through a whole run: train, resume, evaluate, predict; errors in its file are shown with the line."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from gnnfleet.inference.query import open_trained_run
 from tests.graphs import assert_same_checkpoint, communities
 from tests.shell import call, run_json
 
-MINE = """
+CUSTOM_MODEL = """
 import torch
 import gnnfleet as gf
 
 class Weighted(torch.nn.Module):
     def __init__(self, wide, narrow, scale):
         super().__init__()
-        self.lin, self.own = torch.nn.Linear(wide, narrow), torch.nn.Linear(wide, narrow)
+        self.lin, self.lin_self = torch.nn.Linear(wide, narrow), torch.nn.Linear(wide, narrow)
         self.gate = torch.nn.Parameter(torch.tensor([float(scale)]))
 
     def forward(self, view, x):
         z = self.lin(x)
         def message(src, dst, edge, gate):
             return torch.sigmoid(gate * (src["z"] * dst["z"]).mean(1, keepdim=True)) * src["z"]
-        near = view.propagate(message, src={"z": z}, dst={"z": z}, params=[self.gate], reduce="mean")
-        return near + self.own(x[:view.num_dst])
+        aggregated = view.propagate(message, src={"z": z}, dst={"z": z}, params=[self.gate], reduce="mean")
+        return aggregated + self.lin_self(x[:view.num_dst])
 
 def make(config, graph, out_channels):
     widths = [graph.single_nodes.x.shape[1], config.hidden, out_channels]
     layers = [Weighted(*pair, config.settings["scale"]) for pair in zip(widths, widths[1:])]
     return gf.nn.Model(layers, dropout=config.dropout)
 """
-TWICE = """
+SHARED_LAYER_MODEL = """
 import torch
 import gnnfleet as gf
 
@@ -57,57 +57,57 @@ def make(config, graph, out_channels):
     again = Step(hidden, hidden, norm)
     return gf.nn.Model([Step(wide, hidden, norm), again, again, Step(hidden, out_channels, norm)])
 """
-WORDS: dict[str, Any] = {"hidden": 16, "dropout": 0.3, "settings": {"scale": 2}}
+OPTIONS: dict[str, Any] = {"hidden": 16, "dropout": 0.3, "settings": {"scale": 2}}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "custom.py").write_text(CUSTOM_MODEL)
     save_store(communities(), tmp_path / "store")
     return tmp_path
 
 
 def model(folder: Path) -> dict[str, Any]:
-    return {"name": f"{folder / 'mine.py'}:make", **WORDS}
+    return {"name": f"{folder / 'custom.py'}:make", **OPTIONS}
 
 
-def test_a_run_from_python_and_shell(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_python_and_command_line_train_the_same_weights(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     record = train(folder / "store", model=model(folder), epochs=6, lr=0.02, seed=3, run_dir=folder / "one")
     (folder / "run.toml").write_text(
-        f'seed = 3\n[model]\nname = "{folder / "mine.py"}:make"\nhidden = 16\ndropout = 0.3\n'
+        f'seed = 3\n[model]\nname = "{folder / "custom.py"}:make"\nhidden = 16\ndropout = 0.3\n'
         "[model.settings]\nscale = 2\n[train]\nepochs = 6\nlr = 0.02\n"
     )
     shown = run_json("train", folder / "store", "--config", folder / "run.toml", "--run-dir", folder / "two")
-    assert shown["model"] == record.summary.model == "mine.py:make" and shown["metrics"] == record.metrics
+    assert shown["model"] == record.summary.model == "custom.py:make" and shown["metrics"] == record.metrics
     assert_same_checkpoint(folder / "one/checkpoints/last", folder / "two/checkpoints/last")
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    other_folder = tmp_path_factory.mktemp("other")
     built, _, _ = open_trained_run(folder / "two", open_store(folder / "store"), split="test")
     assert built.strategy.evaluate("test")["accuracy"] == record.metrics["test"]
-    assert run_json("predict", folder / "two", "-o", elsewhere / "out.parquet", "--memory", "150KB")["rows"] == 300
-    assert pq.read_table(elsewhere / "out.parquet")["prediction"].to_pylist() == record.predict()
-    about = json.loads((folder / "two/config.json").read_text())
-    assert about["model_file"]["path"] == str(folder / "mine.py") and len(about["model_file"]["sha256"]) == 64
-    assert (folder / "two/model.py").read_text() == MINE
+    assert run_json("predict", folder / "two", "-o", other_folder / "out.parquet", "--memory", "150KB")["rows"] == 300
+    assert pq.read_table(other_folder / "out.parquet")["prediction"].to_pylist() == record.predict()
+    saved = json.loads((folder / "two/config.json").read_text())["model_file"]
+    assert saved["path"] == str(folder / "custom.py") and len(saved["sha256"]) == 64
+    assert (folder / "two/model.py").read_text() == CUSTOM_MODEL
 
 
-def test_resumed_equals_uninterrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    words: dict[str, Any] = {"model": {**model(folder), "name": "mine.py:make"}, "seed": 1}  # by a relative path
-    train("store", **words, epochs=3, run_dir="whole")
-    train("store", **words, epochs=1, run_dir="cut")
+    settings: dict[str, Any] = {"model": {**model(folder), "name": "custom.py:make"}, "seed": 1}  # a relative path
+    train("store", **settings, epochs=3, run_dir="whole")
+    train("store", **settings, epochs=1, run_dir="cut")
     train("store", epochs=3, run_dir="cut", resume=True)
     assert_same_checkpoint(folder / "cut/checkpoints/last", folder / "whole/checkpoints/last")
     with pytest.raises(ConfigError, match=r"started with model\.settings\.scale=2, found 3"):
         train("store", **{"model.settings.scale": 3}, epochs=4, run_dir="cut", resume=True)
 
 
-@pytest.mark.parametrize("words", [{}, {"strategy": "sar", "workers": 2, "partition": "random"}])
-def test_a_layer_that_is_there_twice(folder: Path, words: dict[str, Any]) -> None:
-    (folder / "twice.py").write_text(TWICE)
-    about = {"name": f"{folder / 'twice.py'}:make", "hidden": 8, "settings": {"norm": "BatchNorm"}}
-    words = {"model": about, "seed": 1, "checkpoint_seconds": 0, "lr": 0.02, **words}
-    record = train(folder / "store", **words, epochs=4, run_dir=folder / "whole")
-    train(folder / "store", **words, epochs=2, run_dir=folder / "cut")
+@pytest.mark.parametrize("options", [{}, {"strategy": "sar", "workers": 2, "partition": "random"}])
+def test_a_layer_may_occur_twice(folder: Path, options: dict[str, Any]) -> None:
+    (folder / "shared.py").write_text(SHARED_LAYER_MODEL)
+    model = {"name": f"{folder / 'shared.py'}:make", "hidden": 8, "settings": {"norm": "BatchNorm"}}
+    settings = {"model": model, "seed": 1, "checkpoint_seconds": 0, "lr": 0.02, **options}
+    record = train(folder / "store", **settings, epochs=4, run_dir=folder / "whole")
+    train(folder / "store", **settings, epochs=2, run_dir=folder / "cut")
     train(folder / "store", epochs=4, run_dir=folder / "cut", resume=True)
     for name in ("best", "last"):
         assert_same_checkpoint(folder / f"cut/checkpoints/{name}", folder / f"whole/checkpoints/{name}")
@@ -116,27 +116,27 @@ def test_a_layer_that_is_there_twice(folder: Path, words: dict[str, Any]) -> Non
     torch.testing.assert_close(built.strategy.predict().logits, record.logits())
 
 
-def test_order_and_chunks_change_rounding_only(folder: Path) -> None:
-    words: dict[str, Any] = {"model": model(folder), "epochs": 2, "precision": "float64"}
-    plain = train(folder / "store", **words)
-    other = train(folder / "store", **words, order="cluster", memory="150KB", eval_every=2)
+def test_node_order_and_memory_limit_change_only_rounding(folder: Path) -> None:
+    settings: dict[str, Any] = {"model": model(folder), "epochs": 2, "precision": "float64"}
+    plain = train(folder / "store", **settings)
+    other = train(folder / "store", **settings, order="cluster", memory="150KB", eval_every=2)
     torch.testing.assert_close(other.logits(), plain.logits(), rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(other.embeddings(), plain.embeddings(), rtol=1e-8, atol=1e-10)
 
 
-def test_a_changed_or_missing_file_says_what_to_do(folder: Path) -> None:
+def test_a_changed_or_missing_model_file_is_refused(folder: Path) -> None:
     train(folder / "store", model=model(folder), epochs=2, run_dir=folder / "run")
-    file, copy, graph = folder / "mine.py", folder / "run" / "model.py", open_store(folder / "store")
-    file.write_text(MINE + "# another word\n")
-    wanted = rf"model file {file} changed since the run started: restore it from the copy {copy}, or start a new run"
-    with pytest.raises(RunError, match=wanted):
+    file, copy, graph = folder / "custom.py", folder / "run" / "model.py", open_store(folder / "store")
+    file.write_text(CUSTOM_MODEL + "# another line\n")
+    message = rf"model file {file} changed since the run started: restore it from the copy {copy}, or start a new run"
+    with pytest.raises(RunError, match=message):
         open_trained_run(folder / "run", graph)
     with pytest.raises(RunError, match="changed since the run started"):
         train(folder / "store", epochs=4, run_dir=folder / "run", resume=True)
     file.unlink()
     with pytest.raises(RunError, match=rf"model file {file} of this run is missing: restore it from the copy {copy}"):
         open_trained_run(folder / "run", graph)
-    file.write_bytes(copy.read_bytes())  # what the message says
+    file.write_bytes(copy.read_bytes())  # as the message advises
     train(folder / "store", epochs=4, run_dir=folder / "run", resume=True)
 
 
@@ -150,40 +150,40 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("right", "wrong", "message"), FAULTS)
-def test_faults_in_layers_are_named(folder: Path, right: str, wrong: str, message: str) -> None:
-    (folder / "mine.py").write_text(MINE.replace(right, wrong))
+@pytest.mark.parametrize(("code", "faulty", "message"), FAULTS)
+def test_errors_in_the_model_file_name_the_line(folder: Path, code: str, faulty: str, message: str) -> None:
+    (folder / "custom.py").write_text(CUSTOM_MODEL.replace(code, faulty))
     with pytest.raises(ConfigError) as caught:
         train(folder / "store", model=model(folder), epochs=2)
     assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert "line" not in message or (str(folder / "mine.py") in str(caught.value) and caught.value.__cause__)
+    assert "line" not in message or (str(folder / "custom.py") in str(caught.value) and caught.value.__cause__)
 
 
-def test_the_shell_shows_one_message_and_no_run(folder: Path) -> None:
-    (folder / "mine.py").write_text(MINE.replace("z = self.lin(x)", "z = self.lin(y)"))
-    words = ["train", folder / "store", "--model", f"{folder}/mine.py:make", "--set", "model.settings.scale=1"]
-    done = call(*words, "--run-dir", folder / "run", "-q")
+def test_the_command_line_shows_one_message_or_the_traceback(folder: Path) -> None:
+    (folder / "custom.py").write_text(CUSTOM_MODEL.replace("z = self.lin(x)", "z = self.lin(y)"))
+    command = ["train", folder / "store", "--model", f"{folder}/custom.py:make", "--set", "model.settings.scale=1"]
+    done = call(*command, "--run-dir", folder / "run", "-q")
     assert done.returncode == 2
-    assert done.stderr == f"error: {folder}/mine.py, line 12: NameError: name 'y' is not defined\n"
-    shown = call("--debug", *words, "--run-dir", folder / "other", "-q").stderr
+    assert done.stderr == f"error: {folder}/custom.py, line 12: NameError: name 'y' is not defined\n"
+    shown = call("--debug", *command, "--run-dir", folder / "other", "-q").stderr
     assert "Traceback" in shown and "z = self.lin(y)" in shown and "direct cause" in shown
     assert not (folder / "run" / "checkpoints").exists()
 
 
-def test_a_file_may_be_put_right_before_anything_was_learnt(folder: Path) -> None:
-    (folder / "mine.py").write_text(MINE.replace("z = self.lin(x)", "z = self.lin(y)"))
+def test_a_model_file_may_be_corrected_before_the_first_checkpoint(folder: Path) -> None:
+    (folder / "custom.py").write_text(CUSTOM_MODEL.replace("z = self.lin(x)", "z = self.lin(y)"))
     with pytest.raises(ConfigError, match="line 12"):
         train(folder / "store", model=model(folder), epochs=1, run_dir=folder / "run")
-    (folder / "mine.py").write_text(MINE)
+    (folder / "custom.py").write_text(CUSTOM_MODEL)
     train(folder / "store", model=model(folder), epochs=1, run_dir=folder / "run", resume=True)
-    assert (folder / "run/model.py").read_text() == MINE
+    assert (folder / "run/model.py").read_text() == CUSTOM_MODEL
 
 
-def test_several_node_types(folder: Path) -> None:
+def test_a_custom_model_on_several_node_types(folder: Path) -> None:
     from gnnfleet.graph.datasets import make_dataset
 
     shop = make_dataset("shop", seed=1, users=60, products=40, brands=5, buys=300, views=400)
-    (folder / "mine.py").write_text(
+    (folder / "custom.py").write_text(
         """
 import torch, gnnfleet as gf
 class Enter(torch.nn.Module):
@@ -202,14 +202,14 @@ def make(config, graph, out_channels):
     return gf.nn.Model([Enter(widths, graph, 8), last], dropout=0.2)
 """.replace('"user"', repr(shop.labelled_type))
     )
-    words: dict[str, Any] = {"model": f"{folder / 'mine.py'}:make", "split": "0.6/0.2/0.2", "epochs": 3}
-    one = train(shop, **words)
-    two = train(shop, **words, memory=20_000)
-    torch.testing.assert_close(one.logits(), two.logits(), rtol=1e-4, atol=1e-5)
+    settings: dict[str, Any] = {"model": f"{folder / 'custom.py'}:make", "split": "0.6/0.2/0.2", "epochs": 3}
+    plain = train(shop, **settings)
+    limited = train(shop, **settings, memory=20_000)
+    torch.testing.assert_close(plain.logits(), limited.logits(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_graph_without_features_is_the_models_business(folder: Path) -> None:
-    (folder / "mine.py").write_text("""
+def test_a_custom_model_may_train_without_features(folder: Path) -> None:
+    (folder / "custom.py").write_text("""
 import gnnfleet as gf
 class Rows(gf.nn.Model):
     def __init__(self, count, out):
@@ -221,4 +221,4 @@ def make(config, graph, out_channels):
     return Rows(graph.num_nodes, out_channels)
 """)
     graph = Graph([[0, 1, 2, 3], [1, 2, 3, 0]], y=[0, 1, 0, 1], split=[0, 0, 1, 2], num_nodes=4)
-    assert train(graph, model=f"{folder / 'mine.py'}:make", epochs=2).logits().shape == (4, 2)
+    assert train(graph, model=f"{folder / 'custom.py'}:make", epochs=2).logits().shape == (4, 2)

@@ -1,4 +1,4 @@
-"""The command line trains, keeps, resumes, evaluates and predicts; a kill at any moment changes no bit."""
+"""The command line trains, saves, resumes, evaluates and predicts; a kill at any moment changes no bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.report.runs import write_run
 from tests.shell import fails, run_json, start
 
 MODEL = ["--model", "sage", "--set", "model.hidden=32", "--set", "model.layers=2", "--set", "model.norm=batch"]
-SAME: dict[str, Any] = {"model": {"name": "sage", "hidden": 32, "layers": 2, "norm": "batch"}}
+SETTINGS: dict[str, Any] = {"model": {"name": "sage", "hidden": 32, "layers": 2, "norm": "batch"}}
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +47,18 @@ def finished(store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return path, run_json("train", store, "--strategy", "local", "--workers", "1", *MODEL, *settings)
 
 
-def test_the_median_is_that_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_and_the_report_show_the_same_median(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = [1.0, 9.0, 2.0, 3.0]
     metrics = {"train_loss": 0.5, "val": 0.5, "test": 0.5, "name": "accuracy", "best_epoch": 1}
-    words: dict[str, Any] = {"strategy": "local", "workers": 1, "model": "sage", "seed": 0, "epochs": 4, "steps": 4}
-    record = RunRecord(**words, seconds_per_epoch=seconds, metrics=metrics, memory={"peak_rss": [1]})
+    fields: dict[str, Any] = {"strategy": "local", "workers": 1, "model": "sage", "seed": 0, "epochs": 4, "steps": 4}
+    record = RunRecord(**fields, seconds_per_epoch=seconds, metrics=metrics, memory={"peak_rss": [1]})
     print_result({}, as_json=False, human=_summary("shop", record))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "median" in line)
     rows = [{"epoch": i + 1, "train_loss": 0.5, "seconds": value} for i, value in enumerate(seconds)]
     assert summarize(read_run(write_run(tmp_path / "run", metrics=rows)))["epoch_seconds"] == 2.5 and "2.500" in line
 
 
-def test_the_record_has_every_word(finished: tuple[Path, dict[str, Any]]) -> None:
+def test_the_record_has_every_field(finished: tuple[Path, dict[str, Any]]) -> None:
     path, record = finished
     assert list(record) == [
         "strategy", "workers", "model", "seed", "epochs", "steps", "seconds_per_epoch", "metrics", "traffic", "memory",
@@ -80,7 +80,7 @@ def test_the_record_has_every_word(finished: tuple[Path, dict[str, Any]]) -> Non
 def test_python_and_command_line_give_the_same_bits(
     store: Path, finished: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    record = train(store, **SAME, epochs=30, seed=4, run_dir=tmp_path / "two")
+    record = train(store, **SETTINGS, epochs=30, seed=4, run_dir=tmp_path / "two")
     for name in ("last", "best"):
         assert_same_checkpoint(finished[0] / "checkpoints" / name, tmp_path / "two" / "checkpoints" / name)
     assert record.metrics == finished[1]["metrics"]
@@ -88,12 +88,12 @@ def test_python_and_command_line_give_the_same_bits(
 
 def test_evaluate_repeats_the_record(finished: tuple[Path, dict[str, Any]]) -> None:
     path, record = finished
-    found = run_json("evaluate", path, "--split", "test")
-    assert found["value"] == record["metrics"]["test"] and found["name"] == "accuracy"
-    assert found["epoch"] == record["metrics"]["best_epoch"] and found["checkpoint"] == "best"
+    answer = run_json("evaluate", path, "--split", "test")
+    assert answer["value"] == record["metrics"]["test"] and answer["name"] == "accuracy"
+    assert answer["epoch"] == record["metrics"]["best_epoch"] and answer["checkpoint"] == "best"
 
 
-def test_predict_gives_the_users_ids(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_predictions_have_original_ids(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     path, record = finished
     output = tmp_path / "out" / "predictions.parquet"
     output.parent.mkdir()
@@ -103,10 +103,10 @@ def test_predict_gives_the_users_ids(finished: tuple[Path, dict[str, Any]], tmp_
     assert rows["id"].to_pylist() == [f"n{i}" for i in range(1500)]
     nodes = communities(1500).single_nodes
     assert nodes.y is not None
-    right = torch.tensor(
+    is_correct = torch.tensor(
         [name == CLASSES[y] for name, y in zip(rows["prediction"].to_pylist(), nodes.y.tolist(), strict=True)]
     )
-    assert float(right[nodes.mask("test")].double().mean()) == pytest.approx(record["metrics"]["test"])
+    assert float(is_correct[nodes.mask("test")].double().mean()) == pytest.approx(record["metrics"]["test"])
     assert len(rows["logits"][0]) == 10 and len(rows["embedding"][0]) == 32
     logits = torch.tensor(rows["logits"].to_pylist())
     torch.testing.assert_close(torch.tensor(rows["probability"].to_pylist()), logits.softmax(1).amax(1))
@@ -114,14 +114,14 @@ def test_predict_gives_the_users_ids(finished: tuple[Path, dict[str, Any]], tmp_
 
 
 def test_kills_change_no_bit(store: Path, tmp_path: Path) -> None:
-    wanted = {"train.epochs": 70, "train.checkpoint_seconds": 0.03, "train.patience": 65}
-    train(store, **SAME, seed=2, run_dir=tmp_path / "whole", **wanted)
+    options = {"train.epochs": 70, "train.checkpoint_seconds": 0.03, "train.patience": 65}
+    train(store, **SETTINGS, seed=2, run_dir=tmp_path / "whole", **options)
     draw, path = random.Random("kills"), tmp_path / "killed"
-    settings = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
-    words = ["train", store, *MODEL, *settings, "--seed", "2", "--run-dir", path, "--resume", "--json"]
+    settings = [f"--set={key}={value}" for key, value in options.items()]
+    command = ["train", store, *MODEL, *settings, "--seed", "2", "--run-dir", path, "--resume", "--json"]
     for _ in range(2):
         before = len(read_metrics(path / "metrics.jsonl"))
-        process = start(*words)
+        process = start(*command)
         deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
             rows = read_metrics(path / "metrics.jsonl")
@@ -131,38 +131,38 @@ def test_kills_change_no_bit(store: Path, tmp_path: Path) -> None:
         time.sleep(draw.uniform(0, 0.4))
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    record = run_json(*words[:-1])
+    record = run_json(*command[:-1])
     for name in ("last", "best"):
         assert_same_checkpoint(path / "checkpoints" / name, tmp_path / "whole" / "checkpoints" / name)
-    rows, whole = (read_metrics(p / "metrics.jsonl") for p in (path, tmp_path / "whole"))
+    rows, uninterrupted = (read_metrics(p / "metrics.jsonl") for p in (path, tmp_path / "whole"))
     assert [(row["epoch"], row["train_loss"], row["val"]) for row in rows] == [
-        (row["epoch"], row["train_loss"], row["val"]) for row in whole
+        (row["epoch"], row["train_loss"], row["val"]) for row in uninterrupted
     ]
-    assert len(record["seconds_per_epoch"]) == record["epochs"] == len(whole)
+    assert len(record["seconds_per_epoch"]) == record["epochs"] == len(uninterrupted)
 
 
-def test_default_directories(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_saved_below_runs_by_default(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    graph, words = open_store(store), {**SAME, "train": {"epochs": 1}}
-    made = [run_training(graph, words, place=RunLocation(keep=True)).record.run_dir for _ in range(2)]
-    assert made == ["runs/shop-sage-1", "runs/shop-sage-2"]
+    graph, settings = open_store(store), {**SETTINGS, "train": {"epochs": 1}}
+    run_dirs = [run_training(graph, settings, location=RunLocation(keep=True)).record.run_dir for _ in range(2)]
+    assert run_dirs == ["runs/shop-sage-1", "runs/shop-sage-2"]
     assert (tmp_path / "runs" / "last").resolve().name == "shop-sage-2"
-    more = run_training(graph, {"train": {"epochs": 3}}, place=RunLocation(keep=True, resume=True)).record
-    assert more.epochs == 3 and str(more.run_dir).endswith("shop-sage-2")
+    resumed = run_training(graph, {"train": {"epochs": 3}}, location=RunLocation(keep=True, resume=True)).record
+    assert resumed.epochs == 3 and str(resumed.run_dir).endswith("shop-sage-2")
 
 
-def test_wrong_words_leave_nothing_behind(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_write_nothing(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "did you mean train.epochs" in fails("train", store, "--set", "train.epoch=3", code=2)
-    with pytest.raises(ConfigError, match="numbered 0 to 0, found --split 3"):
-        run_training(open_store(store), {"split": 3}, place=RunLocation(keep=True))
+    with pytest.raises(ConfigError, match="split 3 does not exist: this graph has splits 0 to 0"):
+        run_training(open_store(store), {"split": 3}, location=RunLocation(keep=True))
     assert not list(tmp_path.iterdir())
 
 
-def test_runs_are_not_mixed_up(store: Path, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_run_keeps_its_model_and_store(store: Path, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     path = finished[0]
     with pytest.raises(ConfigError, match="is not empty"):
-        train(store, **SAME, run_dir=path)
+        train(store, **SETTINGS, run_dir=path)
     with pytest.raises(ConfigError, match=r"started with model\.hidden=32"):
         train(store, model={"hidden": 8}, run_dir=path, resume=True)
     other = save_store(Graph([[0, 1], [1, 0]], x=[[0.0], [1.0]], y=[0, 1], split=[0, 1]), tmp_path / "other")

@@ -133,11 +133,11 @@ def test_it_learns(graph: Graph) -> None:
 def test_a_resumed_run_ends_the_same(graph: Graph, tmp_path: Path, split_at: int) -> None:
     words = tree({"name": "sage"}, {"batch": 64, "fanouts": [4, 3, 2]}, precision="float32")
     settings = {"checkpoint_seconds": 0}
-    run_training(graph, {**words, "train": {**settings, "epochs": 5}}, place=RunLocation(run_dir=tmp_path / "one"))
+    run_training(graph, {**words, "train": {**settings, "epochs": 5}}, location=RunLocation(run_dir=tmp_path / "one"))
     run_training(
-        graph, {**words, "train": {**settings, "epochs": split_at}}, place=RunLocation(run_dir=tmp_path / "two")
+        graph, {**words, "train": {**settings, "epochs": split_at}}, location=RunLocation(run_dir=tmp_path / "two")
     )
-    more = run_training(graph, {"train": {"epochs": 5}}, place=RunLocation(run_dir=tmp_path / "two", resume=True))
+    more = run_training(graph, {"train": {"epochs": 5}}, location=RunLocation(run_dir=tmp_path / "two", resume=True))
     assert_same_checkpoint(tmp_path / "one" / "checkpoints" / "last", tmp_path / "two" / "checkpoints" / "last")
     assert more.record.steps == 5 * 4
 

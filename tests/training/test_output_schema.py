@@ -15,7 +15,7 @@ from gnnfleet.errors import ConfigError, InputError, RunError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import EDGE, Graph, validated_nodes
 from gnnfleet.graph.store import save_store
-from gnnfleet.inference.predict import OutputColumns, write_predictions
+from gnnfleet.inference.predict import write_predictions
 from gnnfleet.inference.query import open_trained_run
 from gnnfleet.nn.config import RGCN, SAGE
 from gnnfleet.training.output_schema import OutputSchema
@@ -118,7 +118,7 @@ def test_a_single_node_type_may_have_another_name(trained: tuple[Path, Record]) 
 
 def test_a_store_may_have_more_nodes(trained: tuple[Path, Record], tmp_path: Path) -> None:
     built, _, _ = open_trained_run(trained[0], communities(700))
-    assert write_predictions(built, tmp_path / "out.parquet", OutputColumns()) == 700
+    assert write_predictions(built, tmp_path / "out.parquet") == 700
 
 
 def test_embeddings_do_not_serve_other_nodes(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_several_labels_and_several_types(tmp_path: Path) -> None:
     record = train(named, model=MODEL, epochs=2, split="0.6/0.2/0.2", run_dir=tmp_path / "many")
     bare = Graph.of({"node": validated_nodes(60, x=x)}, edges)
     built, _, _ = open_trained_run(tmp_path / "many", bare)
-    write_predictions(built, tmp_path / "many.parquet", OutputColumns())
+    write_predictions(built, tmp_path / "many.parquet")
     assert pq.read_table(tmp_path / "many.parquet")["prediction"].to_pylist() == record.predict()
     with pytest.raises(RunError, match="trained on 3 labels per node"):
         open_trained_run(

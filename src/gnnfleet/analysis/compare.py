@@ -1,6 +1,6 @@
-"""The same model, seed and epochs under several strategies, one run after the other, each in processes of its own.
+"""Comparison of strategies: the same model, seed and epochs, one run after the other, each in its own processes.
 
-Whether a strategy equals ``local`` is measured: both train two epochs in float64, and whole weights are compared.
+Strategies that should equal ``local`` are checked: both train two epochs in float64, and the weights are compared.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from gnnfleet.training.run_dir import RunDirectory
 
 CHECK_EPOCHS = 2
 TOLERANCE = 1e-9
-"""Of float64 weights, relative to the largest of a tensor."""
+"""Largest difference of float64 weights that counts as equal, relative to the largest of a tensor."""
 
-_POLL = 0.1
+_POLL_INTERVAL = 0.1
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared: ``settings`` are of all runs, ``strategy_settings`` of one strategy each."""
+    """Runs to compare: ``settings`` apply to all, ``strategy_settings`` to one strategy each."""
 
     store: Path
-    folder: Path  # runs go below it, by name of the strategy
+    folder: Path  # of the run directories, which are named like the strategies
     strategies: Sequence[str]
     workers: int
     settings: SettingsTree = field(default_factory=dict)
@@ -54,29 +54,31 @@ class Comparison:
         return self.folder / name
 
     def config(self, name: str) -> RunConfig:
-        """Raises ConfigError where a strategy cannot be trained so."""
+        """The config of a strategy; raises ConfigError for settings it does not accept."""
         spec = find_spec(name)
         workers = 1 if spec.execution == "single" else self.workers
         strategy = {"name": name, **self.strategy_settings.get(name, {})}
-        words = overlay(self.settings, {"strategy": strategy, "workers": workers})
-        return resolve(words if spec.placement != "none" else {**words, "partition": None})
+        tree = overlay(self.settings, {"strategy": strategy, "workers": workers})
+        return resolve(tree if spec.placement != "none" else {**tree, "partition": None})
 
     def require_strategies(self) -> None:
-        """Raise what the first strategy says where none of them can be trained so."""
-        said = []
+        """Raise the error of the first strategy if none of them accepts the settings."""
+        errors = []
         for name in self.strategies:
             try:
                 self.config(name)
                 return
             except ConfigError as error:
-                said.append(error)
-        raise said[0]
+                errors.append(error)
+        raise errors[0]
 
 
 @dataclass(frozen=True)
 class EqualityCheck:
-    """Whether a strategy equals local: the largest difference of weights, None where that is not its aim, or where
-    it could not be checked: ``reason``."""
+    """The largest difference of weights between a strategy and local.
+
+    None if the strategy is not meant to equal local, or if the check failed for a ``reason``.
+    """
 
     difference: float | None = None
     reason: str = ""
@@ -91,12 +93,13 @@ class EqualityCheck:
         return f"{'yes' if self.equals else 'no'} ({self.difference:.0e})"
 
     def as_json(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"equals_local": self.equals, "difference": self.difference}
-        return {**told, "equals_local": None, "not_checked": self.reason} if self.reason else told
+        if self.reason:
+            return {"equals_local": None, "difference": None, "not_checked": self.reason}
+        return {"equals_local": self.equals, "difference": self.difference}
 
 
 def parse_strategies(text: str) -> list[str]:
-    """Names in the order given; raises ConfigError for one that is not there, or twice."""
+    """The names in a comma-separated list; raises ConfigError for unknown or repeated ones."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         find_spec(name)
@@ -105,144 +108,135 @@ def parse_strategies(text: str) -> list[str]:
     return names
 
 
-def split_settings(given: Mapping[str, object]) -> tuple[dict[str, object], dict[str, SettingsTree]]:
-    """(words of all runs, words of one strategy), from {"train.lr": …, "sar.group": …}."""
+def split_settings(settings: Mapping[str, object]) -> tuple[dict[str, object], dict[str, SettingsTree]]:
+    """(settings of all runs, settings of one strategy each), from {"train.lr": …, "sar.group": …}."""
     common: dict[str, object] = {}
-    own: dict[str, SettingsTree] = {}
-    for key, value in given.items():
-        group, dot, word = key.partition(".")
+    by_strategy: dict[str, SettingsTree] = {}
+    for key, value in settings.items():
+        group, dot, option = key.partition(".")
         if group == "strategy":
-            raise ConfigError(f"--set {key}: strategies differ in their words; name one, as in sar.{word}")
+            raise ConfigError(f"--set {key}: strategies have different options; name one, as in sar.{option}")
         if dot and group in STRATEGIES:
-            own.setdefault(group, {})[word] = value
+            by_strategy.setdefault(group, {})[option] = value
         else:
             common[key] = value
-    return common, own
+    return common, by_strategy
 
 
 def one_epoch_steps(graph: Graph, config: RunConfig) -> SettingsTree:
-    """Strategy settings that make an epoch one pass over the training items, where the user set no length."""
+    """Strategy settings that make an epoch one pass over the training items, unless the user set its length."""
     one_pass = config.spec.one_pass
     if one_pass is None:
         return {}
-    nobody = {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes}
+    no_rows = {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes}
     with annotate_model_errors(config.model.file):
-        count = len(validate(graph, config, nobody).task.items("train"))
+        count = len(validate(graph, config, no_rows).task.items("train"))
     return one_pass(config.strategy, count, config.workers)
 
 
-def train_all(contest: Comparison, *, progress: Progress = NoProgress(), say: Callable[[str], None]) -> list[str]:
-    """Train every strategy; the names of those that could be. One that cannot is said why; raises where none can."""
-    done, failed = [], []
-    for name in contest.strategies:
+def train_all(comparison: Comparison, *, progress: Progress = NoProgress(), say: Callable[[str], None]) -> list[str]:
+    """Train every strategy and return those that could be trained; raises the first error if there are none."""
+    trained, errors = [], []
+    for name in comparison.strategies:
         try:
-            config = contest.config(name)
-            _train(contest.store, config, contest.run_dir(name), progress=progress)
-            done.append(name)
+            _train(comparison.store, comparison.config(name), comparison.run_dir(name), progress=progress)
+            trained.append(name)
         except GnnfleetError as error:
-            failed.append(error)
-            say(f"{name} is left out: {error}")
-    if not done:
-        raise failed[0]
-    return done
+            errors.append(error)
+            say(f"{name} is skipped: {error}")
+    if not trained:
+        raise errors[0]
+    return trained
 
 
 def check_all(
-    contest: Comparison, names: Sequence[str], *, progress: Progress = NoProgress()
+    comparison: Comparison, names: Sequence[str], *, progress: Progress = NoProgress()
 ) -> dict[str, EqualityCheck]:
-    """Whether each of some trained strategies equals local."""
-    found: dict[str, EqualityCheck] = {}
-    known: dict[str, Path] = {}
+    """Check whether trained strategies equal local."""
+    checks: dict[str, EqualityCheck] = {}
+    references: dict[str, Path] = {}
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
         for name in names:
-            config = _check_config(contest, name)
-            other = reference_config(config.strategy, config.model.layers)
-            if other is None:
-                found[name] = EqualityCheck()
+            config = _check_config(comparison, name)
+            reference = reference_config(config.strategy, config.model.layers)
+            if reference is None:
+                checks[name] = EqualityCheck()
                 continue
-            folder, key = Path(scratch) / name, other.model_dump_json()
-            plain = config.model_copy(update={"strategy": other, "workers": 1, "partition": None})
+            run_dir, key = Path(scratch) / name, reference.model_dump_json()
+            local = config.model_copy(update={"strategy": reference, "workers": 1, "partition": None})
             try:
-                _train(contest.store, config, folder, progress=progress, what=f"does {name} equal local?")
-                if key not in known:
-                    alone = Path(scratch) / f"local-{len(known)}"
-                    _train(contest.store, plain, alone, progress=progress, what=f"local, for {name}")
-                    known[key] = alone
-                found[name] = EqualityCheck(_difference(folder, known[key]))
-            except GnnfleetError as error:  # all have been trained: what is known is worth having
-                found[name] = EqualityCheck(reason=str(error))
-    return found
+                _train(comparison.store, config, run_dir, progress=progress, stage=f"check of {name} against local")
+                if key not in references:
+                    local_dir = Path(scratch) / f"local-{len(references)}"
+                    _train(comparison.store, local, local_dir, progress=progress, stage=f"local, to check {name}")
+                    references[key] = local_dir
+                checks[name] = EqualityCheck(_largest_difference(run_dir, references[key]))
+            except GnnfleetError as error:  # the results of training are still worth showing
+                checks[name] = EqualityCheck(reason=str(error))
+    return checks
 
 
-def _check_config(contest: Comparison, name: str) -> RunConfig:
-    """The strategy as it was trained, for two epochs in float64."""
-    config = contest.config(name)
-    words = config.model_dump(mode="json")
-    words["strategy"] |= _chosen_settings(contest.run_dir(name), config)
-    words["train"] |= {"epochs": CHECK_EPOCHS, "patience": 0}
-    return resolve({**words, "precision": "float64", "report": {}})
+def _check_config(comparison: Comparison, name: str) -> RunConfig:
+    """The config of a trained strategy, for two epochs in float64."""
+    config = comparison.config(name)
+    tree = config.model_dump(mode="json")
+    tree["strategy"] |= _chosen_settings(comparison.run_dir(name), config)
+    tree["train"] |= {"epochs": CHECK_EPOCHS, "patience": 0}
+    return resolve({**tree, "precision": "float64", "report": {}})
 
 
 def _chosen_settings(run: Path, config: RunConfig) -> SettingsTree:
     """Settings that the strategy chose in a run."""
-    choice = config.spec.chosen
-    if choice is None:
+    if config.spec.chosen is None:
         return {}
-    directory = open_own_run(run)
+    directory = _open_run(run)
     if directory.load("last") is None or not directory.has_rank_local("last", config.workers):
         return {}
-    return choice(directory.load_rank_local("last", 0)[RANK_LOCAL])
+    return config.spec.chosen(directory.load_rank_local("last", 0)[RANK_LOCAL])
 
 
-def open_own_run(run: Path) -> RunDirectory:
-    """A run with its own seed, so that its checkpoints are taken for its own."""
-    return RunDirectory(run, seed=RunDirectory(run).config().seed)
+def _open_run(path: Path) -> RunDirectory:
+    """A run directory with the seed of its run, which checkpoints are compared with."""
+    return RunDirectory(path, seed=RunDirectory(path).config().seed)
 
 
-def _difference(one: Path, two: Path) -> float:
+def _largest_difference(run: Path, reference: Path) -> float:
     """The largest relative difference of weights after the last epoch."""
-    states = []
-    for path in (one, two):
-        found = open_own_run(path).load_weights("last")
-        assert found is not None, "it has just been trained"
-        states.append(found[0]["model"])
-    worst = 0.0
-    for name, weights in states[1].items():
-        apart = (states[0][name].double() - weights.double()).abs().max() if weights.numel() else torch.zeros(())
-        worst = max(worst, float(apart / weights.double().abs().max().clamp(min=1e-300)) if weights.numel() else 0.0)
-    return worst
+    checkpoints = [_open_run(path).load_weights("last") for path in (run, reference)]
+    weights, expected = (checkpoint[0]["model"] for checkpoint in checkpoints if checkpoint is not None)
+    largest = 0.0
+    for name, tensor in expected.items():
+        if tensor.numel():
+            difference = (weights[name].double() - tensor.double()).abs().max()
+            largest = max(largest, float(difference / tensor.double().abs().max().clamp(min=1e-300)))
+    return largest
 
 
-def _train(store: Path, config: RunConfig, run_dir: Path, *, progress: Progress, what: str | None = None) -> None:
-    """``gnnfleet train`` in a process of its own, so that memory is that of the run; raises its error."""
-    name, epochs = config.strategy.name, config.train.epochs
-    on = f" on {config.workers} workers" if config.workers > 1 else ""
-    advance = progress.stage(what or f"train {name}{on}", epochs)
-    words = [
-        f"--set={key}={json.dumps(value)}"
-        for key, value in flatten(_non_default_settings(config)).items()
-        if value is not None
-    ]
-    line = gnnfleet_command("train", str(store), *words, "--run-dir", str(run_dir), "--json", "-q")
-    seen = 0
-    with tempfile.TemporaryFile("w+") as told, _process(line, told) as process:
+def _train(store: Path, config: RunConfig, run_dir: Path, *, progress: Progress, stage: str | None = None) -> None:
+    """Run ``gnnfleet train`` in another process, so that its memory is measured alone; raises its error."""
+    workers = f" on {config.workers} workers" if config.workers > 1 else ""
+    advance = progress.stage(stage or f"train {config.strategy.name}{workers}", config.train.epochs)
+    settings = flatten(_non_default_settings(config)).items()
+    options = [f"--set={key}={json.dumps(value)}" for key, value in settings if value is not None]
+    command = gnnfleet_command("train", str(store), *options, "--run-dir", str(run_dir), "--json", "-q")
+    epochs = 0
+    with tempfile.TemporaryFile("w+") as stderr, _running(command, stderr) as process:
         while process.poll() is None:
-            time.sleep(_POLL)
-            now = len(read_metrics(run_dir / "metrics.jsonl"))
-            advance(now - seen)
-            seen = now
+            time.sleep(_POLL_INTERVAL)
+            before, epochs = epochs, len(read_metrics(run_dir / "metrics.jsonl"))
+            advance(epochs - before)
         if process.returncode:
-            told.seek(0)
-            errors = [text for text in told.read().splitlines() if text.startswith("error: ")]
+            stderr.seek(0)
+            errors = [line for line in stderr.read().splitlines() if line.startswith("error: ")]
             text = errors[-1].removeprefix("error: ") if errors else f"it ended with exit code {process.returncode}"
             raise error_for_exit_code(process.returncode)(text)
 
 
 def _non_default_settings(config: RunConfig) -> SettingsTree:
-    """The words of a config that differ from their defaults: those that are left out keep their meaning."""
-    words = config.model_dump(mode="json", exclude_defaults=True)
-    words["strategy"] = {"name": config.strategy.name, **config.strategy.model_dump(mode="json", exclude_defaults=True)}
-    return words
+    """The settings of a config that differ from their defaults."""
+    tree = config.model_dump(mode="json", exclude_defaults=True)
+    tree["strategy"] = {"name": config.strategy.name, **config.strategy.model_dump(mode="json", exclude_defaults=True)}
+    return tree
 
 
 _CHILD = """
@@ -263,14 +257,9 @@ def gnnfleet_command(*arguments: str) -> list[str]:
 
 
 @contextmanager
-def _process(line: Sequence[str], errors: object) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does not outlive this one. Ctrl-C is for this one, which ends it in order."""
-    process = subprocess.Popen(
-        line,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,  # type: ignore[call-overload]
-        start_new_session=True,
-    )
+def _running(command: Sequence[str], stderr: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in its own session, so that Ctrl-C reaches only this process, which then terminates it."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
     try:
         yield process
     finally:

@@ -1,7 +1,7 @@
-"""How alike the trainers of ``tma`` would be: edges, labels and features of their parts, losses and gradients on them.
+"""Similarity of the trainers of ``tma``: edges, labels and features of their parts, losses and gradients on them.
 
-Losses and gradients are compared at equal weights, the model's first ones and those after some steps on the whole
-graph; only the parts differ then. One part is in memory at a time. N nodes, F features, C classes.
+Losses and gradients are compared at equal weights, so only the parts differ: at the initial weights, and after some
+steps on the whole graph. One part is in memory at a time. N nodes, F features, C classes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,20 +29,18 @@ from gnnfleet.training.partition_cache import ensure_clusters, trained_graph
 
 SCHEMES = ("random", "super", "mincut")
 COSINE_MARGIN = 0.95
-"""The share of the best aim that is good enough to go by how well trainers agree."""
+"""Rows whose aim is at least this share of the best are ranked by how well their trainers agree."""
 
 BATCHES = 100
-"""Of an epoch that losses and gradients are taken over at most."""
+"""Most batches of an epoch that losses and gradients are computed on."""
 
-PIECE = 1 << 16
-"""Rows of features looked at at a time."""
-
-WeightTensors = Mapping[str, Tensor]
+FEATURE_ROWS = 1 << 16
+"""Rows of features in memory at a time."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The trainers at equal weights; those with nothing to train on are left out. None where too few are left."""
+    """Trainers at equal weights, without those that have nothing to train on. None if too few are left."""
 
     loss: float | None  # mean over trainers
     discrepancy: float | None  # standard deviation of their losses over the mean
@@ -53,13 +50,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class DiagnosisRow:
-    """One way to deal the nodes. Divergences are means over parts; None without labels, without features."""
+    """An assignment of nodes to trainers. Divergences are means over parts; None without labels, without features."""
 
     scheme: str
-    clusters: int | None  # super-nodes that are dealt; None where nodes go one by one
+    clusters: int | None  # super-nodes that are assigned; None if nodes are assigned one by one
     kept: float  # share of the edges whose ends are in one part
     balance: float  # nodes of the largest part over the mean
-    labels: float | None  # total variation between the labels of a part and all; of several labels mean |Δ frequency|
+    labels: float | None  # total variation between the labels of a part and all; for multi-label mean |Δ frequency|
     features: float | None  # ‖mean of a part − mean of all‖ / ‖standard deviation of all‖
     first: Snapshot
     trained: Snapshot
@@ -75,117 +72,120 @@ def diagnose(
     batches: int = BATCHES,
     progress: Progress = NoProgress(),
 ) -> list[DiagnosisRow]:
-    """A row for each scheme, for ``super`` one for each number of super-nodes (0: the default number).
+    """Measure each scheme, ``super`` with each number of super-nodes (0: the default number).
 
-    The graph is one of a store, which keeps the clusters; the config is one of tma. Raises ConfigError for numbers
-    that do not fit, RunError for a loss that is no number.
+    The graph has a store, which keeps the clusters; the config is one of tma. Raises ConfigError for too few
+    super-nodes, RunError for a loss that is not finite.
     """
-    strategy = config.strategy
     for number in clusters:
         if number and number < config.workers:
             raise ConfigError(f"{number} super-nodes are too few for {config.workers} workers: at least one for each")
     progress.stage("weights")
-    moments = _snapshots(graph, config, steps, batches)
-    whole = _GlobalStats.of(graph)
+    references = _reference_gradients(graph, config, steps, batches)
+    global_stats = _GlobalStats.of(graph)
     trained = trained_graph(graph, config)
+    counts = {kind: nodes.count for kind, nodes in graph.nodes.items()}
     rows = []
     for scheme in schemes:
-        for number in (clusters or [strategy.num_clusters]) if scheme == "super" else [0]:
-            knobs = strategy.model_copy(update={"clusters": number, "remote_negatives": 0})
-            dealt = config.model_copy(update={"partition": scheme, "strategy": knobs})
-            path = ensure_clusters(graph, trained, dealt, progress=progress)
-            found = None if path is None else ClusterMap.open(path)
-            deal = NodeAssignment({kind: table.count for kind, table in graph.nodes.items()}, found, config.seed)
+        for number in (clusters or [config.strategy.num_clusters]) if scheme == "super" else [0]:
+            strategy = config.strategy.model_copy(update={"clusters": number, "remote_negatives": 0})
+            row_config = config.model_copy(update={"partition": scheme, "strategy": strategy})
+            path = ensure_clusters(graph, trained, row_config, progress=progress)
+            cluster_map = None if path is None else ClusterMap.open(path)
+            assignment = NodeAssignment(counts, cluster_map, config.seed)
             advance = progress.stage(f"{scheme} {number or ''}".rstrip(), config.workers)
             trainers = []
-            for place in range(config.workers):
-                trainers.append(_measure_part(graph, dealt, place, deal, whole, moments))
+            for index in range(config.workers):
+                node_ids = assignment.nodes_of(index, config.workers)
+                trainers.append(_measure_trainer(graph, row_config, index, node_ids, global_stats, references))
                 advance(1)
-            rows.append(_row(scheme, found, trainers, trained.num_edges, moments))
+            rows.append(_row(scheme, cluster_map, trainers, trained.num_edges, references))
     return rows
 
 
 def recommend(rows: Sequence[DiagnosisRow]) -> DiagnosisRow | None:
-    """Of the rows whose average points nearly as well as the best where the whole graph's gradient does, the one whose
-    trainers agree most; None where no gradients were compared."""
-    known = [(row.trained.aim, row) for row in rows if row.trained.aim is not None]
-    if not known:
+    """The row with the largest cosine of those with nearly the best aim; None if no gradients were compared."""
+    aims = [(row.trained.aim, row) for row in rows if row.trained.aim is not None]
+    if not aims:
         return None
-    best = max(aim for aim, _ in known)
-    enough = best - (1 - COSINE_MARGIN) * abs(best)
-    return max((row for aim, row in known if aim >= enough), key=lambda row: (row.trained.cosine or 0.0, row.kept))
+    best = max(aim for aim, _ in aims)
+    least = best - (1 - COSINE_MARGIN) * abs(best)
+    return max((row for aim, row in aims if aim >= least), key=lambda row: (row.trained.cosine or 0.0, row.kept))
 
 
 @dataclass(frozen=True, eq=False)
 class _TrainerStats:
-    """One trainer's part; ``moments`` has (loss, gradient) at each of the weights, None with nothing to train on."""
+    """One trainer's part; ``gradients`` has (loss, gradient) at each of the weights, None with nothing to train on."""
 
     nodes: int
     edges: int
     labels: float | None
     features: float | None
-    moments: list[tuple[float, Tensor] | None]
+    gradients: list[tuple[float, Tensor] | None]
 
 
 @dataclass(frozen=True, eq=False)
-class _WeightsAndGradient:
-    """Weights, learnt rows of all nodes among them, and the gradient there on the whole graph."""
+class _ReferenceGradient:
+    """Weights, with learnable rows of all nodes, and the gradient there on the whole graph."""
 
-    weights: WeightTensors
+    weights: Mapping[str, Tensor]
     gradient: Tensor
     batches: int  # of an epoch, at most
 
 
-def _snapshots(graph: Graph, config: RunConfig, steps: int, batches: int) -> list[_WeightsAndGradient]:
-    """At the first weights, and after some steps on the whole graph."""
+def _reference_gradients(graph: Graph, config: RunConfig, steps: int, batches: int) -> list[_ReferenceGradient]:
+    """Compute the gradient at the initial weights, and after some steps on the whole graph."""
     strategy = make_global_training(graph, config)
-    first = _WeightsAndGradient(_copy(strategy.state_dict()["model"]), _flat(strategy, batches)[2], batches)
-    records = (
-        record for epoch in range(steps) for record in strategy.train_epoch(epoch)
-    )  # an epoch has a step at least
+
+    def reference() -> _ReferenceGradient:
+        weights = {name: tensor.detach().clone() for name, tensor in strategy.state_dict()["model"].items()}
+        return _ReferenceGradient(weights, _gradient(strategy, batches)[2], batches)
+
+    initial = reference()
+    records = (record for epoch in range(steps) for record in strategy.train_epoch(epoch))  # an epoch has a step
     for record in islice(records, steps):
         _check_finite(record.loss)
     records.close()
-    trained = _WeightsAndGradient(_copy(strategy.state_dict()["model"]), _flat(strategy, batches)[2], batches)
+    trained = reference()
     strategy.close()
-    return [first, trained]
+    return [initial, trained]
 
 
-def _measure_part(
+def _measure_trainer(
     graph: Graph,
     config: RunConfig,
-    place: int,
-    deal: NodeAssignment,
-    whole: _GlobalStats,
-    moments: Sequence[_WeightsAndGradient],
+    index: int,
+    node_ids: Mapping[str, Tensor],
+    global_stats: _GlobalStats,
+    references: Sequence[_ReferenceGradient],
 ) -> _TrainerStats:
-    own = deal.nodes_of(place, config.workers)
-    nodes = sum(len(ids) for ids in own.values())
-    if not nodes:
-        return _TrainerStats(0, 0, None, None, [None] * len(moments))
-    alone = make_local_training(graph, config, place, own)
-    strategy = alone.strategy
-    seen: list[tuple[float, Tensor] | None] = []
-    for at in moments:
-        mine = {name: at.weights[name][ids] for name, ids in alone.embeddings.items()}
-        strategy.load_state_dict({"model": {**at.weights, **mine}})
-        loss, count, gradient = _flat(strategy, at.batches)
+    num_nodes = sum(len(ids) for ids in node_ids.values())
+    if not num_nodes:
+        return _TrainerStats(0, 0, None, None, [None] * len(references))
+    training = make_local_training(graph, config, index, node_ids)
+    strategy = training.strategy
+    gradients: list[tuple[float, Tensor] | None] = []
+    for reference in references:
+        local_rows = {name: reference.weights[name][ids] for name, ids in training.embeddings.items()}
+        strategy.load_state_dict({"model": {**reference.weights, **local_rows}})
+        loss, count, gradient = _gradient(strategy, reference.batches)
         _check_finite(loss)
-        seen.append((loss, gradient) if count else None)
+        gradients.append((loss, gradient) if count else None)
     strategy.close()
-    return _TrainerStats(nodes, alone.edges, whole.label_divergence(own), whole.feature_divergence(own), seen)
+    labels, features = global_stats.label_divergence(node_ids), global_stats.feature_divergence(node_ids)
+    return _TrainerStats(num_nodes, training.edges, labels, features, gradients)
 
 
-def _flat(strategy: Strategy, batches: int) -> tuple[float, int, Tensor]:
-    """(loss, items, the gradient as one row, without learnt rows of nodes)."""
-    rows = {
+def _gradient(strategy: Strategy, batches: int) -> tuple[float, int, Tensor]:
+    """(loss, items, flat gradient without learnable rows of nodes)."""
+    embeddings = {
         f"{name}.weight" if name else "weight"
         for name, module in strategy.model.named_modules()
         if isinstance(module, NodeEmbedding)
     }
     assert isinstance(strategy, GradientSource)
-    loss, count, found = strategy.gradients(0, batches)
-    flat = [gradient.double().flatten() for name, gradient in found.items() if name not in rows]
+    loss, count, gradients = strategy.gradients(0, batches)
+    flat = [gradient.double().flatten() for name, gradient in gradients.items() if name not in embeddings]
     return loss, count, torch.cat(flat) if flat else torch.empty(0)
 
 
@@ -194,111 +194,109 @@ def _row(
     clusters: ClusterMap | None,
     trainers: Sequence[_TrainerStats],
     edges: int,
-    moments: Sequence[_WeightsAndGradient],
+    references: Sequence[_ReferenceGradient],
 ) -> DiagnosisRow:
+    first, trained = (
+        _snapshot([trainer.gradients[index] for trainer in trainers], reference.gradient)
+        for index, reference in enumerate(references)
+    )
     return DiagnosisRow(
         scheme=scheme,
         clusters=None if clusters is None else len(clusters.sizes),
-        kept=sum(seen.edges for seen in trainers) / edges if edges else 1.0,
-        balance=imbalance(np.array([seen.nodes for seen in trainers])),
-        labels=_mean([seen.labels for seen in trainers]),
-        features=_mean([seen.features for seen in trainers]),
-        first=_snapshot([seen.moments[0] for seen in trainers], moments[0].gradient),
-        trained=_snapshot([seen.moments[1] for seen in trainers], moments[1].gradient),
+        kept=sum(trainer.edges for trainer in trainers) / edges if edges else 1.0,
+        balance=imbalance(np.array([trainer.nodes for trainer in trainers])),
+        labels=_mean([trainer.labels for trainer in trainers]),
+        features=_mean([trainer.features for trainer in trainers]),
+        first=first,
+        trained=trained,
     )
 
 
-def _snapshot(given: Sequence[tuple[float, Tensor] | None], whole: Tensor) -> Snapshot:
-    known = [each for each in given if each is not None]
-    losses = torch.tensor([loss for loss, _ in known], dtype=torch.float64)
-    mean = float(losses.mean()) if len(known) else None
-    if mean is None or len(known) == 1 < len(given):
+def _snapshot(trainers: Sequence[tuple[float, Tensor] | None], reference: Tensor) -> Snapshot:
+    active = [trainer for trainer in trainers if trainer is not None]
+    losses = torch.tensor([loss for loss, _ in active], dtype=torch.float64)
+    mean = float(losses.mean()) if active else None
+    if mean is None or len(active) == 1 < len(trainers):
         return Snapshot(mean, None, None, None)
-    spread = float(losses.std(correction=0)) / mean if mean else 0.0
-    gradients = [gradient for _, gradient in known]
-    aim = float(torch.cosine_similarity(torch.stack(gradients).mean(0), whole, 0)) if len(whole) else None
-    return Snapshot(mean, spread, _cosine(gradients), aim)
-
-
-def _cosine(gradients: Sequence[Tensor]) -> float | None:
-    """Mean over pairs; one trainer agrees with itself."""
-    if not len(gradients[0]):
-        return None
-    pairs = [float(torch.cosine_similarity(one, two, 0)) for one, two in combinations(gradients, 2)]
-    return _mean(pairs) if pairs else 1.0
+    discrepancy = float(losses.std(correction=0)) / mean if mean else 0.0
+    if not len(reference):  # the model has learnable rows only
+        return Snapshot(mean, discrepancy, None, None)
+    gradients = [gradient for _, gradient in active]
+    aim = float(torch.cosine_similarity(torch.stack(gradients).mean(0), reference, 0))
+    cosines = [float(torch.cosine_similarity(a, b, 0)) for a, b in combinations(gradients, 2)]
+    return Snapshot(mean, discrepancy, _mean(cosines) if cosines else 1.0, aim)
 
 
 @dataclass(frozen=True, eq=False)
 class _GlobalStats:
-    """What parts are compared with: labels of the labelled type, features of every type that has some."""
+    """Statistics that parts are compared with: labels of the labelled type, features of every type that has some."""
 
     graph: Graph
-    labels: Tensor | None  # [C] share of the labelled nodes; of several labels each one's frequency
+    labels: Tensor | None  # [C] share of the labelled nodes; for multi-label the frequency of each
     means: Mapping[str, Tensor]  # [F] float64 by node type
     deviation: float  # ‖standard deviations‖ over all types
 
     @classmethod
     def of(cls, graph: Graph) -> _GlobalStats:
         labels = None if graph.labelled_type is None else _frequencies(graph, graph.labelled_type, None)
-        known = {kind: table.x for kind, table in graph.nodes.items() if table.x is not None and table.x.numel()}
-        means = {kind: _mean_row(x, torch.arange(len(x))) for kind, x in known.items()}
-        variance = sum(float(_mean_row(x, torch.arange(len(x)), around=means[kind]).sum()) for kind, x in known.items())
+        means, variance = {}, 0.0
+        for kind, nodes in graph.nodes.items():
+            if nodes.x is not None and nodes.x.numel():
+                ids = torch.arange(nodes.count)
+                means[kind] = _mean_row(nodes.x, ids)
+                variance += float(_mean_row(nodes.x, ids, around=means[kind]).sum())
         return cls(graph, labels, means, math.sqrt(variance))
 
-    def label_divergence(self, own: Mapping[str, Tensor]) -> float | None:
+    def label_divergence(self, node_ids: Mapping[str, Tensor]) -> float | None:
         kind = self.graph.labelled_type
         if kind is None or self.labels is None:
             return None
-        found = _frequencies(self.graph, kind, own[kind])
-        if found is None:
+        frequencies = _frequencies(self.graph, kind, node_ids[kind])
+        if frequencies is None:
             return None
-        apart = (found - self.labels).abs()
-        if self.graph.nodes[kind].multilabel:
-            apart = apart[~apart.isnan()]  # a label of which nothing is known here, or nowhere
-            return float(apart.mean()) if len(apart) else None
-        return float(apart.sum() / 2)
+        differences = (frequencies - self.labels).abs()
+        if not self.graph.nodes[kind].multilabel:
+            return float(differences.sum() / 2)
+        differences = differences[~differences.isnan()]  # NaN: the label is unknown for all nodes of the part or graph
+        return float(differences.mean()) if len(differences) else None
 
-    def feature_divergence(self, own: Mapping[str, Tensor]) -> float | None:
+    def feature_divergence(self, node_ids: Mapping[str, Tensor]) -> float | None:
         if not self.means:
             return None
-        square = 0.0
+        squared = 0.0
         for kind, mean in self.means.items():
             x = self.graph.nodes[kind].x
-            if x is not None and len(own[kind]):
-                square += float((_mean_row(x, own[kind]) - mean).square().sum())
-        return math.sqrt(square) / self.deviation if self.deviation else 0.0
+            if x is not None and len(node_ids[kind]):
+                squared += float((_mean_row(x, node_ids[kind]) - mean).square().sum())
+        return math.sqrt(squared) / self.deviation if self.deviation else 0.0
 
 
 def _frequencies(graph: Graph, kind: str, ids: Tensor | None) -> Tensor | None:
-    """[C] float64, of these nodes or all; None where no node has a label."""
-    table = graph.nodes[kind]
-    assert table.y is not None
-    y = table.y if ids is None else table.y[ids]
-    known = y >= 0
-    if not bool(known.any()):
+    """[C] float64, of these nodes or all; None if no node has a label."""
+    nodes = graph.nodes[kind]
+    assert nodes.y is not None
+    y = nodes.y if ids is None else nodes.y[ids]
+    labelled = y >= 0
+    if not bool(labelled.any()):
         return None
-    if table.multilabel:
-        return ((y * known).sum(0, dtype=torch.float64)) / known.sum(0)
-    counts = torch.bincount(y[known], minlength=table.num_classes).double()
+    if nodes.multilabel:
+        return (y * labelled).sum(0, dtype=torch.float64) / labelled.sum(0)
+    counts = torch.bincount(y[labelled], minlength=nodes.num_classes).double()
     return counts / counts.sum()
 
 
 def _mean_row(x: Tensor, ids: Tensor, *, around: Tensor | None = None) -> Tensor:
     """[F] float64: the mean of some rows, or of their squared distances from a point."""
     total = torch.zeros(x.shape[1], dtype=torch.float64)
-    for low in range(0, len(ids), PIECE):
-        piece = gather(x, ids[low : low + PIECE]).double()
-        total += piece.sum(0) if around is None else (piece - around).square().sum(0)
+    for low in range(0, len(ids), FEATURE_ROWS):
+        rows = gather(x, ids[low : low + FEATURE_ROWS]).double()
+        total += rows.sum(0) if around is None else (rows - around).square().sum(0)
     return total / len(ids)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _copy(weights: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in weights.items()}
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def _check_finite(loss: float) -> None:

@@ -114,7 +114,7 @@ def plan(
     strategy_plan = make_plan(open_store(store), tree, bandwidth=rate, only=only, quiet=quiet)
     print_result(strategy_plan.as_json(), as_json=as_json, human=_tables(strategy_plan))
     if strategy_plan.best is None:
-        raise ConfigError("; ".join(strategy_plan.why))
+        raise ConfigError("; ".join(strategy_plan.reasons))
 
 
 def _tables(strategy_plan: StrategyPlan) -> list[Any]:
@@ -131,7 +131,7 @@ def _tables(strategy_plan: StrategyPlan) -> list[Any]:
         )
     if strategy_plan.best is None:  # the reasons are in the error message
         return tables
-    return [*tables, f"recommended: {strategy_plan.why[0]}", *(f"  {text}" for text in strategy_plan.why[1:])]
+    return [*tables, f"recommended: {strategy_plan.reasons[0]}", *(f"  {text}" for text in strategy_plan.reasons[1:])]
 
 
 def _row(estimate: CostEstimate, *, recommended: bool) -> tuple[Any, ...]:

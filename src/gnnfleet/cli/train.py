@@ -150,11 +150,11 @@ def train(
 
         if max_restarts:
             raise ConfigError("torchrun restarts its own workers: put --max-restarts before -m gnnfleet")
-        train_as_rank(launch_env, store, tree, place=location, quiet=quiet, show=show)
+        train_as_rank(launch_env, store, tree, location=location, quiet=quiet, show=show)
     graph = open_store(store)
     if resume and run_dir is not None and not (run_dir / "config.json").exists():
         print_note(f"no run in {run_dir} to resume: starting a new one", quiet=quiet)
-    trained = run_training(graph, tree, place=location, quiet=quiet, restarts=max_restarts)
+    trained = run_training(graph, tree, location=location, quiet=quiet, restarts=max_restarts)
     show(trained.record, trained.config)
 
 

@@ -1,7 +1,7 @@
-"""Questions to a trained run: a metric on a split, predictions, scores of pairs.
+"""Queries to a trained run: a metric on a split, predictions, scores of pairs or events.
 
-Exact rows do not depend on how a run was trained: one process answers as ``local`` evaluates, several as ``sar`` does,
-each with a part of the graph.
+Exact rows do not depend on how a run was trained: one process evaluates like ``local``, several like ``sar``, each with
+a part of the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, RunError, StoreError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.inference.predict import OutputColumns, check_output, write_predictions, write_scores
+from gnnfleet.inference.predict import check_output, write_predictions, write_scores
 from gnnfleet.inference.predict_events import write_event_scores
 from gnnfleet.launch.local_launcher import launch
 from gnnfleet.launch.rank_main import open_own_part, run_rank
@@ -44,14 +44,14 @@ from gnnfleet.training.run_dir import RunDirectory
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """What is asked of which weights; in plain words, so that workers can read it from a file.
+    """One query, as JSON values for workers.
 
-    Either ``split`` is measured, or ``output`` is written: every node, or the ``pairs`` or ``events`` of a file.
+    Either ``split`` is evaluated, or ``output`` is written: every node, or the ``pairs`` or ``events`` of a file.
     """
 
     run: str
     checkpoint: str = "best"
-    memory: str | int | None = None  # in place of the run's own
+    memory: str | int | None = None  # replaces the memory setting of the run
     split: str | None = None
     output: str | None = None
     logits: bool = False
@@ -61,81 +61,79 @@ class Query:
     relation: str = ""
 
 
-def run_query(question: Query, graph: Graph, *, workers: int | None = None, quiet: bool = True) -> dict[str, Any]:
-    """The answer as plain words; by default on as many workers as the run was trained on."""
-    config = _config(question, workers)
-    _check_output(question)
-    if config.task != "node":
-        _check_columns(RunDirectory(Path(question.run)), config, graph)
+def run_query(query: Query, graph: Graph, *, workers: int | None = None, quiet: bool = True) -> dict[str, Any]:
+    """The answer as JSON; by default with as many workers as the run was trained with."""
+    config = _resolve_query(query, workers)
+    directory = RunDirectory(Path(query.run))
+    _check_columns(directory, config, graph)
     if config.workers == 1:
         built, position, name = open_trained_run(
-            Path(question.run), graph, checkpoint=question.checkpoint, split=question.split, memory=question.memory,
-            quiet=quiet,
-        )  # fmt: skip
-        return {**_query_info(question, name, position), **_answer(built, question)}
-    if config.task == "node":
-        # Workers read features from parts, so what is in another order is stored anew, in theirs.
-        graph = _output(RunDirectory(Path(question.run)), config).adapt(graph)
+            directory.path, graph, checkpoint=query.checkpoint, split=query.split, memory=query.memory, quiet=quiet
+        )
+        return _answer(built, query, name, position)
+    output = _output_schema(directory, config)
+    graph = graph if output is None else output.adapt(graph)
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
+        # Workers read features from parts, so a graph with columns in another order is saved again.
         stored = graph if graph.store is not None else save_store(graph, Path(scratch) / "store")
-        spec = _spec(question, config, stored, quiet=quiet)
         return launch(
-            spec,
+            _query_spec(query, config, stored, quiet=quiet),
             folder=Path(scratch) / "launch",
             workers=config.workers,
             advice="try again",
-            module="gnnfleet.inference.query_worker",
+            function=f"{__name__}:run_query_spec",
         )
 
 
 def run_query_as_rank(
-    seat: LaunchEnv, question: Query, store: Callable[[], Graph], *, quiet: bool, show: Callable[[dict[str, Any]], None]
+    env: LaunchEnv, query: Query, store: Callable[[], Graph], *, quiet: bool, show: Callable[[dict[str, Any]], None]
 ) -> NoReturn:
-    """Answer as one of the ranks that torchrun started and end the process; the first opens the store and calls
-    ``show``. The others find store and run at the same paths."""
-    if seat.agent:
+    """Run a query as one of the ranks that torchrun started and end the process.
+
+    The first rank opens the store and calls ``show``. The others find store and run under the same paths.
+    """
+    if env.agent:
         die_with_parent()
 
-    def work(world: World, meeting: Rendezvous) -> None:
+    def work(world: World, rendezvous: Rendezvous) -> None:
         def prepare() -> RunSpec:
-            config = _config(question, seat.size)
-            _check_output(question)
-            if config.spec.input == "events":
-                raise ConfigError("a run on events is asked by one process: leave torchrun out")
+            config = _resolve_query(query, env.size)
             graph = store()
-            if config.task != "node":
-                _check_columns(RunDirectory(Path(question.run)), config, graph)
-            return _spec(question, config, graph, quiet=quiet, apart=True)
+            _check_columns(RunDirectory(Path(query.run)), config, graph)
+            return _query_spec(query, config, graph, quiet=quiet, in_subprocess=True)
 
-        spec = broadcast_spec(world, meeting, prepare, lambda: _model_files(question))
-        found = run_query_spec(spec, world)
+        def model_files() -> frozenset[Path]:
+            file = RunDirectory(Path(query.run)).config().model.file
+            return frozenset() if file is None else frozenset({file})
+
+        answer = run_query_spec(broadcast_spec(world, rendezvous, prepare, model_files), world)
         if world.is_first:
-            show(found)
+            show(answer)
 
-    run_rank(seat, work, print_errors=True)
+    run_rank(env, work, print_errors=True)
 
 
 def run_query_spec(spec: RunSpec, world: World) -> dict[str, Any]:
-    """One rank's share of an answer, which the first has whole."""
+    """Collective. Run a query on the part of this rank; the first rank has the whole answer."""
     assert spec.question is not None
-    question, config = Query(**spec.question), resolve(spec.config)
-    directory = RunDirectory(Path(question.run), seed=config.seed)
-    quiet = spec.quiet or not world.is_first
+    query, config = Query(**spec.question), resolve(spec.config)
+    directory = RunDirectory(Path(query.run), seed=config.seed)
     with annotate_model_errors(config.model.file):
-        with make_progress(quiet) as progress:
+        with make_progress(spec.quiet or not world.is_first) as progress:
             graph, shard = open_own_part(spec, world)
             output = OutputSchema.from_json(spec.output) if spec.output is not None else None
-            built = _build(graph, config, output, split=question.split, context=RankContext(world, shard, progress))
-        aside = world.uncounted()
-        state, position, name = _weights(directory, question.checkpoint) if world.is_first else ({}, TrainState(), "")
-        word = broadcast_json(aside, {"position": asdict(position), "name": name})
-        # Ranks hear the weights from the first, and read the rows they own themselves.
-        state = broadcast_state(aside, {"model": state["model"]} if world.is_first else None)
-        state |= directory.load_sharded(word["name"], world.rank, embedding_ids(built.strategy.model))
-        _load_state(built, state, question.run, word["name"])
-        found = _answer(built, question)
+            built = _build(graph, config, output, RankContext(world, shard, progress), query.split)
+        uncounted = world.uncounted()
+        state, position, name = _weights(directory, query.checkpoint) if world.is_first else ({}, TrainState(), "")
+        message = broadcast_json(uncounted, {"position": asdict(position), "name": name})
+        position, name = TrainState(**message["position"]), message["name"]
+        # Rank 0 sends the shared weights; each rank reads the rows it owns.
+        state = broadcast_state(uncounted, state if world.is_first else None)
+        state |= directory.load_sharded(name, world.rank, embedding_ids(built.strategy.model))
+        _load_state(built, state, query.run, name)
+        answer = _answer(built, query, name, position)
         built.strategy.close()
-    return {**_query_info(question, word["name"], TrainState(**word["position"])), **found}
+    return answer
 
 
 def open_trained_run(
@@ -147,130 +145,121 @@ def open_trained_run(
     memory: str | int | None = None,
     quiet: bool = True,
 ) -> tuple[BuiltRun, TrainState, str]:
-    """A trained run in this process: what was built, where its checkpoint stands, that one's name. Raises RunError.
+    """(a trained run in this process, its position, the name of its checkpoint); raises RunError.
 
-    ``split`` is what is to be evaluated; predictions need none. ``memory`` takes the place of the run's own.
+    ``split`` is the one to evaluate; predictions need none. ``memory`` replaces the setting of the run.
     """
-    config = _config(Query(run=str(path), memory=memory), workers=1)
+    config = _resolve_query(Query(run=str(path), memory=memory), workers=1)
     directory = RunDirectory(path, seed=config.seed)
-    state, position, name = _weights(directory, checkpoint, whole=True)
-    output = _output(directory, config) if config.task == "node" else None
+    state, position, name = _weights(directory, checkpoint, sharded=True)
     with make_progress(quiet) as progress:
-        built = _build(graph, config, output, split=split, context=RankContext(progress=progress))
+        built = _build(graph, config, _output_schema(directory, config), RankContext(progress=progress), split)
     _load_state(built, state, str(path), name)
     return built, position, name
 
 
-def reopen_run(graph: Graph, config: RunConfig, output: OutputSchema | None, state: State) -> BuiltRun:
-    """A run that has just ended, in this process alone."""
-    built = _build(graph, _query_workers(config, 1), output, context=RankContext())
-    built.strategy.load_state_dict(state)
-    return built
+def read_finished_run(graph: Graph, config: RunConfig, directory: RunDirectory) -> Callable[[], BuiltRun]:
+    """Read the best weights of a run that has just finished; the result builds it in this process."""
+    output, (state, _, _) = _output_schema(directory, config), _weights(directory, "best", sharded=True)
+
+    def reopen() -> BuiltRun:
+        built = _build(graph, _with_workers(config, 1), output, RankContext())
+        built.strategy.load_state_dict(state)
+        return built
+
+    return reopen
 
 
-def best_weights(directory: RunDirectory) -> State:
-    """Those a run ended with, whole in this process."""
-    return _weights(directory, "best", whole=True)[0]
-
-
-def _config(question: Query, workers: int | None) -> RunConfig:
-    """The config a run is asked under."""
-    directory = RunDirectory(Path(question.run))
+def _resolve_query(query: Query, workers: int | None) -> RunConfig:
+    """The config that a query runs with; raises ConfigError for impossible workers or output."""
+    directory = RunDirectory(Path(query.run))
     config = directory.config()
-    if question.memory is not None:
-        config = resolve({**config.model_dump(mode="json"), "memory": question.memory})
+    if query.memory is not None:
+        config = resolve({**config.model_dump(mode="json"), "memory": query.memory})
     directory.check_model_file()
-    return _query_workers(config, config.workers if workers is None else workers)
+    if workers is not None and workers < 1:
+        raise ConfigError(f"--workers is a number from 1, found {workers}")
+    if config.spec.input == "events":
+        if workers is not None and workers > 1:
+            raise ConfigError(
+                f"an event stream is evaluated in order, by one process; found {workers}: use --workers 1, not torchrun"
+            )
+        workers = 1
+    if query.output is not None:
+        check_output(Path(query.output))
+    return _with_workers(config, workers or config.workers)
 
 
-def _model_files(question: Query) -> frozenset[Path]:
-    file = RunDirectory(Path(question.run)).config().model.file
-    return frozenset() if file is None else frozenset({file})
+def _with_workers(config: RunConfig, workers: int) -> RunConfig:
+    strategy, method = inference_config(config.strategy, workers), config.partition if workers > 1 else None
+    return config.model_copy(update={"strategy": strategy, "workers": workers, "partition": method})
 
 
-def _check_output(question: Query) -> None:
-    if question.output is not None:
-        check_output(Path(question.output))
-
-
-def _output(directory: RunDirectory, config: RunConfig) -> OutputSchema:
-    """What a run predicts and read: how edge features are called is nothing to a model that does not read them."""
+def _output_schema(directory: RunDirectory, config: RunConfig) -> OutputSchema | None:
+    """The output schema of a node run; without names of edge features if the model does not read them."""
+    if config.task != "node":
+        return None
     output = directory.output()
-    return output if _reads_edges(config) else replace(output, edge_columns={})
+    return output if _reads_edge_features(config) else replace(output, edge_columns={})
 
 
-def _reads_edges(config: RunConfig) -> bool:
-    """What a model of the user's own reads is not known."""
+def _reads_edge_features(config: RunConfig) -> bool:
+    """True if the model may read edge features; a custom model is assumed to."""
     model = config.model
     could = model.name in ("gat", "gatv2") or config.spec.input == "events"
     return model.file is not None or (could and model.edge_features)
 
 
-def _check_columns(run: RunDirectory, config: RunConfig, graph: Graph) -> None:
-    """Refuse features of other names, or in another order, than a run on links or events read.
+def _check_columns(directory: RunDirectory, config: RunConfig, graph: Graph) -> None:
+    """Refuse feature columns with other names, or in another order, than a run on links or events was trained on.
 
-    Such a run keeps no output: its own store tells, while it is there.
+    Such a run saves no output schema: the names are those of its own store, as long as that exists.
     """
-    known = run.info()["store"]
-    if known is None or (graph.store is not None and graph.store.digest == known["digest"]):
+    saved = directory.info()["store"]
+    if config.task == "node" or saved is None or (graph.store is not None and graph.store.digest == saved["digest"]):
         return
     try:
-        own = open_store(known["path"])
+        trained = open_store(saved["path"])
     except StoreError:
         return
-    assert own.store is not None
-    if own.store.digest != known["digest"]:
+    assert trained.store is not None
+    if trained.store.digest != saved["digest"]:
         return
-    nodes = [(own.nodes[kind].columns, each.columns, kind) for kind, each in graph.nodes.items() if kind in own.nodes]
-    read = own.edges if _reads_edges(config) else {}
-    edges = [(read[kind].columns, each.columns, str(kind)) for kind, each in graph.edges.items() if kind in read]
-    for mine, found, kind in (*nodes, *edges):
-        if column_order(mine, found, f" of {kind}") is not None:
+    columns = {str(kind): nodes.columns for kind, nodes in graph.nodes.items()}
+    columns |= {str(kind): edges.columns for kind, edges in graph.edges.items()}
+    before = {kind: ("--features", nodes.columns) for kind, nodes in trained.nodes.items()}
+    if _reads_edge_features(config):
+        before |= {str(kind): ("--edge-features", edges.columns) for kind, edges in trained.edges.items()}
+    for kind, (option, trained_columns) in before.items():
+        if kind in columns and column_order(trained_columns, columns[kind], f" of {kind}") is not None:
             raise RunError(
                 f"feature columns of {kind} are in another order than those of the run: import them again, with "
-                f"--{'edge-' * (':' in kind)}features naming them in the order of {known['path']}"
+                f"{option} naming them in the order of {saved['path']}"
             )
 
 
-def _query_workers(config: RunConfig, workers: int) -> RunConfig:
-    if workers < 1:
-        raise ConfigError(f"--workers is a number from 1, found {workers}")
-    if config.spec.input == "events":
-        workers = 1
-    strategy, method = inference_config(config.strategy, workers), config.partition if workers > 1 else None
-    return config.model_copy(update={"strategy": strategy, "workers": workers, "partition": method})
-
-
-def _spec(question: Query, config: RunConfig, graph: Graph, *, quiet: bool, apart: bool = False) -> RunSpec:
-    """What ranks need to answer; the graph is cut where it is not yet, ``apart`` in another process."""
-    directory = RunDirectory(Path(question.run), seed=config.seed)
-    assert graph.store is not None
-    output = _output(directory, config) if config.task == "node" else None
+def _query_spec(query: Query, config: RunConfig, graph: Graph, *, quiet: bool, in_subprocess: bool = False) -> RunSpec:
+    """The spec of a query for ranks. The graph is partitioned if it is not yet, if required in another process."""
+    directory = RunDirectory(Path(query.run), seed=config.seed)
+    output = _output_schema(directory, config)
     if output is not None and output.adapt(graph) is not graph:
+        assert graph.store is not None
         raise RunError(
             f"{graph.store.path} has features or edge types in another order than the run, or no edges yet: leave "
             "torchrun out, or import it with all of them in the order of the run"
         )
-    path: Path | None
-    if apart:
-        path = ensure_placement_in_subprocess(graph, config, quiet=quiet)
+    partition: Path | None
+    if in_subprocess:
+        partition = ensure_placement_in_subprocess(graph, config, quiet=quiet)
     else:
         with make_progress(quiet) as progress:
-            path = ensure_partition(graph, trained_graph(graph, config), config, progress=progress, quiet=quiet)
-    return RunSpec(
-        store=str(graph.store.path.resolve()),
-        digest=graph.store.digest,
-        partition="" if path is None else str(path.relative_to(graph.store.path)),
-        run_dir=str(directory.path),
-        config=config.model_dump(mode="json"),
-        quiet=quiet,
-        question=asdict(question),
-        output=None if output is None else output.as_json(),
-    )
+            partition = ensure_partition(graph, trained_graph(graph, config), config, progress=progress, quiet=quiet)
+    schema = None if output is None else output.as_json()
+    return RunSpec.of(graph, config, directory.path, partition, quiet=quiet, question=asdict(query), output=schema)
 
 
 def _build(
-    graph: Graph, config: RunConfig, output: OutputSchema | None, *, split: str | None = None, context: RankContext
+    graph: Graph, config: RunConfig, output: OutputSchema | None, context: RankContext, split: str | None = None
 ) -> BuiltRun:
     if config.spec.input == "events":
         return build(graph, config, context=context)
@@ -281,48 +270,43 @@ def _build(
     return rebuild_links(graph, config, context=context)
 
 
-def _weights(directory: RunDirectory, checkpoint: str, *, whole: bool = False) -> tuple[State, TrainState, str]:
-    """Weights, where they stand, the checkpoint's name; a run without val nodes keeps no best, its last stands in.
+def _weights(directory: RunDirectory, checkpoint: str, *, sharded: bool = False) -> tuple[State, TrainState, str]:
+    """(weights, position, name) of a checkpoint; without a best one, as in runs without val nodes, of the last.
 
-    ``whole`` has the rows that ranks own as well.
+    With ``sharded`` the rows that ranks own are included.
     """
-    load = directory.load_weights if whole else directory.load
-    found, name = load(checkpoint), checkpoint
-    if found is None and checkpoint == "best":
-        found, name = load("last"), "last"
-    if found is None:
-        raise RunError(f"{directory.path} has no checkpoint {checkpoint}: train it first, or go on with --resume")
-    return {"model": found[0]["model"]}, found[1], name
+    load = directory.load_weights if sharded else directory.load
+    for name in ("best", "last") if checkpoint == "best" else (checkpoint,):
+        loaded = load(name)
+        if loaded is not None:
+            return {"model": loaded[0]["model"]}, loaded[1], name
+    raise RunError(f"{directory.path} has no checkpoint {checkpoint}: train it first, or continue with --resume")
 
 
 def _load_state(built: BuiltRun, state: State, run: str, name: str) -> None:
     try:
         built.strategy.load_state_dict(state)
     except RuntimeError as error:
-        raise RunError(
-            f"checkpoint {name} of {run} does not fit this store: {str(error).splitlines()[-1].strip()}"
-        ) from error
+        reason = str(error).splitlines()[-1].strip()
+        raise RunError(f"checkpoint {name} of {run} does not fit this store: {reason}") from error
 
 
-def _query_info(question: Query, name: str, position: TrainState) -> dict[str, Any]:
-    return {"run": question.run, "checkpoint": name, "epoch": position.epoch}
-
-
-def _answer(built: BuiltRun, question: Query) -> dict[str, Any]:
+def _answer(built: BuiltRun, query: Query, name: str, position: TrainState) -> dict[str, Any]:
+    answer = {"run": query.run, "checkpoint": name, "epoch": position.epoch}
     with annotate_model_errors(built.model_file):
-        if question.split is not None:
-            found = built.strategy.evaluate("test" if question.split == "all" else question.split)
-            count, loss, name = int(found.pop("count")), found.pop("loss"), built.task.metric
-            value = {"name": name, "value": found[name], "loss": loss, built.unit: count, "metrics": found}
-            return {"split": question.split, **value}
-        assert question.output is not None
-        path = Path(question.output)
-        if isinstance(built.task, EventTask) and question.events is None:
+        if query.split is not None:
+            metrics = built.strategy.evaluate("test" if query.split == "all" else query.split)
+            count, loss, metric = int(metrics.pop("count")), metrics.pop("loss"), built.task.metric
+            answer |= {"split": query.split, "name": metric, "value": metrics[metric], "loss": loss}
+            return {**answer, built.unit: count, "metrics": metrics}
+        assert query.output is not None
+        path = Path(query.output)
+        if query.events is not None:
+            rows = write_event_scores(built, Path(query.events), path)
+        elif isinstance(built.task, EventTask):
             raise ConfigError("this run predicts events: name a table of them with --events")
-        if question.events is not None:
-            rows = write_event_scores(built, Path(question.events), path)
-        elif question.pairs is not None:
-            rows = write_scores(built, Path(question.pairs), path, relation=question.relation)
+        elif query.pairs is not None:
+            rows = write_scores(built, Path(query.pairs), path, relation=query.relation)
         else:
-            rows = write_predictions(built, path, OutputColumns(logits=question.logits, embeddings=question.embeddings))
-        return {"output": question.output, "rows": rows}
+            rows = write_predictions(built, path, logits=query.logits, embeddings=query.embeddings)
+    return {**answer, "output": query.output, "rows": rows}

@@ -39,9 +39,9 @@ def launch(
     workers: int,
     restarts: int = 0,
     advice: str = "continue with --resume",
-    module: str = "gnnfleet.launch.worker",
+    function: str = "gnnfleet.launch.rank_main:train_rank",
 ) -> dict[str, Any]:
-    """Run a spec on ``workers`` processes of ``python -m module``; returns the answer of the first rank.
+    """Call ``function`` (module:name) with a spec in ``workers`` processes; returns the answer of the first rank.
 
     ``folder`` exists while they run. Raises the error of the worker at fault, with ``advice`` if it died, and
     KeyboardInterrupt for a signal.
@@ -71,7 +71,7 @@ def launch(
     failures: Mapping[int, Any] = {}
     try:
         with _signals_restored(), worker_environment(), _silence_torchrun():
-            elastic_launch(config, sys.executable)("-m", module, str(folder / "SPEC.json"))
+            elastic_launch(config, sys.executable)("-m", "gnnfleet.launch.worker", str(folder / "SPEC.json"), function)
         return dict(json.loads(answer.read_bytes()))
     except ChildFailedError as error:
         failures = error.failures

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gnnfleet.comm.failure import Failure
 from gnnfleet.comm.heartbeat import FailureDetector, HeartbeatConfig
@@ -59,6 +59,11 @@ def run_spec(spec: RunSpec, world: World, *, store: Path | None = None) -> RunRe
         record = run_session(built, config, directory, start=start, quiet=quiet)
         built.strategy.close()
     return record
+
+
+def train_rank(spec: RunSpec, world: World) -> dict[str, Any]:
+    """Collective. ``run_spec`` for a worker on this machine; the record as JSON."""
+    return run_spec(spec, world).as_json()
 
 
 def with_placement(context: RankContext, config: RunConfig, placement: Path | None) -> RankContext:

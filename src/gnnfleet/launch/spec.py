@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gnnfleet.config.schema import RunConfig
+    from gnnfleet.graph.graph import Graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +28,21 @@ class RunSpec:
     trials: list[dict[str, Any]] | None = None  # of a plan; None trains
     output: dict[str, Any] | None = None  # with a question on nodes: the schema of predictions
     answer: str | None = None  # the file that the first rank writes its answer to
+
+    @classmethod
+    def of(
+        cls, graph: Graph, config: RunConfig, run_dir: Path, placement: Path | None = None, **fields: Any
+    ) -> RunSpec:
+        """The spec of a run on a stored graph, with the path of its partition, clusters or chunk layouts."""
+        assert graph.store is not None
+        return cls(
+            store=str(graph.store.path.resolve()),
+            digest=graph.store.digest,
+            partition="" if placement is None else str(placement.relative_to(graph.store.path)),
+            run_dir=str(run_dir),
+            config=config.model_dump(mode="json"),
+            **fields,
+        )
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -26,7 +26,7 @@ from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import save_store
 from gnnfleet.nn.config import TEMPORAL_MODELS
 from gnnfleet.nn.custom_model import annotate_model_errors
-from gnnfleet.planner.profiler import SamplingProbe, profile_machine
+from gnnfleet.planner.profiler import profile_machine
 from gnnfleet.planner.trial_runs import (
     WARMUP_STEPS,
     TrialRun,
@@ -42,8 +42,8 @@ from gnnfleet.report.remarks import print_note
 from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.estimates import CostEstimate, EventPlanningContext, PlanningContext, TrialTiming
 from gnnfleet.strategies.registry import AUTO, all_specs, estimate_costs
-from gnnfleet.strategies.sampling_options import DEFAULT_BATCH
-from gnnfleet.training.build import RankContext, ValidatedRun, make_event_job, make_job, validate, validate_events
+from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, FanoutOption
+from gnnfleet.training.build import RankContext, ValidatedRun, make_event_job, make_job, validate
 from gnnfleet.training.partition_cache import ensure_clusters, ensure_layouts, ensure_partition, ensure_placement
 from gnnfleet.units import format_size
 
@@ -63,14 +63,14 @@ class StrategyPlan:
     refused: tuple[CostEstimate, ...]
     goal: str
     best: CostEstimate | None
-    why: tuple[str, ...]
+    reasons: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         best = self.best
         return {
             "goal": self.goal,
             "recommended": best and {"strategy": dict(best.settings), "workers": best.workers},
-            "why": list(self.why),
+            "why": list(self.reasons),
             "fits": [{**asdict(estimate), "seconds_per_pass": estimate.seconds_per_pass} for estimate in self.fits],
             "refused": [asdict(estimate) for estimate in self.refused],
         }
@@ -86,7 +86,7 @@ def choose_strategy(graph: Graph, settings: Mapping[str, Any], *, quiet: bool) -
     """The settings of a run with the recommended strategy instead of ``auto``; raises ConfigError if nothing fits."""
     plan = make_plan(graph, settings, quiet=quiet)
     if plan.best is None:
-        raise ConfigError("; ".join(plan.why))
+        raise ConfigError("; ".join(plan.reasons))
     return {**settings, "strategy": dict(plan.best.settings), "workers": plan.best.workers}, plan
 
 
@@ -113,12 +113,12 @@ def make_plan(
         stack.enter_context(annotate_model_errors(base.model.file))
         progress = stack.enter_context(make_progress(quiet))
         if on_events:
-            estimates = _EventPlanner(stored, base, bandwidth, scratch, progress).estimate(base)
+            estimates = _estimate_events(stored, base, bandwidth, scratch, progress)
         else:
             accepted = {option for config in configs for option in type(config.strategy).model_fields}
             valid = {option: value for option, value in options.items() if option in accepted}
-            probe = SamplingProbe(valid.get("fanouts"), valid.get("batch") or DEFAULT_BATCH)
-            planner = _GraphPlanner(stored, base, probe, bandwidth, scratch, progress, quiet)
+            fanouts, batch = valid.get("fanouts"), valid.get("batch") or DEFAULT_BATCH
+            planner = _GraphPlanner(stored, base, fanouts, batch, bandwidth, scratch, progress, quiet)
             estimates = [estimate for config in configs for estimate in planner.estimate(config)]
             if bandwidth is None:
                 estimates = planner.with_trials(estimates, _without_strategy(settings))
@@ -153,10 +153,10 @@ def _candidate_configs(
         for name, spec in all_specs().items()
         if spec.estimate is not None and on_events == (spec.input == "events")
     }
-    known = {option for spec in specs.values() for option in spec.config.model_fields}
+    valid = {option for spec in specs.values() for option in spec.config.model_fields}
     for option in options:
-        if option not in known:
-            similar = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+        if option not in valid:
+            similar = difflib.get_close_matches(option, valid, n=1, cutoff=0.5)
             hint = f": did you mean {similar[0]}?" if similar else ""
             raise ConfigError(f"no strategy has a setting {option!r}{hint}")
     for name in only:
@@ -165,7 +165,7 @@ def _candidate_configs(
     workers = settings.get("workers", 1)
     if only and workers == 1 and not on_events and "local" not in only:
         raise ConfigError(f"with one worker only local is planned, found {', '.join(only)}: pass --workers")
-    configs, refused, errors = list[RunConfig](), list[CostEstimate](), list[ConfigError]()
+    configs, refused = list[RunConfig](), list[CostEstimate]()
     for name, spec in specs.items():
         if (only and name not in only) or (workers == 1 and not on_events and spec.execution != "single"):
             continue
@@ -176,10 +176,9 @@ def _candidate_configs(
         try:
             configs.append(resolve(tree))
         except ConfigError as error:
-            errors.append(error)
             refused.append(_refusal(name, tree.get("workers", 1), error))
     if not configs:
-        raise errors[0]
+        raise ConfigError(refused[0].refused)
     return configs, refused
 
 
@@ -187,83 +186,74 @@ def _refusal(name: str, workers: int, error: ConfigError) -> CostEstimate:
     return CostEstimate(settings={"name": name}, kind="exact", workers=workers, memory=0.0, refused=str(error))
 
 
+@dataclass(eq=False)
 class _GraphPlanner:
     """Estimates and trials on a graph."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        base: RunConfig,
-        probe: SamplingProbe,
-        bandwidth: float | None,
-        scratch: Path,
-        progress: Progress,
-        quiet: bool,
-    ) -> None:
-        self._graph, self._base, self._probe, self._bandwidth, self._scratch = graph, base, probe, bandwidth, scratch
-        self._progress, self._quiet = progress, quiet
-        self._validated: ValidatedRun = validate(graph, base)
+    graph: Graph
+    base: RunConfig
+    fanouts: FanoutOption
+    batch: int
+    bandwidth: float | None
+    scratch: Path
+    progress: Progress
+    quiet: bool
+
+    def __post_init__(self) -> None:
+        self.validated: ValidatedRun = validate(self.graph, self.base)
+
+    def _ensure(self, ensure: Callable[..., Any], config: RunConfig) -> Any:
+        """Call one of the functions that make and store a placement."""
+        return ensure(self.graph, self.validated.graph, config, progress=self.progress, quiet=self.quiet)
 
     def estimate(self, config: RunConfig) -> list[CostEstimate]:
         """The candidates of a strategy; a single refused one if it cannot train at all."""
         try:
-            self._progress.stage(f"estimate of {config.strategy.name}")
+            self.progress.stage(f"estimate of {config.strategy.name}")
             return estimate_costs(config.strategy, self._context)
         except ConfigError as error:
             return [_refusal(config.strategy.name, config.workers, error)]
 
     @cached_property
     def _context(self) -> PlanningContext:
-        workers = self._base.workers
-        job = make_job(self._validated, self._base, RankContext(progress=self._progress))
-        partition = ensure_partition(
-            self._graph, self._validated.graph, self._base, progress=self._progress, quiet=self._quiet
-        )
+        workers = self.base.workers
+        job = make_job(self.validated, self.base, RankContext(progress=self.progress))
+        partition = self._ensure(ensure_partition, self.base)
         shards = [Partition.open(partition).shard(part) for part in range(workers)]
-        self._progress.stage("profile of this machine")
-        single = profile_machine(job, shards[0], self._probe)
+        self.progress.stage("profile of this machine")
+        single = profile_machine(job, shards[0], self.fanouts, self.batch)
         least = workers * single.base_memory
-        if self._bandwidth is None and workers > 1 and least > memory_limit():
+        if self.bandwidth is None and workers > 1 and least > memory_limit():
             raise ConfigError(
                 f"{workers} workers need {format_size(least)} before training, this machine has "
                 f"{format_size(memory_limit())}: set --bandwidth if each worker has a machine of its own"
             )
-        linked = self._bandwidth is not None
         return PlanningContext(
             job=job,
             single_profile=single,
-            shared_profile=single.linked(workers, self._bandwidth) if self._bandwidth else single.shared_by(workers),
-            overlaps=linked,
+            shared_profile=single.linked(workers, self.bandwidth) if self.bandwidth else single.shared_by(workers),
+            overlaps=self.bandwidth is not None,
             parts=lambda: shards,
             assignment=self._assignment,
-            layouts=lambda strategy: open_chunk_layouts(
-                ensure_layouts(
-                    self._graph,
-                    self._validated.graph,
-                    self._with(strategy),
-                    progress=self._progress,
-                    quiet=self._quiet,
-                )
-            ),
+            layouts=lambda strategy: open_chunk_layouts(self._ensure(ensure_layouts, self._with(strategy))),
         )
 
     def _with(self, strategy: StrategyConfig) -> RunConfig:
-        return self._base.model_copy(update={"strategy": strategy})
+        return self.base.model_copy(update={"strategy": strategy})
 
     def _assignment(self, strategy: StrategyConfig) -> NodeAssignment:
-        config = self._with(strategy)
-        path = ensure_clusters(self._graph, self._validated.graph, config, progress=self._progress, quiet=self._quiet)
-        counts = {kind: table.count for kind, table in self._graph.nodes.items()}
-        return NodeAssignment(counts, None if path is None else ClusterMap.open(path), config.seed)
+        path = self._ensure(ensure_clusters, self._with(strategy))
+        counts = {kind: table.count for kind, table in self.graph.nodes.items()}
+        return NodeAssignment(counts, None if path is None else ClusterMap.open(path), self.base.seed)
 
     def with_trials(self, estimates: Sequence[CostEstimate], settings: SettingsTree) -> list[CostEstimate]:
         """The estimates with the seconds of trials, for candidates whose epochs are short."""
-        limit, workers = min(memory_limit(), self._base.memory or memory_limit()), self._base.workers
+        limit, workers = min(memory_limit(), self.base.memory or memory_limit()), self.base.workers
         candidates = trial_candidates(estimates, {1: limit, workers: min(limit, memory_limit() / workers)})
         timings: dict[int, TrialTiming] = {}
         for estimate in candidates:
             if estimate.workers == 1:
-                self._progress.stage(f"trial of {estimate_label(estimate)}")
+                self.progress.stage(f"trial of {estimate_label(estimate)}")
                 timings[id(estimate)] = self._run_alone(estimate, self._trial(estimate, settings))
         distributed = [estimate for estimate in candidates if estimate.workers > 1]
         if distributed:
@@ -274,19 +264,18 @@ class _GraphPlanner:
     def _trial(self, estimate: CostEstimate, settings: SettingsTree) -> TrialRun:
         tree = {**settings, "strategy": dict(estimate.settings), "workers": estimate.workers}
         config = resolve(tree if estimate.workers > 1 else {**tree, "partition": None})
-        path = ensure_placement(self._graph, self._validated.graph, config, progress=self._progress, quiet=self._quiet)
+        path = self._ensure(ensure_placement, config)
         length = trial_length(estimate)
-        assert length is not None and self._graph.store is not None
-        placement = None if path is None else str(path.relative_to(self._graph.store.path))
-        return TrialRun(config.model_dump(mode="json"), placement, estimate.steps, **length)
+        assert length is not None
+        return TrialRun(config.model_dump(mode="json"), path and str(path.resolve()), estimate.steps, **length)
 
     def _launch(self, candidates: Sequence[CostEstimate], trials: Sequence[TrialRun]) -> list[TrialTiming]:
         """Run all in one launch, since starting workers takes as long as a trial. If it dies, launch each by itself."""
         single = len(candidates) == 1
         names = [estimate_label(estimate) if single else estimate.name for estimate in candidates]
-        self._progress.stage(f"trial of {', '.join(dict.fromkeys(names))}")
+        self.progress.stage(f"trial of {', '.join(dict.fromkeys(names))}")
         try:
-            return launch_trials(self._graph, self._base, trials, scratch=self._scratch)
+            return launch_trials(self.graph, self.base, trials, scratch=self.scratch)
         except GnnfleetError as error:
             if single:
                 return [self._failed(candidates[0], error)]
@@ -294,42 +283,34 @@ class _GraphPlanner:
 
     def _run_alone(self, estimate: CostEstimate, trial: TrialRun) -> TrialTiming:
         try:
-            return run_trial(self._graph, trial)
+            return run_trial(self.graph, trial)
         except (GnnfleetError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError if memory is short
             return self._failed(estimate, error)
 
     def _failed(self, estimate: CostEstimate, error: Exception) -> TrialTiming:
         reason = f"its trial failed: {first_line(error)}"
-        print_note(f"{estimate_label(estimate)}: {reason}", quiet=self._quiet)
+        print_note(f"{estimate_label(estimate)}: {reason}", quiet=self.quiet)
         return TrialTiming(refused=reason)
 
 
-class _EventPlanner:
+def _estimate_events(
+    graph: Graph, base: RunConfig, bandwidth: float | None, scratch: Path, progress: Progress
+) -> list[CostEstimate]:
     """Estimates on an event stream, all of them from trials."""
 
-    def __init__(
-        self, graph: Graph, base: RunConfig, bandwidth: float | None, scratch: Path, progress: Progress
-    ) -> None:
-        self._graph, self._base, self._bandwidth, self._scratch = graph, base, bandwidth, scratch
-        self._progress = progress
-        validate_events(graph, base)
-
-    def estimate(self, config: RunConfig) -> list[CostEstimate]:
-        job = make_event_job(self._graph, config, RankContext(progress=self._progress))
-        context = EventPlanningContext(job, config.workers, self._run_trials, self._bandwidth)
-        return estimate_costs(config.strategy, context)
-
-    def _run_trials(self, workers: int, candidates: Sequence[tuple[StrategyConfig, int]]) -> list[TrialTiming]:
-        self._progress.stage(f"trial of {workers} workers")
+    def run_trials(workers: int, candidates: Sequence[tuple[StrategyConfig, int]]) -> list[TrialTiming]:
+        progress.stage(f"trial of {workers} workers")
+        configs = [base.model_copy(update={"workers": workers, "strategy": strategy}) for strategy, _ in candidates]
         trials = []
-        for strategy, steps in candidates:
-            config = self._base.model_copy(update={"workers": workers, "strategy": strategy})
+        for config, (_, steps) in zip(configs, candidates, strict=True):
             warmup = min(WARMUP_STEPS, steps - 1)
             first = max(0, min(steps // 2, steps - warmup - EVENT_TIMED_STEPS))
             fields = config.model_dump(mode="json")
             trials.append(TrialRun(fields, None, steps, first, warmup, timed_steps=EVENT_TIMED_STEPS))
-        base = resolve(dict(trials[0].config))
-        return launch_trials(self._graph, base, trials, scratch=self._scratch)
+        return launch_trials(graph, configs[0], trials, scratch=scratch)
+
+    job = make_event_job(graph, base, RankContext(progress=progress))
+    return estimate_costs(base.strategy, EventPlanningContext(job, base.workers, run_trials, bandwidth))
 
 
 def _recommend(
@@ -344,30 +325,29 @@ def _recommend(
             estimate = replace(estimate, refused=reason)
         (refused if estimate.refused else fits).append(estimate)
     fits.sort(key=lambda estimate: (estimate.seconds_per_pass, estimate.memory))
-    best, why = _fastest(fits, goal, goals[goal])
+    best, reasons = _fastest(fits, goal, goals[goal])
     if best is None and memory is not None and refused:
         least = min((estimate for estimate in refused if estimate.memory), key=lambda e: e.memory, default=None)
         need = "" if least is None else f"; the least that any needs is {format_size(least.memory)} ({least.name})"
-        why = (f"nothing fits into --memory {format_size(memory)}{need}: set more workers or more memory",)
-    return StrategyPlan(tuple(fits), tuple(refused), goal, best, why)
+        reasons = (f"nothing fits into --memory {format_size(memory)}{need}: set more workers or more memory",)
+    return StrategyPlan(tuple(fits), tuple(refused), goal, best, reasons)
 
 
 def _fastest(fits: Sequence[CostEstimate], goal: str, description: str) -> tuple[CostEstimate | None, tuple[str, ...]]:
     """(the fastest candidate of the goal, else the fastest of all that fit; the reasons)."""
     matching = [estimate for estimate in fits if goal == "any" or estimate.kind == goal]
-    best = next(iter(matching or fits), None)
-    if best is None:
+    candidates = matching or fits
+    if not candidates:
         return None, ("no strategy can train this",)
-    label, seconds = estimate_label(best), seconds_text(best)
-    if matching:
-        why = [f"{label}: the fastest of {description} that fit, {seconds}"]
-    else:
-        why = [f"{label}: none of {description} fits; the fastest of the others, {seconds}"]
-    why += best.reasons
-    second = next((estimate for estimate in (matching or fits) if estimate.name != best.name), None)
+    best = candidates[0]
+    choice = f"the fastest of {description} that fit"
+    if not matching:
+        choice = f"none of {description} fits; the fastest of the others"
+    reasons = [f"{estimate_label(best)}: {choice}, {seconds_text(best)}", *best.reasons]
+    second = next((estimate for estimate in candidates if estimate.name != best.name), None)
     if second is not None:
-        why.append(f"next is {estimate_label(second)}: {seconds_text(second)}, {format_size(second.memory)}")
-    return best, tuple(why)
+        reasons.append(f"next is {estimate_label(second)}: {seconds_text(second)}, {format_size(second.memory)}")
+    return best, tuple(reasons)
 
 
 def estimate_label(estimate: CostEstimate) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -38,20 +37,11 @@ REPEATS = 3
 """Timed steps after a first one that allocates."""
 
 
-@dataclass(frozen=True)
-class SamplingProbe:
-    """Settings of the sampled steps."""
-
-    fanouts: FanoutOption = None
-    batch: int = 1024
-
-
-def profile_machine(job: Job, shard: Shard, probe: SamplingProbe) -> MachineProfile:
+def profile_machine(job: Job, shard: Shard, fanouts: FanoutOption, batch: int) -> MachineProfile:
     base_memory = _base_memory()
     cached = should_cache_aggregate("auto", hides=job.task.masks_edges)
-    return MachineProfile(
-        1, *_profile_full_batch(job, shard, cached), *_profile_blocks(job, probe, cached), base_memory
-    )
+    full_batch = _profile_full_batch(job, shard, cached)
+    return MachineProfile(1, *full_batch, *_profile_blocks(job, fanouts, batch, cached), base_memory)
 
 
 def _base_memory() -> float:
@@ -115,17 +105,17 @@ def _fastest(work: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def _profile_blocks(job: Job, probe: SamplingProbe, cached: bool) -> tuple[float, float]:
+def _profile_blocks(job: Job, fanouts: FanoutOption, batch_size: int, cached: bool) -> tuple[float, float]:
     """Seconds of (forward, backward and optimizer; sampling) per row read and edge drawn, in steps on real batches."""
     graph, model, task = job.graph, job.model, job.task
     items = task.train_items(job.seed, 0)
     if not len(items):
         return 0.0, 0.0
-    sampler = NeighborSampler(graph, parse_fanouts(probe.fanouts, model.num_layers))
+    sampler = NeighborSampler(graph, parse_fanouts(fanouts, model.num_layers))
     precomputed = cached and can_precompute(model, graph)
     optimizer = make_optimizer(model, job.train)
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    size = min(probe.batch or len(items), len(items))
+    size = min(batch_size, len(items))
     batches = list(islice(epoch_batches(items, size, seed=job.seed, epoch=0), 1 + REPEATS))
     compute_seconds, sampling_seconds, drawn = 0.0, 0.0, 0.0
     for step in range(1 + REPEATS):

@@ -44,7 +44,7 @@ class TrialRun:
     """One candidate: ``timed_steps`` after ``warmup_steps``, or ``timed_epochs`` after one if ``timed_steps`` is 0."""
 
     config: Mapping[str, Any]  # of the run
-    placement: str | None  # the partition, clusters or chunk layouts, relative to the store
+    placement: str | None  # path of the partition, clusters or chunk layouts
     epoch_steps: int
     first_step: int = 0
     warmup_steps: int = 0
@@ -99,21 +99,12 @@ def _corrected(estimate: CostEstimate, timing: TrialTiming | None, ratios: Seque
 
 def launch_trials(graph: Graph, config: RunConfig, trials: Sequence[TrialRun], *, scratch: Path) -> list[TrialTiming]:
     """Run trials one after the other by ``config.workers`` processes of one launch."""
-    assert graph.store is not None
-    spec = RunSpec(
-        store=str(graph.store.path.resolve()),
-        digest=graph.store.digest,
-        partition="",
-        run_dir=str(scratch),
-        config=config.model_dump(mode="json"),
-        trials=[asdict(trial) for trial in trials],
-    )
     timings = launch(
-        spec,
+        RunSpec.of(graph, config, scratch, None, trials=[asdict(trial) for trial in trials]),
         folder=scratch / "launch",
         workers=config.workers,
         advice="try again",
-        module="gnnfleet.planner.trial_worker",
+        function=f"{__name__}:run_trial_spec",
     )
     return [TrialTiming(**timing) for timing in timings["timings"]]
 
@@ -129,8 +120,7 @@ def run_trial(graph: Graph, trial: TrialRun, world: World | None = None) -> Tria
     """Collective. Time one candidate; a ConfigError becomes the reason of its refusal."""
     world = (world or World()).uncounted()
     config = resolve(dict(trial.config))
-    assert graph.store is not None
-    placement = None if trial.placement is None else graph.store.path / trial.placement
+    placement = None if trial.placement is None else Path(trial.placement)
     try:
         strategy = build(graph, config, context=with_placement(RankContext(world), config, placement)).strategy
         try:

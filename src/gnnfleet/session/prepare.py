@@ -1,6 +1,6 @@
-"""What is done once before ranks train: words resolved, everything checked, the graph cut, the run's directory made.
+"""Preparation of a run, once for all ranks: resolve the config, validate it, partition the graph, open the directory.
 
-Everything a user can get wrong is found before anything is written.
+Mistakes of the user are reported before anything is written.
 """
 
 from __future__ import annotations
@@ -34,35 +34,37 @@ from gnnfleet.training.run_dir import RunDirectory, choose_directory
 
 @dataclass(frozen=True)
 class RunLocation:
-    """Where a run is kept. Without ``run_dir`` nowhere, or with ``keep`` in a new directory below runs/."""
+    """The directory of a run. Without ``run_dir`` nothing is saved, or with ``keep`` in a new directory below runs/."""
 
     run_dir: Path | None = None
     keep: bool = False
     resume: bool = False
 
 
-def resolve_run(graph: Graph, words: Mapping[str, Any], place: RunLocation) -> tuple[RunConfig, RunDirectory | None]:
-    """The config of a run, and its directory where it goes on with one. Writes nothing."""
-    directory = choose_run_dir(place, graph, model="") if place.resume else None
-    config = resolve(words) if directory is None else _resumed_config(directory, graph, words)
+def resolve_run(
+    graph: Graph, settings: Mapping[str, Any], location: RunLocation
+) -> tuple[RunConfig, RunDirectory | None]:
+    """The config of a run, and the directory that it resumes. Writes nothing."""
+    directory = choose_run_dir(location, graph, model="") if location.resume else None
+    config = resolve(settings) if directory is None else _resumed_config(directory, graph, settings)
     if config.report.tensorboard:
         check_tensorboard()
     validate_graph(graph)
     return config, directory
 
 
-def choose_run_dir(place: RunLocation, graph: Graph, *, model: str) -> RunDirectory:
+def choose_run_dir(location: RunLocation, graph: Graph, *, model: str) -> RunDirectory:
     name = graph.name if graph.store is None else graph.store.path.resolve().name
-    return choose_directory(place.run_dir, resume=place.resume, store=name, model=model)
+    return choose_directory(location.run_dir, resume=location.resume, store=name, model=model)
 
 
-def _resumed_config(directory: RunDirectory, graph: Graph, words: Mapping[str, Any]) -> RunConfig:
-    """The saved config with what is said anew; a run that was killed before it was saved begins."""
+def _resumed_config(directory: RunDirectory, graph: Graph, settings: Mapping[str, Any]) -> RunConfig:
+    """The saved config with changed settings. A run that was killed before it was saved starts anew."""
     if not directory.is_initialized:
-        return resolve(words)
+        return resolve(settings)
     directory.check_graph(graph)
     directory.check_model_file()
-    config = resolve(overlay(directory.info()["config"], drop_auto_settings(words)))
+    config = resolve(overlay(directory.info()["config"], drop_auto_settings(settings)))
     check_resumable(directory.config(), config)
     return config
 
@@ -73,58 +75,47 @@ def prepare_run(
     config: RunConfig,
     directory: RunDirectory | None,
     *,
-    place: RunLocation,
+    location: RunLocation,
     quiet: bool,
-    known_as: Graph | None = None,
-    apart: bool = False,
+    original: Graph | None = None,
+    in_subprocess: bool = False,
 ) -> Iterator[tuple[RunSpec, RunDirectory]]:
-    """A run on workers, ready for its ranks; its directory is locked until the end.
+    """A run ready for its ranks; its directory is locked until the end.
 
-    The graph lies in a store; ``known_as`` is the user's own where that was in memory. ``apart`` cuts it in another
-    process, for a caller that must go on answering.
+    ``graph`` has a store; ``original`` is the user's graph if that one is in memory. ``in_subprocess`` partitions in
+    another process, for a caller that must keep sending heartbeats.
     """
-    assert graph.store is not None
     with annotate_model_errors(config.model.file):
-        trained, output, remarks = _checked(graph, config)
-    empty = empty_parts_warning(graph, config.workers) if config.spec.placement in ("partition", "clusters") else None
-    for text in (*remarks, *([] if empty is None else [empty])):
+        trained, output, remarks = _validate(graph, config)
+    warning = empty_parts_warning(graph, config.workers) if config.spec.placement in ("partition", "clusters") else None
+    for text in (*remarks, *([] if warning is None else [warning])):
         print_note(text, quiet=quiet)
-    path: Path | None
-    if apart:
-        path = ensure_placement_in_subprocess(graph, config, quiet=quiet)
+    placement: Path | None
+    if in_subprocess:
+        placement = ensure_placement_in_subprocess(graph, config, quiet=quiet)
     else:
         with make_progress(quiet) as progress:
-            path = ensure_placement(graph, trained, config, progress=progress, quiet=quiet)
-    directory = directory or choose_run_dir(place, known_as or graph, model=config.model.label)
+            placement = ensure_placement(graph, trained, config, progress=progress, quiet=quiet)
+    directory = directory or choose_run_dir(location, original or graph, model=config.model.label)
     directory.seed = config.seed
     directory.lock()
     try:
-        read_resume_point(directory)  # a damaged checkpoint is found now
-        directory.initialize(config, known_as or graph, output)
-        if config.spec.placement == "partition" and path is not None:
-            cut = Bundle.open(path, KIND)
-            directory.write_partition_info(cut.meta["method"], cut.meta["quality"])
-        yield (
-            RunSpec(
-                store=str(graph.store.path.resolve()),
-                digest=graph.store.digest,
-                partition="" if path is None else str(path.relative_to(graph.store.path)),
-                run_dir=str(directory.path),
-                config=config.model_dump(mode="json"),
-                quiet=quiet,
-            ),
-            directory,
-        )
+        read_resume_point(directory)  # reports a damaged checkpoint now
+        directory.initialize(config, original or graph, output)
+        if config.spec.placement == "partition" and placement is not None:
+            partition = Bundle.open(placement, KIND)
+            directory.write_partition_info(partition.meta["method"], partition.meta["quality"])
+        yield RunSpec.of(graph, config, directory.path, placement, quiet=quiet), directory
     finally:
         directory.close()
 
 
-def _checked(graph: Graph, config: RunConfig) -> tuple[Graph, OutputSchema | None, tuple[str, ...]]:
-    """(what is trained on, what nodes are classified as, what the user should know); raises what ``validate`` does."""
+def _validate(graph: Graph, config: RunConfig) -> tuple[Graph, OutputSchema | None, tuple[str, ...]]:
+    """(graph to train on, output schema of a node task, remarks for the user); raises the errors of ``validate``."""
     if config.spec.input == "events":
         validate_events(graph, config)
         return graph, None, ()
-    # Learnable rows are the ranks' own: none are drawn here.
-    checked = validate(graph, config, {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes})
-    config.strategy.check_task(checked.task)
-    return checked.graph, checked.output, checked.remarks
+    # Each rank initializes the learnable rows it owns; none are needed here.
+    validated = validate(graph, config, {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes})
+    config.strategy.check_task(validated.task)
+    return validated.graph, validated.output, validated.remarks
