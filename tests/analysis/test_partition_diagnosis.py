@@ -14,7 +14,7 @@ from torch.nn import functional
 from gnnfleet.analysis import cluster_count
 from gnnfleet.analysis.cluster_count import choose_clusters, cluster_candidates
 from gnnfleet.analysis.partition_diagnosis import DiagnosisRow, Snapshot, diagnose, recommend
-from gnnfleet.cli.diagnose import _shown
+from gnnfleet.cli.diagnose import _table
 from gnnfleet.cli.output import print_result
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig
@@ -178,7 +178,7 @@ def test_the_row_with_the_largest_cosine_among_those_of_good_aim_is_recommended(
 
 
 def test_the_table_fits_120_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    print_result({}, as_json=False, human=[_shown("sage on shop", [row_of(15_000, 0.123, 0.456)], steps=20)])
+    print_result({}, as_json=False, human=[_table("sage on shop", [row_of(15_000, 0.123, 0.456)], steps=20)])
     shown = capsys.readouterr().out
     headings = "scheme clusters kept balance labels features loss ± after 20 cosine after 20 aim after 20"
     assert " ".join(text for text in shown.splitlines()[2].split() if text not in "┃│") == headings
