@@ -96,7 +96,7 @@ def normalised(view: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def dropped(view: Any, x: Tensor) -> Tensor:
-    out: Tensor = view.dropout(x, 0.4, place=3)
+    out: Tensor = view.dropout(x, 0.4, mask_id=3)
     return out
 
 

@@ -1,3 +1,5 @@
+"""Laws of LocalView: verbs equal dense formulas, subgraphs have the edges inside, dropout goes by store id."""
+
 from __future__ import annotations
 
 import pytest
@@ -13,7 +15,7 @@ from tests.graph.strategies import graphs
 
 
 def dense(graph: Graph) -> torch.Tensor:
-    """[N, N] how many edges j → i: row i, column j."""
+    """[N, N] number of edges j → i in row i, column j."""
     index = graph.single_edges.edge_index()
     out = torch.zeros(graph.num_nodes, graph.num_nodes, dtype=torch.float64)
     return out.index_put_((index[1], index[0]), torch.ones(index.shape[1], dtype=torch.float64), accumulate=True)
@@ -25,7 +27,7 @@ def with_loops(matrix: torch.Tensor) -> torch.Tensor:
 
 @given(graph=graphs(hetero=False))
 @settings(max_examples=40, deadline=None)
-def test_aggregate_is_the_adjacency(graph: Graph) -> None:
+def test_aggregation_equals_the_product_with_the_adjacency_matrix(graph: Graph) -> None:
     view = LocalView.of_graph(graph)
     x = torch.randn(graph.num_nodes, 3, dtype=torch.float64)
     torch.testing.assert_close(view.aggregate(x), dense(graph) @ x)
@@ -40,7 +42,7 @@ def test_aggregate_is_the_adjacency(graph: Graph) -> None:
 
 @given(graph=graphs(hetero=False))
 @settings(max_examples=30, deadline=None)
-def test_attention_with_loops_equals_dense_softmax(graph: Graph) -> None:
+def test_attention_with_self_loops_equals_dense_softmax(graph: Graph) -> None:
     n, heads, width = graph.num_nodes, 2, 3
     view = LocalView.of_graph(graph)
     z = torch.randn(n, heads, width, dtype=torch.float64)
@@ -56,40 +58,39 @@ def test_attention_with_loops_equals_dense_softmax(graph: Graph) -> None:
 @settings(max_examples=40, deadline=None)
 def test_an_induced_subgraph_has_exactly_the_edges_inside(graph: Graph, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    picked = {k: (torch.rand(t.count, generator=random) < 0.6).nonzero()[:, 0] for k, t in graph.nodes.items()}
-    view = LocalView.induced(graph, picked)
-    whole = LocalView.of_graph(graph)
+    selected = {k: (torch.rand(t.count, generator=random) < 0.6).nonzero()[:, 0] for k, t in graph.nodes.items()}
+    view, graph_view = LocalView.induced(graph, selected), LocalView.of_graph(graph)
     for kind, edges in graph.edges.items():
         index = edges.edge_index()
-        inside = torch.isin(index[0], picked[kind.src]) & torch.isin(index[1], picked[kind.dst])
+        inside = torch.isin(index[0], selected[kind.src]) & torch.isin(index[1], selected[kind.dst])
         relation = view.relations[kind]
         assert torch.equal(relation.edge_ids, inside.nonzero()[:, 0])
         rows, cols = relation.structure.row.long(), relation.structure.col.long()
-        assert torch.equal(picked[kind.src][cols], index[0][inside])
-        assert torch.equal(picked[kind.dst][rows], index[1][inside])
+        assert torch.equal(selected[kind.src][cols], index[0][inside])
+        assert torch.equal(selected[kind.dst][rows], index[1][inside])
         for name in ("weight", "attr"):
-            mine, all_of_them = getattr(relation, name), getattr(edges, name)
-            assert (mine is None) == (all_of_them is None)
-            assert mine is None or torch.equal(mine, all_of_them[inside])
+            actual, stored = getattr(relation, name), getattr(edges, name)
+            assert (actual is None) == (stored is None)
+            assert actual is None or torch.equal(actual, stored[inside])
     for kind in graph.nodes:
-        expected = whole.nodes[kind].degree(False)[picked[kind]]
-        assert torch.equal(view.nodes[kind].degree(False), expected), "degrees are the whole graph's"
+        expected = graph_view.nodes[kind].degree(False)[selected[kind]]
+        assert torch.equal(view.nodes[kind].degree(False), expected), "degrees are the view graph's"
 
 
-def test_dropout_of_a_subgraph_is_that_of_the_whole() -> None:
+def test_dropout_of_a_subgraph_equals_that_of_the_graph() -> None:
     graph = Graph(torch.randint(0, 40, (2, 200)), num_nodes=40)
     key = DrawKey(seed=1, epoch=2, step=3)
-    whole = LocalView.of_graph(graph).with_step(key=key, layer=1)
-    some = torch.arange(0, 40, 3)
-    part = LocalView.induced(graph, {"node": some}).with_step(key=key, layer=1)
+    view = LocalView.of_graph(graph).with_step(key=key, layer=1)
+    ids = torch.arange(0, 40, 3)
+    subgraph = LocalView.induced(graph, {"node": ids}).with_step(key=key, layer=1)
     x = torch.randn(40, 5)
-    assert torch.equal(part.dropout(x[some], 0.5), whole.dropout(x, 0.5)[some])
-    assert not torch.equal(whole.dropout(x, 0.5), whole.with_step(layer=2).dropout(x, 0.5))
-    assert not torch.equal(whole.dropout(x, 0.5), whole.dropout(x, 0.5, place=1))
-    assert whole.with_step(training=False).dropout(x, 0.5) is x
+    assert torch.equal(subgraph.dropout(x[ids], 0.5), view.dropout(x, 0.5)[ids])
+    assert not torch.equal(view.dropout(x, 0.5), view.with_step(layer=2).dropout(x, 0.5))
+    assert not torch.equal(view.dropout(x, 0.5), view.dropout(x, 0.5, mask_id=1))
+    assert view.with_step(training=False).dropout(x, 0.5) is x
 
 
-def test_weights_of_loops_are_one_and_ids_of_loops_are_no_edge() -> None:
+def test_self_loops_have_weight_one_and_ids_above_all_edges() -> None:
     graph = Graph(torch.tensor([[0, 1, 1], [1, 1, 0]]), edge_weight=[2.0, 5.0, 3.0], num_nodes=3)
     view = LocalView.of_graph(graph)
     x = torch.eye(3)
@@ -99,7 +100,7 @@ def test_weights_of_loops_are_one_and_ids_of_loops_are_no_edge() -> None:
     assert graph.num_edges < SELF_LOOP_IDS
 
 
-def test_take_and_what_cannot_be() -> None:
+def test_gather_rows_of_a_subgraph_and_invalid_ids() -> None:
     graph = Graph(torch.randint(0, 10, (2, 20)), num_nodes=10)
     view = LocalView.induced(graph, {"node": torch.tensor([1, 4, 7])})
     x = torch.randn(3, 2, requires_grad=True)
@@ -115,7 +116,7 @@ def test_take_and_what_cannot_be() -> None:
 
 @given(graph=graphs(hetero=True))
 @settings(max_examples=20, deadline=None)
-def test_relations_are_aggregated_one_by_one(graph: Graph) -> None:
+def test_edge_types_are_aggregated_separately(graph: Graph) -> None:
     view = LocalView.of_graph(graph)
     x = {kind: torch.randn(table.count, 2, dtype=torch.float64) for kind, table in graph.nodes.items()}
     for kind, out in view.aggregate_relations(x).items():

@@ -129,7 +129,7 @@ def select_edges(relation: LocalEdges, keep: Tensor) -> LocalEdges:
     offsets = torch.zeros(len(keep) + 1, dtype=torch.int64)
     torch.cumsum(keep, 0, out=offsets[1:])
     csr = relation.structure
-    return relation.cut(CSR(offsets[csr.indptr], csr.col[keep], csr.num_cols), keep, relation.sampling_scale)
+    return relation.select(CSR(offsets[csr.indptr], csr.col[keep], csr.num_cols), keep, relation.sampling_scale)
 
 
 def _slot(keys: Tensor) -> Tensor:

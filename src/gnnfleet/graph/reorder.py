@@ -7,7 +7,7 @@ agree to rounding. Edges into a row are sorted by the row of their source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from gnnfleet.graph.graph import Edges, Graph
 from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
 from gnnfleet.graph.partition.streaming import cluster
 from gnnfleet.graph.views.local import LocalEdges, LocalView
-from gnnfleet.graph.views.view_base import NodeRows
+from gnnfleet.graph.views.view_base import NodeRows, SelectedDegrees
 from gnnfleet.ops import csr
 
 MIN_CLUSTER, CLUSTER_GROWTH, MAX_CLUSTER = 400, 4, 25_600
@@ -52,7 +52,7 @@ def reordered_view(graph: Graph, order: Mapping[str, Tensor]) -> LocalView:
         row_of_id[kind][ids] = torch.arange(len(ids))
     whole = LocalView.of_graph(graph)
     nodes = {
-        kind: NodeRows(order[kind], rows.num_dst, ReorderedDegrees(rows.degree, order[kind]))
+        kind: NodeRows(order[kind], rows.num_dst, SelectedDegrees(rows.degree, order[kind]))
         for kind, rows in whole.nodes.items()
     }
     relations = {
@@ -70,21 +70,8 @@ def limit_destinations(view: LocalView, kind: str, count: int) -> LocalView:
         stop = int(cut.indptr[count]) if edge_type.dst == kind else cut.num_edges
         rows = count if edge_type.dst == kind else cut.num_rows
         structure = csr.CSR(cut.indptr[: rows + 1], cut.col[:stop], cut.num_cols)
-        relations[edge_type] = relation.cut(structure, slice(stop))
+        relations[edge_type] = relation.select(structure, slice(stop))
     return replace(view, nodes=nodes, relations=relations)
-
-
-class ReorderedDegrees:
-    """Degrees of some rows of a view, computed once."""
-
-    def __init__(self, degree: Callable[[bool], Tensor], rows: Tensor) -> None:
-        self._degree, self._rows = degree, rows
-        self._cache: dict[bool, Tensor] = {}
-
-    def __call__(self, weighted: bool) -> Tensor:
-        if weighted not in self._cache:
-            self._cache[weighted] = self._degree(weighted)[self._rows]
-        return self._cache[weighted]
 
 
 def _relation(edges: Edges, src_rows: Tensor, dst_rows: Tensor) -> LocalEdges:

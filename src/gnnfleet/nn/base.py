@@ -94,7 +94,7 @@ class Model(torch.nn.Module):
 
     def _finish(self, view: GraphView, x: Tensor, type_index: int) -> Tensor:
         x = self.act(x)
-        return view.dropout(x, self.dropout, place=type_index) if self.training and self.dropout else x
+        return view.dropout(x, self.dropout, mask_id=type_index) if self.training and self.dropout else x
 
     # -- called by strategies --
 

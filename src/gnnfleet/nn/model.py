@@ -26,9 +26,9 @@ from gnnfleet.nn.norm import make_norm
 
 _T = TypeVar("_T")
 
-# ``place`` of the dropouts of one layer, so that their masks differ: after the conv, before it, at the end, on the
-# input. Each node type has its own stride of places.
-_AFTER, _BEFORE, _LAST, _INPUT, _PLACE_STRIDE = 0, 1, 2, 3, 4
+# ``mask_id`` of the dropouts of one layer: after the conv, before it, at the end, on the input. Node types differ by a
+# multiple of the stride.
+_AFTER, _BEFORE, _LAST, _INPUT, _MASK_STRIDE = 0, 1, 2, 3, 4
 # Convolutions with a fused ReLU.
 _FUSES_RELU = ("sage", "gcn", "gat", "gatv2")
 
@@ -209,7 +209,7 @@ class GNN(Model):
             return x
         first = self.convs[0]  # layer 0 skips its norm: PyG's DeeperGCN applies it after the last block
         assert isinstance(first, ResPlusBlock)
-        out: Tensor = self.lins[1](first.before(view, x, place=_LAST))
+        out: Tensor = self.lins[1](first.before(view, x, mask_id=_LAST))
         return out
 
     def _hetero_layer(
@@ -228,16 +228,18 @@ class GNN(Model):
             logits: Tensor = out[self.target]
             return logits
         return {
-            kind: self._after(index, view.for_type(kind), rows, kind=kind, place=_AFTER + _PLACE_STRIDE * number)
+            kind: self._after(index, view.for_type(kind), rows, kind=kind, mask_id=_AFTER + _MASK_STRIDE * number)
             for number, (kind, rows) in enumerate(out.items())
         }
 
-    def _after(self, index: int, view: GraphView, x: Tensor, *, kind: str | None = None, place: int = _AFTER) -> Tensor:
+    def _after(
+        self, index: int, view: GraphView, x: Tensor, *, kind: str | None = None, mask_id: int = _AFTER
+    ) -> Tensor:
         """Apply norm → activation → dropout in place: x is the fresh output of a conv."""
         norm: Any = self.norms[index]
         norm = norm[_key(kind)] if kind is not None and isinstance(norm, torch.nn.ModuleDict) else norm
         x = x if isinstance(norm, torch.nn.Identity) else norm(view, x)
-        return self._drop(view, self.act(x), place)
+        return self._drop(view, self.act(x), mask_id)
 
     def _input_rows(self, view: GraphView, x: Features) -> RowsByType:
         """Join features and embeddings, apply input dropout, and project node types to one width."""
@@ -249,7 +251,7 @@ class GNN(Model):
         out = {}
         for index, kind in enumerate(self.node_types):
             features = None if x is None else x.get(kind)
-            rows = self._input(view.for_type(kind), features, _key(kind), _INPUT + _PLACE_STRIDE * index)
+            rows = self._input(view.for_type(kind), features, _key(kind), _INPUT + _MASK_STRIDE * index)
             out[kind] = self.projections[_key(kind)](rows)
         return out
 
@@ -258,7 +260,7 @@ class GNN(Model):
         """The node types, in order."""
         return () if isinstance(self.in_channels, int) else tuple(self.in_channels)
 
-    def _input(self, view: GraphView, x: Tensor | None, key: str, place: int) -> Tensor:
+    def _input(self, view: GraphView, x: Tensor | None, key: str, mask_id: int) -> Tensor:
         if x is not None and self.config.input_norm == "sum":
             x = self._normalise(x, key)
         if key in self.embeddings:
@@ -266,7 +268,7 @@ class GNN(Model):
             x = embedding if x is None or not x.shape[1] else torch.cat([x.to(embedding.dtype), embedding], 1)
         if x is None:
             raise InputError("the model expects node features, found none: set model.embedding to a width")
-        return self._drop(view, x, place, p=self.config.input_dropout)
+        return self._drop(view, x, mask_id, p=self.config.input_dropout)
 
     def _normalise(self, x: Tensor, key: str) -> Tensor:
         """Rows of L1 norm 1; zero rows stay zero. Cached, because a full batch is the same tensor in every step."""
@@ -278,9 +280,9 @@ class GNN(Model):
             self._normalised[key] = (x, x._version, rows)
         return rows
 
-    def _drop(self, view: GraphView, x: Tensor, place: int, *, p: float | None = None) -> Tensor:
+    def _drop(self, view: GraphView, x: Tensor, mask_id: int, *, p: float | None = None) -> Tensor:
         p = self.config.dropout if p is None else p
-        return view.dropout(x, p, place=place) if self.training and p else x
+        return view.dropout(x, p, mask_id=mask_id) if self.training and p else x
 
     def _weight(self, view: GraphView) -> Tensor | None:
         return view.weight if self.config.edge_weight else None

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
-from gnnfleet.graph.reorder import ReorderedDegrees
 from gnnfleet.graph.views.local import GraphDegrees, LocalEdges, LocalView
-from gnnfleet.graph.views.view_base import NodeRows
+from gnnfleet.graph.views.view_base import NodeRows, SelectedDegrees
 from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.gather import gather
@@ -148,7 +147,7 @@ class NeighborSampler:
         return views
 
     def _degrees_of(self, kind: str, ids: Tensor) -> Callable[[bool], Tensor]:
-        return ReorderedDegrees(self._degrees[kind], ids)
+        return SelectedDegrees(self._degrees[kind], ids)
 
     def _draw(self, hop: int, counts: Mapping[EdgeType, int], builder: BlockBuilder) -> dict[EdgeType, SampledEdges]:
         dst, drawn = builder.ids, {}

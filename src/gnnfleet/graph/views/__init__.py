@@ -1,1 +1,1 @@
-"""Views: the graph as layers see it, whole or a block of it, in one process."""
+"""Views: the interface between layers and a graph, and its implementation in one process."""

@@ -1,7 +1,7 @@
-"""Blocks with full neighbourhoods: some destination rows of a view and every source they read.
+"""Blocks with full neighbourhoods: some destination rows of a view and all their sources.
 
-Destinations come first among a block's rows, then the other sources, each once: a layer computes the same rows in a
-block as in the whole view. No array of the size of the graph is made.
+The rows of a block are its destinations, then the other sources without repeats. A layer computes the same rows in a
+block as in the whole view. No array has the size of the graph.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.reorder import ReorderedDegrees
 from gnnfleet.graph.views.local import LocalEdges, LocalView
-from gnnfleet.graph.views.view_base import NodeRows
+from gnnfleet.graph.views.view_base import NodeRows, SelectedDegrees
 from gnnfleet.ops.csr import CSR
 
 RowSpans = Mapping[str, tuple[int, int]]
-"""{node type: (first row, row after the last)}."""
+"""{node type: (first row, end)}."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,29 +34,29 @@ def full_block(view: LocalView, spans: RowSpans) -> Block:
     others: dict[str, Tensor] = {}
     for kind in view.nodes:
         low, high = spans[kind]
-        found = [
+        columns = [
             _columns(relation, spans[edge_type.dst])
             for edge_type, relation in view.relations.items()
             if edge_type.src == kind
         ]
-        columns = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
-        others[kind] = torch.unique(columns[(columns < low) | (columns >= high)]).long()
+        sources = torch.cat(columns) if columns else torch.empty(0, dtype=torch.int64)
+        others[kind] = torch.unique(sources[(sources < low) | (sources >= high)]).long()
         rows[kind] = torch.cat([torch.arange(low, high), others[kind]])
     nodes = {
         kind: NodeRows(
-            table.node_ids[rows[kind]], spans[kind][1] - spans[kind][0], ReorderedDegrees(table.degree, rows[kind])
+            table.node_ids[rows[kind]], spans[kind][1] - spans[kind][0], SelectedDegrees(table.degree, rows[kind])
         )
         for kind, table in view.nodes.items()
     }
     relations = {
-        edge_type: _cut(relation, spans[edge_type.dst], spans[edge_type.src], others[edge_type.src])
+        edge_type: _block_edges(relation, spans[edge_type.dst], spans[edge_type.src], others[edge_type.src])
         for edge_type, relation in view.relations.items()
     }
     return Block(replace(view, nodes=nodes, relations=relations), rows)
 
 
 def split_spans(view: LocalView, chunks: int) -> list[dict[str, tuple[int, int]]]:
-    """All destinations of a view in ``chunks`` stretches, each a stretch of every node type."""
+    """Split the destinations of a view into ``chunks`` spans of every node type."""
     return [
         {kind: (c * rows.num_dst // chunks, (c + 1) * rows.num_dst // chunks) for kind, rows in view.nodes.items()}
         for c in range(chunks)
@@ -69,12 +68,12 @@ def _columns(relation: LocalEdges, span: tuple[int, int]) -> Tensor:
     return relation.structure.col[int(indptr[span[0]]) : int(indptr[span[1]])]
 
 
-def _cut(relation: LocalEdges, dst: tuple[int, int], src: tuple[int, int], others: Tensor) -> LocalEdges:
+def _block_edges(relation: LocalEdges, dst: tuple[int, int], src: tuple[int, int], others: Tensor) -> LocalEdges:
     indptr = relation.structure.indptr[dst[0] : dst[1] + 1]
     first, last = int(indptr[0]), int(indptr[-1])
     columns = relation.structure.col[first:last].long()
-    own = (columns >= src[0]) & (columns < src[1])
+    is_destination = (columns >= src[0]) & (columns < src[1])
     count = src[1] - src[0]
-    columns = torch.where(own, columns - src[0], count + torch.searchsorted(others, columns))
+    columns = torch.where(is_destination, columns - src[0], count + torch.searchsorted(others, columns))
     structure = CSR(indptr - first, columns.to(relation.structure.col.dtype), count + len(others))
-    return relation.cut(structure, slice(first, last))
+    return relation.select(structure, slice(first, last))

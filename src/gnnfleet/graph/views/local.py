@@ -1,6 +1,6 @@
-"""LocalView: the verbs of a GraphView for edges in this process: the whole graph, an induced subgraph, a block.
+"""LocalView: a GraphView of edges in this process: the whole graph, an induced subgraph or a block.
 
-Forward and backward are in ``ops``; here they meet the graph's ids, weights and self-loops.
+``ops`` has the forward and backward passes. The view adds ids, weights and self-loops.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gnnfleet.graph.graph import Edges, EdgeType, Graph
 from gnnfleet.graph.views.merged_relations import LazyMergedRelations
 from gnnfleet.graph.views.row_index import take_rows
 from gnnfleet.graph.views.view import MANY_SOURCES, first_rows
-from gnnfleet.graph.views.view_base import NodeRows, ViewBase
+from gnnfleet.graph.views.view_base import NodeRows, SelectedDegrees, ViewBase
 from gnnfleet.ops import aggregate as sums
 from gnnfleet.ops.attend import attend
 from gnnfleet.ops.csr import CSR
@@ -26,86 +26,88 @@ from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.message import Message
 from gnnfleet.ops.propagate import propagate
 
-# Self-loops have no store edge id; for draws they are numbered from here by the node's store id.
+# Self-loops have no store edge id. Their id for draws is this plus the store id of the node.
 SELF_LOOP_IDS = 1 << 48
+_EDGES_PER_BLOCK = 1 << 20
 
 
-def _same(t: Tensor) -> Tensor:
+def _identity(t: Tensor) -> Tensor:
     return t
 
 
 @dataclass(frozen=True, eq=False)
 class LocalEdges:
-    """The edges of one type in a view; ``sampling_scale`` is there when they are a sample, drawn evenly.
+    """The edges of one type in a view.
 
-    Sums over a sample are multiplied by it and so estimate, without bias, the sum over all neighbours.
+    If they are a uniform sample, sums over them are multiplied by ``sampling_scale``, which makes them unbiased
+    estimates of the sum over all neighbours.
     """
 
     structure: CSR
     edge_ids: Tensor  # [E] int64
     weight: Tensor | None = None
     attr: Tensor | None = None
-    sampling_scale: Callable[[], Tensor] | None = None  # [R] float64: edges in the store per edge drawn
-    is_store_order: bool = True  # whether edge ids never fall within a row
+    sampling_scale: Callable[[], Tensor] | None = None  # → [R] float64: edges in the store per sampled edge
+    is_store_order: bool = True  # edge ids never decrease within a row
     cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
-    def cut(self, structure: CSR, which: slice | Tensor, share: Callable[[], Tensor] | None = None) -> LocalEdges:
-        """Some of the edges, in the same order, under another structure."""
-        weight = None if self.weight is None else self.weight[which]
-        attr = None if self.attr is None else self.attr[which]
-        return LocalEdges(structure, self.edge_ids[which], weight, attr, share, self.is_store_order)
+    def select(
+        self, structure: CSR, selection: slice | Tensor, sampling_scale: Callable[[], Tensor] | None = None
+    ) -> LocalEdges:
+        """Select edges without reordering them; ``structure`` is theirs."""
+        weight, attr = (None if data is None else data[selection] for data in (self.weight, self.attr))
+        return LocalEdges(structure, self.edge_ids[selection], weight, attr, sampling_scale, self.is_store_order)
 
     @property
     def tie_ids(self) -> Tensor | None:
-        """What decides between equal maxima, the store edge ids, where positions do not say the same."""
+        """[E] ids whose lowest wins among equal maxima; None if positions have the same order."""
         return None if self.is_store_order else self.edge_ids
 
     def looped_tie_ids(self, node_ids: Tensor) -> Tensor | None:
-        """The same of ``looped``: a loop is last in its row, and its id above those of all edges."""
+        """[E'] ``tie_ids`` with self-loops, which are last in their rows and have the highest ids."""
         return None if self.is_store_order else self.looped_ids(node_ids)
 
     def looped_ids(self, node_ids: Tensor) -> Tensor:
-        """[E'] what draws of the edges of ``looped`` go by; made once, for the nodes of the view this belongs to."""
+        """[E'] edge ids with self-loops, for draws. Cached: ``node_ids`` are always those of the view."""
         if "ids" not in self.cache:
             structure, edge = self.structure.with_self_loops
-            loops = SELF_LOOP_IDS + node_ids[structure.col.long()]
-            self.cache["ids"] = torch.where(edge < 0, loops, _pick(self.edge_ids, edge, fill=0))
+            loop_ids = SELF_LOOP_IDS + node_ids[structure.col.long()]
+            self.cache["ids"] = torch.where(edge < 0, loop_ids, _select_or_fill(self.edge_ids, edge, fill=0))
         return self.cache["ids"]
 
     def scaled(self, total: Tensor, reduce: str) -> Tensor:
-        """What sums over a sample say of the whole; ``total`` [R, F] is fresh."""
+        """Scale sums over a sample in place, [R, F]."""
         if self.sampling_scale is None or reduce != "sum":
             return total
-        return total.mul_(self._shares.to(total.dtype).view(-1, *([1] * (total.dim() - 1))))
+        return total.mul_(self._scale.to(total.dtype).view(-1, *([1] * (total.dim() - 1))))
 
     def scaled_weight(self, weight: Tensor | None, reduce: str) -> Tensor | None:
-        """The same, edge by edge."""
+        """[E] weights with which the sum over a sample is scaled."""
         if self.sampling_scale is None or reduce != "sum":
             return weight
-        each = self._shares[self.structure.row.long()]
-        return each if weight is None else each.to(weight.dtype) * weight
+        scale = self._scale[self.structure.row.long()]
+        return scale if weight is None else scale.to(weight.dtype) * weight
 
     @cached_property
-    def _shares(self) -> Tensor:
+    def _scale(self) -> Tensor:
         assert self.sampling_scale is not None
         return self.sampling_scale()
 
 
 @dataclass(frozen=True, eq=False)
 class LocalView(ViewBase[LocalEdges]):
-    """A graph, or a piece of one, in this process."""
+    """A graph, a subgraph or a block in this process."""
 
     nodes: Mapping[str, NodeRows]
     relations: Mapping[EdgeType, LocalEdges]
     key: DrawKey = field(default_factory=DrawKey)
     layer: int = 0
     training: bool = True
-    sum_over_processes: Callable[[Tensor], Tensor] = _same
+    sum_over_processes: Callable[[Tensor], Tensor] = _identity
     merged: LazyMergedRelations = field(default_factory=LazyMergedRelations, repr=False)
 
     @classmethod
     def of_graph(cls, graph: Graph) -> LocalView:
-        """Every node and edge of a graph."""
         nodes = {
             kind: NodeRows(torch.arange(table.count), table.count, GraphDegrees(graph, kind))
             for kind, table in graph.nodes.items()
@@ -115,17 +117,18 @@ class LocalView(ViewBase[LocalEdges]):
 
     @classmethod
     def induced(cls, graph: Graph, nodes: Mapping[str, Tensor]) -> LocalView:
-        """The subgraph of some nodes (store ids, ascending) with all edges among them."""
-        rows, place = {}, {}
+        """The subgraph of some nodes (ascending store ids) with all edges among them."""
+        rows, row_of_id = {}, {}
         for kind, table in graph.nodes.items():
             ids = nodes.get(kind, torch.empty(0, dtype=torch.int64)).long()
             if len(ids) and (bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= table.count):
-                raise InputError(f"nodes of a subgraph must be ascending store ids below {table.count}, each once")
-            place[kind] = torch.full((table.count,), -1, dtype=torch.int64)
-            place[kind][ids] = torch.arange(len(ids))
-            rows[kind] = NodeRows(ids, len(ids), _SelectedDegrees(GraphDegrees(graph, kind), ids))
+                raise InputError(f"nodes of a subgraph must be ascending store ids below {table.count} without repeats")
+            row_of_id[kind] = torch.full((table.count,), -1, dtype=torch.int64)
+            row_of_id[kind][ids] = torch.arange(len(ids))
+            rows[kind] = NodeRows(ids, len(ids), SelectedDegrees(GraphDegrees(graph, kind), ids))
         relations = {
-            kind: _induce(edges, place[kind.src], rows[kind.src], rows[kind.dst]) for kind, edges in graph.edges.items()
+            kind: _induce(edges, row_of_id[kind.src], rows[kind.src], rows[kind.dst])
+            for kind, edges in graph.edges.items()
         }
         return cls(rows, relations)
 
@@ -159,14 +162,14 @@ class LocalView(ViewBase[LocalEdges]):
         structure, edge = edges.structure.with_self_loops
         weight = edges.scaled_weight(weight, reduce)
         if weight is not None:
-            weight = _pick(weight, edge, fill=1.0)
+            weight = _select_or_fill(weight, edge, fill=1.0)
         ties = edges.looped_tie_ids(self.node_ids) if reduce == "max" else None
         return sums.aggregate(structure, x, reduce=reduce, weight=weight, ties=ties)
 
     def aggregate_with_self(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
         edges = self._edges
-        scaled = reduce == "sum" and edges.sampling_scale is not None
-        if reduce == "max" or scaled or x.device.type != "cpu":
+        is_scaled = reduce == "sum" and edges.sampling_scale is not None
+        if reduce == "max" or is_scaled or x.device.type != "cpu":
             return self.aggregate(x, reduce=reduce), first_rows(x, self.num_dst)
         return sums.aggregate_with_self(edges.structure, x, mean=reduce == "mean")
 
@@ -183,8 +186,8 @@ class LocalView(ViewBase[LocalEdges]):
         assert len(self.nodes) == 1, "edge types of several node types have different rows"
         if reduce == "sum" and any(relation.sampling_scale is not None for relation in self.relations.values()):
             (kind,) = self.nodes
-            each = self.aggregate_relations({kind: x}, reduce=reduce).values()
-            return torch.stack([rows * coefficient[i] for i, rows in enumerate(each)]).sum(0)
+            sums_by_type = self.aggregate_relations({kind: x}, reduce=reduce).values()
+            return torch.stack([total * coefficient[i] for i, total in enumerate(sums_by_type)]).sum(0)
         merged = self.merged.get(self.relations, [relation.structure for relation in self.relations.values()])
         return merged.combine(x, coefficient, reduce=reduce)
 
@@ -205,9 +208,9 @@ class LocalView(ViewBase[LocalEdges]):
         dropout = dropout if self.training else 0.0
         structure, ids = self._edges.structure, self._edges.edge_ids if dropout else None
         if self_loops:
-            structure, place = self._edges.structure.with_self_loops
+            structure, position = self._edges.structure.with_self_loops
             ids = self._edges.looped_ids(self.node_ids) if dropout else None
-            edge = None if edge is None else _with_loops(edge, structure, place)
+            edge = None if edge is None else _add_loop_terms(edge, structure, position)
         return attend(
             structure,
             value,
@@ -233,13 +236,13 @@ class LocalView(ViewBase[LocalEdges]):
         params: Sequence[Tensor] = (),
         reduce: str = "sum",
     ) -> Tensor:
-        ends = {name: first_rows(tensor, self.num_dst) for name, tensor in (dst or {}).items()}
+        dst = {name: first_rows(tensor, self.num_dst) for name, tensor in (dst or {}).items()}
         edges = self._edges
         out = propagate(
             edges.structure,
             message,
             src=src,
-            dst=ends,
+            dst=dst,
             edge=edge,
             params=params,
             reduce=reduce,
@@ -260,39 +263,27 @@ class GraphDegrees:
 
     def __init__(self, graph: Graph, kind: str) -> None:
         self._graph, self._kind = graph, kind
-        self._known: dict[bool, Tensor] = {}
+        self._cache: dict[bool, Tensor] = {}
 
     def __call__(self, weighted: bool) -> Tensor:
-        if weighted not in self._known:
+        if weighted not in self._cache:
             total = torch.zeros(self._graph.nodes[self._kind].count, dtype=torch.float64)
             for kind, edges in self._graph.edges.items():
                 if kind.dst == self._kind:
-                    _add_degrees(total, edges, edges.weight if weighted else None, loops=kind.src != kind.dst)
-            self._known[weighted] = total.float()
-        return self._known[weighted]
+                    weight = edges.weight if weighted else None
+                    _add_degrees(total, edges, weight, has_loops=kind.src == kind.dst)
+            self._cache[weighted] = total.float()
+        return self._cache[weighted]
 
 
-def _add_degrees(total: Tensor, edges: Edges, weight: Tensor | None, *, loops: bool) -> None:
-    """Add in-edges, or their weights, to every row of ``total``; some rows at a time, whatever the edges are."""
-    starts = torch.searchsorted(edges.indptr, torch.arange(0, edges.count, _DEGREE_EDGES), right=True) - 1
+def _add_degrees(total: Tensor, edges: Edges, weight: Tensor | None, *, has_loops: bool) -> None:
+    """Add the in-edges of every row, or their weights, in blocks of rows and without self-loops."""
+    starts = torch.searchsorted(edges.indptr, torch.arange(0, edges.count, _EDGES_PER_BLOCK), right=True) - 1
     for low, high in pairwise([*torch.unique(starts).tolist(), len(total)]):
         first, end = int(edges.indptr[low]), int(edges.indptr[high])
         dst = torch.repeat_interleave(torch.arange(low, high), edges.indptr[low : high + 1].diff())
         value = torch.ones(end - first, dtype=torch.float64) if weight is None else weight[first:end].double()
-        total.index_add_(0, dst, value if loops else torch.where(edges.src[first:end] == dst, 0.0, value))
-
-
-_DEGREE_EDGES = 1 << 20  # edges looked at together
-
-
-class _SelectedDegrees:
-    """Some rows of another node's degrees."""
-
-    def __init__(self, degrees: Callable[[bool], Tensor], rows: Tensor) -> None:
-        self._degrees, self._rows = degrees, rows
-
-    def __call__(self, weighted: bool) -> Tensor:
-        return self._degrees(weighted)[self._rows]
+        total.index_add_(0, dst, torch.where(edges.src[first:end] == dst, 0.0, value) if has_loops else value)
 
 
 def _relation(edges: Edges, num_src: int) -> LocalEdges:
@@ -300,39 +291,34 @@ def _relation(edges: Edges, num_src: int) -> LocalEdges:
     return LocalEdges(structure, torch.arange(edges.count), edges.weight, edges.attr)
 
 
-def _induce(edges: Edges, place: Tensor, src: NodeRows, dst: NodeRows) -> LocalEdges:
-    """The edges of a type among the rows of a subgraph."""
+def _induce(edges: Edges, row_of_id: Tensor, src: NodeRows, dst: NodeRows) -> LocalEdges:
+    """The edges of a type among the rows of a subgraph; ``row_of_id`` is −1 for sources outside it."""
     starts, ends = edges.indptr[dst.node_ids], edges.indptr[dst.node_ids + 1]
     degree = ends - starts
     row = torch.repeat_interleave(torch.arange(len(degree)), degree)
     first = torch.zeros(len(degree) + 1, dtype=torch.int64)
     first[1:] = degree.cumsum(0)
     edge = torch.arange(len(row)) - first[row] + starts[row]
-    col = place[edges.src[edge].long()]
+    col = row_of_id[edges.src[edge].long()]
     keep = col >= 0
     row, col, edge = row[keep], col[keep], edge[keep]
     indptr = torch.zeros(len(degree) + 1, dtype=torch.int64)
     indptr[1:] = torch.bincount(row, minlength=len(degree)).cumsum(0)
     structure = CSR(indptr, col.to(edges.src.dtype), len(src.node_ids))
-    return LocalEdges(
-        structure,
-        edge,
-        None if edges.weight is None else edges.weight[edge],
-        None if edges.attr is None else edges.attr[edge],
-    )
+    weight, attr = (None if data is None else data[edge] for data in (edges.weight, edges.attr))
+    return LocalEdges(structure, edge, weight, attr)
 
 
-def _pick(values: Tensor, place: Tensor, *, fill: float) -> Tensor:
-    """``values[place]``, and ``fill`` where the place is −1: the last row."""
-    return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[place]
+def _select_or_fill(values: Tensor, position: Tensor, *, fill: float) -> Tensor:
+    """``values[position]``, and ``fill`` for position −1, which is an additional last row."""
+    return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[position]
 
 
-def _with_loops(edge: Tensor, structure: CSR, place: Tensor) -> Tensor:
-    """Edge terms with one for every self-loop: the mean of the row's, as PyG fills them."""
-    loops = place < 0
-    given = _pick(edge, place, fill=0.0)
-    rows = structure.row.long()
-    total = edge.new_zeros(structure.num_rows, *edge.shape[1:]).index_add(0, rows, given)
+def _add_loop_terms(edge: Tensor, structure: CSR, position: Tensor) -> Tensor:
+    """[E', …] edge terms with self-loops; the term of a self-loop is the mean over its row, as in PyG."""
+    terms = _select_or_fill(edge, position, fill=0.0)
+    rows, ones = structure.row.long(), [1] * (edge.dim() - 1)
+    total = edge.new_zeros(structure.num_rows, *edge.shape[1:]).index_add(0, rows, terms)
     count = (structure.indptr.diff() - 1).clamp(min=1).to(edge.dtype)
-    mean = total / count.view(-1, *([1] * (edge.dim() - 1)))
-    return torch.where(loops.view(-1, *([1] * (edge.dim() - 1))), mean[rows], given)
+    mean = total / count.view(-1, *ones)
+    return torch.where((position < 0).view(-1, *ones), mean[rows], terms)

@@ -1,12 +1,12 @@
-"""All edge types within one node type as one list of edges that know their type: for models of many relations.
+"""All edge types within one node type merged to one edge list, for models with many relations.
 
-Hundreds of relations would each need an output of the size of all nodes; here a relation is a coefficient of an edge.
+Aggregating hundreds of relations one by one needs an output for each. Merged, a relation is a coefficient of its edges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -20,13 +20,13 @@ from gnnfleet.ops.csr import CSR
 
 @runtime_checkable
 class CombinesRelations(Protocol):
-    """A view that can weigh edge types against each other in one sum. Others offer ``aggregate_relations``."""
+    """A view that can sum over edge types with coefficients. Other views have only ``aggregate_relations``."""
 
     @property
     def edge_types(self) -> tuple[EdgeType, ...]: ...
 
     def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str) -> Tensor:
-        """[N_dst, F]: Σ_r coefficient[r] · (sum or mean over the edges of type r), types in the view's order."""
+        """[N_dst, F]: Σ_r coefficient[r] · (sum or mean over the edges of type r), in the order of ``edge_types``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,16 +34,16 @@ class MergedRelations:
     """The edges of all types by destination."""
 
     structure: CSR
-    relation: Tensor  # [E] int64: the number of the edge's type
+    relation: Tensor  # [E] int64: the index of the edge type
     mean_weight: Tensor  # [E] one over the number of edges of that type into the same destination
 
     @classmethod
     def of(cls, structures: list[CSR]) -> MergedRelations:
-        rows = torch.cat([cut.row for cut in structures])
-        cols = torch.cat([cut.col for cut in structures])
-        sizes = torch.tensor([cut.num_edges for cut in structures])
+        rows = torch.cat([edges.row for edges in structures])
+        cols = torch.cat([edges.col for edges in structures])
+        sizes = torch.tensor([edges.num_edges for edges in structures])
         relation = torch.repeat_interleave(torch.arange(len(structures)), sizes)
-        mean = torch.cat([cut.indptr.diff().double()[cut.row.long()] for cut in structures]).reciprocal()
+        mean = torch.cat([edges.indptr.diff().double()[edges.row.long()] for edges in structures]).reciprocal()
         indptr, order = csr.counting_sort(rows, structures[0].num_rows)
         return cls(CSR(indptr, cols[order], structures[0].num_cols), relation[order], mean[order])
 
@@ -54,14 +54,14 @@ class MergedRelations:
         return aggregate(self.structure, x, weight=weight)
 
 
-@dataclass(eq=False)
 class LazyMergedRelations:
-    """Merges the edge types of a view when first asked; views that share their edges share it."""
+    """Merges the edge types of a view at the first use; shared by the views that share their edges."""
 
-    _of: Mapping[EdgeType, object] | None = None
-    _found: MergedRelations | None = field(default=None, repr=False)
+    def __init__(self) -> None:
+        self._relations: Mapping[EdgeType, object] | None = None
+        self._merged: MergedRelations | None = None
 
     def get(self, relations: Mapping[EdgeType, object], structures: list[CSR]) -> MergedRelations:
-        if self._found is None or self._of is not relations:
-            self._of, self._found = relations, MergedRelations.of(structures)
-        return self._found
+        if self._merged is None or self._relations is not relations:
+            self._relations, self._merged = relations, MergedRelations.of(structures)
+        return self._merged

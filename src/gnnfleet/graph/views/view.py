@@ -1,9 +1,9 @@
-"""GraphView: all a layer knows of a graph. A layer never knows a rank; it gets a view and calls a verb on it.
+"""GraphView: the interface between a layer and a graph. A layer calls verbs of a view and never knows a rank.
 
 In every view the first ``num_dst`` rows of x are the destinations. ``LocalView`` serves one process: the whole graph,
-an induced subgraph, a sampled block. With ``loops`` a verb works on the edges plus one from every destination to
-itself, in place of any the store has; those are never stored. On a sampled block, sums over neighbours are scaled up
-to all of them, so that a layer gives on average what it gives with every neighbour.
+an induced subgraph or a sampled block. With ``self_loops`` a verb uses exactly one self-loop per destination, which
+replaces those of the store. On a sampled block, sums over neighbours are scaled to estimate, without bias, the sum over
+all neighbours.
 N_src source rows, N_dst destination rows, E edges, F features, H heads.
 """
 
@@ -24,7 +24,7 @@ class GraphView(Protocol):
 
     @property
     def training(self) -> bool:
-        """Whether dropout drops and batch norm uses the batch's statistics."""
+        """True if dropout is active and batch norm uses the statistics of the batch."""
 
     def with_step(
         self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None
@@ -32,7 +32,7 @@ class GraphView(Protocol):
         """The same edges for another step, layer or mode."""
 
     def for_type(self, kind: str) -> GraphView:
-        """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
+        """The nodes of one type without edges, for counts, ids, dropout and sums."""
 
     @property
     def node_types(self) -> tuple[str, ...]: ...
@@ -45,11 +45,11 @@ class GraphView(Protocol):
 
     @property
     def has_many_sources(self) -> bool:
-        """Whether there are far more sources than destinations, as in sampled blocks; the same on all ranks."""
+        """True if there are over ``MANY_SOURCES`` sources per destination, as in sampled blocks; equal on all ranks."""
 
     @property
     def node_ids(self) -> Tensor:
-        """[N_src] int64 store ids of the rows."""
+        """[N_src] int64 store ids."""
 
     @property
     def edge_ids(self) -> Tensor:
@@ -57,31 +57,31 @@ class GraphView(Protocol):
 
     @property
     def weight(self) -> Tensor | None:
-        """[E] the store's edge weights."""
+        """[E] edge weights."""
 
     @property
     def attr(self) -> Tensor | None:
-        """[E, F] the store's edge features."""
+        """[E, F] edge features."""
 
     @property
     def in_degree(self) -> Tensor:
-        """[N_dst] edges in this view."""
+        """[N_dst] in-edges in this view."""
 
     def graph_degree(self, *, weighted: bool = False) -> Tensor:
-        """[N_src] float32: in-edges in the whole graph, self-loops not counted; or the sum of their weights."""
+        """[N_src] float32: number of in-edges in the whole graph, or sum of their weights, without self-loops."""
 
     def aggregate(
         self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, self_loops: bool = False
     ) -> Tensor:
-        """Linear or max aggregation over in-edges; a self-loop weighs 1."""
+        """Linear or max aggregation over in-edges; self-loops have weight 1."""
 
     def aggregate_with_self(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
-        """(``aggregate(x)``, the destinations' own rows of x): the same as apart, with one pass for both gradients."""
+        """(``aggregate(x)``, ``x[:num_dst]``), with one backward pass for both."""
 
     def aggregate_relations(
         self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
     ) -> dict[EdgeType, Tensor]:
-        """Every edge type at once, or those into one node type: {edge type: [N_dst of its destination type, F]}."""
+        """Aggregate every edge type, or those into one node type: {edge type: [N_dst of its destinations, F]}."""
 
     def attend(
         self,
@@ -97,7 +97,7 @@ class GraphView(Protocol):
         dropout: float = 0.0,
         self_loops: bool = False,
     ) -> Tensor:
-        """Edge-softmax attention; see ``ops.attend``. The edge term of a self-loop is the mean of its row's."""
+        """Edge-softmax attention; see ``ops.attend``. The edge term of a self-loop is the mean over its row."""
 
     def propagate(
         self,
@@ -111,26 +111,23 @@ class GraphView(Protocol):
     ) -> Tensor:
         """Any differentiable message; see ``ops.propagate``."""
 
-    def num_dst_of(self, kind: str) -> int:
-        """Destinations of one node type."""
-
-    def dropout(self, x: Tensor, p: float, *, place: int = 0, kind: str | None = None) -> Tensor:
-        """Dropout by key on the rows of a node type; ``place`` tells several in one layer apart."""
+    def dropout(self, x: Tensor, p: float, *, mask_id: int = 0) -> Tensor:
+        """Dropout drawn by key and store id; ``mask_id`` distinguishes the masks of one layer."""
 
     def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
-        """[n, …] rows of x by store id, wherever they live; ids [n] in any order, repeated or not. Differentiable.
+        """[n, …] rows of x by store id, on whatever rank they are; ids may repeat. Differentiable.
 
-        x has a row for every source, or for every destination. Raises InputError for a node that has none.
+        x has a row for every source, or for every destination. Raises InputError for a node without a row.
         """
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
-        """The sum of t over everything that holds part of the nodes; differentiable."""
+        """The sum of t over all ranks that hold part of the nodes; differentiable."""
 
 
 MANY_SOURCES = 2
-"""From how many sources for each destination there are many."""
+"""Sources per destination above which ``has_many_sources`` is true."""
 
 
 def first_rows(x: Tensor, count: int) -> Tensor:
-    """``x[:count]``; x itself when that is all of it, since the backward of a slice fills and copies a whole tensor."""
+    """``x[:count]``, or x itself if it has no more rows: the backward of a slice copies a whole tensor."""
     return x if x.shape[0] == count else x[:count]

@@ -1,4 +1,4 @@
-"""What views of every kind do alike: rows and edges by type, the step and layer they are for, dropout by store id."""
+"""Base of all views: nodes and edges by type, the step and layer they belong to, dropout by store id."""
 
 from __future__ import annotations
 
@@ -24,16 +24,28 @@ class NodeRows:
 
     node_ids: Tensor  # [N_src] int64
     num_dst: int
-    degree: Callable[[bool], Tensor]  # weighted? → [N_src] float32
+    degree: Callable[[bool], Tensor]  # weighted → [N_src] float32
 
     @cached_property
     def row_index(self) -> RowIndex:
-        """Where each store id lies; made when first asked for."""
         return RowIndex(self.node_ids)
 
 
+class SelectedDegrees:
+    """Degrees of some rows of a view, computed once."""
+
+    def __init__(self, degree: Callable[[bool], Tensor], rows: Tensor) -> None:
+        self._degree, self._rows = degree, rows
+        self._cache: dict[bool, Tensor] = {}
+
+    def __call__(self, weighted: bool) -> Tensor:
+        if weighted not in self._cache:
+            self._cache[weighted] = self._degree(weighted)[self._rows]
+        return self._cache[weighted]
+
+
 class ViewBase(Generic[EdgeStorage]):
-    """Base of views: frozen dataclasses with these fields. ``EdgeStorage`` stores one edge type."""
+    """Base of views: frozen dataclasses with these fields. ``EdgeStorage`` holds the edges of one type."""
 
     nodes: Mapping[str, NodeRows]
     relations: Mapping[EdgeType, EdgeStorage]
@@ -42,9 +54,9 @@ class ViewBase(Generic[EdgeStorage]):
     training: bool
 
     def with_step(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> Self:
-        """The same edges for another step, layer or mode; costs nothing."""
-        given = {"key": key, "layer": layer, "training": training}
-        return self._with(**{word: value for word, value in given.items() if value is not None})
+        """The same edges for another step, layer or mode, without copying."""
+        changes = {"key": key, "layer": layer, "training": training}
+        return self._with(**{name: value for name, value in changes.items() if value is not None})
 
     def for_type(self, kind: str) -> Self:
         """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
@@ -89,15 +101,11 @@ class ViewBase(Generic[EdgeStorage]):
     def node_ids(self) -> Tensor:
         return self._rows.node_ids
 
-    def num_dst_of(self, kind: str) -> int:
-        return self.nodes[kind].num_dst
-
     def graph_degree(self, *, weighted: bool = False) -> Tensor:
         return self._rows.degree(weighted)
 
-    def dropout(self, x: Tensor, p: float, *, place: int = 0, kind: str | None = None) -> Tensor:
+    def dropout(self, x: Tensor, p: float, *, mask_id: int = 0) -> Tensor:
         if not self.training or not p:
             return x
-        rows = self._rows if kind is None else self.nodes[kind]
-        draws = self.key.draws(Purpose.DROPOUT, self.layer, relation=place)
-        return dropout(x, p, ids=rows.node_ids[: x.shape[0]], draws=draws)
+        draws = self.key.draws(Purpose.DROPOUT, self.layer, relation=mask_id)
+        return dropout(x, p, ids=self.node_ids[: x.shape[0]], draws=draws)

@@ -92,10 +92,10 @@ class ResPlusBlock(torch.nn.Module):
         super().__init__()
         self.conv, self.norm, self.act, self.dropout = conv, norm, act, dropout
 
-    def before(self, view: GraphView, x: Tensor, *, place: int = 0) -> Tensor:
-        """dropout(act(norm(x))); also ends a stack of blocks, then with another ``place`` for the draws."""
+    def before(self, view: GraphView, x: Tensor, *, mask_id: int = 0) -> Tensor:
+        """dropout(act(norm(x))); also ends a stack of blocks, then with another ``mask_id``."""
         x = self.act(x.clone() if self.norm is None else self.norm(view, x))
-        return view.dropout(x, self.dropout if self.training else 0.0, place=place)
+        return view.dropout(x, self.dropout if self.training else 0.0, mask_id=mask_id)
 
     def forward(self, view: GraphView, x: Tensor) -> Tensor:
         """[N_src, F] → [N_dst, F]."""

@@ -128,7 +128,7 @@ class SarStrategy(PartitionedStrategy):
         if isinstance(aggregated, Tensor):
             aggregated = aggregated[: view.num_dst]
         elif aggregated is not None:
-            aggregated = {kind: rows[: view.num_dst_of(kind.dst)] for kind, rows in aggregated.items()}
+            aggregated = {kind: rows[: view.for_type(kind.dst).num_dst] for kind, rows in aggregated.items()}
         if isinstance(self._x, dict):
             return {kind: rows[: len(view.nodes[kind].node_ids)] for kind, rows in self._x.items()}, aggregated
         return self._x[: len(view.nodes[self._target].node_ids)], aggregated
