@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EDGE, Edges, EdgeType, Graph, validated_edges, validated_nodes
-from gnnfleet.graph.ingest.clean import Duplicates, SelfLoops, clean_edges, is_undirected
+from gnnfleet.graph.ingest.clean import DuplicateRule, SelfLoopRule, clean_edges, is_undirected
 
 NODES = 5
 Row = tuple[int, int, float, int]  # src, dst, weight, time
@@ -66,7 +66,9 @@ def brute_force(
 
 @settings(deadline=None, max_examples=100)
 @given(lists, st.booleans(), st.sampled_from(["keep", "drop", "sum"]), st.sampled_from(["keep", "drop"]))
-def test_equals_brute_force(rows: list[Row], undirected: bool, duplicates: Duplicates, self_loops: SelfLoops) -> None:
+def test_equals_brute_force(
+    rows: list[Row], undirected: bool, duplicates: DuplicateRule, self_loops: SelfLoopRule
+) -> None:
     cleaned, counts = clean_edges(graph_of(rows), undirected=undirected, duplicates=duplicates, self_loops=self_loops)
     expected, expected_counts = brute_force(rows, undirected=undirected, duplicates=duplicates, self_loops=self_loops)
     assert rows_of(cleaned.single_edges) == expected
@@ -76,7 +78,7 @@ def test_equals_brute_force(rows: list[Row], undirected: bool, duplicates: Dupli
 
 @settings(deadline=None, max_examples=40)
 @given(lists, st.booleans(), st.sampled_from(["keep", "drop"]))
-def test_order_by_time_stays_a_stable_one(rows: list[Row], undirected: bool, duplicates: Duplicates) -> None:
+def test_order_by_time_stays_a_stable_one(rows: list[Row], undirected: bool, duplicates: DuplicateRule) -> None:
     edges = clean_edges(graph_of(rows), undirected=undirected, duplicates=duplicates)[0].single_edges
     assert edges.order is not None and edges.time is not None and edges.attr is not None
     assert sorted(edges.order.tolist()) == list(range(edges.count))

@@ -16,7 +16,7 @@ from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.ingest.clean import inverse_type
 from gnnfleet.graph.links import Links
 from gnnfleet.graph.views.local import LocalEdges, LocalView
-from gnnfleet.ops.csr import CSR
+from gnnfleet.ops.csr import CSR, offsets_of
 
 # Slots of the table that dismisses most edges of a view before a search.
 _SIEVE = 1 << 22
@@ -126,10 +126,9 @@ class _MaskedDegrees:
 
 def select_edges(relation: LocalEdges, keep: Tensor) -> LocalEdges:
     """Select the edges of a view under a mask [E]."""
-    offsets = torch.zeros(len(keep) + 1, dtype=torch.int64)
-    torch.cumsum(keep, 0, out=offsets[1:])
     csr = relation.structure
-    return relation.select(CSR(offsets[csr.indptr], csr.col[keep], csr.num_cols), keep, relation.sampling_scale)
+    structure = CSR(offsets_of(keep)[csr.indptr], csr.col[keep], csr.num_cols)
+    return relation.select(structure, keep, relation.sampling_scale)
 
 
 def _slot(keys: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import Edges, Graph, Nodes, index_dtype
+from gnnfleet.ops.csr import offsets_of
 from gnnfleet.ops.gather import gather
 
 EDGES_AT_ONCE = 1 << 20  # edges examined per batch
@@ -41,8 +42,7 @@ def _nodes(table: Nodes, rows: Tensor) -> Nodes:
 
 def _edges(table: Edges, src: Tensor, dst: Tensor) -> Edges:
     starts, ends = table.indptr[dst], table.indptr[dst + 1]
-    sums = torch.zeros(len(dst) + 1, dtype=torch.int64)
-    torch.cumsum(ends - starts, 0, out=sums[1:])
+    sums = offsets_of(ends - starts)
     degrees, low = torch.zeros(len(dst), dtype=torch.int64), 0
     sources, positions = [torch.empty(0, dtype=index_dtype(len(src)))], [torch.empty(0, dtype=torch.int64)]
     while low < len(dst):
@@ -58,10 +58,8 @@ def _edges(table: Edges, src: Tensor, dst: Tensor) -> Edges:
         positions.append(edge[inside])
         low = high
     edge = torch.cat(positions)
-    indptr = torch.zeros(len(dst) + 1, dtype=torch.int64)
-    torch.cumsum(degrees, 0, out=indptr[1:])
     return Edges(
-        indptr=indptr,
+        indptr=offsets_of(degrees),
         src=torch.cat(sources),
         weight=None if table.weight is None else table.weight[edge],
         attr=None if table.attr is None else gather(table.attr, edge),

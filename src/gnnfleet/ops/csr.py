@@ -122,6 +122,13 @@ def distinct_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> t
     return distinct, out, times
 
 
+def offsets_of(counts: Tensor) -> Tensor:
+    """[n + 1] int64: 0 and the cumulative sums of [n] counts, or of a mask."""
+    offsets = torch.zeros(len(counts) + 1, dtype=torch.int64)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    return offsets
+
+
 def counting_sort(keys: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     """(offsets [buckets + 1] int64, order [n] int64): positions by key, ties in input order."""
     offsets = torch.empty(buckets + 1, dtype=torch.int64)

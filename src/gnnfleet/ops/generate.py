@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gnnfleet.ops.csr import offsets_of
 from gnnfleet.ops.draws import Draws
 from gnnfleet.ops.native import _native, num_threads
 
@@ -43,10 +44,9 @@ class WeightedChoice:
             return cls(table, torch.tensor([0, table.shape[0]]))
         order = torch.argsort(groups, stable=True)
         table = torch.repeat_interleave(order.to(torch.int32), weights[order])
-        starts = torch.zeros(num_groups + 1, dtype=torch.int64)
         # Integers only: a scatter-add of floats would depend on the order.
-        starts[1:] = torch.zeros(num_groups, dtype=torch.int64).index_add_(0, groups.long(), weights).cumsum(0)
-        return cls(table, starts)
+        sums = torch.zeros(num_groups, dtype=torch.int64).index_add_(0, groups.long(), weights)
+        return cls(table, offsets_of(sums))
 
     def draw(self, draws: Draws, groups: Tensor, *, first: int = 0) -> Tensor:
         """[n] int32: an item for each of n int32 groups, −1 for an empty group."""

@@ -9,7 +9,7 @@ from itertools import count as count_on
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.csr import CSR
+from gnnfleet.ops.csr import CSR, offsets_of
 from gnnfleet.ops.draws import Draws
 
 
@@ -18,9 +18,7 @@ def sort_edges(src: Tensor, dst: Tensor, *, num_src: int, num_dst: int) -> tuple
     del num_src
     by_src = torch.argsort(src, stable=True)
     order = by_src[torch.argsort(dst[by_src], stable=True)]
-    indptr = torch.zeros(num_dst + 1, dtype=torch.int64)
-    indptr[1:] = torch.bincount(dst.long(), minlength=num_dst).cumsum(0)
-    return indptr, order
+    return offsets_of(torch.bincount(dst.long(), minlength=num_dst)), order
 
 
 def gather(table: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph, time_order
 from gnnfleet.ops import csr
 
-Duplicates = Literal["keep", "drop", "sum", "error"]
-SelfLoops = Literal["keep", "drop", "error"]
+DuplicateRule = Literal["keep", "drop", "sum", "error"]
+SelfLoopRule = Literal["keep", "drop", "error"]
 REVERSE_PREFIX = "rev_"
 
 
 def clean_edges(
-    graph: Graph, *, undirected: bool = False, duplicates: Duplicates = "keep", self_loops: SelfLoops = "keep"
+    graph: Graph, *, undirected: bool = False, duplicates: DuplicateRule = "keep", self_loops: SelfLoopRule = "keep"
 ) -> tuple[Graph, dict[str, int]]:
     """Apply the rules; returns the graph and the number of edges that each rule concerned.
 
@@ -33,11 +33,9 @@ def clean_edges(
     type (dst, rev_relation, src), unless that exists. ``drop`` keeps the first parallel edge in store order, in which
     added reverse edges come last; ``sum`` adds the weights, by default 1 each. ``error`` raises InputError.
     """
-    _check_choice("duplicates", duplicates, get_args(Duplicates))
-    _check_choice("self_loops", self_loops, get_args(SelfLoops))
-    counts = Counter(
-        dict.fromkeys(("self_loops", "self_loops_dropped", "reverse_added", "parallel", "parallel_dropped"), 0)
-    )
+    check_choice("duplicates", duplicates, DuplicateRule)
+    check_choice("self_loops", self_loops, SelfLoopRule)
+    counts = Counter(self_loops=0, self_loops_dropped=0, reverse_added=0, parallel=0, parallel_dropped=0)
     edges = {kind: _clean_loops(kind, table, self_loops, counts) for kind, table in graph.edges.items()}
     if undirected:
         edges = _add_reverse(graph, edges, counts)
@@ -63,6 +61,11 @@ def inverse_type(kind: EdgeType) -> EdgeType:
     """(s, r, d) → (d, rev_r, s), and (s, rev_r, d) → (d, r, s)."""
     if kind.relation.startswith(REVERSE_PREFIX):
         return EdgeType(kind.dst, kind.relation.removeprefix(REVERSE_PREFIX), kind.src)
+    return reverse_type(kind)
+
+
+def reverse_type(kind: EdgeType) -> EdgeType:
+    """(s, r, d) → (d, rev_r, s)."""
     return EdgeType(kind.dst, REVERSE_PREFIX + kind.relation, kind.src)
 
 
@@ -83,16 +86,13 @@ def is_undirected(tables: Mapping[EdgeType, Edges]) -> bool:
 
 def filter_edges(edges: Edges, keep: Tensor) -> Edges:
     """Select the edges under a mask [E], in the same order."""
-    offsets = torch.zeros(edges.count + 1, dtype=torch.int64)
-    torch.cumsum(keep, 0, out=offsets[1:])
-    order = edges.order
-    if order is not None:
-        order = offsets[order[keep[order]]]
+    offsets = csr.offsets_of(keep)
+    order = None if edges.order is None else offsets[edges.order[keep[edges.order]]]
     data = edges.select_data(keep)
     return replace(edges, indptr=offsets[edges.indptr], src=edges.src[keep], order=order, **data)
 
 
-def _clean_loops(kind: EdgeType, edges: Edges, rule: SelfLoops, counts: Counter[str]) -> Edges:
+def _clean_loops(kind: EdgeType, edges: Edges, rule: SelfLoopRule, counts: Counter[str]) -> Edges:
     if kind.src != kind.dst:
         return edges
     loops = edges.src == edges.dst()
@@ -109,7 +109,7 @@ def _clean_loops(kind: EdgeType, edges: Edges, rule: SelfLoops, counts: Counter[
     return filter_edges(edges, ~loops)
 
 
-def _clean_parallel(kind: EdgeType, edges: Edges, rule: Duplicates, counts: Counter[str]) -> Edges:
+def _clean_parallel(kind: EdgeType, edges: Edges, rule: DuplicateRule, counts: Counter[str]) -> Edges:
     leader = _first_parallel(edges)
     is_first = leader == torch.arange(edges.count)
     num_parallel = edges.count - int(is_first.sum())
@@ -158,7 +158,7 @@ def _add_reverse(graph: Graph, edges: dict[EdgeType, Edges], counts: Counter[str
             counts["reverse_added"] += undirected[kind].count - table.count
             continue
         undirected[kind] = table
-        reverse = EdgeType(kind.dst, REVERSE_PREFIX + kind.relation, kind.src)
+        reverse = reverse_type(kind)
         if reverse not in edges and inverse_type(kind) not in edges:
             undirected[reverse] = _reverse(table, graph.nodes[kind.src].count)
             counts["reverse_added"] += table.count
@@ -172,10 +172,10 @@ def _reverse(edges: Edges, num_src: int) -> Edges:
 
 def _both_directions(edges: Edges) -> Edges:
     dst = edges.dst()
-    back = (edges.src != dst).nonzero()[:, 0]
-    rows = torch.cat([torch.arange(edges.count), back])
-    src = torch.cat([edges.src, dst[back]])
-    return _sort(edges, src, torch.cat([dst, edges.src[back]]), rows, num_dst=edges.num_dst)
+    reversible = (edges.src != dst).nonzero()[:, 0]
+    rows = torch.cat([torch.arange(edges.count), reversible])
+    src = torch.cat([edges.src, dst[reversible]])
+    return _sort(edges, src, torch.cat([dst, edges.src[reversible]]), rows, num_dst=edges.num_dst)
 
 
 def _sort(edges: Edges, src: Tensor, dst: Tensor, rows: Tensor, *, num_dst: int) -> Edges:
@@ -193,6 +193,7 @@ def _sort(edges: Edges, src: Tensor, dst: Tensor, rows: Tensor, *, num_dst: int)
     return replace(edges, indptr=indptr, src=src[order], order=by_time, **edges.select_data(rows[order]))
 
 
-def _check_choice(name: str, choice: str, choices: tuple[str, ...]) -> None:
-    if choice not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}; found {choice!r}")
+def check_choice(name: str, choice: str, choices: Any) -> None:
+    """Raise ConfigError unless a setting is one of the texts of a Literal type."""
+    if choice not in get_args(choices):
+        raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}; found {choice!r}")

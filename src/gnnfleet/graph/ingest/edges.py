@@ -16,6 +16,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType, index_dtype
 from gnnfleet.graph.ingest import duck as sql
 from gnnfleet.graph.ingest import row_errors
+from gnnfleet.graph.ingest.clean import reverse_type
 from gnnfleet.graph.ingest.columns import (
     FeatureSource,
     find_by_usual_name,
@@ -159,7 +160,7 @@ class EdgeImporter:
             rows = f"SELECT s, d, 2 * p AS p{extra} FROM ({rows}) UNION ALL {reverse_rows}"
         written = {kind: self._write(kind, rows, (src, dst), counts, advance)}
         if self.spec.undirected and not same:
-            reverse = EdgeType(kind.dst, f"rev_{kind.relation}", kind.src)
+            reverse = reverse_type(kind)
             reverse_rows = f"SELECT d AS s, s AS d, p{extra} FROM ({rows})"
             counts = replace(counts, reversed=counts.rows)
             written[reverse] = self._write(reverse, reverse_rows, (dst, src), counts, advance)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import InputError
-from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
+from gnnfleet.graph.graph import NO_SPLIT
 from gnnfleet.graph.ingest import duck as sql
 from gnnfleet.graph.ingest.columns import (
     canonical_integer_sql,
@@ -28,18 +28,9 @@ from gnnfleet.graph.ingest.columns import (
 )
 from gnnfleet.graph.ingest.row_errors import RowCheck
 from gnnfleet.graph.ingest.source import TableSource
-from gnnfleet.graph.ingest.spec import NONE
+from gnnfleet.graph.ingest.spec import NONE, SPLIT_CODES
 from gnnfleet.io.bundle import ArrayWriter, BundleWriter
 
-SPLIT_CODES = {
-    "train": TRAIN,
-    "val": VAL,
-    "valid": VAL,
-    "validation": VAL,
-    "test": TEST,
-    "none": NO_SPLIT,
-    "": NO_SPLIT,
-}
 MAX_CLASSES = 1_000_000
 LabelForm = Literal["number", "name", "columns", "list", "names"]
 

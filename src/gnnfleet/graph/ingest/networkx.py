@@ -16,9 +16,9 @@ from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EDGE, NO_SPLIT, NODE, SPLITS, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.ingest.arrays_file import locate_errors
 from gnnfleet.graph.ingest.relations import Array, take_rows
+from gnnfleet.graph.ingest.spec import SPLIT_CODES
 
 AttributeNames = str | Sequence[str] | None
-_SPLIT_CODES = {**SPLITS, "valid": SPLITS["val"], "validation": SPLITS["val"], "": NO_SPLIT}
 
 
 def from_networkx(
@@ -170,7 +170,7 @@ def _split(cells: list[Any], attribute: str) -> Array:
     codes = []
     for cell in cells:
         name = cell.lower() if isinstance(cell, str) else cell
-        code = NO_SPLIT if name is None else _SPLIT_CODES.get(name, name)
+        code = NO_SPLIT if name is None else SPLIT_CODES.get(name, name)
         if isinstance(code, bool) or code not in (NO_SPLIT, *SPLITS.values()):
             raise InputError(f"{attribute!r} must be train, val or test (or 0, 1, 2; −1 for none), found {cell!r}")
         codes.append(int(code))

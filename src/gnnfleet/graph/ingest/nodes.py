@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
+from gnnfleet.graph.graph import NO_SPLIT, Nodes
 from gnnfleet.graph.ids import ID_COLUMN
 from gnnfleet.graph.ingest import keys, labels, row_errors
 from gnnfleet.graph.ingest.columns import FeatureSource, find_column, find_features, unused_columns
@@ -24,7 +24,7 @@ from gnnfleet.graph.ingest.duck import DuckConnection
 from gnnfleet.graph.ingest.keys import IdColumn, IdKind, IdWriter, NodeIdIndex
 from gnnfleet.graph.ingest.labels import LabelSource
 from gnnfleet.graph.ingest.source import TableSource
-from gnnfleet.graph.ingest.spec import NodeCounts, NodeTable, TableSpec, count_labelled, count_split
+from gnnfleet.graph.ingest.spec import NodeCounts, NodeTable, TableSpec, count_nodes
 from gnnfleet.graph.split import NodeKeys, make_split, parse_rule, value_keys
 from gnnfleet.graph.store import node_dir
 from gnnfleet.io.bundle import DTYPES, ArrayWriter, BundleWriter
@@ -163,16 +163,11 @@ class NodeImporter:
         if self.split is not None:
             self.out.put(f"{self.folder}/split.npy", self.split)
         classes = plan.labels.classes if plan and plan.labels else ()
-        counts = NodeCounts(
-            count=ids.count,
+        counts = replace(
+            count_nodes(Nodes(count=ids.count, y=y, classes=classes, split=self.split)),
             ids="rows" if ids.are_rows else ids.kind,
             features=plan.features.width if plan else 0,
             columns=plan.features.sizes if plan else (),
-            classes=_count_classes(y, classes),
-            labelled=count_labelled(y),
-            train=count_split(self.split, TRAIN),
-            val=count_split(self.split, VAL),
-            test=count_split(self.split, TEST),
             added=added,
             unused=unused_columns(plan.source, plan.used) if plan else (),
         )
@@ -213,14 +208,6 @@ def read_features(source: TableSource, features: FeatureSource, arrays: Sequence
 def _id_check(plan: NodeTablePlan, kind: IdKind) -> row_errors.RowCheck:
     expected = "an integer of 64 bits" if kind == "integer" else "an id"
     return row_errors.RowCheck(plan.id, f"({plan.key.select(kind)} IS NULL)", expected, "Every node needs an id")
-
-
-def _count_classes(y: Tensor | None, classes: Sequence[str]) -> int:
-    if y is None:
-        return 0
-    if y.dim() == 2:
-        return int(y.shape[1])
-    return max(len(classes), int(y.max()) + 1 if y.numel() else 0)
 
 
 def _draw_keys(ids: NodeIdIndex) -> NodeKeys:

@@ -1,4 +1,4 @@
-"""The files of an OGB dataset: one interface to the arrays of its raw directory, text or binary, and its CSV format."""
+"""The files of an OGB dataset: the arrays of its raw directory, as text or binary, and its CSV format."""
 
 from __future__ import annotations
 
@@ -24,39 +24,11 @@ _DTYPES: dict[str, type[np.generic]] = {
 }
 
 
-def open_raw(raw: Path) -> RawFiles:
-    """Open the arrays of a raw directory, text or binary."""
-    return _Binary(raw) if any(raw.glob("*.npz")) else _Text(raw)
-
-
-class RawFiles:
-    """Arrays of a raw directory by node type, or by edge type (``src___relation___dst`` on disk)."""
-
-    def __init__(self, raw: Path) -> None:
-        self.raw = raw
-
-    def node_counts(self) -> dict[str, int]:
-        raise NotImplementedError
-
-    def edge_kinds(self) -> list[EdgeType]:
-        raise NotImplementedError
-
-    def node(self, kind: str, name: str) -> Array | None:
-        raise NotImplementedError
-
-    def edge(self, kind: EdgeType, name: str) -> Array | None:
-        raise NotImplementedError
-
-    def pairs(self, kind: EdgeType) -> Array:
-        """[2, E] int64."""
-        raise NotImplementedError
-
-
-class _Text(RawFiles):
+class TextFiles:
     """``edge.csv.gz`` and similar files; heterogeneous: one directory per relation and node type."""
 
     def __init__(self, raw: Path) -> None:
-        super().__init__(raw)
+        self.raw = raw
         self.hetero = find_file(raw / "triplet-type-list.csv") is not None
 
     def node_counts(self) -> dict[str, int]:
@@ -84,6 +56,7 @@ class _Text(RawFiles):
         return self._optional(self._relation(kind), name)
 
     def pairs(self, kind: EdgeType) -> Array:
+        """[2, E] int64."""
         path = _need(self._relation(kind) / "edge.csv")
         pairs = read_numbers(path)
         if pairs.size and pairs.shape[1] != 2:
@@ -101,11 +74,11 @@ class _Text(RawFiles):
         return None
 
 
-class _Binary(RawFiles):
+class BinaryFiles:
     """``data.npz`` and ``node-label.npz``; heterogeneous: one ``.npz`` per array with a key per type."""
 
     def __init__(self, raw: Path) -> None:
-        super().__init__(raw)
+        self.raw = raw
         self.hetero = (raw / "edge_index_dict.npz").is_file()
         self._data = {} if self.hetero else self._load("data.npz", required=True)
 
@@ -131,6 +104,7 @@ class _Binary(RawFiles):
         return self._load(f"{name}_dict.npz").get("___".join(kind)) if self.hetero else self._data.get(name)
 
     def pairs(self, kind: EdgeType) -> Array:
+        """[2, E] int64."""
         pairs = self.edge(kind, "edge_index")
         return (self._entry("edge_index") if pairs is None else pairs).astype(np.int64)
 
@@ -147,6 +121,14 @@ class _Binary(RawFiles):
             return {}
         with ArraysFile(path) as file:
             return {name: file.read(name) for name in file.names}
+
+
+RawFiles = TextFiles | BinaryFiles
+"""Arrays of a raw directory by node type, or by edge type (``src___relation___dst`` on disk)."""
+
+
+def open_raw(raw: Path) -> RawFiles:
+    return BinaryFiles(raw) if any(raw.glob("*.npz")) else TextFiles(raw)
 
 
 def _one_graph(counts: Array, raw: Path) -> None:

@@ -55,7 +55,8 @@ def from_pyg(data: Any, *, name: str = "graph") -> Graph:
         pairs = torch.stack([data.src, data.dst])
         return Graph(pairs, edge_attr=getattr(data, "msg", None), time=data.t, name=name)
     _report_ignored(data, NODE, _NODE_ATTRIBUTES | _EDGE_ATTRIBUTES)
-    count = _count_nodes(data, [data])
+    index = _optional(data, "edge_index")
+    count = _count_nodes(data, [] if index is None else [index])
     nodes = {NODE: _read_nodes(data, count, NODE)}
     if getattr(data, "edge_type", None) is not None:
         tables = _read_relations(data, count)
@@ -122,18 +123,17 @@ def _unpack(loaded: Any, path: Path, pyg: Any) -> Any:
 
 def _count_hetero(data: Any, kind: str) -> int:
     """Count the nodes of one type of a HeteroData, by its edges if the type has no sizes."""
-    store = data[kind] if kind in data.node_types else SimpleNamespace()
+    indices = [(edge_type, _optional(data[edge_type], "edge_index")) for edge_type in data.edge_types]
     ends = [
         index[side]
-        for edge_type in data.edge_types
-        if (index := _optional(data[edge_type], "edge_index")) is not None
+        for (src, _, dst), index in indices
         for side in (0, 1)
-        if edge_type[2 * side] == kind
+        if index is not None and (src, dst)[side] == kind
     ]
-    return _count_nodes(store, [SimpleNamespace(edge_index=end) for end in ends])
+    return _count_nodes(data[kind] if kind in data.node_types else SimpleNamespace(), ends)
 
 
-def _count_nodes(store: Any, edges: list[Any]) -> int:
+def _count_nodes(store: Any, ends: list[Tensor]) -> int:
     # PyG's num_nodes property warns when it guesses, so the stored number comes first.
     stored = store.get("num_nodes") if hasattr(store, "get") else vars(store).get("num_nodes")
     if stored is None and hasattr(store, "to_dict"):
@@ -143,12 +143,7 @@ def _count_nodes(store: Any, edges: list[Any]) -> int:
     for name in ("x", "y", "n_id", "ids", *_MASKS.values()):
         if (rows := _optional(store, name)) is not None:
             return len(rows)
-    highest = -1
-    for edge in edges:
-        index = _optional(edge, "edge_index")
-        if index is not None and index.numel():
-            highest = max(highest, int(index.max()))
-    return highest + 1
+    return max((int(end.max()) + 1 for end in ends if end.numel()), default=0)
 
 
 def _optional(store: Any, *names: str) -> Any:

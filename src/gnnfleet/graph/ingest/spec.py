@@ -9,12 +9,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.graph import TEST, TRAIN, VAL, ColumnGroups, Edges, EdgeType, Nodes
+from gnnfleet.graph.graph import NO_SPLIT, SPLITS, TEST, TRAIN, VAL, ColumnGroups, Edges, EdgeType, Nodes
+from gnnfleet.graph.ingest.clean import DuplicateRule, SelfLoopRule, check_choice
 from gnnfleet.graph.split import parse_rule
 from gnnfleet.io.bundle import dtype_name
 
@@ -29,8 +30,7 @@ USUAL_NAMES = {
     "weight": ("weight",),
 }
 
-DuplicateRule = Literal["keep", "drop", "sum", "error"]
-SelfLoopRule = Literal["keep", "drop", "error"]
+SPLIT_CODES = {**SPLITS, "valid": VAL, "validation": VAL, "none": NO_SPLIT, "": NO_SPLIT}
 MissingIds = Literal["error", "add"]
 FeatureType = Literal["float32", "float16", "bfloat16"]
 
@@ -90,8 +90,7 @@ class ImportRules:
             ("missing", self.missing, MissingIds),
             ("dtype", self.dtype or "float32", FeatureType),
         ):
-            if setting not in get_args(choices):
-                raise ConfigError(f"--{option} must be one of {', '.join(get_args(choices))}; found {setting!r}")
+            check_choice(f"--{option}", setting, choices)
         if not re.fullmatch(r"\s*\d+(\.\d+)?\s*([KMGT]i?B)\s*", self.memory):
             raise ConfigError(f"--memory must be a size such as 1GiB or 800MB, found {self.memory!r}")
         if self.split_rule is not None:
