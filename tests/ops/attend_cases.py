@@ -22,16 +22,16 @@ class Case:
 
     structure: CSR
     value: torch.Tensor
-    words: dict
+    kwargs: dict
 
     @property
     def inputs(self):
-        named = {"value": self.value, **{k: self.words[k] for k in ("src", "dst", "edge", "vector")}}
+        named = {"value": self.value, **{k: self.kwargs[k] for k in ("src", "dst", "edge", "vector")}}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def results(self, function):
         """Output and the gradients of every input."""
-        out = function(self.structure, self.value, **self.words)
+        out = function(self.structure, self.value, **self.kwargs)
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
         gradients = torch.autograd.grad(out, list(self.inputs.values()), weight)
         return dict(zip(("out", *self.inputs), (out.detach(), *gradients), strict=True))
@@ -57,12 +57,17 @@ def make_case(score, with_edge, widths=(4, 32, 8), *, dtype=torch.float64, dropo
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
     structure = compress(src, dst.sort().values, num_src, num_dst)
-    words = {"src": draw(num_src, heads * depth), "dst": draw(num_dst, heads * depth), "score": score, "heads": heads}
-    words["edge"] = draw(edges, heads * depth) if with_edge else None
-    words["vector"] = draw(heads * depth) if score == "v2" else None
+    kwargs = {
+        "src": draw(num_src, heads * depth),
+        "dst": draw(num_dst, heads * depth),
+        "score": score,
+        "heads": heads,
+    }
+    kwargs["edge"] = draw(edges, heads * depth) if with_edge else None
+    kwargs["vector"] = draw(heads * depth) if score == "v2" else None
     ids = torch.randperm(edges, generator=generator) + 2**33
-    words |= {"dropout": dropout, "draws": DRAWS, "edge_ids": ids, "slope": 0.2}
-    return Case(structure, draw(num_src, heads * channels), words)
+    kwargs |= {"dropout": dropout, "draws": DRAWS, "edge_ids": ids, "slope": 0.2}
+    return Case(structure, draw(num_src, heads * channels), kwargs)
 
 
 def assert_close(found, expected, tolerance):

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.ops import reference
 from gnnfleet.ops.aggregate import (
     REDUCES,
     aggregate,
@@ -19,6 +18,7 @@ from gnnfleet.ops.aggregate import (
 )
 from gnnfleet.ops.csr import CSR, sort_into_rows
 from gnnfleet.ops.native import _native
+from tests.ops import reference
 from tests.ops.blocks import deal
 
 
@@ -72,7 +72,7 @@ def check_all(
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=120, deadline=None)
-def test_equals_the_twin(
+def test_results_and_gradients_equal_the_reference(
     rows: int,
     cols: int,
     edges: int,
@@ -93,7 +93,7 @@ def test_equals_the_twin(
 
 @pytest.mark.parametrize("isa", _native.isas().split())
 @pytest.mark.parametrize("width", [1, 3, 7, 16, 31, 47, 100, 128, 256, 300])
-def test_every_instruction_set_and_width(isa: str, width: int) -> None:
+def test_all_instruction_sets_and_widths_equal_the_reference(isa: str, width: int) -> None:
     cut = structure(50, 60, 400)
     try:
         assert _native.select_isa(isa)
@@ -129,7 +129,7 @@ def test_sums_are_rounded_as_torch_rounds(isa: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("reduce", REDUCES)
-def test_gradcheck(reduce: str) -> None:
+def test_gradients_by_finite_differences(reduce: str) -> None:
     cut = structure(6, 5, 15)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     ties = shuffled(cut, 0)
@@ -139,7 +139,7 @@ def test_gradcheck(reduce: str) -> None:
         assert torch.autograd.gradcheck(lambda x, w: aggregate(cut, x, reduce=reduce, weight=w), (x, weight))
 
 
-def test_threads_do_not_change_a_bit() -> None:
+def test_results_are_bit_equal_for_any_number_of_threads() -> None:
     cut = structure(3000, 3000, 40_000)
     x = torch.randn(3000, 33, requires_grad=True)
     before = torch.get_num_threads()
@@ -158,7 +158,7 @@ def test_threads_do_not_change_a_bit() -> None:
         assert torch.equal(out, seen[0][0]) and torch.equal(grad, seen[0][1])
 
 
-def test_blocks_add_up() -> None:
+def test_sums_of_blocks_equal_the_sum() -> None:
     """Compact blocks added one after another give the whole: what a graph spread over ranks does."""
     cut = structure(12, 9, 60)
     x = torch.randn(9, 5, dtype=torch.float64)
@@ -219,7 +219,7 @@ def test_one_edge_gets_the_gradient_of_a_maximum() -> None:
         assert out.tolist() == [[1], [0], [1]] and x.grad is not None and x.grad.tolist() == expected
 
 
-def test_not_a_number_is_the_maximum_wherever_it_stands() -> None:
+def test_nan_is_the_maximum_at_any_position() -> None:
     cut = CSR(torch.tensor([0, 3]), torch.tensor([0, 1, 2], dtype=torch.int32), 3)
     for place in range(3):
         x = torch.tensor([[1.0], [5.0], [2.0]])
@@ -229,7 +229,7 @@ def test_not_a_number_is_the_maximum_wherever_it_stands() -> None:
             assert reference.aggregate(cut, x, reduce="max", ties=ties).isnan().all()
 
 
-def test_wrong_words_and_shapes_are_refused() -> None:
+def test_wrong_reduces_and_shapes_are_refused() -> None:
     cut = structure(4, 4, 8)
     with pytest.raises(ConfigError, match="cannot reduce by"):
         aggregate(cut, torch.zeros(4, 2), reduce="median")
@@ -247,7 +247,7 @@ def test_wrong_words_and_shapes_are_refused() -> None:
 
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("used", ["both", "near", "own"])
-def test_own_rows_beside_the_aggregate(mean: bool, used: str) -> None:
+def test_aggregate_with_self_equals_two_separate_functions(mean: bool, used: str) -> None:
     """The same outputs and gradients as aggregate and a slice, whichever of the two are used."""
     edges = structure(13, 30, 90)
     x = torch.randn(30, 21, dtype=torch.float64)
@@ -270,7 +270,7 @@ def test_own_rows_beside_the_aggregate(mean: bool, used: str) -> None:
 
 @pytest.mark.parametrize("width", [1, 5, 16, 100, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_sum_that_starts_from_something(width: int, dtype: torch.dtype) -> None:
+def test_base_initializes_the_first_rows_of_a_sum(width: int, dtype: torch.dtype) -> None:
     edges = structure(13, 30, 90)
     x, base = torch.randn(30, width, dtype=dtype), torch.randn(6, width, dtype=dtype)
     wanted = sum_rows(edges, x)

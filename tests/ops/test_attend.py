@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops import draws as draws_module
-from gnnfleet.ops import reference
 from gnnfleet.ops.attend import attend
 from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.native import _native
+from tests.ops import reference
 from tests.ops.attend_cases import DRAWS, SCORES, WIDTHS, Case, assert_close, compress, make_case
 
 
@@ -37,16 +37,16 @@ def set_threads():
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize(("score", "with_edge"), SCORES)
-def test_equals_reference(score, with_edge, widths, dropout, isa):
+def test_results_and_gradients_equal_the_reference(score, with_edge, widths, dropout, isa):
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
         case = make_case(score, with_edge, widths, dtype=dtype, dropout=dropout)
         wide = {name: x.detach().double().requires_grad_() for name, x in case.inputs.items()}
-        exact = Case(case.structure, wide.pop("value"), case.words | wide)
+        exact = Case(case.structure, wide.pop("value"), case.kwargs | wide)
         assert_close(case.results(attend), exact.results(reference.attend), tolerance)
 
 
 @pytest.mark.parametrize(("score", "with_edge"), SCORES)
-def test_wide_columns(score, with_edge):
+def test_int64_columns_give_equal_results(score, with_edge):
     narrow, wide = (make_case(score, with_edge, dropout=0.3, index=index) for index in (torch.int32, torch.int64))
     for name, tensor in narrow.results(attend).items():
         assert torch.equal(wide.results(attend)[name], tensor)
@@ -67,19 +67,19 @@ def test_bfloat16_values(score, with_edge, isa):
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("widths", [(2, 3, 2), (1, 8, 9)])
 @pytest.mark.parametrize(("score", "with_edge"), SCORES)
-def test_gradcheck(score, with_edge, widths, dropout):
+def test_gradients_by_finite_differences(score, with_edge, widths, dropout):
     case = make_case(score, with_edge, widths, dropout=dropout, edges=20)
     names, tensors = zip(*case.inputs.items(), strict=True)
 
-    def function(*arguments):
-        named = dict(zip(names, arguments, strict=True))
-        return attend(case.structure, named.pop("value"), **(case.words | named))
+    def function(*kwargs):
+        named = dict(zip(names, kwargs, strict=True))
+        return attend(case.structure, named.pop("value"), **(case.kwargs | named))
 
     assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
 
 
 @pytest.mark.parametrize(("score", "with_edge"), SCORES)
-def test_threads_do_not_matter(score, with_edge, set_threads):
+def test_results_are_bit_equal_for_any_number_of_threads(score, with_edge, set_threads):
     case = make_case(score, with_edge, (4, 16, 8), dtype=torch.float32, dropout=0.3, edges=4000)
     set_threads(1)
     alone = case.results(attend)
@@ -89,14 +89,14 @@ def test_threads_do_not_matter(score, with_edge, set_threads):
             assert torch.equal(tensor, alone[name]), name
 
 
-def test_only_some_gradients():
+def test_any_subset_of_the_gradients_can_be_computed():
     for score, with_edge in SCORES:
         case = make_case(score, with_edge)
         full = case.results(attend)
         for name in case.inputs:
             frozen = {k: x.detach().requires_grad_(k == name) for k, x in case.inputs.items()}
             out = attend(
-                case.structure, frozen["value"], **(case.words | {k: x for k, x in frozen.items() if k != "value"})
+                case.structure, frozen["value"], **(case.kwargs | {k: x for k, x in frozen.items() if k != "value"})
             )
             weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
             out.backward(weight)
@@ -107,7 +107,7 @@ def test_only_some_gradients():
 
 
 @pytest.mark.parametrize("size", [1.0, 30.0, 80.0])
-def test_cancellation_in_additive_backward(size):
+def test_additive_backward_is_exact_despite_cancellation(size):
     """Large scores of both signs and one neighbour that dominates: gradients of scores are small differences.
 
     The error of float32 is within two roundings of the terms that are subtracted, times what rounding a score of that
@@ -115,15 +115,15 @@ def test_cancellation_in_additive_backward(size):
     """
     case = make_case("add", False, (4, 32, 1), dtype=torch.float32, edges=2000)
     with torch.no_grad():
-        case.words["src"].mul_(size / 3)
-        case.words["src"][::7] = size
-        case.words["dst"].mul_(size / 3)
+        case.kwargs["src"].mul_(size / 3)
+        case.kwargs["src"][::7] = size
+        case.kwargs["dst"].mul_(size / 3)
         case.value.mul_(10).add_(100)
     wide = {name: x.detach().double().requires_grad_() for name, x in case.inputs.items()}
-    exact = Case(case.structure, wide.pop("value"), case.words | wide)
+    exact = Case(case.structure, wide.pop("value"), case.kwargs | wide)
     expected, found, plain = exact.results(reference.attend), case.results(attend), case.results(reference.attend)
     row, col = case.structure.row.long(), case.structure.col.long()
-    score = torch.nn.functional.leaky_relu(exact.words["src"][col] + exact.words["dst"][row], 0.2).detach()
+    score = torch.nn.functional.leaky_relu(exact.kwargs["src"][col] + exact.kwargs["dst"][row], 0.2).detach()
     lse = torch.zeros(30, 4, dtype=torch.float64).index_add(0, row, score.exp()).log()
     grad = torch.randn(30, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64).abs()
     terms = (score - lse[row]).exp() * ((grad[row] * exact.value.detach().abs()[col]).view(-1, 4, 32).sum(-1) * 2)
@@ -143,7 +143,7 @@ def test_scores_of_minus_infinity_mask_edges():
     masked = case.structure.row % 2 == 0  # every in-edge of even rows
     masked[::5] = True
     with torch.no_grad():
-        case.words["edge"][masked] = -torch.inf
+        case.kwargs["edge"][masked] = -torch.inf
     found = case.results(attend)
     assert all(bool(x.isfinite().all()) for x in found.values())
     assert not found["out"][::2].any() and not found["edge"][masked].any()
@@ -152,14 +152,18 @@ def test_scores_of_minus_infinity_mask_edges():
 
 @pytest.mark.parametrize(("score", "with_edge"), SCORES)
 @pytest.mark.parametrize(("num_src", "num_dst"), [(0, 0), (3, 0), (0, 3), (3, 4)])
-def test_no_edges(score, with_edge, num_src, num_dst):
+def test_a_structure_without_edges_gives_zeros(score, with_edge, num_src, num_dst):
     case = make_case(score, with_edge, (2, 3, 2))
-    inner = case.words["src"].shape[1]
+    inner = case.kwargs["src"].shape[1]
     empty = CSR(torch.zeros(num_dst + 1, dtype=torch.int64), torch.empty(0, dtype=torch.int32), num_src)
-    words = case.words | {"src": torch.randn(num_src, inner), "dst": torch.randn(num_dst, inner), "dropout": 0.5}
-    words |= {"edge": torch.empty(0, inner) if with_edge else None, "edge_ids": torch.empty(0, dtype=torch.int64)}
-    words["vector"] = torch.randn(inner) if score == "v2" else None
-    bare = Case(empty, torch.randn(num_src, 6), words)
+    kwargs = case.kwargs | {
+        "src": torch.randn(num_src, inner),
+        "dst": torch.randn(num_dst, inner),
+        "dropout": 0.5,
+    }
+    kwargs |= {"edge": torch.empty(0, inner) if with_edge else None, "edge_ids": torch.empty(0, dtype=torch.int64)}
+    kwargs["vector"] = torch.randn(inner) if score == "v2" else None
+    bare = Case(empty, torch.randn(num_src, 6), kwargs)
     for tensor in bare.inputs.values():
         tensor.requires_grad_()
     for name, tensor in bare.results(attend).items():
@@ -190,7 +194,7 @@ def mask_of(ids: torch.Tensor, heads: int, dropout: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("heads", [1, 3, 4, 6])
-def test_mask_is_a_function_of_the_edge_id(heads):
+def test_the_dropout_mask_depends_on_the_edge_id_alone(heads):
     ids = torch.arange(150) * 977 + 2**34
     mask = mask_of(ids, heads, 0.3)
     torch.testing.assert_close(mask, reference.keep_factors(DRAWS, ids, heads=heads, dropout=0.3))
@@ -198,7 +202,7 @@ def test_mask_is_a_function_of_the_edge_id(heads):
     torch.testing.assert_close(mask_of(ids[order], heads, 0.3), mask[order])
 
 
-def test_rate_and_mean():
+def test_dropout_has_its_rate_and_keeps_the_mean():
     ids = torch.arange(100_000)
     for dropout in (0.1, 0.5, 0.9):
         mask = reference.keep_factors(DRAWS, ids, heads=5, dropout=dropout)
@@ -207,38 +211,38 @@ def test_rate_and_mean():
         assert torch.corrcoef(mask.T).sub(torch.eye(5)).abs().max() < 0.02
 
 
-def test_philox_in_torch_is_philox():
+def test_philox_in_torch_equals_the_kernel():
     counters = torch.randint(0, 2**32, (50, 4), generator=torch.Generator().manual_seed(0))
     key = 0xA4093822299F31D0
     expected = draws_module.philox(counters.to(torch.uint32), key)
     assert torch.equal(torch.stack(reference.philox(list(counters.T), key), 1), expected.long())
 
 
-# ---- arguments ------------------------------------------------------------------------------------------------------
+# ---- kwargs ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("score", "with_edge"), SCORES)
-def test_heads_may_have_a_dimension_of_their_own(score, with_edge):
+def test_inputs_may_have_a_dimension_for_heads(score, with_edge):
     case = make_case(score, with_edge, (4, 32, 8))
-    flat = attend(case.structure, case.value, **case.words)
-    words = dict(case.words)
+    flat = attend(case.structure, case.value, **case.kwargs)
+    kwargs = dict(case.kwargs)
     for name in ("src", "dst", "edge"):
-        words[name] = None if words[name] is None else words[name].unflatten(1, (4, -1))
-    words["heads"] = None
-    out = attend(case.structure, case.value.unflatten(1, (4, -1)), **words)
+        kwargs[name] = None if kwargs[name] is None else kwargs[name].unflatten(1, (4, -1))
+    kwargs["heads"] = None
+    out = attend(case.structure, case.value.unflatten(1, (4, -1)), **kwargs)
     assert out.shape == (30, 4, 32) and torch.equal(out.flatten(1), flat)
     if score == "v2":
-        words = case.words | {"heads": None, "vector": case.words["vector"].unflatten(0, (4, -1))}
-        assert torch.equal(attend(case.structure, case.value, **words), flat)
+        kwargs = case.kwargs | {"heads": None, "vector": case.kwargs["vector"].unflatten(0, (4, -1))}
+        assert torch.equal(attend(case.structure, case.value, **kwargs), flat)
 
 
-def test_strided_inputs():
+def test_inputs_may_be_strided():
     case = make_case("add", False)
     wide = {k: torch.cat([x.detach(), x.detach()], 1)[:, : x.shape[1]] for k, x in case.inputs.items()}
-    out = attend(case.structure, wide.pop("value"), **(case.words | wide))
-    assert torch.equal(out, attend(case.structure, case.value, **case.words))
+    out = attend(case.structure, wide.pop("value"), **(case.kwargs | wide))
+    assert torch.equal(out, attend(case.structure, case.value, **case.kwargs))
     turned = case.value.detach().T.contiguous().T
-    assert torch.equal(attend(case.structure, turned, **case.words), out)
+    assert torch.equal(attend(case.structure, turned, **case.kwargs), out)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +260,7 @@ def test_strided_inputs():
         ({"edge": torch.zeros(3, 4)}, r"edge must be \[500, 4\]"),
         ({"vector": torch.zeros(4)}, "vector goes with"),
         ({"score": "v2"}, "vector goes with"),
-        ({"score": "dot"}, "heads is not clear"),
+        ({"score": "dot"}, "heads is ambiguous"),
         ({"score": "v2", "vector": torch.zeros(3), "heads": 4}, "vector must have 4"),
         ({"score": "dot", "edge": torch.zeros(500, 4), "heads": 4}, "no edge term"),
         ({"dropout": 1.0}, "below 1"),
@@ -265,11 +269,16 @@ def test_strided_inputs():
         ({"value": torch.zeros(40, 2, 4)}, "per head"),
     ],
 )
-def test_wrong_arguments(change, message):
+def test_wrong_arguments_are_refused(change, message):
     structure = make_case("add", False).structure
-    words = {"value": torch.zeros(40, 8), "src": torch.zeros(40, 4), "dst": torch.zeros(30, 4), "score": "add"} | change
+    kwargs = {
+        "value": torch.zeros(40, 8),
+        "src": torch.zeros(40, 4),
+        "dst": torch.zeros(30, 4),
+        "score": "add",
+    } | change
     with pytest.raises(ConfigError, match=message):
-        attend(structure, words.pop("value"), **words)
+        attend(structure, kwargs.pop("value"), **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +292,7 @@ def test_wrong_arguments(change, message):
         (torch.tensor([0, 2]), torch.tensor([0.0, 1.0]), 3, "int32 or int64"),
     ],
 )
-def test_wrong_structures(indptr, col, num_cols, message):
+def test_invalid_structures_are_refused(indptr, col, num_cols, message):
     with pytest.raises(ConfigError, match=message):
         CSR(indptr, col, num_cols).check()
 

@@ -34,7 +34,9 @@ def inputs(dtype: torch.dtype, widths: tuple[int, int, int]) -> tuple[Tensor, Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("widths", [(8, 3, 20), (17, 0, 5)])
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_equals_its_twin(isa: str, dtype: torch.dtype, widths: tuple[int, int, int], p: float) -> None:
+def test_results_and_gradients_equal_the_reference(
+    isa: str, dtype: torch.dtype, widths: tuple[int, int, int], p: float
+) -> None:
     query, offset, recent = inputs(dtype, widths)
     drop = AttentionDropout(p, torch.arange(QUERIES) * 5, DrawKey(1, 2, 3).draws(Purpose.ATTENTION, 1)) if p else None
     leaves = [query, offset, recent.rows, recent.weight, recent.bias]

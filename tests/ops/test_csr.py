@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnfleet.ops import csr, reference
+from gnnfleet.ops import csr
 from gnnfleet.ops.native import single_threaded
+from tests.ops import reference
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -32,7 +33,7 @@ def random_edges(count: int, num_src: int, num_dst: int, dtype: torch.dtype, *, 
 @pytest.mark.parametrize(
     ("count", "num_src", "num_dst"), [(0, 5, 5), (0, 0, 0), (1, 1, 1), (50, 1, 1), (5000, 30, 700), (20000, 5000, 40)]
 )
-def test_sort_edges_equals_reference(count, num_src, num_dst, dtype, threads):
+def test_sort_edges_equals_the_reference(count, num_src, num_dst, dtype, threads):
     for skew in (False, True):
         src, dst = random_edges(count, max(num_src, 1), max(num_dst, 1), dtype, skew=skew)
         indptr, order, sorted_src = csr.sort_into_rows(src, dst, num_src=num_src, num_dst=num_dst)
@@ -44,7 +45,7 @@ def test_sort_edges_equals_reference(count, num_src, num_dst, dtype, threads):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=40))
-def test_distinct_edges_are_a_counter(pairs):
+def test_distinct_edges_have_their_multiplicities(pairs):
     src, dst = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).T
     indptr, sources, times = csr.distinct_edges(src, dst, num_src=7, num_dst=5)
     found = [
@@ -69,7 +70,7 @@ def test_sorted_rows_do_not_depend_on_threads(threads):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("src", "dst"), [(-1, 0), (3, 0), (0, -1), (0, 2)])
-def test_ends_out_of_range(src, dst, dtype):
+def test_ends_out_of_range_are_refused(src, dst, dtype):
     ends = torch.tensor([0, 1, src], dtype=dtype), torch.tensor([0, 1, dst], dtype=dtype)
     with pytest.raises(IndexError, match="position"):
         csr.sort_edges(*ends, num_src=3, num_dst=2)
@@ -86,7 +87,7 @@ def test_counting_sort_is_stable(dtype, threads):
     assert torch.equal(offsets.diff(), torch.bincount(keys.long(), minlength=70))
 
 
-def test_strided_ends():
+def test_ends_may_be_strided():
     pairs = torch.tensor([[2, 0], [1, 1], [0, 0]], dtype=torch.int32)
     indptr, order = csr.sort_edges(pairs[:, 0], pairs[:, 1], num_src=3, num_dst=2)
     assert indptr.tolist() == [0, 2, 3] and order.tolist() == [2, 0, 1]

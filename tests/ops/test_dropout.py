@@ -13,7 +13,7 @@ DRAWS = DrawKey(seed=3, epoch=1, step=2).draws(Purpose.DROPOUT, layer=1)
 
 @pytest.mark.parametrize("shape", [(5, 1), (40, 7), (9, 64), (3, 65), (4, 130), (6, 2, 5), (0, 4), (7,)])
 @pytest.mark.parametrize("isa", _native.isas().split())
-def test_equals_the_twin(shape: tuple[int, ...], isa: str) -> None:
+def test_the_kernel_equals_the_mask_in_torch(shape: tuple[int, ...], isa: str) -> None:
     _native.select_isa(isa)
     try:
         for kind in (torch.float32, torch.float64, torch.bfloat16):
@@ -30,7 +30,7 @@ def test_equals_the_twin(shape: tuple[int, ...], isa: str) -> None:
         _native.select_isa(_native.isas().split()[0])
 
 
-def test_the_mask_follows_the_id_not_the_row() -> None:
+def test_the_mask_depends_on_the_id_not_on_the_row() -> None:
     x, ids = torch.ones(50, 20), torch.arange(50) + 1000
     order = torch.randperm(50)
     whole = dropout(x, 0.5, ids=ids, draws=DRAWS)
@@ -38,7 +38,7 @@ def test_the_mask_follows_the_id_not_the_row() -> None:
     assert not torch.equal(whole, dropout(x, 0.5, ids=ids, draws=DRAWS.at(layer=2)))
 
 
-def test_rate_and_mean() -> None:
+def test_dropout_has_its_rate_and_keeps_the_mean() -> None:
     x = torch.ones(20_000, 16)
     out = dropout(x, 0.25, ids=torch.arange(20_000), draws=DRAWS)
     assert abs(float((out == 0).float().mean()) - 0.25) < 0.005
@@ -51,7 +51,7 @@ def test_gradient_is_the_same_mask() -> None:
     assert torch.autograd.gradcheck(lambda x: dropout(x, 0.4, ids=ids, draws=DRAWS), (x,))
 
 
-def test_words_are_checked() -> None:
+def test_wrong_probabilities_are_refused() -> None:
     x = torch.ones(2, 2)
     assert dropout(x, 0.0, ids=torch.arange(2), draws=DRAWS) is x
     with pytest.raises(ConfigError, match="below 1"):

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gnnfleet.ops import reference
 from gnnfleet.ops.gather import gather
+from tests.ops import reference
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_rows_into_some_columns(dtype: torch.dtype, index: torch.dtype) -> None:
+def test_rows_are_written_into_columns_of_a_wider_tensor(dtype: torch.dtype, index: torch.dtype) -> None:
     """Rows written between other columns are those of the twin, and the columns beside them stay as they were."""
     table, rows = torch.randn(20, 7).to(dtype), torch.randint(20, (50,)).to(index)
     wide = torch.float32 if dtype.itemsize == 2 else dtype
@@ -20,13 +20,13 @@ def test_rows_into_some_columns(dtype: torch.dtype, index: torch.dtype) -> None:
     assert bool((room[:, :2] == 7).all()) and bool((room[:, 9:] == 7).all())
 
 
-def test_a_row_that_is_not_there() -> None:
+def test_a_row_out_of_range_is_refused() -> None:
     with pytest.raises(IndexError):
         gather(torch.randn(3, 2), torch.tensor([3]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_rows_go_where_they_are_told(dtype: torch.dtype) -> None:
+def test_rows_are_written_at_their_positions(dtype: torch.dtype) -> None:
     table = torch.randn(20, 7).to(dtype)
     rows, at = torch.randint(0, 20, (9,)), torch.randperm(15)[:9]
     wide = torch.float32 if dtype.itemsize == 2 else dtype

@@ -39,7 +39,7 @@ def assert_same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], inputs: l
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 150, 200])
-def test_mix(dtype: torch.dtype, relu: bool, rows: int) -> None:
+def test_sum_linear_equals_torch(dtype: torch.dtype, relu: bool, rows: int) -> None:
     a, b, v, w, bias = inputs = leaves((rows, 4), (200, 3), (9, 4), (9, 3), (9,), dtype=dtype)
     found = linear.sum_linear([(a, v), (b, w)], bias, relu=relu, rows=rows)
     wanted = functional.linear(a, v, bias) + functional.linear(b[:rows], w)
@@ -48,7 +48,7 @@ def test_mix(dtype: torch.dtype, relu: bool, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [(200, 200), (200, 70), (70, 200), (3, 0), (130, 128)])
-def test_fork(dtype: torch.dtype, rows: tuple[int, int]) -> None:
+def test_multi_linear_equals_torch(dtype: torch.dtype, rows: tuple[int, int]) -> None:
     x, v, w = inputs = leaves((200, 9), (5, 9), (2, 9), dtype=dtype)
     found = linear.multi_linear(x, [v, w], rows=rows)
     assert_same(found, (x[: rows[0]] @ v.t(), x[: rows[1]] @ w.t()), inputs)
@@ -56,7 +56,7 @@ def test_fork(dtype: torch.dtype, rows: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("relu", [False, True])
-def test_shift(relu: bool, fresh: bool) -> None:
+def test_bias_relu_equals_torch(relu: bool, fresh: bool) -> None:
     x, bias = inputs = leaves((200, 9), (9,), dtype=torch.float64)
     found = linear.bias_relu(x * 2, bias, relu=relu, fresh=fresh)
     wanted = x * 2 + bias
@@ -115,7 +115,7 @@ def clean_pool() -> Iterator[None]:
     buffers.release_buffers()
 
 
-def test_buffers_come_back(clean_pool: None) -> None:
+def test_buffers_return_to_the_pool(clean_pool: None) -> None:
     used = _native.pool_state()[0]
     a = buffers.empty_buffer((1000, 1000), torch.float32)
     place = a.data_ptr()
@@ -129,7 +129,7 @@ def test_buffers_come_back(clean_pool: None) -> None:
     assert b.shape == (990, 1000) and b.is_contiguous()
 
 
-def test_what_is_kept_is_bounded(clean_pool: None) -> None:
+def test_free_buffers_are_bounded(clean_pool: None) -> None:
     for size in (8, 16, 32, 64, 128):
         buffers.empty_buffer((size << 18,), torch.float32)
         used, highest, kept = _native.pool_state()
@@ -138,7 +138,7 @@ def test_what_is_kept_is_bounded(clean_pool: None) -> None:
     assert _native.pool_state()[2] == 0
 
 
-def test_without_the_pool(clean_pool: None) -> None:
+def test_buffers_without_the_pool_are_ordinary_tensors(clean_pool: None) -> None:
     before = _native.pool_state()
     with buffers.unpooled():
         assert buffers.empty_buffer((1000, 1000), torch.float32).shape == (1000, 1000)
@@ -148,7 +148,7 @@ def test_without_the_pool(clean_pool: None) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 63, 64, 65, 300])
-def test_not_a_number_is_not_hidden(dtype: torch.dtype, width: int) -> None:
+def test_nan_is_not_hidden_by_relu(dtype: torch.dtype, width: int) -> None:
     x = torch.full((3, width), torch.nan, dtype=dtype)
     x[0] = -1
     out = linear.bias_relu(x, torch.zeros(width, dtype=dtype), relu=True)
@@ -170,7 +170,7 @@ def test_neighbouring_columns_are_one_product(gap: int, monkeypatch: pytest.Monk
     assert_same((found,), (apart,), weights)
 
 
-def test_columns_that_need_gradients_stay_apart() -> None:
+def test_adjacent_columns_with_gradients_are_not_merged() -> None:
     both = torch.randn(10, 8, dtype=torch.float64, requires_grad=True)
     weights = leaves((6, 4), (6, 4), dtype=torch.float64)
     terms = list(zip((both[:, :4], both[:, 4:]), weights, strict=True))

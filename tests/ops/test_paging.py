@@ -27,7 +27,7 @@ def table(tmp_path: Path) -> Tensor:
     return torch.from_numpy(np.asarray(np.load(tmp_path / "x.npy", mmap_mode="c")))
 
 
-def test_rows_survive_being_let_go(table: Tensor) -> None:
+def test_rows_are_unchanged_after_their_pages_are_dropped(table: Tensor) -> None:
     whole, rows = table.clone(), torch.tensor([0, 1, 2, 700, 701, 4999])
     for _ in range(2):
         assert torch.equal(read_rows(table, rows), whole[rows])
@@ -43,7 +43,7 @@ def test_neighbouring_pages_are_one_request(table: Tensor) -> None:
         prefetch_pages(table, torch.tensor([5000]))
 
 
-def test_spilled_rows_lie_in_a_file(table: Tensor, tmp_path: Path) -> None:
+def test_spilled_rows_are_mapped_from_a_file(table: Tensor, tmp_path: Path) -> None:
     half = table.to(torch.bfloat16)
     found = spill_to_disk(half, torch.float32, tmp_path)
     assert torch.equal(found, half.float()) and is_mapped(found)
@@ -52,13 +52,13 @@ def test_spilled_rows_lie_in_a_file(table: Tensor, tmp_path: Path) -> None:
     assert spill_to_disk(half[:0], torch.float32, tmp_path).shape == (0, 37)
 
 
-def test_memory_is_no_file(table: Tensor) -> None:
+def test_tensors_in_memory_are_not_mapped(table: Tensor) -> None:
     assert is_mapped(table) and is_mapped(table[10:20])
     assert not is_mapped(table.clone()) and not is_mapped(torch.empty(0, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_windows_change_no_row(table: Tensor, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_by_window_equals_gather(table: Tensor, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gnnfleet.ops.paging.WINDOW_BYTES", 100_000)  # 8 windows of float32, the last one not full
     whole = table.to(dtype)
     mapped = spill_to_disk(table, dtype, Path(tempfile.gettempdir()))
@@ -74,7 +74,7 @@ def test_windows_change_no_row(table: Tensor, dtype: torch.dtype, monkeypatch: p
     assert torch.equal(mapped, whole)
 
 
-def test_a_table_that_was_written_to_is_kept(table: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_was_written_to_is_not_mapped(table: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gnnfleet.ops.paging.WINDOW_BYTES", 100_000)
     assert is_paged(table) and not is_paged(table[:10])
     table[17] *= 2.0

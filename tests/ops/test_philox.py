@@ -46,7 +46,7 @@ def philox_in_python(counter: list[int], key: int) -> list[int]:
     return counter
 
 
-def test_a_family_is_the_generator_under_its_words():
+def test_a_family_of_draws_equals_the_generator():
     """uniforms(i) is the first two words of counter (i, 0, turn 0, purpose/layer/relation) as 53 bits."""
     draws = Draws(2**64 - 5, Purpose.GENERATE, layer=3, relation=500, epoch=2, step=9)
     answer = philox_in_python([9, 0, 2, 0xFFFFFFFF], 2**64 - 5)
@@ -63,7 +63,7 @@ def test_families_differ():
     assert len(set(firsts)) == len(families)
 
 
-def test_threads_do_not_matter(threads):
+def test_draws_are_equal_for_any_number_of_threads(threads):
     """Against the draws taken one by one."""
     alone = torch.cat([DRAWS.uniforms(1, first=i) for i in range(101)])
     assert torch.equal(DRAWS.uniforms(101), alone)
@@ -82,7 +82,7 @@ def test_permutation(count):
     assert torch.equal(order.sort().values, torch.arange(count, dtype=torch.int32))
 
 
-def test_permutation_leaves_no_order():
+def test_permutations_are_uncorrelated_with_the_order():
     order = DRAWS.permutation(20000).double()
     assert abs(float(torch.corrcoef(torch.stack([order, torch.arange(20000.0).double()]))[0, 1])) < 0.03
     neighbours = (order.diff().abs() < 100).double().mean()
@@ -133,7 +133,7 @@ def test_rmat_quadrants_and_range():
     assert int(generate.rmat(DRAWS, 5, nodes=3, quadrants=(0.0, 0.0, 0.0, 1.0))[0].max()) < 3
 
 
-def test_pair_numbers_are_symmetric_and_different():
+def test_pair_hashes_are_symmetric_and_distinct():
     a, b = torch.meshgrid(torch.arange(60).int(), torch.arange(60).int(), indexing="ij")
     numbers = generate.pair_hash(DRAWS, a.reshape(-1), b.reshape(-1)).reshape(60, 60)
     assert torch.equal(numbers, numbers.T)

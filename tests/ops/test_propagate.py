@@ -71,7 +71,7 @@ def test_equals_the_definition(reduce: str, at_once: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("reduce", REDUCES)
-def test_gradcheck(reduce: str) -> None:
+def test_gradients_by_finite_differences(reduce: str) -> None:
     cut = structure(4, 5, 12)
     assert torch.autograd.gradcheck(lambda *tensors: ours(cut, list(tensors), reduce), inputs(cut))
 

@@ -104,7 +104,7 @@ def in_blocks(cut: CSR, t: dict[str, Tensor], reduce: str, ids: Tensor, *, parts
     index=st.sampled_from([torch.int32, torch.int64]),
     seed=st.integers(0, 10**6),
 )
-def test_any_deal_of_the_edges_is_the_whole(reduce, size, parts, at_once, index, seed):
+def test_any_split_into_blocks_equals_one_block(reduce, size, parts, at_once, index, seed):
     cut = structure(*size, seed=seed, index=index)
     ids = torch.randperm(cut.num_edges, generator=torch.Generator().manual_seed(seed)) + 2**40
     t = inputs(cut, seed=seed)
@@ -119,7 +119,7 @@ def test_any_deal_of_the_edges_is_the_whole(reduce, size, parts, at_once, index,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduce", REDUCES)
-def test_narrower_numbers(reduce, dtype):
+def test_messages_of_16_bits_give_float32(reduce, dtype):
     """Sums of 16-bit messages are float32, however the edges are dealt; gradients are of their inputs' dtype."""
     cut = structure(9, 7, 60)
     ids, t = torch.arange(60), inputs(cut, dtype)
@@ -131,7 +131,7 @@ def test_narrower_numbers(reduce, dtype):
 
 
 @pytest.mark.parametrize("reduce", REDUCES)
-def test_without_kernels(reduce, monkeypatch):
+def test_the_path_without_kernels_gives_equal_results(reduce, monkeypatch):
     """The path of other devices."""
     cut = structure(9, 7, 60)
     ids, t = torch.arange(60).flip(0), inputs(cut)
@@ -142,7 +142,7 @@ def test_without_kernels(reduce, monkeypatch):
             torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
 
 
-def test_of_equal_maxima_the_lowest_number_wins_in_any_order():
+def test_of_equal_maxima_the_lowest_tie_number_wins_in_any_order():
     cut = CSR(torch.tensor([0, 4, 4]), torch.tensor([0, 1, 2, 3], dtype=torch.int32), 4)
     ties = torch.tensor([7, 3, 5, 4])
     x = torch.tensor([[1.0, 2.0], [1.0, 0.0], [0.0, 2.0], [1.0, 2.0]], requires_grad=True)
@@ -152,7 +152,7 @@ def test_of_equal_maxima_the_lowest_number_wins_in_any_order():
     assert x.grad is not None and x.grad.tolist() == [[0, 0], [1, 0], [0, 0], [0, 1]]
 
 
-def test_no_edges_anywhere_but_a_shape():
+def test_blocks_without_edges_give_the_shape():
     cut = structure(5, 3, 0)
     call = MessageCall(
         message=lambda src, dst, edge: (src["x"][:, :2], src["x"].view(-1, 2, 4) * dst["y"].sum()),
@@ -170,9 +170,9 @@ def test_no_edges_anywhere_but_a_shape():
     assert not pieces.block_backward(call, upstream, block, into=into, src=["x"])["x"].any() and not into.dst["y"].any()
 
 
-def test_a_message_that_cannot_do_without_edges_is_told_so():
+def test_wrong_messages_are_refused():
     cut, x = structure(5, 3, 0), torch.ones(3, 8)
-    with pytest.raises(ConfigError, match="name sizes instead of −1"):
+    with pytest.raises(ConfigError, match="write sizes instead of −1"):
         propagate(cut, lambda src, dst, edge: src["x"].view(len(src["x"]), 2, -1), src={"x": x})
     with pytest.raises(ConfigError, match="a row for each of 4 edges"):
         propagate(structure(5, 3, 4), lambda src, dst, edge: src["x"].sum(0), src={"x": x})

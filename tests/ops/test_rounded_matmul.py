@@ -64,7 +64,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("either")
-def test_gradients_of_a_mix_are_those_of_rounded_products() -> None:
+def test_gradients_of_sum_linear_are_rounded_products() -> None:
     x, y, v, w, bias = leaves = [
         random(*shape, seed=seed).requires_grad_()
         for seed, shape in enumerate([(37, 20), (37, 6), (11, 20), (11, 6), (11,)])
@@ -92,7 +92,7 @@ def cell(dtype: torch.dtype, width: int) -> tuple[torch.nn.GRUCell, list[Tensor]
 @pytest.mark.parametrize("isa", _native.isas().split())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [7, 40])
-def test_the_gru_equals_torchs(isa: str, dtype: torch.dtype, width: int) -> None:
+def test_the_gru_equals_torch(isa: str, dtype: torch.dtype, width: int) -> None:
     made, known, memory = cell(dtype, width)
     weights = [made.weight_ih, made.weight_hh, made.bias_ih, made.bias_hh]
     before = _native.isa()
@@ -112,7 +112,7 @@ def test_the_gru_equals_torchs(isa: str, dtype: torch.dtype, width: int) -> None
 
 @pytest.mark.parametrize("isa", _native.isas().split())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_times_turn_as_torchs_do(isa: str, dtype: torch.dtype) -> None:
+def test_time_features_equal_torch(isa: str, dtype: torch.dtype) -> None:
     since = (random(23, seed=1, dtype=torch.float64).abs() * 1e5).round().to(dtype)
     weight, bias = (random(11, seed=seed, dtype=dtype).requires_grad_() for seed in (2, 3))
     before = _native.isa()
@@ -131,7 +131,7 @@ def test_times_turn_as_torchs_do(isa: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine.double(), theirs, rtol=near["rtol"], atol=1e-6 * float(theirs.abs().max()))
 
 
-def test_gates_bear_any_number() -> None:
+def test_gates_accept_any_number() -> None:
     wide = torch.tensor([[-1e30, -200.0, 0.0, 200.0, 1e30]]).repeat(1, 3)
     out = torch.empty(1, 5)
     _native.gates(wide.clone(), torch.zeros(1, 15), torch.full((1, 5), 0.5), out, 1)
@@ -142,7 +142,7 @@ def test_gates_bear_any_number() -> None:
 
 
 @pytest.mark.usefixtures("either")
-def test_a_rounded_gru_stays_near() -> None:
+def test_a_rounded_gru_is_close_to_the_exact_one() -> None:
     made, known, memory = cell(torch.float32, 24)
     weights = [made.weight_ih, made.weight_hh, made.bias_ih, made.bias_hh]
     leaves, grad = [*known, memory, *weights], random(31, 24, seed=8)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gnnfleet.errors import InputError
-from gnnfleet.ops import reference
 from gnnfleet.ops.csr import CSR, sort_into_rows
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 from gnnfleet.ops.native import num_threads, single_threaded
 from gnnfleet.ops.sample import Fanout, Frontier, edge_sources, sample
+from tests.ops import reference
 
 
 def draws(step: int = 0, hop: int = 0, relation: int = 0) -> Draws:
@@ -45,7 +45,7 @@ DEGREES = [0, 1, 5, 3, 64, 65, 0, 12, 200, 2, 33]
 @pytest.mark.parametrize("count", [-1, 0, 1, 3, 5, 33, 64, 150])
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_equals_the_plain_twin(count: int, replace: bool, weighted: bool) -> None:
+def test_draws_equal_the_reference(count: int, replace: bool, weighted: bool) -> None:
     edges = rows_of(DEGREES)
     weight = None
     if weighted:
@@ -104,14 +104,14 @@ def limit(freedom: int) -> float:
 
 
 @pytest.mark.parametrize(("degree", "count"), [(5, 2), (5, 4), (70, 1), (7, 3), (66, 2)])
-def test_every_subset_is_as_likely(degree: int, count: int) -> None:
+def test_all_subsets_are_equally_likely(degree: int, count: int) -> None:
     subsets = list(combinations(range(degree), count))
     times = 40 * len(subsets)
     seen = outcomes(None, degree, count, replace=False, times=times)
     assert chi_square(seen, {subset: times / len(subsets) for subset in subsets}) < limit(len(subsets) - 1)
 
 
-def test_large_fanouts_are_even() -> None:
+def test_large_fanouts_are_uniform() -> None:
     seen: Counter[tuple[int, ...]] = Counter()
     for subset, times in outcomes(None, 100, 40, replace=False, times=2000).items():
         for edge in subset:
@@ -123,7 +123,7 @@ def test_large_fanouts_are_even() -> None:
 WEIGHT = [1.0, 0.0, 2.0, 0.5, 4.0]
 
 
-def test_weighted_subsets_follow_their_chances() -> None:
+def test_weighted_subsets_have_their_probabilities() -> None:
     total, times = sum(WEIGHT), 30_000
     expected: dict[tuple[int, ...], float] = {}
     for first, second in permutations([0, 2, 3, 4], 2):  # one after the other, in proportion to what is left
@@ -155,7 +155,7 @@ def big() -> CSR:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_neither_threads_nor_other_seeds_matter(team: int, weighted: bool) -> None:
+def test_draws_depend_neither_on_threads_nor_on_other_seeds(team: int, weighted: bool) -> None:
     edges = big()
     weight = torch.rand(edges.num_edges, generator=torch.Generator().manual_seed(5)) if weighted else None
     seeds = torch.randperm(20_000, generator=torch.Generator().manual_seed(6))[:15_000]
@@ -169,7 +169,7 @@ def test_neither_threads_nor_other_seeds_matter(team: int, weighted: bool) -> No
     assert torch.equal(offsets.diff(), plain.diff()[seeds])
 
 
-def test_hops_relations_and_steps_draw_apart() -> None:
+def test_hops_relations_and_steps_draw_independently() -> None:
     edges = rows_of([40] * 30)
     seeds = torch.arange(30)
     families = [draws(), draws(step=1), draws(hop=1), draws(relation=1)]
@@ -178,7 +178,7 @@ def test_hops_relations_and_steps_draw_apart() -> None:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_frontier_gives_seeds_the_first_rows_and_new_nodes_ascending_ones(team: int, wide: bool) -> None:
+def test_a_frontier_assigns_the_first_rows_to_seeds_then_ascending_ids(team: int, wide: bool) -> None:
     edges = big()
     edges = CSR(edges.indptr, edges.col.long() if wide else edges.col, edges.num_cols)
     frontier = Frontier(20_000)
@@ -244,7 +244,7 @@ def test_a_frontier_equals_numpy(team: int, count: int, within: int) -> None:
         check_hops(frontier, *streams(count, [300, 20_000, 90_000], within=within, seed=seed))
 
 
-def test_ids_that_collide(team: int) -> None:
+def test_ids_that_collide_in_the_table_keep_their_rows(team: int) -> None:
     """Lines of 32 ids that the hash puts into the last entry and the first, in a table of up to 2^15."""
     keys = np.arange(1 << 24, dtype=np.uint64)
     home = (keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - 15)
@@ -264,7 +264,7 @@ def test_any_frontier_equals_numpy(seed: int, count: int, size: int) -> None:
     check_hops(Frontier(count), *streams(count, [size, 2 * size], within=max(1, count // (1 + seed % 40)), seed=seed))
 
 
-def test_memory_goes_by_what_was_met() -> None:
+def test_memory_is_proportional_to_the_nodes_of_a_batch() -> None:
     """The same nodes cost the same in a graph of any size, and a batch leaves no more behind than it needed."""
     held = []
     for count in (10**7, 10**9, 2**39):
@@ -305,7 +305,7 @@ def test_a_frontier_is_clean_after_errors(count: int) -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("replace", [False, True])
-def test_rows_numbered_otherwise_draw_by_their_ids(team: int, weighted: bool, replace: bool) -> None:
+def test_renumbered_rows_draw_by_store_id(team: int, weighted: bool, replace: bool) -> None:
     edges = big()
     weight = torch.rand(edges.num_edges, generator=torch.Generator().manual_seed(5)) if weighted else None
     ids = torch.randperm(20_000, generator=torch.Generator().manual_seed(6))[:12_000]  # row i of the part is ids[i]

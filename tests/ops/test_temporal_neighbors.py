@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gnnfleet.errors import InputError
-from gnnfleet.ops import reference
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.native import num_threads, single_threaded
 from gnnfleet.ops.temporal_neighbors import TemporalNeighbors
+from tests.ops import reference
 
 NODES = 7
 
@@ -38,7 +38,7 @@ starts = st.sampled_from(
     events=events, start=starts, k=st.integers(0, 9), visible=st.none() | st.integers(0, 45), seed=st.integers(0, 99)
 )
 @settings(max_examples=150, deadline=None)
-def test_equals_the_plain_twin(
+def test_neighbours_equal_the_reference(
     events: list[tuple[tuple[int, int], int]],
     start: tuple[int, torch.dtype],
     k: int,
@@ -60,7 +60,7 @@ def test_equals_the_plain_twin(
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
-def test_the_answer_written_out() -> None:
+def test_neighbours_of_a_small_stream() -> None:
     src, dst = torch.tensor([0, 2, 1, 0, 3]), torch.tensor([1, 1, 1, 2, 0])
     table = TemporalNeighbors(src, dst, torch.tensor([5, 6, 6, 6, 9]), 4)
     near, when = table.latest(torch.tensor([1, 1, 0, 0, 3, -1]), torch.tensor([6, 7, 9, 10, 9, 9]), 3)
@@ -89,7 +89,7 @@ def questions(t: Tensor, nodes: int, count: int = 5_000) -> tuple[Tensor, Tensor
     return torch.randint(nodes, (count,), generator=random), t[torch.randint(len(t), (count,), generator=random)]
 
 
-def test_neither_threads_nor_other_questions_matter(team: int) -> None:
+def test_results_depend_neither_on_threads_nor_on_other_queries(team: int) -> None:
     stream = random_stream()
     table, key = TemporalNeighbors(*stream, 500), DrawKey(3)
     nodes, times = questions(stream[2], 500)
@@ -106,7 +106,7 @@ def test_neither_threads_nor_other_questions_matter(team: int) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 200])
-def test_appended_events_are_as_if_there_from_the_start(piece: int) -> None:
+def test_appended_events_equal_events_given_at_the_start(piece: int) -> None:
     src, dst, t = random_stream(3_000, 40)
     whole = TemporalNeighbors(src, dst, t, 40)
     grown = TemporalNeighbors(src[:100], dst[:100], t[:100], 40)
@@ -131,7 +131,7 @@ def test_a_shift_of_all_times_changes_nothing() -> None:
     assert torch.equal(as_floats.latest(nodes, times.double() + 1e9, 5)[0], near)
 
 
-def test_two_hops_go_back_from_the_events_of_the_first() -> None:
+def test_a_second_hop_starts_at_the_events_of_the_first() -> None:
     stream = random_stream(400, 12)
     table = TemporalNeighbors(*stream, 12)
     nodes, times = questions(stream[2], 12, 50)
@@ -142,7 +142,7 @@ def test_two_hops_go_back_from_the_events_of_the_first() -> None:
     assert bool((second[1][near.view(-1) < 0] == -1).all()), "who is not there has no neighbours"
 
 
-def test_uniform_is_even() -> None:
+def test_uniform_draws_are_uniform() -> None:
     count, times = 70, 20_000
     src, dst = torch.zeros(count, dtype=torch.int64), torch.arange(1, count + 1)
     table = TemporalNeighbors(src, dst, torch.arange(count), count + 1)
@@ -156,20 +156,20 @@ def test_uniform_is_even() -> None:
 
 
 @pytest.mark.parametrize(
-    ("src", "t", "word"),
+    ("src", "t", "message"),
     [
-        ([0, 9], [1, 2], "nodes 0 to 3"),
-        ([0, -1], [1, 2], "nodes 0 to 3"),
+        ([0, 9], [1, 2], "nodes outside 0 to 3"),
+        ([0, -1], [1, 2], "nodes outside 0 to 3"),
         ([0, 1], [2, 1], "order of their times"),
-        ([0, 1], [1], "one length"),
+        ([0, 1], [1], "equal length"),
     ],
 )
-def test_what_cannot_be_events(src: list[int], t: list[int], word: str) -> None:
-    with pytest.raises(InputError, match=word):
+def test_invalid_events_are_refused(src: list[int], t: list[int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         TemporalNeighbors(torch.tensor(src), torch.tensor([1, 2]), torch.tensor(t), 4)
 
 
-def test_nothing_is_added_by_a_refused_append() -> None:
+def test_a_refused_append_adds_nothing() -> None:
     table = TemporalNeighbors(torch.tensor([0]), torch.tensor([1]), torch.tensor([5]), 2)
     for src, t in (([0], [4]), ([7], [6])):
         with pytest.raises(InputError):
@@ -179,13 +179,13 @@ def test_nothing_is_added_by_a_refused_append() -> None:
         TemporalNeighbors(torch.tensor([0]), torch.tensor([1]), torch.tensor([5.0]), 2)
     with pytest.raises(InputError, match="float64"):
         table.latest(torch.tensor([0]), torch.tensor([9.0], dtype=torch.float64), 2)
-    with pytest.raises(InputError, match="found 2"):
+    with pytest.raises(InputError, match="node 2 does not exist"):
         table.latest(torch.tensor([2]), torch.tensor([9]), 2)
 
 
 @given(events=events, depth=st.sampled_from([1, 3, 100]), visible=st.none() | st.integers(0, 45))
 @settings(max_examples=60, deadline=None)
-def test_meetings_are_counted_back_from_the_question(
+def test_pair_history_equals_a_count_by_hand(
     events: list[tuple[tuple[int, int], int]], depth: int, visible: int | None
 ) -> None:
     src, dst, t = stream_of([pair for pair, _ in events], [gap for _, gap in events], start=0, dtype=torch.int64)
@@ -204,7 +204,7 @@ def test_meetings_are_counted_back_from_the_question(
             assert tuple(int(part[row, column]) for part in found) == expected
 
 
-def test_meetings_know_nothing_of_threads(team: int) -> None:
+def test_pair_history_is_equal_for_any_number_of_threads(team: int) -> None:
     stream = random_stream()
     table = TemporalNeighbors(*stream, 500)
     src, times = questions(stream[2], 500, 600)

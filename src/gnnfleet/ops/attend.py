@@ -41,7 +41,7 @@ def attend(
     """Attention over the in-edges of each row of ``structure``, [N_dst, H·C] or [N_dst, H, C] as ``value`` is.
 
     ``score`` "add": LeakyReLU(src_j + dst_i + edge_ij), [N, H] each; "v2": <vector, LeakyReLU(the same)>,
-    [N, H·D] each; "dot": scale · <src_j, dst_i>, scale 1/√D unless inputs. The number of heads comes from ``heads`` or
+    [N, H·D] each; "dot": scale · <src_j, dst_i>, by default scale is 1/√D. The number of heads comes from ``heads`` or
     from an input that has a dimension for them. Dropout is keyed by ``edge_ids`` (default: positions). Rows without
     in-edges give 0, edges of score −inf have weight 0. Raises ConfigError.
     """
@@ -86,7 +86,7 @@ def prepare(
     Raises ConfigError for inputs that do not match.
     """
     if score not in SCORES:
-        raise ConfigError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
+        raise ConfigError(f"score must be one of {', '.join(SCORES)}, found {score!r}")
     _check_types(inputs, score)
     spec = _shape_spec(inputs, score, _heads(inputs, score) if heads is None else heads)
     spec = replace(spec, slope=slope, scale=1 / math.sqrt(spec.depth) if scale is None else scale)
@@ -150,17 +150,17 @@ class _Attend(torch.autograd.Function):
 
 def _check_types(inputs: AttentionInputs, score: str) -> None:
     if inputs.value.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        raise ConfigError(f"value must be float32, float64 or bfloat16, got {inputs.value.dtype}")
+        raise ConfigError(f"value must be float32, float64 or bfloat16, found {inputs.value.dtype}")
     for name in ("value", "src", "dst", "edge", "vector"):
         tensor: Tensor | None = getattr(inputs, name)
         if tensor is None:
             continue
         if name != "value" and tensor.dtype != inputs.dtype:
-            raise ConfigError(f"{name} must be {inputs.dtype} with a {inputs.value.dtype} value, got {tensor.dtype}")
+            raise ConfigError(f"{name} must be {inputs.dtype} with a {inputs.value.dtype} value, found {tensor.dtype}")
         if tensor.dim() not in ((1, 2) if name == "vector" else (2, 3)):
-            raise ConfigError(f"{name} must have a row per {_ROW_OF[name]}, got shape {list(tensor.shape)}")
+            raise ConfigError(f"{name} must have a row per {_ROW_OF[name]}, found shape {list(tensor.shape)}")
     if (inputs.vector is not None) != (score == "v2"):
-        raise ConfigError(f"vector goes with score 'v2' and only with it, got score {score!r}")
+        raise ConfigError(f"vector goes with score 'v2' and only with it, found score {score!r}")
     if inputs.edge is not None and score == "dot":
         raise ConfigError("score 'dot' takes no edge term: use 'add' or 'v2'")
 
@@ -182,9 +182,9 @@ def _heads(inputs: AttentionInputs, score: str) -> int:
 def _shape_spec(inputs: AttentionInputs, score: str, heads: int) -> AttentionSpec:
     width, inner = math.prod(inputs.value.shape[1:]), math.prod(inputs.src.shape[1:])
     if heads < 1 or width < heads or inner < heads or width % heads or inner % heads:
-        raise ConfigError(f"value and src must have a multiple of {heads} heads columns, got {width} and {inner}")
+        raise ConfigError(f"value and src must have a multiple of {heads} heads columns, found {width} and {inner}")
     if score == "add" and inner != heads:
-        raise ConfigError(f"score 'add' takes one number per head, {heads}, got src of {inner} columns")
+        raise ConfigError(f"score 'add' takes one number per head, {heads}, found src of {inner} columns")
     return AttentionSpec(score=score, heads=heads, channels=width // heads, depth=inner // heads)
 
 
@@ -199,17 +199,17 @@ def _check_shapes(counts: RowCounts, inputs: AttentionInputs, spec: AttentionSpe
         if (tensor.shape[0], math.prod(tensor.shape[1:])) != shape or (
             tensor.dim() == 3 and tensor.shape[1] != spec.heads
         ):
-            raise ConfigError(f"{name} must be {list(shape)} for {spec.heads} heads, got {list(tensor.shape)}")
+            raise ConfigError(f"{name} must be {list(shape)} for {spec.heads} heads, found {list(tensor.shape)}")
     if inputs.vector is not None and inputs.vector.numel() != inner:
-        raise ConfigError(f"vector must have {inner} numbers, got {list(inputs.vector.shape)}")
+        raise ConfigError(f"vector must have {inner} numbers, found {list(inputs.vector.shape)}")
     ids = inputs.edge_ids
     if ids is not None and (ids.dtype != torch.int64 or ids.shape != (counts.edges,)):
-        raise ConfigError(f"edge_ids must be int64 [{counts.edges}], got {ids.dtype} {list(ids.shape)}")
+        raise ConfigError(f"edge_ids must be int64 [{counts.edges}], found {ids.dtype} {list(ids.shape)}")
 
 
 def _dropout_args(dropout: float, draws: Draws | None) -> tuple[int, int]:
     if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout must be at least 0 and below 1, got {dropout}")
+        raise ConfigError(f"dropout must be at least 0 and below 1, found {dropout}")
     if not dropout:
         return 0, 0
     if draws is None:

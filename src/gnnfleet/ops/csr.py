@@ -40,9 +40,9 @@ class CSR:
     def _fault(self) -> str:
         indptr, col = self.indptr, self.col
         if indptr.dtype != torch.int64 or indptr.dim() != 1 or not indptr.numel():
-            return f"indptr must be int64 of one dimension, got {indptr.dtype} {list(indptr.shape)}"
+            return f"indptr must be int64 of one dimension, found {indptr.dtype} {list(indptr.shape)}"
         if col.dtype not in (torch.int32, torch.int64) or col.dim() != 1:
-            return f"columns must be int32 or int64 of one dimension, got {col.dtype} {list(col.shape)}"
+            return f"columns must be int32 or int64 of one dimension, found {col.dtype} {list(col.shape)}"
         if int(indptr[0]) != 0 or int(indptr[-1]) != self.num_edges or bool((indptr.diff() < 0).any()):
             return f"indptr must rise from 0 to the number of edges, {self.num_edges}"
         if self.num_edges and not 0 <= int(col.min()) <= int(col.max()) < self.num_cols:

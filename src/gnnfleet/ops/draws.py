@@ -70,20 +70,24 @@ class Draws:
 
     def uniforms_at(self, ids: Tensor, columns: int = 1) -> Tensor:
         """[n, columns] float64 in [0, 1) for int64 ids in any order; column 0 equals ``uniforms``."""
-        calls = -(-columns // 2)  # four 32-bit integers are two numbers
-        size = max(1, _AT_ONCE // calls)
+        size = max(1, 2 * _AT_ONCE // (columns + columns % 2))
         if ids.shape[0] > size:
             starts = range(0, ids.shape[0], size)
             return torch.cat([self.uniforms_at(ids[low : low + size], columns) for low in starts])
+        low, high = self.integers_at(ids, 2 * columns).view(len(ids), columns, 2).unbind(2)
+        return (high << 21 | low >> 11).double() * 2.0**-53
+
+    def integers_at(self, ids: Tensor, columns: int) -> Tensor:
+        """[n, columns] int64 from 0 to 2^32 − 1 for int64 ids in any order."""
+        calls = -(-columns // 4)
         key, stream = self.kernel_args
         counters = torch.empty(ids.shape[0], calls, 4, dtype=torch.int64)
         counters[..., 0] = (ids & 0xFFFFFFFF)[:, None]
         counters[..., 1] = (ids >> 32)[:, None]
         counters[..., 2] = torch.arange(calls)
         counters[..., 3] = stream
-        integers = philox(counters.view(-1, 4).to(torch.uint32), key).to(torch.int64).view(-1, 2, 2)
-        high = integers[..., 1] << 21 | integers[..., 0] >> 11
-        return (high.double() * 2.0**-53).view(ids.shape[0], 2 * calls)[:, :columns]
+        integers = philox(counters.view(-1, 4).to(torch.uint32), key).to(torch.int64)
+        return integers.view(ids.shape[0], 4 * calls)[:, :columns]
 
     def normals_at(self, ids: Tensor, columns: int) -> Tensor:
         """[n, columns] float64 of mean 0 and variance 1, from pairs of uniforms (Box and Muller)."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.ops.buffers import empty_buffer
-from gnnfleet.ops.draws import Draws, philox
+from gnnfleet.ops.draws import Draws
 from gnnfleet.ops.native import _native, num_threads
 
 
@@ -53,13 +53,5 @@ def drop_threshold(p: float) -> int:
 
 def dropout_mask(shape: torch.Size, p: float, *, ids: Tensor, draws: Draws) -> Tensor:
     """The factors in plain torch: reference of the kernel, and the path on other devices."""
-    width = shape[1:].numel()
-    groups = -(-width // 4)
-    key, stream = draws.kernel_args
-    counters = torch.empty(shape[0], groups, 4, dtype=torch.int64)
-    counters[..., 0] = (ids.cpu() & 0xFFFFFFFF)[:, None]
-    counters[..., 1] = (ids.cpu() >> 32)[:, None]
-    counters[..., 2] = torch.arange(groups)
-    counters[..., 3] = stream
-    integers = philox(counters.view(-1, 4).to(torch.uint32), key).to(torch.int64).view(shape[0], 4 * groups)[:, :width]
+    integers = draws.integers_at(ids.cpu(), shape[1:].numel())
     return ((integers >= drop_threshold(p)).double() / (1 - p)).view(shape)

@@ -34,13 +34,13 @@ def gather(
         return out
     threads = num_threads(len(rows) * out.shape[1:].numel())
     if dtype == table.dtype:
-        _native.gather_rows(_raw(table), rows.contiguous(), at, _raw(out), threads)
+        _native.gather_rows(as_bytes(table), rows.contiguous(), at, as_bytes(out), threads)
     else:
         bfloat = table.dtype == torch.bfloat16
         _native.gather_floats(table.view(torch.uint16), rows.contiguous(), at, out, bfloat, threads)
     return out
 
 
-def _raw(table: Tensor) -> Tensor:
+def as_bytes(table: Tensor) -> Tensor:
     """The same memory as [rows, bytes]."""
     return (table if table.dim() == 2 else table.view(table.shape[0], -1)).view(torch.uint8)

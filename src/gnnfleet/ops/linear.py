@@ -276,5 +276,5 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    else:  # products in bfloat16 are summed in float32 inside a chunk, and over chunks target
+    else:  # products in bfloat16 are summed in float32, inside a chunk and over chunks
         total += a @ b

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gnnfleet.ops.buffers import empty_buffer
 from gnnfleet.ops.csr import counting_sort
-from gnnfleet.ops.gather import gather
+from gnnfleet.ops.gather import as_bytes, gather
 from gnnfleet.ops.native import _native
 
 WINDOW_BYTES = 64 << 20  # bytes of a mapped table that may be in memory at a time
@@ -21,8 +21,7 @@ WINDOW_BYTES = 64 << 20  # bytes of a mapped table that may be in memory at a ti
 
 def read_rows(table: Tensor, rows: Tensor) -> Tensor:
     """``table[rows]`` of a mapped table ([n, F]; rows [m] int64, ascending); all pages are prefetched first."""
-    if len(rows) and table.shape[1]:
-        _native.read_ahead(_raw(table), rows.contiguous())
+    prefetch_pages(table, rows)
     return gather(table, rows)
 
 
@@ -47,13 +46,13 @@ def gather_by_window(
 
 def prefetch_pages(table: Tensor, rows: Tensor) -> int:
     """Prefetch the pages of some rows ([m] int64, ascending) without waiting; returns the number of requests."""
-    return int(_native.read_ahead(_raw(table), rows.contiguous())) if len(rows) and table.shape[1] else 0
+    return int(_native.read_ahead(as_bytes(table), rows.contiguous())) if len(rows) and table.shape[1] else 0
 
 
 def drop_pages(table: Tensor) -> None:
     """Drop the pages of a table that ``is_mapped`` and was never written to; access reads them again."""
     if table.numel():
-        _native.let_go(_raw(table))
+        _native.let_go(as_bytes(table))
 
 
 def spill_to_disk(table: Tensor, dtype: torch.dtype, beside: Path) -> Tensor:
@@ -97,7 +96,3 @@ def is_mapped(table: Tensor) -> bool:
             changed = next(int(entry.split()[1]) for entry in lines if entry.startswith("Anonymous:"))
             return bool(table.numel()) and last <= high and int(fields[3]) != 0 and not changed
     return False
-
-
-def _raw(table: Tensor) -> Tensor:
-    return table.view(table.shape[0], -1).view(torch.uint8)
