@@ -148,7 +148,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"fanouts": 5}, "strategy.fanouts: expected whole numbers"),
     ({}, {"fanouts": {"node:to:node": [5, 5, 1.5]}}, "strategy.fanouts: expected whole numbers"),
     ({}, {"cache_inputs": "maybe"}, "strategy.cache_inputs: expected auto, true or false; found 'maybe'"),
-    ({}, {"fanouts": [5, 5, -2]}, "or −1 for all; found -2"),
+    ({}, {"fanouts": [5, 5, -2]}, "or −1 for all, found -2"),
     ({}, {"fanouts": {"a:b:c": [5, 5, 5]}}, "must name all of node:to:node"),
     ({}, {"fanouts": [5, 5, 5], "order": "cluster"}, "order=cluster is for full batch"),
     (

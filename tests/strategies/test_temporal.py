@@ -320,7 +320,7 @@ def test_batches_end_before_too_many_updates_are_lost() -> None:
     )
     train = strategy.task.parts["train"]
     bounds = list(strategy.scheduler.bounds)
-    assert bounds == train.bounded_loss_batches(0.5, most=40) and len(bounds) > len(plain.scheduler.bounds)
+    assert bounds == train.bounded_loss_batches(0.5, max_size=40) and len(bounds) > len(plain.scheduler.bounds)
     assert [record.count for record in strategy.train_epoch(0)] == [high - low for low, high in pairwise(bounds)]
     trained = strategy.scheduler.shared.memory.copy()
     copy = build_strategy(graph, settings)
@@ -405,7 +405,7 @@ def test_new_events_are_scored_in_order_and_appended() -> None:
     assert in_one_call.shape == (40,) and bool(((in_one_call > 0) & (in_one_call < 1)).all())
     torch.testing.assert_close(torch.cat(scores)[:20], in_one_call[:20])
     assert not torch.allclose(torch.cat(scores)[20:], in_one_call[20:]), "the second call knows the events of the first"
-    with pytest.raises(InputError, match="after those known"):
+    with pytest.raises(InputError, match="must not be earlier"):
         strategy.score(stream.slice(0, 5))
     before = build_strategy(of_stream(stream, torch.arange(260))).evaluate("test")
     assert strategy.evaluate("test") == before, "later events change no earlier metric"
