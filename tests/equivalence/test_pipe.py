@@ -1,4 +1,4 @@
-"""pipe: one chunk for every way equals local; with several, what is not exact is exactly what the rule says."""
+"""pipe equals local if every partition is one chunk; with several chunks it deviates as the gradient rule says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ from gnnfleet.strategies.pipe.schedule import chunk_order
 from gnnfleet.strategies.pipe.strategy import PipeStrategy
 from gnnfleet.training.build import RankContext, build
 from tests.equivalence.spread import NODES, plain_graph, related_graph
-from tests.equivalence.test_sar import MODELS, close, link_words, linked, trained, words
+from tests.equivalence.test_sar import MODELS
+from tests.equivalence.test_sar import close as check_close
+from tests.equivalence.test_sar import link_words as link_settings
+from tests.equivalence.test_sar import linked as graph_with_held_out_edges
+from tests.equivalence.test_sar import trained as fit
+from tests.equivalence.test_sar import words as run_settings
 from tests.ranks import Crew
 from tests.session.test_custom_model import TWICE
 
@@ -36,6 +41,7 @@ GRAPHS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "related": (related_graph, [{"name": "rgcn", "bases": 1}, {"name": "rgcn"}]),
 }
 KEY = DrawKey(1, 2, 3)
+Grads = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -48,126 +54,121 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    return {
-        name: [trained(open_store(folder / name), words(model, name="local", order="store")) for model in models]
-        for name, (_, models) in GRAPHS.items()
-    }
+    return {name: [fit_local(folder / name, model) for model in models] for name, (_, models) in GRAPHS.items()}
 
 
-def chunked(graph: Graph, world: World, ways: int, chunks: int, method: str = "mincut") -> RankContext:
-    return RankContext(world, layouts=[build_chunk_layout(graph, ways, chunks, method=method)])
+def fit_local(store: Path, model: dict[str, Any]) -> dict[str, Any]:
+    return fit(open_store(store), run_settings(model, name="local", order="store"))
+
+
+def pipe_settings(model: dict[str, Any], world: World, partitions: int, chunks: int, **strategy: Any) -> dict[str, Any]:
+    settings = run_settings(model, name="pipe", graph_parallel=partitions, chunks=chunks, **strategy)
+    return settings | {"workers": world.size}
+
+
+def chunked(graph: Graph, world: World, partitions: int, chunks: int, method: str = "mincut") -> RankContext:
+    return RankContext(world, layouts=[build_chunk_layout(graph, partitions, chunks, method=method)])
+
+
+def check_metrics(fitted: dict[str, Any], reference: dict[str, Any], name: str) -> None:
+    for key in ("losses", "metrics", "test", "weights"):
+        check_close(fitted[key], reference[key], f"{name} {key}")
 
 
 def models_of(name: str, size: int) -> list[dict[str, Any]]:
-    """All of them on few ranks; on more, every other one."""
+    """All models on few ranks, every other one on more."""
     return GRAPHS[name][1] if size < 3 else GRAPHS[name][1][size % 2 :: 2]
 
 
-def every_model(world: World, store: str, name: str, ways: int, method: str) -> list[dict[str, Any]]:
+def fit_all_models(world: World, store: str, name: str, partitions: int, method: str) -> list[dict[str, Any]]:
     graph = open_store(store)
-    found = []
-    for model in models_of(name, world.size):
-        tree = words(model, name="pipe", graph_parallel=ways, chunks=ways) | {"workers": world.size}
-        found.append(trained(graph, tree, chunked(graph, world, ways, ways, method)))
-    return found
+    context = chunked(graph, world, partitions, partitions, method)
+    return [
+        fit(graph, pipe_settings(model, world, partitions, partitions), context)
+        for model in models_of(name, world.size)
+    ]
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize(
-    ("size", "ways", "method"),
+    ("size", "partitions", "method"),
     [(1, 1, "mincut"), (2, 1, "mincut"), (2, 2, "random"), (3, 3, "mincut"), (4, 2, "random")],
 )
-def test_one_chunk_for_every_way_equals_local(
-    crew: Crew, folder: Path, expected: dict[str, Any], name: str, size: int, ways: int, method: str
+def test_partitions_of_one_chunk_equal_local(
+    crew: Crew, folder: Path, expected: dict[str, Any], name: str, size: int, partitions: int, method: str
 ) -> None:
-    found = crew.run(size, every_model, str(folder / name), name, ways, method)
-    for place, model in enumerate(models_of(name, size)):
-        wanted = expected[name][GRAPHS[name][1].index(model)]
-        for rank in range(size):
-            for word in ("losses", "metrics", "test", "weights"):
-                close(found[rank][place][word], wanted[word], f"{model} rank {rank} {word}")
-        for word in ("logits", "embeddings"):
-            close(found[0][place][word], wanted[word], f"{model} {word}")
+    ranks = crew.run(size, fit_all_models, str(folder / name), name, partitions, method)
+    for index, model in enumerate(models_of(name, size)):
+        reference = expected[name][GRAPHS[name][1].index(model)]
+        for number, rank in enumerate(ranks):
+            check_metrics(rank[index], reference, f"{model} rank {number}")
+        for key in ("logits", "embeddings"):
+            check_close(ranks[0][index][key], reference[key], f"{model} {key}")
 
 
-def every_link(world: World, store: str) -> list[dict[str, Any]]:
+def fit_links(world: World, store: str) -> list[dict[str, Any]]:
     graph = open_store(store)
-    return [
-        trained(
-            graph,
-            link_words(case, name="pipe", graph_parallel=1, chunks=1) | {"workers": world.size},
-            chunked(graph, world, 1, 1),
-        )
-        for case in ("dot", "mlp")
-    ]
+    settings = [link_settings(case, name="pipe", graph_parallel=1, chunks=1) for case in ("dot", "mlp")]
+    return [fit(graph, case | {"workers": world.size}, chunked(graph, world, 1, 1)) for case in settings]
 
 
-def test_links_of_one_chunk_equal_local(crew: Crew, folder: Path) -> None:
-    graph = save_store(linked(plain_graph), folder / "linked")
-    found = crew.run(2, every_link, str(folder / "linked"))
-    for place, case in enumerate(("dot", "mlp")):
-        wanted = trained(graph, link_words(case, name="local", order="store"))
-        for word in ("losses", "metrics", "test", "weights"):
-            close(found[0][place][word], wanted[word], f"{case} {word}")
+def test_link_prediction_with_one_chunk_equals_local(crew: Crew, folder: Path) -> None:
+    graph = save_store(graph_with_held_out_edges(plain_graph), folder / "linked")
+    ranks = crew.run(2, fit_links, str(folder / "linked"))
+    for index, case in enumerate(("dot", "mlp")):
+        check_metrics(ranks[0][index], fit(graph, link_settings(case, name="local", order="store")), case)
 
 
-def with_a_layer_twice(world: World, store: str, model: dict[str, Any]) -> dict[str, Any]:
+def fit_one_chunk(world: World, store: str, model: dict[str, Any]) -> dict[str, Any]:
     graph = open_store(store)
-    tree = words(model, name="pipe", graph_parallel=1, chunks=1) | {"workers": world.size}
-    return trained(graph, tree, chunked(graph, world, 1, 1))
+    return fit(graph, pipe_settings(model, world, 1, 1), chunked(graph, world, 1, 1))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_layers_that_share_weights_equal_local(crew: Crew, folder: Path, tmp_path: Path, size: int) -> None:
-    """Four stages have a layer each: the second and the third the same one, the first nothing of it."""
+    """Each of four stages has one layer; the second and the third layer share their weights."""
     (tmp_path / "twice.py").write_text(TWICE)
     model = {"name": f"{tmp_path / 'twice.py'}:make", "layers": 4, "settings": {"norm": "LayerNorm"}}
-    wanted = trained(open_store(folder / "plain"), words(model, name="local", order="store"))
-    for rank, found in enumerate(crew.run(size, with_a_layer_twice, str(folder / "plain"), model)):
-        for word in ("losses", "metrics", "test", "weights"):
-            close(found[word], wanted[word], f"rank {rank} {word}")
+    reference = fit_local(folder / "plain", model)
+    for number, fitted in enumerate(crew.run(size, fit_one_chunk, str(folder / "plain"), model)):
+        check_metrics(fitted, reference, f"rank {number}")
 
 
-def with_small_ways(world: World, store: str, tree: dict[str, Any], starts: list[int]) -> dict[str, Any]:
-    graph = open_store(store)
-    layout = ChunkLayout(torch.arange(NODES), torch.tensor(starts), world.size)
-    return trained(graph, tree | {"workers": world.size}, RankContext(world, layouts=[layout]))
+def fit_two_partitions(world: World, store: str, model: dict[str, Any], starts: list[int]) -> dict[str, Any]:
+    layout = ChunkLayout(torch.arange(NODES), torch.tensor(starts), 2)
+    return fit(open_store(store), pipe_settings(model, world, 2, 2), RankContext(world, layouts=[layout]))
 
 
 @pytest.mark.parametrize("starts", [[0, 1, NODES], [0, NODES - 1, NODES], [0, 0, NODES], [0, NODES, NODES]])
-def test_batch_norm_on_a_way_of_next_to_nothing(crew: Crew, folder: Path, starts: list[int]) -> None:
-    """Statistics are of all ways; only where layers are tried by themselves one row would be too few."""
+def test_batch_norm_on_a_partition_of_at_most_one_node(crew: Crew, folder: Path, starts: list[int]) -> None:
+    """Statistics are those of all partitions; the profile of single layers must not fail on one row."""
     model = {"name": "sage", "norm": "batch"}
-    wanted = trained(open_store(folder / "plain"), words(model, name="local", order="store"))
-    tree = words(model, name="pipe", graph_parallel=2, chunks=2)
-    for rank, found in enumerate(crew.run(2, with_small_ways, str(folder / "plain"), tree, starts)):
-        for word in ("losses", "metrics", "test", "weights"):
-            close(found[word], wanted[word], f"rank {rank} {word}")
+    reference = fit_local(folder / "plain", model)
+    for number, fitted in enumerate(crew.run(2, fit_two_partitions, str(folder / "plain"), model, starts)):
+        check_metrics(fitted, reference, f"rank {number}")
 
 
-# -- what is not exact --
+# -- gradients with history --
 
 
-class Walk:
-    """A model on the chunks of one way, in this process or with other ways beside it; history is exact and of the same
-    weights."""
+class ChunkedModel:
+    """A model on the chunks of one partition, beside ranks with the others; history is exact, of the same weights."""
 
     def __init__(
-        self, graph: Graph, model: GNN, layout: ChunkLayout, gradient: GradientRule, world: World | None = None
+        self, graph: Graph, model: GNN, layout: ChunkLayout, rule: GradientRule, world: World | None = None
     ) -> None:
-        self.graph, self.model, self.layout = graph, model, layout
-        self.world = world or World()
-        way = ChunkedPartition(graph, layout, self.world.rank)
-        self.stream = HistoryStore(way, StageHalo(self.world, way), gradient)
-        self.views = [ChunkView.open(chunk, self.stream).with_step(key=KEY) for chunk in way.chunks]
+        self.model, self.layout, self.world = model, layout, world or World()
+        partition = ChunkedPartition(graph, layout, self.world.rank)
+        self.history = HistoryStore(partition, StageHalo(self.world, partition), rule)
+        self.views = [ChunkView.open(chunk, self.history).with_step(key=KEY) for chunk in partition.chunks]
         (nodes,) = graph.nodes.values()
         assert nodes.x is not None
         self.x = nodes.x.double()
-        self.stream.begin(torch.zeros(graph.num_nodes, dtype=torch.int64), adopts=True)
-        whole = PipelineSlot(0, ((-1 if layout.chunks_per_partition > 1 else 0),) * self.world.size)
+        self.history.begin(torch.zeros(graph.num_nodes, dtype=torch.int64), updates_history=True)
+        slot = PipelineSlot(0, ((-1 if layout.chunks_per_partition > 1 else 0),) * self.world.size)
         with torch.no_grad():
-            self.forward(ChunkView.open(way.as_one_chunk, self.stream).with_step(key=KEY).in_slot(whole))
-        self.stream.finish()
+            self.forward(ChunkView.open(partition.as_one_chunk, self.history).with_step(key=KEY).in_slot(slot))
+        self.history.finish()
 
     def forward(self, view: ChunkView) -> Tensor:
         rows: Any = self.x[view.node_ids]
@@ -177,107 +178,116 @@ class Walk:
         out: Tensor = rows
         return out
 
-    def gradients(self, pattern: Tensor, *orders: tuple[int, ...]) -> dict[str, Tensor]:
-        """Of the sum of output × pattern of this way's rows, with the chunks of every way in an order."""
+    def gradients(self, pattern: Tensor, *orders: tuple[int, ...]) -> Grads:
+        """Gradients of the sum of output × pattern over this partition, given the order of every partition's chunks."""
         self.model.zero_grad()
-        self.stream.begin(slot_of_position(orders, self.layout))
-        turns = [PipelineSlot(slot, chunks) for slot, chunks in enumerate(zip(*orders, strict=True))]
-        own = orders[self.world.rank]
-        views = [self.views[chunk].in_slot(turn) for chunk, turn in zip(own, turns, strict=True)]
+        self.history.begin(slot_of_position(orders, self.layout))
+        views = [
+            self.views[chunks[self.world.rank]].in_slot(PipelineSlot(slot, chunks))
+            for slot, chunks in enumerate(zip(*orders, strict=True))
+        ]
         outs = [self.forward(view) for view in views]
         for view, out in zip(views[::-1], outs[::-1], strict=True):
             torch.autograd.backward(out, pattern[view.node_ids])
-            self.stream.restore(view.slot.slot)
-        self.stream.finish()
-        return grads(self.model)
+            self.history.restore(view.slot.slot)
+        self.history.finish()
+        return copy_grads(self.model)
+
+    def mean_gradients(self, pattern: Tensor, orders: list[tuple[tuple[int, ...], ...]]) -> Grads:
+        """Means over orders, each with the gradients of another pattern as those of the previous pass."""
+        self.gradients(random_pattern(9), *orders[0])
+        state = {key: tensor.clone() for key, tensor in self.history.state_dict().items()}
+        total: Grads = {}
+        for order in orders:
+            self.history.load_state_dict(state)
+            for name, grad in self.gradients(pattern, *order).items():
+                total[name] = total.get(name, torch.zeros_like(grad)) + grad / len(orders)
+        return total
 
 
-def grads(model: GNN) -> dict[str, Tensor]:
+def copy_grads(model: GNN) -> Grads:
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def made(graph: Graph, name: str, layers: int, **settings: Any) -> GNN:
+def make_model(graph: Graph, name: str, layers: int, **settings: Any) -> GNN:
     torch.manual_seed(0)
-    words = {"heads": 2} if name in ("gat", "gatv2") else {}
-    return build_model(make_config(name, hidden=8, layers=layers, **words, **settings), graph).double()
+    heads = {"heads": 2} if name in ("gat", "gatv2") else {}
+    return build_model(make_config(name, hidden=8, layers=layers, **heads, **settings), graph).double()
 
 
-def exact(graph: Graph, model: GNN, pattern: Tensor) -> dict[str, Tensor]:
+def exact_gradients(graph: Graph, model: GNN, pattern: Tensor) -> Grads:
     model.zero_grad()
     (nodes,) = graph.nodes.values()
     assert nodes.x is not None
     (model(LocalView.of_graph(graph).with_step(key=KEY), nodes.x.double()) * pattern).sum().backward()
-    return grads(model)
+    return copy_grads(model)
 
 
-def some(graph: Graph, seed: int = 0) -> Tensor:
-    return torch.randn(graph.num_nodes, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def random_pattern(seed: int = 0, nodes: int = NODES) -> Tensor:
+    return torch.randn(nodes, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 NAMES = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", "gcn2", "res+")
 
 
-@pytest.mark.parametrize("gradient", ["stale", "control_variate"])
+@pytest.mark.parametrize("rule", ["stale", "control_variate"])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_settle_on_the_exact_ones(name: str, gradient: GradientRule) -> None:
-    """With weights that stay, each pass mends one more hop; dropout is on, and the same in every pass."""
+def test_gradients_converge_to_exact_ones_at_fixed_weights(name: str, rule: GradientRule) -> None:
+    """Each pass makes one more hop exact; dropout is on, and the same in every pass."""
     graph = plain_graph()
-    model, pattern = made(graph, name, 3), some(graph)
-    wanted = exact(graph, model, pattern)
-    walk = Walk(graph, model, build_chunk_layout(graph, 1, 4), gradient)
-    first = walk.gradients(pattern, (2, 0, 3, 1))
-    assert any(not torch.allclose(first[key], wanted[key]) for key in wanted), "nothing was at stake"
+    model, pattern = make_model(graph, name, 3), random_pattern()
+    reference = exact_gradients(graph, model, pattern)
+    chunked_model = ChunkedModel(graph, model, build_chunk_layout(graph, 1, 4), rule)
+    first = chunked_model.gradients(pattern, (2, 0, 3, 1))
+    assert any(not torch.allclose(first[key], reference[key]) for key in reference), "the first pass is exact already"
     for order in ((0, 1, 2, 3), (3, 1, 0, 2), (1, 3, 2, 0)):
-        found = walk.gradients(pattern, order)
-    close(found, wanted, name)
+        last = chunked_model.gradients(pattern, order)
+    check_close(last, reference, name)
 
 
 @pytest.mark.parametrize("name", ["sage", "gat", "gatv2", "res+"])
 def test_edges_inside_chunks_are_exact(name: str) -> None:
-    """Without edges between chunks there is nothing to remember."""
+    """A graph without edges between chunks needs no history."""
     random = torch.Generator().manual_seed(4)
     block = torch.randint(0, 10, (2, 60), generator=random)
     index = torch.cat([block + 10 * i for i in range(4)], 1)
     graph = Graph(index, x=torch.randn(40, 5, generator=random), y=torch.arange(40) % 3, num_nodes=40)
     layout = ChunkLayout(torch.arange(40), torch.arange(0, 41, 10), 1)
-    model, pattern = made(graph, name, 3), some(graph)
-    walk = Walk(graph, model, layout, "double")
-    walk.stream.history.clear()
-    close(walk.gradients(pattern, (3, 0, 2, 1)), exact(graph, model, pattern), name)
+    model, pattern = make_model(graph, name, 3), random_pattern(nodes=40)
+    chunked_model = ChunkedModel(graph, model, layout, "double")
+    chunked_model.history.rows.clear()
+    gradients = chunked_model.gradients(pattern, (3, 0, 2, 1))
+    check_close(gradients, exact_gradients(graph, model, pattern), name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("gradient", ["double", "control_variate"])
-def test_the_mean_over_orders_of_one_hop_is_exact(name: str, gradient: GradientRule) -> None:
-    """Features have no gradient; layers that map rows before they gather them cross chunks once in the last layer."""
-    graph = plain_graph()
-    model, pattern = made(graph, name, 1 if name in ("gat", "gatv2", "gcn2", "res+") else 2), some(graph)
-    wanted = exact(graph, model, pattern)
-    walk = Walk(graph, model, build_chunk_layout(graph, 1, 3), gradient)
-    walk.gradients(some(graph, 9), (0, 1, 2))  # what a control variate remembers: anything will do
-    kept = walk.stream.state_dict()
-    kept = {key: tensor.clone() for key, tensor in kept.items()}
-    total: dict[str, Tensor] = {}
-    for order in permutations(range(3)):
-        walk.stream.load_state_dict(kept)
-        for key, gradient_of in walk.gradients(pattern, order).items():
-            total[key] = total.get(key, torch.zeros_like(gradient_of)) + gradient_of / 6
-    close(total, wanted, f"{name} {gradient}")
+@pytest.mark.parametrize("rule", ["double", "control_variate"])
+def test_the_mean_over_orders_of_one_hop_is_exact(name: str, rule: GradientRule) -> None:
+    """Features have no gradient. Layers that map rows before they gather them cross chunks in their only layer."""
+    graph, pattern = plain_graph(), random_pattern()
+    model = make_model(graph, name, 1 if name in ("gat", "gatv2", "gcn2", "res+") else 2)
+    reference = exact_gradients(graph, model, pattern)
+    chunked_model = ChunkedModel(graph, model, build_chunk_layout(graph, 1, 3), rule)
+    mean = chunked_model.mean_gradients(pattern, [(order,) for order in permutations(range(3))])
+    check_close(mean, reference, f"{name} {rule}")
 
 
 def test_two_crossings_count_two_thirds() -> None:
-    """The rule of GNNPipe is not right along paths: of three chunks in a row one order of six carries, weighed by 4."""
+    """GNNPipe's rule is not exact along paths of several hops.
+
+    A path through three chunks has a gradient in one of six orders, with weight 4.
+    """
     graph = Graph(torch.tensor([[0, 1], [1, 2]]), num_nodes=3)  # 0 → 1 → 2, each in a chunk of its own
     layout = ChunkLayout(torch.arange(3), torch.arange(4), 1)
-    way = ChunkedPartition(graph, layout, 0)
-    stream = HistoryStore(way, StageHalo(World(), way), "double")
+    partition = ChunkedPartition(graph, layout, 0)
+    history = HistoryStore(partition, StageHalo(World(), partition), "double")
     total = 0.0
     for order in permutations(range(3)):
-        stream.begin(slot_of_position([order], layout))
+        history.begin(slot_of_position([order], layout))
         rows = [torch.ones(1, 1, dtype=torch.float64, requires_grad=True) for _ in order]
         views = [
-            ChunkView.open(way.chunks[chunk], stream).in_slot(PipelineSlot(t, (chunk,)))
-            for t, chunk in enumerate(order)
+            ChunkView.open(partition.chunks[chunk], history).in_slot(PipelineSlot(slot, (chunk,)))
+            for slot, chunk in enumerate(order)
         ]
         outs = [
             view.with_step(layer=1).aggregate(view.with_step(layer=0).aggregate(rows[chunk]))
@@ -285,8 +295,8 @@ def test_two_crossings_count_two_thirds() -> None:
         ]
         for chunk, view, out in list(zip(order, views, outs, strict=True))[::-1]:
             torch.autograd.backward(out, torch.full((1, 1), float(chunk == 2), dtype=torch.float64))
-            stream.restore(view.slot.slot)
-        stream.finish()
+            history.restore(view.slot.slot)
+        history.finish()
         assert rows[0].grad is not None
         total += float(rows[0].grad) / 6
     assert total == pytest.approx(2 / 3)
@@ -296,105 +306,81 @@ CROSSING = (("gcn", 2), ("gat", 1), ("gatv2", 1))
 """Models whose gradients cross chunks at most once."""
 
 
-def mean_of_ways(world: World, store: str, gradient: GradientRule) -> list[dict[str, Tensor]]:
-    """Over all orders of both ways: this way's share of gradients."""
+def mean_gradients_of_a_partition(world: World, store: str, rule: GradientRule) -> list[Grads]:
+    """This partition's share of the gradients, averaged over all orders of both partitions."""
     graph = open_store(store)
-    found = []
-    for name, layers in CROSSING:
-        walk = Walk(graph, made(graph, name, layers), build_chunk_layout(graph, 2, 4), gradient, world)
-        orders = list(product(permutations(range(2)), repeat=2))
-        walk.gradients(some(graph, 9), *orders[0])
-        kept = {key: tensor.clone() for key, tensor in walk.stream.state_dict().items()}
-        total: dict[str, Tensor] = {}
-        for both in orders:
-            walk.stream.load_state_dict(kept)
-            for key, each in walk.gradients(some(graph), *both).items():
-                total[key] = total.get(key, torch.zeros_like(each)) + each / len(orders)
-        found.append(total)
-    return found
+    layout, orders = build_chunk_layout(graph, 2, 4), list(product(permutations(range(2)), repeat=2))
+    return [
+        ChunkedModel(graph, make_model(graph, name, layers), layout, rule, world).mean_gradients(
+            random_pattern(), orders
+        )
+        for name, layers in CROSSING
+    ]
 
 
-@pytest.mark.parametrize("gradient", ["double", "control_variate"])
-def test_the_mean_over_orders_of_two_ways_is_exact(crew: Crew, folder: Path, gradient: GradientRule) -> None:
+@pytest.mark.parametrize("rule", ["double", "control_variate"])
+def test_the_mean_over_orders_of_two_partitions_is_exact(crew: Crew, folder: Path, rule: GradientRule) -> None:
     graph = open_store(folder / "plain")
-    found = crew.run(2, mean_of_ways, str(folder / "plain"), gradient)
-    for place, (name, layers) in enumerate(CROSSING):
-        wanted = exact(graph, made(graph, name, layers), some(graph))
-        close({key: found[0][place][key] + found[1][place][key] for key in wanted}, wanted, name)
+    ranks = crew.run(2, mean_gradients_of_a_partition, str(folder / "plain"), rule)
+    for index, (name, layers) in enumerate(CROSSING):
+        reference = exact_gradients(graph, make_model(graph, name, layers), random_pattern())
+        check_close({key: ranks[0][index][key] + ranks[1][index][key] for key in reference}, reference, name)
 
 
-# -- chunks of every awkward kind --
+# -- irregular chunks --
 
-AWKWARD: dict[str, tuple[list[int], int, GradientRule]] = {
-    "a node each": ([1] * 60, 1, "control_variate"),
-    "empty ones": ([0, 17, 0, 1, 42, 0], 1, "stale"),
-    "unequal ways": ([1, 3, 0, 20, 5, 2, 0, 0, 29], 3, "control_variate"),
-    "a way without rows": ([10, 20, 0, 0, 17, 13], 3, "stale"),
+IRREGULAR: dict[str, tuple[list[int], int, GradientRule]] = {
+    "single nodes": ([1] * 60, 1, "control_variate"),
+    "empty chunks": ([0, 17, 0, 1, 42, 0], 1, "stale"),
+    "unequal partitions": ([1, 3, 0, 20, 5, 2, 0, 0, 29], 3, "control_variate"),
+    "empty partition": ([10, 20, 0, 0, 17, 13], 3, "stale"),
 }
-"""Sizes of chunks, the ways that share them, a rule that keeps gradients."""
+"""Sizes of chunks, number of partitions, a rule that stores gradients."""
 
 
-def awkward(how: str, nodes: int) -> ChunkLayout:
-    sizes, ways, _ = AWKWARD[how]
+def irregular_layout(case: str, nodes: int) -> ChunkLayout:
+    sizes, partitions, _ = IRREGULAR[case]
     order = torch.randperm(nodes, generator=torch.Generator().manual_seed(5))
     starts = torch.tensor([0, *sizes]).cumsum(0).clamp(max=nodes)
     starts[-1] = nodes
-    return ChunkLayout(order, starts, ways)
+    return ChunkLayout(order, starts, partitions)
 
 
-def settled(world: World, how: str) -> list[dict[str, Tensor]]:
-    """Gradients of this way after some passes in orders of all kinds."""
-    found = []
-    for graph, name, settings in awkward_models():
-        layout = awkward(how, graph.num_nodes)
-        walk = Walk(graph, made(graph, name, 2, **settings), layout, AWKWARD[how][2], world)
-        for number in range(3):
-            orders = [
-                chunk_order(number, 0, way, layout.chunks_per_partition, shuffle=True)
-                for way in range(layout.partitions)
-            ]
-            last = walk.gradients(some(graph), *map(tuple, orders))
-        found.append(last)
-    return found
-
-
-def awkward_models() -> list[tuple[Graph, str, dict[str, Any]]]:
+def irregular_models() -> list[tuple[Graph, str, dict[str, Any]]]:
     plain, related = plain_graph(), related_graph()
-    kinds = [("sage", {"aggr": "max"}), ("gcn", {}), ("gat", {}), ("gatv2", {}), ("gcn2", {}), ("res+", {})]
-    return [*((plain, name, settings) for name, settings in kinds), (related, "rgcn", {})]
+    models = [("sage", {"aggr": "max"}), ("gcn", {}), ("gat", {}), ("gatv2", {}), ("gcn2", {}), ("res+", {})]
+    return [*((plain, name, settings) for name, settings in models), (related, "rgcn", {})]
 
 
-@pytest.mark.parametrize("how", AWKWARD)
-def test_awkward_chunks_settle_on_exact_gradients(crew: Crew, how: str) -> None:
-    ways = AWKWARD[how][1]
-    found = crew.run(ways, settled, how) if ways > 1 else [settled(World(), how)]
-    for place, (graph, name, settings) in enumerate(awkward_models()):
-        wanted = exact(graph, made(graph, name, 2, **settings), some(graph))
-        close({key: sum(one[place][key] for one in found) for key in wanted}, wanted, f"{how} {name}")
+def gradients_of_third_passes(world: World, case: str) -> list[Grads]:
+    """This partition's share of the gradients, for every model."""
+    gradients = []
+    for graph, name, settings in irregular_models():
+        layout = irregular_layout(case, graph.num_nodes)
+        model = make_model(graph, name, 2, **settings)
+        chunked_model = ChunkedModel(graph, model, layout, IRREGULAR[case][2], world)
+        for seed in range(3):
+            orders = [
+                tuple(chunk_order(seed, 0, number, layout.chunks_per_partition, shuffle=True))
+                for number in range(layout.partitions)
+            ]
+            last = chunked_model.gradients(random_pattern(nodes=graph.num_nodes), *orders)
+        gradients.append(last)
+    return gradients
+
+
+@pytest.mark.parametrize("case", IRREGULAR)
+def test_gradients_of_irregular_chunks_converge_to_exact_ones(crew: Crew, case: str) -> None:
+    ranks = crew.run(IRREGULAR[case][1], gradients_of_third_passes, case)
+    for index, (graph, name, settings) in enumerate(irregular_models()):
+        pattern = random_pattern(nodes=graph.num_nodes)
+        reference = exact_gradients(graph, make_model(graph, name, 2, **settings), pattern)
+        check_close({key: sum(rank[index][key] for rank in ranks) for key in reference}, reference, f"{case} {name}")
 
 
 # -- bytes --
 
-
-def bytes_of_a_step(world: World, folder: str, ways: int, chunks: int, wire: str) -> list[tuple[int, int]]:
-    found = []
-    for kind, name, layers in WEIGHED:
-        graph = open_store(f"{folder}/{kind}")
-        here = chunked(graph, world, ways, chunks, "random")
-        model = {"name": name, "layers": layers, "heads": 2}
-        tree = words(
-            model, name="pipe", graph_parallel=ways, chunks=chunks, wire_dtype=wire, exactness_check_every=0
-        ) | {"workers": world.size}
-        strategy = build(graph, resolve(tree), context=here).strategy
-        assert isinstance(strategy, PipeStrategy)
-        list(strategy.train_epoch(0))
-        before = world.traffic.bytes_sent
-        list(strategy.train_epoch(1))
-        found.append((world.traffic.bytes_sent - before, strategy.grid_estimate.bytes))
-    return found
-
-
-WEIGHED = (
+COUNTED = (
     ("plain", "gcn2", 4),
     ("plain", "sage", 3),
     ("plain", "gat", 3),
@@ -405,17 +391,36 @@ WEIGHED = (
 )
 
 
+def count_bytes(world: World, folder: str, partitions: int, chunks: int, wire: str) -> list[tuple[int, int]]:
+    """(bytes sent by this rank in the second epoch, estimate for all ranks) of every model."""
+    counts = []
+    for graph_name, name, layers in COUNTED:
+        graph = open_store(f"{folder}/{graph_name}")
+        context = chunked(graph, world, partitions, chunks, "random")
+        model = {"name": name, "layers": layers, "heads": 2}
+        settings = pipe_settings(model, world, partitions, chunks, wire_dtype=wire, exactness_check_every=0)
+        strategy = build(graph, resolve(settings), context=context).strategy
+        assert isinstance(strategy, PipeStrategy)
+        list(strategy.train_epoch(0))
+        before = world.traffic.bytes_sent
+        list(strategy.train_epoch(1))
+        counts.append((world.traffic.bytes_sent - before, strategy.grid_estimate.bytes))
+    return counts
+
+
 @pytest.mark.parametrize(
-    ("size", "ways", "chunks", "wire"),
+    ("size", "partitions", "chunks", "wire"),
     [(2, 1, 4, "exact"), (3, 1, 3, "bf16"), (4, 2, 4, "exact"), (2, 2, 4, "bf16"), (3, 3, 3, "exact")],
 )
-def test_bytes_are_the_formulas(crew: Crew, folder: Path, size: int, ways: int, chunks: int, wire: str) -> None:
-    """What is counted is what was predicted, on a graph of directed edges; without ways, GNNPipe's formula."""
-    found = crew.run(size, bytes_of_a_step, str(folder), ways, chunks, wire)
-    for place, (kind, name, _) in enumerate(WEIGHED):
-        sent = sum(one[place][0] for one in found)
-        assert sent == found[0][place][1], (kind, name)
-        if ways == 1:
-            carried, number = 2 if name == "gcn2" else 1, 2 if wire == "bf16" else 8
-            nodes = {"plain": 60, "related": 40}[kind]
-            assert sent == 2 * (size - 1) * nodes * 8 * number * carried, (kind, name)
+def test_counted_bytes_equal_the_estimate(
+    crew: Crew, folder: Path, size: int, partitions: int, chunks: int, wire: str
+) -> None:
+    """On a graph of directed edges; with one partition the bytes are those of GNNPipe's formula."""
+    ranks = crew.run(size, count_bytes, str(folder), partitions, chunks, wire)
+    for index, (graph_name, name, _) in enumerate(COUNTED):
+        sent = sum(rank[index][0] for rank in ranks)
+        assert sent == ranks[0][index][1], (graph_name, name)
+        if partitions == 1:
+            tensors, itemsize = 2 if name == "gcn2" else 1, 2 if wire == "bf16" else 8
+            nodes = {"plain": 60, "related": 40}[graph_name]
+            assert sent == 2 * (size - 1) * nodes * 8 * itemsize * tensors, (graph_name, name)

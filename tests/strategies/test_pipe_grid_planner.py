@@ -23,7 +23,7 @@ from gnnfleet.strategies.pipe.grid_planner import (
     estimate_grid,
 )
 from gnnfleet.strategies.pipe.pipeline_rank import should_cache_inputs
-from gnnfleet.strategies.pipe.profile import CpuShare, chunk_loads, num_in_edges, profile_cluster, profile_model
+from gnnfleet.strategies.pipe.profile import CpuShare, chunk_load, chunk_loads, profile_cluster, profile_model
 from gnnfleet.training.build import RankContext, make_job, validate
 from tests.graphs import communities
 from tests.ranks import Crew
@@ -31,7 +31,7 @@ from tests.ranks import Crew
 LAYER = LayerCost(1e-4, 1e-5, 256, 256, 256, 0)
 
 
-def equal(chunks: int, load: int = 21_000) -> list[int]:
+def equal_loads(chunks: int, load: int = 21_000) -> list[int]:
     """Chunks of equal loads."""
     return [load // chunks] * chunks
 
@@ -51,7 +51,7 @@ def test_the_choice_is_never_slower_than_one_worker() -> None:
         ]
         layer = LayerCost(1e-4, 1e-5, 256, 256, 256, 0, ("weight",))
         model = ModelCost((layer,) * 32, {"weight": 10**6})
-        estimates = [estimate_grid(model, grid, cluster, rows=1000, loads=equal(grid.chunks)) for grid in grids]
+        estimates = [estimate_grid(model, grid, cluster, rows=1000, loads=equal_loads(grid.chunks)) for grid in grids]
         best, lines = choose_grid(estimates)
         assert best.seconds <= estimates[0].seconds and len(lines) == 4 and str(best.candidate) in lines[0]
 
@@ -59,13 +59,13 @@ def test_the_choice_is_never_slower_than_one_worker() -> None:
 def test_a_pipeline_sends_less_if_halos_of_all_layers_outweigh_the_rows_between_stages() -> None:
     cluster, model = ClusterProfile(1e6), ModelCost((LAYER,) * 8, {})
     for halo in (10, 100, 1000, 3000):
-        pipeline = estimate_grid(model, GridCandidate(1, 4, 16), cluster, rows=1600, loads=equal(16))
-        graph = estimate_grid(model, GridCandidate(4, 1, 4, (halo, halo)), cluster, rows=1600, loads=equal(4))
+        pipeline = estimate_grid(model, GridCandidate(1, 4, 16), cluster, rows=1600, loads=equal_loads(16))
+        graph = estimate_grid(model, GridCandidate(4, 1, 4, (halo, halo)), cluster, rows=1600, loads=equal_loads(4))
         assert pipeline.bytes == 2 * 3 * 1600 * 256 and graph.bytes == 2 * 8 * halo * 256
         assert (pipeline.bytes < graph.bytes) == (8 * halo > 3 * 1600)
 
 
-def test_seconds_of_given_figures() -> None:
+def test_seconds_follow_from_base_load_bandwidth_and_latency() -> None:
     """A layer takes a fixed time per chunk and a time per row and edge; stages fill and drain."""
     model = ModelCost((LayerCost(1.0, 0.1, 8, 0, 4, 0), LayerCost(2.0, 0.1, 8, 4, 4, 0)), {})
     fast = ClusterProfile(1e18)
@@ -88,15 +88,17 @@ def test_seconds_of_given_figures() -> None:
 def test_workers_that_share_cores_take_as_long_as_their_total_work() -> None:
     model, grid = ModelCost((LAYER,) * 8, {}), GridCandidate(1, 4, 16)
     slot = 2 * LAYER.seconds(1000)
-    assert seconds(model, grid, ClusterProfile(), equal(16, 16_000)) == pytest.approx(19 * slot)
-    assert seconds(model, grid, ClusterProfile(oversubscription=2.0), equal(16, 16_000)) == pytest.approx(32 * slot)
+    assert seconds(model, grid, ClusterProfile(), equal_loads(16, 16_000)) == pytest.approx(19 * slot)
+    assert seconds(model, grid, ClusterProfile(oversubscription=2.0), equal_loads(16, 16_000)) == pytest.approx(
+        32 * slot
+    )
     alone = ModelCost((LAYER,) * 8, {}, speedup_alone=2.0)
     assert seconds(alone, GridCandidate(1, 1, 1), ClusterProfile(oversubscription=2.0), [1000]) == pytest.approx(
         8 * LAYER.seconds(1000) / 2
     )
 
 
-def test_threads_per_core_and_threads_of_a_worker_that_is_left_alone() -> None:
+def test_threads_per_core_and_threads_of_a_worker_while_others_wait() -> None:
     shares = [CpuShare(2, 1, 4), CpuShare(2, 1, 2), CpuShare(8, 2, 4), CpuShare(8, 2, 8), CpuShare(2, 4, 4)]
     assert [share.oversubscription for share in shares] == [2.0, 1.0, 1.0, 1.0, 2.0]
     assert [share.threads_alone for share in shares] == [2, 2, 4, 8, 4]
@@ -107,7 +109,7 @@ def test_chunk_loads_count_every_row_and_edge() -> None:
     (edges,) = graph.edges.values()
     layout = build_chunk_layout(graph, 2, 6)
     chunks = [chunk for number in range(2) for chunk in ChunkedPartition(graph, layout, number).chunks]
-    assert chunk_loads(graph, layout) == [chunk.rows + num_in_edges(chunk) for chunk in chunks]
+    assert chunk_loads(graph, layout) == [chunk_load(chunk) for chunk in chunks]
     assert sum(chunk_loads(graph, layout)) == 120 + edges.count
 
 
@@ -132,7 +134,7 @@ def test_bytes_of_gradient_sums() -> None:
 # -- profiles --
 
 
-def profiled(world: World) -> ModelCost:
+def profile_gcn2(world: World) -> ModelCost:
     graph = communities(240)
     config = resolve(
         {"model": {"name": "gcn2", "hidden": 8, "layers": 4, "norm": "batch"}, "strategy": {"name": "pipe"}}
@@ -147,7 +149,7 @@ def profiled(world: World) -> ModelCost:
 
 
 def test_all_ranks_plan_with_the_profile_of_the_first(crew: Crew) -> None:
-    first, second = crew.run(2, profiled)
+    first, second = crew.run(2, profile_gcn2)
     assert first == second and len(first.layers) == 4
     used = {name for layer in first.layers for name in layer.parameters}
     assert used and used <= set(first.parameter_bytes)
@@ -155,16 +157,16 @@ def test_all_ranks_plan_with_the_profile_of_the_first(crew: Crew) -> None:
 
 
 def test_layer_costs_are_a_fixed_time_and_a_time_per_row_and_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    def timed(config: Any, job: Any, chunk: Any) -> list[Any]:
-        load = chunk.rows + num_in_edges(chunk)
-        return [profile._LayerTiming((3.0 + 0.01 * load) / torch.get_num_threads(), (1, 1, 1, 1), ("weight",))] * 4
+    def time_layers(config: Any, job: Any, chunk: Any) -> list[LayerCost]:
+        seconds = (3.0 + 0.01 * chunk_load(chunk)) / torch.get_num_threads()
+        return [LayerCost(seconds, 0.0, 1, 1, 1, 1, ("weight",))] * 4
 
-    monkeypatch.setattr(profile, "_time_layers", timed)
+    monkeypatch.setattr(profile, "_time_layers", time_layers)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(CpuShare, "detect", lambda world: CpuShare(2, 1, 2))
     try:
-        cost = profiled(World())
+        cost = profile_gcn2(World())
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
@@ -172,10 +174,10 @@ def test_layer_costs_are_a_fixed_time_and_a_time_per_row_and_edge(monkeypatch: p
     assert cost.speedup_alone == pytest.approx(2.0)
 
 
-def links(world: World) -> ClusterProfile:
+def profile_links(world: World) -> ClusterProfile:
     return profile_cluster(world.uncounted(), CpuShare(1, 1, 1))
 
 
 def test_bandwidth_and_latency_are_the_same_on_all_ranks(crew: Crew) -> None:
-    first, second = crew.run(2, links)
+    first, second = crew.run(2, profile_links)
     assert first == second and first.bandwidth > 0 and first.latency > 0

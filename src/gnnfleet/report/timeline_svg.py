@@ -16,11 +16,11 @@ class TimelineSlot(Protocol):
     @property
     def stage(self) -> int: ...
     @property
-    def way(self) -> int: ...
+    def partition(self) -> int: ...
     @property
     def chunk(self) -> int: ...
     @property
-    def back(self) -> bool: ...
+    def is_backward(self) -> bool: ...
     @property
     def begin(self) -> float: ...
     @property
@@ -29,14 +29,14 @@ class TimelineSlot(Protocol):
     def busy(self) -> float: ...
 
 
-def draw_schedule(slots: Sequence[TimelineSlot], stages: int, ways: int) -> str:
+def draw_schedule(slots: Sequence[TimelineSlot], stages: int, partitions: int) -> str:
     """SVG of one epoch: stages from top to bottom, seconds from left to right; backward is darker."""
     first, last = min(slot.begin for slot in slots), max(slot.end for slot in slots)
     scale = _WIDTH / max(last - first, 1e-9)
     chunks = 1 + max(slot.chunk for slot in slots)
-    height = _TOP + stages * ways * (_ROW + _GAP) + 34
-    busy = sum(slot.end - slot.begin for slot in slots) / max((last - first) * stages * ways, 1e-9)
-    grid = f"{stages} stages" + (f" × {ways} partitions" if ways > 1 else "")
+    height = _TOP + stages * partitions * (_ROW + _GAP) + 34
+    busy = sum(slot.end - slot.begin for slot in slots) / max((last - first) * stages * partitions, 1e-9)
+    grid = f"{stages} stages" + (f" × {partitions} partitions" if partitions > 1 else "")
     title = f"{grid}, {last - first:.3f} s; workers busy {busy:.0%} of the time"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + _RIGHT} {height}" '
@@ -46,25 +46,25 @@ def draw_schedule(slots: Sequence[TimelineSlot], stages: int, ways: int) -> str:
         '<text x="8" y="40" fill="#555">light: forward; dark: backward; colour: chunk; white: idle</text>',
     ]
     for stage in range(stages):
-        for way in range(ways):
-            top = _TOP + (stage * ways + way) * (_ROW + _GAP)
-            name = f"stage {stage + 1}" + (f", partition {way + 1}" if ways > 1 else "")
+        for partition in range(partitions):
+            top = _TOP + (stage * partitions + partition) * (_ROW + _GAP)
+            name = f"stage {stage + 1}" + (f", partition {partition + 1}" if partitions > 1 else "")
             parts.append(f'<text x="8" y="{top + 17}">{name}</text>')
             parts.append(f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_ROW}" fill="none" stroke="#ddd"/>')
     for slot in slots:
-        top = _TOP + (slot.stage * ways + slot.way) * (_ROW + _GAP)
+        top = _TOP + (slot.stage * partitions + slot.partition) * (_ROW + _GAP)
         left, wide = _LEFT + (slot.begin - first) * scale, max((slot.end - slot.begin) * scale, 0.5)
-        direction = "backward" if slot.back else "forward"
+        direction = "backward" if slot.is_backward else "forward"
         tooltip = f"chunk {slot.chunk + 1}, {direction}, {slot.busy * 1e3:.1f} ms of CPU time"
         parts.append(
             f'<rect x="{left:.2f}" y="{top}" width="{wide:.2f}" height="{_ROW}" '
-            f'fill="{colour(slot.chunk, chunks, dark=slot.back)}" stroke="white" stroke-width="0.5">'
+            f'fill="{colour(slot.chunk, chunks, dark=slot.is_backward)}" stroke="white" stroke-width="0.5">'
             f"<title>{tooltip}</title></rect>"
         )
         if wide > 18:
             parts.append(
                 f'<text x="{left + wide / 2:.1f}" y="{top + 17}" text-anchor="middle" font-size="10" '
-                f'fill="{"white" if slot.back else "black"}">{slot.chunk + 1}</text>'
+                f'fill="{"white" if slot.is_backward else "black"}">{slot.chunk + 1}</text>'
             )
     bottom = height - 12
     for tick in range(6):

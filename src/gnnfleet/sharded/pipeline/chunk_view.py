@@ -1,4 +1,4 @@
-"""ChunkView: the verbs of a GraphView on a chunk of a way, whose neighbours elsewhere are fresh or remembered."""
+"""ChunkView: the verbs of a GraphView on a chunk. Rows of other chunks are fresh or historical."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gnnfleet.sharded.pipeline.history import ChunkExchange, HistoryStore, Pipel
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ChunkView(PartitionedView):
-    """What a layer sees of a chunk."""
+    """A chunk in a slot of the pipeline."""
 
     chunk: Chunk
     history: HistoryStore
     slot: PipelineSlot
 
     @classmethod
-    def open(cls, chunk: Chunk, stream: HistoryStore) -> ChunkView:
+    def open(cls, chunk: Chunk, history: HistoryStore) -> ChunkView:
         blocks = ChunkBlocks(chunk)
         return cls(
             blocks=blocks,
@@ -30,21 +30,21 @@ class ChunkView(PartitionedView):
             relations=blocks.edges,
             merged=LazyMergedEdges(blocks),
             chunk=chunk,
-            history=stream,
-            slot=PipelineSlot(0, (-1,) * stream.halo.world.size),
+            history=history,
+            slot=PipelineSlot(0, (-1,) * history.halo.world.size),
         )
 
-    def in_slot(self, turn: PipelineSlot, stream: HistoryStore | None = None) -> ChunkView:
-        """The same chunk in a slot of a pass, perhaps over other tables."""
-        return replace(self, slot=turn, history=stream or self.history)
+    def in_slot(self, slot: PipelineSlot, history: HistoryStore | None = None) -> ChunkView:
+        """The view of the same chunk in another slot, and with another history if one is given."""
+        return replace(self, slot=slot, history=history or self.history)
 
     def _exchange(self) -> ChunkExchange:
         return self.history.new_exchange(self.chunk, self.slot, self.layer)
 
     def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
-        raise ConfigError("strategy pipe gives rows of other chunks to the last layer's loss only, not to layers")
+        raise ConfigError("strategy pipe gathers rows of other chunks for the loss only, not in layers: use sar")
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
         if self.chunk.rows != self.chunk.partition.rows:
-            raise ConfigError("this layer looks at all nodes at once, a chunk has some of them: use strategy.chunks=1")
+            raise ConfigError("this layer needs all nodes at once, a chunk has only some: set strategy.chunks=1")
         return sum_over_ranks(self.history.halo.world, t)

@@ -1,4 +1,4 @@
-"""The knobs of ``pipe``."""
+"""Options of strategy ``pipe``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gnnfleet.tasks.base import Task
 
 CHUNKS_PER_STAGE = 4
-"""Chunks of a way for every stage, unless the user says: a bubble of less than a fifth."""
+"""Default number of chunks of a partition per stage: stages wait for less than a fifth of the time."""
 
 AutoCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 
@@ -22,34 +22,34 @@ AutoCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
     """Layers in stages on different workers, chunks of nodes streamed through them; one optimizer step per epoch.
 
-    Neighbours in chunks that come later are read from a history, so training is not exact unless every way has one
-    chunk; evaluation is.
+    Rows of later chunks are historical, so training is exact only if every partition is one chunk. Evaluation is exact.
     """
 
     name: Literal["pipe"] = "pipe"
-    # Graph-parallel ways × stages of layers = workers. auto: what is predicted to be fastest, exact graph parallelism
-    # (ways = workers) and a single worker included.
+    # Graph-parallel workers of each stage; times the number of stages it is the number of workers. auto: the fastest by
+    # estimate, exact graph parallelism (graph_parallel = workers) and a single worker included.
     graph_parallel: AutoCount = "auto"
-    chunks: AutoCount = "auto"  # of all ways together; auto: four for every worker. As many as ways is exact.
-    shuffle: bool = True  # another order of chunks in every epoch
-    refresh: int = Field(default=10, ge=1)  # epochs for which one history serves
-    # What stands for gradients of neighbours that were read from history: nothing, while the others count twice
-    # (double, as GNNPipe), those of the epoch before (stale), or these as a control variate.
+    chunks: AutoCount = "auto"  # of all partitions; auto: four per worker. As many as graph_parallel is exact.
+    shuffle: bool = True  # a new order of chunks in every epoch
+    refresh: int = Field(default=10, ge=1)  # epochs between updates of the history
+    # Gradients of historical rows: none, and those of fresh rows count twice (double, as in GNNPipe); those of the
+    # previous epoch (stale); those of the previous epoch as a control variate.
     gradient: Literal["double", "stale", "control_variate"] = "double"
-    warmup_history: bool = True  # fill the history by one exact pass at the start, not with zeros
-    # Epochs until gradients are compared with exact ones for the first time; after that twice as many each time, as
-    # long as they agree. 0 never compares.
+    warmup_history: bool = True  # begin with a history from one exact pass instead of zeros
+    # Epochs until gradients are first compared with exact ones; the interval doubles while they agree. 0: never.
     exactness_check_every: int = Field(default=5, ge=0)
-    tolerance: float = Field(default=0.7, ge=0, le=1)  # the least cosine between the gradient and the exact one
-    wire_dtype: Literal["exact", "bf16"] = "exact"  # how rows are written on the wire in steps; evaluation is exact
-    cache_inputs: AutoSwitch = "auto"  # the first layer's aggregate, computed once; auto: where it can be
+    tolerance: float = Field(default=0.7, ge=0, le=1)  # least cosine between the gradient and the exact one
+    wire_dtype: Literal["exact", "bf16"] = "exact"  # encoding of rows exchanged in steps; evaluation is exact
+    cache_inputs: AutoSwitch = "auto"  # cache the first layer's aggregate; auto: where the model allows it
 
     def check_workers(self, workers: int) -> None:
-        if self.graph_parallel != "auto" and workers % self.graph_parallel:
+        if self.graph_parallel == "auto":
+            return
+        if workers % self.graph_parallel:
             raise ConfigError(
                 f"strategy.graph_parallel={self.graph_parallel} does not divide {workers} workers into stages"
             )
-        if self.chunks != "auto" and self.graph_parallel != "auto" and self.chunks % self.graph_parallel:
+        if self.chunks != "auto" and self.chunks % self.graph_parallel:
             raise ConfigError(
                 f"strategy.chunks={self.chunks} must be a multiple of strategy.graph_parallel={self.graph_parallel}"
             )
@@ -59,20 +59,20 @@ class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
             raise ConfigError("strategy pipe walks every edge in every step: set link.exclude=none")
         if not task.reads_only_local_rows and self.graph_parallel not in ("auto", 1):
             raise ConfigError(
-                f"links are trained on one way, found strategy.graph_parallel={self.graph_parallel}: leave it out"
+                f"link prediction needs strategy.graph_parallel=1, found {self.graph_parallel}: remove the option"
             )
 
     def layout_candidates(self, workers: int, *, local_rows_only: bool = True) -> list[tuple[int, int]]:
-        """(ways, chunks) that may be planned with."""
-        every = (
-            [ways for ways in range(1, workers + 1) if workers % ways == 0]
-            if self.graph_parallel == "auto"
-            else [self.graph_parallel]
-        )
-        found = []
-        for ways in every if local_rows_only else [1]:
-            stages = workers // ways
-            chunks = self.chunks if self.chunks != "auto" else ways * (CHUNKS_PER_STAGE * stages if stages > 1 else 1)
-            if chunks % ways == 0:
-                found.append((ways, chunks))
-        return found
+        """(partitions, chunks) of the layouts to choose from."""
+        if self.graph_parallel == "auto":
+            counts = [count for count in range(1, workers + 1) if workers % count == 0]
+        else:
+            counts = [self.graph_parallel]
+        layouts = []
+        for partitions in counts if local_rows_only else [1]:
+            stages = workers // partitions
+            default = partitions * (CHUNKS_PER_STAGE * stages if stages > 1 else 1)
+            chunks = default if self.chunks == "auto" else self.chunks
+            if chunks % partitions == 0:
+                layouts.append((partitions, chunks))
+        return layouts

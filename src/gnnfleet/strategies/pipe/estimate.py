@@ -7,7 +7,13 @@ from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.strategies.estimates import MEMORY_SLACK, CostEstimate, PlanningContext
 from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.pipe.config import PipeConfig
-from gnnfleet.strategies.pipe.grid_planner import ClusterProfile, GridCandidate, ModelCost, estimate_grid
+from gnnfleet.strategies.pipe.grid_planner import (
+    ClusterProfile,
+    GridCandidate,
+    ModelCost,
+    estimate_grid,
+    feasible_grids,
+)
 from gnnfleet.strategies.pipe.pipeline_rank import should_cache_inputs
 from gnnfleet.strategies.pipe.profile import CpuShare, chunk_loads, profile_model
 from gnnfleet.strategies.step_costs import WeightBytes, evaluation_bytes, trace_full_batch
@@ -17,7 +23,7 @@ BYTES_PER_GRAPH_EDGE, BYTES_PER_PARTITION_EDGE = 120.0, 48.0
 
 
 def estimate(config: PipeConfig, context: PlanningContext) -> list[CostEstimate]:
-    """Every grid that fits."""
+    """An estimate for every feasible grid."""
     job, workers = context.job, context.workers
     config.check_task(job.task)
     if len(job.graph.nodes) > 1:
@@ -26,14 +32,9 @@ def estimate(config: PipeConfig, context: PlanningContext) -> list[CostEstimate]
     model: ModelCost = context.cached(
         "pipe", lambda: profile_model(config, job, layouts[-1], CpuShare.detect(job.world))
     )
-    estimates = []
-    for layout in layouts:
-        grid = GridCandidate(layout.partitions, workers // layout.partitions, layout.chunks, layout.halo_rows)
-        if grid.stages <= job.model.num_layers and (grid.is_exact or not job.model.batch_norm):
-            estimates.append(_estimate_grid(config, context, model, grid, layout))
-    if not estimates:
-        raise ConfigError(f"{workers} stages need as many layers, the model has {job.model.num_layers}")
-    return estimates
+    grids = {GridCandidate.of(layout, workers): layout for layout in layouts}
+    feasible = feasible_grids(list(grids), job.model.num_layers, batch_norm=job.model.batch_norm)
+    return [_estimate_grid(config, context, model, grid, grids[grid]) for grid in feasible]
 
 
 def _estimate_grid(

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gnnfleet.errors import ConfigError
+from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.strategies.pipe.schedule import split_layers
 from gnnfleet.units import format_size
 
@@ -98,6 +100,10 @@ class GridCandidate:
     chunks: int
     halo_rows: tuple[int, int] = (0, 0)
 
+    @classmethod
+    def of(cls, layout: ChunkLayout, workers: int) -> GridCandidate:
+        return cls(layout.partitions, workers // layout.partitions, layout.chunks, layout.halo_rows)
+
     @property
     def chunks_per_partition(self) -> int:
         return self.chunks // self.graph_parallel
@@ -117,6 +123,21 @@ class GridCandidate:
             return f"graph parallel, {self.graph_parallel} workers"
         kind = "pipeline" if self.graph_parallel == 1 else f"hybrid, {self.graph_parallel} graph-parallel workers ×"
         return f"{kind} {self.stages} stages, {self.chunks} chunks"
+
+
+def feasible_grids(grids: Sequence[GridCandidate], layers: int, *, batch_norm: bool) -> list[GridCandidate]:
+    """The grids that can train a model; raises ConfigError if there is none."""
+    feasible = [grid for grid in grids if grid.stages <= layers and (grid.is_exact or not batch_norm)]
+    if feasible:
+        return feasible
+    if grids[0].stages > layers:
+        raise ConfigError(
+            f"{grids[0].stages} stages need as many layers, the model has {layers}: use fewer workers or raise "
+            "strategy.graph_parallel"
+        )
+    raise ConfigError(
+        "batch norm needs all nodes at once: set model.norm=layer, or strategy.chunks equal to strategy.graph_parallel"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a rank works with at its place in the grid: way, layers, tables, neighbours, and the chunks of an epoch."""
+"""The work of a rank at its position in the grid: its partition, layers, history, and the chunks of an epoch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from gnnfleet.comm.world import World
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.graph.views.row_index import RowIndex, take_rows
 from gnnfleet.nn.base import Aggregate
+from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.pipeline.chunk_view import ChunkView
 from gnnfleet.sharded.pipeline.chunked_partition import ChunkedPartition, slot_of_position
 from gnnfleet.sharded.pipeline.history import HistoryStore, PipelineSlot
@@ -25,29 +26,29 @@ from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.grid_planner import GridEstimate
 from gnnfleet.strategies.pipe.schedule import chunk_order
-from gnnfleet.strategies.pipe.stage import Stage, StageInputs
+from gnnfleet.strategies.pipe.stage import LossFn, Stage, StageInputs
 from gnnfleet.strategies.pipe.stage_p2p import StageLink
 from gnnfleet.tasks.base import RowLookup, Task
 
 
-def partition_features(job: Job, way: ChunkedPartition, rows: slice = slice(None)) -> Tensor:
-    """[n, F] of some rows of a way."""
-    nodes = job.graph.nodes[way.kind]
+def partition_features(job: Job, partition: ChunkedPartition, rows: slice = slice(None)) -> Tensor:
+    """[·, F] features of rows of a partition, in the precision of the run."""
+    nodes = job.graph.nodes[partition.node_type]
     x = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
-    return x[way.layout.order[way.low : way.high][rows]].to(PRECISIONS[job.precision])
+    return x[partition.store_ids[rows]].to(PRECISIONS[job.precision])
 
 
 def should_cache_inputs(config: PipeConfig, job: Job) -> bool:
-    """Whether the first layer's aggregate is kept where the model has one: plans and runs go by the same."""
-    wanted = config.cache_inputs
-    few = len(job.graph.edges) <= MAX_CACHED_RELATIONS or wanted is True
-    return few and should_cache_aggregate(wanted, hides=job.task.masks_edges)
+    """True if the first layer's aggregate is cached where the model allows it."""
+    option = config.cache_inputs
+    few = len(job.graph.edges) <= MAX_CACHED_RELATIONS or option is True
+    return few and should_cache_aggregate(option, hides=job.task.masks_edges)
 
 
 class PipelineRank:
-    """Rank stage·W + way of a grid; all ranks of the grid make it together.
+    """Rank stage · W + partition of a grid with W graph-parallel ranks per stage. The constructor is collective.
 
-    ``owners`` says which stages use a parameter, ``number`` how many grids there were before in this run.
+    ``owners`` has the stages that use each parameter, ``number`` counts the grids of this run.
     """
 
     def __init__(
@@ -62,58 +63,56 @@ class PipelineRank:
     ) -> None:
         self._config, self._job, self.grid, self.layout = config, job, plan.candidate, layout
         grid, rank = self.grid, job.world.rank
-        axes = {"stage": grid.stages, "way": grid.graph_parallel}
+        axes = {"stage": grid.stages, "partition": grid.graph_parallel}
         self.stage_number, self.partition_number = coordinates_of_rank(rank, axes).values()
-        self.partitions = job.world.subgroup(f"pipe/{number}/ways", ranks_along(rank, "way", axes))
-        self._stages = ranks_along(rank, "stage", axes)
+        self._partitions = job.world.subgroup(f"pipe/{number}/ways", ranks_along(rank, "partition", axes))
+        self._stage_ranks = ranks_along(rank, "stage", axes)
         named = dict(job.model.named_parameters())
-        self.own = [named[name] for name, stages in owners.items() if self.stage_number in stages]
-        # Parameters that layers of several stages use have gradients from all of these.
+        self._parameters = [named[name] for name, stages in owners.items() if self.stage_number in stages]
+        # Parameters that layers of several stages use get gradients from all of these stages.
         self._shared_parameters = [named[name] for name, stages in owners.items() if len(stages) > 1]
-        self._column = job.world.subgroup(f"pipe/{number}/stages", self._stages) if self._shared_parameters else World()
+        shares = bool(self._shared_parameters)
+        self._stages = job.world.subgroup(f"pipe/{number}/stages", self._stage_ranks) if shares else World()
         self.partition = ChunkedPartition(job.graph, layout, self.partition_number)
         self._open(plan.layers[self.stage_number])
 
     def _open(self, layers: range) -> None:
-        """Tables, views of them, and the stage that walks these."""
-        config, job, grid = self._config, self._job, self.grid
-        code = WireCodec(config.wire_dtype)
-        mirrors, exact = StageHalo(self.partitions, self.partition, code), StageHalo(self.partitions, self.partition)
-        remembers = grid.chunks_per_partition > 1 or grid.graph_parallel > 1
-        self.history = HistoryStore(self.partition, mirrors, config.gradient, remembers=remembers)
-        self._views = [ChunkView.open(chunk, self.history) for chunk in self.partition.chunks]
-        self._whole = (
-            self._views[0]
-            if grid.chunks_per_partition == 1
-            else ChunkView.open(self.partition.as_one_chunk, self.history)
+        """Create the history, the views and the stage. Evaluation exchanges exact rows and has no history."""
+        config, job, grid, partition = self._config, self._job, self.grid, self.partition
+        codec, exact = WireCodec(config.wire_dtype), WireCodec()
+        halo, exact_halo = StageHalo(self._partitions, partition, codec), StageHalo(self._partitions, partition, exact)
+        reads_remote = grid.chunks_per_partition > 1 or grid.graph_parallel > 1
+        self.history = HistoryStore(partition, halo, config.gradient, is_enabled=reads_remote)
+        self._chunk_views = [ChunkView.open(chunk, self.history) for chunk in partition.chunks]
+        self._partition_view = (
+            self._chunk_views[0] if grid.is_exact else ChunkView.open(partition.as_one_chunk, self.history)
         )
-        # Evaluation is exact on the wire too, and remembers nothing.
-        self._plain = self._whole.in_slot(self._every_way(-1), HistoryStore(self.partition, exact, remembers=False))
-        ends = self._stage_link(-1, code), self._stage_link(1, code)
-        self.stage = Stage(
-            job.model, layers, self.stage_number, self.partition_number, *ends, self._inputs(), precision=job.precision
-        )
-        self._exact = replace(
-            self.stage, previous_link=self._stage_link(-1, WireCodec()), next_link=self._stage_link(1, WireCodec())
-        )
+        no_history = HistoryStore(partition, exact_halo, is_enabled=False)
+        self._inference_view = self._partition_view.in_slot(self._first_slot(-1), no_history)
+        inputs = None if self.stage_number else self._load_inputs()
+        stage = Stage(job.model, layers, self.stage_number, self.partition_number, inputs, job.precision)
+        self.stage, self._inference_stage = self._linked(stage, codec), self._linked(stage, exact)
 
-    def _stage_link(self, step: int, code: WireCodec) -> StageLink | None:
-        stage = self.stage_number + step
-        if not 0 <= stage < self.grid.stages:
-            return None
-        return StageLink(self._job.world, self._stages[stage], code)
+    def _linked(self, stage: Stage, codec: WireCodec) -> Stage:
+        """The stage with links to the previous and the next one."""
+        world, ranks, number = self._job.world, self._stage_ranks, self.stage_number
+        previous_link = StageLink(world, ranks[number - 1], codec) if number else None
+        next_link = None if self.is_last else StageLink(world, ranks[number + 1], codec)
+        return replace(stage, previous_link=previous_link, next_link=next_link)
 
-    def _inputs(self) -> StageInputs | None:
-        if self.stage_number:
-            return None
+    def _load_inputs(self) -> StageInputs:
         x = partition_features(self._job, self.partition)
-        near: Aggregate | None = None
+        aggregated: Aggregate | None = None
         if should_cache_inputs(self._config, self._job):
-            self._plain.history.begin(self._slots(None))
-            near = precompute_aggregate(
-                self._config.cache_inputs, self._job.model, self._plain.with_step(training=False), x
-            )
-        return StageInputs(x, near)
+            self._inference_view.history.begin(self._first_slots)
+            view = self._inference_view.with_step(training=False)
+            aggregated = precompute_aggregate(self._config.cache_inputs, self._job.model, view, x)
+        return StageInputs(x, aggregated)
+
+    @property
+    def _first_slots(self) -> Tensor:
+        """[N] The slots of all positions if every partition is one chunk."""
+        return torch.zeros(len(self.layout.order), dtype=torch.int64)
 
     @property
     def is_last(self) -> bool:
@@ -121,57 +120,51 @@ class PipelineRank:
 
     @cached_property
     def task(self) -> Task:
-        """The items of this way, for the last stage."""
-        return self._job.task.shard(self.partitions, {self.partition.kind: self._ids})
-
-    @property
-    def _ids(self) -> Tensor:
-        return self.layout.order[self.partition.low : self.partition.high]
+        """The items of this partition, for the last stage."""
+        return self._job.task.shard(self._partitions, {self.partition.node_type: self.partition.store_ids})
 
     @cached_property
-    def _places(self) -> RowIndex:
-        return RowIndex(self._ids)
+    def _row_index(self) -> RowIndex:
+        return RowIndex(self.partition.store_ids)
 
     def row_lookup(self, out: Tensor) -> RowLookup:
-        """Rows of the way's output by store id."""
+        """Lookup of rows of the partition's output by store id."""
 
-        def take(kind: str, ids: Tensor) -> Tensor:
-            return take_rows(out, self._places.rows(ids)).to(PRECISIONS[self._job.precision])
+        def lookup(kind: str, ids: Tensor) -> Tensor:
+            return take_rows(out, self._row_index.rows(ids)).to(PRECISIONS[self._job.precision])
 
-        return take
+        return lookup
 
-    # -- a pass --
+    def loss_fn(self, epoch: int, key: DrawKey, count: int) -> LossFn:
+        """The loss of a step, divided by the number of items of all partitions."""
+        batch = self.task.batch(self.task.train_items(self._job.seed, epoch), key)
+        return lambda out: self.task.loss(self.row_lookup(out), batch) / count
 
-    def slots(self, epoch: int, *, exact: bool) -> tuple[list[ChunkView], Tensor]:
-        """The chunks of an epoch in order, and when each place of the layout is worked on."""
+    def epoch_views(self, epoch: int, *, exact: bool) -> tuple[list[ChunkView], Tensor]:
+        """(the chunks of an epoch in order, the slot of each position of the layout)."""
         grid = self.grid
         if exact:
-            return [self._whole.in_slot(self._every_way(-1 if grid.chunks_per_partition > 1 else 0))], self._slots(None)
-        shuffle, seed = self._config.shuffle, self._job.seed
+            return [self._partition_view.in_slot(self._first_slot(0 if grid.is_exact else -1))], self._first_slots
         orders = [
-            chunk_order(seed, epoch, way, grid.chunks_per_partition, shuffle=shuffle)
-            for way in range(grid.graph_parallel)
+            chunk_order(self._job.seed, epoch, number, grid.chunks_per_partition, shuffle=self._config.shuffle)
+            for number in range(grid.graph_parallel)
         ]
-        turns = [
-            PipelineSlot(slot, tuple(order[slot] for order in orders)) for slot in range(grid.chunks_per_partition)
+        views = [
+            self._chunk_views[chunks[self.partition_number]].in_slot(PipelineSlot(slot, chunks))
+            for slot, chunks in enumerate(zip(*orders, strict=True))
         ]
-        own = orders[self.partition_number]
-        return [self._views[chunk].in_slot(turn) for chunk, turn in zip(own, turns, strict=True)], self._slots(orders)
+        return views, slot_of_position(orders, self.layout)
 
-    def _every_way(self, chunk: int) -> PipelineSlot:
+    def _first_slot(self, chunk: int) -> PipelineSlot:
+        """The slot in which all partitions compute the chunk of this number."""
         return PipelineSlot(0, (chunk,) * self.grid.graph_parallel)
 
-    def _slots(self, orders: Sequence[Sequence[int]] | None) -> Tensor:
-        if orders is None or self.grid.chunks_per_partition == 1:
-            return torch.zeros(len(self.layout.order), dtype=torch.int64)
-        return slot_of_position(orders, self.layout)
-
     def sum_gradients(self) -> None:
-        """Over the ways of the stage, and over stages where these share a parameter."""
-        sum_gradients(self.partitions, self.own)
-        sum_gradients(self._column, self._shared_parameters)
+        """Collective. Sum gradients over the partitions of the stage, and over stages that share parameters."""
+        sum_gradients(self._partitions, self._parameters)
+        sum_gradients(self._stages, self._shared_parameters)
 
     def infer(self) -> tuple[Tensor, Tensor]:
-        """(output, what the last layer read) of the rows of this way, on the last stage."""
-        self._plain.history.begin(self._slots(None))
-        return self._exact.infer(self._plain)
+        """Collective. (output, input of the last layer) of this partition's rows, on the last stage."""
+        self._inference_view.history.begin(self._first_slots)
+        return self._inference_stage.infer(self._inference_view)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -117,22 +116,22 @@ def profile_model(config: PipeConfig, job: Job, layout: ChunkLayout, cpu: CpuSha
 
 def _profile_layers(config: PipeConfig, job: Job, layout: ChunkLayout, cpu: CpuShare) -> ModelCost:
     """The layers on a chunk of the largest partition, and on one row of it; gradients and modes are left as new."""
-    bounds = [layout.partition_range(number) for number in range(layout.partitions)]
-    largest = max(range(layout.partitions), key=lambda number: bounds[number][1] - bounds[number][0])
-    partition = ChunkedPartition(job.graph, layout, largest)
+    rows = layout.starts[:: layout.chunks_per_partition].diff()
+    partition = ChunkedPartition(job.graph, layout, int(rows.argmax()))
     sample = _sample_chunk(partition)
-    row = partition.new_chunk(sample.low, min(sample.low + 1, sample.high), -2)
-    full = _time_layers(config, job, sample)
-    base = [timing.seconds for timing in _time_layers(config, job, row)]
-    speedup = 1.0
+    row = Chunk(partition, sample.low, min(sample.low + 1, sample.high), -2)
+    sample_costs, row_costs, speedup = _time_layers(config, job, sample), _time_layers(config, job, row), 1.0
     if cpu.threads_alone != cpu.threads:
-        with _limit_threads(cpu.threads_alone):
-            alone = sum(timing.seconds for timing in _time_layers(config, job, sample))
-        speedup = sum(timing.seconds for timing in full) / max(alone, 1e-9)
-    load = max(1, sample.rows + num_in_edges(sample) - row.rows - num_in_edges(row))
+        torch.set_num_threads(cpu.threads_alone)
+        try:
+            alone = sum(cost.base for cost in _time_layers(config, job, sample))
+        finally:
+            torch.set_num_threads(cpu.threads)
+        speedup = sum(cost.base for cost in sample_costs) / max(alone, 1e-9)
+    load = max(1, chunk_load(sample) - chunk_load(row))
     layers = tuple(
-        LayerCost(fixed, max(0.0, timing.seconds - fixed) / load, *timing.nbytes, timing.parameters)
-        for timing, fixed in zip(full, base, strict=True)
+        replace(cost, base=fixed.base, per_load=max(0.0, cost.base - fixed.base) / load)
+        for cost, fixed in zip(sample_costs, row_costs, strict=True)
     )
     # The sum of gradients also counts, for each parameter, the ranks that have one.
     sizes = {name: weight.nbytes + weight.element_size() for name, weight in job.model.named_parameters()}
@@ -145,40 +144,32 @@ def _sample_chunk(partition: ChunkedPartition) -> Chunk:
     ends = _edges_before(partition)[chunk.low : chunk.high + 1]
     rows = int(torch.searchsorted(ends, ends[0] + MAX_SAMPLE_EDGES, right=True)) - 1
     rows = max(1, min(rows, MAX_SAMPLE_ROWS))
-    return chunk if rows >= chunk.rows else partition.new_chunk(chunk.low, chunk.low + rows, -3)
+    return chunk if rows >= chunk.rows else Chunk(partition, chunk.low, chunk.low + rows, -3)
 
 
 def _edges_before(partition: ChunkedPartition) -> Tensor:
     """[n + 1] in-edges of all rows before each row."""
-    before = torch.zeros(partition.rows + 1, dtype=torch.int64)
-    for kind in partition.graph.edges:
-        before += partition.edges(kind, "in").indptr
-    return before
+    indptrs = (partition.edges[kind, "in"].indptr for kind in partition.graph.edges)
+    return sum(indptrs, torch.zeros(partition.rows + 1, dtype=torch.int64))
 
 
-def num_in_edges(chunk: Chunk) -> int:
-    return int(_edges_before(chunk.partition)[[chunk.low, chunk.high]].diff())
+def chunk_load(chunk: Chunk) -> int:
+    """Rows plus in-edges."""
+    return chunk.rows + int(_edges_before(chunk.partition)[[chunk.low, chunk.high]].diff())
 
 
-@dataclass(frozen=True)
-class _LayerTiming:
-    seconds: float  # forward and backward
-    nbytes: tuple[int, int, int, int]  # of a row: output, forward, by source, return, as in LayerCost
-    parameters: tuple[str, ...]  # that received a gradient
-
-
-def _time_layers(config: PipeConfig, job: Job, chunk: Chunk) -> list[_LayerTiming]:
-    """Run the layers one by one, each on the output of the one before; rows outside of the chunk are zeros."""
+def _time_layers(config: PipeConfig, job: Job, chunk: Chunk) -> list[LayerCost]:
+    """Run each layer on the output of the previous one, with zeros for remote rows; ``base`` is their time."""
     partition, codec, model = chunk.partition, WireCodec(config.wire_dtype), job.model
     halo, slots = StageHalo(World(), partition, codec), torch.zeros(len(partition.layout.order), dtype=torch.int64)
     view = ChunkView.open(chunk, HistoryStore(partition, halo))
-    inputs = [partition_features(job, partition, chunk.span)]
+    tensors = [partition_features(job, partition, chunk.span)]
     aggregated: Aggregate | None = None
     if should_cache_inputs(config, job):
         view.history.begin(slots)
-        aggregated = model.precompute(view.with_step(key=DrawKey()), inputs[0])
+        aggregated = model.precompute(view.with_step(key=DrawKey()), tensors[0])
     model.eval()  # batch norm reads running statistics, which need no other rows
-    timings = []
+    costs = []
     for index in range(model.num_layers):
         model.zero_grad(set_to_none=True)
         history, seconds = HistoryStore(partition, halo), []
@@ -186,37 +177,27 @@ def _time_layers(config: PipeConfig, job: Job, chunk: Chunk) -> list[_LayerTimin
         for slot in range(1 + REPEATS):
             started = time.perf_counter()
             step = view.in_slot(PipelineSlot(slot, (-1,)), history)
-            outputs = _run_layer(job, index, step, inputs, None if index else aggregated)
+            outputs = _run_layer(job, index, step, tensors, None if index else aggregated)
             seconds.append(time.perf_counter() - started)
         names = tuple(name for name, weight in model.named_parameters() if weight.grad is not None)
-        nbytes = (sum(map(codec.row_bytes, outputs)), *history.row_bytes())
-        timings.append(_LayerTiming(statistics.median(seconds[1:]), nbytes, names))
-        inputs = [tensor.detach() for tensor in outputs]
+        row_bytes = sum(map(codec.row_bytes, outputs)), *history.row_bytes()
+        costs.append(LayerCost(statistics.median(seconds[1:]), 0.0, *row_bytes, names))
+        tensors = [tensor.detach() for tensor in outputs]
     model.train()
     model.zero_grad(set_to_none=True)
-    return timings
+    return costs
 
 
 def _run_layer(
-    job: Job, index: int, view: ChunkView, inputs: Sequence[Tensor], aggregated: Aggregate | None
+    job: Job, index: int, view: ChunkView, tensors: Sequence[Tensor], aggregated: Aggregate | None
 ) -> list[Tensor]:
     """Forward and backward from ones; (output, carry if any)."""
-    rows = [tensor.detach().requires_grad_(index > 0) for tensor in inputs]
-    carry = rows[1] if len(rows) > 1 else None
+    rows, *carry = (tensor.detach().requires_grad_(index > 0) for tensor in tensors)
     with autocast(job.precision):
-        layer = job.model.layer(index, view.with_step(key=DrawKey()), rows[0], carry, aggregated=aggregated)
+        view = view.with_step(key=DrawKey())
+        layer = job.model.layer(index, view, rows, carry[0] if carry else None, aggregated=aggregated)
     outputs = [tensor for tensor in layer if isinstance(tensor, Tensor)]
     differentiable = [tensor for tensor in outputs if tensor.requires_grad]
     torch.autograd.backward(differentiable, [torch.ones_like(tensor) for tensor in differentiable])
     view.history.restore(view.slot.slot)
     return outputs
-
-
-@contextmanager
-def _limit_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

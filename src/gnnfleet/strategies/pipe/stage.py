@@ -1,12 +1,12 @@
-"""One stage of a way: some consecutive layers, walked chunk by chunk, forward and then backward.
+"""One stage of a partition: consecutive layers, computed chunk by chunk, first forward and then backward.
 
-Each chunk is an autograd graph of its own, cut at the stage's ends and at the tables of the stream.
+Each chunk has an autograd graph of its own, which ends at the stage and at the tables of the history.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,175 +18,146 @@ from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.pipeline.chunk_view import ChunkView
 from gnnfleet.strategies.job import autocast
 from gnnfleet.strategies.pipe.schedule import ChunkSpan
-from gnnfleet.strategies.pipe.stage_p2p import PendingMessages, StageLink
+from gnnfleet.strategies.pipe.stage_p2p import StageLink
 
 LossFn = Callable[[Tensor], Tensor]
-"""[n, C] output of all rows of the way → what it costs."""
+"""[n, C] output of all rows of the partition → loss."""
+
+_ChunkGraph = tuple[list[Tensor], list[Tensor]]
+"""Inputs and outputs of an autograd graph."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageInputs:
-    """What the first layer reads, a row for every row of the way."""
+    """Inputs of the first layer for all rows of the partition."""
 
     x: Tensor
     aggregated: Aggregate | None = None
 
-
-@dataclass(frozen=True, eq=False)
-class _ForwardResult:
-    """A chunk between its forward and its backward."""
-
-    given: list[Tensor]  # what came from the stage before
-    made: list[Tensor]
+    def aggregated_rows(self, rows: slice) -> Aggregate | None:
+        if isinstance(self.aggregated, Mapping):
+            return {kind: table[rows] for kind, table in self.aggregated.items()}
+        return None if self.aggregated is None else self.aggregated[rows]
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """Layers of a model at a place in the grid."""
+    """Layers of a model on one rank."""
 
     model: Model
     layers: range
     number: int
-    way: int
-    previous_link: StageLink | None
-    next_link: StageLink | None
+    partition: int
     inputs: StageInputs | None  # on the first stage
     precision: str
+    previous_link: StageLink | None = None
+    next_link: StageLink | None = None
 
     def run(
-        self, views: Sequence[ChunkView], key: DrawKey, *, loss: LossFn | None, spans: list[ChunkSpan] | None = None
-    ) -> Tensor | None:
-        """Walk the chunks of ``views`` in order, backward too where ``loss`` is given (by all stages; the last one
-        calls it). Gradients of parameters are added up; the last stage gets the loss."""
+        self, views: Sequence[ChunkView], key: DrawKey, spans: list[ChunkSpan], *, backward: bool, loss: LossFn | None
+    ) -> float:
+        """Compute the chunks in order; with ``backward`` add to the gradients. Only the last stage has a ``loss``."""
         self.model.train()
-        done, out = self._forward(
-            [view.with_step(key=key, training=True) for view in views], spans, keep=loss is not None
-        )
-        found = None
-        if loss is not None:
-            grads = None
-            if self.next_link is None:
-                leaf = out.requires_grad_()
-                found = loss(leaf)
-                found.backward()  # type: ignore[no-untyped-call]
-                grads = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            self._backward(views, done, grads, spans)
-        for end in (self.previous_link, self.next_link):
-            if end is not None:
-                end.flush()
-        return None if found is None else found.detach()
+        views = [view.with_step(key=key, training=True) for view in views]
+        graphs, out = self._forward(views, spans, keeps_graphs=backward)
+        total = 0.0
+        if backward:
+            if loss is not None:
+                value = loss(out.requires_grad_())
+                value.backward()  # type: ignore[no-untyped-call]
+                total = float(value.detach())
+            self._backward(views, graphs, torch.zeros_like(out) if out.grad is None else out.grad, spans)
+        self._flush()
+        return total
 
     @torch.no_grad()
     def infer(self, view: ChunkView) -> tuple[Tensor, Tensor]:
-        """(output of all rows of the way, what the last layer read) on the last stage, elsewhere what there is."""
+        """(output, input of the last layer) of all rows on the last stage; other stages return theirs."""
         self.model.eval()
         view = view.with_step(training=False)
-        with autocast(self.precision):
-            tensors = self._receive_input(view, self._pending_messages([view]))
-            last = tensors[0]
-            carry = tensors[1] if len(tensors) > 1 else None
-            rows: Any = tensors[0]
-            for index in self.layers:
-                last = rows
-                rows, carry = self._layer(index, view, rows, carry)
-        self._send_output([rows] if carry is None else [rows, carry])
-        for end in (self.previous_link, self.next_link):
-            if end is not None:
-                end.flush()
-        return rows, last
-
-    def _pending_messages(self, views: Sequence[ChunkView]) -> PendingMessages | None:
-        if self.previous_link is None:
-            return None
-        self.previous_link.receive_shapes()
-        return self.previous_link.expect([view.num_dst for view in views], back=False)
-
-    def _receive_input(self, view: ChunkView, coming: PendingMessages | None) -> list[Tensor]:
-        if self.inputs is not None:
-            return [self.inputs.x[view.chunk.span]]
-        assert coming is not None
-        return coming.receive_next()
-
-    def _layer(self, index: int, view: ChunkView, rows: Any, carry: Tensor | None) -> tuple[Any, Tensor | None]:
-        near = None if index or self.inputs is None else self.inputs.aggregated
-        span = view.chunk.span
-        if isinstance(near, Mapping):
-            near = {kind: each[span] for kind, each in near.items()}
-        elif near is not None:
-            near = near[span]
-        return self.model.layer(index, view, rows, carry, aggregated=near)
-
-    def _send_output(self, tensors: Sequence[Tensor]) -> None:
+        (tensors,) = self._receive_inputs([view])
+        outputs, last_input = self._run_layers(view, tensors)
         if self.next_link is not None:
-            self.next_link.send_shapes(tensors)
-            self.next_link.send(tensors, back=False)
+            self.next_link.send_activations(outputs)
+        self._flush()
+        return outputs[0], last_input
+
+    def _receive_inputs(self, views: Sequence[ChunkView]) -> Iterator[list[Tensor]]:
+        """Input of each chunk: features on the first stage, activations of the previous stage on others."""
+        if self.previous_link is not None:
+            return self.previous_link.receive_activations([view.num_dst for view in views])
+        assert self.inputs is not None
+        x = self.inputs.x
+        return ([x[view.chunk.span]] for view in views)
+
+    def _run_layers(self, view: ChunkView, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """([output, the carried tensor if any], input of the last layer)."""
+        rows: Any = tensors[0]
+        carry = tensors[1] if len(tensors) > 1 else None
+        last_input = rows
+        with autocast(self.precision):
+            for index in self.layers:
+                last_input = rows
+                aggregated = self.inputs.aggregated_rows(view.chunk.span) if self.inputs and index == 0 else None
+                rows, carry = self.model.layer(index, view, rows, carry, aggregated=aggregated)
+        return [rows] if carry is None else [rows, carry], last_input
+
+    def _flush(self) -> None:
+        for link in (self.previous_link, self.next_link):
+            if link is not None:
+                link.flush()
 
     def _forward(
-        self, views: Sequence[ChunkView], spans: list[ChunkSpan] | None, *, keep: bool
-    ) -> tuple[list[_ForwardResult], Tensor]:
-        coming, done = self._pending_messages(views), []
-        out = torch.empty(0)
-        with torch.set_grad_enabled(keep):
-            for view in views:
-                tensors = self._receive_input(view, coming)
-                watch = _SpanTimer()
-                if keep and self.inputs is None:
-                    tensors = [tensor.requires_grad_() for tensor in tensors]
-                rows: Any = tensors[0]
-                carry = tensors[1] if len(tensors) > 1 else None
-                with autocast(self.precision):
-                    for index in self.layers:
-                        rows, carry = self._layer(index, view, rows, carry)
-                made = [rows] if carry is None else [rows, carry]
-                self._send_output(made)
-                if self.next_link is None:
-                    out = out if len(out) else rows.detach().new_zeros(view.chunk.partition.rows, rows.shape[1])
-                    out[view.chunk.span] = rows.detach()
-                done.append(_ForwardResult(tensors, made))
-                self._record_span(spans, watch, view, back=False)
-        return done, out
+        self, views: Sequence[ChunkView], spans: list[ChunkSpan], *, keeps_graphs: bool
+    ) -> tuple[list[_ChunkGraph], Tensor]:
+        """(the graph of every chunk, [n, C] output of all rows on the last stage)."""
+        graphs, out = [], torch.empty(0)
+        with torch.set_grad_enabled(keeps_graphs):
+            for view, inputs in zip(views, self._receive_inputs(views), strict=True):
+                begin = _now()
+                if keeps_graphs and self.inputs is None:
+                    inputs = [tensor.requires_grad_() for tensor in inputs]
+                outputs, _ = self._run_layers(view, inputs)
+                if self.next_link is not None:
+                    self.next_link.send_activations(outputs)
+                else:
+                    rows = outputs[0].detach()
+                    out = out if len(out) else rows.new_zeros(view.chunk.partition.rows, rows.shape[1])
+                    out[view.chunk.span] = rows
+                graphs.append((inputs, outputs))
+                spans.append(self._span(view, begin, is_backward=False))
+        return graphs, out
 
     def _backward(
-        self,
-        views: Sequence[ChunkView],
-        done: list[_ForwardResult],
-        grads: Tensor | None,
-        spans: list[ChunkSpan] | None,
+        self, views: Sequence[ChunkView], graphs: list[_ChunkGraph], out_grad: Tensor, spans: list[ChunkSpan]
     ) -> None:
-        turned = list(views)[::-1]
-        coming = None if self.next_link is None else self.next_link.expect([view.num_dst for view in turned], back=True)
-        for view in turned:
-            chunk = done.pop()
-            if coming is not None:
-                given = coming.receive_next()
-            else:
-                assert grads is not None
-                given = [grads[view.chunk.span].to(chunk.made[0].dtype)]
-            watch = _SpanTimer()
-            pairs = [(made, g) for made, g in zip(chunk.made, given, strict=True) if made.requires_grad]
+        """Compute gradients in reverse order; ``out_grad`` [n, C] is that of the loss, for the last stage."""
+        views = views[::-1]
+        if self.next_link is not None:
+            grads_by_chunk = self.next_link.receive_grads([view.num_dst for view in views])
+        else:
+            grads_by_chunk = ([out_grad[view.chunk.span]] for view in views)
+        for view, grads in zip(views, grads_by_chunk, strict=True):
+            inputs, outputs = graphs.pop()
+            begin = _now()
+            pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
             if pairs:
-                torch.autograd.backward([made for made, _ in pairs], [g for _, g in pairs])
-            if self.previous_link is not None:
-                back = [torch.zeros_like(t) if t.grad is None else t.grad for t in chunk.given]
-                self.previous_link.send(back, back=True)
-            view.history.restore(view.slot.slot)
-            self._record_span(spans, watch, view, back=True)
-
-    def _record_span(self, spans: list[ChunkSpan] | None, watch: _SpanTimer, view: ChunkView, *, back: bool) -> None:
-        if spans is not None:
-            turn = view.slot
-            spans.append(
-                ChunkSpan(
-                    self.number, self.way, turn.slot, view.chunk.number, back, watch.begin, time.time(), watch.busy()
+                tensors, tensor_grads = (
+                    [output for output, _ in pairs],
+                    [grad.to(output.dtype) for output, grad in pairs],
                 )
-            )
+                torch.autograd.backward(tensors, tensor_grads)
+            if self.previous_link is not None:
+                self.previous_link.send_grads([torch.zeros_like(t) if t.grad is None else t.grad for t in inputs])
+            view.history.restore(view.slot.slot)
+            spans.append(self._span(view, begin, is_backward=True))
+
+    def _span(self, view: ChunkView, begin: tuple[float, float], *, is_backward: bool) -> ChunkSpan:
+        end, slot = _now(), view.slot.slot
+        times = begin[0], end[0], end[1] - begin[1]
+        return ChunkSpan(self.number, self.partition, slot, view.chunk.number, is_backward, *times)
 
 
-class _SpanTimer:
-    """The time of one span; of all ranks of a machine by the same clock."""
-
-    def __init__(self) -> None:
-        self.begin, self._thread = time.time(), time.thread_time()
-
-    def busy(self) -> float:
-        return time.thread_time() - self._thread
+def _now() -> tuple[float, float]:
+    """(wall clock, CPU time of this thread) in seconds."""
+    return time.time(), time.thread_time()

@@ -1,15 +1,15 @@
 """Layers in stages, chunks of nodes streamed through them; one optimizer step per epoch.
 
-Rank stage·W + way: the ways of a stage are neighbours, so that rows of every layer stay near and only the thin traffic
-from stage to stage goes far. A stage holds the tables, activations and optimizer state of its own layers; features are
-read by the first, labels by the last. Ranks beyond the grid that was planned wait.
+Rank stage · W + partition: the graph-parallel ranks of a stage are neighbours, because they exchange rows of every
+layer, and stages only rows of one. A stage holds history, activations and optimizer state of its own layers. The first
+one reads features, the last one labels. Ranks beyond the chosen grid wait.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import chain
 
 import torch
@@ -25,266 +25,223 @@ from gnnfleet.report.timeline_svg import draw_schedule
 from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.pipe.config import PipeConfig
-from gnnfleet.strategies.pipe.gradient_check import ExactnessMonitor, GradientComparison
+from gnnfleet.strategies.pipe.gradient_check import ExactnessMonitor
 from gnnfleet.strategies.pipe.grid_planner import (
     ClusterProfile,
     GridCandidate,
     GridEstimate,
     choose_grid,
     estimate_grid,
+    feasible_grids,
 )
 from gnnfleet.strategies.pipe.pipeline_rank import PipelineRank
 from gnnfleet.strategies.pipe.profile import CpuShare, chunk_loads, profile_cluster, profile_model
 from gnnfleet.strategies.pipe.schedule import ChunkSpan, bubble_share
-from gnnfleet.strategies.pipe.stage import LossFn
-from gnnfleet.strategies.protocol import RANK_LOCAL, Prediction, State, StepRecord
-from gnnfleet.tasks.base import Batch, RowLookup
+from gnnfleet.strategies.protocol import RANK_LOCAL, Prediction, Reporting, State, StepRecord
+from gnnfleet.tasks.base import RowLookup
 from gnnfleet.units import format_size
 
-_CUT, _LAYOUT = "cut", "layout"  # what the history of a rank goes with
-_GUARD = "guard"
-"""A part of the state, which is the same on all ranks: any number of workers goes on with it."""
+# Keys of the state: the grid and the chunk layout of a rank's history, and the exactness monitor.
+_GRID, _LAYOUT, _MONITOR = "cut", "layout", "guard"
 
 
-class PipeStrategy:
-    """All ranks make and call it together."""
-
-    has_newer_weights = False
-    external_workers = ()
+class PipeStrategy(Reporting):
+    """All methods are collective, the constructor included."""
 
     def __init__(self, config: PipeConfig, job: Job) -> None:
         config.check_task(job.task)
         self._config, self._job, self._world = config, job, job.world
-        self._aside = job.world.uncounted()  # words that are no part of training
+        self._uncounted = job.world.uncounted()  # for messages that are not part of training
         self.model = job.model
-        self._layouts = _layouts(config, job)
-        grids = self._candidates()
-        self._cpu = CpuShare.detect(self._aside)
-        self._cost = profile_model(config, job, self._layouts[-1], self._cpu)
-        # Without a choice of grids nothing depends on the links.
-        self._cluster = profile_cluster(self._aside, self._cpu) if len(grids) > 1 else ClusterProfile()
-        self._forecasts = [self._estimate_grid(grid) for grid in grids]  # the same on all ranks
-        self._optimizer = make_optimizer(self.model, job.train)
-        self._monitor = ExactnessMonitor.begin(config.exactness_check_every, config.tolerance, 0)
-        self._is_warm = not config.warmup_history  # whether there is a history, be it of zeros
-        self._cosine: float | None = None  # of the last epoch, where gradients were compared
-        self._count = len(job.task.train_items(job.seed, 0))
-        self._grids = 0
-        self._open_grid(self._plan())
-        if job.memory is not None:
-            size = format_size(job.memory)
-            job.log_user(f"pipe does not keep within --memory {size}: gnnfleet plan says what its workers would need")
-
-    # -- what is where --
-
-    def _candidates(self) -> list[GridCandidate]:
-        """Every grid that fits; raises ConfigError if none does."""
-        workers, layers = self._world.size, self.model.num_layers
-        grids = [
-            GridCandidate(layout.partitions, workers // layout.partitions, layout.chunks, layout.halo_rows)
-            for layout in self._layouts
+        layouts = _usable_layouts(config, job)
+        self._layouts = {GridCandidate.of(layout, self._world.size): layout for layout in layouts}
+        if config.graph_parallel == "auto" and self._world.size > 1:
+            order = layouts[0].order  # keeps neighbours close together
+            self._layouts[GridCandidate(1, 1, 1)] = ChunkLayout(order, torch.tensor([0, len(order)]), 1)
+        grids = feasible_grids(list(self._layouts), self.model.num_layers, batch_norm=self.model.batch_norm)
+        self._cpu = CpuShare.detect(self._uncounted)
+        self._cost = profile_model(config, job, layouts[-1], self._cpu)
+        # A single grid needs no measurement of the links.
+        cluster = profile_cluster(self._uncounted, self._cpu) if len(grids) > 1 else ClusterProfile()
+        graph, cost = job.graph, self._cost
+        self._estimates = [  # the same on all ranks
+            estimate_grid(cost, grid, cluster, rows=graph.num_nodes, loads=chunk_loads(graph, self._layouts[grid]))
+            for grid in grids
         ]
-        if self._config.graph_parallel == "auto" and workers > 1:
-            grids.append(GridCandidate(1, 1, 1))
-        fit = [grid for grid in grids if grid.stages <= layers and (grid.is_exact or not self.model.batch_norm)]
-        if not fit:
-            raise ConfigError(_refusal(grids[0], layers))
-        return fit
-
-    def _estimate_grid(self, grid: GridCandidate) -> GridEstimate:
-        graph = self._job.graph
-        loads = chunk_loads(graph, self._layout(grid))
-        return estimate_grid(self._cost, grid, self._cluster, rows=graph.num_nodes, loads=loads)
-
-    def _plan(self) -> GridEstimate:
-        """The fastest grid by estimate; the choice is shown to the user."""
-        best, lines = choose_grid(self._forecasts)
-        if len(self._forecasts) > 1:
-            bandwidth, slowdown = self._cluster.bandwidth / 1e6, self._cluster.oversubscription
+        self._optimizer = make_optimizer(self.model, job.train)
+        self._monitor = ExactnessMonitor.begin(config.exactness_check_every, config.tolerance)
+        self._has_history = not config.warmup_history  # zeros count as a history
+        self._cosine: float | None = None  # of the last epoch, if gradients were compared
+        self._count = len(job.task.train_items(job.seed, 0))
+        self._num_grids = 0
+        plan, lines = choose_grid(self._estimates)
+        if len(grids) > 1:
+            bandwidth, slowdown = cluster.bandwidth / 1e6, cluster.oversubscription
             lines.append(f"  measured: {bandwidth:.0f} MB/s between workers; {slowdown:.1f} threads per core")
             for line in lines:
-                self._job.log_user(line)
-        return best
+                job.log_user(line)
+        self._open_grid(plan)
+        if job.memory is not None:
+            limit = format_size(job.memory)
+            job.log_user(f"Strategy pipe ignores --memory {limit}. Use gnnfleet plan to estimate its memory.")
+
+    # -- grids --
 
     def _open_grid(self, plan: GridEstimate) -> None:
-        """Take up a place in a grid; whatever there was of another is let go."""
+        """Take this rank's position in a grid, and drop everything of the previous grid."""
         self.grid_estimate, self.grid = plan, plan.candidate
-        self._known: tuple[Tensor, Tensor] | None = None
+        self._cached_outputs: tuple[Tensor, Tensor] | None = None
         self._spans: list[ChunkSpan] = []
         self._owners = self._cost.owners(plan.layers)
         self._pipeline_rank: PipelineRank | None = None
         if self._world.rank < self.grid.workers:
-            self._use(self._cpu.threads_alone if self.grid.workers < self._world.size else self._cpu.threads)
-            layout, number = self._layout(self.grid), self._grids
+            # A single worker gets the threads of those that wait on its machine.
+            self._set_threads(self._cpu.threads_alone if self.grid.workers < self._world.size else self._cpu.threads)
+            layout, number = self._layouts[self.grid], self._num_grids
             self._pipeline_rank = PipelineRank(self._config, self._job, plan, layout, self._owners, number=number)
-        self._grids += 1
+        self._num_grids += 1
 
-    def _use(self, threads: int) -> None:
-        """Who works alone has the threads of those that wait on its machine."""
+    def _set_threads(self, threads: int) -> None:
         if self._cpu.threads_alone != self._cpu.threads:
             torch.set_num_threads(threads)
 
-    def _layout(self, grid: GridCandidate) -> ChunkLayout:
-        for layout in self._layouts:
-            if (layout.partitions, layout.chunks) == (grid.graph_parallel, grid.chunks):
-                return layout
-        # One worker, all of the graph: neighbours lie near each other as they do in chunks.
-        order = self._layouts[0].order
-        return ChunkLayout(order, torch.tensor([0, len(order)]), 1)
+    def _exact_grid(self) -> GridEstimate | None:
+        """The fastest exact grid."""
+        exact = [estimate for estimate in self._estimates if estimate.candidate.is_exact]
+        return choose_grid(exact)[0] if exact else None
 
-    @property
-    def _first_rank(self) -> int:
-        """The rank that knows the output: the first of the last stage."""
-        return (self.grid.stages - 1) * self.grid.graph_parallel
+    def _open_exact_grid(self) -> None:
+        """Continue with the same weights and optimizer state on an exact grid, if there is one."""
+        plan = self._exact_grid()
+        if plan is not None and not self.grid.is_exact:
+            state = self.state_dict()
+            self._open_grid(plan)
+            load_optimizer(self.model, self._optimizer, state["optimizer"])
 
     # -- steps --
 
     def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         if first:
-            return  # there is one
+            return  # an epoch has one step
         started = time.perf_counter()
-        self._known = None
-        loss = self._learn(epoch)
+        self._cached_outputs = None
+        loss = self._train_step(epoch)
         yield StepRecord(epoch, 0, loss, self._count, time.perf_counter() - started)
 
-    def _learn(self, epoch: int) -> float:
-        """One optimizer step; the loss of all items."""
+    def _train_step(self, epoch: int) -> float:
+        """Make one optimizer step; returns the mean loss over all items."""
         exact = self._monitor.level == "exact" or self.grid.is_exact
         compares = not exact and self._monitor.is_due(epoch)
-        if not exact and not self._is_warm:
-            self._pass(epoch, exact=True, learns=self._config.gradient != "double", adopts=True)
-            self._is_warm = True
+        if not exact and not self._has_history:
+            self._run_pass(epoch, [], exact=True, updates_history=True, backward=self._config.gradient != "double")
+            self._has_history = True
         self._spans, self._cosine = [], None
-        loss = self._pass(epoch, exact=exact, adopts=self._refreshes(epoch), spans=self._spans)
+        refreshes = self._monitor.level == "planned" and (epoch + 1) % self._config.refresh == 0
+        loss = self._run_pass(epoch, self._spans, exact=exact, updates_history=refreshes)
         if compares:
-            loss = self._compare(epoch, loss)
-        self._step()
+            loss = self._compare_gradients(epoch, loss)
+        self._clip_and_step()
         if compares and self._monitor.level == "exact":
-            self._leave_pipeline()
-        total = sum_over_ranks(self._aside, torch.tensor(loss, dtype=torch.float64))
-        return float(total)
+            self._open_exact_grid()
+        return float(sum_over_ranks(self._uncounted, torch.tensor(loss, dtype=torch.float64)))
 
-    def _refreshes(self, epoch: int) -> bool:
-        """Whether the rows of an epoch become the history."""
-        return self._monitor.level == "planned" and (epoch + 1) % self._config.refresh == 0
-
-    def _pass(
-        self, epoch: int, *, exact: bool, adopts: bool, learns: bool = True, spans: list[ChunkSpan] | None = None
+    def _run_pass(
+        self, epoch: int, spans: list[ChunkSpan], *, exact: bool, updates_history: bool, backward: bool = True
     ) -> float:
-        """Gradients of this stage, summed over its ways, in place of those before; this rank's share of the loss."""
+        """Replace the gradients by those of a pass over all chunks; returns this rank's share of the loss."""
         self.model.zero_grad(set_to_none=True)
-        station = self._pipeline_rank
-        if station is None:
+        rank = self._pipeline_rank
+        if rank is None:
             return 0.0
         key = DrawKey(self._job.seed, epoch, 0)
-        views, slots = station.slots(epoch, exact=exact)
-        station.history.begin(slots, adopts=adopts)
-        loss = self._loss(station, epoch, key) if learns else None
-        found = station.stage.run(views, key, loss=loss, spans=spans)
-        station.history.finish()
-        if learns:
-            station.sum_gradients()
-        return 0.0 if found is None else float(found)
+        views, slots = rank.epoch_views(epoch, exact=exact)
+        rank.history.begin(slots, updates_history=updates_history)
+        loss_fn = rank.loss_fn(epoch, key, self._count) if backward and rank.is_last else None
+        loss = rank.stage.run(views, key, spans, backward=backward, loss=loss_fn)
+        rank.history.finish()
+        if backward:
+            rank.sum_gradients()
+        return loss
 
-    def _loss(self, station: PipelineRank, epoch: int, key: DrawKey) -> LossFn:
-        """What the output of a way costs; stages before the last do not call it."""
-        batch: list[Batch] = []
-        if station.is_last:
-            batch.append(station.task.batch(station.task.train_items(self._job.seed, epoch), key))
-        return lambda rows: station.task.loss(station.row_lookup(rows), batch[0]) / self._count
-
-    def _compare(self, epoch: int, loss: float) -> float:
-        """An exact pass with the same weights and draws, whose gradients stay; history is then exact as well."""
-        mine = self._first_of_stage()
-        before = {name: parameter.grad for name, parameter in mine.items()}
-        exact = self._pass(epoch, exact=True, adopts=True)
-        pairs = [(before[name], parameter.grad) for name, parameter in mine.items()]
+    def _compare_gradients(self, epoch: int, loss: float) -> float:
+        """Replace gradients and history by those of an exact pass with the same weights and draws; returns its loss."""
+        parameters = self._reported_parameters()
+        grads = {name: parameter.grad for name, parameter in parameters.items()}
+        exact_loss = self._run_pass(epoch, [], exact=True, updates_history=True)
         sums = torch.zeros(5, dtype=torch.float64)
-        for one, two in pairs:
-            if one is not None and two is not None:
-                one, two = one.double(), two.double()
-                sums[:3] += torch.stack([(one * two).sum(), one.square().sum(), two.square().sum()])
-        sums[3], sums[4] = loss, exact
-        dot, first, second, loss, whole = sum_over_ranks(self._aside, sums).tolist()
-        cosine = dot / max((first * second) ** 0.5, 1e-30)
-        self._monitor, text = self._monitor.update(epoch, GradientComparison(cosine, loss, whole), self._exactly())
-        self._cosine = cosine
+        for name, parameter in parameters.items():
+            grad, exact_grad = grads[name], parameter.grad
+            if grad is not None and exact_grad is not None:
+                grad, exact_grad = grad.double(), exact_grad.double()
+                sums[:3] += torch.stack([(grad * exact_grad).sum(), grad.square().sum(), exact_grad.square().sum()])
+        sums[3], sums[4] = loss, exact_loss
+        dot, square, exact_square, loss, total = sum_over_ranks(self._uncounted, sums).tolist()
+        self._cosine = dot / max((square * exact_square) ** 0.5, 1e-30)
+        plan = self._exact_grid()
+        exact_grid = "" if plan is None else str(plan.candidate)
+        self._monitor, text = self._monitor.update(epoch, self._cosine, loss, total, exact_grid)
         if text:
             self._job.log_user(text)
-        return exact
+        return exact_loss
 
-    def _exact_grid(self) -> GridEstimate | None:
-        """The fastest exact one that was planned with."""
-        exact = [each for each in self._forecasts if each.candidate.is_exact]
-        return min(exact, key=lambda each: (each.seconds, each.bytes)) if exact else None
-
-    def _exactly(self) -> str:
-        found = self._exact_grid()
-        if found is not None:
-            return str(found.candidate)
-        return "chunks of a way as one, which is slower; strategy.graph_parallel=WORKERS is exact and side by side"
-
-    def _leave_pipeline(self) -> None:
-        """Go on in an exact grid, if there is one, with weights and what the optimizer remembers."""
-        found = self._exact_grid()
-        if found is not None and not self.grid.is_exact:
-            state = self.state_dict()
-            self._open_grid(found)
-            load_optimizer(self.model, self._optimizer, state["optimizer"])
-
-    def _first_of_stage(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters that this rank speaks for: of those that several have, one does."""
-        station = self._pipeline_rank
-        if station is None or station.partition_number:
+    def _reported_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters that this rank reports; exactly one rank reports each of them."""
+        rank = self._pipeline_rank
+        if rank is None or rank.partition_number:
             return {}
         named = self.model.named_parameters()
-        return {name: parameter for name, parameter in named if self._owners[name][0] == station.stage_number}
+        return {name: parameter for name, parameter in named if self._owners[name][0] == rank.stage_number}
 
-    def _step(self) -> None:
+    def _clip_and_step(self) -> None:
         clip = self._job.train.clip
         if clip:
-            grads = [p.grad.double().square().sum() for p in self._first_of_stage().values() if p.grad is not None]
-            total = sum_over_ranks(self._aside, torch.stack([torch.zeros((), dtype=torch.float64), *grads]).sum())
+            grads = [p.grad for p in self._reported_parameters().values() if p.grad is not None]
+            squares = [torch.zeros((), dtype=torch.float64), *(grad.double().square().sum() for grad in grads)]
+            total = sum_over_ranks(self._uncounted, torch.stack(squares).sum())
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, total.sqrt())
         if self._pipeline_rank is not None:
             self._optimizer.step()
 
     def epoch_metrics(self) -> dict[str, float]:
-        """How long stages were idle for want of chunks, from their processor time; what the guard has found."""
-        found = {"bubble": bubble_share(self._every_span(), self.grid.stages)} if self.grid.stages > 1 else {}
-        return found if self._cosine is None else {**found, "cosine": self._cosine}
+        """Collective. The pipeline bubble, and the cosine of gradients if they were compared."""
+        metrics = {"bubble": bubble_share(self._all_spans(), self.grid.stages)} if self.grid.stages > 1 else {}
+        return metrics if self._cosine is None else {**metrics, "cosine": self._cosine}
 
-    def _every_span(self) -> list[ChunkSpan]:
-        own = [list(vars(span).values()) for span in self._spans]
-        return [ChunkSpan(*fields) for spans in all_gather_json(self._aside, own) for fields in spans]
+    def _all_spans(self) -> list[ChunkSpan]:
+        """Collective. The spans of all ranks in the last epoch."""
+        by_rank = all_gather_json(self._uncounted, [astuple(span) for span in self._spans])
+        return [ChunkSpan(*fields) for spans in by_rank for fields in spans]
 
     def artifacts(self) -> dict[str, str]:
-        """A picture of the last epoch: who worked on which chunk when."""
+        """Collective. A picture of the schedule of the last epoch."""
         if self._world.size == 1:
             return {}
-        spans = self._every_span()
+        spans = self._all_spans()
         return {"schedule.svg": draw_schedule(spans, self.grid.stages, self.grid.graph_parallel)} if spans else {}
 
-    # -- exact rows --
+    # -- exact outputs --
+
+    @property
+    def _output_rank(self) -> int:
+        """The first rank of the last stage."""
+        return (self.grid.stages - 1) * self.grid.graph_parallel
 
     def evaluate(self, split: str) -> dict[str, float]:
         if not len(self._job.task.items(split)):
             raise ConfigError(f"the {split} split is empty: choose another --split")
-        found: dict[str, float] = {}
+        measures: dict[str, float] = {}
         with torch.no_grad():
-            out = self._outputs()[0]
-            station = self._pipeline_rank
-            if station is not None and station.is_last:
-                found = station.task.measure(station.row_lookup(out), split)
-        heard: dict[str, float] = all_gather_json(self._aside, found)[self._first_rank]
-        return heard
+            out, rank = self._outputs()[0], self._pipeline_rank
+            if rank is not None and rank.is_last:
+                measures = rank.task.measure(rank.row_lookup(out), split)
+        return dict(all_gather_json(self._uncounted, measures)[self._output_rank])
 
     def validate(self) -> dict[str, float]:
         return self.evaluate("val")
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
-        every = self._job.graph.num_nodes if self._world.is_first else 0
-        return self.predict_nodes(torch.arange(every), embeddings=embeddings)
+        count = self._job.graph.num_nodes if self._world.is_first else 0
+        return self.predict_nodes(torch.arange(count), embeddings=embeddings)
 
     def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
         logits, inputs = self._outputs()
@@ -295,136 +252,124 @@ class PipeStrategy:
         return lambda kind, ids: self._fetch(out, ids)
 
     def _fetch(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Rows by store id from whoever has them, the ways of the last stage."""
-        asked = all_gather_rows(self._aside, ids)
-        every = torch.cat(asked)
-        width = all_gather_json(self._aside, int(rows.shape[1]))[self._first_rank]
-        found = torch.zeros(len(every), width, dtype=PRECISIONS[self._job.precision])
-        station = self._pipeline_rank
-        if station is not None and station.is_last:
-            place, way = station.layout.position[every], station.partition
-            here = ((place >= way.low) & (place < way.high)).nonzero()[:, 0]
-            found[here] = rows[place[here] - way.low].to(found.dtype)
-        start = sum(len(other) for other in asked[: self._world.rank])
-        return sum_over_ranks(self._aside, found)[start : start + len(ids)]
+        """Collective. Rows by store id from the ranks of the last stage, whose partitions have ``rows``."""
+        ids_by_rank = all_gather_rows(self._uncounted, ids)
+        all_ids = torch.cat(ids_by_rank)
+        width = all_gather_json(self._uncounted, int(rows.shape[1]))[self._output_rank]
+        fetched = torch.zeros(len(all_ids), width, dtype=PRECISIONS[self._job.precision])
+        rank = self._pipeline_rank
+        if rank is not None and rank.is_last:
+            positions, partition = rank.layout.position[all_ids], rank.partition
+            local = ((positions >= partition.low) & (positions < partition.high)).nonzero()[:, 0]
+            fetched[local] = rows[positions[local] - partition.low].to(fetched.dtype)
+        start = sum(map(len, ids_by_rank[: self._world.rank]))
+        return sum_over_ranks(self._uncounted, fetched)[start : start + len(ids)]
 
     def _outputs(self) -> tuple[Tensor, Tensor]:
-        """(output, what the last layer read) of the rows of this way, on the last stage; kept until weights change."""
-        if self._known is None:
-            self._known = torch.empty(0, 0), torch.empty(0, 0)
-            if self._pipeline_rank is not None:
-                self._known = self._pipeline_rank.infer()
-        return self._known
+        """(output, input of the last layer) of the partition's rows, on the last stage; cached until weights change."""
+        if self._cached_outputs is None:
+            rank = self._pipeline_rank
+            self._cached_outputs = (torch.empty(0, 0), torch.empty(0, 0)) if rank is None else rank.infer()
+        return self._cached_outputs
 
     # -- state --
 
     def state_dict(self) -> State:
-        """All ranks call it: each tells what its stage has learnt, and all have all of it after."""
-        mine, weights, twins = self._first_of_stage(), self.model.state_dict(), self._shared_names()
-        once = [name for name in weights if name not in twins]
-        own = {f"model/{name}": weights[name] for name in once if name in mine or self._keeps(name)}
-        remembered = optimizer_tensors(self.model, self._optimizer)
-        own |= {f"optimizer/{key}": value for key, value in remembered.items() if key.rpartition("/")[0] in mine}
-        learnt: State = {"model": {}, "optimizer": {}}
-        flat = {name: tensor.detach().contiguous() for name, tensor in own.items()}
-        for text in all_gather_bytes(self._aside, tensors_to_bytes(flat)):
-            for key, tensor in tensors_from_bytes(text).items():
+        """Collective. Each rank reports the state of its stage, and all ranks get the whole."""
+        reported, persistent = self._reported_parameters(), self.model.state_dict().keys()
+        tensors: dict[str, Tensor] = dict(chain(self.model.named_parameters(), self.model.named_buffers()))
+        local = {
+            f"model/{name}": tensor
+            for name, tensor in tensors.items()
+            if name in persistent and (name in reported or self._reports_buffer(name))
+        }
+        for key, tensor in optimizer_tensors(self.model, self._optimizer).items():
+            if key.rpartition("/")[0] in reported:
+                local[f"optimizer/{key}"] = tensor
+        gathered: State = {"model": {}, "optimizer": {}}
+        content = tensors_to_bytes({name: tensor.detach().contiguous() for name, tensor in local.items()})
+        for rank_content in all_gather_bytes(self._uncounted, content):
+            for key, tensor in tensors_from_bytes(rank_content).items():
                 part, _, name = key.partition("/")
-                learnt[part][name] = tensor
-        told = learnt["model"]
-        self.model.load_state_dict(told | {name: told[twins[name]] for name in weights if name in twins})
+                gathered[part][name] = tensor
+        with torch.no_grad():
+            for name, tensor in gathered["model"].items():
+                tensors[name].copy_(tensor)
         return {
             "model": dict(self.model.state_dict()),
-            "optimizer": learnt["optimizer"],
-            _GUARD: {_GUARD: torch.tensor(self._monitor.state(), dtype=torch.float64)},
-            RANK_LOCAL: self._private(),
+            "optimizer": gathered["optimizer"],
+            _MONITOR: {_MONITOR: torch.tensor(self._monitor.state(), dtype=torch.float64)},
+            RANK_LOCAL: self._rank_local_state(),
         }
 
-    def _shared_names(self) -> dict[str, str]:
-        """Second names of what layers share, each with its first, which is the one that stages are asked by."""
-        first: dict[int, str] = {}
-        every = chain(
-            self.model.named_parameters(remove_duplicate=False), self.model.named_buffers(remove_duplicate=False)
-        )
-        return {name: known for name, tensor in every if (known := first.setdefault(id(tensor), name)) != name}
-
-    def _keeps(self, buffer: str) -> bool:
-        """Whether this rank speaks for a buffer: that of a module with parameters of its own goes with them."""
-        station = self._pipeline_rank
-        if station is None or station.partition_number or buffer in self._owners:
+    def _reports_buffer(self, name: str) -> bool:
+        """True if this rank reports a buffer: the stage of its module's parameters does, or else the first stage."""
+        rank = self._pipeline_rank
+        if rank is None or rank.partition_number or name in self._owners:
             return False
-        module = buffer.rpartition(".")[0]
-        beside = [stages[0] for name, stages in self._owners.items() if name.rpartition(".")[0] == module]
-        return station.stage_number == (beside[0] if beside else 0)
+        module = name.rpartition(".")[0]
+        stages = [stages[0] for parameter, stages in self._owners.items() if parameter.rpartition(".")[0] == module]
+        return rank.stage_number == (stages[0] if stages else 0)
 
-    def _private(self) -> dict[str, Tensor]:
-        """History; another grid, or the same one on other chunks, has no use for it."""
-        found = {_CUT: self._cut()}
-        if self.grid.chunks_per_partition > 1:
-            found[_LAYOUT] = self._layout(self.grid).digest
+    def _rank_local_state(self) -> dict[str, Tensor]:
+        """The grid and the history, which is useless on another grid or with other chunks."""
+        state = {_GRID: self._grid_state()}
+        if not self.grid.is_exact:
+            state[_LAYOUT] = self._layouts[self.grid].digest
             if self._pipeline_rank is not None:
-                found |= self._pipeline_rank.history.state_dict()
-        return found
+                state |= self._pipeline_rank.history.state_dict()
+        return state
 
-    def _cut(self) -> Tensor:
-        grid = self.grid
-        return torch.tensor(
-            [grid.graph_parallel, grid.stages, grid.chunks, *(each.stop for each in self.grid_estimate.layers)]
-        )
+    def _grid_state(self) -> Tensor:
+        grid, layers = self.grid, self.grid_estimate.layers
+        return torch.tensor([grid.graph_parallel, grid.stages, grid.chunks, *(stage.stop for stage in layers)])
 
     def load_state_dict(self, state: State) -> None:
-        self._known = None
+        self._cached_outputs = None
         self.model.load_state_dict(state["model"])
-        # An optimizer that remembers nothing may have left no part.
-        if "optimizer" not in state and _GUARD not in state:
-            return
+        if "optimizer" not in state and _MONITOR not in state:
+            return  # an optimizer without state may have no part
         load_optimizer(self.model, self._optimizer, state.get("optimizer", {}))
-        private = dict(state.get(RANK_LOCAL, {}))
-        cut, layout = (private.pop(word, torch.empty(0)).tolist() for word in (_CUT, _LAYOUT))
-        known = self._return_to(cut, layout)
-        if _GUARD in state:
-            self._monitor = self._monitor.resumed(state[_GUARD][_GUARD].tolist(), anew=not known)
-        if known:
-            self._is_warm = True
+        history = dict(state.get(RANK_LOCAL, {}))
+        grid, digest = (history.pop(key, torch.empty(0)).tolist() for key in (_GRID, _LAYOUT))
+        is_same_grid = self._reopen_grid(grid, digest)
+        if _MONITOR in state:
+            self._monitor = self._monitor.resumed(state[_MONITOR][_MONITOR].tolist(), restart=not is_same_grid)
+        if is_same_grid:
+            self._has_history = True
             if self._pipeline_rank is not None:
-                self._pipeline_rank.history.load_state_dict(private)
+                self._pipeline_rank.history.load_state_dict(history)
         else:
-            self._job.log_user("workers or chunks are not those the run began with: its history is made anew")
+            self._job.log_user("Workers or chunks differ from those of the checkpoint. The history is rebuilt.")
         if self._monitor.level == "exact":
-            self._leave_pipeline()
+            self._open_exact_grid()
 
-    def _return_to(self, cut: list[int], layout: list[int]) -> bool:
-        """Take up the grid and the stages of a run that is gone on with, whatever is measured now; False: it had
-        others than can be had here, or a history of other chunks."""
-        ways, stages, chunks, *stops = cut or [0, 0, 0]
-        wanted = [
-            each
-            for each in self._forecasts
-            if (each.candidate.graph_parallel, each.candidate.stages, each.candidate.chunks) == (ways, stages, chunks)
-            and (each.candidate.is_exact or self._layout(each.candidate).digest.tolist() == layout)
+    def _reopen_grid(self, grid_state: list[int], digest: list[int]) -> bool:
+        """Collective. Open the grid of a checkpoint, whatever is estimated now; False if it is not available."""
+        shape, stops = grid_state[:3], grid_state[3:]
+        estimates = [
+            estimate
+            for estimate in self._estimates
+            if [estimate.candidate.graph_parallel, estimate.candidate.stages, estimate.candidate.chunks] == shape
+            and (estimate.candidate.is_exact or self._layouts[estimate.candidate].digest.tolist() == digest)
         ]
-        word = [cut, bool(wanted)]  # of all ranks: none may go another way than the others
-        words = all_gather_json(self._aside, word)
-        if any(other != word for other in words) or not wanted or stops[-1] != self.model.num_layers:
+        # All ranks must agree.
+        local = [grid_state, bool(estimates)]
+        is_agreed = all(other == local for other in all_gather_json(self._uncounted, local))
+        if not is_agreed or not estimates or stops[-1] != self.model.num_layers:
             return False
-        if cut != self._cut().tolist():
-            layers = tuple(range(low, high) for low, high in zip([0, *stops[:-1]], stops, strict=True))
-            self._open_grid(replace(wanted[0], layers=layers))
+        if grid_state != self._grid_state().tolist():
+            layers = tuple(map(range, [0, *stops[:-1]], stops))
+            self._open_grid(replace(estimates[0], layers=layers))
         return True
 
     def close(self) -> None:
-        self._known = None
-        self._use(self._cpu.threads)
+        self._cached_outputs = None
+        self._set_threads(self._cpu.threads)
 
 
-def _layouts(config: PipeConfig, job: Job) -> list[ChunkLayout]:
+def _usable_layouts(config: PipeConfig, job: Job) -> list[ChunkLayout]:
     if job.context.layouts is None:
-        raise ConfigError("this strategy works on chunks of a graph, found none: use gnnfleet train")
-    wanted = config.layout_candidates(job.world.size, local_rows_only=job.task.reads_only_local_rows)
-    return [layout for layout in job.context.layouts if (layout.partitions, layout.chunks) in wanted]
-
-
-def _refusal(grid: GridCandidate, layers: int) -> str:
-    if grid.stages > layers:
-        return f"{grid.stages} stages need as many layers, the model has {layers}: use fewer workers or more ways"
-    return "batch norm looks at all nodes at once: set model.norm=layer, or strategy.chunks as many as ways"
+        raise ConfigError("strategy pipe needs chunks of a graph, found none: use gnnfleet train")
+    candidates = config.layout_candidates(job.world.size, local_rows_only=job.task.reads_only_local_rows)
+    return [layout for layout in job.context.layouts if (layout.partitions, layout.chunks) in candidates]
