@@ -79,10 +79,10 @@ class NodeAssignment:
             high = min(low + _NODES_PER_BLOCK, total)
             if self.clusters is None or owners is None:
                 draws = Draws(self.seed, Purpose.DEAL, epoch=version)
-                mine = (draws.uniforms(high - low, first=low) * num_workers).long() == worker
+                is_assigned = (draws.uniforms(high - low, first=low) * num_workers).long() == worker
             else:
-                mine = owners[self.clusters.cluster_of_node[low:high].long()] == worker
-            blocks.append(mine.nonzero()[:, 0] + low)
+                is_assigned = owners[self.clusters.cluster_of_node[low:high].long()] == worker
+            blocks.append(is_assigned.nonzero()[:, 0] + low)
         nodes = torch.cat(blocks)
         ids, start = {}, 0
         for node_type, count in self.counts.items():

@@ -104,8 +104,8 @@ def measure_partition(
 def train_mask(graph: Graph) -> NumpyArray:
     """[nodes] bool, numbered across node types: training nodes of the first split."""
     mask = np.zeros(graph.num_nodes, dtype=bool)
-    for kind, start in graph.node_offsets.items():
-        nodes = graph.nodes[kind]
+    for node_type, start in graph.node_offsets.items():
+        nodes = graph.nodes[node_type]
         if nodes.split is not None:
             mask[start : start + nodes.count] = (nodes.split[0] == TRAIN).numpy()
     return mask

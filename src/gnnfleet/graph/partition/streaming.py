@@ -40,8 +40,11 @@ FINE_CLUSTERS_PER_PART = 512
 MIN_PAIRS = 1 << 20
 """Slots of the quotient table for a small graph."""
 
-SMALL_EDGES = 1 << 22
-"""Up to this size passes are short: several attempts cost a few seconds."""
+SMALL_EDGES, ATTEMPTS = 1 << 22, 8
+"""Up to this number of edges passes are short: several attempts cost a few seconds."""
+
+CLUSTER_PASSES, REFINE_PASSES = 3, 6
+"""Passes over the edges at most; fewer if they move few nodes."""
 
 SIZE_SLACK = 1.3
 """Node counts may reach this multiple of the mean when something else is balanced."""
@@ -108,47 +111,46 @@ def stream(
     weights: npt.NDArray[np.integer] | None = None,
     seed: int = 0,
     imbalance: float = 0.05,
-    cluster_passes: int = 3,
-    refine_passes: int = 6,
-    attempts: int | None = None,
 ) -> Int32Array:
     """Return the part of every node, (num_nodes,) int32.
 
     `weights` (num_nodes,) are balanced; None means one per node. A part weighs at most (1 + imbalance) times the mean,
-    or the least that any assignment of whole nodes could reach. The quotient graph is partitioned and refined
-    `attempts` times, by default once for a large graph, and the best assignment is kept. Raises PartitionError for
-    invalid arguments.
+    or the least that any assignment of whole nodes could reach. The quotient graph of a
+    small graph is partitioned and refined `ATTEMPTS` times, and the best assignment is returned. Raises PartitionError
+    for invalid arguments.
     """
     weight = _checked_weights(scan, parts, weights, imbalance)
     if parts == 1 or scan.num_nodes == 0:
         return np.zeros(scan.num_nodes, np.int32)
     traits = _graph_traits(scan)
-    label = _clusters_for_parts(scan, traits, weight, parts, passes=cluster_passes, seed=seed)
+    label = _clusters_for_parts(scan, traits, weight, parts, seed=seed)
     graph = _quotient(scan, label, _compact(label), weight)
     best = None
     for cluster_weight in _cluster_weights(graph):
-        for attempt in range(attempts or (8 if scan.num_edges <= SMALL_EDGES else 1)):
-            metis_seed = 8 * seed + attempt + 1  # METIS treats seed 0 like seed 1
+        for attempt in range(ATTEMPTS if scan.num_edges <= SMALL_EDGES else 1):
+            metis_seed = ATTEMPTS * seed + attempt + 1  # METIS treats seed 0 like seed 1
             part = _partition_quotient(graph, cluster_weight, parts, imbalance=imbalance, seed=metis_seed)
-            balance = _BalancedAssignment(part[label], parts, weight, imbalance)
-            volume = _refine(scan, traits, balance, passes=refine_passes, seed=seed)
-            if not balance.holds():
+            assignment = _BalancedAssignment(part[label], parts, weight, imbalance)
+            volume = _refine(scan, traits, assignment, passes=REFINE_PASSES, seed=seed)
+            if not assignment.is_balanced():
                 # Moves that restore balance ignore edges, so their loss is refined once more.
-                balance.enforce()
-                volume = _refine(scan, traits, balance, passes=2, seed=seed)
-            if best is None or (not balance.holds(), volume) < best[:2]:
-                best = (not balance.holds(), volume, balance)
+                assignment.rebalance()
+                volume = _refine(scan, traits, assignment, passes=2, seed=seed)
+            if best is None or (not assignment.is_balanced(), volume) < best[:2]:
+                best = (not assignment.is_balanced(), volume, assignment)
     assert best is not None
-    balance = best[2]
-    balance.enforce()
-    if not balance.holds():
+    assignment = best[2]
+    assignment.rebalance()
+    if not assignment.is_balanced():
         log.warning(
-            "parts are not balanced: the heaviest weighs %d, expected at most %d", balance.load.max(), balance.load_cap
+            "parts are not balanced: the heaviest weighs %d, expected at most %d",
+            assignment.load.max(),
+            assignment.load_cap,
         )
-    return balance.part
+    return assignment.part
 
 
-def cluster(scan: RepeatableScan, *, max_nodes: int, seed: int = 0, passes: int = 3) -> Int32Array:
+def cluster(scan: RepeatableScan, *, max_nodes: int, seed: int = 0) -> Int32Array:
     """Return the cluster of every node, (num_nodes,) int32, numbered without gaps, at most `max_nodes` nodes in each.
 
     The clusters order the nodes of a part so that neighbours lie close together.
@@ -157,7 +159,7 @@ def cluster(scan: RepeatableScan, *, max_nodes: int, seed: int = 0, passes: int 
         raise PartitionError(f"max_nodes is {max_nodes}, expected at least 1")
     if scan.num_nodes == 0:
         return np.zeros(0, np.int32)
-    label = _propagate(scan, _graph_traits(scan), None, cap=max_nodes, passes=passes, seed=seed)
+    label = _propagate(scan, _graph_traits(scan), None, cap=max_nodes, seed=seed)
     _compact(label)
     return label
 
@@ -195,14 +197,14 @@ def _graph_traits(scan: RepeatableScan) -> GraphTraits:
 
 
 def _clusters_for_parts(
-    scan: RepeatableScan, traits: GraphTraits, weight: Int32Array | None, parts: int, *, passes: int, seed: int
+    scan: RepeatableScan, traits: GraphTraits, weight: Int32Array | None, parts: int, *, seed: int
 ) -> Int32Array:
-    """Cluster the nodes: clusters are small enough, in weight and in nodes, for the parts to be balanced."""
+    """Cluster the nodes so finely, by weight and by count, that parts of whole clusters can be balanced."""
     nodes = scan.num_nodes
     clusters = parts * (FINE_CLUSTERS_PER_PART if 2 * scan.num_edges <= MIN_PAIRS else CLUSTERS_PER_PART)
     if weight is None:
         cap = max(2, nodes // clusters)
-        return _propagate(scan, traits, None, cap=cap, passes=passes, seed=seed)
+        return _propagate(scan, traits, None, cap=cap, seed=seed)
     # One number bounds both: nodes count as much as weights, each with about half of the total.
     total = int(weight.sum(dtype=np.int64))
     if total >= nodes:
@@ -210,11 +212,11 @@ def _clusters_for_parts(
     else:
         mass = weight * np.int32(nodes // max(1, total)) + np.int32(1)
     cap = max(2, int(mass.sum(dtype=np.int64)) // clusters)
-    return _propagate(scan, traits, mass, cap=cap, passes=passes, seed=seed)
+    return _propagate(scan, traits, mass, cap=cap, seed=seed)
 
 
 def _propagate(
-    scan: RepeatableScan, traits: GraphTraits, weight: Int32Array | None, *, cap: int, passes: int, seed: int
+    scan: RepeatableScan, traits: GraphTraits, weight: Int32Array | None, *, cap: int, seed: int
 ) -> Int32Array:
     """Label every node with its cluster, a node number."""
     nodes = scan.num_nodes
@@ -224,7 +226,7 @@ def _propagate(
     vote = vote_count = None
     if not traits.symmetric:
         vote, vote_count = np.zeros(nodes, np.int32), np.zeros(nodes, np.int32)
-    for sweep in range(passes):
+    for sweep in range(CLUSTER_PASSES):
         moves = 0
         for edges in scan.slices(SLICE_EDGES):
             moves += _native.stream_cluster(*edges, label, mass, weight, vote, vote_count, cap, seed)
@@ -315,11 +317,11 @@ class _BalancedAssignment:
         self.load_cap = _cap(int(self.load.sum()), heaviest, parts, imbalance)
         self.size_cap = len(part) if weight is None else _cap(len(part), 1, parts, max(SIZE_SLACK - 1, imbalance))
 
-    def holds(self) -> bool:
+    def is_balanced(self) -> bool:
         return bool((self.load <= self.load_cap).all() and (self.size <= self.size_cap).all())
 
-    def enforce(self) -> None:
-        if not self.holds():
+    def rebalance(self) -> None:
+        if not self.is_balanced():
             _native.stream_rebalance(self.part, self.load, self.size, self.weight, self.load_cap, self.size_cap)
 
     def restore(self, part: Int32Array) -> None:
@@ -336,37 +338,39 @@ def _pin_layout(parts: int) -> tuple[int, int] | None:
     return None
 
 
-def _refine(scan: RepeatableScan, traits: GraphTraits, balance: _BalancedAssignment, *, passes: int, seed: int) -> int:
+def _refine(
+    scan: RepeatableScan, traits: GraphTraits, assignment: _BalancedAssignment, *, passes: int, seed: int
+) -> int:
     """Improve the assignment in place; returns the volume, or 0 if there are too many parts to count it."""
-    layout = _pin_layout(balance.parts)
+    layout = _pin_layout(assignment.parts)
     if layout is None:
-        _refine_cut(scan, balance, passes=passes, seed=seed)
+        _refine_cut(scan, assignment, passes=passes, seed=seed)
         return 0
     degree = _in_degree(scan) if traits.split_destinations else None
     integers, bits = layout
     pins = np.empty((scan.num_nodes, integers), np.uint64)
-    _count_pins(scan, pins, bits, balance.part)
+    _count_pins(scan, pins, bits, assignment.part)
     volume: int = _native.stream_pins_volume(pins, bits)
     for sweep in range(passes):
-        before = balance.part.copy() if traits.split_destinations and balance.holds() else None
+        before = assignment.part.copy() if traits.split_destinations and assignment.is_balanced() else None
         # A part above its cap first loses the nodes that cost least; the limit on the cost grows with each pass.
         max_loss = 1 << 2 * sweep
         moves = 0
         for edges in scan.slices(SLICE_EDGES):
             moves += _native.stream_refine(
-                *edges, pins, bits, balance.part, balance.load, balance.size, balance.weight,
-                degree, balance.load_cap, balance.size_cap, max_loss,
+                *edges, pins, bits, assignment.part, assignment.load, assignment.size, assignment.weight,
+                degree, assignment.load_cap, assignment.size_cap, max_loss,
             )  # fmt: skip
         if traits.split_destinations:
             # One slice does not show all nets of its node: counters are now inexact and a move may raise the volume.
-            _count_pins(scan, pins, bits, balance.part)
+            _count_pins(scan, pins, bits, assignment.part)
         new_volume: int = _native.stream_pins_volume(pins, bits)
         log.debug("refinement pass %d: %d moves, volume %d to %d", sweep, moves, volume, new_volume)
         if before is not None and new_volume > volume:
-            balance.restore(before)
+            assignment.restore(before)
             return volume
         gain, volume = volume - new_volume, new_volume
-        if balance.holds() and gain <= new_volume // 500:
+        if assignment.is_balanced() and gain <= new_volume // 500:
             break
     return volume
 
@@ -384,15 +388,15 @@ def _count_pins(scan: RepeatableScan, pins: npt.NDArray[np.uint64], bits: int, p
         _native.stream_pins(*edges, pins, bits, part)
 
 
-def _refine_cut(scan: RepeatableScan, balance: _BalancedAssignment, *, passes: int, seed: int) -> None:
+def _refine_cut(scan: RepeatableScan, assignment: _BalancedAssignment, *, passes: int, seed: int) -> None:
     """Refine the cut by label propagation with parts as labels, which needs no counters (for very many parts)."""
     for _ in range(passes):
         for edges in scan.slices(SLICE_EDGES):
             _native.stream_cluster(
-                *edges, balance.part, balance.load, balance.weight, None, None,
-                balance.load_cap, seed,
+                *edges, assignment.part, assignment.load, assignment.weight, None, None,
+                assignment.load_cap, seed,
             )  # fmt: skip
-    balance.size[:] = _sum_by(balance.part, None, balance.parts)
+    assignment.size[:] = _sum_by(assignment.part, None, assignment.parts)
 
 
 def _sum_by(label: Int32Array, weight: Int32Array | None, labels: int) -> Int64Array:

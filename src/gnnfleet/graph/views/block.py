@@ -32,21 +32,23 @@ def full_block(view: LocalView, spans: RowSpans) -> Block:
     """The destinations in ``spans`` with all their in-edges."""
     rows: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
-    for kind in view.nodes:
-        low, high = spans[kind]
+    for node_type in view.nodes:
+        low, high = spans[node_type]
         columns = [
             _columns(relation, spans[edge_type.dst])
             for edge_type, relation in view.relations.items()
-            if edge_type.src == kind
+            if edge_type.src == node_type
         ]
         sources = torch.cat(columns) if columns else torch.empty(0, dtype=torch.int64)
-        others[kind] = torch.unique(sources[(sources < low) | (sources >= high)]).long()
-        rows[kind] = torch.cat([torch.arange(low, high), others[kind]])
+        others[node_type] = torch.unique(sources[(sources < low) | (sources >= high)]).long()
+        rows[node_type] = torch.cat([torch.arange(low, high), others[node_type]])
     nodes = {
-        kind: NodeRows(
-            table.node_ids[rows[kind]], spans[kind][1] - spans[kind][0], SelectedDegrees(table.degree, rows[kind])
+        node_type: NodeRows(
+            table.node_ids[rows[node_type]],
+            spans[node_type][1] - spans[node_type][0],
+            SelectedDegrees(table.degree, rows[node_type]),
         )
-        for kind, table in view.nodes.items()
+        for node_type, table in view.nodes.items()
     }
     relations = {
         edge_type: _block_edges(relation, spans[edge_type.dst], spans[edge_type.src], others[edge_type.src])
@@ -58,7 +60,10 @@ def full_block(view: LocalView, spans: RowSpans) -> Block:
 def split_spans(view: LocalView, chunks: int) -> list[dict[str, tuple[int, int]]]:
     """Split the destinations of a view into ``chunks`` spans of every node type."""
     return [
-        {kind: (c * rows.num_dst // chunks, (c + 1) * rows.num_dst // chunks) for kind, rows in view.nodes.items()}
+        {
+            node_type: (c * rows.num_dst // chunks, (c + 1) * rows.num_dst // chunks)
+            for node_type, rows in view.nodes.items()
+        }
         for c in range(chunks)
     ]
 

@@ -109,26 +109,28 @@ class LocalView(ViewBase[LocalEdges]):
     @classmethod
     def of_graph(cls, graph: Graph) -> LocalView:
         nodes = {
-            kind: NodeRows(torch.arange(table.count), table.count, GraphDegrees(graph, kind))
-            for kind, table in graph.nodes.items()
+            node_type: NodeRows(torch.arange(table.count), table.count, GraphDegrees(graph, node_type))
+            for node_type, table in graph.nodes.items()
         }
-        relations = {kind: _relation(edges, graph.nodes[kind.src].count) for kind, edges in graph.edges.items()}
+        relations = {
+            edge_type: _relation(edges, graph.nodes[edge_type.src].count) for edge_type, edges in graph.edges.items()
+        }
         return cls(nodes, relations)
 
     @classmethod
     def induced(cls, graph: Graph, nodes: Mapping[str, Tensor]) -> LocalView:
         """The subgraph of some nodes (ascending store ids) with all edges among them."""
         rows, row_of_id = {}, {}
-        for kind, table in graph.nodes.items():
-            ids = nodes.get(kind, torch.empty(0, dtype=torch.int64)).long()
+        for node_type, table in graph.nodes.items():
+            ids = nodes.get(node_type, torch.empty(0, dtype=torch.int64)).long()
             if len(ids) and (bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= table.count):
                 raise InputError(f"nodes of a subgraph must be ascending store ids below {table.count} without repeats")
-            row_of_id[kind] = torch.full((table.count,), -1, dtype=torch.int64)
-            row_of_id[kind][ids] = torch.arange(len(ids))
-            rows[kind] = NodeRows(ids, len(ids), SelectedDegrees(GraphDegrees(graph, kind), ids))
+            row_of_id[node_type] = torch.full((table.count,), -1, dtype=torch.int64)
+            row_of_id[node_type][ids] = torch.arange(len(ids))
+            rows[node_type] = NodeRows(ids, len(ids), SelectedDegrees(GraphDegrees(graph, node_type), ids))
         relations = {
-            kind: _induce(edges, row_of_id[kind.src], rows[kind.src], rows[kind.dst])
-            for kind, edges in graph.edges.items()
+            edge_type: _induce(edges, row_of_id[edge_type.src], rows[edge_type.src], rows[edge_type.dst])
+            for edge_type, edges in graph.edges.items()
         }
         return cls(rows, relations)
 
@@ -177,16 +179,18 @@ class LocalView(ViewBase[LocalEdges]):
         self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
     ) -> dict[EdgeType, Tensor]:
         return {
-            kind: edges.scaled(sums.aggregate(edges.structure, x[kind.src], reduce=reduce, ties=edges.tie_ids), reduce)
-            for kind, edges in self.relations.items()
-            if into in (None, kind.dst)
+            edge_type: edges.scaled(
+                sums.aggregate(edges.structure, x[edge_type.src], reduce=reduce, ties=edges.tie_ids), reduce
+            )
+            for edge_type, edges in self.relations.items()
+            if into in (None, edge_type.dst)
         }
 
     def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:
         assert len(self.nodes) == 1, "edge types of several node types have different rows"
         if reduce == "sum" and any(relation.sampling_scale is not None for relation in self.relations.values()):
-            (kind,) = self.nodes
-            sums_by_type = self.aggregate_relations({kind: x}, reduce=reduce).values()
+            (node_type,) = self.nodes
+            sums_by_type = self.aggregate_relations({node_type: x}, reduce=reduce).values()
             return torch.stack([total * coefficient[i] for i, total in enumerate(sums_by_type)]).sum(0)
         merged = self.merged.get(self.relations, [relation.structure for relation in self.relations.values()])
         return merged.combine(x, coefficient, reduce=reduce)
@@ -261,17 +265,17 @@ class LocalView(ViewBase[LocalEdges]):
 class GraphDegrees:
     """In-degrees of a node type over all edge types into it, computed once per graph."""
 
-    def __init__(self, graph: Graph, kind: str) -> None:
-        self._graph, self._kind = graph, kind
+    def __init__(self, graph: Graph, node_type: str) -> None:
+        self._graph, self._node_type = graph, node_type
         self._cache: dict[bool, Tensor] = {}
 
     def __call__(self, weighted: bool) -> Tensor:
         if weighted not in self._cache:
-            total = torch.zeros(self._graph.nodes[self._kind].count, dtype=torch.float64)
-            for kind, edges in self._graph.edges.items():
-                if kind.dst == self._kind:
+            total = torch.zeros(self._graph.nodes[self._node_type].count, dtype=torch.float64)
+            for edge_type, edges in self._graph.edges.items():
+                if edge_type.dst == self._node_type:
                     weight = edges.weight if weighted else None
-                    _add_degrees(total, edges, weight, has_loops=kind.src == kind.dst)
+                    _add_degrees(total, edges, weight, has_loops=edge_type.src == edge_type.dst)
             self._cache[weighted] = total.float()
         return self._cache[weighted]
 

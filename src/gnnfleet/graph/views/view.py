@@ -31,7 +31,7 @@ class GraphView(Protocol):
     ) -> GraphView:
         """The same edges for another step, layer or mode."""
 
-    def for_type(self, kind: str) -> GraphView:
+    def for_type(self, node_type: str) -> GraphView:
         """The nodes of one type without edges, for counts, ids, dropout and sums."""
 
     @property

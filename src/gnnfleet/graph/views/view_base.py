@@ -58,9 +58,9 @@ class ViewBase(Generic[EdgeStorage]):
         changes = {"key": key, "layer": layer, "training": training}
         return self._with(**{name: value for name, value in changes.items() if value is not None})
 
-    def for_type(self, kind: str) -> Self:
+    def for_type(self, node_type: str) -> Self:
         """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
-        return self._with(nodes={kind: self.nodes[kind]}, relations={})
+        return self._with(nodes={node_type: self.nodes[node_type]}, relations={})
 
     def _with(self, **changes: Any) -> Self:
         return cast("Self", replace(cast("Any", self), **changes))
