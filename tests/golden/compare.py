@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
-from gnnfleet.config.renamed import new_name, new_value
+from gnnfleet.config.renamed import RENAMED, RENAMED_VALUES
 from tests.golden.cases import CASES, STORES, Case, Options
 
 ROOT = Path(__file__).parents[2]
@@ -114,8 +114,8 @@ def renamed(key: str, value: object, scope: str) -> tuple[str, object]:
     group, _, option = key.rpartition(".")
     if group != "strategy":
         return key, value
-    option = new_name(scope, option) or option
-    return f"strategy.{option}", new_value(scope, option, value) or value
+    option = RENAMED.get(scope, {}).get(option, option)
+    return f"strategy.{option}", RENAMED_VALUES.get((scope, option), {}).get(str(value), value)
 
 
 def old_side(commit: str) -> Side:

@@ -33,7 +33,7 @@ class RowList:
 
 
 def send_messages(world: World, length: int) -> None:
-    """Every rank sends to q ``length`` bytes times its own number + 1 and q + 1, with a head of 8."""
+    """Rank p sends ``length`` · (p + 1) · (q + 1) bytes to rank q, with a header of 8."""
     size = [length * (world.rank + 1) * (peer + 1) for peer in range(world.size)]
     all_to_all_bytes(world, [torch.zeros(count, dtype=torch.uint8) for count in size], what="messages")
 
@@ -60,19 +60,19 @@ def profile_epochs(world: World, external: int = 0) -> tuple[Any, ...]:
 
 def test_the_first_rank_gathers_epochs_and_totals(crew: Crew) -> None:
     for size in (1, 3):
-        found = crew.run(size, profile_epochs)
-        rows, totals = found[0][:2]
+        by_rank = crew.run(size, profile_epochs)
+        rows, totals = by_rank[0][:2]
         assert [row["epoch"] for row in rows] == [1, 2, 3], "every epoch once"
         assert all(len(row[phase]) == size and min(row[phase]) >= 0 for row in rows for phase in PHASES)
         last = totals[-1]
-        assert [sum(row) for row in last["bytes"]] == [rank[2] for rank in found]
-        assert last["rounds"] == [rank[3] for rank in found] and last["epoch"] == 3
+        assert [sum(row) for row in last["bytes"]] == [traffic[2] for traffic in by_rank]
+        assert last["rounds"] == [traffic[3] for traffic in by_rank] and last["epoch"] == 3
         for p in range(size):
             for q in range(size):
                 body = (10 + 20 + 2) * (p + 1) * (q + 1) + 4 * 8
                 assert last["bytes"][p][q] == (body if p != q else 0)
             assert last["bytes"][p][size] == (24 if size > 1 else 0)
-        assert all(not rank[0] and not rank[1] for rank in found[1:])
+        assert all(not gathered[0] and not gathered[1] for gathered in by_rank[1:])
 
 
 def test_external_workers_follow_the_rank_that_reports_them(crew: Crew) -> None:
@@ -98,8 +98,7 @@ def columns(world: World) -> dict[int, int]:
 
 def test_subgroups_count_traffic_by_global_rank(crew: Crew) -> None:
     """Rank way · 2 + stage: subgroups of stages are 0-1 and 2-3, of ways 0-2 and 1-3; local ranks are 0 and 1."""
-    found = crew.run(4, columns)
-    assert found == [
+    assert crew.run(4, columns) == [
         {1: 8 + 2, 2: 8 + 200},
         {0: 8 + 2, 3: 8 + 200},
         {3: 8 + 2, 0: 8 + 200},

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: what all have once, what each owns by rank, whole or not at all."""
+"""Checkpoints of several ranks: shared tensors once, owned rows by rank, complete or not at all."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from tests.ranks import Crew
 
 
 def ids_of(rank: int, size: int) -> torch.Tensor:
-    """Twelve nodes dealt in turn, the last first."""
+    """Every ``size``-th of twelve nodes, in descending order."""
     return torch.arange(12)[rank::size].flip(0)
 
 
-def state(world: World, value: float, *, own: bool = True) -> State:
-    found: State = {"model": {"w": torch.full((3,), value)}, "optimizer": {"w/step": torch.tensor(value)}}
+def state(world: World, value: float, *, owns_rows: bool = True) -> State:
+    shared: State = {"model": {"w": torch.full((3,), value)}, "optimizer": {"w/step": torch.tensor(value)}}
     ids = ids_of(world.rank, world.size)
     rows = {"rows": ids + 100 * value, "rows/ids": ids, "rows/mean": -ids * value, "rows/step": torch.tensor(value)}
-    return {**found, SHARDED: rows} if own else found
+    return {**shared, SHARDED: rows} if owns_rows else shared
 
 
-def save(world: World, path: Path, value: float, own: bool = True) -> None:
-    save_checkpoint(path, state(world, value, own=own), TrainState(epoch=int(value)), seed=0, world=world)
+def save(world: World, path: Path, value: float, owns_rows: bool = True) -> None:
+    save_checkpoint(path, state(world, value, owns_rows=owns_rows), TrainState(epoch=int(value)), seed=0, world=world)
 
 
-def save_and_start(world: World, path: Path, own: bool) -> dict[str, Any]:
-    """Save as ranks do, then find the start of a continued run; what this rank gets."""
+def save_and_start(world: World, path: Path, owns_rows: bool) -> dict[str, Any]:
+    """Save two checkpoints, then find the resume point; returns the part of this rank."""
     directory = RunDirectory(path, world=world)
-    directory.save("best", {key: part for key, part in state(world, 1.0, own=own).items() if key != "optimizer"},
-                   TrainState(epoch=1, best_epoch=1, best_metric=0.5, best_loss=1.0))  # fmt: skip
-    directory.save(
-        "last", state(world, 2.0, own=own), TrainState(epoch=2, best_epoch=1, best_metric=0.5, best_loss=1.0)
-    )
-    start = find_resume_point(directory, world, {"rows": ids_of(world.rank, world.size)} if own else None)
+    best = state(world, 1.0, owns_rows=owns_rows)
+    del best["optimizer"]
+    directory.save("best", best, TrainState(epoch=1, best_epoch=1, best_metric=0.5, best_loss=1.0))
+    last = state(world, 2.0, owns_rows=owns_rows)
+    directory.save("last", last, TrainState(epoch=2, best_epoch=1, best_metric=0.5, best_loss=1.0))
+    start = find_resume_point(directory, world, {"rows": ids_of(world.rank, world.size)} if owns_rows else None)
     assert start.state is not None and start.best is not None
     return {
         "epoch": start.progress.epoch,
         "state": {part: {name: t.tolist() for name, t in tensors.items()} for part, tensors in start.state.items()},
         "best": {part: {name: t.tolist() for name, t in tensors.items()} for part, tensors in start.best.items()},
-        "word": broadcast_json(world, {"rank": world.rank}),
+        "message": broadcast_json(world, {"rank": world.rank}),
     }
 
 
@@ -61,20 +61,20 @@ def expected(value: float, ids: torch.Tensor) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("own", [True, False])
-def test_every_rank_gets_its_own_back(crew: Crew, tmp_path: Path, size: int, own: bool) -> None:
-    for rank, found in enumerate(crew.run(size, save_and_start, tmp_path, own)):
-        mine, best = ({SHARDED: expected(value, ids_of(rank, size))} if own else {} for value in (2.0, 1.0))
-        assert found["epoch"] == 2 and found["word"] == {"rank": 0}
-        assert found["state"] == {"model": {"w": [2.0] * 3}, "optimizer": {"w/step": 2.0}, **mine}
-        assert found["best"] == {"model": {"w": [1.0] * 3}, **best}
+@pytest.mark.parametrize("owns_rows", [True, False])
+def test_every_rank_resumes_with_its_own_rows(crew: Crew, tmp_path: Path, size: int, owns_rows: bool) -> None:
+    for rank, resumed in enumerate(crew.run(size, save_and_start, tmp_path, owns_rows)):
+        rows, best = ({SHARDED: expected(value, ids_of(rank, size))} if owns_rows else {} for value in (2.0, 1.0))
+        assert resumed["epoch"] == 2 and resumed["message"] == {"rank": 0}
+        assert resumed["state"] == {"model": {"w": [2.0] * 3}, "optimizer": {"w/step": 2.0}, **rows}
+        assert resumed["best"] == {"model": {"w": [1.0] * 3}, **best}
     names = sorted(p.name for p in (tmp_path / "checkpoints/last").iterdir())
-    parts = [f"rank-{rank:05d}.safetensors" for rank in range(size)] if own else []
+    parts = [f"rank-{rank:05d}.safetensors" for rank in range(size)] if owns_rows else []
     assert names == ["checkpoint.json", "model.safetensors", "optimizer.safetensors", *parts]
 
 
-def save_while_one_fails(world: World, path: Path) -> None:
-    """The disk is full for the last rank only; the others wait for it."""
+def save_while_last_rank_fails(world: World, path: Path) -> None:
+    """The disk is full for the last rank only."""
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -84,69 +84,69 @@ def save_while_one_fails(world: World, path: Path) -> None:
     save(world, path, 2.0)
 
 
-def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(crew: Crew, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_keeps_the_previous_checkpoint(crew: Crew, tmp_path: Path) -> None:
     path = tmp_path / "last"
     crew.run(2, save, path, 1.0)
     with pytest.raises(AssertionError, match="No space left on device"):
-        crew.run(2, save_while_one_fails, path, seconds=20)
+        crew.run(2, save_while_last_rank_fails, path, seconds=20)
     loaded, position, _ = load_checkpoint(path)
     assert position.epoch == 1 and torch.equal(loaded["model"]["w"], torch.ones(3))
     crew.run(2, save, path, 3.0)
     assert load_checkpoint(path)[1].epoch == 3
-    assert [p.name for p in tmp_path.iterdir()] == ["last"]  # what the failed one left was removed
+    assert [p.name for p in tmp_path.iterdir()] == ["last"]  # partial files were removed
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_another_number_of_ranks_finds_its_rows(crew: Crew, tmp_path: Path, size: int) -> None:
+def test_another_number_of_ranks_loads_its_rows(crew: Crew, tmp_path: Path, size: int) -> None:
     crew.run(3, save, tmp_path / "last", 1.0)
     for rank in range(size):
         ids = ids_of(rank, size)
-        found = load_sharded(tmp_path / "last", rank=rank, ids={"rows": ids})[SHARDED]
-        assert {name: tensor.tolist() for name, tensor in found.items()} == expected(1.0, ids)
+        loaded = load_sharded(tmp_path / "last", rank=rank, ids={"rows": ids})[SHARDED]
+        assert {name: tensor.tolist() for name, tensor in loaded.items()} == expected(1.0, ids)
     assert sharded_ids(tmp_path / "last")["rows"].tolist() == list(range(12))
-    none = load_sharded(tmp_path / "last", rank=0, ids={"rows": torch.empty(0, dtype=torch.int64)})[SHARDED]
-    assert none["rows"].shape == none["rows/mean"].shape == (0,)
+    empty = load_sharded(tmp_path / "last", rank=0, ids={"rows": torch.empty(0, dtype=torch.int64)})[SHARDED]
+    assert empty["rows"].shape == empty["rows/mean"].shape == (0,)
     with pytest.raises(RunError, match="last is damaged: rows has no rows for some nodes"):
         load_sharded(tmp_path / "last", rank=0, ids={"rows": torch.arange(13)})
 
 
-def test_where_nobody_owns_anything(crew: Crew, tmp_path: Path) -> None:
+def test_a_checkpoint_without_owned_rows_loads_none(crew: Crew, tmp_path: Path) -> None:
     crew.run(2, save, tmp_path / "shared", 1.0, False)
     assert load_sharded(tmp_path / "shared", rank=2, ids={"rows": torch.arange(2)}) == {}
     assert sharded_ids(tmp_path / "shared") == {}
 
 
-def test_whole_in_one_process(crew: Crew, tmp_path: Path) -> None:
+def test_one_process_loads_the_rows_of_all_ranks(crew: Crew, tmp_path: Path) -> None:
     crew.run(3, save, tmp_path / "checkpoints/best", 1.0)
-    found = RunDirectory(tmp_path).load_weights("best")
-    assert found is not None
-    assert {name: tensor.tolist() for name, tensor in found[0]["model"].items()} == {
+    checkpoint_of_run = RunDirectory(tmp_path).load_weights("best")
+    assert checkpoint_of_run is not None
+    assert {name: tensor.tolist() for name, tensor in checkpoint_of_run[0]["model"].items()} == {
         "w": [1.0] * 3,
         "rows": [100.0 + node for node in range(12)],
     }
 
 
-def test_a_damaged_part_is_found(crew: Crew, tmp_path: Path) -> None:
+def test_a_damaged_file_of_a_rank_is_refused(crew: Crew, tmp_path: Path) -> None:
     path = tmp_path / "last"
     crew.run(2, save, path, 1.0)
     part = path / "rank-00001.safetensors"
     broken = bytearray(part.read_bytes())
     broken[-1] ^= 1
     part.write_bytes(broken)
-    mine, other = ({"rows": ids_of(rank, 2)} for rank in (0, 1))
-    for load in (lambda: load_checkpoint(path), lambda: load_sharded(path, rank=1, ids=other)):
+    first, second = ({"rows": ids_of(rank, 2)} for rank in (0, 1))
+    for load in (lambda: load_checkpoint(path), lambda: load_sharded(path, rank=1, ids=second)):
         with pytest.raises(RunError, match=r"last is damaged"):
             load()
-    assert load_sharded(path, rank=0, ids=mine)[SHARDED]["rows"].tolist() == (mine["rows"] + 100).tolist()
+    assert load_sharded(path, rank=0, ids=first)[SHARDED]["rows"].tolist() == (first["rows"] + 100).tolist()
     assert json.loads((path / "checkpoint.json").read_text())["meta"]["owners"] == 2
 
 
-def test_a_longer_name_is_no_optimizer_state_of_a_parameter(tmp_path: Path) -> None:
-    """Rows of ``rows`` and of ``rows_scale`` lie in one file, each with its own ids."""
+def test_a_name_with_the_same_prefix_is_not_optimizer_state(tmp_path: Path) -> None:
+    """``rows`` and ``rows_scale`` are in one file, each with its own ids."""
     ids = {"rows": torch.arange(3), "rows_scale": torch.arange(5)}
     sharded = {name: rows * 10 for name, rows in ids.items()} | {f"{name}/ids": rows for name, rows in ids.items()}
     save_checkpoint(tmp_path / "last", {"model": {}, SHARDED: sharded}, TrainState(), seed=0)
     for name in ids:
-        taken = {name: torch.tensor([2, 1])}
-        loaded = load_sharded(tmp_path / "last", rank=0, ids=taken)[SHARDED]
+        row_ids = {name: torch.tensor([2, 1])}
+        loaded = load_sharded(tmp_path / "last", rank=0, ids=row_ids)[SHARDED]
         assert sorted(loaded) == [name, f"{name}/ids"] and loaded[name].tolist() == [20, 10]

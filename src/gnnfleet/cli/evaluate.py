@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -18,10 +17,10 @@ from gnnfleet.cli.options import (
     RunArgument,
     StoreOption,
     WorkersOption,
+    start_process,
 )
 from gnnfleet.cli.output import print_result, table
-from gnnfleet.comm.launch_env import LaunchEnv
-from gnnfleet.comm.process_lifetime import prefer_huge_pages
+from gnnfleet.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from gnnfleet.graph.graph import Graph
@@ -77,16 +76,11 @@ def run_query_command(
     show: Callable[[dict[str, Any]], None],
 ) -> None:
     """Run a ``Query`` in this process, on workers it starts, or as one rank under torchrun."""
-    prefer_huge_pages()
-    launch_env = LaunchEnv.from_environment()
-    under_torchrun = launch_env is not None and launch_env.size > 1
-    if under_torchrun:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # gnnfleet reports a dead peer once, by itself
-    from gnnfleet.errors import ConfigError
+    launch_env = start_process()
     from gnnfleet.inference.query import Query, run_query, run_query_as_rank
 
     query = Query(**query_fields)
-    if launch_env is not None and under_torchrun:
+    if launch_env is not None:
         if workers not in (None, launch_env.size):
             raise ConfigError(f"torchrun started {launch_env.size} workers, found --workers {workers}: leave it out")
         run_query_as_rank(launch_env, query, lambda: graph_of_run(Path(query.run), store), quiet=quiet, show=show)
@@ -95,7 +89,6 @@ def run_query_command(
 
 def graph_of_run(run: Path, store: Path | None) -> Graph:
     """The store a run was trained on, or ``store`` if given."""
-    from gnnfleet.errors import RunError
     from gnnfleet.graph.validate import open_validated_store
     from gnnfleet.training.run_dir import RunDirectory
 

@@ -52,136 +52,114 @@ def _rule(name: str, text: str, metavar: str | None = None) -> Any:
     return typer.Option(name, metavar=metavar, help=text, rich_help_panel=_GRAPH)
 
 
-SourcesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="SOURCES",
-        help="Parquet or CSV tables (quoted globs too), or one .npz, .pt, .graphml or .gml file or OGB directory.",
-        show_default=False,
-    ),
-]
-NodeTablesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--nodes",
-        metavar="TYPE=FILES",
-        help="A node type with its files and columns, separated by commas; several features by spaces: "
-        "'user=u.csv,id=key,features=age f*'. Repeatable.",
-    ),
-]
-EdgeTablesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--edges",
-        metavar="SRC:REL:DST=FILES",
-        help="An edge type, for example user:buys:product=o.csv,src=who,dst=what. Repeatable.",
-    ),
-]
-OutputOption = Annotated[Path, typer.Option("--output", "-o", metavar="STORE", help="Directory of the new store.")]
-OverwriteFlag = Annotated[bool, typer.Option("--overwrite", help="Replace an existing store.")]
-IdOption = Annotated[str | None, _column("--id", "Node id: integers or text. [dim]Usually id.[/dim]")]
-SrcOption = Annotated[str | None, _column("--src", "Source of an edge. [dim]Usually src, source or from.[/dim]")]
-DstOption = Annotated[str | None, _column("--dst", "Destination of an edge. [dim]Usually dst, target or to.[/dim]")]
-LabelOption = Annotated[
-    str | None,
-    _patterns(
-        "--label",
-        "Class numbers (−1 or empty: no label) or names. Several columns ('tag_*') or a list column: several labels "
-        "per node. none: no labels. [dim]Usually label or y.[/dim]",
-    ),
-]
-SplitColumnOption = Annotated[
-    str | None, _column("--split-column", "Column with train, val, test; or none. [dim]Usually split.[/dim]")
-]
-TimeOption = Annotated[
-    str | None,
-    _column(
-        "--time", "Time of an edge; timestamps become microseconds since 1970. [dim]Usually time, timestamp or t.[/dim]"
-    ),
-]
-WeightOption = Annotated[str | None, _column("--weight", "Weight of an edge, or none. [dim]Usually weight.[/dim]")]
-FeaturesOption = Annotated[
-    str | None,
-    _patterns(
-        "--features",
-        "Node features, for example 'f*,price', or none. [dim]Default: all other numeric and list columns.[/dim]",
-    ),
-]
-EdgeFeaturesOption = Annotated[str | None, _patterns("--edge-features", "Edge features, in the same form.")]
-EdgeLabelOption = Annotated[str | None, _patterns("--edge-label", "Edge labels, in the same form; or none.")]
-ColumnsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--columns",
-        metavar="NAMES",
-        help="Column names of CSV tables without a header line, for example src,dst,time.",
-        rich_help_panel=_TABLES,
-    ),
-]
-UndirectedFlag = Annotated[
-    bool,
-    _rule(
-        "--undirected",
-        "Add the reverse of every edge; between two node types as dst:rev_relation:src. Self-loops are not duplicated.",
-    ),
-]
-DuplicatesOption = Annotated[
-    str | None,
-    _rule(
-        "--duplicates",
-        "Edges with equal ends and time: keep, drop (keep the first), sum (add weights and features) or error. "
-        "[dim]Default: drop if undirected, else keep.[/dim]",
-        "RULE",
-    ),
-]
-SelfLoopsOption = Annotated[str, _rule("--self-loops", "Self-loops: keep, drop or error.", "RULE")]
-MissingOption = Annotated[
-    str, _rule("--missing", "Edge ends missing from the node tables: error, or add (features 0, no label).", "RULE")
-]
-DtypeOption = Annotated[str | None, _rule("--dtype", "Store features as float32, float16 or bfloat16.", "TYPE")]
-SplitRuleOption = Annotated[
-    str | None,
-    _rule(
-        "--split",
-        "Make a split: shares such as 0.6/0.2/0.2, or 20-per-class (val 500 and test 1,000 of the rest, or one third "
-        "and two thirds of it if it is smaller). Drawn among labelled nodes by id.",
-        "RULE",
-    ),
-]
-SplitSeedOption = Annotated[int, _rule("--seed", "Seed of the split.")]
-ImportMemoryOption = Annotated[
-    str, typer.Option("--memory", metavar="SIZE", help="Memory for sorting; larger tables are sorted on disk.")
-]
-NameOption = Annotated[str | None, typer.Option("--name", help="Name of the graph. Default: name of the directory.")]
-
-
 def import_graph(
     *,
-    sources: SourcesArgument = None,
-    output: OutputOption,
-    nodes: NodeTablesOption = None,
-    edges: EdgeTablesOption = None,
-    overwrite: OverwriteFlag = False,
-    id_column: IdOption = None,
-    src: SrcOption = None,
-    dst: DstOption = None,
-    label: LabelOption = None,
-    split_column: SplitColumnOption = None,
-    time_column: TimeOption = None,
-    weight: WeightOption = None,
-    features: FeaturesOption = None,
-    edge_features: EdgeFeaturesOption = None,
-    edge_label: EdgeLabelOption = None,
-    columns: ColumnsOption = None,
-    undirected: UndirectedFlag = False,
-    duplicates: DuplicatesOption = None,
-    self_loops: SelfLoopsOption = "keep",
-    missing: MissingOption = "error",
-    dtype: DtypeOption = None,
-    split: SplitRuleOption = None,
-    seed: SplitSeedOption = 0,
-    memory: ImportMemoryOption = "1GiB",
-    name: NameOption = None,
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SOURCES",
+            help="Parquet or CSV tables (quoted globs too), or one .npz, .pt, .graphml or .gml file or OGB directory.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="STORE", help="Directory of the new store.")],
+    nodes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--nodes",
+            metavar="TYPE=FILES",
+            help="A node type with its files and columns, separated by commas; several features by spaces: "
+            "'user=u.csv,id=key,features=age f*'. Repeatable.",
+        ),
+    ] = None,
+    edges: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--edges",
+            metavar="SRC:REL:DST=FILES",
+            help="An edge type, for example user:buys:product=o.csv,src=who,dst=what. Repeatable.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing store.")] = False,
+    id_column: Annotated[str | None, _column("--id", "Node id: integers or text. [dim]Usually id.[/dim]")] = None,
+    src: Annotated[str | None, _column("--src", "Source of an edge. [dim]Usually src, source or from.[/dim]")] = None,
+    dst: Annotated[
+        str | None, _column("--dst", "Destination of an edge. [dim]Usually dst, target or to.[/dim]")
+    ] = None,
+    label: Annotated[
+        str | None,
+        _patterns(
+            "--label",
+            "Class numbers (−1 or empty: none) or names. Several columns ('tag_*') or a list column: several labels "
+            "per node. none: no labels. [dim]Usually label or y.[/dim]",
+        ),
+    ] = None,
+    split_column: Annotated[
+        str | None, _column("--split-column", "Column with train, val, test; or none. [dim]Usually split.[/dim]")
+    ] = None,
+    time_column: Annotated[
+        str | None,
+        _column(
+            "--time",
+            "Time of an edge; timestamps become microseconds. [dim]Usually time, timestamp or t.[/dim]",
+        ),
+    ] = None,
+    weight: Annotated[str | None, _column("--weight", "Weight of an edge, or none. [dim]Usually weight.[/dim]")] = None,
+    features: Annotated[
+        str | None,
+        _patterns(
+            "--features",
+            "Node features, for example 'f*,price', or none. [dim]Default: all other numeric and list columns.[/dim]",
+        ),
+    ] = None,
+    edge_features: Annotated[str | None, _patterns("--edge-features", "Edge features, in the same form.")] = None,
+    edge_label: Annotated[str | None, _patterns("--edge-label", "Edge labels, in the same form; or none.")] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--columns",
+            metavar="NAMES",
+            help="Column names of CSV tables without a header line, for example src,dst,time.",
+            rich_help_panel=_TABLES,
+        ),
+    ] = None,
+    undirected: Annotated[
+        bool,
+        _rule(
+            "--undirected",
+            "Add the reverse of every edge, except of self-loops; between two node types as dst:rev_relation:src.",
+        ),
+    ] = False,
+    duplicates: Annotated[
+        str | None,
+        _rule(
+            "--duplicates",
+            "Edges with equal ends and time: keep, drop (keep the first), sum (add weights and features) or error. "
+            "[dim]Default: drop if undirected, else keep.[/dim]",
+            "RULE",
+        ),
+    ] = None,
+    self_loops: Annotated[str, _rule("--self-loops", "Self-loops: keep, drop or error.", "RULE")] = "keep",
+    missing: Annotated[
+        str, _rule("--missing", "Edge ends missing from the node tables: error, or add (features 0, no label).", "RULE")
+    ] = "error",
+    dtype: Annotated[str | None, _rule("--dtype", "Store features as float32, float16 or bfloat16.", "TYPE")] = None,
+    split: Annotated[
+        str | None,
+        _rule(
+            "--split",
+            "Split labelled nodes by id: shares such as 0.6/0.2/0.2, or 20-per-class (val 500 and test 1,000 of the "
+            "rest, or one third and two thirds of it if it is smaller).",
+            "RULE",
+        ),
+    ] = None,
+    seed: Annotated[int, _rule("--seed", "Seed of the split.")] = 0,
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE", help="Memory for sorting; larger tables are sorted on disk.")
+    ] = "1GiB",
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the graph. Default: name of the directory.")
+    ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from gnnfleet.comm.launch_env import LaunchEnv
+from gnnfleet.comm.process_lifetime import prefer_huge_pages
 from gnnfleet.errors import ConfigError, StoreError
 
 
@@ -51,6 +54,16 @@ def read_settings(config: Path | None, settings: Sequence[str] | None, **options
     if "model" in from_options:
         from_options["model"] = {"name": from_options["model"]}
     return merge_settings(from_file, from_set, from_options)
+
+
+def start_process() -> LaunchEnv | None:
+    """Set up this process before torch is imported; returns its rank if torchrun started several."""
+    prefer_huge_pages()
+    launch_env = LaunchEnv.from_environment()
+    if launch_env is None or launch_env.size == 1:
+        return None
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # gnnfleet reports a dead peer once, by itself
+    return launch_env
 
 
 MODEL_PANEL, EXECUTION_PANEL, OUTPUT_PANEL = "Model and data", "Execution", "Output"

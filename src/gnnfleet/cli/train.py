@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
@@ -30,10 +29,9 @@ from gnnfleet.cli.options import (
     TrainMemoryOption,
     TrainWorkersOption,
     read_settings,
+    start_process,
 )
 from gnnfleet.cli.output import format_bytes, print_result, table
-from gnnfleet.comm.launch_env import LaunchEnv
-from gnnfleet.comm.process_lifetime import prefer_huge_pages
 from gnnfleet.errors import ConfigError
 from gnnfleet.report.remarks import print_note
 
@@ -112,11 +110,7 @@ def train(
 
     All parameters: docs/defaults.md. Models: docs/models.md.
     """
-    prefer_huge_pages()
-    launch_env = LaunchEnv.from_environment()
-    under_torchrun = launch_env is not None and launch_env.size > 1
-    if under_torchrun:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # gnnfleet reports a dead peer once, by itself
+    launch_env = start_process()
     from gnnfleet.graph.store import open_store
     from gnnfleet.session.prepare import RunLocation
     from gnnfleet.session.training import run_training
@@ -145,7 +139,7 @@ def train(
             print_note(f"stopped early at epoch {record.epochs}: no better val metric for {waited} epochs", quiet=quiet)
         print_note(f"saved to {record.run_dir}", quiet=quiet)
 
-    if launch_env is not None and under_torchrun:
+    if launch_env is not None:
         from gnnfleet.session.torchrun import train_as_rank
 
         if max_restarts:

@@ -38,13 +38,3 @@ RENAMED_VALUES: dict[tuple[str, str], dict[str, str]] = {
     ("tma", "on_trainer_loss"): {"redeal": "reassign", "leave": "drop"},
 }
 """{(strategy, option): {value in 0.1.0: value today}}."""
-
-
-def new_name(strategy: str, option: str) -> str | None:
-    """The option of a strategy that replaced ``option``; None if none did."""
-    return RENAMED.get(strategy, {}).get(option)
-
-
-def new_value(strategy: str, option: str, value: object) -> str | None:
-    """The value that replaced ``value``; None if none did."""
-    return RENAMED_VALUES.get((strategy, option), {}).get(str(value))

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from gnnfleet.config.renamed import new_name, new_value
+from gnnfleet.config.renamed import RENAMED, RENAMED_VALUES
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.strategies.registry import all_specs
 from gnnfleet.strategies.spec import StrategySpec
@@ -33,8 +33,9 @@ def explain(error: ValidationError, spec: StrategySpec[Any], prefix: str = "") -
     key = prefix + ".".join(path)
     if first["type"] == "extra_forbidden":
         return f"no setting {key!r}: {_suggestion(key, spec)}"
-    if name := new_value(spec.name, key.removeprefix("strategy."), first["input"]):
-        return f"{key}={first['input']} is called {key}={name} since version 0.2"
+    new_values = RENAMED_VALUES.get((spec.name, key.removeprefix("strategy.")), {})
+    if value := new_values.get(str(first["input"])):
+        return f"{key}={first['input']} is called {key}={value} since version 0.2"
     if first["type"] == "value_error":
         return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
     messages = dict.fromkeys(other["msg"].lower() for other in error.errors() if _error_path(other) == path)
@@ -57,7 +58,7 @@ def _shortened(value: Any) -> str:
 def _suggestion(key: str, spec: StrategySpec[Any]) -> str:
     """Suggest a setting in place of an unknown one: the same name in another group, else the most similar name."""
     group, _, option = key.rpartition(".")
-    if group == "strategy" and (name := new_name(spec.name, option)):
+    if group == "strategy" and (name := RENAMED.get(spec.name, {}).get(option)):
         return f"it is called strategy.{name} since version 0.2"
     names = _setting_names(spec)
     same = [name for name in names if name.rpartition(".")[2] == option]

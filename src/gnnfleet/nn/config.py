@@ -19,8 +19,6 @@ TEMPORAL_MODELS = ("tgn", "tgn-id", "tgat")
 TEMPORAL_DEFAULTS: dict[str, Any] = {"hidden": 100, "layers": 1, "heads": 2, "dropout": 0.2, "pairs": True}
 """Defaults of temporal models where they differ from those of the other models."""
 
-SAGE_AGGRS = ("mean", "max", "pool")
-
 
 class ModelConfig(BaseModel):
     """Settings of a model. The description of a field names the models that read it; others ignore it."""

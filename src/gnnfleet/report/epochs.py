@@ -6,27 +6,21 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 
-class EpochDisplay(Protocol):
-    """Shows every epoch."""
-
-    def show(self, row: Mapping[str, Any]) -> None: ...
-
-
-class NoDisplay:
-    """The default of library calls."""
+class EpochDisplay:
+    """Takes the row of every epoch; this one shows nothing, the default of library calls."""
 
     def show(self, row: Mapping[str, Any]) -> None:
         return None
 
 
-class _PlainEpochs:
+class _PlainEpochs(EpochDisplay):
     def __init__(self, total: int, every: float = 3.0) -> None:
         self._total, self._every = total, every
         self._last = 0.0
@@ -38,7 +32,7 @@ class _PlainEpochs:
             print(f"epoch {row['epoch']}/{self._total}  {format_epoch(row)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-class _LiveEpochs:
+class _LiveEpochs(EpochDisplay):
     def __init__(self, display: RichProgress, total: int) -> None:
         self._display = display
         self._task = display.add_task("train", total=total, metrics="")
@@ -51,7 +45,7 @@ class _LiveEpochs:
 def show_epochs(total: int, *, quiet: bool = False) -> Iterator[EpochDisplay]:
     """A display that suits standard error: live on a terminal, plain lines elsewhere."""
     if quiet:
-        yield NoDisplay()
+        yield EpochDisplay()
     elif not sys.stderr.isatty():
         yield _PlainEpochs(total)
     else:

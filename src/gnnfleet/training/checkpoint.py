@@ -44,6 +44,13 @@ class TrainState:
     best_loss: float | None = None
 
 
+class CheckpointSink:
+    """Takes checkpoints; this one drops them, for runs without a directory."""
+
+    def save(self, name: str, state: State, position: TrainState) -> None:
+        return None
+
+
 def save_checkpoint(path: Path, state: State, position: TrainState, *, seed: int, world: World | None = None) -> None:
     """Collective. Replace the checkpoint at ``path``; if writing fails the old one stays. Raises RunError.
 
@@ -87,9 +94,10 @@ def _rank_tensors(state: State) -> dict[str, Tensor]:
     return {**state.get(SHARDED, {}), **{f"{RANK_LOCAL}/{name}": t for name, t in state.get(RANK_LOCAL, {}).items()}}
 
 
-def _put(file: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(_unshared(tensors), file)
-    _to_disk(file)
+def _put(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(_unshared(tensors), path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -243,18 +251,10 @@ def rank_file(rank: int) -> str:
 @contextmanager
 def _as_run_error(path: Path) -> Iterator[None]:
     """Turn any error inside into one RunError about the checkpoint."""
+    damage = (StoreError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, OSError)
     try:
         yield
-    except (
-        StoreError,
-        SafetensorError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        ArithmeticError,
-        OSError,
-    ) as error:
+    except damage as error:
         raise RunError(
             f"checkpoint {path} is damaged: {_first_line(error)}; use another checkpoint or train again"
         ) from error
@@ -263,8 +263,3 @@ def _as_run_error(path: Path) -> Iterator[None]:
 def _first_line(error: Exception) -> str:
     text = str(error).split(": make")[0].split(". Make")[0]
     return text.replace(", make it again from the source", "")
-
-
-def _to_disk(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

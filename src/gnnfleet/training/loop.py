@@ -12,29 +12,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from gnnfleet.errors import RunError
-from gnnfleet.report.epochs import EpochDisplay, NoDisplay
+from gnnfleet.report.epochs import EpochDisplay
 from gnnfleet.report.metrics import MetricsSink
 from gnnfleet.strategies.protocol import RAW_WEIGHTS, SHARDED, State, StepRecord, Strategy
 from gnnfleet.tasks.train_options import TrainConfig
-from gnnfleet.training.checkpoint import TrainState
+from gnnfleet.training.checkpoint import CheckpointSink, TrainState
 from gnnfleet.training.phase_profiler import PhaseProfiler
-
-
-class CheckpointSink(Protocol):
-    """Writes checkpoints."""
-
-    def save(self, name: str, state: State, position: TrainState) -> None: ...
-
-
-class NoCheckpoints:
-    """Writes nothing, for runs without a directory."""
-
-    def save(self, name: str, state: State, position: TrainState) -> None:
-        return None
-
 
 BroadcastFromFirst = Callable[[dict[str, Any]], dict[str, Any]]
 """Collective. Returns rank 0's argument on every rank; JSON values."""
@@ -47,9 +33,9 @@ class LoopConfig:
     train: TrainConfig
     metric: str
     validates: bool  # there are val nodes
-    checkpoints: CheckpointSink = field(default_factory=NoCheckpoints)
+    checkpoints: CheckpointSink = field(default_factory=CheckpointSink)
     sinks: Sequence[MetricsSink] = ()
-    display: EpochDisplay = field(default_factory=NoDisplay)
+    display: EpochDisplay = field(default_factory=EpochDisplay)
     broadcast: BroadcastFromFirst = lambda message: message
     profiler: PhaseProfiler = field(default_factory=PhaseProfiler)
 

@@ -29,6 +29,7 @@ from gnnfleet.report.remarks import print_note
 from gnnfleet.report.run_record import versions
 from gnnfleet.strategies.protocol import SHARDED, State
 from gnnfleet.training.checkpoint import (
+    CheckpointSink,
     TrainState,
     has_rank_local,
     load_checkpoint,
@@ -43,7 +44,7 @@ MODEL_COPY = "model.py"
 """Copy of a custom model file as it was when the run started. Runs execute the original, not the copy."""
 
 
-class RunDirectory:
+class RunDirectory(CheckpointSink):
     """A run on disk, and its checkpoint sink. ``on_checkpoint`` is called with the epoch of each new ``last``."""
 
     def __init__(

@@ -23,7 +23,8 @@ from gnnfleet.report.run_record import RunRecord, versions
 from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.training.build import BuiltRun
-from gnnfleet.training.loop import LoopConfig, NoCheckpoints, Outcome, fit
+from gnnfleet.training.checkpoint import CheckpointSink
+from gnnfleet.training.loop import LoopConfig, Outcome, fit
 from gnnfleet.training.phase_profiler import PhaseProfiler, RankProfiler
 from gnnfleet.training.resume import ResumePoint
 from gnnfleet.training.run_dir import RunDirectory
@@ -118,7 +119,7 @@ def _fit(
             train=config.train,
             metric=built.task.metric,
             validates=built.has("val"),
-            checkpoints=directory or NoCheckpoints(),
+            checkpoints=directory or CheckpointSink(),
             sinks=sinks,
             display=stack.enter_context(show_epochs(config.train.epochs, quiet=quiet)),
             broadcast=lambda message: broadcast_json(uncounted, message),
