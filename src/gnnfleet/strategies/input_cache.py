@@ -17,10 +17,12 @@ MAX_CACHED_RELATIONS = 8
 """Edge types up to which ``auto`` caches an aggregate for each: more take too much memory."""
 
 
-def should_cache_aggregate(option: CacheInputs, *, hides: bool) -> bool:
-    """True unless steps hide edges, which a cached aggregate would include; raises ConfigError if that was set."""
+def should_cache_aggregate(option: CacheInputs, *, hides: bool, relations: int = 1) -> bool:
+    """False if steps hide edges, which a cached aggregate would include; raises ConfigError if the option is true."""
     if hides and option is True:
         raise ConfigError("strategy.cache_inputs=true would show hidden edges: use it with link.exclude=none")
+    if option == "auto" and relations > MAX_CACHED_RELATIONS:
+        return False
     return bool(option) and not hides
 
 

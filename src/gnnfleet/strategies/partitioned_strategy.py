@@ -20,12 +20,7 @@ from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.embedding import embedding_ids
 from gnnfleet.sharded.full_batch.ring_view import RingView
-from gnnfleet.strategies.input_cache import (
-    MAX_CACHED_RELATIONS,
-    CacheInputs,
-    precompute_aggregate,
-    should_cache_aggregate,
-)
+from gnnfleet.strategies.input_cache import CacheInputs, precompute_aggregate, should_cache_aggregate
 from gnnfleet.strategies.job import PRECISIONS, Job, autocast
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.protocol import IDS_SUFFIX, SHARDED, Prediction, Reporting, State
@@ -131,10 +126,9 @@ class PartitionedStrategy(Reporting):
 
     def _aggregate(self, option: CacheInputs) -> Aggregate | None:
         """The first layer's aggregate, if it is cached."""
-        few_relations = len(self._view.edge_types) <= MAX_CACHED_RELATIONS or option is True
-        if not few_relations or not should_cache_aggregate(option, hides=self._task.masks_edges):
-            return None
-        return precompute_aggregate(option, self.model, self._view, self._x)
+        if should_cache_aggregate(option, hides=self._task.masks_edges, relations=len(self._view.edge_types)):
+            return precompute_aggregate(option, self.model, self._view, self._x)
+        return None
 
     @cached_property
     def _x(self) -> Any:

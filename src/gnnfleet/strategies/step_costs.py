@@ -23,12 +23,7 @@ from gnnfleet.report.memory import peak_tensors
 from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.sharded.step_tracer import StepTrace, trace_step
 from gnnfleet.strategies.estimates import MEMORY_SLACK, PlanningContext
-from gnnfleet.strategies.input_cache import (
-    MAX_CACHED_RELATIONS,
-    CacheInputs,
-    precompute_aggregate,
-    should_cache_aggregate,
-)
+from gnnfleet.strategies.input_cache import CacheInputs, precompute_aggregate, should_cache_aggregate
 from gnnfleet.strategies.job import PRECISIONS, Job, autocast
 from gnnfleet.strategies.sampling_options import FanoutOption, parse_fanouts
 
@@ -63,9 +58,8 @@ class WeightBytes:
 
 def caches_aggregate(job: Job, option: CacheInputs) -> bool:
     """True if training will cache the first layer's aggregate, if memory allows."""
-    if len(job.graph.edges) > MAX_CACHED_RELATIONS and option is not True:
-        return False
-    return should_cache_aggregate(option, hides=job.task.masks_edges) and can_precompute(job.model, job.graph)
+    is_allowed = should_cache_aggregate(option, hides=job.task.masks_edges, relations=len(job.graph.edges))
+    return is_allowed and can_precompute(job.model, job.graph)
 
 
 def trace_full_batch(context: PlanningContext, option: CacheInputs, has_many_sources: Sequence[bool] = ()) -> StepTrace:

@@ -24,12 +24,7 @@ from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.layerwise import layer_bytes, layerwise_inference
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.strategies.batch_inputs import PreparedBatch
-from gnnfleet.strategies.input_cache import (
-    MAX_CACHED_RELATIONS,
-    concat_columns,
-    precompute_aggregate,
-    should_cache_aggregate,
-)
+from gnnfleet.strategies.input_cache import concat_columns, precompute_aggregate, should_cache_aggregate
 from gnnfleet.strategies.job import PRECISIONS, Job, autocast
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.local.minibatches import MiniBatchMaker
@@ -203,22 +198,18 @@ class LocalStrategy(Reporting):
 
     def _precompute(self) -> Aggregate | None:
         """The first layer's aggregate of all rows, if the config and the model allow caching it."""
-        task, option = self._job.task, self._config.cache_inputs
-        if not should_cache_aggregate(option, hides=task.masks_edges) or (option == "auto" and not self._fits_memory()):
+        job, option = self._job, self._config.cache_inputs
+        is_allowed = should_cache_aggregate(option, hides=job.task.masks_edges, relations=len(job.graph.edges))
+        if not is_allowed or (option == "auto" and not self._fits_memory()):
             return None
         return precompute_aggregate(option, self.model, self._view, self._x)
 
     def _fits_memory(self) -> bool:
-        """True if ``auto`` may cache aggregates: few edge types and, for sampled training, little memory."""
+        """True if ``auto`` may cache aggregates: for sampled training they have to be small."""
         graph = self._job.graph
-        if len(graph.edges) > MAX_CACHED_RELATIONS:
-            return False
-        numbers = sum(graph.nodes[kind.dst].count * self._feature_width(kind.src) for kind in graph.edges)
+        widths = {kind: 0 if nodes.x is None else int(nodes.x.shape[1]) for kind, nodes in graph.nodes.items()}
+        numbers = sum(graph.nodes[kind.dst].count * widths[kind.src] for kind in graph.edges)
         return self._config.fanouts is None or numbers * self._dtype.itemsize <= self._job.evaluation_memory
-
-    def _feature_width(self, kind: str) -> int:
-        x = self._job.graph.nodes[kind].x
-        return 0 if x is None else int(x.shape[1])
 
     def _choose_order(self) -> dict[str, Tensor] | None:
         order, is_sampled = self._config.order, self._config.is_sampled

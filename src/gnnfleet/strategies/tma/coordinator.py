@@ -170,19 +170,13 @@ class Coordinator:
 
         Raises the error that ended the coordinator.
         """
-        while True:
-            try:
-                closed = self._results.get(timeout=0.5)
-            except queue.Empty:
-                if not self._thread.is_alive() and self._results.empty():
-                    raise ExchangeError("the thread of the coordinator ended without an error") from None
-                continue
-            if isinstance(closed, BaseException):
-                raise closed
-            self._room.release()
-            snapshot = closed[1] or self._newest
-            assert snapshot is not None
-            return closed[0], snapshot
+        closed = self._results.get()
+        if isinstance(closed, BaseException):
+            raise closed
+        self._room.release()
+        stats, snapshot = closed[0], closed[1] or self._newest
+        assert snapshot is not None
+        return stats, snapshot
 
     def close(self) -> bool:
         """Mark the run as done; False if a correction is still being computed."""
@@ -452,8 +446,8 @@ class Coordinator:
 
         A trainer that failed keeps its nodes: they might cause the same error in another trainer.
         """
-        notice = self.messages.read_exit(i)
-        return self._records[i].silent_seconds > self.config.give_up if notice is None else not notice.failed
+        failed = self.messages.read_exit(i)
+        return self._records[i].silent_seconds > self.config.give_up if failed is None else not failed
 
     def _report_missing(self, state: RunState, updates: Mapping[int, TrainerUpdate]) -> None:
         missing = []

@@ -75,13 +75,6 @@ class TrainerUpdate:
 
 
 @dataclass(frozen=True)
-class TrainerExit:
-    """Notice that a trainer has ended; ``failed``: by its own error."""
-
-    failed: bool
-
-
-@dataclass(frozen=True)
 class PublishedRun:
     """A run for trainers on other machines: its spec as JSON, and the source of its model file."""
 
@@ -253,9 +246,10 @@ class RunMessages:
     def write_exit(self, trainer: int, *, failed: bool = False) -> None:
         self.store.write(f"exited/{trainer}", {"failed": failed})
 
-    def read_exit(self, trainer: int) -> TrainerExit | None:
+    def read_exit(self, trainer: int) -> bool | None:
+        """True if a trainer has ended by its own error, False if by another cause; None if it has not ended."""
         message = self.store.read(f"exited/{trainer}")
-        return None if message is None else TrainerExit(**message.fields)
+        return None if message is None else bool(message.fields["failed"])
 
     def clear_exit(self, trainer: int) -> None:
         """Remove the notice that a former process of this trainer has ended."""

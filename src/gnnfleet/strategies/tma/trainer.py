@@ -110,7 +110,6 @@ class Trainer:
         self._work: _Workload | None = None
         self._incarnation: int | None = None
         self._diverged = False  # its last update was not finite
-        self._oldest_checkpoint = 0
         self._rss_after_build = 0
         self._clock = PhaseTimer() if clock is None else clock
         self._reported_seconds = self._clock.read()
@@ -166,7 +165,7 @@ class Trainer:
 
     def _submit(self, state: RunState, update: TrainerUpdate, client: CoordinatorClient) -> None:
         """Send an update, again after a lost connection, until the round is closed: its steps are not repeated."""
-        while client.state == state and not client.replaced:
+        while _is_current(state, client):
             try:
                 self._messages.write_update(state, self._index, update)
             except ExchangeError:
@@ -310,10 +309,7 @@ class Trainer:
         if self._folder is None:
             return
         with suppress(ExchangeError):
-            newest = self._messages.read_checkpointed()
-            if newest is None or newest == self._oldest_checkpoint:
-                return
-            self._oldest_checkpoint = newest
+            newest = self._messages.read_checkpointed() or 0
             for path in self._folder.glob("*.safetensors"):
                 if path.stem.isdecimal() and int(path.stem) < newest:
                     path.unlink(missing_ok=True)
@@ -325,8 +321,6 @@ class Trainer:
         with safe_open(path, framework="pt") as file:
             fields = json.loads(file.metadata()["trainer"])
             optimizer = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if fields["next"] != round:
-            return None
         (epoch, step), (name, number, members) = fields["place"], fields["deal"]
         return _TrainerCheckpoint(optimizer, (epoch, step), (name, number, tuple(members)))
 
@@ -343,10 +337,8 @@ def _reconnected(messages: RunMessages) -> RunMessages:
     """Replace a lost connection; retries without limit."""
     while True:
         time.sleep(RETRY_INTERVAL)
-        try:
+        with suppress(ExchangeError):
             return messages.reconnect()
-        except ExchangeError:
-            continue
 
 
 def _wait_newer(client: CoordinatorClient, last: RunState | None) -> RunState | None:
