@@ -12,7 +12,8 @@ from gnnfleet.comm.halo_exchange import ExchangePlan
 from gnnfleet.errors import ConfigError
 from gnnfleet.sharded.step_tracer import RouteKey, StepTrace, TracedExchange
 from gnnfleet.strategies.estimates import MEMORY_SLACK
-from gnnfleet.strategies.sar.memory_plan import MemoryChoice, MemoryNeeds, UserChoice, choose_memory_plan
+from gnnfleet.strategies.sar.config import SarConfig
+from gnnfleet.strategies.sar.memory_plan import MemoryChoice, MemoryNeeds, choose_memory_plan
 
 MIB = 2**20
 IN, OUT = ("node", "in"), ("node", "out")
@@ -50,8 +51,8 @@ def test_memory_of_exchanged_rows_grows_with_group_and_prefetch() -> None:
         == mib(needs, MemoryChoice(4, 9))
         == pytest.approx(10 + MEMORY_SLACK * (5 + 2 * 7))
     )
-    alone = make_needs([0], [exchange(0, MIB)], resident=1, tensors=1)
-    assert mib(alone, MemoryChoice(1, 1)) == pytest.approx(1 + MEMORY_SLACK)
+    single = make_needs([0], [exchange(0, MIB)], resident=1, tensors=1)
+    assert mib(single, MemoryChoice(1, 1)) == pytest.approx(1 + MEMORY_SLACK)
 
 
 def test_memory_of_cached_rows_replaces_a_refetch() -> None:
@@ -80,7 +81,7 @@ def test_memory_of_cached_rows_replaces_a_refetch() -> None:
 def test_more_memory_allows_more_upgrades(limit: float, expected: MemoryChoice) -> None:
     needs = make_needs([0, 2, 2, 2], [exchange(0, MIB, cacheable=True), exchange(0, MIB // 4, refetch=True)], tensors=1)
     expected_mib = mib(needs, expected)
-    choice, remark = choose_memory_plan(needs, int(limit * MIB), 4, UserChoice(), lambda peak: peak)
+    choice, remark = choose_memory_plan(needs, int(limit * MIB), 4, SarConfig(), lambda peak: peak)
     assert choice == expected, (expected_mib, remark)
     assert f"of {limit} MiB per worker" in remark and f"{expected_mib:.0f} MiB" in remark
 
@@ -88,7 +89,7 @@ def test_more_memory_allows_more_upgrades(limit: float, expected: MemoryChoice) 
 def test_the_worst_rank_decides_and_the_error_names_its_minimum() -> None:
     needs = make_needs([0, 1], [exchange(0, MIB)], resident=3)
     with pytest.raises(ConfigError, match=re.escape("a worker needs at least 50 MiB (group 1, prefetch 0)")) as error:
-        choose_memory_plan(needs, 10 * MIB, 2, UserChoice(), lambda _: 50.0 * MIB)
+        choose_memory_plan(needs, 10 * MIB, 2, SarConfig(), lambda _: 50.0 * MIB)
     assert "found --memory 10 MiB: use more workers, more memory" in str(error.value)
 
 
@@ -101,6 +102,6 @@ def test_the_worst_rank_decides_and_the_error_names_its_minimum() -> None:
         ({"cache_for_backward": True, "group": 1, "prefetch": 0}, MemoryChoice(1, 0, (0,))),
     ],
 )
-def test_options_of_the_user_are_never_changed(options: dict[str, Any], expected: MemoryChoice) -> None:
+def test_options_that_are_set_are_never_changed(options: dict[str, Any], expected: MemoryChoice) -> None:
     needs = make_needs([0, 1, 1, 1], [exchange(0, MIB, cacheable=True)])
-    assert choose_memory_plan(needs, 2**40, 4, UserChoice(**options), lambda peak: peak)[0] == expected
+    assert choose_memory_plan(needs, 2**40, 4, SarConfig(**options), lambda peak: peak)[0] == expected

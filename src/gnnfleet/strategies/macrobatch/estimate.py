@@ -178,10 +178,6 @@ class _EpochEstimator:
         )
 
     def _reasons(self, batches: int, sampling: float, work: float, transfer: float) -> tuple[str, ...]:
+        steps = f"{self.steps} steps: sampling {sampling:.2g} s, layers {work:.2g} s each; transfer {transfer:.2g} s"
         duplication = max(warmup.duplication(batches) for warmup in self.warmups)
-        reasons = [
-            f"{self.steps} steps: sampling {sampling:.2g} s, layers {work:.2g} s each; transfer {transfer:.2g} s"
-        ]
-        if batches > 1:
-            reasons.append(f"each fetched row is used {duplication:.1f} times")
-        return tuple(reasons)
+        return (steps, f"each fetched row is used {duplication:.1f} times") if batches > 1 else (steps,)

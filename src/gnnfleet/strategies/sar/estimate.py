@@ -142,10 +142,8 @@ class _StepEstimator:
         transfer = max(self.context.shared_profile.transfer_seconds(nbytes, rounds) for nbytes in sent)
         rows = [sum(load.rows for load in level) for level in self.levels]
         share = min(rows) / max(1, max(rows))
-        reasons = [f"layers {max(work):.2g} s, transfer {transfer:.2g} s"]
-        if share < 1:
-            reasons.append(f"labelled nodes need {share:.0%} of the rows of the last layer")
-        return tuple(reasons)
+        seconds = f"layers {max(work):.2g} s, transfer {transfer:.2g} s"
+        return (seconds, f"labelled nodes need {share:.0%} of the rows of the last layer") if share < 1 else (seconds,)
 
 
 FEATURE_BYTES, BYTES_PER_SAR_EDGE, BYTES_PER_ACTIVE_EDGE = 4.0, 80.0, 48.0

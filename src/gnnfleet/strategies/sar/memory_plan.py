@@ -15,6 +15,7 @@ from gnnfleet.comm.halo_exchange import ExchangePlan
 from gnnfleet.errors import ConfigError
 from gnnfleet.sharded.step_tracer import RouteKey, StepTrace, TracedExchange
 from gnnfleet.strategies.estimates import MEMORY_SLACK
+from gnnfleet.strategies.sar.config import SarConfig
 from gnnfleet.units import format_size
 
 
@@ -29,15 +30,6 @@ class MemoryChoice:
     def __str__(self) -> str:
         layers = ", ".join(str(layer + 1) for layer in self.cached_layers)
         return f"group {self.group}, prefetch {self.prefetch}" + (f", rows of layers {layers} cached" if layers else "")
-
-
-@dataclass(frozen=True)
-class UserChoice:
-    """Options set by the user; None leaves the choice open."""
-
-    group: int | None = None
-    prefetch: int | None = None
-    cache_for_backward: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -81,11 +73,15 @@ MaxOverRanks = Callable[[float], float]
 
 
 def choose_memory_plan(
-    needs: MemoryNeeds, limit: int, ranks: int, user: UserChoice, max_over_ranks: MaxOverRanks
+    needs: MemoryNeeds, limit: int, ranks: int, config: SarConfig, max_over_ranks: MaxOverRanks
 ) -> tuple[MemoryChoice, str]:
-    """Collective. (settings within ``limit`` bytes per worker, a remark); raises ConfigError if nothing fits."""
+    """Collective. (settings within ``limit`` bytes per worker, a remark); raises ConfigError if nothing fits.
+
+    Options that are not ``auto`` keep their value.
+    """
     layers = sorted({exchange.layer for exchange in needs.trace.exchanges if exchange.is_cacheable})
-    choice = MemoryChoice(user.group or 1, user.prefetch or 0, tuple(layers) if user.cache_for_backward else ())
+    cached_layers = tuple(layers) if config.cache_for_backward is True else ()
+    choice = MemoryChoice(value_or(config.group, 1), value_or(config.prefetch, 0), cached_layers)
     total = max_over_ranks(needs.bytes(choice))
     if total > limit:
         raise ConfigError(
@@ -93,7 +89,7 @@ def choose_memory_plan(
             "use more workers, more memory or a smaller model"
         )
     rejected = ""
-    for option, value in _upgrades(ranks, layers, user):
+    for option, value in _upgrades(ranks, layers, config):
         candidate = _upgraded(choice, option, value)
         peak = max_over_ranks(needs.bytes(candidate))
         if peak <= limit:
@@ -103,12 +99,17 @@ def choose_memory_plan(
     return choice, f"{choice}: {format_size(total)} of {format_size(limit)} per worker{rejected}"
 
 
-def _upgrades(ranks: int, layers: Sequence[int], user: UserChoice) -> list[tuple[str, int]]:
+def _upgrades(ranks: int, layers: Sequence[int], config: SarConfig) -> list[tuple[str, int]]:
     """(option, value), in the order in which they are tried."""
-    upgrades = [("prefetch", 1)] if user.prefetch is None else []
-    upgrades += [("cache", layer) for layer in layers] if user.cache_for_backward is None else []
+    upgrades = [("prefetch", 1)] if config.prefetch == "auto" else []
+    upgrades += [("cache", layer) for layer in layers] if config.cache_for_backward == "auto" else []
     sizes = [2**power for power in range(1, ranks.bit_length()) if 2**power < ranks]
-    return upgrades + ([("group", size) for size in (*sizes, ranks)] if user.group is None else [])
+    return upgrades + ([("group", size) for size in (*sizes, ranks)] if config.group == "auto" else [])
+
+
+def value_or(option: int | str, default: int) -> int:
+    """The value of an option; ``default`` for auto."""
+    return default if option == "auto" else int(option)
 
 
 def _upgraded(choice: MemoryChoice, option: str, value: int) -> MemoryChoice:

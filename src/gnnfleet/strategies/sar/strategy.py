@@ -30,7 +30,7 @@ from gnnfleet.strategies.job import PRECISIONS, Job, autocast
 from gnnfleet.strategies.partitioned_strategy import PartitionedStrategy, require_shard
 from gnnfleet.strategies.protocol import StepRecord
 from gnnfleet.strategies.sar.config import SarConfig
-from gnnfleet.strategies.sar.memory_plan import MemoryChoice, MemoryNeeds, UserChoice, choose_memory_plan
+from gnnfleet.strategies.sar.memory_plan import MemoryChoice, MemoryNeeds, choose_memory_plan, value_or
 
 
 class SarStrategy(PartitionedStrategy):
@@ -41,7 +41,7 @@ class SarStrategy(PartitionedStrategy):
         config.check_task(job.task)
         self._config = config
         # Evaluation prefetches one group by default; steps may not, if memory is limited.
-        group, prefetch = _or_default(config.group, 1), _or_default(config.prefetch, 1)
+        group, prefetch = value_or(config.group, 1), value_or(config.prefetch, 1)
         ring = RingExchange(job.world, group, prefetch, buffers.empty_buffer)
         self._codec = WireCodec(config.wire_dtype)
         self._active_rows = self._compute_active_rows(job, replace(ring, world=job.world.uncounted()))
@@ -89,19 +89,14 @@ class SarStrategy(PartitionedStrategy):
         return views
 
     def _choose_memory_plan(self) -> MemoryChoice:
-        """The config's settings, completed by what ``memory`` allows; raises ConfigError if nothing fits."""
+        """The config's settings; ``auto`` is chosen within the memory limit. Raises ConfigError if nothing fits."""
         config, layers = self._config, range(self.model.num_layers)
         if self._job.memory is None:
             cached_layers = tuple(layers) if config.cache_for_backward is True else ()
-            return MemoryChoice(_or_default(config.group, 1), _or_default(config.prefetch, 1), cached_layers)
-        user = UserChoice(
-            group=None if config.group == "auto" else config.group,
-            prefetch=None if config.prefetch == "auto" else config.prefetch,
-            cache_for_backward=None if config.cache_for_backward == "auto" else config.cache_for_backward,
-        )
+            return MemoryChoice(value_or(config.group, 1), value_or(config.prefetch, 1), cached_layers)
         world = self._world.uncounted()
         needs, limit = self._memory_needs(), self._job.memory
-        choice, remark = choose_memory_plan(needs, limit, world.size, user, lambda peak: max_over_ranks(world, peak))
+        choice, remark = choose_memory_plan(needs, limit, world.size, config, lambda peak: max_over_ranks(world, peak))
         self._job.log_user(remark)
         return choice
 
@@ -132,7 +127,3 @@ class SarStrategy(PartitionedStrategy):
         if isinstance(self._x, dict):
             return {kind: rows[: len(view.nodes[kind].node_ids)] for kind, rows in self._x.items()}, aggregated
         return self._x[: len(view.nodes[self._target].node_ids)], aggregated
-
-
-def _or_default(option: int | str, default: int) -> int:
-    return default if option == "auto" else int(option)
