@@ -365,7 +365,7 @@ class Coordinator:
         requested = first_update = quorum_possible = time.monotonic()
 
         def is_overdue(i: int) -> bool:
-            """True if the deadline has passed since the request; with fixed steps, since the first update or last step."""
+            """True if the deadline has passed since the request or, with fixed steps, the last step."""
             since = max(first_update, self._records[i].last_step) if config.steps else requested
             return time.monotonic() - since > config.deadline
 
