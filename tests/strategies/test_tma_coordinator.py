@@ -272,7 +272,8 @@ def test_a_restarted_coordinator_removes_the_messages_of_former_ones(messages: R
         messages.write_update(RunState(3, 2), i, update_of(2, i))
     coordinator.wait_round()
     coordinator.close()
-    assert not [key for key in messages.store.list_keys() if re.match(r"(weights|rows|update|collect)/[12]\b", key)]
+    keys = messages.store._store.list_keys()
+    assert not [key for key in keys if re.match(r"(weights|rows|update|collect)/[12]\b", key)]
 
 
 class CountingCorrection:

@@ -29,7 +29,7 @@ def test_a_round_start_is_read_as_written(messages: RunMessages, dtype: torch.dt
     for name in ("weights", "optimizer", "remote"):
         tensor, expected = getattr(start, name), getattr(written, name)
         assert (tensor is None) if expected is None else torch.equal(tensor, expected)
-    messages.remove_round(STATE, 3)
+    messages.remove_round(STATE)
     assert messages.read_round_start(STATE, dtype) is None
 
 
@@ -44,7 +44,7 @@ def test_an_update_is_read_as_written(messages: RunMessages) -> None:
     assert [getattr(update, name) for name in figures] == [getattr(written, name) for name in figures]
     assert torch.equal(update.weights, written.weights) and torch.equal(update.optimizer, written.optimizer)
     assert update.rows.keys() == rows.keys() and all(torch.equal(update.rows[name], rows[name]) for name in rows)
-    messages.remove_updates(STATE, 2)
+    messages.remove_updates(STATE)
     assert messages.read_update(STATE, 1, torch.float32) is None
 
 

@@ -174,17 +174,16 @@ class MessageStore:
         return StoredMessage(head["fields"], body)
 
     @_retried
-    def remove(self, key: str) -> None:
-        """Remove a message, if there is one."""
+    def remove_where(self, is_obsolete: Callable[[str], bool]) -> None:
+        """Remove all messages whose keys match, also those whose writer was interrupted."""
         with _connection_lost(self.address):
-            for name in (*self._pieces(key), key):
-                self._store.delete_key(name)
+            for name in self._store.list_keys():
+                if is_obsolete(name.partition("#")[0]):
+                    self._store.delete_key(name)
 
-    @_retried
-    def list_keys(self) -> set[str]:
-        """Keys of all messages and counters, also of messages whose writer was interrupted."""
-        with _connection_lost(self.address):
-            return {name.partition("#")[0] for name in self._store.list_keys()}
+    def remove(self, key: str) -> None:
+        """Remove a message, if it exists."""
+        self.remove_where(lambda other: other == key)
 
     def _pieces(self, key: str) -> list[str]:
         """Names of all pieces of a message, also of those that interrupted writers have left."""

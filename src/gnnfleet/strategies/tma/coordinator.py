@@ -308,7 +308,7 @@ class Coordinator:
         self._was_reassigned = self._assign_nodes(
             after.round, {i for i in range(self.trainers) if i in updates or not self._is_lost(i)}
         )
-        self.messages.remove_updates(state, self.trainers)
+        self.messages.remove_updates(state)
         side_bytes = 0
         if after.round < self.last:
             # A trainer that returned in this round does not have its embedding rows yet.
@@ -317,7 +317,7 @@ class Coordinator:
         else:  # the last round
             start = RoundStart(after, self.weights[:0], None, None, self._assignment_number, ())
             self.messages.write_round_start(start)
-        self.messages.remove_round(before, self.trainers)  # with updates that came after their round
+        self.messages.remove_round(before)  # with updates that came after their round
         return side_bytes
 
     def _publish(self, state: RunState, *, recipients: Sequence[int]) -> int:

@@ -202,23 +202,21 @@ class RunMessages:
     def has_update(self, state: RunState, trainer: int) -> bool:
         return self.store.has(f"update/{state.path}/{trainer}")
 
-    def remove_updates(self, state: RunState, trainers: int) -> None:
-        for trainer in range(trainers):
-            self.store.remove(f"update/{state.path}/{trainer}")
+    def remove_updates(self, state: RunState) -> None:
+        self.store.remove_where(lambda key: key.startswith(f"update/{state.path}/"))
 
-    def remove_round(self, state: RunState, trainers: int) -> None:
+    def remove_round(self, state: RunState) -> None:
         """Remove all messages of a round."""
-        self.remove_updates(state, trainers)
-        for trainer in range(trainers):
-            self.store.remove(f"rows/{state.path}/{trainer}")
-        self.store.remove(f"weights/{state.path}")
+        self.store.remove_where(lambda key: f"{key}/".partition("/")[2].startswith(f"{state.path}/"))
 
     def remove_former(self, state: RunState) -> None:
         """Remove all messages of incarnations before that of ``state``."""
-        for key in self.store.list_keys():
+
+        def is_former(key: str) -> bool:
             kind, *path = key.split("/")
-            if kind in ("collect", "weights", "rows", "update") and int(path[0]) < state.incarnation:
-                self.store.remove(key)
+            return kind in ("collect", "weights", "rows", "update") and int(path[0]) < state.incarnation
+
+        self.store.remove_where(is_former)
 
     # -- liveness --
 
