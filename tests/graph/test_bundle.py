@@ -30,7 +30,7 @@ def write(path: Path, **arrays: torch.Tensor) -> Bundle:
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("shape", [(0,), (5,), (3, 4), (0, 4), (2, 3, 4)])
-def test_arrays_come_back_as_they_went(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+def test_arrays_are_read_back_bit_for_bit(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(int(np.prod(shape))).reshape(shape).to(DTYPES[name][0])
     back = write(tmp_path / "b", a=tensor).tensor("a.npy")
     assert back.dtype == tensor.dtype and torch.equal(back, tensor)
@@ -39,25 +39,25 @@ def test_arrays_come_back_as_they_went(tmp_path: Path, name: str, shape: tuple[i
 
 @given(sizes=st.lists(st.integers(0, 5), max_size=6))
 @settings(max_examples=20, deadline=None)
-def test_growing_arrays_equal_whole_ones(tmp_path_factory: pytest.TempPathFactory, sizes: list[int]) -> None:
+def test_an_array_written_in_parts_equals_the_array(tmp_path_factory: pytest.TempPathFactory, sizes: list[int]) -> None:
     path = tmp_path_factory.mktemp("grow") / "b"
-    pieces = [torch.randn(size, 3) for size in sizes]
+    parts = [torch.randn(size, 3) for size in sizes]
     with BundleWriter(path, kind="graph") as out:
         writer = out.array("a.npy", torch.float32, (3,))
-        for piece in pieces:
-            writer.append(piece)
+        for part in parts:
+            writer.append(part)
         out.commit({})
-    assert torch.equal(Bundle.open(path, "graph").tensor("a.npy"), torch.cat([*pieces, torch.empty(0, 3)]))
+    assert torch.equal(Bundle.open(path, "graph").tensor("a.npy"), torch.cat([*parts, torch.empty(0, 3)]))
 
 
-def test_writing_to_a_tensor_leaves_the_file(tmp_path: Path) -> None:
+def test_writing_to_a_tensor_does_not_change_the_file(tmp_path: Path) -> None:
     bundle = write(tmp_path / "b", a=torch.zeros(4))
     bundle.tensor("a.npy")[0] = 1
     assert Bundle.open(tmp_path / "b", "graph").tensor("a.npy")[0] == 0
     bundle.verify()
 
 
-def test_every_kind_of_damage_is_noticed(tmp_path: Path) -> None:
+def test_all_kinds_of_damage_are_detected(tmp_path: Path) -> None:
     write(tmp_path / "b", a=torch.arange(100), c=torch.zeros(3, 3), e=torch.empty(0))
     for path in sorted((tmp_path / "b").iterdir()):
         content = path.read_bytes()
@@ -90,7 +90,7 @@ def test_a_foreign_version_or_kind_is_refused(tmp_path: Path) -> None:
         Bundle.open(tmp_path / "b", "graph")
 
 
-def test_failure_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failure_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), BundleWriter(tmp_path / "b", kind="graph") as out:
         out.put("a.npy", torch.zeros(3))
         raise RuntimeError
@@ -100,7 +100,7 @@ def test_failure_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "leaving without commit is a failure too"
 
 
-def test_existing_output_is_not_replaced_unasked(tmp_path: Path) -> None:
+def test_existing_output_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     write(tmp_path / "b", a=torch.zeros(3))
     with pytest.raises(StoreError, match="--overwrite"):
         BundleWriter(tmp_path / "b", kind="graph")
@@ -124,7 +124,7 @@ while True:
 """
 
 
-def test_a_killed_writer_never_leaves_a_half_store(tmp_path: Path) -> None:
+def test_a_killed_writer_never_leaves_a_partial_store(tmp_path: Path) -> None:
     """SIGKILL at many moments: what lies at the target is absent or whole, and what lies beside it never opens."""
     for trial in range(4):
         target = tmp_path / f"t{trial % 3}"

@@ -40,9 +40,9 @@ def tables(folder: Path, *, timed: bool) -> tuple[str, str]:
     draw = np.random.default_rng(5)
     names = [f"node {i} é" for i in range(40)]
     label: list[str | None] = [("cat", "dog", "eel")[i % 3] if i % 7 else None for i in range(40)]
-    words: list[str | None] = [("train", "val", "test", None)[i % 4] for i in range(40)]
+    splits: list[str | None] = [("train", "val", "test", None)[i % 4] for i in range(40)]
     pq.write_table(
-        pa.table({"id": names, "f": draw.normal(size=40), "g": np.arange(40), "label": label, "split": words}),
+        pa.table({"id": names, "f": draw.normal(size=40), "g": np.arange(40), "label": label, "split": splits}),
         folder / "n.parquet",
     )
     ends = draw.integers(0, 40, (2, 500))
@@ -55,7 +55,7 @@ def tables(folder: Path, *, timed: bool) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_round_trip(tmp_path: Path, timed: bool) -> None:
+def test_an_exported_graph_is_imported_equal(tmp_path: Path, timed: bool) -> None:
     import_tables(classify_tables(tables(tmp_path, timed=timed)), tmp_path / "first")
     first = open_store(tmp_path / "first")
     report = export_tables(first, tmp_path / "tables")
@@ -64,7 +64,7 @@ def test_round_trip(tmp_path: Path, timed: bool) -> None:
     assert_equal(first, open_store(tmp_path / "second"))
 
 
-def test_round_trip_of_several_types(tmp_path: Path) -> None:
+def test_an_exported_heterogeneous_graph_is_imported_equal(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [3, 1], "y": [[0, 1], [1, 1]]}), tmp_path / "u.parquet")
     pq.write_table(
         pa.table({"src": [3, 1, 3], "dst": ["x", "y", "y"], "time": [2.5, 1.5, 1.5]}), tmp_path / "b.parquet"
@@ -91,7 +91,7 @@ def test_round_trip_of_several_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_graphs_in_memory_go_out_too(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_graphs_in_memory_are_exported(tmp_path: Path, dtype: torch.dtype) -> None:
     split = torch.tensor([[0, 1, 2], [2, -1, 0]])
     graph = Graph(edge_index=[[0, 1], [1, 2]], x=torch.randn(3, 2).to(dtype), y=[0, -1, 2], split=split)
     export_tables(graph, tmp_path / "out")
@@ -105,7 +105,7 @@ def test_graphs_in_memory_go_out_too(tmp_path: Path, dtype: torch.dtype) -> None
     assert pq.read_table(tmp_path / "empty" / "edges.parquet").num_rows == 0
 
 
-def test_nothing_is_left_of_a_failed_export(tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
     class Broken:
         def stage(self, name: str, total: float | None = None) -> Any:
             raise KeyboardInterrupt

@@ -16,7 +16,7 @@ ROWS, NUMBERS, TEXTS = Ids(3), Ids.from_values([7, 8, -5]), Ids.from_values(["a"
 
 @pytest.mark.parametrize("ids", [ROWS, NUMBERS, TEXTS])
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_a_mask_names_rows(ids: Ids, kind: Any) -> None:
+def test_a_mask_selects_rows(ids: Ids, kind: Any) -> None:
     found = ids.rows(kind([True, False, True]))
     assert found.tolist() == [0, 2] and found.dtype == np.int64
     assert ids.rows(kind([False] * 3)).tolist() == []
@@ -38,7 +38,7 @@ def test_a_mask_names_rows(ids: Ids, kind: Any) -> None:
         (TEXTS, [], []),
     ],
 )
-def test_rows_of_ids(ids: Ids, asked: Any, rows: list[int]) -> None:
+def test_ids_are_looked_up(ids: Ids, asked: Any, rows: list[int]) -> None:
     found = ids.rows(asked)
     assert found.tolist() == rows and found.dtype == np.int64
 
@@ -58,7 +58,7 @@ def test_rows_of_ids(ids: Ids, asked: Any, rows: list[int]) -> None:
         (TEXTS, [1, "a"], "ids of this node type are strings, found others"),
     ],
 )
-def test_what_is_no_id(ids: Ids, asked: Any, message: str) -> None:
+def test_invalid_ids_are_refused(ids: Ids, asked: Any, message: str) -> None:
     with pytest.raises(InputError) as caught:
         ids.rows(asked)
     assert message in str(caught.value) and "\n" not in str(caught.value)

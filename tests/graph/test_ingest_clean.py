@@ -66,7 +66,7 @@ def brute_force(
 
 @settings(deadline=None, max_examples=100)
 @given(lists, st.booleans(), st.sampled_from(["keep", "drop", "sum"]), st.sampled_from(["keep", "drop"]))
-def test_equals_brute_force(
+def test_cleaned_edges_equal_a_plain_implementation(
     rows: list[Row], undirected: bool, duplicates: DuplicateRule, self_loops: SelfLoopRule
 ) -> None:
     cleaned, counts = clean_edges(graph_of(rows), undirected=undirected, duplicates=duplicates, self_loops=self_loops)
@@ -78,7 +78,7 @@ def test_equals_brute_force(
 
 @settings(deadline=None, max_examples=40)
 @given(lists, st.booleans(), st.sampled_from(["keep", "drop"]))
-def test_order_by_time_stays_a_stable_one(rows: list[Row], undirected: bool, duplicates: DuplicateRule) -> None:
+def test_order_by_time_stays_stable(rows: list[Row], undirected: bool, duplicates: DuplicateRule) -> None:
     edges = clean_edges(graph_of(rows), undirected=undirected, duplicates=duplicates)[0].single_edges
     assert edges.order is not None and edges.time is not None and edges.attr is not None
     assert sorted(edges.order.tolist()) == list(range(edges.count))
@@ -92,7 +92,7 @@ def test_order_by_time_stays_a_stable_one(rows: list[Row], undirected: bool, dup
 
 @settings(deadline=None, max_examples=40)
 @given(lists)
-def test_undirected_without_duplicates_is_symmetric_and_final(rows: list[Row]) -> None:
+def test_undirected_without_duplicates_is_symmetric_and_idempotent(rows: list[Row]) -> None:
     bare = Graph(torch.tensor([row[:2] for row in rows], dtype=torch.int64).reshape(-1, 2).T, num_nodes=NODES)
     once, _ = clean_edges(bare, undirected=True, duplicates="drop")
     twice, counts = clean_edges(once, undirected=True, duplicates="drop")
@@ -103,7 +103,7 @@ def test_undirected_without_duplicates_is_symmetric_and_final(rows: list[Row]) -
 
 @settings(deadline=None, max_examples=40)
 @given(lists)
-def test_symmetry_equals_brute_force(rows: list[Row]) -> None:
+def test_is_undirected_equals_a_plain_implementation(rows: list[Row]) -> None:
     pairs = Counter(row[:2] for row in rows)
     graph = Graph(torch.tensor([row[:2] for row in rows], dtype=torch.int64).reshape(-1, 2).T, num_nodes=NODES)
     assert is_undirected(graph.edges) == (bool(rows) and all(pairs[d, s] == n for (s, d), n in pairs.items()))
@@ -116,7 +116,7 @@ def test_sum_counts_edges_without_weight() -> None:
     assert cleaned.single_edges.weight is not None and cleaned.single_edges.weight.tolist() == [2.0, 1.0]
 
 
-def test_reverse_of_two_node_types_is_a_new_edge_type() -> None:
+def test_the_reverse_between_two_node_types_is_a_new_edge_type() -> None:
     writes, cites = EdgeType("author", "writes", "paper"), EdgeType("paper", "cites", "paper")
     nodes = {"author": validated_nodes(2), "paper": validated_nodes(3)}
     edges = {

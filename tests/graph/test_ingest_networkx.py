@@ -25,7 +25,7 @@ def named_edges(graph: Graph) -> list[tuple[Any, Any]]:
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(KINDS), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
-def test_edges_equal_brute_force(kind: Any, pairs: list[tuple[int, int]]) -> None:
+def test_edges_equal_a_plain_conversion(kind: Any, pairs: list[tuple[int, int]]) -> None:
     g = kind([(f"n{s}", f"n{d}") for s, d in pairs])
     graph = from_networkx(g)
     expected = list(g.edges())
@@ -35,7 +35,7 @@ def test_edges_equal_brute_force(kind: Any, pairs: list[tuple[int, int]]) -> Non
     assert graph.undirected == (not g.is_directed())
 
 
-def test_edge_data_goes_both_ways() -> None:
+def test_both_directions_of_an_edge_have_its_data() -> None:
     g = nx.Graph()
     g.add_edge("a", "b", weight=2.5, at=7, f=[1.0, 2.0], k=1)
     g.add_edge("b", "b", at=3, f=[3.0, 4.0], k=2)
@@ -57,22 +57,22 @@ def test_edge_data_goes_both_ways() -> None:
         ([(0, 1), (1, 0)], ["(0, 1)", "(1, 0)"]),
     ],
 )
-def test_ids(nodes: list[Any], ids: list[Any]) -> None:
+def test_ids_stay_integers_or_become_strings(nodes: list[Any], ids: list[Any]) -> None:
     g = nx.Graph()
     g.add_nodes_from(nodes)
-    found = from_networkx(g).single_nodes.ids
-    assert found.values().to_pylist() == ids
-    assert found.are_rows == (nodes == list(range(len(nodes))))
+    converted = from_networkx(g).single_nodes.ids
+    assert converted.values().to_pylist() == ids
+    assert converted.are_rows == (nodes == list(range(len(nodes))))
 
 
-def test_ids_that_become_the_same_text() -> None:
+def test_ids_with_equal_text_are_refused() -> None:
     g = nx.Graph()
     g.add_nodes_from([1, "1"])
     with pytest.raises(InputError, match="unique"):
         from_networkx(g)
 
 
-def test_node_attributes() -> None:
+def test_node_attributes_become_features_labels_and_splits() -> None:
     g = nx.Graph()
     g.add_node("a", f=[1, 2], k=5, group="red", part="train", many=[1, 0])
     g.add_node("b", f=[3, 4], k=6, group="blue", part="valid", many=[0, 1])
@@ -89,7 +89,7 @@ def test_node_attributes() -> None:
     assert numbers is not None and numbers.tolist() == [5, 6, 7] and numbers.dtype == torch.int64
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_messages_name_the_bad_attribute() -> None:
     g = nx.Graph()
     g.add_node("a", f=1, part="dev", w="x")
     g.add_edge("a", "b", weight="heavy")
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 @pytest.mark.parametrize("ending", ["graphml", "gml", "graphml.gz"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_files(tmp_path: Path, ending: str, kind: Any) -> None:
+def test_files_are_read(tmp_path: Path, ending: str, kind: Any) -> None:
     g = kind()
     g.add_node("a", f=1.5, group="red")
     g.add_node("b", f=2.5, group="blue")
@@ -120,13 +120,13 @@ def test_files(tmp_path: Path, ending: str, kind: Any) -> None:
     assert torch.equal(graph.single_edges.weight, direct.single_edges.weight)  # type: ignore[arg-type]
 
 
-def test_gml_without_labels(tmp_path: Path) -> None:
+def test_gml_without_labels_uses_node_numbers(tmp_path: Path) -> None:
     path = tmp_path / "bare.gml"
     path.write_text("graph [ node [ id 4 ] node [ id 2 ] edge [ source 4 target 2 ] ]")
     assert named_edges(read_graphml(path)) == [(2, 4), (4, 2)]
 
 
-def test_files_that_are_refused(tmp_path: Path) -> None:
+def test_other_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.graphml").write_text("hello")
     for path, message in (
         (tmp_path / "bad.graphml", "cannot be read"),
@@ -137,7 +137,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
             read_graphml(path)
 
 
-def test_without_networkx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_networkx_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "networkx", None)
     with pytest.raises(ConfigError, match=r"gnnfleet\[networkx\]"):
         read_graphml(tmp_path / "a.gml")

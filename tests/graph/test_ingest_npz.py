@@ -46,13 +46,13 @@ def hetero(**changes: Any) -> dict[str, Any]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def test_edges_alone(tmp_path: Path) -> None:
+def test_edge_index_alone_is_a_graph(tmp_path: Path) -> None:
     graph = read_npz(save(tmp_path, edge_index=PAIRS))
     assert graph.name == "tiny" and graph.num_nodes == 4 and not graph.undirected
     assert pairs_of(graph) == sorted(zip(*PAIRS.tolist(), strict=True))
 
 
-def test_both_directions_are_seen(tmp_path: Path) -> None:
+def test_symmetric_edges_make_a_graph_undirected(tmp_path: Path) -> None:
     both = np.concatenate([PAIRS, PAIRS[::-1]], axis=1)
     assert read_npz(save(tmp_path, edge_index=both)).undirected
     assert not read_npz(save(tmp_path, edge_index=both, edge_weight=np.arange(8.0))).undirected
@@ -79,7 +79,7 @@ def test_compressed_features_equal_dense_ones(tmp_path: Path) -> None:
         read_npz(save(tmp_path, edge_index=PAIRS, **{k: v for k, v in parts.items() if k != "x_indptr"}))
 
 
-def test_labels_of_both_kinds(tmp_path: Path) -> None:
+def test_class_numbers_and_multi_labels_are_read(tmp_path: Path) -> None:
     single = read_npz(
         save(tmp_path, edge_index=PAIRS, y=np.array([0, -1, 2, 1]), class_names=np.array(["a", "b", "c"]))
     )
@@ -88,10 +88,11 @@ def test_labels_of_both_kinds(tmp_path: Path) -> None:
     assert several.single_nodes.multilabel and several.single_nodes.num_classes == 5
 
 
-def test_splits(tmp_path: Path) -> None:
+def test_splits_are_read_from_masks(tmp_path: Path) -> None:
     eye = np.eye(4, dtype=bool)
-    one = read_npz(save(tmp_path, edge_index=PAIRS, train_mask=eye[0], val_mask=eye[1], test_mask=eye[3])).single_nodes
-    assert one.split is not None and one.split.tolist() == [[0, 1, -1, 2]]
+    path = save(tmp_path, edge_index=PAIRS, train_mask=eye[0], val_mask=eye[1], test_mask=eye[3])
+    nodes = read_npz(path).single_nodes
+    assert nodes.split is not None and nodes.split.tolist() == [[0, 1, -1, 2]]
     ten = {
         f"{split}_masks": np.roll(np.tile(eye[0], (10, 1)), i, axis=1)
         for i, split in enumerate(("train", "val", "test"))
@@ -112,7 +113,7 @@ def test_relations_become_edge_types(tmp_path: Path) -> None:
     assert graph.edges[EdgeType("node", "r4", "node")].count == 0
 
 
-def test_node_types(tmp_path: Path) -> None:
+def test_node_types_are_read_from_offsets(tmp_path: Path) -> None:
     graph = read_npz(save(tmp_path, **hetero()))
     assert set(graph.edges) == {EdgeType("paper", "cites", "paper"), EdgeType("author", "writes", "paper")}
     assert pairs_of(graph, EdgeType("author", "writes", "paper")) == [(0, 0), (1, 2)]
@@ -123,7 +124,7 @@ def test_node_types(tmp_path: Path) -> None:
     assert author.ids.values().to_pylist() == [3, 4]
 
 
-def test_node_types_in_any_order(tmp_path: Path) -> None:
+def test_node_types_may_be_interleaved(tmp_path: Path) -> None:
     mixed = hetero(node_type=np.array([1, 0, 0, 1, 0]), node_type_offset=None, edge_index=np.array([[1, 0], [2, 4]]),
                    edge_type=np.array([0, 1]), x__author=None)  # fmt: skip
     graph = read_npz(save(tmp_path, **mixed))
@@ -131,28 +132,28 @@ def test_node_types_in_any_order(tmp_path: Path) -> None:
     assert pairs_of(graph, EdgeType("author", "writes", "paper")) == [(0, 2)]
 
 
-def test_links_without_relation(tmp_path: Path) -> None:
+def test_links_without_relations_belong_to_the_first_matching_edge_type(tmp_path: Path) -> None:
     links = {
         "valid_edge": np.array([[0, 1], [2, 3]]),
         "test_edge": np.array([[3], [0]]),
         "valid_edge_neg": PAIRS[:, :1],
     }
-    found = read_npz(save(tmp_path, edge_index=PAIRS, **links)).single_edges.links
-    assert {name: pairs.tolist() for name, pairs in found.items()} == {
+    links_read = read_npz(save(tmp_path, edge_index=PAIRS, **links)).single_edges.links
+    assert {name: pairs.tolist() for name, pairs in links_read.items()} == {
         "val": [[0, 1], [2, 3]],
         "val_neg": [[0], [1]],
         "test": [[3], [0]],
     }
 
 
-def test_links_with_relation_and_local_rows(tmp_path: Path) -> None:
+def test_links_with_relations_use_rows_of_their_types(tmp_path: Path) -> None:
     links = {"valid_edge_index": np.array([[4, 0, 3], [1, 2, 0]]), "valid_edge_type": np.array([1, 0, 1])}
     graph = read_npz(save(tmp_path, **hetero(**links)))
     assert graph.edges[EdgeType("author", "writes", "paper")].links["val"].tolist() == [[1, 0], [1, 0]]
     assert graph.edges[EdgeType("paper", "cites", "paper")].links["val"].tolist() == [[0], [2]]
 
 
-def test_names_are_ids_when_they_differ(tmp_path: Path) -> None:
+def test_node_names_are_ids_if_they_are_unique(tmp_path: Path) -> None:
     named = read_npz(save(tmp_path, edge_index=PAIRS, node_name=np.array([b"a", b"b", b"c", b"d"])))
     assert named.single_nodes.ids.values().to_pylist() == ["a", "b", "c", "d"]
     assert read_npz(save(tmp_path, edge_index=PAIRS, node_name=np.array([b"a"] * 4))).single_nodes.ids.are_rows
@@ -169,7 +170,7 @@ def test_edge_data_follows_its_edge(tmp_path: Path) -> None:
     assert edges.order is not None and edges.src[edges.order].tolist() == PAIRS[0].tolist()
 
 
-def test_unknown_arrays_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_arrays_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         read_npz(save(tmp_path, edge_index=PAIRS, graph_id=np.zeros(4), y=np.zeros(4, dtype=int)))
     assert "ignored arrays: graph_id" in caplog.text and "y" not in caplog.text.split("ignored arrays:")[1]
@@ -196,13 +197,13 @@ def test_unknown_arrays_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogC
         (hetero(x__author=np.ones((3, 3))), "author.* x has 3 rows"),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+def test_messages_name_the_bad_array(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         read_npz(save(tmp_path, **arrays))
     assert "tiny.npz" in str(caught.value)
 
 
-def test_files_that_are_no_npz(tmp_path: Path) -> None:
+def test_other_and_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no file"):
         read_npz(tmp_path / "absent.npz")
     (tmp_path / "text.npz").write_text("hello")
@@ -238,42 +239,42 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_real_files(shared_data: Path, name: str) -> None:
+def test_real_files_have_the_known_sizes(shared_data: Path, name: str) -> None:
     path = shared_data / "static" / f"{name}.npz"
     graph = read_npz(path)
     labelled = graph.nodes.get(graph.labelled_type or "", next(iter(graph.nodes.values())))
     splits = 0 if labelled.split is None else labelled.split.shape[0]
     links = sum(pairs.shape[1] for edges in graph.edges.values() for pairs in edges.links.values())
-    found = (graph.num_nodes, graph.num_edges, len(graph.nodes), len(graph.edges), splits, labelled.num_classes, links)
-    assert found == REAL[name]
+    sizes = (graph.num_nodes, graph.num_edges, len(graph.nodes), len(graph.edges), splits, labelled.num_classes, links)
+    assert sizes == REAL[name]
     offset = graph.node_offsets
     back = [e.edge_index() + torch.tensor([[offset[k.src]], [offset[k.dst]]]) for k, e in graph.edges.items()]
     keys = np.sort((torch.cat(back, 1)[0] * graph.num_nodes + torch.cat(back, 1)[1]).numpy())
-    given = np.load(path)["edge_index"].astype(np.int64)
-    assert np.array_equal(keys, np.sort(given[0] * graph.num_nodes + given[1]))
+    pairs = np.load(path)["edge_index"].astype(np.int64)
+    assert np.array_equal(keys, np.sort(pairs[0] * graph.num_nodes + pairs[1]))
 
 
-def test_a_real_file_survives_the_store(shared_data: Path, tmp_path: Path) -> None:
+def test_a_real_file_is_equal_after_saving_a_store(shared_data: Path, tmp_path: Path) -> None:
     graph = read_npz(shared_data / "static" / "hetero_acm.npz")
     again = save_store(graph, tmp_path / "acm")
     assert again.nodes.keys() == graph.nodes.keys() and again.edges.keys() == graph.edges.keys()
     assert torch.equal(again.nodes["paper"].split, graph.nodes["paper"].split)  # type: ignore[arg-type]
 
 
-def equal(one: Graph, other: Graph) -> None:
-    assert list(one.nodes) == list(other.nodes) and set(one.edges) == set(other.edges)
-    for kind, nodes in one.nodes.items():
-        again = other.nodes[kind]
+def assert_equal(first: Graph, second: Graph) -> None:
+    assert list(first.nodes) == list(second.nodes) and set(first.edges) == set(second.edges)
+    for kind, nodes in first.nodes.items():
+        again = second.nodes[kind]
         assert (nodes.count, nodes.classes) == (again.count, again.classes)
         assert nodes.ids.values().equals(again.ids.values())
         for name in ("x", "y", "split"):
             check(getattr(nodes, name), getattr(again, name))
-    for edge_type, edges in one.edges.items():
+    for edge_type, edges in first.edges.items():
         for name in ("indptr", "src", "weight", "attr", "time"):
-            check(getattr(edges, name), getattr(other.edges[edge_type], name))
-        assert edges.links.keys() == other.edges[edge_type].links.keys()
+            check(getattr(edges, name), getattr(second.edges[edge_type], name))
+        assert edges.links.keys() == second.edges[edge_type].links.keys()
         for name, pairs in edges.links.items():
-            check(pairs, other.edges[edge_type].links[name])
+            check(pairs, second.edges[edge_type].links[name])
 
 
 def check(a: torch.Tensor | None, b: torch.Tensor | None) -> None:
@@ -281,7 +282,7 @@ def check(a: torch.Tensor | None, b: torch.Tensor | None) -> None:
     assert a is None or b is None or (a.dtype == b.dtype and torch.equal(a, b))
 
 
-def test_written_files_read_the_same(tmp_path: Path) -> None:
+def test_written_files_are_read_back_equal(tmp_path: Path) -> None:
     eye = np.eye(4, dtype=bool)
     homogeneous = save(
         tmp_path,
@@ -309,10 +310,10 @@ def test_written_files_read_the_same(tmp_path: Path) -> None:
     graphs.append(Graph.of({"user": validated_nodes(4)}, {likes: validated_edges(PAIRS, num_src=4, num_dst=4)}))
     for graph in graphs:
         write_npz(graph, tmp_path / "again.npz")
-        equal(graph, read_npz(tmp_path / "again.npz"))
+        assert_equal(graph, read_npz(tmp_path / "again.npz"))
 
 
-def test_what_the_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_graphs_that_the_layout_cannot_hold_are_refused(tmp_path: Path) -> None:
     edges = {
         EdgeType("node", "a", "node"): validated_edges(PAIRS, num_src=4, num_dst=4, weight=np.ones(4)),
         EdgeType("node", "b", "node"): validated_edges(PAIRS, num_src=4, num_dst=4),

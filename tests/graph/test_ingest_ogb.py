@@ -87,7 +87,7 @@ def pairs_of(graph: Graph, kind: EdgeType = EDGE) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("make", [text_set, binary_set])
-def test_one_node_type(tmp_path: Path, make: Any) -> None:
+def test_datasets_of_one_node_type_are_read(tmp_path: Path, make: Any) -> None:
     graph = read_ogb(make(tmp_path / "ogbn_arxiv"))
     nodes = graph.single_nodes
     assert graph.name == "ogbn_arxiv" and pairs_of(graph) == sorted(map(tuple, PAIRS.T.tolist()))
@@ -98,7 +98,7 @@ def test_one_node_type(tmp_path: Path, make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [hetero_text, hetero_binary])
-def test_several_node_types(tmp_path: Path, make: Any) -> None:
+def test_heterogeneous_datasets_are_read(tmp_path: Path, make: Any) -> None:
     graph = read_ogb(make(tmp_path / "ogbn_mag"))
     assert {kind: table.count for kind, table in graph.nodes.items()} == {"author": 2, "paper": 4}
     assert pairs_of(graph, EdgeType("author", "writes", "paper")) == [(0, 3), (1, 0)]
@@ -111,7 +111,7 @@ def test_several_node_types(tmp_path: Path, make: Any) -> None:
         assert author.ids.values().to_pylist() == [55, 77]
 
 
-def test_sets_listed_one_way_get_both(tmp_path: Path) -> None:
+def test_undirected_datasets_get_both_directions(tmp_path: Path) -> None:
     expected = sorted([*map(tuple, PAIRS.T.tolist()), *map(tuple, PAIRS[::-1].T.tolist())])
     products = read_ogb(text_set(tmp_path / "ogbn_products"))
     assert products.undirected and pairs_of(products) == expected
@@ -122,7 +122,7 @@ def test_sets_listed_one_way_get_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "ids"), [("dcba", list("dcba")), ("aabb", [0, 1, 2, 3]), ([9, 8, 7, 6], [9, 8, 7, 6])]
 )
-def test_original_ids_where_they_are_unique(tmp_path: Path, names: Any, ids: list[Any]) -> None:
+def test_original_ids_are_used_if_they_are_unique(tmp_path: Path, names: Any, ids: list[Any]) -> None:
     folder = text_set(tmp_path / "ogbn_x")
     put(
         folder / "mapping/nodeidx2paperid.csv.gz",
@@ -133,7 +133,7 @@ def test_original_ids_where_they_are_unique(tmp_path: Path, names: Any, ids: lis
     assert read_ogb(folder).single_nodes.ids.values().to_pylist() == ids
 
 
-def test_edge_data(tmp_path: Path) -> None:
+def test_edge_data_is_read(tmp_path: Path) -> None:
     folder = text_set(tmp_path / "ogbl_y")
     put(folder / "raw/edge_weight.csv.gz", [1, 2, 0.5, 4])
     put(folder / "raw/edge_year.csv.gz", [1999, 1998, 2001, 2000])
@@ -166,7 +166,7 @@ def links_set(folder: Path, values: dict[str, Any], **options: Any) -> Path:
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_links_with_negatives(tmp_path: Path, convert: Any, zipped: bool) -> None:
+def test_links_and_their_negatives_are_read(tmp_path: Path, convert: Any, zipped: bool) -> None:
     held = {"edge": convert(np.array([[0, 3], [1, 3]])), "edge_neg": convert(np.array([[3, 0]]))}
     folder = links_set(tmp_path / "ogbl_z", held, _use_new_zipfile_serialization=zipped)
     links = read_ogb(folder).single_edges.links
@@ -178,7 +178,7 @@ def test_links_with_negatives(tmp_path: Path, convert: Any, zipped: bool) -> Non
     }
 
 
-def test_links_saved_under_an_older_numpy(tmp_path: Path) -> None:
+def test_links_saved_with_an_older_numpy_are_read(tmp_path: Path) -> None:
     folder = links_set(tmp_path / "ogbl_z", {"edge": np.array([[0, 3], [1, 3]])})
     for path in (folder / "split" / "target").iterdir():
         with zipfile.ZipFile(path) as old:
@@ -189,7 +189,7 @@ def test_links_saved_under_an_older_numpy(tmp_path: Path) -> None:
     assert read_ogb(folder).single_edges.links["val"].tolist() == [[0, 1], [3, 3]]
 
 
-def test_several_negatives_per_link(tmp_path: Path) -> None:
+def test_several_negatives_per_link_become_consecutive_pairs(tmp_path: Path) -> None:
     held = {
         "source_node": np.array([0, 1]),
         "target_node": np.array([3, 2]),
@@ -200,7 +200,7 @@ def test_several_negatives_per_link(tmp_path: Path) -> None:
     assert links["test_neg"].tolist() == [[0, 0, 1, 1], [1, 2, 0, 3]]
 
 
-def test_links_of_a_knowledge_graph(tmp_path: Path) -> None:
+def test_links_of_a_knowledge_graph_are_grouped_by_relation(tmp_path: Path) -> None:
     held = {
         "head": np.array([0, 1, 2]),
         "relation": np.array([2, 0, 2]),
@@ -216,7 +216,7 @@ def test_links_of_a_knowledge_graph(tmp_path: Path) -> None:
     assert graph.edges[EdgeType("node", "r0", "node")].links["test"].tolist() == [[1], [2]]
 
 
-def test_links_of_typed_nodes(tmp_path: Path) -> None:
+def test_links_of_several_node_types_are_read(tmp_path: Path) -> None:
     folder = hetero_text(tmp_path / "ogbl_biokg")
     held = {
         "head": np.array([1, 2]),
@@ -230,7 +230,7 @@ def test_links_of_typed_nodes(tmp_path: Path) -> None:
     assert graph.edges[EdgeType("paper", "cites", "paper")].links["val"].tolist() == [[2], [3]]
 
 
-def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
+def test_messages_name_the_missing_or_bad_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not an OGB dataset"):
         read_ogb(tmp_path)
     folder = text_set(tmp_path / "set")
@@ -256,7 +256,7 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
         read_ogb(folder, split="other")
 
 
-def test_links_to_nowhere(tmp_path: Path) -> None:
+def test_links_to_missing_nodes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="held-out links val name nodes"):
         read_ogb(links_set(tmp_path / "ogbl_z", {"edge": np.array([[0, 4]])}))
     with pytest.raises(InputError, match="found hello"):

@@ -17,15 +17,15 @@ from gnnfleet.graph.ingest.pyg import from_pyg, read_pt, to_pyg
 PAIRS = torch.tensor([[0, 3, 1, 2, 2], [1, 2, 2, 0, 3]])
 
 
-def same(one: Graph, other: Graph) -> None:
+def assert_equal(first: Graph, second: Graph) -> None:
     """Every tensor of two graphs is equal, and so are types, classes and ids."""
-    assert list(one.nodes) == list(other.nodes) and list(one.edges) == list(other.edges)
-    assert one.undirected == other.undirected
-    for a, b in zip(one.nodes.values(), other.nodes.values(), strict=True):
+    assert list(first.nodes) == list(second.nodes) and list(first.edges) == list(second.edges)
+    assert first.undirected == second.undirected
+    for a, b in zip(first.nodes.values(), second.nodes.values(), strict=True):
         assert (a.count, a.classes) == (b.count, b.classes) and a.ids.values().equals(b.ids.values())
         for name in ("x", "y", "split"):
             check(getattr(a, name), getattr(b, name))
-    for c, d in zip(one.edges.values(), other.edges.values(), strict=True):
+    for c, d in zip(first.edges.values(), second.edges.values(), strict=True):
         for name in ("indptr", "src", "weight", "attr", "time", "order"):
             check(getattr(c, name), getattr(d, name))
         assert c.links.keys() == d.links.keys()
@@ -70,21 +70,21 @@ def hetero_graph() -> Graph:
     return Graph.of(nodes, edges)
 
 
-def test_data_becomes_the_same_graph() -> None:
+def test_data_becomes_an_equal_graph() -> None:
     data = full_data()
     graph = from_pyg(data, name="tiny")
     edges, nodes = graph.single_edges, graph.single_nodes
     assert graph.name == "tiny" and nodes.ids.values().to_pylist() == [10, 7, 8, 3]
     assert nodes.split is not None and nodes.split.tolist() == [[0, 1, -1, 2]]
-    given = {(s, d): i for i, (s, d) in enumerate(PAIRS.T.tolist())}
-    rows = [given[s, d] for s, d in edges.edge_index().T.tolist()]
+    position = {(s, d): i for i, (s, d) in enumerate(PAIRS.T.tolist())}
+    rows = [position[s, d] for s, d in edges.edge_index().T.tolist()]
     check(edges.weight, data.edge_weight[rows])
     check(edges.attr, data.edge_attr[rows])
     check(edges.time, data.edge_time[rows])
     assert edges.links["val"].tolist() == [[0], [3]]
 
 
-def test_round_trip_of_data() -> None:
+def test_data_is_converted_back_equal() -> None:
     graph = from_pyg(full_data())
     out = to_pyg(graph)
     assert isinstance(out, Data) and out.validate() and out.num_nodes == 4
@@ -92,7 +92,8 @@ def test_round_trip_of_data() -> None:
     again = from_pyg(out)
     # The input order of edges is not kept, so ties in time may come out otherwise.
     assert graph.single_edges.order is not None and again.single_edges.order is not None
-    same(from_pyg(full_data(x=out.x, edge_time=None)), from_pyg(to_pyg(from_pyg(full_data(x=out.x, edge_time=None)))))
+    untimed = from_pyg(full_data(x=out.x, edge_time=None))
+    assert_equal(untimed, from_pyg(to_pyg(untimed)))
     check(again.single_edges.time, graph.single_edges.time)
 
 
@@ -107,14 +108,14 @@ def test_several_splits_are_columns_in_pyg() -> None:
     assert all(torch.equal(out[word], mask) for word, mask in masks.items())
 
 
-def test_round_trip_of_heterogeneous_data() -> None:
+def test_heterogeneous_data_is_converted_back_equal() -> None:
     graph = hetero_graph()
     out = to_pyg(graph)
     assert isinstance(out, HeteroData) and out["user"].ids == ["a", "b", "c"]
-    same(graph, from_pyg(out))
+    assert_equal(graph, from_pyg(out))
 
 
-def test_node_types_known_from_edges_only() -> None:
+def test_node_types_without_a_store_are_counted_by_edges() -> None:
     data = HeteroData()
     data["user"].x = torch.ones(3, 2)
     data["user", "buys", "item"].edge_index = torch.tensor([[0, 2], [4, 1]])
@@ -122,7 +123,7 @@ def test_node_types_known_from_edges_only() -> None:
     assert {kind: table.count for kind, table in graph.nodes.items()} == {"user": 3, "item": 5}
 
 
-def test_relations_of_data() -> None:
+def test_edge_type_codes_become_edge_types() -> None:
     graph = from_pyg(
         Data(edge_index=PAIRS, edge_type=torch.tensor([2, 0, 0, 2, 2]), num_nodes=4, edge_weight=torch.arange(5.0))
     )
@@ -134,7 +135,7 @@ def test_relations_of_data() -> None:
     assert sorted(graph.edges[EdgeType("node", "r0", "node")].weight.tolist()) == [1.0, 2.0]  # type: ignore[union-attr]
 
 
-def test_events() -> None:
+def test_temporal_data_becomes_timed_edges() -> None:
     events = TemporalData(
         src=torch.tensor([0, 1, 0]), dst=torch.tensor([2, 2, 2]), t=torch.tensor([5, 2, 1]), msg=torch.ones(3, 4)
     )
@@ -143,7 +144,7 @@ def test_events() -> None:
     assert edges.attr is not None and edges.attr.shape == (3, 4)
 
 
-def test_both_directions_are_seen() -> None:
+def test_symmetric_edges_make_a_graph_undirected() -> None:
     both = torch.cat([PAIRS, PAIRS.flip(0)], 1)
     assert (
         from_pyg(Data(edge_index=both, num_nodes=4)).undirected
@@ -151,12 +152,12 @@ def test_both_directions_are_seen() -> None:
     )
 
 
-def test_plain_objects_do() -> None:
+def test_any_object_with_the_attributes_is_converted() -> None:
     graph = from_pyg(SimpleNamespace(edge_index=PAIRS, x=torch.ones(4, 2), color="red"))
     assert graph.num_nodes == 4 and graph.edges[EDGE].count == 5
 
 
-def test_what_does_not_fit_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_name_the_bad_attribute(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(InputError, match=r"edge_index = torch\.stack"):
         from_pyg(SimpleNamespace(adj_t=object(), num_nodes=3))
     with pytest.raises(InputError, match="edges node:to:node: edge_index names source 3"):
@@ -169,16 +170,16 @@ def test_what_does_not_fit_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("shape", ["object", "dataset", "dict"])
-def test_files(tmp_path: Path, shape: str) -> None:
+def test_files_are_read(tmp_path: Path, shape: str) -> None:
     for data in (full_data(), to_pyg(hetero_graph())):
         path = tmp_path / "tiny.pt"
         torch.save({"object": data, "dataset": (data.to_dict(), None, type(data)), "dict": data.to_dict()}[shape], path)
         graph = read_pt(path)
         assert graph.name == "tiny"
-        same(graph, from_pyg(data))
+        assert_equal(graph, from_pyg(data))
 
 
-def test_files_that_are_refused(tmp_path: Path) -> None:
+def test_other_and_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.pt"
     torch.save({"x": Path("needs/code")}, path)
     with pytest.raises(InputError, match=r"load it yourself and pass the object to gnnfleet\.from_pyg"):
@@ -199,7 +200,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         read_pt(tmp_path / "absent.pt")
 
 
-def test_without_torch_geometric(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_torch_geometric_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
     for use in (lambda: read_pt(tmp_path / "a.pt"), lambda: to_pyg(Graph(PAIRS))):
         with pytest.raises(ConfigError, match=r"gnnfleet\[pyg\]"):

@@ -35,20 +35,20 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
 
 
 @pytest.mark.parametrize("last", [7.0, 7.5])
-def test_events_come_as_tgb_gives_them(
+def test_events_equal_those_of_tgb(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], last: float
 ) -> None:
-    asked = {}
+    passed = {}
     data = {**EVENTS, "timestamps": np.array([1.0, 2.0, 2.0, last])}
 
-    def make(**words: Any) -> Any:
-        asked.update(words)
+    def make(**arguments: Any) -> Any:
+        passed.update(arguments)
         print("loading")
         return SimpleNamespace(full_data=data, node_feat=None, name="tgbl-wiki")
 
     stand_in(monkeypatch, make)
     import_in_memory("tgb:tgbl-wiki", tmp_path / "store", ImportRules())
-    assert asked["name"] == "tgbl-wiki" and capsys.readouterr().out == "", "its words are no result"
+    assert passed["name"] == "tgbl-wiki" and capsys.readouterr().out == "", "standard output is for results only"
     stream = EventStream.of(open_store(tmp_path / "store"))
     assert stream.src.tolist() == [0, 1, 0, 2] and stream.dst.tolist() == [3, 4, 4, 3]
     assert stream.t.tolist() == [1, 2, 2, last]
@@ -56,12 +56,12 @@ def test_events_come_as_tgb_gives_them(
     assert stream.msg is not None and stream.msg.tolist() == EVENTS["edge_feat"].tolist()
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_or_dataset_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tgb", None)
     with pytest.raises(ConfigError, match=r"gnnfleet\[tgb\]"):
         import_in_memory("tgb:tgbl-wiki", tmp_path / "store", ImportRules())
 
-    def make(**words: Any) -> Any:
+    def make(**arguments: Any) -> Any:
         raise EOFError
 
     stand_in(monkeypatch, make)

@@ -38,7 +38,7 @@ def pairs(links: Tensor) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("undirected", [True, False])
-def test_a_split_loses_no_edge_and_parts_no_pair(undirected: bool) -> None:
+def test_a_split_loses_no_edge_and_keeps_both_directions_together(undirected: bool) -> None:
     graph = random_graph(undirected=undirected)
     parted = split_links(graph, RULE, seed=3)
     before, after = pairs(graph.single_edges.edge_index()), pairs(parted.single_edges.edge_index())
@@ -54,7 +54,7 @@ def test_a_split_loses_no_edge_and_parts_no_pair(undirected: bool) -> None:
     assert abs(len({frozenset(pair) for pair in held["test"]}) - 0.1 * total) <= 1
 
 
-def test_a_split_goes_by_id_not_by_row() -> None:
+def test_a_split_depends_on_ids_not_on_rows() -> None:
     graph = random_graph(undirected=False)
     names = [f"n{i}" for i in range(60)]
     place = torch.randperm(60, generator=torch.Generator().manual_seed(1))
@@ -66,7 +66,7 @@ def test_a_split_goes_by_id_not_by_row() -> None:
     assert pairs(one.single_edges.links["test"]) != pairs(other.single_edges.links["test"])
 
 
-def test_inverse_types_go_with_their_edges() -> None:
+def test_inverse_edge_types_are_split_with_their_edges() -> None:
     graph = add_inverse_edges(random_graph(undirected=False))
     forward, backward = graph.edges
     parted = split_links(graph, RULE, seed=0)
@@ -77,7 +77,7 @@ def test_inverse_types_go_with_their_edges() -> None:
     assert len(data.splits["train"]) == parted.edges[forward].count
 
 
-def test_shares_that_cannot_be(tmp_path: Path) -> None:
+def test_wrong_shares_are_refused(tmp_path: Path) -> None:
     graph = random_graph(undirected=False)
     with pytest.raises(ConfigError, match="must sum to 1"):
         split_links(graph, SplitShares(0.5, 0.1, 0.1), seed=0)
@@ -93,7 +93,7 @@ def test_shares_that_cannot_be(tmp_path: Path) -> None:
         assert torch.equal(links.src, again.src) and torch.equal(links.dst, again.dst)
 
 
-def test_data_sets_with_links(shared_data: Path) -> None:
+def test_datasets_with_held_out_links_are_read(shared_data: Path) -> None:
     kg = link_data(add_inverse_edges(read_npz(shared_data / "static" / "kg_fb15k237.npz")))
     assert len(kg.edge_types) == 474
     assert [len(kg.splits[s]) for s in ("train", "val", "test")] == [272115, 17535, 20466]
@@ -103,13 +103,13 @@ def test_data_sets_with_links(shared_data: Path) -> None:
 
 @given(st.integers(0, 2**40), st.integers(1, 5))
 @settings(max_examples=20, deadline=None)
-def test_draws_at_ids_are_the_draws(first: int, columns: int) -> None:
+def test_uniforms_at_ids_equal_uniforms(first: int, columns: int) -> None:
     family = Draws(7, Purpose.NEGATIVE, layer=1)
     ids = first + torch.tensor([3, 0, 2])
     assert torch.equal(family.uniforms_at(ids, columns)[:, 0], family.uniforms(4, first=first)[[3, 0, 2]])
 
 
-def test_draws_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uniforms_of_many_ids_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, family = torch.arange(50) * 7, Draws(7, Purpose.NEGATIVE)
     whole = family.uniforms_at(ids, 3)
     monkeypatch.setattr(draws, "_AT_ONCE", 16)
@@ -117,7 +117,7 @@ def test_draws_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("ends", ["dst", "src", "either", "pair"])
-def test_negatives_go_by_the_positive(ends: str) -> None:
+def test_negatives_are_keyed_by_the_positive(ends: str) -> None:
     data = link_data(split_links(random_graph(undirected=True), RULE, seed=0))
     source, links, key = LinkNegativeSampler.of(data.graph), data.splits["train"], DrawKey(1, 2, 3)
     made = source.corrupt(links, key, count=3, ends=ends)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def test_negatives_go_by_the_positive(ends: str) -> None:
     assert sum((int(a), int(b)) in edges for a, b in zip(made.src, made.dst, strict=True)) <= 1
 
 
-def test_negatives_are_of_the_right_type() -> None:
+def test_negatives_have_the_node_types_of_their_edge_type() -> None:
     nodes = {"a": validated_nodes(5), "b": validated_nodes(1000)}
     kind = EdgeType("a", "likes", "b")
     made = torch.Generator().manual_seed(0)
@@ -151,7 +151,7 @@ def test_negatives_are_of_the_right_type() -> None:
 
 
 @pytest.mark.parametrize("inverse", [True, False])
-def test_hidden_edges_are_gone_with_their_reverse(inverse: bool) -> None:
+def test_masked_edges_and_their_reverses_are_removed(inverse: bool) -> None:
     graph = random_graph(undirected=not inverse)
     graph = add_inverse_edges(graph) if inverse else graph
     links = link_data(graph).splits["train"].select(torch.tensor([5, 9, 30]))
@@ -172,14 +172,14 @@ def test_hidden_edges_are_gone_with_their_reverse(inverse: bool) -> None:
     assert torch.equal(before - after, lost)
 
 
-def test_contains() -> None:
+def test_contains_finds_keys_in_ascending_keys() -> None:
     assert contains(torch.tensor([1, 4]), torch.tensor([0, 1, 4, 9])).tolist() == [False, True, True, False]
     assert not contains(torch.empty(0, dtype=torch.int64), torch.tensor([3])).any()
     empty = Links.concat([])
     assert len(empty) == 0
 
 
-def test_negatives_of_an_evaluation_are_not_held_out_links() -> None:
+def test_evaluation_negatives_avoid_held_out_links() -> None:
     data = link_data(split_links(random_graph(nodes=12, edges=60, undirected=True), RULE, seed=0))
     held = Links.concat([data.splits["val"], data.splits["test"]])
     source = LinkNegativeSampler.of(data.graph, avoid=False)
@@ -193,7 +193,7 @@ def test_negatives_of_an_evaluation_are_not_held_out_links() -> None:
     assert wrong(plain) > 10 > 2 >= wrong(aware)
 
 
-def test_hidden_edges_are_gone_from_blocks_too() -> None:
+def test_masked_edges_are_removed_from_blocks() -> None:
     graph = random_graph(undirected=True)
     links = link_data(graph).splits["train"].select(torch.arange(0, 100, 7))
     hidden = EdgeMask.of(EdgeKeys.of(graph), links)

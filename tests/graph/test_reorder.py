@@ -28,7 +28,7 @@ def test_positions_are_a_permutation_that_the_seed_determines(graph: Graph) -> N
     assert np.array_equal(position, cluster_positions(scan, seed=1))
 
 
-def test_reordering_brings_neighbours_close() -> None:
+def test_reordering_moves_neighbours_closer() -> None:
     """In forty shuffled cliques of fifty nodes, the ends of an edge are 700 positions apart on average."""
     random = torch.Generator().manual_seed(0)
     name = torch.randperm(2000, generator=random)

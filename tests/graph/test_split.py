@@ -16,7 +16,7 @@ def counts(codes: torch.Tensor) -> list[int]:
     return [int((codes == code).sum()) for code in (TRAIN, VAL, TEST, NO_SPLIT)]
 
 
-def test_rules_are_read() -> None:
+def test_rules_are_parsed() -> None:
     assert parse_rule("0.6/0.2/0.2") == SplitShares(0.6, 0.2, 0.2)
     assert parse_rule("20-per-class") == PerClassSplit(20)
     for wrong in ("", "0.6", "0.6/0.2", "0.9/0.9/0", "-0.1/0.5/0.5", "0-per-class", "x-per-class", "nan/0/0", "0/0/0"):
@@ -30,14 +30,14 @@ def test_shares_are_exact(count: int, rule: str) -> None:
     nodes = validated_nodes(count)
     codes = split_nodes(nodes, parse_rule(rule), seed=1)
     assert codes.shape == (1, count) and codes.dtype == torch.int8
-    found = counts(codes)
-    for share, size in zip(rule.split("/"), found, strict=False):
+    sizes = counts(codes)
+    for share, size in zip(rule.split("/"), sizes, strict=False):
         assert abs(size - float(share) * count) <= 1
     if sum(map(float, rule.split("/"))) == pytest.approx(1):
-        assert found[3] == 0
+        assert sizes[3] == 0
 
 
-def test_only_labelled_nodes_take_part() -> None:
+def test_only_labelled_nodes_are_split() -> None:
     y = torch.arange(100) % 5 - 1
     codes = split_nodes(validated_nodes(100, y=y), SplitShares(0.5, 0.25, 0.25))[0]
     assert torch.equal(codes == NO_SPLIT, y < 0)
@@ -47,7 +47,7 @@ def test_only_labelled_nodes_take_part() -> None:
     assert counts(split_nodes(validated_nodes(10, y=several), SplitShares(0.5, 0.25, 0.25))) == [2, 1, 1, 6]
 
 
-def test_per_class_as_planetoid_or_what_remains() -> None:
+def test_per_class_splits_follow_planetoid() -> None:
     y = torch.arange(3000) % 3
     codes = split_nodes(validated_nodes(3000, y=y), PerClassSplit(20))[0]
     assert counts(codes) == [60, 500, 1000, 1440]
@@ -63,7 +63,7 @@ def test_per_class_as_planetoid_or_what_remains() -> None:
 
 @pytest.mark.parametrize("names", [[f"né {i}" for i in range(200)], [i * i - 50 for i in range(200)]])
 @pytest.mark.parametrize("rule", ["0.5/0.2/0.3", "10-per-class"])
-def test_split_follows_the_id_not_the_row(names: list[str] | list[int], rule: str) -> None:
+def test_a_split_depends_on_ids_not_on_rows(names: list[str] | list[int], rule: str) -> None:
     y = torch.arange(200) % 4
     moved = torch.randperm(200, generator=torch.Generator().manual_seed(0))
     first = split_nodes(validated_nodes(200, y=y, ids=names), parse_rule(rule), seed=3)

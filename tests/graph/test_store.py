@@ -13,21 +13,21 @@ from gnnfleet.graph.store import EDGE_ARRAYS, NODE_ARRAYS, open_store, save_stor
 from tests.graph.strategies import graphs
 
 
-def assert_equal(one: Graph, other: Graph) -> None:
+def assert_equal(first: Graph, second: Graph) -> None:
     """Every tensor, every id."""
-    assert list(one.nodes) == list(other.nodes) and list(one.edges) == list(other.edges)
-    assert (one.name, one.undirected) == (other.name, other.undirected)
-    for kind, nodes in one.nodes.items():
+    assert list(first.nodes) == list(second.nodes) and list(first.edges) == list(second.edges)
+    assert (first.name, first.undirected) == (second.name, second.undirected)
+    for kind, nodes in first.nodes.items():
         for name in NODE_ARRAYS:
-            _assert_same(getattr(nodes, name), getattr(other.nodes[kind], name))
-        assert nodes.classes == other.nodes[kind].classes
-        assert nodes.ids.values().to_pylist() == other.nodes[kind].ids.values().to_pylist()
-    for edge_type, edges in one.edges.items():
+            _assert_same(getattr(nodes, name), getattr(second.nodes[kind], name))
+        assert nodes.classes == second.nodes[kind].classes
+        assert nodes.ids.values().to_pylist() == second.nodes[kind].ids.values().to_pylist()
+    for edge_type, edges in first.edges.items():
         for name in EDGE_ARRAYS:
-            _assert_same(getattr(edges, name), getattr(other.edges[edge_type], name))
-        assert edges.links.keys() == other.edges[edge_type].links.keys()
+            _assert_same(getattr(edges, name), getattr(second.edges[edge_type], name))
+        assert edges.links.keys() == second.edges[edge_type].links.keys()
         for name, pairs in edges.links.items():
-            _assert_same(pairs, other.edges[edge_type].links[name])
+            _assert_same(pairs, second.edges[edge_type].links[name])
 
 
 def _assert_same(a: torch.Tensor | None, b: torch.Tensor | None) -> None:
@@ -38,7 +38,7 @@ def _assert_same(a: torch.Tensor | None, b: torch.Tensor | None) -> None:
 
 @given(graph=graphs())
 @settings(max_examples=25, deadline=None)
-def test_a_store_gives_back_what_it_got(graph: Graph) -> None:
+def test_a_store_is_read_back_bit_for_bit(graph: Graph) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert_equal(graph, save_store(graph, Path(folder) / "s"))
 
@@ -50,7 +50,7 @@ def test_features_keep_their_precision(tmp_path: Path, dtype: torch.dtype) -> No
     assert stored is not None and stored.dtype == dtype and torch.equal(stored, x)
 
 
-def test_strange_names_and_ids_survive(tmp_path: Path) -> None:
+def test_unusual_names_and_ids_are_read_back(tmp_path: Path) -> None:
     ids = ["", "007", "7", " a b ", "naïve/../x", "数", "a'b\"c", "\n"]
     nodes = {
         "..": validated_nodes(len(ids), ids=ids),
@@ -101,7 +101,7 @@ def test_edges_are_sorted_by_destination_source_and_input() -> None:
         (lambda: Graph(torch.tensor([[0], [1]]), edge_weight=[1.0, 2.0]), "edge_weight has 2 rows"),
     ],
 )
-def test_wrong_input_is_named(make: object, message: str) -> None:
+def test_messages_name_the_wrong_input(make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(InputError, match=message):
         make()
