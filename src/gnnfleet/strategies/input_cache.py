@@ -13,7 +13,7 @@ from gnnfleet.nn.base import Aggregate, Model
 
 CacheInputs = Literal["auto"] | bool
 
-MAX_CACHED_RELATIONS = 8
+_MAX_CACHED_RELATIONS = 8
 """Edge types up to which ``auto`` caches an aggregate for each: more take too much memory."""
 
 
@@ -21,7 +21,7 @@ def should_cache_aggregate(option: CacheInputs, *, hides: bool, relations: int =
     """False if steps hide edges, which a cached aggregate would include; raises ConfigError if the option is true."""
     if hides and option is True:
         raise ConfigError("strategy.cache_inputs=true would show hidden edges: use it with link.exclude=none")
-    if option == "auto" and relations > MAX_CACHED_RELATIONS:
+    if option == "auto" and relations > _MAX_CACHED_RELATIONS:
         return False
     return bool(option) and not hides
 

@@ -21,7 +21,7 @@ from gnnfleet.sharded.pipeline.chunk_view import ChunkView
 from gnnfleet.sharded.pipeline.chunked_partition import ChunkedPartition, slot_of_position
 from gnnfleet.sharded.pipeline.history import HistoryStore, PipelineSlot
 from gnnfleet.sharded.pipeline.stage_halo import StageHalo
-from gnnfleet.strategies.input_cache import MAX_CACHED_RELATIONS, precompute_aggregate, should_cache_aggregate
+from gnnfleet.strategies.input_cache import precompute_aggregate, should_cache_aggregate
 from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.grid_planner import GridEstimate
@@ -41,8 +41,7 @@ def partition_features(job: Job, partition: ChunkedPartition, rows: slice = slic
 def should_cache_inputs(config: PipeConfig, job: Job) -> bool:
     """True if the first layer's aggregate is cached where the model allows it."""
     option = config.cache_inputs
-    few = len(job.graph.edges) <= MAX_CACHED_RELATIONS or option is True
-    return few and should_cache_aggregate(option, hides=job.task.masks_edges)
+    return should_cache_aggregate(option, hides=job.task.masks_edges, relations=len(job.graph.edges))
 
 
 class PipelineRank:

@@ -151,15 +151,15 @@ class Trainer:
             return True
         work = self._start_round(start)
         if not work.has_rows:  # an empty update, so that the missing rows come with the next round
-            update = TrainerUpdate(0, 0, 0.0, work.local.edges, work.pack_weights())
-            self._messages.write_update(state, self._index, update)
+            empty = TrainerUpdate(0, 0, 0.0, work.local.edges, work.pack_weights())
+            self._messages.write_update(state, self._index, empty)
             return True
         self._messages.write_ack(state, self._index)
-        trained = self._train(work, state, client)
-        if trained is not None:
+        update = self._train(work, state, client)
+        if update is not None:
             self._save_checkpoint(work, state.round + 1)
             with self._clock.phase(EXCHANGE, "weights"):
-                self._submit(state, trained, client)
+                self._submit(state, update, client)
             self._remove_checkpoints()
         return True
 
