@@ -62,7 +62,7 @@ def test_progress_names_the_stages(tmp_path):
     result = CliRunner().invoke(datasets, ["make", "events", "-o", str(tmp_path / "g"), "--set", "events=100"])
     assert result.exit_code == 0 and [line for line in result.stderr.splitlines() if ":" not in line] == [
         "generate",
-        "write",
+        "writing the store",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Features of pairs: strictly of the past, the same whatever the offset and unit of time, and what they say."""
+"""Features of pairs read past events only, do not depend on offset or unit of time, and have their defined values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks against explicit counts, and OGB's metrics written out."""
+"""Ranks equal explicit counts; metrics equal those of OGB."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gnnfleet.nn.ranking import (
 
 
 def scores(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Coarse, so that there are ties."""
+    """Coarse scores, so that there are ties."""
     return torch.randint(0, 12, shape, generator=torch.Generator().manual_seed(seed)).float() / 4
 
 
@@ -36,7 +36,7 @@ def test_ranks_among_negatives_per_positive_equal_counts() -> None:
     assert hits_at_k(torch.tensor(expected), 3) == sum(r <= 3 for r in expected) / 40
 
 
-def test_ogb_mrr() -> None:
+def test_mrr_equals_that_of_ogb() -> None:
     """ogb: rank = (optimistic + pessimistic) / 2, of which 0.5 · (greater + greater or equal) + 1."""
     positive, negative = scores(40), scores(40, 9, seed=1)
     optimistic = (negative > positive[:, None]).sum(1)
@@ -46,7 +46,7 @@ def test_ogb_mrr() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 5, 20, 200])
-def test_ogb_hits(k: int) -> None:
+def test_hits_equal_those_of_ogb(k: int) -> None:
     positive, negative = scores(50), scores(100, seed=1)
     if k > 100:
         assert ogb_hits_at_k(positive, negative, k) == 1.0

@@ -48,7 +48,7 @@ def hop(queries: int, rows: int, events: int, *, k: int = 4, seed: int = 1) -> H
 
 
 def plain_attention(layer: TemporalAttention, hop: Hop, h: Tensor, features: Tensor | None, drop: float) -> Tensor:
-    """One query after the other, keys and values of every event written out."""
+    """Reference: one query after the other, with explicit keys and values of every event."""
     masks = {
         purpose: dropout_mask(torch.Size(shape), drop, ids=hop.ids, draws=KEY.draws(purpose, layer.layer))
         for purpose, shape in (
@@ -178,7 +178,7 @@ def test_decoders_equal_their_formulas() -> None:
 
 
 def test_equal_rows_have_equal_scores() -> None:
-    """To the bit, wherever they stand."""
+    """Bit for bit, at any position."""
     torch.manual_seed(0)
     decoder = EventDecoder(100)
     for count, candidates in ((1, 1), (3, 7), (5, 130)):

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its pipe: opens a page, evaluates scripts in it, knows what went wrong there."""
+"""A headless Chromium driven through a pipe: opens a page, evaluates scripts in it, and records its errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FLAGS = (
 
 
 class Browser:
-    """One tab. ``problems`` are errors of the page: exceptions, messages of the console, what could not be loaded."""
+    """One tab. ``problems`` are errors of the page: exceptions, console messages, failed requests."""
 
     def __init__(self, folder: Path, *, width: int = 1280, height: int = 900) -> None:
         program = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -76,7 +76,7 @@ class Browser:
         return found["result"].get("value")
 
     def shoot(self, path: Path) -> None:
-        """The whole page as a picture."""
+        """Screenshot of the full page."""
         found = self._call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(found["data"]))
 

@@ -1,4 +1,4 @@
-"""Directories of runs as training leaves them, for tests of what is read from them."""
+"""Run directories as training writes them, for tests of their readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gnnfleet.io.manifest import manifest_digest
 
 
 def write_run(path: Path, *, strategy: str = "sar", workers: int = 2, epochs: int = 4, **more: Any) -> Path:
-    """A finished run; ``more`` replaces or adds files, by name without ending; None leaves one out."""
+    """Write a finished run. ``more`` replaces or adds files by name without ending; None leaves one out."""
     rows = [
         {
             "epoch": e,

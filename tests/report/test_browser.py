@@ -1,4 +1,4 @@
-"""The page in a real browser: it loads without a complaint, draws everything, sorts, hides, and keeps itself fresh."""
+"""The page in a real browser: it loads without errors, draws all sections, sorts, hides runs and refreshes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[dict[str, Any]]:
-    """One of each kind, and one that has only begun."""
+    """One run of each kind, and one without epochs."""
     paths = {
         "local": write_run(tmp_path / "local", strategy="local", workers=1, epochs=60, parts=None),
         "sar": write_run(tmp_path / "sar", epochs=12),
@@ -53,7 +53,7 @@ def click(key: str) -> str:
     return f"document.querySelector('#runs th[data-key={key}]').click()"
 
 
-def test_a_page_of_many_runs(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_the_page_draws_all_sections(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     balance = {"nodes": 1.0, "edges": 1.2, "train": 1.0}
     cuts = [
@@ -73,7 +73,7 @@ def test_a_page_of_many_runs(browser: Browser, runs: list[dict[str, Any]], tmp_p
     for name in (
         *(f"{what} over {across}" for what in ("Training loss", "Val accuracy") for across in ("steps", "seconds")),
         *("time split", "memory", "bytes sar", "bytes pipe", f"rounds {EVIL}"),
-        *("schedule of the last epoch", "lanes of the last epoch"),
+        *("schedule of the last epoch", "batches of trainers in the last epoch"),
     ):
         assert name in drawn, (name, drawn)
     headings = browser.run("[...document.querySelectorAll('h2')].map(node => node.textContent)")
@@ -82,7 +82,7 @@ def test_a_page_of_many_runs(browser: Browser, runs: list[dict[str, Any]], tmp_p
     assert browser.run("document.title") == "all" and browser.problems == []
 
 
-def test_the_table_sorts(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_a_click_on_a_heading_sorts_the_table(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(render_page(page_data(runs, title="all")))
     browser.open(page.as_uri())
@@ -99,7 +99,9 @@ def test_the_table_sorts(browser: Browser, runs: list[dict[str, Any]], tmp_path:
     assert browser.problems == []
 
 
-def test_a_run_can_be_hidden_and_hovered(browser: Browser, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_runs_are_hidden_by_a_click_and_explained_on_hover(
+    browser: Browser, runs: list[dict[str, Any]], tmp_path: Path
+) -> None:
     page = tmp_path / "page.html"
     page.write_text(render_page(page_data(runs, title="all")))
     browser.open(page.as_uri())

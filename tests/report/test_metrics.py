@@ -1,4 +1,4 @@
-"""Numbers reach TensorBoard as they reach the metrics file; a disk that is full is one message."""
+"""TensorBoard gets the numbers of the metrics file; a full disk gives one message."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_tensorboard_has_every_number_of_the_metrics_file(tmp_path: Path) -> Non
 
 
 @needs_tensorboard
-def test_words_are_not_numbers(tmp_path: Path) -> None:
+def test_tensorboard_gets_numbers_only(tmp_path: Path) -> None:
     writer = TensorBoard(tmp_path)
     writer.write({"epoch": 1, "train_loss": 0.5, "note": "text"})
     writer.close()
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_without_tensorboard_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_needs_a_missing_tensorboard_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'gnnfleet\[tensorboard\]'"):
         check_tensorboard()
@@ -49,7 +49,7 @@ def test_without_tensorboard_nothing_begins(tmp_path: Path, monkeypatch: pytest.
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_one_message() -> None:
+def test_a_full_disk_gives_one_message() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     file = MetricsFile.__new__(MetricsFile)
@@ -60,8 +60,8 @@ def test_a_full_disk_is_one_message() -> None:
         file.close()
 
 
-def test_what_is_no_number_is_null(tmp_path: Path) -> None:
-    """Also of a file that was written before that was so; and a line that nobody can have written ends the reading."""
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
+    """In files of earlier versions too. A line that is not an object ends the reading."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"epoch": 1, "val": NaN}\n{"epoch": 2, "val": -Infinity}\n')
     file = MetricsFile(path, epochs=1)

@@ -1,4 +1,4 @@
-"""Phases add up to the time that passed, the innermost counts, threads beside the training do not."""
+"""Phases add up to the elapsed time; the innermost phase counts, background threads do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gnnfleet.report.trace import pack_spans, trace_json, unpack_spans
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, which tests set."""
+    """Time of the patched clock, which tests set."""
     at = [100.0]
     monkeypatch.setattr(clock_module, "perf_counter", lambda: at[0])
     return at
@@ -35,7 +35,7 @@ def test_the_innermost_phase_counts(now: list[float]) -> None:
     assert clock.read() == {COMPUTE: 1 + 8 + 32, EXCHANGE: 2 + 16, WAIT: 4}
 
 
-def test_a_phase_that_fails_ends(now: list[float]) -> None:
+def test_an_error_ends_its_phase(now: list[float]) -> None:
     clock = PhaseTimer()
     with pytest.raises(ValueError), clock.phase(WAIT):
         now[0] += 1
@@ -60,7 +60,7 @@ def test_other_threads_are_traced_but_not_counted(now: list[float]) -> None:
     assert (span.what, span.kind, span.end - span.begin) == ("relay", WAIT, 5)
 
 
-def test_nothing_is_traced_unasked(now: list[float]) -> None:
+def test_spans_are_recorded_only_if_enabled(now: list[float]) -> None:
     clock = PhaseTimer()
     with clock.phase(WAIT, "rows"):
         now[0] += 1

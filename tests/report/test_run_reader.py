@@ -1,4 +1,4 @@
-"""What is read of a run: everything that is there, nothing that is not, whatever lies in the files."""
+"""Run directories are read during and after training; missing and damaged files are left out."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gnnfleet.report.run_reader import mean_phase_seconds, read_run, summarize, 
 from tests.report.runs import write_run
 
 
-def test_a_finished_run(tmp_path: Path) -> None:
+def test_a_finished_run_is_summarized(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "one"))
-    found = summarize(run)
+    summary = summarize(run)
     assert (run["state"], run["strategy"], run["store"]) == ("finished", "sar", "shop")
-    assert (found["epochs"], found["test"], found["epoch_seconds"], found["seconds"]) == (4, 0.86, 0.5, 2.0)
-    assert found["bytes"] == 1000 * (1 + 2) + (1 + 0) + 2 * 64 and found["rounds"] == 7
+    assert (summary["epochs"], summary["test"], summary["epoch_seconds"], summary["seconds"]) == (4, 0.86, 0.5, 2.0)
+    assert summary["bytes"] == 1000 * (1 + 2) + (1 + 0) + 2 * 64 and summary["rounds"] == 7
     assert (
         mean_phase_seconds(run)
         == [{"compute": pytest.approx(0.3), "exchange": pytest.approx(0.1), "wait": pytest.approx(0.1)}] * 2
@@ -38,7 +38,7 @@ def test_events_are_shown_beside_edgebank(tmp_path: Path) -> None:
     assert columns.index("EdgeBank") == columns.index("test mrr") + 1
 
 
-def test_trainers_are_called_so(tmp_path: Path) -> None:
+def test_workers_of_tma_are_a_coordinator_and_trainers(tmp_path: Path) -> None:
     assert worker_names(read_run(write_run(tmp_path / "one", strategy="tma"))) == [
         "coordinator",
         "trainer 0",
@@ -46,7 +46,7 @@ def test_trainers_are_called_so(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_runs_while_its_lock_is_held(tmp_path: Path) -> None:
+def test_a_run_is_running_while_its_lock_is_held(tmp_path: Path) -> None:
     path = write_run(tmp_path / "one", record=None)
     assert read_run(path)["state"] == "stopped"
     with (path / ".lock").open("w") as lock:
@@ -57,7 +57,7 @@ def test_a_run_runs_while_its_lock_is_held(tmp_path: Path) -> None:
     assert read_run(path)["state"] == "stopped"
 
 
-def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+def test_a_run_without_epochs_is_read(tmp_path: Path) -> None:
     path = write_run(tmp_path / "one", record=None, metrics=None, ranks=None, totals=None, parts=None)
     run = read_run(path)
     assert summarize(run)["epochs"] == 0 and mean_phase_seconds(run) == []
@@ -65,7 +65,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"config": 3}', "\x00\xff"])
-def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_directory_without_a_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(RunError, match="not a run"):
         read_run(tmp_path)
@@ -101,13 +101,13 @@ def test_other_types_than_expected_are_left_out(tmp_path: Path, files: dict[str,
 
 
 @pytest.mark.parametrize("words", [{"workers": "two"}, {"workers": None}, {"train": {"epochs": []}}])
-def test_a_config_without_numbers_is_no_run(tmp_path: Path, words: dict[str, Any]) -> None:
+def test_a_config_without_numbers_is_refused(tmp_path: Path, words: dict[str, Any]) -> None:
     path = write_run(tmp_path / "one", config={"config": {"strategy": {"name": "sar"}, **words}})
     with pytest.raises(RunError, match="not a run"):
         read_run(path)
 
 
-def test_text_of_users_cannot_leave_the_data(tmp_path: Path) -> None:
+def test_text_of_users_stays_inside_the_embedded_json(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><!--"
     run = read_run(write_run(tmp_path / "one", remarks=[{"text": evil}]), name=evil)
     page = render_page(page_data([run], title=evil))
@@ -116,14 +116,14 @@ def test_text_of_users_cannot_leave_the_data(tmp_path: Path) -> None:
     assert json.loads(data)["runs"][0]["name"] == evil
 
 
-def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     path = write_run(tmp_path / "one")
     (path / "metrics.jsonl").write_text('{"epoch": 1, "train_loss": NaN, "val": Infinity, "seconds": 1.0}\n')
     page = render_page(page_data([read_run(path)], title="x"))
     assert "NaN" not in page.split('id="data">')[1].split("</script>")[0]
 
 
-def test_lines_and_sparks(tmp_path: Path) -> None:
+def test_epoch_lines_and_sparklines_have_their_defined_text(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "one"))
     assert epoch_lines_since(run, 3) == ["epoch 4/4  loss 0.5000  val 0.8750  0.50 s"]
     assert (

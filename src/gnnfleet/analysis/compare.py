@@ -29,6 +29,7 @@ from gnnfleet.report.progress import NoProgress, Progress
 from gnnfleet.strategies.protocol import RANK_LOCAL
 from gnnfleet.strategies.registry import STRATEGIES, find_spec, reference_config
 from gnnfleet.training.build import validate
+from gnnfleet.training.checkpoint import has_rank_local, load_rank_local
 from gnnfleet.training.partition_cache import error_for_exit_code
 from gnnfleet.training.run_dir import RunDirectory
 
@@ -189,10 +190,10 @@ def _chosen_settings(run: Path, config: RunConfig) -> SettingsTree:
     """Settings that the strategy chose in a run."""
     if config.spec.chosen is None:
         return {}
-    directory = _open_run(run)
-    if directory.load("last") is None or not directory.has_rank_local("last", config.workers):
+    checkpoint = RunDirectory(run).checkpoint("last")
+    if not checkpoint.exists() or not has_rank_local(checkpoint, config.workers):
         return {}
-    return config.spec.chosen(directory.load_rank_local("last", 0)[RANK_LOCAL])
+    return config.spec.chosen(load_rank_local(checkpoint, 0)[RANK_LOCAL])
 
 
 def _open_run(path: Path) -> RunDirectory:

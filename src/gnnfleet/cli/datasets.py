@@ -63,7 +63,9 @@ def make_dataset(
     with make_progress(quiet) as progress:
         graph = dataset.make(config, progress)
         generated = time.perf_counter()
-        graph = save_store(graph, output, overwrite=overwrite, advance=progress.stage("write", _tensor_bytes(graph)))
+        graph = save_store(
+            graph, output, overwrite=overwrite, advance=progress.stage("writing the store", _tensor_bytes(graph))
+        )
     seconds = {"generate": generated - start, "write": time.perf_counter() - generated}
     assert graph.store is not None
     result = {

@@ -11,6 +11,7 @@ import typer
 
 from gnnfleet.cli.options import (
     CheckpointChoice,
+    CheckpointOption,
     JsonFlag,
     MemoryOption,
     QuietFlag,
@@ -36,9 +37,7 @@ class SplitChoice(StrEnum):
 def evaluate(
     run: RunArgument,
     split: Annotated[SplitChoice, typer.Option(help="Split to evaluate; all: every labelled node.")] = SplitChoice.test,
-    checkpoint: Annotated[
-        CheckpointChoice, typer.Option(help="Weights to use: best on val, or last.")
-    ] = CheckpointChoice.best,
+    checkpoint: CheckpointOption = CheckpointChoice.best,
     store: StoreOption = None,
     memory: MemoryOption = None,
     workers: WorkersOption = None,

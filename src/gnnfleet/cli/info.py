@@ -71,7 +71,7 @@ def _verify(bundles: list[Bundle], quiet: bool) -> None:
     from gnnfleet.report.progress import make_progress
 
     with make_progress(quiet) as progress:
-        advance = progress.stage("checksums", sum(bundle.nbytes for bundle in bundles))
+        advance = progress.stage("verifying checksums", sum(bundle.nbytes for bundle in bundles))
         for bundle in bundles:
             bundle.verify(advance)
 

@@ -158,3 +158,6 @@ WorkersOption = Annotated[
 class CheckpointChoice(StrEnum):
     best = "best"
     last = "last"
+
+
+CheckpointOption = Annotated[CheckpointChoice, typer.Option(help="Weights to use: best on val, or last.")]

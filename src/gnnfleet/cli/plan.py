@@ -118,15 +118,18 @@ def plan(
 
 
 def _tables(strategy_plan: StrategyPlan) -> list[Any]:
+    from gnnfleet.planner.planner import estimate_label
+
     columns = ["strategy", "training", "workers", "memory per worker", "sent per epoch", "rounds", "seconds per epoch"]
-    rows = [_row(estimate, recommended=estimate is strategy_plan.best) for estimate in strategy_plan.fits]
+    best = strategy_plan.best
+    rows = [_row(fit, ("→ " if fit is best else "") + estimate_label(fit)) for fit in strategy_plan.fits]
     tables: list[Any] = [table(None, columns, rows)] if rows else []
     if strategy_plan.refused:
         tables.append(
             table(
                 "rejected",
                 ["strategy", "reason"],
-                [(_label(estimate), estimate.refused) for estimate in strategy_plan.refused],
+                [(estimate_label(estimate), estimate.refused) for estimate in strategy_plan.refused],
             )
         )
     if strategy_plan.best is None:  # the reasons are in the error message
@@ -134,16 +137,17 @@ def _tables(strategy_plan: StrategyPlan) -> list[Any]:
     return [*tables, f"recommended: {strategy_plan.reasons[0]}", *(f"  {text}" for text in strategy_plan.reasons[1:])]
 
 
-def _row(estimate: CostEstimate, *, recommended: bool) -> tuple[Any, ...]:
+def _row(estimate: CostEstimate, label: str) -> tuple[Any, ...]:
     sent = format_bytes(estimate.bytes) if estimate.bytes else "none"
     seconds = f"{estimate.seconds_per_pass:.3g}" + (
         "" if estimate.passes == 1 else f" (a round of {estimate.seconds:.3g})"
     )
-    name = ("→ " if recommended else "") + _label(estimate)
-    return name, estimate.kind, estimate.workers, format_bytes(estimate.memory), sent, f"{estimate.rounds:.0f}", seconds
-
-
-def _label(estimate: CostEstimate) -> str:
-    from gnnfleet.planner.planner import estimate_label
-
-    return estimate_label(estimate)
+    return (
+        label,
+        estimate.kind,
+        estimate.workers,
+        format_bytes(estimate.memory),
+        sent,
+        f"{estimate.rounds:.0f}",
+        seconds,
+    )

@@ -10,6 +10,7 @@ import typer
 from gnnfleet.cli.evaluate import run_query_command
 from gnnfleet.cli.options import (
     CheckpointChoice,
+    CheckpointOption,
     JsonFlag,
     MemoryOption,
     QuietFlag,
@@ -41,9 +42,7 @@ def predict(
         ),
     ] = None,
     relation: Annotated[str, typer.Option(help="With --pairs: the edge type, for example user:buys:product.")] = "",
-    checkpoint: Annotated[
-        CheckpointChoice, typer.Option(help="Weights to use: best on val, or last.")
-    ] = CheckpointChoice.best,
+    checkpoint: CheckpointOption = CheckpointChoice.best,
     store: StoreOption = None,
     memory: MemoryOption = None,
     workers: WorkersOption = None,

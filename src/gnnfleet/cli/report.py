@@ -59,7 +59,7 @@ def report(
             latest = read()
             return page_data(latest, title=title, live=any(run["state"] == RUNNING for run in latest))
 
-        serve_page(data, host, port, say=lambda text: print_note(text, quiet=quiet))
+        serve_page(data, host, port, log_user=lambda text: print_note(text, quiet=quiet))
         return
     output = output or Path("report.html")
     try:

@@ -35,7 +35,7 @@ from gnnfleet.strategies.protocol import State
 from gnnfleet.strategies.registry import inference_config
 from gnnfleet.tasks.event import EventTask
 from gnnfleet.training.build import BuiltRun, RankContext, build, rebuild, rebuild_links
-from gnnfleet.training.checkpoint import TrainState
+from gnnfleet.training.checkpoint import TrainState, load_sharded
 from gnnfleet.training.output_schema import OutputSchema, column_order
 from gnnfleet.training.partition_cache import ensure_partition, ensure_placement_in_subprocess, trained_graph
 from gnnfleet.training.resume import broadcast_state
@@ -129,7 +129,7 @@ def run_query_spec(spec: RunSpec, world: World) -> dict[str, Any]:
         position, name = TrainState(**message["position"]), message["name"]
         # Rank 0 sends the shared weights; each rank reads the rows it owns.
         state = broadcast_state(uncounted, state if world.is_first else None)
-        state |= directory.load_sharded(name, world.rank, embedding_ids(built.strategy.model))
+        state |= load_sharded(directory.checkpoint(name), rank=world.rank, ids=embedding_ids(built.strategy.model))
         _load_state(built, state, query.run, name)
         answer = _answer(built, query, name, position)
         built.strategy.close()

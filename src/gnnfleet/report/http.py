@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
 
-def serve_page(data: PageData, host: str, port: int, *, say: Callable[[str], None]) -> None:
+def serve_page(data: PageData, host: str, port: int, *, log_user: Callable[[str], None]) -> None:
     """Serve until Ctrl-C; raises ConfigError if the port is not available."""
     try:
         server = PageServer(data, host, port)
@@ -69,7 +69,7 @@ def serve_page(data: PageData, host: str, port: int, *, say: Callable[[str], Non
         raise ConfigError(
             f"cannot serve on {host}:{port}: {error.strerror or error}. Choose another --host or --port"
         ) from error
-    say(f"the page is at {server.url} (press Ctrl-C to stop)")
+    log_user(f"the page is at {server.url} (press Ctrl-C to stop)")
     try:
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ Run = dict[str, Any]
 
 RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
 
-IMAGES = {"schedule.svg": "schedule of the last epoch", "lanes.svg": "lanes of the last epoch"}
+IMAGES = {"schedule.svg": "schedule of the last epoch", "lanes.svg": "batches of trainers in the last epoch"}
 """Drawings that strategies write into a run directory, and their titles."""
 
 

@@ -38,13 +38,8 @@ def draw_schedule(slots: Sequence[TimelineSlot], stages: int, partitions: int) -
     busy = sum(slot.end - slot.begin for slot in slots) / max((last - first) * stages * partitions, 1e-9)
     grid = f"{stages} stages" + (f" × {partitions} partitions" if partitions > 1 else "")
     title = f"{grid}, {last - first:.3f} s; workers busy {busy:.0%} of the time"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + _RIGHT} {height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_LEFT + _WIDTH + _RIGHT}" height="{height}" fill="white"/>',
-        f'<text x="8" y="20" font-size="15">{escape(title)}</text>',
-        '<text x="8" y="40" fill="#555">light: forward; dark: backward; colour: chunk; white: idle</text>',
-    ]
+    legend = "light: forward; dark: backward; colour: chunk; white: idle"
+    parts = _head(_LEFT + _WIDTH + _RIGHT, height, title, legend)
     for stage in range(stages):
         for partition in range(partitions):
             top = _TOP + (stage * partitions + partition) * (_ROW + _GAP)
@@ -71,6 +66,16 @@ def draw_schedule(slots: Sequence[TimelineSlot], stages: int, partitions: int) -
         at = _LEFT + tick * _WIDTH / 5
         parts.append(f'<text x="{at:.0f}" y="{bottom}" text-anchor="middle">{(last - first) * tick / 5:.3f} s</text>')
     return "\n".join([*parts, "</svg>\n"])
+
+
+def _head(width: float, height: int, title: str, legend: str) -> list[str]:
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" font-family="sans-serif" '
+        'font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="8" y="20" font-size="15">{escape(title)}</text>',
+        f'<text x="8" y="40" fill="#555">{legend}</text>',
+    ]
 
 
 def colour(number: int, count: int, *, dark: bool) -> str:
@@ -103,14 +108,8 @@ def draw_batch_lanes(
     wide = min(_LANE_WIDEST, _LANE_WIDTH / max(columns, 1))
     height = _LANE_TOP + len(rows) * (_LANE_ROW + _LANE_GAP) + 30
     width = _LANE_LEFT + wide * columns + _LANE_RIGHT
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {max(width, 760):.0f} {height}" '
-        'font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="8" y="20" font-size="15">{escape(title)}</text>',
-        '<text x="8" y="40" fill="#555">number: batch; dark: first use, memory is read and written; light: further '
-        "uses with other negatives; line: memory is reset</text>",
-    ]
+    legend = "number: batch; dark: first use, reads and writes the memory; light: later uses with other negatives; "
+    parts = _head(max(width, 760), height, title, legend + "line: memory is reset")
     for number, (name, cells) in enumerate(rows):
         top = _LANE_TOP + number * (_LANE_ROW + _LANE_GAP)
         parts.append(f'<text x="8" y="{top + 16}">{escape(name)}</text>')

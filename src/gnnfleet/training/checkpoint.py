@@ -138,8 +138,10 @@ def _position(fields: Mapping[str, Any]) -> TrainState:
 def load_sharded(path: Path, *, rank: int, ids: Mapping[str, Tensor]) -> State:
     """Load the rows ``ids`` of every name, in that order, from the files of all ranks that wrote some.
 
-    {} if no rank owned rows. Raises RunError if a row is missing.
+    {} without ids, or if no rank owned rows. Raises RunError if a row is missing.
     """
+    if not ids:
+        return {}
     with _as_run_error(path):
         bundle = Bundle.open(path, KIND)
         owners = _owners(bundle)

@@ -12,7 +12,7 @@ from torch import Tensor
 from gnnfleet.comm.collectives import broadcast_bytes, broadcast_json
 from gnnfleet.comm.world import World
 from gnnfleet.strategies.protocol import State
-from gnnfleet.training.checkpoint import TrainState
+from gnnfleet.training.checkpoint import TrainState, has_rank_local, load_rank_local, load_sharded
 from gnnfleet.training.run_dir import RunDirectory
 
 
@@ -35,20 +35,21 @@ def find_resume_point(
     ids = ids or {}
     if world.size == 1 and start.state is None:
         return start
-    has_last = start.state is not None
-    has_local = has_last and directory.has_rank_local("last", world.size)
+    last, has_last = directory.checkpoint("last"), start.state is not None
+    has_local = has_last and has_rank_local(last, world.size)
     summary = broadcast_json(
         world,
         {"position": asdict(start.progress), "last": has_last, "best": bool(start.best), "rank_local": has_local},
     )
     if not summary["last"]:
         return start
-    state = {**broadcast_state(world, start.state), **directory.load_sharded("last", world.rank, ids)}
+    state = {**broadcast_state(world, start.state), **load_sharded(last, rank=world.rank, ids=ids)}
     if summary["rank_local"]:
-        state |= directory.load_rank_local("last", world.rank)
+        state |= load_rank_local(last, world.rank)
     best = None
     if summary["best"]:
-        best = {**broadcast_state(world, start.best), **directory.load_sharded("best", world.rank, ids)}
+        sharded = load_sharded(directory.checkpoint("best"), rank=world.rank, ids=ids)
+        best = {**broadcast_state(world, start.best), **sharded}
     return ResumePoint(TrainState(**summary["position"]), state, best)
 
 

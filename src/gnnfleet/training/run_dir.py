@@ -6,6 +6,7 @@ One process at a time may use it, by a lock of the kernel that disappears with i
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -14,8 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
-
-from torch import Tensor
 
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
@@ -31,9 +30,7 @@ from gnnfleet.strategies.protocol import SHARDED, State
 from gnnfleet.training.checkpoint import (
     CheckpointSink,
     TrainState,
-    has_rank_local,
     load_checkpoint,
-    load_rank_local,
     load_sharded,
     save_checkpoint,
     sharded_ids,
@@ -64,6 +61,9 @@ class RunDirectory(CheckpointSink):
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    def checkpoint(self, name: str) -> Path:
+        return self.path / "checkpoints" / name
 
     @property
     def is_initialized(self) -> bool:
@@ -160,13 +160,13 @@ class RunDirectory(CheckpointSink):
             )
 
     def save(self, name: str, state: State, position: TrainState) -> None:
-        save_checkpoint(self.path / "checkpoints" / name, state, position, seed=self.seed, world=self.world)
+        save_checkpoint(self.checkpoint(name), state, position, seed=self.seed, world=self.world)
         if name == "last":
             self._on_checkpoint(position.epoch)
 
     def load(self, name: str) -> tuple[State, TrainState] | None:
         """Load a checkpoint; None if there is none. Raises RunError if it is damaged."""
-        path = self.path / "checkpoints" / name
+        path = self.checkpoint(name)
         if not path.exists():
             return None
         state, position, seed = load_checkpoint(path)
@@ -174,28 +174,14 @@ class RunDirectory(CheckpointSink):
             raise RunError(f"checkpoint {path} has seed {seed}, the run has {self.seed}: it belongs to another run")
         return state, position
 
-    def load_sharded(self, name: str, rank: int, ids: Mapping[str, Tensor]) -> State:
-        """Load the rows that a rank owns; raises RunError."""
-        path = self.path / "checkpoints" / name
-        return load_sharded(path, rank=rank, ids=ids) if ids else {}
-
-    def has_rank_local(self, name: str, size: int) -> bool:
-        """True if a checkpoint has rank-local tensors for each of ``size`` ranks."""
-        return has_rank_local(self.path / "checkpoints" / name, size)
-
-    def load_rank_local(self, name: str, rank: int) -> State:
-        """Load the rank-local tensors of a rank."""
-        return load_rank_local(self.path / "checkpoints" / name, rank)
-
     def load_weights(self, name: str) -> tuple[State, TrainState] | None:
         """Load only the weights, including rows owned by any rank."""
         checkpoint = self.load(name)
         if checkpoint is None:
             return None
         state, position = checkpoint
-        path = self.path / "checkpoints" / name
-        ids = sharded_ids(path)
-        rows = load_sharded(path, rank=0, ids=ids)[SHARDED] if ids else {}
+        ids = sharded_ids(self.checkpoint(name))
+        rows = load_sharded(self.checkpoint(name), rank=0, ids=ids).get(SHARDED, {})
         return {"model": {**state["model"], **{key: rows[key] for key in ids}}}, position
 
     def finish(self, record: Mapping[str, Any], pages: Mapping[str, str] | None = None) -> None:
@@ -229,16 +215,13 @@ def new_directory(parent: Path, store: str, model: str) -> Path:
     """Create ``parent/<store>-<model>-<n>`` with the first free n; ``parent/last`` then points to it."""
     parent.mkdir(parents=True, exist_ok=True)
     stem = re.sub(r"[^\w.+-]+", "_", f"{store}-{model}")
-    number = 1
-    while True:
+    for number in itertools.count(1):
         path = parent / f"{stem}-{number}"
-        try:
+        with suppress(FileExistsError):
             path.mkdir()
-        except FileExistsError:
-            number += 1
-            continue
-        link_last(path)
-        return path
+            break
+    link_last(path)
+    return path
 
 
 def link_last(path: Path) -> None:

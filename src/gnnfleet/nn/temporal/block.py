@@ -28,8 +28,3 @@ class EventBlock:
     nodes: Tensor  # [R] int64 node ids, ascending, each once: the rows of the first hop
     hops: tuple[Hop, ...]
     features: Tensor | None = None  # [E, F] of all events
-
-    @property
-    def num_queries(self) -> int:
-        """Number of queries of the last hop."""
-        return len(self.hops[-1].query)
