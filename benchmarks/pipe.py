@@ -140,23 +140,27 @@ def messages_alone(strategy: Any, side: str, epoch: int, aside: Any) -> float:
 def _pipe_messages(strategy: Any) -> Callable[[], None]:
     import torch
 
-    station = strategy._pipeline_rank
-    stage, counts = station.stage, [chunk.rows for chunk in station.way.chunks]
+    rank = strategy._pipeline_rank
+    stage, counts = rank.stage, [chunk.rows for chunk in rank.partition.chunks]
+    previous_link, next_link = stage.previous_link, stage.next_link
 
-    def stream(source: Any, target: Any, sizes: list[int], *, back: bool) -> None:
-        coming = None if source is None else source.expect(sizes, back=back)
-        for rows in sizes:
-            given = None if coming is None else coming.next()
-            if target is not None:
-                form = target.form
-                target.send(given or [torch.zeros(rows, width, dtype=kind) for width, kind in form], back=back)
+    def zeros(link: Any, rows: int) -> list[torch.Tensor]:
+        return [torch.zeros(rows, width, dtype=dtype) for width, dtype in link.shapes]
 
     def replay() -> None:
-        stream(stage.before, stage.after, counts, back=False)
-        stream(stage.after, stage.before, counts[::-1], back=True)
-        for end in (stage.before, stage.after):
-            if end is not None:
-                end.flush()
+        activations = previous_link and previous_link.receive_activations(counts)
+        for rows in counts:
+            received = activations and next(activations)
+            if next_link:
+                next_link.send_activations(received or zeros(next_link, rows))
+        grads = next_link and next_link.receive_grads(counts[::-1])
+        for rows in counts[::-1]:
+            received = grads and next(grads)
+            if previous_link:
+                previous_link.send_grads(received or zeros(previous_link, rows))
+        for link in (previous_link, next_link):
+            if link:
+                link.flush()
 
     return replay
 

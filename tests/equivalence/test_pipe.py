@@ -34,7 +34,7 @@ from tests.equivalence.test_sar import linked as graph_with_held_out_edges
 from tests.equivalence.test_sar import trained as fit
 from tests.equivalence.test_sar import words as run_settings
 from tests.ranks import Crew
-from tests.session.test_custom_model import TWICE
+from tests.session.test_custom_model import SHARED_LAYER_MODEL
 
 GRAPHS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "plain": (plain_graph, MODELS),
@@ -127,7 +127,7 @@ def fit_one_chunk(world: World, store: str, model: dict[str, Any]) -> dict[str, 
 @pytest.mark.parametrize("size", [2, 4])
 def test_layers_that_share_weights_equal_local(crew: Crew, folder: Path, tmp_path: Path, size: int) -> None:
     """Each of four stages has one layer; the second and the third layer share their weights."""
-    (tmp_path / "twice.py").write_text(TWICE)
+    (tmp_path / "twice.py").write_text(SHARED_LAYER_MODEL)
     model = {"name": f"{tmp_path / 'twice.py'}:make", "layers": 4, "settings": {"norm": "LayerNorm"}}
     reference = fit_local(folder / "plain", model)
     for number, fitted in enumerate(crew.run(size, fit_one_chunk, str(folder / "plain"), model)):

@@ -115,15 +115,17 @@ class HistoryStore:
         self, partition: ChunkedPartition, halo: StageHalo, rule: GradientRule = "double", *, is_enabled: bool = True
     ) -> None:
         self.partition, self.halo, self.rule, self.is_enabled = partition, halo, rule, is_enabled
+        self._keeps_grads = is_enabled and rule != "double"
         self.rows: dict[HistoryKey, Tensor] = {}  # [n + m, F]
         # Gradients of the previous pass: of destinations, and of the remote rows of each chunk.
-        self._keeps_grads = is_enabled and rule != "double"
         self.destination_grads: dict[HistoryKey, Tensor] = {}
         self.remote_grads: dict[tuple[HistoryKey, int], Tensor] = {}
         self._pass = _Pass(torch.empty(0), updates_history=False)
 
-    def begin(self, slots: Tensor, *, updates_history: bool = False) -> None:
-        """Begin a pass; ``slots`` [N] has the slot of each position of the layout."""
+    def begin(self, slots: Tensor | None = None, *, updates_history: bool = False) -> None:
+        """Begin a pass; ``slots`` [N] has the slot of each position of the layout, by default 0."""
+        if slots is None:
+            slots = torch.zeros(len(self.partition.layout.order), dtype=torch.int64)
         local = slots[self.partition.low : self.partition.high]
         self._pass = _Pass(torch.cat([local, slots[self.partition.halo["in"]]]), updates_history)
 
@@ -206,8 +208,7 @@ class HistoryStore:
         """Add the gradients of a chunk's remote rows to the sums of their sources."""
         rows, slots = self._remote_slots(chunk)
         same, earlier = slots == slot, slots < slot
-        if bool(same.any()):
-            add_rows(table, rows[same], grads[same])
+        add_rows(table, rows[same], grads[same])
         previous = self.remote_grads.get((key, chunk.number))
         corrected = _corrected(self.rule, grads[earlier], None if previous is None else previous[earlier])
         add_rows(table, rows[earlier], corrected)
@@ -225,12 +226,10 @@ class HistoryStore:
 
     def row_bytes(self) -> tuple[int, int, int]:
         """Bytes of a row on the wire in this pass: of sources, of destinations in backward, of returned gradients."""
-        destinations = [grads.current for grads in self._pass.destination_grads.values()]
-        forward, by_source, returned = (
-            sum(map(self.halo.codec.row_bytes, tables))
-            for tables in (self.rows.values(), destinations, self._pass.source_grads.values())
-        )
-        return forward, by_source, returned
+        bytes_of, done = self.halo.codec.row_bytes, self._pass
+        destinations = [grads.current for grads in done.destination_grads.values()]
+        returned = done.source_grads.values()
+        return sum(map(bytes_of, self.rows.values())), sum(map(bytes_of, destinations)), sum(map(bytes_of, returned))
 
     # -- checkpoints --
 
@@ -288,7 +287,10 @@ class ChunkExchange:
         elif tables and isinstance(tables[0].plan, ChunkExchangePlan) and tables[0].plan.direction == "out":
             self._backward_by_source(tables, on_rows, op)
         else:
-            self._backward_by_destination(tables, on_rows, returns, on_returns, op)
+            local, remote = self._backward_by_destination(tables, on_rows, returns, op)
+            if on_returns is not None and returns:
+                on_returns(LOCAL, local)
+                on_returns(REMOTE, remote)
 
     def _key(self, table: int) -> HistoryKey:
         return self.layer, self.number, table
@@ -339,14 +341,12 @@ class ChunkExchange:
                 table.set_corrected(rows, value, old_rows)
 
     def _backward_by_destination(
-        self,
-        tables: Sequence[RowTable],
-        on_rows: OnRows,
-        returns: Sequence[ReturnPath],
-        on_returns: OnReturns | None,
-        op: str,
-    ) -> None:
-        """Hand over the sources of forward again, and return their gradients to their chunks."""
+        self, tables: Sequence[RowTable], on_rows: OnRows, returns: Sequence[ReturnPath], op: str
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Hand over the sources of forward again, and return their gradients to their chunks.
+
+        Returns the gradients of this chunk's sources: those of its own edges, and those of other chunks.
+        """
         history, chunk = self.history, self.chunk
         local = on_rows(LOCAL, [table.rows for table in tables])
         grads = [history.source_grads(self._key(index), path) for index, path in enumerate(returns)]
@@ -359,10 +359,7 @@ class ChunkExchange:
             assert isinstance(rows, Tensor)
             for table, values in zip(grads, returned, strict=True):
                 add_rows(table, rows, values)
-        if on_returns is not None and returns:
-            assert local is not None
-            on_returns(LOCAL, list(local))
-            on_returns(REMOTE, [table[chunk.span] for table in grads])
+        return list(local or ()), [table[chunk.span] for table in grads]
 
 
 def _key_name(key: HistoryKey) -> str:

@@ -63,7 +63,7 @@ class StageHalo:
             rows = self.sent_rows(direction, chunk, peer) - chunk.low
             return [gather(table, rows) for table in tables]
 
-        return self._swap(tables, outgoing, lambda peer: self.halo_rows(direction, chunks[peer], peer), op)
+        return self._swap(outgoing, lambda peer: self.halo_rows(direction, chunks[peer], peer), op)
 
     def return_grads(self, chunk: Chunk, chunks: Sequence[int], tables: Sequence[Tensor], op: str) -> PendingHaloSwap:
         """Send the gradients of halo rows of sources in ``tables`` [n + m, F] to the ranks that own the rows."""
@@ -72,27 +72,23 @@ class StageHalo:
             rows = self.halo_rows("in", chunks[peer], peer)
             return [table[rows] for table in tables]
 
-        return self._swap(tables, outgoing, lambda peer: self.sent_rows("in", chunk, peer), op)
+        return self._swap(outgoing, lambda peer: self.sent_rows("in", chunk, peer), op)
 
     def _swap(
-        self,
-        tables: Sequence[Tensor],
-        outgoing: Callable[[int], list[Tensor]],
-        incoming: Callable[[int], Rows],
-        op: str,
+        self, outgoing: Callable[[int], list[Tensor]], incoming: Callable[[int], Rows], op: str
     ) -> PendingHaloSwap:
-        """Exchange tables of the widths of ``tables`` with all ranks, in rotating pairs."""
-        world, codec, shapes = self.world, self.codec, table_shapes(tables)
+        """Exchange tables with all ranks, in rotating pairs; both directions have the same widths."""
+        world, codec = self.world, self.codec
         swap = PendingHaloSwap(world, op)
         with world.clock.phase(EXCHANGE, op):
             for step in range(1, world.size):
                 peer, source = (world.rank + step) % world.size, (world.rank - step) % world.size
-                rows = incoming(source)
+                tables, rows = outgoing(peer), incoming(source)
                 count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
                 if count:
-                    pending = PendingTables(world, codec, source, count, shapes, tag=_TAG, op=op)
+                    pending = PendingTables(world, codec, source, count, table_shapes(tables), tag=_TAG, op=op)
                     swap.receiving.append((rows, pending))
-                swap.sending += send_tables(world, codec, peer, outgoing(peer), tag=_TAG, op=op)
+                swap.sending += send_tables(world, codec, peer, tables, tag=_TAG, op=op)
         return swap
 
 

@@ -29,9 +29,8 @@ def estimate(config: PipeConfig, context: PlanningContext) -> list[CostEstimate]
     if len(job.graph.nodes) > 1:
         raise ConfigError(f"strategy pipe trains on one node type, found {', '.join(job.graph.nodes)}: use sar")
     layouts = context.layouts(config)
-    model: ModelCost = context.cached(
-        "pipe", lambda: profile_model(config, job, layouts[-1], CpuShare.detect(job.world))
-    )
+    cpu = CpuShare.detect(job.world)
+    model: ModelCost = context.cached("pipe", lambda: profile_model(config, job, layouts[-1], cpu))
     grids = {GridCandidate.of(layout, workers): layout for layout in layouts}
     feasible = feasible_grids(list(grids), job.model.num_layers, batch_norm=job.model.batch_norm)
     return [_estimate_grid(config, context, model, grid, grids[grid]) for grid in feasible]
@@ -50,13 +49,9 @@ def _estimate_grid(
         exchanges = sum(layer.exchanges for layer in model.layers)
         rounds += grid.chunks_per_partition * exchanges // grid.stages + 1
     stages = ", ".join(str(len(stage)) for stage in epoch.layers)
+    chosen = {"name": "pipe", "graph_parallel": grid.graph_parallel, "chunks": grid.chunks}
     return CostEstimate(
-        settings={
-            **config.model_dump(exclude_defaults=True),
-            "name": "pipe",
-            "graph_parallel": layout.partitions,
-            "chunks": layout.chunks,
-        },
+        settings={**config.model_dump(exclude_defaults=True), **chosen},
         kind="exact" if grid.is_exact else "approximate",
         workers=context.workers,
         memory=max(_memory(config, context, model, grid, stage) for stage in epoch.layers),

@@ -17,6 +17,9 @@ from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.strategies.pipe.schedule import split_layers
 from gnnfleet.units import format_size
 
+Owners = Mapping[str, list[int]]
+"""{parameter: the stages that use it}."""
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -62,17 +65,14 @@ class ModelCost:
         layers = tuple(LayerCost(**{**layer, "parameters": tuple(layer["parameters"])}) for layer in fields["layers"])
         return cls(layers, fields["parameter_bytes"], fields["speedup_alone"])
 
-    def owners(self, stages: Sequence[range]) -> dict[str, list[int]]:
-        """{parameter: the stages that use it}; one that no layer uses reads the output, so the last stage has it."""
-        owners = {}
-        for name in self.parameter_bytes:
-            users = [
-                number
-                for number, stage in enumerate(stages)
-                if any(name in self.layers[index].parameters for index in stage)
-            ]
-            owners[name] = users or [len(stages) - 1]
-        return owners
+    def owners(self, stages: Sequence[range]) -> Owners:
+        """The stages that use each parameter; one that no layer uses reads the output, so the last stage has it."""
+        used = [{name for index in stage for name in self.layers[index].parameters} for stage in stages]
+        last = [len(stages) - 1]
+        return {
+            name: [number for number, names in enumerate(used) if name in names] or last
+            for name in self.parameter_bytes
+        }
 
     def allreduce_bytes(self, grid: GridCandidate, stages: Sequence[range]) -> int:
         """Bytes of all sums: over the ranks of a stage, and over the stages that share a parameter."""
@@ -130,10 +130,10 @@ def feasible_grids(grids: Sequence[GridCandidate], layers: int, *, batch_norm: b
     feasible = [grid for grid in grids if grid.stages <= layers and (grid.is_exact or not batch_norm)]
     if feasible:
         return feasible
-    if grids[0].stages > layers:
+    stages = grids[0].stages
+    if stages > layers:
         raise ConfigError(
-            f"{grids[0].stages} stages need as many layers, the model has {layers}: use fewer workers or raise "
-            "strategy.graph_parallel"
+            f"{stages} stages need {stages} layers, the model has {layers}: raise strategy.graph_parallel"
         )
     raise ConfigError(
         "batch norm needs all nodes at once: set model.norm=layer, or strategy.chunks equal to strategy.graph_parallel"

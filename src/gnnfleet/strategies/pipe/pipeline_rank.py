@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -14,7 +13,7 @@ from gnnfleet.comm.compression import WireCodec
 from gnnfleet.comm.mesh import coordinates_of_rank, ranks_along
 from gnnfleet.comm.world import World
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
-from gnnfleet.graph.views.row_index import RowIndex, take_rows
+from gnnfleet.graph.views.row_index import take_rows
 from gnnfleet.nn.base import Aggregate
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.pipeline.chunk_view import ChunkView
@@ -24,9 +23,9 @@ from gnnfleet.sharded.pipeline.stage_halo import StageHalo
 from gnnfleet.strategies.input_cache import precompute_aggregate, should_cache_aggregate
 from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.pipe.config import PipeConfig
-from gnnfleet.strategies.pipe.grid_planner import GridEstimate
+from gnnfleet.strategies.pipe.grid_planner import GridEstimate, Owners
 from gnnfleet.strategies.pipe.schedule import chunk_order
-from gnnfleet.strategies.pipe.stage import LossFn, Stage, StageInputs
+from gnnfleet.strategies.pipe.stage import LossFn, Stage
 from gnnfleet.strategies.pipe.stage_p2p import StageLink
 from gnnfleet.tasks.base import RowLookup, Task
 
@@ -51,27 +50,21 @@ class PipelineRank:
     """
 
     def __init__(
-        self,
-        config: PipeConfig,
-        job: Job,
-        plan: GridEstimate,
-        layout: ChunkLayout,
-        owners: Mapping[str, Sequence[int]],
-        *,
-        number: int,
+        self, config: PipeConfig, job: Job, plan: GridEstimate, layout: ChunkLayout, owners: Owners, number: int
     ) -> None:
         self._config, self._job, self.grid, self.layout = config, job, plan.candidate, layout
         grid, rank = self.grid, job.world.rank
         axes = {"stage": grid.stages, "partition": grid.graph_parallel}
         self.stage_number, self.partition_number = coordinates_of_rank(rank, axes).values()
-        self._partitions = job.world.subgroup(f"pipe/{number}/ways", ranks_along(rank, "partition", axes))
-        self._stage_ranks = ranks_along(rank, "stage", axes)
+        self._stage_world = job.world.subgroup(f"pipe/{number}/ways", ranks_along(rank, "partition", axes))
+        self._rank_of_stage = ranks_along(rank, "stage", axes)
         named = dict(job.model.named_parameters())
         self._parameters = [named[name] for name, stages in owners.items() if self.stage_number in stages]
         # Parameters that layers of several stages use get gradients from all of these stages.
         self._shared_parameters = [named[name] for name, stages in owners.items() if len(stages) > 1]
-        shares = bool(self._shared_parameters)
-        self._stages = job.world.subgroup(f"pipe/{number}/stages", self._stage_ranks) if shares else World()
+        self._partition_world = World()
+        if self._shared_parameters:
+            self._partition_world = job.world.subgroup(f"pipe/{number}/stages", self._rank_of_stage)
         self.partition = ChunkedPartition(job.graph, layout, self.partition_number)
         self._open(plan.layers[self.stage_number])
 
@@ -79,7 +72,10 @@ class PipelineRank:
         """Create the history, the views and the stage. Evaluation exchanges exact rows and has no history."""
         config, job, grid, partition = self._config, self._job, self.grid, self.partition
         codec, exact = WireCodec(config.wire_dtype), WireCodec()
-        halo, exact_halo = StageHalo(self._partitions, partition, codec), StageHalo(self._partitions, partition, exact)
+        halo, exact_halo = (
+            StageHalo(self._stage_world, partition, codec),
+            StageHalo(self._stage_world, partition, exact),
+        )
         reads_remote = grid.chunks_per_partition > 1 or grid.graph_parallel > 1
         self.history = HistoryStore(partition, halo, config.gradient, is_enabled=reads_remote)
         self._chunk_views = [ChunkView.open(chunk, self.history) for chunk in partition.chunks]
@@ -87,31 +83,28 @@ class PipelineRank:
             self._chunk_views[0] if grid.is_exact else ChunkView.open(partition.as_one_chunk, self.history)
         )
         no_history = HistoryStore(partition, exact_halo, is_enabled=False)
-        self._inference_view = self._partition_view.in_slot(self._first_slot(-1), no_history)
-        inputs = None if self.stage_number else self._load_inputs()
-        stage = Stage(job.model, layers, self.stage_number, self.partition_number, inputs, job.precision)
+        self._inference_view = self._partition_view.in_slot(self._joint_slot(-1), no_history)
+        x, aggregated = (None, None) if self.stage_number else self._load_inputs()
+        number, precision = self.stage_number, job.precision
+        stage = Stage(job.model, layers, number, self.partition_number, precision, x=x, aggregated=aggregated)
         self.stage, self._inference_stage = self._linked(stage, codec), self._linked(stage, exact)
 
     def _linked(self, stage: Stage, codec: WireCodec) -> Stage:
         """The stage with links to the previous and the next one."""
-        world, ranks, number = self._job.world, self._stage_ranks, self.stage_number
+        world, ranks, number = self._job.world, self._rank_of_stage, self.stage_number
         previous_link = StageLink(world, ranks[number - 1], codec) if number else None
         next_link = None if self.is_last else StageLink(world, ranks[number + 1], codec)
         return replace(stage, previous_link=previous_link, next_link=next_link)
 
-    def _load_inputs(self) -> StageInputs:
+    def _load_inputs(self) -> tuple[Tensor, Aggregate | None]:
+        """(features, their aggregate if it is cached)."""
         x = partition_features(self._job, self.partition)
         aggregated: Aggregate | None = None
         if should_cache_inputs(self._config, self._job):
-            self._inference_view.history.begin(self._first_slots)
+            self._inference_view.history.begin()
             view = self._inference_view.with_step(training=False)
             aggregated = precompute_aggregate(self._config.cache_inputs, self._job.model, view, x)
-        return StageInputs(x, aggregated)
-
-    @property
-    def _first_slots(self) -> Tensor:
-        """[N] The slots of all positions if every partition is one chunk."""
-        return torch.zeros(len(self.layout.order), dtype=torch.int64)
+        return x, aggregated
 
     @property
     def is_last(self) -> bool:
@@ -120,30 +113,26 @@ class PipelineRank:
     @cached_property
     def task(self) -> Task:
         """The items of this partition, for the last stage."""
-        return self._job.task.shard(self._partitions, {self.partition.node_type: self.partition.store_ids})
+        return self._job.task.shard(self._stage_world, {self.partition.node_type: self.partition.store_ids})
 
-    @cached_property
-    def _row_index(self) -> RowIndex:
-        return RowIndex(self.partition.store_ids)
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """Rows of store ids; those of other partitions are outside of 0 … n − 1."""
+        return self.layout.position[ids] - self.partition.low
 
     def row_lookup(self, out: Tensor) -> RowLookup:
         """Lookup of rows of the partition's output by store id."""
-
-        def lookup(kind: str, ids: Tensor) -> Tensor:
-            return take_rows(out, self._row_index.rows(ids)).to(PRECISIONS[self._job.precision])
-
-        return lookup
+        return lambda kind, ids: take_rows(out, self.rows_of(ids)).to(PRECISIONS[self._job.precision])
 
     def loss_fn(self, epoch: int, key: DrawKey, count: int) -> LossFn:
         """The loss of a step, divided by the number of items of all partitions."""
         batch = self.task.batch(self.task.train_items(self._job.seed, epoch), key)
         return lambda out: self.task.loss(self.row_lookup(out), batch) / count
 
-    def epoch_views(self, epoch: int, *, exact: bool) -> tuple[list[ChunkView], Tensor]:
-        """(the chunks of an epoch in order, the slot of each position of the layout)."""
+    def epoch_views(self, epoch: int, *, exact: bool) -> tuple[list[ChunkView], Tensor | None]:
+        """(the chunks of an epoch in order, [N] slots of the positions of the layout unless all are in one slot)."""
         grid = self.grid
         if exact:
-            return [self._partition_view.in_slot(self._first_slot(0 if grid.is_exact else -1))], self._first_slots
+            return [self._partition_view.in_slot(self._joint_slot(0 if grid.is_exact else -1))], None
         orders = [
             chunk_order(self._job.seed, epoch, number, grid.chunks_per_partition, shuffle=self._config.shuffle)
             for number in range(grid.graph_parallel)
@@ -154,16 +143,16 @@ class PipelineRank:
         ]
         return views, slot_of_position(orders, self.layout)
 
-    def _first_slot(self, chunk: int) -> PipelineSlot:
+    def _joint_slot(self, chunk: int) -> PipelineSlot:
         """The slot in which all partitions compute the chunk of this number."""
         return PipelineSlot(0, (chunk,) * self.grid.graph_parallel)
 
     def sum_gradients(self) -> None:
         """Collective. Sum gradients over the partitions of the stage, and over stages that share parameters."""
-        sum_gradients(self._partitions, self._parameters)
-        sum_gradients(self._stages, self._shared_parameters)
+        sum_gradients(self._stage_world, self._parameters)
+        sum_gradients(self._partition_world, self._shared_parameters)
 
     def infer(self) -> tuple[Tensor, Tensor]:
         """Collective. (output, input of the last layer) of this partition's rows, on the last stage."""
-        self._inference_view.history.begin(self._first_slots)
+        self._inference_view.history.begin()
         return self._inference_stage.infer(self._inference_view)

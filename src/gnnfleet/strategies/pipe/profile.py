@@ -87,10 +87,8 @@ def profile_cluster(world: World, cpu: CpuShare) -> ClusterProfile:
     if world.size == 1:
         return ClusterProfile(oversubscription=cpu.oversubscription)
     seconds = [_message_seconds(world, rows) for rows in (1, MESSAGE_ROWS)]
-    oversubscription = cpu.oversubscription
-    latency, transfer, oversubscription = (
-        statistics.mean(column) for column in zip(*all_gather_numbers(world, [*seconds, oversubscription]), strict=True)
-    )
+    figures = zip(*all_gather_numbers(world, [*seconds, cpu.oversubscription]), strict=True)
+    latency, transfer, oversubscription = map(statistics.mean, figures)
     nbytes = MESSAGE_ROWS * MESSAGE_WIDTH * 4
     return ClusterProfile(nbytes / max(transfer - latency, 1e-9), latency, oversubscription)
 
@@ -161,19 +159,19 @@ def chunk_load(chunk: Chunk) -> int:
 def _time_layers(config: PipeConfig, job: Job, chunk: Chunk) -> list[LayerCost]:
     """Run each layer on the output of the previous one, with zeros for remote rows; ``base`` is their time."""
     partition, codec, model = chunk.partition, WireCodec(config.wire_dtype), job.model
-    halo, slots = StageHalo(World(), partition, codec), torch.zeros(len(partition.layout.order), dtype=torch.int64)
+    halo = StageHalo(World(), partition, codec)
     view = ChunkView.open(chunk, HistoryStore(partition, halo))
     tensors = [partition_features(job, partition, chunk.span)]
     aggregated: Aggregate | None = None
     if should_cache_inputs(config, job):
-        view.history.begin(slots)
+        view.history.begin()
         aggregated = model.precompute(view.with_step(key=DrawKey()), tensors[0])
     model.eval()  # batch norm reads running statistics, which need no other rows
     costs = []
     for index in range(model.num_layers):
         model.zero_grad(set_to_none=True)
         history, seconds = HistoryStore(partition, halo), []
-        history.begin(slots)
+        history.begin()
         for slot in range(1 + REPEATS):
             started = time.perf_counter()
             step = view.in_slot(PipelineSlot(slot, (-1,)), history)

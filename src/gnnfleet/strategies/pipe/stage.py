@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,19 +29,6 @@ _ChunkGraph = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class StageInputs:
-    """Inputs of the first layer for all rows of the partition."""
-
-    x: Tensor
-    aggregated: Aggregate | None = None
-
-    def aggregated_rows(self, rows: slice) -> Aggregate | None:
-        if isinstance(self.aggregated, Mapping):
-            return {kind: table[rows] for kind, table in self.aggregated.items()}
-        return None if self.aggregated is None else self.aggregated[rows]
-
-
-@dataclass(frozen=True, eq=False)
 class Stage:
     """Layers of a model on one rank."""
 
@@ -48,8 +36,9 @@ class Stage:
     layers: range
     number: int
     partition: int
-    inputs: StageInputs | None  # on the first stage
     precision: str
+    x: Tensor | None = None  # [n, F] features, on the first stage
+    aggregated: Aggregate | None = None  # of the first layer, if it is cached
     previous_link: StageLink | None = None
     next_link: StageLink | None = None
 
@@ -86,8 +75,8 @@ class Stage:
         """Input of each chunk: features on the first stage, activations of the previous stage on others."""
         if self.previous_link is not None:
             return self.previous_link.receive_activations([view.num_dst for view in views])
-        assert self.inputs is not None
-        x = self.inputs.x
+        assert self.x is not None
+        x = self.x
         return ([x[view.chunk.span]] for view in views)
 
     def _run_layers(self, view: ChunkView, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -98,9 +87,14 @@ class Stage:
         with autocast(self.precision):
             for index in self.layers:
                 last_input = rows
-                aggregated = self.inputs.aggregated_rows(view.chunk.span) if self.inputs and index == 0 else None
+                aggregated = None if index else self._aggregated_rows(view.chunk.span)
                 rows, carry = self.model.layer(index, view, rows, carry, aggregated=aggregated)
         return [rows] if carry is None else [rows, carry], last_input
+
+    def _aggregated_rows(self, rows: slice) -> Aggregate | None:
+        if isinstance(self.aggregated, Mapping):
+            return {kind: table[rows] for kind, table in self.aggregated.items()}
+        return None if self.aggregated is None else self.aggregated[rows]
 
     def _flush(self) -> None:
         for link in (self.previous_link, self.next_link):
@@ -114,18 +108,17 @@ class Stage:
         graphs, out = [], torch.empty(0)
         with torch.set_grad_enabled(keeps_graphs):
             for view, inputs in zip(views, self._receive_inputs(views), strict=True):
-                begin = _now()
-                if keeps_graphs and self.inputs is None:
-                    inputs = [tensor.requires_grad_() for tensor in inputs]
-                outputs, _ = self._run_layers(view, inputs)
-                if self.next_link is not None:
-                    self.next_link.send_activations(outputs)
-                else:
-                    rows = outputs[0].detach()
-                    out = out if len(out) else rows.new_zeros(view.chunk.partition.rows, rows.shape[1])
-                    out[view.chunk.span] = rows
-                graphs.append((inputs, outputs))
-                spans.append(self._span(view, begin, is_backward=False))
+                with self._record(spans, view, is_backward=False):
+                    if keeps_graphs and self.x is None:
+                        inputs = [tensor.requires_grad_() for tensor in inputs]
+                    outputs, _ = self._run_layers(view, inputs)
+                    if self.next_link is not None:
+                        self.next_link.send_activations(outputs)
+                    else:
+                        rows = outputs[0].detach()
+                        out = out if len(out) else rows.new_zeros(view.chunk.partition.rows, rows.shape[1])
+                        out[view.chunk.span] = rows
+                    graphs.append((inputs, outputs))
         return graphs, out
 
     def _backward(
@@ -139,25 +132,19 @@ class Stage:
             grads_by_chunk = ([out_grad[view.chunk.span]] for view in views)
         for view, grads in zip(views, grads_by_chunk, strict=True):
             inputs, outputs = graphs.pop()
-            begin = _now()
-            pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
-            if pairs:
-                tensors, tensor_grads = (
-                    [output for output, _ in pairs],
-                    [grad.to(output.dtype) for output, grad in pairs],
-                )
-                torch.autograd.backward(tensors, tensor_grads)
-            if self.previous_link is not None:
-                self.previous_link.send_grads([torch.zeros_like(t) if t.grad is None else t.grad for t in inputs])
-            view.history.restore(view.slot.slot)
-            spans.append(self._span(view, begin, is_backward=True))
+            with self._record(spans, view, is_backward=True):
+                pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
+                if pairs:
+                    tensor_grads = [grad.to(output.dtype) for output, grad in pairs]
+                    torch.autograd.backward([output for output, _ in pairs], tensor_grads)
+                if self.previous_link is not None:
+                    self.previous_link.send_grads([torch.zeros_like(t) if t.grad is None else t.grad for t in inputs])
+                view.history.restore(view.slot.slot)
 
-    def _span(self, view: ChunkView, begin: tuple[float, float], *, is_backward: bool) -> ChunkSpan:
-        end, slot = _now(), view.slot.slot
-        times = begin[0], end[0], end[1] - begin[1]
-        return ChunkSpan(self.number, self.partition, slot, view.chunk.number, is_backward, *times)
-
-
-def _now() -> tuple[float, float]:
-    """(wall clock, CPU time of this thread) in seconds."""
-    return time.time(), time.thread_time()
+    @contextmanager
+    def _record(self, spans: list[ChunkSpan], view: ChunkView, *, is_backward: bool) -> Iterator[None]:
+        """Append the time of the block to ``spans``."""
+        begin, begin_cpu = time.time(), time.thread_time()
+        yield
+        times = begin, time.time(), time.thread_time() - begin_cpu
+        spans.append(ChunkSpan(self.number, self.partition, view.slot.slot, view.chunk.number, is_backward, *times))

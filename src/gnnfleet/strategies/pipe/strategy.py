@@ -98,7 +98,7 @@ class PipeStrategy(Reporting):
             # A single worker gets the threads of those that wait on its machine.
             self._set_threads(self._cpu.threads_alone if self.grid.workers < self._world.size else self._cpu.threads)
             layout, number = self._layouts[self.grid], self._num_grids
-            self._pipeline_rank = PipelineRank(self._config, self._job, plan, layout, self._owners, number=number)
+            self._pipeline_rank = PipelineRank(self._config, self._job, plan, layout, self._owners, number)
         self._num_grids += 1
 
     def _set_threads(self, threads: int) -> None:
@@ -175,22 +175,29 @@ class PipeStrategy(Reporting):
                 grad, exact_grad = grad.double(), exact_grad.double()
                 sums[:3] += torch.stack([(grad * exact_grad).sum(), grad.square().sum(), exact_grad.square().sum()])
         sums[3], sums[4] = loss, exact_loss
-        dot, square, exact_square, loss, total = sum_over_ranks(self._uncounted, sums).tolist()
+        dot, square, exact_square, *losses = sum_over_ranks(self._uncounted, sums).tolist()
         self._cosine = dot / max((square * exact_square) ** 0.5, 1e-30)
         plan = self._exact_grid()
-        exact_grid = "" if plan is None else str(plan.candidate)
-        self._monitor, text = self._monitor.update(epoch, self._cosine, loss, total, exact_grid)
+        self._monitor, text = self._monitor.update(
+            epoch, self._cosine, losses[0], losses[1], "" if plan is None else str(plan.candidate)
+        )
         if text:
             self._job.log_user(text)
         return exact_loss
 
-    def _reported_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters that this rank reports; exactly one rank reports each of them."""
-        rank = self._pipeline_rank
+    def _reports(self, name: str) -> bool:
+        """True if this rank reports a parameter or buffer; exactly one rank reports each of them.
+
+        It is on the first stage that uses the parameter, or the other parameters of the buffer's module.
+        """
+        rank, module = self._pipeline_rank, name.rpartition(".")[0]
         if rank is None or rank.partition_number:
-            return {}
-        named = self.model.named_parameters()
-        return {name: parameter for name, parameter in named if self._owners[name][0] == rank.stage_number}
+            return False
+        in_module = [stages for parameter, stages in self._owners.items() if parameter.rpartition(".")[0] == module]
+        return rank.stage_number == self._owners.get(name, in_module[0] if in_module else [0])[0]
+
+    def _reported_parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {name: parameter for name, parameter in self.model.named_parameters() if self._reports(name)}
 
     def _clip_and_step(self) -> None:
         clip = self._job.train.clip
@@ -259,9 +266,9 @@ class PipeStrategy(Reporting):
         fetched = torch.zeros(len(all_ids), width, dtype=PRECISIONS[self._job.precision])
         rank = self._pipeline_rank
         if rank is not None and rank.is_last:
-            positions, partition = rank.layout.position[all_ids], rank.partition
-            local = ((positions >= partition.low) & (positions < partition.high)).nonzero()[:, 0]
-            fetched[local] = rows[positions[local] - partition.low].to(fetched.dtype)
+            rows_of_ids = rank.rows_of(all_ids)
+            local = ((rows_of_ids >= 0) & (rows_of_ids < len(rows))).nonzero()[:, 0]
+            fetched[local] = rows[rows_of_ids[local]].to(fetched.dtype)
         start = sum(map(len, ids_by_rank[: self._world.rank]))
         return sum_over_ranks(self._uncounted, fetched)[start : start + len(ids)]
 
@@ -276,18 +283,13 @@ class PipeStrategy(Reporting):
 
     def state_dict(self) -> State:
         """Collective. Each rank reports the state of its stage, and all ranks get the whole."""
-        reported, persistent = self._reported_parameters(), self.model.state_dict().keys()
+        persistent = self.model.state_dict().keys()
         tensors: dict[str, Tensor] = dict(chain(self.model.named_parameters(), self.model.named_buffers()))
-        local = {
-            f"model/{name}": tensor
-            for name, tensor in tensors.items()
-            if name in persistent and (name in reported or self._reports_buffer(name))
-        }
-        for key, tensor in optimizer_tensors(self.model, self._optimizer).items():
-            if key.rpartition("/")[0] in reported:
-                local[f"optimizer/{key}"] = tensor
+        optimizer = optimizer_tensors(self.model, self._optimizer)
+        reported = {f"model/{name}": t for name, t in tensors.items() if name in persistent and self._reports(name)}
+        reported |= {f"optimizer/{key}": t for key, t in optimizer.items() if self._reports(key.rpartition("/")[0])}
         gathered: State = {"model": {}, "optimizer": {}}
-        content = tensors_to_bytes({name: tensor.detach().contiguous() for name, tensor in local.items()})
+        content = tensors_to_bytes({name: tensor.detach().contiguous() for name, tensor in reported.items()})
         for rank_content in all_gather_bytes(self._uncounted, content):
             for key, tensor in tensors_from_bytes(rank_content).items():
                 part, _, name = key.partition("/")
@@ -301,15 +303,6 @@ class PipeStrategy(Reporting):
             _MONITOR: {_MONITOR: torch.tensor(self._monitor.state(), dtype=torch.float64)},
             RANK_LOCAL: self._rank_local_state(),
         }
-
-    def _reports_buffer(self, name: str) -> bool:
-        """True if this rank reports a buffer: the stage of its module's parameters does, or else the first stage."""
-        rank = self._pipeline_rank
-        if rank is None or rank.partition_number or name in self._owners:
-            return False
-        module = name.rpartition(".")[0]
-        stages = [stages[0] for parameter, stages in self._owners.items() if parameter.rpartition(".")[0] == module]
-        return rank.stage_number == (stages[0] if stages else 0)
 
     def _rank_local_state(self) -> dict[str, Tensor]:
         """The grid and the history, which is useless on another grid or with other chunks."""
