@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
+from gnnfleet.graph.sampling.sampler import Fanouts, NeighborSampler
+from gnnfleet.graph.views.local import LocalView
+from gnnfleet.ops.draws import DrawKey
 
 
 @st.composite
@@ -43,3 +49,10 @@ def graphs(draw: st.DrawFn, max_nodes: int = 12, max_edges: int = 40, hetero: bo
             time=torch.randint(0, 9, (count,), generator=random) if data else None,
         )
     return Graph.of(nodes, edges)
+
+
+def sample_blocks(
+    graph: Graph, seeds: Mapping[str, Tensor], fanouts: Fanouts, key: DrawKey, **options: bool
+) -> list[LocalView]:
+    """The blocks of one batch."""
+    return NeighborSampler(graph, fanouts, **options).blocks(seeds, key)

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.graph import EDGE, EdgeType, Graph, validated_edges, validated_nodes
+from gnnfleet.errors import InputError
+from gnnfleet.graph.graph import EDGE, EdgeType, Graph
 from gnnfleet.graph.ingest.npz import read_npz
-from gnnfleet.graph.ingest.npz_writer import write_npz
 from gnnfleet.graph.store import save_store
 
 PAIRS = np.array([[0, 1, 2, 2], [1, 2, 0, 3]], dtype=np.int32)
@@ -259,64 +258,3 @@ def test_a_real_file_is_equal_after_saving_a_store(shared_data: Path, tmp_path: 
     again = save_store(graph, tmp_path / "acm")
     assert again.nodes.keys() == graph.nodes.keys() and again.edges.keys() == graph.edges.keys()
     assert torch.equal(again.nodes["paper"].split, graph.nodes["paper"].split)  # type: ignore[arg-type]
-
-
-def assert_equal(first: Graph, second: Graph) -> None:
-    assert list(first.nodes) == list(second.nodes) and set(first.edges) == set(second.edges)
-    for kind, nodes in first.nodes.items():
-        again = second.nodes[kind]
-        assert (nodes.count, nodes.classes) == (again.count, again.classes)
-        assert nodes.ids.values().equals(again.ids.values())
-        for name in ("x", "y", "split"):
-            check(getattr(nodes, name), getattr(again, name))
-    for edge_type, edges in first.edges.items():
-        for name in ("indptr", "src", "weight", "attr", "time"):
-            check(getattr(edges, name), getattr(second.edges[edge_type], name))
-        assert edges.links.keys() == second.edges[edge_type].links.keys()
-        for name, pairs in edges.links.items():
-            check(pairs, second.edges[edge_type].links[name])
-
-
-def check(a: torch.Tensor | None, b: torch.Tensor | None) -> None:
-    assert (a is None) == (b is None)
-    assert a is None or b is None or (a.dtype == b.dtype and torch.equal(a, b))
-
-
-def test_written_files_are_read_back_equal(tmp_path: Path) -> None:
-    eye = np.eye(4, dtype=bool)
-    homogeneous = save(
-        tmp_path,
-        edge_index=PAIRS,
-        x=np.ones((4, 2), dtype=np.float16),
-        y=np.array([0, 1, 1, -1]),
-        class_names=np.array(["a", "b"]),
-        train_masks=eye[:2],
-        val_masks=eye[2:],
-        test_masks=eye[1:3],
-        edge_weight=np.arange(4, dtype=np.float32),
-        edge_time=np.array([3, 1, 2, 2]),
-        node_name=np.array(["p", "q", "r", "s"]),
-        valid_edge=PAIRS[:, :2],
-        valid_edge_neg=PAIRS[:, 2:],
-    )
-    graphs = [read_npz(homogeneous)]
-    graphs.append(
-        read_npz(save(tmp_path, **hetero(test_edge_index=np.array([[4], [1]]), test_edge_type=np.array([1]))))
-    )
-    graphs.append(
-        read_npz(save(tmp_path, edge_index=PAIRS, edge_type=np.array([0, 2, 0, 3]), y_multi=np.eye(4, dtype=np.uint8)))
-    )
-    likes = EdgeType("user", "likes", "user")
-    graphs.append(Graph.of({"user": validated_nodes(4)}, {likes: validated_edges(PAIRS, num_src=4, num_dst=4)}))
-    for graph in graphs:
-        write_npz(graph, tmp_path / "again.npz")
-        assert_equal(graph, read_npz(tmp_path / "again.npz"))
-
-
-def test_graphs_that_the_layout_cannot_hold_are_refused(tmp_path: Path) -> None:
-    edges = {
-        EdgeType("node", "a", "node"): validated_edges(PAIRS, num_src=4, num_dst=4, weight=np.ones(4)),
-        EdgeType("node", "b", "node"): validated_edges(PAIRS, num_src=4, num_dst=4),
-    }
-    with pytest.raises(ConfigError, match="edge weight"):
-        write_npz(Graph.of({"node": validated_nodes(4)}, edges), tmp_path / "a.npz")

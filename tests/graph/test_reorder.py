@@ -12,11 +12,10 @@ from gnnfleet.graph.edge_keys import select_edges
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.edge_scan import EdgeScan
 from gnnfleet.graph.reorder import cluster_positions, limit_destinations, reordered_view
-from gnnfleet.graph.sampling.sampler import sample_blocks
 from gnnfleet.graph.views.block import full_block
 from gnnfleet.graph.views.local import LocalEdges, LocalView
 from gnnfleet.ops.draws import DrawKey
-from tests.graph.strategies import graphs
+from tests.graph.strategies import graphs, sample_blocks
 
 
 @given(graph=graphs())

@@ -13,12 +13,12 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import EDGE, EdgeType, Graph
-from gnnfleet.graph.sampling.sampler import NeighborSampler, sample_blocks
+from gnnfleet.graph.sampling.sampler import NeighborSampler
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.model import GNN, build_model
 from gnnfleet.ops.draws import DrawKey
-from tests.graph.strategies import graphs
+from tests.graph.strategies import graphs, sample_blocks
 
 KEY = DrawKey(3, 1, 4)
 

@@ -44,7 +44,9 @@ def test_any_split_into_blocks_gives_the_same_state(score, widths, parts, compac
     positive = score == ("add", False)
     single_pass = blocks.attention_pass(spec, inputs, blocks.AttentionBlock(case.structure), positive=positive)
     part = torch.randint(0, parts, (case.structure.num_edges,), generator=torch.Generator().manual_seed(seed))
-    state = blocks.init_attention(spec, case.structure.num_rows, dtype=torch.float64, positive=positive)
+    no_edges = cut(case.structure, part < 0, compact=False)
+    no_data = replace(inputs, edge=None if inputs.edge is None else inputs.edge[:0], edge_ids=inputs.edge_ids[:0])
+    state = blocks.attention_pass(spec, no_data, no_edges, positive=positive, finish=False)
     for number in range(parts):
         blocks.update_attention(state, spec, inputs, cut(case.structure, part == number, compact=compact))
     blocks.finish_attention(state, spec)

@@ -110,9 +110,9 @@ def test_gradients_by_finite_differences() -> None:
 @pytest.fixture
 def clean_pool() -> Iterator[None]:
     gc.collect()
-    buffers.release_buffers()
+    _native.pool_release()
     yield
-    buffers.release_buffers()
+    _native.pool_release()
 
 
 def test_buffers_return_to_the_pool(clean_pool: None) -> None:
@@ -134,7 +134,7 @@ def test_free_buffers_are_bounded(clean_pool: None) -> None:
         buffers.empty_buffer((size << 18,), torch.float32)
         used, highest, kept = _native.pool_state()
         assert used + kept <= highest * 5 // 4 + (1 << 21)
-    buffers.release_buffers()
+    _native.pool_release()
     assert _native.pool_state()[2] == 0
 
 

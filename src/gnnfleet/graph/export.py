@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,12 @@ def _file(folder: str) -> str:
 
 
 def _write(path: Path, batches: Iterator[pa.RecordBatch], advance: Any) -> int:
-    first = next(batches)
-    rows = 0
+    first, rows = next(batches), 0
     with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
-        while first is not None:
-            writer.write_batch(first)
-            rows += first.num_rows
-            advance(first.num_rows)
-            first = next(batches, None)
+        for batch in chain([first], batches):
+            writer.write_batch(batch)
+            rows += batch.num_rows
+            advance(batch.num_rows)
     return rows
 
 

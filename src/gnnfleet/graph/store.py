@@ -63,19 +63,9 @@ def save_store(
 
 def graph_meta(graph: Graph) -> dict[str, Any]:
     """The ``meta`` of a store's manifest."""
-    return store_meta(
-        name=graph.name,
-        undirected=graph.undirected,
-        nodes=[node_entry(kind, table.count, table.classes, table.columns) for kind, table in graph.nodes.items()],
-        edges=[edge_entry(kind, table.count, table.columns) for kind, table in graph.edges.items()],
-    )
-
-
-def store_meta(
-    *, name: str, undirected: bool, nodes: list[dict[str, Any]], edges: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """The ``meta`` of a store's manifest, for writers without a Graph."""
-    return {"name": name, "undirected": undirected, "nodes": nodes, "edges": edges}
+    nodes = [node_entry(kind, table.count, table.classes, table.columns) for kind, table in graph.nodes.items()]
+    edges = [edge_entry(kind, table.count, table.columns) for kind, table in graph.edges.items()]
+    return {"name": graph.name, "undirected": graph.undirected, "nodes": nodes, "edges": edges}
 
 
 def node_entry(node_type: str, count: int, classes: Sequence[str], columns: ColumnGroups) -> dict[str, Any]:

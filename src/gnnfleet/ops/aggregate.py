@@ -169,14 +169,6 @@ class MaxState:
     winner: Tensor  # [R, F] int64: ``ties`` of the edge, −1 without edges
 
 
-def init_max(num_rows: int, width: int, dtype: torch.dtype) -> MaxState:
-    """The state before any edge, for rows of ``dtype``."""
-    state = _empty_max(num_rows, width, dtype)
-    state.out.zero_()
-    state.winner.fill_(-1)
-    return state
-
-
 def update_max(
     state: MaxState, structure: CSR, x: Tensor, *, ties: Tensor | None = None, rows: Tensor | None = None
 ) -> None:
@@ -188,16 +180,11 @@ def update_max(
 
 
 def max_rows(structure: CSR, x: Tensor, *, ties: Tensor | None = None) -> MaxState:
-    """``init_max`` and ``update_max`` with all edges in one pass."""
-    state = _empty_max(structure.num_rows, x.shape[1], x.dtype)
+    """The maxima of the edges of a structure; without edges the initial state for ``update_max``."""
+    shape = (structure.num_rows, x.shape[1])
+    state = MaxState(empty_buffer(shape, accumulate_dtype(x.dtype)), empty_buffer(shape, torch.int64))
     _max(state, structure, x, ties=ties, rows=None, merge=False)
     return state
-
-
-def _empty_max(num_rows: int, width: int, dtype: torch.dtype) -> MaxState:
-    return MaxState(
-        empty_buffer((num_rows, width), accumulate_dtype(dtype)), empty_buffer((num_rows, width), torch.int64)
-    )
 
 
 def _max(state: MaxState, structure: CSR, x: Tensor, *, ties: Tensor | None, rows: Tensor | None, merge: bool) -> None:

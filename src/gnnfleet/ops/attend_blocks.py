@@ -98,17 +98,6 @@ class AttentionState:
         return {"num": self.num, "max": self.max, "den": self.den, "pos": self.pos, "mass": self.mass}
 
 
-def init_attention(spec: AttentionSpec, num_dst: int, *, dtype: torch.dtype, positive: bool = False) -> AttentionState:
-    """The state before any edge; ``positive`` keeps what ``destination_gradient`` needs for additive scores."""
-    state = _empty_state(spec, num_dst, dtype, positive)
-    for tensor in (state.num, state.den, state.pos, state.mass):
-        if tensor is not None:
-            tensor.zero_()
-    # The lowest number, not −inf: differences of it must not be NaN.
-    state.max.fill_(torch.finfo(dtype).min)
-    return state
-
-
 def update_attention(
     state: AttentionState, spec: AttentionSpec, inputs: AttentionInputs, block: AttentionBlock
 ) -> None:
@@ -128,10 +117,17 @@ def finish_attention(state: AttentionState, spec: AttentionSpec) -> AttentionSta
 def attention_pass(
     spec: AttentionSpec, inputs: AttentionInputs, block: AttentionBlock, *, positive: bool = False, finish: bool = True
 ) -> AttentionState:
-    """Run init, update and finish of an attention in one pass; without ``finish`` for a first block."""
-    assert block.rows is None
+    """The state of all edges in one pass, or of a first block of edges without ``finish``.
+
+    ``positive`` keeps ``pos`` and ``mass``, which ``destination_gradient`` needs for additive scores.
+    """
+    assert block.rows is None and (not positive or spec.score == "add")
     _check(block, inputs.value)
-    state = _empty_state(spec, block.structure.num_rows, inputs.dtype, positive)
+    rows = block.structure.num_rows
+    wide, narrow = (rows, spec.heads * spec.channels), (rows, spec.heads)
+    num, top, den = (empty_buffer(shape, inputs.dtype) for shape in (wide, narrow, narrow))
+    pos, mass = (empty_buffer(shape, inputs.dtype) if positive else None for shape in (wide, narrow))
+    state = AttentionState(num, top, den, pos, mass)
     args = {**_kernel_args(spec, inputs, block), **state.kernel_args()}
     _native.attend_forward(**args, fresh=True, finish=finish)
     return state
@@ -232,15 +228,6 @@ def _kernel_args(spec: AttentionSpec, inputs: AttentionInputs, block: AttentionB
 def _workers(numbers: int) -> int:
     # On a busy machine, waking a second thread takes longer than processing this many elements.
     return num_threads() if numbers > 1 << 16 else 1
-
-
-def _empty_state(spec: AttentionSpec, num_dst: int, dtype: torch.dtype, positive: bool) -> AttentionState:
-    assert not positive or spec.score == "add"
-    wide, narrow = (num_dst, spec.heads * spec.channels), (num_dst, spec.heads)
-    num, top, den = (empty_buffer(shape, dtype) for shape in (wide, narrow, narrow))
-    if not positive:
-        return AttentionState(num, top, den)
-    return AttentionState(num, top, den, empty_buffer(wide, dtype), empty_buffer(narrow, dtype))
 
 
 def _check(block: AttentionBlock, other: Tensor) -> None:

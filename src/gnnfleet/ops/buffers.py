@@ -29,11 +29,6 @@ def empty_buffer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return buffer.view(*shape[:-1], shape[-1] * dtype.itemsize).view(dtype)
 
 
-def release_buffers() -> None:
-    """Return free buffers to the system."""
-    _native.pool_release()
-
-
 @contextmanager
 def unpooled() -> Iterator[None]:
     """Allocate with torch inside the context, so that its profiler sees everything."""

@@ -20,7 +20,7 @@ from gnnfleet.graph.ingest.keys import IdColumn
 from gnnfleet.graph.ingest.nodes import NodeImporter, NodeResult, NodeTablePlan, plan_nodes
 from gnnfleet.graph.ingest.source import column_names, find_files, open_source
 from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, ImportReport, NodeTable, TableSpec
-from gnnfleet.graph.store import KIND, edge_entry, node_entry, store_meta
+from gnnfleet.graph.store import KIND, edge_entry, node_entry
 from gnnfleet.io.bundle import BundleWriter
 from gnnfleet.report.progress import NoProgress, Progress
 
@@ -49,17 +49,9 @@ def import_tables(
         edges = _import_edges(duck, out, spec, edge_plans, nodes, progress)
         name = spec.name or Path(output).resolve().name
         progress.stage("writing checksums")
-        out.commit(
-            store_meta(
-                name=name,
-                undirected=spec.undirected,
-                nodes=[
-                    node_entry(kind, imported.keys.count, imported.classes, imported.counts.columns)
-                    for kind, imported in nodes.items()
-                ],
-                edges=[edge_entry(kind, counts.count, counts.columns) for kind, counts in edges.items()],
-            )
-        )
+        node_entries = [node_entry(kind, n.keys.count, n.classes, n.counts.columns) for kind, n in nodes.items()]
+        edge_entries = [edge_entry(kind, counts.count, counts.columns) for kind, counts in edges.items()]
+        out.commit({"name": name, "undirected": spec.undirected, "nodes": node_entries, "edges": edge_entries})
     return ImportReport(
         path=Path(output),
         name=name,

@@ -207,19 +207,6 @@ def _row_degrees(indptr: Tensor, rows: Tensor) -> Tensor:
     return indptr[rows + 1] - indptr[rows]
 
 
-def sample_blocks(
-    graph: Graph,
-    seeds: Mapping[str, Tensor],
-    fanouts: Fanouts,
-    key: DrawKey,
-    *,
-    replace: bool = False,
-    weighted: bool = False,
-) -> list[LocalView]:
-    """The blocks of one batch; use a ``NeighborSampler`` for several batches."""
-    return NeighborSampler(graph, fanouts, replace=replace, weighted=weighted).blocks(seeds, key)
-
-
 def hop_counts(edge_types: Sequence[EdgeType], fanouts: Fanouts) -> list[dict[EdgeType, int]]:
     """[hop][edge type] → in-edges to draw; raises ConfigError for other values than integers from −1."""
     if isinstance(fanouts, Mapping):
