@@ -57,7 +57,7 @@ def test_other_threads_are_traced_but_not_counted(now: list[float]) -> None:
     thread.join()
     assert clock.read() == {COMPUTE: 5, EXCHANGE: 0, WAIT: 0}
     (span,) = clock.spans
-    assert (span.what, span.kind, span.end - span.begin) == ("relay", WAIT, 5)
+    assert (span.name, span.kind, span.end - span.begin) == ("relay", WAIT, 5)
 
 
 def test_spans_are_recorded_only_if_enabled(now: list[float]) -> None:

@@ -74,7 +74,7 @@ def make_dataset(
         "nodes": _count_nodes(graph),
         "edges": {str(kind): edges.count for kind, edges in graph.edges.items()},
         "bytes": graph.store.nbytes,
-        "seconds": {stage: round(taken, 3) for stage, taken in seconds.items()},
+        "seconds": {stage: round(duration, 3) for stage, duration in seconds.items()},
         "parameters": config.model_dump(mode="json"),
     }
     print_result(result, as_json=as_json, human=_tables(graph, result))
@@ -118,11 +118,11 @@ def _tables(graph: Graph, result: dict[str, Any]) -> list[Any]:
         (str(kind), entry.count, 0 if entry.attr is None else entry.attr.shape[1], _data(entry))
         for kind, entry in graph.edges.items()
     ]
-    taken = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in result["seconds"].items())
+    durations = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in result["seconds"].items())
     return [
         table(None, ["nodes", "count", "features", "classes"], nodes),
         table(None, ["edges", "count", "features", "data"], edges),
-        f"{result['store']}: {format_bytes(result['bytes'])}, {taken}",
+        f"{result['store']}: {format_bytes(result['bytes'])}, {durations}",
     ]
 
 

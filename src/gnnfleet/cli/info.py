@@ -58,7 +58,6 @@ def info(
 
 
 def partition_paths(store: Path) -> list[Path]:
-    """Directories of the partitions inside a store."""
     return sorted(p.parent for p in (store / "parts").glob("*/partition.json") if not p.parent.name.startswith("."))
 
 
@@ -77,7 +76,6 @@ def _verify(bundles: list[Bundle], quiet: bool) -> None:
 
 
 def describe_graph(graph: Graph, head: int = 0) -> dict[str, Any]:
-    """Description of a graph as plain values."""
     return {
         "name": graph.name,
         "path": str(_store(graph).path),
@@ -146,7 +144,6 @@ def _describe_edges(edges: Edges) -> dict[str, Any]:
 
 
 def graph_tables(result: dict[str, Any]) -> list[Any]:
-    """Tables of a description by ``describe_graph``."""
     title = f"{result['name']}: {result['num_nodes']:,} nodes, {result['num_edges']:,} edges, "
     title += format_bytes(result["bytes"])
     node_rows = [
@@ -200,7 +197,6 @@ def describe_partition(partition: Partition) -> dict[str, Any]:
 
 
 def partition_rows(title: str, partitions: list[dict[str, Any]]) -> Any:
-    """Table with one row per partition."""
     return table(
         title,
         (
@@ -232,7 +228,6 @@ def partition_rows(title: str, partitions: list[dict[str, Any]]) -> Any:
 
 
 def partition_table(name: str, result: dict[str, Any]) -> Any:
-    """Table with one row per part of a partition."""
     title = (
         f"{name}: {100 * result['kept_share']:.1f} % of {result['num_edges']:,} edges kept, "
         f"{result['volume']:,} rows sent per layer, replication {result['replication']:.3f}"

@@ -27,19 +27,19 @@ class EdgeBank:
         # Pairs are ordered by (source, destination), so those of one source are contiguous.
         self._pairs, self._pair_of = torch.unique(stream.src * stream.num_nodes + stream.dst, return_inverse=True)
         self._last = torch.full((len(self._pairs),), -1)  # latest event of each pair, −1 for none
-        self._seen = self._oldest = 0
+        self._num_events = self._oldest = 0
 
-    def update(self, seen: int) -> None:
-        """Extend the bank to the first ``seen`` events."""
-        assert seen >= self._seen, "events cannot be removed"
-        if seen == self._seen:
+    def update(self, num_events: int) -> None:
+        """Extend the bank to the first ``num_events`` events."""
+        assert num_events >= self._num_events, "events cannot be removed"
+        if num_events == self._num_events:
             return
-        events = torch.arange(self._seen, seen)
+        events = torch.arange(self._num_events, num_events)
         # Events are in the order of time, so the last event of a pair counts.
-        self._last.scatter_reduce_(0, self._pair_of[self._seen : seen], events, "amax")
-        self._seen = seen
+        self._last.scatter_reduce_(0, self._pair_of[self._num_events : num_events], events, "amax")
+        self._num_events = num_events
         if self._window is not None:
-            t = self._stream.t[:seen]
+            t = self._stream.t[:num_events]
             back = self._window if t.is_floating_point() else int(self._window)  # exact for integer times
             self._oldest = int(torch.searchsorted(t, t[-1:] - back))
 

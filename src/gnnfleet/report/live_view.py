@@ -32,11 +32,11 @@ def live_view(run: Run) -> Group:
         return Group(head, Text("no epoch has finished yet", "dim"))
     done = rows[-1]["epoch"] / max(run["epochs"], 1)
     bar = "━" * round(_WIDE * done)
-    left = (run["epochs"] - rows[-1]["epoch"]) * (summarize(run)["epoch_seconds"] or 0.0)
+    remaining = (run["epochs"] - rows[-1]["epoch"]) * (summarize(run)["epoch_seconds"] or 0.0)
     lines = [
         head,
         Text.assemble((bar, "blue"), (" " * (_WIDE - len(bar))), f"  epoch {rows[-1]['epoch']} of {run['epochs']}"),
-        Text(format_epoch(rows[-1]) + (f"  about {left:.0f} s left" if run["state"] == "running" else "")),
+        Text(format_epoch(rows[-1]) + (f"  about {remaining:.0f} s left" if run["state"] == "running" else "")),
     ]
     for key, name in (("train_loss", "loss"), ("val", "val ")):
         values = [row[key] for row in rows if isinstance(row.get(key), (int, float))]

@@ -21,7 +21,7 @@ MAX_SPANS = 200_000
 class TraceSpan(NamedTuple):
     """Activity of a thread."""
 
-    what: str
+    name: str
     kind: str  # a phase, or step, epoch, evaluation
     begin: float  # seconds of perf_counter
     end: float
@@ -36,18 +36,18 @@ class PhaseTimer:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self.spans: list[TraceSpan] | None = None
 
-    def phase(self, phase: str, what: str = "") -> PhaseContext:
-        """A context that counts as ``phase``; ``what`` names it in the trace."""
-        return PhaseContext(self, phase, what)
+    def phase(self, phase: str, name: str = "") -> PhaseContext:
+        """A context that counts as ``phase``; ``name`` names it in the trace."""
+        return PhaseContext(self, phase, name)
 
     def read(self) -> dict[str, float]:
         self._switch(self._phase)
         return dict(self._seconds)
 
-    def record(self, what: str, kind: str, begin: float, end: float | None = None) -> None:
+    def record(self, name: str, kind: str, begin: float, end: float | None = None) -> None:
         """Add a span to the trace only."""
         if self.spans is not None and len(self.spans) < MAX_SPANS:
-            self.spans.append(TraceSpan(what, kind, begin, perf_counter() if end is None else end, get_ident()))
+            self.spans.append(TraceSpan(name, kind, begin, perf_counter() if end is None else end, get_ident()))
 
     def _switch(self, phase: str) -> str:
         """Begin a phase; returns the previous one."""
@@ -60,10 +60,10 @@ class PhaseTimer:
 class PhaseContext:
     """See ``PhaseTimer.phase``; a class, not a generator, because it is entered for every message."""
 
-    __slots__ = ("_before", "_begin", "_clock", "_counted", "_phase", "_what")
+    __slots__ = ("_before", "_begin", "_clock", "_counted", "_name", "_phase")
 
-    def __init__(self, clock: PhaseTimer, phase: str, what: str) -> None:
-        self._clock, self._phase, self._what = clock, phase, what
+    def __init__(self, clock: PhaseTimer, phase: str, name: str) -> None:
+        self._clock, self._phase, self._name = clock, phase, name
 
     def __enter__(self) -> None:
         clock = self._clock
@@ -76,6 +76,6 @@ class PhaseContext:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         clock = self._clock
         if clock.spans is not None:
-            clock.record(self._what, self._phase, self._begin)
+            clock.record(self._name, self._phase, self._begin)
         if self._counted:
             clock._switch(self._before)

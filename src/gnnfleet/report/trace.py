@@ -11,7 +11,7 @@ from gnnfleet.report.phase_timer import MAX_SPANS, TraceSpan
 
 def pack_spans(spans: Sequence[TraceSpan], offset: float = 0.0) -> bytes:
     """Serialize spans, shifted by a clock offset, for another process."""
-    return json.dumps([[s.what, s.kind, s.begin + offset, s.end + offset, s.thread] for s in spans]).encode()
+    return json.dumps([[s.name, s.kind, s.begin + offset, s.end + offset, s.thread] for s in spans]).encode()
 
 
 def unpack_spans(data: bytes) -> list[TraceSpan]:
@@ -34,7 +34,7 @@ def trace_json(workers: Mapping[str, Sequence[TraceSpan]]) -> str:
             events.append(
                 {
                     "ph": "X",
-                    "name": span.what or span.kind,
+                    "name": span.name or span.kind,
                     "cat": span.kind,
                     "ts": round(1e6 * (span.begin - start), 3),
                     "dur": round(1e6 * (span.end - span.begin), 3),

@@ -1,7 +1,7 @@
 """Checkpoints: safetensors under a checksummed manifest, in a directory that is swapped in whole.
 
-Random draws are keyed by seed, epoch and step, so there is no generator state, and a resumed run ends with the same
-bits as an uninterrupted one. Rank 0 writes what all ranks share, every rank the rows it owns; the directory appears
+Random draws are keyed by seed, epoch and step, so there is no generator state. A resumed run ends with the same bits
+as an uninterrupted one. Rank 0 writes what all ranks share, every rank the rows it owns; the directory appears
 when all are done. Rows are stored by id, so another number of ranks can load them.
 """
 
@@ -102,12 +102,12 @@ def _put(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors that share memory: safetensors refuses them, and a model may use a layer twice."""
-    separate, seen = dict[str, Tensor](), set[int]()
+    separate, addresses = dict[str, Tensor](), set[int]()
     for name, tensor in tensors.items():
         tensor = tensor.detach().contiguous()
-        memory = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if memory in seen else tensor
-        seen.add(memory)
+        address = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if address in addresses else tensor
+        addresses.add(address)
     return separate
 
 
@@ -172,7 +172,6 @@ def has_rank_local(path: Path, size: int) -> bool:
 
 
 def load_rank_local(path: Path, rank: int) -> State:
-    """Load the rank-local tensors of a rank."""
     with _as_run_error(path):
         file = rank_file(rank)
         if checksum(path / file) != Bundle.open(path, KIND).files[file]["sha256"]:

@@ -229,7 +229,7 @@ def column_order(run: ColumnGroups, store: ColumnGroups, suffix: str = "") -> Te
         missing = [column for column in run if column not in store]
         added = [column for column in store if column not in run]
         sides = (("without", missing), ("with", added))
-        differences = [f"{word} {_shown(columns)}" for word, columns in sides if columns]
+        differences = [f"{side} {_shown(columns)}" for side, columns in sides if columns]
         raise RunError(
             f"the run was trained on feature columns{suffix} {_shown(run)}; this store has {_shown(store)} "
             f"({', '.join(differences)}): import it with the same feature columns, --features names them"

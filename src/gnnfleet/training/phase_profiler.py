@@ -49,8 +49,8 @@ class PhaseProfiler:
         """An epoch ends."""
 
     @contextmanager
-    def pause(self, what: str) -> Iterator[None]:
-        """Exclude from the epoch what happens in the context."""
+    def pause(self, name: str) -> Iterator[None]:
+        """Exclude the context from the epoch."""
         yield
 
     def report(self) -> None:
@@ -92,13 +92,13 @@ class RankProfiler(PhaseProfiler):
         self._base, self._last_epoch = now, epoch
 
     @contextmanager
-    def pause(self, what: str) -> Iterator[None]:
+    def pause(self, name: str) -> Iterator[None]:
         before, begin = self._read(), time.perf_counter()
         yield
         paused = _difference(self._read(), before)
         self._base = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(self._base, paused, strict=True)]
         self._step_begin = time.perf_counter()
-        self.world.clock.record(what, "beside", begin)
+        self.world.clock.record(name, "beside", begin)
 
     def report(self) -> None:
         pending, self._pending = self._pending, []

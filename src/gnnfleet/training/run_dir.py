@@ -100,7 +100,6 @@ class RunDirectory(CheckpointSink):
             raise
 
     def initialize(self, config: RunConfig, graph: Graph, output: OutputSchema | None) -> None:
-        """Save config, output schema, model file and versions."""
         store = None if graph.store is None else {"path": str(graph.store.path.resolve()), "digest": graph.store.digest}
         file = config.model.file
         content = {
@@ -195,7 +194,6 @@ class RunDirectory(CheckpointSink):
         self._write("ranks.json", json.dumps(totals).encode())
 
     def write_partition_info(self, method: str, quality: Mapping[str, Any]) -> None:
-        """Write the method and quality of the partition."""
         self._write("parts.json", json.dumps({"method": method, "quality": quality}).encode())
 
     def log(self, text: str, *, quiet: bool) -> None:
