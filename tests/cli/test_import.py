@@ -33,9 +33,9 @@ app.command("import", epilog=IMPORT_EXAMPLES)(import_graph)
 app.command("export")(export_graph)
 
 
-def call(*words: Any) -> dict[str, Any]:
-    """The JSON a command prints; raises what it raises."""
-    result = CliRunner().invoke(app, [*map(str, words), "--json", "--quiet"])
+def call(*arguments: Any) -> dict[str, Any]:
+    """The JSON that a command prints; its errors are raised."""
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json", "--quiet"])
     if result.exception is not None:
         raise result.exception
     return dict(json.loads(result.stdout))
@@ -54,7 +54,7 @@ def shop(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_two_tables_just_work(shop: Path) -> None:
+def test_two_tables_are_imported_without_options(shop: Path) -> None:
     report = call("import", shop / "n.parquet", shop / "e.parquet", "-o", shop / "store")
     assert report["nodes"]["node"]["count"] == 3 and report["edges"][str(EDGE)]["count"] == 2
     assert report["edges"][str(EDGE)]["unused"] == ["note"]
@@ -69,8 +69,8 @@ def test_two_tables_just_work(shop: Path) -> None:
 
 def test_several_types_with_their_own_columns(shop: Path) -> None:
     orders = f"user:buys:product={shop / 'orders.csv'},src=who,dst=what,time=day"
-    words = ("--nodes", f"user={shop / 'n.parquet'},features=none", "--edges", orders, "--split", "1/0/0")
-    report = call("import", "-o", shop / "store", *words)
+    options = ("--nodes", f"user={shop / 'n.parquet'},features=none", "--edges", orders, "--split", "1/0/0")
+    report = call("import", "-o", shop / "store", *options)
     graph = open_store(shop / "store")
     buys = EdgeType("user", "buys", "product")
     assert graph.nodes["product"].ids.values().to_pylist() == [7, 8]

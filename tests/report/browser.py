@@ -71,18 +71,18 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
-        found = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        reply = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
 
     def shoot(self, path: Path) -> None:
         """Screenshot of the full page."""
-        found = self._call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
+        reply = self._call("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(reply["data"]))
 
-    def _call(self, method: str, **words: Any) -> dict[str, Any]:
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": words}
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._to, json.dumps(message).encode() + b"\0")
@@ -90,19 +90,19 @@ class Browser:
             answer = self._next()
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer
-                found: dict[str, Any] = answer["result"]
-                return found
+                reply: dict[str, Any] = answer["result"]
+                return reply
             self._note(answer)
 
     def _note(self, event: dict[str, Any]) -> None:
-        method, words = event.get("method", ""), event.get("params", {})
+        method, parameters = event.get("method", ""), event.get("params", {})
         self._events.append(method)
         if method == "Runtime.exceptionThrown":
-            self.problems.append(str(words["exceptionDetails"]))
-        elif method == "Log.entryAdded" and words["entry"]["level"] in ("error", "warning"):
-            self.problems.append(words["entry"]["text"])
-        elif method == "Runtime.consoleAPICalled" and words["type"] in ("error", "warning", "assert"):
-            self.problems.append(str(words["args"]))
+            self.problems.append(str(parameters["exceptionDetails"]))
+        elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+            self.problems.append(parameters["entry"]["text"])
+        elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+            self.problems.append(str(parameters["args"]))
 
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + SECONDS
@@ -113,5 +113,5 @@ class Browser:
             assert piece, "chromium has ended"
             self._buffer += piece
         first, _, self._buffer = self._buffer.partition(b"\0")
-        found: dict[str, Any] = json.loads(first)
-        return found
+        message: dict[str, Any] = json.loads(first)
+        return message

@@ -100,9 +100,9 @@ def test_other_types_than_expected_are_left_out(tmp_path: Path, files: dict[str,
     assert summary_table([run]).row_count == 1 and live_view(run) is not None
 
 
-@pytest.mark.parametrize("words", [{"workers": "two"}, {"workers": None}, {"train": {"epochs": []}}])
-def test_a_config_without_numbers_is_refused(tmp_path: Path, words: dict[str, Any]) -> None:
-    path = write_run(tmp_path / "one", config={"config": {"strategy": {"name": "sar"}, **words}})
+@pytest.mark.parametrize("fields", [{"workers": "two"}, {"workers": None}, {"train": {"epochs": []}}])
+def test_a_config_without_numbers_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    path = write_run(tmp_path / "one", config={"config": {"strategy": {"name": "sar"}, **fields}})
     with pytest.raises(RunError, match="not a run"):
         read_run(path)
 
