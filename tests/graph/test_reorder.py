@@ -15,6 +15,7 @@ from gnnfleet.graph.reorder import cluster_positions, limit_destinations, reorde
 from gnnfleet.graph.views.block import full_block
 from gnnfleet.graph.views.local import LocalEdges, LocalView
 from gnnfleet.ops.draws import DrawKey
+from tests.graph.induced_view import induced_view
 from tests.graph.strategies import graphs, sample_blocks
 
 
@@ -89,7 +90,7 @@ def test_edges_marked_as_store_order_ascend_in_every_row(graph: Graph, seed: int
     all_ids = {kind: torch.arange(table.count) for kind, table in graph.nodes.items()}
     ordered, store_view = reordered_view(graph, random_order(graph, seed)), LocalView.of_graph(graph)
     spans = {kind: (0, table.count // 2) for kind, table in graph.nodes.items()}
-    views = [store_view, LocalView.induced(graph, {kind: ids[::2] for kind, ids in all_ids.items()})]
+    views = [store_view, induced_view(graph, {kind: ids[::2] for kind, ids in all_ids.items()})]
     views += [full_block(view, spans).view for view in (store_view, ordered)]
     views += sample_blocks(graph, all_ids, [2, -1], DrawKey(seed), replace=True)
     for relation in [relation for view in [*views, ordered] for relation in view.relations.values()]:

@@ -13,6 +13,7 @@ from gnnfleet.graph.reorder import cluster_order, limit_destinations, reordered_
 from gnnfleet.graph.views.block import full_block
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.row_index import RowIndex, take_rows
+from tests.graph.induced_view import induced_view
 from tests.graph.strategies import graphs
 
 
@@ -50,7 +51,7 @@ def test_rows_of_whole_graphs_are_gathered_in_any_order(graph: Graph, seed: int)
 def test_rows_of_subgraphs_and_blocks_are_gathered(graph: Graph, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     selected = (torch.rand(graph.num_nodes, generator=random) < 0.6).nonzero()[:, 0]
-    check_gather_rows(LocalView.induced(graph, {"node": selected}), len(selected), seed)
+    check_gather_rows(induced_view(graph, {"node": selected}), len(selected), seed)
     view = reordered_view(graph, {"node": torch.randperm(graph.num_nodes, generator=random)})
     low, high = sorted(torch.randint(0, graph.num_nodes + 1, (2,), generator=random).tolist())
     block = full_block(view, {"node": (low, high)})

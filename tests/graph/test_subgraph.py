@@ -8,8 +8,8 @@ import torch
 from gnnfleet.errors import InputError
 from gnnfleet.graph import subgraph
 from gnnfleet.graph.subgraph import induced_subgraph
-from gnnfleet.graph.views.local import LocalView
 from tests.equivalence.spread import plain_graph, typed_graph
+from tests.graph.induced_view import induced_view
 
 
 @pytest.mark.parametrize("edges_at_once", [3, 1 << 20])
@@ -23,7 +23,7 @@ def test_a_subgraph_has_the_edges_of_an_induced_view(
     ids = {
         kind: (torch.rand(table.count, generator=random) < 0.6).nonzero()[:, 0] for kind, table in graph.nodes.items()
     }
-    induced, view = induced_subgraph(graph, ids), LocalView.induced(graph, ids)
+    induced, view = induced_subgraph(graph, ids), induced_view(graph, ids)
     for kind, table in induced.nodes.items():
         original = graph.nodes[kind]
         for rows, all_rows in ((table.x, original.x), (table.y, original.y)):

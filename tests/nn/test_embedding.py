@@ -9,6 +9,7 @@ from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.embedding import NodeEmbedding, embedding_ids
 from gnnfleet.ops.draws import Draws, Purpose
+from tests.graph.induced_view import induced_view
 
 
 def embedding(ids: torch.Tensor | None, width: int = 5) -> NodeEmbedding:
@@ -28,7 +29,7 @@ def test_views_look_up_rows_by_store_id() -> None:
     graph = make_dataset("communities", nodes=60, mean_degree=4)
     ids = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     whole, permuted = embedding(None), embedding(ids)
-    for view in (LocalView.of_graph(graph), LocalView.induced(graph, {"node": torch.tensor([3, 20, 21, 58])})):
+    for view in (LocalView.of_graph(graph), induced_view(graph, {"node": torch.tensor([3, 20, 21, 58])})):
         out = permuted(view)
         assert torch.equal(out, whole.weight[view.node_ids]) and torch.equal(out, whole(view))
         (out * view.node_ids[:, None]).sum().backward()

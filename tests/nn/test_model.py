@@ -16,6 +16,7 @@ from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.config import MODELS
 from gnnfleet.nn.interop import load_pyg_state, to_pyg_state
 from gnnfleet.ops.draws import DrawKey
+from tests.graph.induced_view import induced_view
 from tests.nn.peers import DTYPES, block, compare, random_graph
 
 NORMS = {"none": {}, "layer": {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}}, "batch": {"norm": "batch_norm"}}
@@ -220,7 +221,7 @@ def test_embeddings_beside_and_instead_of_features() -> None:
     (rows,) = instead.embeddings.values()
     assert rows.weight.shape == (30, 8) and rows.weight.grad is not None
     some = torch.arange(0, 30, 2)
-    part = LocalView.induced(bare, {"node": some})
+    part = induced_view(bare, {"node": some})
     assert torch.equal(rows(part), rows.weight[some])
 
 

@@ -1,4 +1,4 @@
-"""LocalView: a GraphView of edges in this process: the whole graph, an induced subgraph or a block.
+"""LocalView: a GraphView of edges in this process: the whole graph or a block.
 
 ``ops`` has the forward and backward passes. The view adds ids, weights and self-loops.
 """
@@ -13,12 +13,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
 from gnnfleet.graph.views.merged_relations import LazyMergedRelations
 from gnnfleet.graph.views.row_index import take_rows
 from gnnfleet.graph.views.view import MANY_SOURCES, first_rows
-from gnnfleet.graph.views.view_base import NodeRows, SelectedDegrees, ViewBase
+from gnnfleet.graph.views.view_base import NodeRows, ViewBase
 from gnnfleet.ops import aggregate as sums
 from gnnfleet.ops.attend import attend
 from gnnfleet.ops.csr import CSR
@@ -116,23 +115,6 @@ class LocalView(ViewBase[LocalEdges]):
             edge_type: _relation(edges, graph.nodes[edge_type.src].count) for edge_type, edges in graph.edges.items()
         }
         return cls(nodes, relations)
-
-    @classmethod
-    def induced(cls, graph: Graph, nodes: Mapping[str, Tensor]) -> LocalView:
-        """The subgraph of some nodes (ascending store ids) with all edges among them."""
-        rows, row_of_id = {}, {}
-        for node_type, table in graph.nodes.items():
-            ids = nodes.get(node_type, torch.empty(0, dtype=torch.int64)).long()
-            if len(ids) and (bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= table.count):
-                raise InputError(f"nodes of a subgraph must be ascending store ids below {table.count} without repeats")
-            row_of_id[node_type] = torch.full((table.count,), -1, dtype=torch.int64)
-            row_of_id[node_type][ids] = torch.arange(len(ids))
-            rows[node_type] = NodeRows(ids, len(ids), SelectedDegrees(GraphDegrees(graph, node_type), ids))
-        relations = {
-            edge_type: _induce(edges, row_of_id[edge_type.src], rows[edge_type.src], rows[edge_type.dst])
-            for edge_type, edges in graph.edges.items()
-        }
-        return cls(rows, relations)
 
     @property
     def has_many_sources(self) -> bool:
@@ -293,24 +275,6 @@ def _add_degrees(total: Tensor, edges: Edges, weight: Tensor | None, *, has_loop
 def _relation(edges: Edges, num_src: int) -> LocalEdges:
     structure = CSR(edges.indptr, edges.src, num_src)
     return LocalEdges(structure, torch.arange(edges.count), edges.weight, edges.attr)
-
-
-def _induce(edges: Edges, row_of_id: Tensor, src: NodeRows, dst: NodeRows) -> LocalEdges:
-    """The edges of a type among the rows of a subgraph; ``row_of_id`` is −1 for sources outside it."""
-    starts, ends = edges.indptr[dst.node_ids], edges.indptr[dst.node_ids + 1]
-    degree = ends - starts
-    row = torch.repeat_interleave(torch.arange(len(degree)), degree)
-    first = torch.zeros(len(degree) + 1, dtype=torch.int64)
-    first[1:] = degree.cumsum(0)
-    edge = torch.arange(len(row)) - first[row] + starts[row]
-    col = row_of_id[edges.src[edge].long()]
-    keep = col >= 0
-    row, col, edge = row[keep], col[keep], edge[keep]
-    indptr = torch.zeros(len(degree) + 1, dtype=torch.int64)
-    indptr[1:] = torch.bincount(row, minlength=len(degree)).cumsum(0)
-    structure = CSR(indptr, col.to(edges.src.dtype), len(src.node_ids))
-    weight, attr = (None if data is None else data[edge] for data in (edges.weight, edges.attr))
-    return LocalEdges(structure, edge, weight, attr)
 
 
 def _select_or_fill(values: Tensor, position: Tensor, *, fill: float) -> Tensor:
