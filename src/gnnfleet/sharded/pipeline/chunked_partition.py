@@ -67,11 +67,11 @@ class ChunkedPartition:
         """The edges of this partition's rows; columns are positions."""
         position = self.layout.position
         src, dst = position[edges.src.long()], position[edges.dst().long()]
-        near, far = (dst, src) if direction == "in" else (src, dst)
-        local = self._contains(near).nonzero()[:, 0]
-        indptr, order = counting_sort(near[local] - self.low, self.rows)
+        rows, columns = (dst, src) if direction == "in" else (src, dst)
+        local = self._contains(rows).nonzero()[:, 0]
+        indptr, order = counting_sort(rows[local] - self.low, self.rows)
         edge_ids = local[order]
-        return _RowEdges(indptr, far[edge_ids], edge_ids)
+        return _RowEdges(indptr, columns[edge_ids], edge_ids)
 
     def _columns(self, positions: Tensor, direction: str) -> Tensor:
         halo_rows = torch.searchsorted(self.halo[direction], positions) + self.rows
@@ -82,7 +82,6 @@ class ChunkedPartition:
 
     @property
     def store_ids(self) -> Tensor:
-        """[n] int64"""
         return self.layout.order[self.low : self.high]
 
     @cached_property

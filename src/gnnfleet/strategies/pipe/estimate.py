@@ -19,7 +19,7 @@ from gnnfleet.strategies.pipe.profile import CpuShare, chunk_loads, profile_mode
 from gnnfleet.strategies.step_costs import WeightBytes, evaluation_bytes, trace_full_batch
 
 BYTES_PER_GRAPH_EDGE, BYTES_PER_PARTITION_EDGE = 120.0, 48.0
-"""Bytes of an edge of the graph while partitions are made, and of an edge of a partition and its chunks."""
+"""Bytes of an edge of the graph while partitions are built, and of an edge of a partition and its chunks."""
 
 
 def estimate(config: PipeConfig, context: PlanningContext) -> list[CostEstimate]:

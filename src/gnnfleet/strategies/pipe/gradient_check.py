@@ -26,6 +26,9 @@ Fallback = Literal["planned", "fresh", "exact"]
 FALLBACKS: tuple[Fallback, ...] = ("planned", "fresh", "exact")
 
 
+_NO_EXACT_GRID = "each partition is one chunk, which is slow. Set strategy.graph_parallel=WORKERS to train in parallel"
+
+
 @dataclass(frozen=True)
 class ExactnessMonitor:
     """State of the checks; the same on all ranks."""
@@ -48,10 +51,7 @@ class ExactnessMonitor:
     def update(
         self, epoch: int, cosine: float, loss: float, exact_loss: float, exact_grid: str = ""
     ) -> tuple[ExactnessMonitor, str]:
-        """(the next state, a message if the check fails), given both losses and the cosine between both gradients.
-
-        ``exact_grid`` describes the grid of exact epochs.
-        """
+        """(the next state, a message if the check fails); ``exact_grid`` describes the grid of exact epochs."""
         failure = self._failure(cosine, loss, exact_loss)
         level = FALLBACKS[FALLBACKS.index(self.level) + 1] if failure else self.level
         interval = self.check_every
@@ -66,14 +66,10 @@ class ExactnessMonitor:
             # A rise that caused a fallback does not cause the next one.
             least=exact_loss if failure else min(self.least, exact_loss),
         )
-        if not failure:
-            return monitor, ""
+        fallback = f"All further epochs are exact: {exact_grid or _NO_EXACT_GRID}"
         if level == "fresh":
-            return (
-                monitor,
-                f"Epoch {epoch + 1}: {failure}. An exact pass every {interval} epochs now updates the history.",
-            )
-        return monitor, f"Epoch {epoch + 1}: {failure}. All further epochs are exact: {exact_grid or _NO_EXACT_GRID}."
+            fallback = f"An exact pass every {interval} epochs now updates the history"
+        return monitor, f"Epoch {epoch + 1}: {failure}. {fallback}." if failure else ""
 
     def _failure(self, cosine: float, loss: float, exact_loss: float) -> str:
         """The reason why a check fails, if it does."""
@@ -96,8 +92,3 @@ class ExactnessMonitor:
         next_epoch, interval, level, first, least = state
         monitor = replace(self, level=FALLBACKS[int(level)], first=first, least=least)
         return monitor if restart else replace(monitor, next_epoch=int(next_epoch), check_interval=int(interval))
-
-
-_NO_EXACT_GRID = (
-    "each partition is one chunk, which is slow. strategy.graph_parallel=WORKERS trains exactly in parallel"
-)

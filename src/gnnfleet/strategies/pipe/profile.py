@@ -52,14 +52,14 @@ class CpuShare:
 
     @classmethod
     def detect(cls, world: World) -> CpuShare:
-        """Collective."""
+        """Collective. The cores of this process, and the threads of all ranks on them."""
         cores = (
             sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
         )
         # Simulated hosts of one machine share its cores; containers have limits of their own.
-        machine, threads = [ProcessInfo.current().pids, cores], torch.get_num_threads()
-        sharing = [other for *place, other in all_gather_json(world, [*machine, threads]) if place == machine]
-        return cls(len(cores), threads, sum(sharing))
+        host, threads = [ProcessInfo.current().pids, cores], torch.get_num_threads()
+        by_rank = all_gather_json(world, [host, threads])
+        return cls(len(cores), threads, sum(count for other, count in by_rank if other == host))
 
     @property
     def oversubscription(self) -> float:
@@ -94,7 +94,7 @@ def profile_cluster(world: World, cpu: CpuShare) -> ClusterProfile:
 
 
 def _message_seconds(world: World, rows: int) -> float:
-    """Seconds until a message from the rank before has arrived."""
+    """Median seconds until a message from the previous rank has arrived."""
     outgoing, seconds = torch.zeros(rows, MESSAGE_WIDTH), []
     for _ in range(1 + REPEATS):
         barrier(world)
@@ -113,7 +113,7 @@ def profile_model(config: PipeConfig, job: Job, layout: ChunkLayout, cpu: CpuSha
 
 
 def _profile_layers(config: PipeConfig, job: Job, layout: ChunkLayout, cpu: CpuShare) -> ModelCost:
-    """The layers on a chunk of the largest partition, and on one row of it; gradients and modes are left as new."""
+    """Time the layers on a chunk of the largest partition and on one row of it. Gradients and modes are reset."""
     rows = layout.starts[:: layout.chunks_per_partition].diff()
     partition = ChunkedPartition(job.graph, layout, int(rows.argmax()))
     sample = _sample_chunk(partition)
