@@ -1,8 +1,8 @@
-# make demo   what gnnfleet does, on generated data
+# make demo   train with every strategy on generated data
 # make test   lint, types and tests; sets up .venv by itself
 # make lint   ruff and mypy only
-# make fuzz   damaged files and strange words, for ten minutes (SECONDS=…, FIRST=…)
-# make faults kill, pause and cut every role of every strategy; table in docs/reliability.md (root for cuts)
+# make fuzz   damaged files and random settings, for ten minutes (SECONDS=…, FIRST=…)
+# make faults kill, pause and cut off every role of every strategy; table in docs/reliability.md (cuts need root)
 # make clean  remove everything that was built
 
 PYTHON ?= python3

@@ -1,11 +1,11 @@
-"""Test accuracy on public graphs: mean and standard deviation over ten seeds, beside what is published.
+"""Test accuracy on public graphs: mean and standard deviation over ten seeds, with published figures.
 
-A cell is a data set, a model and a side: gnnfleet, or torch_geometric (a plain loop over PyG's layers with the same
-settings), or published: where a published figure is that of one split, the published model in plain torch with its own
-settings on the splits of our seeds. Settings are those of examples/accuracy/DATASET_MODEL.toml; on sets with ten splits
-the split is the seed.
-Each cell runs in a process of its own with one thread. All cells get three seeds first; finished seeds are not run
-again unless the settings changed, so what --minutes leaves is done by the next call.
+A cell is a data set, a model and a side. Sides are gnnfleet, torch_geometric (a plain loop over PyG's layers with the
+same settings) and published (the published model in plain torch with its own settings on the splits of our seeds, if
+its figure is that of one split). Settings are those of examples/accuracy/DATASET_MODEL.toml; on sets with ten splits
+the seed selects the split.
+Each cell runs in a process of its own with one thread. All cells get three seeds first. Finished seeds are not run
+again unless the settings changed, so the next call continues.
 
 usage: python benchmarks/accuracy.py [--data DIR] [--only cora citeseer/gat …] [--seeds 10] [--at-once 2] [--minutes 30]
 DIR holds cora.npz and the others (layout: docs/formats.md); default ../shared/data/static or $GNNFLEET_DATA/static.
@@ -32,8 +32,8 @@ HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "examples" / "accuracy"
 DATA = Path(os.environ.get("GNNFLEET_DATA", HERE.parents[1] / "shared" / "data")) / "static"
 CELLS = HERE / "results" / "cells" / "accuracy"
-UNDIRECTED = ("debian_bookworm",)  # given in one direction; as gnnfleet import --undirected
-QUICK = 3  # seeds of every cell that come before further seeds of any
+UNDIRECTED = ("debian_bookworm",)  # edges have one direction; as gnnfleet import --undirected
+FIRST_SEEDS = 3  # seeds that every cell gets before any cell gets more
 OURS, PEER, PUBLISHED = "gnnfleet", "torch_geometric", "published"
 MODELS: dict[str, dict[str, dict[str, Any]]] = {  # published models that are trained here too
     "amazon_photo/sage": {  # github.com/LUOyk1999/tunedGNN
@@ -44,18 +44,18 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {  # published models that are tr
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A line of the table: what is published, in points, and how far from it (or from the peer) is still fine."""
+class TableRow:
+    """A row of the table: the published figure in points, and the accepted distance from it or from PyG."""
 
     name: str  # DATASET/MODEL
     published: float | None = None
-    within: float = 0.7
+    tolerance: float = 0.7
     peer: bool = False  # torch_geometric is trained too
-    above: bool = False  # better than ``published`` is fine too
-    least: int = 0  # seeds, where the spread is so wide that ten say too little
+    above_is_accepted: bool = False  # a better result than ``published`` is accepted
+    min_seeds: int = 0  # more seeds, if the spread is too wide for ten
 
-    def seeds(self, asked: int) -> int:
-        return asked if asked < 10 else max(asked, self.least)
+    def seeds(self, count: int) -> int:
+        return count if count < 10 else max(count, self.min_seeds)
 
     @property
     def cells(self) -> list[str]:
@@ -64,29 +64,29 @@ class Wanted:
 
 
 TABLE = [
-    Wanted("cora/gcn", 81.5),
-    Wanted("cora/gat", 83.0, peer=True),
-    Wanted("cora/sage", peer=True),
-    Wanted("citeseer/gcn", 70.3),
-    Wanted("citeseer/gat", peer=True, least=24),
-    Wanted("citeseer/sage", peer=True),
-    Wanted("pubmed/gcn", 79.0),
-    Wanted("pubmed/gat", peer=True),
-    Wanted("pubmed/sage", peer=True),
-    Wanted("minesweeper/gcn", 89.75, within=1.25, above=True),
-    Wanted("minesweeper/sage", 93.51, within=1.25, above=True),
-    Wanted("minesweeper/gat", 92.01, within=1.25, above=True),
-    Wanted("amazon_photo/gcn", 96.1),
-    Wanted("amazon_photo/sage", 96.8, peer=True),
-    Wanted("debian_bookworm/rgcn", 78.5, within=0, above=True),
+    TableRow("cora/gcn", 81.5),
+    TableRow("cora/gat", 83.0, peer=True),
+    TableRow("cora/sage", peer=True),
+    TableRow("citeseer/gcn", 70.3),
+    TableRow("citeseer/gat", peer=True, min_seeds=24),
+    TableRow("citeseer/sage", peer=True),
+    TableRow("pubmed/gcn", 79.0),
+    TableRow("pubmed/gat", peer=True),
+    TableRow("pubmed/sage", peer=True),
+    TableRow("minesweeper/gcn", 89.75, tolerance=1.25, above_is_accepted=True),
+    TableRow("minesweeper/sage", 93.51, tolerance=1.25, above_is_accepted=True),
+    TableRow("minesweeper/gat", 92.01, tolerance=1.25, above_is_accepted=True),
+    TableRow("amazon_photo/gcn", 96.1),
+    TableRow("amazon_photo/sage", 96.8, peer=True),
+    TableRow("debian_bookworm/rgcn", 78.5, tolerance=0, above_is_accepted=True),
 ]
 
 
 # -- one cell, in a process of its own --
 
 
-def run_cell(cell: str, data: Path, seeds: int, until: float) -> None:
-    """Run the seeds that are missing, each kept as soon as it is done."""
+def run_cell(cell: str, data: Path, seeds: int, deadline: float) -> None:
+    """Run the missing seeds and save each at once."""
     import torch
 
     import gnnfleet as gf
@@ -95,46 +95,49 @@ def run_cell(cell: str, data: Path, seeds: int, until: float) -> None:
 
     torch.set_num_threads(1)
     dataset, model, side = cell.split("/")
-    words = read_toml(CONFIGS / f"{dataset}_{model}.toml")
+    config = read_toml(CONFIGS / f"{dataset}_{model}.toml")
     if side == PUBLISHED:
-        chosen = MODELS[f"{dataset}/{model}"]
-        words = {**words, **{group: {**words[group], **each} for group, each in chosen.items()}}
-    settings = resolve(words).model_dump(mode="json")
+        published = MODELS[f"{dataset}/{model}"]
+        config = {**config, **{group: {**config[group], **values} for group, values in published.items()}}
+    settings = resolve(config).model_dump(mode="json")
     path = CELLS / f"{cell.replace('/', '.')}.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    runs = found.get("runs", []) if found.get("settings") == settings else []
+    former = json.loads(path.read_text()) if path.exists() else {}
+    runs = former.get("runs", []) if former.get("settings") == settings else []
     graph = gf.read_npz(data / f"{dataset}.npz")
     if dataset in UNDIRECTED:
         graph, _ = clean_edges(graph, undirected=True, duplicates="drop")
     splits = graph.nodes[graph.labelled_type].split
-    ten = splits is not None and len(splits) > 1
+    has_many_splits = splits is not None and len(splits) > 1
     for seed in range(len(runs), seeds):
-        if time.time() > until:
+        if time.time() > deadline:
             return
-        started = time.process_time()  # other work on the machine does not count
-        own = {**words, "seed": seed, **({"split": seed % len(splits)} if ten else {})}
-        got = ours(graph, own) if side == OURS else plain(graph, own, peer_network if side == PEER else tuned_network)
-        runs.append({"seed": seed, **got, "cpu_seconds": round(time.process_time() - started, 2)})
+        started = time.process_time()  # excludes other work on the machine
+        seed_config = {**config, "seed": seed, **({"split": seed % len(splits)} if has_many_splits else {})}
+        if side == OURS:
+            figures = train_gnnfleet(graph, seed_config)
+        else:
+            figures = train_torch(graph, seed_config, pyg_network if side == PEER else tuned_network)
+        runs.append({"seed": seed, **figures, "cpu_seconds": round(time.process_time() - started, 2)})
         path.write_text(json.dumps({"cell": cell, "settings": settings, "runs": runs}, indent=1))
-        print(f"{cell:34} seed {seed}: val {got['val']:.4f}, {runs[-1]['cpu_seconds']:.1f} s of CPU", flush=True)
+        print(f"{cell:34} seed {seed}: val {figures['val']:.4f}, {runs[-1]['cpu_seconds']:.1f} s of CPU", flush=True)
 
 
-def ours(graph: Any, words: dict[str, Any]) -> dict[str, Any]:
+def train_gnnfleet(graph: Any, config: dict[str, Any]) -> dict[str, Any]:
     import gnnfleet as gf
 
-    metrics = gf.train(graph, config=words).metrics
+    metrics = gf.train(graph, config=config).metrics
     return {key: metrics[key] for key in ("val", "test", "best_epoch")}
 
 
-def plain(graph: Any, words: dict[str, Any], network_of: Callable[..., Any]) -> dict[str, Any]:
-    """A plain loop of torch: accuracy of the epoch with the best val accuracy, then val loss."""
+def train_torch(graph: Any, settings: dict[str, Any], network_of: Callable[..., Any]) -> dict[str, Any]:
+    """Train in a plain torch loop; the best epoch has the highest val accuracy, then the lowest val loss."""
     import torch
     from torch.nn.functional import cross_entropy
 
     from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.split import parse_rule, split_nodes
 
-    config = resolve(words)
+    config = resolve(settings)
     assert config.train.optimizer == "adam" and not config.train.clip
     torch.manual_seed(config.seed)
     nodes = graph.single_nodes
@@ -159,27 +162,27 @@ def plain(graph: Any, words: dict[str, Any], network_of: Callable[..., Any]) -> 
         network.eval()
         with torch.no_grad():
             out = network(x, edge_index)
-        right = {split: float((out.argmax(1) == y)[mask].double().mean()) for split, mask in rows.items()}
-        score = (right["val"], -float(cross_entropy(out[rows["val"]], y[rows["val"]])))
+        accuracies = {split: float((out.argmax(1) == y)[mask].double().mean()) for split, mask in rows.items()}
+        score = (accuracies["val"], -float(cross_entropy(out[rows["val"]], y[rows["val"]])))
         if best is None or score > best:
-            best, result = score, {"val": right["val"], "test": right["test"], "best_epoch": epoch}
+            best, result = score, {"val": accuracies["val"], "test": accuracies["test"], "best_epoch": epoch}
         if config.train.patience and epoch - result["best_epoch"] >= config.train.patience:
             break
     return result
 
 
 def drop_input(x: Any, p: float) -> Any:
-    """Dropout on features that are mostly 0, drawn for the others only: torch takes 15 ns for each draw."""
+    """Dropout of sparse features, drawn for non-zeros only: torch needs 15 ns for each draw."""
     from torch.nn.functional import dropout
 
-    places = x.nonzero(as_tuple=True)
+    non_zeros = x.nonzero(as_tuple=True)
     dropped = x.clone()
-    dropped[places] = dropout(x[places], p)
+    dropped[non_zeros] = dropout(x[non_zeros], p)
     return dropped
 
 
-def peer_network(model: Any, width: int, classes: int) -> Any:
-    """Layers of torch_geometric.nn as a ModelConfig asks: conv, norm, activation, dropout; the last conv alone."""
+def pyg_network(model: Any, width: int, classes: int) -> Any:
+    """Layers of torch_geometric.nn for a ModelConfig: conv, norm, activation, dropout; the last conv alone."""
     import torch
     from torch.nn.functional import dropout, elu, relu
     from torch_geometric.nn import GATConv, GCNConv, LayerNorm, SAGEConv
@@ -189,11 +192,13 @@ def peer_network(model: Any, width: int, classes: int) -> Any:
 
     def conv(index: int) -> torch.nn.Module:
         last = index == model.layers - 1
-        wide, narrow = model.hidden if index else width, classes if last else model.hidden
+        in_width, out_width = model.hidden if index else width, classes if last else model.hidden
         if model.name != "gat":
-            return {"gcn": GCNConv, "sage": SAGEConv}[model.name](wide, narrow)
+            return {"gcn": GCNConv, "sage": SAGEConv}[model.name](in_width, out_width)
         heads = (model.out_heads or model.heads) if last else model.heads
-        return GATConv(wide, narrow if last else narrow // heads, heads=heads, concat=not last, dropout=attention)
+        return GATConv(
+            in_width, out_width if last else out_width // heads, heads=heads, concat=not last, dropout=attention
+        )
 
     class Network(torch.nn.Module):
         def __init__(self) -> None:
@@ -214,8 +219,8 @@ def peer_network(model: Any, width: int, classes: int) -> Any:
 
 
 def tuned_network(model: Any, width: int, classes: int) -> Any:
-    """SAGE as Luo and others (2024) publish it: a node among its own neighbours, a linear map of its row beside every
-    layer, layer norm, a linear map after the last."""
+    """SAGE as published by Luo and others (2024): means include the node itself, a linear map of its row is added to
+    every layer, with layer norm and a linear map after the last."""
     import torch
     from torch.nn import LayerNorm, Linear, ModuleList
     from torch.nn.functional import dropout, relu
@@ -225,87 +230,96 @@ def tuned_network(model: Any, width: int, classes: int) -> Any:
 
     class Mean(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, there: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-            ctx.back = back
-            return there @ x
+        def forward(ctx: Any, x: torch.Tensor, mean_matrix: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:
+            ctx.transposed = transposed
+            return mean_matrix @ x
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-            return ctx.back @ grad, None, None
+            return ctx.transposed @ grad, None, None
 
     class Network(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.near = ModuleList(Linear(*pair) for pair in pairs)
-            self.own = ModuleList(Linear(*pair, bias=False) for pair in pairs)
-            self.beside = ModuleList(Linear(*pair) for pair in pairs)
+            self.neighbor_maps = ModuleList(Linear(*pair) for pair in pairs)
+            self.self_maps = ModuleList(Linear(*pair, bias=False) for pair in pairs)
+            self.residual_maps = ModuleList(Linear(*pair) for pair in pairs)
             self.norms = ModuleList(LayerNorm(narrow) for _, narrow in pairs)
-            self.last = Linear(model.hidden, classes)
-            self.first: Any = None
+            self.output = Linear(model.hidden, classes)
+            self.first_means: Any = None
 
         def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
-            if self.first is None:  # features rest, and so do their means
-                self.there, self.back = mean_matrices(edge_index, len(x))
-                self.first = self.there @ x
-            for index, layer in enumerate(self.near):
-                near = Mean.apply(x, self.there, self.back) if index else self.first
-                x = layer(near) + self.own[index](x) + self.beside[index](x)
+            if self.first_means is None:  # features are constant, and so are their means
+                self.mean_matrix, self.transposed = mean_matrices(edge_index, len(x))
+                self.first_means = self.mean_matrix @ x
+            for index, layer in enumerate(self.neighbor_maps):
+                means = Mean.apply(x, self.mean_matrix, self.transposed) if index else self.first_means
+                x = layer(means) + self.self_maps[index](x) + self.residual_maps[index](x)
                 x = dropout(relu(self.norms[index](x)), model.dropout, self.training)
-            return self.last(x)
+            return self.output(x)
 
     return Network()
 
 
 def mean_matrices(edge_index: Any, nodes: int) -> tuple[Any, Any]:
-    """Sparse matrices: means over neighbours and the node itself, and their transpose."""
+    """Sparse matrix of means over the neighbours and the node itself, and its transpose."""
     import torch
 
-    own = torch.arange(nodes)
+    all_nodes = torch.arange(nodes)
     edges = edge_index[:, edge_index[0] != edge_index[1]]
-    source, target = torch.cat([edges, torch.stack([own, own])], 1)
+    source, target = torch.cat([edges, torch.stack([all_nodes, all_nodes])], 1)
     share = 1.0 / torch.bincount(target, minlength=nodes)[target]
-    places = [torch.stack([target, source]), torch.stack([source, target])]
-    there, back = (torch.sparse_coo_tensor(each, share, (nodes, nodes)).to_sparse_csr() for each in places)
-    return there, back
+    indices = [torch.stack([target, source]), torch.stack([source, target])]
+    mean_matrix, transposed = (
+        torch.sparse_coo_tensor(index, share, (nodes, nodes)).to_sparse_csr() for index in indices
+    )
+    return mean_matrix, transposed
 
 
 # -- the table --
 
 
 def summary(cell: str, seeds: int) -> dict[str, Any] | None:
-    """Mean and standard deviation of a cell, in points; None before its first seed is done."""
+    """Mean and standard deviation of a cell, in points; None before its first seed has finished."""
     path = CELLS / f"{cell.replace('/', '.')}.json"
     if not path.exists():
         return None
-    found = json.loads(path.read_text())
-    runs = found["runs"][:seeds]
+    saved = json.loads(path.read_text())
+    runs = saved["runs"][:seeds]
     if not runs:
         return None
-    made: dict[str, Any] = {"cell": cell, "seeds": len(runs), "metric": found["settings"]["train"]["metric"]}
+    figures: dict[str, Any] = {"cell": cell, "seeds": len(runs), "metric": saved["settings"]["train"]["metric"]}
     for split in ("val", "test"):
         values = [100 * run[split] for run in runs]
-        made[split] = statistics.mean(values)
-        made[f"{split}_std"] = statistics.stdev(values) if len(values) > 1 else None
-    return {**made, "cpu_seconds": sum(run["cpu_seconds"] for run in runs), "runs": runs, "settings": found["settings"]}
+        figures[split] = statistics.mean(values)
+        figures[f"{split}_std"] = statistics.stdev(values) if len(values) > 1 else None
+    return {
+        **figures,
+        "cpu_seconds": sum(run["cpu_seconds"] for run in runs),
+        "runs": runs,
+        "settings": saved["settings"],
+    }
 
 
-def line(wanted: Wanted, seeds: int) -> tuple[str, list[dict[str, Any]]]:
-    """One line of the table and the cells it is made of."""
-    cells = [summary(cell, wanted.seeds(seeds)) for cell in wanted.cells]
-    by = dict(zip((cell.rsplit("/", 1)[1] for cell in wanted.cells), cells, strict=True))
-    texts = [_points(by[side]) if side in by else "" for side in (OURS, PEER)]
-    first = by[OURS]
+def format_row(row: TableRow, seeds: int) -> tuple[str, list[dict[str, Any]]]:
+    """One line of the table, and its cells."""
+    cells = [summary(cell, row.seeds(seeds)) for cell in row.cells]
+    cell_of_side = dict(zip((cell.rsplit("/", 1)[1] for cell in row.cells), cells, strict=True))
+    texts = [_points(cell_of_side[side]) if side in cell_of_side else "" for side in (OURS, PEER)]
+    ours = cell_of_side[OURS]
     verdict = []
-    if first is not None and wanted.published is not None:
-        off = first["test"] - wanted.published
-        fine = off >= -wanted.within and (wanted.above or off <= wanted.within)
-        verdict.append(f"{off:+.2f} to {wanted.published:g}{'' if fine else ' (out of range)'}")
-    for side, name in ((PEER, "PyG"), (PUBLISHED, "the published model here")):
-        other = by.get(side)
-        if first is not None and other is not None:
-            off = first["test"] - other["test"]
-            verdict.append(f"{off:+.2f} to {name}{'' if abs(off) <= wanted.within else ' (out of range)'}")
-    text = f"{wanted.name:22} {texts[0]:>14} {texts[1]:>14}   {', '.join(verdict)}"
+    if ours is not None and row.published is not None:
+        difference = ours["test"] - row.published
+        is_accepted = difference >= -row.tolerance and (row.above_is_accepted or difference <= row.tolerance)
+        verdict.append(f"{difference:+.2f} to {row.published:g}{'' if is_accepted else ' (out of range)'}")
+    for side, name in ((PEER, "PyG"), (PUBLISHED, "the published model, trained here")):
+        other = cell_of_side.get(side)
+        if ours is not None and other is not None:
+            difference = ours["test"] - other["test"]
+            verdict.append(
+                f"{difference:+.2f} to {name}{'' if abs(difference) <= row.tolerance else ' (out of range)'}"
+            )
+    text = f"{row.name:22} {texts[0]:>14} {texts[1]:>14}   {', '.join(verdict)}"
     return text, [cell for cell in cells if cell is not None]
 
 
@@ -318,10 +332,10 @@ def _points(cell: dict[str, Any] | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="CELL", help="cells whose name begins like this")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="CELL", help="cells whose name starts with this")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--at-once", type=int, default=2, help="cells at a time, one thread each")
-    parser.add_argument("--minutes", type=float, default=30, help="no seed is begun after this")
+    parser.add_argument("--minutes", type=float, default=30, help="no seed starts after this time")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -331,19 +345,19 @@ def main() -> None:
     from record import write_results
 
     CELLS.mkdir(parents=True, exist_ok=True)
-    until = time.time() + 60 * args.minutes
-    chosen = [(cell, wanted) for wanted in TABLE for cell in wanted.cells if cell.startswith(tuple(args.only))]
+    deadline = time.time() + 60 * args.minutes
+    selected = [(cell, row) for row in TABLE for cell in row.cells if cell.startswith(tuple(args.only))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
 
     def run(cell: str, seeds: int) -> int:
-        words = ["--cell", cell, "--data", str(args.data), "--seeds", str(seeds), "--until", str(until)]
-        return subprocess.run([sys.executable, __file__, *words], env=environment).returncode
+        arguments = ["--cell", cell, "--data", str(args.data), "--seeds", str(seeds), "--until", str(deadline)]
+        return subprocess.run([sys.executable, __file__, *arguments], env=environment).returncode
 
     with ThreadPoolExecutor(args.at_once) as pool:
-        for seeds in sorted({min(QUICK, args.seeds), args.seeds}):
-            if any(pool.map(run, [cell for cell, _ in chosen], [wanted.seeds(seeds) for _, wanted in chosen])):
+        for seeds in sorted({min(FIRST_SEEDS, args.seeds), args.seeds}):
+            if any(pool.map(run, [cell for cell, _ in selected], [row.seeds(seeds) for _, row in selected])):
                 sys.exit(1)
-    lines = [line(wanted, args.seeds) for wanted in TABLE]
+    lines = [format_row(row, args.seeds) for row in TABLE]
     print(f"{'test, mean of seeds':22} {OURS:>14} {PEER:>14}")
     print("\n".join(text for text, _ in lines))
     print(write_results("accuracy", [cell for _, cells in lines for cell in cells], keep=True))

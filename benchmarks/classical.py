@@ -1,6 +1,6 @@
-"""The classical way to spread a graph, as a baseline: fetch all remote rows at once, keep them until backward.
+"""Baseline for full-batch training on a partitioned graph: fetch all remote rows at once and keep them until backward.
 
-Attention is made of plain torch operations on tensors of edges × heads, as autograd keeps them.
+Attention is computed with plain torch operations; autograd keeps tensors of edges × heads.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from gnnfleet.sharded.full_batch.ring_view import RingView
 
 
 class _Fetch(torch.autograd.Function):
-    """Own rows and those of all others in one table, which is kept."""
+    """Rows of all ranks in one table, which is kept until backward."""
 
     @staticmethod
-    def forward(ctx: Any, ring: RingExchange, routes: Any, x: Tensor) -> Tensor:
-        ctx.ring, ctx.routes = ring, routes
-        ctx.starts, at = {}, len(x)
-        for q, count in enumerate(routes.recv_counts):
-            ctx.starts[q] = slice(at, at + count)
-            at += count
-        table = x.new_empty(at, x.shape[1])
+    def forward(ctx: Any, ring: RingExchange, plan: Any, x: Tensor) -> Tensor:
+        ctx.ring, ctx.plan = ring, plan
+        ctx.starts, end = {}, len(x)
+        for q, count in enumerate(plan.recv_counts):
+            ctx.starts[q] = slice(end, end + count)
+            end += count
+        table = x.new_empty(end, x.shape[1])
         table[: len(x)] = x
 
-        def visit(q: int, rows: list[Tensor]) -> None:
+        def use_rows(q: int, rows: list[Tensor]) -> None:
             if q != ring.world.rank:
                 table[ctx.starts[q]] = rows[0]
 
-        ring.run([RowTable(routes, x.detach().contiguous())], visit)
+        ring.run([RowTable(plan, x.detach().contiguous())], use_rows)
         ctx.rows = len(x)
         return table
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
         rank = ctx.ring.world.rank
-        home = GradAccumulator(rank, [(ctx.routes, grad)])
+        returns_to_owners = GradAccumulator(rank, [(ctx.plan, grad)])
 
-        def visit(q: int, rows: list[Tensor]) -> list[Tensor]:
+        def use_rows(q: int, rows: list[Tensor]) -> list[Tensor]:
             return [(grad[: ctx.rows] if q == rank else grad[ctx.starts[q]]).contiguous()]
 
-        ctx.ring.run([], visit, returns=home.returns, on_returns=home.add)
-        return None, None, home.totals[0]
+        ctx.ring.run([], use_rows, returns=returns_to_owners.returns, on_returns=returns_to_owners.add)
+        return None, None, returns_to_owners.totals[0]
 
 
 class ClassicalView(RingView):
-    """A RingView for one node type and one edge type, without what makes it lean."""
+    """A RingView for one node type and one edge type, without blockwise fetching and fused attention."""
 
     @classmethod
-    def made_from(cls, view: RingView) -> RingView:
+    def from_ring_view(cls, view: RingView) -> RingView:
         ring = replace(view.ring, group=view.ring.world.size)
         return cls(**{**view.__dict__, "ring": ring})
 
@@ -64,18 +64,18 @@ class ClassicalView(RingView):
         return _Fetch.apply(self.ring, self.blocks.exchange_plan(self._kind, "in"), x.flatten(1))
 
     def _structure(self, loops: bool) -> tuple[CSR, Tensor]:
-        known = self.blocks.__dict__.setdefault("_classical", {})
-        if loops not in known:
+        cache = self.blocks.__dict__.setdefault("_classical", {})
+        if loops not in cache:
             rows, cols, start = [], [], self.num_src
-            for q, cut in enumerate(self._edges.blocks(self_loops=loops)):
-                own = q == self.ring.world.rank
-                rows.append(edge_rows(cut))
-                cols.append(cut.structure.col.long() + (0 if own else start))
-                start += 0 if own else cut.structure.num_cols
+            for q, block in enumerate(self._edges.blocks(self_loops=loops)):
+                is_local = q == self.ring.world.rank
+                rows.append(edge_rows(block))
+                cols.append(block.structure.col.long() + (0 if is_local else start))
+                start += 0 if is_local else block.structure.num_cols
             row = torch.cat(rows)
             indptr, order = counting_sort(row, self.num_dst)
-            known[loops] = CSR(indptr, torch.cat(cols)[order].to(torch.int32), start), row[order]
-        return known[loops]
+            cache[loops] = CSR(indptr, torch.cat(cols)[order].to(torch.int32), start), row[order]
+        return cache[loops]
 
     def aggregate(self, x: Tensor, *, reduce: str = "sum", weight: Any = None, self_loops: bool = False) -> Tensor:
         assert weight is None

@@ -1,4 +1,4 @@
-"""DGL's side of the full-batch table, for an interpreter that has DGL and not gnnfleet; prints one JSON object.
+"""Full-batch epoch of DGL, for an interpreter that has DGL and not gnnfleet; prints one JSON object.
 
 usage: PYTHON benchmarks/dgl_epoch.py DATA sage|gat EPOCHS
 """

@@ -1,4 +1,4 @@
-"""DGL's side of the sampling table, for an interpreter that has DGL and not gnnfleet; prints one JSON object.
+"""Sampled training of DGL, for an interpreter that has DGL and not gnnfleet; prints one JSON object.
 
 SAGE of three layers, 256 wide, neighbours [15, 10, 5] counted from the seeds: seeds per second, with and without
 training. usage: PYTHON benchmarks/dgl_sampled.py DATA BATCH STEPS
@@ -19,7 +19,7 @@ WARM = 3
 
 
 def rate(loader: Any, step: Any, steps: int) -> float:
-    """Seeds per second after a few batches, in the steady state of the loader."""
+    """Seeds per second of the loader after the first batches."""
     start, seeds = 0.0, 0
     for number, (_, out, blocks) in enumerate(loader):
         if number == WARM:
@@ -50,7 +50,7 @@ def main() -> None:
     layers = torch.nn.ModuleList(SAGEConv(a, b, "mean") for a, b in pairwise(widths))
     optimizer = torch.optim.Adam(layers.parameters(), lr=0.01)
 
-    def learn(blocks: Any) -> None:
+    def train_step(blocks: Any) -> None:
         h = x[blocks[0].srcdata[dgl.NID]]
         for number, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
             h = layer(block, h)
@@ -60,13 +60,13 @@ def main() -> None:
         loss.backward()
         optimizer.step()
 
-    found = {}
-    for name, step in (("sampler", lambda _: None), ("training", learn)):
+    rates = {}
+    for name, step in (("sampler", lambda _: None), ("training", train_step)):
         loader = dgl.dataloading.DataLoader(
             graph, train, sampler, batch_size=size, shuffle=True, drop_last=True, num_workers=0
         )
-        found[name] = rate(loader, step, steps)
-    print(json.dumps(found))
+        rates[name] = rate(loader, step, steps)
+    print(json.dumps(rates))
 
 
 if __name__ == "__main__":

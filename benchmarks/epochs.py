@@ -1,4 +1,4 @@
-"""One training epoch of each system on the same graph: ours, torch_geometric's, DGL's."""
+"""One training epoch of gnnfleet and of torch_geometric on the same graph."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 Epoch = Callable[[int], float]
-"""Runs one epoch and gives its loss."""
+"""Runs one epoch and returns its loss."""
 
 HIDDEN = {"sage": 256, "gat": 128}
 
 
 def load(data: Path) -> Any:
-    """The graph of the .npy files in ``data``; a generated one of the same size where there are none."""
+    """Load the graph of the .npy files in ``data``, or generate one of the same size."""
     import numpy as np
     import torch
 
@@ -29,26 +29,26 @@ def load(data: Path) -> Any:
 
 
 def make_local(graph: Any, model: str, precision: str, **settings: Any) -> Any:
-    """The local strategy on a graph; three layers, no dropout."""
+    """Build the local strategy on a graph; three layers, no dropout."""
     from gnnfleet.config.resolve import resolve
     from gnnfleet.training.build import build
 
-    words = {
+    config = {
         "model": {"name": model, "hidden": HIDDEN[model], "layers": 3, "heads": 4, "dropout": 0.0, **settings},
         "train": {"weight_decay": 0.0},
         "strategy": {"name": "local", "order": "cluster"},
         "precision": precision,
     }
-    return build(graph, resolve(words)).strategy
+    return build(graph, resolve(config)).strategy
 
 
-def ours(graph: Any, model: str, precision: str) -> Epoch:
+def gnnfleet_epoch(graph: Any, model: str, precision: str) -> Epoch:
     strategy = make_local(graph, model, precision)
     return lambda epoch: float(next(iter(list(strategy.train_epoch(epoch)))).loss)
 
 
-def peer(graph: Any, model: str, *, csr: bool) -> Epoch:
-    """torch_geometric, on edge_index or on a sparse CSR matrix."""
+def pyg_epoch(graph: Any, model: str, *, csr: bool) -> Epoch:
+    """An epoch of torch_geometric on edge_index or on a sparse CSR matrix."""
     import torch
     import torch_geometric.nn.models as pyg
 

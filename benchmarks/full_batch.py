@@ -1,8 +1,9 @@
-"""One full-batch epoch, ours and the peers', side by side: seconds and peak memory, by model and allocator; then how
-near the kernels are to memory bandwidth, where the epoch goes, and growth from 5 M to 50 M edges.
+"""One full-batch epoch of gnnfleet, PyG and DGL: seconds and peak memory, by model and allocator; then kernel speed
+against memory bandwidth, the time of an epoch by kind of work, and growth from 5 M to 50 M edges.
 
 Each cell runs in a process of its own (warm-up, then the minimum of a few epochs); cells of a round are interleaved,
-the best round counts. Finished cells are not run again. The graph: 200,000 nodes, 5 M edges, 100 features, 47 classes.
+and the best round counts. Finished cells are not run again. The graph: 200,000 nodes, 5 M edges, 100 features, 47
+classes.
 
 usage: python benchmarks/full_batch.py [OUT] [--data DIR] [--cells sage/ours/float32/thp …] [--rounds 2] [--dgl PYTHON]
 DIR holds edge_index.npy, x.npy, y.npy, train_idx.npy; without it a communities graph of the same size is generated.
@@ -14,23 +15,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from record import best_cells, run_json, write_results
+
 HERE = Path(__file__).parent
-KEPT = (
+KEPT_MEMORY = (
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184:"
     "glibc.malloc.top_pad=268435456"
 )
 ALLOCATORS: dict[str, dict[str, str]] = {
     "default": {},
     "thp": {"THP_MEM_ALLOC_ENABLE": "1"},
-    "kept": {"GLIBC_TUNABLES": KEPT},
+    "kept": {"GLIBC_TUNABLES": KEPT_MEMORY},
 }
-# model/system/precision/allocator, in rounds; the others once.
+# model/system/precision/allocator, run in every round; ONCE lists the others.
 EPOCHS = [
     "sage/ours/float32/thp",
     "sage/pyg_csr/float32/default",
@@ -49,19 +51,20 @@ ONCE = ["roofline", "where/sage", "where/gat", "scale/5", "scale/10", "scale/20"
 def run_epochs(cell: str, data: Path, epochs: int) -> dict[str, Any]:
     import warnings
 
-    from epochs import load, ours, peer
+    from epochs import gnnfleet_epoch, load, pyg_epoch
 
     warnings.filterwarnings("ignore", message=".*[Ss]parse.*")
     model, system, precision, _ = cell.split("/")
     graph = load(data)
-    epoch = ours(graph, model, precision) if system == "ours" else peer(graph, model, csr=system == "pyg_csr")
-    slow = system == "pyg"
+    is_ours = system == "ours"
+    epoch = gnnfleet_epoch(graph, model, precision) if is_ours else pyg_epoch(graph, model, csr=system == "pyg_csr")
+    warmup, count = (1, 1) if system == "pyg" else (3, epochs)
     losses, seconds = [], []
-    for number in range((1 if slow else 3) + (1 if slow else epochs)):
+    for number in range(warmup + count):
         start = time.perf_counter()
         losses.append(epoch(number))
         seconds.append(time.perf_counter() - start)
-    return {"seconds": min(seconds[1 if slow else 3 :]), "losses": losses[:3]}
+    return {"seconds": min(seconds[warmup:]), "losses": losses[:3]}
 
 
 def run_cell(cell: str, data: Path, epochs: int) -> dict[str, Any]:
@@ -71,19 +74,20 @@ def run_cell(cell: str, data: Path, epochs: int) -> dict[str, Any]:
     if kind == "roofline":
         from roofline import roofline
 
-        found = roofline(load(data))
+        figures = roofline(load(data))
     elif kind == "where":
-        from roofline import where
+        from roofline import profile_epoch
 
-        found = where(load(data), rest)
+        figures = profile_epoch(load(data), rest)
     elif kind == "scale":
         from scale import scale
 
-        found = scale(int(rest))
+        figures = scale(int(rest))
     else:
-        found = run_epochs(cell, data, epochs)
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return {"cell": cell, **found, "peak_gib": int(peak.split()[1]) / 2**20}
+        figures = run_epochs(cell, data, epochs)
+    from gnnfleet.report.memory import peak_rss
+
+    return {"cell": cell, **figures, "peak_gib": peak_rss() / 2**30}
 
 
 def start_cell(cell: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -91,19 +95,18 @@ def start_cell(cell: str, args: argparse.Namespace) -> dict[str, Any]:
     allocator = cell.split("/")[3] if cell.count("/") == 3 else "thp"
     environment = {**os.environ, **ALLOCATORS[allocator]}
     if "/dgl/" in cell:
-        words = [args.dgl, str(HERE / "dgl_epoch.py"), str(args.data), cell.split("/")[0], str(args.epochs)]
+        command = [args.dgl, str(HERE / "dgl_epoch.py"), str(args.data), cell.split("/")[0], str(args.epochs)]
     else:
-        words = [sys.executable, __file__, "--cell", cell, "--data", str(args.data), "--epochs", str(args.epochs)]
-    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return {"cell": cell, **json.loads(done.stdout.splitlines()[-1])}
+        command = [sys.executable, __file__, "--cell", cell, "--data", str(args.data), "--epochs", str(args.epochs)]
+    return {"cell": cell, **run_json(command, environment)}
 
 
-def show(found: dict[str, Any]) -> str:
-    if "losses" in found:
-        words = f"{found['seconds']:8.2f} s {found['peak_gib']:7.2f} GiB  loss {found['losses'][-1]:.4f}"
+def show(cell: dict[str, Any]) -> str:
+    if "losses" in cell:
+        figures = f"{cell['seconds']:8.2f} s {cell['peak_gib']:7.2f} GiB  loss {cell['losses'][-1]:.4f}"
     else:
-        words = json.dumps({key: value for key, value in found.items() if key != "cell"})
-    return f"{found['cell']:30} {words}"
+        figures = json.dumps({key: value for key, value in cell.items() if key != "cell"})
+    return f"{cell['cell']:30} {figures}"
 
 
 def main() -> None:
@@ -119,8 +122,6 @@ def main() -> None:
     if args.cell:
         print(json.dumps(run_cell(args.cell, args.data, args.epochs)))
         return
-    from record import best_cells, write_results
-
     args.out.mkdir(parents=True, exist_ok=True)
     cells = args.cells or [*EPOCHS, *(DGL if args.dgl else []), *ONCE]
     for number in range(args.rounds):
@@ -130,8 +131,7 @@ def main() -> None:
             path = args.out / f"{cell.replace('/', '.')}.{number}.json"
             if not path.exists():
                 path.write_text(json.dumps(start_cell(cell, args)))
-            found = json.loads(path.read_text())
-            print(show(found), flush=True)
+            print(show(json.loads(path.read_text())), flush=True)
     print(write_results("full_batch", best_cells(args.out, "seconds"), keep=True))
 
 

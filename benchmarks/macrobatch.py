@@ -1,20 +1,20 @@
-"""macrobatch: seeds per second, bytes, rounds, duplication and hit rates, against per-batch fetch and against DGL.
+"""macrobatch: seeds per second, bytes, rounds, duplication and hit rates, against fetching per batch and against DGL.
 
-Cells take turns over rounds, the best round counts; finished cells are not run again. SAGE of three layers, fanouts
+Cells alternate over rounds, and the best round counts; finished cells are not run again. SAGE of three layers, fanouts
 15, 10, 5, batches of 1,024 over all workers, 20 batches an epoch. Workers share the cores of one machine.
 
   dgl                    DGL's DataLoader in one process (with --dgl); DistDGL reaches 2.8 / 3.35 of it
   local/W                one process; W: plain, cached (aggregated inputs)
-  G/N/word=value/…       macrobatch on N workers. G: small (200,000 nodes, 5 M edges, 100 features; --data), large
-                         (2 M nodes, 50 M edges). Words: those of the strategy; hidden=16; precision=bf16;
-                         rate=1gbit (each worker a host, links held to it); small and large fetch plainly,
-                         batches_per_fetch=1 is per-batch fetch. wide: 200,000 nodes, 2 M edges, 768 features
-  hits/G                 hit rates of the policies on one recorded trace of two workers, and how many times less is
-                         fetched than by batches by themselves; skewed: R-MAT, 2 M nodes, 50 M edges, batches of 128
+  G/N/option=value/…     macrobatch on N workers. G: small (200,000 nodes, 5 M edges, 100 features; --data), large
+                         (2 M nodes, 50 M edges), wide (200,000 nodes, 2 M edges, 768 features). Options: those of the
+                         strategy; hidden=16; precision=bf16; rate=1gbit (each worker is a host with this link);
+                         batches_per_fetch=1 fetches per batch
+  hits/G                 hit rates of the policies on one recorded trace of two workers, and the reduction of fetched
+                         rows against single batches; skewed: R-MAT, 2 M nodes, 50 M edges, batches of 128
 
 usage: python benchmarks/macrobatch.py [OUT] [--data DIR] [--cells small/2/batches_per_fetch=1 …]
        [--rounds 1] [--dgl PYTHON]
-About 20 minutes; cells of the large, wide and skewed graphs are run only when they are named (--cells large wide kept).
+About 20 minutes; cells of the large, wide and skewed graphs run only if they are named (--cells large wide kept).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import crew
 from epochs import load
+from ranks import run_as_rank, run_ranks
+from record import best_cells, run_json, write_results
 
 HERE = Path(__file__).parent
 EPOCHS, WARM = 3, 1
@@ -39,8 +39,8 @@ METHODS = {
     "small": "mincut",
     "large": "stream",
     "skewed": "random",
-    "wide": "stream",
-}  # METIS takes many minutes on 50 M edges
+    "wide": "stream",  # METIS takes many minutes on 50 M edges
+}
 LOCAL = ["local/plain", "local/cached"]
 SMALL = [
     "small/2/batches_per_fetch=1",
@@ -52,61 +52,61 @@ SMALL = [
     "small/4/cache_inputs=true",
 ]
 SLOW = [
-    f"small/{size}/rate=1gbit/{words}{more}"
-    for more in ("", "/hidden=16")
+    f"small/{size}/rate=1gbit/{options}{hidden}"
+    for hidden in ("", "/hidden=16")
     for size in (2, 4)
-    for words in (
+    for options in (
         "batches_per_fetch=1/prefetch=0",
         "batches_per_fetch=auto",
         "batches_per_fetch=auto/cache_inputs=true",
     )
 ]
-LARGE = [f"large/{size}/{words}" for size in (2, 4) for words in ("batches_per_fetch=1", "batches_per_fetch=auto")]
+LARGE = [f"large/{size}/{options}" for size in (2, 4) for options in ("batches_per_fetch=1", "batches_per_fetch=auto")]
 LARGE += ["large/2/cache_inputs=true"]
-WIDE = [f"wide/2/rate=1gbit/hidden=16/{words}" for words in ("batches_per_fetch=1", "split=nodes", "split=columns")]
-KEPT = [
-    f"skewed/2/rate=1gbit/batch=128/hidden=16/batches_per_fetch=1/prefetch=0{words}" for words in ("", "/cache=32MiB")
+WIDE = [f"wide/2/rate=1gbit/hidden=16/{options}" for options in ("batches_per_fetch=1", "split=nodes", "split=columns")]
+CACHED = [
+    f"skewed/2/rate=1gbit/batch=128/hidden=16/batches_per_fetch=1/prefetch=0{cache}" for cache in ("", "/cache=32MiB")
 ]
 HITS = ["hits/small", "hits/large", "hits/skewed"]
 
 
-def words_of(cell: str) -> tuple[str, int, dict[str, Any]]:
-    """(graph, workers, words)."""
-    graph, size, *more = cell.split("/")
-    words: dict[str, Any] = {}
-    for word in more:
-        key, value = word.split("=")
-        words[key] = int(value) if value.isdigit() else value == "true" if value in ("true", "false") else value
-    return graph, int(size), words
+def parse_cell(cell: str) -> tuple[str, int, dict[str, Any]]:
+    """(graph, workers, options)."""
+    graph, size, *pairs = cell.split("/")
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, value = pair.split("=")
+        options[key] = int(value) if value.isdigit() else value == "true" if value in ("true", "false") else value
+    return graph, int(size), options
 
 
-def tree_of(words: dict[str, Any]) -> dict[str, Any]:
-    rest = {key: value for key, value in words.items() if key not in ("hidden", "precision", "rate")}
+def config_of(options: dict[str, Any]) -> dict[str, Any]:
+    strategy = {key: value for key, value in options.items() if key not in ("hidden", "precision", "rate")}
     return {
-        "model": {"name": "sage", "hidden": words.get("hidden", 256), "layers": 3, "dropout": 0.0},
+        "model": {"name": "sage", "hidden": options.get("hidden", 256), "layers": 3, "dropout": 0.0},
         "train": {"weight_decay": 0.0, "lr": 0.003},
-        "strategy": {"name": "macrobatch", "fanouts": [15, 10, 5], "batch": 1024, "cache_inputs": False, **rest},
-        "precision": words.get("precision", "float32"),
+        "strategy": {"name": "macrobatch", "fanouts": [15, 10, 5], "batch": 1024, "cache_inputs": False, **strategy},
+        "precision": options.get("precision", "float32"),
     }
 
 
-def make(world: Any, words: dict[str, Any], store: Path, parts: Path) -> Any:
+def build_strategy(world: Any, options: dict[str, Any], store: Path, parts: Path) -> Any:
     from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.partition.partitioned_graph import open_part
     from gnnfleet.graph.store import open_store
     from gnnfleet.training.build import RankContext, build
 
-    here = RankContext(world, open_part(parts, world.rank))
-    return build(open_store(store), resolve(tree_of(words)), context=here).strategy
+    context = RankContext(world, open_part(parts, world.rank))
+    return build(open_store(store), resolve(config_of(options)), context=context).strategy
 
 
-def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[str, Any]:
+def train(world: Any, options: dict[str, Any], store: Path, parts: Path) -> dict[str, Any]:
     import torch
 
     from gnnfleet.comm.collectives import all_gather_rows
     from gnnfleet.report.memory import peak_rss
 
-    strategy = make(world, words, store, parts)
+    strategy = build_strategy(world, options, store, parts)
     rates = []
     for epoch in range(WARM + EPOCHS):
         if epoch == WARM:
@@ -115,14 +115,14 @@ def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[s
         seeds = sum(record.count for record in strategy.train_epoch(epoch))
         rates.append(seeds / (time.perf_counter() - started))
     stats = strategy.stats
-    own = torch.tensor([[peak_rss(), (world.traffic.bytes_sent - sent) // EPOCHS, stats.fetched_bytes]])
-    every = torch.cat(all_gather_rows(world, own)).tolist()
+    figures = torch.tensor([[peak_rss(), (world.traffic.bytes_sent - sent) // EPOCHS, stats.fetched_bytes]])
+    all_figures = torch.cat(all_gather_rows(world, figures)).tolist()
     return {
         "seeds_per_second": max(rates[WARM:]),
         "median": statistics.median(rates[WARM:]),
-        "peak_gib": [round(row[0] / 2**30, 2) for row in every],
-        "megabytes_sent": [round(row[1] / 1e6, 1) for row in every],
-        "megabytes_fetched": [round(row[2] / 1e6, 1) for row in every],
+        "peak_gib": [round(row[0] / 2**30, 2) for row in all_figures],
+        "megabytes_sent": [round(row[1] / 1e6, 1) for row in all_figures],
+        "megabytes_fetched": [round(row[2] / 1e6, 1) for row in all_figures],
         "rounds": (world.traffic.rounds - rounds) // EPOCHS,
         "batches_per_fetch": strategy.fetcher.batches_per_fetch,
         "duplication": stats.rows_read / max(1, stats.rows_requested),
@@ -130,46 +130,50 @@ def train(world: Any, words: dict[str, Any], store: Path, parts: Path) -> dict[s
 
 
 def record_trace(world: Any, graph: str, store: Path, parts: Path) -> dict[str, Any]:
-    """What the policies make of the rows that batches of a few epochs want; nothing is fetched."""
+    """Simulate the cache policies on the rows that batches of three epochs request; nothing is fetched."""
     import torch
 
     from gnnfleet.strategies.macrobatch.cache_policies import make_cache
 
-    strategy = make(world, {"batches_per_fetch": 1, "batch": 128 if graph == "skewed" else 1024}, store, parts)
+    strategy = build_strategy(
+        world, {"batches_per_fetch": 1, "batch": 128 if graph == "skewed" else 1024}, store, parts
+    )
     fetcher = strategy.fetcher
     batches = [fetcher.sample([batch]) for epoch in range(3) for batch in strategy.batches(epoch)]
-    kind = next(iter(fetcher.features.rows))
-    width = fetcher.features.row_bytes(kind)
-    single = [plan.remote_ids[kind] for plan in batches]
-    remote = fetcher.features.owners.counts[kind] - len(fetcher.features.node_index[kind].ids)
-    plain = sum(map(len, single))
-    found: list[dict[str, Any]] = []
-    for together in (1, 2, 4, 8):
-        groups = [torch.unique(torch.cat(single[low : low + together])) for low in range(0, len(single), together)]
-        most = max(map(len, groups))
+    node_type = next(iter(fetcher.features.rows))
+    width = fetcher.features.row_bytes(node_type)
+    single = [plan.remote_ids[node_type] for plan in batches]
+    remote = fetcher.features.owners.counts[node_type] - len(fetcher.features.node_index[node_type].ids)
+    uncached = sum(map(len, single))
+    lines: list[dict[str, Any]] = []
+    for group_size in (1, 2, 4, 8):
+        groups = [torch.unique(torch.cat(single[low : low + group_size])) for low in range(0, len(single), group_size)]
+        largest = max(map(len, groups))
         for share in (0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4):
             capacity = int(share * remote)
-            line = {"together": together, "share": share, "held": round((most + capacity) / remote, 3)}
+            figures = {"together": group_size, "share": share, "held": round((largest + capacity) / remote, 3)}
             for policy in ("static", "score", "belady"):
                 cache = make_cache(policy, capacity, warmup=single[:8])
-                wanted = hits = 0
-                for place, ids in enumerate(groups):
-                    turn = cache.step(ids, groups[place + 1 : place + 3])
-                    wanted, hits = wanted + len(ids), hits + int((turn.slots >= 0).sum())
-                line[policy] = round(hits / wanted, 4)
-                line[f"{policy}_fall"] = round(plain / (wanted - hits), 2)
-            found.append(line)
-    return {"remote_rows": remote, "rows_per_batch": plain / len(single), "row_bytes": width, "lines": found,
+                requested = hits = 0
+                for index, ids in enumerate(groups):
+                    decision = cache.step(ids, groups[index + 1 : index + 3])
+                    requested, hits = requested + len(ids), hits + int((decision.slots >= 0).sum())
+                figures[policy] = round(hits / requested, 4)
+                figures[f"{policy}_fall"] = round(uncached / (requested - hits), 2)
+            lines.append(figures)
+    return {"remote_rows": remote, "rows_per_batch": uncached / len(single), "row_bytes": width, "lines": lines,
             "seeds_per_second": 0.0}  # fmt: skip
 
 
-def run_local(word: str, store: Path) -> dict[str, Any]:
+def run_local(variant: str, store: Path) -> dict[str, Any]:
     from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.store import open_store
     from gnnfleet.training.build import build
 
-    tree = tree_of({"cache_inputs": word == "cached"})
-    strategy = build(open_store(store), resolve({**tree, "strategy": {**tree["strategy"], "name": "local"}})).strategy
+    config = config_of({"cache_inputs": variant == "cached"})
+    strategy = build(
+        open_store(store), resolve({**config, "strategy": {**config["strategy"], "name": "local"}})
+    ).strategy
     rates = []
     for epoch in range(WARM + EPOCHS):
         started = time.perf_counter()
@@ -180,30 +184,23 @@ def run_local(word: str, store: Path) -> dict[str, Any]:
 
 def start_cell(cell: str, args: argparse.Namespace) -> dict[str, Any]:
     if cell == "dgl":
-        words = [args.dgl, str(HERE / "dgl_sampled.py"), str(args.data), "1024", "16"]
-        found = _json_of(words)
-        return {"cell": cell, **found, "seeds_per_second": found["training"]}
+        rates = run_json([args.dgl, str(HERE / "dgl_sampled.py"), str(args.data), "1024", "16"])
+        return {"cell": cell, **rates, "seeds_per_second": rates["training"]}
     store, _ = prepare(args, "small", 0)
     if cell.startswith("local/"):
-        return {"cell": cell, **_json_of([sys.executable, __file__, "--cell", cell, "--store", str(store)])}
+        return {"cell": cell, **run_json([sys.executable, __file__, "--cell", cell, "--store", str(store)])}
     if cell.startswith("hits/"):
         graph, size, rate = cell.split("/")[1], 2, None
     else:
-        graph, size, words = words_of(cell)
-        rate = words.get("rate")
+        graph, size, options = parse_cell(cell)
+        rate = options.get("rate")
     store, parts = prepare(args, graph, size)
-    line = [__file__, "--cell", cell, "--store", str(store), "--parts", str(parts)]
-    return {"cell": cell, **crew.run(line, size, rate=rate)}
-
-
-def _json_of(words: list[str]) -> dict[str, Any]:
-    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    arguments = [__file__, "--cell", cell, "--store", str(store), "--parts", str(parts)]
+    return {"cell": cell, **run_ranks(arguments, size, rate=rate)}
 
 
 def prepare(args: argparse.Namespace, name: str, size: int) -> tuple[Path, Path]:
-    """A graph's store, and its partition by METIS into as many parts; made once."""
+    """The store of a graph and its partition into ``size`` parts, each made once."""
     import torch
 
     from gnnfleet.graph.datasets import make_dataset
@@ -216,9 +213,9 @@ def prepare(args: argparse.Namespace, name: str, size: int) -> tuple[Path, Path]
         if name == "small":
             graph = load(args.data)
         else:
-            kind = "rmat" if name == "skewed" else "communities"
+            generator = "rmat" if name == "skewed" else "communities"
             nodes, edges, width = (200_000, 2_000_000, 768) if name == "wide" else (2_000_000, 50_000_000, 100)
-            graph = make_dataset(kind, nodes=nodes, edges=edges, features=width, classes=47)
+            graph = make_dataset(generator, nodes=nodes, edges=edges, features=width, classes=47)
             split = torch.full((nodes,), -1, dtype=torch.int8)
             count = BATCHES * (128 if name == "skewed" else 1024)
             split[torch.randperm(nodes, generator=torch.Generator().manual_seed(0))[:count]] = 0
@@ -231,20 +228,20 @@ def prepare(args: argparse.Namespace, name: str, size: int) -> tuple[Path, Path]
 
 
 def show(cells: list[dict[str, Any]]) -> None:
-    by = {cell["cell"]: cell for cell in cells}
-    dgl = by.get("dgl")
+    by_name = {cell["cell"]: cell for cell in cells}
+    dgl = by_name.get("dgl")
     for cell in cells:
         if "lines" in cell:
-            print(f"{cell['cell']}: {cell['remote_rows']} rows elsewhere, {cell['rows_per_batch']:.0f} read by a batch")
+            print(f"{cell['cell']}: {cell['remote_rows']} remote rows, {cell['rows_per_batch']:.0f} read by a batch")
             for line in cell["lines"]:
                 print("  ", "  ".join(f"{key} {value}" for key, value in line.items()))
             continue
         ratio = f"{cell['seeds_per_second'] / dgl['seeds_per_second'] * 3.35 / 2.8:5.1f}× DistDGL" if dgl else ""
-        more = "" if "rounds" not in cell else (
+        traffic = "" if "rounds" not in cell else (
             f"  {sum(cell['megabytes_sent']):7.0f} MB  {cell['rounds']:4d} rounds  M {cell['batches_per_fetch']:3d}  "
             f"dup {cell['duplication']:.2f}  {max(cell['peak_gib']):.2f} GiB"
         )  # fmt: skip
-        print(f"{cell['cell']:62} {cell['seeds_per_second']:6.0f} seeds/s {ratio}{more}")
+        print(f"{cell['cell']:62} {cell['seeds_per_second']:6.0f} seeds/s {ratio}{traffic}")
 
 
 def main() -> None:
@@ -254,7 +251,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--dgl", help="an interpreter that has DGL")
-    parser.add_argument("--work", type=Path, help="where stores and partitions are kept; by default nowhere")
+    parser.add_argument("--work", type=Path, help="directory for stores and partitions; by default a temporary one")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--parts", type=Path, help=argparse.SUPPRESS)
@@ -265,16 +262,14 @@ def main() -> None:
     if args.cell:
         if args.cell.startswith("hits/"):
             graph = args.cell.split("/")[1]
-            crew.as_rank(lambda world: record_trace(world, graph, args.store, args.parts))
+            run_as_rank(lambda world: record_trace(world, graph, args.store, args.parts))
         else:
-            words = words_of(args.cell)[2]
-            crew.as_rank(lambda world: train(world, words, args.store, args.parts))
+            options = parse_cell(args.cell)[2]
+            run_as_rank(lambda world: train(world, options, args.store, args.parts))
         return
-    from record import best_cells, write_results
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    groups = {"large": LARGE, "wide": WIDE, "kept": KEPT}
-    cells = [cell for word in args.cells or () for cell in groups.get(word, [word])] or [
+        args.out.mkdir(parents=True, exist_ok=True)
+    groups = {"large": LARGE, "wide": WIDE, "kept": CACHED}
+    cells = [cell for name in args.cells or () for cell in groups.get(name, [name])] or [
         *(["dgl"] if args.dgl else []),
         *LOCAL,
         *SMALL,
@@ -287,7 +282,7 @@ def main() -> None:
         args.work.mkdir(parents=True, exist_ok=True)
         for number in range(args.rounds):
             for cell in cells:
-                once = cell in (*HITS, *LARGE, *WIDE, *KEPT)
+                once = cell in (*HITS, *LARGE, *WIDE, *CACHED)
                 path = args.out / f"{cell.replace('/', '.')}.{0 if once else number}.json"
                 if not path.exists():
                     path.write_text(json.dumps(start_cell(cell, args)))

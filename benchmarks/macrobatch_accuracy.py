@@ -1,7 +1,7 @@
-"""Test accuracy of sampled training: one process, macrobatch on two workers, and that in bf16; mean over five seeds.
+"""Test accuracy of sampled training: one process, macrobatch on two workers, the same in bf16; mean over five seeds.
 
-Draws are the same on all sides, so what differs is rounding, and what training makes of it. Settings are those of
-examples/accuracy with fanouts of ten and batches of 512, in fewer epochs; finished seeds are not run again.
+Draws are the same on all sides, so results differ by rounding only. Settings are those of examples/accuracy with
+fanouts of ten and batches of 512, in fewer epochs; finished seeds are not run again.
 
 usage: python benchmarks/macrobatch_accuracy.py [OUT] [--data DIR] [--only pubmed/sage …] [--seeds 5]
 """
@@ -26,13 +26,13 @@ def train(store: Path, name: str, side: str, seed: int) -> dict[str, Any]:
     import gnnfleet as gf
     from gnnfleet.config.resolve import overlay, read_toml
 
-    words = read_toml(CONFIGS / f"{name.replace('/', '_')}.toml")
-    fanouts = [10] * words["model"]["layers"]
+    config = read_toml(CONFIGS / f"{name.replace('/', '_')}.toml")
+    fanouts = [10] * config["model"]["layers"]
     strategy = {"name": "local" if side == "local" else "macrobatch", "fanouts": fanouts, "batch": 512}
-    more = {"train": {"epochs": EPOCHS[name], "eval_every": 2}, "strategy": strategy, "seed": seed}
-    more["precision"] = "bf16" if side == "bf16" else "float32"
-    tree = overlay(words, more)
-    record = gf.train(store, **{**tree, "workers": 1 if side == "local" else 2})
+    overrides = {"train": {"epochs": EPOCHS[name], "eval_every": 2}, "strategy": strategy, "seed": seed}
+    overrides["precision"] = "bf16" if side == "bf16" else "float32"
+    settings = overlay(config, overrides)
+    record = gf.train(store, **{**settings, "workers": 1 if side == "local" else 2})
     return {"test": record.metrics["test"], "val": record.metrics["val"], "loss": record.metrics["train_loss"]}
 
 

@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces on a bridge, each with an address and a cable that can be cut.
+"""Hosts on one machine: network namespaces on a bridge, each with an address and a link that can be cut.
 
-Links are held to a rate and a delay by ``tc``. Needs root and the commands ip and tc; everything that was made is
-taken down again. Hosts share memory and disks, so whoever measures sets GNNFLEET_SHARED_MEMORY=0.
+``tc`` limits the rate and adds the delay of links. Needs root and the commands ip and tc; everything is removed at the
+end. Hosts share memory and disks, so benchmarks set GNNFLEET_SHARED_MEMORY=0.
 """
 
 from __future__ import annotations
@@ -15,86 +15,86 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-_MADE = itertools.count()
+_COUNTER = itertools.count()
 
 
 class NoHosts(Exception):
-    """This machine makes no network namespaces; the text says why."""
+    """This machine cannot make network namespaces; the text gives the reason."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One namespace. ``prefix`` goes before a command that is to run there."""
+    """One namespace; ``prefix`` goes before a command that runs in it."""
 
     number: int
-    space: str
-    near: str  # the cable's end on the bridge
-    far: str  # its end in the namespace
+    namespace: str
+    bridge_end: str  # the link's end on the bridge
+    host_end: str  # its end in the namespace
     address: str
 
     @property
     def prefix(self) -> list[str]:
-        return ["ip", "netns", "exec", self.space]
+        return ["ip", "netns", "exec", self.namespace]
 
-    def popen(self, line: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen([*self.prefix, *line], text=True, **options)
+    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen([*self.prefix, *command], text=True, **options)
 
     def cut(self) -> None:
-        """Take the cable out."""
-        _ip("-n", self.space, "link", "set", self.far, "down")
+        """Cut the link."""
+        _ip("-n", self.namespace, "link", "set", self.host_end, "down")
 
     def mend(self) -> None:
-        _ip("-n", self.space, "link", "set", self.far, "up")
+        _ip("-n", self.namespace, "link", "set", self.host_end, "up")
 
 
 @contextmanager
 def hosts(size: int, *, rate: str | None = None, delay: str | None = None) -> Iterator[list[Host]]:
-    """So many hosts; ``rate`` as ``200mbit``, ``delay`` as ``2ms``. Raises NoHosts where there can be none."""
+    """``size`` hosts; ``rate`` as ``200mbit``, ``delay`` as ``2ms``. Raises NoHosts if they cannot be made."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         raise NoHosts("network namespaces need root and the command ip")
-    name = f"gf{os.getpid():x}x{next(_MADE) % 100}"  # several sets of hosts of one process do not meet
-    made = [Host(n, f"{name}-{n}", f"{name}n{n}", f"{name}f{n}", f"10.213.7.{n + 1}") for n in range(size)]
+    name = f"gf{os.getpid():x}x{next(_COUNTER) % 100}"  # several sets of hosts of one process are separate
+    created = [Host(n, f"{name}-{n}", f"{name}n{n}", f"{name}f{n}", f"10.213.7.{n + 1}") for n in range(size)]
     try:
         try:
-            _make(name, made, rate, delay)
+            _make(name, created, rate, delay)
         except subprocess.CalledProcessError as error:
             raise NoHosts(f"this machine makes no network namespaces: {error.stderr.decode().strip()}") from error
-        yield made
+        yield created
     finally:
-        for host in made:
-            _try("ip", "netns", "del", host.space)
-            _try("ip", "link", "del", host.near)
+        for host in created:
+            _try("ip", "netns", "del", host.namespace)
+            _try("ip", "link", "del", host.bridge_end)
         _try("ip", "link", "del", name)
 
 
-def _make(bridge: str, wanted: list[Host], rate: str | None, delay: str | None) -> None:
+def _make(bridge: str, hosts: list[Host], rate: str | None, delay: str | None) -> None:
     _ip("link", "add", bridge, "type", "bridge")
     _ip("link", "set", bridge, "up")
-    for host in wanted:
-        _ip("netns", "add", host.space)
-        _ip("link", "add", host.near, "type", "veth", "peer", "name", host.far)
-        _ip("link", "set", host.near, "master", bridge, "up")
-        _ip("link", "set", host.far, "netns", host.space)
-        _ip("-n", host.space, "addr", "add", f"{host.address}/24", "dev", host.far)
-        for device in ("lo", host.far):
-            _ip("-n", host.space, "link", "set", device, "up")
+    for host in hosts:
+        _ip("netns", "add", host.namespace)
+        _ip("link", "add", host.bridge_end, "type", "veth", "peer", "name", host.host_end)
+        _ip("link", "set", host.bridge_end, "master", bridge, "up")
+        _ip("link", "set", host.host_end, "netns", host.namespace)
+        _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.host_end)
+        for device in ("lo", host.host_end):
+            _ip("-n", host.namespace, "link", "set", device, "up")
         _limit(host, rate, delay)
 
 
 def _limit(host: Host, rate: str | None, delay: str | None) -> None:
-    """A bucket for the rate, and below it a queue that waits for the delay."""
-    add = ["tc", "-n", host.space, "qdisc", "add", "dev", host.far]
+    """Limit the rate with a token bucket; a queue below it adds the delay."""
+    add = ["tc", "-n", host.namespace, "qdisc", "add", "dev", host.host_end]
     if rate is not None:
         bucket = ["root", "handle", "1:", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
         subprocess.run([*add, *bucket], check=True, capture_output=True)
     if delay is not None:
-        place = ["root"] if rate is None else ["parent", "1:1"]
-        subprocess.run([*add, *place, "netem", "delay", delay], check=True, capture_output=True)
+        parent = ["root"] if rate is None else ["parent", "1:1"]
+        subprocess.run([*add, *parent, "netem", "delay", delay], check=True, capture_output=True)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def _try(*words: str) -> None:
-    subprocess.run(words, check=False, capture_output=True)
+def _try(*command: str) -> None:
+    subprocess.run(command, check=False, capture_output=True)

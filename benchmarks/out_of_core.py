@@ -1,4 +1,4 @@
-"""Features twice as large as the memory a job may use: macrobatch on two workers, within a control group and without.
+"""Features twice as large as the memory limit: macrobatch on two workers, within a control group and without.
 
 1.5 million nodes, 15 million edges, 768 float32 features (4.3 GiB); the job may use 2.05 GiB, page cache included.
 Needs root for the control group (version 1 or 2) and about 10 GB of disk. Cells that are done are not run again.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-WORDS = {
+SETTINGS = {
     "model.hidden": 32,
     "model.layers": 2,
     "model.dropout": 0.0,
@@ -38,42 +38,44 @@ CELLS = {
 
 
 @contextmanager
-def group(megabytes: int) -> Iterator[Path]:
-    """A control group that may use so much; taken down after."""
+def control_group(megabytes: int) -> Iterator[Path]:
+    """A control group with a memory limit, removed at the end."""
     root = Path("/sys/fs/cgroup")
-    old = (root / "memory").exists()
-    place = (root / "memory" if old else root) / f"gnnfleet-{os.getpid()}"
-    place.mkdir()
+    is_version_1 = (root / "memory").exists()
+    folder = (root / "memory" if is_version_1 else root) / f"gnnfleet-{os.getpid()}"
+    folder.mkdir()
     try:
-        (place / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(megabytes << 20))
-        yield place
+        (folder / ("memory.limit_in_bytes" if is_version_1 else "memory.max")).write_text(str(megabytes << 20))
+        yield folder
     finally:
-        place.rmdir()
+        folder.rmdir()
 
 
 def train(store: Path, cell: str, limit: int, run_dir: Path) -> dict[str, Any]:
-    words = {**WORDS, **CELLS[cell]}
-    line = [sys.executable, "-m", "gnnfleet", "train", str(store), "-s", "macrobatch", "-w", "2", "--model", "sage"]
-    line += ["--json", "--run-dir", str(run_dir)]
-    line += [word for key, value in words.items() for word in ("--set", f"{key}={value}")]
+    settings = {**SETTINGS, **CELLS[cell]}
+    command = [sys.executable, "-m", "gnnfleet", "train", str(store), "-s", "macrobatch", "-w", "2", "--model", "sage"]
+    command += ["--json", "--run-dir", str(run_dir)]
+    command += [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
     if cell != "limited":
-        return _outcome(subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        return _outcome(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")  # what is read is then read by the group, within its limit
-    with group(limit) as place:
+    Path("/proc/sys/vm/drop_caches").write_text("3")  # then pages count towards the limit of the group
+    with control_group(limit) as folder:
 
         def enter() -> None:
-            (place / "cgroup.procs").write_text(str(os.getpid()))
+            (folder / "cgroup.procs").write_text(str(os.getpid()))
 
-        done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False, preexec_fn=enter)
-        name = "memory.max_usage_in_bytes" if (place / "memory.max_usage_in_bytes").exists() else "memory.peak"
-        highest = int((place / name).read_text())
-        found = {"limit": limit << 20, "highest": highest, "exit_code": done.returncode}
-        return {**_outcome(done.stdout), **found} if done.returncode == 0 else found  # killed where it does not fit
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, preexec_fn=enter)
+        name = "memory.max_usage_in_bytes" if (folder / "memory.max_usage_in_bytes").exists() else "memory.peak"
+        highest = int((folder / name).read_text())
+        figures = {"limit": limit << 20, "highest": highest, "exit_code": done.returncode}
+        return (
+            {**_outcome(done.stdout), **figures} if done.returncode == 0 else figures
+        )  # killed if it exceeds the limit
 
 
-def _outcome(said: str) -> dict[str, Any]:
-    record = json.loads(said.splitlines()[-1])
+def _outcome(output: str) -> dict[str, Any]:
+    record = json.loads(output.splitlines()[-1])
     seconds = record["seconds_per_epoch"]
     return {"seconds": min(seconds), "epochs": seconds, "loss": record["metrics"]["train_loss"],
             "test": record["metrics"]["test"], "peak_rss": record["memory"]["peak_rss"],

@@ -1,9 +1,9 @@
-"""Partitioners side by side: rows that travel Σ(λ−1), edges cut, balance, seconds, peak memory.
+"""Partitioners compared: communication volume Σ(λ−1), edges cut, balance, seconds, peak memory.
 
 One JSON file per cell (graph, parts, method), each measured in a process of its own; finished cells are not run again.
 
 usage: python benchmarks/partition.py [OUT] [--data DIR] [--graphs a b] [--parts 4 8] [--methods stream mincut]
-DIR holds NAME.npz; `communities` is generated (1 M nodes, 10 M edges). Graphs that are not there are left out.
+DIR holds NAME.npz; `communities` is generated (1 M nodes, 10 M edges). Graphs without data are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import pymetis  # noqa: F401  imported before the memory baseline is taken, as the interpreter is
+import pymetis  # noqa: F401  imported before the memory baseline is measured
 
 import baselines
 from baselines import Parts
@@ -61,7 +61,7 @@ class Cell:
 
 
 class CountedScan(EdgeScan):
-    """Counts the edges read, over all passes."""
+    """An edge scan that counts the edges read in all passes."""
 
     edges_read = 0
 
@@ -75,15 +75,15 @@ def run_cell(store: Path, name: str, parts: int, method: str) -> Cell:
     graph = open_store(store / name)
     scan = CountedScan(graph)
     if method == "stream":
-        found, cost = timed(lambda: stream(scan, parts, imbalance=0.03))
+        assignment, cost = timed(lambda: stream(scan, parts, imbalance=0.03))
     elif method == "mincut":
         request = PartitionRequest(parts=parts, weights=node_weights(graph, "nodes"))
-        found, cost = timed(lambda: mincut_parts(EdgeScan(graph), request, NoProgress())[0])
+        assignment, cost = timed(lambda: mincut_parts(EdgeScan(graph), request, NoProgress())[0])
     else:
-        partition: Callable[[baselines.Whole, int], Parts] = getattr(baselines, method)
-        whole = in_memory(graph)
-        found, cost = timed(lambda: partition(whole, parts))
-    quality = measure_partition(graph, found, parts)
+        partition: Callable[[baselines.InMemoryGraph, int], Parts] = getattr(baselines, method)
+        in_memory_graph = load_in_memory(graph)
+        assignment, cost = timed(lambda: partition(in_memory_graph, parts))
+    quality = measure_partition(graph, assignment, parts)
     return Cell(
         graph=name,
         parts=parts,
@@ -99,29 +99,29 @@ def run_cell(store: Path, name: str, parts: int, method: str) -> Cell:
     )
 
 
-def in_memory(graph: Graph) -> baselines.Whole:
-    """All edges by destination, edge types merged."""
+def load_in_memory(graph: Graph) -> baselines.InMemoryGraph:
+    """All edges by destination, with merged edge types."""
     slices = list(EdgeScan(graph).slices())
-    degrees = np.concatenate([np.diff(edges.indptr) for edges in slices])
-    return baselines.Whole(np.concatenate([[0], np.cumsum(degrees)]), np.concatenate([edges.src for edges in slices]))
+    indptr = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(edges.indptr) for edges in slices]))])
+    return baselines.InMemoryGraph(indptr, np.concatenate([edges.src for edges in slices]))
 
 
 def timed(work: Callable[[], Parts]) -> tuple[Parts, dict[str, int | float]]:
-    """The result and what it took; memory is the rise of the resident peak, which Linux lets a process reset."""
+    """The parts, and the cost of computing them; memory is the rise of the resident peak, which Linux can reset."""
     Path("/proc/self/clear_refs").write_text("5")
-    before, cpu, start = status("VmRSS"), time.process_time(), time.perf_counter()
-    found = work()
+    before, cpu, start = status_bytes("VmRSS"), time.process_time(), time.perf_counter()
+    parts = work()
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-    return found, {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": status("VmHWM") - before}
+    return parts, {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": status_bytes("VmHWM") - before}
 
 
-def status(name: str) -> int:
+def status_bytes(name: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 
 
 def prepare(data: Path, store: Path, name: str) -> bool:
-    """Make the store of a graph unless it is there; False when there is nothing to make it from."""
+    """Make the store of a graph unless it exists; False if there is no data for it."""
     if (store / name).exists():
         return True
     if name == "communities":
@@ -135,7 +135,7 @@ def prepare(data: Path, store: Path, name: str) -> bool:
 
 
 def table(cells: list[Cell]) -> str:
-    """A line per cell; the ratio is to mincut's volume on the same graph and number of parts."""
+    """A row per cell; the ratio is to the volume of mincut on the same graph and number of parts."""
     best = {(c.graph, c.parts): c.volume for c in cells if c.method == "mincut"}
     head = ["graph", "parts", "method", "volume", "/ mincut", "max rows", "cut", "balance"]
     head += ["s", "CPU s", "M edges/s", "peak MiB", "B/node"]

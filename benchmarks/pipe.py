@@ -1,13 +1,13 @@
 """pipe against exact graph parallelism (sar, one-shot, overlapped): bytes, and seconds over slow links.
 
-Cells take turns over rounds, the best round counts; finished cells are not run again. 32 layers of width 64.
+Cells alternate over rounds, and the best round counts; finished cells are not run again. 32 layers of width 64.
 
-  GRAPH/MODEL/K/SIDE[/RATE]   an epoch on K workers; SIDE: pipe (one way, K stages, 4 K chunks), ways (K ways of one
-                              stage, exact), sar, or plan (what the planner chooses, and foresees of the others);
-                              RATE: each worker a host whose link is held to it, as 300mbit.
-                              "alone" are the messages of an epoch in their order, without the work between them
+  GRAPH/MODEL/K/SIDE[/RATE]   an epoch on K workers; SIDE: pipe (K stages, 4 K chunks), ways (graph-parallel, one
+                              stage, exact), sar, or plan (the choice of the planner, and its estimates of the others);
+                              RATE: each worker is a host with this link, as 300mbit.
+                              "alone" are the messages of an epoch in order, without the computation between them
 
-With --epochs 0 bytes of the first epoch are counted and seconds mean nothing.
+With --epochs 0 the bytes of the first epoch are counted, and seconds are meaningless.
 GRAPH: communities and rmat (generated, mean degree 128 and 110), coauthor_cs, amazon_photo, pubmed (--data).
 
 usage: python benchmarks/pipe.py [OUT] [--data DIR] [--cells …] [--rounds 2] [--epochs 2] [--work DIR]
@@ -26,7 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import crew
+from ranks import run_as_rank, run_ranks
+from record import best_cells, write_results
 
 HERE = Path(__file__).parent
 DENSE = ("communities", "rmat")
@@ -39,7 +40,7 @@ SLOW = [("communities", "gcn2"), ("rmat", "gcn2"), ("communities", "res+")]
 LINKS = [f"{graph}/{model}/8/{side}/{rate}" for graph, model in SLOW for rate in RATES for side in BOTH]
 SIDES = ("plan", "pipe", "ways", "sar")
 PLANS = [f"{g}/gcn2/4/{side}{rate}" for g in (*DENSE, *SETS) for rate in ("", "/300mbit", "/100mbit") for side in SIDES]
-GRIDS = {"pipe": lambda k: (1, 4 * k), "ways": lambda k: (k, k)}  # (ways, chunks) of k workers
+GRIDS = {"pipe": lambda k: (1, 4 * k), "ways": lambda k: (k, k)}  # (graph_parallel, chunks) of k workers
 
 
 def graph_of(name: str, data: Path) -> Any:
@@ -53,7 +54,7 @@ def graph_of(name: str, data: Path) -> Any:
     return gf.read_npz(data / f"{name}.npz")
 
 
-def words_of(model: str, **strategy: Any) -> dict[str, Any]:
+def config_of(model: str, **strategy: Any) -> dict[str, Any]:
     norm = "layer" if model == "res+" else "none"
     return {
         "model": {"name": model, "layers": LAYERS, "hidden": HIDDEN, "dropout": 0.1, "norm": norm},
@@ -78,20 +79,20 @@ def train(world: Any, cell: str, epochs: int, work: Path) -> dict[str, Any]:
     from gnnfleet.training.build import RankContext, build
 
     name, model, _, side, *_ = cell.split("/")
-    said: list[str] = []
+    log: list[str] = []
     if side == "sar":
-        knobs: dict[str, Any] = {"name": "sar", "group": world.size, "prefetch": 1}
-        here = RankContext(world, open_part(work / name / f"parts-{world.size}", world.rank))
+        settings: dict[str, Any] = {"name": "sar", "group": world.size, "prefetch": 1}
+        context = RankContext(world, open_part(work / name / f"parts-{world.size}", world.rank))
     else:
-        ways, chunks = GRIDS[side](world.size) if side in GRIDS else (None, None)
-        knobs = {"name": "pipe", "exactness_check_every": 0, "warmup_history": False} | (
-            {"graph_parallel": ways, "chunks": chunks} if ways else {}
+        graph_parallel, chunks = GRIDS[side](world.size) if side in GRIDS else (None, None)
+        settings = {"name": "pipe", "exactness_check_every": 0, "warmup_history": False} | (
+            {"graph_parallel": graph_parallel, "chunks": chunks} if graph_parallel else {}
         )
-        here = RankContext(
-            world, layouts=open_chunk_layouts(work / name / f"chunks-{world.size}-{side}"), log_user=said.append
+        context = RankContext(
+            world, layouts=open_chunk_layouts(work / name / f"chunks-{world.size}-{side}"), log_user=log.append
         )
-    tree = {**words_of(model, **knobs), "workers": world.size}
-    strategy: Any = build(open_store(work / name / "store"), resolve(tree), context=here).strategy
+    config = {**config_of(model, **settings), "workers": world.size}
+    strategy: Any = build(open_store(work / name / "store"), resolve(config), context=context).strategy
     seconds, bubbles, sent = [], [], 0
     for epoch in range(1 + epochs):
         before, started = world.traffic.bytes_sent, time.perf_counter()
@@ -99,28 +100,28 @@ def train(world: Any, cell: str, epochs: int, work: Path) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
         sent = world.traffic.bytes_sent - before
         bubbles.append(strategy.epoch_metrics().get("bubble", 0.0))
-    seconds = seconds[1:] or seconds  # the first makes what all others use
-    aside = world.uncounted()
-    every = torch.cat(all_gather_rows(aside, torch.tensor([[sent, own_rss()]]))).tolist()
-    alone = messages_alone(strategy, side, 1 + epochs, aside) if epochs else 0.0
-    strategy.close()  # other cells have threads of their own
-    found = {
+    seconds = seconds[1:] or seconds  # the first epoch fills caches
+    uncounted = world.uncounted()
+    all_figures = torch.cat(all_gather_rows(uncounted, torch.tensor([[sent, own_rss()]]))).tolist()
+    alone = messages_alone(strategy, side, 1 + epochs, uncounted) if epochs else 0.0
+    strategy.close()  # the next cell starts its own threads
+    report = {
         "epochs": epochs,
         "alone": alone,
         "seconds": min(seconds),
         "median": statistics.median(seconds),
-        "bytes": sum(each for each, _ in every),
-        "own_mib": [round(rss / 2**20) for _, rss in every],
+        "bytes": sum(count for count, _ in all_figures),
+        "own_mib": [round(rss / 2**20) for _, rss in all_figures],
         "bubble": statistics.median(bubbles[1:] or bubbles),
     }
     if side != "sar":
-        found |= {"predicted_bytes": strategy.grid_estimate.bytes, "grid": str(strategy.grid), "said": said}
-        found["forecast_seconds"] = strategy.grid_estimate.seconds
-    return found
+        report |= {"predicted_bytes": strategy.grid_estimate.bytes, "grid": str(strategy.grid), "said": log}
+        report["forecast_seconds"] = strategy.grid_estimate.seconds
+    return report
 
 
-def messages_alone(strategy: Any, side: str, epoch: int, aside: Any) -> float:
-    """Seconds that the messages of an epoch take in their order, without the work between them; the best of three."""
+def messages_alone(strategy: Any, side: str, epoch: int, uncounted: Any) -> float:
+    """Seconds of the messages of an epoch in order, without the computation between them; the best of three."""
     import torch
 
     from gnnfleet.comm.collectives import sum_over_ranks
@@ -128,13 +129,13 @@ def messages_alone(strategy: Any, side: str, epoch: int, aside: Any) -> float:
     replay = _pipe_messages(strategy) if side == "pipe" else _sar_messages(strategy, epoch) if side == "sar" else None
     if replay is None:
         return 0.0
-    found = []
+    seconds = []
     for _ in range(3):
-        sum_over_ranks(aside, torch.zeros(1))  # all begin together
+        sum_over_ranks(uncounted, torch.zeros(1))  # start together
         started = time.perf_counter()
         replay()
-        found.append(time.perf_counter() - started)
-    return min(found)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
 def _pipe_messages(strategy: Any) -> Callable[[], None]:
@@ -170,30 +171,32 @@ def _sar_messages(strategy: Any, epoch: int) -> Callable[[], None]:
 
     from gnnfleet.comm.halo_exchange import RingExchange
 
-    seen: list[tuple[Any, Any, Any]] = []
+    calls: list[tuple[Any, Any, Any]] = []
     original = RingExchange.run
 
-    def noting(self: Any, lanes: Any, visit: Any, *, home: Any = (), **words: Any) -> None:
-        seen.append((self, lanes, home))
-        original(self, lanes, visit, returns=home, **words)
+    def record_call(self: Any, tables: Any, use_rows: Any, *, returns: Any = (), **options: Any) -> None:
+        calls.append((self, tables, returns))
+        original(self, tables, use_rows, returns=returns, **options)
 
-    RingExchange.run = noting  # type: ignore[method-assign]
+    RingExchange.run = record_call  # type: ignore[method-assign]
     list(strategy.train_epoch(epoch))
     RingExchange.run = original  # type: ignore[method-assign]
 
     def replay() -> None:
-        for ring, lanes, home in seen:
+        for ring, tables, returns in calls:
 
-            def nothing(q: int, rows: Any, home: Any = home) -> Any:
-                return [torch.zeros(each.routes.recv_counts[q], each.width, dtype=each.dtype) for each in home]
+            def return_zeros(q: int, rows: Any, returns: Any = returns) -> Any:
+                return [torch.zeros(path.plan.recv_counts[q], path.width, dtype=path.dtype) for path in returns]
 
-            original(ring, lanes, nothing, returns=home, on_returns=(lambda q, rows: None) if home else None)
+            original(
+                ring, tables, return_zeros, returns=returns, on_returns=(lambda q, rows: None) if returns else None
+            )
 
     return replay
 
 
 def prepare(cell: str, args: argparse.Namespace) -> None:
-    """The store and what a cell needs of its cuts; made once."""
+    """Make the store and the partition or chunk layout of a cell, each once."""
     from gnnfleet.graph.partition.assign import assign_nodes
     from gnnfleet.graph.partition.chunk_layout import build_chunk_layout, write_chunk_layouts
     from gnnfleet.graph.partition.partitioned_graph import write_partition
@@ -210,55 +213,55 @@ def prepare(cell: str, args: argparse.Namespace) -> None:
     if side == "sar" and not parts.exists():
         write_partition(graph, assign_nodes(graph, workers, "mincut"), parts)
     if side != "sar" and not chunks.exists():
-        wanted = [GRIDS[side](workers)] if side in GRIDS else PipeConfig().layout_candidates(workers)
-        write_chunk_layouts(graph, [build_chunk_layout(graph, *each) for each in wanted], chunks)
+        grids = [GRIDS[side](workers)] if side in GRIDS else PipeConfig().layout_candidates(workers)
+        write_chunk_layouts(graph, [build_chunk_layout(graph, *grid) for grid in grids], chunks)
 
 
 # -- tables --
 
 
 def show(cells: list[dict[str, Any]]) -> None:
-    by = {cell["cell"]: cell for cell in cells}
+    by_name = {cell["cell"]: cell for cell in cells}
     ratios: dict[str, list[float]] = {"dense": [], "others": []}
     print("epochs: bytes and seconds of pipe and sar")
-    for name, cell in by.items():
-        words = name.split("/")
-        if len(words) < 4 or words[3] != "pipe":
+    for name, cell in by_name.items():
+        parts = name.split("/")
+        if len(parts) < 4 or parts[3] != "pipe":
             continue
-        other = by.get("/".join([*words[:3], "sar", *words[4:]]))
-        if other is None:
+        sar_cell = by_name.get("/".join([*parts[:3], "sar", *parts[4:]]))
+        if sar_cell is None:
             continue
-        ratio, speed = other["bytes"] / cell["bytes"], other["seconds"] / cell["seconds"]
-        if len(words) == 4:
-            ratios["dense" if words[0] in DENSE else "others"].append(ratio)
+        ratio, speed = sar_cell["bytes"] / cell["bytes"], sar_cell["seconds"] / cell["seconds"]
+        if len(parts) == 4:
+            ratios["dense" if parts[0] in DENSE else "others"].append(ratio)
         alone = ""
-        if cell["alone"] and other["alone"]:
-            times = f"{cell['alone']:.3f} / {other['alone']:.3f} s: {other['alone'] / cell['alone']:.1f}×"
+        if cell["alone"] and sar_cell["alone"]:
+            times = f"{cell['alone']:.3f} / {sar_cell['alone']:.3f} s: {sar_cell['alone'] / cell['alone']:.1f}×"
             alone = f"  messages alone {times}"
         exact = "as predicted" if cell["bytes"] == cell["predicted_bytes"] else f"predicted {cell['predicted_bytes']}"
         print(
-            f"{name:36} {cell['bytes'] / 1e6:7.1f} MB ({exact}), sar {other['bytes'] / 1e6:7.1f}: {ratio:5.1f}× less; "
-            f"{cell['seconds']:6.2f} / {other['seconds']:6.2f} s: {speed:4.2f}×  bubble {cell['bubble']:.0%}{alone}"
+            f"{name:36} {cell['bytes'] / 1e6:.1f} MB ({exact}), sar {sar_cell['bytes'] / 1e6:.1f}: {ratio:4.1f}× less; "
+            f"{cell['seconds']:6.2f} / {sar_cell['seconds']:6.2f} s: {speed:4.2f}×  bubble {cell['bubble']:.0%}{alone}"
         )
-    for kind, each in ratios.items():
-        if each:
-            print(f"{kind}: {statistics.geometric_mean(each):.1f}× less on average, {max(each):.1f}× at best")
-    print("what the planner takes of four workers; planned / measured seconds")
-    for name, cell in by.items():
+    for kind, values in ratios.items():
+        if values:
+            print(f"{kind}: {statistics.geometric_mean(values):.1f}× less on average, {max(values):.1f}× at best")
+    print("choice of the planner for four workers; planned / measured seconds")
+    for name, cell in by_name.items():
         if "/plan" in name:
-            others = [by.get(name.replace("/plan", f"/{side}")) for side in ("pipe", "ways")]
+            others = [by_name.get(name.replace("/plan", f"/{side}")) for side in ("pipe", "ways")]
             texts = [f"{cell['grid']} {cell['forecast_seconds']:.2f} / {cell['seconds']:.2f}"]
-            for wanted, other in zip(("pipeline", "graph parallel"), others, strict=True):
-                planned = foreseen(cell["said"]).get(wanted)
-                if planned and other:
-                    texts.append(f"{wanted} {planned:.2f} / {other['seconds']:.2f}")
+            for wanted, sar_cell in zip(("pipeline", "graph parallel"), others, strict=True):
+                planned = planned_seconds(cell["said"]).get(wanted)
+                if planned and sar_cell:
+                    texts.append(f"{wanted} {planned:.2f} / {sar_cell['seconds']:.2f}")
             print(f"{name:36} {', '.join(texts)}")
 
 
-def foreseen(said: list[str]) -> dict[str, float]:
-    """Seconds of grids as the planner has told them."""
-    found = (re.search(r"(one worker|pipeline|graph parallel|hybrid).*: ([\d.]+) s,", line) for line in said)
-    return {match[1]: float(match[2]) for match in found if match}
+def planned_seconds(log: list[str]) -> dict[str, float]:
+    """Seconds of grids in the messages of the planner."""
+    matches = (re.search(r"(one worker|pipeline|graph parallel|hybrid).*: ([\d.]+) s,", line) for line in log)
+    return {match[1]: float(match[2]) for match in matches if match}
 
 
 def main() -> None:
@@ -268,13 +271,13 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", default=[*dict.fromkeys([*VOLUME, *LINKS, *PLANS])])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=30.0, help="begin no cell after so many")
-    parser.add_argument("--work", type=Path, help="a directory for graphs and their cuts, kept")
-    parser.add_argument("--only-prepare", action="store_true", help="make graphs and cuts, measure nothing")
+    parser.add_argument("--minutes", type=float, default=30.0, help="start no cell after this time")
+    parser.add_argument("--work", type=Path, help="a directory for graphs and their partitions")
+    parser.add_argument("--only-prepare", action="store_true", help="make graphs and partitions, measure nothing")
     parser.add_argument("--ranks", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.ranks:
-        crew.as_rank(lambda world: train_each(world, args))
+        run_as_rank(lambda world: train_cells(world, args))
         return
     args.out.mkdir(parents=True, exist_ok=True)
     args.until = time.monotonic() + 60 * args.minutes
@@ -284,15 +287,13 @@ def main() -> None:
             run_round(number, args)
     if args.only_prepare:
         return
-    from record import best_cells, write_results
-
     best = best_cells(args.out, "seconds")
     show(best)
     print(write_results("pipe", best, keep=True))
 
 
 def run_round(number: int, args: argparse.Namespace) -> None:
-    """Cells without a file, together those of as many workers and the same rate of links."""
+    """Run the missing cells, those with the same number of workers and the same rate in one call."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for cell in args.cells:
         if not path_of(cell, number, args.out).exists():
@@ -302,8 +303,8 @@ def run_round(number: int, args: argparse.Namespace) -> None:
         for cell in cells:
             prepare(cell, args)
         if time.monotonic() < args.until and not args.only_prepare:
-            words = [__file__, str(args.out), "--work", str(args.work), "--epochs", str(args.epochs)]
-            words += [
+            arguments = [__file__, str(args.out), "--work", str(args.work), "--epochs", str(args.epochs)]
+            arguments += [
                 "--rounds",
                 str(number),
                 "--minutes",
@@ -311,20 +312,20 @@ def run_round(number: int, args: argparse.Namespace) -> None:
                 "--ranks",
                 *cells,
             ]
-            crew.run(words, int(size), rate=rate[0] if rate else None)
+            run_ranks(arguments, int(size), rate=rate[0] if rate else None)
 
 
-def train_each(world: Any, args: argparse.Namespace) -> int:
-    """Cells one after the other, as long as there is time; the first rank writes them down."""
+def train_cells(world: Any, args: argparse.Namespace) -> int:
+    """Run cells until the time is over; the first rank saves them."""
     from gnnfleet.comm.collectives import broadcast_bytes
 
-    until = time.monotonic() + 60 * args.minutes
+    deadline = time.monotonic() + 60 * args.minutes
     for cell in args.ranks:
-        goes_on = broadcast_bytes(world, (b"1" if time.monotonic() < until else b"0") if world.is_first else None)
-        if goes_on == b"1":
-            found = train(world, cell, args.epochs, args.work)
+        has_time = broadcast_bytes(world, (b"1" if time.monotonic() < deadline else b"0") if world.is_first else None)
+        if has_time == b"1":
+            figures = train(world, cell, args.epochs, args.work)
             if world.is_first:
-                keep(cell, args.rounds, found, args.out)
+                save_cell(cell, args.rounds, figures, args.out)
     return len(args.ranks)
 
 
@@ -332,9 +333,9 @@ def path_of(cell: str, number: int, out: Path) -> Path:
     return out / f"{cell.replace('/', '.')}.{number}.json"
 
 
-def keep(cell: str, number: int, found: dict[str, Any], out: Path) -> None:
-    path_of(cell, number, out).write_text(json.dumps({"cell": cell, **found}))
-    print(cell, f"{found['seconds']:.2f} s", file=sys.stderr, flush=True)
+def save_cell(cell: str, number: int, figures: dict[str, Any], out: Path) -> None:
+    path_of(cell, number, out).write_text(json.dumps({"cell": cell, **figures}))
+    print(cell, f"{figures['seconds']:.2f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

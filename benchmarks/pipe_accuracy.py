@@ -1,12 +1,12 @@
 """Accuracy of pipe against exact training: deep models, the techniques one by one, a case where GNNPipe fails.
 
-  accuracy/SET/MODEL/LAYERS/WAY/SEED   test accuracy at the best val epoch; WAY: exact, pipe, or a variant of TRIED
-  collapse/WAY                         deep gcn2 in many random chunks: exact, plain (GNNPipe as it was), guarded
+  accuracy/SET/MODEL/LAYERS/V/SEED   test accuracy at the best val epoch; V: exact, pipe, or one of VARIANTS
+  collapse/V                         deep gcn2 in many random chunks: exact, plain (GNNPipe as published), guarded
 
-8 chunks, split 0.6/0.2/0.2, one thread; SETTINGS are such that models are trained: what val gained in the last quarter
-of the epochs is shown beside the accuracy. Chunks stream through one process: what is computed does not depend on the
-number of stages. Runs of one seed have split, first weights and draws in common: how far they are from exact training
-is shown seed by seed. Finished cells are not run again, and cells of other calls stay in the results.
+8 chunks, split 0.6/0.2/0.2, one thread. The table shows the gain of val in the last quarter of the epochs, a test of
+convergence. Chunks stream through one process: results do not depend on the number of stages. Runs of one seed have the
+same split, initial weights and draws, so their distance from exact training is shown by seed. Finished cells are not
+run again, and cells of other calls stay in the results.
 
 usage: python benchmarks/pipe_accuracy.py [OUT] --data DIR [--cells …] [--minutes 30]
 """
@@ -20,19 +20,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipe import graph_of, keep, path_of
+from pipe import graph_of, path_of, save_cell
 from record import best_cells, write_results
 
 HERE = Path(__file__).parent
 SETS = ("amazon_photo", "pubmed", "coauthor_cs")
 CHUNKS, EVERY, COLLAPSED = 8, 10, 60
-LAST = 3  # evaluations at the end of a run that count where it is compared with the exact one
+LAST = 3  # evaluations at the end of a run that are compared with the exact one
 SETTINGS: dict[str, dict[str, Any]] = {
     "gcn2": {"hidden": 64, "lr": 0.01, "epochs": 100, "norm": "none"},
     "res+": {"hidden": 32, "lr": 0.001, "epochs": 100, "norm": "layer"},
 }
 GNNPIPE = {"gradient": "double", "refresh": 23, "warmup_history": False, "exactness_check_every": 0}
-TRIED: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "gnnpipe": GNNPIPE,
     "gnnpipe-shuffle": {**GNNPIPE, "shuffle": False},
     "gnnpipe-history": {**GNNPIPE, "refresh": 1},
@@ -49,33 +49,41 @@ TRIED: dict[str, dict[str, Any]] = {
     "pipe-32-chunks": {"chunks": 32},
 }
 DEEP = [f"{name}/{model}/{layers}" for layers in (16, 32) for model in SETTINGS for name in SETS]
-ACCURACY = [f"accuracy/{each}/{way}/{seed}" for seed in range(3) for each in DEEP for way in ("exact", "pipe")]
-ABLATION = [f"accuracy/amazon_photo/gcn2/16/{way}/{seed}" for seed in range(3) for way in TRIED]
-COLLAPSE = [f"collapse/{way}" for way in ("exact", "plain", "guarded")]
+ACCURACY = [
+    f"accuracy/{setting}/{variant}/{seed}" for seed in range(3) for setting in DEEP for variant in ("exact", "pipe")
+]
+ABLATION = [f"accuracy/amazon_photo/gcn2/16/{variant}/{seed}" for seed in range(3) for variant in VARIANTS]
+COLLAPSE = [f"collapse/{variant}" for variant in ("exact", "plain", "guarded")]
 
 
-def words_of(model: str, layers: int, seed: int, strategy: dict[str, Any]) -> dict[str, Any]:
-    chosen = SETTINGS[model]
+def config_of(model: str, layers: int, seed: int, strategy: dict[str, Any]) -> dict[str, Any]:
+    settings = SETTINGS[model]
     return {
-        "model": {"name": model, "layers": layers, "hidden": chosen["hidden"], "dropout": 0.1, "norm": chosen["norm"]},
-        "train": {"lr": chosen["lr"], "weight_decay": 0.0},
+        "model": {
+            "name": model,
+            "layers": layers,
+            "hidden": settings["hidden"],
+            "dropout": 0.1,
+            "norm": settings["norm"],
+        },
+        "train": {"lr": settings["lr"], "weight_decay": 0.0},
         "strategy": strategy,
         "seed": seed,
         "split": "0.6/0.2/0.2",
     }
 
 
-def strategy_of(graph: Any, tree: dict[str, Any], said: list[str], *, method: str = "mincut") -> Any:
+def strategy_of(graph: Any, config: dict[str, Any], log: list[str], *, method: str = "mincut") -> Any:
     from gnnfleet.config.resolve import resolve
     from gnnfleet.training.build import RankContext, build
 
-    knobs, here = tree["strategy"], None
-    if knobs["name"] == "pipe":
-        here = RankContext(layouts=[layout_of(graph, knobs["chunks"], method)], log_user=said.append)
-    return build(graph, resolve(tree), context=here).strategy
+    settings, context = config["strategy"], None
+    if settings["name"] == "pipe":
+        context = RankContext(layouts=[layout_of(graph, settings["chunks"], method)], log_user=log.append)
+    return build(graph, resolve(config), context=context).strategy
 
 
-known_graph = cache(graph_of)
+load_graph = cache(graph_of)
 
 
 @cache
@@ -86,22 +94,22 @@ def layout_of(graph: Any, chunks: int, method: str) -> Any:
 
 
 def measure(cell: str, data: Path) -> dict[str, Any]:
-    _, name, model, layers, way, seed = cell.split("/")
-    graph, said = known_graph(name, data), list[str]()
-    knobs: dict[str, Any] = {"name": "local", "order": "store"}
-    if way != "exact":
-        knobs = {"name": "pipe", "graph_parallel": 1, "chunks": CHUNKS, **TRIED.get(way, {})}
-    strategy = strategy_of(graph, words_of(model, int(layers), int(seed), knobs), said)
+    _, name, model, layers, variant, seed = cell.split("/")
+    graph, log = load_graph(name, data), list[str]()
+    settings: dict[str, Any] = {"name": "local", "order": "store"}
+    if variant != "exact":
+        settings = {"name": "pipe", "graph_parallel": 1, "chunks": CHUNKS, **VARIANTS.get(variant, {})}
+    strategy = strategy_of(graph, config_of(model, int(layers), int(seed), settings), log)
     curve, cosines, started = [], [], time.perf_counter()
     for epoch in range(SETTINGS[model]["epochs"]):
         (record,) = strategy.train_epoch(epoch)
-        if way != "exact" and "cosine" in (counts := strategy.epoch_metrics()):
-            cosines.append([epoch + 1, round(counts["cosine"], 3)])
+        if variant != "exact" and "cosine" in (metrics := strategy.epoch_metrics()):
+            cosines.append([epoch + 1, round(metrics["cosine"], 3)])
         if epoch % EVERY == EVERY - 1:
             val, test = (strategy.evaluate(split)["accuracy"] for split in ("val", "test"))
             curve.append({"epoch": epoch + 1, "loss": record.loss, "val": val, "test": test})
-    best = max(curve, key=lambda each: each["val"])
-    early = max(each["val"] for each in curve[: 3 * len(curve) // 4])
+    best = max(curve, key=lambda row: row["val"])
+    early = max(row["val"] for row in curve[: 3 * len(curve) // 4])
     return {
         "val": best["val"],
         "test": best["test"],
@@ -109,64 +117,71 @@ def measure(cell: str, data: Path) -> dict[str, Any]:
         "last": curve[-1]["test"],
         "gained": best["val"] - early,  # in the last quarter of the epochs
         "loss": curve[-1]["loss"],
-        "curve": [[round(number, 4) for number in each.values()] for each in curve],
+        "curve": [[round(number, 4) for number in row.values()] for row in curve],
         "cosines": cosines,
-        "said": said,
+        "said": log,
         "seconds": time.perf_counter() - started,
     }
 
 
-def collapse(way: str) -> dict[str, Any]:
-    """Deep, in chunks that METIS has not looked at: nearly every edge is between chunks. Classes are of like size."""
+def collapse(variant: str) -> dict[str, Any]:
+    """A deep model in random chunks: nearly all edges are between chunks. Classes have similar sizes."""
     from gnnfleet.graph.datasets import make_dataset
 
-    words = {"nodes": 2000, "mean_degree": 20, "features": 32, "classes": 10, "homophily": 0.8, "size_exponent": 10.0}
-    graph, said = make_dataset("communities", **words, signal=0.5), list[str]()
-    knobs: dict[str, Any] = {"name": "local", "order": "store"}
-    if way != "exact":
-        knobs = {"name": "pipe", "graph_parallel": 1, "chunks": 16, **(GNNPIPE if way == "plain" else {})}
-    strategy = strategy_of(graph, words_of("gcn2", 16, 0, knobs), said, method="random")
+    parameters = {
+        "nodes": 2000,
+        "mean_degree": 20,
+        "features": 32,
+        "classes": 10,
+        "homophily": 0.8,
+        "size_exponent": 10.0,
+    }
+    graph, log = make_dataset("communities", **parameters, signal=0.5), list[str]()
+    settings: dict[str, Any] = {"name": "local", "order": "store"}
+    if variant != "exact":
+        settings = {"name": "pipe", "graph_parallel": 1, "chunks": 16, **(GNNPIPE if variant == "plain" else {})}
+    strategy = strategy_of(graph, config_of("gcn2", 16, 0, settings), log, method="random")
     losses, tests, started = [], [], time.perf_counter()
     for epoch in range(COLLAPSED):
         losses += [record.loss for record in strategy.train_epoch(epoch)]
         if epoch % 10 == 9:
             tests.append(strategy.evaluate("test")["accuracy"])
-    took = time.perf_counter() - started
-    return {"losses": losses[9::10], "tests": tests, "test": tests[-1], "said": said, "seconds": took}
+    seconds = time.perf_counter() - started
+    return {"losses": losses[9::10], "tests": tests, "test": tests[-1], "said": log, "seconds": seconds}
 
 
 # -- tables --
 
 
-def above(cell: dict[str, Any], exact: dict[str, Any]) -> tuple[float, float]:
-    """Points of (val, test) that a run is above another, both as the mean of their last evaluations."""
+def points_above(cell: dict[str, Any], exact: dict[str, Any]) -> tuple[float, float]:
+    """Difference to another run in points of (val, test), as means of the last evaluations."""
 
     def mean(run: dict[str, Any], column: int) -> float:
-        return 100 * statistics.mean(each[column] for each in run["curve"][-LAST:])
+        return 100 * statistics.mean(row[column] for row in run["curve"][-LAST:])
 
     val, test = 2, 3  # after epoch and loss
     return mean(cell, val) - mean(exact, val), mean(cell, test) - mean(exact, test)
 
 
-def show_pairs(by: dict[str, dict[str, Any]], group: str) -> None:
-    """A group of runs, each beside the exact one of the same seed."""
-    setting, _, way = group.rpartition("/")
+def show_pairs(by_name: dict[str, dict[str, Any]], group: str) -> None:
+    """Print a group of runs, each against the exact one of the same seed."""
+    setting, _, variant = group.rpartition("/")
     pairs = []
-    for name, cell in sorted(by.items()):
-        exact = by.get(f"{setting}/exact/{name.rpartition('/')[2]}")
-        if way != "exact" and exact is not None and name.rpartition("/")[0] == group:
-            pairs.append(above(cell, exact))
+    for name, cell in sorted(by_name.items()):
+        exact = by_name.get(f"{setting}/exact/{name.rpartition('/')[2]}")
+        if variant != "exact" and exact is not None and name.rpartition("/")[0] == group:
+            pairs.append(points_above(cell, exact))
     if pairs:
-        words = [
-            f"{split} {statistics.mean(each):+.2f} ({', '.join(f'{one:+.2f}' for one in each)})"
-            for split, each in zip(("val", "test"), zip(*pairs, strict=True), strict=True)
+        figures = [
+            f"{split} {statistics.mean(points):+.2f} ({', '.join(f'{value:+.2f}' for value in points)})"
+            for split, points in zip(("val", "test"), zip(*pairs, strict=True), strict=True)
         ]
-        print(f"{'':52} above exact of the same seed, last {LAST} evaluations: {', '.join(words)}")
+        print(f"{'':52} above exact of the same seed, last {LAST} evaluations: {', '.join(figures)}")
 
 
-def show(by: dict[str, dict[str, Any]]) -> None:
+def show(by_name: dict[str, dict[str, Any]]) -> None:
     groups: dict[str, list[dict[str, Any]]] = {}
-    for name, cell in by.items():
+    for name, cell in by_name.items():
         if name.startswith("accuracy/"):
             groups.setdefault(name.rpartition("/")[0], []).append(cell)
         elif name.startswith("collapse/"):
@@ -179,7 +194,7 @@ def show(by: dict[str, dict[str, Any]]) -> None:
             f"{name:52} {mean['test']:6.2f} ± {spread:.2f} over {len(runs)} seeds, last epoch {mean['last']:6.2f}, "
             f"loss {loss:.3f}, gained {mean['gained']:.2f}, {runs[0]['seconds']:.0f} s"
         )
-        show_pairs(by, name)
+        show_pairs(by_name, name)
 
 
 def main() -> None:
@@ -187,17 +202,17 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?", default=HERE / "results" / "cells" / "pipe_accuracy")
     parser.add_argument("--data", type=Path, default=Path("no data"))
     parser.add_argument("--cells", nargs="*", default=[*COLLAPSE, *ACCURACY, *ABLATION])
-    parser.add_argument("--minutes", type=float, default=30.0, help="begin no cell after so many")
+    parser.add_argument("--minutes", type=float, default=30.0, help="start no cell after this time")
     args = parser.parse_args()
     import torch
 
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + 60 * args.minutes
+    deadline = time.monotonic() + 60 * args.minutes
     for cell in args.cells:
-        if not path_of(cell, 0, args.out).exists() and time.monotonic() < until:
+        if not path_of(cell, 0, args.out).exists() and time.monotonic() < deadline:
             kind, _, rest = cell.partition("/")
-            keep(cell, 0, measure(cell, args.data) if kind == "accuracy" else collapse(rest), args.out)
+            save_cell(cell, 0, measure(cell, args.data) if kind == "accuracy" else collapse(rest), args.out)
     best = best_cells(args.out, "seconds")
     show({cell["cell"]: cell for cell in best})
     print(write_results("pipe_accuracy", best, keep=True))

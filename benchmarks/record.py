@@ -1,4 +1,4 @@
-"""Where results go: benchmarks/results/NAME.json, with machine, versions and commit they were measured on."""
+"""Results in benchmarks/results/NAME.json, with the machine, versions and commit they were measured on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def machine() -> dict[str, Any]:
 
 
 def write_results(name: str, cells: list[dict[str, Any]], *, keep: bool = False) -> Path:
-    """One file per benchmark, replaced as a whole; with ``keep`` cells of before that are not among these stay, each
-    with the commit and machine it was measured on."""
+    """Write one file per benchmark. With ``keep``, former cells that are not among these stay, each with the commit and
+    machine it was measured on."""
     command = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     packages = {package: version(package) for package in ("torch", "numpy", "duckdb", "pyarrow", "pymetis")}
@@ -33,20 +33,27 @@ def write_results(name: str, cells: list[dict[str, Any]], *, keep: bool = False)
         cells = [*cells, *({**origin, **cell} for cell in before["cells"] if cell["cell"] not in measured)]
     body = {"commit": commit, "machine": machine(), "python": platform.python_version(), "packages": packages}
     head = json.dumps(body, indent=1).removesuffix("\n}")
-    lines = ",\n".join(f"  {json.dumps(cell)}" for cell in cells)  # a line each, however much was measured
+    lines = ",\n".join(f"  {json.dumps(cell)}" for cell in cells)  # one line for each cell
     path.write_text(f'{head},\n "cells": [\n{lines}\n ]\n}}\n')
     return path
 
 
 def best_cells(out: Path, key: str, *, highest: bool = False) -> list[dict[str, Any]]:
-    """The best round of every cell finished in ``out``, by any call: a call for some cells forgets no others."""
+    """The best round of every finished cell in ``out``, from all calls."""
     best: dict[str, dict[str, Any]] = {}
     for path in sorted(out.glob("*.json")):
-        found = json.loads(path.read_text())
-        before = best.get(found["cell"])
-        if before is None or (found.get(key, 0) > before.get(key, 0) if highest else found[key] < before[key]):
-            best[found["cell"]] = found
+        cell = json.loads(path.read_text())
+        former = best.get(cell["cell"])
+        if former is None or (cell.get(key, 0) > former.get(key, 0) if highest else cell[key] < former[key]):
+            best[cell["cell"]] = cell
     return list(best.values())
+
+
+def run_json(command: list[str], env: dict[str, str] | None = None) -> dict[str, Any]:
+    """Run a command; return the JSON object in the last line of its output."""
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
+    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return printed
 
 
 def _lines(path: str) -> list[str]:

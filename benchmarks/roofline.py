@@ -1,4 +1,4 @@
-"""How near the kernels are to what memory gives, and where an epoch goes. Cells of ``full_batch.py``."""
+"""Kernel speed against memory bandwidth, and the time of an epoch by kind of work. Cells of ``full_batch.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epochs import HIDDEN, make_local
 
 
 def best(work: Callable[[], object], times: int = 5) -> float:
-    """Seconds of the fastest of a few runs, after one to warm up."""
+    """Seconds of the fastest run, after one to warm up."""
     work()
     seconds = []
     for _ in range(times):
@@ -28,22 +28,22 @@ def roofline(graph: Any) -> dict[str, Any]:
     from gnnfleet.graph.views.local import LocalView
 
     table = torch.randn(64_000_000)
-    into = torch.empty_like(table)
+    copy = torch.empty_like(table)
     views = {"given": LocalView.of_graph(graph), "clustered": reordered_view(graph, cluster_order(graph))}
-    found: dict[str, Any] = {"copy_gb_s": 0.0, "aggregate": {}, "attend": {}}
+    report: dict[str, Any] = {"copy_gb_s": 0.0, "aggregate": {}, "attend": {}}
     for _ in range(2):
-        found["copy_gb_s"] = max(found["copy_gb_s"], 2 * table.nbytes / best(lambda: into.copy_(table)) / 1e9)
+        report["copy_gb_s"] = max(report["copy_gb_s"], 2 * table.nbytes / best(lambda: copy.copy_(table)) / 1e9)
         for order, view in views.items():
             for width in (128, 256):
-                _keep(found["aggregate"], f"{order}/{width}", _aggregate(graph, view, width))
-            _keep(found["attend"], f"{order}/forward", _attend(graph, view, backward=False))
-            _keep(found["attend"], f"{order}/backward", _attend(graph, view, backward=True))
-    return found
+                _keep_fastest(report["aggregate"], f"{order}/{width}", _aggregate(graph, view, width))
+            _keep_fastest(report["attend"], f"{order}/forward", _attend(graph, view, backward=False))
+            _keep_fastest(report["attend"], f"{order}/backward", _attend(graph, view, backward=True))
+    return report
 
 
-def _keep(table: dict[str, Any], key: str, found: dict[str, float]) -> None:
-    if key not in table or found["ms"] < table[key]["ms"]:
-        table[key] = found
+def _keep_fastest(table: dict[str, Any], key: str, times: dict[str, float]) -> None:
+    if key not in table or times["ms"] < table[key]["ms"]:
+        table[key] = times
 
 
 def _aggregate(graph: Any, view: Any, width: int) -> dict[str, float]:
@@ -68,8 +68,8 @@ def _attend(graph: Any, view: Any, *, backward: bool) -> dict[str, float]:
     return {"ms": 1e3 * best(lambda: torch.autograd.grad(out, (value, src, dst), grad, retain_graph=True), 3)}
 
 
-def where(graph: Any, model: str) -> dict[str, Any]:
-    """Shares of one epoch under torch's profiler: dense products, edges, optimizer, the rest, Python outside torch."""
+def profile_epoch(graph: Any, model: str) -> dict[str, Any]:
+    """Seconds of one epoch in torch's profiler: dense products, edges, optimizer, elementwise, Python outside torch."""
     import torch
 
     strategy = make_local(graph, model, "float32")
@@ -77,14 +77,14 @@ def where(graph: Any, model: str) -> dict[str, Any]:
         list(strategy.train_epoch(epoch))
     start = time.perf_counter()
     list(strategy.train_epoch(3))
-    plain = time.perf_counter() - start
+    unprofiled = time.perf_counter() - start
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         start = time.perf_counter()
         list(strategy.train_epoch(4))
         total = time.perf_counter() - start
     parts = {"dense": 0.0, "edges": 0.0, "optimizer": 0.0, "elementwise": 0.0}
     for event in profiler.key_averages():
-        if event.key.startswith("Optimizer.step"):  # with what it calls, which is counted as elementwise too
+        if event.key.startswith("Optimizer.step"):  # includes its calls, which are counted as elementwise too
             parts["optimizer"] += event.cpu_time_total / 1e6
             parts["elementwise"] -= (event.cpu_time_total - event.self_cpu_time_total) / 1e6
         else:
@@ -92,7 +92,7 @@ def where(graph: Any, model: str) -> dict[str, Any]:
     parts["python"] = total - sum(parts.values())
     rate = _dense_rate()
     return {
-        "seconds": plain,
+        "seconds": unprofiled,
         "profiled_seconds": total,
         "parts": parts,
         "dense_gflop": _dense_gflop(graph, model),
@@ -109,7 +109,7 @@ def _part(name: str) -> str:
 
 
 def _dense_rate() -> float:
-    """GFLOP/s of the product an epoch is mostly made of."""
+    """GFLOP/s of the most frequent product of an epoch."""
     import torch
 
     x, weight, out = torch.randn(200_000, 256), torch.randn(256, 256), torch.empty(200_000, 256)
@@ -117,10 +117,10 @@ def _dense_rate() -> float:
 
 
 def _dense_gflop(graph: Any, model: str) -> float:
-    """Products of an epoch: forward, gradients of weights and, but for the first layer, of inputs."""
+    """GFLOP of the products of an epoch: forward, gradients of weights and, except in the first layer, of inputs."""
     rows, trained = graph.num_nodes, int(graph.single_nodes.mask("train").sum())
     width, hidden = graph.single_nodes.x.shape[1], HIDDEN[model]
-    if model == "sage":  # two products a layer; the last one of the rows the loss reads
+    if model == "sage":  # two products a layer; those of the last layer have only the rows of the loss
         first, middle = 2 * rows * width * hidden, 2 * rows * hidden * hidden
         last = 2 * trained * hidden * graph.single_nodes.num_classes
     else:

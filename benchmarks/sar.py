@@ -1,12 +1,12 @@
-"""sar in seconds: against torch_geometric in the same run, with the number of workers, and over slow links.
+"""sar in seconds: against torch_geometric in the same run, by number of workers, and over slow links.
 
-Cells take turns over rounds, the best round counts; finished cells are not run again. The graph: 200,000 nodes, 5 M
+Cells alternate over rounds, and the best round counts; finished cells are not run again. The graph: 200,000 nodes, 5 M
 edges, 100 features, 47 classes; SAGE-256 and GAT 4 × 32 of three layers, no dropout. Workers share the cores of one
-machine, so more of them cannot be faster here: the table shows what spreading costs.
+machine, so more workers are not faster here: the table shows the cost of the distribution.
 
   sage/pyg, gat/pyg        torch_geometric in one process: SAGE on CSR, GAT on edge_index
-  sage/sar/N[/words]       sar on N workers; words: rate=1gbit (each worker a host, links held to it), prefetch=0 …
-  wire/W                   test accuracy after 30 epochs with rows written as W, five seeds, two workers
+  sage/sar/N[/options]     sar on N workers; options: rate=1gbit (each worker is a host with this link), prefetch=0 …
+  wire/W                   test accuracy after 30 epochs with strategy.wire_dtype=W, five seeds, two workers
 
 usage: python benchmarks/sar.py [OUT] [--data DIR] [--cells sage/sar/2 …] [--rounds 2] [--epochs 3]
 """
@@ -16,34 +16,34 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import crew
 from epochs import HIDDEN, load
+from ranks import run_as_rank, run_ranks
+from record import best_cells, run_json, write_results
 
 HERE = Path(__file__).parent
 WARM = 3
 FAST = [f"{model}/{rest}" for model in ("sage", "gat") for rest in ("pyg", "sar/1", "sar/2", "sar/4")]
 SLOW = ["sage/sar/8", "sage/sar/2/prefetch=0", "sage/sar/4/prefetch=0", "sage/sar/8/prefetch=0"]
 LINKS = [
-    f"sage/sar/{size}/rate=1gbit{more}"
+    f"sage/sar/{size}/rate=1gbit{option}"
     for size in (2, 4, 8)
-    for more in ("", "/prefetch=0", "/wire_dtype=bf16", "/wire_dtype=int8")
+    for option in ("", "/prefetch=0", "/wire_dtype=bf16", "/wire_dtype=int8")
 ]
 WIRES = ["wire/exact", "wire/bf16", "wire/int8"]
 
 
-def words_of(cell: str) -> tuple[str, int, dict[str, Any]]:
+def parse_cell(cell: str) -> tuple[str, int, dict[str, Any]]:
     """(model, workers, settings of the strategy)."""
-    model, _, size, *more = cell.split("/")
+    model, _, size, *options = cell.split("/")
     settings: dict[str, Any] = {"prefetch": 1}
-    for word in more:
-        key, value = word.split("=")
+    for option in options:
+        key, value = option.split("=")
         settings[key] = int(value) if value.isdigit() else value
     return model, int(size), settings
 
@@ -58,52 +58,53 @@ def train(world: Any, model: str, settings: dict[str, Any], epochs: int, store: 
     from gnnfleet.report.memory import peak_rss
     from gnnfleet.training.build import RankContext, build
 
-    tree = {
+    config = {
         "model": {"name": model, "hidden": HIDDEN[model], "layers": 3, "heads": 4, "dropout": 0.0},
         "train": {"weight_decay": 0.0},
         "strategy": {"name": "sar", **settings},
     }
-    context = RankContext(world, open_part(parts, world.rank))
-    strategy = build(open_store(store), resolve(tree), context=context).strategy
+    strategy = build(
+        open_store(store), resolve(config), context=RankContext(world, open_part(parts, world.rank))
+    ).strategy
     seconds, losses = [], []
     for epoch in range(WARM + epochs):
         sent, rounds, started = world.traffic.bytes_sent, world.traffic.rounds, time.perf_counter()
         losses += [record.loss for record in strategy.train_epoch(epoch)]
         seconds.append(time.perf_counter() - started)
-    own = torch.tensor([[peak_rss(), world.traffic.bytes_sent - sent]])
-    every = torch.cat(all_gather_rows(world, own)).tolist()
+    figures = torch.tensor([[peak_rss(), world.traffic.bytes_sent - sent]])
+    all_figures = torch.cat(all_gather_rows(world, figures)).tolist()
     return {
         "seconds": min(seconds[WARM:]),
         "median": statistics.median(seconds[WARM:]),
         "losses": losses,
-        "peak_gib": [round(peak / 2**30, 2) for peak, _ in every],
-        "megabytes_sent": [round(count / 1e6, 1) for _, count in every],
+        "peak_gib": [round(peak / 2**30, 2) for peak, _ in all_figures],
+        "megabytes_sent": [round(count / 1e6, 1) for _, count in all_figures],
         "rounds": world.traffic.rounds - rounds,
     }
 
 
-def run_peer(model: str, data: Path, epochs: int) -> dict[str, Any]:
+def run_pyg(model: str, data: Path, epochs: int) -> dict[str, Any]:
     import warnings
 
-    from epochs import peer
+    from epochs import pyg_epoch
 
     warnings.filterwarnings("ignore", message=".*[Ss]parse.*")
-    epoch = peer(load(data), model, csr=model == "sage")
-    warm, count = (WARM, epochs) if model == "sage" else (1, 1)  # half a minute each
+    epoch = pyg_epoch(load(data), model, csr=model == "sage")
+    warmup, count = (WARM, epochs) if model == "sage" else (1, 1)  # an epoch of GAT takes half a minute
     seconds = []
-    for number in range(warm + count):
+    for number in range(warmup + count):
         started = time.perf_counter()
         epoch(number)
         seconds.append(time.perf_counter() - started)
-    return {"seconds": min(seconds[warm:])}
+    return {"seconds": min(seconds[warmup:])}
 
 
 def run_wire(wire: str) -> dict[str, Any]:
     import gnnfleet as gf
     from gnnfleet.graph.datasets import make_dataset
 
-    words = {"nodes": 20_000, "mean_degree": 20, "features": 32, "classes": 20, "signal": 0.06, "homophily": 0.6}
-    graph = make_dataset("communities", **words)
+    parameters = {"nodes": 20_000, "mean_degree": 20, "features": 32, "classes": 20, "signal": 0.06, "homophily": 0.6}
+    graph = make_dataset("communities", **parameters)
     runs = [
         gf.train(
             graph,
@@ -121,18 +122,17 @@ def run_wire(wire: str) -> dict[str, Any]:
 
 def start_cell(cell: str, args: argparse.Namespace) -> dict[str, Any]:
     if cell.endswith("/pyg") or cell.startswith("wire/"):
-        words = [sys.executable, __file__, "--cell", cell, "--data", str(args.data), "--epochs", str(args.epochs)]
-        done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-        return {"cell": cell, **json.loads(done.stdout.splitlines()[-1])}
-    _, size, settings = words_of(cell)
+        command = [sys.executable, __file__, "--cell", cell, "--data", str(args.data), "--epochs", str(args.epochs)]
+        return {"cell": cell, **run_json(command)}
+    _, size, settings = parse_cell(cell)
     rate = settings.pop("rate", None)
     store, parts = prepare(args, size)
-    words = [__file__, "--cell", cell, "--store", str(store), "--parts", str(parts), "--epochs", str(args.epochs)]
-    return {"cell": cell, **crew.run(words, size, rate=rate)}
+    arguments = [__file__, "--cell", cell, "--store", str(store), "--parts", str(parts), "--epochs", str(args.epochs)]
+    return {"cell": cell, **run_ranks(arguments, size, rate=rate)}
 
 
 def prepare(args: argparse.Namespace, size: int) -> tuple[Path, Path]:
-    """The store, and its partition by METIS into as many parts; made once."""
+    """The store and its partition by METIS into ``size`` parts, each made once."""
     from gnnfleet.graph.partition.assign import assign_nodes
     from gnnfleet.graph.partition.partitioned_graph import write_partition
     from gnnfleet.graph.store import open_store, save_store
@@ -147,21 +147,21 @@ def prepare(args: argparse.Namespace, size: int) -> tuple[Path, Path]:
 
 
 def show(cells: list[dict[str, Any]]) -> None:
-    by = {cell["cell"]: cell for cell in cells}
+    by_name = {cell["cell"]: cell for cell in cells}
     for cell in cells:
         if "accuracy" in cell:
             print(f"{cell['cell']:36} {100 * cell['accuracy']:6.2f} ± {100 * cell['deviation']:.2f}")
             continue
-        peer = by.get(f"{cell['cell'].split('/')[0]}/pyg")
+        peer = by_name.get(f"{cell['cell'].split('/')[0]}/pyg")
         ratio = f"{peer['seconds'] / cell['seconds']:5.1f}× PyG" if peer else ""
-        more = "" if "rounds" not in cell else (
+        traffic = "" if "rounds" not in cell else (
             f"  {max(cell['peak_gib']):.2f} GiB  {sum(cell['megabytes_sent']):.0f} MB  {cell['rounds']} rounds"
         )  # fmt: skip
-        print(f"{cell['cell']:36} {cell['seconds']:7.2f} s {ratio}{more}")
+        print(f"{cell['cell']:36} {cell['seconds']:7.2f} s {ratio}{traffic}")
 
 
 def draw(cells: list[dict[str, Any]], path: Path) -> None:
-    """Seconds of an epoch of SAGE against the number of workers."""
+    """Draw the seconds of an epoch of SAGE against the number of workers."""
     from plot import line_chart
 
     names = {
@@ -171,14 +171,20 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
         "rate=1gbit/wire_dtype=int8": "1 Gbit/s, int8",
         "rate=1gbit/wire_dtype=bf16": "1 Gbit/s, bf16",
     }
-    by = {cell["cell"]: cell["seconds"] for cell in cells}
+    seconds_by_cell = {cell["cell"]: cell["seconds"] for cell in cells}
     series = {
-        name: [(size, by[cell]) for size in (1, 2, 4, 8) if (cell := f"sage/sar/{size}/{more}".rstrip("/")) in by]
-        for more, name in names.items()
+        name: [
+            (size, seconds_by_cell[cell])
+            for size in (1, 2, 4, 8)
+            if (cell := f"sage/sar/{size}/{options}".rstrip("/")) in seconds_by_cell
+        ]
+        for options, name in names.items()
     }
     if any(series.values()):
         shown = {name: line for name, line in series.items() if line}
-        line_chart(path, "SAGE: seconds per epoch, all workers on two cores", shown, across="workers", up="seconds")
+        line_chart(
+            path, "SAGE: seconds per epoch, all workers on two cores", shown, x_label="workers", y_label="seconds"
+        )
 
 
 def main() -> None:
@@ -193,16 +199,14 @@ def main() -> None:
     parser.add_argument("--parts", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cell and args.store:
-        model, _, settings = words_of(args.cell)
+        model, _, settings = parse_cell(args.cell)
         settings.pop("rate", None)
-        crew.as_rank(lambda world: train(world, model, settings, args.epochs, args.store, args.parts))
+        run_as_rank(lambda world: train(world, model, settings, args.epochs, args.store, args.parts))
         return
     if args.cell:
-        kind, word = args.cell.split("/")
-        print(json.dumps(run_wire(word) if kind == "wire" else run_peer(kind, args.data, args.epochs)))
+        kind, wire = args.cell.split("/")
+        print(json.dumps(run_wire(wire) if kind == "wire" else run_pyg(kind, args.data, args.epochs)))
         return
-    from record import best_cells, write_results
-
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         args.work = Path(folder)

@@ -19,27 +19,27 @@ def scale(million_edges: int) -> dict[str, Any]:
     from gnnfleet.graph.partition.partitioned_graph import write_partition
     from gnnfleet.graph.store import open_store, save_store
 
-    found: dict[str, Any] = {"million_edges": million_edges}
+    report: dict[str, Any] = {"million_edges": million_edges}
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         start = time.perf_counter()
         graph = make_dataset(
             "communities", nodes=40_000 * million_edges, edges=1_000_000 * million_edges, features=100, classes=47
         )
-        found["generate"] = time.perf_counter() - start
-        found["edges"] = graph.single_edges.count
+        report["generate"] = time.perf_counter() - start
+        report["edges"] = graph.single_edges.count
         save_store(graph, store)
         graph = open_store(store)
         start = time.perf_counter()
         write_partition(graph, assign_nodes(graph, 4, "stream"), Path(folder) / "parts")
-        found["partition"] = time.perf_counter() - start
+        report["partition"] = time.perf_counter() - start
         start = time.perf_counter()
         strategy = make_local(graph, "sage", "float32", hidden=HIDDEN)
-        found["build"] = time.perf_counter() - start
+        report["build"] = time.perf_counter() - start
         seconds = []
         for epoch in range(4):
             start = time.perf_counter()
             list(strategy.train_epoch(epoch))
             seconds.append(time.perf_counter() - start)
-        found["seconds"] = min(seconds[1:])
-    return found
+        report["seconds"] = min(seconds[1:])
+    return report

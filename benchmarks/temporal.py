@@ -1,10 +1,11 @@
-"""Events per second in training, one process, against torch_geometric's TGN in the same run, interleaved; and where the
-time goes. Batch 600, memory 100, 10 neighbours, one layer.
+"""Events per second of training in one process, interleaved with torch_geometric's TGN, and time by phase.
+
+Batch 600, memory 100, 10 neighbours, one layer.
 
     python benchmarks/temporal.py DATA [--events 180000] [--segments 5]
 
-DATA has t_src.npy, t_dst.npy, t_ts.npy and t_msg.npy. ``batch`` looks at every node once per batch, as the loader of
-torch_geometric does; ``event`` at every end of every event at its own time, which is the default.
+DATA has t_src.npy, t_dst.npy, t_ts.npy and t_msg.npy. ``batch`` queries every node once per batch, as the loader of
+torch_geometric does; ``event``, the default, queries both nodes of every event at its own time.
 """
 
 from __future__ import annotations
@@ -29,48 +30,54 @@ from gnnfleet.strategies.temporal.batch_step import embed, update_memory
 from gnnfleet.training.build import build
 from record import write_results
 
-BATCH, WIDTH, NEAR = 600, 100, 10
+BATCH, WIDTH, NEIGHBORS = 600, 100, 10
 Segment = Callable[[int, int], None]
-"""Trains on events from … to, one segment after the other."""
+"""Trains on the events of a range; ranges follow each other."""
 
 
 def load(data: Path) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.load(data / f"t_{name}.npy")) for name in ("src", "dst", "ts", "msg")}
 
 
-class Clock:
-    """Seconds by what they were spent on."""
+class PhaseClock:
+    """Seconds by phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
-def make_ours(events: dict[str, Tensor], count: int, queries: str, precision: str) -> tuple[Any, Any]:
-    """(strategy, task); all events that are trained on are its training part."""
+def build_strategy(events: dict[str, Tensor], count: int, queries: str, precision: str) -> tuple[Any, Any]:
+    """(strategy, task) with all trained events in the training split."""
     graph = Graph(
         torch.stack([events["src"], events["dst"]])[:, :count],
         time=events["ts"][:count],
         edge_attr=events["msg"][:count],
     )
-    words = {
+    config = {
         "strategy": {"name": "temporal", "batch": BATCH, "queries": queries, "static": False},
-        "model": {"name": "tgn", "hidden": WIDTH, "neighbours": NEAR, "pairs": False, "clock": "learnt"},  # as the peer
+        "model": {
+            "name": "tgn",
+            "hidden": WIDTH,
+            "neighbours": NEIGHBORS,
+            "pairs": False,
+            "clock": "learnt",
+        },  # as torch_geometric
         "train": {"lr": 1e-4},
         "split": "0.999/0.0005/0.0005",
         "precision": precision,
     }
-    built = build(graph, resolve(words))
+    built = build(graph, resolve(config))
     return built.strategy, built.task
 
 
-def ours(events: dict[str, Tensor], count: int, queries: str, precision: str) -> Segment:
-    strategy, _ = make_ours(events, count, queries, precision)
+def gnnfleet_segment(events: dict[str, Tensor], count: int, queries: str, precision: str) -> Segment:
+    strategy, _ = build_strategy(events, count, queries, precision)
     steps = strategy.train_epoch(0)
 
     def segment(low: int, high: int) -> None:
@@ -80,46 +87,46 @@ def ours(events: dict[str, Tensor], count: int, queries: str, precision: str) ->
     return segment
 
 
-def parts_of_a_step(
-    events: dict[str, Tensor], count: int, queries: str, precision: str, upto: int
+def time_phases(
+    events: dict[str, Tensor], count: int, queries: str, precision: str, end: int
 ) -> tuple[dict[str, float], float]:
-    """(milliseconds of a batch by part, events attended to per event): the steps of the strategy with a clock."""
-    strategy, task = make_ours(events, count, queries, precision)
-    clock, edges, key = Clock(), 0, DrawKey()
+    """(milliseconds of a batch by phase, neighbours attended to per event) of the strategy's training step."""
+    strategy, task = build_strategy(events, count, queries, precision)
+    clock, edges, key = PhaseClock(), 0, DrawKey()
     model, memory, builder, optimizer = (
         strategy.model,
         strategy.scheduler.shared.memory,
         strategy._builder,
         strategy._optimizer,
     )
-    bounds = [bound for bound in strategy.scheduler.bounds if bound <= upto]
+    bounds = [bound for bound in strategy.scheduler.bounds if bound <= end]
     model.train()
     for low, high in itertools.pairwise(bounds):
-        with clock.part("sampling"):
+        with clock.phase("sampling"):
             batch = builder.batch(low, high, task.sample_negatives(low, high, sweep=0))
         edges += int((batch.block.hops[-1].neighbors >= 0).sum())
         with autocast(precision):
-            with clock.part("memory"):
+            with clock.phase("memory"):
                 rows = memory.read(batch.block.nodes)
-            with clock.part("GRU"):
-                fresh, writes = update_memory(model, task.stream, batch, rows)
-            with clock.part("memory"):
+            with clock.phase("GRU"):
+                updated, writes = update_memory(model, task.stream, batch, rows)
+            with clock.phase("memory"):
                 memory.write(writes)
-            with clock.part("attention"):
-                z = embed(model, batch, fresh, None, key)
-            with clock.part("decoder"):
+            with clock.phase("attention"):
+                z = embed(model, batch, updated, None, key)
+            with clock.phase("decoder"):
                 loss, n = task.loss(model, z, low, high)
-        with clock.part("backward"):
+        with clock.phase("backward"):
             optimizer.zero_grad(set_to_none=True)
             (loss / n).backward()
-        with clock.part("optimizer"):
+        with clock.phase("optimizer"):
             optimizer.step()
     steps = len(bounds) - 1
     return {name: 1000 * seconds / steps for name, seconds in clock.seconds.items()}, edges / bounds[-1]
 
 
-def peer(events: dict[str, Tensor], count: int) -> Segment:
-    """torch_geometric's TGN as its example trains it."""
+def pyg_segment(events: dict[str, Tensor], count: int) -> Segment:
+    """Train torch_geometric's TGN as its example does."""
     from torch_geometric.data import TemporalData
     from torch_geometric.loader import TemporalDataLoader
     from torch_geometric.nn import TGNMemory, TransformerConv
@@ -132,7 +139,7 @@ def peer(events: dict[str, Tensor], count: int) -> Segment:
     src_map, dst_map, out_map = (torch.nn.Linear(WIDTH, width) for width in (WIDTH, WIDTH, 1))
     modules = torch.nn.ModuleList([memory, conv, src_map, dst_map, out_map])
     optimizer = torch.optim.Adam(modules.parameters(), lr=1e-4)
-    loader, assoc = LastNeighborLoader(nodes, size=NEAR), torch.empty(nodes, dtype=torch.long)
+    loader, assoc = LastNeighborLoader(nodes, size=NEIGHBORS), torch.empty(nodes, dtype=torch.long)
     modules.train()
     batches = iter(TemporalDataLoader(data[:count], batch_size=BATCH, neg_sampling_ratio=1.0))
     loss_of = torch.nn.BCEWithLogitsLoss()
@@ -142,8 +149,8 @@ def peer(events: dict[str, Tensor], count: int) -> Segment:
         ids, edge_index, edge_ids = loader(batch.n_id)
         assoc[ids] = torch.arange(len(ids))
         z, last = memory(ids)
-        since = memory.time_enc((last[edge_index[0]] - data.t[edge_ids]).float())
-        z = conv(z, edge_index, torch.cat([since, data.msg[edge_ids]], 1))
+        time_encoding = memory.time_enc((last[edge_index[0]] - data.t[edge_ids]).float())
+        z = conv(z, edge_index, torch.cat([time_encoding, data.msg[edge_ids]], 1))
 
         def score(src: Tensor, dst: Tensor) -> Tensor:
             return out_map((src_map(z[assoc[src]]) + dst_map(z[assoc[dst]])).relu())
@@ -168,26 +175,28 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--events", type=int, default=180_000)
     parser.add_argument("--segments", type=int, default=5)
-    given = parser.parse_args()
-    events, count = load(given.data), given.events
+    args = parser.parse_args()
+    events, count = load(args.data), args.events
     modes = [(queries, precision) for queries in ("batch", "event") for precision in ("float32", "bf16")]
-    runs = {"torch_geometric": peer(events, count)}
-    runs |= {f"{queries} {precision}": ours(events, count, queries, precision) for queries, precision in modes}
-    spent = dict.fromkeys(runs, 0.0)
-    size = -(-count // given.segments // BATCH) * BATCH
+    runs = {"torch_geometric": pyg_segment(events, count)}
+    runs |= {
+        f"{queries} {precision}": gnnfleet_segment(events, count, queries, precision) for queries, precision in modes
+    }
+    seconds_by_run = dict.fromkeys(runs, 0.0)
+    size = -(-count // args.segments // BATCH) * BATCH
     for low in range(0, count, size):
         for name, segment in runs.items():
             started = time.perf_counter()
             segment(low, min(low + size, count))
-            spent[name] += time.perf_counter() - started
-        print({name: round(min(low + size, count) / seconds) for name, seconds in spent.items()}, flush=True)
+            seconds_by_run[name] += time.perf_counter() - started
+        print({name: round(min(low + size, count) / seconds) for name, seconds in seconds_by_run.items()}, flush=True)
     cells = []
-    for name, seconds in spent.items():
+    for name, seconds in seconds_by_run.items():
         cell: dict[str, Any] = {"cell": name, "events_per_second": count / seconds}
-        cell["against_torch_geometric"] = spent["torch_geometric"] / seconds
+        cell["against_torch_geometric"] = seconds_by_run["torch_geometric"] / seconds
         if name != "torch_geometric":
-            parts, edges = parts_of_a_step(events, count, *name.split(), upto=min(count, 36_000))
-            cell |= {"edges_per_event": edges, "milliseconds_of_a_batch": parts}
+            phases, edges = time_phases(events, count, *name.split(), end=min(count, 36_000))
+            cell |= {"edges_per_event": edges, "milliseconds_of_a_batch": phases}
         cells.append(cell)
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in cell.items()}, flush=True)
     print("written to", write_results("temporal", cells))

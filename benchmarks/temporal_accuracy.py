@@ -1,7 +1,7 @@
-"""Test MRR on real streams by TGB's rule: without and with static memory, with features of pairs; EdgeBank beside.
+"""Test MRR on real streams by TGB's rule: with and without static embeddings and features of pairs, and of EdgeBank.
 
-All other destinations are negatives, the state moves on after every 200 events, ties share the middle of their places.
-The weights are those of the epoch that is best on val against 49 negatives. Finished seeds are not run again.
+All other destinations are negatives, the memory advances after every 200 events, ties get their mean rank. The weights
+are those of the epoch with the best val MRR against 49 negatives. Finished seeds are not run again.
 
     python benchmarks/temporal_accuracy.py [OUT] [--data DIR] [--only wikipedia/memory …] [--seeds 3] [--epochs N]
 
@@ -43,17 +43,17 @@ def read(path: Path) -> Any:
     return Graph(torch.stack([src - 1, dst - 1]), time=t - t.min())
 
 
-def words(side: str, seed: int) -> dict[str, Any]:
-    more = SIDES[side]
+def config_of(side: str, seed: int) -> dict[str, Any]:
+    variant = SIDES[side]
     return {
         "strategy": {
             "name": "temporal",
             "batch": 200,
             "queries": "batch",
             "lr_decay": 0.0,
-            **more.get("strategy", {}),
+            **variant.get("strategy", {}),
         },
-        "model": {"name": "tgn", **more.get("model", {})},
+        "model": {"name": "tgn", **variant.get("model", {})},
         "seed": seed,
     }
 
@@ -63,38 +63,38 @@ def train(graph: Any, side: str, seed: int, epochs: int) -> dict[str, Any]:
     from gnnfleet.training.build import build
 
     started, best = time.perf_counter(), (-1.0, -1, None)
-    strategy = build(graph, resolve(words(side, seed))).strategy
-    course = []
+    strategy = build(graph, resolve(config_of(side, seed))).strategy
+    mrrs = []
     for epoch in range(epochs):
         for _ in strategy.train_epoch(epoch):
             pass
-        course.append(strategy.validate()["mrr"])
-        if course[-1] > best[0]:
-            best = (course[-1], epoch, copy.deepcopy(strategy.state_dict()))
+        mrrs.append(strategy.validate()["mrr"])
+        if mrrs[-1] > best[0]:
+            best = (mrrs[-1], epoch, copy.deepcopy(strategy.state_dict()))
     strategy.load_state_dict(best[2])
     return {
         "test": strategy.evaluate("test"),
-        "course": course,
+        "course": mrrs,
         "epoch": best[1],
         "seconds": time.perf_counter() - started,
     }
 
 
 def summary(out: Path) -> list[dict[str, Any]]:
-    """Mean and deviation over the finished seeds of every cell."""
+    """Mean and standard deviation over the finished seeds of every cell."""
     cells = []
     for name in FILES:
         for side in SIDES:
             runs = [json.loads(path.read_text()) for path in sorted(out.glob(f"{name}.{side}.*.json"))]
             if not runs:
                 continue
-            found = [run["test"]["mrr"] for run in runs]
-            spread = statistics.stdev(found) if len(found) > 1 else 0.0
-            cell = {"cell": f"{name}/{side}", "mean": statistics.mean(found), "deviation": spread, "runs": runs}
+            mrrs = [run["test"]["mrr"] for run in runs]
+            spread = statistics.stdev(mrrs) if len(mrrs) > 1 else 0.0
+            cell = {"cell": f"{name}/{side}", "mean": statistics.mean(mrrs), "deviation": spread, "runs": runs}
             cells.append(cell)
             bank = runs[0]["test"]
             print(
-                f"{cell['cell']:26} test MRR {cell['mean']:.4f} ± {spread:.4f} ({len(found)} seeds), "
+                f"{cell['cell']:26} test MRR {cell['mean']:.4f} ± {spread:.4f} ({len(mrrs)} seeds), "
                 f"EdgeBank {bank['edgebank']:.4f}, window {bank['edgebank_window']:.4f}"
             )
     return cells

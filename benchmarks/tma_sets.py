@@ -1,4 +1,4 @@
-"""The sets and schemes of benchmarks/tma.py: graphs, words of a run, stores that are made once."""
+"""Data sets and schemes of benchmarks/tma.py: graphs, settings of a run, stores."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 TRAINERS, INTERVAL = 3, 0.75
-"""Rounds are a 120th of a run of 90 s, as those of RandomTMA were of its runs (2 minutes of 4 hours)."""
-LOOKS = {"shop": 9.0}
-"""Seconds of training between two values of val; 3 elsewhere."""
+"""A round is 1/120 of a run of 90 s, as in RandomTMA (2 minutes of 4 hours)."""
+EVAL_SECONDS = {"shop": 9.0}
+"""Seconds of training between two evaluations on val; 3 for other sets."""
 SCHEMES: dict[str, dict[str, Any]] = {
     "random": {"scheme": "random"},
     "super": {"scheme": "super"},
@@ -23,13 +23,13 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "super-remote": {"scheme": "super", "remote_negatives": 1000},
     "psgd-pa-remote": {"scheme": "psgd-pa", "remote_negatives": 1000},
 }
-"""What each sets of the strategy. ``-redeal`` deals anew every third round, ``-remote`` has negatives of all parts;
-ggs makes steps of a batch for each worker, ``ggs-small`` of one that they share; ``ggs-long`` is ggs for longer, to see
-when it gets to what others have."""
+"""Settings of the strategy by scheme. ``-redeal`` reassigns nodes every third round, ``-remote`` has negatives from all
+parts. A step of ggs has one batch per worker, a step of ``ggs-small`` one batch in total. ``ggs-long`` runs longer, to
+find when it reaches the others."""
 MAIN = ("random", "super", "psgd-pa", "llcg", "ggs", "ggs-small", "ggs-1gbit")
 BASELINES = ("psgd-pa", "llcg", "ggs", "ggs-small", "ggs-long")
 LONGER = {"ggs-long": 2.5}
-"""How many times as long as the others a scheme runs; it sets no mark."""
+"""Factor of the running time of a scheme; its metric is not used as a target."""
 RATES = {"ggs-1gbit": "1gbit"}
 
 SETS: dict[str, dict[str, Any]] = {
@@ -62,8 +62,8 @@ SETS: dict[str, dict[str, Any]] = {
 }
 
 
-def words_of(name: str, scheme: str, seed: int, rounds: int = 1) -> dict[str, Any]:
-    """Of a run as ``gf.train`` takes them."""
+def config_of(name: str, scheme: str, seed: int, rounds: int = 1) -> dict[str, Any]:
+    """Settings of a run for ``gf.train``."""
     base = SETS[name]
     strategy = {"name": "tma", "interval": INTERVAL, **base["strategy"], **SCHEMES[scheme]}
     if scheme == "ggs-small":
@@ -76,22 +76,22 @@ def seconds_of(scheme: str, seconds: float) -> float:
     return seconds * LONGER.get(scheme, 1.0)
 
 
-def look_of(name: str) -> float:
-    return LOOKS.get(name, 3.0)
+def eval_seconds_of(name: str) -> float:
+    return EVAL_SECONDS.get(name, 3.0)
 
 
-def make_store(name: str, data: Path, place: Path) -> Path:
-    """The graph of a set in a store; one that is there is taken."""
+def make_store(name: str, data: Path, folder: Path) -> Path:
+    """Save the graph of a set in a store, unless the store exists."""
     import gnnfleet as gf
     from gnnfleet.graph.datasets import make_dataset
     from gnnfleet.graph.ingest.clean import clean_edges
 
-    store = place / name
+    store = folder / name
     if not store.exists():
         if name == "communities":
             graph = make_dataset("communities", nodes=50_000, edges=1_000_000, features=64, seed=1)
         elif name == "shop":
-            # Reverse edges would show the held-out ones; the run adds those of the edges it trains on.
+            # Reverse edges would reveal the held-out ones; the run adds those of its training edges.
             size = {"users": 500_000, "products": 100_000, "buys": 4_600_000, "views": 7_000_000, "categories": 500}
             graph = make_dataset("shop", **size, reverse=False, seed=1)
         else:

@@ -1,4 +1,4 @@
-"""What the cells of benchmarks/tma.py come to: the table over seeds, and val over time as SVG."""
+"""Summary of the cells of benchmarks/tma.py: a table over seeds, and charts of val over time."""
 
 from __future__ import annotations
 
@@ -15,56 +15,56 @@ Cell = Mapping[str, Any]
 
 
 def table_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """One line for every set and scheme, means over seeds."""
-    return [line for name in SETS for line in _set(name, [cell for cell in cells if cell["set"] == name])]
+    """One row for every set and scheme: means over seeds."""
+    return [line for name in SETS for line in _rows_of_set(name, [cell for cell in cells if cell["set"] == name])]
 
 
 def best_of(cell: Cell) -> float:
     return max(value for _, value, _ in cell["line"])
 
 
-def _set(name: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    by = _by_scheme(cells)
-    if not by:
+def _rows_of_set(name: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    cells_by_scheme = _by_scheme(cells)
+    if not cells_by_scheme:
         return []
-    final = {scheme: statistics.mean(map(best_of, found)) for scheme, found in by.items()}
-    marks = {scheme: value for scheme, value in final.items() if scheme not in LONGER}
-    goal = 0.99 * max(marks.values())
-    own = [value for scheme, value in marks.items() if scheme in BASELINES]
-    near = 0.99 * max(own, default=goal)
-    times = {scheme: reached(found, goal) for scheme, found in by.items()}
-    nears = {scheme: reached(found, near) for scheme, found in by.items()}
+    final = {scheme: statistics.mean(map(best_of, runs)) for scheme, runs in cells_by_scheme.items()}
+    candidates = {scheme: value for scheme, value in final.items() if scheme not in LONGER}
+    goal = 0.99 * max(candidates.values())
+    baselines = [value for scheme, value in candidates.items() if scheme in BASELINES]
+    baseline_goal = 0.99 * max(baselines, default=goal)
+    reached_goal = {scheme: time_to_goal(runs, goal) for scheme, runs in cells_by_scheme.items()}
+    reached_baseline = {scheme: time_to_goal(runs, baseline_goal) for scheme, runs in cells_by_scheme.items()}
     lines = []
-    for scheme, found in by.items():
-        hit, close = times[scheme], nears[scheme]
+    for scheme, runs in cells_by_scheme.items():
+        hit, hit_baseline = reached_goal[scheme], reached_baseline[scheme]
         lines.append(
             {
                 "set": name,
                 "scheme": scheme,
-                "seeds": len(found),
-                "val": _mean([best_of(cell) for cell in found]),
-                "val_range": _range([best_of(cell) for cell in found]),
-                "test": _mean([cell["test"] for cell in found]),
-                "kept": round(found[0]["kept"], 3),
-                "steps_made": round(statistics.mean(cell["line"][-1][2] for cell in found)),
+                "seeds": len(runs),
+                "val": _mean([best_of(cell) for cell in runs]),
+                "val_range": _range([best_of(cell) for cell in runs]),
+                "test": _mean([cell["test"] for cell in runs]),
+                "kept": round(runs[0]["kept"], 3),
+                "steps_made": round(statistics.mean(cell["line"][-1][2] for cell in runs)),
                 "seconds": None if hit is None else round(hit[0], 1),
                 "steps": None if hit is None else round(hit[1]),
-                "times_fastest_baseline": _times(hit, times, BASELINES),
-                "times_ggs_1gbit": _times(hit, times, tuple(RATES)),
-                "seconds_to_best_baseline": None if close is None else round(close[0], 1),
-                "times_to_best_baseline": _times(close, nears, BASELINES),
+                "times_fastest_baseline": _times(hit, reached_goal, BASELINES),
+                "times_ggs_1gbit": _times(hit, reached_goal, tuple(RATES)),
+                "seconds_to_best_baseline": None if hit_baseline is None else round(hit_baseline[0], 1),
+                "times_to_best_baseline": _times(hit_baseline, reached_baseline, BASELINES),
             }
         )
     return lines
 
 
 def _by_scheme(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    by = {scheme: [cell for cell in cells if cell["scheme"] == scheme] for scheme in SCHEMES}
-    return {scheme: found for scheme, found in by.items() if found}
+    groups = {scheme: [cell for cell in cells if cell["scheme"] == scheme] for scheme in SCHEMES}
+    return {scheme: group for scheme, group in groups.items() if group}
 
 
-def reached(cells: Sequence[Cell], goal: float) -> tuple[float, float] | None:
-    """(seconds, steps) until the best val so far, its mean over seeds, is there; None where it never is."""
+def time_to_goal(cells: Sequence[Cell], goal: float) -> tuple[float, float] | None:
+    """(seconds, steps) until the best val so far, as mean over seeds, reaches the goal; None if it never does."""
     for at in sorted({at for cell in cells for at, _, _ in cell["line"]}):
         best, steps = zip(*(_until(cell, at) for cell in cells), strict=True)
         if statistics.mean(best) >= goal:
@@ -73,18 +73,18 @@ def reached(cells: Sequence[Cell], goal: float) -> tuple[float, float] | None:
 
 
 def _until(cell: Cell, end: float) -> tuple[float, float]:
-    """(best val, steps made) up to a time."""
-    seen = [(value, steps) for at, value, steps in cell["line"] if at <= end]
-    return max((value for value, _ in seen), default=0.0), max((steps for _, steps in seen), default=0)
+    """(best val, steps) up to a time."""
+    values = [(value, steps) for at, value, steps in cell["line"] if at <= end]
+    return max((value for value, _ in values), default=0.0), max((steps for _, steps in values), default=0)
 
 
 Times = Mapping[str, tuple[float, float] | None]
 
 
-def _times(own: tuple[float, float] | None, times: Times, rivals: Sequence[str]) -> float | None:
-    """How many times as long the fastest of the rivals takes."""
-    found = [hit[0] for scheme, hit in times.items() if scheme in rivals and hit is not None]
-    return None if own is None or not found else round(min(found) / own[0], 2)
+def _times(hit: tuple[float, float] | None, times: Times, others: Sequence[str]) -> float | None:
+    """Time of the fastest of the others, as a multiple."""
+    seconds = [other[0] for scheme, other in times.items() if scheme in others and other is not None]
+    return None if hit is None or not seconds else round(min(seconds) / hit[0], 2)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -95,29 +95,29 @@ def _range(values: Sequence[float]) -> list[float]:
     return [round(min(values), 4), round(max(values), 4)]
 
 
-DEALS = {"random": "random", "super": "super", "psgd-pa": "mincut", "llcg": "mincut"}
-"""How nodes are dealt in a scheme, for its diagnosis."""
+ASSIGNMENTS = {"random": "random", "super": "super", "psgd-pa": "mincut", "llcg": "mincut"}
+"""Scheme of the diagnosis that has the same assignment of nodes."""
 
 
-def markdown(table: Sequence[Mapping[str, Any]], alike: Sequence[Mapping[str, Any]]) -> str:
-    """The table for people, with what is known of the parts of a scheme beside it."""
-    known = {(row["set"], row["scheme"]): row for row in alike}
+def markdown(table: Sequence[Mapping[str, Any]], diagnoses: Sequence[Mapping[str, Any]]) -> str:
+    """The table in Markdown, with the diagnosis of each scheme."""
+    by_set_and_scheme = {(row["set"], row["scheme"]): row for row in diagnoses}
     titles = ["", "scheme", "seeds", "edges kept", "features apart", "loss ±", "cosine", "aim", "steps", "val", "test"]
     titles += ["s to 99 %", "steps to it", "times fastest baseline", "times ggs 1 Gbit/s", "s to baselines' best"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for line in table:
-        parts = known.get((line["set"], DEALS.get(line["scheme"], "")))
-        low, high = line["val_range"]
-        cells = [line["set"], line["scheme"], line["seeds"], f"{line['kept']:.0%}", *_alike(parts)]
-        cells += [line["steps_made"], f"{line['val']:.4f} ({low:.3f}–{high:.3f})", f"{line['test']:.4f}"]
-        cells += [line[key] for key in ("seconds", "steps", "times_fastest_baseline", "times_ggs_1gbit")]
-        cells.append(line["seconds_to_best_baseline"])
+    for row in table:
+        diagnosis = by_set_and_scheme.get((row["set"], ASSIGNMENTS.get(row["scheme"], "")))
+        low, high = row["val_range"]
+        cells = [row["set"], row["scheme"], row["seeds"], f"{row['kept']:.0%}", *_diagnosis_cells(diagnosis)]
+        cells += [row["steps_made"], f"{row['val']:.4f} ({low:.3f}–{high:.3f})", f"{row['test']:.4f}"]
+        cells += [row[key] for key in ("seconds", "steps", "times_fastest_baseline", "times_ggs_1gbit")]
+        cells.append(row["seconds_to_best_baseline"])
         lines.append(f"| {' | '.join('–' if cell is None else str(cell) for cell in cells)} |")
     return "\n".join(lines)
 
 
-def _alike(row: Mapping[str, Any] | None) -> list[str]:
-    """Divergence of features; discrepancy of loss, cosine of gradients and aim after some steps."""
+def _diagnosis_cells(row: Mapping[str, Any] | None) -> list[str]:
+    """Divergence of features; discrepancy of losses, cosine of gradients and of aims after some steps."""
     if row is None:
         return [""] * 4
     trained = row["trained"]
@@ -126,20 +126,20 @@ def _alike(row: Mapping[str, Any] | None) -> list[str]:
 
 
 def plot(cells: Sequence[Cell], folder: Path) -> None:
-    """A chart for every set: val over seconds, the mean over seeds."""
+    """Draw a chart for every set: mean val over seconds."""
     for name in SETS:
-        by = _by_scheme([cell for cell in cells if cell["set"] == name])
-        drawn = {scheme: _mean_line(found) for scheme, found in by.items()}
-        if lines := {scheme: line for scheme, line in drawn.items() if line}:
-            curve_chart(folder / f"tma_{name}.svg", name, lines, across="seconds of training", up="val")
+        by_scheme = _by_scheme([cell for cell in cells if cell["set"] == name])
+        means = {scheme: _mean_line(runs) for scheme, runs in by_scheme.items()}
+        if lines := {scheme: line for scheme, line in means.items() if line}:
+            curve_chart(folder / f"tma_{name}.svg", name, lines, x_label="seconds of training", y_label="val")
 
 
 def _mean_line(cells: Sequence[Cell]) -> list[tuple[float, float]]:
-    """The mean over seeds at the times of the first one, where all have begun."""
+    """Mean over seeds at the times of the first one, once all have a value."""
 
-    def at(cell: Cell, when: float) -> float | None:
-        known = [value for time, value, _ in cell["line"] if time <= when]
-        return known[-1] if known else None
+    def value_at(cell: Cell, when: float) -> float | None:
+        values = [value for time, value, _ in cell["line"] if time <= when]
+        return values[-1] if values else None
 
-    points = [(time, [at(cell, time) for cell in cells]) for time, _, _ in cells[0]["line"]]
+    points = [(time, [value_at(cell, time) for cell in cells]) for time, _, _ in cells[0]["line"]]
     return [(time, statistics.mean(v for v in each if v is not None)) for time, each in points if None not in each]

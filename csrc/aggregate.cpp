@@ -12,7 +12,7 @@
 namespace gnnfleet::GNNFLEET_ISA {
 namespace {
 
-constexpr int64_t kRowsAtOnce = 64;  // rows a thread takes at a time: degrees are skewed
+constexpr int64_t kRowsAtOnce = 64;  // rows per task: degrees are skewed
 
 template <typename A>
 inline A factor(const void* values, int64_t i) {
@@ -87,12 +87,12 @@ void sum_rows(const SumArgs& a) {
   sum_rows_as<T, wide_t<T>, Index>(a);
 }
 
-// Signed integers as wide as A: what comparisons of vectors of A give.
+// Signed integers as wide as A: the type of comparisons of vectors of A.
 template <typename A> using mask_t = decltype(vec_t<A>{} > vec_t<A>{});
 template <typename A> using lane_t = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
 
-// The edges of one row. Winners are held as offsets from `base`, in lanes as wide as those of the values; `narrow` says
-// that they fit. Positions only rise, so that of equal values the first stays; other numbers must be compared.
+// The edges of one row. Winners are held as offsets from `base`, in lanes as wide as those of the values; `narrow`: they
+// fit. Positions ascend, so the first of equal values stays; other numbers are compared.
 struct RowEdges {
   int64_t begin, end, base;
   bool narrow;
@@ -157,7 +157,7 @@ inline void max_tile(const MaxArgs& a, int64_t target, int64_t f, const RowEdges
   }
 }
 
-// Fewer columns than a vector has, or numbers too far apart for its lanes.
+// Fewer columns than a vector, or edge numbers that do not fit its lanes.
 template <typename T, typename Index>
 inline void max_few(const MaxArgs& a, int64_t target, int64_t f, int64_t count, const RowEdges& edges) {
   using A = wide_t<T>;
@@ -198,7 +198,7 @@ void max_rows_in(const MaxArgs& a) {
     if (edges.narrow && a.width >= lanes) {
       for (; f + 4 * lanes <= a.width; f += 4 * lanes) max_tile<4, Numbered, T, Index>(a, target, f, edges);
       for (; f + lanes <= a.width; f += lanes) max_tile<1, Numbered, T, Index>(a, target, f, edges);
-      // The rest with columns done before: an edge met twice changes nothing.
+      // The last columns overlap with former ones: max is idempotent.
       if (f < a.width) max_tile<1, Numbered, T, Index>(a, target, a.width - lanes, edges);
       continue;
     }

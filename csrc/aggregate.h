@@ -1,4 +1,4 @@
-// Linear and max aggregation over compressed rows, and the gradients of their inputs. Arguments travel in one struct
+// Linear and max aggregation over compressed rows, and the gradients of their inputs. Arguments are one struct,
 // because every instruction set has its own copy of the functions behind one table.
 #pragma once
 #include <cstdint>
@@ -17,8 +17,8 @@ struct Rows {
 };
 
 // out[rows[i]] = base[rows[i]] + row_scale[i] * sum_e weight[e] * col_scale[col[e]] * x[col[e]]. The three factors may be
-// null. x is `element`, everything else its wide type (float32 for bfloat16), but out and base are bfloat16 when `narrow`.
-// `base` has the first `base_rows` rows of the output, and may be the output itself; it is 0 beyond.
+// null. x is `element`, everything else its wide type (float32 for bfloat16); out and base are bfloat16 if `narrow`.
+// `base` has the first `base_rows` rows of the output and may be the output itself; further rows start from 0.
 struct SumArgs {
   Rows structure;
   const void* x;
@@ -35,7 +35,7 @@ struct SumArgs {
 };
 
 // out[rows[i]] = max_e x[col[e]] elementwise, winner[rows[i]] = the number of the edge it came from, -1 without edges (out is 0
-// then). Of equal values the lowest number wins, whatever the order edges come in; NaN is above everything. With `merge` out
+// then). Of equal values the lowest number wins in any order of edges; NaN is the largest value. With `merge` out
 // and winner are a running maximum that the edges are added to. Output is float32 or float64.
 struct MaxArgs {
   Rows structure;
@@ -50,7 +50,7 @@ struct MaxArgs {
 };
 
 // Backward of max over the reversed structure: dx[rows[j]] (+)= sum over out-edges e of g[col[e]] where winner[col[e]] is the
-// number of e: number[positions[e]]. Without numbers it is the position itself, without positions the edge's place here.
+// number of e: number[positions[e]]. Without numbers it is the position itself, without positions the index of the edge.
 struct MaxBackArgs {
   Rows structure;
   const int64_t* number;

@@ -1,4 +1,4 @@
-// Edge-softmax attention over compressed rows, forward and backward. Arguments travel in one struct because every
+// Edge-softmax attention over compressed rows, forward and backward. Arguments are one struct, because every
 // instruction set has its own copy of the functions behind one table.
 //
 //   x_ij = src_j + dst_i (+ edge_ij)                    per head h of `heads`
@@ -15,7 +15,7 @@ namespace gnnfleet {
 
 enum class Score : int { add = 0, v2 = 1, dot = 2 };
 
-// Rows of numbers; `stride` elements from one to the next, so that several may lie side by side in one message.
+// Rows of numbers, `stride` elements apart, so that several arrays can be columns of one message.
 struct Matrix {
   const void* data = nullptr;
   int64_t stride = 0;
@@ -50,7 +50,7 @@ struct AttendArgs {
   void* pos = nullptr;   // additive only, may be null: the part of num, and of den, whose x is positive
   void* mass = nullptr;
   bool fresh = false, finish = false;
-  // Backward. side: [lse | D] of each destination, D = <grad, out>. Gradients are added to with `add`; null: not wanted.
+  // Backward. side: [lse | D] of each destination, D = <grad, out>. Gradients are added to with `add`; null: not computed.
   Matrix grad, side;
   void* d_value = nullptr;
   void* d_src = nullptr;
@@ -61,7 +61,7 @@ struct AttendArgs {
   int threads = 1;
 };
 
-// What the owner of destinations does alone: side = [dst | lse | D] and, for additive scores, d_dst.
+// Backward part that needs destinations only: side = [dst | lse | D] and, for additive scores, d_dst.
 struct AttendLocalArgs {
   Element element = Element::float32;  // float32 or float64
   int64_t n = 0, heads = 1, channels = 1;

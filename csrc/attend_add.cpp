@@ -1,6 +1,6 @@
-// Attention forward, for all scores, and the backward of additive scores. A row is worked on by one thread in edge order:
-// results do not depend on the number of threads. Backward of additive scores is owned by the source and fetches only
-// what the destination knows:
+// Attention forward, for all scores, and the backward of additive scores. A row is computed by one thread in edge order:
+// results do not depend on the number of threads. Backward of additive scores is computed by the source's owner from
+// these numbers of the destination:
 //   dz_j = sum_i k p g_i     Q_j = sum_i phi' k p g_i     dl_j = <z_j, Q_j> - sum_i phi' p D_i
 //   dr_i = (1 - slope) (<g_i, pos_i> - D_i P_i)           because sum_j p_ij (k_ij <g_i, z_j> - D_i) = 0
 #include <cmath>
@@ -36,7 +36,7 @@ void finish_row(const AttendArgs& a, int64_t row) {
   }
 }
 
-// The largest score of each head so far in top; s.top repeats it, s.part becomes what earlier sums are multiplied by.
+// The largest score of each head so far in top; s.top repeats it, s.part becomes the factor of earlier sums.
 template <typename A>
 void raise_top(const Scratch<A>& s, int64_t count, A* top) {
   s.repeat(top, s.top);

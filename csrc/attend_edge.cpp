@@ -1,5 +1,5 @@
-// Backward of attention for every score, edge terms included, from the inputs, lse and D alone. One pass is owned by the
-// sources (d_value, d_src), one by the destinations (d_dst, d_edge, d_vector); both rebuild
+// Backward of attention for every score, edge terms included, from the inputs, lse and D alone. One pass goes by
+// source (d_value, d_src), one by destination (d_dst, d_edge, d_vector); both recompute
 //   p = exp(s - lse)     ds = p (k <g_i, z_j> - D_i)
 // No two threads write the same number, and sums have a fixed order: results do not depend on the number of threads.
 #include <cmath>
@@ -10,9 +10,9 @@
 namespace gnnfleet::GNNFLEET_ISA {
 namespace {
 
-constexpr int64_t kVectorParts = 256;  // partial sums of d_vector: a number that does not depend on threads
+constexpr int64_t kVectorParts = 256;  // partial sums of d_vector, independent of the number of threads
 
-// The two sides of a pass. Z is what a source's value row is stored in; the other side brings its gradient.
+// The two sides of a pass. Z is the element type of a source's value row; the other side has its gradient.
 template <typename Z, bool BySource>
 struct Sides {
   using A = wide_t<Z>;

@@ -1,6 +1,6 @@
-// What attention's forward and backward share: the edges of a row a few at a time, their scores, dropout factors and
-// weighted sums. Per-edge numbers lie flat, [edges, heads], padded to whole vectors, so that any number of heads is
-// worked on at full width. Nothing here may be a template of std: the linker would keep one instruction set's copy.
+// Shared by forward and backward of attention: blocks of edges of a row, their scores, dropout factors and weighted sums.
+// Numbers of edges are flat, [edges, heads], padded to whole vectors, so that any number of heads uses the full width. No
+// std templates here: the linker would keep the copy of one instruction set for all.
 #pragma once
 #include <cstdlib>
 #include <initializer_list>
@@ -14,16 +14,16 @@
 namespace gnnfleet::GNNFLEET_ISA {
 namespace {
 
-constexpr int64_t kEdges = 64;        // of one row worked on together: their rows stay in the nearest cache
-constexpr int64_t kHeads = 16;        // with more, fewer edges are: their flat buffers stay there too
-constexpr int64_t kFar = 32;          // edges whose heads are: few bytes, wanted all at once when the next row begins
-constexpr int64_t kRowsAtOnce = 32;   // rows a thread takes at a time: degrees are skewed
+constexpr int64_t kEdges = 64;        // edges of a row per block: their rows stay in the first-level cache
+constexpr int64_t kHeads = 16;        // with more heads, blocks have fewer edges: their flat buffers stay in that cache too
+constexpr int64_t kFar = 32;          // prefetch distance of per-head data: few bytes, needed at once at the next row
+constexpr int64_t kRowsAtOnce = 32;   // rows per task: degrees are skewed
 
 template <typename A> struct Exp;
 template <> struct Exp<float> {
   typedef int32_t whole;
   static constexpr float low = -87.33f, high = 88.0f, log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
-  static constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
+  static constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to integers
   static constexpr int mantissa = 23, bias = 127, degree = 7;
 };
 template <> struct Exp<double> {
@@ -93,8 +93,8 @@ inline vec_t<A> larger(vec_t<A> a, vec_t<A> b) { return a > b ? a : b; }
 template <typename A>
 inline vec_t<A> leaky(vec_t<A> x, A slope) { return x > vec_t<A>{} ? x : x * slope; }
 
-// A thread's numbers. A flat buffer holds kEdges * heads and is padded; a pattern holds a row of heads repeated until
-// it fills whole vectors.
+// Buffers of a thread. A flat buffer has kEdges * heads numbers and padding; a pattern repeats a row of heads until it
+// fills whole vectors.
 template <typename A>
 struct Scratch {
   static constexpr int64_t lanes = Lanes<A>::count;

@@ -9,7 +9,7 @@
 #include "kernels.h"
 #include "philox.h"
 #include "simd.h"
-#include "turn.h"
+#include "sincos.h"
 
 namespace gnnfleet::GNNFLEET_ISA {
 namespace {
@@ -28,12 +28,12 @@ inline void add(T* to, T factor, const T* from, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] += factor * from[i];
 }
 
-// One thread's work on queries: what their events show, shares and dropout.
+// Work of one thread on queries: inputs of their events, attention weights and dropout.
 template <typename T>
 class Worker {
  public:
   explicit Worker(const RecentArgs& a)
-      : a_(a), width_(a.row_width + a.feature_width + a.time_width), times_(whole_turns(a.time_width)),
+      : a_(a), width_(a.row_width + a.feature_width + a.time_width), times_(padded_count(a.time_width)),
         stride_(a.row_width + a.feature_width + times_), x_(a.places * stride_), sine_(a.places * times_),
         frequency_(times_), phase_(times_), share_(a.heads * a.places), kept_(a.heads * a.places), slot_(a.places) {
     std::copy(at(a.frequency, 0), at(a.frequency, a.time_width), frequency_.begin());
@@ -64,7 +64,7 @@ class Worker {
     }
   }
 
-  // Gradients of rows, frequencies and phases go to sums of this thread's own.
+  // Gradients of rows, frequencies and phases are added to sums of this thread.
   void backward(int64_t q, T* grad_row, T* grad_frequency, T* grad_phase) {
     show(q);
     const T* query = at(a_.query, q * a_.heads * width_);
@@ -121,7 +121,7 @@ class Worker {
   static const T* at(const void* from, int64_t place) { return static_cast<const T*>(from) + place; }
   static T* at(void* from, int64_t place) { return static_cast<T*>(from) + place; }
 
-  // x of a query's events, one after the other; `slot_` are the places they have.
+  // x of a query's events, in order; `slot_` has their slots.
   void show(int64_t q) {
     seen_ = 0;
     for (int64_t p = 0; p < a_.places; ++p) {
@@ -132,7 +132,7 @@ class Worker {
       std::copy(row, row + a_.row_width, x);
       const T* feature = at(a_.feature, a_.feature_width ? a_.edge[i] * a_.feature_width : 0);
       std::copy(feature, feature + a_.feature_width, x + a_.row_width);
-      turn(frequency_.data(), phase_.data(), at(a_.since, 0)[i], times_, x + a_.row_width + a_.feature_width,
+      sincos(frequency_.data(), phase_.data(), at(a_.since, 0)[i], times_, x + a_.row_width + a_.feature_width,
            &sine_[seen_ * times_]);
       slot_[seen_++] = p;
     }
@@ -153,7 +153,7 @@ class Worker {
     drop(q);
   }
 
-  // Word h * places + p of a query decides about a place of a head, as ops.dropout.mask has it.
+  // Word h * places + p of a query is the draw of slot p and head h, as in ops.dropout.mask.
   void drop(int64_t q) {
     if (!a_.threshold) {
       std::fill(kept_.begin(), kept_.end(), T(1));
@@ -172,7 +172,7 @@ class Worker {
   }
 
   const RecentArgs& a_;
-  const int64_t width_, times_, stride_;  // columns; of times and of all with room for whole vectors
+  const int64_t width_, times_, stride_;  // columns; of times and of all, padded to whole vectors
   std::vector<T> x_, sine_, frequency_, phase_, share_, kept_, slope_;
   std::vector<int64_t> slot_;
   int64_t seen_ = 0;
@@ -188,7 +188,7 @@ void forward(const RecentArgs& a) {
   }
 }
 
-// Every thread has sums of its own over a fixed share of the queries; they are added in order.
+// Each thread has sums over a fixed share of the queries; they are added in order.
 template <typename T>
 void backward(const RecentArgs& a) {
   const int64_t rows = a.grad_row == nullptr ? 0 : a.rows * a.row_width, each = rows + 2 * a.time_width;

@@ -1,6 +1,6 @@
-// Attention of queries over their latest events. What an event shows is x = [row of its other end, its features,
-// cos(since * frequency + phase)], made where it is needed and never stored. A score is LeakyReLU(query · x + offset); what
-// comes out of a head is the sum of x by softmax of the scores. Without an event (near < 0) a place does not count.
+// Attention of queries over their latest events. The input of an event is x = [row of its other node, its features,
+// cos(since * frequency + phase)], computed when needed and never stored. A score is LeakyReLU(query · x + offset); the
+// output of a head is the sum of x weighted by the softmax of the scores. Slots without an event (near < 0) are skipped.
 #pragma once
 #include <cstdint>
 
@@ -21,7 +21,7 @@ struct RecentArgs {
   const void* frequency;  // [time_width]
   const void* phase;      // [time_width]
   double slope;
-  // Dropout of shares, by the words of a query's id; without it threshold is 0.
+  // Dropout of attention weights, by the words of a query's id; threshold 0 without dropout.
   const int64_t* ids;
   uint64_t key;
   uint32_t place, threshold;
@@ -31,7 +31,7 @@ struct RecentArgs {
   void* score;  // [n, heads, places] before LeakyReLU
   // forward:
   void* out;     // [n, heads, width]
-  void* weight;  // [n, heads] shares summed
+  void* weight;  // [n, heads] sums of attention weights
   // backward:
   const void* grad_out = nullptr;
   const void* grad_weight = nullptr;

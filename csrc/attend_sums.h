@@ -1,5 +1,5 @@
-// Weighted sums of the other rows of a few edges, one weight per head: the part of attention that moves the bytes. The
-// dual form takes a second sum, over the edges with `upper` weights, from the same loads.
+// Weighted sums of the other rows of a block of edges, one weight per head: the memory-bound part of attention. The dual
+// form computes a second sum, with the weights `upper`, from the same loads.
 #pragma once
 #include "attend_edges.h"
 
@@ -19,7 +19,7 @@ struct Sums {
   int64_t stride, heads, channels;
   const A* weight;   // [edges, heads]
   const A* upper;    // the same, for the second sum
-  const A* shrink;   // [heads] what the sums so far are multiplied by; null: they start at 0
+  const A* shrink;   // [heads] factor of the sums so far; null: they start at 0
   A* sum;            // [heads * channels]
   A* upper_sum;
   const typename Exp<A>::whole* head_of;  // [heads * channels] the head of a column
@@ -58,7 +58,7 @@ inline void sum_tile(const Sums<T>& a, const Edges& edges, int64_t f) {
   }
 }
 
-// One channel for each head: every column has a weight of its own. Columns f .. f + Tile * lanes.
+// One channel per head: every column has its own weight. Columns f .. f + Tile * lanes.
 template <int Tile, bool Dual, typename T>
 inline void sum_columns(const Sums<T>& a, const Edges& edges, int64_t f) {
   using A = wide_t<T>;
@@ -97,7 +97,7 @@ void sum_columns(const Sums<T>& a, const Edges& edges) {
 }
 
 // Vectors `first` .. first + Tile of a row whose vectors may hold several heads: each takes its weights from the vector
-// of all heads by a permutation. The last vector of a row ends with the row, and keeps out of what is done already.
+// of all heads by a permutation. The last vector of a row ends with the row, and skips columns that are done.
 template <int Tile, bool Dual, typename T>
 inline void sum_mixed(const Sums<T>& a, const Edges& edges, int64_t first) {
   using A = wide_t<T>;
@@ -183,7 +183,7 @@ void sum_edges(const Sums<T>& a, const Edges& edges) {
   const int64_t width = a.heads * a.channels;
   if (a.channels == 1 && a.heads % lanes == 0) return sum_columns<Dual>(a, edges);
   if (a.channels % lanes) {
-    // Without a permutation by register, as in the oldest instruction sets, mixed vectors cost more than they bring.
+    // Without register permutations, as in the oldest instruction sets, mixed vectors are slower.
     const bool mixed = GNNFLEET_VECTOR_BYTES >= 32 && a.heads <= lanes && width >= lanes;
     return mixed ? sum_mixed<Dual>(a, edges) : sum_any<Dual>(a, edges);
   }

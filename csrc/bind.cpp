@@ -112,7 +112,7 @@ void bind_generate(nb::module_& m) {
 
 template <typename Index>
 void check_rows(const In<Index>& rows, int64_t count) {
-  uint64_t highest = 0;  // negative numbers are the highest of all
+  uint64_t highest = 0;  // as unsigned, negative numbers are the largest
   for (int64_t i = 0; i < size(rows); ++i) highest = std::max(highest, static_cast<uint64_t>(static_cast<int64_t>(rows.data()[i])));
   if (size(rows) && highest >= static_cast<uint64_t>(count)) throw std::out_of_range("rows must be in 0.." + std::to_string(count - 1));
 }

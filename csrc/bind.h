@@ -1,5 +1,5 @@
-// What the bindings share. They only check shapes at the door, release the GIL and call: arrays come in as they are (no silent
-// conversion), outputs are allocated in Python and filled here, so ownership never crosses.
+// Shared by the bindings. They check shapes, release the GIL and call the kernels. Arrays are never converted; outputs are
+// allocated in Python and filled here.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -25,7 +25,7 @@ using InRows = In<T, 2>;
 template <class T>
 using OutRows = Out<T, 2>;
 template <class T>
-using Spread = nb::ndarray<T, nb::ndim<2>, nb::device::cpu>;  // rows may lie further apart than they are wide
+using Spread = nb::ndarray<T, nb::ndim<2>, nb::device::cpu>;  // rows may be further apart than their width
 using Any = nb::ndarray<nb::c_contig, nb::device::cpu>;  // of any type and number of dimensions
 
 template <class Array>
@@ -49,7 +49,7 @@ inline Element element_of(nb::dlpack::dtype type, const char* message) {
   return Element::bfloat16;
 }
 
-// What the element is computed in.
+// The type that an element is computed in.
 inline nb::dlpack::dtype wide_of(Element element) {
   return element == Element::float64 ? nb::dtype<double>() : nb::dtype<float>();
 }

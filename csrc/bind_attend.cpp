@@ -1,5 +1,5 @@
-// Bindings of attention. Its kernels share one struct of many optional arrays, so they are called by keyword: what is not
-// named is absent. Shapes and types of every array are checked here; the range of columns is the caller's promise.
+// Bindings of attention. The kernels share one struct of many optional arrays, so they are called by keyword. Shapes and
+// types of every array are checked here; the caller guarantees the range of columns.
 #include "bind.h"
 
 #include <cmath>
@@ -103,7 +103,7 @@ void read_keep(const Call& call, int64_t places, AttendArgs& a) {
   a.keep.ids = call.line<int64_t>("edge_ids", places);
 }
 
-// What forward and both halves of backward have in common; own rows are destinations unless by_source.
+// Arguments of forward and both halves of backward; own rows are destinations unless by_source.
 AttendArgs read(const Call& call, bool by_source) {
   AttendArgs a;
   a.element = element_of(call, "value");
@@ -193,7 +193,7 @@ void local(const nb::kwargs& words) {
   gnnfleet::kernels().attend_local(a);
 }
 
-// by_source: d_value and d_src; otherwise d_dst, and d_edge and d_vector where wanted.
+// by_source: d_value and d_src; otherwise d_dst, and d_edge and d_vector if present.
 template <bool BySource>
 void backward(const nb::kwargs& words) {
   const Call call(words);

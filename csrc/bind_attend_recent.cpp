@@ -1,5 +1,5 @@
-// Binding of attention over latest events. Called by keyword, for its arrays are many; shapes and types are checked here,
-// the range of `near` and `edge` is the caller's promise.
+// Binding of attention over latest events. Called by keyword, because it has many arrays. Shapes and types are checked
+// here; the caller guarantees the range of `near` and `edge`.
 #include <initializer_list>
 #include <string>
 
@@ -20,7 +20,7 @@ class Words {
     return nb::cast<T>(words_[name]);
   }
 
-  // A contiguous array of exactly this shape; null where it is None or absent.
+  // A contiguous array of exactly this shape; null if it is None or absent.
   void* array(const char* name, nb::dlpack::dtype type, std::initializer_list<int64_t> shape) const {
     if (!words_.contains(name) || words_[name].is_none()) return nullptr;
     const Any found = nb::cast<Any>(words_[name]);

@@ -28,8 +28,8 @@ void multiply(const Matrix& a, const Matrix& b, const Spread<float>& c, std::opt
   product(args);
 }
 
-GateArgs gate_args(const Any& given, const Any& kept, const Any& memory, int threads) {
-  require(given.ndim() == 2 && kept.ndim() == 2 && memory.ndim() == 2, "gates: rows have two dimensions");
+GateArgs gate_args(const Any& input_gates, const Any& memory_gates, const Any& memory, int threads) {
+  require(input_gates.ndim() == 2 && memory_gates.ndim() == 2 && memory.ndim() == 2, "gates: rows have two dimensions");
   const auto type = memory.dtype();
   require(type == nb::dtype<float>() || type == nb::dtype<double>(), "gates: rows must be float32 or float64");
   GateArgs a{};
@@ -37,13 +37,13 @@ GateArgs gate_args(const Any& given, const Any& kept, const Any& memory, int thr
   a.n = size(memory);
   a.width = static_cast<int64_t>(memory.shape(1));
   a.threads = threads;
-  for (const Any* each : {&given, &kept}) {
+  for (const Any* each : {&input_gates, &memory_gates}) {
     require(each->dtype() == type && size(*each) == a.n && static_cast<int64_t>(each->shape(1)) == 3 * a.width,
             "gates: three columns for one of memory, of its type");
   }
   require(threads >= 1, "gates: threads must be positive");
-  a.given = given.data();
-  a.kept = kept.data();
+  a.input_gates = input_gates.data();
+  a.memory_gates = memory_gates.data();
   a.memory = memory.data();
   return a;
 }
@@ -54,19 +54,19 @@ void* like(const Any& x, const Any& other) {
   return x.data();
 }
 
-void ahead(const Any& given, const Any& kept, const Any& memory, const Any& out, int threads) {
-  GateArgs a = gate_args(given, kept, memory, threads);
+void gates_forward(const Any& input_gates, const Any& memory_gates, const Any& memory, const Any& out, int threads) {
+  GateArgs a = gate_args(input_gates, memory_gates, memory, threads);
   a.out = like(out, memory);
   nb::gil_scoped_release free;
   kernels().gates(a);
 }
 
-void back(const Any& given, const Any& kept, const Any& memory, const Any& grad, const Any& grad_given, const Any& grad_kept,
+void gates_backward(const Any& input_gates, const Any& memory_gates, const Any& memory, const Any& grad, const Any& grad_input_gates, const Any& grad_memory_gates,
           int threads) {
-  GateArgs a = gate_args(given, kept, memory, threads);
+  GateArgs a = gate_args(input_gates, memory_gates, memory, threads);
   a.grad = like(grad, memory);
-  a.grad_given = like(grad_given, given);
-  a.grad_kept = like(grad_kept, kept);
+  a.grad_input_gates = like(grad_input_gates, input_gates);
+  a.grad_memory_gates = like(grad_memory_gates, memory_gates);
   nb::gil_scoped_release free;
   kernels().gates_back(a);
 }
@@ -93,7 +93,7 @@ void bind_dense(nb::module_& m) {
   m.def("product", multiply, "a"_a.noconvert(), "b"_a.noconvert(), "c"_a.noconvert(), "bias"_a.noconvert().none(), "add"_a, "threads"_a);
   m.def("cosines", turned, "since"_a.noconvert(), "frequency"_a.noconvert(), "phase"_a.noconvert(), "cosine"_a.noconvert(),
         "sine"_a.noconvert(), "threads"_a);
-  m.def("gates", ahead, "given"_a.noconvert(), "kept"_a.noconvert(), "memory"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
-  m.def("gates_back", back, "given"_a.noconvert(), "kept"_a.noconvert(), "memory"_a.noconvert(), "grad"_a.noconvert(),
+  m.def("gates", gates_forward, "given"_a.noconvert(), "kept"_a.noconvert(), "memory"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
+  m.def("gates_back", gates_backward, "given"_a.noconvert(), "kept"_a.noconvert(), "memory"_a.noconvert(), "grad"_a.noconvert(),
         "grad_given"_a.noconvert(), "grad_kept"_a.noconvert(), "threads"_a);
 }

@@ -1,4 +1,4 @@
-// Binding of the pool: a buffer comes out as an array whose owner gives it back when the last tensor on it is gone.
+// Binding of the pool: a buffer is an array whose owner returns it to the pool when the last tensor on it is deleted.
 #include "bind.h"
 #include "pool.h"
 

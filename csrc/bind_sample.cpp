@@ -41,7 +41,7 @@ template <class Index>
 void pick(In<Index> col, In<int64_t> edges, Out<Index> sources, int threads) {
   require(size(sources) == size(edges), "pick: one source per edge");
   nb::gil_scoped_release free;
-  gnnfleet::pick(col.data(), edges.data(), size(edges), sources.data(), threads);
+  gnnfleet::gather_sources(col.data(), edges.data(), size(edges), sources.data(), threads);
 }
 
 int64_t start(Frontier& frontier, In<int64_t> ids) {
@@ -53,25 +53,25 @@ template <class Index>
 void meet(Frontier& frontier, In<Index> sources, Out<int32_t> places, int threads) {
   require(size(places) == size(sources), "meet: one place per source");
   nb::gil_scoped_release free;
-  frontier.meet(sources.data(), size(sources), places.data(), threads);
+  frontier.add(sources.data(), size(sources), places.data(), threads);
 }
 
-// One call that lets Python make room for what will be placed by the next.
+// Lets Python allocate the ids that `place` writes.
 int64_t grow(Frontier& frontier) {
   nb::gil_scoped_release free;
-  return frontier.grow();
+  return frontier.count_new();
 }
 
 void place(Frontier& frontier, Out<int64_t> ids) {
-  require(size(ids) == frontier.waiting(), "place: one id per row that `grow` counted");
+  require(size(ids) == frontier.num_new(), "place: one id per row that `grow` counted");
   nb::gil_scoped_release free;
-  frontier.place(ids.data());
+  frontier.assign_rows(ids.data());
 }
 
 template <class Index>
 void rows(const Frontier& frontier, In<Index> sources, bool noted, Out<int32_t> out, int threads) {
   require(size(out) == size(sources), "rows: one row per source");
-  require(frontier.settled(), "rows: what was met has no rows before it is grown");
+  require(frontier.all_have_rows(), "rows: what was met has no rows before it is grown");
   nb::gil_scoped_release free;
   if (noted) frontier.rows_at(size(out), out.data(), threads);
   else frontier.rows(sources.data(), size(sources), out.data(), threads);

@@ -1,4 +1,4 @@
-// A piece of a graph as it comes from disk: consecutive destinations with their in-edges.
+// A slice of a graph as read from disk: consecutive destinations with their in-edges.
 #pragma once
 #include <cstdint>
 

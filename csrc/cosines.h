@@ -1,4 +1,4 @@
-// Times as vectors: cos(since * frequency + phase), and the sines that its way back needs.
+// Time features cos(since * frequency + phase), and the sines that backward needs.
 #pragma once
 #include <cstdint>
 

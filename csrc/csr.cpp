@@ -9,8 +9,8 @@
 namespace gnnfleet {
 namespace {
 
-constexpr int64_t kGrain = 1 << 14;  // edges; below this, waking threads costs more than they do
-constexpr int64_t kRows = 512;  // rows a thread takes at a time: enough to hide the taking, few enough to balance hubs
+constexpr int64_t kGrain = 1 << 14;  // edges; with less work, starting threads costs more than they save
+constexpr int64_t kRows = 512;  // rows per task: enough to hide scheduling, few enough to balance hubs
 
 template <typename Index>
 bool outside(Index key, int64_t buckets) {
@@ -22,8 +22,8 @@ void accumulate(int64_t* offsets, int64_t buckets) {
 }
 
 // put(position, i) for every key i, in input order within a bucket. Each thread owns a range of buckets balanced by
-// population and walks all keys: no atomics, no per-thread histograms of the size of the graph, and a fixed order.
-// Walking the keys again per thread is a sequential read; the scattered writes, which cost the most, are split.
+// population and reads all keys: no atomics, no histograms per thread, and a fixed order. Reading the keys once per
+// thread is sequential; the scattered writes, which cost the most, are split.
 template <typename Index, typename Put>
 void scatter(const Index* keys, int64_t n, int64_t buckets, const int64_t* offsets, int threads, Put put) {
   std::vector<int64_t> cursor(offsets, offsets + buckets);
@@ -134,7 +134,7 @@ int64_t sort_edges(const int32_t* src, const int32_t* dst, int64_t n, int64_t nu
                    int64_t* order, int32_t* sorted, int threads) {
   const int64_t wrong = count_ends(src, dst, n, num_src, num_dst, indptr);
   if (wrong >= 0) return wrong;
-  // (source, position) in one word sorts as the pair does; the words live in the room of `order` until they are parted.
+  // (source, position) in one word sorts as the pair does; the words are in the memory of `order` until they are split.
   scatter(dst, n, num_dst, indptr, threads, [=](int64_t at, int64_t i) { order[at] = static_cast<int64_t>(src[i]) << 32 | i; });
 #pragma omp parallel for num_threads(threads) schedule(dynamic, kRows) if (n >= kGrain)
   for (int64_t row = 0; row < num_dst; ++row) {

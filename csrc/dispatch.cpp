@@ -8,20 +8,20 @@ namespace gnnfleet {
 namespace {
 
 std::vector<const Kernels*> supported() {
-  std::vector<const Kernels*> found;
+  std::vector<const Kernels*> tables;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  // x86-64-v4 and -v3 as compiled: every feature the compiler may use must be there, not only the one in the name.
+  // x86-64-v4 and -v3 as compiled: the CPU must have every feature that the compiler may use.
   const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
                   __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("avx");
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl");
-  if (v4) found.push_back(&avx512::table);
-  if (v3) found.push_back(&avx2::table);
+  if (v4) tables.push_back(&avx512::table);
+  if (v3) tables.push_back(&avx2::table);
 #endif
-  found.push_back(&baseline::table);
-  return found;
+  tables.push_back(&baseline::table);
+  return tables;
 }
 
 const Kernels*& chosen() {

@@ -50,7 +50,7 @@ void dropout(const DropoutArgs& a) {
       const int64_t count = std::min<int64_t>(kWords, a.width - f);
       const T* from = x + i * a.width + f;
       T* to = out + i * a.width + f;
-      bool any = false;  // wide bags of words are mostly zeros, which need no draws
+      bool any = false;  // bag-of-words features are mostly zeros, which need no draws
       for (int64_t c = 0; c < count; ++c) any |= widen(from[c]) != A(0);
       if (!any) {
         for (int64_t c = 0; c < count; ++c) set(to + c, A(0));

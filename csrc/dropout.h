@@ -1,5 +1,5 @@
-// Dropout by key: whether an element survives is a function of its row's store id and its column, so that any rank, any
-// thread and the backward pass see the same mask without storing it.
+// Dropout by key: the mask is a function of the row's store id and the column, so all ranks, threads and the backward pass
+// compute the same mask without storing it.
 #pragma once
 #include <cstdint>
 
@@ -7,7 +7,7 @@
 
 namespace gnnfleet {
 
-// out[i][f] = x[i][f] * scale where word f % 4 of philox({ids[i], f / 4, place}, key) >= threshold, else 0.
+// out[i][f] = x[i][f] * scale if word f % 4 of philox({ids[i], f / 4, place}, key) >= threshold, else 0.
 struct DropoutArgs {
   const void* x;
   void* out;

@@ -29,7 +29,7 @@ void forward(const EpilogueArgs& a) {
   }
 }
 
-constexpr int64_t kColumns = 256;  // summed at a time: their totals stay in the first cache
+constexpr int64_t kColumns = 256;  // columns summed at a time: their totals stay in the first-level cache
 
 template <typename T, bool relu>
 void back_rows(const EpilogueArgs& a, int64_t begin, int64_t end, wide_t<T>* sums) {
@@ -45,28 +45,28 @@ void back_rows(const EpilogueArgs& a, int64_t begin, int64_t end, wide_t<T>* sum
       const int64_t at = i * a.width + low;
       int64_t f = 0;
       for (; f + lanes <= count; f += lanes) {
-        vec_t<A> kept = load(grad + at + f);
+        vec_t<A> masked = load(grad + at + f);
         if constexpr (relu) {
           const vec_t<A> zero = {};
-          kept = load(out + at + f) <= zero ? zero : kept;
-          store(part + at + f, kept);
+          masked = load(out + at + f) <= zero ? zero : masked;
+          store(part + at + f, masked);
         }
-        store(total + f, load(total + f) + kept);
+        store(total + f, load(total + f) + masked);
       }
       for (; f < count; ++f) {
-        A kept = widen(grad[at + f]);
+        A masked = widen(grad[at + f]);
         if constexpr (relu) {
-          kept = widen(out[at + f]) <= A(0) ? A(0) : kept;
-          set(part + at + f, kept);
+          masked = widen(out[at + f]) <= A(0) ? A(0) : masked;
+          set(part + at + f, masked);
         }
-        total[f] += kept;
+        total[f] += masked;
       }
     }
     for (int64_t f = 0; f < count; ++f) sums[low + f] = total[f];
   }
 }
 
-// Every thread sums rows of its own; their sums are added in order.
+// Each thread sums its own rows; the sums of threads are added in order.
 template <typename T, bool relu>
 void backward(const EpilogueArgs& a) {
   using A = wide_t<T>;

@@ -1,4 +1,4 @@
-// What follows a dense product, in one pass over rows that are still in the cache: bias and ReLU, and their way back.
+// Bias and ReLU after a dense product, in one pass over rows that are still in the cache, and their backward.
 #pragma once
 #include <cstdint>
 
@@ -14,7 +14,7 @@ struct EpilogueArgs {
   // forward: x[i] += bias, then ReLU.
   void* x = nullptr;
   const void* bias = nullptr;  // or none
-  // backward: part[i] = grad[i] where out[i] > 0 (all of it without relu, and then nothing is written); sums += Σ part[i].
+  // backward: part[i] = grad[i] if out[i] > 0 else 0; sums += Σ part[i]. Without relu part is grad and is not written.
   const void* grad = nullptr;
   const void* out = nullptr;
   void* part = nullptr;

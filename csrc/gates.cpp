@@ -8,7 +8,7 @@
 namespace gnnfleet::GNNFLEET_ISA {
 namespace {
 
-// A few elements at a time: how they are read, written and squashed. `live` of them count.
+// A vector of elements: load, store and activations. The first `live` elements are valid.
 struct Double {
   using type = double;
   using element = double;
@@ -30,9 +30,9 @@ struct Floats {
   }
   static void to(float* x, type v, int64_t live) { std::memcpy(x, &v, static_cast<size_t>(live) * sizeof(float)); }
 
-  // 2^n e^r with |r| up to ln 2 / 2, a polynomial; NaN stays NaN.
+  // 2^n e^r with |r| <= ln 2 / 2, by a polynomial; NaN stays NaN.
   static type exp(type x) {
-    typedef int32_t whole __attribute__((vector_size(GNNFLEET_VECTOR_BYTES)));
+    typedef int32_t integers __attribute__((vector_size(GNNFLEET_VECTOR_BYTES)));
     x = x < -87.0f ? splat(-87.0f) : x;
     x = x > 88.0f ? splat(88.0f) : x;
     const type shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
@@ -43,7 +43,7 @@ struct Floats {
     p = p * r + 1.66666655e-1f;
     p = p * r + 5.00000012e-1f;
     p = p * r * r + r + 1.0f;
-    whole bits, power;
+    integers bits, power;
     std::memcpy(&power, &shifted, sizeof power);  // its last bits are n
     std::memcpy(&bits, &p, sizeof bits);
     bits += power << 23;
@@ -55,44 +55,44 @@ struct Floats {
 };
 
 template <class V, class T = typename V::element>
-inline void ahead(T* given, const T* kept, const T* memory, T* out, int64_t width, int64_t live) {
+inline void gate_forward(T* input_gates, const T* memory_gates, const T* memory, T* out, int64_t width, int64_t live) {
   const auto read = [&](const T* x) { return V::from(x, live); };
-  const auto reset = V::sigmoid(read(given) + read(kept));
-  const auto keep = V::sigmoid(read(given + width) + read(kept + width));
-  const auto fresh = V::tanh(read(given + 2 * width) + reset * read(kept + 2 * width));
-  V::to(given, reset, live);
-  V::to(given + width, keep, live);
-  V::to(given + 2 * width, fresh, live);
-  V::to(out, fresh + keep * (read(memory) - fresh), live);
+  const auto reset = V::sigmoid(read(input_gates) + read(memory_gates));
+  const auto update = V::sigmoid(read(input_gates + width) + read(memory_gates + width));
+  const auto candidate = V::tanh(read(input_gates + 2 * width) + reset * read(memory_gates + 2 * width));
+  V::to(input_gates, reset, live);
+  V::to(input_gates + width, update, live);
+  V::to(input_gates + 2 * width, candidate, live);
+  V::to(out, candidate + update * (read(memory) - candidate), live);
 }
 
 template <class V, class T = typename V::element>
-inline void back(const T* given, const T* kept, const T* memory, const T* grad, T* grad_given, T* grad_kept, int64_t width,
+inline void gate_backward(const T* input_gates, const T* memory_gates, const T* memory, const T* grad, T* grad_input_gates, T* grad_memory_gates, int64_t width,
                  int64_t live) {
   const auto read = [&](const T* x) { return V::from(x, live); };
-  const auto reset = read(given), keep = read(given + width), fresh = read(given + 2 * width), g = read(grad);
-  const auto by_fresh = g * (1 - keep) * (1 - fresh * fresh);
-  const auto by_reset = by_fresh * read(kept + 2 * width) * reset * (1 - reset);
-  const auto by_keep = g * (read(memory) - fresh) * keep * (1 - keep);
-  V::to(grad_given, by_reset, live);
-  V::to(grad_kept, by_reset, live);
-  V::to(grad_given + width, by_keep, live);
-  V::to(grad_kept + width, by_keep, live);
-  V::to(grad_given + 2 * width, by_fresh, live);
-  V::to(grad_kept + 2 * width, by_fresh * reset, live);
+  const auto reset = read(input_gates), update = read(input_gates + width), candidate = read(input_gates + 2 * width), g = read(grad);
+  const auto d_candidate = g * (1 - update) * (1 - candidate * candidate);
+  const auto d_reset = d_candidate * read(memory_gates + 2 * width) * reset * (1 - reset);
+  const auto d_update = g * (read(memory) - candidate) * update * (1 - update);
+  V::to(grad_input_gates, d_reset, live);
+  V::to(grad_memory_gates, d_reset, live);
+  V::to(grad_input_gates + width, d_update, live);
+  V::to(grad_memory_gates + width, d_update, live);
+  V::to(grad_input_gates + 2 * width, d_candidate, live);
+  V::to(grad_memory_gates + 2 * width, d_candidate * reset, live);
 }
 
 template <class V, class T = typename V::element>
 void forward(const GateArgs& a) {
 #pragma omp parallel for num_threads(a.threads) schedule(static) if (a.threads > 1)
   for (int64_t row = 0; row < a.n; ++row) {
-    T* given = static_cast<T*>(a.given) + row * 3 * a.width;
-    const T* kept = static_cast<const T*>(a.kept) + row * 3 * a.width;
+    T* input_gates = static_cast<T*>(a.input_gates) + row * 3 * a.width;
+    const T* memory_gates = static_cast<const T*>(a.memory_gates) + row * 3 * a.width;
     const T* memory = static_cast<const T*>(a.memory) + row * a.width;
     T* out = static_cast<T*>(a.out) + row * a.width;
     int64_t c = 0;
-    for (; c + V::count <= a.width; c += V::count) ahead<V>(given + c, kept + c, memory + c, out + c, a.width, V::count);
-    if (c < a.width) ahead<V>(given + c, kept + c, memory + c, out + c, a.width, a.width - c);
+    for (; c + V::count <= a.width; c += V::count) gate_forward<V>(input_gates + c, memory_gates + c, memory + c, out + c, a.width, V::count);
+    if (c < a.width) gate_forward<V>(input_gates + c, memory_gates + c, memory + c, out + c, a.width, a.width - c);
   }
 }
 
@@ -100,18 +100,18 @@ template <class V, class T = typename V::element>
 void backward(const GateArgs& a) {
 #pragma omp parallel for num_threads(a.threads) schedule(static) if (a.threads > 1)
   for (int64_t row = 0; row < a.n; ++row) {
-    const T* given = static_cast<const T*>(a.given) + row * 3 * a.width;
-    const T* kept = static_cast<const T*>(a.kept) + row * 3 * a.width;
+    const T* input_gates = static_cast<const T*>(a.input_gates) + row * 3 * a.width;
+    const T* memory_gates = static_cast<const T*>(a.memory_gates) + row * 3 * a.width;
     const T* memory = static_cast<const T*>(a.memory) + row * a.width;
     const T* grad = static_cast<const T*>(a.grad) + row * a.width;
-    T* grad_given = static_cast<T*>(a.grad_given) + row * 3 * a.width;
-    T* grad_kept = static_cast<T*>(a.grad_kept) + row * 3 * a.width;
-    const auto some = [&](int64_t c, int64_t live) {
-      back<V>(given + c, kept + c, memory + c, grad + c, grad_given + c, grad_kept + c, a.width, live);
+    T* grad_input_gates = static_cast<T*>(a.grad_input_gates) + row * 3 * a.width;
+    T* grad_memory_gates = static_cast<T*>(a.grad_memory_gates) + row * 3 * a.width;
+    const auto process = [&](int64_t c, int64_t live) {
+      gate_backward<V>(input_gates + c, memory_gates + c, memory + c, grad + c, grad_input_gates + c, grad_memory_gates + c, a.width, live);
     };
     int64_t c = 0;
-    for (; c + V::count <= a.width; c += V::count) some(c, V::count);
-    if (c < a.width) some(c, a.width - c);
+    for (; c + V::count <= a.width; c += V::count) process(c, V::count);
+    if (c < a.width) process(c, a.width - c);
   }
 }
 

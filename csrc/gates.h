@@ -1,4 +1,4 @@
-// The gates of a GRU, element by element: what is left of a cell when its products are done, and their way back.
+// The gates of a GRU, element by element: everything except the products, forward and backward.
 #pragma once
 #include <cstdint>
 
@@ -8,16 +8,17 @@ struct GateArgs {
   bool wide;  // float64 instead of float32
   int64_t n, width;
   int threads;
-  // given, kept [n, 3 width]: reset, keep, new. forward: given becomes the gates r, z and the candidate c.
-  void* given;
-  const void* kept;
+  // [n, 3 width]: reset, update, candidate. forward: input_gates become the gates r, z and the candidate c.
+  void* input_gates;
+  const void* memory_gates;
   const void* memory;  // [n, width]
-  // forward: out = c + z (memory − c) with r = σ(given_r + kept_r), z = σ(given_z + kept_z), c = tanh(given_n + r kept_n).
+  // forward: out = c + z (memory − c), with i = input_gates and m = memory_gates:
+  // r = σ(i_r + m_r), z = σ(i_z + m_z), c = tanh(i_c + r m_c).
   void* out = nullptr;
   // backward:
   const void* grad = nullptr;  // [n, width] of out
-  void* grad_given = nullptr;  // [n, 3 width]
-  void* grad_kept = nullptr;   // [n, 3 width]
+  void* grad_input_gates = nullptr;  // [n, 3 width]
+  void* grad_memory_gates = nullptr;   // [n, 3 width]
 };
 
 }  // namespace gnnfleet

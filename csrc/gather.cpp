@@ -1,5 +1,5 @@
-// Row gather, with half-precision rows widened on the way. Bound by memory: each thread takes a range of output rows and
-// asks for the rows a few steps ahead.
+// Row gather; half-precision rows are widened. Memory bound: each thread has a range of output rows and prefetches rows a
+// few steps ahead.
 #include <algorithm>
 #include <cstring>
 
@@ -9,8 +9,8 @@
 namespace gnnfleet::GNNFLEET_ISA {
 namespace {
 
-// What is picked, and where in the output it goes: row at[i], or i where there is no `at`.
-struct Picks {
+// Rows to gather, and their output rows: at[i], or i without `at`.
+struct RowList {
   const void* rows;
   bool wide;
   const int64_t* at;
@@ -18,7 +18,7 @@ struct Picks {
 };
 
 template <typename Index, typename Element, typename Copy>
-void each_row(const Element* table, const Index* rows, const int64_t* at, int64_t n, int64_t width, int threads, Copy copy) {
+void for_each_row(const Element* table, const Index* rows, const int64_t* at, int64_t n, int64_t width, int threads, Copy copy) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t i = 0; i < n; ++i) {
     if (i + kAhead < n) prefetch_row(table + static_cast<int64_t>(rows[i + kAhead]) * width, width);
@@ -27,9 +27,9 @@ void each_row(const Element* table, const Index* rows, const int64_t* at, int64_
 }
 
 template <typename Element, typename Copy>
-void each_row(const Element* table, const Picks& p, int64_t width, int threads, Copy copy) {
-  if (p.wide) each_row(table, static_cast<const int64_t*>(p.rows), p.at, p.n, width, threads, copy);
-  else each_row(table, static_cast<const int32_t*>(p.rows), p.at, p.n, width, threads, copy);
+void for_each_row(const Element* table, const RowList& p, int64_t width, int threads, Copy copy) {
+  if (p.wide) for_each_row(table, static_cast<const int64_t*>(p.rows), p.at, p.n, width, threads, copy);
+  else for_each_row(table, static_cast<const int32_t*>(p.rows), p.at, p.n, width, threads, copy);
 }
 
 inline float widen_bfloat(uint16_t bits) {
@@ -62,13 +62,13 @@ inline float widen_half(uint16_t bits) {
 
 void gather_rows(const uint8_t* table, const void* rows, bool wide, const int64_t* at, int64_t n, int64_t width, uint8_t* out,
                  int64_t stride, int threads) {
-  each_row(table, Picks{rows, wide, at, n}, width, threads,
+  for_each_row(table, RowList{rows, wide, at, n}, width, threads,
            [=](int64_t i, const uint8_t* row) { std::memcpy(out + i * stride, row, static_cast<size_t>(width)); });
 }
 
 void gather_half(const uint16_t* table, const void* rows, bool wide, const int64_t* at, int64_t n, int64_t width, float* out,
                  int64_t stride, int threads) {
-  each_row(table, Picks{rows, wide, at, n}, width, threads, [=](int64_t i, const uint16_t* row) {
+  for_each_row(table, RowList{rows, wide, at, n}, width, threads, [=](int64_t i, const uint16_t* row) {
     float* target = out + i * stride;
     for (int64_t f = 0; f < width; ++f) target[f] = widen_half(row[f]);
   });
@@ -76,7 +76,7 @@ void gather_half(const uint16_t* table, const void* rows, bool wide, const int64
 
 void gather_bfloat(const uint16_t* table, const void* rows, bool wide, const int64_t* at, int64_t n, int64_t width, float* out,
                  int64_t stride, int threads) {
-  each_row(table, Picks{rows, wide, at, n}, width, threads, [=](int64_t i, const uint16_t* row) {
+  for_each_row(table, RowList{rows, wide, at, n}, width, threads, [=](int64_t i, const uint16_t* row) {
     float* target = out + i * stride;
     for (int64_t f = 0; f < width; ++f) target[f] = widen_bfloat(row[f]);
   });

@@ -32,8 +32,8 @@ double lower_quantile(double p) {
            1.328068155288572e+01) * r + 1);
 }
 
-// A normal number is the sum of two of these, each drawn by 12 bits: 2^24 levels out to five standard deviations from one
-// table that stays in the nearest cache, several times faster than transforming uniforms.
+// A normal number is the sum of two of these, each drawn by 12 bits: 2^24 levels up to five standard deviations, from one
+// table that stays in the first-level cache. Several times faster than transforming uniforms.
 constexpr int kQuantiles = 4096;
 
 const std::array<float, kQuantiles>& quantiles() {
@@ -46,9 +46,9 @@ const std::array<float, kQuantiles>& quantiles() {
       square += 2 * exact[i] * exact[i];
     }
     const double scale = std::sqrt(0.5 / (square / kQuantiles));
-    std::array<float, kQuantiles> made;
-    for (int i = 0; i < kQuantiles; ++i) made[i] = static_cast<float>(exact[i] * scale);
-    return made;
+    std::array<float, kQuantiles> scaled;
+    for (int i = 0; i < kQuantiles; ++i) scaled[i] = static_cast<float>(exact[i] * scale);
+    return scaled;
   }();
   return table;
 }
@@ -59,7 +59,7 @@ inline uint64_t mix(uint64_t x) {  // the finaliser of splitmix64: a bijection
   return x ^ (x >> 31);
 }
 
-// A Feistel network permutes 0..4^half-1; walking on while the result is too large makes it one of 0..n-1.
+// A Feistel network permutes 0..4^half-1; repeating it while the result is too large gives a permutation of 0..n-1.
 class Shuffle {
  public:
   Shuffle(Draws draws, uint64_t n) : n_(n) {
@@ -91,10 +91,10 @@ class Shuffle {
   std::array<uint64_t, kRounds> keys_;
 };
 
-constexpr int64_t kGrain = 1 << 14;  // below this, waking threads costs more than they do
+constexpr int64_t kGrain = 1 << 14;  // with less work, starting threads costs more than they save
 
 template <typename Entry>
-void each(int64_t n, int threads, Entry entry, int64_t size = 1) {
+void parallel_for(int64_t n, int threads, Entry entry, int64_t size = 1) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (n * size >= kGrain)
   for (int64_t i = 0; i < n; ++i) entry(i);
 }
@@ -107,16 +107,16 @@ inline uint64_t word(const Draws& draws, int64_t id) {
 }  // namespace
 
 void draw_uniforms(Draws draws, int64_t first, int64_t n, double* out, int threads) {
-  each(n, threads, [=](int64_t i) { out[i] = unit(word(draws, first + i)); });
+  parallel_for(n, threads, [=](int64_t i) { out[i] = unit(word(draws, first + i)); });
 }
 
 void draw_exponentials(Draws draws, int64_t first, int64_t n, double* out, int threads) {
-  each(n, threads, [=](int64_t i) { out[i] = -logarithm(1 - unit(word(draws, first + i))); });
+  parallel_for(n, threads, [=](int64_t i) { out[i] = -logarithm(1 - unit(word(draws, first + i))); });
 }
 
 void draw_paretos(Draws draws, int64_t first, int64_t n, double shape, double limit, double* out, int threads) {
   const double cut = 1 - exponential(-shape * logarithm(limit));
-  each(n, threads, [=](int64_t i) {
+  parallel_for(n, threads, [=](int64_t i) {
     const double u = unit(word(draws, first + i));
     out[i] = std::min(limit, exponential(-logarithm(1 - u * cut) / shape));
   });
@@ -124,7 +124,7 @@ void draw_paretos(Draws draws, int64_t first, int64_t n, double shape, double li
 
 int64_t draw_slots(Draws draws, int64_t first, int64_t n, const int32_t* table, const int64_t* starts, int64_t num_groups,
                    const int32_t* groups, int32_t* out, int threads) {
-  // Slots first, look-ups after: the table is larger than the caches, and this way many misses are under way at once.
+  // All slots of a batch before its look-ups: the table is larger than the caches, so many misses overlap.
   constexpr int64_t kBatch = 64;
   int64_t wrong = n;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(min : wrong) if (n >= kGrain)
@@ -149,7 +149,7 @@ int64_t draw_slots(Draws draws, int64_t first, int64_t n, const int32_t* table, 
 void draw_rows(Draws draws, int64_t first, int64_t n, int64_t width, const float* centres, const int32_t* groups, float scale,
                float* out, int threads) {
   const float* table = quantiles().data();
-  each(n, threads, [=](int64_t row) {
+  parallel_for(n, threads, [=](int64_t row) {
     float* target = out + row * width;
     const float* centre = groups ? centres + static_cast<int64_t>(groups[row]) * width : nullptr;
     for (int64_t start = 0; start < width; start += 4) {
@@ -165,12 +165,12 @@ void draw_rows(Draws draws, int64_t first, int64_t n, int64_t width, const float
 
 void draw_rmat(Draws draws, int64_t first, int64_t n, int levels, int64_t nodes, const double* quadrants, int32_t* src,
                int32_t* dst, int threads) {
-  // Sixteen bits decide a level, eight levels a block: the probabilities are met to 2^-17.
-  constexpr uint32_t kTurns = 256;  // quadrants that reach only ends beyond `nodes` must come to an end too
+  // Sixteen bits per level, eight levels per block: probabilities are exact to 2^-17.
+  constexpr uint32_t kTurns = 256;  // limit of repeated draws, for quadrants that give only ends beyond `nodes`
   const auto bound = [](double share) { return static_cast<uint32_t>(share * 65536 + 0.5); };
   const uint32_t a = bound(quadrants[0]), b = bound(quadrants[0] + quadrants[1]);
   const uint32_t c = bound(quadrants[0] + quadrants[1] + quadrants[2]);
-  each(n, threads, [=](int64_t i) {
+  parallel_for(n, threads, [=](int64_t i) {
     uint32_t turn = 0;
     int64_t row, column;
     do {
@@ -191,12 +191,12 @@ void draw_rmat(Draws draws, int64_t first, int64_t n, int levels, int64_t nodes,
 
 void draw_permutation(Draws draws, int64_t n, int32_t* out, int threads) {
   const Shuffle shuffle(draws, static_cast<uint64_t>(n));
-  each(n, threads, [=, &shuffle](int64_t i) { out[i] = static_cast<int32_t>(shuffle(static_cast<uint64_t>(i))); });
+  parallel_for(n, threads, [=, &shuffle](int64_t i) { out[i] = static_cast<int32_t>(shuffle(static_cast<uint64_t>(i))); });
 }
 
 void draw_pairs(Draws draws, int64_t n, const int32_t* a, const int32_t* b, int64_t* out, int threads) {
   const uint64_t key = word(draws, 0);
-  each(n, threads, [=](int64_t i) {
+  parallel_for(n, threads, [=](int64_t i) {
     const uint64_t low = static_cast<uint32_t>(std::min(a[i], b[i])), high = static_cast<uint32_t>(std::max(a[i], b[i]));
     out[i] = static_cast<int64_t>(mix((high << 32 | low) ^ key));
   });

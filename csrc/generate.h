@@ -1,5 +1,5 @@
-// Random arrays and edges for the generated datasets. Entry i of an output is a function of the family of draws and of i
-// alone, whatever the number of threads. Only +, -, *, / and sqrt of IEEE numbers enter, so machines agree too.
+// Random arrays and edges for the generated datasets. Entry i of an output depends only on the family of draws and on i,
+// not on the number of threads. Only IEEE +, -, *, / and sqrt are used, so all machines give the same values.
 #pragma once
 #include <cstdint>
 
@@ -27,7 +27,7 @@ void draw_rows(Draws draws, int64_t first, int64_t n, int64_t width, const float
 void draw_rmat(Draws draws, int64_t first, int64_t n, int levels, int64_t nodes, const double* quadrants, int32_t* src,
                int32_t* dst, int threads);
 
-// A permutation of 0..n-1: out[i] is where i goes.
+// A permutation of 0..n-1: out[i] is the image of i.
 void draw_permutation(Draws draws, int64_t n, int32_t* out, int threads);
 
 // A number for a pair of nodes, the same for (a, b) and (b, a) and different for all other pairs.

@@ -18,7 +18,7 @@ struct Kernels {
   // out[at[i]] = table[rows[i]] for rows of `width` bytes, out[i] without `at`; rows of out lie `stride` apart.
   void (*gather_rows)(const uint8_t* table, const void* rows, bool wide, const int64_t* at, int64_t n, int64_t width,
                       uint8_t* out, int64_t stride, int threads);
-  // The same for `width` half-precision numbers a row, widened to float32.
+  // The same for rows of `width` half-precision numbers, widened to float32.
   void (*gather_half)(const uint16_t* table, const void* rows, bool wide, const int64_t* at, int64_t n, int64_t width,
                       float* out, int64_t stride, int threads);
   void (*gather_bfloat)(const uint16_t* table, const void* rows, bool wide, const int64_t* at, int64_t n, int64_t width,
@@ -30,7 +30,7 @@ struct Kernels {
   void (*dropout_rows)(const DropoutArgs&);
   void (*epilogue)(const EpilogueArgs&);
   void (*epilogue_back)(const EpilogueArgs&);
-  // Attention (attend.h): softmax sums, their end, and the two halves of backward: additive, and for any score.
+  // Attention (attend.h): softmax sums, their normalization, and backward for additive and for other scores.
   void (*attend_forward)(const AttendArgs&);
   void (*attend_finish)(const AttendArgs&, int64_t n);
   void (*attend_local)(const AttendLocalArgs&);
@@ -51,7 +51,7 @@ namespace avx512 { extern const Kernels table; }
 #endif
 
 const Kernels& kernels();                // the set in use
-bool select_kernels(const char* isa);    // false when this machine or build lacks it
+bool select_kernels(const char* isa);    // false if this machine or build lacks it
 const char* supported_kernels();         // names, best first, separated by spaces
 
 }  // namespace gnnfleet

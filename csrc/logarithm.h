@@ -1,5 +1,5 @@
-// Logarithm from basic arithmetic: libm's differ in the last bit between systems, and what is drawn by it would differ
-// with it. Good to a few units in the last place. To be compiled with -ffp-contract=off.
+// Logarithm from basic arithmetic: that of libm differs in the last bit between systems, and so would the draws. Exact to
+// a few units in the last place. Compile with -ffp-contract=off.
 #pragma once
 #include <cmath>
 

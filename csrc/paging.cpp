@@ -8,11 +8,11 @@
 namespace gnnfleet {
 namespace {
 
-constexpr int64_t kGap = 8;  // pages; reading these costs less than another request
+constexpr int64_t kGap = 8;  // pages; reading a gap of this size costs less than another request
 
 int64_t page_size() { return static_cast<int64_t>(sysconf(_SC_PAGESIZE)); }
 
-// Whole pages of the table's own.
+// Advise on the pages that lie entirely within the table.
 void advise(const uint8_t* table, int64_t nbytes, int advice) {
   const int64_t page = page_size();
   const int64_t base = static_cast<int64_t>(reinterpret_cast<uintptr_t>(table));
@@ -26,10 +26,10 @@ int64_t read_ahead(const uint8_t* table, int64_t nbytes, int64_t width, const in
   const int64_t page = page_size();
   const int64_t base = static_cast<int64_t>(reinterpret_cast<uintptr_t>(table));
   const int64_t last = (base + nbytes - 1) / page;
-  // A page that was not asked for, or has gone again, would bring 31 neighbours with it.
+  // Otherwise a page that was not requested, or was dropped, would be read with 31 neighbours.
   advise(table, nbytes, MADV_RANDOM);
   int64_t runs = 0, begin = -1, end = -1;
-  const auto ask = [&] {
+  const auto request_run = [&] {
     if (begin < 0) return;
     madvise(reinterpret_cast<void*>(begin * page), static_cast<size_t>((end - begin + 1) * page), MADV_WILLNEED);
     ++runs;
@@ -40,11 +40,11 @@ int64_t read_ahead(const uint8_t* table, int64_t nbytes, int64_t width, const in
       end = std::max(end, final);
       continue;
     }
-    ask();
+    request_run();
     begin = first;
     end = final;
   }
-  ask();
+  request_run();
   return runs;
 }
 

@@ -1,5 +1,5 @@
 // Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011, Random123): a random number is a function of a key
-// and a counter, so a draw depends neither on the thread that makes it nor on the draws made before.
+// and a counter, so a draw depends neither on its thread nor on earlier draws.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -22,15 +22,15 @@ inline Words philox(Words counter, uint64_t key) {
   return counter;
 }
 
-// The key of all draws of one step: no two of (seed, epoch, step) share one, but for chance.
+// The key of all draws of one step. Different (seed, epoch, step) share a key only by chance.
 inline uint64_t draw_key(uint64_t seed, uint32_t epoch, uint64_t step) {
   // Place 0xffffffff is used here only, so that no draw below meets these counters.
   const Words words = philox({static_cast<uint32_t>(step), static_cast<uint32_t>(step >> 32), epoch, 0xffffffffu}, seed);
   return (static_cast<uint64_t>(words[1]) << 32) | words[0];
 }
 
-// A family of draws: what for (purpose, below 255), in which layer or hop, for which relation. One call gives the four
-// words of store id `id`; `turn` counts on when one id needs more than four.
+// A family of draws: purpose (below 255), layer or hop, relation. One call gives the four words of store id `id`; higher
+// values of `turn` give further words.
 struct Draws {
   uint64_t key;
   uint32_t place;
@@ -49,7 +49,7 @@ inline uint64_t join(uint32_t low, uint32_t high) { return static_cast<uint64_t>
 // 53 bits in [0, 1).
 inline double unit(uint64_t word) { return static_cast<double>(word >> 11) * 0x1.0p-53; }
 
-// 0 .. n-1; the bias, below n / 2^64, is beyond notice.
+// 0 .. n-1; the bias, below n / 2^64, is negligible.
 inline uint64_t below(uint64_t word, uint64_t n) {
   return static_cast<uint64_t>((static_cast<unsigned __int128>(word) * n) >> 64);
 }

@@ -1,5 +1,5 @@
 // Philox4x32-10 (philox.h) of several counters at once. A word is the low half of a 64-bit lane: multiplying low halves is
-// one instruction, and what is left in the high halves is never looked at. Included by kernel sources only.
+// one instruction, and the high halves are ignored. Included by kernel sources only.
 #pragma once
 #include <cstdint>
 
@@ -26,7 +26,7 @@ inline word_t multiply_low(word_t a, word_t b) {
 #endif
 }
 
-// kCounters counters of four words each, and after `draw` what they gave.
+// kCounters counters of four words each; `draw` replaces them by their outputs.
 struct Counters {
   word_t word[4][2];
 

@@ -14,8 +14,8 @@ namespace {
 
 constexpr size_t kPage = size_t{2} << 20;
 
-// Eight sizes per power of two, and a block may serve what needs a quarter less: batches of slightly different sizes find
-// each other's blocks.
+// Eight sizes per power of two, and a block may serve a request that is a quarter smaller: batches of slightly different
+// sizes share blocks.
 size_t rounded(size_t bytes) {
   bytes = std::max(bytes, kPage);
   const size_t step = std::max(kPage, std::bit_floor(bytes) / 8);
@@ -24,26 +24,26 @@ size_t rounded(size_t bytes) {
 
 struct Pool {
   std::mutex guard;
-  std::multimap<size_t, void*> kept;
-  std::unordered_map<void*, size_t> taken;  // how large the blocks in use are
-  size_t used = 0, highest = 0, waiting = 0;
+  std::multimap<size_t, void*> free_blocks;
+  std::unordered_map<void*, size_t> used_blocks;  // size of each block in use
+  size_t used = 0, highest = 0, free_bytes = 0;
 
   void count(void* block, size_t size) {
-    taken.emplace(block, size);
+    used_blocks.emplace(block, size);
     used += size;
     highest = std::max(highest, used);
   }
 
-  void drop(std::multimap<size_t, void*>::iterator at) {
-    munmap(at->second, at->first);
-    waiting -= at->first;
-    kept.erase(at);
+  void unmap(std::multimap<size_t, void*>::iterator it) {
+    munmap(it->second, it->first);
+    free_bytes -= it->first;
+    free_blocks.erase(it);
   }
 };
 
 Pool& pool() {
-  static Pool* one = new Pool;  // never destroyed: tensors may outlive the module
-  return *one;
+  static Pool* instance = new Pool;  // never destroyed: tensors may outlive the module
+  return *instance;
 }
 
 void* map(size_t size) {
@@ -65,19 +65,19 @@ void* pool_take(size_t bytes) {
   const size_t size = rounded(bytes);
   Pool& p = pool();
   std::lock_guard lock(p.guard);
-  if (const auto at = p.kept.lower_bound(size); at != p.kept.end() && at->first <= size + size / 4) {
-    const auto [found, block] = *at;
-    p.kept.erase(at);
-    p.waiting -= found;
-    p.count(block, found);
+  if (const auto it = p.free_blocks.lower_bound(size); it != p.free_blocks.end() && it->first <= size + size / 4) {
+    const auto [found_size, block] = *it;
+    p.free_blocks.erase(it);
+    p.free_bytes -= found_size;
+    p.count(block, found_size);
     return block;
   }
   p.highest = std::max(p.highest, p.used + size);
-  // Never more mapped than a quarter above the most that was in use at once: the largest of what waits goes first.
-  while (!p.kept.empty() && p.used + size + p.waiting > p.highest + p.highest / 4) p.drop(std::prev(p.kept.end()));
+  // Mapped bytes are at most 5 / 4 of the maximum in use; the largest free block is unmapped first.
+  while (!p.free_blocks.empty() && p.used + size + p.free_bytes > p.highest + p.highest / 4) p.unmap(std::prev(p.free_blocks.end()));
   void* block = map(size);
   if (block == nullptr) {
-    while (!p.kept.empty()) p.drop(p.kept.begin());
+    while (!p.free_blocks.empty()) p.unmap(p.free_blocks.begin());
     block = map(size);
   }
   if (block == nullptr) throw std::bad_alloc();
@@ -88,25 +88,25 @@ void* pool_take(size_t bytes) {
 void pool_give(void* block) {
   Pool& p = pool();
   std::lock_guard lock(p.guard);
-  const auto at = p.taken.find(block);
-  const size_t size = at->second;
-  p.taken.erase(at);
+  const auto it = p.used_blocks.find(block);
+  const size_t size = it->second;
+  p.used_blocks.erase(it);
   p.used -= size;
-  p.waiting += size;
-  p.kept.emplace(size, block);
+  p.free_bytes += size;
+  p.free_blocks.emplace(size, block);
 }
 
 void pool_release() {
   Pool& p = pool();
   std::lock_guard lock(p.guard);
-  while (!p.kept.empty()) p.drop(p.kept.begin());
+  while (!p.free_blocks.empty()) p.unmap(p.free_blocks.begin());
   p.highest = p.used;
 }
 
 PoolState pool_state() {
   Pool& p = pool();
   std::lock_guard lock(p.guard);
-  return {static_cast<int64_t>(p.used), static_cast<int64_t>(p.highest), static_cast<int64_t>(p.waiting)};
+  return {static_cast<int64_t>(p.used), static_cast<int64_t>(p.highest), static_cast<int64_t>(p.free_bytes)};
 }
 
 }  // namespace gnnfleet

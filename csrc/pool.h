@@ -1,5 +1,5 @@
-// Large buffers that are kept when they are given back: a fresh mapping of 200 MB costs ten times a reused one, in page
-// faults. Blocks are mapped in huge pages where the system has them. Safe to call from any thread.
+// Pool of large buffers: page faults make a new mapping of 200 MB ten times as expensive as a reused one. Blocks use huge
+// pages if the system has them. Safe to call from any thread.
 #pragma once
 
 #include <cstddef>
@@ -8,12 +8,12 @@
 namespace gnnfleet {
 
 struct PoolState {
-  int64_t used, highest, kept;  // bytes handed out now, at most so far, and waiting for their next use
+  int64_t used, highest, kept;  // bytes in use, their maximum so far, and bytes in free blocks
 };
 
-void* pool_take(size_t bytes);  // throws std::bad_alloc; the contents are whatever they were
+void* pool_take(size_t bytes);  // throws std::bad_alloc; contents are undefined
 void pool_give(void* block);
-void pool_release();  // unmap what is kept
+void pool_release();  // unmap free blocks
 PoolState pool_state();
 
 }  // namespace gnnfleet

@@ -6,7 +6,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-// Every function here is called on machines with these instructions only.
+// These functions run only on machines with these instructions.
 #define FAST __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define FASTER __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"), always_inline)) inline
 
@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kRows = 12, kColumns = 32, kDepth = 256;
 
 // Packed A: pairs by row, or by pair where A is stored by columns. Packed B: for each pair all columns of a block.
-constexpr int64_t kRowStride = kDepth + 16;  // pairs; rows do not fall on the same lines of the cache
+constexpr int64_t kRowStride = kDepth + 16;  // pairs; padding, so that rows use different cache lines
 constexpr int64_t kPairStride = 16;
 
 FASTER __m512i interleaved(__m512 even, __m512 odd) {

@@ -1,5 +1,5 @@
-// C = A B (+ bias), or C += A B, of float32 matrices whose elements are rounded to bfloat16 and whose sums are float32: the
-// conversions are part of the copies that a product makes of its operands anyway.
+// C = A B (+ bias), or C += A B, of float32 matrices whose elements are rounded to bfloat16 and whose sums are float32. The
+// conversion is part of packing the operands.
 #pragma once
 #include <cstdint>
 
@@ -13,12 +13,12 @@ struct ProductArgs {
   int64_t b_row, b_col;
   float* c;              // [m, n], rows c_row apart
   int64_t c_row;
-  const float* bias;     // [n], added where it is not null; only without `add`
+  const float* bias;     // [n], added if not null; only without `add`
   bool add;
   int threads;
 };
 
-bool has_product();  // whether this machine multiplies bfloat16
+bool has_product();  // true if this CPU multiplies bfloat16
 void product(const ProductArgs& a);
 
 }  // namespace gnnfleet

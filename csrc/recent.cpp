@@ -9,14 +9,14 @@
 namespace gnnfleet {
 namespace {
 
-constexpr int64_t kGrain = 1 << 9;  // questions; below this, waking threads costs more than they do
-constexpr int64_t kAhead = 8;       // how many questions ahead memory is asked for
+constexpr int64_t kGrain = 1 << 9;  // queries; with less work, starting threads costs more than they save
+constexpr int64_t kAhead = 8;       // queries between a prefetch and its use
 
 struct Met {
   int64_t count = 0, gap = 0, last = -1;
 };
 
-// Whom one source met. A row's entries are told from older ones by a stamp, so that nothing has to be cleared.
+// Partners of one source. A stamp marks the entries of the current row, so that nothing has to be cleared.
 class Company {
  public:
   void begin(int64_t most) {
@@ -58,8 +58,8 @@ class Company {
 
 TemporalNeighbors::TemporalNeighbors(int64_t num_nodes) : lists_(static_cast<size_t>(num_nodes)) {}
 
-// Lists that are too short move to the end, into twice the room they had or what they need: the first events given
-// lie without gaps, later ones cost a constant number of moves each.
+// Full lists move to the end, with twice their capacity or as much as they need: the first events are stored without
+// gaps, and every later one costs a constant number of moves.
 void TemporalNeighbors::make_room(const int64_t* src, const int64_t* dst, int64_t n) {
   std::vector<int64_t> touched;
   const auto count = [&](int64_t node) {
@@ -70,7 +70,7 @@ void TemporalNeighbors::make_room(const int64_t* src, const int64_t* dst, int64_
     if (src[i] != dst[i]) count(dst[i]);
   }
   int64_t end = static_cast<int64_t>(entries_.size());
-  std::vector<std::pair<int64_t, int64_t>> moves;  // node, where its entries were
+  std::vector<std::pair<int64_t, int64_t>> moves;  // node, former position of its entries
   for (const int64_t node : touched) {
     List& list = lists_[node];
     const int64_t need = list.size + list.coming;
@@ -108,7 +108,7 @@ int64_t TemporalNeighbors::count_before(const List& list, int64_t before) const 
   return std::partition_point(first, first + list.size, [before](const Entry& entry) { return entry.event < before; }) - first;
 }
 
-// The k entries that end before `from`, backwards; the caller has put -1 wherever there are fewer.
+// The k entries that end before `from`, backwards; the caller has filled the output with -1.
 void TemporalNeighbors::write(const Entry* from, int64_t k, int64_t* neighbours, int64_t* events) const {
   for (int64_t j = 0; j < k; ++j) {
     --from;

@@ -10,11 +10,11 @@
 namespace gnnfleet {
 namespace {
 
-constexpr int64_t kGrain = 1 << 13;  // seeds; below this, waking threads costs more than they do
-constexpr int64_t kSeeds = 512;      // seeds a thread takes at a time, few enough to balance hubs
-constexpr int64_t kAhead = 16;       // how many steps ahead memory is asked for
+constexpr int64_t kGrain = 1 << 13;  // seeds; with less work, starting threads costs more than they save
+constexpr int64_t kSeeds = 512;      // seeds per task, few enough to balance hubs
+constexpr int64_t kAhead = 16;       // steps between a prefetch and its use
 
-// Room that a thread keeps from seed to seed.
+// Buffers that a thread reuses for all its seeds.
 struct Room {
   std::vector<uint64_t> taken;
   std::vector<std::pair<double, int64_t>> keyed;
@@ -55,7 +55,7 @@ void draw_weighted_again(Stream& stream, const float* weight, int64_t degree, in
   std::sort(out, out + k);
 }
 
-// How many edges have a weight, as far as that matters: counting ends at `enough`.
+// Number of edges with a weight; counting ends at `enough`.
 int64_t count_weighted(const float* weight, int64_t degree, int64_t enough) {
   int64_t count = 0;
   for (int64_t i = 0; i < degree && count < enough; ++i) count += weight[i] > 0;

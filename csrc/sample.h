@@ -1,6 +1,6 @@
 // Neighbour sampling by keyed draws.
 //
-// What is drawn for a node is a function of (key, hop, relation, store id): neither threads nor the order of seeds matter.
+// The draws of a node depend on (key, hop, relation, store id) only, not on threads or the order of seeds.
 #pragma once
 #include <cstdint>
 
@@ -8,13 +8,13 @@
 
 namespace gnnfleet {
 
-// The in-edges of one relation by destination, and how they are drawn from. Without weights every edge is as likely as
-// another. A negative fanout takes every edge; otherwise edges of weight 0 are never taken.
+// The in-edges of one relation by destination, and the sampling options. Without weights every edge is equally likely. A
+// negative fanout takes every edge; otherwise edges of weight 0 are never taken.
 struct SampleArgs {
   const int64_t* indptr;
   const float* weight;  // or null
   const int64_t* seeds;
-  const int64_t* ids;  // what draws go by: store ids, where rows are numbered otherwise; the seeds themselves if not
+  const int64_t* ids;  // store ids, the keys of draws; null: the seeds are store ids
   int64_t n;
   int64_t fanout;
   bool replace;
@@ -22,7 +22,7 @@ struct SampleArgs {
   int threads;
 };
 
-// offsets [n + 1]: where the edges drawn for each seed begin.
+// offsets [n + 1]: first edge of each seed.
 void count_samples(const SampleArgs& args, int64_t* offsets);
 
 // edges[offsets[i] .. offsets[i + 1]): positions of the edges drawn for seed i, ascending.

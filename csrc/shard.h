@@ -16,18 +16,18 @@ struct InEdges {
   int64_t parts;
 };
 
-// edges[q], rows[q]: how many edges come from part q, and into how many distinct destinations. Both cleared first.
+// edges[q], rows[q]: number of edges from part q, and of their distinct destinations. Both are cleared first.
 template <typename Index>
 void count_blocks(const InEdges<Index>& in, int64_t* edges, int64_t* rows);
 
-// Fills the blocks, concatenated by q: `row` the local destinations with edges from q, `degree` how many, and per edge
+// Fills the blocks, concatenated by q: `row` the local destinations with edges from q, `degree` their number, and per edge
 // `col` (the source's row at its owner) and `edge_id`. Starts are prefix sums of what count_blocks returned and advance.
 template <typename Index>
 void fill_blocks(const InEdges<Index>& in, int64_t* edge_start, int64_t* row_start, int32_t* row, int64_t* degree,
                  int32_t* col, int64_t* edge_id);
 
-// Marks values 0..range-1 that occur; `rank` (range entries) becomes each one's place among the distinct, -1 otherwise.
-// Returns how many are distinct. Call with n = 0 on a fresh rank array is legal.
+// `rank` (range entries) becomes the rank of each value among the distinct values, -1 for values that do not occur.
+// Returns the number of distinct values. n = 0 is legal.
 int64_t rank_distinct(const int32_t* values, int64_t n, int64_t range, int32_t* rank);
 
 }  // namespace gnnfleet

@@ -1,5 +1,5 @@
 // Vectors of one instruction set: GNNFLEET_VECTOR_BYTES wide, loaded and stored unaligned. Included by kernel sources
-// only, inside whose namespace everything lives.
+// only, in their namespace.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -11,8 +11,8 @@ struct BFloat {  // bfloat16 in memory; arithmetic is float32
   uint16_t bits;
 };
 
-// Rows are asked for this many edges before they are read. They come into the second cache: of misses in the first a core
-// can wait for about two dozen at a time, three rows of 512 bytes, in the second for many more.
+// Distance of row prefetches in edges. They go to the second-level cache: a core has only about two dozen outstanding
+// misses in the first level, three rows of 512 bytes, and many more in the second.
 constexpr int64_t kAhead = 16;
 
 template <typename T>
@@ -21,7 +21,7 @@ inline void prefetch_row(const T* row, int64_t elements) {
   for (int64_t byte = 0; byte < elements * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(from + byte, 0, 2);
 }
 
-// What a stored element is computed in.
+// The type that a stored element is computed in.
 template <typename T> struct Wide { using type = T; };
 template <> struct Wide<BFloat> { using type = float; };
 template <typename T> using wide_t = typename Wide<T>::type;
@@ -59,7 +59,7 @@ inline void store(A* to, vec_t<A> v) {
   std::memcpy(to, &v, sizeof v);
 }
 
-// Rounded to the nearest bfloat16, of two to the even one; NaN stays NaN.
+// Rounds to the nearest bfloat16, ties to even; NaN stays NaN.
 inline void store(BFloat* to, vec_t<float> v) {
   constexpr int n = Lanes<float>::count;
   typedef uint16_t narrow __attribute__((vector_size(n * 2)));

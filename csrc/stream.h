@@ -1,14 +1,14 @@
 // Streaming graph partitioning: kernels that see the edges once, chunk by chunk, and keep O(nodes) state.
 //
-// Every function reads one chunk of destinations with their in-edges and updates arrays owned by the caller, so the memory
-// of a pass is those arrays plus one chunk. The objective is the communication volume sum_j (lambda_j - 1): net j holds j and
+// Every function reads one chunk of destinations with their in-edges and updates arrays of the caller, so the memory of a
+// pass is those arrays plus one chunk. The objective is the communication volume sum_j (lambda_j - 1): net j holds j and
 // every i with an edge j -> i, and lambda_j is the number of parts it touches. A visit to destination v shows exactly the nets
 // v is a pin of (its in-neighbours' and its own), so the gain of moving v is exact without storing any edge.
 //
 // Contract for all functions: ids are in [0, num_nodes), array sizes are as stated, nothing is checked here (the Python side
-// does). One thread; the result depends on the order of the stream and on nothing else. Self-loops are ignored.
+// does). One thread; the result depends on the order of the stream only. Self-loops are ignored.
 // Parallel edges next to each other (sources sorted within a destination) count once in the refinement; apart from each other
-// they count as often as they appear, which makes gains pessimistic but never promises one that is not there.
+// they count as often as they appear, which underestimates gains and never overestimates them.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ namespace gnnfleet {
 // ---- survey ----------------------------------------------------------------------------------------------------------------
 
 // Sum over edges of an antisymmetric hash of (source, destination), modulo 2^64. Over a whole pass it is zero if every edge
-// has its reverse, and for no other graph except by accident: a test of symmetry without state.
+// has its reverse, and for other graphs only by chance: a test of symmetry without state.
 template <class Id>
 uint64_t asymmetry_chunk(const EdgeChunk<Id>& chunk);
 
@@ -30,14 +30,14 @@ uint64_t asymmetry_chunk(const EdgeChunk<Id>& chunk);
 
 // label: cluster of each node (any numbers below num_nodes); mass: summed weight of each label; weight: of each node, or null
 // for 1. vote, vote_count: running majority (Boyer-Moore) of the labels of a node's out-neighbours, which a stream grouped by
-// destination never shows together; null when in-neighbours alone tell enough (a symmetric graph).
+// destination never shows together; null if in-neighbours suffice (a symmetric graph).
 struct ClusterState {
   int32_t* label;
   int64_t* mass;
   const int32_t* weight;
   int32_t* vote;
   int32_t* vote_count;
-  int64_t cap;    // no cluster grows beyond this mass
+  int64_t cap;    // maximum mass of a cluster
   uint64_t seed;  // breaks ties
 };
 
@@ -65,8 +65,8 @@ void quotient_csr(const PairTable& table, int64_t clusters, int32_t* indptr, int
 // ---- refinement -----------------------------------------------------------------------------------------------------------
 
 // Pins of each net in each part as small saturating counters: `words` 64-bit words a node, each of 64 / bits counters, bits is
-// 4 or 2. A counter that has reached its maximum stays there until pins are counted again, so a net is never taken for gone
-// from a part while it still has a pin there.
+// 4 or 2. A counter that has reached its maximum stays there until pins are counted again, so a net is never considered
+// absent from a part that still has a pin of it.
 struct PinCounts {
   uint64_t* word;  // (num_nodes, words)
   int32_t words;
@@ -102,7 +102,7 @@ int64_t refine_chunk(const EdgeChunk<Id>& chunk, const PinCounts& pins, const Pa
 // Puts each item whose part is -1, in the given order, into the part with the smallest load.
 void fill_lightest(const int64_t* order, int64_t count, const int64_t* mass, int32_t* part, std::span<int64_t> load);
 
-// Moves nodes out of parts above their cap without looking at edges, last resort and free of passes. Returns the moves.
+// Moves nodes out of parts above their cap, ignoring edges: a last resort that needs no pass. Returns the moves.
 int64_t rebalance(const PartState& state, int64_t num_nodes);
 
 }  // namespace gnnfleet

@@ -8,8 +8,8 @@
 namespace gnnfleet {
 namespace {
 
-constexpr int64_t kAhead = 12;         // edges between asking for a cache line and using it
-constexpr int64_t kMostEvidence = 1024;  // in-neighbours looked at: a larger sample would not change where a hub belongs
+constexpr int64_t kAhead = 12;         // edges between a prefetch and its use
+constexpr int64_t kMostEvidence = 1024;  // in-neighbours read: a larger sample would not change the cluster of a hub
 
 uint64_t mix(uint64_t x) {
   x ^= x >> 33;
@@ -138,7 +138,7 @@ int64_t cluster_chunk(const EdgeChunk<Id>& chunk, const ClusterState& state) {
 
 namespace {
 
-// Where `key` is or would go.
+// Slot of `key`, or the empty slot where it belongs.
 uint64_t find(const PairTable& table, uint64_t key) {
   const uint64_t mask = table.key.size() - 1;
   uint64_t slot = mix(key) & mask;
@@ -147,7 +147,7 @@ uint64_t find(const PairTable& table, uint64_t key) {
 }
 
 // Drops the lightest pairs so that at most a quarter of the slots stays in use; returns the pairs left. Equal weights are
-// ranked by hash bits that do not decide the slot: by slot, the survivors would crowd one end of the table.
+// ranked by hash bits that do not decide the slot: ranked by slot, the remaining pairs would fill one end of the table.
 int64_t prune(const PairTable& table) {
   using Entry = std::pair<uint64_t, uint32_t>;
   std::vector<Entry> left;

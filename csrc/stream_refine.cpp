@@ -32,7 +32,7 @@ class Pins {
     if (count(j, part) != kFull) word_[j * WORDS + part / kPerWord] += 1ULL << shift(part);
   }
 
-  // Empty counters stay empty: they can be met only when a destination was shown in pieces.
+  // Empty counters stay empty: they occur only if a destination was read in several chunks.
   void remove(int64_t j, int part) {
     const uint64_t now = count(j, part);
     if (now != kFull && now != 0) word_[j * WORDS + part / kPerWord] -= 1ULL << shift(part);
@@ -50,7 +50,7 @@ class Pins {
   uint64_t* word_;
 };
 
-// For one node: how many of its nets are present in each part, and in how many it is the only pin of its own part.
+// For one node: the number of its nets in each part, and of those in which it is the only pin of its part.
 template <class P, int WORDS>
 class Evidence {
  public:
@@ -76,7 +76,7 @@ class Evidence {
 
   int64_t nets() const { return nets_; }
 
-  // Without a net in which the node stands alone no move can win.
+  // Unless the node is the only pin of some net, no move can reduce the volume.
   bool hopeless() const { return alone_ == 0; }
 
   void spill() {
@@ -121,7 +121,7 @@ template <class Gains>
 int choose(const PartState& state, int own, int64_t weight, const Gains& gains, int64_t unseen, int64_t max_loss) {
   const bool forced = overfull(state, own);
   int best = own;
-  // Every second net not shown is expected to lose by the move.
+  // Half of the nets that were not read are expected to gain a part by the move.
   int64_t best_gain = forced ? -max_loss : (unseen + 1) / 2;
   int64_t best_load = forced ? std::numeric_limits<int64_t>::max() : state.load[own] - weight;
   for (int p = 0; p < state.parts; ++p) {
@@ -252,7 +252,7 @@ void fill_lightest(const int64_t* order, int64_t count, const int64_t* mass, int
 
 int64_t rebalance(const PartState& state, int64_t num_nodes) {
   int64_t moves = 0;
-  // Loads first, whatever becomes of the sizes; then sizes as far as loads allow.
+  // First loads, ignoring sizes; then sizes, as far as loads allow.
   for (const bool sizes : {false, true}) {
     for (int64_t v = 0; v < num_nodes; ++v) {
       const int own = state.part[v];

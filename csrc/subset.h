@@ -1,4 +1,4 @@
-// Subsets drawn by the words of one node: every one as likely as another, the same whatever the thread.
+// Subsets drawn by the words of one node: uniform, and independent of the thread.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -27,7 +27,7 @@ class Stream {
     return join(low, word());
   }
 
-  // 0 .. n-1, each exactly as likely: Lemire's multiplication, drawing again in the few cases that would favour some.
+  // Uniform in 0 .. n-1: Lemire's multiplication, with another draw in the few cases that would bias the result.
   int64_t under(int64_t n) {
     if (n > int64_t{0xffffffff}) return static_cast<int64_t>(below(wide(), static_cast<uint64_t>(n)));
     const uint32_t limit = static_cast<uint32_t>(n);
@@ -47,8 +47,8 @@ class Stream {
   Words words_{};
 };
 
-// Floyd's k of 0 .. d-1, every subset as likely: for j = d-k .. d-1 take a number up to j, or j if that is taken. The
-// three ways below keep the set differently and agree on it.
+// Floyd's uniform subset of k of 0 .. d-1: for j = d-k .. d-1 take a number up to j, or j if that is taken. The three
+// implementations below store the set differently and give the same result.
 
 inline void floyd_word(Stream& stream, int64_t degree, int64_t k, int64_t first, int64_t* out) {
   uint64_t taken = 0;
@@ -66,7 +66,7 @@ inline void floyd_insert(Stream& stream, int64_t degree, int64_t k, int64_t firs
     int64_t at = size;
     while (at > 0 && out[at - 1] > t) --at;
     if (at > 0 && out[at - 1] == t) {
-      out[size] = first + j;  // above all before it
+      out[size] = first + j;  // larger than all former ones
       continue;
     }
     std::move_backward(out + at, out + size, out + size + 1);
@@ -86,9 +86,9 @@ inline void floyd_bits(Stream& stream, int64_t degree, int64_t k, int64_t first,
   }
 }
 
-// k of 0 .. degree-1 (k < degree), each plus `first`, ascending; `taken` is room that is used again.
+// k of 0 .. degree-1 (k < degree), each plus `first`, ascending; `taken` is a reused buffer.
 inline void draw_subset(Stream& stream, int64_t degree, int64_t k, int64_t first, std::vector<uint64_t>& taken, int64_t* out) {
-  constexpr int64_t kSmall = 32;  // up to here they are kept sorted by insertion
+  constexpr int64_t kSmall = 32;  // up to this size, by insertion into a sorted array
   if (degree <= 64) floyd_word(stream, degree, k, first, out);
   else if (k <= kSmall) floyd_insert(stream, degree, k, first, out);
   else floyd_bits(stream, degree, k, first, taken, out);

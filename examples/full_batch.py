@@ -1,4 +1,4 @@
-"""A plain PyTorch loop over a view and a model: nothing of gnnfleet's runs, strategies or configs.
+"""Full-batch training in a plain PyTorch loop over a view and a model, without runs, strategies or configs.
 
 python examples/full_batch.py [epochs]
 """
@@ -30,7 +30,7 @@ def main(epochs: int = 30) -> float:
 
     for epoch in range(epochs):
         model.train()
-        # The key decides what dropout drops: the same key, the same masks, on any machine.
+        # The key determines the dropout masks: the same key gives the same masks on any machine.
         logits = model(view.with_step(key=DrawKey(seed=0, epoch=epoch)), nodes.x)
         loss = functional.cross_entropy(logits[train], nodes.y[train])
         optimizer.zero_grad()
@@ -39,8 +39,8 @@ def main(epochs: int = 30) -> float:
 
     model.eval()
     with torch.no_grad():
-        guess = model(view.with_step(training=False), nodes.x).argmax(1)
-    accuracy = float((guess == nodes.y)[test].double().mean())
+        predicted = model(view.with_step(training=False), nodes.x).argmax(1)
+    accuracy = float((predicted == nodes.y)[test].double().mean())
     print(f"{epochs} epochs, test accuracy {accuracy:.3f}")
     return accuracy
 

@@ -1,4 +1,4 @@
-"""Which edges are missing? A graph, edges split by a rule, ranks of held-out edges, and the likeliest new neighbours.
+"""Link prediction: edges split by a rule, ranks of held-out edges, and the most likely new neighbours of a node.
 
 python examples/link.py
 """
@@ -12,7 +12,7 @@ from gnnfleet.graph.datasets import make_dataset
 def main() -> float:
     graph = make_dataset("communities", nodes=2000, mean_degree=20, seed=1)
 
-    # Four fifths of the edges carry messages; of those a third is hidden in every epoch, and only that is trained on.
+    # 80 % of the edges carry messages. In every epoch a third of them is masked, and only that third is predicted.
     record = gf.train(
         graph,
         task="link",
@@ -23,11 +23,11 @@ def main() -> float:
         eval_every=5,
         **{"link.exclude": "disjoint:0.33", "link.negatives": 5},
     )
-    print(f"{record.metrics['name']} of held-out edges, each among 100 others: {record.metrics['test']:.3f}")
+    print(f"{record.metrics['name']} of held-out edges, each among 100 negatives: {record.metrics['test']:.3f}")
 
     scores = record.score([(7, other) for other in range(2000)])
     scores[7] = 0
-    print("likeliest neighbours of node 7:", scores.topk(5).indices.tolist())
+    print("most likely neighbours of node 7:", scores.topk(5).indices.tolist())
     return float(record.metrics["test"])
 
 

@@ -1,4 +1,4 @@
-"""Sampled mini-batches on two workers, each with a part of the graph: the numbers of one process, and what travelled.
+"""Sampled mini-batches on two workers, each with a part of the graph: the results of one process, and the bytes sent.
 
 python examples/macrobatch.py [directory]
 """
@@ -14,18 +14,18 @@ from gnnfleet.graph.datasets import make_dataset
 
 
 def main(folder: str | None = None) -> float:
-    place = Path(folder or tempfile.mkdtemp())
-    gf.save(make_dataset("communities", nodes=4000, mean_degree=10, seed=1), place / "store", overwrite=True)
+    directory = Path(folder or tempfile.mkdtemp())
+    gf.save(make_dataset("communities", nodes=4000, mean_degree=10, seed=1), directory / "store", overwrite=True)
 
     model = gf.nn.SAGE(hidden=32, layers=2)
     sampled = {"fanouts": [10, 5], "batch": 256, "cache_inputs": False}
-    ways = {
+    runs = {
         "one process": ("local", 1, {}),
-        "four batches a relay": ("macrobatch", 2, {"batches_per_fetch": 4}),
+        "two workers, M = 4": ("macrobatch", 2, {"batches_per_fetch": 4}),
     }
-    for name, (strategy, workers, knobs) in ways.items():
-        words = {"name": strategy, **sampled, **knobs}
-        record = gf.train(place / "store", strategy=words, workers=workers, model=model, epochs=5, seed=0)
+    for name, (strategy, workers, options) in runs.items():
+        settings = {"name": strategy, **sampled, **options}
+        record = gf.train(directory / "store", strategy=settings, workers=workers, model=model, epochs=5, seed=0)
         sent, rounds = sum(record.summary.traffic["bytes_sent"]), max(record.summary.traffic["rounds"])
         loss, test = record.metrics["train_loss"], record.metrics["test"]
         print(f"{name:24} loss {loss:.5f}  test {test:.4f}  {sent / 2**20:5.1f} MiB sent in {rounds} rounds")

@@ -1,4 +1,4 @@
-"""A plain PyTorch loop over sampled mini-batches: nothing of gnnfleet's runs, strategies or configs.
+"""Training on sampled mini-batches in a plain PyTorch loop, without runs, strategies or configs.
 
 python examples/sampled.py [epochs]
 """
@@ -24,7 +24,7 @@ def main(epochs: int = 5) -> float:
     torch.manual_seed(0)
     model = build_model(gf.nn.SAGE(hidden=64, layers=2), graph)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    # Ten neighbours of each seed, five of each of those; the next batches are made while this one trains.
+    # Ten neighbours of each seed and five of each of those; the next batches are prefetched.
     loader = gf.NeighborLoader(graph, num_neighbors=[10, 5], batch_size=256, input_nodes="train", shuffle=True, seed=0)
 
     for epoch in range(epochs):
@@ -41,8 +41,8 @@ def main(epochs: int = 5) -> float:
 
     model.eval()
     with torch.no_grad():
-        guess = model(LocalView.of_graph(graph).with_step(training=False), nodes.x).argmax(1)
-    accuracy = float((guess == nodes.y)[nodes.mask("test")].double().mean())
+        predicted = model(LocalView.of_graph(graph).with_step(training=False), nodes.x).argmax(1)
+    accuracy = float((predicted == nodes.y)[nodes.mask("test")].double().mean())
     print(f"test accuracy {accuracy:.3f}, with all neighbours")
     return accuracy
 

@@ -1,4 +1,4 @@
-"""From raw tables to the part one worker opens, in Python. The same in the shell:
+"""From raw tables to the part that one worker opens, in Python. The same on the command line:
 
 gnnfleet import people.csv links.csv -o social/ --undirected --split 0.6/0.2/0.2
 gnnfleet partition social/ --parts 2
@@ -18,7 +18,7 @@ from gnnfleet.graph.partition.partitioned_graph import write_partition
 
 
 def write_tables(folder: Path) -> list[str]:
-    """Two circles of friends with a few links between them."""
+    """Write two groups of friends with a few links between them."""
     random.seed(0)
     names = [f"{circle}-{i:02d}" for circle in ("red", "blue") for i in range(30)]
     with (folder / "people.csv").open("w", newline="") as file:
@@ -41,14 +41,14 @@ def main() -> None:
 
         assignment = assign_nodes(graph, 2, "mincut")
         quality = measure_partition(graph, assignment.part, 2)
-        print(f"{quality.kept_edges} of {graph.num_edges} edges kept, {quality.volume} rows travel in each layer")
+        print(f"{quality.kept_edges} of {graph.num_edges} edges kept, {quality.volume} rows sent in each layer")
 
-        partition = write_partition(graph, assignment, folder / "social" / "parts" / "mine")
+        partition = write_partition(graph, assignment, folder / "social" / "parts" / "two")
         shard = partition.shard(0)
-        mine = shard.nodes("node")
-        ids = graph.single_nodes.ids.select(mine.store_ids).to_pylist()
+        nodes = shard.nodes("node")
+        ids = graph.single_nodes.ids.select(nodes.store_ids).to_pylist()
         plan = shard.plan("node", "in")
-        print(f"part 0 owns {mine.count} people ({', '.join(ids[:3])}, …) and needs {len(plan.recv[1])} rows of part 1")
+        print(f"part 0 has {nodes.count} people ({', '.join(ids[:3])}, …) and needs {len(plan.recv[1])} rows of part 1")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A stream of events: a memory for every node, a model that says what happens next, and EdgeBank beside it.
+"""A stream of events: a model with node memory that predicts the next events, compared with EdgeBank.
 
 python examples/temporal.py [directory]
 """
@@ -15,22 +15,22 @@ from gnnfleet.graph.events.event_stream import EventStream
 
 
 def main(folder: str | None = None) -> float:
-    place = Path(folder or tempfile.mkdtemp())
+    directory = Path(folder or tempfile.mkdtemp())
     graph = make_dataset("events", users=100, items=50, events=3000, features=8, seed=1)
-    gf.save(graph, place / "store", overwrite=True)
+    gf.save(graph, directory / "store", overwrite=True)
 
     record = gf.train(
-        place / "store",
+        directory / "store",
         strategy={"name": "temporal", "batch": 200, "static_epochs": 2},
         model=gf.nn.TGN(hidden=32, neighbours=5),
         epochs=3,
         lr=0.003,
         seed=0,
     )
-    beside = record.metrics["beside"]["test"]
-    print(f"test MRR {record.metrics['test']:.3f}, AP {beside['ap']:.3f}; EdgeBank {beside['edgebank']:.3f}")
+    others = record.metrics["beside"]["test"]
+    print(f"test MRR {record.metrics['test']:.3f}, AP {others['ap']:.3f}; EdgeBank {others['edgebank']:.3f}")
 
-    # What comes next: source, destination, time, features. The state moves on with every call.
+    # Score future events: source, destination, time, features. Every call advances the memory.
     stream = EventStream.of(graph)
     assert stream.msg is not None
     user, item, now = int(stream.src[-1]), int(stream.dst[-1]) - 100, int(stream.t[-1])

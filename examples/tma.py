@@ -1,4 +1,4 @@
-"""Two independent trainers and a coordinator that averages their weights: what is seen, what travels, what is learnt.
+"""Two independent trainers and a coordinator that averages their weights: edges seen, bytes sent, and accuracy.
 
 python examples/tma.py [directory]
 """
@@ -15,21 +15,21 @@ from gnnfleet.report.metrics import read_metrics
 
 
 def main(folder: str | None = None) -> float:
-    place = Path(folder or tempfile.mkdtemp())
-    gf.save(make_dataset("communities", nodes=4000, mean_degree=10, seed=1), place / "store", overwrite=True)
+    directory = Path(folder or tempfile.mkdtemp())
+    gf.save(make_dataset("communities", nodes=4000, mean_degree=10, seed=1), directory / "store", overwrite=True)
 
-    # Rounds of ten steps, so that the numbers are the same every time; interval=1 would average every second.
-    words = {"name": "tma", "scheme": "super", "steps": 10, "fanouts": [10, 5], "batch": 64}
+    # Rounds of ten steps give the same results in every run; interval=1 would average every second.
+    settings = {"name": "tma", "scheme": "super", "steps": 10, "fanouts": [10, 5], "batch": 64}
     record = gf.train(
-        place / "store",
-        strategy=words,
+        directory / "store",
+        strategy=settings,
         workers=2,
         model=gf.nn.SAGE(hidden=32, layers=2),
         epochs=8,
-        run_dir=place / "run",
+        run_dir=directory / "run",
         seed=0,
     )
-    for row in read_metrics(place / "run" / "metrics.jsonl")[::3]:
+    for row in read_metrics(directory / "run" / "metrics.jsonl")[::3]:
         print(
             f"round {row['epoch']}: {row['trainers']} trainers, {row['kept_edges']:.0%} of the edges seen, "
             f"{row['megabytes_up']:.2f} MB up, val {row['val']:.4f}"

@@ -1,4 +1,4 @@
-"""A store, one call, a record that answers questions; then the same run continued from its directory.
+"""Train from a store with one call, predict with the record, then continue the run from its directory.
 
 python examples/train_store.py [directory]
 """
@@ -14,14 +14,14 @@ from gnnfleet.graph.datasets import make_dataset
 
 
 def main(folder: str | None = None) -> float:
-    place = Path(folder or tempfile.mkdtemp())
-    gf.save(make_dataset("communities", nodes=2000, mean_degree=10, seed=1), place / "store", overwrite=True)
+    directory = Path(folder or tempfile.mkdtemp())
+    gf.save(make_dataset("communities", nodes=2000, mean_degree=10, seed=1), directory / "store", overwrite=True)
 
     model = gf.nn.SAGE(hidden=64, layers=2)
-    record = gf.train(place / "store", model=model, epochs=20, lr=0.01, seed=0, run_dir=place / "run")
+    record = gf.train(directory / "store", model=model, epochs=20, lr=0.01, seed=0, run_dir=directory / "run")
     print(f"after 20 epochs: {record.metrics}")
 
-    record = gf.train(place / "store", epochs=40, run_dir=place / "run", resume=True)
+    record = gf.train(directory / "store", epochs=40, run_dir=directory / "run", resume=True)
     print(f"after 40 epochs: {record.metrics}")
     print("nodes 0 to 4 are of class", record.predict(range(5)))
     return float(record.metrics["test"])

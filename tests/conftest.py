@@ -1,4 +1,4 @@
-"""Fixtures every test may use."""
+"""Fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import Crew
+from tests.ranks import RankPool
 
-# A torch store asks for the name behind every address that connects; a name server that loses questions would cost
-# five seconds each time.
+# A torch store looks up the name of every address that connects; a lossy name server would add five seconds to each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# One thread per process: tests run beside their own ranks, and OpenMP threads that wait for each other on busy cores
-# take ten times as long. Tests of thread counts set their own.
+# One thread per process: OpenMP threads on cores that are busy with ranks make tests ten times slower. Tests of
+# thread counts set their own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real graphs, where a directory with them lies beside the checkout or GNNFLEET_DATA names one."""
+    """Directory of real graphs: GNNFLEET_DATA, or shared/data beside the checkout."""
     beside = Path(__file__).parents[2] / "shared" / "data"
     folder = Path(os.environ.get("GNNFLEET_DATA", beside))
     if not (folder / "static").is_dir():
@@ -30,8 +29,8 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def crew() -> Iterator[Crew]:
-    """Ranks for tests of many processes; none is started before it is needed."""
-    made = Crew()
-    yield made
-    made.close()
+def pool() -> Iterator[RankPool]:
+    """Rank processes; none is started before a test needs it."""
+    ranks = RankPool()
+    yield ranks
+    ranks.close()

@@ -1,4 +1,4 @@
-"""Graphs and comparisons that the tests of runs share."""
+"""Graphs and comparisons that several tests share."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ def communities(nodes: int = 300) -> Graph:
     return Graph.of({"node": named}, graph.edges, name="communities")
 
 
-def assert_same_checkpoint(one: Path, two: Path) -> None:
-    """Whole states, bit for bit."""
-    (states, position, seed), (others, other_position, other_seed) = load_checkpoint(one), load_checkpoint(two)
+def assert_same_checkpoint(path: Path, other_path: Path) -> None:
+    """Compare all state, bit for bit."""
+    (states, position, seed), (others, other_position, other_seed) = load_checkpoint(path), load_checkpoint(other_path)
     assert seed == other_seed and isinstance(position, TrainState) and position == other_position
     assert states.keys() == others.keys()
-    for part, tensors in states.items():
-        assert tensors.keys() == others[part].keys()
+    for group, tensors in states.items():
+        assert tensors.keys() == others[group].keys()
         for name, tensor in tensors.items():
-            assert torch.equal(tensor, others[part][name]), (part, name)
+            assert torch.equal(tensor, others[group][name]), (group, name)
+
+
+def assert_same_checkpoints(run_dir: Path, other_run_dir: Path) -> None:
+    """Compare the last and the best checkpoint of two runs, bit for bit."""
+    for name in ("last", "best"):
+        assert_same_checkpoint(run_dir / "checkpoints" / name, other_run_dir / "checkpoints" / name)

@@ -1,9 +1,9 @@
-"""Real processes for tests of what ranks do together: started once, shared by all tests of a session.
+"""Rank processes for tests of distributed code: started once, shared by all tests of a session.
 
-``Crew.run(n, case, *args)`` calls a module-level ``case(world, *args)`` on n ranks and returns what each of them
-returned. Ranks 0 … n − 1 of one crew serve every n, each n with a gloo group of its own on loopback. A case that fails
-on any rank, or hangs, ends the crew; the next case gets a new one. Workers end when their pipe closes, so none outlives
-pytest, however that ends.
+``RankPool.run(n, case, *args)`` calls a module-level ``case(world, *args)`` on n ranks and returns their results by
+rank. Ranks 0 … n − 1 of one pool serve every n, each n with a gloo group of its own on loopback. A case that fails or
+hangs on any rank ends the workers; the next case starts new ones. Workers end when their pipe closes, so none outlives
+pytest.
 """
 
 from __future__ import annotations
@@ -27,61 +27,65 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CASE_SECONDS = 240.0
-WAIT_SECONDS = 120.0  # what a single exchange may take
+WAIT_SECONDS = 120.0  # limit of a single exchange
 
 
-class Crew:
-    """Workers, started as they are needed."""
+def python_path() -> str:
+    """PYTHONPATH with which a child process imports gnnfleet and the tests."""
+    return os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+
+class RankPool:
+    """Worker processes, started on first use."""
 
     def __init__(self) -> None:
         self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="gnnfleet-ranks-")
 
     def run(self, size: int, case: Callable[..., Any], *args: Any, seconds: float = CASE_SECONDS) -> list[Any]:
-        """[what case(world, *args) returned on rank r]; with one rank it runs here."""
+        """Results of ``case(world, *args)`` by rank; a case on one rank runs in this process."""
         if size == 1:
             from gnnfleet.comm.world import World
 
             return [case(World(), *args)]
         while len(self._workers) < size:
             self._workers.append(self._start(len(self._workers)))
-        order = pickle.dumps((size, case.__module__, case.__qualname__, args, seconds))
-        team = [pipe for _, pipe in self._workers[:size]]
-        for pipe in team:
-            pipe.send_bytes(order)
-        return self._collect(team, case.__qualname__, seconds)
+        call = pickle.dumps((size, case.__module__, case.__qualname__, args, seconds))
+        pipes = [pipe for _, pipe in self._workers[:size]]
+        for pipe in pipes:
+            pipe.send_bytes(call)
+        return self._collect(pipes, case.__qualname__, seconds)
 
-    def _collect(self, team: list[Connection], name: str, seconds: float) -> list[Any]:
-        end = time.monotonic() + seconds
-        found: dict[int, Any] = {}
-        failed: dict[int, str] = {}
-        while len(found) + len(failed) < len(team):
-            waiting = [pipe for rank, pipe in enumerate(team) if rank not in found and rank not in failed]
-            ready = wait(waiting, max(0.0, end - time.monotonic()))
+    def _collect(self, pipes: list[Connection], name: str, seconds: float) -> list[Any]:
+        deadline = time.monotonic() + seconds
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        while len(results) + len(errors) < len(pipes):
+            pending = [pipe for rank, pipe in enumerate(pipes) if rank not in results and rank not in errors]
+            ready = wait(pending, max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                rank = team.index(pipe)
-                good, result = _receive(pipe)
-                (found if good else failed)[rank] = result
-            if failed:  # those that wait for it find out by themselves, or never
-                end = min(end, time.monotonic() + 2)
-        if len(found) == len(team):
-            return [found[rank] for rank in range(len(team))]
+                succeeded, answer = _receive(pipe)
+                (results if succeeded else errors)[pipes.index(pipe)] = answer
+            if errors:  # ranks that wait for a failed one fail soon, or never
+                deadline = min(deadline, time.monotonic() + 2)
+        if len(results) == len(pipes):
+            return [results[rank] for rank in range(len(pipes))]
         self.stop()
-        silent = [rank for rank in range(len(team)) if rank not in found and rank not in failed]
-        text = "".join(f"\n--- rank {rank}:\n{trace}" for rank, trace in sorted(failed.items()))
-        text += f"\n--- no answer from rank {silent} (where they stood is on standard error)" if silent else ""
-        raise AssertionError(f"{name} on {len(team)} ranks{text}")
+        silent = [rank for rank in range(len(pipes)) if rank not in results and rank not in errors]
+        text = "".join(f"\n--- rank {rank}:\n{trace}" for rank, trace in sorted(errors.items()))
+        text += f"\n--- no answer from rank {silent} (stack traces are on standard error)" if silent else ""
+        raise AssertionError(f"{name} on {len(pipes)} ranks{text}")
 
     def _start(self, rank: int) -> tuple[subprocess.Popen[bytes], Connection]:
-        here, there = Pipe()
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": _python_path()}
-        words = [sys.executable, "-m", "tests.ranks", str(there.fileno()), str(rank), self._folder.name]
-        process = subprocess.Popen(words, cwd=ROOT, env=env, pass_fds=[there.fileno()])
-        there.close()
-        return process, here
+        pipe, worker_pipe = Pipe()
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path()}
+        command = [sys.executable, "-m", "tests.ranks", str(worker_pipe.fileno()), str(rank), self._folder.name]
+        process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=[worker_pipe.fileno()])
+        worker_pipe.close()
+        return process, pipe
 
     def stop(self) -> None:
         """End all workers at once; the next case starts new ones."""
@@ -101,18 +105,14 @@ class Crew:
 
 def _receive(pipe: Connection) -> tuple[bool, Any]:
     try:
-        good, result = pickle.loads(pipe.recv_bytes())
+        succeeded, answer = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):
-        return False, "the process is gone"
-    return bool(good), result
-
-
-def _python_path() -> str:
-    return os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        return False, "the process has ended"
+    return bool(succeeded), answer
 
 
 def _serve(pipe: Connection, rank: int, folder: str) -> None:
-    """The life of a worker."""
+    """Run the cases that arrive on the pipe until it closes."""
     import torch
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with its parent
@@ -120,10 +120,10 @@ def _serve(pipe: Connection, rank: int, folder: str) -> None:
     groups: dict[str, Any] = {}
     while True:
         try:
-            order = pipe.recv_bytes()
+            call = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        size, module, name, args, seconds = pickle.loads(order)
+        size, module, name, args, seconds = pickle.loads(call)
         faulthandler.dump_traceback_later(0.9 * seconds)
         try:
             world = _world(rank, size, groups, folder)
@@ -134,8 +134,7 @@ def _serve(pipe: Connection, rank: int, folder: str) -> None:
         pipe.send_bytes(pickle.dumps(answer))
 
 
-def _join(name: str, rank: int, size: int, groups: dict[str, Any], folder: str) -> Any:
-    """A group under a name, made once."""
+def _cached_group(name: str, rank: int, size: int, groups: dict[str, Any], folder: str) -> Any:
     from torch.distributed import FileStore, ProcessGroupGloo
 
     if name not in groups:
@@ -147,15 +146,15 @@ def _join(name: str, rank: int, size: int, groups: dict[str, Any], folder: str) 
 def _world(rank: int, size: int, groups: dict[str, Any], folder: str) -> Any:
     from gnnfleet.comm.world import World
 
-    def make(name: str, place: int, count: int) -> Any:
-        return _join(f"{size}-{name}", place, count, groups, folder)
+    def new_group(name: str, group_rank: int, group_size: int) -> Any:
+        return _cached_group(f"{size}-{name}", group_rank, group_size, groups, folder)
 
-    group = _join(str(size), rank, size, groups, folder)
-    return World(rank=rank, size=size, group=group, timeout=WAIT_SECONDS, new_group=make)
+    group = _cached_group(str(size), rank, size, groups, folder)
+    return World(rank=rank, size=size, group=group, timeout=WAIT_SECONDS, new_group=new_group)
 
 
-def with_shelf(world: Any) -> Any:
-    """The same ranks, which hand each other every row through shared memory."""
+def with_shm_transport(world: Any) -> Any:
+    """Collective. The same ranks, which pass every row through shared memory."""
     from dataclasses import replace
 
     import torch
@@ -165,15 +164,15 @@ def with_shelf(world: Any) -> Any:
 
     if world.size == 1:
         return world
-    aside = world.uncounted()
+    uncounted = world.uncounted()
     pids = torch.zeros(world.size, dtype=torch.int64)
     pids[world.rank] = os.getpid()
-    every = sum_over_ranks(aside, pids).tolist()
-    others = [None if rank == world.rank else pid for rank, pid in enumerate(every)]
-    shelf = open_shm_transport(world.rank, others, lambda t: sum_over_ranks(aside, t))
-    assert shelf is not None and shelf.pids == others
-    shelf.min_bytes = 1
-    return replace(world, shm=shelf)
+    all_pids = sum_over_ranks(uncounted, pids).tolist()
+    peer_pids = [None if rank == world.rank else pid for rank, pid in enumerate(all_pids)]
+    transport = open_shm_transport(world.rank, peer_pids, lambda t: sum_over_ranks(uncounted, t))
+    assert transport is not None and transport.pids == peer_pids
+    transport.min_bytes = 1
+    return replace(world, shm=transport)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who may import whom. A new arrow is a decision: change the table here and docs/architecture.md together."""
+"""Allowed imports between packages. A new one is a decision: change this table and docs/architecture.md together."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
@@ -59,48 +59,50 @@ def is_module(name: tuple[str, ...]) -> bool:
 
 def imports_of(path: Path) -> set[tuple[str, ...]]:
     """The gnnfleet modules a file imports, type-checking blocks and function bodies included."""
-    found = set()
+    imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {tuple(alias.name.split(".")) for alias in node.names}
+            imported |= {tuple(alias.name.split(".")) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide the arrow"
+            assert node.level == 0, f"{path}: relative imports hide the package"
             module = tuple((node.module or "").split("."))
-            found |= {(*module, alias.name) if is_module((*module, alias.name)) else module for alias in node.names}
-    return {module[1:] for module in found if module[0] == "gnnfleet" and len(module) > 1}
+            imported |= {(*module, alias.name) if is_module((*module, alias.name)) else module for alias in node.names}
+    return {module[1:] for module in imported if module[0] == "gnnfleet" and len(module) > 1}
 
 
-def test_arrows_point_one_way() -> None:
-    wrong = []
+def test_packages_import_only_allowed_packages() -> None:
+    violations = []
     for path in sorted(ROOT.rglob("*.py")):
-        room = room_of(path)
-        assert room in ALLOWED, f"{path}: a room that docs/architecture.md does not draw"
-        foreign = {module[0] for module in imports_of(path)} - {room} - ALLOWED[room]
-        wrong += [f"{path.relative_to(ROOT)} imports {other}" for other in foreign]
-    assert not wrong, wrong
+        package = package_of(path)
+        assert package in ALLOWED, f"{path}: a package that docs/architecture.md does not show"
+        forbidden = {module[0] for module in imports_of(path)} - {package} - ALLOWED[package]
+        violations += [f"{path.relative_to(ROOT)} imports {other}" for other in forbidden]
+    assert not violations, violations
 
 
 def test_a_strategy_never_imports_another() -> None:
     for path in sorted((ROOT / "strategies").rglob("*.py")):
-        own = path.relative_to(ROOT).parts[1].removesuffix(".py")
+        folder = path.relative_to(ROOT).parts[1].removesuffix(".py")
         for module in imports_of(path):
             if module[0] == "strategies" and len(module) > 1:
                 # The registry loads any of them by name.
-                shared = own == "registry" or not (ROOT / "strategies" / module[1]).is_dir()
-                assert module[1] == own or shared, f"{path} imports another strategy: what two share moves down"
+                is_shared = folder == "registry" or not (ROOT / "strategies" / module[1]).is_dir()
+                assert module[1] == folder or is_shared, (
+                    f"{path} imports another strategy: move shared code to a lower package"
+                )
 
 
-def test_only_tma_launchers_know_a_concrete_strategy() -> None:
-    """All others go through its spec, found by the registry."""
+def test_only_tma_launchers_import_a_concrete_strategy() -> None:
+    """All others use its spec from the registry."""
     strategies = {path.name for path in (ROOT / "strategies").iterdir() if path.is_dir()}
-    wrong = []
+    violations = []
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT)
         if name.parts[0] == "strategies" or (name.parts[0] == "launch" and name.name.startswith("tma_")):
             continue
         concrete = {m for m in imports_of(path) if m[0] == "strategies" and len(m) > 1 and m[1] in strategies}
-        wrong += [f"{name} imports {'.'.join(module)}" for module in concrete]
-    assert not wrong, wrong
+        violations += [f"{name} imports {'.'.join(module)}" for module in concrete]
+    assert not violations, violations
 
 
 def test_only_the_registry_and_specs_load_a_strategy_by_name() -> None:
@@ -126,7 +128,7 @@ def test_no_two_modules_import_each_other() -> None:
             assert name not in graph.get(target, set()) or name == target, f"{name} and {target} import each other"
 
 
-def test_the_native_core_knows_no_python() -> None:
+def test_native_core_does_not_depend_on_python() -> None:
     for path in (ROOT.parents[1] / "csrc").glob("*"):
         if not path.name.startswith("bind"):
             text = path.read_text()

@@ -1,8 +1,7 @@
-"""Every example runs, stays short, and says what it does; every config resolves, to the model it is named after."""
+"""Every example runs, stays short and prints its outcome; every config resolves, to the model it is named after."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,46 +10,51 @@ from typing import Any
 import pytest
 
 from gnnfleet.config.resolve import read_toml, resolve
+from tests.shell import child_environment
 
-CONFIGS = sorted((Path(__file__).parents[1] / "examples" / "accuracy").glob("*.toml"))
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+FOLDER = Path(__file__).parents[1] / "examples"
+CONFIGS = sorted(FOLDER.rglob("*.toml"))
+EXAMPLES = sorted(FOLDER.glob("*.py"))
 
 
-# Half of them in each of two processes, which load torch once; each in a directory of its own.
+# Half of the examples in each of two processes, which load torch once; each example in a directory of its own.
 RUN_ALL = """
 import contextlib, io, os, runpy, sys
 for path in sys.argv[1:]:
     name = os.path.basename(path)
     os.mkdir(name)
     os.chdir(name)
-    said = io.StringIO()
+    output = io.StringIO()
     print("begins", name, flush=True)
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(output):
         sys.argv = [path]
         runpy.run_path(path, run_name="__main__")
     os.chdir("..")
-    assert said.getvalue().strip(), f"{name} says nothing"
+    assert output.getvalue().strip(), f"{name} prints nothing"
 """
 
 
 def test_examples_run(tmp_path: Path) -> None:
     for path in EXAMPLES:
         assert len(path.read_text().splitlines()) <= 60, path
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    line = [sys.executable, "-W", "error", "-c", RUN_ALL]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, "-W", "error", "-c", RUN_ALL]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options |= {"cwd": tmp_path, "env": child_environment()}
     halves = [EXAMPLES[::2], EXAMPLES[1::2]]
-    running = [subprocess.Popen([*line, *map(str, half)], cwd=tmp_path, env=environment, **pipes) for half in halves]
+    processes = [subprocess.Popen([*command, *map(str, half)], **options) for half in halves]
     try:
-        for half, process in zip(halves, running, strict=True):
-            said, _ = process.communicate(timeout=300)
-            assert process.returncode == 0 and said.count("begins") == len(half), said
+        for half, process in zip(halves, processes, strict=True):
+            output, _ = process.communicate(timeout=300)
+            assert process.returncode == 0 and output.count("begins") == len(half), output
     finally:
-        for process in running:
+        for process in processes:
             process.kill()
             process.communicate()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_resolves(path: Path) -> None:
-    assert resolve(read_toml(path)).model.name == path.stem.rpartition("_")[2]
+def test_example_configs_resolve(path: Path) -> None:
+    config = resolve(read_toml(path))
+    assert config.task == ("link" if path.parent.name == "link" else "node")
+    if path.parent.name == "accuracy":
+        assert config.model.name == path.stem.rpartition("_")[2]

@@ -1,4 +1,4 @@
-"""Blocks of docs/migration.md run in order, on one small graph: what the page says about PyG and gnnfleet is so."""
+"""Blocks of docs/migration.md run in order, on one small graph."""
 
 from __future__ import annotations
 

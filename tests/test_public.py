@@ -1,4 +1,4 @@
-"""The public face: every name resolves, nothing heavy is loaded before it is needed."""
+"""The public API: every name resolves, and heavy modules load only when needed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 import gnnfleet
 
 
-def test_every_public_name_resolves_to_what_type_checkers_see() -> None:
+def test_public_names_resolve_to_the_objects_type_checkers_see() -> None:
     source = ast.parse(Path(gnnfleet.__file__).read_text())
-    seen = {
+    original_names = {
         alias.asname: alias.name
         for node in ast.walk(source)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     for name in gnnfleet.__all__:
-        assert getattr(gnnfleet, name).__name__ == seen[name]
+        assert getattr(gnnfleet, name).__name__ == original_names[name]
 
 
 def test_help_does_not_load_torch() -> None:

@@ -1,4 +1,4 @@
-"""The crew itself: failures are told with their traceback, hangs end, nobody is left."""
+"""RankPool: failures are reported with their traceback, hangs end, no worker outlives the pool."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ import time
 import pytest
 
 from gnnfleet.comm.world import World
-from tests.ranks import Crew
+from tests.ranks import RankPool
 
 
-def fails_on_one(world: World) -> int:
+def fail_on_rank_1(world: World) -> int:
     if world.rank == 1:
-        raise ValueError("what went wrong")
+        raise ValueError("message of the failure")
     return world.rank
 
 
-def hangs_on_one(world: World) -> None:
+def hang_on_rank_0(world: World) -> None:
     while world.rank == 0:
         time.sleep(0.1)
 
 
-def process(world: World) -> int:
+def process_id(world: World) -> int:
     return os.getpid()
 
 
-def test_failures_and_hangs() -> None:
-    crew = Crew()
-    pids = crew.run(2, process)
+def test_failures_and_hangs_are_reported_and_end_all_workers() -> None:
+    pool = RankPool()
+    pids = pool.run(2, process_id)
     assert len({*pids, os.getpid()}) == 3
-    with pytest.raises(AssertionError, match=r"(?s)rank 1:.*what went wrong"):
-        crew.run(2, fails_on_one)
+    with pytest.raises(AssertionError, match=r"(?s)rank 1:.*message of the failure"):
+        pool.run(2, fail_on_rank_1)
     with pytest.raises(AssertionError, match=r"no answer from rank \[0\]"):
-        crew.run(2, process)  # a new crew, started before the clock runs
-        crew.run(2, hangs_on_one, seconds=1)
-    crew.close()
+        pool.run(2, process_id)  # starts new workers before the clock runs
+        pool.run(2, hang_on_rank_0, seconds=1)
+    pool.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -24,17 +24,17 @@ def main() -> None:
     env = LaunchEnv.from_environment()
     assert env is not None
     with rendezvous(env, seconds=60) as joined, init_world(joined) as world:
-        mesh = Mesh(world, {"way": 2, "stage": world.size // 2})
+        mesh = Mesh(world, {"graph": 2, "stage": world.size // 2})
         report = {
             "rank": world.rank,
             "token": joined.token,
             "one machine": joined.on_one_machine,
             "pids": [member.pid for member in joined.members],
             "all": sum_of(world, world.rank),
-            "way": sum_of(mesh.subgroup("way"), world.rank),
+            "graph": sum_of(mesh.subgroup("graph"), world.rank),
             "stage": sum_of(mesh.subgroup("stage"), world.rank),
-            "again": sum_of(world.subgroup("all of them", range(world.size)), world.rank),
-            "once more": sum_of(world.subgroup("all of them", range(world.size)), world.rank),
+            "all again": sum_of(world.subgroup("all ranks", range(world.size)), world.rank),
+            "all once more": sum_of(world.subgroup("all ranks", range(world.size)), world.rank),
             "default group": torch.distributed.is_initialized(),
         }
     json.dump(report, sys.stdout)

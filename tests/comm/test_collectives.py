@@ -21,7 +21,7 @@ from gnnfleet.comm.collectives import (
     sum_over_ranks,
 )
 from gnnfleet.comm.world import World
-from tests.ranks import Crew
+from tests.ranks import RankPool
 
 SIZES = (1, 2, 3)
 
@@ -40,8 +40,8 @@ def gradients(world: World) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_gradients_are_summed_and_missing_ones_are_zeros(crew: Crew, size: int) -> None:
-    for grads in crew.run(size, gradients):
+def test_gradients_are_summed_and_missing_ones_are_zeros(pool: RankPool, size: int) -> None:
+    for grads in pool.run(size, gradients):
         for index, grad in enumerate(grads):
             if index == 3:
                 assert grad is None, "missing everywhere"
@@ -51,7 +51,7 @@ def test_gradients_are_summed_and_missing_ones_are_zeros(crew: Crew, size: int) 
             assert torch.equal(grad, torch.full_like(grad, sum(10.0 * index + r for r in ranks)))
 
 
-def differentiable(world: World) -> tuple[Tensor, Tensor]:
+def sum_with_gradient(world: World) -> tuple[Tensor, Tensor]:
     x = torch.arange(3.0, dtype=torch.float64).add(world.rank).requires_grad_()
     total = sum_over_ranks(world, x * x)
     (total.sin() * (world.rank + 1)).sum().backward()  # type: ignore[no-untyped-call]
@@ -60,11 +60,11 @@ def differentiable(world: World) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_sum_and_its_gradient(crew: Crew, size: int) -> None:
+def test_a_sum_over_ranks_and_its_gradient_equal_one_process(pool: RankPool, size: int) -> None:
     xs = [torch.arange(3.0, dtype=torch.float64).add(r).requires_grad_() for r in range(size)]
     total = torch.stack([x * x for x in xs]).sum(0)
     sum((total.sin() * (r + 1)).sum() for r in range(size)).backward()  # type: ignore[union-attr]
-    for rank, (summed, grad) in enumerate(crew.run(size, differentiable)):
+    for rank, (summed, grad) in enumerate(pool.run(size, sum_with_gradient)):
         torch.testing.assert_close(summed, total.detach())
         torch.testing.assert_close(grad, xs[rank].grad)
 
@@ -77,8 +77,8 @@ def gather_and_broadcast(world: World) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_gathered_rows_and_broadcast_bytes(crew: Crew, size: int) -> None:
-    for rows, empty, text in crew.run(size, gather_and_broadcast):
+def test_rows_are_gathered_by_rank_and_bytes_are_broadcast(pool: RankPool, size: int) -> None:
+    for rows, empty, text in pool.run(size, gather_and_broadcast):
         for rank, gathered in enumerate(rows):
             assert torch.equal(gathered, torch.arange(2 * rank * 3).view(-1, 3) + 100 * rank)
         assert [list(t.shape) for t in empty] == [[0, 2]] * size
@@ -101,8 +101,8 @@ def numbers_and_json(world: World) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_gathered_numbers_and_json(crew: Crew, size: int) -> None:
-    for numbers, largest, smallest, messages, broadcast in crew.run(size, numbers_and_json):
+def test_numbers_and_json_are_gathered_by_rank(pool: RankPool, size: int) -> None:
+    for numbers, largest, smallest, messages, broadcast in pool.run(size, numbers_and_json):
         assert numbers == [[rank, 0.5] for rank in range(size)]
         assert largest == 10 * (size - 1) and smallest == -3
         assert messages == [{"rank": rank, "pair": [1, None]} for rank in range(size)]

@@ -91,9 +91,16 @@ def test_ranks_of_a_later_attempt_meet_in_the_same_store() -> None:
         assert [rank["rank"] for rank in ranks] == list(range(len(ranks)))
         assert len({rank["token"] for rank in ranks}) == 1 and len({tuple(rank["pids"]) for rank in ranks}) == 1
         assert all(rank["one machine"] and not rank["default group"] for rank in ranks)
-        assert all(rank["again"] == rank["once more"] == rank["all"] for rank in ranks)  # two groups of one name
-    assert [(rank["all"], rank["way"], rank["stage"]) for rank in first] == [(6, 2, 1), (6, 4, 1), (6, 2, 5), (6, 4, 5)]
-    assert [(rank["all"], rank["way"], rank["stage"]) for rank in second] == [(1, 1, 0), (1, 1, 1)]
+        assert all(
+            rank["all again"] == rank["all once more"] == rank["all"] for rank in ranks
+        )  # two groups of one name
+    assert [(rank["all"], rank["graph"], rank["stage"]) for rank in first] == [
+        (6, 2, 1),
+        (6, 4, 1),
+        (6, 2, 5),
+        (6, 4, 5),
+    ]
+    assert [(rank["all"], rank["graph"], rank["stage"]) for rank in second] == [(1, 1, 0), (1, 1, 1)]
     assert first[0]["token"] != second[0]["token"]
 
 
@@ -131,7 +138,9 @@ def test_process_info_identifies_a_process() -> None:
     assert first == second and first.pid == os.getpid() and first.born
 
 
-AXES = st.dictionaries(st.sampled_from(["offset", "lane", "copy", "way"]), st.integers(1, 4), min_size=1, max_size=3)
+AXES = st.dictionaries(
+    st.sampled_from(["offset", "epoch", "memory", "graph"]), st.integers(1, 4), min_size=1, max_size=3
+)
 
 
 @given(AXES)
@@ -162,10 +171,10 @@ def test_groups_along_an_axis_partition_the_ranks(axes: dict[str, int]) -> None:
 def test_positions_in_a_mesh() -> None:
     from gnnfleet.comm.mesh import Mesh
 
-    def at(rank: int) -> Mesh:
+    def mesh_of(rank: int) -> Mesh:
         world = World(rank, 6, new_group=lambda name, rank, size: None)  # type: ignore[arg-type, return-value]
-        return Mesh(world, {"way": 2, "stage": 3})
+        return Mesh(world, {"graph": 2, "stage": 3})
 
-    assert at(4).coordinates == {"way": 1, "stage": 1}
-    assert (at(0).rank_at(stage=2), at(4).rank_at(way=0), at(4).rank_at(way=0, stage=2)) == (2, 1, 2)
-    assert at(4).subgroup("way").rank == 1 and at(4).subgroup("stage").size == 3
+    assert mesh_of(4).coordinates == {"graph": 1, "stage": 1}
+    assert (mesh_of(0).rank_at(stage=2), mesh_of(4).rank_at(graph=0), mesh_of(4).rank_at(graph=0, stage=2)) == (2, 1, 2)
+    assert mesh_of(4).subgroup("graph").rank == 1 and mesh_of(4).subgroup("stage").size == 3

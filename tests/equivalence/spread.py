@@ -1,4 +1,4 @@
-"""Graphs cut into parts in every awkward way, and the same function run on the whole graph and on its parts."""
+"""Graphs cut into parts in every unusual way, and the same function run on the whole graph and on its parts."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def typed_graph() -> Graph:
     random = torch.Generator().manual_seed(1)
     counts = {"a": 30, "b": 20, "c": 6}
     nodes = {
-        kind: validated_nodes(
+        node_type: validated_nodes(
             count,
             x=torch.randn(count, 4, generator=random),
-            y=torch.randint(0, 3, (count,), generator=random) if kind == "a" else None,
-            split=torch.randint(0, 3, (count,), generator=random) if kind == "a" else None,
+            y=torch.randint(0, 3, (count,), generator=random) if node_type == "a" else None,
+            split=torch.randint(0, 3, (count,), generator=random) if node_type == "a" else None,
         )
-        for kind, count in counts.items()
+        for node_type, count in counts.items()
     }
-    kinds = [("a", "to", "b", 80), ("b", "back", "a", 70), ("a", "like", "a", 90), ("a", "hate", "a", 40)]
-    kinds += [("c", "on", "b", 15), ("b", "never", "c", 0)]
+    edge_types = [("a", "to", "b", 80), ("b", "back", "a", 70), ("a", "like", "a", 90), ("a", "hate", "a", 40)]
+    edge_types += [("c", "on", "b", 15), ("b", "never", "c", 0)]
     edges = {}
-    for src, name, dst, count in kinds:
-        ends = [torch.randint(0, counts[kind], (count,), generator=random) for kind in (src, dst)]
+    for src, name, dst, count in edge_types:
+        ends = [torch.randint(0, counts[node_type], (count,), generator=random) for node_type in (src, dst)]
         edges[EdgeType(src, name, dst)] = validated_edges(torch.stack(ends), num_src=counts[src], num_dst=counts[dst])
     return Graph.of(nodes, edges)
 
@@ -71,15 +71,15 @@ def related_graph() -> Graph:
     return Graph.of({"node": validated_nodes(40, x=x, y=y, split=split)}, edges)
 
 
-def cut_graph(graph: Graph, parts: int, how: str, path: Path) -> Path:
+def cut_graph(graph: Graph, parts: int, method: str, path: Path) -> Path:
     """Write a partition: by a partitioner, with an empty part, or with a part whose nodes have no edges."""
-    if how in ("random", "mincut", "range"):
-        assignment = assign_nodes(graph, parts, how)
+    if method in ("random", "mincut", "range"):
+        assignment = assign_nodes(graph, parts, method)
     else:
         total = graph.num_nodes
         last = parts - 1
         part = np.arange(total, dtype=np.int32) % max(last, 1)
-        if how == "edgeless" and parts > 1:
+        if method == "edgeless" and parts > 1:
             part[total - ISOLATED :] = last
         assignment = Assignment(part=part, parts=parts, method="random")
     write_partition(graph, assignment, path, overwrite=True)
@@ -88,12 +88,12 @@ def cut_graph(graph: Graph, parts: int, how: str, path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a case computes with: tensors by node, by edge, and parameters, all of the whole graph."""
+    """Inputs of a case, for the whole graph: tensors by node, by edge, and parameters."""
 
     nodes: Mapping[str, Tensor] = field(default_factory=dict)
     edges: Mapping[str, Tensor] = field(default_factory=dict)
     params: Mapping[str, Tensor] = field(default_factory=dict)
-    frozen: Sequence[str] = ()  # those that need no gradient
+    frozen: Sequence[str] = ()  # names that need no gradient
 
 
 Case = Callable[..., Tensor]
@@ -101,24 +101,30 @@ Case = Callable[..., Tensor]
 
 
 def run_case(view: Any, case: Case, inputs: Inputs) -> dict[str, Tensor]:
-    """The output and the gradient of every input, of the rows and edges of a view."""
-    own = {name: tensor[view.node_ids] for name, tensor in inputs.nodes.items()}
-    own |= {name: tensor[view.edge_ids] for name, tensor in inputs.edges.items()}
-    own |= {name: tensor.clone() for name, tensor in inputs.params.items()}
-    leaves = {name: t.requires_grad_(t.is_floating_point() and name not in inputs.frozen) for name, t in own.items()}
+    """Output and gradients of all inputs, for the rows and edges of a view."""
+    inputs_of_view = {name: tensor[view.node_ids] for name, tensor in inputs.nodes.items()}
+    inputs_of_view |= {name: tensor[view.edge_ids] for name, tensor in inputs.edges.items()}
+    inputs_of_view |= {name: tensor.clone() for name, tensor in inputs.params.items()}
+    leaves = {
+        name: t.requires_grad_(t.is_floating_point() and name not in inputs.frozen)
+        for name, t in inputs_of_view.items()
+    }
     out = case(view, **leaves)
-    (out * pattern(out)[view.node_ids]).sum().backward() if out.requires_grad else None
+    (out * loss_weights(out)[view.node_ids]).sum().backward() if out.requires_grad else None
     grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.requires_grad}
-    return {"out": out.detach(), **{name: torch.zeros_like(own[name]) if g is None else g for name, g in grads.items()}}
+    return {
+        "out": out.detach(),
+        **{name: torch.zeros_like(inputs_of_view[name]) if g is None else g for name, g in grads.items()},
+    }
 
 
-def pattern(out: Tensor) -> Tensor:
-    """What the output is multiplied by to make a loss; for all nodes."""
+def loss_weights(out: Tensor) -> Tensor:
+    """Factors that turn the output of all nodes into a loss."""
     random = torch.Generator().manual_seed(7)
     return torch.randn(NODES, *out.shape[1:], generator=random, dtype=out.dtype)
 
 
-def whole(graph: Graph, case: Case, inputs: Inputs) -> dict[str, Tensor]:
+def run_on_whole_graph(graph: Graph, case: Case, inputs: Inputs) -> dict[str, Tensor]:
     return run_case(LocalView.of_graph(graph).with_step(key=KEY, layer=1), case, inputs)
 
 
@@ -127,18 +133,18 @@ def open_view(world: World, path: str, group: int, depth: int) -> RingView:
     return RingView.open(shard, RingExchange(world, group, depth)).with_step(key=KEY, layer=1)
 
 
-def joined(graph: Graph, inputs: Inputs, found: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """What the ranks found, in store order; gradients of parameters summed."""
+def join_ranks(graph: Graph, inputs: Inputs, outputs: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Outputs of all ranks in store order; gradients of parameters are summed."""
     total: dict[str, Tensor] = {}
-    for name in found[0]["values"]:
+    for name in outputs[0]["values"]:
         if name in inputs.params:
-            total[name] = torch.stack([one["values"][name] for one in found]).sum(0)
+            total[name] = torch.stack([output["values"][name] for output in outputs]).sum(0)
             continue
         ids = "edge_ids" if name in inputs.edges else "node_ids"
         count = graph.num_edges if name in inputs.edges else graph.num_nodes
-        first = found[0]["values"][name]
+        first = outputs[0]["values"][name]
         rows = first.new_full((count, *first.shape[1:]), torch.nan)
-        for one in found:
-            rows[one[ids]] = one["values"][name]
+        for output in outputs:
+            rows[output[ids]] = output["values"][name]
         total[name] = rows
     return total

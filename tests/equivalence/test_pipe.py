@@ -27,13 +27,15 @@ from gnnfleet.strategies.pipe.schedule import chunk_order
 from gnnfleet.strategies.pipe.strategy import PipeStrategy
 from gnnfleet.training.build import RankContext, build
 from tests.equivalence.spread import NODES, plain_graph, related_graph
-from tests.equivalence.test_sar import MODELS
-from tests.equivalence.test_sar import close as check_close
-from tests.equivalence.test_sar import link_words as link_settings
-from tests.equivalence.test_sar import linked as graph_with_held_out_edges
-from tests.equivalence.test_sar import trained as fit
-from tests.equivalence.test_sar import words as run_settings
-from tests.ranks import Crew
+from tests.equivalence.test_sar import (
+    MODELS,
+    check_close,
+    fit,
+    graph_with_held_out_edges,
+    link_settings,
+    run_settings,
+)
+from tests.ranks import RankPool
 from tests.session.test_custom_model import SHARED_LAYER_MODEL
 
 GRAPHS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
@@ -95,9 +97,9 @@ def fit_all_models(world: World, store: str, name: str, partitions: int, method:
     [(1, 1, "mincut"), (2, 1, "mincut"), (2, 2, "random"), (3, 3, "mincut"), (4, 2, "random")],
 )
 def test_partitions_of_one_chunk_equal_local(
-    crew: Crew, folder: Path, expected: dict[str, Any], name: str, size: int, partitions: int, method: str
+    pool: RankPool, folder: Path, expected: dict[str, Any], name: str, size: int, partitions: int, method: str
 ) -> None:
-    ranks = crew.run(size, fit_all_models, str(folder / name), name, partitions, method)
+    ranks = pool.run(size, fit_all_models, str(folder / name), name, partitions, method)
     for index, model in enumerate(models_of(name, size)):
         reference = expected[name][GRAPHS[name][1].index(model)]
         for number, rank in enumerate(ranks):
@@ -112,9 +114,9 @@ def fit_links(world: World, store: str) -> list[dict[str, Any]]:
     return [fit(graph, case | {"workers": world.size}, chunked(graph, world, 1, 1)) for case in settings]
 
 
-def test_link_prediction_with_one_chunk_equals_local(crew: Crew, folder: Path) -> None:
+def test_link_prediction_with_one_chunk_equals_local(pool: RankPool, folder: Path) -> None:
     graph = save_store(graph_with_held_out_edges(plain_graph), folder / "linked")
-    ranks = crew.run(2, fit_links, str(folder / "linked"))
+    ranks = pool.run(2, fit_links, str(folder / "linked"))
     for index, case in enumerate(("dot", "mlp")):
         check_metrics(ranks[0][index], fit(graph, link_settings(case, name="local", order="store")), case)
 
@@ -125,12 +127,12 @@ def fit_one_chunk(world: World, store: str, model: dict[str, Any]) -> dict[str, 
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_layers_that_share_weights_equal_local(crew: Crew, folder: Path, tmp_path: Path, size: int) -> None:
+def test_layers_that_share_weights_equal_local(pool: RankPool, folder: Path, tmp_path: Path, size: int) -> None:
     """Each of four stages has one layer; the second and the third layer share their weights."""
     (tmp_path / "twice.py").write_text(SHARED_LAYER_MODEL)
     model = {"name": f"{tmp_path / 'twice.py'}:make", "layers": 4, "settings": {"norm": "LayerNorm"}}
     reference = fit_local(folder / "plain", model)
-    for number, fitted in enumerate(crew.run(size, fit_one_chunk, str(folder / "plain"), model)):
+    for number, fitted in enumerate(pool.run(size, fit_one_chunk, str(folder / "plain"), model)):
         check_metrics(fitted, reference, f"rank {number}")
 
 
@@ -140,11 +142,11 @@ def fit_two_partitions(world: World, store: str, model: dict[str, Any], starts: 
 
 
 @pytest.mark.parametrize("starts", [[0, 1, NODES], [0, NODES - 1, NODES], [0, 0, NODES], [0, NODES, NODES]])
-def test_batch_norm_on_a_partition_of_at_most_one_node(crew: Crew, folder: Path, starts: list[int]) -> None:
+def test_batch_norm_on_a_partition_of_at_most_one_node(pool: RankPool, folder: Path, starts: list[int]) -> None:
     """Statistics are those of all partitions; the profile of single layers must not fail on one row."""
     model = {"name": "sage", "norm": "batch"}
     reference = fit_local(folder / "plain", model)
-    for number, fitted in enumerate(crew.run(2, fit_two_partitions, str(folder / "plain"), model, starts)):
+    for number, fitted in enumerate(pool.run(2, fit_two_partitions, str(folder / "plain"), model, starts)):
         check_metrics(fitted, reference, f"rank {number}")
 
 
@@ -319,9 +321,9 @@ def mean_gradients_of_a_partition(world: World, store: str, rule: GradientRule) 
 
 
 @pytest.mark.parametrize("rule", ["double", "control_variate"])
-def test_the_mean_over_orders_of_two_partitions_is_exact(crew: Crew, folder: Path, rule: GradientRule) -> None:
+def test_the_mean_over_orders_of_two_partitions_is_exact(pool: RankPool, folder: Path, rule: GradientRule) -> None:
     graph = open_store(folder / "plain")
-    ranks = crew.run(2, mean_gradients_of_a_partition, str(folder / "plain"), rule)
+    ranks = pool.run(2, mean_gradients_of_a_partition, str(folder / "plain"), rule)
     for index, (name, layers) in enumerate(CROSSING):
         reference = exact_gradients(graph, make_model(graph, name, layers), random_pattern())
         check_close({key: ranks[0][index][key] + ranks[1][index][key] for key in reference}, reference, name)
@@ -370,8 +372,8 @@ def gradients_of_third_passes(world: World, case: str) -> list[Grads]:
 
 
 @pytest.mark.parametrize("case", IRREGULAR)
-def test_gradients_of_irregular_chunks_converge_to_exact_ones(crew: Crew, case: str) -> None:
-    ranks = crew.run(IRREGULAR[case][1], gradients_of_third_passes, case)
+def test_gradients_of_irregular_chunks_converge_to_exact_ones(pool: RankPool, case: str) -> None:
+    ranks = pool.run(IRREGULAR[case][1], gradients_of_third_passes, case)
     for index, (graph, name, settings) in enumerate(irregular_models()):
         pattern = random_pattern(nodes=graph.num_nodes)
         reference = exact_gradients(graph, make_model(graph, name, 2, **settings), pattern)
@@ -413,10 +415,10 @@ def count_bytes(world: World, folder: str, partitions: int, chunks: int, wire: s
     [(2, 1, 4, "exact"), (3, 1, 3, "bf16"), (4, 2, 4, "exact"), (2, 2, 4, "bf16"), (3, 3, 3, "exact")],
 )
 def test_counted_bytes_equal_the_estimate(
-    crew: Crew, folder: Path, size: int, partitions: int, chunks: int, wire: str
+    pool: RankPool, folder: Path, size: int, partitions: int, chunks: int, wire: str
 ) -> None:
     """On a graph of directed edges; with one partition the bytes are those of GNNPipe's formula."""
-    ranks = crew.run(size, count_bytes, str(folder), partitions, chunks, wire)
+    ranks = pool.run(size, count_bytes, str(folder), partitions, chunks, wire)
     for index, (graph_name, name, _) in enumerate(COUNTED):
         sent = sum(rank[index][0] for rank in ranks)
         assert sent == ranks[0][index][1], (graph_name, name)

@@ -191,30 +191,30 @@ class Plain:
     [("tgn", 1, False), ("tgn", 2, False), ("tgn-id", 1, False), ("tgn-id", 1, True), ("tgat", 1, False)],
 )
 def test_training_equals_a_plain_loop(name: str, layers: int, pairs: bool) -> None:
-    ours, theirs = (build_strategy(name=name, layers=layers, pairs=pairs) for _ in range(2))
+    strategy, reference = (build_strategy(name=name, layers=layers, pairs=pairs) for _ in range(2))
     tolerance = 1e-6 if pairs else 1e-10  # features of pairs are float32
-    optimizer = torch.optim.SGD(theirs.model.parameters(), lr=0.05)
-    plain = Plain(theirs)
-    records = list(ours.train_epoch(0))
-    bounds = theirs.task.parts["train"].batches(BATCH)
+    optimizer = torch.optim.SGD(reference.model.parameters(), lr=0.05)
+    plain = Plain(reference)
+    records = list(strategy.train_epoch(0))
+    bounds = reference.task.parts["train"].batches(BATCH)
     assert len(records) == len(bounds) - 1 > 3
     for record, (low, high) in zip(records, pairwise(bounds), strict=True):
         loss = plain.loss(low, high, 0)
-        if theirs.model.has_memory:
+        if reference.model.has_memory:
             plain.replay(low, high)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         assert record.loss == pytest.approx(float(loss.detach()), rel=tolerance)
         assert record.count == high - low
-    for (key, mine), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+    for (key, parameter), expected in zip(strategy.model.named_parameters(), reference.model.parameters(), strict=True):
         torch.testing.assert_close(
-            mine, other, rtol=1e-7, atol=max(1e-8, tolerance), msg=lambda text, key=key: f"{key}: {text}"
+            parameter, expected, rtol=1e-7, atol=max(1e-8, tolerance), msg=lambda text, key=key: f"{key}: {text}"
         )
     if name == "tgat":
         return
-    state = ours.scheduler.shared.memory.tables
-    for node in range(theirs.task.stream.num_nodes):
+    state = strategy.scheduler.shared.memory.tables
+    for node in range(reference.task.stream.num_nodes):
         assert int(state["mail_event"][node]) == plain.mail_event.get(node, -1)
         assert int(state["memory_event"][node]) == plain.memory_event.get(node, -1)
         if node in plain.mail:

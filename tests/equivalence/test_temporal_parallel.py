@@ -21,17 +21,17 @@ from gnnfleet.strategies.temporal.memory import NodeMemory
 from gnnfleet.strategies.temporal.schedule import ParallelLayout, Schedule
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
 from gnnfleet.training.build import RankContext, build
-from tests.ranks import Crew, with_shelf
+from tests.ranks import RankPool, with_shm_transport
 
 Sizes = tuple[int, int, int]
 """Degrees of batch, epoch and memory parallelism."""
 
 BATCH, LR = 12, 1e-3
-ONE = (1, 1, 1)
+SERIAL = (1, 1, 1)
 
 
 def build_strategy(
-    world: World, sizes: Sizes = ONE, *, lr: float = LR, queries: str = "event", **model: Any
+    world: World, sizes: Sizes = SERIAL, *, lr: float = LR, queries: str = "event", **model: Any
 ) -> TemporalStrategy:
     """Build a strategy on events with ties in time and a short last batch."""
     graph = make_dataset("events", users=12, items=8, events=150, features=3, topics=2, ties=0.3, seed=3)
@@ -55,7 +55,9 @@ def build_strategy(
     }
     config = resolve(settings)
     train = config.train.model_copy(update={"lr": lr})  # users cannot set 0
-    built = build(graph, config.model_copy(update={"train": train}), context=RankContext(with_shelf(world))).strategy
+    built = build(
+        graph, config.model_copy(update={"train": train}), context=RankContext(with_shm_transport(world))
+    ).strategy
     assert isinstance(built, TemporalStrategy)
     return built
 
@@ -110,12 +112,12 @@ def ends_of_sweeps(world: World, sizes: Sizes, sweeps: int) -> dict[int, dict[st
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 3, 1), (1, 1, 2), (1, 2, 2)], ids=str)
-def test_memories_of_lanes_and_copies_equal_those_of_one_trainer(crew: Crew, sizes: Sizes) -> None:
+def test_memories_of_epoch_and_memory_parallelism_equal_those_of_one_trainer(pool: RankPool, sizes: Sizes) -> None:
     """Bit for bit. Negatives decide the sizes of products, so a pass is compared with the pass of equal negatives."""
-    (serial,) = crew.run(1, ends_of_sweeps, ONE, 7)
+    (serial,) = pool.run(1, ends_of_sweeps, SERIAL, 7)
     assert serial[0]["mail"].any() and serial[0]["memory"].any()
     assert_close(serial[1], serial[0])  # a sweep starts with an empty memory
-    for memories in crew.run(sizes[0] * sizes[1] * sizes[2], ends_of_sweeps, sizes, 2):
+    for memories in pool.run(sizes[0] * sizes[1] * sizes[2], ends_of_sweeps, sizes, 2):
         assert memories
         for number, memory in memories.items():
             assert_equal(memory, serial[number])
@@ -124,7 +126,7 @@ def test_memories_of_lanes_and_copies_equal_those_of_one_trainer(crew: Crew, siz
 # -- sharing a batch --
 
 
-def shared(world: World, sizes: Sizes, name: str, queries: str) -> dict[str, Any]:
+def train_shared_batches(world: World, sizes: Sizes, name: str, queries: str) -> dict[str, Any]:
     strategy, losses, grads = build_strategy(world, sizes, lr=0.0, name=name, queries=queries), [], []
     for _, record in iterations(strategy):
         losses.append((record.loss, record.count))
@@ -133,10 +135,10 @@ def shared(world: World, sizes: Sizes, name: str, queries: str) -> dict[str, Any
 
 
 @pytest.mark.parametrize(("size", "name", "queries"), [(2, "tgn", "event"), (3, "tgat", "event"), (2, "tgn", "batch")])
-def test_trainers_that_share_a_batch_equal_one_trainer(crew: Crew, size: int, name: str, queries: str) -> None:
+def test_trainers_that_share_a_batch_equal_one_trainer(pool: RankPool, size: int, name: str, queries: str) -> None:
     """Losses, counts and gradients of all steps, with dropout."""
-    (serial,) = crew.run(1, shared, ONE, name, queries)
-    for parallel in crew.run(size, shared, (size, 1, 1), name, queries):
+    (serial,) = pool.run(1, train_shared_batches, SERIAL, name, queries)
+    for parallel in pool.run(size, train_shared_batches, (size, 1, 1), name, queries):
         assert_same_losses(parallel["losses"], serial["losses"])
         assert_close(parallel["tables"], serial["tables"])
         for grads, serial_grads in zip(parallel["grads"], serial["grads"], strict=True):
@@ -167,7 +169,7 @@ def follow_schedule(sizes: Sizes, sweeps: int) -> dict[str, Any]:
         total, count = torch.zeros((), dtype=torch.float64), 0
         for rank in range(layout.workers):
             plan = schedule.iteration_plan(rank, iteration)
-            if plan.starts_sweep and rank % layout.epoch_parallel == 0:  # the first lane comes first
+            if plan.starts_sweep and rank % layout.epoch_parallel == 0:  # only the first rank of the copy resets it
                 memories[plan.memory_copy].reset()
             if plan.batch is None:
                 continue
@@ -200,9 +202,9 @@ def trained(world: World, sizes: Sizes, sweeps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1)], ids=str)
-def test_training_follows_the_schedule(crew: Crew, sizes: Sizes) -> None:
+def test_training_follows_the_schedule(pool: RankPool, sizes: Sizes) -> None:
     expected = follow_schedule(sizes, 2)
-    outcomes = crew.run(sizes[0] * sizes[1] * sizes[2], trained, sizes, 2)
+    outcomes = pool.run(sizes[0] * sizes[1] * sizes[2], trained, sizes, 2)
     alone = build_strategy(World())
     alone.load_state_dict({"model": outcomes[0]["model"]})
     for outcome in outcomes:
@@ -249,8 +251,8 @@ def record_writes(world: World, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)], ids=str)
-def test_events_count_once_a_pass_and_nodes_are_written_once(crew: Crew, sizes: Sizes) -> None:
-    (serial,) = crew.run(1, record_writes, ONE)
+def test_events_are_used_once_a_pass_and_nodes_are_written_once(pool: RankPool, sizes: Sizes) -> None:
+    (serial,) = pool.run(1, record_writes, SERIAL)
     negatives_of_one = {
         (record["plan"][3], event): negatives
         for record in serial
@@ -261,7 +263,7 @@ def test_events_count_once_a_pass_and_nodes_are_written_once(crew: Crew, sizes: 
     bounds = strategy.task.parts["train"].batches(BATCH)
     uses: Counter[tuple[int, int]] = Counter()
     writes: dict[tuple[int, int, int], list[int]] = {}
-    for records in crew.run(sizes[0] * sizes[1] * sizes[2], record_writes, sizes):
+    for records in pool.run(sizes[0] * sizes[1] * sizes[2], record_writes, sizes):
         for record in records:
             memory_copy, sweep, batch, pass_number = record["plan"]
             for event, negatives in zip(record["events"], record["negatives"], strict=True):
@@ -271,8 +273,10 @@ def test_events_count_once_a_pass_and_nodes_are_written_once(crew: Crew, sizes: 
             if batch is not None:
                 writes.setdefault((memory_copy, sweep, batch), []).extend(record["ids"])
     assert set(uses.values()) == {1}
-    whole = [number for number in {number for number, _ in uses} if uses[number, 0] and uses[number, count - 1]]
-    assert whole and all(uses[number, event] == 1 for number in whole for event in range(count))
+    complete_passes = [
+        number for number in {number for number, _ in uses} if uses[number, 0] and uses[number, count - 1]
+    ]
+    assert complete_passes and all(uses[number, event] == 1 for number in complete_passes for event in range(count))
     for (_, _, batch), ids in writes.items():
         low, high = bounds[batch], bounds[batch + 1]
         assert sorted(ids) == torch.unique(torch.cat([stream.src[low:high], stream.dst[low:high]])).tolist()
@@ -283,28 +287,30 @@ def test_events_count_once_a_pass_and_nodes_are_written_once(crew: Crew, sizes: 
 
 def interrupted(world: World, sizes: Sizes, stop: int) -> dict[str, Any]:
     """Train two sweeps; again with a second strategy that resumes after ``stop`` iterations."""
-    whole = build_strategy(world, sizes)
-    expected = [record.loss for _, record in iterations(whole, 2)]
+    uninterrupted = build_strategy(world, sizes)
+    expected = [record.loss for _, record in iterations(uninterrupted, 2)]
     first, losses, position = build_strategy(world, sizes), [], (0, 0)
     for iteration, record in iterations(first, 2):
         losses.append(record.loss)
         if iteration + 1 == stop:
             position = record.epoch, record.step + 1
             break
-    state: State = {part: {name: t.clone() for name, t in each.items()} for part, each in first.state_dict().items()}
+    state: State = {
+        group: {name: t.clone() for name, t in tensors.items()} for group, tensors in first.state_dict().items()
+    }
     second = build_strategy(world, sizes)
     second.load_state_dict(state)
     passes = sizes[1] * sizes[2]
     for epoch in range(position[0], 2 * passes):
         losses += [record.loss for record in second.train_epoch(epoch, position[1] if epoch == position[0] else 0)]
-    ends = [weights(whole), tables(whole)], [weights(second), tables(second)]
+    ends = [weights(uninterrupted), tables(uninterrupted)], [weights(second), tables(second)]
     return {"losses": (expected, losses), "ends": ends}
 
 
-@pytest.mark.parametrize("sizes", [ONE, (1, 2, 2), (2, 2, 1), (1, 3, 1)], ids=str)
-def test_resuming_from_a_state_gives_the_same_bits(crew: Crew, sizes: Sizes) -> None:
+@pytest.mark.parametrize("sizes", [SERIAL, (1, 2, 2), (2, 2, 1), (1, 3, 1)], ids=str)
+def test_resumed_training_is_equal_bit_for_bit(pool: RankPool, sizes: Sizes) -> None:
     for stop in (4, 11):
-        for runs in crew.run(sizes[0] * sizes[1] * sizes[2], interrupted, sizes, stop):
+        for runs in pool.run(sizes[0] * sizes[1] * sizes[2], interrupted, sizes, stop):
             expected, losses = runs["losses"]
             assert losses == expected
             for uninterrupted, resumed in zip(*runs["ends"], strict=True):

@@ -31,7 +31,7 @@ from gnnfleet.training.build import RankContext, build
 from gnnfleet.training.partition_cache import ensure_clusters, trained_graph
 from tests.equivalence.spread import plain_graph, typed_graph
 from tests.equivalence.test_estimates import estimates_of
-from tests.equivalence.test_sar import linked
+from tests.equivalence.test_sar import graph_with_held_out_edges as linked
 
 BATCH = 7
 

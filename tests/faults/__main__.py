@@ -1,8 +1,7 @@
-"""``python -m tests.faults [REPEATS [MINUTES]]``: trials that are not done yet, and the table of docs/reliability.md.
+"""``python -m tests.faults [REPEATS [MINUTES]]``: run missing trials and write the table of docs/reliability.md.
 
-None is begun after so many minutes; the next call goes on. Outcomes are kept one by one in
-benchmarks/results/faults.json. A trial that failed or was late is tried again, alone. ``make faults``; root tries hosts
-too.
+No trial starts after MINUTES; the next call continues. Each outcome is saved to benchmarks/results/faults.json at once.
+A trial that failed or was late is run again, alone. ``make faults`` calls this; trials with hosts need root.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from typing import Any
 
 from benchmarks.record import RESULTS, write_results
 
-from tests.faults.runners import RUNNERS, TOGETHER, Workshop
-from tests.faults.suite import LIMIT, Case, Outcome, plan
+from tests.faults.runners import MAX_PARALLEL, RUNNERS, TrialContext
+from tests.faults.suite import EXIT_LIMIT, Case, Outcome, plan
 from tests.faults.table import write_table
 
 ATTEMPTS = 3
-"""Of a trial whose run was over before anything was done to it, or that was late on a busy machine."""
+"""For a trial whose run finished before the fault, or that was late on a busy machine."""
 
 
-class Kept:
-    """Outcomes by name, on disk after each."""
+class OutcomeFile:
+    """Outcomes by name of the trial, written to disk after each."""
 
     def __init__(self) -> None:
         path = RESULTS / "faults.json"
@@ -39,51 +38,54 @@ class Kept:
 
     def is_done(self, case: Case) -> bool:
         cell = self.cells.get(case.name)
-        return cell is not None and "problem" not in cell and (cell["seconds"] or 0) < LIMIT
+        return cell is not None and "problem" not in cell and (cell["seconds"] or 0) < EXIT_LIMIT
 
-    def keep(self, case: Case, found: Outcome | str) -> None:
-        told = {"problem": found} if isinstance(found, str) else asdict(found)
+    def save(self, case: Case, outcome: Outcome | str) -> None:
+        record = {"problem": outcome} if isinstance(outcome, str) else asdict(outcome)
         with self._lock:
-            self.cells[case.name] = {"name": case.name, **asdict(case), **told}
+            self.cells[case.name] = {"name": case.name, **asdict(case), **record}
             write_results("faults", list(self.cells.values()))
-        words = found if isinstance(found, str) else f"{found.result}, {found.seconds or 0:.1f} s, load {found.load}"
-        print(f"{case.name}: {words}", flush=True)
+        failed = isinstance(outcome, str)
+        summary = outcome if failed else f"{outcome.result}, {outcome.seconds or 0:.1f} s, load {outcome.load}"
+        print(f"{case.name}: {summary}", flush=True)
 
 
-def attempt(shop: Workshop, kept: Kept, case: Case) -> None:
+def attempt(context: TrialContext, outcomes: OutcomeFile, case: Case) -> None:
     try:
-        kept.keep(case, RUNNERS[case.how](shop, case))
+        outcomes.save(case, RUNNERS[case.how](context, case))
     except Exception as error:
-        kept.keep(case, f"{type(error).__name__}: {error}\n{traceback.format_exc()[-1500:]}"[:4000])
+        outcomes.save(case, f"{type(error).__name__}: {error}\n{traceback.format_exc()[-1500:]}"[:4000])
 
 
 def main() -> None:
-    words = [float(word) for word in sys.argv[1:]]
-    repeats, minutes = words[0] if words else 6, words[1] if len(words) > 1 else 60
-    begun, kept, cases = time.monotonic(), Kept(), plan(int(repeats))
+    arguments = [float(argument) for argument in sys.argv[1:]]
+    repeats, minutes = arguments[0] if arguments else 6, arguments[1] if len(arguments) > 1 else 60
+    started, outcomes, cases = time.monotonic(), OutcomeFile(), plan(int(repeats))
 
     def attempt_in_time(case: Case) -> None:
-        if time.monotonic() - begun < minutes * 60:
-            attempt(shop, kept, case)
+        if time.monotonic() - started < minutes * 60:
+            attempt(context, outcomes, case)
 
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        shop = Workshop(Path(folder))
+        context = TrialContext(Path(folder))
         try:
-            for how, together in TOGETHER.items():
-                waiting = [case for case in cases if case.how == how and not kept.is_done(case)]
-                if time.monotonic() - begun < minutes * 60:
-                    shop.prepare(waiting)
-                with ThreadPoolExecutor(max_workers=together) as pool:
-                    list(pool.map(attempt_in_time, waiting))
+            for runner, workers in MAX_PARALLEL.items():
+                pending = [case for case in cases if case.how == runner and not outcomes.is_done(case)]
+                if time.monotonic() - started < minutes * 60:
+                    context.prepare(pending)
+                with ThreadPoolExecutor(max_workers=workers) as pool:
+                    list(pool.map(attempt_in_time, pending))
                 for _ in range(ATTEMPTS - 1):
-                    for case in [case for case in waiting if not kept.is_done(case)]:
+                    for case in [case for case in pending if not outcomes.is_done(case)]:
                         attempt_in_time(case)
         finally:
-            shop.close()
-    wrong = [case.name for case in cases if not kept.is_done(case)]
-    write_table([kept.cells[case.name] for case in cases if case.name in kept.cells])
-    print(f"{len(cases)} trials, {len(wrong)} wrong or not tried, {time.monotonic() - begun:.0f} s: {', '.join(wrong)}")
-    sys.exit(bool(wrong))
+            context.close()
+    failed = [case.name for case in cases if not outcomes.is_done(case)]
+    write_table([outcomes.cells[case.name] for case in cases if case.name in outcomes.cells])
+    print(
+        f"{len(cases)} trials, {len(failed)} failed or not run, {time.monotonic() - started:.0f} s: {', '.join(failed)}"
+    )
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

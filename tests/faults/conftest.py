@@ -1,7 +1,8 @@
-"""What tests of faults compare with: one store, and a run on two workers that nothing happened to."""
+"""Fixtures for tests of faults: a store, an uninterrupted run on two workers, commands and forked ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from gnnfleet.api import train
 from gnnfleet.graph.store import save_store
+from tests.faults.driving import Driver
+from tests.faults.trials import ForkServer
 from tests.graphs import communities
 
-SAME: dict[str, Any] = {"strategy": "sar", "workers": 2, "model": {"name": "sage", "hidden": 8, "layers": 2}}
+UNINTERRUPTED: dict[str, Any] = {"strategy": "sar", "workers": 2, "model": {"name": "sage", "hidden": 8, "layers": 2}}
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +25,29 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def whole_run(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs") / "whole"
-    train(store, **SAME, epochs=80, seed=3, run_dir=path, checkpoint_seconds=0.2)
+def uninterrupted_run(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    train(store, **UNINTERRUPTED, epochs=80, seed=3, run_dir=path, checkpoint_seconds=0.2)
     return path
+
+
+@pytest.fixture
+def drive(store: Path, tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+    """Starts training commands by name of their run directory; none outlives the test."""
+    drivers: list[Driver] = []
+
+    def start_driver(name: str, *arguments: str | Path, strategy: str = "sar") -> Driver:
+        drivers.append(Driver(store, tmp_path / name, *arguments, strategy=strategy))
+        return drivers[-1]
+
+    yield start_driver
+    for driver in drivers:
+        driver.process.kill()
+        driver.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()

@@ -1,8 +1,8 @@
-"""Ranks by the dozen for tests of faults: this process loads torch once and forks a trial's ranks from itself.
+"""Fork server for tests of faults: loads torch once and forks the ranks of many trials from itself.
 
-``python -m tests.faults.forks`` reads one JSON object per line, {"spec", "size", "folder"}, and answers with the pids
-of the ranks, later with {"ended", "code"} for each that ended. The store of a trial lives in a process of its own, as
-it does under torchrun. A rank that gets SIGUSR1 raises an exception wherever it happens to be in gnnfleet's own code.
+``python -m tests.faults.forks`` reads one JSON object per line, {"spec", "size", "folder"}. It answers with the pids
+of the ranks, and later with {"ended", "code"} for each rank that ended. The store of a trial is a process of its own,
+as under torchrun. A rank that receives SIGUSR1 raises an exception at its current place in gnnfleet's code.
 """
 
 from __future__ import annotations
@@ -27,66 +27,68 @@ from gnnfleet.launch.spec import RunSpec
 from gnnfleet.training import loop
 
 EPOCH_SECONDS = 0.04
-"""Added to every epoch: many trials run side by side, and phases other than computing get their share."""
+"""Added to every epoch, so that faults of parallel trials also hit phases other than computing."""
 
 
-OWN = Path(gnnfleet.__file__).parent
+PACKAGE = Path(gnnfleet.__file__).parent
 
 
 class Sabotage(Exception):
-    """Raised on purpose."""
+    """Raised on SIGUSR1."""
 
 
-def rank(number: int, order: dict[str, Any]) -> NoReturn:
-    folder = Path(order["folder"])
+def run_forked_rank(number: int, trial: dict[str, Any]) -> NoReturn:
+    folder = Path(trial["folder"])
     log = os.open(folder / f"rank-{number}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
     os.dup2(log, 1)
     die_with_parent()
     while not (folder / "port").exists():
         time.sleep(0.01)
-    seat = LaunchEnv(rank=number, size=order["size"], port=int((folder / "port").read_text()), external_store=True)
-    plain = loop._epoch
+    launch_env = LaunchEnv(
+        rank=number, size=trial["size"], port=int((folder / "port").read_text()), external_store=True
+    )
+    train_epoch = loop._epoch
 
-    def slower(*words: Any) -> dict[str, Any]:
+    def slow_epoch(*args: Any) -> dict[str, Any]:
         time.sleep(EPOCH_SECONDS)
-        return plain(*words)
+        return train_epoch(*args)
 
-    loop._epoch = slower
+    loop._epoch = slow_epoch
     signal.signal(signal.SIGUSR1, _sabotage)
     signal.signal(signal.SIGALRM, _sabotage)
 
     def work(world: World, _: object) -> None:
         (folder / f"rank-{number}.ready").touch()
-        run_spec(RunSpec.from_json(order["spec"]), world)
+        run_spec(RunSpec.from_json(trial["spec"]), world)
 
-    run_rank(seat, work, print_errors=True)
+    run_rank(launch_env, work, print_errors=True)
 
 
 def _sabotage(_: int, frame: FrameType | None) -> None:
-    """Raise in gnnfleet's code, or look again shortly.
+    """Raise in gnnfleet's code, or try again 3 ms later.
 
-    Inside the standard library an exception from nowhere breaks invariants (a thread half started answers KeyError),
-    and readers of files take whatever goes wrong in them for damage of the file.
+    In the standard library a sudden exception breaks invariants (a half-started thread answers KeyError). Readers of
+    files report any exception as a damaged file.
     """
-    within = Path(frame.f_code.co_filename) if frame else Path()
-    reads = False
-    while frame and not reads:
-        reads = Path(frame.f_code.co_filename).parent == OWN / "graph"
+    current = Path(frame.f_code.co_filename) if frame else Path()
+    in_reader = False
+    while frame and not in_reader:
+        in_reader = Path(frame.f_code.co_filename).parent in (PACKAGE / "graph", PACKAGE / "io")
         frame = frame.f_back
-    if not reads and within.is_relative_to(OWN):
+    if not in_reader and current.is_relative_to(PACKAGE):
         raise Sabotage("somewhere")
     signal.setitimer(signal.ITIMER_REAL, 0.003)
 
 
-def store(order: dict[str, Any]) -> NoReturn:
+def serve_store(trial: dict[str, Any]) -> NoReturn:
     from torch.distributed import TCPStore
 
     die_with_parent()
-    kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
-    partial = Path(order["folder"]) / "port.partial"
-    partial.write_text(str(kept.port))
-    partial.rename(Path(order["folder"]) / "port")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
+    partial = Path(trial["folder"]) / "port.partial"
+    partial.write_text(str(store.port))
+    partial.rename(Path(trial["folder"]) / "port")
     while True:
         signal.pause()
 
@@ -97,14 +99,14 @@ def main() -> None:
             line = sys.stdin.readline()
             if not line:
                 return
-            order = json.loads(line)
-            started = {}
-            for number in (-1, *range(order["size"])):
+            trial = json.loads(line)
+            pids = {}
+            for number in (-1, *range(trial["size"])):
                 child = os.fork()
                 if child == 0:
-                    rank(number, order) if number >= 0 else store(order)
-                started[number] = child
-            say({"folder": order["folder"], "store": started.pop(-1), "ranks": list(started.values())})
+                    run_forked_rank(number, trial) if number >= 0 else serve_store(trial)
+                pids[number] = child
+            send({"folder": trial["folder"], "store": pids.pop(-1), "ranks": list(pids.values())})
         reap()
 
 
@@ -116,11 +118,11 @@ def reap() -> None:
             return
         if not pid:
             return
-        say({"ended": pid, "code": os.waitstatus_to_exitcode(status), "at": time.monotonic()})
+        send({"ended": pid, "code": os.waitstatus_to_exitcode(status), "at": time.monotonic()})
 
 
-def say(word: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(word) + "\n")
+def send(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 

@@ -1,4 +1,4 @@
-"""Runs the trials of suite.py. Each function does one and returns its outcome; AssertionError says what went wrong."""
+"""Runners of the trials in suite.py: each runs one trial and returns its outcome, or raises AssertionError."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from benchmarks import netns
 
 from gnnfleet.graph.graph import Graph
 from gnnfleet.report.metrics import read_metrics
-from tests.faults.driving import QUICK, Fleet, Machine, gone, within
+from tests.faults.driving import FAST_TMA, TmaDriver, TorchrunHost, has_ended, start_on_host
 from tests.faults.suite import (
-    ALONE,
     PAUSE,
+    SINGLE_PROCESS,
     Case,
     Outcome,
     load,
@@ -25,37 +25,37 @@ from tests.faults.suite import (
     make_events,
     make_store,
     options,
-    words_of,
+    settings_of,
 )
-from tests.faults.trials import PATIENCE, Forks, spec_of, until
-from tests.graphs import assert_same_checkpoint
-from tests.shell import start
+from tests.faults.trials import TIMEOUT, ForkServer, spec_of, wait_until
+from tests.graphs import assert_same_checkpoints
+from tests.shell import set_options, start
 
 SIZE = 3
 EPOCHS = {"local": 300, "sar": 300, "macrobatch": 60, "pipe": 80, "temporal": 30}
 ROUNDS = 40
-PAIR = "pair"
-EXACT, FINISHED, CLOSED = "named, then exact", "finished", "named, then on from the last closed round"
-GONE = "all gone, then exact"  # nobody is left to name anybody
-Runner = Callable[["Workshop", Case], Outcome]
+TWO_WORKERS = "pair"
+EXACT, FINISHED, FROM_LAST_ROUND = "named, then exact", "finished", "named, then on from the last closed round"
+ALL_ENDED = "all gone, then exact"  # no process is left to name the lost one
+Runner = Callable[["TrialContext", Case], Outcome]
 
 
-class Workshop:
-    """Stores, processes to fork from, and runs that nothing happened to; all below one folder."""
+class TrialContext:
+    """Stores, a fork server and undisturbed runs, all below one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.store = make_store(folder)
         self.easy = make_easy(folder)
         self.events = make_events(folder)
-        self.forks = Forks()
-        self._wholes: dict[str, Path] = {}
+        self.forks = ForkServer()
+        self._undisturbed: dict[str, Path] = {}
 
     def close(self) -> None:
         self.forks.close()
 
-    def place(self, case: Case) -> Path:
-        """Where the run of a trial goes, also when it is tried again."""
+    def new_folder(self, case: Case) -> Path:
+        """Make a folder for a trial, a new one each time it is run."""
         stem = case.name.replace(", ", "-").replace(" ", "_")
         number = 0
         while (self.folder / f"{stem}-{number}").exists():
@@ -63,208 +63,212 @@ class Workshop:
         (self.folder / f"{stem}-{number}").mkdir()
         return self.folder / f"{stem}-{number}"
 
-    def whole(self, case: Case) -> Path:
-        """The run that nothing happened to, made once; ``prepare`` makes it before trials run side by side."""
-        return self._wholes[f"{case.strategy} {whole_of(case)}"]
+    def undisturbed(self, case: Case) -> Path:
+        """Directory of the undisturbed run for a case; ``prepare`` has made it before trials run in parallel."""
+        return self._undisturbed[f"{case.strategy} {undisturbed_kind(case)}"]
 
     def prepare(self, cases: list[Case]) -> None:
-        wanted = ((case.strategy, whole_of(case)) for case in cases)
-        for strategy, how in dict.fromkeys(wanted):
-            if strategy == "tma" or f"{strategy} {how}" in self._wholes:
+        kinds = ((case.strategy, undisturbed_kind(case)) for case in cases)
+        for strategy, kind in dict.fromkeys(kinds):
+            if strategy == "tma" or f"{strategy} {kind}" in self._undisturbed:
                 continue
-            run = self.folder / f"whole-{strategy}-{how}"
-            if how == "forks":
-                spec = spec_of(self.graph(strategy), run, words_of(strategy, SIZE))
-                trial = self.forks.start(spec.as_json(), self.folder / f"ranks-whole-{strategy}", size=SIZE)
-                ended = trial.wait(PATIENCE)
-                assert all(code == 0 for code, _ in ended.values()), [trial.said(rank) for rank in range(SIZE)]
+            run = self.folder / f"undisturbed-{strategy}-{kind}"
+            if kind == "forks":
+                spec = spec_of(self.graph(strategy), run, settings_of(strategy, SIZE))
+                trial = self.forks.start(spec.as_json(), self.folder / f"ranks-undisturbed-{strategy}", size=SIZE)
+                ended = trial.wait(TIMEOUT)
+                assert all(code == 0 for code, _ in ended.values()), [trial.output(rank) for rank in range(SIZE)]
             else:
-                process = self.command(strategy, run, workers=2 if how == PAIR else None)
-                _, said = process.communicate(timeout=PATIENCE)
-                assert process.returncode == 0, said
-            self._wholes[f"{strategy} {how}"] = run
+                process = self.command(strategy, run, workers=2 if kind == TWO_WORKERS else None)
+                _, stderr = process.communicate(timeout=TIMEOUT)
+                assert process.returncode == 0, stderr
+            self._undisturbed[f"{strategy} {kind}"] = run
 
     def graph(self, strategy: str) -> Graph:
         return self.events if strategy == "temporal" else self.store
 
-    def command(self, strategy: str, run: Path, *more: str, workers: int | None = None) -> Any:
-        words = self.words(strategy, workers or (1 if strategy in ALONE else 2))
-        return start("train", path_of(self.graph(strategy)), *words, "--run-dir", run, *more)
+    def command(self, strategy: str, run: Path, *options: str, workers: int | None = None) -> Any:
+        arguments = self.arguments(strategy, workers or (1 if strategy in SINGLE_PROCESS else 2))
+        return start("train", path_of(self.graph(strategy)), *arguments, "--run-dir", run, *options)
 
-    def words(self, strategy: str, workers: int) -> list[str]:
-        words = words_of(strategy, workers)
-        words["train"]["epochs"] = EPOCHS[strategy]
-        return options(words)
+    def arguments(self, strategy: str, workers: int) -> list[str]:
+        settings = settings_of(strategy, workers)
+        settings["train"]["epochs"] = EPOCHS[strategy]
+        return options(settings)
 
 
-def whole_of(case: Case) -> str:
-    """Which uninterrupted run a trial ends like: of forked ranks, of a command, of a command with a worker per host."""
-    if case.how == "hosts" and case.strategy in ALONE:
-        return PAIR
+def undisturbed_kind(case: Case) -> str:
+    """Kind of the undisturbed run with the same result: forked ranks, a command, a command with a worker per host."""
+    if case.how == "hosts" and case.strategy in SINGLE_PROCESS:
+        return TWO_WORKERS
     return "forks" if case.how == "forks" else "command"
 
 
-def by_forks(shop: Workshop, case: Case) -> Outcome:
-    """Ranks that no launcher watches over: the others end in time and name the one that was lost."""
-    place, draw = shop.place(case), case.draw
-    spec = spec_of(shop.graph(case.strategy), place / "run", words_of(case.strategy, SIZE))
-    trial = shop.forks.start(spec.as_json(), place / "ranks", size=SIZE)
+def run_fork_trial(context: TrialContext, case: Case) -> Outcome:
+    """Ranks without a launcher: the others end in time and name the lost rank."""
+    folder, draw = context.new_folder(case), case.draw
+    spec = spec_of(context.graph(case.strategy), folder / "run", settings_of(case.strategy, SIZE))
+    trial = context.forks.start(spec.as_json(), folder / "ranks", size=SIZE)
     victim, moment = 0 if case.role == "first rank" else draw.randrange(1, SIZE), draw.uniform(0, 2.0)
-    shop.forks.ready(trial)
+    context.forks.wait_until_ready(trial)
     time.sleep(moment)
-    hit = trial.hit(victim, signal.SIGKILL if case.event == "kill" else signal.SIGSTOP)
-    busy, ended, said = load(), trial.wait(60), ""
+    hit_time = trial.send_signal(victim, signal.SIGKILL if case.event == "kill" else signal.SIGSTOP)
+    busy, ended, output = load(), trial.wait(60), ""
     for rank, (code, _) in ended.items():
-        said = trial.said(rank)
+        output = trial.output(rank)
         if rank == victim:
-            assert code == -signal.SIGKILL, (code, said)
+            assert code == -signal.SIGKILL, (code, output)
             continue
-        assert code == 8 and f"rank {victim} (pid {trial.ranks[victim]}" in said, (code, said)
-        assert "Traceback" not in said and said.count("error:") == 1, said
-    seconds = max(when for rank, (_, when) in ended.items() if rank != victim) - hit
-    again = shop.forks.start(spec.as_json(), place / "again", size=SIZE)
-    assert all(code == 0 for code, _ in again.wait(PATIENCE).values()), [again.said(rank) for rank in range(SIZE)]
-    check_same(place / "run", shop.whole(case))
-    return Outcome(EXACT, seconds, moment, last_error(trial.said(1 if victim != 1 else 0)), busy)
+        assert code == 8 and f"rank {victim} (pid {trial.ranks[victim]}" in output, (code, output)
+        assert "Traceback" not in output and output.count("error:") == 1, output
+    seconds = max(end_time for rank, (_, end_time) in ended.items() if rank != victim) - hit_time
+    again = context.forks.start(spec.as_json(), folder / "again", size=SIZE)
+    assert all(code == 0 for code, _ in again.wait(TIMEOUT).values()), [again.output(rank) for rank in range(SIZE)]
+    assert_same_checkpoints(folder / "run", context.undisturbed(case))
+    return Outcome(EXACT, seconds, moment, last_error(trial.output(1 if victim != 1 else 0)), busy)
 
 
-def by_command(shop: Workshop, case: Case) -> Outcome:
-    """The process that a user started, alone or with its workers."""
-    run, draw = shop.place(case) / "run", case.draw
-    process = shop.command(case.strategy, run)
+def run_command_trial(context: TrialContext, case: Case) -> Outcome:
+    """The process that the user started, with or without workers."""
+    run, draw = context.new_folder(case) / "run", case.draw
+    process = context.command(case.strategy, run)
     try:
         moment = wait_for(run, EPOCHS[case.strategy], process, draw.uniform(0.02, 0.7))
-        known = psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children(recursive=True)
         busy = load()
         if case.event == "pause":
             process.send_signal(signal.SIGSTOP)
             time.sleep(PAUSE)
             process.send_signal(signal.SIGCONT)
-            _, said = process.communicate(timeout=PATIENCE)
-            assert process.returncode == 0, said
+            _, stderr = process.communicate(timeout=TIMEOUT)
+            assert process.returncode == 0, stderr
             result, seconds = FINISHED, None
         else:
-            begun = time.monotonic()
+            fault_time = time.monotonic()
             process.kill()
-            until(lambda: all(map(gone, known)), 60, "end of the workers")
-            result, seconds = GONE, time.monotonic() - begun
+            wait_until(lambda: all(map(has_ended, children)), 60, "end of the workers")
+            result, seconds = ALL_ENDED, time.monotonic() - fault_time
             process.communicate()
-            process = shop.command(case.strategy, run, "--resume")
-            _, said = process.communicate(timeout=PATIENCE)
-            assert process.returncode == 0, said
-        check_same(run, shop.whole(case))
+            process = context.command(case.strategy, run, "--resume")
+            _, stderr = process.communicate(timeout=TIMEOUT)
+            assert process.returncode == 0, stderr
+        assert_same_checkpoints(run, context.undisturbed(case))
         return Outcome(result, seconds, moment, "", busy)
     finally:
         end(process)
 
 
-def by_fleet(shop: Workshop, case: Case) -> Outcome:
-    """A coordinator and three trainers; rounds close by the clock, so going on is exact from the last closed one."""
-    run, draw = shop.place(case) / "run", case.draw
-    store = path_of(shop.easy)
-    more = ("--seed", "1", "--set", "train.checkpoint_seconds=0")
-    fleet = Fleet(store, run, 3, *more, train__epochs=ROUNDS)
+def run_tma_trial(context: TrialContext, case: Case) -> Outcome:
+    """A coordinator and three trainers; a resumed run is exact from the last closed round."""
+    run, draw = context.new_folder(case) / "run", case.draw
+    store = path_of(context.easy)
+    options = ("--seed", "1", "--set", "train.checkpoint_seconds=0")
+    driver = TmaDriver(store, run, 3, *options, train__epochs=ROUNDS)
     try:
-        fleet.runs(1, trainers=3)
-        moment = wait_for(run, ROUNDS, fleet.process, draw.uniform(0.05, 0.5))
+        driver.wait_for_rounds(1, trainers=3)
+        moment = wait_for(run, ROUNDS, driver.process, draw.uniform(0.05, 0.5))
         role = case.role if case.role != "trainer" else str(draw.randrange(3))
-        victim = psutil.Process(fleet.process.pid) if role == "launcher" else fleet.member(role)
-        known, closed, busy = victim.children(), len(fleet.rows), load()
-        begun = time.monotonic()
+        victim = psutil.Process(driver.process.pid) if role == "launcher" else driver.process_of(role)
+        children, closed, busy = victim.children(), len(driver.rows), load()
+        fault_time = time.monotonic()
         victim.kill() if case.event == "kill" else victim.suspend()
         if case.role == "trainer" or case.event == "pause":
             if case.event == "pause":
                 time.sleep(PAUSE)
-                with suppress(psutil.NoSuchProcess):  # the others may be done by now, and have ended it
+                with suppress(psutil.NoSuchProcess):  # the others may be done by now and have ended it
                     victim.resume()
-            code, said = fleet.ends()
-            assert code == 0, said
-            assert case.role != "trainer" or f"trainer {role}" in said, said
+            code, stderr = driver.wait_for_exit()
+            assert code == 0, stderr
+            assert case.role != "trainer" or f"trainer {role}" in stderr, stderr
             result, seconds = FINISHED, None
         else:
-            _, said = fleet.process.communicate(timeout=60)
-            until(lambda: all(map(gone, known)), 60, "end of the fleet")
-            result, seconds = CLOSED, time.monotonic() - begun
+            _, stderr = driver.process.communicate(timeout=60)
+            wait_until(lambda: all(map(has_ended, children)), 60, "end of the coordinator and the trainers")
+            result, seconds = FROM_LAST_ROUND, time.monotonic() - fault_time
             if case.role == "coordinator":
-                assert fleet.process.returncode == 8 and "coordinator (pid" in said, (fleet.process.returncode, said)
-                assert said.count("error: ") == 1 and "Traceback" not in said, said
-            kept = fleet.rows[: closed - 1]  # the round that was closed last may not have been kept yet
-            fleet = Fleet(store, run, 3, *more, "--resume", train__epochs=ROUNDS)
-            code, after = fleet.ends()
-            assert code == 0, after
-            assert fleet.rows[: len(kept)] == kept, "rounds that were closed are not those of the run that went on"
-        assert [row["epoch"] for row in fleet.rows] == list(range(1, ROUNDS + 1))
-        return Outcome(result, seconds, moment, last_error(said), busy)
+                assert driver.process.returncode == 8 and "coordinator (pid" in stderr, (
+                    driver.process.returncode,
+                    stderr,
+                )
+                assert stderr.count("error: ") == 1 and "Traceback" not in stderr, stderr
+            saved_rows = driver.rows[: closed - 1]  # the last closed round may not be saved yet
+            driver = TmaDriver(store, run, 3, *options, "--resume", train__epochs=ROUNDS)
+            code, resumed_stderr = driver.wait_for_exit()
+            assert code == 0, resumed_stderr
+            assert driver.rows[: len(saved_rows)] == saved_rows, "closed rounds differ in the resumed run"
+        assert [row["epoch"] for row in driver.rows] == list(range(1, ROUNDS + 1))
+        return Outcome(result, seconds, moment, last_error(stderr), busy)
     finally:
-        end(fleet.process)
+        end(driver.process)
 
 
-def by_hosts(shop: Workshop, case: Case) -> Outcome:
-    """torchrun on two hosts, the cable taken out at either end: workers on both sides end; then both go on."""
-    run, draw = shop.place(case) / "run", case.draw
-    words = shop.words(case.strategy, 2)
-    del words[words.index("--workers") : words.index("--workers") + 2]
-    store = path_of(shop.graph(case.strategy))
-    with netns.hosts(2) as found:
-        machines = [Machine(host) for host in found]
+def run_host_trial(context: TrialContext, case: Case) -> Outcome:
+    """torchrun on two hosts, the link cut at either end: workers on both hosts end, then both resume."""
+    run, draw = context.new_folder(case) / "run", case.draw
+    arguments = context.arguments(case.strategy, 2)
+    del arguments[arguments.index("--workers") : arguments.index("--workers") + 2]
+    store = path_of(context.graph(case.strategy))
+    with netns.hosts(2) as hosts:
+        torchruns = [TorchrunHost(host) for host in hosts]
         try:
-            for machine in machines:
-                machine.start(machines[0], run, store, *words, strategy=case.strategy)
-            assert machines[0].torchrun is not None
-            moment = wait_for(run, EPOCHS[case.strategy], machines[0].torchrun, draw.uniform(0.02, 0.5))
-            workers = [machine.worker() for machine in machines]
-            cut, busy = found[draw.randrange(2)], load()
-            cut.cut()
-            begun = time.monotonic()
-            until(lambda: all(map(gone, workers)), 60, "end of the workers")
-            seconds = time.monotonic() - begun
-            near, far = (machine.said.read_text() for machine in machines)
-            assert f"rank 1 (pid {workers[1].pid}" in near, near
-            assert "error: rank 1 has not reached the store" in far, far
-            for machine in machines:
-                machine.stop()
-            cut.mend()
-            for machine in machines:
-                machine.start(machines[0], run, store, "--resume", *words, strategy=case.strategy)
-            for machine in machines:
-                assert machine.torchrun is not None
-                assert machine.torchrun.wait(PATIENCE) == 0, machine.said.read_text()
-            check_same(run, shop.whole(case))
-            return Outcome(EXACT, seconds, moment, last_error(near), busy)
+            for torchrun in torchruns:
+                torchrun.start(torchruns[0], run, store, *arguments, strategy=case.strategy)
+            assert torchruns[0].torchrun is not None
+            moment = wait_for(run, EPOCHS[case.strategy], torchruns[0].torchrun, draw.uniform(0.02, 0.5))
+            workers = [torchrun.worker() for torchrun in torchruns]
+            cut_host, busy = hosts[draw.randrange(2)], load()
+            cut_host.cut()
+            fault_time = time.monotonic()
+            wait_until(lambda: all(map(has_ended, workers)), 60, "end of the workers")
+            seconds = time.monotonic() - fault_time
+            first_stderr, second_stderr = (torchrun.stderr_path.read_text() for torchrun in torchruns)
+            assert f"rank 1 (pid {workers[1].pid}" in first_stderr, first_stderr
+            assert "error: rank 1 has not reached the store" in second_stderr, second_stderr
+            for torchrun in torchruns:
+                torchrun.stop()
+            cut_host.mend()
+            for torchrun in torchruns:
+                torchrun.start(torchruns[0], run, store, "--resume", *arguments, strategy=case.strategy)
+            for torchrun in torchruns:
+                assert torchrun.torchrun is not None
+                assert torchrun.torchrun.wait(TIMEOUT) == 0, torchrun.stderr_path.read_text()
+            assert_same_checkpoints(run, context.undisturbed(case))
+            return Outcome(EXACT, seconds, moment, last_error(first_stderr), busy)
         finally:
-            for machine in machines:
-                machine.stop()
+            for torchrun in torchruns:
+                torchrun.stop()
 
 
-def by_joining(shop: Workshop, case: Case) -> Outcome:
-    """A trainer on another host whose cable is out for a while: rounds close without it, and it comes back."""
-    place, draw = shop.place(case), case.draw
-    knobs = [word for key, value in QUICK.items() for word in ("--set", f"{key}={value}")]
-    with netns.hosts(2) as (one, two):
-        knobs += ["--set", f"strategy.listen={one.address}:29411", "--set", "strategy.local_trainers=1"]
-        shape = ["--set", "train.epochs=60", "--set", "model.hidden=8", "--set", "model.layers=2"]
-        words = ["-s", "tma", "-w", "2", *knobs, *shape]
-        first = within(
-            one, ["train", str(path_of(shop.store)), *words, "--run-dir", str(place / "run")], place / "first"
-        )
+def run_join_trial(context: TrialContext, case: Case) -> Outcome:
+    """A trainer on another host whose link is cut for a while: rounds close without it, and it returns."""
+    folder, draw = context.new_folder(case), case.draw
+    settings = {**FAST_TMA, "train.epochs": 60, "model.hidden": 8, "model.layers": 2}
+    with netns.hosts(2) as (host, other_host):
+        settings |= {"strategy.listen": f"{host.address}:29411", "strategy.local_trainers": 1}
+        train = ["train", str(path_of(context.store)), "-s", "tma", "-w", "2", *set_options(settings)]
+        first = start_on_host(host, [*train, "--run-dir", str(folder / "run")], folder / "first")
         second = None
-        rows = lambda: read_metrics(place / "run" / "metrics.jsonl")  # noqa: E731
+        rows = lambda: read_metrics(folder / "run" / "metrics.jsonl")  # noqa: E731
         try:
-            until(lambda: "Waiting for trainers" in (place / "first").read_text(), PATIENCE, "the server")
-            line = ["join", f"{one.address}:29411", str(path_of(shop.store)), "--trainers", "1"]
-            second = within(two, line, place / "second")
-            until(lambda: any(row["trainers"] == 2 for row in rows()), PATIENCE, "both trainers")
+            wait_until(lambda: "Waiting for trainers" in (folder / "first").read_text(), TIMEOUT, "the server")
+            join = ["join", f"{host.address}:29411", str(path_of(context.store)), "--trainers", "1"]
+            second = start_on_host(other_host, join, folder / "second")
+            wait_until(lambda: any(row["trainers"] == 2 for row in rows()), TIMEOUT, "both trainers")
             moment = draw.uniform(0, 2)
             time.sleep(moment)
             busy = load()
-            two.cut()
-            until(lambda: rows()[-1]["trainers"] == 1, PATIENCE, "rounds without it")
+            other_host.cut()
+            wait_until(lambda: rows()[-1]["trainers"] == 1, TIMEOUT, "rounds without it")
             time.sleep(draw.uniform(0, 3))
-            two.mend()
-            seen = len(rows())
-            until(lambda: any(row["trainers"] == 2 for row in rows()[seen:]) or gone_(first), PATIENCE, "return")
-            assert first.wait(PATIENCE) == 0 and second.wait(30) == 0, (place / "first").read_text()
-            assert "finished without trainer 1" in (place / "first").read_text()
+            other_host.mend()
+            before = len(rows())
+            wait_until(
+                lambda: any(row["trainers"] == 2 for row in rows()[before:]) or first.poll() is not None,
+                TIMEOUT,
+                "return",
+            )
+            assert first.wait(TIMEOUT) == 0 and second.wait(30) == 0, (folder / "first").read_text()
+            assert "finished without trainer 1" in (folder / "first").read_text()
             assert [row["epoch"] for row in rows()] == list(range(1, 61))
             return Outcome(FINISHED, None, moment, "", busy)
         finally:
@@ -274,22 +278,22 @@ def by_joining(shop: Workshop, case: Case) -> Outcome:
 
 
 RUNNERS: dict[str, Runner] = {
-    "forks": by_forks,
-    "command": by_command,
-    "fleet": by_fleet,
-    "hosts": by_hosts,
-    "joined": by_joining,
+    "forks": run_fork_trial,
+    "command": run_command_trial,
+    "fleet": run_tma_trial,
+    "hosts": run_host_trial,
+    "joined": run_join_trial,
 }
-TOGETHER = {"forks": 4, "command": 3, "fleet": 2, "hosts": 3, "joined": 2}
-"""Trials side by side: they mostly wait."""
+MAX_PARALLEL = {"forks": 4, "command": 3, "fleet": 2, "hosts": 3, "joined": 2}
+"""Parallel trials by runner: they mostly wait."""
 
 
 def wait_for(run: Path, epochs: int, process: Any, share: float) -> float:
-    """Until a share of the epochs is done, and a moment that is no round number of them; where that was."""
-    wanted = max(1, int(epochs * share))
+    """Wait until a share of the epochs is done and a fraction of an epoch more; return the share."""
+    target = max(1, int(epochs * share))
     file = run / "metrics.jsonl"
-    until(lambda: len(read_metrics(file)) >= wanted or process.poll() is not None, PATIENCE, "epochs")
-    assert process.poll() is None, "the run was over before anything was done to it"
+    wait_until(lambda: len(read_metrics(file)) >= target or process.poll() is not None, TIMEOUT, "epochs")
+    assert process.poll() is None, "the run finished before the fault"
     time.sleep(share % 0.05)
     return round(share, 3)
 
@@ -299,18 +303,9 @@ def path_of(graph: Graph) -> Path:
     return graph.store.path
 
 
-def check_same(run: Path, whole: Path) -> None:
-    for name in ("last", "best"):
-        assert_same_checkpoint(run / "checkpoints" / name, whole / "checkpoints" / name)
-
-
-def last_error(said: str) -> str:
-    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+def last_error(stderr: str) -> str:
+    lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
     return lines[-1] if lines else ""
-
-
-def gone_(process: Any) -> bool:
-    return process.poll() is not None
 
 
 def end(process: Any) -> None:

@@ -1,7 +1,7 @@
-"""What is tried, and what must come of it. A trial is a strategy, a role, what is done to it and a number.
+"""Trials of faults and their expected outcomes. A trial is a strategy, a role, an event and a number.
 
-Its moment is drawn from its name, so it can be tried again. ``Outcome`` says how it ended; ``python -m tests.faults``
-keeps the outcomes and writes the table.
+Its moment is drawn from its name, so it can be repeated. ``python -m tests.faults`` saves the outcomes and writes the
+table.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
 from tests.graphs import communities
 
-LIMIT = 15.0
-"""Seconds from the event to the end of the last one that was left."""
+EXIT_LIMIT = 15.0
+"""Seconds from the event to the end of the last remaining process."""
 PAUSE = 12.0
-"""Longer than silence may last."""
+"""Seconds; longer than the silence limit."""
 SYNCHRONOUS = ("sar", "macrobatch", "pipe")
-ALONE = ("local", "temporal")
-"""Tried in one process too."""
+SINGLE_PROCESS = ("local", "temporal")
+"""Strategies whose trials include a single process."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One trial. ``how`` is what runs it: forked ranks, a command, a fleet, hosts."""
+    """One trial. ``how`` names its runner: forked ranks, a command, tma processes, hosts."""
 
     strategy: str
     role: str
@@ -47,17 +47,13 @@ class Case:
 
 @dataclass
 class Outcome:
-    """How a trial ended. ``seconds`` is None where nobody had to end."""
+    """Outcome of a trial; ``seconds`` is None if no process had to end."""
 
     result: str  # "finished", or "named, then exact"
     seconds: float | None
     moment: float
     said: str = ""
     load: float = 0.0
-
-    @property
-    def in_time(self) -> bool:
-        return self.seconds is None or self.seconds < LIMIT
 
 
 def plan(repeats: int) -> list[Case]:
@@ -75,16 +71,16 @@ def plan(repeats: int) -> list[Case]:
         add("hosts", strategy, ("host",), ("cut",), max(1, repeats // 3))
     add("forks", "temporal", ("first rank", "rank"), ("kill", "pause"), max(1, repeats // 3))
     add("hosts", "temporal", ("host",), ("cut",), max(1, repeats // 3))
-    for strategy in ALONE:
+    for strategy in SINGLE_PROCESS:
         add("command", strategy, ("process",), ("kill", "pause"), max(1, repeats // 3))
     add("fleet", "tma", ("trainer", "coordinator", "launcher"), ("kill", "pause"), max(1, repeats // 3))
     add("joined", "tma", ("host",), ("cut",), max(1, repeats // 3))
     return cases
 
 
-def words_of(strategy: str, workers: int) -> dict[str, Any]:
-    """A run of some seconds in which checkpoints fall anywhere."""
-    words: dict[str, Any] = {
+def settings_of(strategy: str, workers: int) -> dict[str, Any]:
+    """Settings of a run of some seconds, with checkpoints at any point of it."""
+    settings: dict[str, Any] = {
         "strategy": {"name": strategy},
         "workers": workers,
         "model": {"name": "sage", "hidden": 32, "layers": 2},
@@ -92,36 +88,42 @@ def words_of(strategy: str, workers: int) -> dict[str, Any]:
         "seed": 3,
     }
     if strategy == "macrobatch":
-        words["strategy"] |= {"fanouts": [5, 5], "batch": 128, "batches_per_fetch": 3, "prefetch": 1}
+        settings["strategy"] |= {"fanouts": [5, 5], "batch": 128, "batches_per_fetch": 3, "prefetch": 1}
     if strategy == "pipe":
-        words["strategy"] |= {"graph_parallel": 1, "chunks": 2 * workers, "refresh": 3, "gradient": "control_variate"}
-        words["model"] |= {"layers": max(3, workers)}
+        settings["strategy"] |= {
+            "graph_parallel": 1,
+            "chunks": 2 * workers,
+            "refresh": 3,
+            "gradient": "control_variate",
+        }
+        settings["model"] |= {"layers": max(3, workers)}
     if strategy == "temporal":
-        words["strategy"] |= {"batch": 50, "prefetch": 1, "eval_negatives": 5}
-        # Trainers of one machine on one memory; two of them may have a machine each, and a copy.
-        words["strategy"] |= {"memory_parallel": workers} if workers == 2 else {"epoch_parallel": workers}
-        words["model"] = {"name": "tgn", "hidden": 16, "layers": 1}
+        settings["strategy"] |= {"batch": 50, "prefetch": 1, "eval_negatives": 5}
+        # Two trainers may be on different machines: each has a copy of the memory. More share one memory.
+        settings["strategy"] |= {"memory_parallel": workers} if workers == 2 else {"epoch_parallel": workers}
+        settings["model"] = {"name": "tgn", "hidden": 16, "layers": 1}
     if workers == 1:
-        del words["workers"]
-    return words
+        del settings["workers"]
+    return settings
 
 
-def options(words: dict[str, Any]) -> list[str]:
-    """The same for a command line."""
-    found: list[str] = []
-    for group, value in words.items():
+def options(settings: dict[str, Any]) -> list[str]:
+    """The same settings as options of the command line."""
+    arguments: list[str] = []
+    for group, value in settings.items():
         if group == "workers":
-            found += ["--workers", str(value)]
+            arguments += ["--workers", str(value)]
         elif isinstance(value, dict):
-            for key, word in value.items():
-                found += ["--set", f"{group}.{key}={word}"] if (group, key) != ("strategy", "name") else ["-s", word]
+            for key, option in value.items():
+                is_name = (group, key) == ("strategy", "name")
+                arguments += ["-s", option] if is_name else ["--set", f"{group}.{key}={option}"]
         else:
-            found += ["--set", f"{group}={value}"]
-    return found
+            arguments += ["--set", f"{group}={value}"]
+    return arguments
 
 
 def make_store(folder: Path) -> Graph:
-    """Small, but messages between parts are large enough to go through shared memory."""
+    """A small graph whose messages between parts are large enough for shared memory."""
     return save_store(communities(900), folder / "shop")
 
 

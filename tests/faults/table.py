@@ -1,4 +1,4 @@
-"""The table of trials in docs/reliability.md, between two marks, made from the kept outcomes."""
+"""The table of trials in docs/reliability.md, between two marks, made from the saved outcomes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def write_table(cells: list[dict[str, Any]]) -> None:
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """One line for every strategy, role and event."""
+    """One row for every strategy, role and event."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for cell in cells:
         groups.setdefault((cell["strategy"], cell["role"], cell["event"]), []).append(cell)
     lines = ["| strategy | who | what | trials | outcome | slowest end, s | load |", "|---|---|---|---|---|---|---|"]
-    for (strategy, role, event), found in groups.items():
-        good = [cell for cell in found if "problem" not in cell]
-        outcomes = ", ".join(sorted({cell["result"] for cell in good}))
-        if len(good) < len(found):
-            outcomes += f"; **{len(found) - len(good)} wrong**"
-        ends = [cell["seconds"] for cell in good if cell["seconds"] is not None]
+    for (strategy, role, event), group in groups.items():
+        succeeded = [cell for cell in group if "problem" not in cell]
+        outcomes = ", ".join(sorted({cell["result"] for cell in succeeded}))
+        if len(succeeded) < len(group):
+            outcomes += f"; **{len(group) - len(succeeded)} wrong**"
+        ends = [cell["seconds"] for cell in succeeded if cell["seconds"] is not None]
         slowest = f"{max(ends):.1f}" if ends else ""
-        loads = [cell["load"] for cell in good]
+        loads = [cell["load"] for cell in succeeded]
         span = f"{min(loads):.0f}–{max(loads):.0f}" if loads else ""
-        lines.append(f"| {strategy} | {role} | {event} | {len(found)} | {outcomes} | {slowest} | {span} |")
+        lines.append(f"| {strategy} | {role} | {event} | {len(group)} | {outcomes} | {slowest} | {span} |")
     total, wrong = len(cells), sum("problem" in cell for cell in cells)
     return "\n".join([f"{total} trials, {wrong} wrong.", "", *lines])

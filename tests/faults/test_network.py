@@ -1,6 +1,6 @@
-"""Who can reach a run over the network: listening sockets of all its processes, and what a stranger's messages do.
+"""Network exposure of a run: listening sockets of all its processes, and the effect of foreign messages.
 
-Every attack here is on loopback, against a run that the test itself started.
+Every attack is on loopback, against a run that the test itself started.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import pickle
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -33,8 +33,8 @@ from gnnfleet.launch.spec import RunSpec
 from gnnfleet.launch.tma_supervisor import join_supervised
 from gnnfleet.report.metrics import read_metrics
 from tests.faults.driving import MODEL, Driver
-from tests.faults.trials import PATIENCE, until
-from tests.shell import start
+from tests.faults.trials import TIMEOUT, wait_until
+from tests.shell import set_options, start
 
 SHORT = ("--set", "train.epochs=3", "--set", "train.checkpoint_seconds=0")
 EXTRA: dict[str, tuple[str, ...]] = {
@@ -56,46 +56,46 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def listening(root: psutil.Process) -> set[tuple[str, int]]:
     """(address, port) of every socket of a process tree that accepts connections or datagrams."""
-    seen: set[tuple[str, int]] = set()
+    sockets: set[tuple[str, int]] = set()
     for process in (root, *root.children(recursive=True)):
         with contextlib.suppress(psutil.Error):
             for connection in process.net_connections(kind="inet"):
-                # A datagram socket with a peer, as name look-ups open it, hears from that peer only.
+                # A datagram socket with a peer, as name look-ups open it, receives from that peer only.
                 accepts = connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE) and not connection.raddr
                 if accepts and connection.laddr:
-                    seen.add((connection.laddr.ip, connection.laddr.port))
-    return seen
+                    sockets.add((connection.laddr.ip, connection.laddr.port))
+    return sockets
 
 
-def assert_loopback_only(seen: set[tuple[str, int]]) -> None:
-    assert all(ipaddress.ip_address(address).is_loopback for address, _ in seen), seen
+def assert_loopback_only(sockets: set[tuple[str, int]]) -> None:
+    assert all(ipaddress.ip_address(address).is_loopback for address, _ in sockets), sockets
 
 
 @pytest.mark.parametrize("strategy", EXTRA)
 def test_a_run_on_one_machine_listens_on_loopback_only(
     strategy: str, store: Path, events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From its first socket to its last, also where the environment names another interface for gloo."""
+    """From its first socket to its last, even if the environment names another interface for gloo."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    data, model = (events, ()) if strategy == "temporal" else (store, MODEL)
+    graph, model = (events, ()) if strategy == "temporal" else (store, MODEL)
     workers = "1" if strategy == "local" else "2"
-    words = ("-s", strategy, "-w", workers, "--run-dir", tmp_path / "run", *model, *SHORT, *EXTRA[strategy])
-    process = start("train", data, *words)
-    root, seen = psutil.Process(process.pid), set()
+    options = ("-s", strategy, "-w", workers, "--run-dir", tmp_path / "run", *model, *SHORT, *EXTRA[strategy])
+    process = start("train", graph, *options)
+    root, sockets = psutil.Process(process.pid), set()
     while process.poll() is None:
         with contextlib.suppress(psutil.Error):
-            seen |= listening(root)
+            sockets |= listening(root)
         time.sleep(0.02)
-    _, said = process.communicate()
-    assert process.returncode == 0, said
-    assert bool(seen) == (strategy != "local"), seen
-    assert_loopback_only(seen)
+    _, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert bool(sockets) == (strategy != "local"), sockets
+    assert_loopback_only(sockets)
 
 
-def test_the_report_server_listens_on_loopback_only(whole_run: Path) -> None:
-    process = start("report", whole_run, "--serve", "--port", "0")
+def test_the_report_server_listens_on_loopback_only(uninterrupted_run: Path) -> None:
+    process = start("report", uninterrupted_run, "--serve", "--port", "0")
     try:
-        until(lambda: bool(listening(psutil.Process(process.pid))), PATIENCE, "report server")
+        wait_until(lambda: bool(listening(psutil.Process(process.pid))), TIMEOUT, "report server")
         assert_loopback_only(listening(psutil.Process(process.pid)))
     finally:
         process.kill()
@@ -113,52 +113,38 @@ class Payload:
 
 
 def intrude(driver: Driver) -> TCPStore:
-    """A stranger's connection to the store in which the workers of a run meet."""
+    """Connect to the store in which the workers of a run meet, as a foreign process."""
     port = int(driver.workers[0].environ()["MASTER_PORT"])
     return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
 
 
-@pytest.fixture
-def drive(store: Path, tmp_path: Path) -> Iterator[Callable[..., Driver]]:
-    started: list[Driver] = []
-
-    def begin(name: str, *words: str) -> Driver:
-        started.append(Driver(store, tmp_path / name, *MODEL, *words))
-        return started[-1]
-
-    yield begin
-    for driver in started:
-        driver.process.kill()
-        driver.process.communicate()
-
-
 def test_planted_pickles_run_no_code(drive: Callable[..., Driver], tmp_path: Path) -> None:
-    """First where torchrun's c10d rendezvous keeps its pickled state, across a restart; then in place of every key."""
+    """First under the key of torchrun's pickled rendezvous state, across a restart; then under every key."""
     marker = tmp_path / "executed"
     payload = pickle.dumps(Payload(marker))
     pickle.loads(payload)
-    assert marker.exists(), "the payload works where somebody unpickles it"
+    assert marker.exists(), "unpickling the payload has its effect"
     marker.unlink()
     driver = drive(
-        "run", "--set", "train.epochs=1000000", "--set", "train.checkpoint_seconds=0.2", "--max-restarts", "1"
+        "run", *MODEL, "--set", "train.epochs=1000000", "--set", "train.checkpoint_seconds=0.2", "--max-restarts", "1"
     )
-    driver.trains(5)
+    driver.wait_for_epochs(5)
     run_id = driver.workers[0].environ()["TORCHELASTIC_RUN_ID"]
     intrude(driver).set(f"torch.rendezvous.{run_id}", payload)
-    lost = driver.workers[1]
-    lost.kill()
-    until(lambda: not driver.workers[0].is_running(), PATIENCE, "end of the other worker")
-    driver.trains(len(read_metrics(driver.run_dir / "metrics.jsonl")) + 3)
-    assert not marker.exists() and lost.pid != driver.workers[1].pid
-    stranger = intrude(driver)
-    keys = stranger.list_keys()
-    told = [f"{key.removesuffix('beat/0')}told" for key in keys if key.endswith("beat/0")]
-    assert told, "the key under which a failing rank says why"
-    for key in (*keys, *told):
-        stranger.set(key, payload)
-    code, said = driver.ends(30)
-    assert code == 8 and said.count("error: ") == 1 and "Traceback" not in said and not marker.exists(), said
-    assert "holds a message that gnnfleet did not write" in said, said
+    victim = driver.workers[1]
+    victim.kill()
+    wait_until(lambda: not driver.workers[0].is_running(), TIMEOUT, "end of the other worker")
+    driver.wait_for_epochs(len(read_metrics(driver.run_dir / "metrics.jsonl")) + 3)
+    assert not marker.exists() and victim.pid != driver.workers[1].pid
+    client = intrude(driver)
+    keys = client.list_keys()
+    failure_keys = [f"{key.removesuffix('beat/0')}told" for key in keys if key.endswith("beat/0")]
+    assert failure_keys, "the key under which a failing rank reports its error"
+    for key in (*keys, *failure_keys):
+        client.set(key, payload)
+    code, stderr = driver.wait_for_exit(30)
+    assert code == 8 and stderr.count("error: ") == 1 and "Traceback" not in stderr and not marker.exists(), stderr
+    assert "holds a message that gnnfleet did not write" in stderr, stderr
 
 
 MODEL_FILE = """
@@ -176,14 +162,14 @@ def make(config, graph, out_channels):
 
 @pytest.fixture
 def model_file(tmp_path: Path) -> Path:
-    """A model file that leaves ``executed`` beside it when it runs."""
+    """A model file that creates ``executed`` beside it when it runs."""
     path = tmp_path / "mine.py"
     path.write_text(MODEL_FILE.format(marker=str(tmp_path / "executed")))
     return path
 
 
-def test_join_executes_no_model_file_that_the_network_names(store: Path, model_file: Path, tmp_path: Path) -> None:
-    """A stranger describes a run whose model is a file of the machine that joins."""
+def test_join_executes_no_model_file_named_over_the_network(store: Path, model_file: Path, tmp_path: Path) -> None:
+    """A foreign server describes a run whose model is a file of the joining machine."""
     config = resolve({"strategy": "tma", "workers": 2, "model": {"name": f"{model_file}:make"}}).model_dump(mode="json")
     spec = RunSpec(store="", digest="", partition="", run_dir="", config=config)
     server = MessageStore.serve()
@@ -192,7 +178,7 @@ def test_join_executes_no_model_file_that_the_network_names(store: Path, model_f
     server.write("spec", {"spec": spec.as_json()}, torch.frombuffer(bytearray(source), dtype=torch.uint8))
     other = tmp_path / "other.py"
     other.write_bytes(source + b"# edited")
-    refused: dict[str, dict[str, str]] = {
+    options_by_message: dict[str, dict[str, str]] = {
         "which is not executed without your consent": {},
         f"SHA-256 {digest}, not the one you confirmed": {"model_sha256": "0" * 64},
         "takes the 64 hexadecimal digits": {"model_sha256": digest[:12]},
@@ -200,7 +186,7 @@ def test_join_executes_no_model_file_that_the_network_names(store: Path, model_f
         "the factory 'make'": {"model": f"{model_file}:build"},
         "exclude each other": {"model": f"{model_file}:make", "model_sha256": digest},
     }
-    for message, options in refused.items():
+    for message, options in options_by_message.items():
         with pytest.raises(ConfigError, match=message):
             join_supervised(str(server.address), store, [1], restarts=0, log_user=str, **options)
     server.write("spec", {"spec": json.dumps({**asdict(spec), "partition": "../elsewhere"})})
@@ -212,20 +198,19 @@ def test_join_executes_no_model_file_that_the_network_names(store: Path, model_f
     assert not (tmp_path / "executed").exists()
 
 
-def test_join_runs_a_model_file_that_was_confirmed(store: Path, model_file: Path, tmp_path: Path) -> None:
-    """The digest that ``gnnfleet train`` prints is what ``join`` takes; the copy runs, not the path."""
+def test_join_runs_a_confirmed_model_file(store: Path, model_file: Path, tmp_path: Path) -> None:
+    """``join`` takes the digest that ``gnnfleet train`` prints; it runs the copy, not the path."""
     settings = {"strategy.local_trainers": 1, "strategy.steps": 2, "strategy.fanouts": "[3,2]", "train.epochs": 6}
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    model = f"{model_file}:make"
-    first = start("train", store, "-s", "tma", "-w", "2", "--model", model, "--run-dir", tmp_path / "run", *words)
+    options = ["--model", f"{model_file}:make", "--run-dir", tmp_path / "run", *set_options(settings)]
+    first = start("train", store, "-s", "tma", "-w", "2", *options)
     try:
         assert first.stderr is not None
         line = next(line for line in first.stderr if "gnnfleet join" in line)
         command = shlex.split(line[line.index("gnnfleet join") :])[1:]
         assert command[-2:] == ["--model-sha256", hashlib.sha256(model_file.read_bytes()).hexdigest()]
-        second = start(*(str(store) if word == "STORE" else word for word in command))
-        said = second.communicate(timeout=PATIENCE)[1], first.communicate(timeout=PATIENCE)[1]
-        assert (first.returncode, second.returncode) == (0, 0), said
+        second = start(*(str(store) if argument == "STORE" else argument for argument in command))
+        stderr = second.communicate(timeout=TIMEOUT)[1], first.communicate(timeout=TIMEOUT)[1]
+        assert (first.returncode, second.returncode) == (0, 0), stderr
     finally:
         first.kill()
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["trainers"] == 2

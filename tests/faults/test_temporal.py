@@ -1,9 +1,8 @@
-"""A trainer that shares a memory with others is killed: they name it, and the run goes on to the same bits."""
+"""A killed trainer that shares a node memory: the others name it, and the resumed run is equal bit for bit."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,17 @@ from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
 from gnnfleet.training.checkpoint import rank_file
-from tests.faults.test_ranks import SIZE, check_ends, plan_of, side_by_side, spec_of
-from tests.faults.trials import PATIENCE, Forks
-from tests.graphs import assert_same_checkpoint
+from tests.faults.test_ranks import SIZE, check_ends, draw_faults, send_signals
+from tests.faults.trials import TIMEOUT, ForkServer, spec_of
+from tests.graphs import assert_same_checkpoints
 
-LANES = {"batch_parallel": 1, "epoch_parallel": SIZE, "memory_parallel": 1}
-COPIES = {"batch_parallel": 1, "epoch_parallel": 1, "memory_parallel": SIZE}
+EPOCH_PARALLEL = {"batch_parallel": 1, "epoch_parallel": SIZE, "memory_parallel": 1}
+MEMORY_PARALLEL = {"batch_parallel": 1, "epoch_parallel": 1, "memory_parallel": SIZE}
 
 
-def words_of(shape: dict[str, int]) -> dict[str, Any]:
+def settings_of(layout: dict[str, int]) -> dict[str, Any]:
     return {
-        "strategy": {"name": "temporal", "batch": 40, "static": False, "eval_negatives": 4, **shape},
+        "strategy": {"name": "temporal", "batch": 40, "static": False, "eval_negatives": 4, **layout},
         "workers": SIZE,
         "model": {"hidden": 16, "neighbours": 4},
         "train": {"epochs": 14, "checkpoint_seconds": 0.2},
@@ -38,33 +37,31 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     return save_store(events, tmp_path_factory.mktemp("data") / "visits")
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    made = Forks()
-    yield made
-    made.close()
-
-
-def test_killed_trainers_are_named_and_runs_go_on_to_the_same_bits(forks: Forks, store: Graph, tmp_path: Path) -> None:
-    shapes = [words_of(LANES), words_of(COPIES)]
-    wholes = [spec_of(store, tmp_path / f"whole-{number}", words) for number, words in enumerate(shapes)]
-    specs = [spec_of(store, tmp_path / f"cut-{number}", words) for number, words in enumerate(shapes)]
+def test_killed_trainers_are_named_and_resumed_runs_are_equal_bit_for_bit(
+    forks: ForkServer, store: Graph, tmp_path: Path
+) -> None:
+    layouts = [settings_of(EPOCH_PARALLEL), settings_of(MEMORY_PARALLEL)]
+    uninterrupted_specs = [
+        spec_of(store, tmp_path / f"uninterrupted-{number}", settings) for number, settings in enumerate(layouts)
+    ]
+    specs = [spec_of(store, tmp_path / f"cut-{number}", settings) for number, settings in enumerate(layouts)]
     trials = [forks.start(spec.as_json(), tmp_path / f"trial-{n}", size=SIZE) for n, spec in enumerate(specs)]
-    again = [forks.start(spec.as_json(), tmp_path / f"all-{n}", size=SIZE) for n, spec in enumerate(wholes)]
-    plan = plan_of(len(trials), signal.SIGKILL)
-    hits = side_by_side(trials, plan, forks)
-    for trial, (victim, _, _), hit in zip(trials, plan, hits, strict=True):
-        check_ends(trial, victim, hit)
-    again += [forks.start(spec.as_json(), tmp_path / f"again-{n}", size=SIZE) for n, spec in enumerate(specs)]
-    for trial in again:
-        assert all(code == 0 for code, _ in trial.wait(PATIENCE).values()), [trial.said(rank) for rank in range(SIZE)]
-    for cut, whole in zip(specs, wholes, strict=True):
-        for name in ("last", "best"):
-            one, two = (Path(run) / "checkpoints" / name for run in (cut.run_dir, whole.run_dir))
-            assert_same_checkpoint(one, two)
-        for rank in range(SIZE):  # memories of copies, what lanes hold
-            one, two = (
-                load_file(Path(run) / "checkpoints" / "last" / rank_file(rank)) for run in (cut.run_dir, whole.run_dir)
-            )
-            assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-        assert (Path(cut.run_dir) / "lanes.svg").read_text().startswith("<svg")
+    trials_to_finish = [
+        forks.start(spec.as_json(), tmp_path / f"all-{n}", size=SIZE) for n, spec in enumerate(uninterrupted_specs)
+    ]
+    plan = draw_faults(len(trials), signal.SIGKILL)
+    fault_times = send_signals(trials, plan, forks)
+    for trial, (victim, _, _), fault_time in zip(trials, plan, fault_times, strict=True):
+        check_ends(trial, victim, fault_time)
+    trials_to_finish += [
+        forks.start(spec.as_json(), tmp_path / f"again-{n}", size=SIZE) for n, spec in enumerate(specs)
+    ]
+    for trial in trials_to_finish:
+        assert all(code == 0 for code, _ in trial.wait(TIMEOUT).values()), [trial.output(rank) for rank in range(SIZE)]
+    for spec, uninterrupted_spec in zip(specs, uninterrupted_specs, strict=True):
+        runs = (Path(spec.run_dir), Path(uninterrupted_spec.run_dir))
+        assert_same_checkpoints(*runs)
+        for rank in range(SIZE):  # copies of the memory, cached reads of epoch parallelism
+            state, expected = (load_file(run / "checkpoints" / "last" / rank_file(rank)) for run in runs)
+            assert state.keys() == expected.keys() and all(torch.equal(state[key], expected[key]) for key in state)
+        assert (runs[0] / "lanes.svg").read_text().startswith("<svg")

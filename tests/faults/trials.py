@@ -1,4 +1,4 @@
-"""A trial: some ranks at work, something done to one of them, how the others ended."""
+"""A trial: ranks train, a fault hits one of them, and the ends of the others are recorded."""
 
 from __future__ import annotations
 
@@ -16,43 +16,41 @@ from typing import Any
 from gnnfleet.graph.graph import Graph
 from gnnfleet.launch.spec import RunSpec
 from gnnfleet.session.prepare import RunLocation, prepare_run, resolve_run
+from tests.ranks import ROOT, python_path
 
-ROOT = Path(__file__).parents[2]
-PATIENCE = 400.0
-"""For processes that load torch on a machine that is busy with other things."""
+TIMEOUT = 400.0
+"""Seconds for processes that load torch on a busy machine."""
 
 
 @dataclass
 class Trial:
-    """Ranks of one run by pid; ``ended`` gets (exit code, when) of each."""
+    """Pids of the ranks of one run; ``ended`` maps a pid to (exit code, time)."""
 
     folder: Path
     ranks: list[int]
     store: int
     ended: dict[int, tuple[int, float]] = field(default_factory=dict)
 
-    def hit(self, rank: int, signal: int) -> float:
-        """Send a signal; when that was."""
-        assert self.ranks[rank] not in self.ended, f"rank {rank} had ended before: nothing was tried"
+    def send_signal(self, rank: int, signal: int) -> float:
+        """Send a signal; return the time."""
+        assert self.ranks[rank] not in self.ended, f"rank {rank} had ended before the signal"
         os.kill(self.ranks[rank], signal)
         return time.monotonic()
 
-    def wait(self, seconds: float, *, but: int | None = None) -> dict[int, tuple[int, float]]:
-        """{rank: (exit code, when)} once all ranks have ended, or all but one."""
-        wanted = [rank for rank in range(len(self.ranks)) if rank != but]
-        until(lambda: all(self.ranks[rank] in self.ended for rank in wanted), seconds, f"{self.folder.name} ended")
-        return {rank: self.ended[pid] for rank, pid in enumerate(self.ranks) if pid in self.ended}
+    def wait(self, seconds: float) -> dict[int, tuple[int, float]]:
+        """Wait until all ranks have ended; {rank: (exit code, time)}."""
+        wait_until(lambda: all(pid in self.ended for pid in self.ranks), seconds, f"end of {self.folder.name}")
+        return {rank: self.ended[pid] for rank, pid in enumerate(self.ranks)}
 
-    def said(self, rank: int) -> str:
+    def output(self, rank: int) -> str:
         return (self.folder / f"rank-{rank}.err").read_text()
 
 
-class Forks:
-    """The process that ranks are forked from (forks.py), and a thread that listens to it."""
+class ForkServer:
+    """The process that forks ranks (forks.py), and a thread that reads its answers."""
 
     def __init__(self) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONPATH": python_path()}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.forks"],
             cwd=ROOT,
@@ -63,35 +61,35 @@ class Forks:
         )
         self._ended: dict[int, tuple[int, float]] = {}
         self._answers: list[dict[str, Any]] = []
-        self._one = threading.Lock()  # answers come in the order of orders
+        self._lock = threading.Lock()  # answers arrive in the order of requests
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            word = json.loads(line)
-            if "ended" in word:
-                self._ended[word["ended"]] = (word["code"], word["at"])
+            message = json.loads(line)
+            if "ended" in message:
+                self._ended[message["ended"]] = (message["code"], message["at"])
             else:
-                self._answers.append(word)
+                self._answers.append(message)
 
     def start(self, spec: str, folder: Path, *, size: int) -> Trial:
         assert self._process.stdin is not None
         folder.mkdir(parents=True)
-        with self._one:
+        with self._lock:
             self._process.stdin.write(json.dumps({"spec": spec, "folder": str(folder), "size": size}) + "\n")
             self._process.stdin.flush()
-            until(lambda: bool(self._answers), PATIENCE, "an answer")
+            wait_until(lambda: bool(self._answers), TIMEOUT, "an answer")
             answer = self._answers.pop()
         return Trial(folder, answer["ranks"], answer["store"], self._ended)
 
-    def ready(self, trial: Trial) -> None:
-        """All ranks have met and are about to build."""
+    def wait_until_ready(self, trial: Trial) -> None:
+        """Wait until all ranks have joined and are about to build."""
         files = [trial.folder / f"rank-{rank}.ready" for rank in range(len(trial.ranks))]
-        until(lambda: all(file.exists() for file in files), PATIENCE, "ranks that meet")
+        wait_until(lambda: all(file.exists() for file in files), TIMEOUT, "rendezvous of all ranks")
 
     def close(self) -> None:
-        """Ranks die with the process they were forked from."""
+        """End the server; its ranks die with it."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
@@ -100,16 +98,16 @@ class Forks:
 
 
 def spec_of(store: Graph, run_dir: Path, base: dict[str, Any], **train: Any) -> RunSpec:
-    """A run ready for its ranks: begun, or gone on with where its directory is there."""
-    words = {**base, "train": {**base["train"], **train}}
+    """Prepare a run for its ranks; resume it if its directory exists."""
+    settings = {**base, "train": {**base["train"], **train}}
     location = RunLocation(run_dir, resume=run_dir.exists())
-    config, directory = resolve_run(store, words, location)
+    config, directory = resolve_run(store, settings, location)
     with prepare_run(store, config, directory, location=location, quiet=True) as (spec, _):
         return spec
 
 
-def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float, name: str) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {seconds:.0f} s"
+        assert time.monotonic() < deadline, f"no {name} within {seconds:.0f} s"
         time.sleep(0.01)

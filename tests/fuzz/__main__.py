@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz [SECONDS] [FIRST]``: all subjects in turn while there is time (``make fuzz``)."""
+"""``python -m tests.fuzz [SECONDS] [FIRST]``: cases of all subjects until the time is over (``make fuzz``)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ ROUND = 200
 
 def main() -> None:
     seconds, first = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    begun, wrong, tried = time.monotonic(), [], 0
-    while not wrong and time.monotonic() - begun < seconds:
+    started, all_problems, count = time.monotonic(), [], 0
+    while not all_problems and time.monotonic() - started < seconds:
         for name in SUBJECTS:
-            found = problems(name, ROUND, first)
-            wrong += found
-            tried += ROUND
-            print(f"{name} {first} to {first + ROUND - 1}: {len(found)} wrong", flush=True)
+            new_problems = problems(name, ROUND, first)
+            all_problems += new_problems
+            count += ROUND
+            print(f"{name} {first} to {first + ROUND - 1}: {len(new_problems)} problems", flush=True)
         first += ROUND
-    for line in wrong:
-        print(line)
-    print(f"{tried} cases in {time.monotonic() - begun:.0f} s, {len(wrong)} wrong; the next are from {first}")
-    sys.exit(bool(wrong))
+    for problem in all_problems:
+        print(problem)
+    print(f"{count} cases in {time.monotonic() - started:.0f} s, {len(all_problems)} problems; next first case {first}")
+    sys.exit(bool(all_problems))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""``python -m tests.fuzz.child SUBJECT FIRST COUNT``: tries cases one after another and says what came of each.
+"""``python -m tests.fuzz.child SUBJECT FIRST COUNT``: runs cases one after another and reports the outcome of each.
 
-A process of its own, since a case may crash, hang or ask for all memory: whoever reads finds the last case announced.
-Memory is limited to a little more than what is in use when the first case begins.
+A case may crash, hang or allocate all memory, so cases run in this separate process. Each case is announced before it
+runs. Memory is limited to slightly more than is in use when the first case begins.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from gnnfleet.errors import GnnfleetError
 from tests.fuzz.subjects import SUBJECTS, Subject
 
-ROOM = 6 << 30
-"""Addresses that may be asked for: pyarrow and DuckDB reserve some without using them."""
-GROWTH = 300 << 20
-"""Bytes that a case may come to use."""
-LONGEST = 3000
+MAX_RESERVED = 6 << 30
+"""Bytes of address space: pyarrow and DuckDB reserve some without using them."""
+MAX_GROWTH = 300 << 20
+"""Bytes of memory that a case may use."""
+MAX_MESSAGE = 3000
 """Characters of a message."""
 
 
@@ -30,50 +30,50 @@ def main() -> None:
     name, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     subject = SUBJECTS[name]
     with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
-        good = Path(scratch) / "good"
-        good.mkdir()
-        subject.make(good)
-        expected = subject.read(good)
+        undamaged = Path(scratch) / "good"
+        undamaged.mkdir()
+        subject.make(undamaged)
+        expected = subject.read(undamaged)
         limit_memory()
         for number in range(first, first + count):
             folder = Path(scratch) / "case"
-            shutil.copytree(good, folder, symlinks=True)
-            said = subject.hurt(folder, random.Random(f"{name} {number}"))
-            say({"case": number, "did": said})
-            before, problem = most_memory(), judge(subject, folder, said, expected)
-            if problem is None and most_memory() - before > GROWTH:
-                problem = f"took {(most_memory() - before) >> 20} MiB"
-            say({"case": number, "problem": problem})
+            shutil.copytree(undamaged, folder, symlinks=True)
+            damage = subject.damage(folder, random.Random(f"{name} {number}"))
+            send({"case": number, "damage": damage})
+            before, problem = peak_memory(), find_problem(subject, folder, damage, expected)
+            if problem is None and peak_memory() - before > MAX_GROWTH:
+                problem = f"took {(peak_memory() - before) >> 20} MiB"
+            send({"case": number, "problem": problem})
             shutil.rmtree(folder)
 
 
-def judge(subject: Subject, folder: Path, said: str, expected: object) -> str | None:
-    """What is wrong with how a reader took a case; None where it refused in its own words, or read what was written."""
+def find_problem(subject: Subject, folder: Path, damage: str, expected: object) -> str | None:
+    """Read a damaged case. None if the reader refused it with its own error or read the original content."""
     try:
-        found = subject.read(folder)
+        content = subject.read(folder)
     except GnnfleetError as error:
         text = str(error)
-        if not text.strip() or len(text) > LONGEST:
+        if not text.strip() or len(text) > MAX_MESSAGE:
             return f"a message of {len(text)} characters"
         return None
     except BaseException as error:
         return f"{type(error).__name__}: {error}\n" + "".join(traceback.format_exception(error)[-4:])
-    if subject.exact and not said.startswith("forged") and found != expected:
-        return "silently accepted: what was read is not what was written"
+    if subject.exact and not damage.startswith("forged") and content != expected:
+        return "silently accepted: the content read differs from the content written"
     return None
 
 
 def limit_memory() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_RESERVED, used + MAX_RESERVED))
 
 
-def most_memory() -> int:
+def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def say(word: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(word) + "\n")
+def send(message: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 

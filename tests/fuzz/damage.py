@@ -1,4 +1,4 @@
-"""What may happen to files: chosen and done by a seeded draw; every function says in words what it did."""
+"""Damage to files, drawn from a seed; every function returns a description of the damage."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def hurt_files(folder: Path, draw: random.Random) -> str:
-    """One thing done to one file below a folder."""
+def damage_files(folder: Path, draw: random.Random) -> str:
+    """Damage one file below a folder in one way."""
     path = draw.choice(files_of(folder))
-    ways = (flip, flip, flip, cut, lengthen, blank, empty, delete, swap, link, loop, fifo, into_folder)
-    return f"{draw.choice(ways)(path, draw)} {path.relative_to(folder)}"
+    operations = (flip, flip, flip, cut, lengthen, blank, empty, delete, swap, link, loop, fifo, into_folder)
+    return f"{draw.choice(operations)(path, draw)} {path.relative_to(folder)}"
 
 
 def flip(path: Path, draw: random.Random) -> str:
@@ -31,8 +31,8 @@ def flip(path: Path, draw: random.Random) -> str:
     if not content:
         return empty(path, draw)
     for _ in range(draw.choice((1, 1, 3, 20))):
-        place = draw.randrange(len(content)) if draw.random() < 0.6 else draw.randrange(min(len(content), 160))
-        content[place] ^= 1 << draw.randrange(8)
+        index = draw.randrange(len(content)) if draw.random() < 0.6 else draw.randrange(min(len(content), 160))
+        content[index] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
     return "flipped"
 
@@ -70,9 +70,9 @@ def delete(path: Path, draw: random.Random) -> str:
 
 def swap(path: Path, draw: random.Random) -> str:
     other = draw.choice(files_of(path.parent))
-    mine, theirs = path.read_bytes(), other.read_bytes()
-    path.write_bytes(theirs)
-    other.write_bytes(mine)
+    content, other_content = path.read_bytes(), other.read_bytes()
+    path.write_bytes(other_content)
+    other.write_bytes(content)
     return f"swapped with {other.name}"
 
 
@@ -102,31 +102,30 @@ def into_folder(path: Path, draw: random.Random) -> str:
 
 
 def forge(manifest: Path, draw: random.Random) -> str:
-    """Change one value anywhere in a manifest and sign it anew: damage that its digest does not show."""
+    """Change one value anywhere in a manifest and update its digest, which then does not show the damage."""
     tree = json.loads(manifest.read_bytes())
-    spots = list(_spots(tree))
-    owner, key = draw.choice(spots)
+    owner, key = draw.choice(list(_values(tree)))
     before = owner[key]
-    how = draw.random()
-    if how < 0.15:
+    choice = draw.random()
+    if choice < 0.15:
         if isinstance(owner, dict):
             del owner[key]
         else:
             owner.append(before)
-        said = "dropped or doubled"
-    elif how < 0.3 and isinstance(owner, dict):
+        change = "dropped or doubled"
+    elif choice < 0.3 and isinstance(owner, dict):
         new = draw.choice(("../x.npy", "/etc/passwd", "a/../../b.npy", "", "nodes//x.npy", key + "x"))
         owner[new] = owner.pop(key)
-        said = f"renamed to {new!r}"
-    elif isinstance(before, int) and not isinstance(before, bool) and how < 0.6:
+        change = f"renamed to {new!r}"
+    elif isinstance(before, int) and not isinstance(before, bool) and choice < 0.6:
         owner[key] = before + draw.choice((-1, 1, 8, -8, 1000))
-        said = f"{before} → {owner[key]}"
+        change = f"{before} → {owner[key]}"
     else:
         owner[key] = draw.choice(STRANGE)
-        said = f"→ {owner[key]!r}"
+        change = f"→ {owner[key]!r}"
     tree["digest"] = manifest_digest(tree)
     manifest.write_text(json.dumps(tree))
-    return f"forged {manifest.name}: {key!r} {said}"
+    return f"forged {manifest.name}: {key!r} {change}"
 
 
 def nest_deep(path: Path, draw: random.Random) -> str:
@@ -134,13 +133,13 @@ def nest_deep(path: Path, draw: random.Random) -> str:
     return f"nested {path.name}"
 
 
-def _spots(tree: Any) -> Any:
-    """(owner, key) of every value in a tree but the digest and the version's."""
+def _values(tree: Any) -> Any:
+    """(owner, key) of every value in a tree, without digest, kind and version."""
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in pairs:
         if key not in ("digest", "kind", "version"):
             yield tree, key
-            yield from _spots(value)
+            yield from _values(value)
 
 
-Hurt = Callable[[Path, random.Random], str]
+Damage = Callable[[Path, random.Random], str]

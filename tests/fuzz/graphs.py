@@ -1,4 +1,4 @@
-"""A graph with one of everything, and all that a reader gets of a store in a form that can be compared."""
+"""A graph with every kind of array, and the whole content of a store in a comparable form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gnnfleet.graph.validate import open_validated_store
 COUNT = 24
 
 
-def bytes_of(tensors: Iterable[Tensor | None]) -> str:
+def digest_of(tensors: Iterable[Tensor | None]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
         if tensor is not None:
@@ -26,8 +26,8 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> str:
     return digest.hexdigest()
 
 
-def everything() -> Graph:
-    """Two node types, two edge types, and one of every array that a store may hold."""
+def graph_with_all_arrays() -> Graph:
+    """Two node types, two edge types, and every array that a store may have."""
     draw = torch.Generator().manual_seed(1)
     ends = torch.stack([torch.randint(COUNT, (90,), generator=draw), torch.randint(9, (90,), generator=draw)])
     nodes = {
@@ -41,7 +41,7 @@ def everything() -> Graph:
         ),
         "item": validated_nodes(9, x=torch.randn(9, 2, generator=draw).bfloat16()),
     }
-    held = torch.stack([torch.arange(4), torch.arange(4)])
+    held_out = torch.stack([torch.arange(4), torch.arange(4)])
     buys = validated_edges(
         ends,
         num_src=COUNT,
@@ -49,21 +49,21 @@ def everything() -> Graph:
         weight=torch.rand(90, generator=draw),
         attr=torch.randn(90, 2, generator=draw),
         time=torch.arange(90),
-        links={"val": held, "test": held},
+        links={"val": held_out, "test": held_out},
     )
-    near = validated_edges(torch.randint(COUNT, (2, 60), generator=draw), num_src=COUNT, num_dst=COUNT)
-    return Graph.of(nodes, {EdgeType("user", "buys", "item"): buys, EdgeType("user", "near", "user"): near})
+    near_edges = validated_edges(torch.randint(COUNT, (2, 60), generator=draw), num_src=COUNT, num_dst=COUNT)
+    return Graph.of(nodes, {EdgeType("user", "buys", "item"): buys, EdgeType("user", "near", "user"): near_edges})
 
 
 def read_graph(path: Path) -> object:
     graph = open_validated_store(path)
     tensors: list[Tensor | None] = []
-    about: list[object] = [graph.name, graph.undirected]
-    for kind, nodes in graph.nodes.items():
+    values: list[object] = [graph.name, graph.undirected]
+    for node_type, nodes in graph.nodes.items():
         tensors += [nodes.x, nodes.y, nodes.split]
-        about += [kind, nodes.count, nodes.classes, nodes.ids.values().to_pylist(), nodes.num_classes]
+        values += [node_type, nodes.count, nodes.classes, nodes.ids.values().to_pylist(), nodes.num_classes]
     for edge_type, edges in graph.edges.items():
         tensors += [edges.indptr, edges.src, edges.weight, edges.attr, edges.time, edges.order, edges.edge_index()]
-        about += [edge_type, sorted(edges.links)]
+        values += [edge_type, sorted(edges.links)]
         tensors += [edges.links[name] for name in sorted(edges.links)]
-    return bytes_of(tensors), about
+    return digest_of(tensors), values

@@ -1,8 +1,7 @@
-"""What is read from disk: how a good one is made, what is done to it, how it is read.
+"""Everything that is read from disk: how an undamaged one is made, how it is damaged, how it is read.
 
-``read`` returns all that a reader got, in a form that can be compared. Where ``exact`` holds, it must be what was
-written: whatever differs has to be refused. Files that users write themselves have no checksums; there anything that
-is accepted must come out as a store that is sound.
+``read`` returns the whole content in a comparable form. If ``exact``, it must equal the content written: any difference
+must be refused. Files that users write have no checksums; an accepted one must give a valid store.
 """
 
 from __future__ import annotations
@@ -36,55 +35,55 @@ from gnnfleet.training.checkpoint import (
 )
 from gnnfleet.training.run_dir import RunDirectory
 from tests.fuzz import damage
-from tests.fuzz.damage import Hurt
-from tests.fuzz.graphs import bytes_of, everything, read_graph
+from tests.fuzz.damage import Damage
+from tests.fuzz.graphs import digest_of, graph_with_all_arrays, read_graph
 from tests.fuzz.written import (
-    hurt_csv,
-    hurt_foreign,
-    hurt_npz,
-    hurt_ogb,
-    hurt_parquet,
-    hurt_words,
+    damage_csv,
+    damage_foreign,
+    damage_npz,
+    damage_ogb,
+    damage_parquet,
+    damage_settings,
     make_csv,
     make_foreign,
     make_npz,
     make_ogb,
     make_parquet,
-    make_words,
+    make_settings,
     read_foreign,
+    read_in_memory,
     read_ogb,
+    read_settings,
     read_tables,
-    read_whole_into,
-    read_words,
 )
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Something on disk and its reader."""
+    """A kind of file or folder, its damage and its reader."""
 
     make: Callable[[Path], object]
-    hurt: Hurt
+    damage: Damage
     read: Callable[[Path], object]
     exact: bool = True
 
 
-# Stores and what is kept in them.
+# Stores and the partitions saved in them.
 
 
-def hurt_bundle(folder: Path, draw: random.Random) -> str:
+def damage_bundle(folder: Path, draw: random.Random) -> str:
     """Damage to any file, or to manifests in a way that their digests do not show."""
     manifests = sorted(folder.rglob("*.json"))
-    how = draw.random()
-    if how < 0.45:
+    choice = draw.random()
+    if choice < 0.45:
         return damage.forge(draw.choice(manifests), draw)
-    if how < 0.5:
+    if choice < 0.5:
         return damage.nest_deep(draw.choice(manifests), draw)
-    return damage.hurt_files(folder, draw)
+    return damage.damage_files(folder, draw)
 
 
 def make_partition(folder: Path) -> None:
-    graph = everything()
+    graph = graph_with_all_arrays()
     write_partition(graph, assign_nodes(graph, 2, "random", seed=0), folder / "parts")
 
 
@@ -94,25 +93,25 @@ def read_partition(folder: Path) -> object:
     for part in range(partition.parts):
         shard = partition.shard(part)
         validate_shard(shard)
-        for kind in shard.node_types:
-            nodes = shard.nodes(kind)
+        for node_type in shard.node_types:
+            nodes = shard.nodes(node_type)
             tensors += [nodes.store_ids, nodes.x, nodes.y, nodes.split]
         for direction in ("in", "out"):
             for edge_type in shard.edge_types:
                 for q in range(shard.parts):
                     block = shard.block(edge_type, direction, q)
                     tensors += [block.rows, block.indptr, block.cols, block.edge_ids, *block.data.values()]
-    return bytes_of(tensors), partition.parts
+    return digest_of(tensors), partition.parts
 
 
-def make_kept(folder: Path) -> None:
-    """What tma and pipe keep in a store: clusters and layouts."""
+def make_placements(folder: Path) -> None:
+    """Write what tma and pipe save in a store: clusters and chunk layouts."""
     graph = make_dataset("communities", nodes=60, mean_degree=4, seed=1)
     write_clusters(graph, assign_nodes(graph, 2, "super", seed=0, clusters=6), folder / "clusters")
     write_chunk_layouts(graph, [build_chunk_layout(graph, 2, 4), build_chunk_layout(graph, 1, 3)], folder / "layouts")
 
 
-def read_kept(folder: Path) -> object:
+def read_placements(folder: Path) -> object:
     clusters = ClusterMap.open(folder / "clusters")
     layouts = open_chunk_layouts(folder / "layouts")
     tensors = [
@@ -120,7 +119,7 @@ def read_kept(folder: Path) -> object:
         clusters.sizes,
         *(t for layout in layouts for t in (layout.order, layout.starts)),
     ]
-    return bytes_of(tensors), clusters.method, [(layout.partitions, layout.halo_rows) for layout in layouts]
+    return digest_of(tensors), clusters.method, [(layout.partitions, layout.halo_rows) for layout in layouts]
 
 
 # Runs.
@@ -139,13 +138,13 @@ def make_checkpoint(folder: Path) -> None:
 
 def read_checkpoint(folder: Path) -> object:
     state, position, seed = load_checkpoint(folder / "last")
-    own = load_sharded(folder / "last", rank=0, ids={"rows": torch.tensor([3, 1])})
-    private = load_rank_local(folder / "last", 0)
-    trees = [state, own, private, {"ids": sharded_ids(folder / "last")}]
-    found = sorted(
-        (f"{part}/{key}", t) for tree in trees for part, tensors in tree.items() for key, t in tensors.items()
+    sharded = load_sharded(folder / "last", rank=0, ids={"rows": torch.tensor([3, 1])})
+    rank_local = load_rank_local(folder / "last", 0)
+    trees = [state, sharded, rank_local, {"ids": sharded_ids(folder / "last")}]
+    named_tensors = sorted(
+        (f"{group}/{key}", t) for tree in trees for group, tensors in tree.items() for key, t in tensors.items()
     )
-    return [name for name, _ in found], bytes_of(t for _, t in found), position, seed
+    return [name for name, _ in named_tensors], digest_of(t for _, t in named_tensors), position, seed
 
 
 def make_run(folder: Path) -> None:
@@ -157,31 +156,34 @@ def make_run(folder: Path) -> None:
 
 def read_run(folder: Path) -> object:
     directory = RunDirectory(folder / "run")
-    about, config, output = directory.info(), directory.config(), directory.output()
-    found = [directory.load(name) for name in ("last", "best")]
+    info, config, output = directory.info(), directory.config(), directory.output()
+    checkpoints = [directory.load(name) for name in ("last", "best")]
     file = MetricsFile(directory.metrics, epochs=2)
     file.close()
-    tensors = [t for pair in found if pair for tree in pair[0].values() for t in tree.values()]
-    return about, config, output, bytes_of(tensors), [pair and pair[1] for pair in found]
+    tensors = [t for checkpoint in checkpoints if checkpoint for tree in checkpoint[0].values() for t in tree.values()]
+    return info, config, output, digest_of(tensors), [checkpoint and checkpoint[1] for checkpoint in checkpoints]
 
 
-def hurt_run(folder: Path, draw: random.Random) -> str:
+def damage_run(folder: Path, draw: random.Random) -> str:
     if draw.random() < 0.3:
         target = folder / "run" / draw.choice(("config.json", "metrics.jsonl"))
         return f"{draw.choice((damage.flip, damage.cut, damage.blank, damage.nest_deep))(target, draw)} {target.name}"
-    return damage.hurt_files(folder / "run" / draw.choice(("", "checkpoints")), draw)
+    return damage.damage_files(folder / "run" / draw.choice(("", "checkpoints")), draw)
 
 
+# The names are seeds of the cases.
 SUBJECTS = {
-    "store": Subject(lambda folder: save_store(everything(), folder / "s"), hurt_bundle, lambda f: read_graph(f / "s")),
-    "partition": Subject(make_partition, hurt_bundle, read_partition),
-    "kept": Subject(make_kept, hurt_bundle, read_kept),
-    "checkpoint": Subject(make_checkpoint, hurt_bundle, read_checkpoint),
-    "run": Subject(make_run, hurt_run, read_run),
-    "words": Subject(make_words, hurt_words, read_words, exact=False),
-    "csv": Subject(make_csv, hurt_csv, read_tables, exact=False),
-    "parquet": Subject(make_parquet, hurt_parquet, read_tables, exact=False),
-    "npz": Subject(make_npz, hurt_npz, read_whole_into("a.npz"), exact=False),
-    "ogb": Subject(make_ogb, hurt_ogb, read_ogb, exact=False),
-    "foreign": Subject(make_foreign, hurt_foreign, read_foreign, exact=False),
+    "store": Subject(
+        lambda folder: save_store(graph_with_all_arrays(), folder / "s"), damage_bundle, lambda f: read_graph(f / "s")
+    ),
+    "partition": Subject(make_partition, damage_bundle, read_partition),
+    "kept": Subject(make_placements, damage_bundle, read_placements),
+    "checkpoint": Subject(make_checkpoint, damage_bundle, read_checkpoint),
+    "run": Subject(make_run, damage_run, read_run),
+    "words": Subject(make_settings, damage_settings, read_settings, exact=False),
+    "csv": Subject(make_csv, damage_csv, read_tables, exact=False),
+    "parquet": Subject(make_parquet, damage_parquet, read_tables, exact=False),
+    "npz": Subject(make_npz, damage_npz, read_in_memory("a.npz"), exact=False),
+    "ogb": Subject(make_ogb, damage_ogb, read_ogb, exact=False),
+    "foreign": Subject(make_foreign, damage_foreign, read_foreign, exact=False),
 }

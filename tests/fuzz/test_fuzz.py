@@ -1,7 +1,6 @@
-"""Whatever lies on disk: read as it was written, or refused in one message; never a crash, a hang, a great deal of
-memory, or something else than was written.
+"""Damaged files are refused in one message or read as they were written, without crash, hang or memory growth.
 
-A few cases of every subject here; ``make fuzz`` tries thousands (``python -m tests.fuzz``).
+A few cases of every subject; ``make fuzz`` runs thousands (``python -m tests.fuzz``).
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ CASES = 15
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    """All subjects, two at a time: most of the time goes into loading torch."""
+def problems_by_subject() -> dict[str, list[str]]:
+    """Problems of all subjects, two at a time: most of the time is spent loading torch."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         return dict(zip(SUBJECTS, pool.map(lambda name: problems(name, CASES), SUBJECTS), strict=True))
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_damage_is_refused_in_one_message(found: dict[str, list[str]], name: str) -> None:
-    assert found[name] == []
+def test_damage_is_refused_in_one_message(problems_by_subject: dict[str, list[str]], name: str) -> None:
+    assert problems_by_subject[name] == []

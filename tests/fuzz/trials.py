@@ -1,4 +1,4 @@
-"""Runs cases of a subject in processes that may die, and collects what went wrong."""
+"""Runs cases of a subject in processes that may die, and collects the problems."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ import select
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-START = 300.0
-CASE = 60.0
-"""Seconds that a case may take on a busy machine; most take a hundredth of one."""
+from tests.ranks import ROOT, python_path
+
+START_SECONDS = 300.0
+CASE_SECONDS = 60.0
+"""Limit of a case on a busy machine; most take 0.01 s."""
 
 
 def problems(subject: str, count: int, first: int = 0) -> list[str]:
-    """What went wrong in cases ``first`` … ``first + count − 1``: one line each, with the number to try it again."""
-    wrong: list[str] = []
-    at = first
-    while at < first + count:
-        at = _some(subject, at, first + count - at, wrong)
-    return wrong
+    """Problems in cases ``first`` … ``first + count − 1``: one line each, with the number of the case."""
+    lines: list[str] = []
+    next_case = first
+    while next_case < first + count:
+        next_case = _run_cases(subject, next_case, first + count - next_case, lines)
+    return lines
 
 
-def _some(subject: str, first: int, count: int, wrong: list[str]) -> int:
-    """Cases until all are done or the process is lost; the number of the next."""
-    python = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": python, "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-    at, did, asked = first - 1, "made the good one", False
+def _run_cases(subject: str, first: int, count: int, problems: list[str]) -> int:
+    """Run cases until all are done or the process is lost; return the number of the next case."""
+    env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+    case, damage, is_running = first - 1, "none", False
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.fuzz.child", subject, str(first), str(count)],
@@ -42,28 +41,28 @@ def _some(subject: str, first: int, count: int, wrong: list[str]) -> int:
         with process.stdout as out:
             buffer = b""
             while True:
-                patience = CASE if asked or at >= first else START
-                if not select.select([out], [], [], patience)[0]:
+                seconds = CASE_SECONDS if is_running or case >= first else START_SECONDS
+                if not select.select([out], [], [], seconds)[0]:
                     process.kill()
                     process.wait()
-                    wrong.append(f"{subject} {at}: hung after it {did}")
-                    return at + 1
-                piece = os.read(out.fileno(), 1 << 16)
-                if not piece:
+                    problems.append(f"{subject} {case}: hung, damage: {damage}")
+                    return case + 1
+                chunk = os.read(out.fileno(), 1 << 16)
+                if not chunk:
                     break
-                *lines, buffer = (buffer + piece).split(b"\n")
+                *lines, buffer = (buffer + chunk).split(b"\n")
                 for line in lines:
-                    word = json.loads(line)
-                    at, asked = word["case"], "did" in word
-                    if asked:
-                        did = word["did"]
-                    elif word["problem"] is not None:
-                        wrong.append(f"{subject} {at}: {did}: {word['problem']}")
+                    message = json.loads(line)
+                    case, is_running = message["case"], "damage" in message
+                    if is_running:
+                        damage = message["damage"]
+                    elif message["problem"] is not None:
+                        problems.append(f"{subject} {case}: damage {damage}: {message['problem']}")
         code = process.wait()
         if code == 0:
             return first + count
         errors.seek(0)
-        if at < first:
-            raise AssertionError(f"{subject}: the good one cannot be made: {errors.read()[-2000:]}")
-        wrong.append(f"{subject} {at}: {did}: the process ended with {code}: {errors.read()[-500:]}")
-        return at + 1
+        if case < first:
+            raise AssertionError(f"{subject}: the undamaged one cannot be made: {errors.read()[-2000:]}")
+        problems.append(f"{subject} {case}: damage {damage}: the process ended with {code}: {errors.read()[-500:]}")
+        return case + 1

@@ -1,4 +1,4 @@
-"""What users write: configs, tables, arrays, files of other tools. See subjects.py."""
+"""Files that users write: configs, tables, arrays, files of other tools. See subjects.py."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ patience = 4
 negatives = 3
 """
 
-WORDS = [
+KEYS = [
     "seed", "workers", "memory", "split", "partition", "precision", "task", "strategy", "strategy.name",
     "strategy.batch",
     "strategy.fanouts", "strategy.interval", "strategy.group", "strategy.graph_parallel", "strategy.chunks",
@@ -71,34 +71,30 @@ VALUES = [
 ]  # fmt: skip
 
 
-def hurt_words(folder: Path, draw: random.Random) -> str:
-    """Damaged TOML, or good TOML with words of the user's that need not fit."""
-    words: list[str] = []
+def damage_settings(folder: Path, draw: random.Random) -> str:
+    """Damaged TOML, or valid TOML with random settings of the command line."""
+    arguments: list[str] = []
     if draw.random() < 0.4:
-        ways = (damage.flip, damage.flip, damage.cut, damage.blank, damage.nest_deep, damage.delete, damage.loop)
-        draw.choice(ways)(folder / "run.toml", draw)
+        operations = (damage.flip, damage.flip, damage.cut, damage.blank, damage.nest_deep, damage.delete, damage.loop)
+        draw.choice(operations)(folder / "run.toml", draw)
     for _ in range(draw.randrange(4)):
         value = draw.choice(VALUES) if draw.random() < 0.9 else "".join(chr(draw.randrange(1, 300)) for _ in range(5))
-        words.append(f"{draw.choice(WORDS)}={value}")
-    (folder / "words.json").write_text(json.dumps(words))
-    return f"said {words}"[:300]
+        arguments.append(f"{draw.choice(KEYS)}={value}")
+    (folder / "settings.json").write_text(json.dumps(arguments))
+    return f"set {arguments}"[:300]
 
 
-def read_words(folder: Path) -> object:
-
-    words = json.loads((folder / "words.json").read_text())
-    settings = {}
-    for word in words:
-        key, _, value = word.partition("=")
-        settings[key] = parse_value(value)
+def read_settings(folder: Path) -> object:
+    pairs = (argument.partition("=") for argument in json.loads((folder / "settings.json").read_text()))
+    settings = {key: parse_value(value) for key, _, value in pairs}
     config = resolve(overlay(read_toml(folder / "run.toml"), unflatten(settings)))
-    assert resolve(config.model_dump(mode="json")) == config, "a config that is saved is not the one that is read again"
+    assert resolve(config.model_dump(mode="json")) == config, "a saved config differs when it is read again"
     return None
 
 
-def make_words(folder: Path) -> None:
+def make_settings(folder: Path) -> None:
     (folder / "run.toml").write_text(TOML)
-    (folder / "words.json").write_text("[]")
+    (folder / "settings.json").write_text("[]")
 
 
 def tables() -> tuple[pa.Table, pa.Table]:
@@ -149,10 +145,10 @@ CELLS = [
 ]
 
 
-def hurt_csv(folder: Path, draw: random.Random) -> str:
-    """Bytes, or cells that are well written and make no sense."""
+def damage_csv(folder: Path, draw: random.Random) -> str:
+    """Damaged bytes, or cells of a valid file with strange values."""
     if draw.random() < 0.4:
-        return damage.hurt_files(folder, draw)
+        return damage.damage_files(folder, draw)
     path = draw.choice(damage.files_of(folder))
     lines = path.read_text().split("\n")
     row = draw.randrange(len(lines) - 1)
@@ -163,10 +159,10 @@ def hurt_csv(folder: Path, draw: random.Random) -> str:
     return f"row {row} is {cells}"
 
 
-def hurt_parquet(folder: Path, draw: random.Random) -> str:
-    """Bytes, or columns of another type."""
+def damage_parquet(folder: Path, draw: random.Random) -> str:
+    """Damaged bytes, or columns of another type."""
     if draw.random() < 0.6:
-        return damage.hurt_files(folder, draw)
+        return damage.damage_files(folder, draw)
     path = draw.choice(damage.files_of(folder))
     table = pq.read_table(path)
     name, n = draw.choice(table.column_names), len(table)
@@ -195,16 +191,15 @@ def hurt_parquet(folder: Path, draw: random.Random) -> str:
 
 
 def read_tables(folder: Path) -> object:
-
     out = folder.with_name(f"{folder.name}-out")
     files = [str(path) for path in sorted(folder.iterdir())]
     rules = {"undirected": False, "memory": "200MB", "missing": "add"}
     spec = replace(classify_tables(files), **rules)
     import_tables(spec, out, overwrite=True)
-    found, graph = read_graph(out), open_validated_store(out)
+    content, graph = read_graph(out), open_validated_store(out)
     assert all(nodes.x is None or bool(torch.isfinite(nodes.x).all()) for nodes in graph.nodes.values())
     assert all(edges.weight is None or bool(torch.isfinite(edges.weight).all()) for edges in graph.edges.values())
-    return found
+    return content
 
 
 def arrays() -> dict[str, Any]:
@@ -250,33 +245,34 @@ def make_npz(folder: Path) -> None:
     np.savez(folder / "a.npz", **arrays())
 
 
-def hurt_npz(folder: Path, draw: random.Random) -> str:
+def damage_npz(folder: Path, draw: random.Random) -> str:
     path = folder / "a.npz"
     if draw.random() < 0.35:
-        return damage.hurt_files(folder, draw)
+        return damage.damage_files(folder, draw)
     if draw.random() < 0.15:
-        return _lie_about_shape(path, draw)
-    plain = draw.choice((arrays, sparse_arrays, bare_arrays))()
-    name = draw.choice(list(plain))
-    plain[name] = strange_array(np.asarray(plain[name]), draw)
+        return _write_false_shape(path, draw)
+    columns = draw.choice((arrays, sparse_arrays, bare_arrays))()
+    name = draw.choice(list(columns))
+    columns[name] = strange_array(np.asarray(columns[name]), draw)
     saver = np.savez if draw.random() < 0.5 else np.savez_compressed
-    saver(path, **plain)
-    return f"{name} is {plain[name].dtype} {list(plain[name].shape)} {str(plain[name].reshape(-1)[:3])[:60]}"
+    saver(path, **columns)
+    return f"{name} is {columns[name].dtype} {list(columns[name].shape)} {str(columns[name].reshape(-1)[:3])[:60]}"
 
 
-def _lie_about_shape(path: Path, draw: random.Random) -> str:
-    """A header that promises more numbers than any memory has."""
-
-    head = io.BytesIO()
+def _write_false_shape(path: Path, draw: random.Random) -> str:
+    """Write a header whose shape exceeds any memory."""
+    header = io.BytesIO()
     shape = draw.choice([(2, 10**12), (2**40, 3), (2**62,), (-1, 3)])
-    np.lib.format.write_array_header_1_0(head, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": shape})
     with zipfile.ZipFile(path, "a") as file:
-        file.writestr(f"{draw.choice(['edge_attr', 'ids', 'y_multi', 'node_name'])}.npy", head.getvalue() + b"\0" * 64)
+        file.writestr(
+            f"{draw.choice(['edge_attr', 'ids', 'y_multi', 'node_name'])}.npy", header.getvalue() + b"\0" * 64
+        )
     return f"an array of {shape}"
 
 
 def strange_array(array: Any, draw: random.Random) -> Any:
-    ways: list[Callable[[], Any]] = [
+    changes: list[Callable[[], Any]] = [
         lambda: array.astype(np.float64) if array.dtype.kind in "iufb" else array,
         lambda: array.astype(str),
         lambda: array.astype(np.complex64) if array.dtype.kind in "iufb" else array.astype("S4"),
@@ -293,10 +289,10 @@ def strange_array(array: Any, draw: random.Random) -> Any:
         lambda: np.zeros(array.shape, dtype=[("a", "<i4")]),
         lambda: array.T,
     ]
-    return draw.choice(ways)()
+    return draw.choice(changes)()
 
 
-def read_whole_into(name: str) -> Callable[[Path], object]:
+def read_in_memory(name: str) -> Callable[[Path], object]:
     def read(folder: Path) -> object:
         out = folder.with_name(f"{folder.name}-out")
         import_in_memory(folder / name, out, ImportRules(), overwrite=True)
@@ -312,13 +308,12 @@ def make_ogb(folder: Path) -> None:
         build(folder / name)
 
 
-def hurt_ogb(folder: Path, draw: random.Random) -> str:
-
+def damage_ogb(folder: Path, draw: random.Random) -> str:
     chosen = draw.choice(("text", "binary", "hetero"))
     (folder / "chosen").write_text(chosen)
     packed = sorted((folder / chosen).rglob("*.csv.gz"))
     if draw.random() < 0.5:
-        return damage.hurt_files(folder / chosen, draw)
+        return damage.damage_files(folder / chosen, draw)
     path = draw.choice(packed)
     lines = gzip.decompress(path.read_bytes()).decode().split("\n")
     lines[draw.randrange(len(lines))] = draw.choice((*CELLS, "1,2,3", "0.5", "99999999999", "0", "a,b"))
@@ -328,11 +323,11 @@ def hurt_ogb(folder: Path, draw: random.Random) -> str:
 
 def read_ogb(folder: Path) -> object:
     chosen = (folder / "chosen").read_text() if (folder / "chosen").exists() else "text"
-    return read_whole_into(chosen)(folder)
+    return read_in_memory(chosen)(folder)
 
 
 def make_foreign(folder: Path) -> None:
-    """Files of PyG and NetworkX."""
+    """Write files of PyG and NetworkX."""
     import networkx as nx
     from torch_geometric.data import Data
 
@@ -349,13 +344,13 @@ def make_foreign(folder: Path) -> None:
     nx.write_gml(nx.path_graph(5), folder / "a.gml")
 
 
-def hurt_foreign(folder: Path, draw: random.Random) -> str:
+def damage_foreign(folder: Path, draw: random.Random) -> str:
     path = draw.choice(sorted(folder.glob("a.*")))
     (folder / "chosen").write_text(path.name)
-    ways = (damage.flip, damage.flip, damage.cut, damage.blank, damage.lengthen, damage.empty)
-    return f"{draw.choice(ways)(path, draw)} {path.name}"
+    operations = (damage.flip, damage.flip, damage.cut, damage.blank, damage.lengthen, damage.empty)
+    return f"{draw.choice(operations)(path, draw)} {path.name}"
 
 
 def read_foreign(folder: Path) -> object:
     chosen = (folder / "chosen").read_text() if (folder / "chosen").exists() else "a.pt"
-    return read_whole_into(chosen)(folder)
+    return read_in_memory(chosen)(folder)

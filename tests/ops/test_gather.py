@@ -9,15 +9,15 @@ from tests.ops import reference
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_rows_are_written_into_columns_of_a_wider_tensor(dtype: torch.dtype, index: torch.dtype) -> None:
-    """Rows written between other columns are those of the twin, and the columns beside them stay as they were."""
+def test_rows_are_gathered_into_a_slice_of_columns(dtype: torch.dtype, index: torch.dtype) -> None:
+    """The rows equal the reference, and the columns beside the slice stay unchanged."""
     table, rows = torch.randn(20, 7).to(dtype), torch.randint(20, (50,)).to(index)
     wide = torch.float32 if dtype.itemsize == 2 else dtype
-    room = torch.full((50, 12), 7.0, dtype=wide)
-    found = gather(table, rows, wide, out=room[:, 2:9])
-    assert torch.equal(found, reference.gather(table, rows, wide))
-    assert torch.equal(room[:, 2:9], found)
-    assert bool((room[:, :2] == 7).all()) and bool((room[:, 9:] == 7).all())
+    out = torch.full((50, 12), 7.0, dtype=wide)
+    gathered = gather(table, rows, wide, out=out[:, 2:9])
+    assert torch.equal(gathered, reference.gather(table, rows, wide))
+    assert torch.equal(out[:, 2:9], gathered)
+    assert bool((out[:, :2] == 7).all()) and bool((out[:, 9:] == 7).all())
 
 
 def test_a_row_out_of_range_is_refused() -> None:
@@ -26,7 +26,7 @@ def test_a_row_out_of_range_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_rows_are_written_at_their_positions(dtype: torch.dtype) -> None:
+def test_rows_are_gathered_to_given_positions(dtype: torch.dtype) -> None:
     table = torch.randn(20, 7).to(dtype)
     rows, at = torch.randint(0, 20, (9,)), torch.randperm(15)[:9]
     wide = torch.float32 if dtype.itemsize == 2 else dtype

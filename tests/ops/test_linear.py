@@ -1,4 +1,4 @@
-"""Products in chunks equal plain ones, gradients included; buffers come back and are used again."""
+"""Chunked linear layers equal plain ones, gradients included; buffers are released and reused."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=draw, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def assert_same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], inputs: list[Tensor]) -> None:
-    tolerance = 1e-4 if found[0].dtype == torch.float32 else 1e-10
-    seeds = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape) for out in wanted]
-    for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-    ours, theirs = (torch.autograd.grad(outs, inputs, seeds) for outs in (found, wanted))
-    for got, want in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+def assert_same_with_gradients(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], inputs: list[Tensor]) -> None:
+    tolerance = 1e-4 if actual[0].dtype == torch.float32 else 1e-10
+    factors = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape) for out in expected]
+    for tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(tensor, expected_tensor, rtol=tolerance, atol=tolerance)
+    grads, expected_grads = (torch.autograd.grad(outs, inputs, factors) for outs in (actual, expected))
+    for tensor, expected_tensor in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(tensor, expected_tensor, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 150, 200])
-def test_sum_linear_equals_torch(dtype: torch.dtype, relu: bool, rows: int) -> None:
+def test_sum_linear_equals_a_sum_of_linear_layers(dtype: torch.dtype, relu: bool, rows: int) -> None:
     a, b, v, w, bias = inputs = leaves((rows, 4), (200, 3), (9, 4), (9, 3), (9,), dtype=dtype)
-    found = linear.sum_linear([(a, v), (b, w)], bias, relu=relu, rows=rows)
-    wanted = functional.linear(a, v, bias) + functional.linear(b[:rows], w)
-    assert_same((found,), (torch.relu(wanted) if relu else wanted,), inputs)
+    actual = linear.sum_linear([(a, v), (b, w)], bias, relu=relu, rows=rows)
+    expected = functional.linear(a, v, bias) + functional.linear(b[:rows], w)
+    assert_same_with_gradients((actual,), (torch.relu(expected) if relu else expected,), inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [(200, 200), (200, 70), (70, 200), (3, 0), (130, 128)])
-def test_multi_linear_equals_torch(dtype: torch.dtype, rows: tuple[int, int]) -> None:
+def test_multi_linear_equals_separate_products(dtype: torch.dtype, rows: tuple[int, int]) -> None:
     x, v, w = inputs = leaves((200, 9), (5, 9), (2, 9), dtype=dtype)
-    found = linear.multi_linear(x, [v, w], rows=rows)
-    assert_same(found, (x[: rows[0]] @ v.t(), x[: rows[1]] @ w.t()), inputs)
+    actual = linear.multi_linear(x, [v, w], rows=rows)
+    assert_same_with_gradients(actual, (x[: rows[0]] @ v.t(), x[: rows[1]] @ w.t()), inputs)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("relu", [False, True])
-def test_bias_relu_equals_torch(relu: bool, fresh: bool) -> None:
+def test_bias_relu_adds_the_bias(relu: bool, fresh: bool) -> None:
     x, bias = inputs = leaves((200, 9), (9,), dtype=torch.float64)
-    found = linear.bias_relu(x * 2, bias, relu=relu, fresh=fresh)
-    wanted = x * 2 + bias
-    assert_same((found,), (torch.relu(wanted) if relu else wanted,), inputs)
+    actual = linear.bias_relu(x * 2, bias, relu=relu, fresh=fresh)
+    expected = x * 2 + bias
+    assert_same_with_gradients((actual,), (torch.relu(expected) if relu else expected,), inputs)
     assert linear.bias_relu(x, None) is x
 
 
@@ -69,39 +69,35 @@ def test_bfloat16_rounds_results(hardware: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(linear, "has_bf16", lambda: hardware)
     a, v, w, bias = leaves((200, 9), (5, 9), (2, 9), (5,), dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = linear.sum_linear([(a, v)], bias)
-        forked = linear.multi_linear(a, [v, w])
-    assert mixed.dtype == forked[0].dtype == forked[1].dtype == torch.bfloat16
-    torch.testing.assert_close(mixed.float(), functional.linear(a, v, bias), rtol=3e-2, atol=0.1)
-    torch.testing.assert_close(forked[1].float(), a @ w.t(), rtol=3e-2, atol=0.1)
-    found = torch.autograd.grad(mixed.float().sum() + forked[1].float().sum(), [a, v, w, bias])
-    wanted = torch.autograd.grad(functional.linear(a, v, bias).sum() + (a @ w.t()).sum(), [a, v, w, bias])
-    for got, want in zip(found, wanted, strict=True):
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got, want, rtol=5e-2, atol=0.2)
+        summed = linear.sum_linear([(a, v)], bias)
+        products = linear.multi_linear(a, [v, w])
+    assert summed.dtype == products[0].dtype == products[1].dtype == torch.bfloat16
+    torch.testing.assert_close(summed.float(), functional.linear(a, v, bias), rtol=3e-2, atol=0.1)
+    torch.testing.assert_close(products[1].float(), a @ w.t(), rtol=3e-2, atol=0.1)
+    grads = torch.autograd.grad(summed.float().sum() + products[1].float().sum(), [a, v, w, bias])
+    expected_grads = torch.autograd.grad(functional.linear(a, v, bias).sum() + (a @ w.t()).sum(), [a, v, w, bias])
+    for grad, expected in zip(grads, expected_grads, strict=True):
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad, expected, rtol=5e-2, atol=0.2)
 
 
-@pytest.mark.parametrize("isa", _native.isas().split())
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("width", [1, 7, 47, 300])
-def test_bfloat16_ends_as_torch_does(isa: str, width: int) -> None:
-    """Bias and ReLU in float32, rounded once; gradients stopped where nothing came out, their columns summed."""
+def test_bfloat16_bias_and_relu_are_rounded_once(width: int) -> None:
+    """Bias and ReLU are computed in float32; backward masks gradients of zeros and adds up their columns."""
     rows, bias, grad = (t.detach() for t in leaves((50, width), (width,), (50, width), dtype=torch.float32))
     rows, grad = rows.bfloat16(), grad.bfloat16()
-    wanted = torch.relu(rows.float() + bias).bfloat16()
-    try:
-        assert _native.select_isa(isa)
-        linear._end(rows, bias, relu=True)
-        sums = torch.ones(width)
-        part = linear._end_back(grad, rows, sums)
-    finally:
-        _native.select_isa(_native.isas().split()[0])
-    assert torch.equal(rows, wanted)
-    kept = torch.where(wanted > 0, grad, torch.zeros_like(grad))
-    assert torch.equal(part, kept)
-    torch.testing.assert_close(sums, 1 + kept.float().sum(0))
+    expected = torch.relu(rows.float() + bias).bfloat16()
+    linear._end(rows, bias, relu=True)
+    sums = torch.ones(width)
+    masked = linear._end_back(grad, rows, sums)
+    assert torch.equal(rows, expected)
+    expected_grad = torch.where(expected > 0, grad, torch.zeros_like(grad))
+    assert torch.equal(masked, expected_grad)
+    torch.testing.assert_close(sums, 1 + expected_grad.float().sum(0))
 
 
-def test_gradients_by_finite_differences() -> None:
+def test_gradients_equal_finite_differences() -> None:
     x, v, w = leaves((20, 3), (4, 3), (2, 3), dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x, v: linear.sum_linear([(x, v)]), (x, v))
     assert torch.autograd.gradcheck(lambda x, v, w: linear.multi_linear(x, [v, w], rows=[20, 7]), (x, v, w))
@@ -115,30 +111,30 @@ def clean_pool() -> Iterator[None]:
     _native.pool_release()
 
 
-def test_buffers_return_to_the_pool(clean_pool: None) -> None:
+def test_released_buffers_are_reused(clean_pool: None) -> None:
     used = _native.pool_state()[0]
     a = buffers.empty_buffer((1000, 1000), torch.float32)
-    place = a.data_ptr()
+    address = a.data_ptr()
     row = a[5]
     del a
     assert _native.pool_state()[0] > used, "a view keeps the buffer"
     del row
     assert _native.pool_state()[0] == used
     b = buffers.empty_buffer((990, 1000), torch.float32)
-    assert b.data_ptr() == place, "a slightly smaller request takes the kept buffer"
+    assert b.data_ptr() == address, "a slightly smaller request reuses the buffer"
     assert b.shape == (990, 1000) and b.is_contiguous()
 
 
-def test_free_buffers_are_bounded(clean_pool: None) -> None:
+def test_memory_of_unused_buffers_is_bounded(clean_pool: None) -> None:
     for size in (8, 16, 32, 64, 128):
         buffers.empty_buffer((size << 18,), torch.float32)
-        used, highest, kept = _native.pool_state()
-        assert used + kept <= highest * 5 // 4 + (1 << 21)
+        used, highest, unused = _native.pool_state()
+        assert used + unused <= highest * 5 // 4 + (1 << 21)
     _native.pool_release()
     assert _native.pool_state()[2] == 0
 
 
-def test_buffers_without_the_pool_are_ordinary_tensors(clean_pool: None) -> None:
+def test_unpooled_buffers_do_not_enter_the_pool(clean_pool: None) -> None:
     before = _native.pool_state()
     with buffers.unpooled():
         assert buffers.empty_buffer((1000, 1000), torch.float32).shape == (1000, 1000)
@@ -148,7 +144,7 @@ def test_buffers_without_the_pool_are_ordinary_tensors(clean_pool: None) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 63, 64, 65, 300])
-def test_nan_is_not_hidden_by_relu(dtype: torch.dtype, width: int) -> None:
+def test_relu_keeps_nan(dtype: torch.dtype, width: int) -> None:
     x = torch.full((3, width), torch.nan, dtype=dtype)
     x[0] = -1
     out = linear.bias_relu(x, torch.zeros(width, dtype=dtype), relu=True)
@@ -156,23 +152,23 @@ def test_nan_is_not_hidden_by_relu(dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize("gap", [0, 2])
-def test_neighbouring_columns_are_one_product(gap: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Terms that lie side by side give what they give apart, with one product; a gap between them keeps them apart."""
+def test_adjacent_columns_are_one_product(gap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adjacent terms need one product and equal separate ones; terms with a gap between them need two."""
     both = torch.randn(40, 7 + gap + 5, dtype=torch.float64)
     left, right = both[:, :7], both[:, 7 + gap :]
     weights = leaves((6, 7), (6, 5), dtype=torch.float64)
-    made: list[int] = []
+    products: list[int] = []
     join = linear._join
-    monkeypatch.setattr(linear, "_join", lambda terms: made.append(len(found := join(terms))) or found)
-    found = linear.sum_linear(list(zip((left, right), weights, strict=True)), relu=True, rows=33)
-    apart = linear.sum_linear(list(zip((left.clone(), right.clone()), weights, strict=True)), relu=True, rows=33)
-    assert made == [1 if not gap else 2, 2]
-    assert_same((found,), (apart,), weights)
+    monkeypatch.setattr(linear, "_join", lambda terms: products.append(len(joined := join(terms))) or joined)
+    actual = linear.sum_linear(list(zip((left, right), weights, strict=True)), relu=True, rows=33)
+    expected = linear.sum_linear(list(zip((left.clone(), right.clone()), weights, strict=True)), relu=True, rows=33)
+    assert products == [1 if not gap else 2, 2]
+    assert_same_with_gradients((actual,), (expected,), weights)
 
 
-def test_adjacent_columns_with_gradients_are_not_merged() -> None:
+def test_columns_that_need_gradients_are_not_joined() -> None:
     both = torch.randn(10, 8, dtype=torch.float64, requires_grad=True)
     weights = leaves((6, 4), (6, 4), dtype=torch.float64)
     terms = list(zip((both[:, :4], both[:, 4:]), weights, strict=True))
-    wanted = sum(functional.linear(x, w) for x, w in terms)
-    assert_same((linear.sum_linear(terms),), (wanted,), [both, *weights])
+    expected = sum(functional.linear(x, w) for x, w in terms)
+    assert_same_with_gradients((linear.sum_linear(terms),), (expected,), [both, *weights])

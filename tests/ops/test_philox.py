@@ -1,4 +1,4 @@
-"""The generator gives Random123's known answers, and every draw is a function of its family and index alone."""
+"""The generator gives the known answers of Random123; every draw depends only on its family and index."""
 
 from __future__ import annotations
 
@@ -18,23 +18,15 @@ KNOWN = [
 DRAWS = Draws(7, Purpose.GENERATE)
 
 
-def words(text: str) -> list[int]:
-    return [int(word, 16) for word in text.split()]
-
-
-@pytest.fixture(params=[1, 2, 4])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def parse_hex(text: str) -> list[int]:
+    return [int(number, 16) for number in text.split()]
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
-def test_known_answers(counter, key, answer):
-    low, high = words(key)
-    found = philox(torch.tensor([words(counter)], dtype=torch.uint32), high << 32 | low)
-    assert found.tolist() == [words(answer)]
+def test_philox_gives_the_known_answers(counter, key, answer):
+    low, high = parse_hex(key)
+    output = philox(torch.tensor([parse_hex(counter)], dtype=torch.uint32), high << 32 | low)
+    assert output.tolist() == [parse_hex(answer)]
 
 
 def philox_in_python(counter: list[int], key: int) -> list[int]:
@@ -46,15 +38,15 @@ def philox_in_python(counter: list[int], key: int) -> list[int]:
     return counter
 
 
-def test_a_family_of_draws_equals_the_generator():
-    """uniforms(i) is the first two words of counter (i, 0, turn 0, purpose/layer/relation) as 53 bits."""
+def test_draws_of_a_family_are_the_documented_counters():
+    """uniforms(i) is made of the first two 32-bit outputs of counter (i, 0, purpose/layer/relation), as 53 bits."""
     draws = Draws(2**64 - 5, Purpose.GENERATE, layer=3, relation=500, epoch=2, step=9)
     answer = philox_in_python([9, 0, 2, 0xFFFFFFFF], 2**64 - 5)
     key = answer[1] << 32 | answer[0]
-    place = 1 << 24 | 3 << 16 | 500
-    for i, found in enumerate(draws.uniforms(5, first=2**33).tolist()):
-        low, high, *_ = philox_in_python([i, 2, 0, place], key)
-        assert found == ((high << 32 | low) >> 11) * 2.0**-53
+    family = 1 << 24 | 3 << 16 | 500
+    for i, uniform in enumerate(draws.uniforms(5, first=2**33).tolist()):
+        low, high, *_ = philox_in_python([i, 2, 0, family], key)
+        assert uniform == ((high << 32 | low) >> 11) * 2.0**-53
 
 
 def test_families_differ():
@@ -63,33 +55,33 @@ def test_families_differ():
     assert len(set(firsts)) == len(families)
 
 
-def test_draws_are_equal_for_any_number_of_threads(threads):
-    """Against the draws taken one by one."""
-    alone = torch.cat([DRAWS.uniforms(1, first=i) for i in range(101)])
-    assert torch.equal(DRAWS.uniforms(101), alone)
+def test_threads_change_no_draw(threads):
+    """All draws at once equal the draws taken one by one."""
+    expected = torch.cat([DRAWS.uniforms(1, first=i) for i in range(101)])
+    assert torch.equal(DRAWS.uniforms(101), expected)
     slots = generate.WeightedChoice.of(torch.tensor([1, 3, 2, 5]), torch.tensor([1, 0, 1, 0], dtype=torch.int32), 2)
     groups = (torch.arange(333) % 2).int()
-    one = torch.cat([slots.draw(DRAWS, groups[i : i + 1], first=i) for i in range(333)])
-    assert torch.equal(slots.draw(DRAWS, groups), one)
+    expected = torch.cat([slots.draw(DRAWS, groups[i : i + 1], first=i) for i in range(333)])
+    assert torch.equal(slots.draw(DRAWS, groups), expected)
     assert torch.equal(
         generate.normal_rows(DRAWS, 70000, 3, dtype=torch.float64).float(), generate.normal_rows(DRAWS, 70000, 3)
     )
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 64, 1000, 4097])
-def test_permutation(count):
+def test_a_permutation_has_every_number_once(count):
     order = DRAWS.permutation(count)
     assert torch.equal(order.sort().values, torch.arange(count, dtype=torch.int32))
 
 
-def test_permutations_are_uncorrelated_with_the_order():
+def test_a_permutation_is_not_correlated_with_the_order():
     order = DRAWS.permutation(20000).double()
     assert abs(float(torch.corrcoef(torch.stack([order, torch.arange(20000.0).double()]))[0, 1])) < 0.03
     neighbours = (order.diff().abs() < 100).double().mean()
     assert neighbours < 0.02
 
 
-def test_distributions():
+def test_distributions_have_the_expected_moments():
     uniform, exponential = DRAWS.uniforms(200_000), DRAWS.at(1).exponentials(200_000)
     assert abs(float(uniform.mean()) - 0.5) < 0.003 and float(uniform.min()) >= 0 and float(uniform.max()) < 1
     assert abs(float(exponential.mean()) - 1) < 0.01 and abs(float(exponential.std()) - 1) < 0.02
@@ -102,7 +94,7 @@ def test_distributions():
     assert float(correlation.abs().max()) < 0.02
 
 
-def test_own_logarithm_and_exponential_agree_with_libm():
+def test_logarithm_and_exponential_agree_with_libm():
     uniform = DRAWS.uniforms(50_000).numpy()
     np.testing.assert_allclose(DRAWS.exponentials(50_000).numpy(), -np.log1p(-uniform), rtol=1e-13, atol=1e-15)
     cut = 1 - 100.0**-1.3
@@ -110,7 +102,7 @@ def test_own_logarithm_and_exponential_agree_with_libm():
     np.testing.assert_allclose(tail, (1 - uniform * cut) ** (-1 / 1.3), rtol=1e-12)
 
 
-def test_slots_follow_the_weights():
+def test_weighted_choices_follow_the_weights():
     weights = torch.tensor([1, 3, 0, 6])
     drawn = generate.WeightedChoice.of(weights).draw_any(DRAWS, 100_000).long()
     shares = torch.bincount(drawn, minlength=4) / 100_000
@@ -121,15 +113,15 @@ def test_slots_follow_the_weights():
         empty.draw(DRAWS, torch.tensor([0, 3], dtype=torch.int32))
 
 
-def test_rmat_quadrants_and_range():
+def test_rmat_follows_its_quadrants_and_stays_in_range():
     src, dst = generate.rmat(DRAWS, 100_000, nodes=1024, quadrants=(0.5, 0.3, 0.15, 0.05))
     top = torch.stack([src, dst]) >= 512
-    found = [float((~top[0] & ~top[1]).double().mean()), float((~top[0] & top[1]).double().mean())]
-    assert found == pytest.approx([0.5, 0.3], abs=0.01)
+    shares = [float((~top[0] & ~top[1]).double().mean()), float((~top[0] & top[1]).double().mean())]
+    assert shares == pytest.approx([0.5, 0.3], abs=0.01)
     for nodes in (2, 3, 700):
         src, dst = generate.rmat(DRAWS, 2000, nodes=nodes, quadrants=(0.57, 0.19, 0.19, 0.05))
         assert int(torch.stack([src, dst]).max()) < nodes and int(torch.stack([src, dst]).min()) == 0
-    # All weight on an end that does not exist: still an end.
+    # All weight is on a node that does not exist: the result is a valid node.
     assert int(generate.rmat(DRAWS, 5, nodes=3, quadrants=(0.0, 0.0, 0.0, 1.0))[0].max()) < 3
 
 

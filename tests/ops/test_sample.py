@@ -1,9 +1,8 @@
-"""The sampler equals its plain twin, draws what it should, and knows nothing of threads or of other seeds."""
+"""The sampler equals its reference, has the right distribution, and does not depend on threads or other seeds."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from itertools import combinations, permutations
 
 import numpy as np
@@ -31,21 +30,13 @@ def rows_of(degrees: list[int], *, num_cols: int = 50, wide: bool = False) -> CS
     return CSR(indptr, col if wide else col.int(), num_cols)
 
 
-@pytest.fixture(params=[1, 2, 4])
-def team(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 DEGREES = [0, 1, 5, 3, 64, 65, 0, 12, 200, 2, 33]
 
 
 @pytest.mark.parametrize("count", [-1, 0, 1, 3, 5, 33, 64, 150])
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_draws_equal_the_reference(count: int, replace: bool, weighted: bool) -> None:
+def test_sampling_equals_the_reference(count: int, replace: bool, weighted: bool) -> None:
     edges = rows_of(DEGREES)
     weight = None
     if weighted:
@@ -53,10 +44,10 @@ def test_draws_equal_the_reference(count: int, replace: bool, weighted: bool) ->
         weight[torch.rand(edges.num_edges, generator=torch.Generator().manual_seed(3)) < 0.3] = 0
         weight[:1] = 0  # a node without any weight
     seeds = torch.tensor([8, 0, 4, 10, 1, 2, 7, 5, 6])
-    offsets, found = sample(edges, seeds, Fanout(count, replace), draws=draws(3, 1, 2), weight=weight)
+    offsets, edges_drawn = sample(edges, seeds, Fanout(count, replace), draws=draws(3, 1, 2), weight=weight)
     expected = reference.sample(edges, seeds, count, replace=replace, draws=draws(3, 1, 2), weight=weight)
     assert torch.equal(offsets, expected[0])
-    assert torch.equal(found, expected[1])
+    assert torch.equal(edges_drawn, expected[1])
 
 
 @given(
@@ -66,87 +57,89 @@ def test_draws_equal_the_reference(count: int, replace: bool, weighted: bool) ->
     step=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_without_replacement(degrees: list[int], count: int, weighted: bool, step: int) -> None:
+def test_draws_without_replacement_are_distinct_and_complete(
+    degrees: list[int], count: int, weighted: bool, step: int
+) -> None:
     edges = rows_of(degrees)
     weight = (torch.rand(edges.num_edges) * 3 - 1).clamp(min=0) if weighted else None
-    offsets, found = sample(edges, torch.arange(len(degrees)), Fanout(count), draws=draws(step), weight=weight)
+    offsets, drawn = sample(edges, torch.arange(len(degrees)), Fanout(count), draws=draws(step), weight=weight)
     for node in range(len(degrees)):
         first, last = int(edges.indptr[node]), int(edges.indptr[node + 1])
-        mine = found[int(offsets[node]) : int(offsets[node + 1])]
+        drawn_of_node = drawn[int(offsets[node]) : int(offsets[node + 1])]
         possible = torch.arange(first, last)
         if weight is not None and count >= 0:
             possible = possible[weight[first:last] > 0]
-        assert len(mine) == (len(possible) if count < 0 else min(count, len(possible)))
-        assert bool((mine.diff() > 0).all()), "ascending, each once"
-        assert bool(torch.isin(mine, possible).all())
+        assert len(drawn_of_node) == (len(possible) if count < 0 else min(count, len(possible)))
+        assert bool((drawn_of_node.diff() > 0).all()), "ascending, each once"
+        assert bool(torch.isin(drawn_of_node, possible).all())
         if count < 0 or count >= len(possible):
-            assert torch.equal(mine, possible), "all of them"
+            assert torch.equal(drawn_of_node, possible), "all of them"
 
 
-def chi_square(seen: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    assert set(seen) <= set(expected), "something that cannot happen"
-    return sum((seen[outcome] - mean) ** 2 / mean for outcome, mean in expected.items())
+def chi_square(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    assert set(counts) <= set(expected), "an impossible outcome"
+    return sum((counts[outcome] - mean) ** 2 / mean for outcome, mean in expected.items())
 
 
 def outcomes(
     weight: list[float] | None, degree: int, count: int, *, replace: bool, times: int
 ) -> Counter[tuple[int, ...]]:
-    """What one node with ``degree`` edges draws, over many nodes of one graph."""
+    """Count the draws of a node with ``degree`` edges, over many such nodes of one graph."""
     edges = CSR(torch.arange(times + 1) * degree, torch.zeros(times * degree, dtype=torch.int32), 1)
     all_weights = None if weight is None else torch.tensor(weight).repeat(times)
-    _, found = sample(edges, torch.arange(times), Fanout(count, replace), draws=draws(), weight=all_weights)
-    return Counter(map(tuple, (found.view(times, count) % degree).tolist()))
+    _, drawn = sample(edges, torch.arange(times), Fanout(count, replace), draws=draws(), weight=all_weights)
+    return Counter(map(tuple, (drawn.view(times, count) % degree).tolist()))
 
 
 def limit(freedom: int) -> float:
-    """Above this with a chance below one in ten thousand (Wilson and Hilferty)."""
+    """Quantile of chi-square that is exceeded with a probability below 1e-4 (Wilson and Hilferty)."""
     return freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
 @pytest.mark.parametrize(("degree", "count"), [(5, 2), (5, 4), (70, 1), (7, 3), (66, 2)])
-def test_all_subsets_are_equally_likely(degree: int, count: int) -> None:
+def test_every_subset_is_equally_likely(degree: int, count: int) -> None:
     subsets = list(combinations(range(degree), count))
     times = 40 * len(subsets)
-    seen = outcomes(None, degree, count, replace=False, times=times)
-    assert chi_square(seen, {subset: times / len(subsets) for subset in subsets}) < limit(len(subsets) - 1)
+    counts = outcomes(None, degree, count, replace=False, times=times)
+    assert chi_square(counts, {subset: times / len(subsets) for subset in subsets}) < limit(len(subsets) - 1)
 
 
 def test_large_fanouts_are_uniform() -> None:
-    seen: Counter[tuple[int, ...]] = Counter()
+    counts: Counter[tuple[int, ...]] = Counter()
     for subset, times in outcomes(None, 100, 40, replace=False, times=2000).items():
         for edge in subset:
-            seen[(edge,)] += times
-    # Draws of one node exclude each other, which makes counts vary less than the law allows.
-    assert chi_square(seen, {(edge,): 800.0 for edge in range(100)}) < limit(99)
+            counts[(edge,)] += times
+    # Draws of one node exclude each other, so counts vary less than the bound allows.
+    assert chi_square(counts, {(edge,): 800.0 for edge in range(100)}) < limit(99)
 
 
 WEIGHT = [1.0, 0.0, 2.0, 0.5, 4.0]
 
 
-def test_weighted_subsets_have_their_probabilities() -> None:
+def test_weighted_subsets_follow_their_probabilities() -> None:
     total, times = sum(WEIGHT), 30_000
     expected: dict[tuple[int, ...], float] = {}
-    for first, second in permutations([0, 2, 3, 4], 2):  # one after the other, in proportion to what is left
-        chance = WEIGHT[first] / total * WEIGHT[second] / (total - WEIGHT[first])
+    for first, second in permutations([0, 2, 3, 4], 2):  # one after the other, in proportion to the remaining weight
+        probability = WEIGHT[first] / total * WEIGHT[second] / (total - WEIGHT[first])
         subset = (min(first, second), max(first, second))
-        expected[subset] = expected.get(subset, 0.0) + times * chance
+        expected[subset] = expected.get(subset, 0.0) + times * probability
     assert chi_square(outcomes(WEIGHT, 5, 2, replace=False, times=times), expected) < limit(5)
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])
 def test_draws_with_replacement_are_independent(weight: list[float] | None) -> None:
-    chances = weight or [1.0] * 5
-    times, total = 20_000, sum(chances)
+    weights = weight or [1.0] * 5
+    times, total = 20_000, sum(weights)
     expected: dict[tuple[int, ...], float] = {}
-    for one in range(5):
-        for two in range(5):
-            if chances[one] * chances[two]:
-                pair = (min(one, two), max(one, two))
-                expected[pair] = expected.get(pair, 0.0) + times * chances[one] * chances[two] / total**2
+    for first in range(5):
+        for second in range(5):
+            if weights[first] * weights[second]:
+                pair = (min(first, second), max(first, second))
+                expected[pair] = expected.get(pair, 0.0) + times * weights[first] * weights[second] / total**2
     assert chi_square(outcomes(weight, 5, 2, replace=True, times=times), expected) < limit(len(expected) - 1)
 
 
-def big() -> CSR:
+def graph_with_hub() -> CSR:
     random = torch.Generator().manual_seed(4)
     src, dst = torch.randint(20_000, (2, 300_000), generator=random).int()
     dst[:20_000] = 5  # a hub
@@ -155,31 +148,31 @@ def big() -> CSR:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_draws_depend_neither_on_threads_nor_on_other_seeds(team: int, weighted: bool) -> None:
-    edges = big()
+def test_draws_do_not_depend_on_threads_and_other_seeds(threads: int, weighted: bool) -> None:
+    edges = graph_with_hub()
     weight = torch.rand(edges.num_edges, generator=torch.Generator().manual_seed(5)) if weighted else None
     seeds = torch.randperm(20_000, generator=torch.Generator().manual_seed(6))[:15_000]
-    assert num_threads(len(seeds) * 32) == team
-    offsets, found = sample(edges, seeds, Fanout(7), draws=draws(), weight=weight)
+    assert num_threads(len(seeds) * 32) == threads
+    offsets, drawn = sample(edges, seeds, Fanout(7), draws=draws(), weight=weight)
     with single_threaded():
         assert num_threads() == 1
-        plain, expected = sample(edges, torch.arange(20_000), Fanout(7), draws=draws(), weight=weight)
-    rows = expected.split(plain.diff().tolist())
-    assert torch.equal(found, torch.cat([rows[seed] for seed in seeds.tolist()]))
-    assert torch.equal(offsets.diff(), plain.diff()[seeds])
+        all_offsets, expected = sample(edges, torch.arange(20_000), Fanout(7), draws=draws(), weight=weight)
+    rows = expected.split(all_offsets.diff().tolist())
+    assert torch.equal(drawn, torch.cat([rows[seed] for seed in seeds.tolist()]))
+    assert torch.equal(offsets.diff(), all_offsets.diff()[seeds])
 
 
 def test_hops_relations_and_steps_draw_independently() -> None:
     edges = rows_of([40] * 30)
     seeds = torch.arange(30)
     families = [draws(), draws(step=1), draws(hop=1), draws(relation=1)]
-    found = [sample(edges, seeds, Fanout(10), draws=family)[1] for family in families]
-    assert all(not torch.equal(one, two) for one, two in combinations(found, 2))
+    draws_of_families = [sample(edges, seeds, Fanout(10), draws=family)[1] for family in families]
+    assert all(not torch.equal(first, second) for first, second in combinations(draws_of_families, 2))
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_frontier_assigns_the_first_rows_to_seeds_then_ascending_ids(team: int, wide: bool) -> None:
-    edges = big()
+def test_a_frontier_puts_seeds_first_and_new_nodes_in_ascending_order(threads: int, wide: bool) -> None:
+    edges = graph_with_hub()
     edges = CSR(edges.indptr, edges.col.long() if wide else edges.col, edges.num_cols)
     frontier = Frontier(20_000)
     for step in range(2):  # a frontier is used again
@@ -187,9 +180,9 @@ def test_a_frontier_assigns_the_first_rows_to_seeds_then_ascending_ids(team: int
         frontier.start(seeds)
         for hop in range(2):
             before = frontier.ids
-            _, found = sample(edges, before, Fanout(4), draws=draws(step, hop))
-            sources = edge_sources(edges, found)
-            assert torch.equal(sources, edges.col[found])
+            _, drawn = sample(edges, before, Fanout(4), draws=draws(step, hop))
+            sources = edge_sources(edges, drawn)
+            assert torch.equal(sources, edges.col[drawn])
             frontier.add(sources)
             frontier.assign_rows()
             new = torch.unique(sources.long())
@@ -200,26 +193,26 @@ def test_a_frontier_assigns_the_first_rows_to_seeds_then_ascending_ids(team: int
 
 
 def check_hops(frontier: Frontier, seeds: Tensor, hops: list[list[Tensor]]) -> None:
-    """A batch against numpy: what each hop meets, by one or several relations, gets rows in ascending order."""
+    """Compare a batch with numpy: new nodes of each hop, by one or several relations, get rows in ascending order."""
     frontier.start(seeds)
     expected = seeds.numpy()
-    for met in hops:
-        for sources in met:
+    for relations in hops:
+        for sources in relations:
             frontier.add(sources)
         frontier.assign_rows()
-        every = np.concatenate([sources.numpy().astype(np.int64) for sources in met])
-        expected = np.concatenate([expected, np.setdiff1d(every, expected)])
+        all_sources = np.concatenate([sources.numpy().astype(np.int64) for sources in relations])
+        expected = np.concatenate([expected, np.setdiff1d(all_sources, expected)])
         assert np.array_equal(frontier.ids.numpy(), expected)
         order = np.argsort(expected)
-        for sources in met:
+        for sources in relations:
             row = order[np.searchsorted(expected, sources.numpy(), sorter=order)]
-            for _ in range(2):  # by the places that were noted, then by looking the ids up
-                found = frontier.rows(sources)
-                assert found.dtype == torch.int32 and np.array_equal(found.numpy(), row)
+            for _ in range(2):  # from the noted positions, then by looking up the ids
+                rows = frontier.rows(sources)
+                assert rows.dtype == torch.int32 and np.array_equal(rows.numpy(), row)
 
 
-def streams(count: int, sizes: list[int], *, within: int, seed: int = 0) -> tuple[Tensor, list[list[Tensor]]]:
-    """Some seeds and the sources of some hops, two relations each, among ``within`` ids spread evenly below count."""
+def seeds_and_hops(count: int, sizes: list[int], *, within: int, seed: int = 0) -> tuple[Tensor, list[list[Tensor]]]:
+    """Seeds and sources of hops with two relations each, among ``within`` ids spread evenly below count."""
     random = torch.Generator().manual_seed(seed)
     step = count // within
     seeds = torch.randperm(within, generator=random)[: within // 50] * step
@@ -231,24 +224,24 @@ def streams(count: int, sizes: list[int], *, within: int, seed: int = 0) -> tupl
     [
         (1, 1),
         (17, 17),
-        (60_000, 60_000),  # every line of the graph
+        (60_000, 60_000),  # every line of 32 ids
         (10**9, 60_000),  # one id in a line
         (2**31 + 10**6, 40_000),
         (2**39, 60_000),
         (2**42 - 1, 1 << 15),
     ],
 )
-def test_a_frontier_equals_numpy(team: int, count: int, within: int) -> None:
+def test_a_frontier_equals_numpy(threads: int, count: int, within: int) -> None:
     frontier = Frontier(count)
-    for seed in range(3):  # the first batch makes the table grow within a hop, the others find it large
-        check_hops(frontier, *streams(count, [300, 20_000, 90_000], within=within, seed=seed))
+    for seed in range(3):  # the table grows within a hop of the first batch and stays large
+        check_hops(frontier, *seeds_and_hops(count, [300, 20_000, 90_000], within=within, seed=seed))
 
 
-def test_ids_that_collide_in_the_table_keep_their_rows(team: int) -> None:
-    """Lines of 32 ids that the hash puts into the last entry and the first, in a table of up to 2^15."""
+def test_colliding_ids_get_their_rows(threads: int) -> None:
+    """Lines of 32 ids whose hash is the last entry or the first of a table of up to 2^15 entries."""
     keys = np.arange(1 << 24, dtype=np.uint64)
-    home = (keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - 15)
-    lines = torch.from_numpy(keys[(home == 2**15 - 1) | (home == 0)].astype(np.int64))  # the end and the beginning
+    entry = (keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - 15)
+    lines = torch.from_numpy(keys[(entry == 2**15 - 1) | (entry == 0)].astype(np.int64))  # the last entry and the first
     assert len(lines) > 1000
     ids = lines * 32 + torch.arange(len(lines)) % 32
     random = torch.Generator().manual_seed(1)
@@ -261,20 +254,22 @@ def test_ids_that_collide_in_the_table_keep_their_rows(team: int) -> None:
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 5000), size=st.integers(0, 400))
 @settings(max_examples=60, deadline=None)
 def test_any_frontier_equals_numpy(seed: int, count: int, size: int) -> None:
-    check_hops(Frontier(count), *streams(count, [size, 2 * size], within=max(1, count // (1 + seed % 40)), seed=seed))
+    check_hops(
+        Frontier(count), *seeds_and_hops(count, [size, 2 * size], within=max(1, count // (1 + seed % 40)), seed=seed)
+    )
 
 
-def test_memory_is_proportional_to_the_nodes_of_a_batch() -> None:
-    """The same nodes cost the same in a graph of any size, and a batch leaves no more behind than it needed."""
-    held = []
+def test_memory_grows_with_the_nodes_of_a_batch_only() -> None:
+    """The same nodes need the same memory in a graph of any size, and a batch keeps no more than it needed."""
+    table_bytes = []
     for count in (10**7, 10**9, 2**39):
         frontier = Frontier(count)
-        seeds, hops = streams(10**7, [2_000, 50_000], within=20_000)
-        with single_threaded():  # how much room each thread keeps depends on who came first
+        seeds, hops = seeds_and_hops(10**7, [2_000, 50_000], within=20_000)
+        with single_threaded():  # the memory of each thread depends on their order
             check_hops(frontier, seeds, hops)
-        held.append(frontier._table.bytes)
-    assert held[0] == held[1] == held[2]
-    assert held[0] < 400 * 20_000  # capacities are powers of two, and vectors grow by doubling
+        table_bytes.append(frontier._table.bytes)
+    assert table_bytes[0] == table_bytes[1] == table_bytes[2]
+    assert table_bytes[0] < 400 * 20_000  # capacities are powers of two, and vectors grow by doubling
     assert Frontier(2**39)._table.bytes < 10_000
     with pytest.raises(ValueError, match=r"2\^42 nodes"):
         Frontier(2**42)
@@ -295,7 +290,7 @@ def test_a_frontier_is_clean_after_errors(count: int) -> None:
             frontier.add(torch.tensor([17, 300, wrong, 301]))
         frontier.clear()
         check_hops(frontier, *batch)
-    frontier.start(torch.tensor([5]))  # a batch that is broken off between the two
+    frontier.start(torch.tensor([5]))  # a batch that is interrupted between add and assign_rows
     frontier.add(torch.tensor([17, 300]))
     with pytest.raises(ValueError, match="before it is grown"):
         frontier.rows(torch.tensor([17]))
@@ -305,20 +300,22 @@ def test_a_frontier_is_clean_after_errors(count: int) -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("replace", [False, True])
-def test_renumbered_rows_draw_by_store_id(team: int, weighted: bool, replace: bool) -> None:
-    edges = big()
+def test_rows_of_a_part_draw_by_their_store_ids(threads: int, weighted: bool, replace: bool) -> None:
+    edges = graph_with_hub()
     weight = torch.rand(edges.num_edges, generator=torch.Generator().manual_seed(5)) if weighted else None
     ids = torch.randperm(20_000, generator=torch.Generator().manual_seed(6))[:12_000]  # row i of the part is ids[i]
     degree = edges.indptr.diff()[ids]
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
-    at = torch.repeat_interleave(edges.indptr[ids] - indptr[:-1], degree) + torch.arange(int(indptr[-1]))
-    part = CSR(indptr, edges.col[at], edges.num_cols)
+    positions = torch.repeat_interleave(edges.indptr[ids] - indptr[:-1], degree) + torch.arange(int(indptr[-1]))
+    part = CSR(indptr, edges.col[positions], edges.num_cols)
     rows = torch.randperm(12_000, generator=torch.Generator().manual_seed(7))[:10_000]
-    here = None if weight is None else weight[at]
-    offsets, found = sample(part, rows, Fanout(7, replace), draws=draws(), weight=here, ids=ids[rows])
+    part_weight = None if weight is None else weight[positions]
+    offsets, drawn = sample(part, rows, Fanout(7, replace), draws=draws(), weight=part_weight, ids=ids[rows])
     expected = sample(edges, ids[rows], Fanout(7, replace), draws=draws(), weight=weight)
-    assert torch.equal(offsets, expected[0]) and torch.equal(at[found], expected[1])
-    assert not torch.equal(at[sample(part, rows, Fanout(7, replace), draws=draws(), weight=here)[1]], expected[1])
+    assert torch.equal(offsets, expected[0]) and torch.equal(positions[drawn], expected[1])
+    assert not torch.equal(
+        positions[sample(part, rows, Fanout(7, replace), draws=draws(), weight=part_weight)[1]], expected[1]
+    )
     with pytest.raises(ValueError, match="one id per seed"):
         sample(part, rows, Fanout(7), draws=draws(), ids=ids)
 
@@ -328,6 +325,6 @@ def test_wrong_seeds_are_refused() -> None:
     for seeds in ([3, 3], [10], [-1]):
         with pytest.raises(InputError, match="different store ids below 10"):
             frontier.start(torch.tensor(seeds))
-    frontier.start(torch.tensor([3]))  # nothing is left of the attempts
+    frontier.start(torch.tensor([3]))  # the refused seeds left nothing behind
     with pytest.raises(IndexError):
         sample(rows_of([1, 2]), torch.tensor([2]), Fanout(1), draws=draws())

@@ -18,8 +18,8 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.sharded.full_batch.active_rows import ActiveRows
 from gnnfleet.training.build import RankContext, build
 from tests.equivalence.spread import cut_graph
-from tests.equivalence.test_sar import close, gathered, trained, words
-from tests.ranks import Crew
+from tests.equivalence.test_sar import check_close, fit, join_sharded, run_settings
+from tests.ranks import RankPool
 
 NODES, LAYERS = 150, 3
 MODELS: list[dict[str, Any]] = [
@@ -66,13 +66,13 @@ def typed_chain() -> Graph:
     random = torch.Generator().manual_seed(5)
     counts = {"a": 90, "b": 60}
     nodes = {
-        kind: validated_nodes(
+        node_type: validated_nodes(
             count,
             x=torch.randn(count, 4, generator=random),
-            y=torch.randint(0, 3, (count,), generator=random) if kind == "a" else None,
-            split=split_of(count, [10, 50]) if kind == "a" else None,
+            y=torch.randint(0, 3, (count,), generator=random) if node_type == "a" else None,
+            split=split_of(count, [10, 50]) if node_type == "a" else None,
         )
-        for kind, count in counts.items()
+        for node_type, count in counts.items()
     }
     edges = {}
     for src, name, dst in (("a", "to", "b"), ("b", "of", "a"), ("a", "next", "a")):
@@ -99,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {
-        name: [trained(open_store(folder / name), words(model, name="local", order="store")) for model in models]
+        name: [fit(open_store(folder / name), run_settings(model, name="local", order="store")) for model in models]
         for name, (_, models) in GRAPHS.items()
     }
 
@@ -108,33 +108,33 @@ def every_model(world: World, store: str, parts: str, name: str, restrict_rows: 
     runs = []
     for model in GRAPHS[name][1]:
         before = world.traffic.bytes_sent
-        here = RankContext(world, Partition.open(parts).shard(world.rank))
-        tree = words(model, name="sar", restrict_rows=restrict_rows)
-        runs.append(trained(open_store(store), tree, here) | {"bytes": world.traffic.bytes_sent - before})
+        context = RankContext(world, Partition.open(parts).shard(world.rank))
+        settings = run_settings(model, name="sar", restrict_rows=restrict_rows)
+        runs.append(fit(open_store(store), settings, context) | {"bytes": world.traffic.bytes_sent - before})
     return runs
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "how"),
+    ("name", "size", "method"),
     [("chain", 1, "random"), ("chain", 2, "range"), ("chain", 3, "random"), ("typed", 3, "random")],
 )
 def test_training_on_active_rows_equals_local(
-    crew: Crew, folder: Path, expected: Any, name: str, size: int, how: str
+    pool: RankPool, folder: Path, expected: Any, name: str, size: int, method: str
 ) -> None:
-    parts = folder / f"{name}-{size}-{how}"
-    cut_graph(open_store(folder / name), size, how, parts)
-    ranks = crew.run(size, every_model, str(folder / name), str(parts), name, True)
+    parts = folder / f"{name}-{size}-{method}"
+    cut_graph(open_store(folder / name), size, method, parts)
+    ranks = pool.run(size, every_model, str(folder / name), str(parts), name, True)
     for index, model in enumerate(GRAPHS[name][1]):
-        run = gathered([runs[index] for runs in ranks])
+        run = join_sharded([runs[index] for runs in ranks])
         run.pop("bytes")
-        close(run, gathered([expected[name][index]]), f"{model}")
+        check_close(run, join_sharded([expected[name][index]]), f"{model}")
 
 
-def test_fewer_bytes_are_sent_with_active_rows(crew: Crew, folder: Path) -> None:
+def test_fewer_bytes_are_sent_with_active_rows(pool: RankPool, folder: Path) -> None:
     parts = folder / "chain-2-travel"
     cut_graph(open_store(folder / "chain"), 2, "random", parts)
     restricted, unrestricted = (
-        crew.run(2, every_model, str(folder / "chain"), str(parts), "chain", restrict) for restrict in (True, False)
+        pool.run(2, every_model, str(folder / "chain"), str(parts), "chain", restrict) for restrict in (True, False)
     )
     for index, model in enumerate(MODELS):
         fewer, full = (sum(runs[index]["bytes"] for runs in ranks) for ranks in (restricted, unrestricted))
@@ -155,12 +155,12 @@ def levels(world: World, parts: str, layers: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_levels_are_the_neighbourhoods_of_the_loss_rows(crew: Crew, folder: Path, size: int) -> None:
+def test_levels_are_the_neighbourhoods_of_the_loss_rows(pool: RankPool, folder: Path, size: int) -> None:
     graph = chain()
     edges = graph.single_edges
     parts = folder / f"levels-{size}"
     cut_graph(graph, size, "random", parts)
-    ranks = crew.run(size, levels, str(parts), LAYERS)
+    ranks = pool.run(size, levels, str(parts), LAYERS)
     expected = {7, 60, 61}
     for level in range(LAYERS, -1, -1):
         assert sorted(node for rank in ranks for node in rank[level]) == sorted(expected)
@@ -168,21 +168,23 @@ def test_levels_are_the_neighbourhoods_of_the_loss_rows(crew: Crew, folder: Path
 
 
 def sizes(world: World, store: str, parts: str) -> list[tuple[int, int]]:
-    here = RankContext(world, Partition.open(parts).shard(world.rank))
-    strategy: Any = build(open_store(store), resolve(words({"name": "sage"}, name="sar")), context=here).strategy
+    context = RankContext(world, Partition.open(parts).shard(world.rank))
+    strategy: Any = build(
+        open_store(store), resolve(run_settings({"name": "sage"}, name="sar")), context=context
+    ).strategy
     return [(view.num_src, view.num_dst) for view in strategy._views]
 
 
-def test_sources_of_a_layer_are_the_destinations_of_the_layer_before(crew: Crew, folder: Path) -> None:
+def test_sources_of_a_layer_are_the_destinations_of_the_layer_before(pool: RankPool, folder: Path) -> None:
     parts = folder / "sizes"
     cut_graph(open_store(folder / "chain"), 2, "random", parts)
-    ranks = crew.run(2, sizes, str(folder / "chain"), str(parts))
+    ranks = pool.run(2, sizes, str(folder / "chain"), str(parts))
     totals = [tuple(sum(layers[layer][end] for layers in ranks) for end in (0, 1)) for layer in range(LAYERS)]
     assert totals[-1][1] == 3 and all(after[0] == before[1] for before, after in pairwise(totals))
     assert totals[0][0] < NODES / 2
 
 
-def test_without_a_restriction_if_the_loss_needs_most_rows(crew: Crew, folder: Path) -> None:
+def test_without_a_restriction_if_the_loss_needs_most_rows(pool: RankPool, folder: Path) -> None:
     everything = {"node": torch.ones(NODES, dtype=torch.bool)}
     parts = folder / "everything"
     cut_graph(open_store(folder / "chain"), 1, "random", parts)

@@ -17,21 +17,21 @@ from tests.equivalence.spread import (
     CUTS,
     KEY,
     cut_graph,
-    joined,
+    join_ranks,
     open_view,
     plain_graph,
     related_graph,
     run_case,
+    run_on_whole_graph,
     typed_graph,
-    whole,
 )
 from tests.equivalence.verbs import VERBS
-from tests.ranks import Crew, with_shelf
+from tests.ranks import RankPool, with_shm_transport
 
 SIZES = (1, 2, 3, 4)
 # (ranks, partition, group, prefetch): every partition as SAR, some in one group, groups in between, other depths.
-LAYOUTS = [(size, how, 1, 1) for size in SIZES for how in (CUTS if size > 1 else CUTS[:1])]
-LAYOUTS += [(size, how, size, 1) for size, how in ((2, "random"), (3, "edgeless"), (4, "mincut"), (4, "empty"))]
+LAYOUTS = [(size, method, 1, 1) for size in SIZES for method in (CUTS if size > 1 else CUTS[:1])]
+LAYOUTS += [(size, method, size, 1) for size, method in ((2, "random"), (3, "edgeless"), (4, "mincut"), (4, "empty"))]
 LAYOUTS += [(2, "random", 1, 0), (2, "random", 2, 2), (3, "random", 2, 0), (3, "random", 1, 2)]
 LAYOUTS += [(4, "random", 1, 0), (4, "random", 2, 1), (4, "random", 4, 2)]
 
@@ -48,41 +48,48 @@ def graph() -> Graph:
 
 @pytest.fixture(scope="module")
 def expected(graph: Graph) -> dict[str, dict[str, Tensor]]:
-    return {name: whole(graph, *case) for name, case in VERBS.items()}
+    return {name: run_on_whole_graph(graph, *case) for name, case in VERBS.items()}
 
 
-def parts_of(graph: Graph, folder: Path, name: str, size: int, how: str) -> str:
-    path = folder / f"{name}-{size}-{how}"
+def parts_of(graph: Graph, folder: Path, name: str, size: int, method: str) -> str:
+    path = folder / f"{name}-{size}-{method}"
     if not path.exists():
-        cut_graph(graph, size, how, path)
+        cut_graph(graph, size, method, path)
     return str(path)
 
 
 def every_verb(world: World, path: str, group: int, depth: int, keep: bool = False) -> dict[str, Any]:
-    view = replace(open_view(with_shelf(world) if keep else world, path, group, depth), keep_fetched=keep)
+    view = replace(open_view(with_shm_transport(world) if keep else world, path, group, depth), keep_fetched=keep)
     ids = {"node_ids": view.node_ids.clone(), "edge_ids": view.edge_ids.clone()}
     return {name: {"values": run_case(view, *case), **ids} for name, case in VERBS.items()}
 
 
-@pytest.mark.parametrize(("size", "how", "group", "depth"), LAYOUTS)
+@pytest.mark.parametrize(("size", "method", "group", "depth"), LAYOUTS)
 def test_every_verb_equals_local(
-    crew: Crew, graph: Graph, expected: dict[str, Any], folder: Path, size: int, how: str, group: int, depth: int
+    pool: RankPool,
+    graph: Graph,
+    expected: dict[str, Any],
+    folder: Path,
+    size: int,
+    method: str,
+    group: int,
+    depth: int,
 ) -> None:
-    path = parts_of(graph, folder, "plain", size, how)
-    check_verbs(graph, expected, crew.run(size, every_verb, path, group, depth))
+    path = parts_of(graph, folder, "plain", size, method)
+    check_verbs(graph, expected, pool.run(size, every_verb, path, group, depth))
 
 
-@pytest.mark.parametrize(("size", "how", "group"), [(2, "mincut", 1), (4, "random", 2), (3, "empty", 3)])
+@pytest.mark.parametrize(("size", "method", "group"), [(2, "mincut", 1), (4, "random", 2), (3, "empty", 3)])
 def test_every_verb_equals_local_with_fetched_rows_cached(
-    crew: Crew, graph: Graph, expected: dict[str, Any], folder: Path, size: int, how: str, group: int
+    pool: RankPool, graph: Graph, expected: dict[str, Any], folder: Path, size: int, method: str, group: int
 ) -> None:
-    path = parts_of(graph, folder, "plain", size, how)
-    check_verbs(graph, expected, crew.run(size, every_verb, path, group, 1, True))
+    path = parts_of(graph, folder, "plain", size, method)
+    check_verbs(graph, expected, pool.run(size, every_verb, path, group, 1, True))
 
 
 def check_verbs(graph: Graph, expected: dict[str, Any], ranks: list[Any]) -> None:
     for name, (_, inputs) in VERBS.items():
-        joined_values = joined(graph, inputs, [verbs[name] for verbs in ranks])
+        joined_values = join_ranks(graph, inputs, [verbs[name] for verbs in ranks])
         assert joined_values.keys() == expected[name].keys()
         for tensor, values in joined_values.items():
             torch.testing.assert_close(
@@ -125,9 +132,11 @@ def related_on_rank(world: World, path: str, group: int, x: dict[str, Tensor], c
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("how", CUTS)
+@pytest.mark.parametrize("method", CUTS)
 @pytest.mark.parametrize("make", [typed_graph, related_graph])
-def test_all_relations_in_one_exchange_equal_local(crew: Crew, folder: Path, make: Any, how: str, size: int) -> None:
+def test_all_relations_in_one_exchange_equal_local(
+    pool: RankPool, folder: Path, make: Any, method: str, size: int
+) -> None:
     graph = make()
     random = torch.Generator().manual_seed(4)
     x = {
@@ -136,9 +145,9 @@ def test_all_relations_in_one_exchange_equal_local(crew: Crew, folder: Path, mak
     }
     coefficient = torch.randn(len(graph.edges), generator=random, dtype=torch.float64)
     expected = related(LocalView.of_graph(graph).with_step(key=KEY), x, coefficient, combine=len(x) == 1)
-    path = parts_of(graph, folder, make.__name__, size, how)
-    for group in [1 + CUTS.index(how) % size]:
-        ranks = crew.run(size, related_on_rank, path, group, x, coefficient)
+    path = parts_of(graph, folder, make.__name__, size, method)
+    for group in [1 + CUTS.index(method) % size]:
+        ranks = pool.run(size, related_on_rank, path, group, x, coefficient)
         assert all(rounds == (0 if size == 1 else -(-size // group)) for _, _, rounds in ranks), "one exchange for all"
         for name, values in expected.items():
             if name.endswith("params"):
@@ -167,9 +176,9 @@ def look_up(world: World, path: str, x: Tensor, ids: list[Tensor], group: int) -
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("how", CUTS)
+@pytest.mark.parametrize("method", CUTS)
 def test_rows_and_gradients_of_a_row_lookup_equal_local(
-    crew: Crew, graph: Graph, folder: Path, how: str, size: int
+    pool: RankPool, graph: Graph, folder: Path, method: str, size: int
 ) -> None:
     random = torch.Generator().manual_seed(size)
     x = torch.randn(60, 2, 3, generator=random, dtype=torch.float64)
@@ -177,7 +186,7 @@ def test_rows_and_gradients_of_a_row_lookup_equal_local(
     leaf = x.clone().requires_grad_()
     rows = LocalView.of_graph(graph).gather_rows(leaf, torch.cat(ids))
     (rows * rows.detach().cos()).sum().backward()
-    ranks = crew.run(size, look_up, parts_of(graph, folder, "plain", size, how), x, ids, 1 + size // 2)
+    ranks = pool.run(size, look_up, parts_of(graph, folder, "plain", size, method), x, ids, 1 + size // 2)
     assert torch.equal(torch.cat([rank_rows for rank_rows, *_ in ranks]), rows.detach())
     grad = torch.full_like(x, torch.nan)
     for _, local_grad, node_ids, _ in ranks:

@@ -18,8 +18,8 @@ from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.memory import peak_tensors
 from gnnfleet.training.build import RankContext, build
 from tests.equivalence.spread import cut_graph, plain_graph, typed_graph
-from tests.equivalence.test_sar import words
-from tests.ranks import Crew
+from tests.equivalence.test_sar import run_settings
+from tests.ranks import RankPool
 
 MODELS: list[dict[str, Any]] = [
     {"name": "sage"},
@@ -37,9 +37,11 @@ def predicted_and_sent(
     """(bytes predicted, bytes sent, batch norms) of a step by this rank, without the sums of gradients."""
     steps = []
     for model in models:
-        here = RankContext(world, Partition.open(parts).shard(world.rank))
-        tree = words(model, name="sar", restrict_rows=False, cache_for_backward=keep) | {"train": {"optimizer": "sgd"}}
-        strategy: Any = build(open_store(store), resolve(tree), context=here).strategy
+        context = RankContext(world, Partition.open(parts).shard(world.rank))
+        settings = run_settings(model, name="sar", restrict_rows=False, cache_for_backward=keep) | {
+            "train": {"optimizer": "sgd"}
+        }
+        strategy: Any = build(open_store(store), resolve(settings), context=context).strategy
         blocks = strategy._view.blocks
         predicted = 0
         for exchange in strategy._memory_needs().trace.exchanges:
@@ -50,8 +52,10 @@ def predicted_and_sent(
         before = world.traffic.bytes_sent
         list(strategy.train_epoch(0))
         sent = world.traffic.bytes_sent - before
-        common = list(strategy._common)
-        sums = 8 * (sum(parameter.numel() for parameter in common) + len(common)) + 8 + 8  # with the count and the loss
+        replicated = list(strategy._replicated)
+        sums = (
+            8 * (sum(parameter.numel() for parameter in replicated) + len(replicated)) + 8 + 8
+        )  # with the count and the loss
         norms = [module for module in strategy.model.modules() if isinstance(module, torch.nn.BatchNorm1d)]
         steps.append((predicted, sent - (sums if world.size > 1 else 0), len(norms)))
     return steps
@@ -59,10 +63,12 @@ def predicted_and_sent(
 
 @pytest.mark.parametrize(("make", "models"), [(plain_graph, MODELS), (typed_graph, [{"name": "rgcn"}])])
 @pytest.mark.parametrize("keep", [False, True])
-def test_sent_bytes_are_predicted_exactly(crew: Crew, tmp_path: Path, make: Any, models: list[Any], keep: bool) -> None:
+def test_sent_bytes_are_predicted_exactly(
+    pool: RankPool, tmp_path: Path, make: Any, models: list[Any], keep: bool
+) -> None:
     store = save_store(make(), tmp_path / "store")
     parts = cut_graph(store, 3, "random", tmp_path / "parts")
-    for steps in crew.run(3, predicted_and_sent, str(tmp_path / "store"), str(parts), models, keep):
+    for steps in pool.run(3, predicted_and_sent, str(tmp_path / "store"), str(parts), models, keep):
         for model, (predicted, sent, norms) in zip(models, steps, strict=True):
             if norms:  # statistics are sent too: a few numbers for each column
                 assert predicted < sent < predicted + norms * 4000, model
@@ -74,12 +80,12 @@ def test_sent_bytes_are_predicted_exactly(crew: Crew, tmp_path: Path, make: Any,
 def test_memory_of_a_step_is_predicted(tmp_path: Path, model: dict[str, Any]) -> None:
     save_store(make_dataset("communities", nodes=30_000, mean_degree=10, features=32), tmp_path / "store")
     parts = cut_graph(open_store(tmp_path / "store"), 1, "range", tmp_path / "parts")
-    tree = {
+    settings = {
         "model": {"hidden": 64, "layers": 3, "dropout": 0.2, **model},
         "strategy": {"name": "sar", "restrict_rows": False},
     }
-    here = RankContext(World(), Partition.open(parts).shard(0))
-    strategy: Any = build(open_store(tmp_path / "store"), resolve(tree), context=here).strategy
+    context = RankContext(World(), Partition.open(parts).shard(0))
+    strategy: Any = build(open_store(tmp_path / "store"), resolve(settings), context=context).strategy
     with unpooled():
         measured = peak_tensors(lambda: list(strategy.train_epoch(0)))
     assert strategy._memory_needs().peak_bytes == pytest.approx(measured, rel=0.25)
@@ -88,8 +94,8 @@ def test_memory_of_a_step_is_predicted(tmp_path: Path, model: dict[str, Any]) ->
 def test_a_memory_limit_below_the_minimum_is_refused(tmp_path: Path) -> None:
     save_store(plain_graph(), tmp_path / "store")
     parts = cut_graph(open_store(tmp_path / "store"), 1, "range", tmp_path / "parts")
-    tree = {"strategy": {"name": "sar"}, "memory": "1MB"}
-    here = RankContext(World(), Partition.open(parts).shard(0))
-    strategy = build(open_store(tmp_path / "store"), resolve(tree), context=here).strategy
+    settings = {"strategy": {"name": "sar"}, "memory": "1MB"}
+    context = RankContext(World(), Partition.open(parts).shard(0))
+    strategy = build(open_store(tmp_path / "store"), resolve(settings), context=context).strategy
     with pytest.raises(ConfigError, match=r"a worker needs at least .* \(group 1, prefetch 0\), found --memory 1 MiB"):
         list(strategy.train_epoch(0))

@@ -1,4 +1,4 @@
-"""local equals a plain loop; order and chunks change rounding only."""
+"""local equals a plain loop; node order and chunks change rounding only."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from gnnfleet.training.build import build
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    made = make_dataset("communities", nodes=400, mean_degree=8, seed=3)
-    # Neighbours far apart in the store, so that cluster order is another order.
+    generated = make_dataset("communities", nodes=400, mean_degree=8, seed=3)
+    # Neighbours are far apart in the store, so that cluster order differs.
     order = torch.randperm(400, generator=torch.Generator().manual_seed(0))
-    place = torch.argsort(order)
-    nodes, edges = made.single_nodes, made.single_edges
+    new_row = torch.argsort(order)
+    nodes, edges = generated.single_nodes, generated.single_edges
     assert nodes.x is not None and nodes.y is not None and nodes.split is not None
     weight = torch.rand(edges.count, generator=torch.Generator().manual_seed(1))
     return Graph(
-        place[edges.edge_index()], x=nodes.x[order], y=nodes.y[order], split=nodes.split[:, order], edge_weight=weight
+        new_row[edges.edge_index()], x=nodes.x[order], y=nodes.y[order], split=nodes.split[:, order], edge_weight=weight
     )
 
 
@@ -41,12 +41,12 @@ def hetero() -> Graph:
 SHOP = {"users": 300, "products": 200, "brands": 10, "buys": 2000, "views": 3000}
 
 
-def words(model: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"model": {"hidden": 16, "layers": 3, "dropout": 0.4, **model}, "precision": "float64", "seed": 5, **more}
+def run_settings(model: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return {"model": {"hidden": 16, "layers": 3, "dropout": 0.4, **model}, "precision": "float64", "seed": 5, **options}
 
 
-def made(graph: Graph, tree: dict[str, Any]) -> Strategy:
-    return build(graph, resolve(tree)).strategy
+def make_strategy(graph: Graph, settings: dict[str, Any]) -> Strategy:
+    return build(graph, resolve(settings)).strategy
 
 
 MODELS = [
@@ -60,8 +60,8 @@ MODELS = [
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: "-".join(map(str, m.values())))
-def test_equals_a_plain_loop(graph: Graph, model: dict[str, Any]) -> None:
-    config = resolve(words(model, train={"lr": 0.02, "weight_decay": 1e-3}))
+def test_training_equals_a_plain_loop(graph: Graph, model: dict[str, Any]) -> None:
+    config = resolve(run_settings(model, train={"lr": 0.02, "weight_decay": 1e-3}))
     strategy = build(graph, config).strategy
     losses = [record.loss for epoch in range(4) for record in strategy.train_epoch(epoch)]
 
@@ -83,18 +83,20 @@ def test_equals_a_plain_loop(graph: Graph, model: dict[str, Any]) -> None:
         torch.testing.assert_close(strategy.model.state_dict()[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
 
 
-def test_same_seed_same_bits(graph: Graph) -> None:
-    one, two = (made(graph, words({"name": "gat"}, precision="float32")) for _ in range(2))
-    for strategy in (one, two):
+def test_runs_of_one_seed_are_equal_bit_for_bit(graph: Graph) -> None:
+    first, second = (make_strategy(graph, run_settings({"name": "gat"}, precision="float32")) for _ in range(2))
+    for strategy in (first, second):
         for epoch in range(3):
             list(strategy.train_epoch(epoch))
-    for name, tensor in one.model.state_dict().items():
-        assert torch.equal(tensor, two.model.state_dict()[name]), name
+    for name, tensor in first.model.state_dict().items():
+        assert torch.equal(tensor, second.model.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: "-".join(map(str, m.values())))
 def test_order_changes_rounding_only(graph: Graph, model: dict[str, Any]) -> None:
-    store, cluster = (made(graph, words(model, strategy={"order": order})) for order in ("store", "cluster"))
+    store, cluster = (
+        make_strategy(graph, run_settings(model, strategy={"order": order})) for order in ("store", "cluster")
+    )
     for epoch in range(2):
         list(store.train_epoch(epoch))
         list(cluster.train_epoch(epoch))
@@ -110,48 +112,48 @@ CHUNKS += [(MODELS[1], 1_000, "store")]
 
 @pytest.mark.parametrize(("model", "limit", "order"), CHUNKS)
 def test_chunks_change_rounding_only(graph: Graph, model: dict[str, Any], limit: int, order: str) -> None:
-    whole = made(graph, words(model, strategy={"order": order}))
-    list(whole.train_epoch(0))
-    chunked = made(graph, words(model, strategy={"order": order}, memory=limit))
-    chunked.load_state_dict({"model": whole.state_dict()["model"]})
-    expected, found = whole.predict(embeddings=True), chunked.predict(embeddings=True)
-    assert expected.embeddings is not None and found.embeddings is not None
-    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(found.embeddings, expected.embeddings, rtol=1e-9, atol=1e-11)
-    assert chunked.evaluate("test") == pytest.approx(whole.evaluate("test"), rel=1e-9)
+    unchunked = make_strategy(graph, run_settings(model, strategy={"order": order}))
+    list(unchunked.train_epoch(0))
+    chunked = make_strategy(graph, run_settings(model, strategy={"order": order}, memory=limit))
+    chunked.load_state_dict({"model": unchunked.state_dict()["model"]})
+    expected, actual = unchunked.predict(embeddings=True), chunked.predict(embeddings=True)
+    assert expected.embeddings is not None and actual.embeddings is not None
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(actual.embeddings, expected.embeddings, rtol=1e-9, atol=1e-11)
+    assert chunked.evaluate("test") == pytest.approx(unchunked.evaluate("test"), rel=1e-9)
 
 
-def test_several_node_types(hetero: Graph) -> None:
-    tree = words({"name": "rgcn", "layers": 2, "hidden": 8, "bases": 2}, split="0.6/0.2/0.2")
-    whole = made(hetero, tree)
-    first = [record.loss for epoch in range(5) for record in whole.train_epoch(epoch)]
-    assert first[-1] < first[0]
+def test_several_node_types_train_and_order_and_chunks_change_rounding_only(hetero: Graph) -> None:
+    settings = run_settings({"name": "rgcn", "layers": 2, "hidden": 8, "bases": 2}, split="0.6/0.2/0.2")
+    strategy = make_strategy(hetero, settings)
+    losses = [record.loss for epoch in range(5) for record in strategy.train_epoch(epoch)]
+    assert losses[-1] < losses[0]
     for change in ({"strategy": {"order": "cluster"}}, {"strategy": {"order": "store"}, "memory": 30_000}):
-        other = made(hetero, {**tree, **change})
-        other.load_state_dict({"model": whole.state_dict()["model"]})
-        torch.testing.assert_close(other.predict().logits, whole.predict().logits, rtol=1e-9, atol=1e-11)
+        other = make_strategy(hetero, {**settings, **change})
+        other.load_state_dict({"model": strategy.state_dict()["model"]})
+        torch.testing.assert_close(other.predict().logits, strategy.predict().logits, rtol=1e-9, atol=1e-11)
 
 
 def test_bf16_is_close_and_keeps_float32_weights(graph: Graph) -> None:
-    exact = made(graph, words({"name": "sage", "dropout": 0.0}, precision="float32"))
-    rough = made(graph, words({"name": "sage", "dropout": 0.0}, precision="bf16"))
+    exact = make_strategy(graph, run_settings({"name": "sage", "dropout": 0.0}, precision="float32"))
+    rounded = make_strategy(graph, run_settings({"name": "sage", "dropout": 0.0}, precision="bf16"))
     for epoch in range(5):
-        losses = [next(iter(s.train_epoch(epoch))).loss for s in (exact, rough)]
+        losses = [next(iter(s.train_epoch(epoch))).loss for s in (exact, rounded)]
         assert losses[0] == pytest.approx(losses[1], rel=0.03)
-    assert all(t.dtype == torch.float32 for t in rough.state_dict()["model"].values())
-    assert all(t.dtype == torch.float32 for t in rough.state_dict()["optimizer"].values())
+    assert all(t.dtype == torch.float32 for t in rounded.state_dict()["model"].values())
+    assert all(t.dtype == torch.float32 for t in rounded.state_dict()["optimizer"].values())
 
 
-def test_evaluation_is_exact_and_leaves_training_alone(graph: Graph) -> None:
-    watched, blind = (made(graph, words({"name": "sage", "norm": "batch"})) for _ in range(2))
+def test_evaluation_is_exact_and_does_not_change_training(graph: Graph) -> None:
+    evaluated, unevaluated = (make_strategy(graph, run_settings({"name": "sage", "norm": "batch"})) for _ in range(2))
     for epoch in range(3):
-        list(watched.train_epoch(epoch))
-        list(blind.train_epoch(epoch))
-        watched.evaluate("val")
-    states: list[dict[str, Tensor]] = [dict(s.model.state_dict()) for s in (watched, blind)]
+        list(evaluated.train_epoch(epoch))
+        list(unevaluated.train_epoch(epoch))
+        evaluated.evaluate("val")
+    states: list[dict[str, Tensor]] = [dict(s.model.state_dict()) for s in (evaluated, unevaluated)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     nodes = graph.single_nodes
-    logits = watched.predict().logits[nodes.mask("test")]
+    logits = evaluated.predict().logits[nodes.mask("test")]
     assert nodes.y is not None
-    right = (logits.argmax(1) == nodes.y[nodes.mask("test")]).double().mean()
-    assert watched.evaluate("test")["accuracy"] == pytest.approx(float(right))
+    accuracy = (logits.argmax(1) == nodes.y[nodes.mask("test")]).double().mean()
+    assert evaluated.evaluate("test")["accuracy"] == pytest.approx(float(accuracy))

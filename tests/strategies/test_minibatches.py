@@ -1,4 +1,4 @@
-"""local on sampled blocks: with every neighbour it equals the whole graph; threads, caches and kills change nothing."""
+"""local on sampled blocks: with all neighbours it equals full batch; prefetch, caches and resuming change nothing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.graphs import assert_same_checkpoint
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    made = make_dataset("communities", nodes=400, mean_degree=8, seed=3)
-    weight = torch.rand(made.num_edges, generator=torch.Generator().manual_seed(1))
-    nodes = made.single_nodes
-    return Graph(made.single_edges.edge_index(), x=nodes.x, y=nodes.y, split=nodes.split, edge_weight=weight)
+    generated = make_dataset("communities", nodes=400, mean_degree=8, seed=3)
+    weight = torch.rand(generated.num_edges, generator=torch.Generator().manual_seed(1))
+    nodes = generated.single_nodes
+    return Graph(generated.single_edges.edge_index(), x=nodes.x, y=nodes.y, split=nodes.split, edge_weight=weight)
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +33,13 @@ def hetero() -> Graph:
     return make_dataset("shop", seed=1, users=300, products=200, brands=10, buys=2000, views=3000)
 
 
-def tree(model: dict[str, Any], strategy: dict[str, Any], **more: Any) -> dict[str, Any]:
+def run_settings(model: dict[str, Any], strategy: dict[str, Any], **options: Any) -> dict[str, Any]:
     model = {"hidden": 16, "layers": 3, "dropout": 0.4, **model}
-    return {"model": model, "strategy": strategy, "precision": "float64", "seed": 5, "split": "0.6/0.2/0.2", **more}
+    return {"model": model, "strategy": strategy, "precision": "float64", "seed": 5, "split": "0.6/0.2/0.2", **options}
 
 
-def trained(graph: Graph, words: dict[str, Any], epochs: int = 2) -> tuple[Strategy, list[tuple[float, int]]]:
-    strategy = build(graph, resolve(words)).strategy
+def fit(graph: Graph, settings: dict[str, Any], epochs: int = 2) -> tuple[Strategy, list[tuple[float, int]]]:
+    strategy = build(graph, resolve(settings)).strategy
     return strategy, [(record.loss, record.count) for epoch in range(epochs) for record in strategy.train_epoch(epoch)]
 
 
@@ -63,83 +63,87 @@ MODELS = [
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: "-".join(map(str, m.values())))
 @pytest.mark.parametrize("cache", [False, "auto"])
-def test_every_neighbour_equals_the_whole_graph(graph: Graph, model: dict[str, Any], cache: Any) -> None:
+def test_all_neighbours_equal_the_whole_graph(graph: Graph, model: dict[str, Any], cache: Any) -> None:
     fanouts = [-1] * model.get("layers", 3)
-    whole, losses = trained(graph, tree(model, {"batch": 100}))
-    blocks, found = trained(graph, tree(model, {"batch": 100, "fanouts": fanouts, "cache_inputs": cache}))
-    assert [count for _, count in found] == [count for _, count in losses] == [100, 100, 40] * 2
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-10, atol=0)
-    for name, tensor in weights(whole).items():
-        torch.testing.assert_close(weights(blocks)[name], tensor, rtol=1e-8, atol=1e-10, msg=name)
-    expected = whole.evaluate("test")
-    assert blocks.evaluate("test") == pytest.approx(expected, rel=1e-8)
-    torch.testing.assert_close(blocks.predict().logits, whole.predict().logits, rtol=1e-7, atol=1e-9)
+    full_batch, losses = fit(graph, run_settings(model, {"batch": 100}))
+    sampled, sampled_losses = fit(graph, run_settings(model, {"batch": 100, "fanouts": fanouts, "cache_inputs": cache}))
+    assert [count for _, count in sampled_losses] == [count for _, count in losses] == [100, 100, 40] * 2
+    torch.testing.assert_close(torch.tensor(sampled_losses), torch.tensor(losses), rtol=1e-10, atol=0)
+    for name, tensor in weights(full_batch).items():
+        torch.testing.assert_close(weights(sampled)[name], tensor, rtol=1e-8, atol=1e-10, msg=name)
+    expected = full_batch.evaluate("test")
+    assert sampled.evaluate("test") == pytest.approx(expected, rel=1e-8)
+    torch.testing.assert_close(sampled.predict().logits, full_batch.predict().logits, rtol=1e-7, atol=1e-9)
 
 
 def with_features(graph: Graph) -> Graph:
     """Features for every node type, of different widths."""
     random = torch.Generator().manual_seed(4)
-    for width, (kind, nodes) in enumerate(graph.nodes.items(), start=3):
-        graph = graph.with_nodes(kind, x=torch.randn(nodes.count, width, generator=random))
+    for width, (node_type, nodes) in enumerate(graph.nodes.items(), start=3):
+        graph = graph.with_nodes(node_type, x=torch.randn(nodes.count, width, generator=random))
     return graph
 
 
 @pytest.mark.parametrize("cache", [False, True, None])
-def test_several_node_types(hetero: Graph, cache: bool | None) -> None:
-    graph = hetero if cache is None else with_features(hetero)  # rows that are learnt cannot be kept
-    words: dict[str, Any] = {} if cache is None else {"cache_inputs": cache}
+def test_all_neighbours_equal_the_whole_graph_on_several_node_types(hetero: Graph, cache: bool | None) -> None:
+    graph = hetero if cache is None else with_features(hetero)  # learnt rows cannot be cached
+    options: dict[str, Any] = {} if cache is None else {"cache_inputs": cache}
     model = {"name": "rgcn", "layers": 2, "hidden": 8, "bases": 2}
-    whole, losses = trained(graph, tree(model, {"batch": 50, "cache_inputs": False}))
-    blocks, found = trained(graph, tree(model, {"batch": 50, "fanouts": [-1, -1], **words}))
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-9, atol=0)
-    for name, tensor in weights(whole).items():
-        torch.testing.assert_close(weights(blocks)[name], tensor, rtol=1e-8, atol=1e-10, msg=name)
+    full_batch, losses = fit(graph, run_settings(model, {"batch": 50, "cache_inputs": False}))
+    sampled, sampled_losses = fit(graph, run_settings(model, {"batch": 50, "fanouts": [-1, -1], **options}))
+    torch.testing.assert_close(torch.tensor(sampled_losses), torch.tensor(losses), rtol=1e-9, atol=0)
+    for name, tensor in weights(full_batch).items():
+        torch.testing.assert_close(weights(sampled)[name], tensor, rtol=1e-8, atol=1e-10, msg=name)
     if cache:
-        kept, again = trained(graph, tree(model, {"batch": 50, "cache_inputs": True}))
-        torch.testing.assert_close(torch.tensor(again), torch.tensor(losses), rtol=1e-9, atol=0)
-        torch.testing.assert_close(kept.predict().logits, whole.predict().logits, rtol=1e-7, atol=1e-9)
-    fanouts = {str(kind): [3, 2] for kind in graph.edges}
-    _, found = trained(graph, tree(model, {"batch": 50, "fanouts": fanouts}), epochs=8)
-    assert found[-1][0] < found[0][0]
+        cached, cached_losses = fit(graph, run_settings(model, {"batch": 50, "cache_inputs": True}))
+        torch.testing.assert_close(torch.tensor(cached_losses), torch.tensor(losses), rtol=1e-9, atol=0)
+        torch.testing.assert_close(cached.predict().logits, full_batch.predict().logits, rtol=1e-7, atol=1e-9)
+    fanouts = {str(edge_type): [3, 2] for edge_type in graph.edges}
+    _, sampled_losses = fit(graph, run_settings(model, {"batch": 50, "fanouts": fanouts}), epochs=8)
+    assert sampled_losses[-1][0] < sampled_losses[0][0]
 
 
 @pytest.mark.parametrize("model", [{"name": "sage"}, {"name": "gat"}], ids=lambda m: m["name"])
 @pytest.mark.parametrize("replace", [False, True])
 def test_prefetch_changes_no_bit(graph: Graph, model: dict[str, Any], replace: bool) -> None:
     strategy = {"batch": 32, "fanouts": [4, 3, 2], "replace": replace}
-    runs = [trained(graph, tree(model, {**strategy, "prefetch": depth}, precision="float32")) for depth in (0, 1, 2, 2)]
+    runs = [
+        fit(graph, run_settings(model, {**strategy, "prefetch": depth}, precision="float32")) for depth in (0, 1, 2, 2)
+    ]
     for other, losses in runs[1:]:
         assert losses == runs[0][1]
         assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in weights(runs[0][0]).items())
 
 
-def test_the_cache_stands_for_all_neighbours_of_the_last_hop(graph: Graph) -> None:
+def test_cached_inputs_equal_all_neighbours_in_the_last_hop(graph: Graph) -> None:
     for name in ("sage", "gcn", "gin"):
-        kept, losses = trained(graph, tree({"name": name}, {"batch": 64, "fanouts": [4, 3, 2]}))
-        plain, found = trained(graph, tree({"name": name}, {"batch": 64, "fanouts": [4, 3, -1], "cache_inputs": False}))
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-10, atol=0)
-        for key, tensor in weights(plain).items():
-            torch.testing.assert_close(weights(kept)[key], tensor, rtol=1e-8, atol=1e-10, msg=key)
+        cached, losses = fit(graph, run_settings({"name": name}, {"batch": 64, "fanouts": [4, 3, 2]}))
+        uncached, uncached_losses = fit(
+            graph, run_settings({"name": name}, {"batch": 64, "fanouts": [4, 3, -1], "cache_inputs": False})
+        )
+        torch.testing.assert_close(torch.tensor(uncached_losses), torch.tensor(losses), rtol=1e-10, atol=0)
+        for key, tensor in weights(uncached).items():
+            torch.testing.assert_close(weights(cached)[key], tensor, rtol=1e-8, atol=1e-10, msg=key)
 
 
-def test_it_learns(graph: Graph) -> None:
-    words = tree({"name": "sage", "dropout": 0.0}, {"batch": 64, "fanouts": [5, 5, 5]}, precision="float32")
-    strategy, losses = trained(graph, words, epochs=15)
+def test_sampled_training_learns(graph: Graph) -> None:
+    settings = run_settings({"name": "sage", "dropout": 0.0}, {"batch": 64, "fanouts": [5, 5, 5]}, precision="float32")
+    strategy, losses = fit(graph, settings, epochs=15)
     assert losses[-1][0] < 0.5 * losses[0][0]
     assert strategy.evaluate("test")["accuracy"] > 0.6
 
 
 @pytest.mark.parametrize("split_at", [1, 3])
-def test_a_resumed_run_ends_the_same(graph: Graph, tmp_path: Path, split_at: int) -> None:
-    words = tree({"name": "sage"}, {"batch": 64, "fanouts": [4, 3, 2]}, precision="float32")
-    settings = {"checkpoint_seconds": 0}
-    run_training(graph, {**words, "train": {**settings, "epochs": 5}}, location=RunLocation(run_dir=tmp_path / "one"))
+def test_a_resumed_run_equals_an_uninterrupted_one(graph: Graph, tmp_path: Path, split_at: int) -> None:
+    settings = run_settings({"name": "sage"}, {"batch": 64, "fanouts": [4, 3, 2]}, precision="float32")
+    train = {"checkpoint_seconds": 0}
+    run_training(graph, {**settings, "train": {**train, "epochs": 5}}, location=RunLocation(run_dir=tmp_path / "one"))
     run_training(
-        graph, {**words, "train": {**settings, "epochs": split_at}}, location=RunLocation(run_dir=tmp_path / "two")
+        graph, {**settings, "train": {**train, "epochs": split_at}}, location=RunLocation(run_dir=tmp_path / "two")
     )
-    more = run_training(graph, {"train": {"epochs": 5}}, location=RunLocation(run_dir=tmp_path / "two", resume=True))
+    resumed = run_training(graph, {"train": {"epochs": 5}}, location=RunLocation(run_dir=tmp_path / "two", resume=True))
     assert_same_checkpoint(tmp_path / "one" / "checkpoints" / "last", tmp_path / "two" / "checkpoints" / "last")
-    assert more.record.steps == 5 * 4
+    assert resumed.record.steps == 5 * 4
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -162,6 +166,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "strategy", "message"), WRONG)
-def test_wrong_words(graph: Graph, model: dict[str, Any], strategy: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_refused(graph: Graph, model: dict[str, Any], strategy: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build(graph, resolve(tree(model, strategy)))
+        build(graph, resolve(run_settings(model, strategy)))

@@ -21,7 +21,7 @@ from gnnfleet.strategies.pipe.grid_planner import GridEstimate
 from gnnfleet.strategies.protocol import RANK_LOCAL
 from gnnfleet.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from tests.graphs import communities
-from tests.ranks import Crew
+from tests.ranks import RankPool
 from tests.strategies.pipe_runs import copy_state, is_equal, local, losses_of, pipe, pipe_on_two_layouts
 
 
@@ -54,8 +54,8 @@ def train_and_resume(world: World, store: str, partitions: int, gradient: str) -
 
 
 @pytest.mark.parametrize(("partitions", "gradient"), [(1, "stale"), (1, "double"), (2, "control_variate")])
-def test_a_run_resumes_bit_for_bit(crew: Crew, store: Path, partitions: int, gradient: str) -> None:
-    for losses, resumed_losses, model, resumed_model, history, resumed_history in crew.run(
+def test_a_run_resumes_bit_for_bit(pool: RankPool, store: Path, partitions: int, gradient: str) -> None:
+    for losses, resumed_losses, model, resumed_model, history, resumed_history in pool.run(
         2, train_and_resume, str(store), partitions, gradient
     ):
         assert losses == resumed_losses
@@ -75,8 +75,8 @@ def resume_on_other_stages(world: World, store: str) -> tuple[list[str], bool, l
     return log, is_same, losses_of(first, range(1, 3)), losses_of(second, range(1, 3))
 
 
-def test_a_run_resumes_with_the_stages_it_began_with(crew: Crew, store: Path) -> None:
-    for log, is_same, losses, resumed_losses in crew.run(2, resume_on_other_stages, str(store)):
+def test_a_run_resumes_with_the_stages_it_began_with(pool: RankPool, store: Path) -> None:
+    for log, is_same, losses, resumed_losses in pool.run(2, resume_on_other_stages, str(store)):
         assert not log and is_same and losses == resumed_losses
 
 
@@ -89,8 +89,8 @@ def resume_on_another_grid(world: World, store: str) -> tuple[list[str], str]:
     return log, second.artifacts()["schedule.svg"]
 
 
-def test_another_grid_rebuilds_the_history_and_draws_its_schedule(crew: Crew, store: Path) -> None:
-    for log, picture in crew.run(2, resume_on_another_grid, str(store)):
+def test_another_grid_rebuilds_the_history_and_draws_its_schedule(pool: RankPool, store: Path) -> None:
+    for log, picture in pool.run(2, resume_on_another_grid, str(store)):
         assert len(log) == 1 and "history is rebuilt" in log[0]
         titles = [
             title.text or "" for title in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}title")
@@ -129,7 +129,7 @@ def resume_on_two_workers(world: World, store: str, checkpoint: str) -> tuple[li
 
 @pytest.mark.parametrize("level", ["fresh", "exact"])
 def test_the_fallback_of_a_checkpoint_holds_for_other_numbers_of_workers(
-    crew: Crew, store: Path, tmp_path: Path, level: str
+    pool: RankPool, store: Path, tmp_path: Path, level: str
 ) -> None:
     settings = {"warmup_history": False, "refresh": 1000, "tolerance": 1.0, "exactness_check_every": 1}
     run = pipe(store, World(), chunks=8, method="random", strategy=settings)
@@ -137,7 +137,7 @@ def test_the_fallback_of_a_checkpoint_holds_for_other_numbers_of_workers(
     assert run._monitor.level == level
     state = copy_state(run)
     save_checkpoint(tmp_path / "last", state, TrainState(), seed=3)
-    for log, monitor, grid, loss in crew.run(2, resume_on_two_workers, str(store), str(tmp_path / "last")):
+    for log, monitor, grid, loss in pool.run(2, resume_on_two_workers, str(store), str(tmp_path / "last")):
         assert (monitor.level, monitor.first, monitor.least) == (level, run._monitor.first, run._monitor.least)
         assert (monitor.next_epoch, monitor.check_interval) == (5, 5) and len(log) == 1 and "is rebuilt" in log[0]
         if level == "fresh":
@@ -171,8 +171,8 @@ def train_on_a_single_worker(world: World, store: str) -> tuple[float, dict[str,
         strategy_module.choose_grid = before
 
 
-def test_workers_beyond_the_grid_wait(crew: Crew, store: Path) -> None:
-    first, second = crew.run(2, train_on_a_single_worker, str(store))
+def test_workers_beyond_the_grid_wait(pool: RankPool, store: Path) -> None:
+    first, second = pool.run(2, train_on_a_single_worker, str(store))
     (loss, metrics, rows, threads, has_chunk_order), (idle_loss, idle_metrics, idle_rows, idle_threads, _) = (
         first,
         second,

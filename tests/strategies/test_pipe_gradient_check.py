@@ -16,7 +16,7 @@ from gnnfleet.strategies.pipe.gradient_check import ExactnessMonitor
 from gnnfleet.strategies.pipe.strategy import PipeStrategy
 from gnnfleet.strategies.protocol import State
 from tests.graphs import communities
-from tests.ranks import Crew
+from tests.ranks import RankPool
 from tests.strategies.pipe_runs import copy_state, local, losses_of, pipe, pipe_on_two_layouts
 
 
@@ -109,8 +109,10 @@ def compare_gradients(world: World, store: str, partitions: int) -> tuple[float,
 
 
 @pytest.mark.parametrize(("size", "partitions"), [(1, 1), (2, 1), (4, 2)])
-def test_the_cosine_is_that_of_the_gradients_of_all_stages(crew: Crew, store: Path, size: int, partitions: int) -> None:
-    ranks = crew.run(size, compare_gradients, str(store), partitions)
+def test_the_cosine_is_that_of_the_gradients_of_all_stages(
+    pool: RankPool, store: Path, size: int, partitions: int
+) -> None:
+    ranks = pool.run(size, compare_gradients, str(store), partitions)
     history, exact = ({name: grad for rank in ranks for name, grad in rank[index].items()} for index in (1, 2))
     expected = both_gradients(pipe(store, World(), chunks=1), 0)[1]  # of one process and one chunk
     assert history.keys() == exact.keys() == expected.keys()
@@ -151,8 +153,8 @@ def fall_back(world: World, store: str) -> tuple[list[str], list[str], State, fl
     return log, grids, state, loss
 
 
-def test_two_failures_open_an_exact_grid(crew: Crew, store: Path) -> None:
-    (log, grids, state, loss), (_, second_grids, _, second_loss) = crew.run(2, fall_back, str(store))
+def test_two_failures_open_an_exact_grid(pool: RankPool, store: Path) -> None:
+    (log, grids, state, loss), (_, second_grids, _, second_loss) = pool.run(2, fall_back, str(store))
     assert grids == second_grids and loss == second_loss
     assert grids[:2] == ["pipeline 2 stages, 8 chunks"] * 2 and grids[2] in ("one worker", "graph parallel, 2 workers")
     assert f"All further epochs are exact: {grids[2]}." in log[-1]

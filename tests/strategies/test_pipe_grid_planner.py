@@ -26,7 +26,7 @@ from gnnfleet.strategies.pipe.pipeline_rank import should_cache_inputs
 from gnnfleet.strategies.pipe.profile import CpuShare, chunk_load, chunk_loads, profile_cluster, profile_model
 from gnnfleet.training.build import RankContext, make_job, validate
 from tests.graphs import communities
-from tests.ranks import Crew
+from tests.ranks import RankPool
 
 LAYER = LayerCost(1e-4, 1e-5, 256, 256, 256, 0)
 
@@ -148,8 +148,8 @@ def profile_gcn2(world: World) -> ModelCost:
     return cost
 
 
-def test_all_ranks_plan_with_the_profile_of_the_first(crew: Crew) -> None:
-    first, second = crew.run(2, profile_gcn2)
+def test_all_ranks_plan_with_the_profile_of_the_first(pool: RankPool) -> None:
+    first, second = pool.run(2, profile_gcn2)
     assert first == second and len(first.layers) == 4
     used = {name for layer in first.layers for name in layer.parameters}
     assert used and used <= set(first.parameter_bytes)
@@ -178,6 +178,6 @@ def profile_links(world: World) -> ClusterProfile:
     return profile_cluster(world.uncounted(), CpuShare(1, 1, 1))
 
 
-def test_bandwidth_and_latency_are_the_same_on_all_ranks(crew: Crew) -> None:
-    first, second = crew.run(2, profile_links)
+def test_bandwidth_and_latency_are_the_same_on_all_ranks(pool: RankPool) -> None:
+    first, second = pool.run(2, profile_links)
     assert first == second and first.bandwidth > 0 and first.latency > 0

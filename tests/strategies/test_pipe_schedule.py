@@ -17,7 +17,7 @@ from gnnfleet.graph.store import save_store
 from gnnfleet.strategies.pipe.schedule import ChunkSpan, bubble_share, chunk_order, split_layers
 from tests.equivalence.spread import typed_graph
 from tests.graphs import communities
-from tests.ranks import Crew
+from tests.ranks import RankPool
 from tests.strategies.pipe_runs import losses_of, pipe
 
 
@@ -37,10 +37,10 @@ def train_and_collect_spans(world: World, store: str, partitions: int) -> list[C
 
 @pytest.mark.parametrize(("size", "partitions"), [(2, 1), (4, 2)])
 def test_every_chunk_passes_every_stage_once_in_each_direction(
-    crew: Crew, store: Path, size: int, partitions: int
+    pool: RankPool, store: Path, size: int, partitions: int
 ) -> None:
     stages = size // partitions
-    spans, *others = crew.run(size, train_and_collect_spans, str(store), partitions)
+    spans, *others = pool.run(size, train_and_collect_spans, str(store), partitions)
     assert all(other == spans for other in others) and len(spans) == size * 4 * 2
     began = {(span.stage, span.partition, span.slot, span.is_backward): span.begin for span in spans}
     for stage, partition in product(range(stages), range(partitions)):

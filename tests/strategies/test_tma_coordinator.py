@@ -19,7 +19,7 @@ from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable, TrainerState, format_trainers
 from gnnfleet.strategies.tma.protocol import RoundStart, RunMessages, RunState, TrainerUpdate
-from tests.faults.trials import until
+from tests.faults.trials import wait_until
 
 LAYOUT = FlatLayout({"w": (2,)}, {"w": torch.float64}, torch.float64, 2)
 NODES = {"node": 40}
@@ -50,7 +50,7 @@ def start(messages: RunMessages) -> Iterator[Starter]:
             config=config, messages=messages.reconnect(), last=last, **{**standard, **fields}
         ).start()
         started.append(coordinator)
-        until(lambda: getattr(messages.read_state(), "incarnation", 0) == incarnation, 10, "first weights")
+        wait_until(lambda: getattr(messages.read_state(), "incarnation", 0) == incarnation, 10, "first weights")
         return coordinator
 
     yield start
@@ -182,7 +182,7 @@ def test_the_run_is_done_when_the_coordinator_is_closed(messages: RunMessages, s
     for i in range(2):
         send(messages, 0, i)
     coordinator.wait_round()
-    until(lambda: messages.read_state() == RunState(1, 1), 10, "the end of the last round")
+    wait_until(lambda: messages.read_state() == RunState(1, 1), 10, "the end of the last round")
     assert members(messages, 1) == ()
     assert coordinator.close()
     assert messages.read_state() == RunState(1, 1, done=True)
@@ -267,7 +267,7 @@ def test_a_restarted_coordinator_removes_the_messages_of_former_ones(messages: R
         config=TmaConfig(steps=1, give_up=20), trainers=2, messages=messages.reconnect(), layout=LAYOUT,
         weights=sign(1, 0), first=2, last=4, assignment=NodeAssignment(NODES, None), outer=OuterOptimizer(0.0),
     ).start()  # fmt: skip
-    until(lambda: messages.read_state() == RunState(3, 2), 10, "first weights")
+    wait_until(lambda: messages.read_state() == RunState(3, 2), 10, "first weights")
     for i in range(2):
         messages.write_update(RunState(3, 2), i, update_of(2, i))
     coordinator.wait_round()
@@ -350,7 +350,7 @@ def test_a_round_by_the_clock_begins_when_trainers_do(messages: RunMessages, sta
     assert messages.collect_requested(1) == -1
     messages.write_ack(RunState(1, 0), 1)
     began = time.monotonic()
-    until(lambda: messages.collect_requested(1) == 0, 10, "the end of the round")
+    wait_until(lambda: messages.collect_requested(1) == 0, 10, "the end of the round")
     assert time.monotonic() - began > 0.15
     for i in range(2):
         send(messages, 0, i)
@@ -366,8 +366,8 @@ def test_by_the_clock_the_loop_gets_the_newest_snapshot(messages: RunMessages, s
     for number in range(4):
         for i in range(2):
             send(messages, number, i, rows={"e": torch.full((len(nodes[i]), 1), float(number), dtype=torch.float64)})
-        until(lambda number=number: coordinator.newest_round == number, 10, "the end of a round")  # type: ignore[misc]
-    until(lambda: coordinator._results.qsize() == 4, 10, "all rounds")
+        wait_until(lambda number=number: coordinator.newest_round == number, 10, "the end of a round")  # type: ignore[misc]
+    wait_until(lambda: coordinator._results.qsize() == 4, 10, "all rounds")
     assert all(snapshot is None for _, snapshot in coordinator._results.queue)  # type: ignore[misc]
     for number in range(4):
         stats, snapshot = coordinator.wait_round()

@@ -19,7 +19,7 @@ from gnnfleet.training.build import RankContext, build
 from gnnfleet.training.checkpoint import TrainState
 from gnnfleet.training.loop import LoopConfig, fit
 from tests.equivalence.spread import cut_graph, plain_graph
-from tests.ranks import Crew
+from tests.ranks import RankPool
 
 SETTINGS: dict[str, Any] = {
     "model": {"name": "sage", "hidden": 8, "layers": 2, "dropout": 0.4, "embedding": 3},
@@ -89,7 +89,7 @@ def resume_after_stops(world: World, store: str, parts: str | None, strategy: di
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_stopped_epoch_is_resumed_bit_for_bit(crew: Crew, tmp_path: Path, size: int) -> None:
+def test_a_stopped_epoch_is_resumed_bit_for_bit(pool: RankPool, tmp_path: Path, size: int) -> None:
     save_store(plain_graph(), tmp_path / "store")
     sampled = {"fanouts": [3, 2], "batch": 5}
     if size == 1:
@@ -100,7 +100,7 @@ def test_a_stopped_epoch_is_resumed_bit_for_bit(crew: Crew, tmp_path: Path, size
         assert one_step.within == [0, 0, 0], "an epoch of one step has no middle"
     parts = str(cut_graph(open_store(tmp_path / "store"), size, "random", tmp_path / "parts"))
     strategy = {"name": "macrobatch", "batches_per_fetch": 2, "prefetch": 1, **sampled}
-    by_rank = crew.run(size, resume_after_stops, str(tmp_path / "store"), parts, strategy)
+    by_rank = pool.run(size, resume_after_stops, str(tmp_path / "store"), parts, strategy)
     assert all(within == by_rank[0] and len(set(within)) > 2 for within in by_rank)
 
 

@@ -16,7 +16,7 @@ from gnnfleet.comm.world import World
 from gnnfleet.report.phase_timer import PHASES, PhaseTimer
 from gnnfleet.training import phase_profiler
 from gnnfleet.training.phase_profiler import RankProfiler
-from tests.ranks import Crew
+from tests.ranks import RankPool
 
 
 class RowList:
@@ -58,9 +58,9 @@ def profile_epochs(world: World, external: int = 0) -> tuple[Any, ...]:
     return rows.rows, totals, world.traffic.bytes_sent, world.traffic.rounds
 
 
-def test_the_first_rank_gathers_epochs_and_totals(crew: Crew) -> None:
+def test_the_first_rank_gathers_epochs_and_totals(pool: RankPool) -> None:
     for size in (1, 3):
-        by_rank = crew.run(size, profile_epochs)
+        by_rank = pool.run(size, profile_epochs)
         rows, totals = by_rank[0][:2]
         assert [row["epoch"] for row in rows] == [1, 2, 3], "every epoch once"
         assert all(len(row[phase]) == size and min(row[phase]) >= 0 for row in rows for phase in PHASES)
@@ -75,8 +75,8 @@ def test_the_first_rank_gathers_epochs_and_totals(crew: Crew) -> None:
         assert all(not gathered[0] and not gathered[1] for gathered in by_rank[1:])
 
 
-def test_external_workers_follow_the_rank_that_reports_them(crew: Crew) -> None:
-    rows, totals = crew.run(1, profile_epochs, 2)[0][:2]
+def test_external_workers_follow_the_rank_that_reports_them(pool: RankPool) -> None:
+    rows, totals = pool.run(1, profile_epochs, 2)[0][:2]
     assert all(len(row[phase]) == 3 and row[phase][1:] == [0, 0] for row in rows for phase in PHASES)
     assert totals[-1]["bytes"][1:] == [[5, 0, 0, 0]] * 2 and totals[-1]["rounds"][1:] == [2, 2]
 
@@ -96,9 +96,9 @@ def columns(world: World) -> dict[int, int]:
     return dict(world.traffic.bytes_by_peer)
 
 
-def test_subgroups_count_traffic_by_global_rank(crew: Crew) -> None:
+def test_subgroups_count_traffic_by_global_rank(pool: RankPool) -> None:
     """Rank way · 2 + stage: subgroups of stages are 0-1 and 2-3, of ways 0-2 and 1-3; local ranks are 0 and 1."""
-    assert crew.run(4, columns) == [
+    assert pool.run(4, columns) == [
         {1: 8 + 2, 2: 8 + 200},
         {0: 8 + 2, 3: 8 + 200},
         {3: 8 + 2, 0: 8 + 200},
@@ -106,6 +106,6 @@ def test_subgroups_count_traffic_by_global_rank(crew: Crew) -> None:
     ]
 
 
-def test_clocks_of_one_machine_agree(crew: Crew) -> None:
-    offsets = crew.run(3, clock_offset)
+def test_clocks_of_one_machine_agree(pool: RankPool) -> None:
+    offsets = pool.run(3, clock_offset)
     assert offsets[0] == 0.0 and max(map(abs, offsets)) < 0.5, "processes of one machine share the monotonic clock"

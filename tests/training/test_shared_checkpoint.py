@@ -18,7 +18,7 @@ from gnnfleet.training import checkpoint
 from gnnfleet.training.checkpoint import TrainState, load_checkpoint, load_sharded, save_checkpoint, sharded_ids
 from gnnfleet.training.resume import find_resume_point
 from gnnfleet.training.run_dir import RunDirectory
-from tests.ranks import Crew
+from tests.ranks import RankPool
 
 
 def ids_of(rank: int, size: int) -> torch.Tensor:
@@ -62,8 +62,8 @@ def expected(value: float, ids: torch.Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("owns_rows", [True, False])
-def test_every_rank_resumes_with_its_own_rows(crew: Crew, tmp_path: Path, size: int, owns_rows: bool) -> None:
-    for rank, resumed in enumerate(crew.run(size, save_and_start, tmp_path, owns_rows)):
+def test_every_rank_resumes_with_its_own_rows(pool: RankPool, tmp_path: Path, size: int, owns_rows: bool) -> None:
+    for rank, resumed in enumerate(pool.run(size, save_and_start, tmp_path, owns_rows)):
         rows, best = ({SHARDED: expected(value, ids_of(rank, size))} if owns_rows else {} for value in (2.0, 1.0))
         assert resumed["epoch"] == 2 and resumed["message"] == {"rank": 0}
         assert resumed["state"] == {"model": {"w": [2.0] * 3}, "optimizer": {"w/step": 2.0}, **rows}
@@ -84,21 +84,21 @@ def save_while_last_rank_fails(world: World, path: Path) -> None:
     save(world, path, 2.0)
 
 
-def test_a_rank_that_cannot_write_keeps_the_previous_checkpoint(crew: Crew, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_keeps_the_previous_checkpoint(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "last"
-    crew.run(2, save, path, 1.0)
+    pool.run(2, save, path, 1.0)
     with pytest.raises(AssertionError, match="No space left on device"):
-        crew.run(2, save_while_last_rank_fails, path, seconds=20)
+        pool.run(2, save_while_last_rank_fails, path, seconds=20)
     loaded, position, _ = load_checkpoint(path)
     assert position.epoch == 1 and torch.equal(loaded["model"]["w"], torch.ones(3))
-    crew.run(2, save, path, 3.0)
+    pool.run(2, save, path, 3.0)
     assert load_checkpoint(path)[1].epoch == 3
     assert [p.name for p in tmp_path.iterdir()] == ["last"]  # partial files were removed
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_another_number_of_ranks_loads_its_rows(crew: Crew, tmp_path: Path, size: int) -> None:
-    crew.run(3, save, tmp_path / "last", 1.0)
+def test_another_number_of_ranks_loads_its_rows(pool: RankPool, tmp_path: Path, size: int) -> None:
+    pool.run(3, save, tmp_path / "last", 1.0)
     for rank in range(size):
         ids = ids_of(rank, size)
         loaded = load_sharded(tmp_path / "last", rank=rank, ids={"rows": ids})[SHARDED]
@@ -110,14 +110,14 @@ def test_another_number_of_ranks_loads_its_rows(crew: Crew, tmp_path: Path, size
         load_sharded(tmp_path / "last", rank=0, ids={"rows": torch.arange(13)})
 
 
-def test_a_checkpoint_without_owned_rows_loads_none(crew: Crew, tmp_path: Path) -> None:
-    crew.run(2, save, tmp_path / "shared", 1.0, False)
+def test_a_checkpoint_without_owned_rows_loads_none(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, save, tmp_path / "shared", 1.0, False)
     assert load_sharded(tmp_path / "shared", rank=2, ids={"rows": torch.arange(2)}) == {}
     assert sharded_ids(tmp_path / "shared") == {}
 
 
-def test_one_process_loads_the_rows_of_all_ranks(crew: Crew, tmp_path: Path) -> None:
-    crew.run(3, save, tmp_path / "checkpoints/best", 1.0)
+def test_one_process_loads_the_rows_of_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(3, save, tmp_path / "checkpoints/best", 1.0)
     checkpoint_of_run = RunDirectory(tmp_path).load_weights("best")
     assert checkpoint_of_run is not None
     assert {name: tensor.tolist() for name, tensor in checkpoint_of_run[0]["model"].items()} == {
@@ -126,9 +126,9 @@ def test_one_process_loads_the_rows_of_all_ranks(crew: Crew, tmp_path: Path) -> 
     }
 
 
-def test_a_damaged_file_of_a_rank_is_refused(crew: Crew, tmp_path: Path) -> None:
+def test_a_damaged_file_of_a_rank_is_refused(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "last"
-    crew.run(2, save, path, 1.0)
+    pool.run(2, save, path, 1.0)
     part = path / "rank-00001.safetensors"
     broken = bytearray(part.read_bytes())
     broken[-1] ^= 1

@@ -1,9 +1,9 @@
-"""How letters of tma travel: torch's TCPStore in pieces, against a gloo message between two processes; loopback.
+"""Messages of tma: torch's TCPStore in pieces, against a gloo message between two processes, on loopback.
 
-For weights of several sizes: seconds for one trainer to give them and the coordinator to have them, minimum of some
-repetitions, ways taking turns. The store's server is a process of its own, as in a fleet.
+For weights of several sizes: seconds from the write of a trainer until the coordinator has read them, minimum of some
+repetitions that alternate between both. The server is a process of its own, as in training.
 
-usage: python benchmarks/post.py [--sizes 65536 1048576 …] [--times 7]
+usage: python benchmarks/message_store.py [--sizes 65536 1048576 …] [--times 7]
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ SIZES = [1 << 16, 1 << 20, 1 << 24, 1 << 26]
 
 
 def serve() -> None:
-    """A server until standard input ends."""
+    """Serve messages until standard input ends."""
     from gnnfleet.comm.message_store import MessageStore
 
-    post = MessageStore.serve()
-    print(post.address, flush=True)
+    store = MessageStore.serve()
+    print(store.address, flush=True)
     sys.stdin.read()
 
 
-def by_post(address: str, size: int) -> float:
+def time_message_store(address: str, size: int) -> float:
     from gnnfleet.comm.message_store import Address, MessageStore
 
-    one, two = (MessageStore.connect(Address.parse(address)) for _ in range(2))
+    trainer, coordinator = (MessageStore.connect(Address.parse(address)) for _ in range(2))
     body = torch.zeros(size, dtype=torch.uint8)
     started = time.perf_counter()
-    one.write("give", {"steps": 1}, body)
-    while (letter := two.read("give")) is None and time.perf_counter() - started < 10:
+    trainer.write("update", {"steps": 1}, body)
+    while (message := coordinator.read("update")) is None and time.perf_counter() - started < 10:
         time.sleep(0.0001)
-    took = time.perf_counter() - started
-    assert letter is not None and len(letter.body) == size
-    one.remove("give")
-    return took
+    seconds = time.perf_counter() - started
+    assert message is not None and len(message.body) == size
+    trainer.remove("update")
+    return seconds
 
 
 def gloo_peer(port: int, sizes: list[int], times: int) -> None:
@@ -70,33 +70,34 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    again = ["--times", str(args.times), "--sizes", *map(str, args.sizes)]
+    options = ["--times", str(args.times), "--sizes", *map(str, args.sizes)]
     server = subprocess.Popen(
         [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    peer = subprocess.Popen([sys.executable, __file__, "--peer", str(port), *again])
+    peer = subprocess.Popen([sys.executable, __file__, "--peer", str(port), *options])
     try:
         assert server.stdout is not None
         address = server.stdout.readline().strip()
         torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
-        found: dict[int, dict[str, list[float]]] = {size: {"post": [], "gloo": []} for size in args.sizes}
+        timings: dict[int, dict[str, list[float]]] = {size: {"post": [], "gloo": []} for size in args.sizes}
         for _ in range(args.times):
             for size in args.sizes:
-                into = torch.zeros(size, dtype=torch.uint8)
+                received = torch.zeros(size, dtype=torch.uint8)
                 started = time.perf_counter()
-                torch.distributed.recv(into, 1)
-                found[size]["gloo"].append(time.perf_counter() - started)
+                torch.distributed.recv(received, 1)
+                timings[size]["gloo"].append(time.perf_counter() - started)
                 torch.distributed.send(torch.zeros(1, dtype=torch.uint8), 1)
-                found[size]["post"].append(by_post(address, size))
+                timings[size]["post"].append(time_message_store(address, size))
         torch.distributed.destroy_process_group()
     finally:
         server.kill()
         peer.kill()
     cells = []
-    for size, ways in found.items():
-        cells.append({"cell": f"{size}", **{way: min(times) for way, times in ways.items()}})
+    for size, seconds_by_system in timings.items():
+        cells.append({"cell": f"{size}", **{system: min(seconds) for system, seconds in seconds_by_system.items()}})
         print(
-            "  ".join(f"{way} {1000 * min(times):8.2f} ms" for way, times in ways.items()), f"  {size / 2**20:.2f} MiB"
+            "  ".join(f"{system} {1000 * min(seconds):8.2f} ms" for system, seconds in seconds_by_system.items()),
+            f"  {size / 2**20:.2f} MiB",
         )
     print(write_results("post", cells))
 

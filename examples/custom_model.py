@@ -1,7 +1,7 @@
-"""A model of your own: one new layer, written as the message of an edge, stacked and trained like any other.
+"""A custom model: a new layer, written as the message of an edge, stacked and trained like any other.
 
-python examples/own_model.py
-gnnfleet train STORE --model examples/own_model.py:distance_model --set model.settings.sharp=2
+python examples/custom_model.py
+gnnfleet train STORE --model examples/custom_model.py:distance_model --set model.settings.sharp=2
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from gnnfleet.graph.datasets import make_dataset
 
 
 class DistanceConv(torch.nn.Module):
-    """x'_i = W_r x_i + mean_j exp(−sharp · |z_j − z_i|²) z_j with z = W x: near neighbours count more."""
+    """x'_i = W_r x_i + mean_j exp(−sharp · |z_j − z_i|²) z_j with z = W x: close neighbours count more."""
 
-    def __init__(self, wide: int, narrow: int, *, sharp: float) -> None:
+    def __init__(self, in_channels: int, out_channels: int, *, sharp: float) -> None:
         super().__init__()
-        self.lin, self.root = torch.nn.Linear(wide, narrow, bias=False), torch.nn.Linear(wide, narrow)
+        self.lin = torch.nn.Linear(in_channels, out_channels, bias=False)
+        self.root = torch.nn.Linear(in_channels, out_channels)
         self.sharp = torch.nn.Parameter(torch.tensor([sharp]))
 
     def forward(self, view: gf.GraphView, x: Tensor) -> Tensor:
         z = self.lin(x)
-        # One piece of edges at a time, rebuilt for the gradient: parameters are passed in, not captured.
-        near = view.propagate(_message, src={"z": z}, dst={"z": z}, params=[self.sharp], reduce="mean")
-        return near + self.root(x[: view.num_dst])  # the first rows of x are the destinations
+        # Messages are computed block by block and rebuilt in backward: parameters are passed in, not captured.
+        mean = view.propagate(_message, src={"z": z}, dst={"z": z}, params=[self.sharp], reduce="mean")
+        return mean + self.root(x[: view.num_dst])  # the first rows of x are the destinations
 
 
 def _message(src: dict[str, Tensor], dst: dict[str, Tensor], edge: dict[str, Tensor], sharp: Tensor) -> Tensor:
@@ -36,12 +37,12 @@ def _message(src: dict[str, Tensor], dst: dict[str, Tensor], edge: dict[str, Ten
 
 
 def distance_model(config: gf.nn.ModelConfig, graph: gf.Graph, out_channels: int) -> gf.nn.Model:
-    """What ``--model file.py:distance_model`` calls."""
+    """Factory for ``--model file.py:distance_model``."""
     x = graph.single_nodes.x
-    assert x is not None, "the layer works on features"
+    assert x is not None, "the layer needs features"
     widths = [x.shape[1], *[config.hidden] * (config.layers - 1), out_channels]
     sharp = float(config.settings.get("sharp", 1.0))
-    layers = [DistanceConv(wide, narrow, sharp=sharp) for wide, narrow in pairwise(widths)]
+    layers = [DistanceConv(in_channels, out_channels, sharp=sharp) for in_channels, out_channels in pairwise(widths)]
     return gf.nn.Model(layers, dropout=config.dropout)
 
 
@@ -49,7 +50,7 @@ def main() -> float:
     graph = make_dataset("communities", nodes=800, mean_degree=6, seed=1)
     model = {"name": f"{__file__}:distance_model", "hidden": 32, "layers": 2, "settings": {"sharp": 0.5}}
     record = gf.train(graph, model=model, epochs=15, lr=0.03, seed=0)
-    print(record, "sharpness learnt:", [round(layer.sharp.item(), 2) for layer in record.model.layers])
+    print(record, "learnt sharpness:", [round(layer.sharp.item(), 2) for layer in record.model.layers])
     return float(record.metrics["test"])
 
 
